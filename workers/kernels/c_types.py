@@ -16,7 +16,9 @@ FAULTS = {
 
 
 class Weights(ctypes.Structure):
-    _fields_ = tuple((name, SIZE) for name in ("bits", "group", "inputs", "outputs", "channels"))
+    _fields_ = tuple(
+        (name, SIZE) for name in ("bits", "group", "inputs", "outputs", "channels", "hint", "ahead")
+    )
 
 
 class Activations(ctypes.Structure):

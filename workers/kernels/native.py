@@ -1,15 +1,16 @@
 """The C kernels: their variants, and their functions for numpy arrays.
 
 `c/kernels.h` specifies what a library exports and computes. Each variant is a library of its own, compiled at
-installation if the compiler supports its instructions; `best` picks the fastest variant that this processor
-supports. The functions release the GIL.
+installation if the compiler supports its instructions. Which variant computes and how it prefetches is a
+`Choice`, the same in all processes of an engine (`tuning.py` measures it); `best` is the library of the
+default one. The functions release the GIL.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -29,13 +30,42 @@ VARIANTS = {  # best first
     "avx2": "AVX2",
     "portable": "portable C",
 }
-VERSION = 5  # of the functions in c/kernels.h
+VERSION = 6  # of the functions in c/kernels.h
 OTHER_VERSION = "compiled from another version: install again"
 BF16_BITS = 16
+
+HINTS = ("none", "nta", "t0", "t1")  # in the order of c/kernels.h
 
 log = logging.getLogger(__name__)
 
 Codes = NDArray[np.int8] | Float32
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """How weights are prefetched that are read once: a hint of HINTS and bytes ahead. It changes no bit."""
+
+    hint: str = "t0"
+    ahead: int = 4096
+
+    def __str__(self) -> str:
+        return "no prefetch" if self.hint == "none" else f"prefetch {self.hint} {self.ahead} bytes ahead"
+
+    @property
+    def number(self) -> int:
+        """The hint as c/kernels.h counts."""
+        return HINTS.index(self.hint)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What differs between processors. `variant`: of VARIANTS; "": the first one that can be used here.
+    `bf16_rows`: most rows of bf16 that C computes; with more, torch's product is faster than reading the
+    weights once for all."""
+
+    variant: str = ""
+    prefetch: Prefetch = Prefetch()
+    bf16_rows: int = 4
 
 
 @dataclass(frozen=True)
@@ -80,9 +110,10 @@ class Library:
     """One variant's functions. Python checks shapes and types, because C sees only pointers; C checks the
     numbers in arrays that say what is read and written."""
 
-    def __init__(self, variant: str, functions: ctypes.CDLL) -> None:
+    def __init__(self, choice: Choice, functions: ctypes.CDLL) -> None:
         """Use `load`."""
-        self.variant = variant
+        self.choice = choice
+        self.variant = choice.variant
         self.functions = functions
         self._quantize = typed(functions.tandem_quantize, POINTER, POINTER, SIZE, POINTER, POINTER)
         self._scratch = typed(functions.tandem_scratch, POINTER, SIZE, result=SIZE)
@@ -92,20 +123,20 @@ class Library:
         self._work_buffers = typed(functions.tandem_work_buffers, *[POINTER] * 3, result=checked)
         work = (*[POINTER] * 4, SIZE, SIZE, *[POINTER] * 6)
         self._work = typed(functions.tandem_work, *work, result=checked)
-        self._read = typed(functions.tandem_read, POINTER, POINTER, SIZE, result=ctypes.c_uint64)
+        self._read = typed(functions.tandem_read, POINTER, POINTER, SIZE, SIZE, SIZE, result=ctypes.c_uint64)
         self._start_team = typed(functions.tandem_team_create, SIZE, result=POINTER)
         self._end_team = typed(functions.tandem_team_destroy, POINTER)
 
     def kernel(self, geometry: Geometry, team: Team | None = None) -> Kernel:
         return Kernel(self, geometry, team)
 
-    def read(self, memory: Bytes, team: Team | None = None) -> int:
+    def read(self, memory: Bytes, prefetch: Prefetch, team: Team | None = None) -> int:
         """Read all of `memory`, contiguous and a multiple of 64 bytes, and return its sum as 64-bit numbers:
-        the time it takes is that of reading memory."""
+        the time it takes is that of reading memory in this way."""
         if not memory.flags.c_contiguous or memory.nbytes % LINE:
             raise ValueError(f"{memory.nbytes} bytes are no whole lines of {LINE}")
         handle = None if team is None else team.handle
-        total: int = self._read(handle, memory.ctypes.data, memory.nbytes)
+        total: int = self._read(handle, memory.ctypes.data, memory.nbytes, prefetch.number, prefetch.ahead)
         return total
 
     def team(self, threads: int) -> Team | None:
@@ -146,7 +177,10 @@ class Kernel:
         self.geometry = g = geometry
         self._library = library
         self._team = team
-        self._weights = Weights(g.bits, g.group, g.inputs, g.outputs, g.channels)
+        prefetch = library.choice.prefetch
+        self._weights = Weights(
+            g.bits, g.group, g.inputs, g.outputs, g.channels, prefetch.number, prefetch.ahead
+        )  # fmt: skip
         self._address = ctypes.addressof(self._weights)
         blocks = g.format if isinstance(g.format, BlockFormat) else None
         self._matrix_bytes = 0 if blocks is None else blocks.matrix_bytes(g.outputs, g.inputs)
@@ -277,7 +311,7 @@ def _pointers(x: Quantized) -> Any:
 
 @cache
 def load(variant: str) -> Library | str:
-    """A variant's library, or in a few words the reason why it cannot be used."""
+    """A variant's library with the default choice, or in a few words the reason why it cannot be used."""
     found = PathFinder.find_spec(f"_{variant}", [str(Path(__file__).parent)])
     if found is None:
         return "not compiled at installation"
@@ -291,10 +325,21 @@ def load(variant: str) -> Library | str:
         return f"cannot be loaded: {e}"
     if not functions.tandem_supported():
         return f"this processor has no {VARIANTS[variant]}"
-    return Library(variant, functions)
+    return Library(Choice(variant), functions)
 
 
 @cache
+def chosen(choice: Choice) -> Library | None:
+    """The library of a choice, or where its variant cannot be used that of the first one that can; None if
+    none was compiled."""
+    for name in dict.fromkeys((choice.variant or next(iter(VARIANTS)), *VARIANTS)):
+        library = load(name)
+        if isinstance(library, Library):
+            here = replace(choice, variant=name)
+            return library if library.choice == here else Library(here, library.functions)
+    return None
+
+
 def best() -> Library | None:
-    """The first variant of VARIANTS that this machine can use; None if none was compiled."""
-    return next((found for name in VARIANTS if isinstance(found := load(name), Library)), None)
+    """The library of the default choice; None if none was compiled."""
+    return chosen(Choice())

@@ -1,5 +1,6 @@
 /* AVX-512 with VNNI: a block's 16 outputs are the 16 lanes of a register. */
 #include "kernels.h"
+#include "prefetch.h"
 
 #include <immintrin.h>
 #include <string.h>
@@ -14,13 +15,6 @@ int tandem_supported(void) {
 #define VECTOR_BYTES 64
 #define SUM(v) _mm512_reduce_add_ps((__m512)(v))
 #define VFMA(a, b, c) ((vector)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
-#ifndef AHEAD
-#define AHEAD 8192 /* bytes: how far ahead memory is prefetched */
-#endif
-
-/* For one row the lines bypass the larger caches, which other data needs; with more rows their codes would evict the
- * lines from the smallest cache before they are used. */
-#define NEAR(rows) ((rows) == 1 ? _MM_HINT_NTA : _MM_HINT_T1)
 
 INLINE __m512i four(const int8_t *codes) {
     int32_t packed;
@@ -40,7 +34,7 @@ INLINE __m512 grown(__m512 y, __m512i dot, __m512 scale, __m512 zero, const floa
 }
 
 INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const int8_t *codes, const float *factors,
-                     const int bits, const int rows, float *y) {
+                     const int bits, const int rows, const int hint, int64_t ahead, float *y) {
     const __m512i low = _mm512_set1_epi8(15);
     const int step = bits == INT4 ? 8 : 4; /* inputs of a line */
     __m512 sum[ROWS];
@@ -49,10 +43,10 @@ INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const 
         const uint8_t *data = block + 64;
         __m512i dot[ROWS], more[ROWS];
         for (int r = 0; r < rows; r++) dot[r] = more[r] = _mm512_setzero_si512();
-        _mm_prefetch((const char *)block + AHEAD, NEAR(rows));
+        PREFETCH(block + ahead, hint);
         for (int64_t j = 0; j < group; j += step) {
             __m512i line = _mm512_loadu_si512(data + 64 / step * j);
-            _mm_prefetch((const char *)data + 64 / step * j + AHEAD, NEAR(rows));
+            PREFETCH(data + 64 / step * j + ahead, hint);
             __m512i first = bits == INT4 ? _mm512_and_si512(line, low) : line;
             __m512i second = _mm512_and_si512(_mm512_srli_epi16(line, 4), low);
             for (int r = 0; r < rows; r++) {

@@ -2,12 +2,18 @@
 #pragma once
 
 #include "kernels.h"
+#include "prefetch.h"
 #include "team.h"
 #include "vectors.h"
 
-enum { TOGETHER = 8 }; /* channels: their rows of down are added in one pass */
+enum { TOGETHER = 8 }; /* channels: their rows of down are added in one pass for several rows of x */
 enum { TALL = 4 };     /* rows of gate or up that are taken together */
 enum { FEW = 4 };      /* most rows that one read of the weights is applied to */
+
+/* Rows of gate or up that are taken together for one row of x, which shares no reads. One stream of memory is read
+ * faster than several; but each row's products are added one after the other, and narrow registers need several such
+ * chains to keep pace with memory. */
+enum { ONE_TALL = VECTOR_BYTES < 64 ? TALL : 1 };
 
 #define UP_TO_FEW(call)                                                                                          \
     switch (rows) {                                                                                              \
@@ -27,9 +33,9 @@ struct bf16_tile {
 };
 
 /* y[r][i] = row i . x[r] for `number` and `rows` (constants) consecutive rows of weights and of x: numbers of x are
- * read once for all rows of weights, and the other way round. */
+ * read once for all rows of weights, and the other way round. Numbers are prefetched `ahead` before their use. */
 INLINE void products(const uint16_t *weights, const int number, int64_t hidden, const float *x, const int rows,
-                     float *y, int64_t stride) {
+                     const int hint, int64_t ahead, float *y, int64_t stride) {
     vector sums[TALL][FEW];
     for (int i = 0; i < number; i++)
         for (int r = 0; r < rows; r++) sums[i][r] = (vector){0};
@@ -39,7 +45,7 @@ INLINE void products(const uint16_t *weights, const int number, int64_t hidden, 
             vector wide[TALL];
             for (int i = 0; i < number; i++) {
                 const uint16_t *from = weights + i * hidden + h + half;
-                if (!half) __builtin_prefetch((const char *)(from + number * hidden), 0, 2);
+                if (!half) PREFETCH(from + ahead, hint);
                 wide[i] = WIDENED(from);
             }
             for (int r = 0; r < rows; r++) {
@@ -55,11 +61,21 @@ INLINE void products(const uint16_t *weights, const int number, int64_t hidden, 
         }
 }
 
+/* y[i] = row i . x for one row of x and ONE_TALL or 1 rows of weights. */
+static void one_row_products(const struct weights *w, const uint16_t *weights, int64_t number, const float *x, float *y) {
+    int64_t hidden = w->inputs, ahead = ONE_TALL > 1 ? ONE_TALL * hidden : w->ahead / 2;
+#define CALL_ONE_TALL(hint) products(weights, ONE_TALL, hidden, x, 1, hint, ahead, y, 0)
+    if (number > 1)
+        EACH_HINT(w->hint, CALL_ONE_TALL)
+#define CALL_ONE_ONE(hint) products(weights, 1, hidden, x, 1, hint, ahead, y, 0)
+    else
+        EACH_HINT(w->hint, CALL_ONE_ONE)
+}
+
 static void gate_and_up(void *context, int64_t lo, int64_t hi) {
     const struct bf16_tile *p = context;
     int64_t hidden = p->w->inputs, channels = p->w->channels;
-    /* One row of x shares no reads, and one stream of memory is read faster than several. */
-    int64_t tall = p->count > 1 ? TALL : 1;
+    int64_t tall = p->count > 1 ? TALL : ONE_TALL;
     for (int half = 0; half < 2; half++) {
         float *out = half ? p->up : p->gate;
         for (int64_t t = lo, step; t < hi; t += step) {
@@ -69,9 +85,11 @@ static void gate_and_up(void *context, int64_t lo, int64_t hi) {
                 const float *x = p->x + first * hidden;
                 float *y = out + first * channels + t;
                 int64_t rows = least(FEW, p->count - first);
-#define CALL_TALL(n) products(weights, TALL, hidden, x, n, y, channels)
-#define CALL_ONE(n) products(weights, 1, hidden, x, n, y, channels)
-                if (step > 1)
+#define CALL_TALL(n) products(weights, TALL, hidden, x, n, T1, TALL * hidden, y, channels)
+#define CALL_ONE(n) products(weights, 1, hidden, x, n, T1, hidden, y, channels)
+                if (p->count == 1)
+                    one_row_products(p->w, weights, step, x, y);
+                else if (step > 1)
                     UP_TO_FEW(CALL_TALL)
                 else
                     UP_TO_FEW(CALL_ONE)
@@ -80,8 +98,10 @@ static void gate_and_up(void *context, int64_t lo, int64_t hi) {
     }
 }
 
-/* y[r][h] += sum of a[r][t] * down[t][h] for `number` (a constant) channels from t, h in [lo, hi). */
-INLINE void columns(const struct bf16_tile *p, int64_t t, const int number, int64_t lo, int64_t hi) {
+/* y[r][h] += sum of a[r][t] * down[t][h] for `number` (a constant) channels from t, h in [lo, hi), and `rows` rows,
+ * prefetched `ahead` rows of down before their use. */
+INLINE void columns(const struct bf16_tile *p, int64_t t, const int number, int64_t lo, int64_t hi, int64_t rows,
+                    const int hint, int64_t ahead) {
     int64_t hidden = p->w->inputs, channels = p->w->channels;
     const uint16_t *down = p->tile + (2 * channels + t) * hidden;
     int64_t h = lo;
@@ -89,10 +109,10 @@ INLINE void columns(const struct bf16_tile *p, int64_t t, const int number, int6
         vector low[TOGETHER], high[TOGETHER];
         for (int i = 0; i < number; i++) {
             const uint16_t *from = down + i * hidden + h;
-            __builtin_prefetch((const char *)(from + TOGETHER * hidden), 0, 2);
+            PREFETCH(from + ahead * hidden, hint);
             low[i] = WIDENED(from), high[i] = WIDENED(from + LANES);
         }
-        for (int64_t r = 0; r < p->count; r++) {
+        for (int64_t r = 0; r < rows; r++) {
             const float *a = p->gate + r * channels + t;
             float *y = p->y + r * hidden + h;
             vector zero = {0}, first = t ? loaded(y) : zero, second = t ? loaded(y + LANES) : zero;
@@ -106,7 +126,7 @@ INLINE void columns(const struct bf16_tile *p, int64_t t, const int number, int6
         }
     }
     for (; h < hi; h++)
-        for (int64_t r = 0; r < p->count; r++) {
+        for (int64_t r = 0; r < rows; r++) {
             float sum = t ? p->y[r * hidden + h] : 0.0f;
             for (int i = 0; i < number; i++)
                 sum += widened(down[i * hidden + h]) * p->gate[r * channels + t + i];
@@ -118,8 +138,13 @@ static void down(void *context, int64_t lo, int64_t hi) {
     const struct bf16_tile *p = context;
     int64_t channels = p->w->channels, t = 0;
     lo *= PAIR, hi = least(hi * PAIR, p->w->inputs);
-    for (; t + TOGETHER <= channels; t += TOGETHER) columns(p, t, TOGETHER, lo, hi);
-    for (; t < channels; t++) columns(p, t, 1, lo, hi);
+    if (p->count == 1) {
+        int64_t ahead = p->w->ahead / (2 * p->w->inputs) + 1;
+#define CALL_ROW(hint) for (; t < channels; t++) columns(p, t, 1, lo, hi, 1, hint, ahead)
+        EACH_HINT(p->w->hint, CALL_ROW)
+    }
+    for (; t + TOGETHER <= channels; t += TOGETHER) columns(p, t, TOGETHER, lo, hi, p->count, T1, TOGETHER);
+    for (; t < channels; t++) columns(p, t, 1, lo, hi, p->count, T1, TOGETHER);
 }
 
 static void activate_bf16(void *context, int64_t lo, int64_t hi) {

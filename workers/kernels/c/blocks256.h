@@ -6,15 +6,14 @@
  * the exact integer products of the outputs with each row's codes. data: the first 32 bytes of a half, the next ones
  * 64 bytes further; codes [rows, group]; dot [halves, ROWS].
  */
+#include "prefetch.h"
+
 #include <immintrin.h>
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
 #define VECTOR_BYTES 32
 #define VFMA(a, b, c) ((vector)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
-#ifndef AHEAD
-#define AHEAD 8192 /* bytes: how far ahead memory is prefetched */
-#endif
 
 enum { TWICE = 4 }; /* from so many rows on a block is read once for each half, because there are few registers */
 
@@ -36,13 +35,13 @@ INLINE __m256 eight_bf16(const void *numbers) {
 #define WIDENED (vector)eight_bf16
 
 INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const int8_t *codes, const float *factors,
-                     const int bits, const int rows, float *y) {
+                     const int bits, const int rows, const int hint, int64_t ahead, float *y) {
     __m256 sum[ROWS][2];
     for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
     for (int64_t g = 0; g < groups; g++) {
         const uint8_t *data = block + 64;
         for (int64_t line = 0; line < 64 + 2 * bits * group; line += 64)
-            _mm_prefetch((const char *)block + line + AHEAD, _MM_HINT_T1);
+            PREFETCH(block + line + ahead, hint);
         __m256i dot[2][ROWS];
         const int halves = rows < TWICE ? 2 : 1;
         for (int half = 0; half < 2; half += halves) {

@@ -1,21 +1,22 @@
 /* The kernels of all variants. Each variant includes this file after it has defined
  *
- *     block_of(block, groups, group, codes, factors, bits, rows, y)
+ *     block_of(block, groups, group, codes, factors, bits, rows, hint, ahead, y)
  *
- * which computes one block of 16 outputs of INT4 or INT8 for `rows` (1 to ROWS) rows into y [rows, 16]; `bits` and
- * `rows` are constants. codes and factors are packed: for each group the rows' codes, one row after the other, and the
- * rows' factors.
+ * which computes one block of 16 outputs of INT4 or INT8 for `rows` (1 to ROWS) rows into y [rows, 16]; `bits`, `rows`
+ * and `hint` are constants. codes and factors are packed: for each group the rows' codes, one row after the other, and
+ * the rows' factors.
  */
 #include "attention.h"
 #include "bandwidth.h"
 #include "bf16_tiles.h"
+#include "prefetch.h"
 #include "team.h"
 #include "vectors.h"
 #include "work.h"
 
 #include <string.h>
 
-int tandem_kernels_version(void) { return 5; }
+int tandem_kernels_version(void) { return 6; }
 
 enum { STRIP = 128 }; /* rows: their activations stay in a core's cache while all blocks are multiplied */
 
@@ -94,7 +95,6 @@ static void pack(const struct weights *w, int64_t inputs, const struct activatio
 
 #define EACH_COUNT(call)                                                                                          \
     switch (rows) {                                                                                               \
-    case 1: call(1); break;                                                                                       \
     case 2: call(2); break;                                                                                       \
     case 3: call(3); break;                                                                                       \
     case 4: call(4); break;                                                                                       \
@@ -104,12 +104,30 @@ static void pack(const struct weights *w, int64_t inputs, const struct activatio
     default: call(8);                                                                                             \
     }
 
+/* More rows than one: their codes would evict what is prefetched from the smallest cache before it is used. */
+#define CALL_INT4_64(n) block_of(block, groups, 64, codes, factors, INT4, n, T1, w->ahead, y)
+#define CALL_INT4(n) block_of(block, groups, w->group, codes, factors, INT4, n, T1, w->ahead, y)
+#define CALL_INT8(n) block_of(block, groups, w->group, codes, factors, INT8, n, T1, w->ahead, y)
+#define ONE_INT4_64(hint) block_of(block, groups, 64, codes, factors, INT4, 1, hint, w->ahead, y)
+#define ONE_INT4(hint) block_of(block, groups, w->group, codes, factors, INT4, 1, hint, w->ahead, y)
+#define ONE_INT8(hint) block_of(block, groups, w->group, codes, factors, INT8, 1, hint, w->ahead, y)
+
+static void one_row(const struct weights *w, const uint8_t *block, int64_t groups, const int8_t *codes,
+                    const float *factors, float *y) {
+    if (w->bits == INT8) {
+        EACH_HINT(w->hint, ONE_INT8)
+    } else if (w->group == 64) {
+        EACH_HINT(w->hint, ONE_INT4_64)
+    } else {
+        EACH_HINT(w->hint, ONE_INT4)
+    }
+}
+
 static void one_block(const struct weights *w, const uint8_t *block, int64_t groups, const int8_t *codes,
                       const float *factors, int64_t rows, float *y) {
-#define CALL_INT4_64(n) block_of(block, groups, 64, codes, factors, INT4, n, y)
-#define CALL_INT4(n) block_of(block, groups, w->group, codes, factors, INT4, n, y)
-#define CALL_INT8(n) block_of(block, groups, w->group, codes, factors, INT8, n, y)
-    if (w->bits == INT8) {
+    if (rows == 1) {
+        one_row(w, block, groups, codes, factors, y);
+    } else if (w->bits == INT8) {
         EACH_COUNT(CALL_INT8)
     } else if (w->group == 64) {
         EACH_COUNT(CALL_INT4_64)

@@ -27,12 +27,18 @@ enum { ROWS = 8 };   /* most rows that one read of a block is applied to */
 
 enum { INT4 = 4, INT8 = 8, BF16 = 16 }; /* bits of a weight: which format */
 
+/* Into which caches weights that one row reads once are prefetched; x86 has instructions of these names. Which is the
+ * fastest differs between processors by factors, so it is measured where it runs. No bit depends on it. */
+enum { NO_HINT, NTA, T0, T1 };
+
 struct weights {
     int64_t bits;
     int64_t group;    /* inputs that share a scale; 1 for bf16 */
     int64_t inputs;   /* of a matrix; H of tiles */
     int64_t outputs;  /* of a matrix; H of tiles */
     int64_t channels; /* T of one tile, a multiple of group; 0 for a matrix */
+    int64_t hint;     /* of one row: NO_HINT, NTA, T0 or T1 */
+    int64_t ahead;    /* bytes: how far ahead of its use memory is prefetched */
 };
 
 /* Integer formats: codes int8 [rows, padded], factors float32 [rows, padded / group, 2]; `padded` is the number
@@ -94,8 +100,9 @@ int tandem_work(struct team *team, const struct weights *weights, const struct w
                 int64_t expert_bytes, int64_t tile_bytes, const struct activations *x, float *y, float *parts,
                 void *scratch, const struct buffers *has, volatile uint64_t *ticks);
 
-/* The sum of `bytes` bytes, a multiple of 64, as 64-bit numbers: its time is that of reading memory. */
-uint64_t tandem_read(struct team *team, const uint8_t *memory, int64_t bytes);
+/* The sum of `bytes` bytes, a multiple of 64, as 64-bit numbers: its time is that of reading memory with this hint,
+ * prefetched `ahead` bytes before its use. */
+uint64_t tandem_read(struct team *team, const uint8_t *memory, int64_t bytes, int64_t hint, int64_t ahead);
 
 /* Attention of one new token of one sequence, at `position` (tokens before it). `bits` of the cached numbers: BF16
  * or 32. cosines and sines [width] rotate number i with number i + width / 2 (RoPE), and the sines carry the halves'
