@@ -1,8 +1,8 @@
 """`python -m benchmarks.kernels [--json] [--quick]`: expert kernels compared with memory bandwidth.
 
 Every case computes one whole expert in shared memory mapped as in a worker, another expert each time so that
-no cache holds it. Plain reads are timed in turns with the cases: `ratio` is a case's bytes per second over
-the median of all plain reads with as many cores.
+no cache holds it. Plain reads in several ways are timed in turns with the cases: `ratio` is a case's bytes
+per second over the median of the fastest way of reading with as many cores.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rich.table import Table
 from shm.formats import Bytes
 from shm.layout import FORMATS, ExpertShape, StoreLayout, TileFormat, suitable_tile
 from shm.segment import Segment, unlink
+from workers.kernels import reading
 from workers.kernels.host import BF16_ROWS
 from workers.kernels.native import VARIANTS, Geometry, Library, Team, best, load
 from workers.kernels.reference import ReferenceKernel
@@ -38,7 +39,6 @@ SHAPES = {  # I, H
 ROWS = (1, 4, 16, 64, 512)
 FORMATS_TIMED = ("bf16", "int8", "int4", "int4-g128")
 TORCH = "torch"  # the reference kernel as a variant: the engine computes bf16 at many rows with it
-READ_BYTES = 1 << 28  # of one plain read
 SECONDS = {False: 0.6, True: 0.15}  # for one case, by --quick
 MIN_CALLS = {False: 7, True: 3}  # of one case, by --quick
 SLOW_ROWS = 16  # most rows at which variants other than the best are timed
@@ -58,7 +58,7 @@ class Bench:
 
     def time(self, format: TileFormat, variant: str, shape: tuple[int, int], rows: int, cores: int) -> None:
         """Time one case and record it."""
-        self.read(cores)
+        self.read_memory(cores)
         channels, hidden = shape
         layout = _layout(format, shape)
         compute = self._kernel_call(layout, variant, rows, cores)
@@ -76,25 +76,19 @@ class Bench:
         speed = {"gb_s": useful / took / 1e9, "gflop_s": 6 * channels * hidden * rows / took / 1e9}
         self.cases.append(case | {"us": took * 1e6} | speed)
 
-    def read(self, cores: int) -> None:
-        """Time plain reads, by the C loop and by torch.sum, of memory that no cache holds."""
+    def read_memory(self, cores: int) -> None:
+        """Time plain reads in all ways, of memory that no cache holds."""
         library = best()
         readings = self._readings.setdefault(cores, {})
-        data = self._next(READ_BYTES)
-        if library is not None:
-            team = self._team(library, cores)
-            readings.setdefault("read", []).append(_rate(lambda: library.read(data, team), len(data)))
         torch.set_num_threads(cores)
-        numbers = torch.from_numpy(data).view(torch.float32)
-        readings.setdefault("torch.sum", []).append(_rate(numbers.sum, len(data)))
+        ways = reading.ways(library, None if library is None else self._team(library, cores))
+        for name, read in ways.items():
+            readings.setdefault(name, []).append(reading.timed(read, self._next(reading.SAMPLE)))
 
     @property
-    def read_gb_s(self) -> dict[int, float]:
-        """For each number of cores, the better of the two loops' medians."""
-        return {
-            cores: max(median(rates) for rates in ways.values()) / 1e9
-            for cores, ways in self._readings.items()
-        }
+    def read(self) -> dict[int, reading.Reading]:
+        """For each number of cores, the fastest way."""
+        return {cores: reading.fastest(ways) for cores, ways in self._readings.items()}
 
     def fill(self, format: TileFormat, shape: tuple[int, int]) -> None:
         """Fill the memory with experts of this format and shape."""
@@ -152,12 +146,6 @@ def _layout(format: TileFormat, shape: tuple[int, int]) -> StoreLayout:
     return StoreLayout(ExpertShape(1, 1, hidden, channels, suitable_tile(hidden, channels, format)), format)
 
 
-def _rate(read: Callable[[], object], size: int) -> float:
-    started = time.perf_counter()
-    read()
-    return size / (time.perf_counter() - started)
-
-
 def measure(quick: bool, show: Callable[[str], None]) -> dict[str, Any]:
     """All cases, as the JSON object that `--json` prints; a case's shape is an expert's [I, H]."""
     all_cores = len(os.sched_getaffinity(0))
@@ -173,9 +161,14 @@ def measure(quick: bool, show: Callable[[str], None]) -> dict[str, Any]:
                             bench.time(format, variant, shape, rows, cores)
         finally:
             bench.close()
-        read = bench.read_gb_s
-        results = [case | {"ratio": case["gb_s"] / read[case["cores"]]} for case in bench.cases]
-    return {"read_gb_s": {"1": read[1], "all": read[all_cores]}, "results": results}
+        read = {"1": bench.read[1], "all": bench.read[all_cores]}
+        limit = {cores: found.rate / 1e9 for cores, found in bench.read.items()}
+        results = [case | {"ratio": case["gb_s"] / limit[case["cores"]]} for case in bench.cases]
+    return {
+        "read_gb_s": {cores: found.rate / 1e9 for cores, found in read.items()},
+        "read_way": {cores: found.way for cores, found in read.items()},
+        "results": results,
+    }
 
 
 def _plan(format: TileFormat, shape: tuple[int, int], quick: bool) -> Iterator[tuple[str, int]]:
@@ -239,7 +232,8 @@ def main() -> int:
         read = found["read_gb_s"]
         out = Console()
         out.print(_table(found["results"]))
-        out.print(f"reading: {read['1']:.1f} GB/s on one core, {read['all']:.1f} on all")
+        one, every = found["read_way"]["1"], found["read_way"]["all"]
+        out.print(f"reading: {read['1']:.1f} GB/s on one core ({one}), {read['all']:.1f} on all ({every})")
         for name in VARIANTS:
             if isinstance(why := load(name), str):
                 out.print(f"{name}: {why}")

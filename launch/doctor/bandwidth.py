@@ -15,6 +15,7 @@ from launch.doctor.models import Reads
 from launch.doctor.trials import TrialFailed, trial
 from launch.terminal.format import percent, rate
 from shm.segment import SHM_FOLDER, byte_size, free_shm_bytes
+from workers.kernels.reading import Reading, fastest
 
 TOPIC = Topic("speed")
 CHILD = "launch.doctor.reader"
@@ -22,7 +23,7 @@ SMALLEST, LARGEST = 1 << 26, 1 << 31  # bytes of the buffer
 UNKNOWN_CACHE = 1 << 26
 TIMES_CACHE = 8
 SHARE = 8  # the buffer takes at most 1 / SHARE of the available memory
-SECONDS = 0.6  # of each measurement
+SECONDS = 1.0  # of each measurement, of all ways together
 LIMIT = 60.0  # seconds for a child to start or to end
 GAIN = 1.1  # of huge pages over small ones, from which on it is reported
 BUSY = 0.2  # load average for each core, from which on the figures are too low
@@ -30,7 +31,8 @@ BUSY = 0.2  # load average for each core, from which on the figures are too low
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes a second, medians; None where it could not be measured."""
+    """Bytes a second, medians of the fastest of several ways of reading; None where it could not be
+    measured."""
 
     cores: int
     buffer: int  # bytes
@@ -38,12 +40,15 @@ class Bandwidth:
     all: float
     copy: float
     one_huge: float | None  # one core, from huge pages
+    ways: tuple[str, str] = ("", "")  # that read fastest, by one core and by all
 
     def to_map(self) -> dict[str, Any]:
         """For JSON; GB are 1e9 bytes."""
         return {
             "read_one_core_gbps": self.one / 1e9,
             "read_all_cores_gbps": self.all / 1e9,
+            "read_one_core_way": self.ways[0],
+            "read_all_cores_way": self.ways[1],
             "read_one_core_huge_pages_gbps": None if self.one_huge is None else self.one_huge / 1e9,
             "copy_gbps": self.copy / 1e9,
             "cores": self.cores,
@@ -66,7 +71,7 @@ async def measure(cores: Sequence[int], cache: int | None, available: int) -> Ba
         whole = shared | {"lo": 0, "hi": size}
         copy = (await _together([whole | {"what": "copy", "cores": []}], fd))[0]
         alone = whole | {"cores": [cores[0]]}
-        huge: float | None
+        huge: Reading | None
         try:
             one, huge = await _together([alone | {"what": "huge"}], fd)
         except TrialFailed:  # a kernel without huge pages
@@ -77,17 +82,21 @@ async def measure(cores: Sequence[int], cache: int | None, available: int) -> Ba
             for i, core in enumerate(cores)
         ]
         every = (await _together(parts, fd))[0] if len(cores) > 1 else one
-    return Bandwidth(len(cores), size, one, every, copy, huge)
+    huge_rate = None if huge is None else huge.rate
+    return Bandwidth(len(cores), size, one.rate, every.rate, copy.rate, huge_rate, (one.way, every.way))
 
 
-async def _together(configs: list[dict[str, Any]], fd: int) -> list[float]:
-    """Run these children at the same time; for each kind of memory read, the sum of their medians."""
+async def _together(configs: list[dict[str, Any]], fd: int) -> list[Reading]:
+    """Run these children together: for each kind of memory the way with the largest sum of medians."""
     results = await run_children(CHILD, configs, fd)
-    return [sum(median(rates) for rates in of_one) for of_one in zip(*results, strict=True)]
+    return [
+        fastest({way: [sum(median(rates[way]) for rates in of_kind)] for way in of_kind[0]})
+        for of_kind in zip(*results, strict=True)
+    ]
 
 
-async def run_children(module: str, configs: list[dict[str, Any]], fd: int) -> list[list[list[float]]]:
-    """Run these children at the same time: for each, a list of rates of each kind of its work. Raises
+async def run_children(module: str, configs: list[dict[str, Any]], fd: int) -> list[list[Any]]:
+    """Run these children at the same time: for each, the rates of each kind of its work. Raises
     TrialFailed."""
     async with AsyncExitStack() as stack:
         children = [await stack.enter_async_context(trial(module, config, (fd,))) for config in configs]
@@ -130,8 +139,9 @@ def busy(load: float, cores: int) -> list[Finding]:
 
 def explain(found: Bandwidth, embedded: Reads, example: Reads, cache: int | None) -> Iterator[Finding]:
     """What the figures mean for the embedded model and for `example`, a large model."""
-    each = f"one core reads {rate(found.one)}"
-    both = f", {found.cores} together {rate(found.all)}" if found.cores > 1 else ""
+    each = f"one core reads {rate(found.one)}{f' ({found.ways[0]})' if found.ways[0] else ''}"
+    together = f"{rate(found.all)}{f' ({found.ways[1]})' if found.ways[1] else ''}"
+    both = f", {found.cores} together {together}" if found.cores > 1 else ""
     bound = (
         f"a token of {example.name} reads {byte_size(example.token)} of experts: "
         f"at most {found.all / example.token:.2g} tok/s with all-host"

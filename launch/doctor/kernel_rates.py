@@ -1,6 +1,6 @@
 """Process entry: computes with weights in a buffer, each time others so that no cache holds them, and writes
-the rates: plain reads, an expert's tiles at one row as a worker computes them, a matrix times a vector as the
-backbone does. It alternates between them, so that other programs slow all of them alike."""
+the rates: reads in the fastest way, an expert's tiles at one row as a worker computes them, a matrix times a
+vector as the backbone does. It alternates between them, so that other programs slow all of them alike."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 
 from shm.layout import Bytes, ExpertShape, StoreLayout, format_named
+from workers.kernels import reading
 from workers.kernels.host import Activations, HostKernel
+from workers.kernels.native import best
 from workers.lifetime import pin
 
 FEWEST = 3  # samples, for a median
 MATRIX_ROWS = 2048
 ALIGNMENT = 4096  # of what is computed with
 SAMPLE = 0.02  # seconds; the same for all kinds, because other programs interrupt longer ones more often
-READ = 1 << 25  # bytes of one plain read
 
 Work = Callable[[Bytes], object]
 
@@ -34,13 +35,13 @@ def main(config: dict[str, Any]) -> None:
     pin(config["cores"])
     shared = np.frombuffer(mmap.mmap(config["fd"], config["size"], mmap.MAP_SHARED), np.uint8)
     part = shared[config["lo"] : config["hi"]]
-    works: list[tuple[Work, int]] = [(lambda data: np.bitwise_or.reduce(data.view(np.uint64)), READ)]
+    part.view(np.uint64).max()  # maps every page
+    works: list[tuple[Work, int]] = [(reading.fastest_way(part, best()), reading.SAMPLE)]
     works += [_expert(name, ExpertShape(*shape), len(part)) for name, shape in config["experts"]]
     if config["matrix"] is not None:
         works.append(_matrix(*config["matrix"]))
     for work, size in works:
         work(part[:size])  # allocates scratch, and imports what it needs
-    np.bitwise_or.reduce(part.view(np.uint64))  # maps every page
     print(json.dumps("ready"), flush=True)
     if sys.stdin.readline():
         print(json.dumps(_rates(works, part, config["seconds"])), flush=True)

@@ -1,9 +1,5 @@
-"""Process entry: reads or copies a buffer as fast as the memory allows, and writes the rates.
-
-Of numpy's functions the fastest reader on one core was `bitwise_or.reduce` over 64-bit words (22 to 24 GB/s;
-a float32 dot product 21 to 22, a matrix times a vector 19, two streams at once 12). The copy is tile by tile,
-like the prefetcher's into a slab in shared memory.
-"""
+"""Process entry: reads a buffer in several ways, or copies it, and writes the rates. The copy is tile by
+tile, like the prefetcher's into a slab in shared memory."""
 
 from __future__ import annotations
 
@@ -17,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from shm.layout import Bytes
+from workers.kernels import reading
+from workers.kernels.native import best
 from workers.lifetime import pin
 
-BLOCK = 1 << 26  # bytes of one measurement
+BLOCK = 1 << 25  # bytes of one measurement
 TILE = 1 << 20  # bytes of one copy, about a tile of a large model
 FEWEST = 3  # blocks, for a median
 
@@ -27,19 +25,20 @@ FEWEST = 3  # blocks, for a median
 def main(config: dict[str, Any]) -> None:
     """Configuration: `fd` and `size` of the buffer; `lo`, `hi`: the part to use; `cores` to run on; `seconds`
     of measurement; `what`: read | copy | huge, which also reads private memory in huge pages. Writes "ready",
-    waits for a line, then writes for each kind of memory a list of bytes a second."""
+    waits for a line, then writes for each kind of memory a list of bytes a second of each way, by name."""
     pin(config["cores"])
     shared = np.frombuffer(mmap.mmap(config["fd"], config["size"], mmap.MAP_SHARED), np.uint8)
     part = shared[config["lo"] : config["hi"]]
-    works = [_copier(part) if config["what"] == "copy" else _reader(part)]
+    kinds = [{"copy": _copier(part)} if config["what"] == "copy" else _readers(part)]
     if config["what"] == "huge":
-        works.append(_reader(_huge_pages(part.nbytes)))
-    for work, blocks in works:
+        kinds.append(_readers(_huge_pages(part.nbytes)))
+    for works in kinds:
+        work, blocks = next(iter(works.values()))
         for block in range(blocks):
             work(block)  # maps every page before the measurement
     print(json.dumps("ready"), flush=True)
     if sys.stdin.readline():
-        print(json.dumps(_rates(works, config["seconds"])), flush=True)
+        print(json.dumps(_rates(kinds, config["seconds"])), flush=True)
 
 
 def _huge_pages(size: int) -> Bytes:
@@ -51,22 +50,25 @@ def _huge_pages(size: int) -> Bytes:
 
 
 Work = Callable[[int], int]  # process the block of this number; returns its bytes
+Works = dict[str, tuple[Work, int]]  # by name; with the number of blocks
 
 
-def _reader(buffer: Bytes) -> tuple[Work, int]:
-    """The work, and the number of its blocks."""
-    words = buffer.view(np.uint64)
-    step = BLOCK // 8
+def _readers(buffer: Bytes) -> Works:
+    size = min(BLOCK, len(buffer)) // 64 * 64
+    blocks = max(1, len(buffer) // size)
 
-    def read(block: int) -> int:
-        part = words[block * step : (block + 1) * step]
-        np.bitwise_or.reduce(part)
-        return part.nbytes
+    def work(read: reading.Read) -> Work:
+        def one(block: int) -> int:
+            read(buffer[block * size : (block + 1) * size])
+            return size
 
-    return read, -(-len(words) // step)
+        return one
+
+    return {name: (work(read), blocks) for name, read in reading.ways(best()).items()}
 
 
 def _copier(buffer: Bytes) -> tuple[Work, int]:
+    """The work, and the number of its blocks."""
     half = len(buffer) // 2
     source, target = buffer[:half], buffer[half : 2 * half]
 
@@ -79,13 +81,17 @@ def _copier(buffer: Bytes) -> tuple[Work, int]:
     return copy, -(-half // BLOCK)
 
 
-def _rates(works: list[tuple[Work, int]], seconds: float) -> list[list[float]]:
-    """Alternates between the works, so that other programs slow all of them alike."""
-    rates: list[list[float]] = [[] for _ in works]
-    now = began = time.perf_counter()
-    while now - began < seconds * len(works) or len(rates[-1]) < FEWEST:
-        for (work, blocks), its in zip(works, rates, strict=True):
-            done = work(len(its) % blocks)
-            before, now = now, time.perf_counter()
-            its.append(done / (now - before))
+def _rates(kinds: list[Works], seconds: float) -> list[dict[str, list[float]]]:
+    """Alternates between all works, so that other programs slow all of them alike; each uses other blocks
+    than the one before."""
+    rates: list[dict[str, list[float]]] = [{name: [] for name in works} for works in kinds]
+    began, rounds, calls = time.perf_counter(), 0, 0
+    while rounds < FEWEST or time.perf_counter() - began < seconds:
+        rounds += 1
+        for works, of_kind in zip(kinds, rates, strict=True):
+            for name, (work, blocks) in works.items():
+                calls += 1
+                before = time.perf_counter()
+                done = work(calls % blocks)
+                of_kind[name].append(done / (time.perf_counter() - before))
     return rates
