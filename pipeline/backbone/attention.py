@@ -1,7 +1,8 @@
 """Grouped-query and multi-head latent attention of one layer, on the device: x -> attention(x).
 
 Rotary embeddings are applied in float32; products of queries, keys and values are computed in the KV cache's
-dtype. Where every span is a single token and the device computes on the host, `decode_attention.py` does it.
+dtype. Where the device computes on the host, C does it (`decode_attention.py`): latent attention only where
+every span is a single token.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class GroupedQueryAttention:
 
     def __call__(self, layer: int, x: Tensor, batch: Batch) -> Tensor:
         qkv = self._qkv(x)
-        if self._decode is not None and batch.single:
+        if self._decode is not None and batch.stored:
             return self._output(self._decode(layer, qkv, batch))
         s = self._spec
         heads = self._heads(qkv)

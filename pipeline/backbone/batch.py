@@ -44,6 +44,11 @@ class Batch:
         """Whether each span is a single token."""
         return self.rows == len(self.spans)
 
+    @cached_property
+    def stored(self) -> bool:
+        """Whether all spans' keys and values are stored: not in a step that torch computes gradients of."""
+        return all(span.kv.layers for span in self.spans)
+
 
 def logit_rows(inputs: Sequence[StepInput]) -> tuple[list[int], list[int]]:
     """The rows of the step that need logits, and how many of them belong to each input."""

@@ -1,5 +1,6 @@
-"""Attention of spans of one token, and RMS norms, by the host's C kernels: there, the overhead of torch's
-small operations exceeds their work."""
+"""Attention and RMS norms by the host's C kernels. At decode the overhead of torch's small operations exceeds
+their work; of long spans torch computes also the scores that causality discards, and each of its operations
+goes through memory once more."""
 
 from __future__ import annotations
 
@@ -50,18 +51,16 @@ class GroupedQueryDecode:
     def __call__(self, layer: int, qkv: Tensor, batch: Batch) -> Tensor:
         """qkv float32 [R, (heads + 2 kv_heads) * head_dim]: [R, heads * head_dim]. Overwrites qkv."""
         out = torch.empty(batch.rows, self._output_width)
-        spin = _spin_ns(self._spin, batch)
-        for row, span in enumerate(batch.spans):
+        spin, row = _spin_ns(self._spin, batch), 0
+        for span in batch.spans:
             keys, values = span.kv.layers[layer]
-            self._heads.attend(
-                _row(qkv, row),
-                _cos_sin(batch, row),
-                (keys.data_ptr(), values.data_ptr()),
-                keys.shape[1],
-                span.kv.length,
-                _row(out, row),
-                spin,
-            )
+            streams, count = (keys.data_ptr(), values.data_ptr()), len(span.tokens)
+            where = _row(qkv, row), _cos_sin(batch, row), streams, keys.shape[1], span.kv.length
+            if count == 1:
+                self._heads.attend(*where, _row(out, row), spin)
+            else:
+                self._heads.attend_span(*where, count, _row(out, row))
+            row += count
         return out
 
 

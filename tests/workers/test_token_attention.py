@@ -6,14 +6,25 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from attention_cases import (
+    EPS,
+    as_cached,
+    cos_sin,
+    grouped_inputs,
+    normed,
+    numbers,
+    read,
+    softmax,
+    tables,
+    turned,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_runs import OtherThreads
 
-from workers.kernels.attention import NORMS, SHARED_BYTES, CosSin, GroupedHeads, LatentHeads, RMSNorm
+from workers.kernels.attention import NORMS, SHARED_BYTES, GroupedHeads, LatentHeads, RMSNorm
 from workers.kernels.native import Library, Team, best
 
-EPS = 1e-6
 FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -25,42 +36,6 @@ def team(request: pytest.FixtureRequest, library: Library) -> Iterator[Team | No
         made.close()
 
 
-def numbers(random: np.random.Generator, *shape: int) -> np.ndarray:
-    return random.standard_normal(shape).astype(np.float32)
-
-
-def as_cached(x: np.ndarray, bits: int) -> np.ndarray:
-    """Float32 numbers as a cache of this type holds them."""
-    if bits == 32:
-        return x.copy()
-    word = x.view(np.uint32)
-    return ((word + 0x7FFF + ((word >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def read(cached: np.ndarray) -> np.ndarray:
-    """float64 numbers of a cache."""
-    if cached.dtype == np.float32:
-        return cached.astype(np.float64)
-    return (cached.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-
-
-def turned(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
-    half = x.shape[-1] // 2
-    swapped = np.concatenate((-x[..., half:], x[..., :half]), axis=-1)
-    both = np.concatenate((angles, angles))
-    return x * np.cos(both) + swapped * np.sin(both)
-
-
-def tables(angles: np.ndarray) -> np.ndarray:
-    """Cosines and sines."""
-    cos, sin = np.cos(angles), np.sin(angles)
-    return np.array((np.concatenate((cos, cos)), np.concatenate((-sin, sin))), np.float32)
-
-
-def cos_sin(tables: np.ndarray) -> CosSin:
-    return CosSin(tables[0].ctypes.data, tables[1].ctypes.data)
-
-
 def check_stored(
     cache: np.ndarray, position: tuple[object, ...], before: np.ndarray, new: np.ndarray
 ) -> None:
@@ -69,15 +44,6 @@ def check_stored(
     np.testing.assert_allclose(read(cache)[position], new, rtol=rtol, atol=1e-5)
     before[position] = cache[position]
     np.testing.assert_array_equal(cache, before)
-
-
-def normed(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + EPS) * weight
-
-
-def softmax(x: np.ndarray) -> np.ndarray:
-    e = np.exp(x - x.max(axis=-1, keepdims=True))
-    return e / e.sum(axis=-1, keepdims=True)
 
 
 def grouped(
@@ -122,17 +88,7 @@ def test_grouped_heads(
     angles = random.uniform(0, 6, half)
     turns = tables(angles)
 
-    x = qkv.astype(np.float64)
-    q, k, v = x[:heads], x[heads : heads + kv_heads], x[heads + kv_heads :]
-    if norm == "head":
-        q, k = normed(q, weights[0]), normed(k, weights[1])
-    elif norm == "all":
-        q = normed(q.reshape(-1), weights[0]).reshape(q.shape)
-        k = normed(k.reshape(-1), weights[1]).reshape(k.shape)
-    if clip is not None:
-        q, k, v = (np.clip(one, -clip, clip) for one in (q, k, v))
-    q, k = turned(q, angles), turned(k, angles)
-
+    q, k, v = grouped_inputs(qkv, angles, kv_heads, norm, weights, clip)
     out = grouped(library, team, qkv, turns, caches, position, 1000, window, norm, weights, clip)
     for cache, old, new in zip(caches, before, (k, v), strict=True):
         check_stored(cache, (slice(None), position), old, new)

@@ -19,13 +19,20 @@ TICK = np.zeros(1, np.uint64)
 
 @st.composite
 def works(draw: st.DrawFn) -> dict[str, object]:
-    """Items of up to 4 rows each, of an x of up to 6."""
-    experts, tiles, height = draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    """Items of up to 4 rows each, of an x of up to 6, or of more rows, some many times as large as others."""
+    few = draw(st.booleans())
+    experts, tiles, height = (
+        draw(st.integers(1, 5)),
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 6 if few else 70)),
+    )
     items, offsets, rows = [], [0], []
-    for expert in draw(st.lists(st.integers(0, experts - 1), min_size=1, max_size=4)):
+    for expert in draw(st.lists(st.integers(0, experts - 1), min_size=1, max_size=4 if few else 40)):
         lo = draw(st.integers(0, tiles - 1))
         items.append((expert, lo, draw(st.integers(lo + 1, tiles))))
-        rows += sorted(draw(st.sets(st.integers(0, height - 1), min_size=1, max_size=min(4, height))))
+        rows += sorted(
+            draw(st.sets(st.integers(0, height - 1), min_size=1, max_size=min(4 if few else height, height)))
+        )
         offsets.append(len(rows))
     return {
         "experts": experts,

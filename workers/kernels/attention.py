@@ -1,5 +1,5 @@
-"""C kernels of attention of one new token, and of RMS norm: the operations between two products with weights
-at decode. `c/kernels.h` specifies them.
+"""C kernels of attention, and of RMS norm: the operations between two products with weights.
+`c/kernels.h` specifies them.
 
 Arrays are passed by address, because the callers hold torch tensors; the callers check shapes and types when
 they create those. Everything but the cached numbers is float32.
@@ -17,6 +17,7 @@ from workers.kernels.native import Library, Team
 
 Address = int
 NORMS = ("", "head", "all")  # of queries and keys: none, of each head, of all heads together
+LINE_NUMBERS = 16  # float32 numbers of a cache line
 SHARED_BYTES = 1 << 17  # of the KV cache: less than this, one core reads sooner than it wakes another
 
 
@@ -58,7 +59,8 @@ class _Scratch:
 
 
 class GroupedHeads:
-    """Query heads in groups that share keys and values. Used by one thread at a time."""
+    """Query heads in groups that share keys and values, for one new token or many. Used by one thread at
+    a time."""
 
     def __init__(
         self,
@@ -79,6 +81,8 @@ class GroupedHeads:
         """`bits` of a cached number, 16 (bf16) or 32; `norm` is one of NORMS, with the weights of both."""
         types = (*[POINTER] * 7, SIZE, SIZE, POINTER, POINTER, SIZE)
         self._function = typed(library.functions.tandem_grouped, *types, result=checked)
+        types = (*[POINTER] * 7, SIZE, SIZE, SIZE, POINTER, POINTER)
+        self._span = typed(library.functions.tandem_span, *types, result=checked)
         self._team = team
         self._window = window
         self._heads = heads
@@ -88,6 +92,9 @@ class GroupedHeads:
             bits, heads, kv_heads, width, window or 0, *normed, eps, clip or 0, width**-0.5
         )
         self._scratch = _Scratch()
+        scratch = typed(library.functions.tandem_span_scratch, POINTER, result=SIZE)
+        threads = 1 if team is None else team.threads
+        self._span_numbers = threads * scratch(ctypes.byref(self._facts)) // 4 + LINE_NUMBERS
 
     def attend(
         self,
@@ -108,6 +115,27 @@ class GroupedHeads:
         self._function(
             team, ctypes.byref(self._facts), qkv, cos_sin.cosines, cos_sin.sines, *streams, capacity,
             position, out, scratch, spin_ns,
+        )  # fmt: skip
+
+    def attend_span(
+        self,
+        qkv: Address,
+        cos_sin: CosSin,
+        streams: tuple[Address, Address],
+        capacity: int,
+        position: int,
+        count: int,
+        out: Address,
+    ) -> None:
+        """`count` new tokens of a sequence, the first after `position` others: qkv [count,
+        (heads + 2 kv_heads) * width], changed in place; cosines and sines [count, width]; out [count,
+        heads * width]. Raises IndexError for positions outside the capacity."""
+        line = 4 * LINE_NUMBERS
+        scratch = -(-self._scratch.address(self._span_numbers) // line) * line
+        team = None if self._team is None else self._team.handle
+        self._span(
+            team, ctypes.byref(self._facts), qkv, cos_sin.cosines, cos_sin.sines, *streams, capacity,
+            position, count, out, scratch,
         )  # fmt: skip
 
 

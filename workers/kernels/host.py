@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from workers.kernels.reference import ReferenceKernel
 
 UNLIMITED = 1 << 62  # rows
-FEW_ROWS = 4  # up to so many rows for each item of a Work, threads take whole tiles instead of parts of one
 BF16_ROWS = 4  # from more rows on, torch's product is faster than reading the weights once for all
 
 
@@ -74,11 +73,9 @@ class HostKernel:
             import workers.kernels.reference  # noqa: F401
 
     def compute_work(self, work: Work, store: Store) -> Float32:
-        """The weighted sum over a Work's items: float32 [R, H]. For few rows it is one call of C, with the
-        same bits."""
-        native, offsets, x = self._native, work.offsets, work.x
-        few = len(x) <= FEW_ROWS or (len(offsets) > 1 and (offsets[1:] - offsets[:-1]).max() <= FEW_ROWS)
-        if native is not None and few:
+        """The weighted sum over a Work's items: float32 [R, H]. Where C computes all, it is one call."""
+        native, offsets, x, most = self._native, work.offsets, work.x, self._most
+        if native is not None and (len(x) <= most or (offsets[1:] - offsets[:-1]).max(initial=0) <= most):
             layer, stride = store.layer(work.layer), self._layout.expert_stride
             return native.work(layer, stride, work.items, offsets, x, work.rows, work.weights, self._ticks)
         activations = Activations(x)

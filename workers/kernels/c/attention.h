@@ -167,10 +167,9 @@ static void grouped_heads(void *context, int64_t lo, int64_t hi) {
     }
 }
 
-int tandem_grouped(struct team *team, const struct grouped *g, float *qkv, const float *cosines, const float *sines,
-                   void *keys, void *values, int64_t capacity, int64_t position, float *out, float *scratch,
-                   int64_t spin_ns) {
-    if (position < 0 || position >= capacity) return BAD_POSITION;
+/* A token's queries and keys normalised and rotated, all clipped, its keys and values stored in the cache. */
+static void place_token(const struct grouped *g, float *qkv, const float *cosines, const float *sines, void *keys,
+                        void *values, int64_t capacity, int64_t position) {
     int64_t both[2] = {g->heads * g->width, g->kv_heads * g->width};
     const float *norms[2] = {g->query_norm, g->key_norm};
     float *k = qkv + both[0], *v = k + both[1];
@@ -191,6 +190,13 @@ int tandem_grouped(struct team *team, const struct grouped *g, float *qkv, const
         store_cached(k + head * g->width, g->width, keys, at, g->bits);
         store_cached(v + head * g->width, g->width, values, at, g->bits);
     }
+}
+
+int tandem_grouped(struct team *team, const struct grouped *g, float *qkv, const float *cosines, const float *sines,
+                   void *keys, void *values, int64_t capacity, int64_t position, float *out, float *scratch,
+                   int64_t spin_ns) {
+    if (position < 0 || position >= capacity) return BAD_POSITION;
+    place_token(g, qkv, cosines, sines, keys, values, capacity, position);
     int64_t tokens = position + 1, first = g->window && tokens > g->window ? tokens - g->window : 0;
     struct token_attention o = {.grouped = g, .q = qkv, .keys = keys, .values = values, .capacity = capacity,
                           .first = first, .tokens = tokens, .scores = scratch, .out = out};

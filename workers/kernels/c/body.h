@@ -10,6 +10,7 @@
 #include "bandwidth.h"
 #include "bf16_tiles.h"
 #include "prefetch.h"
+#include "spans.h"
 #include "team.h"
 #include "vectors.h"
 #include "work.h"

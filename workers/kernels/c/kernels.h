@@ -85,8 +85,8 @@ struct work {
     int64_t experts, tiles;     /* of the layer */
 };
 
-/* What tandem_work needs: numbers of `parts`, for each tile its rows' outputs [count, H]; bytes of `scratch` for each
- * thread of the team, a multiple of 64. */
+/* What tandem_work needs: numbers of `parts`, rows' outputs [count, H] of several tiles or items; bytes of `scratch` for
+ * each thread of the team, a multiple of 64. */
 struct buffers {
     int64_t parts, scratch;
 };
@@ -121,6 +121,14 @@ struct grouped { /* query heads in groups that share keys and values */
 int tandem_grouped(struct team *team, const struct grouped *grouped, float *qkv, const float *cosines,
                    const float *sines, void *keys, void *values, int64_t capacity, int64_t position, float *out,
                    float *scratch, int64_t spin_ns);
+
+/* The same of `count` new tokens of a sequence, the first at `position`: qkv [count, (heads + 2 kv_heads) * width] and
+ * out [count, heads * width]; cosines and sines [count, width]. `scratch`, 64-byte aligned, has tandem_span_scratch
+ * bytes for each thread of the team. A token's bits depend on no token after it, nor on how many come with it. */
+int64_t tandem_span_scratch(const struct grouped *grouped);
+int tandem_span(struct team *team, const struct grouped *grouped, float *qkv, const float *cosines,
+                const float *sines, void *keys, void *values, int64_t capacity, int64_t position, int64_t count,
+                float *out, void *scratch);
 
 struct latent { /* keys and values are expanded from one cached vector; for a single token, the query is instead */
     int64_t bits, heads, rank, nope, rope, value;

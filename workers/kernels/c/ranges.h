@@ -6,6 +6,9 @@
 #include "team.h"
 #include "vectors.h"
 
+enum { FEW_ROWS = 4 };   /* up to so many rows for each item of a Work, threads take tiles */
+enum { WAVE = 1 << 22 }; /* numbers: outputs of items that are kept before they are added, unless one item has more */
+
 static int64_t tiles_of(const struct work *k, int64_t item) {
     return (int64_t)k->items[3 * item + 2] - k->items[3 * item + 1];
 }
@@ -20,8 +23,14 @@ static int rows_within(const int32_t *rows, int64_t count, int64_t limit) {
     return !outside;
 }
 
+static int64_t most_rows(const struct work *k) {
+    int64_t most = 0;
+    for (int64_t item = 0; item < k->number; item++) most = rows_of(k, item) > most ? rows_of(k, item) : most;
+    return most;
+}
+
 int tandem_work_buffers(const struct weights *w, const struct work *k, struct buffers *needed) {
-    int64_t parts = 0, most = 0;
+    int64_t parts = 0;
     if (k->offsets[0] != 0 || k->offsets[k->number] != k->row_number) return BAD_OFFSETS;
     for (int64_t item = 0; item < k->number; item++) {
         const int32_t *which = k->items + 3 * item;
@@ -29,13 +38,14 @@ int tandem_work_buffers(const struct weights *w, const struct work *k, struct bu
         if (count < 0) return BAD_OFFSETS; /* so all lie between the first and the last */
         if (which[0] < 0 || which[0] >= k->experts || which[1] < 0 || tiles < 1 || which[2] > k->tiles)
             return BAD_ITEMS;
-        most = count > most ? count : most;
         int64_t outputs;
         if (__builtin_mul_overflow(tiles * count, w->outputs, &outputs) ||
             __builtin_add_overflow(parts, outputs, &parts))
             return SMALL_BUFFERS;
     }
     if (!rows_within(k->rows, k->row_number, k->x_rows)) return BAD_ROWS;
+    int64_t most = most_rows(k), room = WAVE / w->outputs;
+    if (most > FEW_ROWS) parts = least(k->row_number, room > most ? room : most) * w->outputs;
     needed->parts = parts;
     needed->scratch = rounded_up(tandem_scratch(w, most), 64);
     return FINE;

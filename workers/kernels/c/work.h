@@ -1,9 +1,8 @@
-/* All items of a Work in one call, for few rows: threads take whole tiles, one after the other, so that they
- * synchronise once a Work and not three times a tile. Part of body.h. */
+/* All items of a Work in one call. Few rows for each: threads take whole tiles, one after the other, so that they
+ * synchronise once a Work and not three times a tile. More rows: items.h. Part of body.h. */
 #pragma once
 
-#include "ranges.h"
-#include "team.h"
+#include "items.h"
 
 struct tile_queue {
     const struct weights *w;
@@ -43,14 +42,10 @@ static void take_tiles(void *context, int64_t lo, int64_t hi) {
 /* y[row] += weight * the sum of the tiles' outputs, in their order; items in theirs. */
 static void combine_tiles(const struct work *k, int64_t width, float *parts, float *y) {
     for (int64_t item = 0; item < k->number; item++) {
-        int64_t count = rows_of(k, item), tiles = tiles_of(k, item), step = count * width;
+        int64_t tiles = tiles_of(k, item), step = rows_of(k, item) * width;
         for (int64_t t = 1; t < tiles; t++)
             for (int64_t i = 0; i < step; i++) parts[i] += parts[t * step + i];
-        for (int64_t r = 0; r < count; r++) {
-            float weight = k->row_weights[k->offsets[item] + r];
-            float *restrict to = y + k->rows[k->offsets[item] + r] * width;
-            for (int64_t i = 0; i < width; i++) to[i] += parts[r * width + i] * weight;
-        }
+        add_item(k, item, parts, y, width, 0, width);
         parts += tiles * step;
     }
 }
@@ -62,6 +57,13 @@ int tandem_work(struct team *team, const struct weights *w, const struct work *w
     int fault = tandem_work_buffers(w, work, &needed);
     if (fault) return fault;
     if (has->parts < needed.parts || has->scratch < needed.scratch) return SMALL_BUFFERS;
+    if (most_rows(work) > FEW_ROWS) {
+        struct item_queue q = {.w = w, .work = work, .layer = layer, .expert_bytes = expert_bytes,
+                               .tile_bytes = tile_bytes, .scratch_bytes = has->scratch, .x = x, .parts = parts,
+                               .y = y, .scratch = scratch, .ticks = ticks};
+        compute_items(team, &q, needed.parts / w->outputs);
+        return FINE;
+    }
     struct tile_queue q = {.w = w, .work = work, .layer = layer, .expert_bytes = expert_bytes,
                            .tile_bytes = tile_bytes, .x = x, .parts = parts, .scratch = scratch,
                            .scratch_bytes = has->scratch, .ticks = ticks};

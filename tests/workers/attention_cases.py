@@ -1,0 +1,75 @@
+"""Attention's parts as formulas in float64, and numbers as a cache holds them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from workers.kernels.attention import CosSin
+
+EPS = 1e-6
+
+
+def numbers(random: np.random.Generator, *shape: int) -> np.ndarray:
+    return random.standard_normal(shape).astype(np.float32)
+
+
+def as_cached(x: np.ndarray, bits: int) -> np.ndarray:
+    """Float32 numbers as a cache of this type holds them."""
+    if bits == 32:
+        return x.copy()
+    word = x.view(np.uint32)
+    return ((word + 0x7FFF + ((word >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def read(cached: np.ndarray) -> np.ndarray:
+    """float64 numbers of a cache."""
+    if cached.dtype == np.float32:
+        return cached.astype(np.float64)
+    return (cached.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def turned(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
+    half = x.shape[-1] // 2
+    swapped = np.concatenate((-x[..., half:], x[..., :half]), axis=-1)
+    both = np.concatenate((angles, angles))
+    return x * np.cos(both) + swapped * np.sin(both)
+
+
+def tables(angles: np.ndarray) -> np.ndarray:
+    """Cosines and sines."""
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.array((np.concatenate((cos, cos)), np.concatenate((-sin, sin))), np.float32)
+
+
+def cos_sin(tables: np.ndarray) -> CosSin:
+    return CosSin(tables[0].ctypes.data, tables[1].ctypes.data)
+
+
+def normed(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + EPS) * weight
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def grouped_inputs(
+    qkv: np.ndarray,
+    angles: np.ndarray,
+    kv_heads: int,
+    norm: str,
+    weights: list[np.ndarray],
+    clip: float | None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A token's queries, keys and values as they are multiplied, from qkv [heads + 2 kv_heads, width]."""
+    x, heads = qkv.astype(np.float64), len(qkv) - 2 * kv_heads
+    q, k, v = x[:heads], x[heads : heads + kv_heads], x[heads + kv_heads :]
+    if norm == "head":
+        q, k = normed(q, weights[0]), normed(k, weights[1])
+    elif norm == "all":
+        q = normed(q.reshape(-1), weights[0]).reshape(q.shape)
+        k = normed(k.reshape(-1), weights[1]).reshape(k.shape)
+    if clip is not None:
+        q, k, v = (np.clip(one, -clip, clip) for one in (q, k, v))
+    return turned(q, angles), turned(k, angles), v

@@ -1,0 +1,117 @@
+"""The C kernels of many tokens' attention, in every variant that runs here, equal the formula in float64; a
+token's bits do not depend on the tokens that come with it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from attention_cases import EPS, as_cached, grouped_inputs, numbers, read, softmax, tables
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from workers.kernels.attention import NORMS, CosSin, GroupedHeads
+from workers.kernels.native import Library, Team
+
+FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def spans(
+    library: Library,
+    team: Team | None,
+    qkv: np.ndarray,
+    turns: np.ndarray,
+    caches: list[np.ndarray],
+    position: int,
+    counts: list[int],
+    **facts: object,
+) -> np.ndarray:
+    """The kernel's result [tokens, heads, width] for qkv [tokens, heads + 2 kv_heads, width] in calls of so
+    many tokens each."""
+    kv_heads, capacity, width = caches[0].shape
+    heads = qkv.shape[1] - 2 * kv_heads
+    shape = {"bits": 8 * caches[0].itemsize, "heads": heads, "kv_heads": kv_heads, "width": width}
+    plain = {"norm": "", "query_norm": None, "key_norm": None, "clip": None, "window": None, "eps": EPS}
+    kernel = GroupedHeads(library, team, **(shape | plain | facts))
+    out = np.full((len(qkv), heads, width), np.nan, np.float32)
+    addresses, done = tuple(cache.ctypes.data for cache in caches), 0
+    for count in counts:
+        where = CosSin(turns[0, done:].ctypes.data, turns[1, done:].ctypes.data)
+        kernel.attend_span(
+            qkv[done:].ctypes.data, where, addresses, capacity, position + done, count, out[done:].ctypes.data
+        )
+        done += count
+    return out
+
+
+@FEW
+@given(
+    seed=st.integers(0, 1000),
+    kv_heads=st.integers(1, 3),
+    shared=st.integers(1, 6),
+    half=st.integers(1, 40),
+    position=st.integers(0, 150),
+    counts=st.lists(st.integers(1, 90), min_size=1, max_size=3),
+    window=st.none() | st.integers(1, 150),
+    bits=st.sampled_from([16, 32]),
+    norm=st.sampled_from(NORMS),
+    clip=st.none() | st.floats(0.1, 2.0),
+)
+def test_spans(library, seed, kv_heads, shared, half, position, counts, window, bits, norm, clip) -> None:
+    random, width, heads, tokens = np.random.default_rng(seed), 2 * half, kv_heads * shared, sum(counts)
+    qkv = numbers(random, tokens, heads + 2 * kv_heads, width)
+    caches = [as_cached(numbers(random, kv_heads, position + tokens + 3, width), bits) for _ in range(2)]
+    caches = [np.ascontiguousarray(cache) for cache in caches]
+    before = [cache.copy() for cache in caches]
+    sizes = {"": (1, 1), "head": (width, width), "all": (heads * width, kv_heads * width)}[norm]
+    weights = [numbers(random, size) for size in sizes]
+    angles = random.uniform(0, 6, (tokens, half))
+    turns = np.ascontiguousarray(np.stack([tables(each) for each in angles], axis=1))
+    facts = {"norm": norm, "query_norm": weights[0].ctypes.data, "key_norm": weights[1].ctypes.data}
+    facts |= {"clip": clip, "window": window}
+    inputs = [
+        grouped_inputs(x, each, kv_heads, norm, weights, clip) for x, each in zip(qkv, angles, strict=True)
+    ]
+
+    team = library.team(3)
+    whole = spans(library, team, qkv.copy(), turns, [c.copy() for c in caches], position, [tokens], **facts)
+    if team is not None:
+        team.close()
+    found = spans(library, None, qkv, turns, caches, position, counts, **facts)
+    np.testing.assert_array_equal(whole, found)
+    for cache, old, new in zip(caches, before, (1, 2), strict=True):
+        wanted = np.stack([each[new] for each in inputs], axis=1)  # [kv_heads, tokens, width]
+        placed = slice(position, position + tokens)
+        rtol = 1e-5 if bits == 32 else 2**-8
+        np.testing.assert_allclose(read(cache)[:, placed], wanted, rtol=rtol, atol=1e-5)
+        old[:, placed] = cache[:, placed]
+        np.testing.assert_array_equal(cache, old)
+    keys, values = (read(cache) for cache in caches)
+    for token in range(0, tokens, 7):
+        end = position + token + 1
+        seen = slice(0 if window is None else max(0, end - window), end)
+        for head in range(heads):
+            scores = keys[head // shared, seen] @ inputs[token][0][head] * width**-0.5
+            wanted = softmax(scores) @ values[head // shared, seen]
+            np.testing.assert_allclose(found[token, head], wanted, rtol=2e-4, atol=2e-5)
+
+
+def test_tokens_outside_the_cache_are_refused(library) -> None:
+    random = np.random.default_rng(0)
+    caches = [np.zeros((1, 5, 4), np.float32) for _ in range(2)]
+    turns = np.stack([tables(np.zeros(2))] * 4, axis=1)
+    for position, count in ((-1, 2), (2, 4), (5, 1), (1000, 1)):
+        with pytest.raises(IndexError, match="outside the KV cache"):
+            spans(library, None, numbers(random, 4, 3, 4), turns, caches, position, [count])
+    assert not any(cache.any() for cache in caches)
+
+
+def test_what_is_not_a_number_stays_in_its_token(library) -> None:
+    """Infinite scores give NaN, as the formula does, and only where they are seen."""
+    random, width = np.random.default_rng(0), 8
+    qkv = numbers(random, 70, 3, width)
+    turns = np.stack([tables(np.zeros(width // 2))] * 70, axis=1)
+    caches = [np.zeros((1, 70, width), np.float32) for _ in range(2)]
+    qkv[66, 0] = np.nan
+    found = spans(library, None, qkv, turns, caches, 0, [70])
+    assert np.isnan(found[66]).all()
+    assert np.isfinite(np.delete(found, 66, axis=0)).all()
