@@ -120,6 +120,8 @@ async def compare(arguments: argparse.Namespace, console: Console) -> dict[str, 
         async with AsyncExitStack() as stack:
             builds = (NATIVE, WITHOUT_AMX) if "amx_int8" in flags else (NATIVE,)
             theirs = await stack.enter_async_context(llama(builds, start, setup, console.print))
+            if not arguments.rounds:
+                raise SystemExit
             engines: list[Engine] = []
             for name, options in own_engines(arguments.options).items():
                 console.print(f"{name} starts")
@@ -258,7 +260,7 @@ def show(found: dict[str, Any], console: Console) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="shape:mixtral-8x7b/4")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="0: only choose llama.cpp's settings")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--tokens", type=int, default=64, help="decoded for each sequence")
     parser.add_argument("--seed", type=int, default=0)

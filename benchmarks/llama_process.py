@@ -21,7 +21,7 @@ LLAMA = "llama.cpp"
 REPLY_LIMIT = 300.0  # seconds
 CRASHES = (signal.SIGSEGV, signal.SIGILL, signal.SIGBUS)
 TRIAL_TOKENS = 16  # decoded for each sequence
-TRIALS = 3  # of a decode; a prefill is long enough to be timed once
+TRIALS = 2  # of each of two settings
 
 Report = Callable[[str], None]
 
@@ -124,10 +124,10 @@ class Llama(Engine):
     async def choose(self, tasks: Sequence[Task], cores: int, report: Report) -> None:
         """Time each task with several settings, and keep those that are fastest."""
         for task in tasks:
-            self.settings[str(task)], rate = await fastest(
-                self.default, alternatives(task, self.default.threads, cores), self._trial(task)
-            )
-            report(f"{LLAMA}, {task}: {rate:.1f} tokens a second with {self.settings[str(task)]}")
+            changes = alternatives(task, self.default.threads, cores)
+            best = await fastest(self.default, changes, self._trial(task))
+            self.settings[str(task)] = best
+            report(f"{LLAMA}, {task}: fastest with {best}")
 
     async def load(self) -> None:
         """Start what the settings need, and end the rest."""
@@ -146,9 +146,7 @@ class Llama(Engine):
         short = replace(task, new=min(task.new, TRIAL_TOKENS))
 
         async def rate(settings: Settings) -> float:
-            prompts = task.ids(random, task.prompt, self._vocabulary)
-            trials = TRIALS if task.new else 1
-            return max([await self.rate(short, settings, random, prompts) for _ in range(trials)])
+            return await self.rate(short, settings, random, task.ids(random, task.prompt, self._vocabulary))
 
         return rate
 
@@ -163,20 +161,23 @@ def alternatives(task: Task, threads: int, cores: int) -> list[dict[str, Any]]:
     cores have two threads each."""
     found: list[dict[str, Any]] = [{"repack": False}, {"flash": False}]
     if not task.new:
-        found += [{"micro_batch": PREFILL // parts} for parts in (2, 4, 8)]
+        found += [{"micro_batch": PREFILL // parts} for parts in (4, 8)]
     return found + ([{"threads": cores}] if cores < threads else [])
 
 
 async def fastest(
     default: Settings, changes: Sequence[dict[str, Any]], rate: Callable[[Settings], Awaitable[float]]
-) -> tuple[Settings, float]:
-    """Settings and their rate: each change, tried after those before it, stays where it is faster."""
-    best, top = default, await rate(default)
+) -> Settings:
+    """Each change stays where it is faster than the settings before it, which are timed in turns with it."""
+    best = default
     for change in changes:
         candidate = replace(best, **change)
-        if (found := await rate(candidate)) > top:
-            best, top = candidate, found
-    return best, top
+        rates: dict[Settings, list[float]] = {best: [], candidate: []}
+        for _ in range(TRIALS):
+            for settings, its in rates.items():
+                its.append(await rate(settings))
+        best = max(rates, key=lambda settings: max(rates[settings]))
+    return best
 
 
 @asynccontextmanager
