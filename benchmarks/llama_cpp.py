@@ -247,8 +247,12 @@ def show(found: dict[str, Any], console: Console) -> None:
             table.add_row(row["task"], name, speed, f"{one['ratio']:.2f}", *pace)
         table.add_section()
     console.print(table)
-    ways = ", ".join(f"{gb_s:.1f} GB/s ({way})" for way, gb_s in found["read_gb_s"].items())
-    console.print(f"the limit, reading in turns: {ways}")
+    ways: dict[str, float] = found["read_gb_s"]
+    fastest, slowest = max(ways, key=lambda way: ways[way]), min(ways, key=lambda way: ways[way])
+    console.print(
+        f"the limit, reading in turns: {ways[fastest]:.1f} GB/s ({fastest}), "
+        f"the slowest way {ways[slowest]:.1f} ({slowest})"
+    )
     theirs = found["engines"][LLAMA]
     why = f", because {theirs['fallback']}" if theirs["fallback"] else ""
     console.print(f"{LLAMA} built {theirs['build']}{why}")
