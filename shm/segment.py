@@ -24,7 +24,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import posix_ipc
-import psutil
 
 from protocol.errors import NotPrivate
 from protocol.private_files import check_unshared
@@ -252,12 +251,16 @@ def free_shm_bytes() -> int:
 
 def available_memory() -> int:
     """Bytes of memory available without swapping (MemAvailable), within a container's limit."""
+    import psutil  # a tenth of a worker's start, which needs no memory sizes
+
     available, free = int(psutil.virtual_memory().available), free_memory()
     return available if free is None else min(available, free)
 
 
 def total_memory() -> int:
     """Bytes of memory of this machine, or of the container's limit."""
+    import psutil
+
     total, limit = int(psutil.virtual_memory().total), limits().memory
     return total if limit is None else min(total, limit)
 

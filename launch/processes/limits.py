@@ -21,7 +21,7 @@ class Limits:
     early: float = 30.0  # after Ready: a coordinator that exits before that has exited early
     coordinator_exits: int = 5  # number of early exits in a row that end the engine
     files_interval: float = 5.0  # between checks that the engine's files exist
-    early_exits: int = 8  # number of exits in a row of one worker or prefetcher before it did any work
+    futile_exits: int = 8  # in a row, of one worker or prefetcher before it worked, while no worker did
     first_pause: float = 0.1  # before the second restart in a row, doubled before each further one
     longest_pause: float = 5.0
 

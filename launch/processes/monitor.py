@@ -1,8 +1,9 @@
 """Restarts an engine's processes when they exit or hang; where that is no use, ends the engine with one line.
 A worker or the prefetcher is restarted at once at first, then after growing pauses; the coordinator receives
-a WorkerDied and gives its work to others. The door for tcp is restarted like them, but for ever: another
-program may have its port for a while, and only clients over tcp notice. When the coordinator exits or hangs,
-all are killed and restarted on the same store."""
+a WorkerDied and gives its work to others. Early exits end the engine where no worker computes anything
+between them. The door for tcp is restarted for ever: another program may have its port
+for a while, and only clients over tcp notice. When the coordinator exits or hangs, all are killed and
+restarted on the same store."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ import logging
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from launch.errors import EngineFailed, StartFailed
 from launch.processes.children import Child, title
 from launch.processes.group import ProcessGroup
 from launch.processes.limits import Limits
+from launch.processes.slot import ProcessSlot
 from launch.processes.task_guard import TaskGuard
 from launch.terminal.log import notice
 from protocol.messages import Hung, Ready, WorkerDied, WorkerUp
@@ -30,32 +31,6 @@ COORDINATOR = "coordinator"
 DOOR = "door"
 ALONE = (COORDINATOR, DOOR)  # roles that no other process waits for: they send heartbeats
 COUNTED = ("coordinator", "worker", "prefetcher")  # roles with a line in the control segment
-
-
-@dataclass
-class ProcessSlot:
-    """One process through all its incarnations. `config`: makes the next one's configuration map."""
-
-    role: str
-    index: int
-    config: Callable[[], dict[str, Any]]
-    threads: int
-    after_ready: bool = False  # it is started once the engine is ready, which does not wait for it
-    incarnation: int = -1
-    child: Child | None = None
-    early_exits: int = 0  # in a row
-    reported: str = ""  # the reason of the previous one
-    exited_at: float | None = None  # the previous incarnation, until this one does its work
-    ready: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-    @property
-    def title(self) -> str:
-        return title(Identity(self.role, self.index, 0))
-
-    def fail(self, error: Exception) -> None:
-        if not self.ready.done():
-            self.ready.set_exception(error)
-            self.ready.exception()  # retrieved, also where no task waits for it any more
 
 
 class ProcessMonitor:
@@ -195,10 +170,10 @@ class ProcessMonitor:
             coordinator = Identity(COORDINATOR, 0, self._slots[COORDINATOR, 0].incarnation)
             died = WorkerDied(slot.role, slot.index, slot.incarnation, crashed, seq)
             await self._group.send(coordinator, died)
-        slot.early_exits = 0 if child.up else slot.early_exits + 1
+        slot.count_exit(not child.up, self._progress())
         reason = _exit_line(child, code)
         engine_restarts = self._engine_restarts
-        while slot.role == DOOR or slot.early_exits < self._limits.early_exits:
+        while slot.role == DOOR or slot.futile_exits < self._limits.futile_exits:
             if slot.role != DOOR or slot.early_exits == 0:
                 log.warning(f"{reason}; it is being restarted")
             elif reason != slot.reported:
@@ -212,9 +187,14 @@ class ProcessMonitor:
                 return
             except StartFailed as e:  # no memory or descriptor for another process, maybe only for a moment
                 reason = str(e)
-                slot.early_exits += 1
-        nth = f"{slot.early_exits} times in a row before it could work"
+                slot.count_exit(True, self._progress())
+        nth = f"{slot.futile_exits} times in a row before it could work"
         self._guard.fail(EngineFailed(f"{reason}, {nth}; the engine has been stopped"))
+
+    def _progress(self) -> int:
+        """Tiles and Works that the workers have computed."""
+        lines = (self._control.line(s.role, s.index) for s in self._slots.values() if s.role == "worker")
+        return sum(line.ticks for line in lines)
 
     async def _restart_coordinator(self, ready_at: float) -> None:
         """Restart the whole engine each time the coordinator has exited; `ready_at`: when it became ready."""

@@ -31,7 +31,8 @@ from launch.processes.cores import Cores
 from launch.processes.file_watch import watch_files
 from launch.processes.group import ProcessGroup
 from launch.processes.limits import Limits
-from launch.processes.monitor import ProcessMonitor, ProcessSlot
+from launch.processes.monitor import ProcessMonitor
+from launch.processes.slot import ProcessSlot
 from launch.processes.task_guard import TaskGuard
 from launch.runtime import EngineInfo, RuntimeDir, sweep
 from launch.terminal.format import count

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import random
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import pytest
 import pytest_asyncio
-from fault_engines import KILL, LIMIT, LONG, STOP, State, answer, bits, config
+from fault_engines import KILL, LIMIT, LONG, PROMPT, STOP, State, answer, bits, config
 from waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
@@ -101,3 +104,25 @@ async def test_only_worker_exits_in_decode(alone, number) -> None:
     assert bits(tokens) == bits(reference)
     await recovered(alone, before, 1)
     assert bits(await answer(alone.client)) == bits(reference)
+
+
+async def test_ten_kills_a_second_change_no_token(start_engine, tiny_model) -> None:
+    """Of any of three workers, also of those that have just been started."""
+    draws, kills = random.Random(19), []
+
+    async def kill_for_ever(state: State) -> None:
+        while True:
+            await asyncio.sleep(0.1)
+            workers = [pid for child, pid in state.supervisor.pids.items() if child.role == "worker"]
+            with suppress(ProcessLookupError, IndexError):
+                os.kill(draws.choice(workers), KILL)
+                kills.append(time.monotonic())
+
+    async with start_engine(config(tiny_model, workers=3, format="bf16")) as (supervisor, client):
+        state = State(supervisor, client)
+        reference = [bits(await answer(client, prompt)) for prompt in (PROMPT, LONG)]
+        killing = asyncio.create_task(kill_for_ever(state))
+        while len(kills) < 25:
+            assert [bits(await answer(client, prompt)) for prompt in (PROMPT, LONG)] == reference
+        killing.cancel()
+        await state.wait_recovered()

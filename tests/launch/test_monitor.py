@@ -258,7 +258,7 @@ async def test_exits_before_any_work_end_the_engine_when_too_many_in_a_row() -> 
     pauses.clear()
     line = "^the worker 0 exited with code 3, 3 times in a row before it could work; the engine has been s"
     with pytest.raises(EngineFailed, match=line):  # noqa: PT012 - from the end of the block
-        async with engine(Recorded(check_interval=1e6, early_exits=3)) as e:
+        async with engine(Recorded(check_interval=1e6, futile_exits=3)) as e:
             for incarnation in range(6):
                 child = await e.started("worker", 0, incarnation)
                 await until(lambda child=child: e.slots["worker", 0].child is child)
@@ -270,11 +270,26 @@ async def test_exits_before_any_work_end_the_engine_when_too_many_in_a_row() -> 
     assert pauses == [1, 2, 0, 1, 2]
 
 
+async def test_exits_of_the_young_do_not_end_an_engine_whose_workers_compute() -> None:
+    pauses.clear()
+    with pytest.raises(EngineFailed, match=r"^the worker 0 .* 3 times in a row"):  # noqa: PT012
+        async with engine(Recorded(check_interval=1e6, futile_exits=3)) as e:
+            for incarnation in range(10):
+                child = await e.started("worker", 0, incarnation)
+                await until(lambda child=child: e.slots["worker", 0].child is child)
+                if incarnation < 8:
+                    e.control.line("worker", 1).tick()
+                assert e.guard.failure is None
+                e.exit(KILLED, "worker", 0, incarnation)
+            await asyncio.sleep(5)
+    assert pauses == list(range(1, 10))  # also in an engine that goes on
+
+
 async def test_door_without_its_port_is_tried_again_for_ever(caplog: pytest.LogCaptureFixture) -> None:
     """Also while the whole engine is restarted, which does not wait for it."""
     pauses.clear()
     failed = Failed("door", "cannot bind tcp://*:9: Address already in use", usage=True)
-    async with engine(Recorded(check_interval=1e6, early_exits=3), ready=False) as e:
+    async with engine(Recorded(check_interval=1e6, futile_exits=3), ready=False) as e:
         e.slots["door", 0] = e.monitor.add_slot("door", 0, partial(dict, of="door"), 1)
         starting = await e.start()
         for child in [await e.started(*slot, 0) for slot in e.slots]:

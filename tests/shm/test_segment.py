@@ -146,7 +146,7 @@ def test_too_large_a_segment_is_refused_with_numbers(monkeypatch):
 
 
 def test_available_memory_is_within_a_containers_limit(monkeypatch):
-    monkeypatch.setattr("shm.segment.psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
     for free, available in ((None, 1000), (999, 999), (1001, 1000), (0, 0)):
         monkeypatch.setattr("shm.segment.free_memory", lambda free=free: free)
         assert available_memory() == available
