@@ -4,10 +4,9 @@ tiles while missing ones are under way, and each of these once it has landed."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +22,7 @@ from pipeline.experts.tile_mover import TileMover
 from pipeline.policies.view import Target
 
 
-@dataclass(frozen=True)
-class DeviceWork:
+class DeviceWork(NamedTuple):
     """One layer's device share; its missing tiles are ordered. `missing`: those that cannot be fetched
     because the prefetcher is down; complete once `landing` is exhausted."""
 

@@ -61,18 +61,21 @@ class InlineExpertPool:
     def result(self, ticket: InlineTicket) -> FloatArray:
         """The sum of the shards: float32 [R, H]."""
         started = time.perf_counter()
-        y = np.zeros(ticket.x.shape, np.float32)
-        for shard in ticket.shards:
-            # to index all rows would copy them
-            kept = slice(None) if len(shard.kept) == len(y) else shard.kept
-            x = ticket.x[kept]
-            work = Work(0, ticket.layer, shard.items, shard.offsets, shard.rows, shard.weights, x)
-            y[kept] += self._kernel.compute_work(work, self._store)
+        if len(ticket.shards) == 1 and len(ticket.shards[0].kept) == len(ticket.x):  # as in decode
+            y = self._compute(ticket, ticket.shards[0], ticket.x)
+        else:
+            y = np.zeros(ticket.x.shape, np.float32)
+            for shard in ticket.shards:
+                y[shard.kept] += self._compute(ticket, shard, ticket.x[shard.kept])
         ticket.busy = time.perf_counter() - started
         if self._slowdown > 1:
             time.sleep(ticket.busy * (self._slowdown - 1))
             ticket.busy *= self._slowdown
         return y
+
+    def _compute(self, ticket: InlineTicket, shard: HostShard, x: FloatArray) -> FloatArray:
+        work = Work(0, ticket.layer, shard.items, shard.offsets, shard.rows, shard.weights, x)
+        return self._kernel.compute_work(work, self._store)
 
     def update(self, wait_ms: int) -> bool:
         """False: a pool without processes receives no messages."""

@@ -76,7 +76,7 @@ def split_layer(routing: Routing, cut: IntArray, residency: IntArray, tiles: int
     active = routing.active
     if cut.shape != residency.shape:
         raise _wrong_cuts(residency, tiles)
-    cuts = cut[active.experts]
+    cuts = cut.take(active.experts)
     if not cuts.any():
         return Split(_share(active, 0, tiles), NOTHING)
     if cuts.min() < 0 or cuts.max() > tiles:

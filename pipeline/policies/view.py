@@ -70,16 +70,16 @@ class Routing:
         else:
             used = np.flatnonzero(weights)
             order = used[chosen[used].argsort(kind="stable")]
-        ranked = chosen[order]
+        ranked = chosen.take(order)
         if len(self.experts) == 1:  # which uses each of its experts once
             every = np.arange(len(order) + 1, dtype=np.int32)
-            return Active(ranked, every, np.zeros(len(order), np.int32), weights[order])
+            return Active(ranked, every, np.zeros(len(order), np.int32), weights.take(order))
         rows = (order // self.experts.shape[1]).astype(np.int32)
         workload = np.bincount(ranked)
         experts = np.flatnonzero(workload)
         offsets = np.zeros(len(experts) + 1, np.int32)
-        workload[experts].cumsum(out=offsets[1:], dtype=np.int32)
-        return Active(experts.astype(np.int32), offsets, rows, weights[order])
+        workload.take(experts).cumsum(out=offsets[1:], dtype=np.int32)
+        return Active(experts.astype(np.int32), offsets, rows, weights.take(order))
 
 
 class Signals(NamedTuple):

@@ -18,6 +18,8 @@ from protocol.messages import Sampling
 
 Scores = NDArray[np.float32] | NDArray[np.float64]  # [V], or of the remaining candidates
 
+GROUP = 256  # tokens that are summed together
+
 
 class Sampler:
     """One request's settings, random numbers, and ids for the repetition penalty."""
@@ -26,10 +28,12 @@ class Sampler:
         """`sampling` is valid. Equal seeds and logits give equal tokens. Continues behind the
         first `drawn` tokens of a sampler with the same seed."""
         self._sampling = sampling
+        self._filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
         self._random = np.random.default_rng(seed)
         self._random.random(drawn)  # `next` draws one number for each token
         self._seen: NDArray[np.bool_] | None = None  # [V], only for the repetition penalty
         self._counted = 0  # leading ids of `previous` that are in _seen
+        self._weights: NDArray[np.float32] | None = None  # [groups, GROUP], of a draw from all tokens
 
     def next(self, logits: NDArray[np.float32], previous: Sequence[int]) -> int:
         """The next token from `logits` [V] float32. `previous`: the request's ids so far, each in 0..V-1; it
@@ -40,10 +44,24 @@ class Sampler:
             if not math.isfinite(scores[best]):
                 raise PipelineError("the model's logits are not finite")
             return best
+        drawn = self._random.random()
+        if not self._filters:
+            return self._of_all(self._penalised(logits, previous), drawn)
         ids, weights = self.candidates(logits, previous)
-        total = np.cumsum(weights)
-        choice = int(np.searchsorted(total, self._random.random() * total[-1], side="right"))
-        return int(ids[min(choice, len(ids) - 1)])
+        return int(ids[_place(weights, drawn)[0]])
+
+    def _of_all(self, scores: Scores, drawn: float) -> int:
+        """The token that the number `drawn` from [0, 1) means where no filter excludes any: its group by the
+        groups' sums, then its place in the group. The sum over a vocabulary takes longer than all else."""
+        if self._weights is None:
+            self._weights = np.zeros((-(-len(scores) // GROUP), GROUP), np.float32)
+        every = self._weights.ravel()[: len(scores)]
+        with np.errstate(over="ignore", under="ignore"):
+            np.subtract(scores, _finite_best(scores), out=every)
+            every /= min(max(self._sampling.temperature, 1e-30), 1e30)  # as float32
+            np.exp(every, out=every)
+        group, rest = _place(self._weights.sum(axis=1), drawn)
+        return group * GROUP + _place(self._weights[group], rest)[0]
 
     def candidates(
         self, logits: NDArray[np.float32], previous: Sequence[int]
@@ -51,9 +69,7 @@ class Sampler:
         """Tokens, ascending, and unnormalized probabilities, for temperatures above 0. As `next`."""
         sampling = self._sampling
         scores = self._penalised(logits, previous)
-        best = float(scores.max())
-        if not math.isfinite(best):
-            raise PipelineError("the model's logits are not finite")
+        best = _finite_best(scores)
         ids = np.arange(len(scores))
         if 0 < sampling.top_k < len(scores):
             ids = _largest(scores, sampling.top_k)
@@ -85,6 +101,23 @@ class Sampler:
         scores = logits.astype(np.float64)
         scores[seen] = np.where(scores[seen] < 0, scores[seen] * penalty, scores[seen] / penalty)
         return scores
+
+
+def _finite_best(scores: Scores) -> float:
+    best = float(scores.max())
+    if not math.isfinite(best):
+        raise PipelineError("the model's logits are not finite")
+    return best
+
+
+def _place(weights: Scores, drawn: float) -> tuple[int, float]:
+    """The place in the sum of the weights that `drawn` in [0, 1) falls on, never one with a weight of 0, and
+    where within that place, in [0, 1)."""
+    total = np.cumsum(weights, dtype=np.float64)
+    at = min(drawn * total[-1], np.nextafter(total[-1], 0))
+    place = int(np.searchsorted(total, at, side="right"))
+    before = total[place - 1] if place else 0.0
+    return place, float((at - before) / (total[place] - before))
 
 
 def _largest(scores: Scores, k: int) -> NDArray[np.int64]:

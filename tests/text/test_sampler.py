@@ -140,6 +140,23 @@ def test_draws_follow_the_probabilities(sampling: Sampling) -> None:
     assert abs(statistic - freedom) < 6 * np.sqrt(2 * freedom)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 1e-300, 1e300])
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 33_001])
+def test_draw_from_all_tokens_falls_where_the_probabilities_say(size: int, temperature: float) -> None:
+    rng = np.random.default_rng(size)
+    logits = (rng.normal(size=size) * 4).astype(np.float32)
+    logits[rng.random(size) < 0.3] = -np.inf
+    logits[-1] = 2.0
+    sampling = Sampling(temperature=temperature)
+    wanted = probabilities(Sampler(sampling, 0), logits, [])
+    ends = np.cumsum(wanted)
+    sampler, numbers = Sampler(sampling, 5), np.random.default_rng(5)
+    for _ in range(200):
+        token, drawn = sampler.next(logits, []), numbers.random()
+        assert wanted[token] > 0
+        assert ends[token] - wanted[token] - 1e-6 <= drawn <= ends[token] + 1e-6
+
+
 def test_equal_seeds_draw_equal_tokens() -> None:
     logits = np.random.default_rng(0).normal(size=5000).astype(np.float32)
     sampling = Sampling(temperature=1.0, top_p=0.95)
