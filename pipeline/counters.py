@@ -73,7 +73,8 @@ class PhaseCounters:
     fidelity: Fidelity = field(default_factory=Fidelity)
 
     def __post_init__(self) -> None:
-        self.seconds: NDArray[np.float64] = np.zeros((len(PARTS), self.layers + 1))  # last: outside layers
+        # by part and layer; the last number of each part: outside layers
+        self.seconds: dict[Part, list[float]] = {part: [0.0] * (self.layers + 1) for part in PARTS}
         self.active: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # experts used
         self.hits: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # of them, wholly resident
 
@@ -90,11 +91,8 @@ class StepClock:
 
     def mark(self, part: Part) -> None:
         now = time.perf_counter()
-        self._seconds[_INDEX[part], self.layer] += now - self._last
+        self._seconds[part][self.layer] += now - self._last
         self._last = now
-
-
-_INDEX = {part: index for index, part in enumerate(PARTS)}
 
 
 class Counters:
@@ -110,7 +108,6 @@ class Counters:
 
 
 def _tree(c: PhaseCounters, tile_bytes: int) -> dict[str, Any]:
-    seconds = c.seconds.sum(axis=1).tolist()
     return {
         "steps": c.steps,
         "rows": c.rows,
@@ -123,9 +120,9 @@ def _tree(c: PhaseCounters, tile_bytes: int) -> dict[str, Any]:
         "wasted_tiles": c.wasted_tiles,
         "late_tiles": c.late_tiles,
         "host_busy_s": c.host_busy,
-        "seconds": dict(zip(PARTS, seconds, strict=True)),
+        "seconds": {part: sum(seconds) for part, seconds in c.seconds.items()},
         "layers": {
-            "seconds": {part: c.seconds[index, :-1].tolist() for part, index in _INDEX.items()},
+            "seconds": {part: seconds[:-1] for part, seconds in c.seconds.items()},
             "active": c.active.tolist(),
             "hits": c.hits.tolist(),
         },

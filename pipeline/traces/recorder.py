@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.arrays import FloatArray, Phase
-from pipeline.counters import PARTS, Part
+from pipeline.counters import Part
 from pipeline.engine.driver import LayerDecision
 from pipeline.errors import TraceError
 from pipeline.policies.view import Routing
@@ -154,10 +154,10 @@ def recorder_of(config: CoordinatorConfig, source: ModelSource, engine: Engine, 
         DEPTH,
     )
     resumed = config.incarnation > 0
-    unsimulated = [PARTS.index(part) for part in UNSIMULATED]
 
     def spent(phase: Phase) -> float:
-        return float(engine.counters.phases[phase].seconds[unsimulated].sum())
+        seconds = engine.counters.phases[phase].seconds
+        return sum(sum(seconds[part]) for part in UNSIMULATED)
 
     return Recorder(
         path, header, first_gate=lambda: engine.probing.has_first_gate, resumed=resumed, spent=spent

@@ -23,9 +23,9 @@ def decode(**changed: Any) -> dict[str, Any]:
     c.predicted_tiles, c.useful_tiles, c.wasted_tiles, c.late_tiles = 20, 12, 6, 5
     c.host_busy = 0.1
     seconds = SECONDS | {name: value for name, value in changed.items() if name in PARTS}
-    for index, part in enumerate(PARTS):
+    for part in PARTS:
         where = (0, 0, 0, 1) if part == "head" else (1 / 6, 1 / 3, 1 / 2, 0)
-        c.seconds[index] = [seconds[part] * share for share in where]
+        c.seconds[part] = [seconds[part] * share for share in where]
     c.active[:] = 20
     c.hits[:] = (0, 10, 20)
     c.fidelity.weight = 60.0

@@ -1,37 +1,44 @@
-"""Memory that is kept from call to call: at a few rows, making an array and asking for its address cost more
-than a call of C."""
+"""Memory that a kernel keeps from call to call: at a few rows, making arrays and asking for their addresses
+cost more than a call of C."""
 
 from __future__ import annotations
 
-from itertools import accumulate
-from typing import Any
+import ctypes
 
 import numpy as np
 from numpy.typing import NDArray
+
+from shm.formats import Float32
+from workers.kernels.c_types import Activations
 
 LINE = 64  # bytes of a cache line
 
 
 class Kept:
-    """Numbers of one type from `address` on, at the beginning of a cache line."""
+    """Memory that grows to what is asked for."""
 
-    def __init__(self, kind: type[np.generic]) -> None:
-        self.address = 0
-        self._numbers: NDArray[Any] = np.empty(0, kind)
+    def __init__(self) -> None:
+        self.bytes: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._address = 0
 
-    def __call__(self, size: int) -> NDArray[Any]:
-        """The first `size` of them, with any content; valid until the next call."""
-        if size > len(self._numbers):
-            kind = self._numbers.dtype
-            raw = np.empty(size * kind.itemsize + LINE, np.uint8)
+    def reserve(self, size: int) -> int:
+        """The address of the first `size` of `bytes`, at the beginning of a cache line; valid until the next
+        call."""
+        if size > len(self.bytes):
+            raw = np.empty(size + LINE, np.uint8)
             start = -raw.ctypes.data % LINE
-            self._numbers = raw[start : start + size * kind.itemsize].view(kind)
-            self.address = raw.ctypes.data + start
-        return self._numbers[:size]
+            self.bytes = raw[start : start + size]
+            self._address = raw.ctypes.data + start
+        return self._address
 
-    def copies(self, *arrays: NDArray[Any]) -> list[int]:
-        """The addresses of copies of arrays of 4-byte numbers, which may be unaligned."""
-        flat = [array.ravel().view(self._numbers.dtype) for array in arrays]
-        sizes = [len(array) for array in flat]
-        np.concatenate(flat, out=self(sum(sizes)), casting="no")
-        return [self.address + 4 * before for before in accumulate(sizes[:-1], initial=0)]
+
+class Rows:
+    """Memory for the rows of a Work: x, x as C reads it, and the result."""
+
+    def __init__(self, x: Float32, y: Float32, codes: NDArray[np.generic], factors: Float32) -> None:
+        self.x, self.y = x, y
+        self.x_address, self.y_address = x.ctypes.data, y.ctypes.data
+        self.codes_address, self.factors_address = codes.ctypes.data, factors.ctypes.data
+        self._activations = Activations(self.codes_address, self.factors_address)
+        self.activations = ctypes.addressof(self._activations)
+        self._arrays = codes, factors

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from shm.blocks import BlockFormat
 from shm.formats import BF16, Bytes, Float32, TileFormat
 from workers.kernels.c_types import POINTER, SIZE, Activations, Buffers, Weights, Work, checked, typed
-from workers.kernels.memory import LINE, Kept
+from workers.kernels.memory import LINE, Kept, Rows
 
 VARIANTS = {  # best first
     "avx512": "AVX-512 VNNI",
@@ -185,12 +185,9 @@ class Kernel:
         blocks = g.format if isinstance(g.format, BlockFormat) else None
         self._matrix_bytes = 0 if blocks is None else blocks.matrix_bytes(g.outputs, g.inputs)
         self._tile_bytes = g.format.tile_bytes(g.inputs, g.channels) if g.channels else 0
-        self._buffers = Buffers()
-        self._scratch = Kept(np.uint8)
-        # of `work`: its arrays one after the other, x, x as C reads it, the tiles' outputs, the result
-        self._numbers = Kept(np.int32)
-        self._x, self._parts, self._y = Kept(np.float32), Kept(np.float32), Kept(np.float32)
-        self._codes, self._factors = Kept(np.uint8), Kept(np.float32)
+        self._scratch, self._parts, self._numbers = Kept(), Kept(), Kept()
+        self._buffers, self._work = Buffers(), Work()
+        self._rows: Rows | None = None  # of the last `work`
 
     def quantize(self, x: Float32) -> Quantized:
         """x float32 [R, inputs]."""
@@ -198,24 +195,26 @@ class Kernel:
         x = np.require(x, np.float32, ["C", "A"])
         if x.ndim != 2 or x.shape[1] != g.inputs:
             raise ValueError(f"activations {x.shape} for {g.inputs} inputs")
-        codes: Codes
-        if g.bits == BF16_BITS:
-            codes, factors = np.empty(x.shape, np.float32), np.empty(0, np.float32)
-        else:
-            codes = np.empty((len(x), g.padded), np.int8)
-            factors = np.empty((len(x), g.padded // g.group, 2), np.float32)
+        codes, factors = self._activations(len(x))
         self._library._quantize(self._address, x.ctypes.data, len(x), codes.ctypes.data, factors.ctypes.data)
         return Quantized(codes, factors)
+
+    def _activations(self, rows: int) -> tuple[Codes, Float32]:
+        """Arrays for `Quantized`."""
+        g = self.geometry
+        if g.bits == BF16_BITS:
+            return np.empty((rows, g.inputs), np.float32), np.empty(0, np.float32)
+        return np.empty((rows, g.padded), np.int8), np.empty((rows, g.padded // g.group, 2), np.float32)
 
     def matmul(self, matrix: Bytes, x: Quantized, spin_ns: int = 0) -> Float32:
         """x @ W.T: float32 [R, outputs]. matrix: uint8 [matrix_bytes] of a quantized format. `spin_ns`:
         nanoseconds for which the team spins for the next call before it sleeps."""
         rows = self._check(matrix, x, self._matrix_bytes)
         y = np.empty((rows, self.geometry.outputs), np.float32)
-        self._scratch(self._library._scratch(self._address, rows))
+        scratch = self._scratch.reserve(self._library._scratch(self._address, rows))
         self._library._matmul(
-            self._handle, self._address, matrix.ctypes.data, _pointers(x), rows, y.ctypes.data,
-            self._scratch.address, spin_ns,
+            self._handle, self._address, matrix.ctypes.data, _pointers(x), rows, y.ctypes.data, scratch,
+            spin_ns,
         )  # fmt: skip
         return y
 
@@ -227,10 +226,10 @@ class Kernel:
         rows = np.require(rows, np.int32, ["C", "A"])
         y = np.empty((len(rows), self.geometry.outputs), np.float32)
         number = len(tiles) // self._tile_bytes
-        self._scratch(self._library._scratch(self._address, len(rows)))
+        scratch = self._scratch.reserve(self._library._scratch(self._address, len(rows)))
         self._library._tiles(
             self._handle, self._address, tiles.ctypes.data, number, _pointers(x), height,
-            rows.ctypes.data, len(rows), y.ctypes.data, self._scratch.address, ticks,
+            rows.ctypes.data, len(rows), y.ctypes.data, scratch, ticks,
         )  # fmt: skip
         return y
 
@@ -248,38 +247,37 @@ class Kernel:
         """The weighted sum over items, as in a Work message: float32 [rows of x, H]; the same bits as `tiles`
         item by item. `layer`: its experts, `expert_bytes` each. Raises IndexError for numbers in the arrays
         that are outside the layer or x, and for offsets that do not fit the rows."""
-        g, number, height = self.geometry, len(items), len(x)
+        number, used, height = len(items), len(rows), len(x)
         if items.shape != (number, 3) or offsets.shape != (number + 1,) or rows.shape != weights.shape:
             raise ValueError(f"items {items.shape}, offsets {offsets.shape}, rows {rows.shape}")
-        if x.shape != (height, g.inputs):
-            raise ValueError(f"activations {x.shape} for {g.inputs} inputs")
+        if x.shape != (height, self.geometry.inputs):
+            raise ValueError(f"activations {x.shape} for {self.geometry.inputs} inputs")
         self._check_weights(layer, expert_bytes)
-        places = self._numbers.copies(items, offsets, rows, weights)
-        experts, tiles = len(layer) // expert_bytes, expert_bytes // self._tile_bytes
-        work = Work(*places, number, len(rows), height, experts, tiles)
-        buffers, library = self._buffers, self._library
-        library._work_buffers(self._address, ctypes.byref(work), ctypes.byref(buffers))
-        self._parts(buffers.parts)
-        self._scratch((1 if self._team is None else self._team.threads) * buffers.scratch)
-        y = self._y(height * g.outputs).reshape(height, g.outputs)
-        y.fill(0)
+        # Copies: arrays out of a message may be unaligned.
+        size = 4 * (4 * number + 1 + 2 * used)
+        at = self._numbers.reserve(size)
+        arrays = items.ravel(), offsets, rows, weights.view(np.int32)
+        np.concatenate(arrays, out=self._numbers.bytes[:size].view(np.int32), casting="no")
+        work, library, buffers = self._work, self._library, ctypes.byref(self._buffers)
+        work.items, work.offsets = at, at + 12 * number
+        work.rows, work.row_weights = at + 4 * (4 * number + 1), at + size - 4 * used
+        work.number, work.row_number, work.x_rows = number, used, height
+        work.experts, work.tiles = len(layer) // expert_bytes, expert_bytes // self._tile_bytes
+        library._work_buffers(self._address, ctypes.byref(work), buffers)
+        mine = self._rows
+        if mine is None or len(mine.x) != height:
+            y = np.empty((height, self.geometry.outputs), np.float32)
+            self._rows = mine = Rows(np.empty(x.shape, np.float32), y, *self._activations(height))
+        mine.x[...] = x
+        mine.y.fill(0)
+        library._quantize(self._address, mine.x_address, height, mine.codes_address, mine.factors_address)
+        threads = 1 if self._team is None else self._team.threads
         library._work(
             self._handle, self._address, ctypes.byref(work), layer.ctypes.data, expert_bytes,
-            self._tile_bytes, self._quantized(x), self._y.address, self._parts.address, self._scratch.address,
-            ctypes.byref(buffers), ticks,
+            self._tile_bytes, mine.activations, mine.y_address, self._parts.reserve(4 * self._buffers.parts),
+            self._scratch.reserve(threads * self._buffers.scratch), buffers, ticks,
         )  # fmt: skip
-        return y.copy()
-
-    def _quantized(self, x: Float32) -> Any:
-        """As `quantize`, in kept memory: a pointer to activations."""
-        g, height = self.geometry, len(x)
-        self._x(height * g.inputs).reshape(height, g.inputs)[...] = x
-        bf16 = g.bits == BF16_BITS
-        self._codes(height * (g.inputs * 4 if bf16 else g.padded))
-        self._factors(0 if bf16 else height * g.padded // g.group * 2)
-        codes, factors = self._codes.address, self._factors.address
-        self._library._quantize(self._address, self._x.address, height, codes, factors)
-        return ctypes.byref(Activations(codes, factors))
+        return mine.y.copy()
 
     @property
     def _handle(self) -> int | None:
