@@ -1,13 +1,13 @@
 """Grouped-query and multi-head latent attention of one layer, on the device: x -> attention(x).
 
 Rotary embeddings are applied in float32; products of queries, keys and values are computed in the KV cache's
-dtype. Where the device computes on the host, C does it (`decode_attention.py`): latent attention only where
-every span is a single token.
+dtype. On the host C does it: of single tokens `decoder_layer.py`, of longer spans `span_attention.py`, not
+yet latent attention of spans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,18 +15,35 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeline.backbone.batch import Batch
-from pipeline.backbone.decode_attention import GroupedQueryDecode, LatentDecode
-from pipeline.backbone.linear import Precision
+from pipeline.backbone.linear import Linear, Precision
 from pipeline.backbone.rope import rotate
+from pipeline.backbone.span_attention import SpanAttention
 from pipeline.backbone.weights import Weights
 from pipeline.config import EXPANDED_KV_BYTES
-from pipeline.models.spec import GroupedQuery, Latent
+from pipeline.models.spec import GroupedQuery
+from pipeline.models.spec import Latent as LatentSpec
+from workers.kernels.layer import QK_NORMS, Grouped, Latent, Projection
 
 LATENT_EPS = 1e-6  # of the norms of latents; the config's rms_norm_eps does not apply to them
 
 
-# One layer's block. layer, x float32 [R, H] normalised, batch: float32 [R, H]; appends to the sequences' KV.
-Attention = Callable[[int, Tensor, Batch], Tensor]
+class HostAttention(NamedTuple):
+    """What the host's kernels read of a layer's attention: see LayerParts."""
+
+    attention: Grouped | Latent
+    first: Projection
+    query: Projection | None
+    output: Projection
+
+
+class Attention(Protocol):
+    """One layer's block."""
+
+    def __call__(self, layer: int, x: Tensor, batch: Batch) -> Tensor:
+        """x float32 [R, H] normalised: float32 [R, H]. Appends to the sequences' KV."""
+
+    def on_host(self) -> HostAttention:
+        """For a device with a library of kernels; valid as long as this object."""
 
 
 class GroupedQueryAttention:
@@ -38,19 +55,20 @@ class GroupedQueryAttention:
         """`window`: tokens that each token attends to, itself included; `eps`: of the norms."""
         self._spec, self._window, self._eps = spec, window, eps
         self._dtype = precision.dtype
-        self._qkv = weights.linear("query", "key", "value", spin=True)
+        self._qkv = weights.linear("query", "key", "value")
         self._output = weights.linear("output")
         self._norms = None
         if spec.qk_norm:
             self._norms = weights.vector("query_norm"), weights.vector("key_norm")
-        self._decode = None
-        if precision.device.library is not None:
-            self._decode = GroupedQueryDecode(spec, self._norms, window, eps, precision)
+        device = precision.device
+        self._spans = (
+            None if device.library is None else SpanAttention(device.library, device.team, self._grouped())
+        )
 
     def __call__(self, layer: int, x: Tensor, batch: Batch) -> Tensor:
         qkv = self._qkv(x)
-        if self._decode is not None and batch.stored:
-            return self._output(self._decode(layer, qkv, batch))
+        if self._spans is not None and batch.stored:
+            return self._output(self._spans(layer, qkv, batch))
         s = self._spec
         heads = self._heads(qkv)
         qk_heads = s.heads + s.kv_heads
@@ -63,6 +81,18 @@ class GroupedQueryAttention:
             keys, values = span.kv.write(layer, k[rows].transpose(0, 1), v[rows].transpose(0, 1))
             outputs.append(self._attend(q[rows].transpose(0, 1), keys, values, mask))
         return self._output(_joined(outputs).float())
+
+    def on_host(self) -> HostAttention:
+        return HostAttention(self._grouped(), _host(self._qkv), None, _host(self._output))
+
+    def _grouped(self) -> Grouped:
+        """For C; valid as long as this object."""
+        s = self._spec
+        norms = (None, None) if self._norms is None else (n.data_ptr() for n in self._norms)
+        return Grouped(
+            8 * self._dtype.itemsize, s.heads, s.kv_heads, s.head_dim, self._window or 0,
+            QK_NORMS.index(s.qk_norm), *norms, self._eps, s.clip or 0, s.head_dim**-0.5,
+        )  # fmt: skip
 
     def _heads(self, qkv: Tensor) -> Tensor:
         """Queries, keys and values by head, [R, heads + 2 kv_heads, head_dim], normalised and clipped."""
@@ -102,7 +132,7 @@ class LatentAttention:
     expansion is linear, the query is projected to the latent space, and the attended latent is expanded.
     """
 
-    def __init__(self, spec: Latent, weights: Weights, precision: Precision) -> None:
+    def __init__(self, spec: LatentSpec, weights: Weights, precision: Precision) -> None:
         self._spec, self._dtype = spec, precision.dtype
         # Checkpoints rotate number 2i with 2i + 1; `rotate` wants the even ones before the odd ones.
         halves = np.r_[: spec.rope_dim : 2, 1 : spec.rope_dim : 2]
@@ -115,24 +145,19 @@ class LatentAttention:
         if spec.query_rank is None:
             order["query"] = query
         else:
-            self._query = weights.linear("query", order={"query": query}, spin=True)
+            self._query = weights.linear("query", order={"query": query})
             self._query_norm = weights.vector("query_norm")
-        self._down = weights.linear(first, "latent", order=order, spin=True)
+        self._down = weights.linear(first, "latent", order=order)
         self._split = [spec.query_rank or spec.heads * spec.qk_dim, spec.rank + spec.rope_dim]
         self._latent_norm = weights.vector("latent_norm")
-        self._expansion = weights.dense("expansion").view(spec.heads, -1, spec.rank)
+        self._expansion = weights.dense("expansion").view(spec.heads, -1, spec.rank).contiguous()
         self._output = weights.linear("output")
-        self._decode = None
-        if precision.device.library is not None:
-            self._decode = LatentDecode(spec, self._latent_norm, self._expansion, LATENT_EPS, precision)
 
     def __call__(self, layer: int, x: Tensor, batch: Batch) -> Tensor:
         s = self._spec
         q, latent_and_key = torch.split(self._down(x), self._split, dim=1)
         if self._query is not None:
             q = self._query(functional.rms_norm(q, (q.shape[1],), self._query_norm, LATENT_EPS))
-        if self._decode is not None and batch.single:
-            return self._output(self._decode(layer, q, latent_and_key, batch))
         latent, key_rope = torch.split(latent_and_key, [s.rank, s.rope_dim], dim=1)
         heads = q.reshape(batch.rows, s.heads, -1)
         q_nope = heads[..., : s.nope_dim].to(self._dtype)
@@ -148,6 +173,17 @@ class LatentAttention:
             attend = self._attend_one if len(span.tokens) == 1 else self._attend
             outputs.append(attend(q_nope[rows], q_rope[rows], cached[0], mask))
         return self._output(_joined(outputs).float())
+
+    def on_host(self) -> HostAttention:
+        s = self._spec
+        query_norm = None if self._query is None else self._query_norm.data_ptr()
+        latent = Latent(
+            8 * self._dtype.itemsize, s.heads, s.rank, s.nope_dim, s.rope_dim, s.value_dim,
+            s.query_rank or 0, query_norm, self._latent_norm.data_ptr(), self._expansion.data_ptr(),
+            LATENT_EPS, s.scale,
+        )  # fmt: skip
+        query = None if self._query is None else _host(self._query)
+        return HostAttention(latent, _host(self._down), query, _host(self._output))
 
     def _attend_one(self, q_nope: Tensor, q_rope: Tensor, cached: Tensor, mask: Tensor | None) -> Tensor:
         """q_nope [1, heads, nope_dim], q_rope [1, heads, rope_dim], cached [N, rank + rope_dim]:
@@ -193,3 +229,9 @@ class LatentAttention:
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _host(linear: Linear) -> Projection:
+    projection = linear.on_host()
+    assert projection is not None
+    return projection

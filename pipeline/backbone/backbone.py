@@ -15,43 +15,27 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from pipeline.backbone.attention import Attention, GroupedQueryAttention, LatentAttention
-from pipeline.backbone.batch import Batch, TokenSpan
+from pipeline.backbone.batch import Batch, Masks, TokenSpan
 from pipeline.backbone.blocks import Norm, SwiGLU
+from pipeline.backbone.decoder_layer import AfterAttention, DecoderLayer
 from pipeline.backbone.embedding import Embedding
-from pipeline.backbone.linear import BiasedLinear, DenseLinear, Linear, Precision, Proceed
+from pipeline.backbone.linear import FEW_ROWS, BiasedLinear, DenseLinear, Linear, Precision, Proceed
 from pipeline.backbone.rope import RopeTables
 from pipeline.backbone.weights import Weights
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.errors import ModelError
 from pipeline.models.registry import architecture_of
 from pipeline.models.spec import GroupedQuery, ModelSpec
+from workers.kernels.memory import Kept
 
 log = logging.getLogger(__name__)
 
 READERS = 2  # threads that load layers: one reads while the other converts
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """A decoder layer: either `dense` or, where it has routed experts, `router` is not None."""
-
-    index: int
-    attention_norm: Norm
-    attention: Attention
-    mlp_norm: Norm
-    dense: SwiGLU | None
-    shared: SwiGLU | None
-    router: Tensor | None  # [E, H] float32
-
-    def attend(self, h: Tensor, batch: Batch) -> Tensor:
-        return h + self.attention(self.index, self.attention_norm(h), batch)
 
 
 class Backbone:
@@ -71,6 +55,7 @@ class Backbone:
         self.dtype = precision.dtype
         self._precision = precision
         self._materializing = threading.Lock()
+        self._scratch = Kept()  # of the layers' kernels on the host
         self._device = device = precision.device.torch_device
         architecture = architecture_of(source.config)
         with source.tensors() as tensors, ThreadPoolExecutor(1 + READERS) as pool:
@@ -108,10 +93,10 @@ class Backbone:
             embedding, head = outer.embedding(), outer.linear("embedding")
         else:
             embedding = outer.dense("embedding")
-            head = DenseLinear(embedding)
+            head = DenseLinear(embedding, self._precision.device)
         return embedding, BiasedLinear(head, outer.vector("head_bias")) if "head_bias" in outer else head
 
-    def _load_layer(self, index: int, weights: Weights) -> _Layer:
+    def _load_layer(self, index: int, weights: Weights) -> DecoderLayer:
         spec, device = self.spec, self._precision.device
         attention: Attention
         if isinstance(spec.attention, GroupedQuery):
@@ -119,7 +104,7 @@ class Backbone:
             attention = GroupedQueryAttention(spec.attention, weights, window, eps, self._precision)
         else:
             attention = LatentAttention(spec.attention, weights, self._precision)
-        return _Layer(
+        return DecoderLayer(
             index,
             attention_norm=Norm("attention_norm", weights, spec.norm_eps, device),
             attention=attention,
@@ -127,6 +112,8 @@ class Backbone:
             dense=SwiGLU.load("dense", weights),
             shared=SwiGLU.load("shared", weights),
             router=weights.vector("router") if "router" in weights else None,
+            precision=self._precision,
+            scratch=self._scratch,
         )
 
     @property
@@ -162,7 +149,8 @@ class Backbone:
         """Multiply-adds of the largest product of a layer that torch computes, for `rows` rows."""
         attention = self.spec.attention
         in_attention = rows * rows * attention.heads * attention.qk_dim  # if they are all one sequence
-        return max(in_attention, 0 if self._precision.quantized else rows * self._largest_matrix)
+        in_c = self._precision.quantized or (self._precision.device.library is not None and rows <= FEW_ROWS)
+        return max(in_attention, 0 if in_c else rows * self._largest_matrix)
 
     def batch(self, spans: Sequence[TokenSpan]) -> Batch:
         """Lay the spans' tokens out as rows, with the rotary factors and masks that all layers share."""
@@ -170,11 +158,13 @@ class Backbone:
         positions = [(range(s.kv.length, s.kv.length + len(s.tokens)), s.kv.long) for s in spans]
         # One copy to the device for tokens and rows of the rotary tables.
         inputs = torch.stack((torch.tensor(tokens), self._rope.rows(positions))).to(self._device)
-        masks = {
+        return Batch(spans, len(tokens), inputs[0], self._rope[inputs[1]], self._masks)
+
+    def _masks(self, spans: Sequence[TokenSpan]) -> Masks:
+        return {
             window: [self._mask(len(s.tokens), s.kv.length + len(s.tokens), window) for s in spans]
             for window in set(self.spec.windows)
         }
-        return Batch(spans, len(tokens), inputs[0], self._rope[inputs[1]], masks)
 
     def _mask(self, new: int, total: int, window: int | None) -> Tensor | None:
         """The tokens that the last `new` of `total` attend to, [new, total] bool; None where it is all."""
@@ -188,24 +178,15 @@ class Backbone:
         """Hidden states float32 [R, H] of the batch's tokens."""
         return self._embedding[batch.tokens].float()
 
-    def attention(self, layer: int, h: Tensor, batch: Batch) -> Tensor:
-        """h + attention(norm(h)), float32 [R, H], after the dense layers before this one. Appends KV."""
-        return self._layers[layer].attend(self._dense_layers(self._dense_runs[layer], h, batch), batch)
-
-    def moe_input(self, layer: int, h: Tensor) -> Tensor:
-        """The normalised input of a layer's router and experts, float32 [R, H]."""
-        return self._layers[layer].mlp_norm(h)
+    def attend(self, layer: int, h: Tensor, batch: Batch, routed: bool = True) -> AfterAttention:
+        """A layer up to its experts, from h float32 [R, H], after the dense layers before it. Appends KV.
+        Without `routed` the router's logits are not needed."""
+        h = self._dense_layers(self._dense_runs[layer], h, batch)
+        return self._layers[layer].attend(h, batch, routed)
 
     def router(self, layer: int, x: Tensor) -> Tensor:
-        """Router logits float32 [R, E]."""
-        router = self._layers[layer].router
-        assert router is not None
-        return functional.linear(x, router)
-
-    def shared_experts(self, layer: int, x: Tensor) -> Tensor | None:
-        """The output of the shared experts, float32 [R, H]; None for a model without them."""
-        shared = self._layers[layer].shared
-        return None if shared is None else shared(x)
+        """Router logits float32 [R, E] of any layer for an input of experts float32 [R, H]."""
+        return self._layers[layer].router(x)
 
     def finish(self, h: Tensor, batch: Batch) -> Tensor:
         """The hidden states after the last layer of the decoder, float32 [R, H]."""
@@ -215,9 +196,7 @@ class Backbone:
         """Logits float32 [R, vocabulary]."""
         return self._head(self._norm(h))
 
-    def _dense_layers(self, layers: Sequence[_Layer], h: Tensor, batch: Batch) -> Tensor:
+    def _dense_layers(self, layers: Sequence[DecoderLayer], h: Tensor, batch: Batch) -> Tensor:
         for layer in layers:
-            assert layer.dense is not None
-            h = layer.attend(h, batch)
-            h = h + layer.dense(layer.mlp_norm(h))
+            h = layer.dense(h, batch)
         return h

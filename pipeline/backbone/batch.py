@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.backbone.kv_cache import SequenceKV
+from workers.kernels.layer import TOKENS
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,10 @@ class StepInput:
     logits: Literal["none", "last", "all"]
 
 
+# By sliding window, for each span [T, N] bool; None where every row attends to all N tokens.
+Masks = dict[int | None, list[Tensor | None]]
+
+
 @dataclass(frozen=True)
 class Batch:
     """The tokens of all spans, span after span, one row each; made by `Backbone.batch`."""
@@ -36,8 +43,12 @@ class Batch:
     rows: int
     tokens: Tensor  # [R] int64, on the device
     cos_sin: tuple[Tensor, Tensor]  # rotary cosines and sines of the rows' positions, [R, 1, width] each
-    # By sliding window, for each span [T, N] bool; None where every row attends to all N tokens.
-    masks: dict[int | None, list[Tensor | None]]
+    find_masks: Callable[[Sequence[TokenSpan]], Masks]
+
+    @cached_property
+    def masks(self) -> Masks:
+        """Found on first use: the host's kernels need none."""
+        return self.find_masks(self.spans)
 
     @cached_property
     def single(self) -> bool:
@@ -48,6 +59,23 @@ class Batch:
     def stored(self) -> bool:
         """Whether all spans' keys and values are stored: not in a step that torch computes gradients of."""
         return all(span.kv.layers for span in self.spans)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, the new ones included."""
+        return max(span.kv.length + len(span.tokens) for span in self.spans)
+
+    @cached_property
+    def host_tokens(self) -> NDArray[Any]:
+        """The rows for the host's kernel of a layer, TOKENS [R], where each span is a single token."""
+        rows = np.empty(self.rows, TOKENS)
+        for name, table in zip(("cosines", "sines"), self.cos_sin, strict=True):
+            step = table.element_size() * table.stride(0)
+            rows[name] = table.data_ptr() + step * np.arange(self.rows)
+        for row, span in enumerate(self.spans):
+            rows["streams"][row] = span.kv.addresses
+            rows["capacity"][row], rows["position"][row] = span.kv.capacity, span.kv.length
+        return rows
 
 
 def logit_rows(inputs: Sequence[StepInput]) -> tuple[list[int], list[int]]:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.backbone.decode_attention import HostNorm
 from pipeline.backbone.linear import Linear
 from pipeline.backbone.weights import Weights
 from pipeline.device.base import Device
+from workers.kernels.layer import NormOf, RMSNorm
 
 
 class Norm:
@@ -21,12 +21,25 @@ class Norm:
         self._weight, self._eps = weights.vector(role), eps
         bias = f"{role}_bias"
         self._bias = weights.vector(bias) if bias in weights else None
-        on_host = self._bias is None and device.library is not None
-        self._host = HostNorm(self._weight, eps, device) if on_host else None
+        self._host: RMSNorm | None = None
+        if self._bias is None and device.library is not None:
+            self._host = RMSNorm(device.library, self._weight.data_ptr(), self.width, eps)
+
+    @property
+    def width(self) -> int:
+        return len(self._weight)
+
+    def on_host(self) -> NormOf:
+        """What the host's kernels read."""
+        bias = None if self._bias is None else self._bias.data_ptr()
+        return NormOf(self._weight.data_ptr(), bias, self._eps)
 
     def __call__(self, h: Tensor) -> Tensor:
         if self._host is not None and not h.requires_grad:
-            return self._host(h)
+            h = h.contiguous()
+            out = torch.empty_like(h)
+            self._host(h.data_ptr(), len(h), out.data_ptr())
+            return out
         if self._bias is None:
             return functional.rms_norm(h, self._weight.shape, self._weight, self._eps)
         return functional.layer_norm(h, self._weight.shape, self._weight, self._bias, self._eps)
@@ -45,7 +58,7 @@ class SwiGLU:
         """None where the layer has no such block."""
         if f"{role}_up_proj" not in weights:
             return None
-        up = weights.linear(f"{role}_gate_proj", f"{role}_up_proj", spin=True)
+        up = weights.linear(f"{role}_gate_proj", f"{role}_up_proj")
         gate = weights.vector(f"{role}_gate") if f"{role}_gate" in weights else None
         return cls(up, weights.linear(f"{role}_down_proj"), gate)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +32,16 @@ class SequenceKV:
         self.length = 0
         self.long = False  # which of the two rotary embeddings the cached tokens have, see Rope
         self._switch = switch
+        self._find_streams()
+
+    def _find_streams(self) -> None:
+        self._addresses = np.array([[s.data_ptr() for s in streams] for streams in self.layers], np.uint64)
+
+    @property
+    def addresses(self) -> int:
+        """Address of an array of the streams' addresses, [layers, streams]; valid until `resize`."""
+        address: int = self._addresses.ctypes.data
+        return address
 
     @property
     def capacity(self) -> int:
@@ -68,6 +79,7 @@ class SequenceKV:
                 new = old.new_empty((old.shape[0], capacity, old.shape[2]))
                 new[:, : self.length] = old[:, : self.length]
                 streams[n] = new
+        self._find_streams()
 
 
 class TransientKV(SequenceKV):

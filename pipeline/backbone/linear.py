@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,8 +16,11 @@ from pipeline.errors import ModelError
 from shm.blocks import BlockFormat
 from shm.errors import WeightsUnusable
 from shm.layout import FORMATS, Bytes, Float32
-from workers.kernels.matrix import HostMatrix, quantized
+from workers.kernels.layer import Projection
+from workers.kernels.matrix import DenseMatrix, HostMatrix, quantized
 from workers.kernels.reference import DTYPES
+
+FEW_ROWS = 16  # of a dense matrix's products on the host that C computes: more are faster by torch
 
 Proceed = Callable[[], bool]  # polled by long copies: False stops them
 
@@ -33,17 +36,35 @@ class FileBacked(Protocol):
         """Copy them into memory, unless `proceed` returns False. They may be used meanwhile."""
 
 
-Linear = Callable[[Tensor], Tensor]  # x float32 [R, inputs] -> float32 [R, outputs]
-
-
-@dataclass(frozen=True)
-class DenseLinear:
-    """A matrix [outputs, inputs] that is not quantized; products are computed in its dtype."""
-
-    weight: Tensor
+class Linear(Protocol):
+    """A matrix [outputs, inputs], perhaps with a bias."""
 
     def __call__(self, x: Tensor) -> Tensor:
+        """x float32 [R, inputs]: float32 [R, outputs]."""
+
+    def on_host(self) -> Projection | None:
+        """What the host's kernels read; None where they cannot."""
+
+
+class DenseLinear:
+    """A matrix that is not quantized; products are computed in its dtype, for a few rows on the host by C."""
+
+    def __init__(self, weight: Tensor, device: Device) -> None:
+        self.weight = weight
+        self._host: DenseMatrix | None = None
+        if device.library is not None and weight.dtype in (torch.float32, torch.bfloat16):
+            self.weight = weight.contiguous()
+            outputs, inputs = weight.shape
+            bits, address = 8 * weight.itemsize, self.weight.data_ptr()
+            self._host = DenseMatrix(device.library, device.team, bits, (outputs, inputs), address)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._host is not None and len(x) <= FEW_ROWS and not x.requires_grad:
+            return torch.from_numpy(self._host.product(x.numpy()))
         return functional.linear(x.to(self.weight.dtype), self.weight).float()
+
+    def on_host(self) -> Projection | None:
+        return None if self._host is None else Projection(self._host)
 
 
 @dataclass(frozen=True)
@@ -56,6 +77,10 @@ class BiasedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return self.matrix(x).add_(self.bias)
 
+    def on_host(self) -> Projection | None:
+        plain = self.matrix.on_host()
+        return None if plain is None else replace(plain, bias=self.bias.data_ptr())
+
 
 @dataclass(frozen=True)
 class QuantizedLinear:
@@ -65,6 +90,9 @@ class QuantizedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.from_numpy(self.matrix.product(x.numpy()))
+
+    def on_host(self) -> Projection | None:
+        return Projection(self.matrix)
 
 
 class Precision:
@@ -92,15 +120,13 @@ class Precision:
         shape: tuple[int, int],
         numbers: Callable[[], Float32],
         ready: Callable[[BlockFormat], Bytes | None],
-        spin: bool,
     ) -> HostMatrix:
         """A quantized matrix [outputs, inputs]: from `ready` if that is not None, else from the cache under
-        `name`, else from its float32 `numbers`. `spin`: as in HostMatrix. Raises ModelError where the numbers
-        cannot be quantized."""
+        `name`, else from its float32 `numbers`. Raises ModelError where the numbers cannot be quantized."""
         assert self._format is not None
         data = ready(self._format)
         if data is not None:
-            return HostMatrix(self._format, data, shape, self.device.team, spin)
+            return HostMatrix(self._format, data, shape, self.device.team)
         if self.cache is not None:
             data = self.cache.take(name, self._format.matrix_bytes(*shape))
         cached = data is not None
@@ -111,7 +137,7 @@ class Precision:
                 raise ModelError(f"{name}: {e}") from None
             if self.cache is not None:
                 self.cache.keep(name, data)
-        matrix = HostMatrix(self._format, data, shape, self.device.team, spin)
+        matrix = HostMatrix(self._format, data, shape, self.device.team)
         if cached:
             self.pending.append(matrix)
         return matrix

@@ -62,22 +62,23 @@ class Weights:
         self.bytes += embedding.bytes
         return embedding
 
-    def linear(self, *roles: str, order: RowOrder = UNCHANGED, spin: bool = False) -> Linear:
+    def linear(self, *roles: str, order: RowOrder = UNCHANGED) -> Linear:
         """The matrices of these roles stacked by rows, with their biases. `order`: of the rows and biases of
-        a role. `spin`: as in `Precision.quantized_matrix`."""
+        a role."""
         linear: Linear
         if self._precision.quantized:
-            linear = QuantizedLinear(self._quantized(roles, order, spin))
+            linear = QuantizedLinear(self._quantized(roles, order))
         elif order:
-            linear = DenseLinear(torch.cat([_ordered(self.dense(role), role, order) for role in roles]))
+            dense = torch.cat([_ordered(self.dense(role), role, order) for role in roles])
+            linear = DenseLinear(dense, self._precision.device)
         else:
-            linear = DenseLinear(self.dense(*roles))
+            linear = DenseLinear(self.dense(*roles), self._precision.device)
         if not any(f"{role}_bias" in self for role in roles):
             return linear
         biases = np.concatenate([self._bias(role, order) for role in roles])
         return BiasedLinear(linear, self._keep(torch.from_numpy(biases), torch.float32))
 
-    def _quantized(self, roles: tuple[str, ...], order: RowOrder, spin: bool) -> HostMatrix:
+    def _quantized(self, roles: tuple[str, ...], order: RowOrder) -> HostMatrix:
         def numbers() -> Float32:
             parts = [_ordered(self._float32(role), role, order) for role in roles]
             return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -86,7 +87,7 @@ class Weights:
         shape = (sum(spec.shape[0] for spec in specs), specs[0].shape[1])
         names = ", ".join(spec.name for spec in specs)
         ready = partial(self._tensors.quantized, names, shape)
-        matrix = self._precision.quantized_matrix(names, shape, numbers, ready, spin)
+        matrix = self._precision.quantized_matrix(names, shape, numbers, ready)
         self.bytes += matrix.bytes
         return matrix
 

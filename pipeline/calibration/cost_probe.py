@@ -190,9 +190,9 @@ class _Probe:
             def once() -> float:
                 layer = next(turn)  # noqa: B023 - called within this turn of the loop
                 started = time.perf_counter()
-                x = model.moe_input(layer, model.attention(layer, h, batch))  # noqa: B023
-                device.to_host(x, model.router(layer, x))
-                model.shared_experts(layer, x)
+                attended = model.attend(layer, h, batch)  # noqa: B023
+                device.to_host(attended.x, attended.logits())
+                attended.shared()
                 device.wait(device.fence())
                 return time.perf_counter() - started
 

@@ -120,10 +120,9 @@ class _Model:
     @torch.no_grad()  # not inference mode: its tensors may not become part of a graph
     def forward(self, layer: int, h: Tensor, batch: Batch) -> Tensor:
         """The hidden states after a layer, from those before it."""
-        h = self.backbone.attention(layer, h, batch)
-        x = self.backbone.moe_input(layer, h)
-        shared = self.backbone.shared_experts(layer, x)
-        routing = self._routing(self.backbone.router(layer, x))
+        attended = self.backbone.attend(layer, h, batch)
+        h, x, shared = attended.h, attended.x, attended.shared()
+        routing = self._routing(attended.logits())
         h = h if shared is None else h + shared
         for expert, rows, places in _used(routing):
             weights = torch.from_numpy(routing.weights[rows, places]).to(x.device)
@@ -148,14 +147,13 @@ class _Model:
     def backward(self, layer: int, h: Tensor, gradient: Tensor, batch: Batch) -> Tensor:
         """The loss's gradient at `h`, the hidden states before a layer, from the gradient after it."""
         h = h.to(gradient.device).detach().requires_grad_()
-        attended = self.backbone.attention(layer, h, batch)
-        x = self.backbone.moe_input(layer, attended)
-        logits = self.backbone.router(layer, x)
+        attended = self.backbone.attend(layer, h, batch)
+        x, logits = attended.x, attended.logits()
         routing = self._routing(logits)
         weights = self.backbone.spec.router.differentiable(logits, routing)
         of_x, of_weights = self._through_experts(layer, x.detach(), routing, gradient)
-        ends = [(attended, gradient), (x, of_x), (weights, of_weights)]
-        shared = self.backbone.shared_experts(layer, x)
+        ends = [(attended.h, gradient), (x, of_x), (weights, of_weights)]
+        shared = attended.shared()
         if shared is not None:
             ends.append((shared, gradient))
         outputs, gradients = zip(*ends, strict=True)

@@ -130,13 +130,13 @@ class Engine:
             phase=phase,
             counters=counters,
             clock=clock,
+            batch=batch,
             h=backbone.embed(batch),
         )
         try:
             for layer in range(self.shape.layers):
                 clock.layer = layer
                 self.tick()
-                executor.h = backbone.attention(layer, executor.h, batch)
                 driver.layer(layer, executor)
         except ShardFailed:
             if (ticket := driver.cancel_early()) is not None:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from pipeline.arrays import FloatArray, Phase
 from pipeline.backbone.backbone import Backbone
+from pipeline.backbone.batch import Batch
+from pipeline.backbone.decoder_layer import AfterAttention
 from pipeline.counters import PhaseCounters, StepClock
 from pipeline.device import Device
 from pipeline.device.base import DeviceKernel
@@ -37,10 +39,11 @@ class TensorExecutor:
     phase: Phase
     counters: PhaseCounters
     clock: StepClock
+    batch: Batch
     h: Tensor  # float32 [R, H], the residual stream; `end` adds the experts' output
 
     # of the layer that is being computed:
-    _x: Tensor = field(init=False)  # [R, H], the input of router and experts
+    _attended: AfterAttention = field(init=False)
     _x_host: FloatArray = field(init=False)
     _split: Split = field(init=False)
     _ticket: Ticket = field(init=False)
@@ -48,10 +51,12 @@ class TensorExecutor:
     _outputs: list[Tensor] = field(init=False)  # float32 [R, H] each: their sum is added to h
 
     def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
-        """Copies x, the router's logits and the probes' to the host together."""
-        self._x = x = self.backbone.moe_input(layer, self.h)
+        """Computes the layer up to its experts. Copies x, the router's logits and the probes' to the host
+        together."""
+        self._attended = attended = self.backbone.attend(layer, self.h, self.batch, routed=own)
+        self.h, x = attended.h, attended.x
         wanted = with_observers(layer, probes, self.observers)
-        logits = [self.backbone.router(layer, x)] if own else []
+        logits = [attended.logits()] if own else []
         logits += [self.probing.logits(target, x) for target in wanted]
         self.clock.mark("attention")
         self._x_host, *read = self.device.to_host(x, *logits)
@@ -74,7 +79,7 @@ class TensorExecutor:
 
         self._outputs = []
         if self.device.on_host:  # the device shares the workers' cores: computing beside them gains nothing
-            self._compute_shared_experts(layer)
+            self._compute_shared_experts()
         begun = decision.begun
         self._ticket = self._submit(layer, split.host, self._x_host) if begun is None else begun
         self._device_work = self.memory.begin(layer, split.device)
@@ -95,9 +100,11 @@ class TensorExecutor:
         self.clock.mark("plan")
         layer, split = decision.layer, self._split
         if not self.device.on_host:
-            self._compute_shared_experts(layer)
+            self._compute_shared_experts()
         if len(split.device.items):
-            self._outputs.append(self.memory.compute(self._device_work, self.kernel, self._x, self.clock))
+            self._outputs.append(
+                self.memory.compute(self._device_work, self.kernel, self._attended.x, self.clock)
+            )
         host = [(split.host, self._ticket)]
         if missing := self._device_work.missing:  # the prefetcher is down: the workers compute them
             late = split.host_share_of(missing)
@@ -118,8 +125,8 @@ class TensorExecutor:
             self.h = self.h + y
         self.clock.mark("combine")
 
-    def _compute_shared_experts(self, layer: int) -> None:
-        if (y := self.backbone.shared_experts(layer, self._x)) is not None:
+    def _compute_shared_experts(self) -> None:
+        if (y := self._attended.shared()) is not None:
             self._outputs.append(y)
         self.clock.mark("shared")
 

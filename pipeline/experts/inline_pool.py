@@ -20,6 +20,10 @@ from shm.store import Store
 from workers.kernels.host import HostKernel
 from workers.kernels.native import Team
 
+# Nanoseconds for which the team spins for its next computation: longer than what lies between two of a step.
+# No worker needs the cores, and waking a thread takes as long as the products of a small layer.
+LINGER_NS = 300_000
+
 
 @dataclass
 class InlineTicket:
@@ -49,6 +53,8 @@ class InlineExpertPool:
         self._store = store
         self._kernel = HostKernel(store.layout, team)
         self._slowdown = slowdown
+        if team is not None:
+            team.linger(LINGER_NS)
 
     def wait_ready(self, limit: float) -> None:
         """Load the kernels."""

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import TokenSpan
+from pipeline.backbone.decoder_layer import AfterAttention
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.hf_checkpoint import Checkpoint
@@ -76,15 +77,14 @@ class InProcess:
         batch = backbone.batch([piece])
         h = backbone.embed(batch)
         for layer in range(len(self.spec.moe_layers)):
-            h = backbone.attention(layer, h, batch)
-            x = backbone.moe_input(layer, h)
-            h = h + self._routed(layer, x)
-            shared = backbone.shared_experts(layer, x)
+            attended = backbone.attend(layer, h, batch)
+            h = attended.h + self._routed(layer, attended)
+            shared = attended.shared()
             h = h if shared is None else h + shared
         return backbone.head(backbone.finish(h, batch))
 
-    def _routed(self, layer: int, x: Tensor) -> Tensor:
-        routing = self.spec.router(self._backbone.router(layer, x).numpy())
+    def _routed(self, layer: int, attended: AfterAttention) -> Tensor:
+        x, routing = attended.x, self.spec.router(attended.logits().numpy())
         y = torch.zeros_like(x)
         for expert in np.unique(routing.experts).tolist():
             gate, up, down = self._experts[layer, expert]

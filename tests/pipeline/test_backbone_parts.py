@@ -17,7 +17,7 @@ from test_engine import Notes
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import StepInput, TokenSpan, logit_rows
 from pipeline.backbone.kv_cache import KVCache, TransientKV
-from pipeline.backbone.linear import BiasedLinear, DenseLinear, Precision
+from pipeline.backbone.linear import FEW_ROWS, BiasedLinear, DenseLinear, Precision
 from pipeline.backbone.rope import RopeTables, rotate
 from pipeline.checkpoint.open import open_model
 from pipeline.device.cpu import CpuDevice
@@ -170,13 +170,18 @@ def test_observers_add_the_probes_that_the_policy_lacks() -> None:
     assert with_observers(1, [2, 0], [Notes(), More()]) == [2, 0, 3]
 
 
-def test_linear_layers_compute_in_their_dtype_and_add_their_bias() -> None:
+@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1])
+def test_linear_layers_compute_in_their_dtype_and_add_their_bias(rows) -> None:
+    """On the host C computes a few rows, and torch more."""
+    device = CpuDevice()
     weight, bias = torch.tensor([[1.0, 0.0], [0.5, 2.0]]), torch.tensor([10.0, 20.0])
-    x = torch.tensor([[1.0 + 2.0**-10, 4.0]])
-    rounded = DenseLinear(weight.to(torch.bfloat16))(x)
-    assert (rounded.dtype, rounded.tolist()) == (torch.float32, [[1.0, 8.5]])
-    assert DenseLinear(weight)(x).tolist() == [[1.0 + 2.0**-10, 8.5 + 2.0**-11]]
-    assert BiasedLinear(DenseLinear(weight.to(torch.bfloat16)), bias)(x).tolist() == [[11.0, 28.5]]
+    x = torch.tensor([[1.0 + 2.0**-10, 4.0]]).repeat(rows, 1)
+    rounded = DenseLinear(weight.to(torch.bfloat16), device)(x)
+    assert (rounded.dtype, rounded.tolist()) == (torch.float32, rows * [[1.0, 8.5]])
+    assert DenseLinear(weight, device)(x).tolist() == rows * [[1.0 + 2.0**-10, 8.5 + 2.0**-11]]
+    biased = BiasedLinear(DenseLinear(weight.to(torch.bfloat16), device), bias)
+    assert biased(x).tolist() == rows * [[11.0, 28.5]]
+    device.close()
 
 
 def test_transient_sequence_stores_nothing() -> None:

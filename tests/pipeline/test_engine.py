@@ -84,13 +84,12 @@ def by_hand(engine: Engine, store: Store, new: TokenSpan, cut: int, stale: bool)
 
     with torch.inference_mode():
         batch = model.batch([new])
-        h = model.attention(0, model.embed(batch), batch)
-        x0 = model.moe_input(0, h)
-        h = h + experts(0, model.spec.router(model.router(0, x0).numpy()), x0, x0)
+        first = model.attend(0, model.embed(batch), batch)
+        x0 = first.x
+        h = first.h + experts(0, model.spec.router(first.logits().numpy()), x0, x0)
         predicted = model.spec.router(model.router(1, x0).numpy())
-        h = model.attention(1, h, batch)
-        x1 = model.moe_input(1, h)
-        h = h + experts(1, predicted, x1, x0 if stale else x1)
+        second = model.attend(1, h, batch)
+        h = second.h + experts(1, predicted, second.x, x0 if stale else second.x)
         return model.head(model.finish(h, batch))[0].numpy()
 
 

@@ -138,19 +138,19 @@ def test_device_is_prepared_for_the_largest_product_of_each_step(parts, monkeypa
     monkeypatch.setattr(engine.device, "prepare", noted)
     new = prefilled(engine, kv)
     decode(engine, new)
-    assert prepared == [len(PROMPT) * 64 * 64, 64 * 64]  # the queries' matrix
+    assert prepared == [len(PROMPT) ** 2 * 4 * 16, 4 * 16]  # the scores: C computes the matrices' products
     torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "products"), [("f32", (4096, 262_144, 640_000)), ("int8", (64, 262_144, 640_000))]
+    ("dtype", "products"), [("f32", (64, 69_632, 262_144, 640_000)), ("int8", (64, 18_496, 262_144, 640_000))]
 )
 def test_largest_product_is_a_matrix_or_the_scores(tiny_model, dtype, products) -> None:
-    """Of 1, 64 and 100 rows: 64 * 64 numbers of a matrix, or 4 heads of 16 numbers for each pair of rows.
-    torch computes no product of a quantized matrix."""
+    """Of 1, 17, 64 and 100 rows: 64 * 64 numbers of a matrix, or 4 heads of 16 numbers for each pair of rows.
+    torch computes no product of a quantized matrix, and of no matrix for up to FEW_ROWS rows."""
     source, device = open_model(tiny_model), CpuDevice()
     backbone = Backbone(source, model_spec(source.config), Precision(dtype, device), 128)
-    assert tuple(backbone.largest_product(rows) for rows in (1, 64, 100)) == products
+    assert tuple(backbone.largest_product(rows) for rows in (1, 17, 64, 100)) == products
     device.close()
 
 

@@ -78,10 +78,10 @@ def answer(backbone: Backbone) -> np.ndarray:
     batch = backbone.batch([TokenSpan(kv, TOKENS)])
     h = backbone.embed(batch)
     for layer in range(len(backbone.spec.moe_layers)):
-        h = backbone.attention(layer, h, batch)
-        shared = backbone.shared_experts(layer, backbone.moe_input(layer, h))
+        attended = backbone.attend(layer, h, batch)
+        shared = attended.shared()
         assert shared is not None
-        h = h + shared
+        h = attended.h + shared
     return backbone.head(backbone.finish(h, batch)).numpy()
 
 

@@ -1,5 +1,5 @@
-"""The ring between the coordinator and a worker: what is read is whole, and of the present worker, wherever the
-writer stops."""
+"""The ring between the coordinator and a worker: what is read is whole, and of the present worker, wherever
+the writer stops."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from workers.kernels.attention import CosSin
-
 EPS = 1e-6
 
 
@@ -39,10 +37,6 @@ def tables(angles: np.ndarray) -> np.ndarray:
     """Cosines and sines."""
     cos, sin = np.cos(angles), np.sin(angles)
     return np.array((np.concatenate((cos, cos)), np.concatenate((-sin, sin))), np.float32)
-
-
-def cos_sin(tables: np.ndarray) -> CosSin:
-    return CosSin(tables[0].ctypes.data, tables[1].ctypes.data)
 
 
 def normed(x: np.ndarray, weight: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ from shm.layout import FORMATS, BlockFormat, ExpertShape, Float32, StoreLayout, 
 from shm.segment import unlink
 from shm.store import Store, store_name
 from workers.kernels.host import Activations, HostKernel
-from workers.kernels.matrix import SPIN_ROWS, HostMatrix, quantized
+from workers.kernels.matrix import HostMatrix, quantized
 from workers.kernels.native import best
 
 HIDDEN, TILES = 75, 3
@@ -119,16 +119,16 @@ def test_a_matrix_is_quantized_in_parts_and_has_the_same_products_in_c_and_torch
     format.encode_matrix(w, whole)
     data = quantized(format, w)
     np.testing.assert_array_equal(data, whole)
-    x = np.random.default_rng(4).standard_normal((SPIN_ROWS + 1, 37)).astype(np.float32)
-    matrix = HostMatrix(format, data, (100, 37), None, spin=True)
+    x = np.random.default_rng(4).standard_normal((5, 37)).astype(np.float32)
+    matrix = HostMatrix(format, data, (100, 37), None)
     assert matrix.bytes == len(whole)
     y = matrix.product(x)
     matrix.materialize(lambda: True)
     data[:] = 0  # no longer read
-    for rows in (SPIN_ROWS, SPIN_ROWS + 1):
+    for rows in (4, 5):
         np.testing.assert_array_equal(bits(matrix.product(x[:rows])), bits(y[:rows]))
     monkeypatch.setattr("workers.kernels.matrix.best", lambda: None)
-    in_torch = HostMatrix(format, whole, (100, 37), None, spin=True).product(x)
+    in_torch = HostMatrix(format, whole, (100, 37), None).product(x)
     np.testing.assert_allclose(y, in_torch, atol=1e-5)
     exact = x @ format.decode_matrix(whole, 100, 37).T
     np.testing.assert_allclose(y, exact, atol=0.02 * np.abs(exact).max())

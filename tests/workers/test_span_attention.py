@@ -9,8 +9,9 @@ from attention_cases import EPS, as_cached, grouped_inputs, numbers, read, softm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from workers.kernels.attention import NORMS, CosSin, GroupedHeads
+from workers.kernels.layer import QK_NORMS, Grouped
 from workers.kernels.native import Library, Team
+from workers.kernels.spans import SpanKernel
 
 FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -30,13 +31,12 @@ def spans(
     kv_heads, capacity, width = caches[0].shape
     heads = qkv.shape[1] - 2 * kv_heads
     shape = {"bits": 8 * caches[0].itemsize, "heads": heads, "kv_heads": kv_heads, "width": width}
-    plain = {"norm": "", "query_norm": None, "key_norm": None, "clip": None, "window": None, "eps": EPS}
-    kernel = GroupedHeads(library, team, **(shape | plain | facts))
+    kernel = SpanKernel(library, team, Grouped(**shape, eps=EPS, scale=width**-0.5, **facts))
     out = np.full((len(qkv), heads, width), np.nan, np.float32)
     addresses, done = tuple(cache.ctypes.data for cache in caches), 0
     for count in counts:
-        where = CosSin(turns[0, done:].ctypes.data, turns[1, done:].ctypes.data)
-        kernel.attend_span(
+        where = turns[0, done:].ctypes.data, turns[1, done:].ctypes.data
+        kernel(
             qkv[done:].ctypes.data, where, addresses, capacity, position + done, count, out[done:].ctypes.data
         )
         done += count
@@ -53,7 +53,7 @@ def spans(
     counts=st.lists(st.integers(1, 90), min_size=1, max_size=3),
     window=st.none() | st.integers(1, 150),
     bits=st.sampled_from([16, 32]),
-    norm=st.sampled_from(NORMS),
+    norm=st.sampled_from(QK_NORMS),
     clip=st.none() | st.floats(0.1, 2.0),
 )
 def test_spans(library, seed, kv_heads, shared, half, position, counts, window, bits, norm, clip) -> None:
@@ -66,8 +66,8 @@ def test_spans(library, seed, kv_heads, shared, half, position, counts, window, 
     weights = [numbers(random, size) for size in sizes]
     angles = random.uniform(0, 6, (tokens, half))
     turns = np.ascontiguousarray(np.stack([tables(each) for each in angles], axis=1))
-    facts = {"norm": norm, "query_norm": weights[0].ctypes.data, "key_norm": weights[1].ctypes.data}
-    facts |= {"clip": clip, "window": window}
+    facts = {"normed": QK_NORMS.index(norm), "clip": clip or 0, "window": window or 0}
+    facts |= {"query_norm": weights[0].ctypes.data, "key_norm": weights[1].ctypes.data}
     inputs = [
         grouped_inputs(x, each, kv_heads, norm, weights, clip) for x, each in zip(qkv, angles, strict=True)
     ]

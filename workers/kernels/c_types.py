@@ -21,6 +21,10 @@ class Weights(ctypes.Structure):
     )
 
 
+class Matrix(ctypes.Structure):
+    _fields_ = (("of", Weights), ("data", POINTER), ("bias", POINTER))
+
+
 class Activations(ctypes.Structure):
     _fields_ = (("codes", POINTER), ("factors", POINTER))
 

@@ -1,37 +1,40 @@
-"""A matrix of a quantized format in host memory: products with rows of activations, on a team's cores."""
+"""Matrices in host memory: products with rows of activations, on a team's cores.
+
+The C function of a whole layer (`layer.py`) reads them too.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+
 from shm.blocks import LANES, BlockFormat
 from shm.formats import Bytes, Float32
 from shm.huge import copy_to_private, private
-from workers.kernels.native import Geometry, Team, best
+from workers.kernels.c_types import POINTER, SIZE, Matrix, Weights, typed
+from workers.kernels.memory import Kept
+from workers.kernels.native import Geometry, Library, Prefetch, Team, best
 
+Address = int
 PART_NUMBERS = 1 << 20  # quantized at a time by one core
-# Nanoseconds for which a team's threads spin for the next product. Waking a sleeping core takes long, and
-# the expert workers are idle between the two products of a layer. Only for few rows: with more, the
-# operations in between take longer.
-SPIN_NS = 300_000
-SPIN_ROWS = 4
 
 
 class HostMatrix:
-    """W [outputs, inputs], made from float32 numbers. Used by one thread at a time."""
+    """W [outputs, inputs] of a quantized format, made from float32 numbers. Used by one thread at a time."""
 
-    def __init__(
-        self, format: BlockFormat, data: Bytes, shape: tuple[int, int], team: Team | None, spin: bool
-    ) -> None:
-        """`data`: the matrix [outputs, inputs] of this `shape` in the format's bytes, see `quantized`.
-        `spin`: another product of the same team is due soon after this matrix's."""
+    def __init__(self, format: BlockFormat, data: Bytes, shape: tuple[int, int], team: Team | None) -> None:
+        """`data`: the matrix [outputs, inputs] of this `shape` in the format's bytes, see `quantized`."""
         self._format = format
-        self._spin_ns = SPIN_NS if spin else 0
         self._outputs, self._inputs = shape
         self._data = data
         library = best()
+        prefetch = Prefetch() if library is None else library.choice.prefetch
+        where = 0, prefetch.number, prefetch.ahead
+        self.facts = Weights(format.bits, format.group, self._inputs, self._outputs, *where)
         geometry = Geometry(format, self._inputs, self._outputs)
         self._kernel = None if library is None else library.kernel(geometry, team)
 
@@ -44,17 +47,58 @@ class HostMatrix:
         data = copy_to_private(self._data, proceed)
         self._data = self._data if data is None else data
 
+    def held(self) -> tuple[Bytes, Address]:
+        """The bytes and their address, which is valid as long as these bytes are referenced: `materialize`
+        may replace them at any time."""
+        data = self._data
+        return data, data.ctypes.data
+
     def product(self, x: Float32) -> Float32:
         """x @ W.T, x float32 [R, inputs]: float32 [R, outputs]."""
         if self._kernel is not None:
-            spin_ns = self._spin_ns if len(x) <= SPIN_ROWS else 0
-            return self._kernel.matmul(self._data, self._kernel.quantize(x), spin_ns)
+            return self._kernel.matmul(self._data, self._kernel.quantize(x))
         import torch
 
         from workers.kernels.unpack import dequantize, int8_steps
 
         w = dequantize(self._format, torch.from_numpy(self._data), self._outputs, self._inputs)
         y: Float32 = (int8_steps(torch.from_numpy(x), self._format.group) @ w.T).numpy()
+        return y
+
+
+class DenseMatrix:
+    """W [outputs, inputs], row-major in bf16 or float32: products with a few rows. Used by one thread at a
+    time."""
+
+    def __init__(
+        self, library: Library, team: Team | None, bits: int, shape: tuple[int, int], data: Address
+    ) -> None:
+        """`data` stays valid as long as this object; of `bits` a number, 16 (bf16) or 32."""
+        self._outputs, self._inputs = shape
+        self._team = team
+        self._scratch = Kept()
+        prefetch = library.choice.prefetch
+        self.facts = Weights(bits, 1, self._inputs, self._outputs, 0, prefetch.number, prefetch.ahead)
+        self._address = data
+        self._structure = Matrix(self.facts, data, None)
+        types = (*[POINTER] * 3, SIZE, POINTER, POINTER, SIZE)
+        self._product = typed(library.functions.tandem_product, *types)
+        self._scratch_bytes = typed(library.functions.tandem_product_scratch, POINTER, SIZE, result=SIZE)
+
+    def held(self) -> tuple[None, Address]:
+        """As of a HostMatrix."""
+        return None, self._address
+
+    def product(self, x: Float32) -> Float32:
+        """x @ W.T, x float32 [R, inputs], rounded to bf16 for a matrix in bf16: float32 [R, outputs]."""
+        x = np.require(x, np.float32, ["C", "A"])
+        if x.ndim != 2 or x.shape[1] != self._inputs:
+            raise ValueError(f"activations {x.shape} for {self._inputs} inputs")
+        rows, structure = len(x), ctypes.byref(self._structure)
+        y = np.empty((rows, self._outputs), np.float32)
+        scratch = self._scratch.reserve(self._scratch_bytes(structure, rows))
+        team = None if self._team is None else self._team.handle
+        self._product(team, structure, x.ctypes.data, rows, y.ctypes.data, scratch, 0)
         return y
 
 

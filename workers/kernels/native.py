@@ -125,6 +125,7 @@ class Library:
         self._work = typed(functions.tandem_work, *work, result=checked)
         self._read = typed(functions.tandem_read, POINTER, POINTER, SIZE, SIZE, SIZE, result=ctypes.c_uint64)
         self._start_team = typed(functions.tandem_team_create, SIZE, result=POINTER)
+        self._linger = typed(functions.tandem_team_linger, POINTER, SIZE)
         self._end_team = typed(functions.tandem_team_destroy, POINTER)
 
     def kernel(self, geometry: Geometry, team: Team | None = None) -> Kernel:
@@ -161,6 +162,10 @@ class Team:
         self.handle: int | None = library._start_team(threads)
         if self.handle is None:
             raise OSError(f"the system does not give {threads} threads")
+
+    def linger(self, nanoseconds: int) -> None:
+        """Let the threads spin for so long after each computation: the next one then need not wake them."""
+        self._library._linger(self.handle, nanoseconds)
 
     def close(self) -> None:
         """End the threads. No kernel may use them afterwards."""

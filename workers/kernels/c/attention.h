@@ -1,6 +1,6 @@
-/* Attention of one new token, and RMS norm: the operations between two products with weights. The cached numbers
- * are bf16 or float32, everything else is float32. Heads do not mix, and each is computed by one thread, so the bits
- * do not depend on the number of threads. Part of body.h. */
+/* Attention of single new tokens: the operations between two products with weights. The cached numbers are bf16 or
+ * float32, everything else is float32. Heads do not mix, and each is computed by one thread, so the bits do not depend
+ * on the number of threads. Part of body.h. */
 #pragma once
 
 #include "kernels.h"
@@ -11,14 +11,6 @@
 
 enum { SHARING = 4 }; /* most query heads that one read of their keys and values serves */
 enum { WIDE = 4 };    /* vectors of a value that are summed in one pass over the tokens */
-
-INLINE vector cached(const void *from, int64_t at, const int bits) {
-    return bits == BF16 ? WIDENED((const uint16_t *)from + at) : loaded((const float *)from + at);
-}
-
-INLINE float one_cached(const void *from, int64_t at, const int bits) {
-    return bits == BF16 ? widened(((const uint16_t *)from)[at]) : ((const float *)from)[at];
-}
 
 static void store_cached(const float *x, int64_t n, void *to, int64_t at, int64_t bits) {
     if (bits != BF16) {
@@ -34,19 +26,31 @@ static void store_cached(const float *x, int64_t n, void *to, int64_t at, int64_
     }
 }
 
-static void rms_norm(const float *x, const float *weight, int64_t n, float eps, float *out) {
-    vector squares[4] = {{0}};
-    float sum = 0.0f;
-    int64_t i = 0;
-    for (; i + 4 * LANES <= n; i += 4 * LANES)
-        for (int v = 0; v < 4; v++) {
-            vector one = loaded(x + i + v * LANES);
-            squares[v] = VFMA(one, one, squares[v]);
-        }
-    sum = SUM((squares[0] + squares[1]) + (squares[2] + squares[3]));
+#define SUM_OVER(grown)                                                                                          \
+    vector sums[4] = {{0}};                                                                                      \
+    int64_t i = 0;                                                                                               \
+    for (; i + 4 * LANES <= n; i += 4 * LANES)                                                                   \
+        for (int v = 0; v < 4; v++) {                                                                            \
+            vector one = loaded(x + i + v * LANES);                                                              \
+            sums[v] = grown;                                                                                     \
+        }                                                                                                        \
+    float sum = SUM((sums[0] + sums[1]) + (sums[2] + sums[3]));
+
+static float sum_of(const float *x, int64_t n) {
+    SUM_OVER(sums[v] + one)
+    for (; i < n; i++) sum += x[i];
+    return sum;
+}
+
+static float sum_of_squares(const float *x, int64_t n) {
+    SUM_OVER(VFMA(one, one, sums[v]))
     for (; i < n; i++) sum += x[i] * x[i];
-    float scale = 1.0f / sqrtf(sum / (float)n + eps);
-    for (i = 0; i < n; i++) out[i] = x[i] * scale * weight[i];
+    return sum;
+}
+
+static void rms_norm(const float *x, const float *weight, int64_t n, float eps, float *out) {
+    float scale = 1.0f / sqrtf(sum_of_squares(x, n) / (float)n + eps);
+    for (int64_t i = 0; i < n; i++) out[i] = x[i] * scale * weight[i];
 }
 
 /* RoPE in place: number i rotates with number i + width / 2. The sines carry the signs of the halves. */
@@ -73,13 +77,13 @@ INLINE void score_keys(const struct stream *s, const int bits, const float *q, i
         vector sums[SHARING];
         for (int r = 0; r < heads; r++) sums[r] = (vector){0};
         for (int64_t i = 0; i < whole; i += LANES) {
-            vector key = cached(s->keys, t * s->step + i, bits);
+            vector key = vector_at(s->keys, t * s->step + i, bits);
             for (int r = 0; r < heads; r++) sums[r] = VFMA(key, loaded(q + r * stride + i), sums[r]);
         }
         for (int r = 0; r < heads; r++) {
             float sum = SUM(sums[r]);
             for (int64_t i = whole; i < s->key_width; i++)
-                sum += one_cached(s->keys, t * s->step + i, bits) * q[r * stride + i];
+                sum += number_at(s->keys, t * s->step + i, bits) * q[r * stride + i];
             scores[r * scores_stride + t - first] = sum * scale;
         }
     }
@@ -104,7 +108,7 @@ INLINE void weigh_values(const struct stream *s, const int bits, const int heads
             for (int v = 0; v < WIDE; v++) sums[r][v] = (vector){0};
         for (int64_t t = first; t < tokens; t++)
             for (int v = 0; v < WIDE; v++) {
-                vector value = cached(s->values, t * s->step + i + v * LANES, bits), zero = {0};
+                vector value = vector_at(s->values, t * s->step + i + v * LANES, bits), zero = {0};
                 for (int r = 0; r < heads; r++)
                     sums[r][v] = VFMA(value, scores[r * scores_stride + t - first] - zero, sums[r][v]);
             }
@@ -115,7 +119,7 @@ INLINE void weigh_values(const struct stream *s, const int bits, const int heads
         for (int r = 0; r < heads; r++) {
             float sum = 0.0f;
             for (int64_t t = first; t < tokens; t++)
-                sum += one_cached(s->values, t * s->step + i, bits) * scores[r * scores_stride + t - first];
+                sum += number_at(s->values, t * s->step + i, bits) * scores[r * scores_stride + t - first];
             out[r * width + i] = sum;
         }
 }
@@ -144,27 +148,18 @@ static void attend(const struct stream *s, int64_t bits, const float *q, int64_t
 
 /* --- heads in groups that share keys and values -------------------------------------------------------------- */
 
-struct token_attention {
-    const struct grouped *grouped;
-    const struct latent *latent;
-    const float *cosines, *sines;
-    float *q;
-    char *keys, *values;
+/* A token and the range of the cached tokens that it attends to. */
+struct seen {
+    char *streams[2];
     int64_t capacity, first, tokens;
-    float *scores, *out;
 };
 
-static void grouped_heads(void *context, int64_t lo, int64_t hi) {
-    const struct token_attention *o = context;
-    const struct grouped *g = o->grouped;
-    int64_t shared = g->heads / g->kv_heads, bytes = g->bits / 8;
-    for (int64_t head = lo, n; head < hi; head += n) {
-        n = least(least(SHARING, hi - head), (head / shared + 1) * shared - head);
-        int64_t from = head / shared * o->capacity * g->width * bytes;
-        struct stream s = {o->keys + from, o->values + from, g->width, g->width, g->width};
-        attend(&s, g->bits, o->q + head * g->width, g->width, n, o->first, o->tokens, g->scale,
-               o->scores + head * (o->tokens - o->first), o->out + head * g->width);
-    }
+static struct seen seen_by(const struct token *t, int64_t layer, int64_t streams, int64_t window) {
+    int64_t tokens = t->position + 1;
+    struct seen seen = {.capacity = t->capacity, .tokens = tokens,
+                        .first = window && tokens > window ? tokens - window : 0};
+    for (int64_t n = 0; n < streams; n++) seen.streams[n] = t->streams[layer * streams + n];
+    return seen;
 }
 
 /* A token's queries and keys normalised and rotated, all clipped, its keys and values stored in the cache. */
@@ -192,19 +187,25 @@ static void place_token(const struct grouped *g, float *qkv, const float *cosine
     }
 }
 
-int tandem_grouped(struct team *team, const struct grouped *g, float *qkv, const float *cosines, const float *sines,
-                   void *keys, void *values, int64_t capacity, int64_t position, float *out, float *scratch,
-                   int64_t spin_ns) {
-    if (position < 0 || position >= capacity) return BAD_POSITION;
-    place_token(g, qkv, cosines, sines, keys, values, capacity, position);
-    int64_t tokens = position + 1, first = g->window && tokens > g->window ? tokens - g->window : 0;
-    struct token_attention o = {.grouped = g, .q = qkv, .keys = keys, .values = values, .capacity = capacity,
-                          .first = first, .tokens = tokens, .scores = scratch, .out = out};
-    parallel_for(team, grouped_heads, &o, g->heads, spin_ns);
-    return FINE;
+/* Heads [head, head + number) that share keys and values, at most SHARING; q, out: of all heads. scores: number * the
+ * tokens attended to. */
+static void attend_grouped(const struct grouped *g, const float *q, const struct seen *seen, int64_t head,
+                           int64_t number, float *scores, float *out) {
+    int64_t from = head / (g->heads / g->kv_heads) * seen->capacity * g->width * (g->bits / 8);
+    struct stream s = {seen->streams[0] + from, seen->streams[1] + from, g->width, g->width, g->width};
+    attend(&s, g->bits, q + head * g->width, g->width, number, seen->first, seen->tokens, g->scale, scores,
+           out + head * g->width);
 }
 
 /* --- latent attention ---------------------------------------------------------------------------------------- */
+
+/* A token's latent [rank + rope]: normalised, rotated, stored in the cache. */
+static void prepare_latent(const struct latent *l, float *latent, const struct token *t, const struct seen *seen) {
+    int64_t width = l->rank + l->rope;
+    rms_norm(latent, l->norm, l->rank, l->eps, latent);
+    rotate(latent + l->rank, t->cosines, t->sines, l->rope);
+    store_cached(latent, width, seen->streams[0], t->position * width, l->bits);
+}
 
 /* y [rank] = the sum of q[i] * row i of `rows` rows [rank]. */
 INLINE void weighted_rows(const void *rows, const int bits, int64_t number, int64_t rank, const float *q, float *y) {
@@ -213,53 +214,37 @@ INLINE void weighted_rows(const void *rows, const int bits, int64_t number, int6
         vector sums[WIDE] = {{0}}, zero = {0};
         for (int64_t n = 0; n < number; n++)
             for (int v = 0; v < WIDE; v++)
-                sums[v] = VFMA(cached(rows, n * rank + i + v * LANES, bits), q[n] - zero, sums[v]);
+                sums[v] = VFMA(vector_at(rows, n * rank + i + v * LANES, bits), q[n] - zero, sums[v]);
         memcpy(y + i, sums, sizeof sums);
     }
     for (; i < rank; i++) {
         y[i] = 0.0f;
-        for (int64_t n = 0; n < number; n++) y[i] += one_cached(rows, n * rank + i, bits) * q[n];
+        for (int64_t n = 0; n < number; n++) y[i] += number_at(rows, n * rank + i, bits) * q[n];
     }
 }
 
-INLINE void latent_head(const struct token_attention *o, const int bits, int64_t head, float *scratch) {
-    const struct latent *l = o->latent;
-    int64_t width = l->nope + l->rope, latent = l->rank + l->rope;
-    float *q = o->q + head * width, *down = scratch, *up = scratch + latent, *scores = up + l->rank;
+/* scratch: 2 rank + rope + the tokens attended to. */
+INLINE void latent_head(const struct latent *l, const int bits, const float *q, const struct token *t,
+                        const struct seen *seen, int64_t head, float *scratch, float *out) {
+    int64_t latent = l->rank + l->rope;
+    float *down = scratch, *up = scratch + latent, *scores = up + l->rank;
+    q += head * (l->nope + l->rope);
     const char *rows = (const char *)l->expansion + head * (l->nope + l->value) * l->rank * (bits / 8);
     weighted_rows(rows, bits, l->nope, l->rank, q, down);
     memcpy(down + l->rank, q + l->nope, (size_t)l->rope * sizeof *q);
-    rotate(down + l->rank, o->cosines, o->sines, l->rope);
-    struct stream s = {o->keys, o->keys, latent, latent, l->rank};
-    attend_heads(&s, bits, down, latent, 1, o->first, o->tokens, l->scale, scores, up);
+    rotate(down + l->rank, t->cosines, t->sines, l->rope);
+    struct stream s = {seen->streams[0], seen->streams[0], latent, latent, l->rank};
+    attend_heads(&s, bits, down, latent, 1, seen->first, seen->tokens, l->scale, scores, up);
     struct stream values = {rows + l->nope * l->rank * (bits / 8), NULL, l->rank, l->rank, 0};
-    score_keys(&values, bits, up, 0, 1, 0, l->value, 1.0f, o->out + head * l->value, 0);
+    score_keys(&values, bits, up, 0, 1, 0, l->value, 1.0f, out + head * l->value, 0);
 }
 
-static void latent_heads(void *context, int64_t lo, int64_t hi) {
-    const struct token_attention *o = context;
-    const struct latent *l = o->latent;
-    for (int64_t head = lo; head < hi; head++) {
-        float *scratch = o->scores + head * (2 * l->rank + l->rope + o->tokens);
-        if (l->bits == BF16)
-            latent_head(o, BF16, head, scratch);
-        else
-            latent_head(o, 32, head, scratch);
-    }
-}
-
-int tandem_latent(struct team *team, const struct latent *l, float *q, float *latent, const float *cosines,
-                  const float *sines, void *cache, int64_t capacity, int64_t position, float *out, float *scratch,
-                  int64_t spin_ns) {
-    if (position < 0 || position >= capacity) return BAD_POSITION;
-    int64_t width = l->rank + l->rope;
-    rms_norm(latent, l->norm, l->rank, l->eps, latent);
-    rotate(latent + l->rank, cosines, sines, l->rope);
-    store_cached(latent, width, cache, position * width, l->bits);
-    struct token_attention o = {.latent = l, .cosines = cosines, .sines = sines, .q = q, .keys = cache,
-                          .tokens = position + 1, .scores = scratch, .out = out};
-    parallel_for(team, latent_heads, &o, l->heads, spin_ns);
-    return FINE;
+static void attend_latent(const struct latent *l, const float *q, const struct token *t, const struct seen *seen,
+                          int64_t head, float *scratch, float *out) {
+    if (l->bits == BF16)
+        latent_head(l, BF16, q, t, seen, head, scratch, out);
+    else
+        latent_head(l, 32, q, t, seen, head, scratch, out);
 }
 
 void tandem_rms_norm(const float *x, const float *weight, int64_t rows, int64_t width, float eps, float *out) {

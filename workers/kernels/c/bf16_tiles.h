@@ -33,9 +33,10 @@ struct bf16_tile {
 };
 
 /* y[r][i] = row i . x[r] for `number` and `rows` (constants) consecutive rows of weights and of x: numbers of x are
- * read once for all rows of weights, and the other way round. Numbers are prefetched `ahead` before their use. */
-INLINE void products(const uint16_t *weights, const int number, int64_t hidden, const float *x, const int rows,
-                     const int hint, int64_t ahead, float *y, int64_t stride) {
+ * read once for all rows of weights, and the other way round. `bits` of a weight, a constant: BF16 or FLOAT32. Numbers
+ * are prefetched `ahead` before their use. */
+INLINE void products(const void *weights, const int bits, const int number, int64_t hidden, const float *x,
+                     const int rows, const int hint, int64_t ahead, float *y, int64_t stride) {
     vector sums[TALL][FEW];
     for (int i = 0; i < number; i++)
         for (int r = 0; r < rows; r++) sums[i][r] = (vector){0};
@@ -44,9 +45,9 @@ INLINE void products(const uint16_t *weights, const int number, int64_t hidden, 
         for (int half = 0; half < PAIR; half += LANES) {
             vector wide[TALL];
             for (int i = 0; i < number; i++) {
-                const uint16_t *from = weights + i * hidden + h + half;
-                if (!half) PREFETCH(from + ahead, hint);
-                wide[i] = WIDENED(from);
+                int64_t at = i * hidden + h + half;
+                if (!half || bits != BF16) PREFETCH((const char *)weights + (at + ahead) * (bits / 8), hint);
+                wide[i] = vector_at(weights, at, bits);
             }
             for (int r = 0; r < rows; r++) {
                 vector one = loaded(x + r * hidden + h + half);
@@ -56,46 +57,55 @@ INLINE void products(const uint16_t *weights, const int number, int64_t hidden, 
     for (int i = 0; i < number; i++)
         for (int r = 0; r < rows; r++) {
             float sum = SUM(sums[i][r]);
-            for (int64_t h = whole; h < hidden; h++) sum += widened(weights[i * hidden + h]) * x[r * hidden + h];
+            for (int64_t h = whole; h < hidden; h++) sum += number_at(weights, i * hidden + h, bits) * x[r * hidden + h];
             y[r * stride + i] = sum;
         }
 }
 
 /* y[i] = row i . x for one row of x and ONE_TALL or 1 rows of weights. */
-static void one_row_products(const struct weights *w, const uint16_t *weights, int64_t number, const float *x, float *y) {
-    int64_t hidden = w->inputs, ahead = ONE_TALL > 1 ? ONE_TALL * hidden : w->ahead / 2;
-#define CALL_ONE_TALL(hint) products(weights, ONE_TALL, hidden, x, 1, hint, ahead, y, 0)
+INLINE void one_row_products(const struct weights *w, const void *weights, const int bits, int64_t number,
+                             const float *x, float *y) {
+    int64_t hidden = w->inputs, ahead = ONE_TALL > 1 ? ONE_TALL * hidden : w->ahead * 8 / bits;
+#define CALL_ONE_TALL(hint) products(weights, bits, ONE_TALL, hidden, x, 1, hint, ahead, y, 0)
     if (number > 1)
         EACH_HINT(w->hint, CALL_ONE_TALL)
-#define CALL_ONE_ONE(hint) products(weights, 1, hidden, x, 1, hint, ahead, y, 0)
+#define CALL_ONE_ONE(hint) products(weights, bits, 1, hidden, x, 1, hint, ahead, y, 0)
     else
         EACH_HINT(w->hint, CALL_ONE_ONE)
+}
+
+/* y[r][i] = row i . x[r] for `count` rows of x and rows [lo, hi) of `weights` [.., inputs]; y has `stride` numbers a
+ * row. `bits` of a weight: a constant. */
+INLINE void row_products(const struct weights *w, const void *weights, const int bits, int64_t lo, int64_t hi,
+                         const float *x, int64_t count, float *y, int64_t stride) {
+    int64_t hidden = w->inputs, tall = count > 1 ? TALL : ONE_TALL;
+    for (int64_t i = lo, step; i < hi; i += step) {
+        step = i + tall <= hi ? tall : 1;
+        const char *from = (const char *)weights + i * hidden * (bits / 8);
+        if (count == 1) {
+            one_row_products(w, from, bits, step, x, y + i);
+            continue;
+        }
+        for (int64_t first = 0; first < count; first += FEW) {
+            const float *few = x + first * hidden;
+            float *to = y + first * stride + i;
+            int64_t rows = least(FEW, count - first);
+#define CALL_TALL(n) products(from, bits, TALL, hidden, few, n, T1, TALL * hidden, to, stride)
+#define CALL_ONE(n) products(from, bits, 1, hidden, few, n, T1, hidden, to, stride)
+            if (step > 1)
+                UP_TO_FEW(CALL_TALL)
+            else
+                UP_TO_FEW(CALL_ONE)
+        }
+    }
 }
 
 static void gate_and_up(void *context, int64_t lo, int64_t hi) {
     const struct bf16_tile *p = context;
     int64_t hidden = p->w->inputs, channels = p->w->channels;
-    int64_t tall = p->count > 1 ? TALL : ONE_TALL;
-    for (int half = 0; half < 2; half++) {
-        float *out = half ? p->up : p->gate;
-        for (int64_t t = lo, step; t < hi; t += step) {
-            step = t + tall <= hi ? tall : 1;
-            const uint16_t *weights = p->tile + (half * channels + t) * hidden;
-            for (int64_t first = 0; first < p->count; first += FEW) {
-                const float *x = p->x + first * hidden;
-                float *y = out + first * channels + t;
-                int64_t rows = least(FEW, p->count - first);
-#define CALL_TALL(n) products(weights, TALL, hidden, x, n, T1, TALL * hidden, y, channels)
-#define CALL_ONE(n) products(weights, 1, hidden, x, n, T1, hidden, y, channels)
-                if (p->count == 1)
-                    one_row_products(p->w, weights, step, x, y);
-                else if (step > 1)
-                    UP_TO_FEW(CALL_TALL)
-                else
-                    UP_TO_FEW(CALL_ONE)
-            }
-        }
-    }
+    for (int half = 0; half < 2; half++)
+        row_products(p->w, p->tile + half * channels * hidden, BF16, lo, hi, p->x, p->count, half ? p->up : p->gate,
+                     channels);
 }
 
 /* y[r][h] += sum of a[r][t] * down[t][h] for `number` (a constant) channels from t, h in [lo, hi), and `rows` rows,

@@ -262,3 +262,5 @@ static void compute_tiles(struct team *team, const struct weights *w, const uint
         if (ticks) (*ticks)++;
     }
 }
+
+#include "layer.h"

@@ -25,7 +25,7 @@
 enum { BLOCK = 16 }; /* outputs interleaved in the integer formats */
 enum { ROWS = 8 };   /* most rows that one read of a block is applied to */
 
-enum { INT4 = 4, INT8 = 8, BF16 = 16 }; /* bits of a weight: which format */
+enum { INT4 = 4, INT8 = 8, BF16 = 16, FLOAT32 = 32 }; /* bits of a weight: which format */
 
 /* Into which caches weights that one row reads once are prefetched; x86 has instructions of these names. Which is the
  * fastest differs between processors by factors, so it is measured where it runs. No bit depends on it. */
@@ -104,10 +104,27 @@ int tandem_work(struct team *team, const struct weights *weights, const struct w
  * prefetched `ahead` bytes before its use. */
 uint64_t tandem_read(struct team *team, const uint8_t *memory, int64_t bytes, int64_t hint, int64_t ahead);
 
-/* Attention of one new token of one sequence, at `position` (tokens before it). `bits` of the cached numbers: BF16
- * or 32. cosines and sines [width] rotate number i with number i + width / 2 (RoPE), and the sines carry the halves'
- * signs. The token's keys and values are stored in the cache; it attends to itself and to the tokens cached before. */
+/* --- a decoder layer up to its routed experts, for single tokens of several sequences ----------------------- */
 
+struct matrix {
+    struct weights of; /* any format; FLOAT32 and BF16 are row-major [outputs, inputs] */
+    const void *data;
+    const float *bias; /* [outputs], or NULL */
+};
+
+/* y [rows, outputs] = x @ W.T + bias. BF16 rounds x to bf16; products are added in float32. `scratch`, 64-byte
+ * aligned, has tandem_product_scratch bytes. */
+void tandem_product(struct team *team, const struct matrix *matrix, const float *x, int64_t rows, float *y,
+                    void *scratch, int64_t spin_ns);
+int64_t tandem_product_scratch(const struct matrix *matrix, int64_t rows);
+
+struct norm { /* RMS norm, or with a bias LayerNorm */
+    const float *weight, *bias;
+    float eps;
+};
+
+/* Attention of a single token: its keys and values are stored in the cache; it attends to itself and to the tokens
+ * cached before. `bits` of the cached numbers: BF16 or FLOAT32. */
 struct grouped { /* query heads in groups that share keys and values */
     int64_t bits, heads, kv_heads, width;
     int64_t window; /* most tokens attended to, the new one included; 0: all */
@@ -116,15 +133,10 @@ struct grouped { /* query heads in groups that share keys and values */
     float eps, clip, scale; /* clip 0: none */
 };
 
-/* qkv [(heads + 2 kv_heads) * width], changed in place; keys, values [kv_heads, capacity, width]; out [heads *
- * width]; scratch: heads * tokens attended to. */
-int tandem_grouped(struct team *team, const struct grouped *grouped, float *qkv, const float *cosines,
-                   const float *sines, void *keys, void *values, int64_t capacity, int64_t position, float *out,
-                   float *scratch, int64_t spin_ns);
-
-/* The same of `count` new tokens of a sequence, the first at `position`: qkv [count, (heads + 2 kv_heads) * width] and
- * out [count, heads * width]; cosines and sines [count, width]. `scratch`, 64-byte aligned, has tandem_span_scratch
- * bytes for each thread of the team. A token's bits depend on no token after it, nor on how many come with it. */
+/* `count` new tokens of a sequence, the first at `position`, in the same way: qkv [count, (heads + 2 kv_heads) * width],
+ * changed in place; keys, values [kv_heads, capacity, width]; out [count, heads * width]; cosines and sines [count,
+ * width]. `scratch`, 64-byte aligned, has tandem_span_scratch bytes for each thread of the team. A token's bits depend on
+ * no token after it, nor on how many come with it. */
 int64_t tandem_span_scratch(const struct grouped *grouped);
 int tandem_span(struct team *team, const struct grouped *grouped, float *qkv, const float *cosines,
                 const float *sines, void *keys, void *values, int64_t capacity, int64_t position, int64_t count,
@@ -132,20 +144,61 @@ int tandem_span(struct team *team, const struct grouped *grouped, float *qkv, co
 
 struct latent { /* keys and values are expanded from one cached vector; for a single token, the query is instead */
     int64_t bits, heads, rank, nope, rope, value;
-    const float *norm;     /* [rank], of the latent */
-    const void *expansion; /* [heads, nope + value, rank], of the cached numbers' type */
+    int64_t query_rank;      /* of the queries' own latent; 0: none */
+    const float *query_norm; /* [query_rank] */
+    const float *norm;       /* [rank], of the latent */
+    const void *expansion;   /* [heads, nope + value, rank], of the cached numbers' type */
     float eps, scale;
 };
 
-/* q [heads, nope + rope] and latent [rank + rope], changed in place; cache [capacity, rank + rope]; out
- * [heads * value]; scratch: heads * (2 rank + rope + tokens attended to). */
-int tandem_latent(struct team *team, const struct latent *which, float *q, float *latent, const float *cosines,
-                  const float *sines, void *cache, int64_t capacity, int64_t position, float *out, float *scratch,
-                  int64_t spin_ns);
+struct layer { /* pointers to what a layer does not have are NULL */
+    int64_t hidden, experts;
+    struct norm attention_norm, mlp_norm;
+    const struct grouped *grouped; /* either this or `latent` */
+    const struct latent *latent;
+    const struct matrix *first; /* queries, keys and values; latent: queries or their latent, and the latent */
+    const struct matrix *query; /* from the queries' latent */
+    const struct matrix *output;
+    const float *router;           /* [experts, hidden] */
+    const struct matrix *up, *down; /* a feed-forward block for every row, [2 I, hidden] and [hidden, I]: the shared
+                                     * experts, or without a router the layer's dense block */
+    const float *gate;              /* [hidden], scales the block's output by sigmoid(gate . x) */
+};
+
+struct token {
+    const float *cosines, *sines; /* [width] rotate number i with number i + width / 2 (RoPE); the sines carry the
+                                   * halves' signs */
+    char *const *streams;         /* of all layers: keys and values [kv_heads, capacity, width], or latents [capacity,
+                                   * rank + rope] */
+    int64_t capacity, position;   /* `position`: tokens before it */
+};
+
+struct step {
+    int64_t rows;
+    const struct token *tokens; /* [rows], each of another sequence */
+    const float *h;             /* [rows, hidden], the residual stream */
+    float *out;                 /* written: [rows, hidden], h after the attention, and after a dense block */
+    float *x;                   /* written: [rows, hidden], the normalised input of router and experts */
+    float *logits;              /* written: [rows, experts], the router's; NULL: not wanted */
+    float *shared;              /* written: [rows, hidden], the output of the shared experts */
+    void *scratch;              /* 64-byte aligned */
+    int64_t scratch_bytes;
+};
+
+/* Bytes of scratch; `threads` of the team, `tokens` the most that a row attends to. */
+int64_t tandem_layer_scratch(const struct layer *layer, int64_t rows, int64_t threads, int64_t tokens);
+
+/* Layer number `index` of the decoder. Rows do not mix: a row's bits depend neither on the other rows nor on the number
+ * of threads. */
+int tandem_layer(struct team *team, const struct layer *layer, int64_t index, const struct step *step);
 
 /* out [rows, width] = x / sqrt(mean(x^2) + eps) * weight, row by row. */
 void tandem_rms_norm(const float *x, const float *weight, int64_t rows, int64_t width, float eps, float *out);
 
 /* A team of `threads` threads, the caller included. NULL if the system refuses a thread. */
 struct team *tandem_team_create(int64_t threads);
+
+/* Nanoseconds for which the threads spin after every computation before they sleep; 0 at first. */
+void tandem_team_linger(struct team *team, int64_t nanoseconds);
+
 void tandem_team_destroy(struct team *team);

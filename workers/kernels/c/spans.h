@@ -101,9 +101,9 @@ INLINE void widen_panel(const struct span_attention *o, const int bits, int64_t 
     int64_t from = (head * o->capacity + first) * width;
     for (int64_t t = 0; t < PANEL; t++) {
         for (int64_t i = 0; i < width; i++)
-            keys[i * PANEL + t] = t < n ? one_cached(o->keys, from + t * width + i, bits) : 0.0f;
+            keys[i * PANEL + t] = t < n ? number_at(o->keys, from + t * width + i, bits) : 0.0f;
         for (int64_t i = 0; i < padded; i++)
-            values[t * padded + i] = t < n && i < width ? one_cached(o->values, from + t * width + i, bits) : 0.0f;
+            values[t * padded + i] = t < n && i < width ? number_at(o->values, from + t * width + i, bits) : 0.0f;
     }
 }
 

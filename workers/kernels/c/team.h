@@ -21,6 +21,7 @@ struct team {
     int64_t unfinished;       /* threads that have not finished this round; atomic */
     int64_t sleeping;         /* threads that wait on `begin` */
     int64_t spin_ns;          /* nanoseconds to spin for the next round before sleeping */
+    int64_t linger_ns;        /* the least that spin_ns is */
     int stop, caller_waits;   /* `caller_waits`: the caller waits on `end` */
     part_t part;
     void *context;
@@ -91,7 +92,8 @@ static void parallel_for(struct team *team, part_t part, void *context, int64_t 
         return;
     }
     pthread_mutex_lock(&team->lock);
-    team->part = part, team->context = context, team->n = n, team->spin_ns = spin_ns;
+    team->part = part, team->context = context, team->n = n;
+    team->spin_ns = spin_ns > team->linger_ns ? spin_ns : team->linger_ns;
     __atomic_store_n(&team->unfinished, team->started, __ATOMIC_RELAXED);
     __atomic_store_n(&team->round, team->round + 1, __ATOMIC_RELEASE);
     if (team->sleeping) pthread_cond_broadcast(&team->begin);
@@ -105,6 +107,8 @@ static void parallel_for(struct team *team, part_t part, void *context, int64_t 
     team->caller_waits = 0;
     pthread_mutex_unlock(&team->lock);
 }
+
+void tandem_team_linger(struct team *team, int64_t nanoseconds) { team->linger_ns = nanoseconds; }
 
 void tandem_team_destroy(struct team *team) {
     pthread_mutex_lock(&team->lock);

@@ -4,7 +4,8 @@
  * vector's lanes) and WIDENED (as many bf16 numbers as float32). */
 #pragma once
 
-#include <stdint.h>
+#include "kernels.h"
+
 #include <string.h>
 
 enum { LANES = VECTOR_BYTES / 4 }; /* numbers of a vector */
@@ -52,6 +53,15 @@ static float widened(uint16_t number) {
     float value;
     memcpy(&value, &bits, 4);
     return value;
+}
+
+/* Numbers of an array of BF16 or float32: `bits` is a constant. */
+INLINE vector vector_at(const void *from, int64_t at, const int bits) {
+    return bits == BF16 ? WIDENED((const uint16_t *)from + at) : loaded((const float *)from + at);
+}
+
+INLINE float number_at(const void *from, int64_t at, const int bits) {
+    return bits == BF16 ? widened(((const uint16_t *)from)[at]) : ((const float *)from)[at];
 }
 
 /* To nearest even; NaN stays NaN. The rounded numbers stay in float32. */

@@ -1,0 +1,354 @@
+"""Random decoder layers: their weights, their result in C, and the formula in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import strategies as st
+
+from shm.blocks import BlockFormat
+from shm.layout import format_named
+from workers.kernels.layer import (
+    QK_NORMS,
+    TOKENS,
+    Grouped,
+    Latent,
+    LayerArrays,
+    LayerKernel,
+    LayerParts,
+    NormOf,
+    Projection,
+)
+from workers.kernels.matrix import DenseMatrix, HostMatrix, quantized
+from workers.kernels.memory import Kept
+from workers.kernels.native import Library, Team
+
+EPS = 1e-6
+
+
+def numbers(random: np.random.Generator, *shape: int) -> np.ndarray:
+    return random.standard_normal(shape).astype(np.float32)
+
+
+def as_bits(x: np.ndarray, bits: int) -> np.ndarray:
+    """Float32 numbers in float32 or bf16."""
+    if bits == 32:
+        return x.copy()
+    word = x.view(np.uint32)
+    return ((word + 0x7FFF + ((word >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def wide(x: np.ndarray) -> np.ndarray:
+    """float64 numbers of float32 or bf16."""
+    if x.dtype == np.float32:
+        return x.astype(np.float64)
+    return (x.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def normed(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    if bias is not None:
+        x = x - x.mean(axis=-1, keepdims=True)
+    y = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + EPS) * weight
+    return y if bias is None else y + bias
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def turned(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
+    half = x.shape[-1] // 2
+    swapped = np.concatenate((-x[..., half:], x[..., :half]), axis=-1)
+    both = np.concatenate((angles, angles))
+    return x * np.cos(both) + swapped * np.sin(both)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer. `latent`: rank, nope, value and, unless 0, the queries' rank."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    half: int  # of the numbers that are rotated
+    latent: tuple[int, int, int, int] | None = None
+    norm: str = ""  # one of QK_NORMS
+    clip: float | None = None
+    window: int | None = None
+    biases: bool = False
+    layer_norm: bool = False
+    experts: int = 0  # 0: a dense layer
+    channels: int = 0  # of the block for every row; 0: none
+    gated: bool = False
+    format: str = "f32"  # of the matrices
+    bits: int = 32  # of a cached number
+
+    @property
+    def streams(self) -> list[tuple[int, int]]:
+        if self.latent is not None:
+            return [(1, self.latent[0] + 2 * self.half)]
+        return [(self.kv_heads, 2 * self.half)] * 2
+
+
+@dataclass
+class Layer:
+    """A random layer of a shape. Matrices hold the numbers that their format keeps."""
+
+    shape: Shape
+    random: np.random.Generator
+    plain: dict[str, np.ndarray] = field(default_factory=dict)
+    data: dict[str, np.ndarray] = field(default_factory=dict)  # matrices in their format
+    sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        s = self.shape
+        for name in ("attention_norm", "mlp_norm"):
+            self.vector(name, s.hidden)
+            if s.layer_norm:
+                self.vector(f"{name}_bias", s.hidden)
+        if s.latent is None:
+            width = 2 * s.half
+            self.matrix("first", (s.heads + 2 * s.kv_heads) * width, s.hidden)
+            self.matrix("output", s.hidden, s.heads * width)
+            all_heads = 1 if s.norm == "head" else s.heads
+            self.vector("query_norm", all_heads * width)
+            self.vector("key_norm", (1 if s.norm == "head" else s.kv_heads) * width)
+        else:
+            rank, nope, value, query_rank = s.latent
+            queries = s.heads * (nope + 2 * s.half)
+            self.matrix("first", (query_rank or queries) + rank + 2 * s.half, s.hidden)
+            if query_rank:
+                self.matrix("query", queries, query_rank)
+            self.matrix("output", s.hidden, s.heads * value)
+            self.vector("query_norm", query_rank)
+            self.vector("norm", rank)
+            expansion = numbers(self.random, s.heads, nope + value, rank) * np.float32(rank**-0.5)
+            self.data["expansion"] = as_bits(expansion, s.bits)
+            self.plain["expansion"] = wide(self.data["expansion"])
+        if s.experts:
+            self.plain["router"] = numbers(self.random, s.experts, s.hidden)
+        if s.channels or not s.experts:
+            self.matrix("up", 2 * s.channels, s.hidden)
+            self.matrix("down", s.hidden, s.channels)
+        if s.gated:
+            self.vector("gate", s.hidden)
+
+    def vector(self, name: str, size: int) -> None:
+        self.plain[name] = numbers(self.random, size)
+
+    def matrix(self, name: str, outputs: int, inputs: int) -> None:
+        w = numbers(self.random, outputs, inputs) * np.float32(inputs**-0.5)
+        format = format_named(self.shape.format)
+        if isinstance(format, BlockFormat):
+            self.data[name] = quantized(format, w)
+            self.plain[name] = format.decode_matrix(self.data[name], outputs, inputs).astype(np.float64)
+        else:
+            self.data[name] = as_bits(w, 32 if self.shape.format == "f32" else 16)
+            self.plain[name] = wide(self.data[name])
+        self.sizes[name] = outputs, inputs
+        if self.shape.biases:
+            self.vector(f"{name}_bias", outputs)
+
+    def address(self, name: str) -> int | None:
+        array = self.data.get(name, self.plain.get(name))
+        return None if array is None or not array.size else array.ctypes.data
+
+    def kernel(self, library: Library, team: Team | None) -> LayerKernel:
+        s = self.shape
+        format = format_named(s.format)
+
+        def projection(name: str) -> Projection | None:
+            if name not in self.data:
+                return None
+            matrix: HostMatrix | DenseMatrix
+            if isinstance(format, BlockFormat):
+                matrix = HostMatrix(format, self.data[name], self.sizes[name], team)
+            else:
+                address = self.data[name].ctypes.data
+                matrix = DenseMatrix(library, team, 8 * self.data[name].itemsize, self.sizes[name], address)
+            return Projection(matrix, self.address(f"{name}_bias"))
+
+        attention: Grouped | Latent
+        norms = self.address("query_norm"), self.address("key_norm")
+        if s.latent is None:
+            width = 2 * s.half
+            numbers = s.heads, s.kv_heads, width, s.window or 0, QK_NORMS.index(s.norm)
+            attention = Grouped(s.bits, *numbers, *norms, EPS, s.clip or 0, width**-0.5)
+        else:
+            rank, nope, value, query_rank = s.latent
+            rope = 2 * s.half
+            weights = norms[0], self.address("norm"), self.address("expansion")
+            sizes = s.heads, rank, nope, rope, value, query_rank
+            attention = Latent(s.bits, *sizes, *weights, EPS, (nope + rope) ** -0.5)
+        first, output = projection("first"), projection("output")
+        assert first is not None
+        assert output is not None
+        parts = LayerParts(
+            hidden=s.hidden,
+            experts=s.experts,
+            attention_norm=self.norm("attention_norm"),
+            mlp_norm=self.norm("mlp_norm"),
+            attention=attention,
+            first=first,
+            query=projection("query"),
+            output=output,
+            router=self.address("router"),
+            up=projection("up"),
+            down=projection("down"),
+            gate=self.address("gate"),
+        )
+        return LayerKernel(library, team, 1, parts, Kept())
+
+    def norm(self, name: str) -> NormOf:
+        return NormOf(self.address(name), self.address(f"{name}_bias"), EPS)
+
+
+@dataclass
+class Rows:
+    """Single tokens of sequences of these lengths, with caches of two layers; the layer is the second."""
+
+    layer: Layer
+    positions: list[int]
+    spare: int = 3  # capacity beyond the position
+
+    def __post_init__(self) -> None:
+        s, random = self.layer.shape, self.layer.random
+        self.h = numbers(random, len(self.positions), s.hidden)
+        self.angles = random.uniform(0, 6, (len(self.positions), s.half))
+        self.caches = [
+            [as_bits(numbers(random, heads, p + self.spare, width), s.bits) for heads, width in 2 * s.streams]
+            for p in self.positions
+        ]
+
+    def compute(self, kernel: LayerKernel, rows: list[int], logits: bool = True) -> dict[str, np.ndarray]:
+        """Of some rows, in this order, from fresh copies of their caches."""
+        s = self.layer.shape
+        caches = [[cache.copy() for cache in self.caches[row]] for row in rows]
+        addresses = [np.array([c.ctypes.data for c in of_row], np.uint64) for of_row in caches]
+        angles = self.angles[rows]
+        cos, sin = np.cos(angles), np.sin(angles)
+        turns = np.stack((np.concatenate((cos, cos), 1), np.concatenate((-sin, sin), 1))).astype(np.float32)
+        tokens = np.zeros(len(rows), TOKENS)
+        for i, row in enumerate(rows):
+            tokens[i] = (
+                turns[0, i].ctypes.data,
+                turns[1, i].ctypes.data,
+                addresses[i].ctypes.data,
+                caches[i][0].shape[1],
+                self.positions[row],
+            )
+        h = self.h[rows]
+        shapes = {"out": s.hidden, "x": s.hidden, "logits": s.experts, "shared": s.hidden}
+        found = {name: np.full((len(rows), n), np.nan, np.float32) for name, n in shapes.items()}
+        addresses_of = {name: array.ctypes.data for name, array in found.items()}
+        if not logits:
+            addresses_of["logits"] = None  # type: ignore[assignment]
+        arrays = LayerArrays(h=h.ctypes.data, **addresses_of)
+        kernel(tokens, max(self.positions) + 1, arrays)
+        assert np.array_equal(h, self.h[rows])
+        return found | {f"cache {n}": _each([c[n] for c in caches]) for n in range(len(caches[0]))}
+
+    def expected(self, row: int, caches: list[np.ndarray]) -> dict[str, np.ndarray]:
+        """The formula in float64, in the order of definition: latents are expanded for every token. `caches`:
+        of the layer, with the row's own token as it was rounded; `stored` is what that should be."""
+        s, w = self.layer.shape, self.layer.plain
+
+        def product(name: str, x: np.ndarray) -> np.ndarray:
+            return w[name] @ x + w.get(f"{name}_bias", 0)
+
+        h = self.h[row].astype(np.float64)
+        first = product("first", normed(h, w["attention_norm"], w.get("attention_norm_bias")))
+        attended, stored = (self._grouped if s.latent is None else self._latent)(row, first, product, caches)
+        h = h + product("output", attended.ravel())
+        x = normed(h, w["mlp_norm"], w.get("mlp_norm_bias"))
+        found = {"x": x, "stored": stored}
+        if s.experts:
+            found["logits"] = w["router"] @ x
+        if "up" in w:
+            gate, up = np.split(product("up", x), 2)
+            y = product("down", gate / (1 + np.exp(-gate)) * up)
+            if s.gated:
+                y = y / (1 + np.exp(-(w["gate"] @ x)))
+            if s.experts:
+                found["shared"] = y
+            else:
+                h = h + y
+        return found | {"out": h}
+
+    def _grouped(self, row: int, first, product, caches) -> tuple[np.ndarray, list[np.ndarray]]:
+        s, w, position = self.layer.shape, self.layer.plain, self.positions[row]
+        x = first.reshape(-1, 2 * s.half)
+        q, k, v = x[: s.heads], x[s.heads : s.heads + s.kv_heads], x[s.heads + s.kv_heads :]
+        if s.norm == "head":
+            q, k = normed(q, w["query_norm"]), normed(k, w["key_norm"])
+        elif s.norm == "all":
+            q = normed(q.ravel(), w["query_norm"]).reshape(q.shape)
+            k = normed(k.ravel(), w["key_norm"]).reshape(k.shape)
+        if s.clip is not None:
+            q, k, v = (np.clip(one, -s.clip, s.clip) for one in (q, k, v))
+        q, k = turned(q, self.angles[row]), turned(k, self.angles[row])
+        keys, values = (wide(cache) for cache in caches)
+        seen = slice(0 if s.window is None else max(0, position + 1 - s.window), position + 1)
+        shared, scale = s.heads // s.kv_heads, (2 * s.half) ** -0.5
+        heads = [
+            softmax(keys[i // shared, seen] @ q[i] * scale) @ values[i // shared, seen]
+            for i in range(s.heads)
+        ]
+        return np.array(heads), [k, v]
+
+    def _latent(self, row: int, first, product, caches) -> tuple[np.ndarray, list[np.ndarray]]:
+        s, w, position = self.layer.shape, self.layer.plain, self.positions[row]
+        assert s.latent is not None
+        rank, nope, _, query_rank = s.latent
+        width, angles = rank + 2 * s.half, self.angles[row]
+        q, new = first[:-width], first[-width:]
+        if query_rank:
+            q = product("query", normed(q, w["query_norm"]))
+        q = q.reshape(s.heads, -1)
+        new = np.concatenate((normed(new[:rank], w["norm"]), turned(new[rank:], angles)))
+        cached = wide(caches[0])[0, : position + 1]
+        heads = []
+        for head in range(s.heads):
+            both = cached[:, :rank] @ w["expansion"][head].T
+            keys = np.concatenate((both[:, :nope], cached[:, rank:]), axis=1)
+            query = np.concatenate((q[head, :nope], turned(q[head, nope:], angles)))
+            heads.append(softmax(keys @ query * len(query) ** -0.5) @ both[:, nope:])
+        return np.array(heads), [new]
+
+
+def _each(arrays: list[np.ndarray]) -> np.ndarray:
+    """An array of arrays."""
+    found = np.empty(len(arrays), object)
+    for i, array in enumerate(arrays):
+        found[i] = array
+    return found
+
+
+@st.composite
+def shapes(draw: st.DrawFn, formats: tuple[str, ...] = ("f32",)) -> Shape:
+    kv_heads = draw(st.integers(1, 3))
+    experts = draw(st.sampled_from([0, 1, 5, 17]))
+    channels = draw(st.integers(1, 70)) if not experts else draw(st.sampled_from([0, 3, 40]))
+    latent = None
+    if draw(st.booleans()):
+        sizes = st.integers(1, 150), st.integers(1, 40), st.integers(1, 40), st.sampled_from([0, 0, 7, 64])
+        latent = draw(st.tuples(*sizes))
+    return Shape(
+        hidden=draw(st.integers(1, 150)),
+        heads=kv_heads * draw(st.integers(1, 6)),
+        kv_heads=kv_heads,
+        half=draw(st.integers(1, 40)),
+        latent=latent,
+        norm=draw(st.sampled_from(QK_NORMS)),
+        clip=draw(st.none() | st.floats(0.1, 2.0)),
+        window=draw(st.none() | st.integers(1, 50)),
+        biases=draw(st.booleans()),
+        layer_norm=draw(st.booleans()),
+        experts=experts,
+        channels=channels,
+        gated=bool(experts and channels) and draw(st.booleans()),
+        format=draw(st.sampled_from(formats)),
+        bits=draw(st.sampled_from([16, 32])),
+    )

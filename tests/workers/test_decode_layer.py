@@ -1,0 +1,182 @@
+"""A decoder layer in one call of C, in every variant that runs here, equals the formula in float64, and a
+row's bits depend neither on the other rows nor on the number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kernel_runs import OtherThreads, bits, seeds
+from layer_cases import EPS, Layer, Rows, Shape, as_bits, normed, numbers, shapes, wide
+
+from shm.layout import FORMATS
+from workers.kernels.layer import RMSNorm
+from workers.kernels.matrix import DenseMatrix
+from workers.kernels.native import Library, Team, best
+
+FEW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ROUNDED = {"f32": 2e-4, "bf16": 0.03, "int8": 0.06, "int4": 0.06, "int4-g128": 0.06}  # activations' rounding
+
+
+@pytest.fixture(params=[1, 3])
+def team(request: pytest.FixtureRequest, library: Library) -> Iterator[Team | None]:
+    made = library.team(request.param)
+    yield made
+    if made is not None:
+        made.close()
+
+
+def check(found: dict[str, np.ndarray], rows: Rows, row: int, at: int) -> None:
+    s = rows.layer.shape
+    streams, position = len(s.streams), rows.positions[row]
+    expected = rows.expected(row, [found[f"cache {streams + n}"][at] for n in range(streams)])
+    stored = expected.pop("stored")
+    tolerance = ROUNDED[s.format]
+    for name, wanted in expected.items():
+        scale = max(1.0, np.abs(wanted).max())
+        np.testing.assert_allclose(found[name][at], wanted, rtol=tolerance, atol=tolerance * scale)
+    for n, new in enumerate(stored):
+        cache, before = found[f"cache {streams + n}"][at], rows.caches[row][streams + n]
+        rounding = tolerance if s.bits == 32 else max(tolerance, 2**-8)
+        np.testing.assert_allclose(wide(cache)[:, position].ravel(), new.ravel(), rounding, 4 * rounding)
+        untouched = before.copy()
+        untouched[:, position] = cache[:, position]
+        np.testing.assert_array_equal(cache, untouched)  # nothing but the token's numbers was written
+    for n in range(streams):  # of the other layer
+        np.testing.assert_array_equal(found[f"cache {n}"][at], rows.caches[row][n])
+
+
+@FEW
+@given(seed=seeds, shape=shapes(), positions=st.lists(st.integers(0, 40), min_size=1, max_size=6))
+def test_a_layer(library, team, seed, shape, positions) -> None:
+    rows = Rows(Layer(shape, np.random.default_rng(seed)), positions)
+    found = rows.compute(rows.layer.kernel(library, team), list(range(len(positions))))
+    for row in range(len(positions)):
+        check(found, rows, row, row)
+
+
+@pytest.mark.parametrize("format", [name for name in FORMATS if name != "f32"])
+def test_formats_of_matrices(library, format) -> None:
+    """Activations are rounded, which one odd number may change by a step: no draws."""
+    common = {"hidden": 200, "heads": 6, "kv_heads": 2, "half": 16, "experts": 9, "channels": 130, "bits": 16}
+    for extra in ({"norm": "head", "biases": True}, {"latent": (70, 24, 20, 48)}, {"gated": True}):
+        layer = Layer(Shape(**common, **extra, format=format), np.random.default_rng(1))
+        rows = Rows(layer, [5, 0, 12])
+        found = rows.compute(layer.kernel(library, None), [0, 1, 2])
+        for row in range(3):
+            check(found, rows, row, row)
+
+
+@FEW
+@given(
+    seed=seeds,
+    shape=shapes(("bf16", "int8", "int4", "f32")),
+    positions=st.lists(st.integers(0, 200), min_size=1, max_size=16),
+    data=st.data(),
+)
+def test_rows_do_not_mix(library, seed, shape, positions, data) -> None:
+    rows = Rows(Layer(shape, np.random.default_rng(seed)), positions)
+    every = list(range(len(positions)))
+    alone = rows.layer.kernel(library, None)
+    single = [rows.compute(alone, [row]) for row in every]
+    for threads in (1, 2, 4):
+        team = library.team(threads)
+        order = data.draw(st.permutations(every))[: data.draw(st.integers(1, len(every)))]
+        found = rows.compute(rows.layer.kernel(library, team), order)
+        if team is not None:
+            team.close()
+        for at, row in enumerate(order):
+            for name, array in found.items():
+                assert array[at].tobytes() == single[row][name][0].tobytes(), name
+
+
+def test_many_tokens_give_the_same_bits(library) -> None:
+    """Sequences of several thousand tokens, beyond the scratch that was sized first."""
+    shape = Shape(hidden=64, heads=12, kv_heads=2, half=16, experts=4, bits=16)
+    rows = Rows(Layer(shape, np.random.default_rng(0)), [3, 3000, 1500, 0])
+    alone, team = rows.layer.kernel(library, None), library.team(3)
+    shared = rows.layer.kernel(library, team)
+    single = [rows.compute(alone, [row]) for row in range(4)]
+    for order in ([0], [2, 0], [1, 3, 2, 0], [3]):
+        found = rows.compute(shared, order)
+        for at, row in enumerate(order):
+            np.testing.assert_array_equal(bits(found["out"][at]), bits(single[row]["out"][0]))
+    check(single[1], rows, 1, 0)
+    if team is not None:
+        team.close()
+
+
+def test_logits_that_are_not_wanted_are_not_computed(library) -> None:
+    shape = Shape(hidden=20, heads=2, kv_heads=1, half=2, experts=4, channels=8)
+    rows = Rows(Layer(shape, np.random.default_rng(0)), [3])
+    kernel = rows.layer.kernel(library, None)
+    found = rows.compute(kernel, [0], logits=False)
+    assert np.isnan(found.pop("logits")).all()
+    for name, array in rows.compute(kernel, [0]).items():
+        assert name == "logits" or array[0].tobytes() == found[name][0].tobytes()
+
+
+@pytest.mark.parametrize("latent", [None, (4, 1, 1, 0)])
+def test_positions_outside_the_cache_are_refused(library, latent) -> None:
+    shape = Shape(hidden=4, heads=1, kv_heads=1, half=1, latent=latent, experts=2)
+    rows = Rows(Layer(shape, np.random.default_rng(0)), [2, 2], spare=1)
+    kernel = rows.layer.kernel(library, None)
+    rows.compute(kernel, [0, 1])
+    before = [cache.copy() for cache in rows.caches[0]]
+    for position in (-1, 3, 1000):
+        rows.positions = [2, position]
+        with pytest.raises(IndexError, match="outside the KV cache"):
+            rows.compute(kernel, [0, 1])
+    for cache, old in zip(rows.caches[0], before, strict=True):
+        np.testing.assert_array_equal(cache, old)
+
+
+@pytest.mark.parametrize("number_bits", [16, 32])
+@FEW
+@given(seed=seeds, rows=st.integers(0, 17), outputs=st.integers(1, 50), inputs=st.integers(1, 150))
+def test_products_with_a_dense_matrix(library, team, number_bits, seed, rows, outputs, inputs) -> None:
+    random = np.random.default_rng(seed)
+    w, x = as_bits(numbers(random, outputs, inputs), number_bits), numbers(random, rows, inputs)
+    matrix = DenseMatrix(library, team, number_bits, (outputs, inputs), w.ctypes.data)
+    y = matrix.product(x)
+    exact = wide(as_bits(x, number_bits)) @ wide(w).T
+    np.testing.assert_allclose(y, exact, rtol=1e-4, atol=1e-4)
+    for row in range(rows):
+        np.testing.assert_array_equal(bits(matrix.product(x[row : row + 1])), bits(y[row : row + 1]))
+    with pytest.raises(ValueError, match="activations"):
+        matrix.product(numbers(random, 1, inputs + 1))
+
+
+@FEW
+@given(rows=st.integers(0, 5), width=st.integers(1, 300), seed=seeds)
+def test_rms_norm(library, rows, width, seed) -> None:
+    random = np.random.default_rng(seed)
+    x, weight = numbers(random, rows, width), numbers(random, width)
+    out = np.full_like(x, np.nan)
+    norm = RMSNorm(library, weight.ctypes.data, width, EPS)
+    norm(x.ctypes.data, rows, out.ctypes.data)
+    np.testing.assert_allclose(out, normed(x.astype(np.float64), weight), rtol=1e-5, atol=1e-6)
+    norm(x.ctypes.data, rows, x.ctypes.data)
+    np.testing.assert_array_equal(x, out)
+
+
+def test_a_layer_wakes_each_thread_once() -> None:
+    """Between its parts the threads spin; with a linger they spin after it too."""
+    library = best()
+    if library is None:
+        pytest.skip("no C kernels were compiled")
+    others, team = OtherThreads(), library.team(2)
+    assert team is not None
+    shape = Shape(hidden=64, heads=4, kv_heads=2, half=16, experts=4, channels=64)
+    rows = Rows(Layer(shape, np.random.default_rng(0)), [5])
+    kernel = rows.layer.kernel(library, team)
+    assert others.are_woken(lambda: rows.compute(kernel, [0]))
+    team.linger(10**10)
+    rows.compute(kernel, [0])
+    assert not others.are_woken(lambda: rows.compute(kernel, [0]))
+    team.linger(0)
+    rows.compute(kernel, [0])
+    team.close()

@@ -1,0 +1,285 @@
+/* A decoder layer up to its routed experts, for single tokens of several sequences, in one call: norm, products,
+ * attention, norm, router, shared experts. The team's threads spin between these parts, so that a layer wakes them once.
+ * Part of body.h. */
+#pragma once
+
+#include "attention.h"
+#include "bf16_tiles.h"
+#include "team.h"
+#include "vectors.h"
+
+enum { ROWS_ALONE = 4 };  /* so few rows one thread normalises or quantizes sooner than the others take part */
+enum { OUTPUTS_TAKEN = 4 }; /* of a row-major matrix: threads divide it in these units */
+
+/* --- a product ------------------------------------------------------------------------------------------------ */
+
+struct multiplication {
+    const struct matrix *matrix;
+    const float *x;
+    int64_t rows;
+    float *y;
+    struct packed plain, packed; /* codes of x; packed for the blocks. Row-major: `plain` are x's numbers, rounded */
+};
+
+/* Bytes; sets `m`'s pointers into the memory from `scratch` on. */
+static int64_t lay_out_product(struct multiplication *m, uint8_t *scratch) {
+    const struct weights *w = &m->matrix->of;
+    uint8_t *at = scratch;
+#define PLACE(field, size) (m->field = (void *)at, at += rounded_up((size), 64))
+    if (w->bits >= BF16) {
+        PLACE(plain.codes, w->bits == BF16 ? m->rows * w->inputs * 4 : 0);
+        return at - scratch;
+    }
+    int64_t inputs = rounded_up(w->inputs, w->group);
+    PLACE(packed.codes, m->rows * inputs);
+    PLACE(packed.factors, m->rows * inputs / w->group * 8);
+    PLACE(plain.codes, m->rows * inputs);
+    PLACE(plain.factors, m->rows * inputs / w->group * 8);
+    return at - scratch;
+}
+
+int64_t tandem_product_scratch(const struct matrix *matrix, int64_t rows) {
+    struct multiplication m = {.matrix = matrix, .rows = rows};
+    return lay_out_product(&m, NULL);
+}
+
+static void quantize_rows(void *context, int64_t lo, int64_t hi) {
+    const struct multiplication *m = context;
+    const struct weights *w = &m->matrix->of;
+    int64_t inputs = rounded_up(w->inputs, w->group), width = w->bits == BF16 ? inputs * 4 : inputs;
+    tandem_quantize(w, m->x + lo * w->inputs, hi - lo, m->plain.codes + lo * width,
+                    m->plain.factors + 2 * lo * (inputs / w->group));
+}
+
+static void row_major(void *context, int64_t lo, int64_t hi) {
+    const struct multiplication *m = context;
+    const struct weights *w = &m->matrix->of;
+    lo *= OUTPUTS_TAKEN, hi = least(hi * OUTPUTS_TAKEN, w->outputs);
+    if (w->bits == BF16)
+        row_products(w, m->matrix->data, BF16, lo, hi, (const float *)m->plain.codes, m->rows, m->y, w->outputs);
+    else
+        row_products(w, m->matrix->data, FLOAT32, lo, hi, m->x, m->rows, m->y, w->outputs);
+}
+
+void tandem_product(struct team *team, const struct matrix *matrix, const float *x, int64_t rows, float *y,
+                    void *scratch, int64_t spin_ns) {
+    const struct weights *w = &matrix->of;
+    struct multiplication m = {.matrix = matrix, .x = x, .rows = rows, .y = y};
+    lay_out_product(&m, scratch);
+    if (rows == 1 && w->bits < BF16) m.plain = m.packed; /* a single row's codes are in their order */
+    if (w->bits != FLOAT32) parallel_for(rows < ROWS_ALONE ? NULL : team, quantize_rows, &m, rows, WAKE_NS);
+    if (w->bits >= BF16) {
+        parallel_for(team, row_major, &m, (w->outputs + OUTPUTS_TAKEN - 1) / OUTPUTS_TAKEN, spin_ns);
+    } else {
+        struct activations codes = {m.plain.codes, m.plain.factors};
+        if (rows > 1) pack(w, w->inputs, &codes, NULL, rows, m.packed);
+        struct product product = {w, matrix->data, w->inputs, w->outputs, m.packed, rows, y, w->outputs, 0};
+        parallel_for(team, blocks, &product, (w->outputs + BLOCK - 1) / BLOCK, spin_ns);
+    }
+    for (int64_t r = 0; matrix->bias && r < rows; r++)
+        for (int64_t i = 0; i < w->outputs; i++) y[r * w->outputs + i] += matrix->bias[i];
+}
+
+/* --- the layer ------------------------------------------------------------------------------------------------ */
+
+struct layer_run {
+    const struct layer *layer;
+    const struct step *step;
+    int64_t index, threads;
+    /* in scratch: */
+    float *wide;     /* [rows, outputs of first, query or up] */
+    float *narrow;   /* [rows, inputs of output, query or down] */
+    float *query;    /* [rows, outputs of query] */
+    float *dense;    /* [rows, hidden], the output of a dense block */
+    float *scores;   /* of each thread */
+    void *product;   /* of one product at a time */
+    int64_t scores_each;
+    /* attention: */
+    const float *q;
+    int64_t q_stride, together, items, next; /* heads taken together; rows times groups of these; atomic */
+};
+
+static int64_t inputs_of(const struct matrix *m) { return m ? m->of.inputs : 0; }
+static int64_t outputs_of(const struct matrix *m) { return m ? m->of.outputs : 0; }
+static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Bytes; sets `run`'s pointers into the memory from `scratch` on. */
+static int64_t lay_out_layer(struct layer_run *run, int64_t rows, int64_t tokens, uint8_t *scratch) {
+    const struct layer *l = run->layer;
+    const struct matrix *matrices[] = {l->first, l->query, l->output, l->up, l->down};
+    int64_t product = 0;
+    for (int n = 0; n < 5; n++)
+        if (matrices[n]) product = most(product, tandem_product_scratch(matrices[n], rows));
+    run->scores_each = rounded_up(l->latent ? 2 * l->latent->rank + l->latent->rope + tokens : SHARING * tokens, 16);
+    uint8_t *at = scratch;
+#define LAY(field, size) (run->field = (void *)at, at += rounded_up((size), 64))
+    LAY(wide, 4 * rows * most(outputs_of(l->first), outputs_of(l->up)));
+    LAY(narrow, 4 * rows * most(inputs_of(l->query), most(inputs_of(l->output), inputs_of(l->down))));
+    LAY(query, 4 * rows * outputs_of(l->query));
+    LAY(dense, 4 * rows * (l->router ? 0 : l->hidden));
+    LAY(scores, 4 * run->threads * run->scores_each);
+    LAY(product, product);
+    return at - scratch;
+}
+
+int64_t tandem_layer_scratch(const struct layer *layer, int64_t rows, int64_t threads, int64_t tokens) {
+    struct layer_run run = {.layer = layer, .threads = threads};
+    return lay_out_layer(&run, rows, tokens, NULL);
+}
+
+static void normalise(const struct norm *norm, const float *x, int64_t n, float *out) {
+    if (!norm->bias) {
+        rms_norm(x, norm->weight, n, norm->eps, out);
+        return;
+    }
+    float mean = sum_of(x, n) / (float)n;
+    for (int64_t i = 0; i < n; i++) out[i] = x[i] - mean;
+    float scale = 1.0f / sqrtf(sum_of_squares(out, n) / (float)n + norm->eps);
+    for (int64_t i = 0; i < n; i++) out[i] = out[i] * scale * norm->weight[i] + norm->bias[i];
+}
+
+static void enter_attention(void *context, int64_t lo, int64_t hi) {
+    const struct layer_run *run = context;
+    int64_t hidden = run->layer->hidden;
+    for (int64_t r = lo; r < hi; r++)
+        normalise(&run->layer->attention_norm, run->step->h + r * hidden, hidden, run->step->x + r * hidden);
+}
+
+static struct seen seen_by_row(const struct layer_run *run, int64_t row) {
+    const struct grouped *g = run->layer->grouped;
+    return seen_by(run->step->tokens + row, run->index, g ? 2 : 1, g ? g->window : 0);
+}
+
+/* Stores the rows' keys and values, or latents. */
+static void prepare_rows(void *context, int64_t lo, int64_t hi) {
+    const struct layer_run *run = context;
+    const struct layer *l = run->layer;
+    for (int64_t r = lo; r < hi; r++) {
+        const struct token *token = run->step->tokens + r;
+        struct seen seen = seen_by_row(run, r);
+        float *row = run->wide + r * l->first->of.outputs;
+        if (l->grouped) {
+            place_token(l->grouped, row, token->cosines, token->sines, seen.streams[0], seen.streams[1],
+                        seen.capacity, token->position);
+            continue;
+        }
+        prepare_latent(l->latent, row + l->first->of.outputs - l->latent->rank - l->latent->rope, token, &seen);
+        int64_t rank = l->latent->query_rank;
+        if (rank) rms_norm(row, l->latent->query_norm, rank, l->latent->eps, run->narrow + r * rank);
+    }
+}
+
+/* Threads take rows and heads one after the other, because the rows attend to different numbers of tokens. */
+static void attend_rows(void *context, int64_t lo, int64_t hi) {
+    struct layer_run *run = context;
+    const struct layer *l = run->layer;
+    int64_t rows = run->step->rows, out_width = l->output->of.inputs;
+    for (int64_t thread = lo; thread < hi; thread++) {
+        float *scores = run->scores + thread * run->scores_each;
+        for (;;) {
+            int64_t item = __atomic_fetch_add(&run->next, 1, __ATOMIC_RELAXED), row = item % rows, group = item / rows;
+            if (item >= run->items) break;
+            struct seen seen = seen_by_row(run, row);
+            const float *q = run->q + row * run->q_stride;
+            float *out = run->narrow + row * out_width;
+            if (l->latent) {
+                attend_latent(l->latent, q, run->step->tokens + row, &seen, group, scores, out);
+                continue;
+            }
+            int64_t shared = l->grouped->heads / l->grouped->kv_heads;
+            int64_t groups = (shared + run->together - 1) / run->together, from = group % groups * run->together;
+            attend_grouped(l->grouped, q, &seen, group / groups * shared + from, least(run->together, shared - from),
+                           scores, out);
+        }
+    }
+}
+
+/* run->narrow = the heads' outputs. */
+static void attend_all(struct team *team, struct layer_run *run) {
+    const struct layer *l = run->layer;
+    int64_t rows = run->step->rows, groups;
+    run->q = l->query ? run->query : run->wide;
+    run->q_stride = l->query ? l->query->of.outputs : l->first->of.outputs;
+    if (l->latent) {
+        groups = l->latent->heads;
+    } else {
+        /* Heads that share keys are taken together, unless that leaves threads without work. */
+        int64_t kv_heads = l->grouped->kv_heads, shared = l->grouped->heads / kv_heads;
+        run->together = least(SHARING, shared);
+        while (run->together > 1 && rows * kv_heads * ((shared + run->together - 1) / run->together) < run->threads)
+            run->together--;
+        groups = kv_heads * ((shared + run->together - 1) / run->together);
+    }
+    run->items = rows * groups;
+    parallel_for(team, attend_rows, run, run->threads, WAKE_NS);
+}
+
+/* out += h; x = norm(out). */
+static void leave_attention(void *context, int64_t lo, int64_t hi) {
+    const struct layer_run *run = context;
+    int64_t hidden = run->layer->hidden;
+    for (int64_t r = lo; r < hi; r++) {
+        const float *h = run->step->h + r * hidden;
+        float *out = run->step->out + r * hidden;
+        for (int64_t i = 0; i < hidden; i++) out[i] += h[i];
+        normalise(&run->layer->mlp_norm, out, hidden, run->step->x + r * hidden);
+    }
+}
+
+static void activate_rows(void *context, int64_t lo, int64_t hi) {
+    const struct layer_run *run = context;
+    int64_t channels = run->layer->down->of.inputs;
+    for (int64_t r = lo; r < hi; r++) {
+        float *both = run->wide + r * 2 * channels;
+        silu_times(both, both + channels, channels);
+        memcpy(run->narrow + r * channels, both, (size_t)channels * sizeof *both);
+    }
+}
+
+/* Of a float32 matrix [outputs, hidden], prefetched like the layer's other matrices. */
+static struct weights float32_weights(const struct layer *l, int64_t outputs) {
+    return (struct weights){FLOAT32, 1, l->hidden, outputs, 0, l->first->of.hint, l->first->of.ahead};
+}
+
+/* y = the feed-forward block of x. */
+static void feed_forward(struct team *team, struct layer_run *run, float *y) {
+    const struct layer *l = run->layer;
+    const struct step *s = run->step;
+    tandem_product(team, l->up, s->x, s->rows, run->wide, run->product, WAKE_NS);
+    parallel_for(s->rows < ROWS_ALONE ? NULL : team, activate_rows, run, s->rows, WAKE_NS);
+    tandem_product(team, l->down, run->narrow, s->rows, y, run->product, 0);
+    for (int64_t r = 0; l->gate && r < s->rows; r++) {
+        float dot;
+        struct weights row = float32_weights(l, 1);
+        row_products(&row, l->gate, FLOAT32, 0, 1, s->x + r * l->hidden, 1, &dot, 1);
+        float scale = 1.0f / (1.0f + exponential(-dot));
+        for (int64_t i = 0; i < l->hidden; i++) y[r * l->hidden + i] *= scale;
+    }
+}
+
+int tandem_layer(struct team *team, const struct layer *l, int64_t index, const struct step *s) {
+    struct layer_run run = {.layer = l, .step = s, .index = index, .threads = team ? team->threads : 1};
+    struct team *of_rows = s->rows < ROWS_ALONE ? NULL : team;
+    int64_t tokens = 0;
+    for (int64_t r = 0; r < s->rows; r++) {
+        if (s->tokens[r].position < 0 || s->tokens[r].position >= s->tokens[r].capacity) return BAD_POSITION;
+        struct seen seen = seen_by_row(&run, r);
+        tokens = most(tokens, seen.tokens - seen.first);
+    }
+    if (lay_out_layer(&run, s->rows, tokens, s->scratch) > s->scratch_bytes) return SMALL_BUFFERS;
+    parallel_for(of_rows, enter_attention, &run, s->rows, WAKE_NS);
+    tandem_product(team, l->first, s->x, s->rows, run.wide, run.product, WAKE_NS);
+    parallel_for(of_rows, prepare_rows, &run, s->rows, WAKE_NS);
+    if (l->query) tandem_product(team, l->query, run.narrow, s->rows, run.query, run.product, WAKE_NS);
+    attend_all(team, &run);
+    tandem_product(team, l->output, run.narrow, s->rows, s->out, run.product, WAKE_NS);
+    parallel_for(of_rows, leave_attention, &run, s->rows, WAKE_NS);
+    if (s->logits) {
+        struct matrix router = {float32_weights(l, l->experts), l->router, NULL};
+        tandem_product(team, &router, s->x, s->rows, s->logits, NULL, l->up ? WAKE_NS : 0);
+    }
+    if (!l->up) return FINE;
+    feed_forward(team, &run, l->router ? s->shared : run.dense);
+    for (int64_t i = 0; !l->router && i < s->rows * l->hidden; i++) s->out[i] += run.dense[i];
+    return FINE;
+}

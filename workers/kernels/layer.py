@@ -1,0 +1,180 @@
+"""A decoder layer up to its routed experts, for single tokens of several sequences, in one call of C:
+`c/kernels.h` specifies it.
+
+Arrays are passed by address, because the callers hold torch tensors; the callers check shapes and types when
+they create those.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workers.kernels.c_types import POINTER, SIZE, Matrix, checked, typed
+from workers.kernels.matrix import Address, DenseMatrix, HostMatrix
+from workers.kernels.memory import Kept
+from workers.kernels.native import Library, Team
+
+QK_NORMS = ("", "head", "all")  # of queries and keys: none, of each head, of all heads together
+TOKEN_STEP = 1024  # scratch for attention grows by so many tokens
+
+TOKENS = np.dtype(  # `struct token`
+    [("cosines", "u8"), ("sines", "u8"), ("streams", "u8"), ("capacity", "i8"), ("position", "i8")]
+)
+
+
+class NormOf(ctypes.Structure):
+    """RMS norm, with a bias LayerNorm."""
+
+    _fields_ = (("weight", POINTER), ("bias", POINTER), ("eps", ctypes.c_float))
+
+
+class Grouped(ctypes.Structure):
+    """Attention with query heads in groups that share keys and values."""
+
+    _fields_ = (
+        *((name, SIZE) for name in ("bits", "heads", "kv_heads", "width", "window", "normed")),
+        *((name, POINTER) for name in ("query_norm", "key_norm")),
+        *((name, ctypes.c_float) for name in ("eps", "clip", "scale")),
+    )
+
+
+class Latent(ctypes.Structure):
+    """Attention with keys and values that are expanded from one cached vector a token."""
+
+    _fields_ = (
+        *((name, SIZE) for name in ("bits", "heads", "rank", "nope", "rope", "value", "query_rank")),
+        *((name, POINTER) for name in ("query_norm", "norm", "expansion")),
+        *((name, ctypes.c_float) for name in ("eps", "scale")),
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, SIZE) for name in ("hidden", "experts")),
+        *((name, NormOf) for name in ("attention_norm", "mlp_norm")),
+        ("grouped", ctypes.POINTER(Grouped)),
+        ("latent", ctypes.POINTER(Latent)),
+        *((name, ctypes.POINTER(Matrix)) for name in ("first", "query", "output")),
+        ("router", POINTER),
+        *((name, ctypes.POINTER(Matrix)) for name in ("up", "down")),
+        ("gate", POINTER),
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        ("rows", SIZE),
+        *((name, POINTER) for name in ("tokens", "h", "out", "x", "logits", "shared", "scratch")),
+        ("scratch_bytes", SIZE),
+    )
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A matrix and the address of its bias float32 [outputs]."""
+
+    matrix: HostMatrix | DenseMatrix
+    bias: Address | None = None
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """What a layer computes with. A layer without a router is dense: `up` and `down` are then its own
+    feed-forward block, and otherwise that of its shared experts."""
+
+    hidden: int
+    experts: int
+    attention_norm: NormOf
+    mlp_norm: NormOf
+    attention: Grouped | Latent
+    first: Projection  # queries, keys and values; latent: queries or their latent, then the latent
+    query: Projection | None  # from the queries' latent
+    output: Projection
+    router: Address | None  # float32 [experts, hidden]
+    up: Projection | None  # gate over up [2 I, hidden]
+    down: Projection | None  # [hidden, I]
+    gate: Address | None  # float32 [hidden], of the shared experts' output
+
+
+@dataclass(frozen=True)
+class LayerArrays:
+    """The addresses of what one call reads and writes, float32 [rows, ..]."""
+
+    h: Address  # [rows, hidden]: the residual stream
+    out: Address  # [rows, hidden]: h after the attention, and after the dense block of a dense layer
+    x: Address  # [rows, hidden]: the normalised input of router and experts
+    logits: Address | None  # [rows, experts]; None: not wanted
+    shared: Address | None  # [rows, hidden]: the shared experts' output, where the layer has any
+
+
+class LayerKernel:
+    """Computes one layer. Used by one thread at a time, like the scratch, which layers share."""
+
+    def __init__(
+        self, library: Library, team: Team | None, index: int, parts: LayerParts, scratch: Kept
+    ) -> None:
+        """`index`: the layer's number among those of the KV cache."""
+        self._team, self._threads = team, 1 if team is None else team.threads
+        self._index = index
+        self._parts = parts
+        self._scratch = scratch
+        self._call = typed(library.functions.tandem_layer, POINTER, POINTER, SIZE, POINTER, result=checked)
+        sizes = (POINTER, SIZE, SIZE, SIZE)
+        self._scratch_bytes = typed(library.functions.tandem_layer_scratch, *sizes, result=SIZE)
+        given = {n: getattr(parts, n) for n in ("first", "query", "output", "up", "down")}
+        self._matrices = [
+            (name, part.matrix, Matrix(part.matrix.facts, None, part.bias))
+            for name, part in given.items()
+            if part is not None
+        ]
+        kind = "grouped" if isinstance(parts.attention, Grouped) else "latent"
+        self._layer = _Layer(
+            hidden=parts.hidden,
+            experts=parts.experts,
+            attention_norm=parts.attention_norm,
+            mlp_norm=parts.mlp_norm,
+            router=parts.router,
+            gate=parts.gate,
+            **{kind: ctypes.pointer(parts.attention)},
+            **{name: ctypes.pointer(structure) for name, _, structure in self._matrices},
+        )
+        self._address = ctypes.addressof(self._layer)
+        self._step = _Step()
+        self._step_address = ctypes.addressof(self._step)
+        self._sized = (0, 0)  # rows and tokens of `_step.scratch_bytes`
+
+    def __call__(self, tokens: NDArray[Any], longest: int, arrays: LayerArrays) -> None:
+        """`tokens`: TOKENS [rows], each of another sequence; `longest`: the most that a sequence has, the new
+        token included. Raises IndexError for a position outside its capacity."""
+        held = []  # until the call has returned
+        for _, matrix, structure in self._matrices:
+            data, structure.data = matrix.held()
+            held.append(data)
+        step, rows = self._step, len(tokens)
+        if rows != self._sized[0] or longest > self._sized[1]:
+            self._sized = rows, -(-longest // TOKEN_STEP) * TOKEN_STEP
+            step.scratch_bytes = self._scratch_bytes(self._address, rows, self._threads, self._sized[1])
+        step.rows, step.tokens = rows, tokens.ctypes.data
+        step.scratch = self._scratch.reserve(step.scratch_bytes)
+        step.h, step.out, step.x = arrays.h, arrays.out, arrays.x
+        step.logits, step.shared = arrays.logits, arrays.shared
+        team = None if self._team is None else self._team.handle
+        self._call(team, self._address, self._index, self._step_address)
+
+
+class RMSNorm:
+    """x / sqrt(mean(x^2) + eps) * weight, row by row."""
+
+    def __init__(self, library: Library, weight: Address, width: int, eps: float) -> None:
+        types = (POINTER, POINTER, SIZE, SIZE, ctypes.c_float, POINTER)
+        self._function = typed(library.functions.tandem_rms_norm, *types)
+        self._weight, self._width, self._eps = weight, width, eps
+
+    def __call__(self, x: Address, rows: int, out: Address) -> None:
+        """x and out [rows, width], which may be the same."""
+        self._function(x, self._weight, rows, self._width, self._eps, out)
