@@ -25,12 +25,13 @@ from workers.kernels.c_types import POINTER, SIZE, Activations, Buffers, Weights
 from workers.kernels.memory import LINE, Kept, Rows
 
 VARIANTS = {  # best first
+    "amx": "AMX",
     "avx512": "AVX-512 VNNI",
     "avxvnni": "AVX-VNNI",
     "avx2": "AVX2",
     "portable": "portable C",
 }
-VERSION = 6  # of the functions in c/kernels.h
+VERSION = 7  # of the functions in c/kernels.h
 OTHER_VERSION = "compiled from another version: install again"
 BF16_BITS = 16
 
@@ -127,9 +128,15 @@ class Library:
         self._start_team = typed(functions.tandem_team_create, SIZE, result=POINTER)
         self._linger = typed(functions.tandem_team_linger, POINTER, SIZE)
         self._end_team = typed(functions.tandem_team_destroy, POINTER)
+        self._set_matrix_rows = typed(functions.tandem_set_matrix_rows, SIZE)
 
     def kernel(self, geometry: Geometry, team: Team | None = None) -> Kernel:
         return Kernel(self, geometry, team)
+
+    def set_matrix_rows(self, rows: int) -> None:
+        """From how many rows of one product matrix units compute it, where the variant has them. Changes no
+        bits. Not while a kernel computes."""
+        self._set_matrix_rows(rows)
 
     def read(self, memory: Bytes, prefetch: Prefetch, team: Team | None = None) -> int:
         """Read all of `memory`, contiguous and a multiple of 64 bytes, and return its sum as 64-bit numbers:
@@ -326,8 +333,10 @@ def load(variant: str) -> Library | str:
         return OTHER_VERSION
     except OSError as e:
         return f"cannot be loaded: {e}"
-    if not functions.tandem_supported():
-        return f"this processor has no {VARIANTS[variant]}"
+    supported = functions.tandem_supported()
+    if supported <= 0:
+        lacks = "this processor has no" if supported == 0 else "the system does not permit"
+        return f"{lacks} {VARIANTS[variant]}"
     return Library(Choice(variant), functions)
 
 

@@ -5,6 +5,13 @@
  * which computes one block of 16 outputs of INT4 or INT8 for `rows` (1 to ROWS) rows into y [rows, 16]; `bits`, `rows`
  * and `hint` are constants. codes and factors are packed: for each group the rows' codes, one row after the other, and
  * the rows' factors.
+ *
+ * A variant with matrix units defines MATRIX_UNITS and
+ *
+ *     units_begin(rest), units_end()      before and after calls on one thread; `rest`: rows beyond whole chunks
+ *     strip_of(w, block, groups, codes, factors, count, y)
+ *
+ * which computes the same of `count` rows, at most STRIP, packed in chunks of TALL_ROWS, into y [count, 16].
  */
 #include "attention.h"
 #include "bandwidth.h"
@@ -17,9 +24,21 @@
 
 #include <string.h>
 
-int tandem_kernels_version(void) { return 6; }
+int tandem_kernels_version(void) { return 7; }
 
-enum { STRIP = 128 }; /* rows: their activations stay in a core's cache while all blocks are multiplied */
+
+/* Rows from which a variant's matrix units compute a product; has no effect on one that has none. */
+static int64_t matrix_rows = MATRIX_ROWS;
+
+void tandem_set_matrix_rows(int64_t rows) { matrix_rows = rows; }
+
+/* Rows of a chunk of packed activations. */
+static int64_t chunk_rows(int64_t count) {
+#ifdef MATRIX_UNITS
+    if (count >= matrix_rows) return TALL_ROWS;
+#endif
+    return count > 0 ? ROWS : 1;
+}
 
 static int64_t block_bytes(const struct weights *w, int64_t inputs) {
     int64_t groups = (inputs + w->group - 1) / w->group;
@@ -67,7 +86,7 @@ void tandem_quantize(const struct weights *w, const float *x, int64_t rows, void
                      factors + 2 * r * (padded / w->group));
 }
 
-/* --- packing: for each chunk of ROWS rows, group by group ---------------------------------------------------- */
+/* --- packing: for each chunk of rows, group by group --------------------------------------------------------- */
 
 struct packed {
     int8_t *codes;
@@ -76,9 +95,9 @@ struct packed {
 
 static void pack(const struct weights *w, int64_t inputs, const struct activations *x, const int32_t *chosen,
                  int64_t count, struct packed to) {
-    int64_t groups = rounded_up(inputs, w->group) / w->group, padded = groups * w->group;
-    for (int64_t first = 0; first < count; first += ROWS) {
-        int64_t rows = least(ROWS, count - first);
+    int64_t groups = rounded_up(inputs, w->group) / w->group, padded = groups * w->group, chunk = chunk_rows(count);
+    for (int64_t first = 0; first < count; first += chunk) {
+        int64_t rows = least(chunk, count - first);
         for (int64_t r = 0; r < rows; r++) {
             int64_t row = chosen ? chosen[first + r] : first + r;
             const int8_t *codes = (const int8_t *)x->codes + row * padded;
@@ -149,29 +168,57 @@ struct product {
     int add;
 };
 
+/* y [rows, BLOCK] of block b to rows from `first` on. */
+static void take_outputs(const struct product *p, int64_t b, int64_t first, int64_t rows, const float *from) {
+    int64_t width = least(BLOCK, p->outputs - b * BLOCK);
+    for (int64_t r = 0; r < rows; r++, from += BLOCK) {
+        float *to = p->y + (first + r) * p->stride + b * BLOCK;
+        if (width < BLOCK)
+            for (int64_t i = 0; i < width; i++) to[i] = p->add ? to[i] + from[i] : from[i];
+        else if (p->add)
+            for (int i = 0; i < BLOCK; i++) to[i] += from[i];
+        else
+            memcpy(to, from, BLOCK * sizeof(float));
+    }
+}
+
+#ifdef MATRIX_UNITS
+static void strips(const struct product *p, int64_t lo, int64_t hi) {
+    int64_t size = block_bytes(p->w, p->inputs), group = p->w->group;
+    int64_t groups = rounded_up(p->inputs, group) / group;
+    float y[STRIP * BLOCK] __attribute__((aligned(64)));
+    units_begin(p->count % TALL_ROWS);
+    for (int64_t first = 0; first < p->count; first += STRIP) {
+        int64_t rows = least(STRIP, p->count - first);
+        for (int64_t b = lo; b < hi; b++) {
+            strip_of(p->w, p->matrix + b * size, groups, p->x.codes + first * groups * group,
+                     p->x.factors + 2 * first * groups, rows, y);
+            take_outputs(p, b, first, rows, y);
+        }
+    }
+    units_end();
+}
+#else
+static void strips(const struct product *p, int64_t lo, int64_t hi) { (void)p, (void)lo, (void)hi; }
+#endif
+
 static void blocks(void *context, int64_t lo, int64_t hi) {
     const struct product *p = context;
     int64_t size = block_bytes(p->w, p->inputs), group = p->w->group;
     int64_t groups = rounded_up(p->inputs, group) / group;
+    if (chunk_rows(p->count) > ROWS) {
+        strips(p, lo, hi);
+        return;
+    }
     float y[ROWS * BLOCK] __attribute__((aligned(64)));
     for (int64_t strip = 0; strip < p->count; strip += STRIP) {
         int64_t end = least(strip + STRIP, p->count);
         for (int64_t b = lo; b < hi; b++) {
-            int64_t width = least(BLOCK, p->outputs - b * BLOCK);
             for (int64_t first = strip; first < end; first += ROWS) {
                 int64_t rows = least(ROWS, end - first);
                 one_block(p->w, p->matrix + b * size, groups, p->x.codes + first * groups * group,
                           p->x.factors + 2 * first * groups, rows, y);
-                for (int64_t r = 0; r < rows; r++) {
-                    float *to = p->y + (first + r) * p->stride + b * BLOCK;
-                    const float *from = y + r * BLOCK;
-                    if (width < BLOCK)
-                        for (int64_t i = 0; i < width; i++) to[i] = p->add ? to[i] + from[i] : from[i];
-                    else if (p->add)
-                        for (int i = 0; i < BLOCK; i++) to[i] += from[i];
-                    else
-                        memcpy(to, from, BLOCK * sizeof(float));
-                }
+                take_outputs(p, b, first, rows, y);
             }
         }
     }

@@ -24,6 +24,11 @@
 
 enum { BLOCK = 16 }; /* outputs interleaved in the integer formats */
 enum { ROWS = 8 };   /* most rows that one read of a block is applied to */
+enum { STRIP = 128 }; /* rows: their activations stay in a core's cache while all blocks are multiplied */
+
+/* Matrix units: rows of a tile. A tile takes about as long however many of its rows are used, as long as the vectors
+ * take for 8 rows or 9: unpacked weights, two loads and a store of 16 to 20 cycles each against 8 cycles a row. */
+enum { TALL_ROWS = 16, MATRIX_ROWS = 12 };
 
 enum { INT4 = 4, INT8 = 8, BF16 = 16, FLOAT32 = 32 }; /* bits of a weight: which format */
 
@@ -55,8 +60,12 @@ struct team; /* threads that share one computation; NULL is the calling thread a
 /* Raised with every change of the functions below, so that a library compiled from an older checkout is not used. */
 int tandem_kernels_version(void);
 
-/* Whether this CPU has what the variant was compiled for. */
+/* 1 if this CPU has what the variant was compiled for, 0 if not, -1 if the system does not permit its use. */
 int tandem_supported(void);
+
+/* Rows of one product from which matrix units compute it, in variants that have them; MATRIX_ROWS at first. Changes no
+ * bits. Not while a function below runs. */
+void tandem_set_matrix_rows(int64_t rows);
 
 /* x float32 [rows, inputs] as activations; padding of the inputs to whole groups becomes 0. */
 void tandem_quantize(const struct weights *weights, const float *x, int64_t rows, void *codes, float *factors);

@@ -1,0 +1,92 @@
+"""Products by matrix units have the same bits as by vectors: amx.c with its tiles emulated as Intel's manual
+defines them, because few processors have them. The emulation ends the process where a
+processor would refuse."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from kernel_runs import kernel_of
+from quantized_cases import make_case
+
+from shm.layout import format_named
+from workers.kernels.native import Choice, Geometry, Library, load
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("int8", "int4", "int4-g128")
+
+
+@pytest.fixture(scope="module")
+def vectors() -> Library:
+    found = load("avx512")
+    if isinstance(found, str):
+        pytest.skip(f"AVX-512: {found}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def emulated(vectors: Library, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    modules = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+    (module,) = (one for one in modules if one["name"] == "workers.kernels._amx")
+    options = [one for one in module["extra-compile-args"] if not one.startswith("-mamx")]
+    tiles = Path(__file__).with_name("emulated_tiles.h")
+    library = tmp_path_factory.mktemp("amx") / "emulated.so"
+    command = [compiler, *options, f'-DTANDEM_EMULATED_TILES="{tiles}"', "-shared", "-fPIC", "-o", library]
+    built = subprocess.run(
+        [*command, *(ROOT / one for one in module["sources"])], capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr
+    functions = ctypes.CDLL(str(library))
+    assert functions.tandem_supported()
+    return Library(Choice("emulated"), functions)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=st.sampled_from(NAMES),
+    rows=st.integers(1, 300),
+    outputs=st.integers(1, 70),
+    inputs=st.integers(1, 400),
+    seed=st.integers(0, 1000),
+)
+@example(name="int8", rows=300, outputs=17, inputs=129, seed=0)
+@example(name="int4", rows=129, outputs=33, inputs=65, seed=0)
+@example(name="int4-g128", rows=16, outputs=16, inputs=128, seed=0)
+def test_products(emulated, vectors, threads, name, rows, outputs, inputs, seed) -> None:
+    form, random = format_named(name), np.random.default_rng(seed)
+    data = np.empty(form.matrix_bytes(outputs, inputs), np.uint8)
+    form.encode_matrix(random.standard_normal((outputs, inputs)).astype(np.float32), data)
+    x = random.standard_normal((rows, inputs)).astype(np.float32)
+    found = []
+    for library in (emulated, vectors):
+        team = library.team(threads)
+        kernel = library.kernel(Geometry(form, inputs, outputs), team)
+        found.append(kernel.matmul(data, kernel.quantize(x)))
+        if team is not None:
+            team.close()
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("least", [1, 12, 40])
+@pytest.mark.parametrize("name", NAMES)
+def test_tiles_from_any_number_of_rows_on(emulated, vectors, name, least) -> None:
+    """Every number of rows, from wherever matrix units take over."""
+    emulated.set_matrix_rows(least)
+    for rows in (1, 2, 7, 8, 9, 11, 12, 15, 16, 17, 31, 32, 39, 40, 47, 127, 128, 131):
+        case = make_case(name, 150, 1, 3, rows, "random", "normal", "normal", seed=rows)
+        kernels = [kernel_of(library, case.layout) for library in (emulated, vectors)]
+        found = [kernel.tiles(case.data, kernel.quantize(case.x), case.rows) for kernel in kernels]
+        np.testing.assert_array_equal(*found)
+    emulated.set_matrix_rows(12)
