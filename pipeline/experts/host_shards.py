@@ -55,7 +55,11 @@ def divide_into_shards(share: Share, workers: WorkerCores, phase: Phase, batch_r
     # of one tile of each item
     costs = [ROWS_PER_READ + end - start for start, end in pairwise(ends)]
     parts = _consecutive(items, costs, workers) if phase == "decode" else _by_expert(items, costs, workers)
-    return [_shard(_taken(share, part), batch_rows, worker) for worker, part in enumerate(parts) if part]
+    return [
+        _shard(_taken(share, items, ends, part), batch_rows, worker)
+        for worker, part in enumerate(parts)
+        if part
+    ]
 
 
 Items = list[list[int]]  # expert, lo, hi
@@ -110,11 +114,16 @@ def _by_expert(items: Items, costs: list[int], workers: WorkerCores) -> list[Par
     return [[(i, items[i][1], items[i][2]) for i in sorted(part)] for part in chosen]
 
 
-def _taken(share: Share, part: Part) -> Share:
-    taken = share.take([i for i, _, _ in part])
-    items = taken.items.copy()
-    items[:, 1:] = [(lo, hi) for _, lo, hi in part]
-    return taken._replace(items=items)
+def _taken(share: Share, items: Items, ends: list[int], part: Part) -> Share:
+    """The share's tiles of one part; `items` and `ends`, its offsets, as plain numbers."""
+    numbers = np.array([(items[i][0], lo, hi) for i, lo, hi in part], np.int32)
+    chosen = [i for i, _, _ in part]
+    first, end = chosen[0], chosen[-1] + 1
+    if chosen != list(range(first, end)):  # with several nodes, or whole experts of a prompt
+        return share.take(chosen)._replace(items=numbers)
+    offsets = share.offsets[first : end + 1] - share.offsets[first]
+    start, stop = ends[first], ends[end]
+    return Share(numbers, offsets, share.rows[start:stop], share.weights[start:stop])
 
 
 def _shard(share: Share, batch_rows: int, worker: int) -> HostShard:

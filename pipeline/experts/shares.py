@@ -36,12 +36,7 @@ class Share(NamedTuple):
         return sum(hi - lo for _, lo, hi in self.items.tolist())
 
     def take(self, chosen: list[int]) -> Share:
-        """The share with these items alone, at least one, in this order."""
-        first, end = chosen[0], chosen[-1] + 1
-        if chosen == list(range(first, end)):  # as mostly: rows and weights are not copied
-            offsets = self.offsets[first : end + 1]
-            here = slice(offsets[0], offsets[-1])
-            return Share(self.items[first:end], offsets - offsets[0], self.rows[here], self.weights[here])
+        """The share with these items alone, in this order."""
         starts = self.offsets[chosen]
         counts = self.offsets[1:][chosen] - starts
         offsets = np.zeros(len(chosen) + 1, np.int32)
@@ -95,8 +90,7 @@ def _share(
     share = Share(items, active.offsets, active.rows, active.weights)
     if among is None or among.all():
         return share
-    chosen = np.flatnonzero(among).tolist()
-    return share.take(chosen) if chosen else NOTHING
+    return share.take(np.flatnonzero(among).tolist())
 
 
 def _wrong_cuts(residency: IntArray, tiles: int) -> PlanError:
