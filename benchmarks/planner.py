@@ -32,7 +32,7 @@ from pipeline.policies import balance
 from pipeline.policies.presets import PRESETS, make_policy
 from pipeline.policies.view import Ahead, ModelShape, Policy, PolicyRequest, Routing, Signals, Target, View
 
-LIMIT_US = 60  # at the median, a layer
+LIMIT_US = 20  # at the median, a layer
 PROMPT = 16  # tokens of one untimed prefill step
 COMPARED = [("dali", {"assignment": "optimum"}), ("dali", {"assignment": "beam"})]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -261,7 +260,7 @@ def test_many_rows_and_the_first_answer_may_take_longer(harness: PoolHarness) ->
     _, second = harness.start(2, warm=False, limits=SHORT)
     second.warm_up()
     harness.pool.submit(0, [shard_of(0), shard_of(1, 1)], X)
-    wide = replace(shard_of(2), kept=np.arange(500))
+    wide = shard_of(2)._replace(kept=np.arange(500))
     harness.pool.submit(0, [wide], np.ones((500, HIDDEN), np.float32))
     harness.update_for(0.6)
     assert hung(harness) == []  # one imports its kernels, the other computes many rows
@@ -301,7 +300,7 @@ def test_default_limits_of_silence(
     if warm:
         for worker in (first, second):
             worker.warm_up()
-        wide = replace(shard_of(2), kept=np.arange(rows))
+        wide = shard_of(2)._replace(kept=np.arange(rows))
         harness.pool.submit(0, [wide], np.ones((rows, HIDDEN), np.float32))
     else:
         second.warm_up()
