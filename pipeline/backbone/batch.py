@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.backbone.kv_cache import SequenceKV
-from workers.kernels.layer import TOKENS
+from workers.kernels.layer import TOKEN, Tokens
 
 
 @dataclass(frozen=True)
@@ -60,22 +59,17 @@ class Batch:
         """Whether all spans' keys and values are stored: not in a step that torch computes gradients of."""
         return all(span.kv.layers for span in self.spans)
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence, the new ones included."""
-        return max(span.kv.length + len(span.tokens) for span in self.spans)
-
     @cached_property
-    def host_tokens(self) -> NDArray[Any]:
-        """The rows for the host's kernel of a layer, TOKENS [R], where each span is a single token."""
-        rows = np.empty(self.rows, TOKENS)
+    def host_tokens(self) -> Tokens:
+        """The rows for the host's kernel of a layer, where each span is a single token."""
+        rows = np.empty(self.rows, TOKEN)
         for name, table in zip(("cosines", "sines"), self.cos_sin, strict=True):
             step = table.element_size() * table.stride(0)
             rows[name] = table.data_ptr() + step * np.arange(self.rows)
         for row, span in enumerate(self.spans):
             rows["streams"][row] = span.kv.addresses
             rows["capacity"][row], rows["position"][row] = span.kv.capacity, span.kv.length
-        return rows
+        return Tokens(rows)
 
 
 def logit_rows(inputs: Sequence[StepInput]) -> tuple[list[int], list[int]]:

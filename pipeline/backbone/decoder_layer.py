@@ -74,7 +74,7 @@ class DecoderLayer:
         return None if self._shared is None else self._shared(x)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, which takes longer to make
 class AfterAttention:
     """A layer up to its experts: hidden states `h` and the normalised input `x` of router and experts, both
     float32 [R, H]; and what the host has computed in the same call."""

@@ -10,8 +10,10 @@ from pipeline.backbone.attention import Attention
 from pipeline.backbone.batch import Batch
 from pipeline.backbone.blocks import Norm, SwiGLU
 from pipeline.backbone.linear import FEW_ROWS, Precision
-from workers.kernels.layer import LayerArrays, LayerKernel, LayerParts
+from workers.kernels.layer import LayerKernel, LayerParts
 from workers.kernels.memory import Kept
+
+FLOAT32 = 4  # bytes
 
 
 class HostLayer:
@@ -33,15 +35,16 @@ class HostLayer:
         device has a library of kernels."""
         device = precision.device
         assert device.library is not None
-        self._router, self._block = router, block
+        self._experts = 0 if router is None else len(router)
+        self._shares = router is not None and block is not None
         self._most = None if precision.quantized else FEW_ROWS
-        self._kept = attention_norm, attention, mlp_norm  # the kernel reads their memory
+        self._kept = attention_norm, attention, mlp_norm, block, router  # the kernel reads their memory
         up, down = (None, None) if block is None else (block.up.on_host(), block.down.on_host())
         gate = None if block is None or block.gate is None else block.gate.data_ptr()
         kind, first, query, output = attention.on_host()
         parts = LayerParts(
             hidden=attention_norm.width,
-            experts=0 if router is None else len(router),
+            experts=self._experts,
             attention_norm=attention_norm.on_host(),
             mlp_norm=mlp_norm.on_host(),
             attention=kind,
@@ -66,15 +69,16 @@ class HostLayer:
         normalised input of router and experts; the router's logits if `routed`; the shared experts'
         output."""
         h = h.contiguous()
-        out, x = torch.empty_like(h), torch.empty_like(h)
-        logits, shared = None, None
-        if self._router is not None:
-            logits = torch.empty(batch.rows, len(self._router)) if routed else None
-            shared = None if self._block is None else torch.empty_like(h)
-        arrays = LayerArrays(h.data_ptr(), out.data_ptr(), x.data_ptr(), _address(logits), _address(shared))
-        self._kernel(batch.host_tokens, batch.longest, arrays)
-        return out, x, logits, shared
-
-
-def _address(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
+        number = 3 if self._shares else 2
+        made = torch.empty(number, *h.shape)
+        first, step = made.data_ptr(), h.numel() * FLOAT32
+        logits = torch.empty(len(h), self._experts) if routed else None
+        self._kernel(
+            batch.host_tokens,
+            h.data_ptr(),
+            out=first,
+            x=first + step,
+            logits=None if logits is None else logits.data_ptr(),
+            shared=first + 2 * step if self._shares else None,
+        )
+        return made[0], made[1], logits, made[2] if self._shares else None

@@ -272,7 +272,7 @@ def test_many_rows_wait_only_where_no_worker_has_imported_torch(harness: PoolHar
     first, second = harness.start(2, limits=SHORT)
     first.line.rows = 4
     x = np.ones((9, HIDDEN), np.float32)
-    wide = [replace(shard_of(3), kept=np.arange(len(x)))]
+    wide = [shard_of(3)._replace(kept=np.arange(len(x)))]
     harness.submit(1)
     (few,) = first.take()
     harness.pool.submit(0, wide, x)

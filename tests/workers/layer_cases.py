@@ -11,14 +11,14 @@ from shm.blocks import BlockFormat
 from shm.layout import format_named
 from workers.kernels.layer import (
     QK_NORMS,
-    TOKENS,
+    TOKEN,
     Grouped,
     Latent,
-    LayerArrays,
     LayerKernel,
     LayerParts,
     NormOf,
     Projection,
+    Tokens,
 )
 from workers.kernels.matrix import DenseMatrix, HostMatrix, quantized
 from workers.kernels.memory import Kept
@@ -230,7 +230,7 @@ class Rows:
         angles = self.angles[rows]
         cos, sin = np.cos(angles), np.sin(angles)
         turns = np.stack((np.concatenate((cos, cos), 1), np.concatenate((-sin, sin), 1))).astype(np.float32)
-        tokens = np.zeros(len(rows), TOKENS)
+        tokens = np.zeros(len(rows), TOKEN)
         for i, row in enumerate(rows):
             tokens[i] = (
                 turns[0, i].ctypes.data,
@@ -245,8 +245,7 @@ class Rows:
         addresses_of = {name: array.ctypes.data for name, array in found.items()}
         if not logits:
             addresses_of["logits"] = None  # type: ignore[assignment]
-        arrays = LayerArrays(h=h.ctypes.data, **addresses_of)
-        kernel(tokens, max(self.positions) + 1, arrays)
+        kernel(Tokens(tokens), h.ctypes.data, **addresses_of)
         assert np.array_equal(h, self.h[rows])
         return found | {f"cache {n}": _each([c[n] for c in caches]) for n in range(len(caches[0]))}
 

@@ -22,9 +22,20 @@ from workers.kernels.native import Library, Team
 QK_NORMS = ("", "head", "all")  # of queries and keys: none, of each head, of all heads together
 TOKEN_STEP = 1024  # scratch for attention grows by so many tokens
 
-TOKENS = np.dtype(  # `struct token`
+TOKEN = np.dtype(
     [("cosines", "u8"), ("sines", "u8"), ("streams", "u8"), ("capacity", "i8"), ("position", "i8")]
 )
+
+
+class Tokens:
+    """The rows of a step, each a token of another sequence; for all of its layers."""
+
+    def __init__(self, rows: NDArray[Any]) -> None:
+        """`rows`: TOKEN [R], as `struct token`."""
+        self.rows = len(rows)
+        self.longest = int(rows["position"].max(initial=0)) + 1
+        self._kept = rows
+        self.address: Address = rows.ctypes.data
 
 
 class NormOf(ctypes.Structure):
@@ -101,17 +112,6 @@ class LayerParts:
     gate: Address | None  # float32 [hidden], of the shared experts' output
 
 
-@dataclass(frozen=True)
-class LayerArrays:
-    """The addresses of what one call reads and writes, float32 [rows, ..]."""
-
-    h: Address  # [rows, hidden]: the residual stream
-    out: Address  # [rows, hidden]: h after the attention, and after the dense block of a dense layer
-    x: Address  # [rows, hidden]: the normalised input of router and experts
-    logits: Address | None  # [rows, experts]; None: not wanted
-    shared: Address | None  # [rows, hidden]: the shared experts' output, where the layer has any
-
-
 class LayerKernel:
     """Computes one layer. Used by one thread at a time, like the scratch, which layers share."""
 
@@ -127,11 +127,8 @@ class LayerKernel:
         sizes = (POINTER, SIZE, SIZE, SIZE)
         self._scratch_bytes = typed(library.functions.tandem_layer_scratch, *sizes, result=SIZE)
         given = {n: getattr(parts, n) for n in ("first", "query", "output", "up", "down")}
-        self._matrices = [
-            (name, part.matrix, Matrix(part.matrix.facts, None, part.bias))
-            for name, part in given.items()
-            if part is not None
-        ]
+        structures = {n: Matrix(p.matrix.facts, None, p.bias) for n, p in given.items() if p is not None}
+        self._matrices = [(given[name].matrix, structure) for name, structure in structures.items()]
         kind = "grouped" if isinstance(parts.attention, Grouped) else "latent"
         self._layer = _Layer(
             hidden=parts.hidden,
@@ -141,30 +138,39 @@ class LayerKernel:
             router=parts.router,
             gate=parts.gate,
             **{kind: ctypes.pointer(parts.attention)},
-            **{name: ctypes.pointer(structure) for name, _, structure in self._matrices},
+            **{name: ctypes.pointer(structure) for name, structure in structures.items()},
         )
         self._address = ctypes.addressof(self._layer)
         self._step = _Step()
         self._step_address = ctypes.addressof(self._step)
         self._sized = (0, 0)  # rows and tokens of `_step.scratch_bytes`
 
-    def __call__(self, tokens: NDArray[Any], longest: int, arrays: LayerArrays) -> None:
-        """`tokens`: TOKENS [rows], each of another sequence; `longest`: the most that a sequence has, the new
-        token included. Raises IndexError for a position outside its capacity."""
+    def __call__(
+        self,
+        tokens: Tokens,
+        h: Address,
+        out: Address,
+        x: Address,
+        logits: Address | None,
+        shared: Address | None,
+    ) -> None:
+        """`h` [rows, hidden]: the residual stream. Written, all float32: `out` [rows, hidden], h after the
+        attention, and after the block of a dense layer; `x` [rows, hidden], the normalised input of router
+        and experts; `logits` [rows, experts], unless None; `shared` [rows, hidden], the shared experts'
+        output, where the layer has any. Raises IndexError for a position outside its capacity."""
         held = []  # until the call has returned
-        for _, matrix, structure in self._matrices:
-            data, structure.data = matrix.held()
+        for matrix, structure in self._matrices:
+            data, structure.data = matrix.held
             held.append(data)
-        step, rows = self._step, len(tokens)
-        if rows != self._sized[0] or longest > self._sized[1]:
-            self._sized = rows, -(-longest // TOKEN_STEP) * TOKEN_STEP
+        step, rows = self._step, tokens.rows
+        if rows != self._sized[0] or tokens.longest > self._sized[1]:
+            self._sized = rows, -(-tokens.longest // TOKEN_STEP) * TOKEN_STEP
             step.scratch_bytes = self._scratch_bytes(self._address, rows, self._threads, self._sized[1])
-        step.rows, step.tokens = rows, tokens.ctypes.data
-        step.scratch = self._scratch.reserve(step.scratch_bytes)
-        step.h, step.out, step.x = arrays.h, arrays.out, arrays.x
-        step.logits, step.shared = arrays.logits, arrays.shared
-        team = None if self._team is None else self._team.handle
-        self._call(team, self._address, self._index, self._step_address)
+        step.rows, step.tokens, step.scratch = rows, tokens.address, self._scratch.reserve(step.scratch_bytes)
+        step.h, step.out, step.x, step.logits, step.shared = h, out, x, logits, shared
+        self._call(
+            None if self._team is None else self._team.handle, self._address, self._index, self._step_address
+        )
 
 
 class RMSNorm:

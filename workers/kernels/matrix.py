@@ -30,7 +30,9 @@ class HostMatrix:
         """`data`: the matrix [outputs, inputs] of this `shape` in the format's bytes, see `quantized`."""
         self._format = format
         self._outputs, self._inputs = shape
-        self._data = data
+        # The bytes and their address, which is valid as long as these bytes are referenced: `materialize` may
+        # replace both at any time.
+        self.held: tuple[Bytes, Address] = data, data.ctypes.data
         library = best()
         prefetch = Prefetch() if library is None else library.choice.prefetch
         where = 0, prefetch.number, prefetch.ahead
@@ -40,28 +42,23 @@ class HostMatrix:
 
     @property
     def bytes(self) -> int:
-        return len(self._data)
+        return len(self.held[0])
 
     def materialize(self, proceed: Callable[[], bool]) -> None:
         """Copy the bytes into private memory, unless `proceed` returns False meanwhile; for any thread."""
-        data = copy_to_private(self._data, proceed)
-        self._data = self._data if data is None else data
-
-    def held(self) -> tuple[Bytes, Address]:
-        """The bytes and their address, which is valid as long as these bytes are referenced: `materialize`
-        may replace them at any time."""
-        data = self._data
-        return data, data.ctypes.data
+        data = copy_to_private(self.held[0], proceed)
+        if data is not None:
+            self.held = data, data.ctypes.data
 
     def product(self, x: Float32) -> Float32:
         """x @ W.T, x float32 [R, inputs]: float32 [R, outputs]."""
         if self._kernel is not None:
-            return self._kernel.matmul(self._data, self._kernel.quantize(x))
+            return self._kernel.matmul(self.held[0], self._kernel.quantize(x))
         import torch
 
         from workers.kernels.unpack import dequantize, int8_steps
 
-        w = dequantize(self._format, torch.from_numpy(self._data), self._outputs, self._inputs)
+        w = dequantize(self._format, torch.from_numpy(self.held[0]), self._outputs, self._inputs)
         y: Float32 = (int8_steps(torch.from_numpy(x), self._format.group) @ w.T).numpy()
         return y
 
@@ -79,15 +76,11 @@ class DenseMatrix:
         self._scratch = Kept()
         prefetch = library.choice.prefetch
         self.facts = Weights(bits, 1, self._inputs, self._outputs, 0, prefetch.number, prefetch.ahead)
-        self._address = data
+        self.held = None, data  # as of a HostMatrix
         self._structure = Matrix(self.facts, data, None)
         types = (*[POINTER] * 3, SIZE, POINTER, POINTER, SIZE)
         self._product = typed(library.functions.tandem_product, *types)
         self._scratch_bytes = typed(library.functions.tandem_product_scratch, POINTER, SIZE, result=SIZE)
-
-    def held(self) -> tuple[None, Address]:
-        """As of a HostMatrix."""
-        return None, self._address
 
     def product(self, x: Float32) -> Float32:
         """x @ W.T, x float32 [R, inputs], rounded to bf16 for a matrix in bf16: float32 [R, outputs]."""

@@ -69,13 +69,23 @@ struct stream {
     int64_t step, key_width, value_width;
 };
 
-/* scores[r][t - first] = scale * q[r] . key t for `heads` (a constant) heads that share keys. */
+enum { KEYS_AHEAD = 4096 }; /* bytes: how far ahead keys are prefetched */
+
+static void prefetch_bytes(const char *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+}
+
+/* scores[r][t - first] = scale * q[r] . key t for `heads` (a constant) heads that share keys. Nothing of a sequence is in
+ * the caches, which the weights have passed through: its keys are prefetched, and the values that are read next. */
 INLINE void score_keys(const struct stream *s, const int bits, const float *q, int64_t stride, const int heads,
                    int64_t first, int64_t tokens, float scale, float *scores, int64_t scores_stride) {
     int64_t whole = s->key_width / LANES * LANES;
     for (int64_t t = first; t < tokens; t++) {
         vector sums[SHARING];
         for (int r = 0; r < heads; r++) sums[r] = (vector){0};
+        prefetch_bytes((const char *)s->keys + t * s->step * (bits / 8) + KEYS_AHEAD, s->key_width * (bits / 8));
+        if (s->values != s->keys)
+            prefetch_bytes((const char *)s->values + t * s->step * (bits / 8), s->value_width * (bits / 8));
         for (int64_t i = 0; i < whole; i += LANES) {
             vector key = vector_at(s->keys, t * s->step + i, bits);
             for (int r = 0; r < heads; r++) sums[r] = VFMA(key, loaded(q + r * stride + i), sums[r]);
