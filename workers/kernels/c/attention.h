@@ -75,8 +75,8 @@ static void prefetch_bytes(const char *from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 
-/* scores[r][t - first] = scale * q[r] . key t for `heads` (a constant) heads that share keys. Nothing of a sequence is in
- * the caches, which the weights have passed through: its keys are prefetched, and the values that are read next. */
+/* scores[r][t - first] = scale * q[r] . key t for `heads` (a constant) heads that share keys. Nothing of a sequence is
+ * in the caches, which the weights have passed through: its keys are prefetched, and the values that follow. */
 INLINE void score_keys(const struct stream *s, const int bits, const float *q, int64_t stride, const int heads,
                    int64_t first, int64_t tokens, float scale, float *scores, int64_t scores_stride) {
     int64_t whole = s->key_width / LANES * LANES;

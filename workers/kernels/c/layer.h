@@ -1,6 +1,6 @@
 /* A decoder layer up to its routed experts, for single tokens of several sequences, in one call: norm, products,
- * attention, norm, router, shared experts. The team's threads spin between these parts, so that a layer wakes them once.
- * Part of body.h. */
+ * attention, norm, router, shared experts. The team's threads spin between these parts, so that a layer wakes them
+ * once. Part of body.h. */
 #pragma once
 
 #include "attention.h"
@@ -8,7 +8,7 @@
 #include "team.h"
 #include "vectors.h"
 
-enum { ROWS_ALONE = 4 };  /* so few rows one thread normalises or quantizes sooner than the others take part */
+enum { ROWS_ALONE = 4 };    /* so few rows one thread normalises or quantizes sooner than the others take part */
 enum { OUTPUTS_TAKEN = 4 }; /* of a row-major matrix: threads divide it in these units */
 
 /* --- a product ------------------------------------------------------------------------------------------------ */
