@@ -26,7 +26,7 @@ from shm.formats import Bytes
 from shm.layout import FORMATS, ExpertShape, StoreLayout, TileFormat, suitable_tile
 from shm.segment import Segment, unlink
 from workers.kernels import reading
-from workers.kernels.host import BF16_ROWS
+from workers.kernels.choice import DEFAULT
 from workers.kernels.native import VARIANTS, Geometry, Library, Team, best, load
 from workers.kernels.reference import ReferenceKernel
 
@@ -177,7 +177,7 @@ def _plan(format: TileFormat, shape: tuple[int, int], quick: bool) -> Iterator[t
     available = [name for name in VARIANTS if isinstance(load(name), Library)]
     large = shape == SHAPES["Mixtral-8x7B"]
     for variant, rows in ((v, r) for v in available for r in ROWS):
-        if format.name == "bf16" and rows > BF16_ROWS:
+        if format.name == "bf16" and rows > DEFAULT.bf16_rows:
             continue
         first = variant == available[0]
         if quick and format.name == "int4" and rows == 1 and not large:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import ResolvedConfig
+from workers.kernels.choice import DEFAULT, Choice
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class CoordinatorConfig:
     workers: WorkerCores
     slab: bool  # the first policy keeps experts on the device, and the prefetcher is being started
     options: ResolvedConfig
+    kernels: Choice = DEFAULT
 
     @classmethod
     def from_map(cls, config: dict[str, Any]) -> CoordinatorConfig:
@@ -57,4 +59,5 @@ class CoordinatorConfig:
             workers=WorkerCores(tuple(config["workers"]), config["nodes"]),
             slab=config["slab"],
             options=ResolvedConfig.from_map(config["config"]),
+            kernels=Choice.from_map(config["kernels"]),
         )

@@ -20,8 +20,9 @@ from shm.layout import ExpertShape
 from shm.store import Store
 from workers.child_endpoint import ChildEndpoint
 from workers.emulation import sleep_until
+from workers.kernels.choice import Choice
 from workers.kernels.host import UNLIMITED, HostKernel
-from workers.kernels.native import Team, best
+from workers.kernels.native import chosen
 from workers.lifetime import pin
 
 log = logging.getLogger(__name__)
@@ -94,9 +95,8 @@ class LateImport:
             self._line.rows = UNLIMITED
 
 
-def serve(peer: ChildEndpoint, store: Store, line: ControlLine, team: Team | None, slowdown: float) -> None:
+def serve(peer: ChildEndpoint, store: Store, line: ControlLine, kernel: HostKernel, slowdown: float) -> None:
     """Answer Work until Shutdown; `line` counts progress. `slowdown` > 1 emulates a slower host."""
-    kernel = HostKernel(store.layout, team, line)
     torch = LateImport(kernel, line, IMPORT_AFTER if peer.incarnation else 0.0)
     waiting: deque[Work] = deque()
     while not peer.stopped:
@@ -140,9 +140,12 @@ def main(config: dict[str, Any]) -> int:
         control = ControlSegment.attach(config["control"])
         with Store.attach(config["store"], config["fingerprint"]) as store:
             peer.announce((note,) if note else ())
-            library = best()
+            kernels = Choice.from_map(config["kernels"])
+            library = chosen(kernels)
             team = None if library is None else library.team(len(config["cores"]))
-            serve(peer, store, control.line("worker", peer.index), team, config["host_slowdown"])
+            line = control.line("worker", peer.index)
+            kernel = HostKernel(store.layout, team, line, kernels)
+            serve(peer, store, line, kernel, config["host_slowdown"])
             if team is not None:
                 team.close()
         control.close()

@@ -3,6 +3,7 @@
     <cache folder>/<fingerprint>/   store.bin | backbone.bin | calibration.safetensors, calibration.txt
                                     about.json: `shm/cache_record.py`; *.tmp and .NAME.*: being written
     <cache folder>/costs/*.json     measured costs; .NAME.*: being written
+    <cache folder>/kernels/*.json   which kernels are the fastest here; .NAME.*: being written
     <cache folder>/.locks           the engines' leases of entries: `shm/cache_lease.py`
     /dev/shm/tandem-store-*         stores, in use or left by --keep-store
 
@@ -32,6 +33,7 @@ from shm.errors import ShmError
 from shm.locks import unused_store
 from shm.segment import is_segment
 from shm.store import Store, store_key
+from workers.kernels import tuning_file
 
 UNKNOWN = "unknown"
 KINDS = {STORE_FILE: "store", backbone_cache.NAME: "backbone", calibration_file.NAME: "calibration"}
@@ -44,7 +46,7 @@ WRITING_SECONDS = 60.0  # a small file that has no lock may be written for so lo
 class Entry:
     """One thing that can be removed, or that is unknown. `in_use`: by what, empty where by nothing."""
 
-    kind: str  # store, backbone, calibration, costs, unfinished, kept store; or unknown
+    kind: str  # store, backbone, calibration, costs, kernels, unfinished, kept store; or unknown
     path: Path  # its file, or what is unknown
     size: int  # bytes, with the files that belong to it
     last_use: float  # seconds since the epoch
@@ -65,7 +67,7 @@ class Entry:
     @property
     def lease_key(self) -> str:
         """Of the leases that keep it from being removed."""
-        return self.path.stem if self.kind == "costs" else lease_key(self.fingerprint)
+        return self.path.stem if self.kind in ("costs", "kernels") else lease_key(self.fingerprint)
 
 
 def scan(folder: Path) -> list[Entry]:
@@ -79,6 +81,8 @@ def scan(folder: Path) -> list[Entry]:
                 continue
             elif path.name == cost_cache.FOLDER:
                 found += [_costs(entry) for entry in _children(path)]
+            elif path.name == tuning_file.FOLDER:
+                found += [_kernels(entry) for entry in _children(path)]
             elif FINGERPRINT.fullmatch(path.name):
                 found += _fingerprint_folder(path)
             else:
@@ -162,6 +166,20 @@ def _costs(path: Path) -> Entry:
     workers = count(len(made.workers), "worker") if made.workers else "no workers"
     setting = f"{workers}, {made.device}" + (f", {made.emulation}" if made.emulation else "")
     return replace(entry, model=record.model, format=made.format, setting=setting)
+
+
+def _kernels(path: Path) -> Entry:
+    size, used = _size_and_time(path)
+    if TEMPORARY.fullmatch(path.name):
+        return Entry("unfinished", path, size, used, in_use=writer_of(path))
+    if not tuning_file.FILE_NAME.fullmatch(path.name):
+        return _unknown(path)
+    try:
+        cpu = tuning_file.read(path).machine.cpu
+    except (OSError, ValueError):  # damaged
+        cpu = ""
+    in_use = users(path.parent.parent, path.stem)
+    return Entry("kernels", path, size, used, model="every model", in_use=in_use, setting=cpu)
 
 
 def _kept_store(path: Path, engines: str) -> Entry:

@@ -12,7 +12,7 @@ from typing import Any
 
 from launch.doctor.finding import Finding, Topic
 from launch.doctor.models import Reads
-from launch.doctor.trials import TrialFailed, trial
+from launch.processes.trials import TrialFailed, trial
 from launch.terminal.format import percent, rate
 from shm.segment import SHM_FOLDER, byte_size, free_shm_bytes
 from workers.kernels.reading import Reading, fastest

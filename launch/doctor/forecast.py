@@ -19,8 +19,9 @@ from launch.command_line.options import Options
 from launch.doctor import models
 from launch.doctor.bandwidth import buffer_size, busy, open_buffer, run_children
 from launch.doctor.proof import prove
-from launch.doctor.trials import TrialFailed
 from launch.processes.cores import Cores
+from launch.processes.kernel_choice import kernel_choice
+from launch.processes.trials import TrialFailed
 from launch.terminal.format import percent, rate
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.log import notice
@@ -28,6 +29,7 @@ from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import EngineConfig, FormatName
 from pipeline.memory.needs import Needs, backbone_tensors, quantized_bytes
 from pipeline.models.registry import expert_shape
+from protocol.user_folders import user_folder
 from shm.layout import FORMATS, BlockFormat, StoreLayout, format_named
 from shm.segment import available_memory, byte_size
 
@@ -119,8 +121,9 @@ async def measure_speeds(
     shapes = [(name, astuple(expert_shape(source.config, asked.tile, format_named(name)))) for name in names]
     plain = not isinstance(FORMATS[asked.backbone_dtype], BlockFormat)
     size = buffer_size(cache, available)
+    kernels = await kernel_choice(user_folder("CACHE"), lambda: None)
     with open_buffer(size) as fd:
-        base: dict[str, Any] = {"fd": fd, "size": size, "seconds": SECONDS}
+        base: dict[str, Any] = {"fd": fd, "size": size, "seconds": SECONDS, "kernels": kernels.to_map()}
         part = size // len(cores) // 4096 * 4096
         parts = [{"cores": [core], "lo": i * part, "hi": (i + 1) * part} for i, core in enumerate(cores)]
         backbone_format = [] if plain else [(asked.backbone_dtype, shapes[0][1])]

@@ -13,7 +13,7 @@ from launch.device_choice import DRIVER_NODES
 from launch.doctor.finding import Finding, Topic
 from launch.doctor.models import Reads
 from launch.doctor.software import installed, pip_install
-from launch.doctor.trials import TrialFailed, trial
+from launch.processes.trials import TrialFailed, trial
 from launch.terminal.format import count, rate
 from shm.kernel_files import contents, entries
 from shm.segment import byte_size

@@ -15,6 +15,7 @@ import numpy as np
 
 from shm.layout import Bytes, ExpertShape, StoreLayout, format_named
 from workers.kernels import reading
+from workers.kernels.choice import Choice
 from workers.kernels.host import Activations, HostKernel
 from workers.kernels.native import best
 from workers.lifetime import pin
@@ -30,14 +31,15 @@ Work = Callable[[Bytes], object]
 def main(config: dict[str, Any]) -> None:
     """Configuration: `fd`, `size`, `lo`, `hi`, `cores` and `seconds` (of each kind) as for
     `launch/doctor/reader.py`; `experts`: (format, fields of its ExpertShape) of each kind; `matrix`: (dtype,
-    width, threads), or None. Writes "ready", waits for a line, then writes for the reads, each of the experts
-    and the matrix a list of bytes a second."""
+    width, threads), or None; `kernels`: the Choice. Writes "ready", waits for a line, then writes for the
+    reads, each of the experts and the matrix a list of bytes a second."""
     pin(config["cores"])
     shared = np.frombuffer(mmap.mmap(config["fd"], config["size"], mmap.MAP_SHARED), np.uint8)
     part = shared[config["lo"] : config["hi"]]
     part.view(np.uint64).max()  # maps every page
     works: list[tuple[Work, int]] = [(reading.fastest_way(part, best()), reading.SAMPLE)]
-    works += [_expert(name, ExpertShape(*shape), len(part)) for name, shape in config["experts"]]
+    kernels = Choice.from_map(config["kernels"])
+    works += [_expert(name, ExpertShape(*shape), len(part), kernels) for name, shape in config["experts"]]
     if config["matrix"] is not None:
         works.append(_matrix(*config["matrix"]))
     for work, size in works:
@@ -47,10 +49,10 @@ def main(config: dict[str, Any]) -> None:
         print(json.dumps(_rates(works, part, config["seconds"])), flush=True)
 
 
-def _expert(name: str, shape: ExpertShape, most: int) -> tuple[Work, int]:
+def _expert(name: str, shape: ExpertShape, most: int, kernels: Choice) -> tuple[Work, int]:
     """The work on one expert, and its bytes; on fewer of its tiles where it exceeds `most` bytes."""
     layout = StoreLayout(shape, format_named(name))
-    kernel = HostKernel(layout)
+    kernel = HostKernel(layout, kernels=kernels)
     x = np.full((1, shape.hidden), 0.5, np.float32)
     row = np.zeros(1, np.int32)
     size = layout.tile_bytes * max(1, min(shape.tiles, most // layout.tile_bytes))

@@ -20,10 +20,10 @@ from launch.command_line.checks import check_engine
 from launch.command_line.options import Options
 from launch.doctor import costs
 from launch.doctor.forecast import Forecast, Speeds, bytes_read, explain, forecast, measure_speeds
-from launch.doctor.trials import TrialFailed
 from launch.hub.hf_download import CONFIG
 from launch.plan import OPTIONS, Situation, every_format, formats, reasons, refusal, situation
 from launch.processes.cores import Cores
+from launch.processes.trials import TrialFailed
 from launch.terminal.format import alike, count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show

@@ -12,6 +12,7 @@ from pipeline.config import ResolvedConfig
 from protocol.keys import ENGINE_FILE, keys_folder
 from shm.segment import engine_prefix, present_name
 from shm.store import store_name
+from workers.kernels.choice import DEFAULT, Choice
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class ChildConfigs:
     log_level: str
     cache_dir: Path
     key: bytes  # the engine's, with which its children prove their identity
+    kernels: Choice = DEFAULT  # of all processes alike, because some of what it says changes bits
 
     @property
     def control_name(self) -> str:
@@ -61,11 +63,12 @@ class ChildConfigs:
             "nodes": len(self.cores.nodes) if local else 1,
             "slab": self.slab,
             "key": self.key,
+            "kernels": self.kernels.to_map(),
         }
 
     def for_worker(self, fingerprint: str, cpus: CpuSet) -> dict[str, Any]:
-        slowdown = {"host_slowdown": self.config.host_slowdown}
-        return self._store(fingerprint) | {"cores": list(cpus.cores)} | slowdown
+        here = {"host_slowdown": self.config.host_slowdown, "kernels": self.kernels.to_map()}
+        return self._store(fingerprint) | {"cores": list(cpus.cores)} | here
 
     def for_prefetcher(self, fingerprint: str) -> dict[str, Any]:
         # Bound to a core, it would wait for that core's worker; so it copies on any that is idle.

@@ -30,6 +30,7 @@ from launch.processes.control import Control
 from launch.processes.cores import Cores
 from launch.processes.file_watch import watch_files
 from launch.processes.group import ProcessGroup
+from launch.processes.kernel_choice import kernel_choice
 from launch.processes.limits import Limits
 from launch.processes.monitor import ProcessMonitor
 from launch.processes.slot import ProcessSlot
@@ -53,6 +54,7 @@ from shm.control import ControlSegment
 from shm.errors import SegmentMissing, ShmError
 from shm.locks import StoreLease
 from shm.locks import sweep as sweep_stores
+from workers.kernels.tuning_file import Machine
 
 log = logging.getLogger("tandem")
 
@@ -139,7 +141,8 @@ class Supervisor:
         self._files.callback(self._release_store)
         cache = user_folder("CACHE")
         folders, missing = await asyncio.to_thread(cache_use, self.model, config, plan.needs, cache)
-        keys = map(lease_key, folders)  # `launch.py cache` does not remove what they name
+        # `launch.py cache` does not remove what they name.
+        keys = [*map(lease_key, folders), Machine.here().key]
         cache_lease = await asyncio.to_thread(CacheLease.acquire, cache, keys, self.name)
         self._files.callback(cache_lease.release)
         if line := full_disk_line(cache, missing):
@@ -148,6 +151,7 @@ class Supervisor:
         self._files.callback(control.close)
         self._group = group = ProcessGroup(control, self._guard)
         group.on_message, group.on_exit = self._on_message, self._on_exit
+        measuring = partial(self._progress.update, "measuring the kernels")
         self._configs = ChildConfigs(
             config=config,
             model=self.model,
@@ -158,6 +162,7 @@ class Supervisor:
             log_level=child_level(self._log_level),
             cache_dir=cache,
             key=control.key,
+            kernels=await kernel_choice(cache, measuring),
         )
         notice(start_line(self.model, plan, now.machine, config.backbone_dtype))
         log.info(f"model: {self.model}")

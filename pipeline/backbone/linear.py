@@ -126,7 +126,7 @@ class Precision:
         assert self._format is not None
         data = ready(self._format)
         if data is not None:
-            return HostMatrix(self._format, data, shape, self.device.team)
+            return HostMatrix(self._format, data, shape, self.device.team, self.device.kernels)
         if self.cache is not None:
             data = self.cache.take(name, self._format.matrix_bytes(*shape))
         cached = data is not None
@@ -137,7 +137,7 @@ class Precision:
                 raise ModelError(f"{name}: {e}") from None
             if self.cache is not None:
                 self.cache.keep(name, data)
-        matrix = HostMatrix(self._format, data, shape, self.device.team)
+        matrix = HostMatrix(self._format, data, shape, self.device.team, self.device.kernels)
         if cached:
             self.pending.append(matrix)
         return matrix

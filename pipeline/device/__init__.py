@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pipeline.device.base import Device, SlabMemory
 from pipeline.errors import UsageError
+from workers.kernels.choice import DEFAULT, Choice
 
 __all__ = ["Device", "SlabMemory", "open_device"]
 
 
-def open_device(name: str) -> Device:
-    """The device `cpu` or `cuda`; `auto`: cuda where torch sees such a device. Raises UsageError for a cuda
-    that torch does not see."""
+def open_device(name: str, kernels: Choice = DEFAULT) -> Device:
+    """The device `cpu`, which computes with these kernels, or `cuda`; `auto`: cuda where torch sees such a
+    device. Raises UsageError for a cuda that torch does not see."""
     import torch
 
     if name == "auto":
@@ -23,4 +24,4 @@ def open_device(name: str) -> Device:
         return CudaDevice()
     from pipeline.device.cpu import CpuDevice
 
-    return CpuDevice()
+    return CpuDevice(kernels)

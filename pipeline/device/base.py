@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.messages import AttachSlab
+from workers.kernels.choice import DEFAULT, Choice
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +67,7 @@ class Device(ABC):
     torch_device: torch.device
     on_host: bool  # it computes on the workers' cores
     # The host's kernels and their threads, on a device that uses them and where they were compiled.
+    kernels: Choice = DEFAULT  # of matrices that the host computes
     library: Library | None = None
     team: Team | None = None
 

@@ -19,8 +19,9 @@ from shm.segment import SHM_FOLDER, available_memory, byte_size, free_shm_bytes,
 from shm.slab import Slab
 from shm.store import Store
 from workers.copiers import ShmCopier
+from workers.kernels.choice import DEFAULT, Choice
 from workers.kernels.host import Activations, HostKernel
-from workers.kernels.native import Team, best
+from workers.kernels.native import Team, chosen
 
 # Multiply-adds from which a product is faster on all cores. Below it, waking other threads costs more than
 # they compute; they do not spin, because the workers need the cores.
@@ -54,8 +55,8 @@ class CpuSlab(SlabMemory):
 class CpuKernel:
     """The expert workers' kernel, for tensors."""
 
-    def __init__(self, layout: StoreLayout, team: Team | None) -> None:
-        self._kernel = HostKernel(layout, team)
+    def __init__(self, layout: StoreLayout, team: Team | None, kernels: Choice) -> None:
+        self._kernel = HostKernel(layout, team, kernels=kernels)
 
     def activations(self, x: Tensor) -> Activations:
         return Activations(x.numpy())
@@ -71,13 +72,14 @@ class CpuDevice(Device):
     torch_device = torch.device("cpu")
     on_host = True
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: Choice = DEFAULT) -> None:
         self._all_threads = torch.get_num_threads()
-        self.library = best()
+        self.kernels = kernels
+        self.library = chosen(kernels)
         self.team = None if self.library is None else self.library.team(self._all_threads)
 
     def expert_kernel(self, layout: StoreLayout) -> CpuKernel:
-        return CpuKernel(layout, self.team)
+        return CpuKernel(layout, self.team, self.kernels)
 
     def check_quantized(self) -> None:
         """The host's kernels compute quantized backbones."""

@@ -17,6 +17,7 @@ from pipeline.coordinator_config import WorkerCores
 from pipeline.experts.host_shards import HostShard
 from protocol.messages import Work
 from shm.store import Store
+from workers.kernels.choice import DEFAULT, Choice
 from workers.kernels.host import HostKernel
 from workers.kernels.native import Team
 
@@ -48,10 +49,10 @@ class InlineExpertPool:
     workers = 0
     cores = WorkerCores.equal(1)
 
-    def __init__(self, store: Store, team: Team | None, slowdown: float) -> None:
+    def __init__(self, store: Store, team: Team | None, slowdown: float, kernels: Choice = DEFAULT) -> None:
         """`slowdown` > 1 waits after each share, to emulate a slower host."""
         self._store = store
-        self._kernel = HostKernel(store.layout, team)
+        self._kernel = HostKernel(store.layout, team, kernels=kernels)
         self._slowdown = slowdown
         if team is not None:
             team.linger(LINGER_NS)

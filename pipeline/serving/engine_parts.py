@@ -30,7 +30,7 @@ from shm.layout import FORMATS, BlockFormat
 from shm.pinned import lock_pages
 from shm.segment import byte_size
 from shm.store import Store
-from workers.kernels.native import VARIANTS, best
+from workers.kernels.native import chosen
 
 CHILD_LIMIT = 60.0  # seconds for workers and prefetcher to announce themselves
 STAGE = "loading the other weights"  # beside the experts
@@ -59,7 +59,7 @@ class EngineParts:
         self.source = open_model(config.model)
         spec = model_spec(self.source.config)
         self.context = choose_context(options.context, spec)  # tokens of prompt and answer together
-        self.device = device = open_device(options.device)
+        self.device = device = open_device(options.device, config.kernels)
         closing.callback(device.close)
         self.control = ControlSegment.attach(config.control)
         closing.callback(self.control.close)
@@ -83,12 +83,12 @@ class EngineParts:
         layout = self.store.layout
         self.engine = Engine(backbone, layout, device, pool)
         self.engine.tick = self.tick
-        library = best()
+        library = chosen(config.kernels)
         missing = "torch; none were compiled: see python launch.py doctor"
         self.notes = [
             f"store: {locked.result()}",
             f"backbone: {byte_size(backbone.bytes)} {options.backbone_dtype} on {device.describe()}",
-            f"kernels: {missing if library is None else VARIANTS[library.variant]}",
+            f"kernels: {missing if library is None else library.describe()}",
             f"experts: {layout.shape.layers} layers of {layout.shape.experts}; tiles of an expert:"
             f" {layout.shape.tiles}, {byte_size(layout.tile_bytes)} each",
             f"context: {self.context} tokens; the KV cache holds {held}",
@@ -125,6 +125,7 @@ class EngineParts:
         if config.workers:
             pool = WorkerPool(self.sockets["worker"], self.control, config.workers, store.layout.shape.hidden)
         else:
-            pool = InlineExpertPool(store, self.device.team, config.options.host_slowdown)
+            slowdown = config.options.host_slowdown
+            pool = InlineExpertPool(store, self.device.team, slowdown, config.kernels)
         pool.wait_ready(CHILD_LIMIT)
         return pool

@@ -390,15 +390,16 @@ async def test_an_engine_keeps_its_files_and_notes_their_use(
     model = tiny_model.name
     assert sorted((e["kind"], e["model"], e["format"]) for e in first) == [
         ("backbone", model, "int8"),
+        ("kernels", "every model", None),
         ("store", model, "int8"),
     ]
     assert not any(e["in_use"] for e in first)
-    for found in first:
+    for found in (e for e in first if e["kind"] != "kernels"):
         # Not 0, which stands for a folder without a record: its last use is when the file was written.
         os.utime(os.path.join(os.path.dirname(found["path"]), RECORD), (DAY, DAY))
     async with start_engine(replace(config, policy="fiddler")):
         found = run_json("--prune", "--to", "0")
-        assert sorted(kinds(found["kept_in_use"])) == ["backbone", "costs", "store"]
+        assert sorted(kinds(found["kept_in_use"])) == ["backbone", "costs", "kernels", "store"]
         assert {e["in_use"] for e in found["kept_in_use"]} == {"engine cachetest"}
         assert found["removed"] == []
         used = [e["last_use"] for e in found["kept_in_use"]]
@@ -411,9 +412,9 @@ async def test_an_engine_keeps_its_files_and_notes_their_use(
             elsewhere.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
             code, out = run_cache("--prune", "--to", "0")
         assert code == 0
-        assert out.count(": in use by engine cachetest\n") == 3
+        assert out.count(": in use by engine cachetest\n") == 4
     removed = run_json("--prune", "--to", "0")["removed"]
-    assert sorted(kinds(removed)) == ["backbone", "costs", "store"]
+    assert sorted(kinds(removed)) == ["backbone", "costs", "kernels", "store"]
     assert os.listdir(folder) == []
 
 
@@ -421,7 +422,7 @@ async def test_a_kept_store_is_listed_and_removed(folder: Path, tiny_model: Path
     config = EngineConfig(model=tiny_model, device="cpu", format="f32", workers=1, keep_store=True)
     async with start_engine(config):
         pass
-    assert disk(run_json()) == []  # float32 of float32 is not kept on disk
+    assert kinds(disk(run_json())) == ["kernels"]  # float32 of float32 is not kept on disk
     path = store_of(tiny_model, "f32")
     (kept,) = (e for e in run_json()["entries"] if e["path"] == str(path))
     assert (kept["kind"], kept["model"], kept["format"]) == ("kept store", tiny_model.name, "f32")

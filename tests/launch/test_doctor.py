@@ -15,7 +15,7 @@ from launch.doctor import gpu, models
 from launch.doctor.bandwidth import LARGEST, buffer_size
 from launch.doctor.finding import Finding
 from launch.doctor.report import render
-from launch.doctor.trials import TrialFailed, trial
+from launch.processes.trials import TrialFailed, trial
 
 TOPICS = {"cpu", "threads", "kernels", "memory", "shared memory", "software"}
 TOPICS |= {"places", "gpu", "speed", "engine", "costs"}

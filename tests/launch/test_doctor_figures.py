@@ -17,8 +17,8 @@ from launch.command_line.options import parse
 from launch.doctor import costs, forecast, model_plan, models
 from launch.doctor.forecast import QUANTILES, Spread, measure_speeds
 from launch.doctor.proof import Proof
-from launch.doctor.trials import TrialFailed
 from launch.processes.cores import Cores
+from launch.processes.trials import TrialFailed
 from launch.terminal.interrupts import Interrupts
 from pipeline.calibration.cost_cache import Record, Setting, keep, processor
 from pipeline.checkpoint.open import open_model

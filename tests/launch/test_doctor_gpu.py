@@ -15,8 +15,8 @@ from launch import device_choice
 from launch.device_choice import usable_device
 from launch.doctor import gpu, places, software
 from launch.doctor.models import Reads
-from launch.doctor.trials import TrialFailed
 from launch.errors import WrongUsage
+from launch.processes.trials import TrialFailed
 from launch.runtime import EngineInfo, RuntimeDir
 from protocol.messages import VERSION
 from shm.segment import engine_prefix

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from launch.doctor import kernels, threads
 from launch.processes.cores import Cores, Thread
 from shm.kernel_files import parse_cores
-from workers.kernels.host import BF16_ROWS
+from workers.kernels.choice import DEFAULT, Choice
 from workers.kernels.native import VARIANTS, Library, best, load
 
 
@@ -43,7 +43,7 @@ def test_numa_node_of_every_worker_is_listed() -> None:
 
 def library(variant: str) -> Library:
     """A variant that could run, on any machine."""
-    return Library(variant, MagicMock())
+    return Library(Choice(variant), MagicMock())
 
 
 def test_kernels_of_this_machine_are_the_best_that_load() -> None:
@@ -72,7 +72,7 @@ def test_kernels_of_every_format_and_unused_variants_are_listed_with_reasons() -
     assert {f.level for f in found} == {"ok"}
     assert [f.found for f in found] == [
         "int8, int4, int4-g128: AVX2",
-        f"bf16: AVX2 for up to {BF16_ROWS} rows, torch for more",
+        f"bf16: AVX2 for up to {DEFAULT.bf16_rows} rows, torch for more",
         "f32: torch",
         "AVX-512 VNNI: not used, this processor has no AVX-512 VNNI",
         "AVX-VNNI: not used, not compiled at installation",
@@ -81,7 +81,7 @@ def test_kernels_of_every_format_and_unused_variants_are_listed_with_reasons() -
     assert [f.means for f in found[3:]] == [
         "",
         "it may be faster, if this processor supports it",
-        "supported by this processor, but AVX2 is faster",
+        "supported by this processor, but AVX2 is faster, or as fast",
     ]
 
 

@@ -11,7 +11,7 @@ from engines import launch
 
 from launch import device_choice
 from launch.device_choice import usable_device
-from launch.doctor.trials import TrialFailed, trial
+from launch.processes.trials import TrialFailed, trial
 
 MODULES = ("msgpack", "numpy", "posix_ipc", "regex", "tokenizers", "torch", "transformers", "uvloop", "zmq")
 

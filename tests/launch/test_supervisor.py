@@ -117,9 +117,11 @@ async def test_each_child_gets_its_configuration(play: Play) -> None:
             **{"model": str(model_dir()), "format": engine.config.format, "tile": 64, "verify": True},
             **{"cache_dir": str(user_folder("CACHE")), "nodes": list(Cores.here().nodes)},
         }
+        kernels = engine._configs.kernels.to_map()
+        assert found[Identity("coordinator", 0, 0)].pop("kernels") == kernels
         sets = Cores.here().for_workers(2)
         for index, cpus in enumerate(sets):
-            expected = {"cores": list(cpus.cores), "host_slowdown": 2.0}
+            expected = {"cores": list(cpus.cores), "host_slowdown": 2.0, "kernels": kernels}
             assert found[Identity("worker", index, 0)] == expected
         assert found[Identity("prefetcher", 0, 0)] == {"cores": [], "link_gbps": 3.0}
         assert found[Identity("tokenizer", 0, 0)] == {"model": str(model_dir())}

@@ -30,6 +30,7 @@ from pipeline.policies.view import Plan, Policy, PolicyRequest, Routing, View
 from protocol.messages import Shutdown
 from shm.layout import format_named
 from workers.expert_worker import serve
+from workers.kernels.host import HostKernel
 
 CONTEXT = 256
 PROMPT = [5, 6, 7, 8, 9]
@@ -54,7 +55,8 @@ def engine_in_threads(
         def work() -> None:
             peer = child_endpoint(folder, "worker", "work.sock", store.fingerprint)
             peer.announce()
-            serve(peer, store, control.line("worker", 0), team=None, slowdown=1.0)
+            line = control.line("worker", 0)
+            serve(peer, store, line, HostKernel(store.layout, None, line), slowdown=1.0)
             peer.close()
 
         thread = threading.Thread(target=work, daemon=True)

@@ -29,6 +29,7 @@ from pipeline.text.encoder_process import encoded
 from protocol.messages import Calibrate, Generate, Score
 from protocol.sockets import Identity
 from shm.layout import format_named
+from workers.kernels.choice import Choice
 
 CONTEXT = 64
 IDENTITY = Identity("coordinator", 0, 0)
@@ -66,6 +67,7 @@ def coordinator_map(model: Path, folder: Path, options: ResolvedConfig = OPTIONS
             "fingerprint": store.fingerprint,
             "model": str(model),
             "cache_dir": str(folder / "cache"),
+            "kernels": Choice().to_map(),
             "workers": [1] * options.workers,
             "nodes": 1,
             "slab": False,

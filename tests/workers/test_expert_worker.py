@@ -24,6 +24,7 @@ from shm.control import IDLE, ControlSegment
 from shm.segment import unlink
 from shm.store import Store, store_name
 from workers import expert_worker
+from workers.kernels.host import HostKernel
 from workers.lifetime import EXIT_PARENT_GONE
 
 pytestmark = pytest.mark.timeout(300)  # importing torch takes long where many others compute
@@ -178,7 +179,7 @@ def test_a_work_that_the_kernel_refuses_fails_in_a_line(
     try:
         line = segment.line("worker", 0)
         with small_store("bf16") as name, Store.attach(store_name(name)) as store:
-            expert_worker.serve(peer, store, line, None, 1.0)
+            expert_worker.serve(peer, store, line, HostKernel(store.layout, None, line), 1.0)
         assert line.seq == IDLE
     finally:
         segment.close()

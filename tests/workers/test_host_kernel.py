@@ -127,7 +127,7 @@ def test_a_matrix_is_quantized_in_parts_and_has_the_same_products_in_c_and_torch
     data[:] = 0  # no longer read
     for rows in (4, 5):
         np.testing.assert_array_equal(bits(matrix.product(x[:rows])), bits(y[:rows]))
-    monkeypatch.setattr("workers.kernels.matrix.best", lambda: None)
+    monkeypatch.setattr("workers.kernels.matrix.chosen", lambda kernels: None)
     in_torch = HostMatrix(format, whole, (100, 37), None).product(x)
     np.testing.assert_allclose(y, in_torch, atol=1e-5)
     exact = x @ format.decode_matrix(whole, 100, 37).T

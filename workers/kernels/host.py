@@ -1,7 +1,7 @@
 """Expert kernels on the host's own cores, the same for expert workers and for the device `cpu`.
 
-The choice between C and torch depends only on the format, the compiled libraries and the number of rows. So
-in C the same tiles for the same rows give the same bits in every process of a machine; torch's bits also
+The choice between C and torch depends only on the format, the engine's `Choice` and the number of rows. So
+in C the same tiles for the same rows give the same bits in every process of an engine; torch's bits also
 depend on its number of threads, which is the same in all workers. C computes the quantized formats at any
 number of rows, and bf16 for few rows, where memory bandwidth is the limit. torch computes bf16 for many rows,
 f32 (a format for comparison) always, and every format if no C library was compiled. torch is imported on
@@ -22,7 +22,8 @@ from shm.control import ControlLine
 from shm.formats import BF16, Bytes, Float32
 from shm.layout import StoreLayout
 from shm.store import Store
-from workers.kernels.native import Geometry, Kernel, Quantized, Team, best
+from workers.kernels.choice import DEFAULT, Choice
+from workers.kernels.native import Geometry, Kernel, Quantized, Team, chosen
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from workers.kernels.reference import ReferenceKernel
 
 UNLIMITED = 1 << 62  # rows
-BF16_ROWS = 4  # from more rows on, torch's product is faster than reading the weights once for all
 
 
 class Activations:
@@ -46,20 +46,25 @@ class HostKernel:
     """Computes tiles in host memory. Used by one thread at a time."""
 
     def __init__(
-        self, layout: StoreLayout, team: Team | None = None, line: ControlLine | None = None
+        self,
+        layout: StoreLayout,
+        team: Team | None = None,
+        line: ControlLine | None = None,
+        kernels: Choice = DEFAULT,
     ) -> None:
-        """`team`: the threads that compute; None: the caller alone. `line`: ticked for each tile."""
+        """`team`: the threads that compute; None: the caller alone. `line`: ticked for each tile. `kernels`:
+        the same in all processes of an engine."""
         self._layout = layout
         self._line = line
         self._ticks = None if line is None else line.address
         self._native: Kernel | None = None
         self._most = 0  # rows that C computes
-        library = best()
+        library = chosen(kernels)
         if library is not None and isinstance(layout.format, BlockFormat | BF16):
             shape = layout.shape
             geometry = Geometry(layout.format, shape.hidden, shape.hidden, shape.tile)
             self._native = library.kernel(geometry, team)
-            self._most = BF16_ROWS if isinstance(layout.format, BF16) else UNLIMITED
+            self._most = kernels.bf16_rows if isinstance(layout.format, BF16) else UNLIMITED
         self._reference: ReferenceKernel | None = None
 
     @property

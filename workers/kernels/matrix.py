@@ -16,8 +16,9 @@ from shm.blocks import LANES, BlockFormat
 from shm.formats import Bytes, Float32
 from shm.huge import copy_to_private, private
 from workers.kernels.c_types import POINTER, SIZE, Matrix, Weights, typed
+from workers.kernels.choice import DEFAULT, Choice
 from workers.kernels.memory import Kept
-from workers.kernels.native import Geometry, Library, Prefetch, Team, best
+from workers.kernels.native import Geometry, Library, Team, chosen
 
 Address = int
 PART_NUMBERS = 1 << 20  # quantized at a time by one core
@@ -26,15 +27,22 @@ PART_NUMBERS = 1 << 20  # quantized at a time by one core
 class HostMatrix:
     """W [outputs, inputs] of a quantized format, made from float32 numbers. Used by one thread at a time."""
 
-    def __init__(self, format: BlockFormat, data: Bytes, shape: tuple[int, int], team: Team | None) -> None:
+    def __init__(
+        self,
+        format: BlockFormat,
+        data: Bytes,
+        shape: tuple[int, int],
+        team: Team | None,
+        kernels: Choice = DEFAULT,
+    ) -> None:
         """`data`: the matrix [outputs, inputs] of this `shape` in the format's bytes, see `quantized`."""
         self._format = format
         self._outputs, self._inputs = shape
         # The bytes and their address, which is valid as long as these bytes are referenced: `materialize` may
         # replace both at any time.
         self.held: tuple[Bytes, Address] = data, data.ctypes.data
-        library = best()
-        prefetch = Prefetch() if library is None else library.choice.prefetch
+        library = chosen(kernels)
+        prefetch = kernels.prefetch if library is None else library.choice.prefetch
         where = 0, prefetch.number, prefetch.ahead
         self.facts = Weights(format.bits, format.group, self._inputs, self._outputs, *where)
         geometry = Geometry(format, self._inputs, self._outputs)

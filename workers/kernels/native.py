@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from shm.blocks import BlockFormat
 from shm.formats import BF16, Bytes, Float32, TileFormat
 from workers.kernels.c_types import POINTER, SIZE, Activations, Buffers, Weights, Work, checked, typed
+from workers.kernels.choice import DEFAULT, Choice, Prefetch
 from workers.kernels.memory import LINE, Kept, Rows
 
 VARIANTS = {  # best first
@@ -35,38 +36,10 @@ VERSION = 7  # of the functions in c/kernels.h
 OTHER_VERSION = "compiled from another version: install again"
 BF16_BITS = 16
 
-HINTS = ("none", "nta", "t0", "t1")  # in the order of c/kernels.h
 
 log = logging.getLogger(__name__)
 
 Codes = NDArray[np.int8] | Float32
-
-
-@dataclass(frozen=True)
-class Prefetch:
-    """How weights are prefetched that are read once: a hint of HINTS and bytes ahead. It changes no bit."""
-
-    hint: str = "t0"
-    ahead: int = 4096
-
-    def __str__(self) -> str:
-        return "no prefetch" if self.hint == "none" else f"prefetch {self.hint} {self.ahead} bytes ahead"
-
-    @property
-    def number(self) -> int:
-        """The hint as c/kernels.h counts."""
-        return HINTS.index(self.hint)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What differs between processors. `variant`: of VARIANTS; "": the first one that can be used here.
-    `bf16_rows`: most rows of bf16 that C computes; with more, torch's product is faster than reading the
-    weights once for all."""
-
-    variant: str = ""
-    prefetch: Prefetch = Prefetch()
-    bf16_rows: int = 4
 
 
 @dataclass(frozen=True)
@@ -129,6 +102,10 @@ class Library:
         self._linger = typed(functions.tandem_team_linger, POINTER, SIZE)
         self._end_team = typed(functions.tandem_team_destroy, POINTER)
         self._set_matrix_rows = typed(functions.tandem_set_matrix_rows, SIZE)
+
+    def describe(self) -> str:
+        """For a person."""
+        return f"{VARIANTS[self.variant]}, {self.choice.prefetch}"
 
     def kernel(self, geometry: Geometry, team: Team | None = None) -> Kernel:
         return Kernel(self, geometry, team)
@@ -344,7 +321,7 @@ def load(variant: str) -> Library | str:
 def chosen(choice: Choice) -> Library | None:
     """The library of a choice, or where its variant cannot be used that of the first one that can; None if
     none was compiled."""
-    for name in dict.fromkeys((choice.variant or next(iter(VARIANTS)), *VARIANTS)):
+    for name in dict.fromkeys((choice.variant, *VARIANTS) if choice.variant in VARIANTS else VARIANTS):
         library = load(name)
         if isinstance(library, Library):
             here = replace(choice, variant=name)
@@ -354,4 +331,4 @@ def chosen(choice: Choice) -> Library | None:
 
 def best() -> Library | None:
     """The library of the default choice; None if none was compiled."""
-    return chosen(Choice())
+    return chosen(DEFAULT)

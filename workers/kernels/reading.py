@@ -19,7 +19,8 @@ from statistics import median
 import numpy as np
 
 from shm.formats import Bytes
-from workers.kernels.native import HINTS, Library, Prefetch, Team
+from workers.kernels.choice import HINTS, Prefetch
+from workers.kernels.native import Library, Team
 
 AHEAD = (1024, 4096, 16384)  # bytes
 PREFETCHES = (Prefetch("none", 0), *(Prefetch(hint, ahead) for hint in HINTS[1:] for ahead in AHEAD))

@@ -1,4 +1,4 @@
-"""Child processes for the doctor's measurements, so that a crash or a hang cannot affect the doctor."""
+"""Child processes for measurements, so that a crash or a hang cannot affect the parent."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def trial(module: str, config: dict[str, Any], pass_fds: tuple[int, ...] =
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C in the terminal signals the doctor alone
+                start_new_session=True,  # Ctrl-C in the terminal signals the parent alone
                 pass_fds=(for_child, *pass_fds),
                 env=environment(1),
             )

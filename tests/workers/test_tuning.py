@@ -1,0 +1,139 @@
+"""The measured choice of kernels: what it is made of, its file, and which file is measured again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workers.kernels import tuning
+from workers.kernels.choice import DEFAULT, Choice, Prefetch
+from workers.kernels.native import Library, best, chosen, load
+from workers.kernels.tuning import Tuning
+from workers.kernels.tuning_file import FOLDER, Machine, Record, find, keep, path_of
+
+CHOICE = Choice("avx2", Prefetch("nta", 2048), 2)
+RECORD = Record(
+    Machine("cpu", "a b", 2, 6, ("avx2",)), Tuning(CHOICE, {"int4": 2.0}, {"int4": 1.0}), 3.0, 0.5
+)
+
+
+def test_what_is_measured_can_be_used_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "SECONDS", 0.0)
+    found = tuning.tune()
+    if best() is None:
+        assert found is None
+        return
+    assert found is not None
+    assert isinstance(load(found.choice.variant), Library)
+    assert found.rates.keys() == found.default.keys() == set(tuning.FORMATS)
+    assert Tuning.from_json(json.loads(json.dumps(found.to_json()))) == found
+    monkeypatch.setattr(tuning, "available_memory", lambda: 1 << 20)
+    assert tuning.tune() is None
+
+
+@pytest.mark.skipif(best() is None, reason="nothing compiled")
+@pytest.mark.parametrize(("faster", "replaced"), [(0.96, False), (0.9, True)])
+def test_a_candidate_must_be_clearly_faster(
+    monkeypatch: pytest.MonkeyPatch, faster: float, replaced: bool
+) -> None:
+    """With a clock that runs slower for one hint."""
+    now = 0.0
+    wanted = Prefetch("nta", 2048)
+
+    def compute(choice: Choice, name: str) -> tuple[Callable[[Any], None], int]:
+        def one(data: Any) -> None:
+            nonlocal now
+            now += faster if choice.prefetch == wanted else 1.0
+
+        return one, 64
+
+    monkeypatch.setattr(tuning, "_compute", compute)
+    monkeypatch.setattr(tuning.time, "perf_counter", lambda: now)
+    found = tuning.tune()
+    assert found is not None
+    assert (found.choice.prefetch == wanted) is replaced
+    assert found.choice.prefetch in (wanted, DEFAULT.prefetch)
+
+
+def test_a_record_is_found_again_by_its_machine_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep(tmp_path, RECORD)
+    path = path_of(tmp_path, RECORD.machine)
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    assert find(tmp_path, RECORD.machine) == RECORD
+    assert find(tmp_path, Machine("cpu", "a b", 4, 6, ("avx2",))) is None
+    other = path_of(tmp_path, Machine.here())
+    other.write_bytes(path.read_bytes())  # of another machine, under this one's name
+    other.chmod(0o600)
+    assert find(tmp_path, Machine.here()) is None
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data | {"version": 0},
+        lambda data: [],
+        lambda data: data | {"tuning": data["tuning"] | {"choice": {}}},
+        lambda data: data | {"tuning": data["tuning"] | {"choice": CHOICE.to_map() | {"bf16_rows": -1}}},
+        lambda data: (
+            data
+            | {
+                "tuning": data["tuning"]
+                | {"choice": CHOICE.to_map() | {"prefetch": {"hint": "t0", "ahead": -1}}}
+            }
+        ),
+        lambda data: (
+            data
+            | {
+                "tuning": data["tuning"]
+                | {"choice": CHOICE.to_map() | {"prefetch": {"hint": "x", "ahead": 1}}}
+            }
+        ),
+    ],
+)
+def test_a_damaged_file_is_removed(
+    tmp_path: Path, damage: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    keep(tmp_path, RECORD)
+    path = path_of(tmp_path, RECORD.machine)
+    path.write_text(json.dumps(damage(json.loads(path.read_text()))))
+    assert find(tmp_path, RECORD.machine) is None
+    assert not path.exists()
+    assert "the kernels are measured again" in caplog.text
+
+
+def test_a_file_that_others_can_write_is_not_used(tmp_path: Path) -> None:
+    keep(tmp_path, RECORD)
+    path_of(tmp_path, RECORD.machine).chmod(0o666)
+    assert find(tmp_path, RECORD.machine) is None
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / FOLDER).write_bytes(b"")
+    keep(tmp_path, RECORD)
+    assert len(caplog.messages) == 1
+    assert "could not be kept" in caplog.text
+
+
+@pytest.mark.parametrize(("before", "now", "again"), [(0.9, 0.1, False), (1.1, 0.6, False), (1.1, 0.5, True)])
+def test_what_was_measured_under_load_is_measured_again(before: float, now: float, again: bool) -> None:
+    assert Record(RECORD.machine, RECORD.tuning, 1.0, before).outdated(now) is again
+
+
+def test_a_choice_of_a_variant_that_cannot_run_takes_another() -> None:
+    library = chosen(Choice("none such", Prefetch("nta", 1024)))
+    if best() is None:
+        assert library is None
+        return
+    assert library is not None
+    assert library.choice.prefetch == Prefetch("nta", 1024)
+    assert library.variant == best().variant

@@ -1,0 +1,62 @@
+"""Which kernels compute, and how: what differs between processors, the same in all processes of an engine.
+
+The default is for any processor; `tuning.py` measures what is faster on this one. Hint and distance of the
+prefetches change no bit. The variant changes those of bf16 and of attention (sums over more or fewer lanes)
+and, between `portable` and the others, of the quantized formats (fused additions); `bf16_rows` those of bf16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+MOST_AHEAD = 1 << 20  # bytes
+HINTS = ("none", "nta", "t0", "t1")  # in the order of c/kernels.h
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """How weights are prefetched that are read once: a hint of HINTS and bytes ahead. It changes no bit."""
+
+    hint: str = "t0"
+    ahead: int = 4096
+
+    def __str__(self) -> str:
+        return "no prefetch" if self.hint == "none" else f"prefetch {self.hint} {self.ahead} bytes ahead"
+
+    @property
+    def number(self) -> int:
+        """The hint as c/kernels.h counts."""
+        return HINTS.index(self.hint)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What differs between processors. `variant`: of VARIANTS; "": the first one that can be used here.
+    `bf16_rows`: most rows of bf16 that C computes; with more, torch's product is faster than reading the
+    weights once for all."""
+
+    variant: str = ""
+    prefetch: Prefetch = Prefetch()
+    bf16_rows: int = 4
+
+    def to_map(self) -> dict[str, Any]:
+        """For a child's configuration and for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_map(cls, data: Any) -> Choice:
+        """The inverse of `to_map`. Anything else raises ValueError, TypeError or KeyError."""
+        choice = cls(str(data["variant"]), Prefetch(**data["prefetch"]), int(data["bf16_rows"]))
+        hint, ahead = choice.prefetch.hint, choice.prefetch.ahead
+        if (
+            hint not in HINTS
+            or type(ahead) is not int
+            or not 0 <= ahead <= MOST_AHEAD
+            or choice.bf16_rows < 0
+        ):
+            raise ValueError("it has no valid choice of kernels")
+        return choice
+
+
+DEFAULT = Choice()

@@ -1,0 +1,136 @@
+"""Measures which kernels compute one row the fastest on this machine: the variant, and how it prefetches.
+
+One row is what decoding computes, and its speed is that of reading weights. Every candidate computes tiles of
+the formats in FORMATS, in turns, from memory that no cache holds, on one core; what counts is the shortest
+time of each, because other programs only ever add to it. The default stays unless a candidate is clearly
+faster. This module imports no torch.
+
+Process entry too, because the supervisor must neither compute nor end with a fault of what it tries out.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shm.formats import Bytes
+from shm.huge import private
+from shm.kernel_files import contents, entries
+from shm.layout import FORMATS as ALL_FORMATS
+from shm.segment import available_memory
+from workers.kernels.choice import HINTS, Choice, Prefetch
+from workers.kernels.native import VARIANTS, Geometry, Library, chosen, load
+from workers.kernels.reading import walk
+
+FORMATS = ("int4", "int8", "bf16")
+HIDDEN, CHANNELS = 4096, 256  # of a tile
+AHEAD = (1024, 2048, 4096, 8192, 16384)  # bytes
+SMALLEST, LARGEST = 1 << 27, 1 << 29  # bytes of the memory
+SHARE = 8  # it takes at most 1 / SHARE of what is available
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+ROUNDS = 9
+SECONDS = 0.6  # for each of the two comparisons; then fewer rounds have to do
+FEWEST = 2  # rounds
+CLEARLY = 0.95  # of the default's time: a candidate that takes less replaces it
+FILL = 0x3C  # of all bytes: in every format numbers of usual size
+
+Compute = Callable[[Bytes], object]
+
+
+def main(config: dict[str, Any]) -> None:
+    """Writes a Tuning as JSON, or null."""
+    found = tune()
+    print(json.dumps(None if found is None else found.to_json()), flush=True)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A choice, and bytes a second of one core at one row, by format: with it and with the default one."""
+
+    choice: Choice
+    rates: dict[str, float]
+    default: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"choice": self.choice.to_map(), "rates": self.rates, "default": self.default}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Tuning:
+        """The inverse of `to_json`. Anything else raises ValueError, TypeError, KeyError or
+        AttributeError."""
+        rates, default = ({str(k): float(v) for k, v in data[name].items()} for name in ("rates", "default"))
+        return cls(Choice.from_map(data["choice"]), rates, default)
+
+
+def memory_size() -> int:
+    """Bytes to measure with: twice what the caches of a core hold; 0 where memory is short."""
+    caches = [contents(path).removesuffix("K") for path in entries(CACHES, "index*/size")]
+    largest = max((int(size) << 10 for size in caches if size.isdigit()), default=0)
+    size = min(max(SMALLEST, 2 * largest), LARGEST, available_memory() // SHARE)
+    return size if size >= SMALLEST // 2 else 0
+
+
+def tune() -> Tuning | None:
+    """Takes about half a second. None where no library was compiled or memory is short."""
+    first, size = chosen(Choice()), memory_size()
+    if first is None or not size:
+        return None
+    memory = private(size)
+    memory[:] = FILL
+    parts = walk(memory, 1 << 23)
+    default = first.choice
+    ways = [default.prefetch, Prefetch("none", 0)]
+    ways += [way for hint in HINTS[1:] for ahead in AHEAD if (way := Prefetch(hint, ahead)) not in ways]
+    prefetch = _fastest(parts, [replace(default, prefetch=way) for way in ways])[0].prefetch
+    usable = [name for name in VARIANTS if isinstance(load(name), Library)]
+    candidates = [replace(default, variant=name, prefetch=prefetch) for name in usable]
+    choice, times = _fastest(parts, candidates)
+    last, _ = _fastest(parts, [default, choice]) if choice != default else (default, times)
+    compared = _times(parts, [default, last])
+    rates, before = (
+        {name: 1 / seconds for name, seconds in compared[each].items()} for each in (last, default)
+    )
+    return Tuning(last, rates, before)
+
+
+Times = dict[str, float]  # by format, seconds for a byte
+
+
+def _fastest(parts: Iterator[Bytes], candidates: Sequence[Choice]) -> tuple[Choice, dict[Choice, Times]]:
+    """The candidate that reads all formats in the least time; the first unless that one is clearly faster."""
+    times = _times(parts, candidates)
+    total = {choice: sum(each.values()) for choice, each in times.items()}
+    best = min(candidates, key=total.__getitem__)
+    return (best if total[best] < CLEARLY * total[candidates[0]] else candidates[0]), times
+
+
+def _times(parts: Iterator[Bytes], candidates: Sequence[Choice]) -> dict[Choice, Times]:
+    works = {(choice, name): _compute(choice, name) for choice in candidates for name in FORMATS}
+    best = dict.fromkeys(works, float("inf"))
+    for compute, size in works.values():
+        compute(next(parts)[:size])  # allocates scratch
+    began = time.perf_counter()
+    for done in range(ROUNDS):
+        if done >= FEWEST and time.perf_counter() - began > SECONDS:
+            break
+        for key, (compute, size) in works.items():
+            data = next(parts)[:size]
+            started = time.perf_counter()
+            compute(data)
+            best[key] = min(best[key], (time.perf_counter() - started) / size)
+    return {choice: {name: best[choice, name] for name in FORMATS} for choice in candidates}
+
+
+def _compute(choice: Choice, name: str) -> tuple[Compute, int]:
+    """What computes a tile of this format for one row, and the tile's bytes."""
+    library, format = chosen(choice), ALL_FORMATS[name]
+    assert library is not None
+    kernel = library.kernel(Geometry(format, HIDDEN, HIDDEN, CHANNELS))
+    x, rows = kernel.quantize(np.full((1, HIDDEN), 0.5, np.float32)), np.zeros(1, np.int32)
+    return lambda data: kernel.tiles(data, x, rows), format.tile_bytes(HIDDEN, CHANNELS)
