@@ -209,6 +209,8 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     doctor = subparsers.add_parser("doctor", help="what this machine can do, and what to change")
     _add_log_level(doctor)
     _add_json(doctor)
+    tune = "measure again which kernels are the fastest here; a start does it once for a machine"
+    doctor.add_argument("--tune", action="store_true", help=tune)
     of_model = (
         "with --model: whether it fits, with which options, and how fast it would be; nothing is loaded"
     )

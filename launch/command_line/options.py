@@ -35,7 +35,7 @@ REQUEST_OPTIONS: dict[str | None, set[str]] = {
 # Commands that start no engine, and all of their options.
 WITHOUT_ENGINE = {
     "keys": {"out", "add", "right", "list", "remove", "log_level"},
-    "doctor": {"json", "log_level"} | SIZES,
+    "doctor": {"tune", "json", "log_level"} | SIZES,
     "cache": {"prune", "older_than", "to", "dry_run", "json", "log_level"},
 }
 # All options of a replay, which starts no engine either.
@@ -151,6 +151,8 @@ def parse(arguments: list[str]) -> Options:
         _refuse(written.keys() - REPLAY, "does not belong to bench --replay, which starts no engine")
     if command == "doctor" and "model" not in written:
         _refuse(SIZES & written.keys(), "is about a model: doctor --model DIR {} ...")
+    if command == "doctor" and {"model", "tune"} <= written.keys():
+        raise WrongUsage("--tune measures the machine and no model: doctor --tune")
     _check_lengths(written)
     options = Options(command, written)
     if "key" in written and "listen" not in written and options.remote is None:

@@ -10,6 +10,7 @@ import os
 import resource
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from launch.command_line.options import Options
@@ -30,9 +31,10 @@ from launch.doctor import (
 from launch.doctor.finding import Finding
 from launch.doctor.model_plan import show_plan
 from launch.doctor.report import render
-from launch.doctor.trials import TrialFailed
 from launch.errors import LaunchError
 from launch.processes.cores import Cores
+from launch.processes.kernel_choice import kernel_record
+from launch.processes.trials import TrialFailed
 from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.log import notice
@@ -43,6 +45,7 @@ from protocol.user_folders import user_folder
 from shm import cgroup
 from shm.kernel_files import contents
 from shm.segment import available_memory
+from workers.kernels.tuning_file import Record
 
 log = logging.getLogger("tandem")
 
@@ -59,7 +62,8 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
         raise LaunchError(f"the embedded model cannot be read: {e}; install Tandem again") from e
     notice("examining the machine")
     cores = Cores.here()
-    findings = await _inspect(embedded, cores)
+    kept = await _tuned("tune" in options.written)
+    findings = await _inspect(embedded, cores, kept)
     load = os.getloadavg()[0]
     seen, link = await gpu.inspect(models.example())
     findings += seen
@@ -80,6 +84,7 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
             "expert_bytes_per_token": embedded.token,
             "ceiling_tok_s": ceiling,
             "engine": proofs[0].to_map(),
+            "kernels": None if kept is None else kept.to_json(),
             "costs": [costs.to_map(*kept) for kept in measured_here(user_folder("CACHE"))],
         }
         print_json({"ok": ok, "findings": [f.to_map() for f in findings], "measured": measured})
@@ -88,7 +93,17 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
     return 0 if ok else 1
 
 
-async def _inspect(embedded: models.Reads, cores: Cores) -> list[Finding]:
+async def _tuned(again: bool) -> Record | None:
+    """The measured choice of kernels: as kept, or measured now."""
+    measuring = partial(notice, "measuring the kernels: a second")
+    try:
+        return await kernel_record(user_folder("CACHE"), measuring, again)
+    except TrialFailed as e:
+        notice(f"the kernels were not measured: {e}")
+        return None
+
+
+async def _inspect(embedded: models.Reads, cores: Cores, kept: Record | None) -> list[Finding]:
     """The findings that need no measurement and no GPU."""
     limits = cgroup.limits()
     lockable, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -97,7 +112,7 @@ async def _inspect(embedded: models.Reads, cores: Cores) -> list[Finding]:
     return [
         *cpu.inspect(cores.numbers, limits.cpus),
         *threads.inspect(cores),
-        *kernels.inspect(),
+        *kernels.inspect(kept, user_folder("CACHE")),
         *memory.inspect(embedded.store, limits.memory, None if lockable < 0 else lockable, files),
         *shared_memory.inspect(embedded.store, min(total, limits.memory or total)),
         *await software.inspect(gpu=bool(gpu.driver_nodes())),

@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from launch.doctor.finding import Finding, Topic
 from launch.doctor.software import pip_install
+from launch.terminal.format import rate
 from shm.blocks import BlockFormat
 from shm.formats import BF16
 from shm.layout import FORMATS
 from shm.quantize import library as quantizer
 from workers.interpreter import ROOT
-from workers.kernels.host import BF16_ROWS
-from workers.kernels.native import VARIANTS, Library, best, load
+from workers.kernels.choice import DEFAULT
+from workers.kernels.native import VARIANTS, Library, chosen, load
+from workers.kernels.tuning_file import Record, path_of
 
 TOPIC = Topic("kernels")
 
 
-def inspect() -> list[Finding]:
-    return list(explain({name: load(name) for name in VARIANTS}, best(), quantizer() is not None))
+def inspect(record: Record | None = None, cache: Path = Path()) -> list[Finding]:
+    """`record`: the measured choice, kept in this cache folder; None: the default one is used."""
+    choice = DEFAULT if record is None else record.tuning.choice
+    found = explain({name: load(name) for name in VARIANTS}, chosen(choice), quantizer() is not None)
+    return [*found, *([] if record is None else [tuned(record, path_of(cache, record.machine))])]
+
+
+def tuned(record: Record, path: Path) -> Finding:
+    """What was measured for one row, and how to measure it again."""
+    choice, of = record.tuning.choice, record.tuning
+    found = f"one row, measured: {VARIANTS[choice.variant]}, {choice.prefetch}"
+    here = ", ".join(f"{name} {rate(speed)}" for name, speed in of.rates.items())
+    usual = ", ".join(f"{name} {rate(speed)}" for name, speed in of.default.items())
+    means = f"one core reads {here}" + (f"; the default choice {usual}" if of.rates != of.default else "")
+    day = time.strftime("%Y-%m-%d", time.localtime(record.measured))
+    means += f"\nmeasured {day}, kept in {path}: doctor --tune measures again"
+    if record.loaded:
+        means = f"other programs were computing (load average {record.load:.1f}): it may be wrong\n{means}"
+        do = "a start at half of that load or less measures again; to do so now: launch.py doctor --tune"
+        return TOPIC.note(found, means, do)
+    return TOPIC.ok(found, means)
 
 
 def explain(variants: dict[str, Library | str], chosen: Library | None, quantizer: bool) -> Iterator[Finding]:
@@ -38,7 +61,7 @@ def explain(variants: dict[str, Library | str], chosen: Library | None, quantize
         means = "for any number of rows, directly from the stored bytes"
         yield TOPIC.ok(f"{', '.join(grouped)}: {runs}", means)
         means = "for many rows torch's matrix product is faster"
-        yield TOPIC.ok(f"bf16: {runs} for up to {BF16_ROWS} rows, torch for more", means)
+        yield TOPIC.ok(f"bf16: {runs} for up to {DEFAULT.bf16_rows} rows, torch for more", means)
         yield TOPIC.ok(f"{', '.join(plain)}: torch", "a reference for comparisons")
         yield from _others(variants, chosen.variant)
     if not quantizer:
@@ -59,5 +82,5 @@ def _others(variants: dict[str, Library | str], chosen: str) -> Iterator[Finding
         elif name != chosen:
             able.append(VARIANTS[name])
     if able:
-        means = f"supported by this processor, but {VARIANTS[chosen]} is faster"
+        means = f"supported by this processor, but {VARIANTS[chosen]} is faster, or as fast"
         yield TOPIC.ok(f"{', '.join(able)}: not used", means)

@@ -16,8 +16,8 @@ from launch.doctor import bandwidth, command, gpu, models, proof
 from launch.doctor.bandwidth import BUSY, Bandwidth
 from launch.doctor.finding import Finding
 from launch.doctor.proof import Proof
-from launch.doctor.trials import TrialFailed
 from launch.processes.cores import Cores
+from launch.processes.trials import TrialFailed
 from launch.terminal.interrupts import Interrupts
 
 SPEED = Bandwidth(2, 1 << 26, 4e9, 8e9, 3e9, None)
@@ -86,6 +86,8 @@ async def test_report_has_what_was_measured(doctor: Run) -> None:
     measured = report["measured"]
     costs = measured.pop("costs")
     assert isinstance(costs, list)
+    kept = measured.pop("kernels")
+    assert kept is None or kept["machine"]["cores"] == len(Cores.here().numbers)
     ceiling = measured.pop("ceiling_tok_s")
     assert ceiling == pytest.approx(8e9 / token, rel=1e-3)  # as it is shown
     assert measured == SPEED.to_map() | {
