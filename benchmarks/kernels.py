@@ -1,8 +1,9 @@
 """`python -m benchmarks.kernels [--json] [--quick]`: expert kernels compared with memory bandwidth.
 
 Every case computes one whole expert in shared memory mapped as in a worker, another expert each time so that
-no cache holds it. Plain reads in several ways are timed in turns with the cases: `ratio` is a case's bytes
-per second over the median of the fastest way of reading with as many cores.
+no cache holds it. `ratio` is a case's bytes per second over those of plain reads with as many cores, timed
+in turns with it, in the way that read fastest when several were compared. All variants prefetch as is
+measured to be the fastest here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,13 +26,17 @@ from rich.console import Console
 from rich.table import Table
 
 from shm.formats import Bytes
+from shm.kernel_files import contents, parse_cpuinfo
 from shm.layout import FORMATS, ExpertShape, StoreLayout, TileFormat, suitable_tile
 from shm.segment import Segment, unlink
+from workers.interpreter import environment
 from workers.kernels import reading
-from workers.kernels.choice import DEFAULT
-from workers.kernels.native import VARIANTS, Geometry, Library, Team, best, load
+from workers.kernels.choice import DEFAULT, Choice
+from workers.kernels.native import VARIANTS, Geometry, Library, Team, best, chosen, load
 from workers.kernels.reference import ReferenceKernel
+from workers.kernels.tuning import tune
 
+ROUNDS = 7  # of all ways of reading, to find the fastest
 MEMORY = 1 << 30  # bytes of weights: far more than any cache
 SHAPES = {  # I, H
     "Mixtral-8x7B": (14336, 4096),
@@ -47,48 +54,59 @@ SLOW_ROWS = 16  # most rows at which variants other than the best are timed
 class Bench:
     """The memory of the weights, the timings of plain reads, and the cases timed so far."""
 
-    def __init__(self, memory: Bytes, quick: bool) -> None:
+    def __init__(self, memory: Bytes, quick: bool, choice: Choice) -> None:
         self.quick = quick
+        self.choice = choice
         self.cases: list[dict[str, Any]] = []
         self._memory = memory
         self._at = 0
         self._teams: dict[tuple[str, int], Team | None] = {}
-        self._readings: dict[int, dict[str, list[float]]] = {}
+        self._readings: dict[int, list[float]] = {}
+        self.ways: dict[int, str] = {}
         self._rng = np.random.default_rng(0)
 
     def time(self, format: TileFormat, variant: str, shape: tuple[int, int], rows: int, cores: int) -> None:
-        """Time one case and record it."""
-        self.read_memory(cores)
+        """Time one case and record it: experts and plain reads in turns."""
         channels, hidden = shape
         layout = _layout(format, shape)
         compute = self._kernel_call(layout, variant, rows, cores)
         expert = layout.tile_bytes * layout.shape.tiles
+        number = max(1, reading.SAMPLE // expert) if rows == 1 else 1  # experts of one sample
+        read = self._reader(cores)
         seconds: list[float] = []
+        reads: list[float] = []
         until = time.perf_counter() + SECONDS[self.quick]
         compute(self._next(expert))  # the first call allocates scratch
         while len(seconds) < MIN_CALLS[self.quick] or time.perf_counter() < until:
-            data = self._next(expert)
+            parts = [self._next(expert) for _ in range(number)]
             started = time.perf_counter()
-            compute(data)
-            seconds.append(time.perf_counter() - started)
+            for data in parts:
+                compute(data)
+            seconds.append((time.perf_counter() - started) / number)
+            reads.append(reading.timed(read, self._next(reading.SAMPLE)))
+        self._readings.setdefault(cores, []).extend(reads)
         took, useful = median(seconds), expert * channels / layout.shape.padded
         case = {"format": format.name, "variant": variant, "shape": shape, "rows": rows, "cores": cores}
         speed = {"gb_s": useful / took / 1e9, "gflop_s": 6 * channels * hidden * rows / took / 1e9}
-        self.cases.append(case | {"us": took * 1e6} | speed)
+        self.cases.append(case | {"us": took * 1e6, "ratio": useful / took / median(reads)} | speed)
 
-    def read_memory(self, cores: int) -> None:
-        """Time plain reads in all ways, of memory that no cache holds."""
+    def _reader(self, cores: int) -> reading.Read:
+        """The fastest way of reading memory that no cache holds."""
         library = best()
-        readings = self._readings.setdefault(cores, {})
         torch.set_num_threads(cores)
         ways = reading.ways(library, None if library is None else self._team(library, cores))
-        for name, read in ways.items():
-            readings.setdefault(name, []).append(reading.timed(read, self._next(reading.SAMPLE)))
+        if cores not in self.ways:
+            rates: dict[str, list[float]] = {name: [] for name in ways}
+            for _ in range(ROUNDS):
+                for name, read in ways.items():
+                    rates[name].append(reading.timed(read, self._next(reading.SAMPLE)))
+            self.ways[cores] = reading.fastest(rates).way
+        return ways[self.ways[cores]]
 
     @property
-    def read(self) -> dict[int, reading.Reading]:
-        """For each number of cores, the fastest way."""
-        return {cores: reading.fastest(ways) for cores, ways in self._readings.items()}
+    def read(self) -> dict[int, float]:
+        """For each number of cores, the median of all readings, bytes a second."""
+        return {cores: median(rates) for cores, rates in self._readings.items()}
 
     def fill(self, format: TileFormat, shape: tuple[int, int]) -> None:
         """Fill the memory with experts of this format and shape."""
@@ -112,17 +130,17 @@ class Bench:
     ) -> Callable[[Bytes], object]:
         hidden = layout.shape.hidden
         x = self._rng.standard_normal((rows, hidden)).astype(np.float32)
-        chosen = np.arange(rows, dtype=np.int32)
-        library = None if variant == TORCH else load(variant)
-        if isinstance(library, Library):
+        every = np.arange(rows, dtype=np.int32)
+        library = None if variant == TORCH else chosen(replace(self.choice, variant=variant))
+        if library is not None:
             geometry = Geometry(layout.format, hidden, hidden, layout.shape.tile)
             kernel = library.kernel(geometry, self._team(library, cores))
             quantized = kernel.quantize(x)  # once per Work, not once per expert
-            return lambda data: kernel.tiles(data, quantized, chosen)
+            return lambda data: kernel.tiles(data, quantized, every)
         torch.set_num_threads(cores)
         reference = ReferenceKernel(layout)
-        every, inputs = torch.from_numpy(chosen.astype(np.int64)), reference.activations(torch.from_numpy(x))
-        return lambda data: reference.compute(torch.from_numpy(data), inputs, every)
+        indices, inputs = torch.from_numpy(every.astype(np.int64)), reference.activations(torch.from_numpy(x))
+        return lambda data: reference.compute(torch.from_numpy(data), inputs, indices)
 
     def _team(self, library: Library, cores: int) -> Team | None:
         key = library.variant, cores
@@ -150,7 +168,9 @@ def measure(quick: bool, show: Callable[[str], None]) -> dict[str, Any]:
     """All cases, as the JSON object that `--json` prints; a case's shape is an expert's [I, H]."""
     all_cores = len(os.sched_getaffinity(0))
     with _weights() as memory, torch.inference_mode():
-        bench = Bench(memory, quick)
+        show("choosing the kernels")
+        tuned = tune()
+        bench = Bench(memory, quick, DEFAULT if tuned is None else tuned.choice)
         try:
             for name, shape in SHAPES.items():
                 for format in (FORMATS[format] for format in FORMATS_TIMED):
@@ -161,13 +181,13 @@ def measure(quick: bool, show: Callable[[str], None]) -> dict[str, Any]:
                             bench.time(format, variant, shape, rows, cores)
         finally:
             bench.close()
-        read = {"1": bench.read[1], "all": bench.read[all_cores]}
-        limit = {cores: found.rate / 1e9 for cores, found in bench.read.items()}
-        results = [case | {"ratio": case["gb_s"] / limit[case["cores"]]} for case in bench.cases]
+    sizes = {"1": 1, "all": all_cores}
     return {
-        "read_gb_s": {cores: found.rate / 1e9 for cores, found in read.items()},
-        "read_way": {cores: found.way for cores, found in read.items()},
-        "results": results,
+        "cpu": parse_cpuinfo(contents(Path("/proc/cpuinfo")))[0],
+        "choice": bench.choice.to_map(),
+        "read_gb_s": {name: bench.read[cores] / 1e9 for name, cores in sizes.items()},
+        "read_way": {name: bench.ways[cores] for name, cores in sizes.items()},
+        "results": bench.cases,
     }
 
 
@@ -180,7 +200,7 @@ def _plan(format: TileFormat, shape: tuple[int, int], quick: bool) -> Iterator[t
         if format.name == "bf16" and rows > DEFAULT.bf16_rows:
             continue
         first = variant == available[0]
-        if quick and format.name == "int4" and rows == 1 and not large:
+        if quick and rows == 1 and format.name != "int4-g128":
             yield variant, rows  # how the variants compare
         elif quick and not (
             first and format.name != "int4-g128" and rows in ((1, 4, 512) if large else (1, 4))
@@ -223,6 +243,10 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--quick", action="store_true", help="less than a minute")
     options = parser.parse_args()
+    quiet = environment(len(os.sched_getaffinity(0)))
+    if os.environ.get("OMP_WAIT_POLICY") != quiet["OMP_WAIT_POLICY"]:
+        # As in an engine: idle threads of torch would spin, on the cores that the kernels compute on.
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.kernels", *sys.argv[1:]], quiet)
     console = Console(stderr=True)
     with console.status("filling memory ...") as status:
         found = measure(options.quick, status.update)
@@ -233,6 +257,8 @@ def main() -> int:
         out = Console()
         out.print(_table(found["results"]))
         one, every = found["read_way"]["1"], found["read_way"]["all"]
+        chosen_here = Choice.from_map(found["choice"])
+        out.print(f"{found['cpu']}; {chosen_here.variant or 'torch'}, {chosen_here.prefetch}")
         out.print(f"reading: {read['1']:.1f} GB/s on one core ({one}), {read['all']:.1f} on all ({every})")
         for name in VARIANTS:
             if isinstance(why := load(name), str):
