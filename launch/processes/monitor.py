@@ -179,14 +179,15 @@ class ProcessMonitor:
             elif reason != slot.reported:
                 log.warning(f"{reason}; until it can, it is tried again every few seconds")
             slot.reported = reason
-            await asyncio.sleep(self._limits.pause(slot.early_exits))
+            # A pause after a kill from outside would only leave fewer workers to those that go on.
+            await asyncio.sleep(self._limits.pause(slot.early_exits if crashed else slot.futile_exits))
             if self._stopping or engine_restarts != self._engine_restarts:
                 return
             try:
                 await self._start_child(slot)
                 return
             except StartFailed as e:  # no memory or descriptor for another process, maybe only for a moment
-                reason = str(e)
+                reason, crashed = str(e), True
                 slot.count_exit(True, self._progress())
         nth = f"{slot.futile_exits} times in a row before it could work"
         self._guard.fail(EngineFailed(f"{reason}, {nth}; the engine has been stopped"))

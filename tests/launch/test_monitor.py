@@ -270,7 +270,11 @@ async def test_exits_before_any_work_end_the_engine_when_too_many_in_a_row() -> 
     assert pauses == [1, 2, 0, 1, 2]
 
 
-async def test_exits_of_the_young_do_not_end_an_engine_whose_workers_compute() -> None:
+@pytest.mark.parametrize(("code", "paused"), [(KILLED, [1] * 8), (3, list(range(1, 9)))])
+async def test_exits_of_the_young_do_not_end_an_engine_whose_workers_compute(
+    code: int, paused: list[int]
+) -> None:
+    """After a kill from outside a worker is restarted at once, after an exit of its own with pauses."""
     pauses.clear()
     with pytest.raises(EngineFailed, match=r"^the worker 0 .* 3 times in a row"):  # noqa: PT012
         async with engine(Recorded(check_interval=1e6, futile_exits=3)) as e:
@@ -280,9 +284,9 @@ async def test_exits_of_the_young_do_not_end_an_engine_whose_workers_compute() -
                 if incarnation < 8:
                     e.control.line("worker", 1).tick()
                 assert e.guard.failure is None
-                e.exit(KILLED, "worker", 0, incarnation)
+                e.exit(code, "worker", 0, incarnation)
             await asyncio.sleep(5)
-    assert pauses == list(range(1, 10))  # also in an engine that goes on
+    assert pauses[:8] == paused
 
 
 async def test_door_without_its_port_is_tried_again_for_ever(caplog: pytest.LogCaptureFixture) -> None:
