@@ -16,7 +16,13 @@ from machines import two_threads_a_core, write
 from launch.processes.cores import MOST_WORKERS, Cores, CpuSet, Thread, read_threads
 from launch.processes.supervisor import Supervisor
 from pipeline.config import EngineConfig
+from pipeline.coordinator_config import WorkerCores
+from pipeline.experts.host_shards import divide_into_shards
+from pipeline.experts.shares import HostShare
 from protocol.client import Client
+from shm.formats import F32
+from shm.layout import PAGE, ExpertShape, StoreLayout
+from shm.numa import interleave
 
 
 def machine(nodes: int, cores: int, threads: int = 1) -> tuple[Thread, ...]:
@@ -155,6 +161,53 @@ def test_this_machine_s_cores_are_those_that_may_be_used(usable: int | None) -> 
     finally:
         os.sched_setaffinity(0, before)
     assert cores.default_workers() >= 1
+
+
+@pytest.mark.parametrize(("experts", "chosen", "tiles"), [(8, 2, 28), (128, 8, 6)], ids=["coarse", "fine"])
+def test_workers_read_their_own_node_s_memory(experts: int, chosen: int, tiles: int, tmp_path: Path) -> None:
+    """From the files of a machine with two sockets to the memory that each worker reads in decode."""
+    write(
+        tmp_path,
+        sys__devices__system__cpu__online="0-15",
+        sys__devices__system__node__node0__cpulist="0-3,8-11",
+        sys__devices__system__node__node1__cpulist="4-7,12-15",
+        **{
+            f"sys__devices__system__cpu__cpu{n}__topology__thread_siblings_list": f"{n % 8},{n % 8 + 8}"
+            for n in range(16)
+        },
+    )
+    cores = Cores(read_threads(range(16), tmp_path))
+    workers = cores.for_workers(cores.default_workers())
+    assert [(cpus.cores, cpus.node) for cpus in workers] == [((n,), n // 4) for n in range(8)]
+
+    layout = StoreLayout(ExpertShape(1, experts, 1024, tiles * 4, 4), F32())
+    bound = np.full(layout.total_bytes // PAGE, -1)
+    with os.fdopen(os.memfd_create("tandem-test-cores"), "r+b") as file:
+        file.truncate(layout.total_bytes)
+        base: list[int] = []  # address of the first page, which is bound first
+
+        def mbind(address: int, length: int, node: int) -> int:
+            base.append(address)
+            first = (address - base[0]) // PAGE
+            bound[first : first + length // PAGE] = node
+            return 0
+
+        assert interleave(file.fileno(), layout, 0, cores.nodes, mbind) == ""
+    assert Counter(bound.tolist()) == {0: len(bound) // 2, 1: len(bound) // 2}
+
+    random, own, every = np.random.default_rng(19), 0, 0
+    sizes, one = WorkerCores((1,) * len(workers), len(cores.nodes)), [np.zeros(1, np.int32)] * chosen
+    for _ in range(200):
+        routed = np.sort(random.choice(experts, chosen, replace=False)).astype(np.int32)
+        whole = np.zeros(chosen, np.int32), np.full(chosen, tiles, np.int32)
+        share = HostShare(routed, *whole, one, [np.ones(1, np.float32)] * chosen)
+        for shard in divide_into_shards(share, sizes, "decode", 1):
+            for expert, lo, hi in shard.items.tolist():
+                start = layout.offset(0, expert, lo) // PAGE
+                pages = bound[start : start + (hi - lo) * layout.tile_bytes // PAGE]
+                own, every = own + int((pages == workers[shard.worker].node).sum()), every + len(pages)
+    assert every == 200 * chosen * tiles * layout.tile_bytes // PAGE
+    assert own == every
 
 
 @pytest.mark.timeout(300)
