@@ -8,7 +8,6 @@ after the first answer.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from typing import Any
@@ -21,13 +20,12 @@ from shm.store import Store
 from workers.child_endpoint import ChildEndpoint
 from workers.emulation import sleep_until
 from workers.kernels.choice import Choice
-from workers.kernels.host import UNLIMITED, HostKernel
+from workers.kernels.host import HostKernel
 from workers.kernels.native import chosen
+from workers.late_import import LateImport
 from workers.lifetime import pin
 
 log = logging.getLogger(__name__)
-
-IMPORT_AFTER = 1.0  # seconds that a restarted worker lives before it imports torch, unless a Work needs it
 
 
 def fault_of(work: Work, shape: ExpertShape) -> str | None:
@@ -55,49 +53,9 @@ def fault_of(work: Work, shape: ExpertShape) -> str | None:
     return None
 
 
-class LateImport:
-    """torch, imported by a thread so that few rows do not wait for it. `line.rows` says when it is there: a
-    Work that needs it sooner waits in its own import of the same module."""
-
-    def __init__(self, kernel: HostKernel, line: ControlLine, delay: float) -> None:
-        """`delay`: seconds from `begin` to the import."""
-        self._kernel = kernel
-        self._line = line
-        self._delay = delay
-        self._wanted = threading.Event()
-        self._cancelled = False
-        self._thread: threading.Thread | None = None
-        line.rows = kernel.rows_without_torch
-        if line.rows == 0:
-            self.hurry()
-
-    def begin(self) -> None:
-        """Import it soon; once."""
-        if self._thread is None and self._line.rows < UNLIMITED:
-            self._thread = threading.Thread(target=self._run, name="torch", daemon=True)
-            self._thread.start()
-
-    def hurry(self) -> None:
-        """A Work needs it: do not delay the import."""
-        self._wanted.set()
-
-    def cancel(self) -> None:
-        """Do not begin the import any more; wait for one that has begun, as an exit within it could crash."""
-        self._cancelled = True
-        self._wanted.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        self._wanted.wait(self._delay)
-        if not self._cancelled:
-            self._kernel.prepare()
-            self._line.rows = UNLIMITED
-
-
 def serve(peer: ChildEndpoint, store: Store, line: ControlLine, kernel: HostKernel, slowdown: float) -> None:
     """Answer Work until Shutdown; `line` counts progress. `slowdown` > 1 emulates a slower host."""
-    torch = LateImport(kernel, line, IMPORT_AFTER if peer.incarnation else 0.0)
+    torch = LateImport(kernel, line, restarted=peer.incarnation > 0)
     waiting: deque[Work] = deque()
     while not peer.stopped:
         for message in peer.receive(wait=not waiting):
