@@ -71,8 +71,7 @@ def serve(peer: ChildEndpoint, store: Store, line: ControlLine, kernel: HostKern
             if fault is not None:
                 peer.send(WorkFailed(work.seq, peer.incarnation, fault))
                 continue
-            if len(work.x) > line.rows:
-                torch.hurry()
+            torch.prepare(work)
             started = time.perf_counter()
             line.begin(work.seq)
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from protocol.messages import Work
 from shm.control import ControlLine
 from workers.kernels.host import UNLIMITED, HostKernel
 
@@ -11,8 +12,8 @@ IMPORT_AFTER = 1.0  # seconds that a restarted worker lives before the import, u
 
 
 class LateImport:
-    """torch, imported by a thread so that few rows do not wait for it. `line.rows` says when it is there: a
-    Work that needs it sooner waits in its own import of the same module."""
+    """torch, imported by a thread so that few rows do not wait for it. `line.rows` says when it is there; a
+    Work that needs it sooner waits."""
 
     def __init__(self, kernel: HostKernel, line: ControlLine, restarted: bool) -> None:
         self._kernel = kernel
@@ -23,7 +24,7 @@ class LateImport:
         self._thread: threading.Thread | None = None
         line.rows = kernel.rows_without_torch
         if line.rows == 0:
-            self.hurry()
+            self._wanted.set()
 
     def begin(self) -> None:
         """Import it soon; once."""
@@ -31,9 +32,13 @@ class LateImport:
             self._thread = threading.Thread(target=self._run, name="torch", daemon=True)
             self._thread.start()
 
-    def hurry(self) -> None:
-        """A Work needs it: do not delay the import."""
-        self._wanted.set()
+    def prepare(self, work: Work) -> None:
+        """Wait for it where this valid Work needs it: the wait does not count as computing."""
+        rows, offsets = self._line.rows, work.offsets
+        if len(work.x) > rows and len(work.items) and (offsets[1:] - offsets[:-1]).max() > rows:
+            self._wanted.set()
+            self._kernel.prepare()
+            self._line.rows = UNLIMITED
 
     def cancel(self) -> None:
         """Do not begin the import any more; wait for one that has begun, as an exit within it could crash."""
