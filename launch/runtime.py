@@ -109,10 +109,10 @@ class RuntimeDir:
         with atomic_file(self.path / INFO, sync=False) as file:
             file.write(json.dumps(asdict(info)).encode())
 
-    def remove_slabs(self) -> None:
-        """Remove an exited coordinator's slab, where that is a shared-memory segment."""
+    def remove_of_coordinator(self) -> None:
+        """Remove the segments that an exited coordinator made: its slab, rings that no worker has mapped."""
         for path in segments(self.path):
-            if "-slab-" in path.name:
+            if "-slab-" in path.name or "-exchange-" in path.name:
                 path.unlink(missing_ok=True)
 
     def remove(self) -> None:

@@ -17,6 +17,7 @@ BACKGROUND_ORDERS = 64  # most background fetches under way: more would only fil
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 FormatName = Literal["f32", "bf16", "int8", "int4", "int4-g128"]  # of expert tiles, see shm/layout.py
+ExchangeName = Literal["auto", "zmq", "shm"]
 BackboneDType = Literal["f32", "bf16", "int8", "int4"]
 
 
@@ -43,6 +44,7 @@ class EngineConfig:
     costs: Path | None = None  # use these instead of measuring
     record: Path | None = None  # a new file for the trace of every step's routing; absolute
     seed: int = 0  # of the preset `random` and of requests that give none
+    exchange: ExchangeName = "auto"  # of Work with the workers; auto: shm where it works
     prefetcher: Literal["process", "thread"] = "process"
     keep_store: bool = False
     verify: bool = False  # compare the store's bytes with their checksums before they are used

@@ -78,6 +78,7 @@ and its children.
   39 Fetch: id int, layer int, expert int, lo int, slots [int], urgency int
   40 Fetched: id int, incarnation int, landed int, final bool, seconds float
   41 CancelFetch: id int
+  42 AttachRing: name str
 
   48 RemoteClient: account str, right str, address str
   49 Encode: job int, texts [str] = [], messages [ChatMessage]? = nil

@@ -338,6 +338,13 @@ class Abandon:
 
 
 @dataclass(frozen=True)
+class AttachRing:
+    """Map this ring (`shm/ring.py`): Work may come through it from now on, and is answered through it."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class AttachSlab:
     """Map this slab. kind "shm": `handle` is the segment's name; "cuda": a CUDA IPC memory handle."""
 
@@ -511,6 +518,7 @@ TAGS: dict[int, type] = {
     39: Fetch,
     40: Fetched,
     41: CancelFetch,
+    42: AttachRing,
     48: RemoteClient,
     49: Encode,
     50: Encoded,

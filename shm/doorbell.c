@@ -11,7 +11,7 @@
 
 struct doorbell {
     uint32_t rings;    /* counted by the ringing process; wraps */
-    uint32_t sleeping; /* 1 while the waiting process may sleep */
+    uint32_t sleeping; /* while the waiting process may sleep: 1 + its core; else 0 */
 };
 
 int tandem_doorbell_version(void) { return 1; }
@@ -27,30 +27,38 @@ int64_t tandem_load(const int64_t *number) { return __atomic_load_n(number, __AT
 
 void tandem_store(int64_t *number, int64_t value) { __atomic_store_n(number, value, __ATOMIC_RELEASE); }
 
-void tandem_ring(struct doorbell *bell) {
-    /* Sequentially consistent, like the waiter's writing of `sleeping` and its reading of `rings` in the kernel: one of
-     * the two sees the other's. */
-    __atomic_add_fetch(&bell->rings, 1, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&bell->sleeping, __ATOMIC_SEQ_CST)) syscall(SYS_futex, &bell->rings, FUTEX_WAKE, 1, 0, 0, 0);
+static void wake(struct doorbell *bell) { syscall(SYS_futex, &bell->rings, FUTEX_WAKE, 1, 0, 0, 0); }
+
+/* Ring doorbells. A process that sleeps on the caller's core is woken last: it may run there at once, and the caller and
+ * its other calls would wait for it. */
+void tandem_ring(struct doorbell *const *bells, int64_t number) {
+    uint32_t here = (uint32_t)sched_getcpu() + 1;
+    uint64_t later = 0; /* a bit for each of the first 64 */
+    for (int64_t i = 0; i < number; i++) {
+        /* Sequentially consistent, like the waiter's writing of `sleeping` and its reading of `rings` in the kernel: one
+         * of the two sees the other's. */
+        __atomic_add_fetch(&bells[i]->rings, 1, __ATOMIC_SEQ_CST);
+        uint32_t sleeping = __atomic_load_n(&bells[i]->sleeping, __ATOMIC_SEQ_CST);
+        if (sleeping == here && i < 64)
+            later |= 1ull << i;
+        else if (sleeping)
+            wake(bells[i]);
+    }
+    for (int64_t i = 0; later; i++, later >>= 1)
+        if (later & 1) wake(bells[i]);
 }
 
-/* Wait until `rings` is not `seen`: for `spin` nanoseconds awake, then asleep, `limit` nanoseconds in all. Returns
- * `rings`. A waiter that is awake offers its core to other threads again and again. */
-uint32_t tandem_wait(struct doorbell *bell, uint32_t seen, int64_t spin, int64_t limit) {
-    int64_t began = nanoseconds(), waited = 0;
+/* Sleep until `rings` is not `seen`, `limit` nanoseconds at most. Returns `rings`. It does not spin before: the core is
+ * one of those that other processes compute on meanwhile. */
+uint32_t tandem_wait(struct doorbell *bell, uint32_t seen, int64_t limit) {
+    int64_t began = nanoseconds(), rest = limit;
     uint32_t rings;
-    while ((rings = __atomic_load_n(&bell->rings, __ATOMIC_ACQUIRE)) == seen && waited < spin && waited < limit) {
-        sched_yield();
-        waited = nanoseconds() - began;
-    }
-    while (rings == seen && waited < limit) {
-        int64_t rest = limit - waited;
+    while ((rings = __atomic_load_n(&bell->rings, __ATOMIC_ACQUIRE)) == seen && rest > 0) {
         struct timespec timeout = {rest / 1000000000, rest % 1000000000};
-        __atomic_store_n(&bell->sleeping, 1, __ATOMIC_SEQ_CST);
+        __atomic_store_n(&bell->sleeping, (uint32_t)sched_getcpu() + 1, __ATOMIC_SEQ_CST);
         syscall(SYS_futex, &bell->rings, FUTEX_WAIT, seen, &timeout, 0, 0);
         __atomic_store_n(&bell->sleeping, 0, __ATOMIC_RELAXED);
-        rings = __atomic_load_n(&bell->rings, __ATOMIC_ACQUIRE);
-        waited = nanoseconds() - began;
+        rest = limit - (nanoseconds() - began);
     }
     return rings;
 }

@@ -7,6 +7,7 @@ process wrote before `store` is there for the process whose `load` returns that 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -17,7 +18,7 @@ VERSION = 1  # of the library's functions: one that an older checkout left behin
 
 class Library:
     """The compiled functions, on addresses in this process: store(number, value), load(number) -> value,
-    ring(bell), wait(bell, seen, nanoseconds to spin, nanoseconds in all) -> number of rings."""
+    ring(bells), wait(bell, seen, nanoseconds) -> number of rings."""
 
     def __init__(self, functions: ctypes.CDLL) -> None:
         number, pointer, count = ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint32
@@ -25,10 +26,14 @@ class Library:
         self.load.argtypes, self.load.restype = (pointer,), number
         self.store: Any = functions.tandem_store
         self.store.argtypes, self.store.restype = (pointer, number), None
-        self.ring: Any = functions.tandem_ring
-        self.ring.argtypes, self.ring.restype = (pointer,), None
+        self._ring: Any = functions.tandem_ring
+        self._ring.argtypes, self._ring.restype = (pointer, number), None
         self.wait: Any = functions.tandem_wait
-        self.wait.argtypes, self.wait.restype = (pointer, count, number, number), count
+        self.wait.argtypes, self.wait.restype = (pointer, count, number), count
+
+    def ring(self, bells: Sequence[int]) -> None:
+        """Ring all of them. A process that sleeps on this thread's core is woken last."""
+        self._ring((ctypes.c_void_p * len(bells))(*bells), len(bells))
 
 
 @cache

@@ -12,7 +12,7 @@ process reads any more. Numbers are in the machine's byte order; arrays are cont
          192    slot 0, slot 1, ...
 
     a slot      0    written by the coordinator, 64 bytes of int64:
-                       0 posted   8 abandoned   16 layer   24 items n   32 rows k   40 rows of x R
+                       0 posted   8 abandoned   16 seq   24 layer   32 items n   40 rows k   48 rows of x R
                 64   written by the worker, 64 bytes:
                        0 answered int64   8 result int64 (DONE or SKIPPED)   16 busy float64, seconds
                 128  the request: items int32 [n, 3], offsets int32 [n + 1], rows int32 [k], weights
@@ -20,8 +20,8 @@ process reads any more. Numbers are in the machine's byte order; arrays are cont
                 ...  the answer: y float32 [R, hidden]
 
 Request and answer areas have the same sizes in all slots: `request numbers` and `answer numbers` of 4 bytes,
-whole lines. Each byte has one writer. A slot is in one of these states, by the numbers of the Works (`seq`, 1
-and more, ascending):
+whole lines. Each byte has one writer. The Works of a ring are numbered as they are posted, from 1; a slot is
+in one of these states:
 
     free         posted == answered, and the coordinator has read the answer
     posted       posted > answered: the slot is the worker's; `posted` is stored after all else of the Work
@@ -33,8 +33,8 @@ that is killed at any instruction there is either a whole Work or answer, or non
 
 `abandoned` is the number of a Work that is no longer needed: a worker that has not begun it answers SKIPPED.
 It does that also where it refuses a Work, with a WorkFailed over ZeroMQ. `letters` counts the messages that
-the coordinator has sent over ZeroMQ after the segment's name; one that has not received as many waits for its
-socket instead of its doorbell.
+the coordinator has sent over ZeroMQ after the segment's name; a worker that has not received as many waits
+for its socket instead of its doorbell.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ SLOTS = 2  # a layer's Work, and the next layer's where the policy decides it ea
 ITEMS_PER_ROW = 16  # of a Work with few rows; a wide Work shares experts among its rows
 
 Int64 = NDArray[np.int64]
-Numbers = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class _Slot:
         self.busy = self.reply.view(np.float64)
         self.posted, self.answered = int(self.request.ctypes.data), int(self.reply.ctypes.data)
         area = memory[2 * LINE :].view(np.int32)
-        self._lists: Numbers = area[: shape.request]
+        self._lists: NDArray[np.int32] = area[: shape.request]
         self._weights = self._lists.view(np.float32)
         self._y = area[shape.request :].view(np.float32)
 
@@ -108,7 +107,7 @@ class _Slot:
     def write(self, work: Work) -> None:
         """All of the Work but `posted`."""
         items, rows, x_rows = len(work.items), len(work.rows), len(work.x)
-        self.request[2:6] = work.layer, items, rows, x_rows
+        self.request[2:7] = work.seq, work.layer, items, rows, x_rows
         parts = self._parts(items, rows)
         lists = self._lists
         lists[parts[0] : parts[1]] = work.items.ravel()
@@ -117,9 +116,9 @@ class _Slot:
         self._weights[parts[3] : parts[4]] = work.weights
         self._x(parts[4], x_rows)[:] = work.x
 
-    def read(self, seq: int) -> Work:
+    def read(self) -> Work:
         """The posted Work; its arrays are the slot's."""
-        layer, items, rows, x_rows = self.request[2:6].tolist()
+        seq, layer, items, rows, x_rows = self.request[2:7].tolist()
         parts = self._parts(items, rows)
         lists = self._lists
         return Work(
@@ -134,7 +133,7 @@ class _Slot:
 
     def y(self) -> NDArray[np.float32]:
         """float32 [R, hidden] of the posted Work."""
-        rows = int(self.request[5])
+        rows = int(self.request[6])
         return self._y[: rows * self._hidden].reshape(rows, self._hidden)
 
     def _x(self, lists: int, rows: int) -> NDArray[np.float32]:
@@ -159,17 +158,16 @@ class _Ring:
         self._head: Int64 = memory[: 3 * LINE].view(np.int64).reshape(3, -1)
         first, step = 3 * LINE, shape.slot_bytes
         self._slots = [_Slot(shape, memory[i : i + step]) for i in range(first, shape.bytes, step)]
-        self._bell, self._other = (int(self._head[line].ctypes.data) for line in (bell, other))
+        self._bell, self.other_bell = (int(self._head[line].ctypes.data) for line in (bell, other))
         self._seen = 0  # rings of this end's doorbell
 
     @property
     def incarnation(self) -> int:
         return int(self._head[0, 2])
 
-    def wait(self, spin: float, limit: float) -> None:
-        """Wait until the doorbell rings, or has rung since the last wait: `spin` seconds awake, `limit`
-        seconds in all."""
-        self._seen = self._library.wait(self._bell, self._seen, int(spin * 1e9), int(limit * 1e9))
+    def wait(self, limit: float) -> None:
+        """Sleep until the doorbell rings or has rung since the last wait, `limit` seconds at most."""
+        self._seen = self._library.wait(self._bell, self._seen, int(limit * 1e9))
 
 
 class CoordinatorRing(_Ring):
@@ -183,7 +181,8 @@ class CoordinatorRing(_Ring):
         sizes = (shape.slots, shape.hidden, shape.request, shape.answer)
         self._head[0, :7] = MAGIC, VERSION, incarnation, *sizes
         self._free = list(self._slots)
-        self._busy: dict[int, _Slot] = {}  # by the number of the Work that was posted
+        self._busy: dict[int, _Slot] = {}  # by the seq of the Work, as they were posted
+        self._posts = 0
 
     @property
     def attached(self) -> bool:
@@ -196,14 +195,15 @@ class CoordinatorRing(_Ring):
         return bool(self._busy)
 
     def post(self, work: Work) -> bool:
-        """Post a Work; False where no slot is free, or it does not fit."""
+        """Post a Work; False where no slot is free, or it does not fit. The worker may sleep on
+        until its doorbell, `other_bell`, is rung."""
         if not self._free or not self._free[-1].fits(work):
             return False
         slot = self._free.pop()
         slot.write(work)
         self._busy[work.seq] = slot
-        self._library.store(slot.posted, work.seq)
-        self._library.ring(self._other)
+        self._posts += 1
+        self._library.store(slot.posted, self._posts)
         return True
 
     def abandon(self, seq: int) -> bool:
@@ -212,19 +212,18 @@ class CoordinatorRing(_Ring):
         slot = self._busy.get(seq)
         if slot is None:
             return False
-        slot.request[1] = seq
+        slot.request[1] = slot.request[0]
         return True
 
     def count_letter(self) -> None:
-        """A message was sent over ZeroMQ: the worker is to receive it."""
+        """A message was sent over ZeroMQ: the worker is to receive it, once its doorbell is rung."""
         self._head[1, 1] += 1
-        self._library.ring(self._other)
 
     def answers(self) -> list[Partial]:
         """The answers that were not yet read, in the order of their Works; none for skipped ones."""
         found = []
         for seq, slot in list(self._busy.items()):
-            if self._library.load(slot.answered) != seq:
+            if self._library.load(slot.answered) != slot.request[0]:
                 continue
             if slot.reply[1] == DONE:
                 found.append(Partial(seq, self.incarnation, float(slot.busy[2]), slot.y().copy()))
@@ -245,7 +244,7 @@ class WorkerRing(_Ring):
             raise ShmError(f"the shared-memory segment {name} is no ring for this process")
         unlink(name)
         super().__init__(library, segment, shape, bell=1, other=2)
-        self._taken: dict[int, _Slot] = {}  # by the number of the Work that was taken
+        self._taken: dict[int, _Slot] = {}  # by the seq of the Work
         self._head[2, 1] = 1
 
     @property
@@ -256,16 +255,23 @@ class WorkerRing(_Ring):
     def take(self) -> Work | None:
         """The oldest Work that was not taken yet and is still needed. Its arrays are the slot's until it is
         answered."""
-        posted = {self._library.load(slot.posted): slot for slot in self._slots}
-        for seq in sorted(posted):
-            slot = posted[seq]
-            if seq in self._taken or seq <= slot.reply[0]:
-                continue
-            self._taken[seq] = slot
-            if slot.request[1] != seq:
-                return slot.read(seq)
-            self.skip(seq)
+        waiting = []
+        for slot in self._slots:
+            number = self._library.load(slot.posted)
+            if number != slot.reply[0] and slot not in self._taken.values():
+                waiting.append((number, slot))
+        for _, slot in sorted(waiting, key=lambda each: each[0]):
+            work = slot.read()
+            self._taken[work.seq] = slot
+            if not self.abandoned(work.seq):
+                return work
+            self.skip(work.seq)
         return None
+
+    def abandoned(self, seq: int) -> bool:
+        """A Work that was taken is no longer needed."""
+        request = self._taken[seq].request
+        return bool(request[1] == request[0])
 
     def holds(self, seq: int) -> bool:
         """A Work was taken and not yet answered."""
@@ -285,8 +291,8 @@ class WorkerRing(_Ring):
     def _finish(self, seq: int, result: int) -> None:
         slot = self._taken.pop(seq)
         slot.reply[1] = result
-        self._library.store(slot.answered, seq)
-        self._library.ring(self._other)
+        self._library.store(slot.answered, int(slot.request[0]))
+        self._library.ring((self.other_bell,))
 
 
 def _lines(numbers: int) -> int:

@@ -45,6 +45,7 @@ class ChildEndpoint:
         for socket in self._sockets:
             self._poller.register(socket, zmq.POLLIN)
         self.stopped = False
+        self.received = 0  # messages of the coordinator
 
     def announce(self, notes: tuple[str, ...] = ()) -> None:
         """Send Ready to the coordinator and the supervisor."""
@@ -61,15 +62,18 @@ class ChildEndpoint:
         frames = encode(message)
         self._work.send_multipart(frames, copy=sum(map(len, frames)) < 65536)
 
-    def receive(self, wait: bool) -> Iterator[object]:
-        """The messages that have arrived; with `wait`, wait for one, at most a second. A Shutdown only sets
+    def receive(self, wait: bool, limit_ms: int = POLL_LIMIT_MS) -> Iterator[object]:
+        """The messages that have arrived; with `wait`, wait for one, at most `limit_ms`. A Shutdown only sets
         `stopped`. A malformed message is logged and dropped."""
-        for socket, _ in self._poller.poll(POLL_LIMIT_MS if wait else 0):
+        for socket, _ in self._poller.poll(limit_ms if wait else 0):
             while not self.stopped:
                 try:
-                    message = decode(socket.recv_multipart(zmq.NOBLOCK))
+                    frames = socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
                     break
+                self.received += socket is self._work
+                try:
+                    message = decode(frames)
                 except MalformedMessage as e:
                     log.warning("dropped a malformed message: %s", e)
                     continue

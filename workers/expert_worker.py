@@ -7,12 +7,10 @@ after the first answer.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import deque
 from typing import Any
 
-from protocol.messages import Abandon, Partial, Work, WorkFailed
+from protocol.messages import Partial, Work, WorkFailed
 from shm.control import ControlLine, ControlSegment
 from shm.errors import ShmError
 from shm.layout import ExpertShape
@@ -24,8 +22,7 @@ from workers.kernels.host import HostKernel
 from workers.kernels.native import chosen
 from workers.late_import import LateImport
 from workers.lifetime import pin
-
-log = logging.getLogger(__name__)
+from workers.work_exchange import WorkExchange
 
 
 def fault_of(work: Work, shape: ExpertShape) -> str | None:
@@ -56,36 +53,29 @@ def fault_of(work: Work, shape: ExpertShape) -> str | None:
 def serve(peer: ChildEndpoint, store: Store, line: ControlLine, kernel: HostKernel, slowdown: float) -> None:
     """Answer Work until Shutdown; `line` counts progress. `slowdown` > 1 emulates a slower host."""
     torch = LateImport(kernel, line, restarted=peer.incarnation > 0)
-    waiting: deque[Work] = deque()
+    exchange = WorkExchange(peer)
     while not peer.stopped:
-        for message in peer.receive(wait=not waiting):
-            if isinstance(message, Work):
-                waiting.append(message)
-            elif isinstance(message, Abandon):
-                waiting = deque(w for w in waiting if w.seq != message.seq)
-            else:
-                log.warning("unexpected %s", type(message).__name__)
-        if waiting:
-            work = waiting.popleft()
-            fault = fault_of(work, store.layout.shape)
-            if fault is not None:
-                peer.send(WorkFailed(work.seq, peer.incarnation, fault))
-                continue
-            torch.prepare(work)
-            started = time.perf_counter()
-            line.begin(work.seq)
-            try:
-                y = kernel.compute_work(work, store)
-            except (IndexError, MemoryError) as e:
-                peer.send(WorkFailed(work.seq, peer.incarnation, str(e) or "not enough memory"))
-                continue
-            finally:
-                line.end()
-            busy = (time.perf_counter() - started) * slowdown
-            sleep_until(started + busy, line.tick)
-            line.tick()
-            peer.send(Partial(work.seq, peer.incarnation, busy, y))
-            torch.begin()
+        if (work := exchange.next()) is None:
+            continue
+        fault = fault_of(work, store.layout.shape)
+        if fault is not None:
+            exchange.answer(WorkFailed(work.seq, peer.incarnation, fault))
+            continue
+        torch.prepare(work)
+        started = time.perf_counter()
+        line.begin(work.seq)
+        try:
+            y = kernel.compute_work(work, store)
+        except (IndexError, MemoryError) as e:
+            exchange.answer(WorkFailed(work.seq, peer.incarnation, str(e) or "not enough memory"))
+            continue
+        finally:
+            line.end()
+        busy = (time.perf_counter() - started) * slowdown
+        sleep_until(started + busy, line.tick)
+        line.tick()
+        exchange.answer(Partial(work.seq, peer.incarnation, busy, y))
+        torch.begin()
     torch.cancel()
 
 

@@ -34,6 +34,7 @@ from pipeline.config import (
     BackboneDType,
     DeviceName,
     EngineConfig,
+    ExchangeName,
     FormatName,
 )
 from pipeline.models.shapes import PREFIX, SHAPES
@@ -283,6 +284,8 @@ def _add_sizes(add: Callable[..., object]) -> None:
         "expert workers, which divide the cores (default one per core, at most 16); 0: no worker processes"
     )
     add("--workers", type=at_least(0), metavar="N", help=workers)
+    exchange = f"how work gets to the workers: sockets or shared memory (default {default.exchange})"
+    add("--exchange", choices=get_args(ExchangeName), help=exchange)
     context = f"tokens of prompt and answer (default: the model's, at most {DEFAULT_CONTEXT}, or what fits)"
     add("--context", type=at_least(1), metavar="N", help=context)
     kv_tokens = f"tokens in the KV cache, of all requests (default {KV_CONTEXTS} contexts, or what fits)"

@@ -217,7 +217,7 @@ class Supervisor:
         progress = ControlSegment.create(self._configs.control_name, number)
         self._files.callback(progress.close)
         self._monitor = monitor = ProcessMonitor(
-            group, self._guard, progress, self._configs.runtime.remove_slabs, self._limits
+            group, self._guard, progress, self._configs.runtime.remove_of_coordinator, self._limits
         )
         threads = self._cores.computing
         monitor.add_slot("coordinator", 0, lambda: self._configs.for_coordinator(self._fingerprint), threads)

@@ -169,6 +169,9 @@ class ChildServerSocket:
                     raise PeerLost(f"{self.role} {index} cannot be reached: {e}") from None
                 return
 
+    def flush(self) -> None:
+        """Does nothing: ZeroMQ wakes the children with each message."""
+
     def receive(self, wait_ms: int) -> list[tuple[int, object]]:
         """Messages as (index, message), among them the Ready of each new child and the WorkerDied of each
         that exited; waits at most `wait_ms` for the first. Raises PeerLost after `ExitEvents.give_up`."""

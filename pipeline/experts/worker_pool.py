@@ -20,8 +20,8 @@ import numpy as np
 from pipeline.arrays import FloatArray
 from pipeline.coordinator_config import WorkerCores
 from pipeline.errors import PeerLost, ShardFailed
+from pipeline.experts.exchange import WorkerExchange
 from pipeline.experts.host_shards import HostShard, empty_shard
-from pipeline.experts.peers import ChildServerSocket
 from pipeline.experts.progress import ProgressWatch
 from protocol.messages import Abandon, Partial, Ready, Work, WorkerDied, WorkFailed
 from shm.control import ControlSegment
@@ -90,7 +90,7 @@ class WorkerPool:
 
     def __init__(
         self,
-        socket: ChildServerSocket,
+        exchange: WorkerExchange,
         control: ControlSegment,
         workers: WorkerCores,
         hidden: int,
@@ -99,7 +99,7 @@ class WorkerPool:
         """`workers`: the expected workers, for which shards are cut. `control`: their progress counters."""
         self.workers = len(workers)
         self.cores = workers
-        self._socket = socket
+        self._exchange = exchange
         self._lines = [control.line("worker", index) for index in range(self.workers)]
         self._hidden = hidden
         self._limits = limits or SilenceLimits()
@@ -109,7 +109,7 @@ class WorkerPool:
 
     def wait_ready(self, limit: float) -> None:
         """Wait until all workers have announced themselves; they import their kernels meanwhile."""
-        self._socket.wait_ready(self.workers, limit)
+        self._exchange.wait_ready(self.workers, limit)
         self.update(0)
 
     def submit(self, layer: int, shards: Sequence[HostShard], x: FloatArray) -> WorkerTicket:
@@ -120,6 +120,7 @@ class WorkerPool:
             work = self._work(layer, shard, kept)
             ticket.shards[work.seq] = shard
             self._assign(_PendingWork(work, ticket, shard.worker))
+        self._exchange.flush()
         return ticket
 
     def result(self, ticket: WorkerTicket) -> FloatArray:
@@ -144,12 +145,12 @@ class WorkerPool:
         for index, worker in self._running.items():
             for seq in [seq for seq, order in worker.orders.items() if order.ticket is ticket]:
                 del worker.orders[seq]
-                self._socket.send(index, Abandon(seq))
+                self._exchange.send(index, Abandon(seq))
         self._unassigned = [order for order in self._unassigned if order.ticket is not ticket]
 
     def update(self, wait_ms: int) -> bool:
         """As HostPool.update."""
-        messages = self._socket.receive(wait_ms)
+        messages = self._exchange.receive(wait_ms)
         for index, message in messages:
             match message:
                 case Partial():
@@ -183,7 +184,7 @@ class WorkerPool:
 
     def _send(self, order: _PendingWork, index: int) -> None:
         self._running[index].orders[order.work.seq] = order
-        self._socket.send(index, order.work)
+        self._exchange.send(index, order.work)
 
     def _able(self, rows: int) -> list[int]:
         """The workers that are not suspect and compute a Work of `rows` rows without an import."""
@@ -192,7 +193,7 @@ class WorkerPool:
     def _is_up(self, index: int, rows: int) -> bool:
         """The worker has answered before, and has imported what so many rows need."""
         worker = self._running[index]
-        if not self._socket.is_up(index):
+        if not self._exchange.is_up(index):
             return False
         if rows > worker.rows:  # written before the first answer
             worker.rows = self._lines[index].rows
@@ -223,7 +224,7 @@ class WorkerPool:
     def _on_partial(self, index: int, partial: Partial) -> None:
         worker = self._running[index]
         self._clear_suspicion(worker)
-        self._socket.mark_up(index, partial.incarnation)
+        self._exchange.mark_up(index, partial.incarnation)
         order = worker.orders.pop(partial.seq, None)
         if order is None or partial.seq in order.ticket.partials:
             return  # abandoned, or a hedged Work's second answer
@@ -260,7 +261,7 @@ class WorkerPool:
             limit = limits.stall + rows * limits.stall_row if up else limits.first_answer
             stalled = worker.watch.stalled(self._lines[index].ticks)
             if stalled > limit:
-                self._socket.report_hung(index)
+                self._exchange.report_hung(index)
             elif stalled > limit * HEDGE_AFTER and up:
                 self._hedge(worker)
 

@@ -14,9 +14,12 @@ from pipeline.checkpoint.open import open_model
 from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.device import open_device
 from pipeline.engine.engine import Engine
+from pipeline.errors import UsageError
+from pipeline.experts.exchange import WorkerExchange
 from pipeline.experts.host_pool import HostPool
 from pipeline.experts.inline_pool import InlineExpertPool
 from pipeline.experts.peers import ChildServerSocket, ExitEvents, SendToSupervisor
+from pipeline.experts.ring_exchange import RingExchange
 from pipeline.experts.worker_pool import WorkerPool
 from pipeline.memory.limits import CHUNK_MAX, choose_context, full_memory_in_one_line, kv_budget
 from pipeline.memory.needs import needs
@@ -26,9 +29,11 @@ from pipeline.text.tokenizer import Tokenizer
 from protocol.messages import Progress
 from shm.cache_record import CacheRecord
 from shm.control import ControlSegment
+from shm.doorbell import library
 from shm.layout import FORMATS, BlockFormat
 from shm.pinned import lock_pages
-from shm.segment import byte_size
+from shm.ring import RingShape
+from shm.segment import byte_size, engine_prefix
 from shm.store import Store
 from workers.kernels.native import chosen
 
@@ -55,6 +60,7 @@ class EngineParts:
         self.closing = closing
         self.sockets: dict[str, ChildServerSocket] = {}  # the sockets to the children, by role
         self.exits = exits
+        self.rings: RingExchange | None = None  # where Work goes through shared memory
         options = config.options
         self.source = open_model(config.model)
         spec = model_spec(self.source.config)
@@ -119,11 +125,25 @@ class EngineParts:
             cache.finish()
         return backbone
 
+    def _open_exchange(self, hidden: int) -> WorkerExchange:
+        """What carries Work to the workers and their answers back."""
+        options, socket, functions = self.config.options, self.sockets["worker"], library()
+        if options.exchange == "zmq" or (functions is None and options.exchange == "auto"):
+            return socket
+        if functions is None:
+            raise UsageError("--exchange shm: shm/doorbell.c was not compiled at installation")
+        prefix = f"{engine_prefix(self.config.runtime)}exchange-"
+        shape = RingShape.for_rows(options.max_sequences, hidden)
+        self.rings = RingExchange(socket, functions, prefix, shape)
+        self.closing.callback(self.rings.close)
+        return self.rings
+
     def _open_pool(self) -> HostPool:
         config, store = self.config, self.store
         pool: HostPool
         if config.workers:
-            pool = WorkerPool(self.sockets["worker"], self.control, config.workers, store.layout.shape.hidden)
+            hidden = store.layout.shape.hidden
+            pool = WorkerPool(self._open_exchange(hidden), self.control, config.workers, hidden)
         else:
             slowdown = config.options.host_slowdown
             pool = InlineExpertPool(store, self.device.team, slowdown, config.kernels)

@@ -83,6 +83,10 @@ class EngineStatus:
             "recovery": {role: socket.recovery_stats() for role, socket in sockets.items()},
             "malformed": {role: socket.malformed for role, socket in sockets.items()},
         }
+        if (rings := self._parts.rings) is not None:
+            stats["exchange"] = rings.stats()
+        elif "worker" in sockets:
+            stats["exchange"] = {"name": "zmq"}
         if (costs := self._policies.costs) is not None:
             stats["costs"] = costs.to_json()
         memory = engine.memory

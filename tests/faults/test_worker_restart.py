@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 import pytest_asyncio
-from fault_engines import KILL, LIMIT, LONG, PROMPT, STOP, State, answer, bits, config
+from fault_engines import KILL, LIMIT, LONG, PROMPT, STOP, State, answer, bits, config, same
 from waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
@@ -35,6 +35,15 @@ async def state(start_engine, tiny_model) -> AsyncIterator[State]:
 async def alone(start_engine, tiny_model) -> AsyncIterator[State]:
     """An engine with a single worker."""
     async with start_engine(config(tiny_model, workers=1)) as (supervisor, client):
+        state = State(supervisor, client)
+        await state.wait_recovered()
+        yield state
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def over_zmq(start_engine, tiny_model) -> AsyncIterator[State]:
+    """An engine whose Work goes over sockets; that of the others goes through shared memory."""
+    async with start_engine(config(tiny_model, exchange="zmq")) as (supervisor, client):
         state = State(supervisor, client)
         await state.wait_recovered()
         yield state
@@ -93,6 +102,34 @@ async def test_worker_stopped_before_its_ready_is_restarted(state) -> None:
     await until(lambda: state.incarnation("worker", 0) > stopped, LIMIT)
     await state.wait_recovered()
     assert bits(await answer(state.client)) == bits(reference)
+
+
+async def test_workers_killed_at_random_instants_under_load_change_no_token(state) -> None:
+    draw, before, kills = random.Random(7), await state.exits(), 8
+    prompts = [PROMPT, LONG[:60], PROMPT[5:]]
+    references = [bits(await answer(state.client, prompt, 48)) for prompt in prompts]
+    running = [asyncio.create_task(answer(state.client, prompt, 48)) for prompt in prompts * 2]
+    for _ in range(kills):
+        await asyncio.sleep(draw.uniform(0.0, 0.5))
+        index = draw.randrange(2)
+        if state.incarnation("worker", index) >= 0:  # else it is being restarted
+            state.send(KILL, "worker", index)
+    for task, prompt in zip(running, prompts * 2, strict=True):
+        tokens = await task
+        assert same(tokens, await answer(state.client, prompt, 48))
+    for prompt, reference in zip(prompts, references, strict=True):
+        assert bits(await answer(state.client, prompt, 48)) == reference
+    await state.wait_recovered("worker", before + 1)
+
+
+async def test_both_exchanges_give_the_same_bits_and_survive_the_same_exits(state, over_zmq) -> None:
+    reference = bits(await answer(state.client))
+    exchanges = [(await each.client.stats())["exchange"] for each in (state, over_zmq)]
+    assert [each["name"] for each in exchanges] == ["shm", "zmq"]
+    assert exchanges[0]["through_rings"] > exchanges[0]["over_zmq"]
+    for fault in (None, lambda: over_zmq.send(KILL, "worker", 0), lambda: over_zmq.send(STOP, "worker", 1)):
+        assert bits(await answer(over_zmq.client, fault=fault)) == reference
+        await over_zmq.wait_recovered()
 
 
 @pytest.mark.parametrize("number", [KILL, STOP], ids=["killed", "stopped"])

@@ -53,8 +53,8 @@ def test_only_an_exited_coordinator_s_slab_is_removed_before_its_restart(claimed
     slab, control = Path(f"{prefix}slab-0"), Path(f"{prefix}control-0")
     for segment in (slab, control):
         segment.touch()
-    claimed.remove_slabs()
-    claimed.remove_slabs()
+    claimed.remove_of_coordinator()
+    claimed.remove_of_coordinator()
     assert (slab.exists(), control.exists()) == (False, True)
     claimed.remove()
     assert not control.exists()

@@ -19,6 +19,7 @@ from pipeline.backbone.kv_cache import KVCache
 from pipeline.config import EngineConfig
 from pipeline.engine.engine import Engine
 from pipeline.experts.peers import ExitEvents
+from pipeline.experts.ring_exchange import RingExchange
 from protocol.client import Client
 from shm.store import Store
 
@@ -83,11 +84,15 @@ def make_child(runtime):
         endpoint.close()
 
 
-@pytest.fixture
-def harness(runtime: Path, exits: ExitEvents, reports: list[object]) -> Iterator[PoolHarness]:
+@pytest.fixture(params=["zmq", "shm"])
+def harness(
+    request: pytest.FixtureRequest, runtime: Path, exits: ExitEvents, reports: list[object]
+) -> Iterator[PoolHarness]:
     with control_segment(3) as control, child_socket(runtime, "w", "worker", PRINT, exits, reports) as socket:
-        harness = PoolHarness(runtime, socket, control, exits, reports)
+        harness = PoolHarness(runtime, socket, control, exits, reports, request.param == "shm")
         yield harness
+        if isinstance(harness.exchange, RingExchange):
+            harness.exchange.close()
         for worker in harness.running:
             worker.endpoint.close()
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 from child_messages import LIMIT, PRINT, child_endpoint
 
 from pipeline.coordinator_config import WorkerCores
+from pipeline.experts.exchange import WorkerExchange
 from pipeline.experts.host_shards import HostShard
 from pipeline.experts.peers import ChildServerSocket, ExitEvents
+from pipeline.experts.ring_exchange import RingExchange
 from pipeline.experts.worker_pool import SilenceLimits, WorkerPool, WorkerTicket
-from protocol.messages import Partial, Work, WorkerDied, WorkerUp
+from protocol.messages import Abandon, AttachRing, Partial, Work, WorkerDied, WorkerUp, WorkFailed
 from shm.control import ControlSegment
+from shm.doorbell import Library, library
+from shm.ring import RingShape, WorkerRing
 from workers.child_endpoint import ChildEndpoint
 
 HIDDEN = 4
 X = np.ones((1, HIDDEN), np.float32)
+_RINGS = itertools.count()
 QUIET = 0.15  # seconds without a message that count as silence
 
 
@@ -32,6 +40,13 @@ def shard_of(tile: int, worker: int = 0) -> HostShard:
         np.zeros(1, np.intp),
         worker,
     )
+
+
+def doorbells() -> Library:
+    functions = library()
+    if functions is None:
+        pytest.skip("shm/doorbell.c was not compiled")
+    return functions
 
 
 def tile_of(work: Work) -> int:
@@ -50,6 +65,8 @@ class Worker:
             harness.runtime, "worker", "w", PRINT, index, incarnation
         )
         self.endpoint.announce()
+        self.ring: WorkerRing | None = None
+        self._through_ring: list[int] = []  # Works that were taken and not yet abandoned
 
     def take(self, count: int = 1) -> list[Work]:
         """The next `count` Works; the pool is updated meanwhile."""
@@ -57,19 +74,47 @@ class Worker:
         deadline = time.monotonic() + LIMIT
         while len(works) < count and time.monotonic() < deadline:
             self._harness.pool.update(5)
-            works += [m for m in self.endpoint.receive(wait=False) if isinstance(m, Work)]
+            works += [m for m in self._received() if isinstance(m, Work)]
         assert len(works) == count, f"{len(works)} of {count} Works arrived"
         return works
 
     def messages(self) -> list[object]:
         """The messages that arrive within a while."""
         self._harness.update_for(QUIET)
-        return list(self.endpoint.receive(wait=False))
+        return self._received()
+
+    def _received(self) -> list[object]:
+        """What has arrived over ZeroMQ, and through the ring: Works, and those that are no longer needed."""
+        found: list[object] = []
+        for message in self.endpoint.receive(wait=False):
+            if isinstance(message, AttachRing):
+                self.ring = WorkerRing(doorbells(), message.name, self.incarnation)
+            else:
+                found.append(message)
+        if self.ring is not None:
+            while (work := self.ring.take()) is not None:
+                found.append(work)
+                self._through_ring.append(work.seq)
+            for seq in [seq for seq in self._through_ring if self.ring.abandoned(seq)]:
+                found.append(Abandon(seq))
+                self._through_ring.remove(seq)
+        return found
+
+    def refuse(self, work: Work, text: str) -> None:
+        self.endpoint.send(WorkFailed(work.seq, self.incarnation, text))
+        if self.ring is not None and self.ring.holds(work.seq):
+            self._through_ring.remove(work.seq)
+            self.ring.skip(work.seq)
 
     def answer(self, work: Work, value: float = 0.0, busy: float = 0.1, rows: int | None = None) -> None:
         """Every number of the result is `value`; `rows`: of a result with another shape than x."""
         y = np.full((len(work.x) if rows is None else rows, HIDDEN), value, np.float32)
-        self.endpoint.send(Partial(work.seq, self.incarnation, busy, y))
+        if self.ring is not None and self.ring.holds(work.seq) and rows is None:
+            if work.seq in self._through_ring:
+                self._through_ring.remove(work.seq)
+            self.ring.answer(work.seq, busy, y)
+        else:
+            self.endpoint.send(Partial(work.seq, self.incarnation, busy, y))
 
     def warm_up(self) -> None:
         """Answer the first Work, which has no items, and so be up."""
@@ -97,15 +142,21 @@ class PoolHarness:
         control: ControlSegment,
         exits: ExitEvents,
         reports: list[object],
+        rings: bool,
     ) -> None:
+        """`rings`: Work goes through shared memory."""
         self.runtime, self.socket, self.control = runtime, socket, control
+        self.exchange: WorkerExchange = socket
+        if rings:
+            self.prefix = f"/tandem-tests{os.getpid()}-exchange-{next(_RINGS)}-"
+            self.exchange = RingExchange(socket, doorbells(), self.prefix, RingShape.for_rows(4, HIDDEN), 0.0)
         self.exits, self.reports = exits, reports
         self.running: list[Worker] = []
         self.pool: WorkerPool
 
     def start(self, workers: int, warm: bool = True, limits: SilenceLimits | None = None) -> list[Worker]:
         """A pool with all its workers; with `warm` all of them are up."""
-        self.pool = WorkerPool(self.socket, self.control, WorkerCores.equal(workers), HIDDEN, limits)
+        self.pool = WorkerPool(self.exchange, self.control, WorkerCores.equal(workers), HIDDEN, limits)
         started = [self.worker(index) for index in range(workers)]
         self.pool.wait_ready(LIMIT)
         for worker in started if warm else ():

@@ -9,7 +9,7 @@ from pool_harness import HIDDEN, QUIET, PoolHarness, X, tile_of
 
 from pipeline.errors import PeerLost, ShardFailed
 from pipeline.experts.worker_pool import SilenceLimits
-from protocol.messages import Abandon, Partial, WorkerDied, WorkerUp, WorkFailed
+from protocol.messages import Abandon, Partial, WorkerDied, WorkerUp
 
 CANCELS = [1e8, -1e8, 1.0]  # their float32 sum depends on the order: 1 in this one, 0 in others
 
@@ -42,10 +42,10 @@ def test_refused_work_fails_its_ticket_and_abandons_the_rest(harness: PoolHarnes
     ticket, other = harness.submit(0, 1), harness.submit(2, 3)
     refused, later = first.take(2)
     abandoned, kept = second.take(2)
-    first.endpoint.send(WorkFailed(refused.seq, 0, "no layer 9"))
+    first.refuse(refused, "no layer 9")
     with pytest.raises(ShardFailed, match="no layer 9"):
         ticket.result()
-    assert list(second.endpoint.receive(wait=True)) == [Abandon(abandoned.seq)]
+    assert second.messages() == [Abandon(abandoned.seq)]
     assert first.messages() == []
     first.answer(later, 1.0)
     second.answer(abandoned, 7.0)  # it had begun before the Abandon arrived

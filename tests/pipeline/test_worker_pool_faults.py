@@ -14,7 +14,7 @@ from pipeline.errors import PeerLost, ShardFailed
 from pipeline.experts import progress, worker_pool
 from pipeline.experts.progress import STALL_SLICE
 from pipeline.experts.worker_pool import HEDGE_AFTER, SilenceLimits, WorkerPool, WorkerTicket
-from protocol.messages import Abandon, Hung, Work, WorkFailed
+from protocol.messages import Abandon, Hung, Work
 
 pytestmark = pytest.mark.alone  # on a busy machine a worker of these tests would be suspected too early
 
@@ -219,7 +219,7 @@ def test_suspect_that_refuses_a_work_gets_the_next_one(harness: PoolHarness) -> 
     (work,) = first.take()
     (hedged,) = second.take()  # the first worker is suspect
     assert hedged.seq == work.seq
-    first.endpoint.send(WorkFailed(work.seq, 0, "no"))
+    first.refuse(work, "no")
     harness.update_until(lambda: bool(refused.failure))
     harness.submit(5)
     assert tile_of(first.take()[0]) == 5
@@ -332,7 +332,7 @@ def second_works(harness: PoolHarness) -> list[int]:
 
 
 def test_missing_workers_are_lost_after_the_limit(harness: PoolHarness) -> None:
-    harness.pool = WorkerPool(harness.socket, harness.control, WorkerCores.equal(2), HIDDEN)
+    harness.pool = WorkerPool(harness.exchange, harness.control, WorkerCores.equal(2), HIDDEN)
     harness.worker(1)
     with pytest.raises(PeerLost, match="1 of 2 workers were ready"):
         harness.pool.wait_ready(0.3)

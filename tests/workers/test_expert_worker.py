@@ -169,7 +169,7 @@ def test_a_work_that_the_kernel_refuses_fails_in_a_line(
     peer = SimpleNamespace(stopped=False, incarnation=3, send=sent.append)
     messages = [bad, GOOD]
 
-    def receive(wait: bool) -> list[Work]:
+    def receive(wait: bool, limit_ms: int) -> list[Work]:
         message = messages.pop(0)
         peer.stopped = not messages
         return [message]

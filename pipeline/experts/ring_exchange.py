@@ -1,0 +1,169 @@
+"""The exchange with local workers through shared memory: a ring for each running worker (`shm/ring.py`).
+
+Work that fits a ring goes through it, and so does its answer. ZeroMQ carries everything else: Ready, Work
+with many rows or for a worker that has not mapped its ring, refusals. Used by the engine's thread alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from pipeline.experts.peers import SLICE_MS, ChildServerSocket
+from pipeline.rate_limit import SparseLog
+from protocol.messages import Abandon, AttachRing, Partial, Ready, Work, WorkerDied, WorkFailed
+from shm.doorbell import Library
+from shm.errors import ShmError
+from shm.ring import CoordinatorRing, RingShape
+from shm.segment import unlink
+
+ATTACH_LIMIT = 5.0
+MIXED_MS = 1  # milliseconds of a wait for the socket, while there may be answers in rings too
+
+log = logging.getLogger(__name__)
+
+
+class RingExchange:
+    """A `WorkerExchange`."""
+
+    def __init__(
+        self,
+        socket: ChildServerSocket,
+        library: Library,
+        prefix: str,
+        shape: RingShape,
+        attach_limit: float = ATTACH_LIMIT,
+    ) -> None:
+        """`prefix`: of the segments' names, which a number follows. `attach_limit`: seconds at the start for
+        all workers to map their rings; a later one gets Work over ZeroMQ until it has."""
+        self._socket = socket
+        self._library = library
+        self._prefix = prefix
+        self._shape = shape
+        self._attach_limit = attach_limit
+        self._made = 0
+        self._rings: dict[int, CoordinatorRing] = {}  # by the worker's index; the next to wait for is first
+        self._letters: dict[int, set[int]] = {}  # by index: Works that were sent over ZeroMQ
+        self._bells: dict[int, int] = {}  # by index: of workers that were not yet woken
+        self._early: list[tuple[int, object]] = []  # received by `wait_ready`
+        self._socket_at = 0.0  # monotonic seconds: when the socket must be looked at again
+        self._log = SparseLog(log)
+        self._works = [0, 0]  # through rings, over ZeroMQ
+
+    def wait_ready(self, count: int, limit: float) -> None:
+        """As ChildServerSocket.wait_ready; also waits a while for the workers to map their rings."""
+        self._socket.wait_ready(count, limit)
+        end = time.monotonic() + self._attach_limit
+        self._early += self._from_socket(0)
+        while time.monotonic() < end and not all(ring.attached for ring in self._rings.values()):
+            self._early += self._from_socket(MIXED_MS)
+
+    def is_up(self, index: int) -> bool:
+        return self._socket.is_up(index)
+
+    def mark_up(self, index: int, incarnation: int) -> None:
+        self._socket.mark_up(index, incarnation)
+
+    def report_hung(self, index: int) -> None:
+        self._socket.report_hung(index)
+
+    def send(self, index: int, message: Work | Abandon) -> None:
+        """As WorkerExchange.send."""
+        ring = self._rings.get(index)
+        if ring is not None and ring.attached:
+            if isinstance(message, Abandon):
+                if ring.abandon(message.seq):
+                    return
+            elif ring.post(message):
+                self._works[0] += 1
+                self._bells[index] = ring.other_bell
+                return
+        if isinstance(message, Work):
+            self._works[1] += 1
+            self._letters.setdefault(index, set()).add(message.seq)
+        else:
+            self._letters.get(index, set()).discard(message.seq)
+        self._socket.send(index, message)
+        if ring is not None:
+            ring.count_letter()
+            self._bells[index] = ring.other_bell
+
+    def flush(self) -> None:
+        """Ring all doorbells together: a worker that is woken on this thread's core runs at once."""
+        if self._bells:
+            self._library.ring(tuple(self._bells.values()))
+            self._bells.clear()
+
+    def receive(self, wait_ms: int) -> list[tuple[int, object]]:
+        """As WorkerExchange.receive."""
+        self.flush()
+        messages, self._early = self._early, []
+        end = time.monotonic() + wait_ms / 1000
+        while True:
+            messages += self._answers()
+            now = time.monotonic()
+            if now >= self._socket_at:
+                messages += self._from_socket(0)
+            if messages or now >= end:
+                return messages
+            messages += self._wait(end - now)
+
+    def stats(self) -> dict[str, Any]:
+        """What carried the Works so far. From any thread."""
+        return {"name": "shm", "through_rings": self._works[0], "over_zmq": self._works[1]}
+
+    def close(self) -> None:
+        """Remove the names of rings that no worker has mapped."""
+        for index in list(self._rings):
+            self._drop(index)
+
+    def _wait(self, seconds: float) -> list[tuple[int, object]]:
+        """Wait for an answer of the first ring that owes one, or for messages, which are returned."""
+        index = next((index for index, ring in self._rings.items() if ring.outstanding), None)
+        if index is None or any(self._letters.values()):
+            wait_ms = int(seconds * 1000) + 1 if index is None else MIXED_MS
+            return self._from_socket(wait_ms)
+        ring = self._rings[index]
+        ring.wait(min(seconds, SLICE_MS / 1000))
+        if time.monotonic() >= self._socket_at:  # the ring stays silent: wait for another one's answer next
+            self._rings[index] = self._rings.pop(index)
+        return []
+
+    def _answers(self) -> Iterator[tuple[int, Partial]]:
+        for index, ring in self._rings.items():
+            if ring.outstanding:
+                for partial in ring.answers():
+                    yield index, partial
+
+    def _from_socket(self, wait_ms: int) -> list[tuple[int, object]]:
+        messages = self._socket.receive(wait_ms)
+        self._socket_at = time.monotonic() + SLICE_MS / 1000
+        for index, message in messages:
+            match message:
+                case Ready():
+                    self._make(index, message.incarnation)
+                case WorkerDied():
+                    self._drop(index)
+                case Partial() | WorkFailed():
+                    self._letters.get(index, set()).discard(message.seq)
+        return messages
+
+    def _make(self, index: int, incarnation: int) -> None:
+        self._drop(index)
+        self._made += 1
+        try:
+            ring = CoordinatorRing(self._library, f"{self._prefix}{self._made}", self._shape, incarnation)
+        except ShmError as e:
+            self._log.warning(f"worker {index} gets its work over ZeroMQ: {e}")
+            return
+        self._socket.send(index, AttachRing(ring.name))
+        self._rings[index] = ring
+
+    def _drop(self, index: int) -> None:
+        self._letters.pop(index, None)
+        self._bells.pop(index, None)
+        ring = self._rings.pop(index, None)
+        if ring is not None:
+            unlink(ring.name)

@@ -1,0 +1,91 @@
+"""An expert worker's end of the exchange of Work and answers with the coordinator: over ZeroMQ, and through
+the ring that the coordinator may have made for it (`shm/ring.py`).
+
+Each Work is answered on the way on which it came; a refusal always over ZeroMQ. While the worker waits for
+its ring's doorbell, it looks for messages of the supervisor every SLICE seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+
+from protocol.messages import Abandon, AttachRing, Partial, Work, WorkFailed
+from shm.doorbell import library
+from shm.errors import ShmError
+from shm.ring import WorkerRing
+from workers.child_endpoint import POLL_LIMIT_MS, ChildEndpoint
+
+SLICE = 0.1  # seconds, at most, between two looks for messages that no doorbell announces
+LETTER_MS = 10  # milliseconds of one wait for a message that was announced: Work may come meanwhile
+
+log = logging.getLogger(__name__)
+
+
+class WorkExchange:
+    """Used by one thread."""
+
+    def __init__(self, peer: ChildEndpoint) -> None:
+        self._peer = peer
+        self._waiting: deque[Work] = deque()  # that came over ZeroMQ
+        self._ring: WorkerRing | None = None
+        self._before_ring = 0  # messages of the coordinator before the ring was attached
+        self._looked_at = 0.0  # monotonic seconds: the last look for messages
+
+    def next(self) -> Work | None:
+        """The next Work; None if none has come for a while, or the process is to stop. Its arrays are valid
+        until its answer."""
+        ring = self._ring
+        if ring is None:
+            self._receive(wait=not self._waiting)
+        else:
+            if (work := ring.take()) is None and not self._waiting:
+                if self._missing(ring):
+                    self._receive(wait=True, limit_ms=LETTER_MS)
+                else:
+                    ring.wait(SLICE)
+                work = ring.take()
+            if self._missing(ring) or time.monotonic() - self._looked_at > SLICE:
+                self._receive(wait=False)
+            if work is not None:
+                return work
+        return self._waiting.popleft() if self._waiting else None
+
+    def answer(self, answer: Partial | WorkFailed) -> None:
+        """Answer the Work that `next` has returned last. Its y must not be changed afterwards."""
+        ring = self._ring
+        if ring is None or not ring.holds(answer.seq):
+            self._peer.send(answer)
+        elif isinstance(answer, Partial):
+            ring.answer(answer.seq, answer.busy, answer.y)
+        else:
+            self._peer.send(answer)
+            ring.skip(answer.seq)
+
+    def _missing(self, ring: WorkerRing) -> bool:
+        """The coordinator has sent messages that were not yet received."""
+        return self._peer.received - self._before_ring < ring.letters
+
+    def _receive(self, wait: bool, limit_ms: int = POLL_LIMIT_MS) -> None:
+        for message in self._peer.receive(wait, limit_ms):
+            match message:
+                case Work():
+                    self._waiting.append(message)
+                case Abandon():
+                    self._waiting = deque(work for work in self._waiting if work.seq != message.seq)
+                case AttachRing():
+                    self._attach(message.name)
+                case _:
+                    log.warning("unexpected %s", type(message).__name__)
+        self._looked_at = time.monotonic()
+
+    def _attach(self, name: str) -> None:
+        functions = library()
+        try:
+            if functions is None:
+                raise ShmError("shm/doorbell.c was not compiled")
+            self._ring = WorkerRing(functions, name, self._peer.incarnation)
+            self._before_ring = self._peer.received
+        except ShmError as e:
+            log.warning("this worker's Work comes over ZeroMQ: %s", e)
