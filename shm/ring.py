@@ -195,8 +195,8 @@ class CoordinatorRing(_Ring):
         return bool(self._busy)
 
     def post(self, work: Work) -> bool:
-        """Post a Work; False where no slot is free, or it does not fit. The worker may sleep on
-        until its doorbell, `other_bell`, is rung."""
+        """Post a Work; False where no slot is free, or it does not fit. The worker may
+        notice it only when its doorbell, `other_bell`, is rung."""
         if not self._free or not self._free[-1].fits(work):
             return False
         slot = self._free.pop()
@@ -209,8 +209,7 @@ class CoordinatorRing(_Ring):
     def abandon(self, seq: int) -> bool:
         """Mark a Work as no longer needed; False if it is not in this ring. It keeps its slot until it is
         answered."""
-        slot = self._busy.get(seq)
-        if slot is None:
+        if (slot := self._busy.get(seq)) is None:
             return False
         slot.request[1] = slot.request[0]
         return True

@@ -87,5 +87,5 @@ class WorkExchange:
                 raise ShmError("shm/doorbell.c was not compiled")
             self._ring = WorkerRing(functions, name, self._peer.incarnation)
             self._before_ring = self._peer.received
-        except ShmError as e:
+        except (ShmError, OSError) as e:
             log.warning("this worker's Work comes over ZeroMQ: %s", e)

@@ -118,6 +118,8 @@ def engine_table(stats: dict[str, Any], welcome: Welcome) -> Table:
     ]
     if status := stats.get("prefetch", {}).get("status"):
         rows.append(("prefetching", status))
+    if exchange := stats.get("exchange", {}).get("name"):
+        rows.append(("workers", f"get work through {'shared memory' if exchange == 'shm' else 'sockets'}"))
     clients = stats.get("clients", {})
     if "connected" in clients:
         rows.append(("clients", f"{clients['connected']} connected"))

@@ -155,7 +155,7 @@ class RingExchange:
         self._made += 1
         try:
             ring = CoordinatorRing(self._library, f"{self._prefix}{self._made}", self._shape, incarnation)
-        except ShmError as e:
+        except (ShmError, OSError) as e:
             self._log.warning(f"worker {index} gets its work over ZeroMQ: {e}")
             return
         self._socket.send(index, AttachRing(ring.name))

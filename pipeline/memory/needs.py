@@ -24,7 +24,7 @@ from shm.segment import SHM_FOLDER
 from shm.store import store_name
 
 COORDINATOR = {"cpu": 320_000_000, "cuda": 1_500_000_000}  # bytes; measured: 290 MB. A CUDA context is large
-WORKER = 80_000_000  # measured: 70 MB, including a wide step; its ring has 1 or 2 MB
+WORKER = 80_000_000  # measured: 70 MB, including a wide step; its ring has 1 to 3 MB
 TOKENIZER = 60_000_000  # measured: 46 MB with a small vocabulary, before its first text
 PREFETCHER = {"cpu": 50_000_000, "cuda": 500_000_000}
 GPU_CONTEXT = 600_000_000  # GPU memory of a second process; the coordinator's is not part of the free memory

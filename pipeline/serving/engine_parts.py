@@ -38,6 +38,7 @@ from shm.store import Store
 from workers.kernels.native import chosen
 
 CHILD_LIMIT = 60.0  # seconds for workers and prefetcher to announce themselves
+RING_ROWS = 32  # most rows of a Work that a ring has room for: with more, its transport is a small part
 STAGE = "loading the other weights"  # beside the experts
 SOCKET_FILES = {"worker": "work.sock", "prefetcher": "fetch.sock"}
 
@@ -133,7 +134,7 @@ class EngineParts:
         if functions is None:
             raise UsageError("--exchange shm: shm/doorbell.c was not compiled at installation")
         prefix = f"{engine_prefix(self.config.runtime)}exchange-"
-        shape = RingShape.for_rows(options.max_sequences, hidden)
+        shape = RingShape.for_rows(min(options.max_sequences, RING_ROWS), hidden)
         self.rings = RingExchange(socket, functions, prefix, shape)
         self.closing.callback(self.rings.close)
         return self.rings

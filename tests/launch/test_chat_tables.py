@@ -73,6 +73,7 @@ def test_engine_is_described_by_its_stats() -> None:
         "cache": {"resident_tiles": 10, "capacity_tiles": 20},
         "tile_bytes": TILE,
         "prefetch": {"status": "prefetching is off"},
+        "exchange": {"name": "shm"},
         "clients": {"connected": 9},
     }
     about = replace(WELCOME, format="int4", backbone_dtype="bf16", emulation="slow link")
@@ -84,12 +85,14 @@ def test_engine_is_described_by_its_stats() -> None:
         "prefill": ["64"],
         "expert cache": ["10", "20", "10", "0"],  # 10.0 MB
         "prefetching": [],
+        "workers": [],
         "clients": ["9"],
         "emulated": [],
     }
     assert words["policy"] == "daop on cuda"
     assert "int4" in words["model"]
     assert "bf16" in words["model"]
+    assert words["workers"] == "get work through shared memory"
     assert words["prefetching"] == "prefetching is off"
     assert [*rows(engine_table({}, WELCOME))] == ["policy", "model"]
     assert "(" not in rows(engine_table({}, WELCOME))["model"]
