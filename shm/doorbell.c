@@ -14,7 +14,7 @@ struct doorbell {
     uint32_t sleeping; /* while the waiting process may sleep: 1 + its core; else 0 */
 };
 
-int tandem_doorbell_version(void) { return 1; }
+int tandem_doorbell_version(void) { return 2; }
 
 static int64_t nanoseconds(void) {
     struct timespec now;
@@ -48,17 +48,22 @@ void tandem_ring(struct doorbell *const *bells, int64_t number) {
         if (later & 1) wake(bells[i]);
 }
 
-/* Sleep until `rings` is not `seen`, `limit` nanoseconds at most. Returns `rings`. It does not spin before: the core is
- * one of those that other processes compute on meanwhile. */
-uint32_t tandem_wait(struct doorbell *bell, uint32_t seen, int64_t limit) {
-    int64_t began = nanoseconds(), rest = limit;
+/* Wait until `rings` is not `seen`, `limit` nanoseconds at most. Returns `rings`. For the first `spin` nanoseconds the
+ * caller stays awake, but offers its core to other threads all the time. */
+uint32_t tandem_wait(struct doorbell *bell, uint32_t seen, int64_t spin, int64_t limit) {
+    int64_t began = nanoseconds(), waited = 0;
     uint32_t rings;
-    while ((rings = __atomic_load_n(&bell->rings, __ATOMIC_ACQUIRE)) == seen && rest > 0) {
-        struct timespec timeout = {rest / 1000000000, rest % 1000000000};
-        __atomic_store_n(&bell->sleeping, (uint32_t)sched_getcpu() + 1, __ATOMIC_SEQ_CST);
-        syscall(SYS_futex, &bell->rings, FUTEX_WAIT, seen, &timeout, 0, 0);
-        __atomic_store_n(&bell->sleeping, 0, __ATOMIC_RELAXED);
-        rest = limit - (nanoseconds() - began);
+    while ((rings = __atomic_load_n(&bell->rings, __ATOMIC_ACQUIRE)) == seen && waited < limit) {
+        if (waited < spin) {
+            sched_yield();
+        } else {
+            int64_t rest = limit - waited;
+            struct timespec timeout = {rest / 1000000000, rest % 1000000000};
+            __atomic_store_n(&bell->sleeping, (uint32_t)sched_getcpu() + 1, __ATOMIC_SEQ_CST);
+            syscall(SYS_futex, &bell->rings, FUTEX_WAIT, seen, &timeout, 0, 0);
+            __atomic_store_n(&bell->sleeping, 0, __ATOMIC_RELAXED);
+        }
+        waited = nanoseconds() - began;
     }
     return rings;
 }

@@ -13,12 +13,12 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-VERSION = 1  # of the library's functions: one that an older checkout left behind is not used
+VERSION = 2  # of the library's functions: one that an older checkout left behind is not used
 
 
 class Library:
     """The compiled functions, on addresses in this process: store(number, value), load(number) -> value,
-    ring(bells), wait(bell, seen, nanoseconds) -> number of rings."""
+    ring(bells), wait(bell, seen, nanoseconds awake, in all) -> number of rings."""
 
     def __init__(self, functions: ctypes.CDLL) -> None:
         number, pointer, count = ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint32
@@ -29,7 +29,7 @@ class Library:
         self._ring: Any = functions.tandem_ring
         self._ring.argtypes, self._ring.restype = (pointer, number), None
         self.wait: Any = functions.tandem_wait
-        self.wait.argtypes, self.wait.restype = (pointer, count, number), count
+        self.wait.argtypes, self.wait.restype = (pointer, count, number, number), count
 
     def ring(self, bells: Sequence[int]) -> None:
         """Ring all of them. A process that sleeps on this thread's core is woken last."""

@@ -165,9 +165,9 @@ class _Ring:
     def incarnation(self) -> int:
         return int(self._head[0, 2])
 
-    def wait(self, limit: float) -> None:
-        """Sleep until the doorbell rings or has rung since the last wait, `limit` seconds at most."""
-        self._seen = self._library.wait(self._bell, self._seen, int(limit * 1e9))
+    def wait(self, limit: float, spin: float = 0.0) -> None:
+        """Wait until the doorbell rings or has rung since the last wait: `limit` seconds, `spin` awake."""
+        self._seen = self._library.wait(self._bell, self._seen, int(spin * 1e9), int(limit * 1e9))
 
 
 class CoordinatorRing(_Ring):

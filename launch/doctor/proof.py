@@ -25,8 +25,8 @@ PROMPT = "A list is"
 TOKENS = 32
 ANSWER_LIMIT = 120.0  # seconds
 WITHOUT_WORKERS = (
-    "start engines with --workers 0: the coordinator computes the experts itself, 1.2 to 1.4 times as fast"
-    " with experts of usual size, 4 to 5 times with the embedded model; a crash there restarts"
+    "start engines with --workers 0: the coordinator computes the experts itself, 1.05 to 1.25 times as fast"
+    " with experts of usual size, 1.3 to 1.6 times with the embedded model; a crash there restarts"
     " the whole engine"
 )
 

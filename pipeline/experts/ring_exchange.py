@@ -19,6 +19,9 @@ from shm.errors import ShmError
 from shm.ring import CoordinatorRing, RingShape
 from shm.segment import unlink
 
+# Seconds awake of each wait for an answer, a few times what waking a sleeping core takes: the last worker
+# ends soon after the first. The worker on this thread's core is given the core at once.
+SPIN = 0.0002
 ATTACH_LIMIT = 5.0
 MIXED_MS = 1  # milliseconds of a wait for the socket, while there may be answers in rings too
 
@@ -126,7 +129,7 @@ class RingExchange:
             wait_ms = int(seconds * 1000) + 1 if index is None else MIXED_MS
             return self._from_socket(wait_ms)
         ring = self._rings[index]
-        ring.wait(min(seconds, SLICE_MS / 1000))
+        ring.wait(min(seconds, SLICE_MS / 1000), SPIN)
         if time.monotonic() >= self._socket_at:  # the ring stays silent: wait for another one's answer next
             self._rings[index] = self._rings.pop(index)
         return []

@@ -85,16 +85,25 @@ class Worker:
 
     def _received(self) -> list[object]:
         """What has arrived over ZeroMQ, and through the ring: Works, and those that are no longer needed."""
-        found: list[object] = []
+        found: list[object] = self._taken_from_ring()
         for message in self.endpoint.receive(wait=False):
             if isinstance(message, AttachRing):
                 self.ring = WorkerRing(doorbells(), message.name, self.incarnation)
             else:
                 found.append(message)
+        return found + self._abandoned_in_ring()
+
+    def _taken_from_ring(self) -> list[object]:
+        found: list[object] = []
         if self.ring is not None:
             while (work := self.ring.take()) is not None:
                 found.append(work)
                 self._through_ring.append(work.seq)
+        return found
+
+    def _abandoned_in_ring(self) -> list[object]:
+        found: list[object] = []
+        if self.ring is not None:
             for seq in [seq for seq in self._through_ring if self.ring.abandoned(seq)]:
                 found.append(Abandon(seq))
                 self._through_ring.remove(seq)
