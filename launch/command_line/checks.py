@@ -134,6 +134,8 @@ def without_effect(config: EngineConfig, policy: Policy, model: Path) -> list[st
             lines.append(f"{option} has no effect on {policy.name}, which uses no device memory; {does}")
     if config.costs is not None and not policy.needs_costs:
         lines.append(f"--costs has no effect on {policy.name}, which plans without costs")
+    if config.exchange != "auto" and config.workers == 0:
+        lines.append("--exchange has no effect with --workers 0: there are no workers")
     if config.host_slowdown != 1.0 and not policy.uses_host:
         lines.append(f"--host-slowdown has no effect on {policy.name}, which computes nothing on the host")
     if config.tile is not None and config.tile > (largest := _largest_tile(config, model)):

@@ -232,6 +232,7 @@ def test_options_without_effect_are_reported(tiny_model: Path) -> None:
         (all_host, EngineConfig(prefetcher="thread"), ["--prefetcher", "all-host"]),
         (all_host, EngineConfig(costs=Path("costs.json")), ["--costs", "all-host"]),
         (on_demand, EngineConfig(host_slowdown=2.0), ["--host-slowdown", "on-demand"]),
+        (on_demand, EngineConfig(exchange="shm", workers=0), ["--exchange", "--workers 0"]),
         (on_demand, EngineConfig(tile=97), ["--tile 97", "96"]),
         (on_demand, EngineConfig(tile=256, format="int4"), ["--tile 256", "128"]),
     ):
