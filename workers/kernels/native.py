@@ -111,8 +111,7 @@ class Library:
         return Kernel(self, geometry, team)
 
     def set_matrix_rows(self, rows: int) -> None:
-        """From how many rows of one product matrix units compute it, where the variant has them. Changes no
-        bits. Not while a kernel computes."""
+        """From how many rows on matrix units compute a product, if any. The same bits. Not during a call."""
         self._set_matrix_rows(rows)
 
     def read(self, memory: Bytes, prefetch: Prefetch, team: Team | None = None) -> int:
@@ -310,10 +309,8 @@ def load(variant: str) -> Library | str:
         return OTHER_VERSION
     except OSError as e:
         return f"cannot be loaded: {e}"
-    supported = functions.tandem_supported()
-    if supported <= 0:
-        lacks = "this processor has no" if supported == 0 else "the system does not permit"
-        return f"{lacks} {VARIANTS[variant]}"
+    if (supported := functions.tandem_supported()) <= 0:
+        return f"{'the system does not permit' if supported else 'this processor has no'} {VARIANTS[variant]}"
     return Library(Choice(variant), functions)
 
 

@@ -95,13 +95,13 @@ static void strip_of(const struct weights *w, const uint8_t *block, int64_t grou
             int64_t rows = least(TALL_ROWS, count - first);
             const int8_t *from = codes + (first * groups + g * rows) * group;
             const float *of = factors + 2 * (first * groups + g * rows);
-#define MULTIPLY_TILES(c, a)                                                                                      \
-    tile_zero(c);                                                                                                 \
-    for (int64_t j = 0; j < group; j += DEPTH) {                                                                  \
-        tile_load(a, from + j, group);                                                                            \
-        tile_load(B_LINES, lines + BLOCK * j, TILE_LINE);                                                               \
-        tile_dot(c, a, B_LINES);                                                                                        \
-    }                                                                                                             \
+#define MULTIPLY_TILES(c, a)                                                                                     \
+    tile_zero(c);                                                                                                \
+    for (int64_t j = 0; j < group; j += DEPTH) {                                                                 \
+        tile_load(a, from + j, group);                                                                           \
+        tile_load(B_LINES, lines + BLOCK * j, TILE_LINE);                                                        \
+        tile_dot(c, a, B_LINES);                                                                                 \
+    }                                                                                                            \
     tile_store(c, dot, TILE_LINE);
             if (rows == TALL_ROWS) {
                 MULTIPLY_TILES(C_FULL, A_FULL)

@@ -13,6 +13,7 @@
  *
  * which computes the same of `count` rows, at most STRIP, packed in chunks of TALL_ROWS, into y [count, 16].
  */
+#include "activations.h"
 #include "attention.h"
 #include "bandwidth.h"
 #include "bf16_tiles.h"
@@ -26,6 +27,7 @@
 
 int tandem_kernels_version(void) { return 7; }
 
+enum { MOST_GROUP = 128 }; /* inputs that share a scale */
 
 /* Rows from which a variant's matrix units compute a product; has no effect on one that has none. */
 static int64_t matrix_rows = MATRIX_ROWS;
@@ -43,47 +45,6 @@ static int64_t chunk_rows(int64_t count) {
 static int64_t block_bytes(const struct weights *w, int64_t inputs) {
     int64_t groups = (inputs + w->group - 1) / w->group;
     return groups * (64 + BLOCK * w->group * w->bits / 8);
-}
-
-/* --- activations ------------------------------------------------------------------------------------------- */
-
-static void quantize_row(const float *x, int64_t inputs, int64_t group, int8_t *codes, float *factors) {
-    for (int64_t start = 0; start < inputs; start += group, codes += group, factors += 2) {
-        int64_t n = least(group, inputs - start);
-        int32_t most = 0; /* largest bit pattern of a magnitude; they order like the magnitudes, NaN above all */
-        for (int64_t i = 0; i < n; i++) {
-            int32_t bits;
-            memcpy(&bits, x + start + i, 4);
-            bits &= 0x7FFFFFFF;
-            most = bits > most ? bits : most;
-        }
-        float largest;
-        memcpy(&largest, &most, 4);
-        float step = largest / 127.0f;
-        int32_t sum = 0;
-        for (int64_t i = 0; i < n; i++) {
-            float code = step > 0.0f ? x[start + i] / step : 0.0f;
-            code = code + 12582912.0f - 12582912.0f; /* rounded, half to even */
-            code = code < 127.0f ? code : 127.0f;
-            code = code > -127.0f ? code : -127.0f;
-            codes[i] = (int8_t)code;
-            sum += codes[i];
-        }
-        memset(codes + n, 0, (size_t)(group - n));
-        factors[0] = step;
-        factors[1] = (float)sum;
-    }
-}
-
-void tandem_quantize(const struct weights *w, const float *x, int64_t rows, void *codes, float *factors) {
-    int64_t padded = rounded_up(w->inputs, w->group);
-    if (w->bits == BF16) {
-        round_to_bf16(x, rows * w->inputs, codes);
-        return;
-    }
-    for (int64_t r = 0; r < rows; r++)
-        quantize_row(x + r * w->inputs, w->inputs, w->group, (int8_t *)codes + r * padded,
-                     factors + 2 * r * (padded / w->group));
 }
 
 /* --- packing: for each chunk of rows, group by group --------------------------------------------------------- */
@@ -156,7 +117,7 @@ static void one_block(const struct weights *w, const uint8_t *block, int64_t gro
     }
 }
 
-/* y [count, outputs] (stride `stride`) = or += W x for blocks [lo, hi), x packed. */
+/* y = or += W x for blocks [lo, hi), x packed. Row r of block b begins at y[r * row_stride + b * block_stride]. */
 struct product {
     const struct weights *w;
     const uint8_t *matrix;
@@ -164,7 +125,7 @@ struct product {
     struct packed x;
     int64_t count;
     float *y;
-    int64_t stride;
+    int64_t row_stride, block_stride;
     int add;
 };
 
@@ -172,7 +133,7 @@ struct product {
 static void take_outputs(const struct product *p, int64_t b, int64_t first, int64_t rows, const float *from) {
     int64_t width = least(BLOCK, p->outputs - b * BLOCK);
     for (int64_t r = 0; r < rows; r++, from += BLOCK) {
-        float *to = p->y + (first + r) * p->stride + b * BLOCK;
+        float *to = p->y + (first + r) * p->row_stride + b * p->block_stride;
         if (width < BLOCK)
             for (int64_t i = 0; i < width; i++) to[i] = p->add ? to[i] + from[i] : from[i];
         else if (p->add)
@@ -182,25 +143,7 @@ static void take_outputs(const struct product *p, int64_t b, int64_t first, int6
     }
 }
 
-#ifdef MATRIX_UNITS
-static void strips(const struct product *p, int64_t lo, int64_t hi) {
-    int64_t size = block_bytes(p->w, p->inputs), group = p->w->group;
-    int64_t groups = rounded_up(p->inputs, group) / group;
-    float y[STRIP * BLOCK] __attribute__((aligned(64)));
-    units_begin(p->count % TALL_ROWS);
-    for (int64_t first = 0; first < p->count; first += STRIP) {
-        int64_t rows = least(STRIP, p->count - first);
-        for (int64_t b = lo; b < hi; b++) {
-            strip_of(p->w, p->matrix + b * size, groups, p->x.codes + first * groups * group,
-                     p->x.factors + 2 * first * groups, rows, y);
-            take_outputs(p, b, first, rows, y);
-        }
-    }
-    units_end();
-}
-#else
-static void strips(const struct product *p, int64_t lo, int64_t hi) { (void)p, (void)lo, (void)hi; }
-#endif
+#include "strips.h"
 
 static void blocks(void *context, int64_t lo, int64_t hi) {
     const struct product *p = context;
@@ -231,9 +174,8 @@ struct scratch {
     const struct weights *w;
     struct packed x;     /* [rows, inputs] */
     struct packed inner; /* [rows, channels] */
-    struct packed plain; /* the same before packing */
-    float *both;         /* [rows, 2 * channels]: gate and up */
-    float *part;         /* [rows, outputs], bf16 */
+    float *both;         /* gate and up [2 * channels, rows] in blocks of 16 channels: [16 channels] of each row */
+    float *part;         /* bf16: [rows, outputs]. Else the outputs of many rows, in blocks like `both` */
     int64_t bytes;
 };
 
@@ -246,10 +188,8 @@ static struct scratch lay_out(const struct weights *w, int64_t rows, void *from)
     TAKE(x.factors, rows * inputs / w->group * 8);
     TAKE(inner.codes, rows * channels);
     TAKE(inner.factors, rows * channels / w->group * 8);
-    TAKE(plain.codes, rows * channels);
-    TAKE(plain.factors, rows * channels / w->group * 8);
     TAKE(both, rows * 2 * channels * 4);
-    TAKE(part, w->bits == BF16 ? rows * w->outputs * 4 : 0);
+    TAKE(part, w->bits == BF16 || rows > ROWS ? rows * rounded_up(w->outputs, BLOCK) * 4 : 0);
     s.bytes = at - (uint8_t *)from;
     return s;
 }
@@ -260,22 +200,48 @@ void tandem_matmul(struct team *team, const struct weights *w, const uint8_t *ma
                    int64_t rows, float *y, void *memory, int64_t spin_ns) {
     struct scratch s = lay_out(w, rows, memory);
     pack(w, w->inputs, x, NULL, rows, s.x);
-    struct product product = {w, matrix, w->inputs, w->outputs, s.x, rows, y, w->outputs, 0};
+    struct product product = {w, matrix, w->inputs, w->outputs, s.x, rows, y, w->outputs, BLOCK, 0};
     parallel_for(team, blocks, &product, (w->outputs + BLOCK - 1) / BLOCK, spin_ns);
 }
 
 /* --- tiles of an expert --------------------------------------------------------------------------------------- */
 
+struct inner {
+    const struct scratch *s;
+    int64_t count;
+};
+
+/* silu(gate) * up of rows [lo, hi), quantized and packed. */
 static void activate(void *context, int64_t lo, int64_t hi) {
-    const struct scratch *s = context;
-    const struct weights *w = s->w;
-    int64_t channels = w->channels;
-    for (int64_t r = lo; r < hi; r++) {
-        float *both = s->both + r * 2 * channels;
-        silu_times(both, both + channels, channels);
-        quantize_row(both, channels, w->group, s->plain.codes + r * channels,
-                     s->plain.factors + 2 * r * (channels / w->group));
-    }
+    const struct inner *inner = context;
+    const struct scratch *s = inner->s;
+    int64_t count = inner->count, channels = s->w->channels, group = s->w->group, groups = channels / group;
+    int64_t chunk = chunk_rows(count);
+    for (int64_t g = 0; g < groups; g++)
+        for (int64_t r = lo; r < hi; r++) {
+            float gate[MOST_GROUP], up[MOST_GROUP];
+            for (int64_t i = 0; i < group; i += BLOCK) {
+                const float *from = s->both + ((g * group + i) * count + r * BLOCK);
+                memcpy(gate + i, from, BLOCK * sizeof *from);
+                memcpy(up + i, from + channels * count, BLOCK * sizeof *from);
+            }
+            silu_times(gate, up, group);
+            int64_t first = r / chunk * chunk, at = first * groups + g * least(chunk, count - first) + r - first;
+            quantize_row(gate, group, group, s->inner.codes + at * group, s->inner.factors + 2 * at);
+        }
+}
+
+struct summed {
+    const float *from; /* outputs in blocks */
+    struct product to; /* rows */
+};
+
+static void as_rows(void *context, int64_t lo, int64_t hi) {
+    const struct summed *s = context;
+    int64_t count = s->to.count;
+    for (int64_t first = 0; first < count; first += ROWS)
+        for (int64_t b = lo; b < hi; b++)
+            take_outputs(&s->to, b, first, least(ROWS, count - first), s->from + (b * count + first) * BLOCK);
 }
 
 static void compute_tiles(struct team *team, const struct weights *w, const uint8_t *tiles, int64_t number,
@@ -296,18 +262,23 @@ static void compute_tiles(struct team *team, const struct weights *w, const uint
     /* A tile is whole blocks: gate and up are one matrix of twice as many outputs. */
     int64_t wide = 2 * channels / BLOCK * block_bytes(w, w->inputs);
     int64_t blocks_down = (w->outputs + BLOCK - 1) / BLOCK;
-    struct activations middle = {s.plain.codes, s.plain.factors};
+    /* Lines at distances of large powers of two evict each other from a cache: many rows are summed in blocks. */
+    int in_blocks = count > ROWS;
+    struct summed summed = {s.part, {w, NULL, channels, w->outputs, s.inner, count, y, w->outputs, BLOCK, 0}};
+    struct inner inner = {&s, count};
     for (int64_t tile = 0; tile < number; tile++) {
-        int64_t spin_ns = tile + 1 < number ? WAKE_NS : 0;
-        struct product in = {w, tiles, w->inputs, 2 * channels, s.x, count, s.both, 2 * channels, 0};
-        struct product out = {w, tiles + wide, channels, w->outputs, s.inner, count, y, w->outputs, tile > 0};
+        int64_t spin_ns = tile + 1 < number || in_blocks ? WAKE_NS : 0;
+        struct product in = {w, tiles, w->inputs, 2 * channels, s.x, count, s.both, BLOCK, count * BLOCK, 0};
+        struct product out = in_blocks ? in : summed.to;
+        out.matrix = tiles + wide, out.inputs = channels, out.x = s.inner, out.add = tile > 0;
+        if (in_blocks) out.outputs = blocks_down * BLOCK, out.y = s.part;
         parallel_for(team, blocks, &in, 2 * channels / BLOCK, WAKE_NS);
-        parallel_for(count < ROWS ? NULL : team, activate, &s, count, WAKE_NS);
-        pack(w, channels, &middle, NULL, count, s.inner);
+        parallel_for(count < ROWS ? NULL : team, activate, &inner, count, WAKE_NS);
         parallel_for(team, blocks, &out, blocks_down, spin_ns);
         tiles += wide + blocks_down * block_bytes(w, channels);
         if (ticks) (*ticks)++;
     }
+    if (in_blocks) parallel_for(team, as_rows, &summed, blocks_down, 0);
 }
 
 #include "layer.h"
