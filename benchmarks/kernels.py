@@ -32,7 +32,8 @@ from shm.segment import Segment, unlink
 from workers.interpreter import environment
 from workers.kernels import reading
 from workers.kernels.choice import DEFAULT, Choice
-from workers.kernels.native import VARIANTS, Geometry, Library, Team, best, chosen, load
+from workers.kernels.geometry import Geometry
+from workers.kernels.native import VARIANTS, Library, Team, best, chosen, load
 from workers.kernels.reference import ReferenceKernel
 from workers.kernels.tuning import tune
 

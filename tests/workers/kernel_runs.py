@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from quantized_cases import Case
 
 from shm.layout import Float32, StoreLayout
-from workers.kernels.native import Geometry, Kernel, Library, Team
+from workers.kernels.geometry import Geometry
+from workers.kernels.native import Kernel, Library, Team
 from workers.kernels.reference import ReferenceKernel
 
 seeds = st.integers(0, 2**32 - 1)

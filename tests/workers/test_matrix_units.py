@@ -18,7 +18,9 @@ from kernel_runs import kernel_of
 from quantized_cases import make_case
 
 from shm.layout import format_named
-from workers.kernels.native import Choice, Geometry, Library, load
+from workers.kernels.choice import Choice
+from workers.kernels.geometry import Geometry
+from workers.kernels.native import Library, load
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("int8", "int4", "int4-g128")

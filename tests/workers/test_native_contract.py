@@ -15,7 +15,8 @@ from quantized_cases import QUANTIZED, Case, make_case, records, states
 from shm.layout import BlockFormat, ExpertShape, StoreLayout, format_named
 from workers.kernels import native
 from workers.kernels.choice import HINTS, Choice, Prefetch
-from workers.kernels.native import VARIANTS, Geometry, Library, Quantized, best, chosen, load
+from workers.kernels.geometry import Geometry, Quantized
+from workers.kernels.native import VARIANTS, Library, best, chosen, load
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -24,7 +24,8 @@ from quantized_cases import (
 )
 
 from shm.layout import BlockFormat, ExpertShape, StoreLayout, format_named
-from workers.kernels.native import Geometry, Library
+from workers.kernels.geometry import Geometry
+from workers.kernels.native import Library
 from workers.kernels.unpack import int8_steps
 
 pytestmark = pytest.mark.usefixtures("one_thread")

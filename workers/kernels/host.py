@@ -23,7 +23,8 @@ from shm.formats import BF16, Bytes, Float32
 from shm.layout import StoreLayout
 from shm.store import Store
 from workers.kernels.choice import DEFAULT, Choice
-from workers.kernels.native import Geometry, Kernel, Quantized, Team, chosen
+from workers.kernels.geometry import Geometry, Quantized
+from workers.kernels.native import Kernel, Team, chosen
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,8 +17,9 @@ from shm.formats import Bytes, Float32
 from shm.huge import copy_to_private, private
 from workers.kernels.c_types import POINTER, SIZE, Matrix, Weights, typed
 from workers.kernels.choice import DEFAULT, Choice
+from workers.kernels.geometry import Geometry
 from workers.kernels.memory import Kept
-from workers.kernels.native import Geometry, Library, Team, chosen
+from workers.kernels.native import Library, Team, chosen
 
 Address = int
 PART_NUMBERS = 1 << 20  # quantized at a time by one core

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shm.blocks import BlockFormat
-from shm.formats import BF16, Bytes, Float32, TileFormat
+from shm.formats import Bytes, Float32
 from workers.kernels.c_types import POINTER, SIZE, Activations, Buffers, Weights, Work, checked, typed
 from workers.kernels.choice import DEFAULT, Choice, Prefetch
+from workers.kernels.geometry import BF16_BITS, Codes, Geometry, Quantized
 from workers.kernels.memory import LINE, Kept, Rows
 
 VARIANTS = {  # best first
@@ -34,50 +35,8 @@ VARIANTS = {  # best first
 }
 VERSION = 7  # of the functions in c/kernels.h
 OTHER_VERSION = "compiled from another version: install again"
-BF16_BITS = 16
-
 
 log = logging.getLogger(__name__)
-
-Codes = NDArray[np.int8] | Float32
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """A matrix [outputs, inputs] of a quantized format, or tiles of `channels` with H = inputs = outputs."""
-
-    format: TileFormat
-    inputs: int
-    outputs: int
-    channels: int = 0
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.format, BlockFormat | BF16):
-            raise ValueError(f"no C kernel computes {self.format.name}")
-        if self.channels % self.format.granularity:
-            raise ValueError(f"{self.channels} channels are no whole groups of {self.format.granularity}")
-
-    @property
-    def bits(self) -> int:
-        return self.format.bits if isinstance(self.format, BlockFormat) else BF16_BITS
-
-    @property
-    def group(self) -> int:
-        return self.format.granularity
-
-    @property
-    def padded(self) -> int:
-        """Inputs in whole groups."""
-        return -(-self.inputs // self.group) * self.group
-
-
-@dataclass(frozen=True)
-class Quantized:
-    """Activations as a kernel reads them. Quantized formats: codes int8 [R, padded], factors float32
-    [R, groups, 2]; bf16: codes float32 [R, inputs], factors empty."""
-
-    codes: Codes
-    factors: Float32
 
 
 class Library:

@@ -25,7 +25,8 @@ from shm.kernel_files import contents, entries
 from shm.layout import FORMATS as ALL_FORMATS
 from shm.segment import available_memory
 from workers.kernels.choice import HINTS, Choice, Prefetch
-from workers.kernels.native import VARIANTS, Geometry, Library, chosen, load
+from workers.kernels.geometry import Geometry
+from workers.kernels.native import VARIANTS, Library, chosen, load
 from workers.kernels.reading import walk
 
 FORMATS = ("int4", "int8", "bf16")
