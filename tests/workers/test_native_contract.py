@@ -229,3 +229,15 @@ def test_variants_with_fused_additions_give_equal_bits_of_quantized_formats(name
     for of_one in (runs[: len(runs) // 2], runs[len(runs) // 2 :]):
         for other in of_one[1:]:
             np.testing.assert_array_equal(bits(other), bits(of_one[0]))
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_many_rows_of_many_outputs_have_the_bits_of_each(library: Library, name: str) -> None:
+    """More outputs than a core's cache holds are summed in another order of memory."""
+    case = make_case(name, 1100, 1, 2, 125, "random", "normal", "normal", 3)
+    kernel = kernel_of(library, case.layout)
+    x, rows = kernel.quantize(case.x), np.arange(125, dtype=np.int32)
+    together = kernel.tiles(case.data, x, rows)
+    for at in (0, 57, 124):
+        alone = kernel.tiles(case.data, x, rows[at : at + 1])
+        np.testing.assert_array_equal(bits(alone[0]), bits(together[at]))

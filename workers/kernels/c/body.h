@@ -28,6 +28,7 @@
 int tandem_kernels_version(void) { return 7; }
 
 enum { MOST_GROUP = 128 }; /* inputs that share a scale */
+enum { NEARBY = 1 << 19 }; /* bytes of outputs that a core's own cache holds, beside activations and weights */
 
 /* Rows from which a variant's matrix units compute a product; has no effect on one that has none. */
 static int64_t matrix_rows = MATRIX_ROWS;
@@ -262,8 +263,8 @@ static void compute_tiles(struct team *team, const struct weights *w, const uint
     /* A tile is whole blocks: gate and up are one matrix of twice as many outputs. */
     int64_t wide = 2 * channels / BLOCK * block_bytes(w, w->inputs);
     int64_t blocks_down = (w->outputs + BLOCK - 1) / BLOCK;
-    /* Lines at distances of large powers of two evict each other from a cache: many rows are summed in blocks. */
-    int in_blocks = count > ROWS;
+    /* Lines at distances of large powers of two evict each other from a cache: large outputs are summed in blocks. */
+    int in_blocks = count > ROWS && count * w->outputs * 4 >= NEARBY;
     struct summed summed = {s.part, {w, NULL, channels, w->outputs, s.inner, count, y, w->outputs, BLOCK, 0}};
     struct inner inner = {&s, count};
     for (int64_t tile = 0; tile < number; tile++) {
