@@ -244,7 +244,7 @@ class ProcessMonitor:
         while True:
             await asyncio.sleep(self._limits.check_interval)
             for slot in self._slots.values():
-                if slot.child is None or not slot.child.running:
+                if slot.child is None or slot.child.hung or not slot.child.running:
                     continue
                 if self._hangs(slot, slot.child):
                     slot.child.kill_hung()

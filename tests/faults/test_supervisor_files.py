@@ -49,12 +49,13 @@ def made_by(place: Place, name: str) -> Made:
 
 
 def open_files(processes: list[psutil.Process], places: tuple[Path, ...]) -> set[Path]:
-    """What these processes have open or mapped below these folders."""
+    """What these processes have open or mapped below these folders, and still has a name there."""
     found = set()
     for process in processes:
         found |= {Path(file.path) for file in process.open_files()}
         found |= {Path(entry.path) for entry in process.memory_maps()}
-    return {path for path in found if any(path.is_relative_to(folder) for folder in places)}
+    below = {path for path in found if any(path.is_relative_to(folder) for folder in places)}
+    return {path for path in below if path.exists()}
 
 
 async def test_files_of_an_engine_are_private_until_a_closed_terminal_ends_it(place: Place) -> None:

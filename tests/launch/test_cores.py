@@ -18,7 +18,7 @@ from launch.processes.supervisor import Supervisor
 from pipeline.config import EngineConfig
 from pipeline.coordinator_config import WorkerCores
 from pipeline.experts.host_shards import divide_into_shards
-from pipeline.experts.shares import HostShare
+from pipeline.experts.shares import Share
 from protocol.client import Client
 from shm.formats import F32
 from shm.layout import PAGE, ExpertShape, StoreLayout
@@ -196,11 +196,12 @@ def test_workers_read_their_own_node_s_memory(experts: int, chosen: int, tiles: 
     assert Counter(bound.tolist()) == {0: len(bound) // 2, 1: len(bound) // 2}
 
     random, own, every = np.random.default_rng(19), 0, 0
-    sizes, one = WorkerCores((1,) * len(workers), len(cores.nodes)), [np.zeros(1, np.int32)] * chosen
+    sizes = WorkerCores((1,) * len(workers), len(cores.nodes))
     for _ in range(200):
         routed = np.sort(random.choice(experts, chosen, replace=False)).astype(np.int32)
-        whole = np.zeros(chosen, np.int32), np.full(chosen, tiles, np.int32)
-        share = HostShare(routed, *whole, one, [np.ones(1, np.float32)] * chosen)
+        items = np.stack((routed, 0 * routed, 0 * routed + tiles), axis=1)
+        rows, offsets = 0 * routed, np.arange(chosen + 1, dtype=np.int32)
+        share = Share(items, offsets, rows, np.ones(chosen, np.float32))
         for shard in divide_into_shards(share, sizes, "decode", 1):
             for expert, lo, hi in shard.items.tolist():
                 start = layout.offset(0, expert, lo) // PAGE

@@ -362,7 +362,7 @@ def test_ready_of_a_loader_that_exited_while_the_supervisor_was_stopped_counts(a
 def test_answer_cancelled_by_the_engine_is_one_line_and_exit_1(arguments: list[str], tmp_path: Path) -> None:
     ids, matrix = tmp_path / "ids.json", tmp_path / "scores.npy"
     ids.write_text(json.dumps([5] * 250))
-    slow = ("--host-slowdown", "50", "--chunk", "1")
+    slow = ("--host-slowdown", "500", "--chunk", "1")
     with Launched("serve", "--name", "leaving", *arguments, *slow) as engine:
         engine.line()
         generate = "generate --prompt-tokens 5,6 --max-tokens 240 --ignore-eos --connect".split()
@@ -374,7 +374,7 @@ def test_answer_cancelled_by_the_engine_is_one_line_and_exit_1(arguments: list[s
             engine.send(signal.SIGTERM)
             ends = [first.end(), second.end()]
         assert engine.end()[0] == 0
-        assert "emulation: host slowed by 50" in engine.stderr
+        assert "emulation: host slowed by 500" in engine.stderr
     for code, _, err in ends:
         assert code == 1
         (line,) = (line for line in err.splitlines() if not line.startswith("[tandem] "))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +45,7 @@ def names(harness: PoolHarness) -> list[str]:
 def test_works_beyond_the_slots_and_wide_ones_go_over_zmq_and_all_are_answered(rings: PoolHarness) -> None:
     (worker,) = rings.start(1)
     x = np.ones((9, HIDDEN), np.float32)
-    wide = rings.pool.submit(0, [replace(shard_of(7), kept=np.arange(9))], x)
+    wide = rings.pool.submit(0, [shard_of(7)._replace(kept=np.arange(9))], x)
     narrow = [rings.submit(tile) for tile in range(3)]
     assert carried(rings) == (2, 2)
     works = worker.take(4)

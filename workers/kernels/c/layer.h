@@ -73,7 +73,9 @@ void tandem_product(struct team *team, const struct matrix *matrix, const float 
     } else {
         struct activations codes = {m.plain.codes, m.plain.factors};
         if (rows > 1) pack(w, w->inputs, &codes, NULL, rows, m.packed);
-        struct product product = {w, matrix->data, w->inputs, w->outputs, m.packed, rows, y, w->outputs, 0};
+        struct product product = {.w = w, .matrix = matrix->data, .inputs = w->inputs, .outputs = w->outputs,
+                                  .x = m.packed, .count = rows, .y = y, .row_stride = w->outputs,
+                                  .block_stride = BLOCK};
         parallel_for(team, blocks, &product, (w->outputs + BLOCK - 1) / BLOCK, spin_ns);
     }
     for (int64_t r = 0; matrix->bias && r < rows; r++)
