@@ -195,8 +195,10 @@ class CoordinatorRing(_Ring):
         return bool(self._busy)
 
     def post(self, work: Work) -> bool:
-        """Post a Work; False where no slot is free, or it does not fit. The worker may
-        notice it only when its doorbell, `other_bell`, is rung."""
+        """Post a Work; False where no slot is free, or it does not fit. The worker may notice it only when
+        its doorbell, `other_bell`, is rung. A Work that is posted already stays as it is."""
+        if work.seq in self._busy:
+            return True
         if not self._free or not self._free[-1].fits(work):
             return False
         slot = self._free.pop()

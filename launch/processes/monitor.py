@@ -1,9 +1,9 @@
 """Restarts an engine's processes when they exit or hang; where that is no use, ends the engine with one line.
 A worker or the prefetcher is restarted at once at first, then after growing pauses; the coordinator receives
-a WorkerDied and gives its work to others. Early exits end the engine where no worker computes anything
-between them. The door for tcp is restarted for ever: another program may have its port
-for a while, and only clients over tcp notice. When the coordinator exits or hangs, all are killed and
-restarted on the same store."""
+a WorkerDied and gives its work to others. Exits before any work, or by a crash before anything was computed,
+end the engine where no worker computes anything between them. The door for tcp is restarted for ever: another
+program may have its port for a while, and only clients over tcp notice. When the coordinator exits or hangs,
+all are killed and restarted on the same store."""
 
 from __future__ import annotations
 
@@ -137,7 +137,9 @@ class ProcessMonitor:
         if slot.role == COORDINATOR:
             self._coordinator_exit = asyncio.get_running_loop().create_future()
         if slot.role in COUNTED:
-            self._control.line(slot.role, slot.index).end()
+            line = self._control.line(slot.role, slot.index)
+            line.end()
+            slot.ticks = line.ticks
         if slot.child is not None:
             slot.child.kill()
         identity = Identity(slot.role, slot.index, slot.incarnation)
@@ -170,7 +172,9 @@ class ProcessMonitor:
             coordinator = Identity(COORDINATOR, 0, self._slots[COORDINATOR, 0].incarnation)
             died = WorkerDied(slot.role, slot.index, slot.incarnation, crashed, seq)
             await self._group.send(coordinator, died)
-        slot.count_exit(not child.up, self._progress())
+        # A worker is up before it has imported all that it may need; what it computes shows it works.
+        idle = slot.role in COUNTED and self._control.line(slot.role, slot.index).ticks == slot.ticks
+        slot.count_exit(not child.up or (crashed and idle), self._progress())
         reason = _exit_line(child, code)
         engine_restarts = self._engine_restarts
         while slot.role == DOOR or slot.futile_exits < self._limits.futile_exits:

@@ -22,6 +22,7 @@ class ProcessSlot:
     after_ready: bool = False  # it is started once the engine is ready, which does not wait for it
     incarnation: int = -1
     child: Child | None = None
+    ticks: int = 0  # of its line in the control segment, when the present incarnation was started
     early_exits: int = 0  # in a row: of processes that had not done any work
     futile_exits: int = 0  # of these, the last ones between which no worker made progress
     progress: int = 0  # of all workers, at the last one

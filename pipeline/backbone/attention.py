@@ -23,6 +23,7 @@ from pipeline.config import EXPANDED_KV_BYTES
 from pipeline.models.spec import GroupedQuery
 from pipeline.models.spec import Latent as LatentSpec
 from workers.kernels.layer import QK_NORMS, Grouped, Latent, Projection
+from workers.kernels.memory import Kept
 
 LATENT_EPS = 1e-6  # of the norms of latents; the config's rms_norm_eps does not apply to them
 
@@ -50,9 +51,16 @@ class GroupedQueryAttention:
     """Groups of query heads share a head of keys and values."""
 
     def __init__(
-        self, spec: GroupedQuery, weights: Weights, window: int | None, eps: float, precision: Precision
+        self,
+        spec: GroupedQuery,
+        weights: Weights,
+        window: int | None,
+        eps: float,
+        precision: Precision,
+        scratch: Kept,
     ) -> None:
-        """`window`: tokens that each token attends to, itself included; `eps`: of the norms."""
+        """`window`: tokens that each token attends to, itself included; `eps`: of the norms; `scratch`: of
+        all layers' kernels on the host."""
         self._spec, self._window, self._eps = spec, window, eps
         self._dtype = precision.dtype
         self._qkv = weights.linear("query", "key", "value")
@@ -62,7 +70,9 @@ class GroupedQueryAttention:
             self._norms = weights.vector("query_norm"), weights.vector("key_norm")
         device = precision.device
         self._spans = (
-            None if device.library is None else SpanAttention(device.library, device.team, self._grouped())
+            None
+            if device.library is None
+            else SpanAttention(device.library, device.team, self._grouped(), scratch)
         )
 
     def __call__(self, layer: int, x: Tensor, batch: Batch) -> Tensor:

@@ -101,7 +101,8 @@ class Backbone:
         attention: Attention
         if isinstance(spec.attention, GroupedQuery):
             window, eps = spec.windows[index], spec.norm_eps
-            attention = GroupedQueryAttention(spec.attention, weights, window, eps, self._precision)
+            shared = self._precision, self._scratch
+            attention = GroupedQueryAttention(spec.attention, weights, window, eps, *shared)
         else:
             attention = LatentAttention(spec.attention, weights, self._precision)
         return DecoderLayer(

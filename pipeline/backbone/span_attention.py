@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pipeline.backbone.batch import Batch
 from workers.kernels.layer import Grouped
+from workers.kernels.memory import Kept
 from workers.kernels.native import Library, Team
 from workers.kernels.spans import SpanKernel
 
@@ -15,8 +16,8 @@ from workers.kernels.spans import SpanKernel
 class SpanAttention:
     """One layer's, between its products."""
 
-    def __init__(self, library: Library, team: Team | None, grouped: Grouped) -> None:
-        self._kernel = SpanKernel(library, team, grouped)
+    def __init__(self, library: Library, team: Team | None, grouped: Grouped, scratch: Kept) -> None:
+        self._kernel = SpanKernel(library, team, grouped, scratch)
         self._output_width = grouped.heads * grouped.width
 
     def __call__(self, layer: int, qkv: Tensor, batch: Batch) -> Tensor:

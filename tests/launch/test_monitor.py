@@ -264,10 +264,24 @@ async def test_exits_before_any_work_end_the_engine_when_too_many_in_a_row() -> 
                 await until(lambda child=child: e.slots["worker", 0].child is child)
                 if incarnation == 2:
                     e.up("worker", 0, incarnation)
+                    e.control.line("worker", 0).tick()
                 assert e.guard.failure is None
                 e.exit(3, "worker", 0, incarnation)
             await asyncio.sleep(5)
     assert pauses == [1, 2, 0, 1, 2]
+
+
+async def test_crashes_of_workers_that_are_up_but_have_computed_nothing_end_the_engine() -> None:
+    """So may an import that follows the first answer; kills from outside do not count."""
+    with pytest.raises(EngineFailed, match=r"^the worker 0 .* 3 times in a row"):  # noqa: PT012
+        async with engine(Limits(check_interval=1e6, futile_exits=3, first_pause=0.0)) as e:
+            for incarnation, code in enumerate((KILLED,) * 9 + (CRASHED,) * 3):
+                child = await e.started("worker", 0, incarnation)
+                await until(lambda child=child: e.slots["worker", 0].child is child)
+                e.up("worker", 0, incarnation)
+                assert e.guard.failure is None
+                e.exit(code, "worker", 0, incarnation)
+            await asyncio.sleep(5)
 
 
 @pytest.mark.parametrize(("code", "paused"), [(KILLED, [1] * 8), (3, list(range(1, 9)))])

@@ -243,6 +243,19 @@ def test_other_segments_are_no_rings(name: str, size: int) -> None:
     assert is_segment(segment_path(name))
 
 
+def test_work_that_is_posted_again_keeps_its_one_slot(ring: CoordinatorRing) -> None:
+    worker = WorkerRing(compiled(), ring.name, 3)
+    assert [ring.post(work_of(seq)) for seq in (7, 7, 8, 9)] == [True, True, True, False]
+    for seq in (7, 8):
+        work = worker.take()
+        assert work is not None
+        assert work.seq == seq
+        worker.answer(seq, 0.0, work.x)
+    assert worker.take() is None
+    assert [answer.seq for answer in ring.answers()] == [7, 8]
+    assert [ring.post(work_of(seq)) for seq in (10, 11, 12)] == [True, True, False]
+
+
 def test_letters_end_a_wait_and_are_counted(ring: CoordinatorRing) -> None:
     worker = WorkerRing(compiled(), ring.name, 3)
     ring.count_letter()

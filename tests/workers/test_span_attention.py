@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from workers.kernels.layer import QK_NORMS, Grouped
+from workers.kernels.memory import Kept
 from workers.kernels.native import Library, Team
 from workers.kernels.spans import SpanKernel
 
@@ -31,7 +32,7 @@ def spans(
     kv_heads, capacity, width = caches[0].shape
     heads = qkv.shape[1] - 2 * kv_heads
     shape = {"bits": 8 * caches[0].itemsize, "heads": heads, "kv_heads": kv_heads, "width": width}
-    kernel = SpanKernel(library, team, Grouped(**shape, eps=EPS, scale=width**-0.5, **facts))
+    kernel = SpanKernel(library, team, Grouped(**shape, eps=EPS, scale=width**-0.5, **facts), Kept())
     out = np.full((len(qkv), heads, width), np.nan, np.float32)
     addresses, done = tuple(cache.ctypes.data for cache in caches), 0
     for count in counts:

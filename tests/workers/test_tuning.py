@@ -45,7 +45,7 @@ def test_a_candidate_must_be_clearly_faster(
     now = 0.0
     wanted = Prefetch("nta", 2048)
 
-    def compute(choice: Choice, name: str) -> tuple[Callable[[Any], None], int]:
+    def compute(choice: Choice, name: str, rows: int) -> tuple[Callable[[Any], None], int]:
         def one(data: Any) -> None:
             nonlocal now
             now += faster if choice.prefetch == wanted else 1.0
@@ -58,6 +58,29 @@ def test_a_candidate_must_be_clearly_faster(
     assert found is not None
     assert (found.choice.prefetch == wanted) is replaced
     assert found.choice.prefetch in (wanted, DEFAULT.prefetch)
+
+
+@pytest.mark.skipif(not isinstance(load("avx2"), Library), reason="another variant is needed")
+@pytest.mark.parametrize(("with_32_rows", "replaced"), [(0.9, True), (1.1, False)])
+def test_a_variant_must_be_as_fast_with_more_rows(
+    monkeypatch: pytest.MonkeyPatch, with_32_rows: float, replaced: bool
+) -> None:
+    """One that is faster at one row, because that waits for memory, may be slower elsewhere."""
+    now = 0.0
+
+    def compute(choice: Choice, name: str, rows: int) -> tuple[Callable[[Any], None], int]:
+        def one(data: Any) -> None:
+            nonlocal now
+            faster = with_32_rows if rows == 32 else 0.9
+            now += faster if choice.variant == "portable" else 1.0
+
+        return one, 64
+
+    monkeypatch.setattr(tuning, "_compute", compute)
+    monkeypatch.setattr(tuning.time, "perf_counter", lambda: now)
+    found = tuning.tune()
+    assert found is not None
+    assert (found.choice.variant == "portable") is replaced
 
 
 def test_a_record_is_found_again_by_its_machine_alone(
@@ -80,6 +103,13 @@ def test_a_record_is_found_again_by_its_machine_alone(
     [
         lambda data: data | {"version": 0},
         lambda data: [],
+        lambda data: data | {"tuning": data["tuning"] | {"choice": CHOICE.to_map() | {"bf16_rows": 1e400}}},
+        lambda data: data | {"tuning": data["tuning"] | {"choice": CHOICE.to_map() | {"bf16_rows": 1 << 20}}},
+        lambda data: data | {"tuning": data["tuning"] | {"choice": CHOICE.to_map() | {"variant": "x"}}},
+        lambda data: data | {"tuning": data["tuning"] | {"rates": {"int4": float("nan")}}},
+        lambda data: data | {"measured": 1e300},
+        lambda data: data | {"load": float("inf")},
+        lambda data: data | {"machine": data["machine"] | {"cores": 1e400}},
         lambda data: data | {"tuning": data["tuning"] | {"choice": {}}},
         lambda data: data | {"tuning": data["tuning"] | {"choice": CHOICE.to_map() | {"bf16_rows": -1}}},
         lambda data: (

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 MOST_AHEAD = 1 << 20  # bytes
+MOST_ROWS = 1 << 16
 HINTS = ("none", "nta", "t0", "t1")  # in the order of c/kernels.h
 
 
@@ -46,14 +47,15 @@ class Choice:
 
     @classmethod
     def from_map(cls, data: Any) -> Choice:
-        """The inverse of `to_map`. Anything else raises ValueError, TypeError or KeyError."""
+        """The inverse of `to_map`. Anything else raises ValueError, TypeError, KeyError or
+        OverflowError."""
         choice = cls(str(data["variant"]), Prefetch(**data["prefetch"]), int(data["bf16_rows"]))
         hint, ahead = choice.prefetch.hint, choice.prefetch.ahead
         if (
             hint not in HINTS
             or type(ahead) is not int
             or not 0 <= ahead <= MOST_AHEAD
-            or choice.bf16_rows < 0
+            or not 0 <= choice.bf16_rows <= MOST_ROWS
         ):
             raise ValueError("it has no valid choice of kernels")
         return choice

@@ -15,12 +15,13 @@ from workers.kernels.native import Library, Team
 
 
 class SpanKernel:
-    """Attention with query heads in groups that share keys and values. Used by one thread at a time."""
+    """Attention with query heads in groups that share keys and values. Used by one thread at a time, like the
+    scratch, which layers share."""
 
-    def __init__(self, library: Library, team: Team | None, grouped: Grouped) -> None:
+    def __init__(self, library: Library, team: Team | None, grouped: Grouped, scratch: Kept) -> None:
         types = (*[POINTER] * 7, SIZE, SIZE, SIZE, POINTER, POINTER)
         self._function = typed(library.functions.tandem_span, *types, result=checked)
-        self._team, self._grouped, self._scratch = team, grouped, Kept()
+        self._team, self._grouped, self._scratch = team, grouped, scratch
         each = typed(library.functions.tandem_span_scratch, POINTER, result=SIZE)
         self._size = (1 if team is None else team.threads) * each(ctypes.byref(grouped))
 

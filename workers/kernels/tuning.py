@@ -1,6 +1,7 @@
 """Measures which kernels compute one row the fastest on this machine: the variant, and how it prefetches.
 
-One row is what decoding computes, and its speed is that of reading weights. Every candidate computes tiles of
+One row is what decoding computes, and its speed is that of reading weights. Another variant than the first
+must also be as fast with more rows. Every candidate computes tiles of
 the formats in FORMATS, in turns, from memory that no cache holds, on one core; what counts is the shortest
 time of each, because other programs only ever add to it. The default stays unless a candidate is clearly
 faster. This module imports no torch.
@@ -11,6 +12,7 @@ Process entry too, because the supervisor must neither compute nor end with a fa
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,9 +38,10 @@ SMALLEST, LARGEST = 1 << 27, 1 << 29  # bytes of the memory
 SHARE = 8  # it takes at most 1 / SHARE of what is available
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 ROUNDS = 9
-SECONDS = 0.6  # for each of the two comparisons; then fewer rounds have to do
+SECONDS = 0.3  # for each comparison; then fewer rounds have to do
 FEWEST = 2  # rounds
 CLEARLY = 0.95  # of the default's time: a candidate that takes less replaces it
+MORE_ROWS = (4, 32)  # of a batch and of an expert in a prompt: another variant must not be slower there
 FILL = 0x3C  # of all bytes: in every format numbers of usual size
 
 Compute = Callable[[Bytes], object]
@@ -66,6 +69,8 @@ class Tuning:
         """The inverse of `to_json`. Anything else raises ValueError, TypeError, KeyError or
         AttributeError."""
         rates, default = ({str(k): float(v) for k, v in data[name].items()} for name in ("rates", "default"))
+        if not all(math.isfinite(rate) for rate in (*rates.values(), *default.values())):
+            raise ValueError("it has rates that are not finite")
         return cls(Choice.from_map(data["choice"]), rates, default)
 
 
@@ -88,31 +93,47 @@ def tune() -> Tuning | None:
     default = first.choice
     ways = [default.prefetch, Prefetch("none", 0)]
     ways += [way for hint in HINTS[1:] for ahead in AHEAD if (way := Prefetch(hint, ahead)) not in ways]
-    prefetch = _fastest(parts, [replace(default, prefetch=way) for way in ways])[0].prefetch
+    prefetched = _confirmed(parts, [replace(default, prefetch=way) for way in ways])
     usable = [name for name in VARIANTS if isinstance(load(name), Library)]
-    candidates = [replace(default, variant=name, prefetch=prefetch) for name in usable]
-    choice, times = _fastest(parts, candidates)
-    last, _ = _fastest(parts, [default, choice]) if choice != default else (default, times)
-    compared = _times(parts, [default, last])
+    choice = _confirmed(parts, [replace(prefetched, variant=name) for name in usable])
+    # One row waits for memory; with more rows the variants differ by what they compute.
+    if any(not _as_fast(parts, choice, prefetched, rows) for rows in MORE_ROWS):
+        choice = prefetched
+    compared = _times(parts, [default, choice])
     rates, before = (
-        {name: 1 / seconds for name, seconds in compared[each].items()} for each in (last, default)
+        {name: 1 / seconds for name, seconds in compared[each].items()} for each in (choice, default)
     )
-    return Tuning(last, rates, before)
+    return Tuning(choice, rates, before)
 
 
 Times = dict[str, float]  # by format, seconds for a byte
 
 
-def _fastest(parts: Iterator[Bytes], candidates: Sequence[Choice]) -> tuple[Choice, dict[Choice, Times]]:
-    """The candidate that reads all formats in the least time; the first unless that one is clearly faster."""
-    times = _times(parts, candidates)
-    total = {choice: sum(each.values()) for choice, each in times.items()}
-    best = min(candidates, key=total.__getitem__)
-    return (best if total[best] < CLEARLY * total[candidates[0]] else candidates[0]), times
+def _confirmed(parts: Iterator[Bytes], candidates: Sequence[Choice]) -> Choice:
+    """The candidate that computes all formats in the least time; the first one unless another is clearly
+    faster, twice."""
+    times = _totals(parts, candidates)
+    best = min(candidates, key=times.__getitem__)
+    again = _totals(parts, [candidates[0], best])
+    clearly = all(each[best] < CLEARLY * each[candidates[0]] for each in (times, again))
+    return best if clearly else candidates[0]
 
 
-def _times(parts: Iterator[Bytes], candidates: Sequence[Choice]) -> dict[Choice, Times]:
-    works = {(choice, name): _compute(choice, name) for choice in candidates for name in FORMATS}
+def _as_fast(parts: Iterator[Bytes], choice: Choice, other: Choice, rows: int) -> bool:
+    if choice == other:
+        return True
+    times = _totals(parts, [choice, other], rows)
+    return times[choice] <= times[other]
+
+
+def _totals(parts: Iterator[Bytes], candidates: Sequence[Choice], rows: int = 1) -> dict[Choice, float]:
+    """Seconds of each for a byte, over all formats."""
+    return {choice: sum(each.values()) for choice, each in _times(parts, candidates, rows).items()}
+
+
+def _times(parts: Iterator[Bytes], candidates: Sequence[Choice], rows: int = 1) -> dict[Choice, Times]:
+    names = [name for name in FORMATS if name != "bf16" or rows <= candidates[0].bf16_rows]
+    works = {(choice, name): _compute(choice, name, rows) for choice in candidates for name in names}
     best = dict.fromkeys(works, float("inf"))
     for compute, size in works.values():
         compute(next(parts)[:size])  # allocates scratch
@@ -125,13 +146,13 @@ def _times(parts: Iterator[Bytes], candidates: Sequence[Choice]) -> dict[Choice,
             started = time.perf_counter()
             compute(data)
             best[key] = min(best[key], (time.perf_counter() - started) / size)
-    return {choice: {name: best[choice, name] for name in FORMATS} for choice in candidates}
+    return {choice: {name: best[choice, name] for name in names} for choice in candidates}
 
 
-def _compute(choice: Choice, name: str) -> tuple[Compute, int]:
-    """What computes a tile of this format for one row, and the tile's bytes."""
+def _compute(choice: Choice, name: str, rows: int) -> tuple[Compute, int]:
+    """What computes a tile of this format for so many rows, and the tile's bytes."""
     library, format = chosen(choice), ALL_FORMATS[name]
     assert library is not None
     kernel = library.kernel(Geometry(format, HIDDEN, HIDDEN, CHANNELS))
-    x, rows = kernel.quantize(np.full((1, HIDDEN), 0.5, np.float32)), np.zeros(1, np.int32)
-    return lambda data: kernel.tiles(data, x, rows), format.tile_bytes(HIDDEN, CHANNELS)
+    x, every = kernel.quantize(np.full((rows, HIDDEN), 0.5, np.float32)), np.arange(rows, dtype=np.int32)
+    return lambda data: kernel.tiles(data, x, every), format.tile_bytes(HIDDEN, CHANNELS)

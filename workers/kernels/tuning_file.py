@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 from contextlib import suppress
@@ -30,7 +31,8 @@ FOLDER = "kernels"
 FILE_NAME = re.compile(r"[0-9a-f]{16}\.json")  # others in the folder are not touched
 MAX_BYTES = 1 << 16
 LOADED = 0.5  # load average for each core, from which on the measurement may be wrong
-VERSION = 1  # of the files, and of how is measured
+LATEST = 1 << 40  # seconds since the epoch
+VERSION = 2  # of the files, and of how is measured
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +82,8 @@ class Record:
 
     @classmethod
     def from_json(cls, data: Any) -> Record:
-        """The inverse of `to_json`. Anything else raises ValueError, TypeError, KeyError or
-        AttributeError."""
+        """The inverse of `to_json`. Anything else raises ValueError, TypeError, KeyError, AttributeError or
+        ArithmeticError."""
         if data["version"] != VERSION:
             raise ValueError("it is of another version")
         plain = data["machine"]
@@ -89,7 +91,12 @@ class Record:
             str(plain["cpu"]), str(plain["flags"]), int(plain["cores"]), int(plain["kernels"]),
             tuple(map(str, plain["variants"])),
         )  # fmt: skip
-        return cls(machine, Tuning.from_json(data["tuning"]), float(data["measured"]), float(data["load"]))
+        record = cls(machine, Tuning.from_json(data["tuning"]), float(data["measured"]), float(data["load"]))
+        if record.tuning.choice.variant not in machine.variants:
+            raise ValueError("it chooses a variant that its machine does not have")
+        if not (0 <= record.measured <= LATEST and math.isfinite(record.load)):
+            raise ValueError("it has no valid time or load")
+        return record
 
 
 def path_of(cache: Path, machine: Machine) -> Path:
@@ -133,5 +140,5 @@ def read(path: Path) -> Record:
     try:
         raw = read_small(path, MAX_BYTES, flags=os.O_NOFOLLOW, check=check_private)
         return Record.from_json(json.loads(raw))
-    except (NotPrivate, TypeError, KeyError, AttributeError, RecursionError) as e:
+    except (NotPrivate, TypeError, KeyError, AttributeError, RecursionError, ArithmeticError) as e:
         raise ValueError(str(e)) from e

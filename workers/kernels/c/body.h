@@ -190,7 +190,7 @@ static struct scratch lay_out(const struct weights *w, int64_t rows, void *from)
     TAKE(inner.codes, rows * channels);
     TAKE(inner.factors, rows * channels / w->group * 8);
     TAKE(both, rows * 2 * channels * 4);
-    TAKE(part, w->bits == BF16 || rows > ROWS ? rows * rounded_up(w->outputs, BLOCK) * 4 : 0);
+    TAKE(part, channels && (w->bits == BF16 || rows > ROWS) ? rows * rounded_up(w->outputs, BLOCK) * 4 : 0);
     s.bytes = at - (uint8_t *)from;
     return s;
 }

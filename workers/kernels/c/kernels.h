@@ -145,7 +145,7 @@ struct grouped { /* query heads in groups that share keys and values */
 /* `count` new tokens of a sequence, the first at `position`, in the same way: qkv [count, (heads + 2 kv_heads) * width],
  * changed in place; keys, values [kv_heads, capacity, width]; out [count, heads * width]; cosines and sines [count,
  * width]. `scratch`, 64-byte aligned, has tandem_span_scratch bytes for each thread of the team. A token's bits depend on
- * no token after it, nor on how many come with it. */
+ * no token after it whose numbers are finite, nor on how many come with it. */
 int64_t tandem_span_scratch(const struct grouped *grouped);
 int tandem_span(struct team *team, const struct grouped *grouped, float *qkv, const float *cosines,
                 const float *sines, void *keys, void *values, int64_t capacity, int64_t position, int64_t count,
