@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "bf16_tiles.h"
+#include "blocks.h"
 #include "team.h"
 #include "vectors.h"
 

@@ -1,0 +1,166 @@
+/* Products of the integer formats: activations packed for blocks of outputs, and all blocks of a matrix. Part of body.h,
+ * which says what a variant defines before. */
+#pragma once
+
+#include "kernels.h"
+#include "prefetch.h"
+#include "vectors.h"
+
+#include <string.h>
+
+/* Rows from which a variant's matrix units compute a product; has no effect on one that has none. */
+static int64_t matrix_rows = MATRIX_ROWS;
+
+void tandem_set_matrix_rows(int64_t rows) { matrix_rows = rows; }
+
+/* Rows of a chunk of packed activations. */
+static int64_t chunk_rows(int64_t count) {
+#ifdef MATRIX_UNITS
+    if (count >= matrix_rows) return TALL_ROWS;
+#endif
+    return count > 0 ? ROWS : 1;
+}
+
+static int64_t block_bytes(const struct weights *w, int64_t inputs) {
+    int64_t groups = (inputs + w->group - 1) / w->group;
+    return groups * (64 + BLOCK * w->group * w->bits / 8);
+}
+
+/* --- packing: for each chunk of rows, group by group --------------------------------------------------------- */
+
+struct packed {
+    int8_t *codes;
+    float *factors;
+};
+
+static void pack(const struct weights *w, int64_t inputs, const struct activations *x, const int32_t *chosen,
+                 int64_t count, struct packed to) {
+    int64_t groups = rounded_up(inputs, w->group) / w->group, padded = groups * w->group, chunk = chunk_rows(count);
+    for (int64_t first = 0; first < count; first += chunk) {
+        int64_t rows = least(chunk, count - first);
+        for (int64_t r = 0; r < rows; r++) {
+            int64_t row = chosen ? chosen[first + r] : first + r;
+            const int8_t *codes = (const int8_t *)x->codes + row * padded;
+            const float *factors = x->factors + 2 * row * groups;
+            for (int64_t g = 0; g < groups; g++) {
+                memcpy(to.codes + first * padded + (g * rows + r) * w->group, codes + g * w->group,
+                       (size_t)w->group);
+                memcpy(to.factors + 2 * (first * groups + g * rows + r), factors + 2 * g, 2 * sizeof(float));
+            }
+        }
+    }
+}
+
+/* --- blocks --------------------------------------------------------------------------------------------------- */
+
+#define EACH_COUNT(call)                                                                                          \
+    switch (rows) {                                                                                               \
+    case 2: call(2); break;                                                                                       \
+    case 3: call(3); break;                                                                                       \
+    case 4: call(4); break;                                                                                       \
+    case 5: call(5); break;                                                                                       \
+    case 6: call(6); break;                                                                                       \
+    case 7: call(7); break;                                                                                       \
+    default: call(8);                                                                                             \
+    }
+
+/* More rows than one: their codes would evict what is prefetched from the smallest cache before it is used. */
+#define CALL_INT4_64(n) block_of(block, groups, 64, codes, factors, INT4, n, T1, w->ahead, y)
+#define CALL_INT4(n) block_of(block, groups, w->group, codes, factors, INT4, n, T1, w->ahead, y)
+#define CALL_INT8(n) block_of(block, groups, w->group, codes, factors, INT8, n, T1, w->ahead, y)
+#define ONE_INT4_64(hint) block_of(block, groups, 64, codes, factors, INT4, 1, hint, w->ahead, y)
+#define ONE_INT4(hint) block_of(block, groups, w->group, codes, factors, INT4, 1, hint, w->ahead, y)
+#define ONE_INT8(hint) block_of(block, groups, w->group, codes, factors, INT8, 1, hint, w->ahead, y)
+
+static void one_row(const struct weights *w, const uint8_t *block, int64_t groups, const int8_t *codes,
+                    const float *factors, float *y) {
+    if (w->bits == INT8) {
+        EACH_HINT(w->hint, ONE_INT8)
+    } else if (w->group == 64) {
+        EACH_HINT(w->hint, ONE_INT4_64)
+    } else {
+        EACH_HINT(w->hint, ONE_INT4)
+    }
+}
+
+static void one_block(const struct weights *w, const uint8_t *block, int64_t groups, const int8_t *codes,
+                      const float *factors, int64_t rows, float *y) {
+    if (rows == 1) {
+        one_row(w, block, groups, codes, factors, y);
+    } else if (w->bits == INT8) {
+        EACH_COUNT(CALL_INT8)
+    } else if (w->group == 64) {
+        EACH_COUNT(CALL_INT4_64)
+    } else {
+        EACH_COUNT(CALL_INT4)
+    }
+}
+
+/* y = or += W x for blocks [lo, hi), x packed. Row r of block b begins at y[r * row_stride + b * block_stride]. */
+struct product {
+    const struct weights *w;
+    const uint8_t *matrix;
+    int64_t inputs, outputs;
+    struct packed x;
+    int64_t count;
+    float *y;
+    int64_t row_stride, block_stride;
+    int add;
+};
+
+/* y [rows, BLOCK] of block b to rows from `first` on. */
+static void take_outputs(const struct product *p, int64_t b, int64_t first, int64_t rows, const float *from) {
+    int64_t width = least(BLOCK, p->outputs - b * BLOCK);
+    for (int64_t r = 0; r < rows; r++, from += BLOCK) {
+        float *to = p->y + (first + r) * p->row_stride + b * p->block_stride;
+        if (width < BLOCK)
+            for (int64_t i = 0; i < width; i++) to[i] = p->add ? to[i] + from[i] : from[i];
+        else if (p->add)
+            for (int i = 0; i < BLOCK; i++) to[i] += from[i];
+        else
+            memcpy(to, from, BLOCK * sizeof(float));
+    }
+}
+
+/* Products by matrix units, in variants that have them. */
+#ifdef MATRIX_UNITS
+static void strips(const struct product *p, int64_t lo, int64_t hi) {
+    int64_t size = block_bytes(p->w, p->inputs), group = p->w->group;
+    int64_t groups = rounded_up(p->inputs, group) / group;
+    float y[STRIP * BLOCK] __attribute__((aligned(64)));
+    units_begin(p->count % TALL_ROWS);
+    for (int64_t first = 0; first < p->count; first += STRIP) {
+        int64_t rows = least(STRIP, p->count - first);
+        for (int64_t b = lo; b < hi; b++) {
+            strip_of(p->w, p->matrix + b * size, groups, p->x.codes + first * groups * group,
+                     p->x.factors + 2 * first * groups, rows, y);
+            take_outputs(p, b, first, rows, y);
+        }
+    }
+    units_end();
+}
+#else
+static void strips(const struct product *p, int64_t lo, int64_t hi) { (void)p, (void)lo, (void)hi; }
+#endif
+
+static void blocks(void *context, int64_t lo, int64_t hi) {
+    const struct product *p = context;
+    int64_t size = block_bytes(p->w, p->inputs), group = p->w->group;
+    int64_t groups = rounded_up(p->inputs, group) / group;
+    if (chunk_rows(p->count) > ROWS) {
+        strips(p, lo, hi);
+        return;
+    }
+    float y[ROWS * BLOCK] __attribute__((aligned(64)));
+    for (int64_t strip = 0; strip < p->count; strip += STRIP) {
+        int64_t end = least(strip + STRIP, p->count);
+        for (int64_t b = lo; b < hi; b++) {
+            for (int64_t first = strip; first < end; first += ROWS) {
+                int64_t rows = least(ROWS, end - first);
+                one_block(p->w, p->matrix + b * size, groups, p->x.codes + first * groups * group,
+                          p->x.factors + 2 * first * groups, rows, y);
+                take_outputs(p, b, first, rows, y);
+            }
+        }
+    }
+}
