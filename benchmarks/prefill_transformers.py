@@ -1,6 +1,6 @@
 """Compares the prefill of 512 tokens with transformers' bf16 on the same shape, threads and token ids.
 
-    python benchmarks/prefill_transformers.py [--model shape:mixtral-8x7b/4] [--threads 2] [--json]
+    python -m benchmarks.prefill_transformers [--model shape:mixtral-8x7b/4] [--threads 2] [--json]
 
 Both have random weights; ours are int4 unless options of our engine, behind --, say otherwise. transformers
 holds the whole model in bf16, so the two run one after the other, each in its own processes: ours is served
@@ -20,8 +20,8 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from llama_engines import PREFILL, Task, tandem
 
+from benchmarks.llama_engines import PREFILL, Task, tandem
 from pipeline.models.registry import model_spec
 from pipeline.models.shapes import shape_config
 
@@ -36,7 +36,7 @@ def prompts(seed: int, rounds: int, vocabulary: int) -> list[list[int]]:
 async def ours(model: str, ids: list[list[int]], layers: int, options: list[str]) -> list[float]:
     """Tokens a second of each prompt after the warm-up."""
     random = np.random.default_rng(0)
-    async with tandem(model, layers, options) as engine:
+    async with tandem("tandem", model, layers, options) as engine:
         runs = [await engine.run(Task("prefill", 1, PREFILL, 0), random, [prompt]) for prompt in ids]
     return [run["tok_s"] for run in runs[WARM_UPS:]]
 
@@ -76,7 +76,14 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     _, config = shape_config(arguments.model)
     spec = model_spec(config)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])  # all processes inherit it
-    command = [sys.executable, __file__, "--theirs", "--model", arguments.model]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.prefill_transformers",
+        "--theirs",
+        "--model",
+        arguments.model,
+    ]
     command += ["--threads", str(arguments.threads), "--rounds", str(arguments.rounds)]
     command += ["--seed", str(arguments.seed)]
     found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
