@@ -61,7 +61,7 @@ def explain(variants: dict[str, Library | str], chosen: Library | None, quantize
         means = "for any number of rows, directly from the stored bytes"
         yield TOPIC.ok(f"{', '.join(grouped)}: {runs}", means)
         means = "for many rows torch's matrix product is faster"
-        yield TOPIC.ok(f"bf16: {runs} for up to {DEFAULT.bf16_rows} rows, torch for more", means)
+        yield TOPIC.ok(f"bf16: {runs} for up to {chosen.choice.bf16_rows} rows, torch for more", means)
         yield TOPIC.ok(f"{', '.join(plain)}: torch", "a reference for comparisons")
         yield from _others(variants, chosen.variant)
     if not quantizer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from attention_cases import EPS, as_cached, numbers, read
 from hypothesis import strategies as st
 
 from shm.blocks import BlockFormat
@@ -23,27 +24,6 @@ from workers.kernels.layer import (
 from workers.kernels.matrix import DenseMatrix, HostMatrix, quantized
 from workers.kernels.memory import Kept
 from workers.kernels.native import Library, Team
-
-EPS = 1e-6
-
-
-def numbers(random: np.random.Generator, *shape: int) -> np.ndarray:
-    return random.standard_normal(shape).astype(np.float32)
-
-
-def as_bits(x: np.ndarray, bits: int) -> np.ndarray:
-    """Float32 numbers in float32 or bf16."""
-    if bits == 32:
-        return x.copy()
-    word = x.view(np.uint32)
-    return ((word + 0x7FFF + ((word >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def wide(x: np.ndarray) -> np.ndarray:
-    """float64 numbers of float32 or bf16."""
-    if x.dtype == np.float32:
-        return x.astype(np.float64)
-    return (x.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
 def normed(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
@@ -125,8 +105,8 @@ class Layer:
             self.vector("query_norm", query_rank)
             self.vector("norm", rank)
             expansion = numbers(self.random, s.heads, nope + value, rank) * np.float32(rank**-0.5)
-            self.data["expansion"] = as_bits(expansion, s.bits)
-            self.plain["expansion"] = wide(self.data["expansion"])
+            self.data["expansion"] = as_cached(expansion, s.bits)
+            self.plain["expansion"] = read(self.data["expansion"])
         if s.experts:
             self.plain["router"] = numbers(self.random, s.experts, s.hidden)
         if s.channels or not s.experts:
@@ -145,8 +125,8 @@ class Layer:
             self.data[name] = quantized(format, w)
             self.plain[name] = format.decode_matrix(self.data[name], outputs, inputs).astype(np.float64)
         else:
-            self.data[name] = as_bits(w, 32 if self.shape.format == "f32" else 16)
-            self.plain[name] = wide(self.data[name])
+            self.data[name] = as_cached(w, 32 if self.shape.format == "f32" else 16)
+            self.plain[name] = read(self.data[name])
         self.sizes[name] = outputs, inputs
         if self.shape.biases:
             self.vector(f"{name}_bias", outputs)
@@ -218,7 +198,10 @@ class Rows:
         self.h = numbers(random, len(self.positions), s.hidden)
         self.angles = random.uniform(0, 6, (len(self.positions), s.half))
         self.caches = [
-            [as_bits(numbers(random, heads, p + self.spare, width), s.bits) for heads, width in 2 * s.streams]
+            [
+                as_cached(numbers(random, heads, p + self.spare, width), s.bits)
+                for heads, width in 2 * s.streams
+            ]
             for p in self.positions
         ]
 
@@ -288,7 +271,7 @@ class Rows:
         if s.clip is not None:
             q, k, v = (np.clip(one, -s.clip, s.clip) for one in (q, k, v))
         q, k = turned(q, self.angles[row]), turned(k, self.angles[row])
-        keys, values = (wide(cache) for cache in caches)
+        keys, values = (read(cache) for cache in caches)
         seen = slice(0 if s.window is None else max(0, position + 1 - s.window), position + 1)
         shared, scale = s.heads // s.kv_heads, (2 * s.half) ** -0.5
         heads = [
@@ -307,7 +290,7 @@ class Rows:
             q = product("query", normed(q, w["query_norm"]))
         q = q.reshape(s.heads, -1)
         new = np.concatenate((normed(new[:rank], w["norm"]), turned(new[rank:], angles)))
-        cached = wide(caches[0])[0, : position + 1]
+        cached = read(caches[0])[0, : position + 1]
         heads = []
         for head in range(s.heads):
             both = cached[:, :rank] @ w["expansion"][head].T

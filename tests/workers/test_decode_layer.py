@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from attention_cases import EPS, as_cached, numbers, read
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_runs import OtherThreads, bits, seeds
-from layer_cases import EPS, Layer, Rows, Shape, as_bits, normed, numbers, shapes, wide
+from layer_cases import Layer, Rows, Shape, normed, shapes
 
 from shm.layout import FORMATS
 from workers.kernels.layer import RMSNorm
@@ -41,7 +42,7 @@ def check(found: dict[str, np.ndarray], rows: Rows, row: int, at: int) -> None:
     for n, new in enumerate(stored):
         cache, before = found[f"cache {streams + n}"][at], rows.caches[row][streams + n]
         rounding = tolerance if s.bits == 32 else max(tolerance, 2**-8)
-        np.testing.assert_allclose(wide(cache)[:, position].ravel(), new.ravel(), rounding, 4 * rounding)
+        np.testing.assert_allclose(read(cache)[:, position].ravel(), new.ravel(), rounding, 4 * rounding)
         untouched = before.copy()
         untouched[:, position] = cache[:, position]
         np.testing.assert_array_equal(cache, untouched)  # nothing but the token's numbers was written
@@ -139,10 +140,10 @@ def test_positions_outside_the_cache_are_refused(library, latent) -> None:
 @given(seed=seeds, rows=st.integers(0, 17), outputs=st.integers(1, 50), inputs=st.integers(1, 150))
 def test_products_with_a_dense_matrix(library, team, number_bits, seed, rows, outputs, inputs) -> None:
     random = np.random.default_rng(seed)
-    w, x = as_bits(numbers(random, outputs, inputs), number_bits), numbers(random, rows, inputs)
+    w, x = as_cached(numbers(random, outputs, inputs), number_bits), numbers(random, rows, inputs)
     matrix = DenseMatrix(library, team, number_bits, (outputs, inputs), w.ctypes.data)
     y = matrix.product(x)
-    exact = wide(as_bits(x, number_bits)) @ wide(w).T
+    exact = read(as_cached(x, number_bits)) @ read(w).T
     np.testing.assert_allclose(y, exact, rtol=1e-4, atol=1e-4)
     for row in range(rows):
         np.testing.assert_array_equal(bits(matrix.product(x[row : row + 1])), bits(y[row : row + 1]))

@@ -33,7 +33,7 @@ VARIANTS = {  # best first
     "avx2": "AVX2",
     "portable": "portable C",
 }
-VERSION = 7  # of the functions in c/kernels.h
+VERSION = 8  # of the functions in c/kernels.h
 OTHER_VERSION = "compiled from another version: install again"
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Library:
         self.functions = functions
         self._quantize = typed(functions.tandem_quantize, POINTER, POINTER, SIZE, POINTER, POINTER)
         self._scratch = typed(functions.tandem_scratch, POINTER, SIZE, result=SIZE)
-        self._matmul = typed(functions.tandem_matmul, *[POINTER] * 4, SIZE, POINTER, POINTER, SIZE)
+        self._matmul = typed(functions.tandem_matmul, *[POINTER] * 4, SIZE, POINTER, POINTER)
         tiles = (*[POINTER] * 3, SIZE, POINTER, SIZE, POINTER, SIZE, *[POINTER] * 3)
         self._tiles = typed(functions.tandem_tiles, *tiles, result=checked)
         self._work_buffers = typed(functions.tandem_work_buffers, *[POINTER] * 3, result=checked)
@@ -153,15 +153,13 @@ class Kernel:
             return np.empty((rows, g.inputs), np.float32), np.empty(0, np.float32)
         return np.empty((rows, g.padded), np.int8), np.empty((rows, g.padded // g.group, 2), np.float32)
 
-    def matmul(self, matrix: Bytes, x: Quantized, spin_ns: int = 0) -> Float32:
-        """x @ W.T: float32 [R, outputs]. matrix: uint8 [matrix_bytes] of a quantized format. `spin_ns`:
-        nanoseconds for which the team spins for the next call before it sleeps."""
+    def matmul(self, matrix: Bytes, x: Quantized) -> Float32:
+        """x @ W.T: float32 [R, outputs]. matrix: uint8 [matrix_bytes] of a quantized format."""
         rows = self._check(matrix, x, self._matrix_bytes)
         y = np.empty((rows, self.geometry.outputs), np.float32)
         scratch = self._scratch.reserve(self._library._scratch(self._address, rows))
         self._library._matmul(
             self._handle, self._address, matrix.ctypes.data, _pointers(x), rows, y.ctypes.data, scratch,
-            spin_ns,
         )  # fmt: skip
         return y
 

@@ -73,10 +73,9 @@ void tandem_quantize(const struct weights *weights, const float *x, int64_t rows
 /* Bytes of scratch that the functions below need for `rows` rows. */
 int64_t tandem_scratch(const struct weights *weights, int64_t rows);
 
-/* y float32 [rows, outputs] = x @ W.T of one matrix (integer formats). `scratch` is 64-byte aligned. `spin_ns`:
- * nanoseconds for which the team's threads spin for the next call before they sleep. */
+/* y float32 [rows, outputs] = x @ W.T of one matrix (integer formats). `scratch` is 64-byte aligned. */
 void tandem_matmul(struct team *team, const struct weights *weights, const uint8_t *matrix,
-                   const struct activations *x, int64_t rows, float *y, void *scratch, int64_t spin_ns);
+                   const struct activations *x, int64_t rows, float *y, void *scratch);
 
 /* y float32 [count, H] = the sum of the outputs of `number` consecutive tiles for the rows chosen[0..count) of x, which
  * has `rows`. `ticks` (may be NULL) is incremented after each tile, as a sign of progress. */
@@ -122,7 +121,8 @@ struct matrix {
 };
 
 /* y [rows, outputs] = x @ W.T + bias. BF16 rounds x to bf16; products are added in float32. `scratch`, 64-byte
- * aligned, has tandem_product_scratch bytes. */
+ * aligned, has tandem_product_scratch bytes. `spin_ns`: nanoseconds for which the team's threads spin for the next call
+ * before they sleep. */
 void tandem_product(struct team *team, const struct matrix *matrix, const float *x, int64_t rows, float *y,
                     void *scratch, int64_t spin_ns);
 int64_t tandem_product_scratch(const struct matrix *matrix, int64_t rows);
