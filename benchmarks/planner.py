@@ -77,6 +77,7 @@ class Machine:
             costs=model.costs,
             router=self.router,
             calibration=calibrated(model, text),
+            staging=1,
         )
         self.driver = PolicyDriver[bool](policy, view)
         self.target[:] = self.driver.placement
@@ -185,10 +186,10 @@ def greedy_to_optimum(model: Model, layers: int) -> dict[str, Any]:
         missing = np.where(rng.random(len(counts)) < 0.5, tiles, 0).tolist()
         host = ((1 + widening * (counts - 1)) / host_rate).tolist()
         device = [max(count / tiles / link_rate, 1 / 400) for count in missing]
-        capacity = LAYERS * model.experts // 2 * tiles
-        best = balance.makespan(balance.optimum(device, host, missing, capacity), device, host)
-        greedy.append(balance.makespan(balance.greedy(device, host, missing, capacity), device, host) / best)
-        beam.append(balance.makespan(balance.beam(device, host, missing, capacity, 2), device, host) / best)
+        sides = device, host, rng.uniform(0, 0.2) * max(host)  # the last is the exchange
+        best = balance.makespan(balance.optimum(*sides), *sides)
+        greedy.append(balance.makespan(balance.greedy(*sides), *sides) / best)
+        beam.append(balance.makespan(balance.beam(*sides, 2), *sides) / best)
     return {
         "model": model.name,
         "layers": layers,

@@ -84,6 +84,7 @@ class Engine:
             costs=costs,
             router=self.backbone.spec.router,
             calibration=calibration,
+            staging=memory.staging,
         )
         self.driver = PolicyDriver(policy, view, decode.predicted_tiles, decode.useful_tiles)
         self.probing = Probing(self.backbone, self.device.torch_device, calibration)

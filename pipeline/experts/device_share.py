@@ -36,7 +36,7 @@ class EmptyDeviceMemory:
     """An engine without a slab: its capacity is 0, and no tile is ever resident."""
 
     exists: Literal[False] = False
-    capacity = 0
+    capacity = staging = 0
     idle = True
 
     def __init__(self, layers: int, experts: int) -> None:
@@ -70,6 +70,7 @@ class DeviceMemory:
         self.mover = mover
         self.slab = slab
         self.capacity = mover.cache.capacity  # tiles
+        self.staging = mover.cache.slots - self.capacity
         self.residency = mover.cache.residency  # [L, E], live
         self.target = mover.cache.target  # [L, E], live
         # the mover's own, which EmptyDeviceMemory has too

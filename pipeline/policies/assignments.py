@@ -7,20 +7,17 @@ seconds are in `balance.py`. A resident tile is not moved: `link` is paid for mi
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 from pipeline.arrays import IntArray
 from pipeline.policies import balance
+from pipeline.policies.active_costs import ActiveCosts, LayerSeconds
 from pipeline.policies.composed import Assignment
-from pipeline.policies.costs import Costs
 from pipeline.policies.options import Option, Whole
 from pipeline.policies.view import Routing, View
-
-_TABLE = 512  # row counts with seconds in a table; wider batches are few and slow
 
 
 class Device(Assignment):
@@ -59,62 +56,19 @@ class Resident(Assignment):
         return resident
 
 
-class _Seconds:
-    """Seconds of one side for an expert, by the rows that use it, in a table that needs no numpy."""
-
-    def __init__(self, seconds: Callable[[ArrayLike, int], NDArray[np.float64]], tiles: int) -> None:
-        self._seconds, self._tiles = seconds, tiles
-        self._table: list[float] = seconds(np.arange(_TABLE), tiles).tolist()
-
-    def __call__(self, rows: Sequence[int]) -> list[float]:
-        if max(rows) < _TABLE:
-            table = self._table
-            return [table[count] for count in rows]
-        return list(self._seconds(rows, self._tiles).tolist())
-
-
-class ActiveCosts(NamedTuple):
-    """A layer's active experts and their costs, all lists in the same order."""
-
-    rows: list[int]
-    missing: list[int]  # tiles
-    link: list[float]  # seconds to move the missing tiles
-    device: list[float]  # seconds for all tiles on the device, without transfers
-    host: list[float]  # seconds for all tiles on the host
-    free_tiles: int  # tiles that fit the cache beside the resident tiles of this layer's active experts
-
-
 class ByCosts(Assignment):
     """An assignment that compares the seconds of device, host and link."""
 
     needs_costs = True
 
     def __init__(self) -> None:
-        self._costs: Costs | None = None  # of the two tables
-        self._device: _Seconds
-        self._host: _Seconds
+        self._seconds = LayerSeconds()
 
     def cut(self, layer: int, routing: Routing, view: View) -> IntArray:
-        costs, tiles, active = view.costs, view.shape.tiles, routing.active
+        active = routing.active
         cut = np.zeros(view.shape.experts, np.int32)
-        assert costs is not None
-        if self._costs is not costs:
-            self._costs = costs
-            self._device = _Seconds(costs.device_seconds, tiles)
-            self._host = _Seconds(costs.host_seconds, tiles)
-        if not len(active.experts):
-            return cut
-        rows = active.counts.tolist()
-        missing = (tiles - view.residency[layer, active.experts]).tolist()
-        costs_of_active = ActiveCosts(
-            rows,
-            missing,
-            [costs.link * count for count in missing],
-            self._device(rows),
-            self._host(rows),
-            view.capacity - tiles * len(rows) + sum(missing),
-        )
-        cut[active.experts] = self.tiles(costs_of_active, view)
+        if len(active.experts):
+            cut[active.experts] = self.tiles(self._seconds.of(active, view.residency[layer], view), view)
         return cut
 
     @abstractmethod
@@ -142,13 +96,15 @@ class Cheaper(WholeByCosts):
     help: ClassVar[str] = "a missing expert on the host where that takes less time than fetching it"
 
     def on_device(self, active: ActiveCosts) -> list[bool]:
-        costs = zip(active.missing, active.link, active.device, active.host, strict=True)
-        return [not missing or host >= link + device for missing, link, device, host in costs]
+        costs = zip(active.missing, active.link, active.device, strict=True)
+        fetched = [link + device if missing else 0.0 for missing, link, device in costs]
+        return balance.cheaper(fetched, active.host, active.exchange)
 
 
 class Greedy(WholeByCosts):
     """DALI's greedy assignment (section 4.1, Algorithm 1). On the device an expert takes the longer of its
-    transfer and its computing, which overlap: t_gpu = max(transfer, compute)."""
+    transfer and its computing, which overlap: t_gpu = max(transfer, compute). The host's sum T_cpu begins
+    with the exchange."""
 
     name: ClassVar[str] = "greedy"
     help: ClassVar[str] = "DALI's: one expert after the other to the side that finishes sooner"
@@ -158,7 +114,7 @@ class Greedy(WholeByCosts):
 
     def decide(self, device: list[float], active: ActiveCosts) -> list[bool]:
         """For each active expert whether the device computes it, at `device` seconds each."""
-        return balance.greedy(device, active.host, active.missing, active.free_tiles)
+        return balance.greedy(device, active.host, active.exchange)
 
 
 class Optimum(Greedy):
@@ -177,7 +133,7 @@ class Optimum(Greedy):
         )
 
     def decide(self, device: list[float], active: ActiveCosts) -> list[bool]:
-        return balance.optimum(device, active.host, active.missing, active.free_tiles)
+        return balance.optimum(device, active.host, active.exchange)
 
 
 class Beam(Greedy):
@@ -194,7 +150,7 @@ class Beam(Greedy):
         self._width = width
 
     def decide(self, device: list[float], active: ActiveCosts) -> list[bool]:
-        return balance.beam(device, active.host, active.missing, active.free_tiles, self._width)
+        return balance.beam(device, active.host, active.exchange, self._width)
 
 
 class TwoEnded(WholeByCosts):
@@ -205,7 +161,7 @@ class TwoEnded(WholeByCosts):
     help: ClassVar[str] = "HybriMoE's: resident and heavy experts to the device, the lightest to the host"
 
     def on_device(self, active: ActiveCosts) -> list[bool]:
-        return balance.two_ended(active.link, active.device, active.host, active.rows)
+        return balance.two_ended(*active.for_queue).on_device
 
 
 class Bandwidth(ByCosts):
@@ -218,7 +174,7 @@ class Bandwidth(ByCosts):
     def tiles(self, active: ActiveCosts, view: View) -> list[int]:
         whole, missing = view.shape.tiles, active.missing
         on_host = [seconds * tiles / whole for seconds, tiles in zip(active.host, missing, strict=True)]
-        fetched = balance.fetched(active.link, on_host, active.rows, missing)
+        fetched = balance.bandwidth(active.link, on_host, active.rows, missing, active.exchange)
         return [whole - tiles + more for tiles, more in zip(missing, fetched, strict=True)]
 
 

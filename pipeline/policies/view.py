@@ -147,6 +147,7 @@ class View:
     calibration: Calibration | None = None  # None where the model has not been calibrated
     sequences: tuple[int, ...] = ()  # [R]: the sequence of each of the step's rows
     prefetching: bool = True  # False: the prefetch meter pauses predictions
+    staging: int = 0  # slots beside the capacity, through which a layer's step streams missing tiles
 
 
 class Policy(ABC):

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from pipeline.arrays import PHASES, FloatArray, IntArray, Phase
 from pipeline.engine.driver import LayerDecision, PolicyDriver
 from pipeline.errors import PlanError, TraceError
+from pipeline.memory.limits import STAGING_TILES
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import Active, Ahead, Policy, Routing, Signals, Target, View
@@ -73,6 +74,7 @@ class Replay:
             costs=self._costs if policy.needs_costs else None,
             router=self._route,
             calibration=calibration,
+            staging=STAGING_TILES if policy.uses_device else 0,
         )
         self._driver = PolicyDriver[float](policy, view)
         self.cache.place(self._driver.placement)

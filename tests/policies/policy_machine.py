@@ -42,7 +42,8 @@ def make_view(
 ) -> View:
     empty = np.zeros((shape.layers, shape.experts), dtype=np.int32)
     counted = np.zeros(empty.shape, dtype=np.int64) if popularity is None else popularity.astype(np.int64)
-    return View(shape, "decode", capacity, empty, empty, counted, 0, costs, softmax_router(shape.top_k))
+    router = softmax_router(shape.top_k)
+    return View(shape, "decode", capacity, empty, empty, counted, 0, costs, router, staging=4)
 
 
 def policy(name: str, **options: str) -> Policy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -10,83 +11,81 @@ from hypothesis import strategies as st
 
 from pipeline.policies.balance import (
     EXACT,
+    bandwidth,
     beam,
     by_difference,
-    fetched,
+    cheaper,
     greedy,
     makespan,
     optimum,
     two_ended,
 )
 
-Problem = tuple[list[float], list[float], list[int], int]
+Problem = tuple[list[float], list[float], float]
 
 
 @st.composite
-def problems(draw: st.DrawFn, most: int = 8, ample: bool = False) -> Problem:
-    """Seconds on the device and on the host, tiles needed, free tiles. Few different numbers, so that experts
-    are often equal."""
+def problems(draw: st.DrawFn, most: int = 8) -> Problem:
+    """Seconds on the device and on the host, and of the exchange. Few different numbers, so that experts are
+    often equal; some do not fit the device."""
     count = draw(st.integers(1, most))
-    some = st.lists(st.sampled_from([1.0, 2.0, 3.5, 7.0]) | st.floats(0.1, 9), min_size=count, max_size=count)
-    need = draw(st.lists(st.sampled_from([0, 4, 4, 2]), min_size=count, max_size=count))
-    free = 99 if ample else draw(st.sampled_from([0, 4, 10, 99, 99, 99]))
-    return draw(some), draw(some), need, free
-
-
-def fits(answer: list[bool], need: list[int], free: int) -> bool:
-    return sum(tiles for tiles, here in zip(need, answer, strict=True) if here) <= free
+    some = st.sampled_from([1.0, 2.0, 3.5, 7.0]) | st.floats(0.1, 9)
+    device = draw(st.lists(some | st.just(inf), min_size=count, max_size=count))
+    host = draw(st.lists(some, min_size=count, max_size=count))
+    return device, host, draw(st.sampled_from([0.0, 0.0, 0.5, 3.0, 20.0]))
 
 
 def least(problem: Problem) -> float:
-    """By exhaustive search."""
-    device, host, need, free = problem
+    """By exhaustive search: the host's sum begins with the exchange, if the host computes any expert."""
+    device, host, exchange = problem
     every = [list(answer) for answer in product([True, False], repeat=len(device))]
     return min(
         max(
             sum(device[i] for i in range(len(device)) if answer[i]),
-            sum(host[i] for i in range(len(host)) if not answer[i]),
+            sum((host[i] for i in range(len(host)) if not answer[i]), 0.0 if all(answer) else exchange),
         )
         for answer in every
-        if fits(answer, need, free)
     )
+
+
+def fits(answer: list[bool], problem: Problem) -> bool:
+    """No expert is on the device that it cannot hold."""
+    return not any(here and seconds == inf for here, seconds in zip(answer, problem[0], strict=True))
 
 
 @settings(deadline=None, max_examples=300)
 @given(problems())
 def test_optimum_is_the_fastest_of_all_assignments(problem: Problem) -> None:
-    device, host, need, free = problem
     best = optimum(*problem)
-    assert fits(best, need, free)
-    assert makespan(best, device, host) == pytest.approx(least(problem), abs=1e-12)
+    assert fits(best, problem)
+    assert makespan(best, *problem) == pytest.approx(least(problem), abs=1e-12)
 
 
 @settings(deadline=None, max_examples=300)
 @given(problems())
 def test_greedy_is_never_faster_than_the_optimum(problem: Problem) -> None:
-    device, host, need, free = problem
     answer = greedy(*problem)
-    assert fits(answer, need, free)
-    assert makespan(answer, device, host) >= least(problem) - 1e-12
+    assert fits(answer, problem)
+    assert makespan(answer, *problem) >= least(problem) - 1e-12
 
 
 @settings(deadline=None, max_examples=200)
 @given(problems(most=7), st.sampled_from([1, 2, 5, 128]))
 def test_beam_is_between_greedy_and_optimum_at_its_limits(problem: Problem, width: int) -> None:
-    device, host, need, free = problem
     answer = beam(*problem, width)
-    seconds = makespan(answer, device, host)
-    assert fits(answer, need, free)
+    seconds = makespan(answer, *problem)
+    assert fits(answer, problem)
     assert seconds >= least(problem) - 1e-12
-    if width == 1:  # following one assignment, the faster one each time, is greedy
-        assert seconds == pytest.approx(makespan(greedy(*problem), device, host))
-    if width >= 2 ** len(device):  # and following all of them is trying all
+    if width >= 2 ** len(problem[0]):  # following all of them is trying all
         assert seconds == pytest.approx(least(problem))
+    if width == 1 and not problem[2]:  # following one assignment, the faster one each time, is greedy
+        assert seconds == pytest.approx(makespan(greedy(*problem), *problem))
 
 
-def algorithm_1(device: list[float], host: list[float]) -> tuple[list[int], list[int]]:
-    """DALI's Algorithm 1, line by line; C and G."""
+def algorithm_1(device: list[float], host: list[float], exchange: float) -> tuple[list[int], list[int]]:
+    """DALI's Algorithm 1, line by line; C and G. T_cpu begins with the exchange."""
     on_cpu, on_gpu = [0] * len(host), [0] * len(device)
-    t_cpu = t_gpu = 0.0
+    t_cpu, t_gpu = exchange, 0.0
     indices = sorted(range(len(device)), key=lambda idx: abs(device[idx] - host[idx]), reverse=True)
     for idx in indices:
         gpu_time, cpu_time = device[idx], host[idx]
@@ -101,10 +100,9 @@ def algorithm_1(device: list[float], host: list[float]) -> tuple[list[int], list
     return on_cpu, on_gpu
 
 
-@given(problems(ample=True))
+@given(problems())
 def test_greedy_is_algorithm_1(problem: Problem) -> None:
-    device, host, _, _ = problem
-    _, on_gpu = algorithm_1(device, host)
+    _, on_gpu = algorithm_1(*problem)
     assert [int(here) for here in greedy(*problem)] == on_gpu
 
 
@@ -112,36 +110,42 @@ def test_greedy_by_hand() -> None:
     # differences 4, 1, 3: the first to the device (1 <= 5), the third (1 + 1 <= 4) too, the second to the
     # host (2 + 2 > 3)
     assert by_difference([1, 2, 1], [5, 3, 4]) == [0, 2, 1]
-    assert greedy([1, 2, 1], [5, 3, 4], [4, 4, 4], 99) == [True, False, True]
+    assert greedy([1, 2, 1], [5, 3, 4], 0) == [True, False, True]
     # equal on both sides: the device's
-    assert greedy([2], [2], [4], 4) == [True]
-    # no free tile: the host computes the expert, however slow; a resident expert still goes to the device
-    assert greedy([1, 1, 1], [9, 8, 7], [4, 4, 0], 4) == [True, False, True]
+    assert greedy([2], [2], 0) == [True]
+    # what does not fit the device: the host computes the expert, however slow
+    assert greedy([inf, inf, 1], [9, 8, 7], 0) == [False, False, True]
+    # the host begins 2 later: the second too to the device (2 + 2 <= 2 + 3)
+    assert greedy([1, 2, 1], [5, 3, 4], 2) == [True, True, True]
 
 
 def test_greedy_is_not_always_best() -> None:
-    device, host = [3.0, 3.0, 2.0, 2.0, 2.0], [3.0, 3.0, 2.0, 2.0, 2.0]
-    need = [0] * 5
-    assert makespan(greedy(device, host, need, 0), device, host) == 7
-    assert makespan(optimum(device, host, need, 0), device, host) == 6
+    sides = [3.0, 3.0, 2.0, 2.0, 2.0], [3.0, 3.0, 2.0, 2.0, 2.0], 0.0
+    assert makespan(greedy(*sides), *sides) == 7
+    assert makespan(optimum(*sides), *sides) == 6
 
 
 def test_optimum_of_many_equal_experts_is_fast() -> None:
     """16 experts of two kinds: 65536 assignments, unless equal experts are recognized."""
     device, host = [1.0, 6.0] * 8, [2.5, 2.5] * 8
-    answer = optimum(device, host, [0, 4] * 8, 99)
     # n of the 6.0s and all 1.0s on the device: max(8 + 6n, 20 - 2.5n) is least at n = 1: 17.5
-    assert makespan(answer, device, host) == 17.5
+    assert makespan(optimum(device, host, 0), device, host, 0) == 17.5
 
 
 def test_optimum_beyond_its_limit_is_no_worse_than_greedy() -> None:
     count = EXACT + 20
     device = [1.0 + 0.37 * (i * i % 11) for i in range(count)]
-    host = [2.0 + 0.21 * (i * 7 % 13) for i in range(count)]
-    need = [4] * count
-    answer = optimum(device, host, need, 60)
-    assert fits(answer, need, 60)
-    assert makespan(answer, device, host) <= makespan(greedy(device, host, need, 60), device, host)
+    sides = device, [2.0 + 0.21 * (i * 7 % 13) for i in range(count)], 1.5
+    assert makespan(optimum(*sides), *sides) <= makespan(greedy(*sides), *sides)
+
+
+def test_cheaper_by_hand() -> None:
+    # the host takes 1 less for the first, and for the second one as much: the device's
+    assert cheaper([5, 4, 0], [4, 4, 1], 0) == [False, True, True]
+    # an exchange that takes as long as both gain is not worth it
+    assert cheaper([5, 6], [4, 4], 2.9) == [False, False]
+    assert cheaper([5, 6], [4, 4], 3) == [True, True]
+    assert cheaper([inf], [4], 99) == [False]
 
 
 @pytest.mark.parametrize(
@@ -165,25 +169,38 @@ def test_optimum_beyond_its_limit_is_no_worse_than_greedy() -> None:
     ],
 )
 def test_two_ended_by_hand(link, device, host, rows, answer) -> None:
-    assert two_ended(link, device, host, rows) == answer
+    assert two_ended(link, device, host, rows, 0).on_device == answer
+
+
+def test_two_ended_counts_the_exchange_and_says_how_long_the_layer_takes() -> None:
+    # the first case above: the device is done at 7, the host at 4
+    sides = [0, 6, 0, 6], [1, 1, 1, 1], [3, 4, 7, 9], [1, 1, 3, 5]
+    assert two_ended(*sides, 0).seconds == 7
+    # from 4 on the exchange is worth less than a second transfer: done at 13 <= 10 + 4
+    assert two_ended(*sides, 10) == ([True, True, True, True], 13)
+    assert two_ended(*sides, 8.5) == ([True, False, True, True], 12.5)
 
 
 def test_bandwidth_by_hand() -> None:
     # the link moves a tile in 3, the host computes one in 1: a quarter of the 8 missing tiles is fetched
-    assert fetched([12, 12], [4, 4], [1, 1], [4, 4]) == [2, 0]
+    assert bandwidth([12, 12], [4, 4], [1, 1], [4, 4], 0) == [2, 0]
     # the one with more rows is fetched first: 6 / 12 of the tiles, all of them the heavy one's
-    assert fetched([6, 6], [2, 10], [1, 5], [4, 4]) == [0, 4]
+    assert bandwidth([6, 6], [2, 10], [1, 5], [4, 4], 0) == [0, 4]
     # more than one expert's tiles; the first expert is resident
-    assert fetched([0, 2, 2], [0, 6, 6], [9, 1, 1], [0, 4, 4]) == [0, 4, 2]
+    assert bandwidth([0, 2, 2], [0, 6, 6], [9, 1, 1], [0, 4, 4], 0) == [0, 4, 2]
     # a link without cost fetches all tiles
-    assert fetched([0, 0], [1, 1], [1, 1], [4, 3]) == [4, 3]
-    assert fetched([0], [0], [1], [4]) == [4]
-    assert fetched([5], [0], [1], [4]) == [0]
+    assert bandwidth([0, 0], [1, 1], [1, 1], [4, 3], 0) == [4, 3]
+    assert bandwidth([0], [0], [1], [4], 0) == [4]
+    assert bandwidth([5], [0], [1], [4], 0) == [0]
+    # the exchange of 8 is worth half of the tiles: 8 + 8 on either side
+    assert bandwidth([12, 12], [4, 4], [1, 1], [4, 4], 8) == [4, 0]
+    assert bandwidth([12, 12], [4, 4], [1, 1], [4, 4], 99) == [4, 4]
+    assert bandwidth([inf, 0], [4, 4], [1, 1], [4, 0], 9) == [0, 0]
 
 
 @given(st.integers(1, 20), st.floats(0.01, 10), st.floats(0.01, 10))
 def test_bandwidth_makes_both_finish_together(tiles: int, link: float, host: float) -> None:
     """One expert: no other number of tiles finishes sooner, except by rounding to whole tiles."""
-    (count,) = fetched([link * tiles], [host * tiles], [1], [tiles])
+    (count,) = bandwidth([link * tiles], [host * tiles], [1], [tiles], 0)
     ideal = tiles * link * host / (link + host)
     assert max(count * link, (tiles - count) * host) <= ideal + max(link, host) / 2 + 1e-9

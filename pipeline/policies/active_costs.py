@@ -1,0 +1,80 @@
+"""The seconds of a layer's active experts on either side, from the view's costs: one accounting for every
+part that plans by costs. The replay's clock (`pipeline/replay/machine.py`) counts the same parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from pipeline.arrays import IntArray
+from pipeline.policies.costs import Costs
+from pipeline.policies.view import Active, View
+
+_TABLE = 512  # row counts with seconds in a table; wider batches are few and slow
+
+
+class ActiveCosts(NamedTuple):
+    """A layer's active experts and their costs, all lists in the same order."""
+
+    rows: list[int]
+    missing: list[int]  # tiles
+    link: list[float]  # seconds to move the missing tiles
+    device: list[float]  # seconds for all tiles on the device, without transfers
+    host: list[float]  # seconds for all tiles on the host
+    exchange: float  # seconds of a host share beside its experts: the Work there and the Partial back
+
+    @property
+    def for_queue(self) -> tuple[list[float], list[float], list[float], list[int], float]:
+        """The arguments of `balance.two_ended`."""
+        return self.link, self.device, self.host, self.rows, self.exchange
+
+
+class LayerSeconds:
+    """Looks up the costs of active experts.
+
+    DALI's equation 9 bounds what the device holds at once. A missing tile passes through a staging slot,
+    which is free again once the tile has been computed, so that any number of experts fits beside the
+    resident ones, also with an empty cache. Without staging none does: its transfer would never end."""
+
+    def __init__(self) -> None:
+        self._costs: Costs | None = None  # of the two tables
+        self._device: _Seconds
+        self._host: _Seconds
+
+    def of(self, active: Active, residency: IntArray, view: View) -> ActiveCosts:
+        """`residency` [E]: the layer's resident tiles. At least one expert is active."""
+        costs, tiles = view.costs, view.shape.tiles
+        assert costs is not None
+        if self._costs is not costs:
+            self._costs = costs
+            self._device = _Seconds(costs.device_seconds, tiles)
+            self._host = _Seconds(costs.host_seconds, tiles)
+        rows = active.counts.tolist()
+        missing = (tiles - residency.take(active.experts)).tolist()
+        link = costs.link if view.staging else inf
+        return ActiveCosts(
+            rows,
+            missing,
+            [link * count if count else 0.0 for count in missing],
+            self._device(rows),
+            self._host(rows),
+            costs.round_trip,
+        )
+
+
+class _Seconds:
+    """Seconds of one side for an expert, by the rows that use it, in a table that needs no numpy."""
+
+    def __init__(self, seconds: Callable[[ArrayLike, int], NDArray[np.float64]], tiles: int) -> None:
+        self._seconds, self._tiles = seconds, tiles
+        self._table: list[float] = seconds(np.arange(_TABLE), tiles).tolist()
+
+    def __call__(self, rows: Sequence[int]) -> list[float]:
+        if max(rows) < _TABLE:
+            table = self._table
+            return [table[count] for count in rows]
+        return list(self._seconds(rows, self._tiles).tolist())
