@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import IntArray
-from pipeline.errors import PolicyError
 from pipeline.policies.calibration import Calibration
+from pipeline.policies.inputs import require, require_calibration
 from pipeline.policies.options import Option
 from pipeline.policies.parts import unused_tiles_note, whole_experts
 from pipeline.policies.view import Active, Gated, Plan, Policy, Routing, Signals, Target, View
@@ -133,6 +133,7 @@ class Replacement(Part):
     does not see those that a prediction holds in the reserve."""
 
     fills: ClassVar[str] = ""  # where new experts come from: "fetched" ones, "swapped" for held ones, or none
+    admits: ClassVar[bool] = False  # True: predicted experts enter the cache at once, and there is no reserve
 
     def sizes(self, view: View, budget: int) -> Sequence[int] | None:
         """How many experts each layer may hold, summing to at most `budget`; None: as they are placed."""
@@ -147,6 +148,10 @@ class Replacement(Part):
     def plan(self, layer: int, active: Active, cut: IntArray, view: View) -> Moves:
         """Before the layer is computed. Experts that enter the cache have a cut above 0, so this step needs
         them on the device anyway; no active one leaves."""
+        return STAY
+
+    def admit(self, experts: Sequence[Expert]) -> Moves:
+        """Where `admits`: predicted experts of later layers enter the cache."""
         return STAY
 
     def after(self, layer: int, active: Active, view: View) -> Moves:
@@ -180,6 +185,7 @@ class Composed(Policy):
         self.likes_calibration = parts.placement.likes_calibration
         self.uses_device = parts.assignment.uses_device
         self.uses_host = parts.assignment.uses_host
+        self._predicts = False
         self._reserve = 0  # experts
         self._predicted: set[Expert] = set()  # experts that the reserve holds
         for part in parts:
@@ -198,8 +204,10 @@ class Composed(Policy):
         require(self.name, tuple(self.parts), view)
         shape = view.shape
         whole = whole_experts(shape, view.capacity)
+        wanted = self.parts.prediction.reserve(view)
+        self._predicts = min(wanted, whole // 2) > 0
         # the reserve is at most half of a small cache
-        self._reserve = min(self.parts.prediction.reserve(view), whole // 2)
+        self._reserve = 0 if self.parts.replacement.admits else min(wanted, whole // 2)
         self._predicted.clear()
         budget = whole - self._reserve
         targets = self.parts.placement.targets(view, budget)
@@ -216,7 +224,7 @@ class Composed(Policy):
         return targets
 
     def probes(self, layer: int, view: View) -> tuple[int, ...]:
-        if not (self._reserve and view.prefetching):
+        if not (self._predicts and view.prefetching):
             return ()
         return self.parts.prediction.probes(layer, view)
 
@@ -232,14 +240,18 @@ class Composed(Policy):
         return Plan(cut, self._targets(moves, view))
 
     def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
-        if not (self._reserve and view.prefetching):
+        if not (self._predicts and view.prefetching):
             return ()
-        free = self._reserve - len(self._predicted)
-        if free <= 0:
+        admits, free = self.parts.replacement.admits, self._reserve - len(self._predicted)
+        if free <= 0 and not admits:
             return ()
         chosen = self.parts.prediction.experts(
             layer, signals, view, lambda of, routing: self.parts.gate.apply_gate(of, routing, view)
-        )[:free]
+        )
+        if admits:  # into later layers: this one is being computed
+            later = [key for key in chosen if key[0] != layer]
+            return self._targets(self.parts.replacement.admit(later), view)
+        chosen = chosen[:free]
         self._predicted.update(chosen)
         tiles = view.shape.tiles
         return tuple(Target(of, expert, tiles) for of, expert in chosen)
@@ -264,24 +276,3 @@ class Composed(Policy):
             else:
                 grown.append(Target(*key, view.shape.tiles))
         return *(Target(*key, 0) for key in moves.out), *grown
-
-
-def require(policy: str, parts: Sequence[Part], view: View) -> None:
-    """Raises PolicyError, one line with the remedy, where a part lacks an input."""
-    if view.costs is None and any(part.needs_costs for part in parts):
-        raise PolicyError(f"policy {policy} plans by costs, and none were measured or given (--costs)")
-    require_calibration(policy, parts, view.calibration)
-
-
-def require_calibration(policy: str, parts: Sequence[Part], calibration: Calibration | None) -> None:
-    """Raises PolicyError, one line with the remedy, where a part lacks what a calibration measures."""
-    incomplete = [(part, missing) for part in parts if (missing := part.missing(calibration))]
-    if incomplete:
-        needs = " and ".join(dict.fromkeys(missing for _, missing in incomplete))
-        without = " ".join(
-            dict.fromkeys(f"--set {policy}.{part.without}" for part, _ in incomplete if part.without)
-        )
-        raise PolicyError(
-            f"policy {policy} needs {needs}: run python launch.py calibrate --text FILE"
-            " (and --model, if given)" + (f", or avoid that with {without}" if without else "")
-        )

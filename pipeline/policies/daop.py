@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.policies.calibration import Calibration
-from pipeline.policies.composed import Placement, require, require_calibration
+from pipeline.policies.composed import Placement
+from pipeline.policies.inputs import require, require_calibration
 from pipeline.policies.options import Choice, Option, Real, Whole
 from pipeline.policies.parts import unused_tiles_note, whole_experts
 from pipeline.policies.placements import Calibrated, Known, Popular

@@ -16,6 +16,7 @@ from pipeline.policies.composed import ApplyGate, Expert, Prediction
 from pipeline.policies.options import Whole
 from pipeline.policies.view import Routing, Signals, View
 
+DEPTH = Whole(name="depth", help="layers to look ahead at most", default=3, low=1, high=3)
 FEW_EXPERTS = 16  # experts of a layer up to which a model counts as one with few large experts
 
 
@@ -125,7 +126,7 @@ class Lookahead(Prediction):
 
     name: ClassVar[str] = "lookahead"
     help: ClassVar[str] = "next-gate, then further layers, then the next token's first layer"
-    options = (Whole(name="depth", help="layers to look ahead at most", default=3, low=1, high=3),)
+    options = (DEPTH,)
 
     def __init__(self, *, depth: int) -> None:
         self._depth = depth

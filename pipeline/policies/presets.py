@@ -11,6 +11,7 @@ from pipeline.errors import PolicyError
 from pipeline.policies import assignments, gates, placements, predictions, replacements
 from pipeline.policies.composed import Composed, Gate, Part, Parts
 from pipeline.policies.daop import Daop
+from pipeline.policies.impact import Impact
 from pipeline.policies.options import Choice, Option, Value, did_you_mean, parse_options
 from pipeline.policies.random_plan import RandomPlan
 from pipeline.policies.view import Policy, PolicyRequest
@@ -32,7 +33,11 @@ PARTS: dict[str, dict[str, type[Part]]] = {
     ),
     "gate": _named(*gates.GATES),
     "prediction": _named(
-        predictions.NoPrediction, predictions.NextGate, predictions.Residual, predictions.Lookahead
+        predictions.NoPrediction,
+        predictions.NextGate,
+        predictions.Residual,
+        predictions.Lookahead,
+        Impact,
     ),
     "assignment": _named(*assignments.ASSIGNMENTS),
     "replacement": _named(replacements.Keep, replacements.Lru, replacements.Workload, replacements.Score),
@@ -199,8 +204,8 @@ PRESETS: dict[str, Preset] = {
         ),
         ComposedPreset(
             "hybrimoe",
-            "Heavy experts to the device, light ones to the host",
-            ("popular", "own", "next-gate", "two-ended", "score"),
+            "Heavy experts to the device; prefetch by impact",
+            ("popular", "own", "impact", "two-ended", "score"),
         ),
         ComposedPreset(
             "bandwidth-split",

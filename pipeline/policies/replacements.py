@@ -160,12 +160,13 @@ class Workload(Replacement):
 class Score(Replacement):
     """HybriMoE's: in each step a layer's experts have S = 0.5 * TopP(s) + 0.5 * S, where s are the router's
     probabilities (their mean over the rows) and TopP leaves the p = 2k largest and 0 for the others. A newly
-    fetched expert takes the place of the held one with the smallest S where its own is higher. The layers
-    share the cache evenly."""
+    fetched expert always enters, in the place of the held one with the smallest S that this step does not
+    use, and so does a prefetched one, at once. The layers share the cache evenly."""
 
     name: ClassVar[str] = "score"
     help: ClassVar[str] = "the greatest decaying sum of router probabilities"
     fills: ClassVar[str] = "fetched"
+    admits: ClassVar[bool] = True
 
     def sizes(self, view: View, budget: int) -> Sequence[int] | None:
         return evenly(view.shape.layers, budget)
@@ -203,15 +204,27 @@ class Score(Replacement):
         new.sort(key=lambda expert: (-scores[expert], expert))
         into = new[: self._sizes[layer] - len(held)]
         cold = sorted(sorted(held.difference(used)), key=scores.__getitem__)
-        out = []
-        for old, hot in zip(cold, new[len(into) :], strict=False):
-            if scores[old] >= scores[hot]:
-                break
-            out.append(old)
-            into.append(hot)
+        out = cold[: len(new) - len(into)]
+        into = new[: len(into) + len(out)]
         held.difference_update(out)
         held.update(into)
         return Moves([(layer, expert) for expert in out], [(layer, expert) for expert in into])
+
+    def admit(self, experts: Sequence[Expert]) -> Moves:
+        out: list[Expert] = []
+        into: list[Expert] = []
+        for layer, expert in experts:
+            held = self._held[layer]
+            if len(held) == self._sizes[layer]:
+                others = sorted(e for e in held if (layer, e) not in into)
+                if not others:
+                    continue
+                cold = min(others, key=self._scores[layer].__getitem__)
+                held.remove(cold)
+                out.append((layer, cold))
+            held.add(expert)
+            into.append((layer, expert))
+        return Moves(out, into)
 
 
 def _probabilities(logits: FloatArray) -> FloatArray:

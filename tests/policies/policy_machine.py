@@ -215,8 +215,10 @@ class Machine:
     def prefetch(self, targets: Sequence[Target]) -> None:
         self._next("begin begin_early", "prefetch")
         assert self.driver.view.prefetching
-        assert all(not self.target[t.layer, t.expert] for t in targets)
-        self.predicted += len(targets)
+        fetched = [t for t in targets if t.tiles]
+        assert all(not self.target[t.layer, t.expert] for t in fetched)
+        assert all(t.layer != self._decision.layer for t in targets if not t.tiles)
+        self.predicted += len(fetched)
         self.apply(targets)
 
     def compute(self, decision: LayerDecision[str]) -> None:

@@ -25,8 +25,9 @@ from pipeline.policies.assignments import (
     Resident,
     TwoEnded,
 )
-from pipeline.policies.composed import Assignment, require
+from pipeline.policies.composed import Assignment
 from pipeline.policies.costs import Costs
+from pipeline.policies.inputs import require
 from pipeline.policies.view import ModelShape, Routing, View
 
 

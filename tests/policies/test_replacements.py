@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from policy_machine import Machine, capacities, make_calibration, make_routing, make_view, policy, shapes
 
 from pipeline.policies.cache_sizes import layer_sizes
-from pipeline.policies.view import Gated, ModelShape, Routing, Signals
+from pipeline.policies.view import Gated, ModelShape, Routing, Signals, Target
 
 
 def uses(routing: Routing) -> dict[int, int]:
@@ -163,8 +163,8 @@ def test_workload_defaults_follow_the_model(experts: int, swapped: int) -> None:
 
 
 def check_scores(shape: ModelShape, capacity: int, rng: np.random.Generator, rows: Sequence[int]) -> None:
-    """HybriMoE: S = 0.5 TopP(s) + 0.5 S; a fetched expert replaces the held one that scores least. A step of
-    each of `rows`. Everything is fetched, so that every active expert is a candidate."""
+    """HybriMoE: S = 0.5 TopP(s) + 0.5 S; a fetched expert replaces the held one that scores least, whatever
+    its own score. A step of each of `rows`. Everything is fetched, so that every active expert enters."""
     one = policy("hybrimoe", prediction="none", assignment="device")
     machine = Machine(one, make_view(shape, capacity), rng)
     machine.start()
@@ -188,8 +188,7 @@ def check_scores(shape: ModelShape, capacity: int, rng: np.random.Generator, row
                     held[layer].add(expert)
                 elif others:
                     cold = min(others, key=lambda e: (score[layer, e], e))
-                    if score[layer, cold] < score[layer, expert]:
-                        held[layer] = (held[layer] - {cold}) | {expert}
+                    held[layer] = (held[layer] - {cold}) | {expert}
             assert set(np.flatnonzero(machine.view.target[layer]).tolist()) == held[layer]
 
 
@@ -244,3 +243,28 @@ def test_used_prediction_moves_into_the_cache_without_a_second_fetch() -> None:
     assert machine.view.target[1].tolist() == [0, 0, 0, 0, 0, 2, 2, 0]
     machine.layer(1, routed(5))
     assert machine.view.target[1].tolist() == [0, 0, 0, 0, 0, 2, 0, 0]
+
+
+def test_prefetched_experts_enter_a_cache_by_scores_at_once() -> None:
+    """HybriMoE: the lowest score of their layer leaves, whether or not they are used; the cache keeps its
+    size, and there is no reserve beside it."""
+    shape = ModelShape(layers=3, experts=8, tiles=2, top_k=2)
+    machine = Machine(policy("hybrimoe", prefetch="3"), make_view(shape, 2 * 6), np.random.default_rng(0))
+    machine.start()
+    assert machine.view.target.sum(axis=1).tolist() == [4, 4, 4]
+    for _ in range(3):  # experts 0 and 1 have scores, 1 the lower one
+        machine.visit(1, np.array([[3, 2, 0, 0, 0, 0, 0, 0]], np.float32))
+
+    def predict(*experts: int) -> tuple[Target, ...]:
+        logits = np.where(np.isin(np.arange(8), experts), 9, 0).astype(np.float32)[None]
+        nothing = np.zeros((1, 8), np.float32)
+        signals = Signals(nothing, {1: logits, 2: nothing})
+        routing = Routing(np.array([[0, 1]], np.int32), np.ones((1, 2), np.float32))
+        targets = machine.policy.predict(0, signals, Gated.from_router(routing), machine.view)
+        machine.apply(targets)
+        return tuple(target for target in targets if target.layer == 1)
+
+    assert predict(0, 5) == (Target(1, 1, 0), Target(1, 5, 2))
+    assert set(predict(6, 7)) == {Target(1, 0, 0), Target(1, 5, 0), Target(1, 6, 2), Target(1, 7, 2)}
+    machine.visit(1, np.array([[3, 2, 0, 0, 0, 0, 0, 0]], np.float32))
+    assert machine.view.target.sum(axis=1).tolist() == [4, 4, 4]

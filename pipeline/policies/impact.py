@@ -1,0 +1,92 @@
+"""HybriMoE's impact-driven prediction: of the experts that the next layers will probably use, those whose
+residency saves most of a layer's simulated time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pipeline.policies.active_costs import ActiveCosts, LayerSeconds
+from pipeline.policies.balance import two_ended
+from pipeline.policies.composed import ApplyGate, Expert, Prediction
+from pipeline.policies.options import Whole
+from pipeline.policies.predictions import DEPTH
+from pipeline.policies.view import Signals, View
+
+CANDIDATES = 16  # of a layer, those that most rows use: a prompt uses more, and each costs a simulation
+
+
+class Impact(Prediction):
+    """HybriMoE's impact-driven prefetching. The routers of the next `depth` layers are applied to this
+    layer's x. For each predicted expert that no target keeps, its layer is simulated as
+    `assignment=two-ended` divides it, with the expert missing and with it resident; the `prefetch` experts
+    that save most are fetched, one after the other, each with the earlier ones taken as resident. An expert
+    that saves nothing is not fetched."""
+
+    name: ClassVar[str] = "impact"
+    help: ClassVar[str] = "HybriMoE's: of the next layers' experts those that shorten a layer most"
+    options = (
+        DEPTH,
+        Whole(name="prefetch", help="experts predicted after each layer", default=1, low=1, high=64),
+    )
+    needs_costs = True
+
+    def __init__(self, *, depth: int, prefetch: int) -> None:
+        self._depth = depth
+        self._prefetch = prefetch
+        self._seconds = LayerSeconds()
+
+    def reserve(self, view: View) -> int:
+        # those of the layer that is computed, and of as many later ones as this looks ahead
+        return self._prefetch * (1 + self._depth)
+
+    def probes(self, layer: int, view: View) -> tuple[int, ...]:
+        return tuple(range(layer + 1, min(layer + 1 + self._depth, view.shape.layers)))
+
+    def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
+        assert view.router is not None
+        ahead = []
+        for later in self.probes(layer, view):
+            if later in signals.probes:
+                active = apply_gate(later, view.router(signals.probes[later])).active
+                if len(active.experts):
+                    # what a target keeps will have landed by then
+                    costs = self._seconds.of(active, view.target[later], view)
+                    ahead.append(_Simulated(later, active.experts.tolist(), costs))
+        chosen: list[Expert] = []
+        for _ in range(self._prefetch):
+            best = max(ahead, key=lambda one: one.gain, default=None)  # of equal ones the next layer
+            if best is None or best.gain <= 0:
+                break
+            chosen.append(best.fetch())
+        return chosen
+
+
+@dataclass
+class _Simulated:
+    """A later layer, its predicted experts, and the one of them that saves most when it is resident."""
+
+    layer: int
+    experts: list[int]
+    costs: ActiveCosts
+
+    def __post_init__(self) -> None:
+        costs = self.costs
+        absent = [index for index, missing in enumerate(costs.missing) if missing]
+        absent = sorted(absent, key=lambda index: -costs.rows[index])[:CANDIDATES]
+        before = two_ended(*costs.for_queue).seconds if absent else 0.0
+        saved = {index: before - self._seconds_with(index) for index in absent}
+        self._best = max(absent, key=saved.__getitem__, default=0)  # of equal ones the most used, the first
+        self.gain = saved.get(self._best, 0.0)
+
+    def fetch(self) -> Expert:
+        """The best expert, which is taken as resident from now on."""
+        index = self._best
+        self.costs.link[index], self.costs.missing[index] = 0.0, 0
+        self.__post_init__()
+        return self.layer, self.experts[index]
+
+    def _seconds_with(self, index: int) -> float:
+        link = self.costs.link.copy()
+        link[index] = 0.0
+        return two_ended(link, *self.costs.for_queue[1:]).seconds
