@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import groupby
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.arrays import FloatArray, IntArray, Phase
+from pipeline.arrays import FloatArray, Phase
+from pipeline.calibration.drops import DropTables
 from pipeline.engine.driver import LayerDecision
 from pipeline.policies.view import ModelShape, Routing
 
 Counts = NDArray[np.int64]
 Router = Callable[[FloatArray], Routing]
 Predictor = Literal["raw", "residual", "first"]
+PREDICTORS: tuple[Predictor, ...] = get_args(Predictor)
 
 
 class Activations:
@@ -118,7 +120,8 @@ class TrainPass(Activations):
 
 
 class ValidationPass(Activations):
-    """Also counts how many of each layer's used experts a predictor named, among as many predictions."""
+    """Also counts how many of each layer's used experts a predictor named, among as many predictions; and in
+    decode the same under gates that drop small weights."""
 
     def __init__(
         self, shape: ModelShape, router: Router, residual_logits: FloatArray, first_gate: FloatArray | None
@@ -128,11 +131,12 @@ class ValidationPass(Activations):
         super().__init__(shape)
         self.weights: list[list[FloatArray]] = [[] for _ in range(shape.layers)]  # [R, k] of decode, by layer
         self._router, self._residual_logits, self._first_gate = router, residual_logits, first_gate
-        self._hits = {name: np.zeros(shape.layers) for name in ("raw", "residual", "first")}
-        self._asked = {name: np.zeros(shape.layers) for name in ("raw", "residual", "first")}
+        self.drops = DropTables(shape, PREDICTORS)
+        self._hits = {name: np.zeros(shape.layers) for name in PREDICTORS}
+        self._asked = {name: np.zeros(shape.layers) for name in PREDICTORS}
         self._ahead: FloatArray  # the next layer's router on the layer's x
         self._last: dict[int, FloatArray] = {}  # the first gate's logits [1, E] at a sequence's latest token
-        self._true_first: IntArray
+        self._true_first: Routing
 
     def probes(self, layer: int) -> tuple[int, ...]:
         return (layer + 1,) if layer + 1 < self._shape.layers else ()
@@ -140,20 +144,21 @@ class ValidationPass(Activations):
     def layer(self, decision: LayerDecision[object], x: FloatArray) -> None:
         super().layer(decision, x)
         layer, routing = decision.layer, decision.gated.router_routing
-        used = np.where(routing.weights != 0, routing.experts, -1)
         if self._phase == "decode":
             self.weights[layer].append(routing.weights.copy())
+            self.drops.used(layer, routing)
         if layer == 0:
-            self._true_first = used
+            self._true_first = routing
         else:
-            self._check("raw", layer, self._ahead, used)
-            self._check("residual", layer, self._ahead + self._residual_logits[layer - 1], used)
+            self._check("raw", layer, self._ahead, routing)
+            self._check("residual", layer, self._ahead + self._residual_logits[layer - 1], routing)
         if layer + 1 < self._shape.layers:
             self._ahead = decision.signals.probes[layer + 1].copy()
         elif self._first_gate is not None:
             logits = x @ self._first_gate.T
             for sequence, rows in self._runs:
-                self._check_first(sequence, logits[rows], self._true_first[rows])
+                true = self._true_first
+                self._check_first(sequence, logits[rows], Routing(true.experts[rows], true.weights[rows]))
 
     def accuracy(self) -> dict[str, FloatArray]:
         """By predictor, [L]; 0 in layers that it does not predict."""
@@ -162,19 +167,23 @@ class ValidationPass(Activations):
             for name, hits in self._hits.items()
         }
 
-    def _check(self, name: Predictor, layer: int, logits: FloatArray, used: IntArray) -> None:
-        predicted = self._router(logits).experts
-        self._hits[name][layer] += np.count_nonzero((used[:, :, None] == predicted[:, None, :]).any(axis=2))
+    def _check(self, name: Predictor, layer: int, logits: FloatArray, routing: Routing) -> None:
+        named = self._router(logits)
+        used = np.where(routing.weights != 0, routing.experts, -1)
+        found = (used[:, :, None] == named.experts[:, None, :]).any(axis=2)
+        self._hits[name][layer] += np.count_nonzero(found)
         self._asked[name][layer] += np.count_nonzero(used >= 0)
+        if self._phase == "decode":
+            self.drops.predicted(name, layer, named, routing)
 
-    def _check_first(self, sequence: int, logits: FloatArray, used: IntArray) -> None:
+    def _check_first(self, sequence: int, logits: FloatArray, routing: Routing) -> None:
         if sequence in self._last:
             logits = np.concatenate((self._last[sequence], logits))
         else:
-            used = used[1:]
+            routing = Routing(routing.experts[1:], routing.weights[1:])
         self._last[sequence] = logits[-1:].copy()
-        if len(used):
-            self._check("first", 0, logits[:-1], used)
+        if len(routing.experts):
+            self._check("first", 0, logits[:-1], routing)
 
 
 class Needs(Activations):

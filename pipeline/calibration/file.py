@@ -1,7 +1,8 @@
 """A calibration on disk: `<cache folder>/<fingerprint>/calibration.safetensors`, and calibration.txt beside
 it, the same as readable text.
 
-The tensors are the arrays of `Calibration` by their names (accuracy.raw, accuracy.residual, accuracy.first);
+The tensors are the arrays of `Calibration` by their names (accuracy.raw, accuracy.residual, accuracy.first,
+and the same of gated_accuracy);
 an array that could not be measured is absent. `__metadata__` has one entry, "tandem", a JSON object:
 `version`, `fingerprint` (of the model, the folder's name), `threshold`, `about` (how it was measured, see
 docs/calibration.md), and `crc32` of all of these and of the tensors. Files are 0600 in a 0700 folder; a file
@@ -34,7 +35,7 @@ from shm.atomic_file import atomic_file
 from shm.cache_record import CacheRecord, note_use
 
 NAME, READABLE = "calibration.safetensors", "calibration.txt"
-VERSION = 1
+VERSION = 2
 KEY = "tandem"  # of the metadata
 PREDICTORS = ("raw", "residual", "first")
 MOST_BYTES = 1 << 28
@@ -119,7 +120,9 @@ def _unusable(path: Path, reason: str) -> CalibrationError:
 def _arrays(calibration: Calibration) -> dict[str, Array]:
     """The arrays by their names in the file."""
     arrays = {name: array for name, array in vars(calibration).items() if isinstance(array, np.ndarray)}
-    return arrays | {f"accuracy.{name}": array for name, array in calibration.accuracy.items()}
+    for table in ("accuracy", "gated_accuracy"):
+        arrays |= {f"{table}.{name}": array for name, array in vars(calibration)[table].items()}
+    return arrays
 
 
 def _bytes_of_own(path: Path) -> bytes:
@@ -157,7 +160,11 @@ def _checked(tensors: dict[str, Array], threshold: object) -> Calibration:
     if counts is None or counts.ndim != 2 or 0 in counts.shape:
         raise ValueError("prefill_counts is missing or not a matrix")
     layers, experts = counts.shape
-    hidden, most = width("residuals", 0), width("needed", 2)
+    hidden = width("residuals", 0)
+    kept = tensors.get("kept")
+    if kept is None or kept.ndim != 3 or kept.shape[1] < 2:
+        raise ValueError("kept is missing or has no steps")
+    steps, most = kept.shape[1:]
     result = Calibration(
         prefill_counts=take("prefill_counts", (layers, experts), "int64"),
         decode_counts=take("decode_counts", (layers, experts), "int64"),
@@ -165,6 +172,8 @@ def _checked(tensors: dict[str, Array], threshold: object) -> Calibration:
         residual_logits=take("residual_logits", (layers - 1, experts)),
         accuracy={name: take(f"accuracy.{name}", (layers,)) for name in PREDICTORS},
         similarity=take("similarity", (layers,)),
+        kept=take("kept", (layers, steps, most)),
+        gated_accuracy={name: take(f"gated_accuracy.{name}", (layers, steps)) for name in PREDICTORS},
         needed=optional("needed", layers, most),
         sensitivity=optional("sensitivity", layers),
         threshold=_threshold(threshold),
@@ -174,14 +183,16 @@ def _checked(tensors: dict[str, Array], threshold: object) -> Calibration:
         raise ValueError(f"it holds {min(tensors)[:40]!r}, an unknown array")
     if min(result.prefill_counts.min(), result.decode_counts.min()) < 0:
         raise ValueError("a count is below 0")
-    if any((shares < 0).any() or (shares > 1).any() for shares in result.accuracy.values()):
+    accuracies = (*result.accuracy.values(), *result.gated_accuracy.values())
+    if any((shares < 0).any() or (shares > 1).any() for shares in accuracies):
         raise ValueError("an accuracy is outside 0..1")
     if result.sensitivity is not None and (result.sensitivity < 0).any():
         raise ValueError("a sensitivity is below 0")
-    if result.needed is not None and (
-        most > experts + 1 or (result.needed < 0).any() or abs(result.needed.sum(axis=1) - 1).max() > 1e-4
-    ):
-        raise ValueError("needed does not consist of shares")
+    for name, shares in (("kept", result.kept), ("needed", result.needed)):
+        if shares is not None and (
+            most > experts + 1 or (shares < 0).any() or abs(shares.sum(axis=-1) - 1).max() > 1e-4
+        ):
+            raise ValueError(f"{name} does not consist of shares")
     return result
 
 

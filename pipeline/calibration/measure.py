@@ -139,6 +139,8 @@ class _Measurement:
             residual_logits=_next_logits(engine, residuals),
             accuracy={},
             similarity=np.zeros(shape.layers, np.float32),
+            kept=np.zeros((0, 0, 0), np.float32),
+            gated_accuracy={},
             needed=None,
             sensitivity=self._sensitivity(),
             threshold=None,
@@ -172,6 +174,8 @@ class _Measurement:
             prefill_counts=trained.prefill_counts + counts[0],
             decode_counts=trained.decode_counts + counts[1],
             accuracy=validation.accuracy(),
+            kept=validation.drops.kept(),
+            gated_accuracy=validation.drops.accuracy(),
             similarity=similarity.mean(axis=0).astype(np.float32),
         )
         self._findings.hits = self._hits(trained.decode_counts, counts[0] + counts[1], validated)

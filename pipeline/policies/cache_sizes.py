@@ -15,6 +15,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import ArrayLike, NDArray
 
+from pipeline.policies.calibration import at_limits
 from pipeline.policies.view import View
 
 Floats = NDArray[np.float64]
@@ -77,25 +78,24 @@ def filled(sizes: Sequence[int], experts: int, total: int) -> list[int]:
     return answer
 
 
-def layer_sizes(view: View, total: int, gated: bool, predictor: Predictor | None = "raw") -> list[int]:
+def layer_sizes(
+    view: View, total: int, limits: Sequence[float], predictor: Predictor | None = "raw"
+) -> list[int]:
     """AdapMoE's cache sizes, whole experts a layer, for `total` experts over all layers (all are distributed,
     as far as layers have experts).
 
-    `gated`: tokens need as many experts as under the calibrated gate, else always k. `predictor`: the
-    predictor with the accuracy to plan with, None without prefetch; the first layer has the accuracy of its
-    trained gate, 0 without one. The view has a calibration, if `gated` with `needed`: see `Part.missing`."""
+    `limits` [L]: the share of a token's weight that the gate in force may drop, from which the calibration's
+    tables have the experts that tokens keep and the accuracy of predictions, both in decode. `predictor`: the
+    one to plan with, None without prefetch; the first layer has the accuracy of its trained gate, 0 without
+    one. The view has a calibration."""
     shape, calibration = view.shape, view.calibration
     assert calibration is not None
-    if gated:
-        assert calibration.needed is not None
-        needed = calibration.needed.astype(np.float64)
-    else:
-        needed = np.zeros((shape.layers, shape.top_k + 1))
-        needed[:, shape.top_k] = 1
+    needed = at_limits(calibration.kept, limits)
     accuracy = np.zeros(shape.layers)
     if predictor is not None:
-        accuracy[:] = calibration.accuracy[predictor]
-        accuracy[0] = calibration.accuracy["first"][0] if calibration.first_gate is not None else 0.0
+        accuracy[:] = at_limits(calibration.gated_accuracy[predictor], limits)
+        first = at_limits(calibration.gated_accuracy["first"], limits)[0]
+        accuracy[0] = first if calibration.first_gate is not None else 0.0
     loads = [
         expected_loads(shape.experts, share, right)
         for share, right in zip(needed.tolist(), accuracy.tolist(), strict=True)

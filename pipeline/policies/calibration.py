@@ -6,6 +6,7 @@ layer, k a token, H hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +28,26 @@ class Calibration:
     # that were among as many predicted; raw and residual predict layer l from l - 1, first predicts layer 0
     # from the last token's last layer. 0 where a predictor does not apply
     similarity: Floats  # [L] cosine of a text's counts in prefill and in decode, mean over the texts
-    needed: Floats | None  # [L, k + 1] share of decode's tokens that use j experts with `threshold`'s gate
+    kept: Floats  # [L, G, k + 1] share of decode's tokens that keep j experts where a gate drops at most the
+    # g-th of G even steps from 0 to 1 of a token's weight
+    gated_accuracy: dict[
+        str, Floats
+    ]  # by predictor, [L, G]: as accuracy, in decode alone and with that gate on
+    # both sides: of the experts that tokens keep, the share that their predictions keep as well
+    needed: Floats | None  # [L, k + 1] share of decode's tokens that used j experts with `threshold`'s gate
     sensitivity: Floats | None  # [L] mean over tokens of the squared gradient at the MoE block's output
     threshold: float | None  # T of AdapMoE's gate, found on the validation part of the text
     first_gate: Floats | None  # [E, H] predicts layer 0 of the next token from the last layer's x
+
+
+def at_limits(table: Floats, limits: Sequence[float]) -> NDArray[np.float64]:
+    """Each layer's entry of a table [L, G, ...] over G even steps from 0 to 1, [L, ...]: between two steps by
+    their distances; a limit above 1 is 1."""
+    steps = table.shape[1] - 1
+    place = np.minimum(np.asarray(limits, np.float64), 1) * steps
+    below = np.minimum(place.astype(int), steps - 1)
+    layers = np.arange(len(table))
+    more = (place - below).reshape(-1, *[1] * (table.ndim - 2))
+    first, second = table[layers, below].astype(np.float64), table[layers, below + 1].astype(np.float64)
+    answer: NDArray[np.float64] = first + more * (second - first)
+    return answer

@@ -39,6 +39,10 @@ class Part(ABC):
     needs_calibration: bool = False
     without: ClassVar[str] = ""  # the option that avoids the missing input, as "gate=own"
 
+    def contradiction(self) -> str:
+        """The part's options that contradict each other, "" where none do."""
+        return ""
+
     def join(self, parts: Parts) -> None:
         """Called once with all five parts, before any other method."""
         del parts  # most parts do not need the others
@@ -73,6 +77,7 @@ class Gate(Part):
     """The part that decides which experts a token needs."""
 
     exact: bool = True
+    pre_gated: bool = False  # True: in decode the layer before decides (`pre_gated.py`)
 
     def __call__(self, layer: int, signals: Signals, view: View) -> Gated:
         """The routing of the layer from its own router's logits."""
@@ -80,6 +85,10 @@ class Gate(Part):
         assert view.router is not None
         routing = view.router(signals.logits)
         return Gated(self.apply_gate(layer, routing, view), routing)
+
+    def limits(self, view: View) -> Sequence[float]:
+        """The share of a token's weight that may be dropped in each layer, [L]; may be infinite."""
+        return [0.0] * view.shape.layers
 
     @abstractmethod
     def apply_gate(self, layer: int, routing: Routing, view: View) -> Routing:

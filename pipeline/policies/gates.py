@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from math import inf, sqrt
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray
 from pipeline.errors import PolicyError
-from pipeline.policies.calibration import Calibration
+from pipeline.policies.calibration import Calibration, at_limits
 from pipeline.policies.composed import Gate
 from pipeline.policies.options import Choice, Option, Real
 from pipeline.policies.view import Routing, View
@@ -26,15 +29,81 @@ class OwnGate(Gate):
         return routing
 
 
-class AdaptiveGate(Gate):
+class PreGate(OwnGate):
+    """Pre-gated MoE's order, AdapMoE's baseline (its figure 8): while one token at a time is decoded, the
+    layer before decides a layer's experts and weights, and the layer's own router is not run; so all of them
+    can be fetched meanwhile, none in vain. The first layer decides for itself. Pre-gated MoE trains routers
+    for this; here each layer's own router is applied one layer early, so that the model changes more."""
+
+    name: ClassVar[str] = "pre-gated"
+    help: ClassVar[str] = "Pre-gated MoE's: the layer before decides, by the layer's router on its input"
+    exact = False
+    pre_gated = True
+
+
+PHASE = Choice(
+    name="phase",
+    help="where experts are dropped: while one token at a time is decoded, or in prompts too",
+    default="decode",
+    choices=("decode", "all"),
+)
+
+
+class DroppingGate(Gate):
+    """A gate that drops a token's smallest weights as long as (their share of the sum)^2 * s_l <= T; the
+    largest always stays. A dropped expert keeps its place with a weight of 0; those that are kept are
+    rescaled to the sum of all."""
+
+    exact = False
+    needs_calibration = True
+    without: ClassVar[str] = "gate=own"
+
+    def __init__(self, *, phase: str) -> None:
+        self._prompts_too = phase == "all"
+        # s_l by layer and T, of a calibration
+        self._rule: tuple[Calibration | None, list[float], float] | None = None
+
+    @abstractmethod
+    def rule(self, calibration: Calibration | None, layers: int) -> tuple[list[float], float]:
+        """s_l of each layer, and T. The calibration has what `missing` asks for."""
+
+    def limits(self, view: View) -> list[float]:
+        return _limits(*self._known(view))
+
+    def apply_gate(self, layer: int, routing: Routing, view: View) -> Routing:
+        if view.phase != "decode" and not self._prompts_too:
+            return routing
+        sensitivities, limit = self._known(view)
+        sensitivity = sensitivities[layer]
+        if len(routing.weights) > FEW_ROWS:
+            return Routing(routing.experts, _gate_rows(routing.weights, sensitivity, limit))
+        rows = routing.weights.tolist()
+        gated = [_gate_row(row, sensitivity, limit) for row in rows]
+        if not any(gated):
+            return routing
+        kept = [new or row for new, row in zip(gated, rows, strict=True)]
+        return Routing(routing.experts, np.array(kept, np.float32))
+
+    def _known(self, view: View) -> tuple[list[float], float]:
+        """The rule in plain numbers, which are fast for one token."""
+        rule = self._rule
+        if rule is None or rule[0] is not view.calibration:
+            if absent := self.missing(view.calibration):
+                raise PolicyError(
+                    f"gate {self.name} needs {absent}: run python launch.py calibrate --text FILE"
+                )
+            rule = self._rule = view.calibration, *self.rule(view.calibration, view.shape.layers)
+        return rule[1:]
+
+
+class AdaptiveGate(DroppingGate):
     """AdapMoE's gate (section 4.2, equation 8): a token uses its first expert alone where
 
         (1 - alpha)^2 * s_l <= T
 
     with alpha the first expert's share of the two weights, s_l the layer's sensitivity and T the threshold.
     Of more than two experts, the smallest weights are dropped as long as (their share of the sum)^2 * s_l is
-    at most T; the largest always stays. A dropped expert keeps its place with a weight of 0; those that are
-    kept are rescaled to the sum of all."""
+    at most T."""
 
     name: ClassVar[str] = "adaptive"
     help: ClassVar[str] = "AdapMoE's: small weights are dropped where the layer is not sensitive to it"
@@ -46,23 +115,12 @@ class AdaptiveGate(Gate):
             low=0.0,
             high=1e9,
         ),
-        Choice(
-            name="phase",
-            help="where experts are dropped: while one token at a time is decoded, or in prompts too",
-            default="decode",
-            choices=("decode", "all"),
-        ),
+        PHASE,
     )
-    exact = False
-    needs_calibration = True
-    without: ClassVar[str] = "gate=own"
 
     def __init__(self, *, threshold: float | None, phase: str) -> None:
+        super().__init__(phase=phase)
         self._threshold = threshold
-        self._prompts_too = phase == "all"
-        self._calibration: Calibration | None = None
-        self._sensitivity: list[float] = []  # [L] of that calibration
-        self._limit = 0.0  # T
 
     def missing(self, calibration: Calibration | None) -> str:
         if calibration is not None and calibration.sensitivity is None:
@@ -71,31 +129,78 @@ class AdaptiveGate(Gate):
             return "a calibration with a threshold"
         return super().missing(calibration)
 
-    def apply_gate(self, layer: int, routing: Routing, view: View) -> Routing:
-        if view.phase != "decode" and not self._prompts_too:
-            return routing
-        if view.calibration is not self._calibration or self._calibration is None:
-            self._learn(view)
-        sensitivity = self._sensitivity[layer]
-        if len(routing.weights) > FEW_ROWS:
-            return Routing(routing.experts, _gate_rows(routing.weights, sensitivity, self._limit))
-        rows = routing.weights.tolist()
-        gated = [_gate_row(row, sensitivity, self._limit) for row in rows]
-        if not any(gated):
-            return routing
-        kept = [new or row for new, row in zip(gated, rows, strict=True)]
-        return Routing(routing.experts, np.array(kept, np.float32))
-
-    def _learn(self, view: View) -> None:
-        """Read the numbers of a calibration into a form that is fast for one token."""
-        calibration = view.calibration
-        absent = self.missing(calibration)
-        if absent or calibration is None or calibration.sensitivity is None:
-            raise PolicyError(f"gate {self.name} needs {absent}: run python launch.py calibrate --text FILE")
+    def rule(self, calibration: Calibration | None, layers: int) -> tuple[list[float], float]:
+        assert calibration is not None
+        assert calibration.sensitivity is not None
         limit = calibration.threshold if self._threshold is None else self._threshold
         assert limit is not None
-        self._calibration, self._limit = calibration, limit
-        self._sensitivity = calibration.sensitivity.tolist()
+        return calibration.sensitivity.tolist(), limit
+
+
+class ScoreGate(DroppingGate):
+    """Score-based gating, AdapMoE's baseline (its figures 7 and 9): a token uses its first expert alone where
+    the second one's share of the two weights is at most `share`, in every layer alike. Of more than two
+    experts, the smallest weights are dropped as long as their share of the sum is at most that."""
+
+    name: ClassVar[str] = "score"
+    help: ClassVar[str] = "small weights are dropped in every layer alike, AdapMoE's baseline"
+    options: ClassVar[tuple[Option, ...]] = (
+        Real(
+            name="share",
+            help="of a token's weight, dropped at most; by default as many experts as gate=adaptive drops",
+            default=None,
+            low=0.0,
+            high=1.0,
+        ),
+        PHASE,
+    )
+
+    def __init__(self, *, share: float | None, phase: str) -> None:
+        super().__init__(phase=phase)
+        self._share = share
+        self.needs_calibration = share is None
+        self._equal = AdaptiveGate(threshold=None, phase=phase)
+
+    def missing(self, calibration: Calibration | None) -> str:
+        return self._equal.missing(calibration) if self._share is None else ""
+
+    def rule(self, calibration: Calibration | None, layers: int) -> tuple[list[float], float]:
+        share = self._share
+        if share is None:
+            assert calibration is not None
+            share = _equal_share(calibration, *self._equal.rule(calibration, layers))
+        return [1.0] * layers, share * share
+
+
+def _limits(sensitivity: list[float], limit: float) -> list[float]:
+    """The share that may be dropped in each layer."""
+    return [sqrt(limit / one) if one > 0 else inf for one in sensitivity]
+
+
+def _equal_share(calibration: Calibration, sensitivity: list[float], limit: float) -> float:
+    """The share at which all layers together drop as many experts as under AdapMoE's gate."""
+    kept = calibration.kept.astype(np.float64)
+    counts = np.arange(kept.shape[2])
+    left = float((at_limits(calibration.kept, _limits(sensitivity, limit)) @ counts).mean())
+    by_step = (kept @ counts).mean(axis=0)  # [G], falling
+    steps = np.linspace(0, 1, len(by_step))
+    _, first = np.unique(by_step, return_index=True)  # of equal ones the smallest share
+    return float(np.interp(left, by_step[first], steps[first]))
+
+
+def drop_shares(weights: FloatArray) -> NDArray[np.float64]:
+    """The share of each token's weight [R, k] that a gate must be allowed to drop for an expert to be
+    dropped: that of the expert and of all before it, the smallest first, of equal ones the last. The largest
+    is never dropped, nor any of a token without weight: inf."""
+    wide = weights.astype(np.float64)
+    total = wide.sum(axis=1, keepdims=True)
+    order = wide.shape[1] - 1 - np.argsort(wide[:, ::-1], axis=1, kind="stable")
+    running = np.take_along_axis(wide, order, axis=1).cumsum(axis=1) / np.where(total > 0, total, 1)
+    running[:, -1] = inf
+    running[total[:, 0] <= 0] = inf
+    shares = np.empty_like(running)
+    np.put_along_axis(shares, order, running, axis=1)
+    return shares
 
 
 def _gate_row(weights: list[float], sensitivity: float, limit: float) -> list[float]:
@@ -125,12 +230,9 @@ def _gate_rows(weights: FloatArray, sensitivity: float, limit: float) -> FloatAr
     """The same for many tokens, float32 [R, k]."""
     wide = weights.astype(np.float64)
     total = wide.sum(axis=1, keepdims=True)
-    order = wide.shape[1] - 1 - np.argsort(wide[:, ::-1], axis=1, kind="stable")
-    share = np.take_along_axis(wide, order, axis=1) / np.where(total > 0, total, 1)
-    dropped = (np.cumsum(share, axis=1) ** 2 * sensitivity <= limit) & (total > 0)
-    dropped[:, -1] = False
-    drop = np.empty_like(dropped)
-    np.put_along_axis(drop, order, dropped, axis=1)
+    shares = drop_shares(weights)
+    last = shares == inf
+    drop = ~last & (np.where(last, 0, shares) ** 2 * sensitivity <= limit)
     kept = np.where(drop, 0, wide)
     left = kept.sum(axis=1, keepdims=True)
     # where the sums are equal only weights of 0 were dropped: such a row keeps its bits
@@ -138,4 +240,4 @@ def _gate_rows(weights: FloatArray, sensitivity: float, limit: float) -> FloatAr
     return np.where(left == total, weights, rescaled).astype(np.float32)
 
 
-GATES: tuple[type[Gate], ...] = (OwnGate, AdaptiveGate)
+GATES: tuple[type[Gate], ...] = (OwnGate, AdaptiveGate, ScoreGate, PreGate)

@@ -81,6 +81,25 @@ class NextGate(Prediction):
         return _needed(following, signals.probes[following], view, apply_gate)
 
 
+class WholeLayer(Prediction):
+    """The baseline of AdapMoE's figure 8, as DeepSpeed and FlexGen load: all experts of the next layer, those
+    of the first layer after the last one."""
+
+    name: ClassVar[str] = "whole-layer"
+    help: ClassVar[str] = "all experts of the next layer"
+    predictor = None
+
+    def reserve(self, view: View) -> int:
+        return 2 * view.shape.experts  # of the layer that is computed, and of the next
+
+    def probes(self, layer: int, view: View) -> tuple[int, ...]:
+        return ()
+
+    def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
+        following = (layer + 1) % view.shape.layers
+        return [] if following == layer else _not_kept(following, list(range(view.shape.experts)), view)
+
+
 class Residual(Prediction):
     """DALI's residual-based prefetching (section 4.2): the next layer's router on x_l + res_l, where res_l is
     the calibration's mean of x_{l+1} - x_l. Of the experts that most rows are predicted to use, the first

@@ -13,6 +13,7 @@ from pipeline.policies.composed import Composed, Gate, Part, Parts
 from pipeline.policies.daop import Daop
 from pipeline.policies.impact import Impact
 from pipeline.policies.options import Choice, Option, Value, did_you_mean, parse_options
+from pipeline.policies.pre_gated import PreGated
 from pipeline.policies.random_plan import RandomPlan
 from pipeline.policies.view import Policy, PolicyRequest
 
@@ -35,6 +36,7 @@ PARTS: dict[str, dict[str, type[Part]]] = {
     "prediction": _named(
         predictions.NoPrediction,
         predictions.NextGate,
+        predictions.WholeLayer,
         predictions.Residual,
         predictions.Lookahead,
         Impact,
@@ -97,7 +99,7 @@ class ComposedPreset(Preset):
         parts = Parts(**made)
         if reason := clash(parts):
             raise PolicyError(f"policy {self.name}: {reason}")
-        return Composed(self.name, parts)
+        return (PreGated if parts.gate.pre_gated else Composed)(self.name, parts)
 
     def values(self, given: Mapping[str, object], seed: int) -> list[tuple[Option, Value]]:
         options = self._options(self._exchanged(given, seed))
@@ -150,8 +152,10 @@ def _owner_of(option: str) -> str:
 
 
 def clash(parts: Parts) -> str:
-    """The reason why these parts cannot work together, "" where they can: no other part would use the work of
-    one."""
+    """The reason why these parts cannot work together, "" where they can: options of one contradict each
+    other, or no other part would use its work."""
+    for reason in filter(None, (part.contradiction() for part in parts)):
+        return reason
     placement, prediction = parts.placement.name, parts.prediction.name
     assignment, replacement = parts.assignment.name, parts.replacement.name
     predicts, fills = not isinstance(parts.prediction, predictions.NoPrediction), parts.replacement.fills
@@ -191,6 +195,16 @@ PRESETS: dict[str, Preset] = {
             "mixtral-offloading",
             "On-demand, and the next layer's experts are prefetched",
             ("empty", "own", "next-gate", "device", "lru"),
+        ),
+        ComposedPreset(
+            "whole-layer",
+            "Whole layers are fetched, each one layer ahead",
+            ("first-layers", "own", "whole-layer", "device", "keep"),
+        ),
+        ComposedPreset(
+            "pre-gated",
+            "Each layer decides the next one, which is fetched",
+            ("empty", "pre-gated", "next-gate", "device", "lru"),
         ),
         ComposedPreset(
             "layerwise",

@@ -54,19 +54,19 @@ class Lru(Replacement):
 
     def __init__(self, *, scope: str, sizes: str) -> None:
         self._per_layer = scope == "layer"
-        self.needs_calibration = self._per_layer and sizes == "dp"
+        self.needs_calibration = sizes == "dp"
         self._orders: list[OrderedDict[Expert, None]] = []  # least recently used first
         self._sizes: list[int] = []
         self._sized: tuple[Calibration | None, int, list[int]] | None = None  # of `layer_sizes`
 
-    def join(self, parts: Parts) -> None:
-        self._gated = not parts.gate.exact
-        self._predictor = parts.prediction.predictor
+    def contradiction(self) -> str:
+        if self._per_layer or not self.needs_calibration:
+            return ""
+        return "sizes=dp divides the cache by layer, and scope=global does not (sizes=even, or scope=layer)"
 
-    def missing(self, calibration: Calibration | None) -> str:
-        if self.needs_calibration and self._gated and calibration is not None and calibration.needed is None:
-            return "a calibration with sensitivities"
-        return super().missing(calibration)
+    def join(self, parts: Parts) -> None:
+        self._gate = parts.gate
+        self._predictor = parts.prediction.predictor
 
     def sizes(self, view: View, budget: int) -> Sequence[int] | None:
         if not self._per_layer:
@@ -76,7 +76,7 @@ class Lru(Replacement):
         known = self._sized
         if known is None or known[0] is not view.calibration or known[1] != budget:
             # takes a second or more for a large model, and the placement needs the result as well
-            sizes = layer_sizes(view, budget, self._gated, self._predictor)
+            sizes = layer_sizes(view, budget, self._gate.limits(view), self._predictor)
             self._sized = known = view.calibration, budget, sizes
         return known[2]
 

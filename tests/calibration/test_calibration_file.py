@@ -154,7 +154,7 @@ def rewrite(path: Path, changes: dict) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 2}, "of version 2"),
+        ({"version": 1}, "of version 1"),
         ({"version": "x"}, "of version x"),
         ({"fingerprint": "cd" * 32}, "another model"),
         ({"threshold": -1.0}, "threshold"),
@@ -173,6 +173,8 @@ def rewrite(path: Path, changes: dict) -> None:
         ({"accuracy.residual": None}, "accuracy.residual is missing"),
         ({"accuracy.third": np.zeros(2, np.float32)}, "'accuracy.third', an unknown array"),
         ({"needed": np.full((2, 3), 0.5, np.float32)}, "does not consist of shares"),
+        ({"kept": np.full((2, 2, 3), 0.5, np.float32)}, "kept does not consist of shares"),
+        ({"kept": np.ones((2, 3), np.float32)}, "kept is missing or has no steps"),
         ({"sensitivity": np.array([-1, 1], np.float32)}, "sensitivity is below 0"),
         ({"first_gate": np.ones((3, 5), np.float32)}, "first_gate"),
         ({"first_gate": np.ones((2, 4), np.float32)}, "first_gate"),
@@ -183,7 +185,9 @@ def rewrite(path: Path, changes: dict) -> None:
         ({"prefill_counts": np.ones((0, 3), np.int64)}, "prefill_counts is missing or not a matrix"),
         ({"residuals": None}, "residuals is missing"),
         ({"needed": np.array([[1.5, -0.5, 0]] * 2, np.float32)}, "does not consist of shares"),
-        ({"needed": np.full((2, 5), 0.2, np.float32)}, "does not consist of shares"),
+        ({"needed": np.full((2, 5), 0.2, np.float32)}, "needed is float32"),
+        ({"gated_accuracy.raw": np.ones((2, 3), np.float32)}, "gated_accuracy.raw is float32"),
+        ({"gated_accuracy.first": np.full((2, 2), 1.5, np.float32)}, "outside 0..1"),
         ({"needed": np.ones((3, 3), np.float32)}, "needed is float32"),
         ({"sensitivity": np.ones(3, np.float32)}, "sensitivity is float32"),
         ({"threshold": float("inf")}, "threshold"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.arrays import FloatArray, Phase
 from pipeline.calibration.collector import Needs, TrainPass, ValidationPass
+from pipeline.calibration.drops import LIMITS, STEPS
 from pipeline.engine.driver import LayerDecision
 from pipeline.engine.observer import Observer
 from pipeline.policies.view import Gated, ModelShape, Routing, Signals
@@ -68,6 +69,18 @@ class World:
         """A token's experts."""
         routing = self.route((x @ self.gates[layer].T)[None])
         return {int(e) for e, w in zip(routing.experts[0], routing.weights[0], strict=True) if w}
+
+    def kept(self, logits: FloatArray, limit: float) -> set[int]:
+        """A token's experts of weight, without the smallest ones, up to this share of all."""
+        routing = self.route(logits[None])
+        experts, weights = routing.experts[0].tolist(), routing.weights[0].astype(float).tolist()
+        ranked = sorted(reversed(range(len(experts))), key=weights.__getitem__)
+        dropped, kept = 0.0, []
+        for slot in ranked:
+            dropped += weights[slot]
+            if slot == ranked[-1] or dropped / sum(sorted(weights)) > limit:
+                kept.append(slot)
+        return {experts[slot] for slot in kept if weights[slot]}
 
     def named(self, logits: FloatArray) -> set[int]:
         return set(self.route(logits[None]).experts[0].tolist())
@@ -154,6 +167,39 @@ def test_validation_pass_equals_plain_loops(world: World, sequences: int, gated:
         np.testing.assert_allclose(found, expected, atol=1e-6)
     decoded = [x for tokens in texts(steps, sequences) for phase, x in tokens if phase == "decode"]
     assert [len(np.concatenate(layer)) for layer in checker.weights] == [len(decoded)] * shape.layers
+
+
+@given(world=worlds, sequences=st.integers(1, 3), step=st.sampled_from([0, 1, 9, 20, 40, STEPS - 1]))
+@settings(max_examples=40, deadline=None)
+def test_validation_pass_counts_what_gates_leave(world: World, sequences: int, step: int) -> None:
+    """Of decoded tokens alone, whose predictions are gated as they are."""
+    steps, shape = world.steps(sequences), world.shape
+    residuals = world.random.standard_normal((shape.layers - 1, shape.experts)).astype(np.float32)
+    first = world.random.standard_normal((shape.experts, HIDDEN)).astype(np.float32)
+    checker = ValidationPass(shape, world.route, residuals, first)
+    for one in steps:
+        world.show(one, checker)
+    limit = LIMITS[step]  # no share equals one by chance, but for 0
+    counts = np.zeros((shape.layers, shape.top_k + 1))
+    hits = {name: np.zeros(shape.layers) for name in ("raw", "residual", "first")}
+    for tokens in texts(steps, sequences):
+        for (_, before), (phase, x) in pairwise(tokens):
+            if phase == "prefill":
+                continue
+            for layer in range(shape.layers):
+                kept = world.kept(world.gates[layer] @ x[layer], limit)
+                counts[layer, len(kept)] += 1
+                if layer == 0:
+                    hits["first"][0] += len(kept & world.kept(first @ before[-1], limit))
+                    continue
+                raw = world.gates[layer] @ x[layer - 1]
+                hits["raw"][layer] += len(kept & world.kept(raw, limit))
+                hits["residual"][layer] += len(kept & world.kept(raw + residuals[layer - 1], limit))
+    tokens_read = counts.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(checker.drops.kept()[:, step], counts / tokens_read, atol=1e-6)
+    asked = counts @ np.arange(shape.top_k + 1)
+    for name, table in checker.drops.accuracy().items():
+        np.testing.assert_allclose(table[:, step], hits[name] / asked, atol=1e-6)
 
 
 @given(world=worlds, sequences=st.integers(1, 3))

@@ -11,6 +11,7 @@ from pipeline.policies.random_plan import RandomPlan
 OTHERWISE: dict[str, dict[str, str]] = {
     "dali": {"prediction": "next-gate"},
     "adapmoe": {"placement": "empty", "gate": "own", "sizes": "even"},
+    "pre-gated": {"gate": "own"},
     "daop": {"placement": "popular", "predict": "0"},
 }
 # Measuring them would take longer than everything else. With these a fetch pays from a few rows on.

@@ -114,3 +114,28 @@ def test_next_gate_prefetch_is_used(presets: PresetEngine, preset: str) -> None:
     assert {layer for layer, _ in presets.predicted} == {1}
     assert counted["predicted_tiles"] >= counted["useful_tiles"] > 0
     assert counted["late_tiles"] == 0
+
+
+def test_score_gate_skips_experts_of_small_share(presets: PresetEngine) -> None:
+    options = {"gate": "score", "placement": "empty", "sizes": "even"}
+    skipping = presets.decode("adapmoe", calibration(sensitivity=1e6), share="1", **options)
+    assert skipping["fidelity"]["skipped"] > 0
+    assert sum(skipping["layers"]["active"]) == LAYERS * len(TOKENS), "one expert a token is left"
+    kept = presets.decode("adapmoe", calibration(sensitivity=0.0), share="0", **options)
+    assert kept["fidelity"]["skipped"] == 0
+
+
+def test_pre_gated_layers_are_decided_and_fetched_one_layer_early(presets: PresetEngine) -> None:
+    counted = presets.decode("pre-gated")
+    assert counted["fidelity"]["predicted"] == pytest.approx(len(TOKENS), rel=1e-4), "each second layer"
+    assert counted["fidelity"]["stale"] == 0
+    assert {layer for layer, _ in presets.predicted} == {1}
+    assert counted["useful_tiles"] > 0
+    assert counted["wasted_tiles"] == 0, "what was decided is computed"
+
+
+def test_whole_layers_are_prefetched(presets: PresetEngine) -> None:
+    counted = presets.decode("whole-layer", placement="empty")
+    assert {layer for layer, _ in presets.predicted} == {0, 1}
+    assert counted["predicted_tiles"] > counted["useful_tiles"] > 0
+    assert counted["fidelity"]["predicted"] == 0

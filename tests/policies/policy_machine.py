@@ -66,19 +66,22 @@ def softmax_router(top_k: int) -> Callable[[FloatArray], Routing]:
 
 
 def make_calibration(shape: ModelShape, rng: np.random.Generator) -> Calibration:
-    """Numbers of the right shapes; a fifth of the tokens need one expert fewer."""
+    """Numbers of the right shapes; gates leave from all of a token's experts down to one."""
     layers, experts = shape.layers, shape.experts
-    needed = np.zeros((layers, shape.top_k + 1), np.float32)
-    needed[:, shape.top_k] = 0.8
-    needed[:, max(1, shape.top_k - 1)] += 0.2
+    kept = np.zeros((layers, 3, shape.top_k + 1), np.float32)
+    kept[:, 0, shape.top_k] = kept[:, 2, 1] = 1
+    kept[:, 1, [1, shape.top_k]] = 0.5 if shape.top_k > 1 else 1
+    names, own = ("raw", "residual", "first"), np.random.default_rng(5)
     return Calibration(
         prefill_counts=rng.integers(0, 99, (layers, experts)),
         decode_counts=rng.integers(0, 99, (layers, experts)),
         residuals=np.zeros((layers - 1, 4), np.float32),
         residual_logits=rng.normal(size=(layers - 1, experts)).astype(np.float32),
-        accuracy={name: rng.random(layers).astype(np.float32) for name in ("raw", "residual", "first")},
+        accuracy={name: rng.random(layers).astype(np.float32) for name in names},
         similarity=np.ones(layers, np.float32),
-        needed=needed,
+        kept=kept,
+        gated_accuracy={name: own.random((layers, 3)).astype(np.float32) for name in names},
+        needed=None,
         sensitivity=rng.random(layers).astype(np.float32),
         threshold=0.05,
         first_gate=np.zeros((experts, 4), np.float32),

@@ -17,6 +17,7 @@ from policy_machine import make_view, policy
 
 from pipeline.errors import PolicyError
 from pipeline.policies.cache_sizes import best_sizes, expected_loads, filled, layer_sizes
+from pipeline.policies.calibration import at_limits
 from pipeline.policies.view import ModelShape, View
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "data/adapmoe_mixtral_8x7b.json").read_text())
@@ -44,23 +45,29 @@ def test_expected_loads_equal_the_published_measurements(known: dict[str, Any]) 
 
 
 def mixtral_view() -> View:
+    """Without a gate tokens keep two experts, under one that drops anything as many as were measured."""
     shape = ModelShape(layers=32, experts=8, tiles=4, top_k=2)
     single = np.array(GOLDEN["alpha"])
-    raw = np.array(GOLDEN["beta"], np.float32)
+    none, both = np.zeros(32), np.ones(32)
+    tables = [np.stack([none, none, both], axis=1), np.stack([none, single, 1 - single], axis=1)]
+    raw = np.stack([np.array(GOLDEN["beta"], np.float32)] * 2, axis=1)
     calibration = plain_calibration(
         32,
         8,
-        needed=np.stack([np.zeros(32), single, 1 - single], axis=1).astype(np.float32),
+        kept=np.stack(tables, axis=1).astype(np.float32),
+        gated_accuracy={"raw": raw, "residual": np.zeros_like(raw), "first": np.full_like(raw, 0.75)},
         sensitivity=np.array(GOLDEN["sensitivity"], np.float32),
         threshold=GOLDEN["threshold"],
     )
-    accuracy = {"raw": raw, "residual": np.zeros_like(raw), "first": np.full_like(raw, 0.75)}
-    return replace(make_view(shape, 128 * 4), calibration=replace(calibration, accuracy=accuracy))
+    return replace(make_view(shape, 128 * 4), calibration=calibration)
+
+
+UNGATED, GATED = [0.0] * 32, [1.0] * 32  # of a token's weight, that may be dropped
 
 
 @pytest.mark.parametrize("known", GOLDEN["optimal"], ids=lambda known: f"{known['total']}-{known['gated']}")
 def test_layer_sizes_of_a_calibration(known: dict[str, Any]) -> None:
-    sizes = layer_sizes(mixtral_view(), known["total"], known["gated"])
+    sizes = layer_sizes(mixtral_view(), known["total"], GATED if known["gated"] else UNGATED)
     assert sum(sizes) == known["total"]
     cost = sum(load[size] for load, size in zip(mixtral_loads(known["gated"]), sizes, strict=True))
     assert cost == pytest.approx(known["cost"], abs=1e-4)  # a calibration's arrays are float32
@@ -69,15 +76,15 @@ def test_layer_sizes_of_a_calibration(known: dict[str, Any]) -> None:
 def test_first_layer_has_the_accuracy_of_its_trained_gate() -> None:
     view = mixtral_view()
     assert view.calibration is not None
-    without = layer_sizes(view, 96, gated=False)
+    without = layer_sizes(view, 96, UNGATED)
     trained = replace(view.calibration, first_gate=np.zeros((8, 4), np.float32))
-    gate = layer_sizes(replace(view, calibration=trained), 96, gated=False)
+    gate = layer_sizes(replace(view, calibration=trained), 96, UNGATED)
     assert without[0] == 8
     assert gate[0] < without[0]
 
 
 def test_without_prediction_layers_are_equal() -> None:
-    assert layer_sizes(mixtral_view(), 96, gated=False, predictor=None) == [3] * 32
+    assert layer_sizes(mixtral_view(), 96, UNGATED, predictor=None) == [3] * 32
 
 
 def test_missing_calibration_parts_are_named() -> None:
@@ -88,7 +95,44 @@ def test_missing_calibration_parts_are_named() -> None:
     ungated = replace(view, calibration=replace(view.calibration, sensitivity=None, needed=None))
     with pytest.raises(PolicyError, match="gate=own"):
         policy("adapmoe").placement(ungated)
-    assert sum(layer_sizes(ungated, 64, gated=False)) == 64
+    assert sum(layer_sizes(ungated, 64, UNGATED)) == 64
+
+
+def sizes_of(view: View, **options: str) -> list[int]:
+    return [int(size) for size in (policy("adapmoe", **options).placement(view) > 0).sum(axis=1)]
+
+
+def test_cache_sizes_follow_the_threshold_in_force() -> None:
+    """A threshold that drops nothing, the calibration's, and one that drops what it may."""
+    view = mixtral_view()
+    assert view.calibration is not None
+    every = [sizes_of(view, threshold=one) for one in ("0", str(GOLDEN["threshold"]), "1e9")]
+    assert len({str(sizes) for sizes in every}) == 3
+    assert sizes_of(view) == every[1]
+    assert sizes_of(view, gate="own") == every[0]
+    assert sizes_of(view, gate="score", share="0") == every[0]
+    assert sizes_of(view, gate="score", share="1") == every[2]
+
+
+def test_cache_sizes_follow_the_accuracy_of_gated_predictions() -> None:
+    """Not that of all predictions, of prompts too: here a gate makes a layer's predictions useless."""
+    view = mixtral_view()
+    assert view.calibration is not None
+    gated = {name: table.copy() for name, table in view.calibration.gated_accuracy.items()}
+    gated["raw"][20, 1] = 0
+    changed = replace(view, calibration=replace(view.calibration, gated_accuracy=gated))
+    assert layer_sizes(changed, 96, UNGATED) == layer_sizes(view, 96, UNGATED)
+    assert layer_sizes(changed, 96, GATED)[20] > layer_sizes(view, 96, GATED)[20]
+    accuracy = {name: np.zeros_like(array) for name, array in view.calibration.accuracy.items()}
+    useless = replace(view, calibration=replace(view.calibration, accuracy=accuracy))
+    assert layer_sizes(useless, 96, GATED) == layer_sizes(view, 96, GATED)
+
+
+def test_entries_between_the_steps_of_a_table() -> None:
+    table = np.array([[[0, 1], [1, 3], [5, 0]], [[2, 2], [4, 4], [6, 6]]], np.float32)
+    assert at_limits(table, [0, 0.75]).tolist() == [[0, 1], [5, 5]]
+    assert at_limits(table, [0.25, float("inf")]).tolist() == [[0.5, 2], [6, 6]]
+    assert at_limits(table[:, :, 0], [1, 0.5]).tolist() == [5, 4]
 
 
 @given(st.integers(2, 200), shares, shares)

@@ -82,8 +82,12 @@ def test_lru_layer_sizes_follow_the_calibration() -> None:
     shape = ModelShape(layers=5, experts=8, tiles=2, top_k=2)
     rng = np.random.default_rng(4)
     view = replace(make_view(shape, 2 * 22), calibration=make_calibration(shape, rng))
-    sizes = layer_sizes(view, 22, gated=True, predictor=None)
+    sizes = layer_sizes(view, 22, [0.1 * layer for layer in range(5)], predictor=None)
     assert len(set(sizes)) > 1
+    assert view.calibration is not None
+    squares = np.array([0.1 * layer for layer in range(5)], np.float32) ** 2
+    sensitivity = np.where(squares > 0, 0.05 / np.maximum(squares, 1e-9), np.inf).astype(np.float32)
+    view = replace(view, calibration=replace(view.calibration, sensitivity=sensitivity))
     machine = Machine(policy("adapmoe", prediction="none"), view, rng)
     machine.start()
     # the most used ones of each layer come first
@@ -94,7 +98,7 @@ def test_lru_layer_sizes_follow_the_calibration() -> None:
     for _ in range(30):
         machine.step(1)
         assert (machine.view.target > 0).sum(axis=1).tolist() == sizes
-    assert sum(layer_sizes(view, 22, gated=False, predictor="raw")) == 22
+    assert sum(layer_sizes(view, 22, [0.0] * 5, predictor="raw")) == 22
 
 
 def test_placement_is_limited_to_each_layers_size() -> None:
