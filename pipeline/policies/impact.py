@@ -13,7 +13,7 @@ from pipeline.policies.options import Whole
 from pipeline.policies.predictions import DEPTH
 from pipeline.policies.view import Signals, View
 
-CANDIDATES = 16  # of a layer, those that most rows use: a prompt uses more, and each costs a simulation
+CANDIDATES = 16  # numbers of rows that are tried, the highest: a prompt has more, and each costs a simulation
 
 
 class Impact(Prediction):
@@ -71,13 +71,16 @@ class _Simulated:
     costs: ActiveCosts
 
     def __post_init__(self) -> None:
-        costs = self.costs
-        absent = [index for index, missing in enumerate(costs.missing) if missing]
-        absent = sorted(absent, key=lambda index: -costs.rows[index])[:CANDIDATES]
-        before = two_ended(*costs.for_queue).seconds if absent else 0.0
-        saved = {index: before - self._seconds_with(index) for index in absent}
-        self._best = max(absent, key=saved.__getitem__, default=0)  # of equal ones the most used, the first
-        self.gain = saved.get(self._best, 0.0)
+        rows, missing = self.costs.rows, self.costs.missing
+        # experts of equal costs save as much: the first one of each stands for all, which is one for a token
+        absent = {(rows[i], missing[i]): i for i in reversed(range(len(rows))) if missing[i]}
+        tried = sorted(absent, reverse=True)[:CANDIDATES]
+        before = two_ended(*self.costs.for_queue).seconds if tried else 0.0
+        self.gain, self._best = 0.0, 0
+        for key in tried:
+            saved = before - self._seconds_with(absent[key])
+            if saved > self.gain:
+                self.gain, self._best = saved, absent[key]
 
     def fetch(self) -> Expert:
         """The best expert, which is taken as resident from now on."""

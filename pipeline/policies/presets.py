@@ -203,7 +203,7 @@ PRESETS: dict[str, Preset] = {
         ),
         ComposedPreset(
             "pre-gated",
-            "Each layer decides the next one, which is fetched",
+            "Each layer decides the next one's experts",
             ("empty", "pre-gated", "next-gate", "device", "lru"),
         ),
         ComposedPreset(
