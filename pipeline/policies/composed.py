@@ -204,6 +204,11 @@ class Composed(Policy):
         if not self.uses_device:
             return ()
         notes = [f"{self.name}: {note}" for part in self.parts for note in part.notes(view)]
+        predicts = self.parts.prediction
+        if predicts.reserve(view) and whole_experts(view.shape, view.capacity) < 2:
+            notes.append(
+                f"{self.name}: prediction={predicts.name} is off: half of the cache is less than an expert"
+            )
         return *unused_tiles_note(self.name, view), *dict.fromkeys(notes)
 
     def check_calibration(self, calibration: Calibration | None) -> None:

@@ -492,6 +492,19 @@ def test_reserve_is_at_most_half_of_a_small_cache(whole: int, cached: int) -> No
     assert bool(made.probes(0, view)) == (whole > 1)
 
 
+@pytest.mark.parametrize("name", ["mixtral-offloading", "hybrimoe", "adapmoe", "whole-layer"])
+def test_prediction_is_not_silently_off(name: str) -> None:
+    """Where half of the cache is less than an expert."""
+    shape = ModelShape(layers=4, experts=8, tiles=2, top_k=2)
+    for whole, off in ((0, True), (1, True), (2, False)):
+        view = make_view(shape, 2 * whole)
+        view = replace(view, calibration=make_calibration(shape, np.random.default_rng(0)))
+        made = make(name)
+        made.placement(view)
+        assert any("is off: half of the cache" in note for note in made.notes(view)) == off
+    assert not any("is off" in note for note in make("on-demand").notes(make_view(shape, 2)))
+
+
 def test_new_calibration_and_new_capacity_change_the_cache_sizes() -> None:
     shape = ModelShape(layers=5, experts=8, tiles=1, top_k=2)
     rng = np.random.default_rng(4)
