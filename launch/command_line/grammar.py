@@ -141,6 +141,17 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     _add_json(score)
     _add_detail(score)
 
+    evaluate = subparsers.add_parser(
+        "evaluate", help="multiple-choice items: how many the model answers right under --policy a,b,c"
+    )
+    _add_common(evaluate)
+    add = evaluate.add_argument
+    add(
+        "--items", type=Path, metavar="F.jsonl", help="items, one JSON object a line (default: built-in ones)"
+    )
+    add("--limit", type=at_least(1), metavar="N", help="only the first N items")
+    _add_json(evaluate)
+
     serve = subparsers.add_parser("serve", help="start an engine and print its name and address")
     _add_common(serve)
     serve.add_argument(

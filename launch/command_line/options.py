@@ -31,7 +31,9 @@ REQUEST_OPTIONS: dict[str | None, set[str]] = {
     "chat": {"seed"},
     "generate": {"seed"},
     "bench": {"policy", "set"},
+    "evaluate": {"policy", "set"},
 }
+COMPARING = {"bench", "evaluate"}  # commands that take several policies
 # Commands that start no engine, and all of their options.
 WITHOUT_ENGINE = {
     "keys": {"out", "add", "right", "list", "remove", "log_level"},
@@ -84,7 +86,7 @@ class Options:
     def policies(self) -> list[PolicyRequest]:
         """Those of --policy and --set, in order; a --set without a name is for each. Raises WrongUsage."""
         policy = self.written.get("policy")
-        names = [] if policy is None else policy.split(",") if self.command == "bench" else [policy]
+        names = [] if policy is None else policy.split(",") if self.command in COMPARING else [policy]
         options: dict[str, dict[str, str]] = {name: {} for name in names}
         for setting in self.written.get("set", ()):
             if not names:

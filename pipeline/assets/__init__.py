@@ -17,6 +17,11 @@ def costs_dir() -> Path:
     return _HERE / "costs"
 
 
+def items() -> Path:
+    """Multiple-choice items from the held-out text, which `benchmarks/embedded_model/items.py` writes."""
+    return _HERE / "items.jsonl"
+
+
 def heldout() -> dict[str, Path]:
     """Kind of text -> UTF-8 file that the embedded model was not trained on."""
     return {path.stem: path for path in sorted((_HERE / "heldout").glob("*.txt"))}

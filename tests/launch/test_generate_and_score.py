@@ -18,9 +18,9 @@ import pytest
 from counters import decode
 
 from launch import generate as generating
-from launch import score as scoring
 from launch.command_line.options import parse
 from launch.errors import AnswerLost, OutputFailed, WrongUsage
+from launch.score import command as scoring
 from launch.terminal.interrupts import Interrupts
 from protocol.answer import Answer
 from protocol.errors import RequestFailed

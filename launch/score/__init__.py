@@ -1,0 +1,1 @@
+"""The commands that score given text: `score`, and `evaluate` for multiple-choice items."""

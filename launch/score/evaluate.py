@@ -1,0 +1,218 @@
+"""`launch.py evaluate`: the share of multiple-choice items that the model answers right, under each policy.
+
+A model answers with the choice whose tokens have the greatest log-probability after the context; `per byte`
+divides it by the choice's length first, so that a long choice is no worse for its length. The context but for
+its last token is prefilled, and the rest is computed one token at a time: approximations act while decoding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+from launch.bench.run import warm_up
+from launch.command_line.options import Options
+from launch.connect.session import connected
+from launch.errors import WrongUsage
+from launch.score.items import Item, read_items
+from launch.terminal.format import count, model_name, percent
+from launch.terminal.interrupts import Interrupts
+from launch.terminal.output import print_json, show
+from launch.terminal.progress import ProgressCounter
+from launch.terminal.tables import make_table, render
+from pipeline.assets import items as embedded_items
+from pipeline.policies.presets import make_policy
+from pipeline.policies.view import PolicyRequest
+from protocol.client import Client
+from protocol.errors import RequestFailed
+
+AT_ONCE = 8  # items whose choices are scored at the same time
+WARM_UP_NEW = 8  # tokens generated under a new policy before its first item
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The index of the choice that a policy's model gave each item, by log-probability and by that of a
+    byte."""
+
+    policy: PolicyRequest
+    exact: bool
+    chosen: Sequence[int]
+    per_byte: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Of n items."""
+
+    items: int
+    right: int
+    right_per_byte: int
+
+    @classmethod
+    def of(cls, items: Sequence[Item], answers: Answers, kind: str | None = None) -> Accuracy:
+        """Of the items of this kind, or of all."""
+        wanted = [i for i, item in enumerate(items) if kind is None or item.kind == kind]
+        right = [
+            sum(given[i] == items[i].answer for i in wanted) for given in (answers.chosen, answers.per_byte)
+        ]
+        return cls(len(wanted), *right)
+
+    @property
+    def share(self) -> float:
+        return self.right / self.items
+
+    @property
+    def share_per_byte(self) -> float:
+        return self.right_per_byte / self.items
+
+    @property
+    def error(self) -> float:
+        """The standard error of `share`."""
+        return sqrt(self.share * (1 - self.share) / self.items)
+
+    def to_map(self) -> dict[str, Any]:
+        return {
+            "items": self.items,
+            "accuracy": self.share,
+            "standard_error": self.error,
+            "accuracy_per_byte": self.share_per_byte,
+        }
+
+
+async def evaluate(options: Options, interrupts: Interrupts) -> int:
+    """Raises WrongUsage, RequestFailed, PolicyError and what `connected` raises."""
+    path: Path = options.written.get("items") or embedded_items()
+    items = read_items(path)[: options.written.get("limit")]
+    policies = options.policies()
+    for request in policies:
+        make_policy(request, options.config().seed)
+    async with connected(options, interrupts) as client:
+        if not client.welcome.has_tokenizer:
+            raise WrongUsage("evaluate: this model has no tokenizer, and items are text")
+        present = PolicyRequest(client.welcome.policy)
+        results = []
+        with ProgressCounter("evaluate: items", len(items) * max(1, len(policies))) as bar:
+            for request in policies or [present]:
+                exact = client.welcome.exact
+                if policies:
+                    exact = (await client.set_policy(request.name, request.options, counted=False)).exact
+                    await _warm_up(client, items[0])
+                bar.start_stage(f"evaluate: {request.name}")
+                results.append(await _answers(client, path, items, request, exact, bar))
+        model = client.welcome.model
+    if "json" in options.written:
+        print_json(_to_json(model, path, items, results), digits=7)
+    else:
+        show(_report(model, path, items, results), rendered=True)
+    return 0
+
+
+async def _warm_up(client: Client, item: Item) -> None:
+    """Fill the expert cache of a policy that was just set."""
+    await warm_up(client, await _tokens(client, item.context), WARM_UP_NEW)
+
+
+async def _tokens(client: Client, text: str) -> tuple[int, ...]:
+    found: list[int] = []
+    async for block in client.score(text=text):
+        found += block.tokens.tolist()
+    return tuple(found)
+
+
+async def _answers(
+    client: Client,
+    path: Path,
+    items: Sequence[Item],
+    policy: PolicyRequest,
+    exact: bool,
+    bar: ProgressCounter,
+) -> Answers:
+    free = asyncio.Semaphore(AT_ONCE)
+
+    async def answer(item: Item) -> tuple[int, int]:
+        async with free:
+            try:
+                scores = await _scores(client, item)
+            except RequestFailed as e:
+                raise RequestFailed(f"{path}, line {item.line}: {e}", usage=e.usage) from e
+        bar.count()
+        by_byte = [score / len(text.encode()) for score, text in zip(scores, item.choices, strict=True)]
+        return scores.index(max(scores)), by_byte.index(max(by_byte))
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(answer(item)) for item in items]
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from None  # all have the same cause
+    chosen, per_byte = zip(*(task.result() for task in tasks), strict=True)
+    return Answers(policy, exact, chosen, per_byte)
+
+
+async def _scores(client: Client, item: Item) -> list[float]:
+    """The log-probability of each choice after the context."""
+    before = len(await _tokens(client, item.context)) - 1  # rows that predict the context
+
+    async def score(choice: str) -> float:
+        total = 0.0
+        text = item.context + choice
+        async for block in client.score(text=text, stepwise=True, prefill=max(1, before)):
+            total += float(block.chosen[max(0, before - block.start) :].sum(dtype="float64"))
+        return total
+
+    return await asyncio.gather(*map(score, item.choices))
+
+
+def _kinds(items: Sequence[Item]) -> list[str]:
+    return list(dict.fromkeys(item.kind for item in items if item.kind))
+
+
+def _to_json(model: str, path: Path, items: Sequence[Item], results: Sequence[Answers]) -> dict[str, Any]:
+    first = results[0]
+    return {
+        "model": model,
+        "items": str(path),
+        "policies": [
+            {
+                "name": answers.policy.name,
+                "options": answers.policy.options,
+                "exact": answers.exact,
+                **Accuracy.of(items, answers).to_map(),
+                "changed": _changed(first, answers),
+                "answers": list(answers.chosen),
+                "kinds": {kind: Accuracy.of(items, answers, kind).to_map() for kind in _kinds(items)},
+            }
+            for answers in results
+        ],
+    }
+
+
+def _changed(first: Answers, answers: Answers) -> int:
+    """Items that the first policy's model answers differently."""
+    return sum(a != b for a, b in zip(first.chosen, answers.chosen, strict=True))
+
+
+def _report(model: str, path: Path, items: Sequence[Item], results: Sequence[Answers]) -> str:
+    several = len(results) > 1
+    kinds = _kinds(items)
+    table = make_table("policy", numbers=("right", "+-", "per byte", *("changed",) * several))
+    by_kind = make_table("right, by kind", numbers=[answers.policy.name for answers in results])
+    for answers in results:
+        all_items = Accuracy.of(items, answers)
+        name = answers.policy.name + ("" if answers.exact else " ~")
+        figures = (all_items.share, all_items.error, all_items.share_per_byte)
+        row = [percent(figure, 1) for figure in figures]
+        table.add_row(name, *row, *[str(_changed(results[0], answers))] * several)
+    for kind in kinds:
+        shares = [Accuracy.of(items, answers, kind).share for answers in results]
+        by_kind.add_row(kind, *(percent(share) for share in shares))
+    chance = sum(1 / len(item.choices) for item in items) / len(items)
+    lines = [f"{model_name(model)}, {count(len(items), 'item')} of {path.name}; by chance {percent(chance)}"]
+    lines += ["+-: the standard error; per byte: choices compared by their log-probability a byte"]
+    if several:
+        lines.append(f"changed: items that {results[0].policy.name} answers differently; ~: approximate")
+    return render(table, "", *((by_kind, "") if kinds else ()), *lines)

@@ -1,0 +1,127 @@
+"""`evaluate`: the items it takes, and its answers on the embedded model against transformers'."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.embedded_model.items import CHOICES, EACH
+from launch.errors import WrongUsage
+from launch.score.items import read_items
+from pipeline.assets import heldout, items, model_dir
+
+GOOD: dict[str, Any] = {"context": "a b", "choices": [" c", " d"], "answer": 1}
+
+
+def written(path: Path, *entries: object) -> Path:
+    file = path / "items.jsonl"
+    file.write_text("\n".join(e if isinstance(e, str) else json.dumps(e) for e in entries), encoding="utf-8")
+    return file
+
+
+def test_an_item_is_read_with_its_line(tmp_path: Path) -> None:
+    first, second = read_items(written(tmp_path, GOOD, "", GOOD | {"kind": "k", "answer": 0}))
+    assert (first.line, first.context, first.choices, first.answer, first.kind) == (
+        1,
+        "a b",
+        (" c", " d"),
+        1,
+        "",
+    )
+    assert (second.line, second.answer, second.kind) == (3, 0, "k")
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ("{", "this is no JSON object"),
+        ("[]", "this is no JSON object"),
+        (GOOD | {"contxt": "x"}, "unknown field 'contxt'; known are context, choices, answer, kind"),
+        ({"context": "a", "choices": [" c", " d"]}, "the field answer is missing"),
+        (GOOD | {"context": ""}, "context must be text"),
+        (GOOD | {"context": 3}, "context must be text"),
+        (GOOD | {"choices": [" c"]}, "choices must be two or more different texts"),
+        (GOOD | {"choices": [" c", " c"]}, "choices must be two or more different texts"),
+        (GOOD | {"choices": [" c", ""]}, "choices must be a list of texts"),
+        (GOOD | {"choices": " c"}, "choices must be a list of texts"),
+        (GOOD | {"answer": 2}, "answer must be an index of the choices, 0 to 1"),
+        (GOOD | {"answer": True}, "answer must be an index of the choices, 0 to 1"),
+        (GOOD | {"kind": 1}, "kind must be text"),
+        ('{"context": "a", "choices": ["\\ud800", "b"], "answer": 0}', "this cannot be sent to the engine"),
+    ],
+)
+def test_a_wrong_item_is_named_by_its_line(entry: object, reason: str, tmp_path: Path) -> None:
+    path = written(tmp_path, GOOD, entry)
+    with pytest.raises(WrongUsage) as refused:
+        read_items(path)
+    assert f"{path}, line 2: {reason}" in str(refused.value)
+
+
+def test_a_file_without_items_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WrongUsage, match="has no item"):
+        read_items(written(tmp_path, "", " "))
+
+
+def test_the_built_in_items_are_from_the_held_out_text() -> None:
+    texts = {kind: path.read_text(encoding="utf-8") for kind, path in heldout().items()}
+    found = read_items(items())
+    assert len(found) == 2 * EACH * len(texts) >= 500
+    for item in found:
+        text = texts[item.kind.partition(",")[0]]
+        assert item.context + item.choices[item.answer] in text
+        assert len(item.choices) == CHOICES
+        assert not any(
+            item.context + choice in text for i, choice in enumerate(item.choices) if i != item.answer
+        )
+
+
+def oracle(path: Path) -> list[list[float]]:
+    """Each choice's log-probability by transformers in float32."""
+    tokenizer = AutoTokenizer.from_pretrained(model_dir())
+    model = AutoModelForCausalLM.from_pretrained(model_dir(), dtype=torch.float32)
+    every = []
+    for item in read_items(path):
+        before = len(tokenizer.encode(item.context)) - 1
+        scores = []
+        for choice in item.choices:
+            ids = torch.tensor([tokenizer.encode(item.context + choice)])
+            with torch.inference_mode():
+                logprobs = model(ids).logits[0].log_softmax(-1)
+            scores.append(float(logprobs[range(before, ids.shape[1] - 1), ids[0, before + 1 :]].sum()))
+        every.append(scores)
+    return every
+
+
+def test_the_answers_are_those_of_transformers(tmp_path: Path) -> None:
+    """Items of several kinds, under two exact policies."""
+    lines = items().read_text(encoding="utf-8").splitlines()[20::63]
+    path = written(tmp_path, *lines)
+    code, out, error = run("evaluate", "--items", str(path), "--policy", "all-host,on-demand", "--json")
+    assert code == 0, error
+    found = json.loads(out)
+    expected = oracle(path)
+    right = 0
+    for i, (item, scores) in enumerate(zip(read_items(path), expected, strict=True)):
+        best = max(scores)
+        for policy in found["policies"]:
+            assert scores[policy["answers"][i]] > best - 0.05  # bf16 may turn a tie over
+        right += found["policies"][0]["answers"][i] == item.answer
+    first, second = found["policies"]
+    assert (first["name"], second["name"], second["exact"]) == ("all-host", "on-demand", True)
+    assert first["items"] == len(lines)
+    assert first["accuracy"] == pytest.approx(right / len(lines))
+    kinds = first["kinds"].values()
+    assert sum(kind["items"] * kind["accuracy"] for kind in kinds) == pytest.approx(right)
+
+
+def test_an_item_longer_than_the_context_ends_with_its_line(tmp_path: Path) -> None:
+    path = written(tmp_path, GOOD, GOOD | {"context": "word " * 400})
+    code, out, error = run("evaluate", "--items", str(path), "--context", "64", "--policy", "all-host")
+    assert (code, out) == (2, "")
+    assert f"{path}, line 2: " in error.splitlines()[-1]
