@@ -18,6 +18,7 @@ from launch.processes.supervisor import Supervisor
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.config import EngineConfig
 from pipeline.engine.engine import Engine
+from pipeline.experts import progress
 from pipeline.experts.peers import ExitEvents
 from pipeline.experts.ring_exchange import RingExchange
 from protocol.client import Client
@@ -84,12 +85,23 @@ def make_child(runtime):
         endpoint.close()
 
 
+@pytest.fixture
+def pool_clock(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock by which a pool suspects its workers."""
+    monkeypatch.setattr(progress, "time", clock)
+    return clock
+
+
 @pytest.fixture(params=["zmq", "shm"])
 def harness(
-    request: pytest.FixtureRequest, runtime: Path, exits: ExitEvents, reports: list[object]
+    request: pytest.FixtureRequest,
+    runtime: Path,
+    exits: ExitEvents,
+    reports: list[object],
+    pool_clock: Clock,
 ) -> Iterator[PoolHarness]:
     with control_segment(3) as control, child_socket(runtime, "w", "worker", PRINT, exits, reports) as socket:
-        harness = PoolHarness(runtime, socket, control, exits, reports, request.param == "shm")
+        harness = PoolHarness(runtime, socket, control, exits, reports, request.param == "shm", pool_clock)
         yield harness
         if isinstance(harness.exchange, RingExchange):
             harness.exchange.close()

@@ -1,4 +1,5 @@
-"""A worker pool over real sockets; the test drives its workers and its supervisor."""
+"""A worker pool over real sockets; the test drives its workers, its supervisor and the clock by which workers
+are suspected, so that a busy machine makes none suspect."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from child_messages import LIMIT, PRINT, child_endpoint
+from clock import Clock
 
 from pipeline.coordinator_config import WorkerCores
 from pipeline.experts.exchange import WorkerExchange
@@ -28,6 +30,7 @@ HIDDEN = 4
 X = np.ones((1, HIDDEN), np.float32)
 _RINGS = itertools.count()
 QUIET = 0.15  # seconds without a message that count as silence
+TICK = 0.01  # seconds
 
 
 def shard_of(tile: int, worker: int = 0) -> HostShard:
@@ -152,8 +155,10 @@ class PoolHarness:
         exits: ExitEvents,
         reports: list[object],
         rings: bool,
+        clock: Clock,
     ) -> None:
-        """`rings`: Work goes through shared memory."""
+        """`rings`: Work goes through shared memory. `clock`: the pool's, in which only `let_pass` passes."""
+        self.clock = clock
         self.runtime, self.socket, self.control = runtime, socket, control
         self.exchange: WorkerExchange = socket
         if rings:
@@ -188,6 +193,12 @@ class PoolHarness:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.pool.update(5)
+
+    def let_pass(self, seconds: float) -> None:
+        """This time passes by the pool's clock, in slices that count whole."""
+        for _ in range(round(seconds / TICK)):
+            self.clock.now += TICK
+            self.pool.update(0)
 
     def update_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + LIMIT

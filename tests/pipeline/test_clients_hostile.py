@@ -71,14 +71,14 @@ async def test_client_that_sends_a_message_of_very_many_frames_is_cut_off() -> N
         assert (await other.stats())["cut_off"] == 1
 
 
-@pytest.mark.parametrize(
-    "frames",
-    [[b""], [b"\x01"], [b"\xff\x03", b"\x80"], [b"x"] * 50, [b"\x03\x03", b"\xdf\xff\xff\xff\xff"]],
-    ids=range(5),
-)
-async def test_client_that_floods_with_malformed_frames_is_cut_off(frames: list[bytes], caplog) -> None:
+async def test_client_that_floods_with_malformed_frames_is_cut_off(caplog) -> None:
+    """Each kind counts: the first ones are of every kind."""
+    kinds = [[b""], [b"\x01"], [b"\xff\x03", b"\x80"], [b"x"] * 50, [b"\x03\x03", b"\xdf\xff\xff\xff\xff"]]
+    assert len(kinds) <= REFUSED_LIMIT
     async with service() as running, raw(running.local) as hostile, Client.connect(running.local) as other:
-        await pour(hostile, frames, 3000)
+        for _ in range(3000 // len(kinds)):
+            for frames in kinds:
+                await pour(hostile, frames, 1)
         answers = await everything(hostile)
         assert len(answers) == REFUSED_LIMIT + 1
         assert all(isinstance(a, Error) and a.request == -1 for a in answers)
@@ -112,7 +112,7 @@ async def test_cut_off_client_of_the_library_has_the_reason() -> None:
 
 async def test_occasional_malformed_messages_are_answered_each_time() -> None:
     async with service() as running, raw(running.local) as clumsy:
-        for _ in range(3):
+        for _ in range(2):
             await pour(clumsy, [b"\x01"], REFUSED_LIMIT - 1)
             assert len(await everything(clumsy, quiet=1.1)) == REFUSED_LIMIT - 1
         assert count(running, "cut_off") == 0
