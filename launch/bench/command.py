@@ -1,13 +1,14 @@
 """`launch.py bench`: the same prompts under several policies in one engine, interleaved.
 
 A machine's speed drifts (heat, other programs), so the order of the policies alternates: A B C, then C B A,
-after one round that is not counted. Before every run the policy is set again and computes a short request
-that is not measured, so that its placement has landed and its cache is filled.
+after one round that is not counted. Before every run the policy is set anew and computes other requests, as
+many at once as are measured: the same under every policy, and long enough for the slowest to learn, so that
+a cache by use is full of what text uses, and predictions have been judged.
 
-No policy learns from what is measured. Placements by use see the same counts in every round: those of
-held-out texts of every kind, which are read first, or of a running engine's earlier requests; the engine
-counts none of the steps after that. At the end approximate policies and an exact one score held-out text; the
-perplexities' difference is an approximation's cost.
+No policy keeps what it learns from a measured prompt. Placements by use see the same counts in every round:
+those of held-out texts of every kind, which are read first, or of a running engine's earlier requests; the
+engine counts none of the steps after that. At the end approximate policies and an exact one score held-out
+text; the perplexities' difference is an approximation's cost.
 """
 
 from __future__ import annotations
@@ -43,8 +44,6 @@ log = logging.getLogger("tandem")
 
 # Computes what is not measured; the reference for approximate policies where --policy names no exact one.
 EXACT = "all-host"
-WARM_UP_PROMPT = 64  # tokens read before a run, at most: enough to use nearly every expert
-WARM_UP_NEW = 8
 
 
 async def bench(options: Options, interrupts: Interrupts) -> int:
@@ -97,7 +96,8 @@ async def _run(client: Client, plan: BenchPlan, changes: list[PolicyChanged]) ->
     """Each policy's runs; a policy that cannot run here has none, and `left_out` has the reason."""
     results = [PolicyResult(request) for request in plan.policies]
     with ProgressCounter("bench: prompts", len(results) * (1 + plan.rounds)) as bar:
-        *prompts, other = await _prepare(client, plan)
+        prompts, others = await _prepare(client, plan)
+        _, new = plan.warm_up(client.welcome.context)
         for turn in range(1 + plan.rounds):
             for result in (results[index] for index in plan.order(turn)):
                 if result.left_out:
@@ -107,13 +107,13 @@ async def _run(client: Client, plan: BenchPlan, changes: list[PolicyChanged]) ->
                 try:
                     changed = await client.set_policy(name, result.request.options, counted=False)
                 except RequestFailed as e:
-                    others = any(not rest.left_out for rest in results if rest is not result)
-                    if plan.named or turn or not e.usage or not others:
+                    more = any(not rest.left_out for rest in results if rest is not result)
+                    if plan.named or turn or not e.usage or not more:
                         raise
                     result.left_out = str(e)
                     bar.drop(1 + plan.rounds)
                     continue
-                await warm_up(client, other[:WARM_UP_PROMPT], min(WARM_UP_NEW, plan.gen_len))
+                await warm_up(client, others, new)
                 run, _ = await measure(client, prompts, plan.gen_len)
                 _check_own(changes)
                 if turn:  # the first is the warm-up; a policy's notes about a cold engine are dropped with it
@@ -124,14 +124,22 @@ async def _run(client: Client, plan: BenchPlan, changes: list[PolicyChanged]) ->
     return results
 
 
-async def _prepare(client: Client, plan: BenchPlan) -> list[Prompt]:
-    """The prompts, and one more for warm-ups. An engine that has counted no routing yet reads other text."""
+async def _prepare(client: Client, plan: BenchPlan) -> tuple[list[Prompt], list[Prompt]]:
+    """The prompts, and as many others for warm-ups. An engine that has counted no routing yet reads text of
+    every kind first."""
     stats = await client.stats()
     if stats["counted_tokens"] < ENOUGH_TOKENS:
         await client.set_policy(EXACT)
         await read_other_texts(client, plan.seed)
     await client.set_policy(EXACT, counted=False)  # the prompts are tokenized by scoring them
-    return await make_prompts(client, plan.batch + 1, plan.prompt_len, plan.seed)
+    prompts = await make_prompts(client, plan.batch, plan.prompt_len, plan.seed)
+    return prompts, await _others(client, plan, plan.batch)
+
+
+async def _others(client: Client, plan: BenchPlan, count: int) -> list[Prompt]:
+    """Prompts for warm-ups, which differ from the measured ones."""
+    length, _ = plan.warm_up(client.welcome.context)
+    return await make_prompts(client, count, length, plan.seed, first=plan.batch)
 
 
 async def _compare_perplexity(
@@ -144,11 +152,13 @@ async def _compare_perplexity(
     exact = next((result.request for result in results if result.exact), PolicyRequest(EXACT))
     with ProgressCounter("bench: held-out text", 1 + len(approximate)) as bar:
         texts = await Texts.make(client, plan.ppl_tokens, plan.prompt_len, plan.seed)
+        others = await _others(client, plan, 1)
+        _, new = plan.warm_up(client.welcome.context)
 
         async def perplexity(request: PolicyRequest) -> float:
             bar.start_stage(f"bench: perplexity, {request.name}")
             await client.set_policy(request.name, request.options, counted=False)
-            await warm_up(client, texts.ids[-1][:WARM_UP_PROMPT], WARM_UP_NEW)
+            await warm_up(client, others, new)
             found = await texts.perplexity(client)
             _check_own(changes)
             bar.count()
@@ -202,5 +212,6 @@ def _config(options: Options, plan: BenchPlan, client: Client, stats: dict[str, 
         "prompts": "held-out text" if welcome.has_tokenizer else "random ids",
         **{name: getattr(plan, name) for name in of_plan},
         "warm_up": 1,
+        "warm_up_tokens": plan.warm_up(welcome.context),  # read and new ones of each request
         "seed": plan.seed,
     }

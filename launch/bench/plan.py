@@ -17,6 +17,10 @@ from pipeline.policies.presets import PRESETS, make_policy
 from pipeline.policies.random_plan import RandomPlan
 from pipeline.policies.view import PolicyRequest
 
+WARM_UP_PROMPT = 64  # tokens: enough to use nearly every expert
+# New tokens, unless a policy needs more until it has settled: 16 of DALI's windows of 4 steps, which exchange
+# a whole layer's cache, and 4 of the windows in which predictions are judged.
+WARM_UP_NEW = 64
 PPL_TOKENS = 256  # enough to see a tenth of a percent; a few seconds for each approximate policy
 
 
@@ -75,6 +79,13 @@ class BenchPlan:
                 f"--batch {self.batch} of {tokens} tokens each needs {self.batch * tokens} tokens of KV"
                 f" cache, and it holds {kv_tokens}; use fewer or shorter requests, or more --kv-tokens"
             )
+
+    def warm_up(self, context: int) -> tuple[int, int]:
+        """Prompt and new tokens of each request before a run, as far as the context has them: the same under
+        every policy."""
+        prompt = min(WARM_UP_PROMPT, context // 2)
+        settled = [make_policy(request, self.seed).settles for request in self.policies]
+        return prompt, min(max(WARM_UP_NEW, *settled), context - prompt)
 
     def order(self, turn: int) -> list[int]:
         """Indices of the policies: every other round is reversed, so that a steady drift cancels out."""

@@ -17,15 +17,16 @@ OTHER_TOKENS = 128  # of each kind of text, that are read before anything is mea
 STRIDE = 20_000  # bytes between two prompts from the same text
 
 
-async def make_prompts(client: Client, count: int, length: int, seed: int) -> list[Prompt]:
-    """`count` different prompts of exactly `length` token ids. The measured engine tokenizes the text (Scores
-    carry the token ids), in about the time of one prefill of the prompts. Raises RequestFailed."""
+async def make_prompts(client: Client, count: int, length: int, seed: int, first: int = 0) -> list[Prompt]:
+    """Prompts `first` to `first + count` of a row of different ones, each of exactly `length` token ids. The
+    measured engine tokenizes the text (Scores carry the token ids), in about the time of one prefill of the
+    prompts. Raises RequestFailed."""
     if not client.welcome.has_tokenizer:
         random = np.random.default_rng(seed)
-        ids = random.integers(0, client.welcome.vocabulary, (count, length))
-        return [tuple(row) for row in ids.tolist()]
+        ids = random.integers(0, client.welcome.vocabulary, (first + count, length))
+        return [tuple(row) for row in ids[first:].tolist()]
     texts = [path.read_bytes() for path in heldout().values()]
-    return [await _read(client, _beginning(texts, i), length) for i in range(count)]
+    return [await _read(client, _beginning(texts, first + i), length) for i in range(count)]
 
 
 async def read_other_texts(client: Client, seed: int) -> None:

@@ -61,6 +61,7 @@ class Report:
             f"batch {c['batch']}: {count(c['prompt_len'], 'prompt token')} ({c['prompts']}),"
             f" {c['gen_len']} generated tokens, sampled",
             f"{count(c['rounds'], 'round')}, policies interleaved: median, and below it the range",
+            warmed(c),
             *placed_by(c),
             *([f"{c['machine']}, {c['when'][:10]}"] if "machine" in c else []),
         ]
@@ -145,6 +146,13 @@ def _cache(config: dict[str, Any]) -> str:
     size = byte_size(config["cache_tiles"] * config["tile_bytes"])
     share = "" if config["expert_cache"] is None else f", {percent(config['expert_cache'])} of all tiles"
     return f"expert cache: {config['cache_tiles']} tiles, {size}{share}"
+
+
+def warmed(config: dict[str, Any]) -> str:
+    """What each policy computes before it is measured."""
+    read, new = config["warm_up_tokens"]
+    lengths = f"{config['batch']} x {read} other tokens, {new} generated"
+    return f"warm-up before each run, for all alike: {lengths}"
 
 
 def placed_by(config: dict[str, Any]) -> list[str]:

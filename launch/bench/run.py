@@ -110,9 +110,18 @@ async def measure(client: Client, prompts: Sequence[Prompt], gen_len: int) -> tu
     return run, ends
 
 
-async def warm_up(client: Client, prompt: Prompt, gen_len: int) -> None:
-    """Fill the expert cache under a policy that was just set, on text that is not measured."""
-    await client.generate(token_ids=prompt, max_tokens=gen_len, ignore_eos=True).result()
+async def warm_up(client: Client, prompts: Sequence[Prompt], gen_len: int) -> None:
+    """Let a policy that was just set fill its cache and learn, on texts that are not measured: as many at
+    once as in a measured run, and sampled as there. Raises RequestFailed."""
+    for answer in _ask(client, prompts, gen_len):
+        await answer.result()
+
+
+def _ask(client: Client, prompts: Sequence[Prompt], gen_len: int) -> list[Answer]:
+    return [
+        client.generate(token_ids=p, max_tokens=gen_len, ignore_eos=True, sampling=replace(SAMPLING, seed=i))
+        for i, p in enumerate(prompts)
+    ]
 
 
 async def _generate(client: Client, prompts: Sequence[Prompt], gen_len: int) -> tuple[Timeline, list[Done]]:
@@ -120,10 +129,7 @@ async def _generate(client: Client, prompts: Sequence[Prompt], gen_len: int) -> 
         return tuple([time.perf_counter() async for _ in answer])
 
     sent = time.perf_counter()
-    answers = [
-        client.generate(token_ids=p, max_tokens=gen_len, ignore_eos=True, sampling=replace(SAMPLING, seed=i))
-        for i, p in enumerate(prompts)
-    ]
+    answers = _ask(client, prompts, gen_len)
     try:
         async with asyncio.TaskGroup() as group:
             times = [group.create_task(arrivals(answer)) for answer in answers]

@@ -141,6 +141,7 @@ class Replacement(Part):
     """The part that decides which experts stay resident. It tracks the cache's experts from `start` on; it
     does not see those that a prediction holds in the reserve."""
 
+    settles: int = 0  # as `Policy.settles`
     fills: ClassVar[str] = ""  # where new experts come from: "fetched" ones, "swapped" for held ones, or none
     admits: ClassVar[bool] = False  # True: predicted experts enter the cache at once, and there is no reserve
 
@@ -192,6 +193,7 @@ class Composed(Policy):
         self.needs_costs = any(part.needs_costs for part in parts)
         self.needs_calibration = any(part.needs_calibration for part in parts)
         self.likes_calibration = parts.placement.likes_calibration
+        self.settles = parts.replacement.settles
         self.uses_device = parts.assignment.uses_device
         self.uses_host = parts.assignment.uses_host
         self._predicts = False

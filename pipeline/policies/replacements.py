@@ -17,6 +17,10 @@ from pipeline.policies.parts import evenly
 from pipeline.policies.predictions import FEW_EXPERTS
 from pipeline.policies.view import Active, Signals, View
 
+SETTLED = (
+    16  # windows after which a cache that began at random follows the workload: each changes few experts
+)
+
 
 class Keep(Replacement):
     """Placed experts stay; a fetched expert is computed and evicted."""
@@ -129,6 +133,7 @@ class Workload(Replacement):
     def __init__(self, *, window: int, swaps: int | None) -> None:
         self._window = window
         self._swaps = swaps
+        self.settles = SETTLED * window
 
     def start(self, placed: list[Expert], budget: int, view: View) -> None:
         shape = view.shape

@@ -39,6 +39,8 @@ class StandInEngine:
         self.events: list[Any] = []
         self.refused: dict[str, ProtocolError] = {}
         self.policy, self.runs = "dali", 0
+        self.read: set[Any] = set()  # prompts that are not measured
+        self.measured: set[Any] = set()
 
     async def stats(self) -> dict[str, Any]:
         return {
@@ -57,6 +59,7 @@ class StandInEngine:
 
     def generate(self, **fields: Any) -> Answer:
         self.events.append((len(fields["token_ids"]), fields["max_tokens"]))
+        self.read.add(fields["token_ids"])
         answer = Answer(0, lambda request: None)
         answer.feed(Done(0, "length"))
         return answer
@@ -69,6 +72,7 @@ class StandInEngine:
 
     async def measure(self, prompts: Any, gen_len: int) -> tuple[Run, list[Done]]:
         self.runs += 1
+        self.measured.update(prompts)
         self.events.append(([len(prompt) for prompt in prompts], gen_len))
         return Run(float(self.runs), 0.1, float(self.runs), 0, 0.0, 1.0, decode=decode()), []
 
@@ -101,7 +105,7 @@ async def test_each_run_follows_its_policy_and_an_unmeasured_request(bench: Any)
     options = ["--policy", "all-host,on-demand", "--set", "on-demand.scope=global"]
     found = await bench(engine, *options, *SHORT)
     host, demand = ("all-host", {}, False), ("on-demand", {"scope": "global"}, False)
-    run = [(64, 4), ([100, 100], 4)]  # at most 64 tokens, as many new ones as a run has
+    run = [(64, 64), (64, 64), ([100, 100], 4)]  # as many requests, however short the measured ones are
     turns = [host, demand, demand, host, host, demand]
     events = [("all-host", {}, False)]  # the engine has counted enough; the prompts are not counted
     for policy in turns:
@@ -111,6 +115,19 @@ async def test_each_run_follows_its_policy_and_an_unmeasured_request(bench: Any)
     assert first["decode_tok_s"]["runs"] == [4, 5]  # not those of the warm-up, 1 and 2
     assert second["decode_tok_s"]["runs"] == [3, 6]
     assert (first["exact"], second["options"]) == (True, {"scope": "global"})
+    assert len(engine.read) == len(engine.measured) == 2
+    assert not {ids[:64] for ids in engine.measured} & engine.read
+    assert found["config"]["warm_up_tokens"] == [64, 64]
+
+
+async def test_every_policy_is_warmed_until_the_slowest_has_settled(bench: Any) -> None:
+    """DALI's cache changes after each of its windows; a run's own requests are too short for that."""
+    engine = StandInEngine()
+    await bench(engine, "--policy", "all-host,dali", "--set", "dali.window=8", *SHORT)
+    assert {event for event in engine.events if isinstance(event[0], int)} == {(64, 128)}
+    engine = StandInEngine()
+    await bench(engine, "--policy", "all-host,dali", "--set", "dali.window=64", *SHORT)
+    assert {event for event in engine.events if isinstance(event[0], int)} == {(64, 192)}  # the context's end
 
 
 async def test_engine_that_has_counted_little_reads_other_text_first(bench: Any) -> None:

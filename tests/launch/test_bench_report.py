@@ -59,6 +59,7 @@ def test_report_fits_80_columns_and_names_the_emulation() -> None:
         **{"model": "/models/a-model", "device": "cuda", "workers": 8, "format": "bf16"},
         **{"backbone_dtype": "f32", "expert_cache": 0.25, "cache_tiles": 16, "tile_bytes": 393216},
         **{"prompts": "held-out text", "batch": 8, "prompt_len": 512, "gen_len": 128, "rounds": 2},
+        "warm_up_tokens": (64, 64),
     }
     runs = [Run(12345.6, 12.3456, 1234.5, 10**9, 5e8, 0.755), Run(9876.5, 9.87654, 98.765, 10**9, 5e8, 0.755)]
     request = PolicyRequest("mixtral-offloading", {"scope": "global"})
@@ -164,6 +165,7 @@ def whole_report() -> Report:
         **{"model": "/models/a-model", "device": "cuda", "workers": 8, "format": "bf16"},
         **{"backbone_dtype": "f32", "expert_cache": 0.25, "cache_tiles": 16, "tile_bytes": TILE},
         **{"prompts": "held-out text", "batch": 1, "prompt_len": 128, "gen_len": 11, "rounds": 2},
+        "warm_up_tokens": (64, 128),
     }
 
     def entry(name: str, exact: bool, **counters: Any) -> PolicyResult:
@@ -191,6 +193,7 @@ def test_profile_table_shows_causes_and_fits_80_columns(colours: str, monkeypatc
         assert f"{name} 10% 30% 20% 50%\n" in plain  # workers, device busy; waiting for workers, copies
     assert "daop 0.0% 12.3% 25.0% 75.0% +2.50%\n" in plain  # of the weight; perplexity
     assert "perplexity: relative to mixtral-offloading, 256 decoded tokens, held-out text" in text
+    assert "warm-up before each run, for all alike: 1 x 64 other tokens, 128 generated\n" in text
     assert "note: dali left out: not calibrated" in text
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from launch.bench.plan import BenchPlan
-from launch.bench.run import measure, warm_up
+from launch.bench.run import SAMPLING, measure, warm_up
 from launch.command_line.options import parse
 from launch.errors import AnswerLost, Disturbed, WrongUsage
 from pipeline.config import EngineConfig
@@ -92,8 +93,12 @@ async def test_warm_up_reads_and_writes_as_many_tokens() -> None:
             answer.feed(Done(0, "length"))
             return answer
 
-    await warm_up(cast(Client, Warmed()), (1, 2, 3), 8)
-    assert sent == [{"token_ids": (1, 2, 3), "max_tokens": 8, "ignore_eos": True}]
+    await warm_up(cast(Client, Warmed()), ((1, 2, 3), (4, 5, 6)), 8)
+    assert [(s["token_ids"], s["max_tokens"], s["ignore_eos"]) for s in sent] == [
+        ((1, 2, 3), 8, True),
+        ((4, 5, 6), 8, True),
+    ]
+    assert [s["sampling"] for s in sent] == [replace(SAMPLING, seed=i) for i in range(2)]  # as measured ones
 
 
 @pytest.mark.parametrize(
