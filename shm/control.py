@@ -58,16 +58,12 @@ class ControlLine:
     """The line of one child."""
 
     def __init__(self, numbers: NDArray[np.int64]) -> None:
-        self._numbers = numbers
+        self._numbers = numbers.data  # single numbers are read and written faster than in an array
+        self.address = int(numbers.ctypes.data)  # of the progress counter, for C code that increments it
 
     def tick(self) -> None:
         """Count one step of progress."""
         self._numbers[0] += 1
-
-    @property
-    def address(self) -> int:
-        """Address of the progress counter in this process, for C code that increments it."""
-        return int(self._numbers.ctypes.data)
 
     def begin(self, seq: int) -> None:
         """Record that this Work is being computed."""
@@ -79,12 +75,12 @@ class ControlLine:
 
     @property
     def ticks(self) -> int:
-        return int(self._numbers[0])
+        return self._numbers[0]
 
     @property
     def rows(self) -> int:
         """The most rows of an item that this worker computes at once; for more it imports torch first."""
-        return int(self._numbers[2])
+        return self._numbers[2]
 
     @rows.setter
     def rows(self, most: int) -> None:
@@ -93,4 +89,4 @@ class ControlLine:
     @property
     def seq(self) -> int:
         """The Work that is being computed, or IDLE."""
-        return int(self._numbers[1])
+        return self._numbers[1]

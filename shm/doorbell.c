@@ -14,7 +14,7 @@ struct doorbell {
     uint32_t sleeping; /* while the waiting process may sleep: 1 + its core; else 0 */
 };
 
-int tandem_doorbell_version(void) { return 2; }
+int tandem_doorbell_version(void) { return 3; }
 
 static int64_t nanoseconds(void) {
     struct timespec now;
@@ -26,6 +26,17 @@ static int64_t nanoseconds(void) {
 int64_t tandem_load(const int64_t *number) { return __atomic_load_n(number, __ATOMIC_ACQUIRE); }
 
 void tandem_store(int64_t *number, int64_t value) { __atomic_store_n(number, value, __ATOMIC_RELEASE); }
+
+/* Of `count` numbers, each `step` bytes after the one before, the index of the smallest above `after`; -1 if there is
+ * none. Everything that its writer had written before it. */
+int64_t tandem_next(const char *first, int64_t step, int64_t count, int64_t after) {
+    int64_t found = -1, least = INT64_MAX;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t number = tandem_load((const int64_t *)(first + i * step));
+        if (number > after && number < least) found = i, least = number;
+    }
+    return found;
+}
 
 static void wake(struct doorbell *bell) { syscall(SYS_futex, &bell->rings, FUTEX_WAKE, 1, 0, 0, 0); }
 

@@ -7,18 +7,18 @@ process wrote before `store` is there for the process whose `load` returns that 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-VERSION = 2  # of the library's functions: one that an older checkout left behind is not used
+VERSION = 3  # of the library's functions: one that an older checkout left behind is not used
 
 
 class Library:
     """The compiled functions, on addresses in this process: store(number, value), load(number) -> value,
-    ring(bells), wait(bell, seen, nanoseconds awake, in all) -> number of rings."""
+    next(first number, bytes to the next, count, after) -> index, wait(bell, seen, nanoseconds awake, in all)
+    -> number of rings."""
 
     def __init__(self, functions: ctypes.CDLL) -> None:
         number, pointer, count = ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint32
@@ -26,14 +26,21 @@ class Library:
         self.load.argtypes, self.load.restype = (pointer,), number
         self.store: Any = functions.tandem_store
         self.store.argtypes, self.store.restype = (pointer, number), None
+        self.next: Any = functions.tandem_next
+        self.next.argtypes, self.next.restype = (pointer, number, number, number), number
         self._ring: Any = functions.tandem_ring
         self._ring.argtypes, self._ring.restype = (pointer, number), None
         self.wait: Any = functions.tandem_wait
         self.wait.argtypes, self.wait.restype = (pointer, count, number, number), count
 
-    def ring(self, bells: Sequence[int]) -> None:
+    def ring(self, bells: tuple[int, ...]) -> None:
         """Ring all of them. A process that sleeps on this thread's core is woken last."""
-        self._ring((ctypes.c_void_p * len(bells))(*bells), len(bells))
+        self._ring(_pointers(bells), len(bells))
+
+
+@lru_cache(64)
+def _pointers(bells: tuple[int, ...]) -> Any:
+    return (ctypes.c_void_p * len(bells))(*bells)
 
 
 @cache

@@ -129,12 +129,12 @@ class Store:
         start = self.layout.offset(layer, expert, lo)
         return self._data[start : start + (hi - lo) * self._tile_bytes]
 
-    def layer(self, layer: int) -> Bytes:
-        """All experts of a layer: uint8 [layer_stride], read-only. Raises as `tiles` does."""
+    def all_tiles(self) -> Bytes:
+        """All experts of all layers: uint8 [total_bytes], read-only, the same array at every call. Raises
+        ValueError after `close`."""
         if self._data is None:
             raise ValueError(f"the store {self.segment.name} is closed here")
-        start = self.layout.offset(layer, 0)
-        return self._data[start : start + self.layout.layer_stride]
+        return self._data
 
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
         """Compare every layer with its checksum, on all cores; `progress` is called with the bytes compared

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from protocol.messages import Work
 from shm.control import ControlLine
-from workers.kernels.host import UNLIMITED, HostKernel
+from shm.slot import Slot
+from workers.kernels.host import UNLIMITED, HostKernel, most_rows
 
 IMPORT_AFTER = 1.0  # seconds that a restarted worker lives before the import, unless a Work needs it
 
@@ -32,10 +32,10 @@ class LateImport:
             self._thread = threading.Thread(target=self._run, name="torch", daemon=True)
             self._thread.start()
 
-    def prepare(self, work: Work) -> None:
-        """Wait for it where this valid Work needs it: the wait does not count as computing."""
-        rows, offsets = self._line.rows, work.offsets
-        if len(work.x) > rows and len(work.items) and (offsets[1:] - offsets[:-1]).max() > rows:
+    def prepare(self, slot: Slot) -> None:
+        """Wait for it where the Work in this slot needs it: the wait does not count as computing."""
+        rows = self._line.rows
+        if slot.x_rows > rows and most_rows(slot) > rows:
             self._wanted.set()
             self._kernel.prepare()
             self._line.rows = UNLIMITED

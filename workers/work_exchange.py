@@ -1,5 +1,6 @@
 """An expert worker's end of the exchange of Work and answers with the coordinator: over ZeroMQ, and through
-the ring that the coordinator may have made for it (`shm/ring.py`).
+the ring that the coordinator may have made for it (`shm/ring.py`). Either way the Work is computed in a slot:
+the ring's own, or a copy.
 
 Each Work is answered on the way on which it came; a refusal always over ZeroMQ. While the worker waits for
 its ring's doorbell, it looks for messages of the supervisor every SLICE seconds.
@@ -15,6 +16,7 @@ from protocol.messages import Abandon, AttachRing, Partial, Work, WorkFailed
 from shm.doorbell import library
 from shm.errors import ShmError
 from shm.ring import WorkerRing
+from shm.slot import OwnSlot, Slot
 from workers.child_endpoint import POLL_LIMIT_MS, ChildEndpoint
 
 SLICE = 0.1  # seconds, at most, between two looks for messages that no doorbell announces
@@ -26,42 +28,57 @@ log = logging.getLogger(__name__)
 class WorkExchange:
     """Used by one thread."""
 
-    def __init__(self, peer: ChildEndpoint) -> None:
+    def __init__(self, peer: ChildEndpoint, hidden: int) -> None:
         self._peer = peer
         self._waiting: deque[Work] = deque()  # that came over ZeroMQ
+        self._own = OwnSlot(hidden)  # for them
         self._ring: WorkerRing | None = None
         self._before_ring = 0  # messages of the coordinator before the ring was attached
         self._looked_at = 0.0  # monotonic seconds: the last look for messages
 
-    def next(self) -> Work | None:
-        """The next Work; None if none has come for a while, or the process is to stop. Its arrays are valid
+    def next(self) -> Slot | None:
+        """The next Work; None if none has come for a while, or the process is to stop. Its slot is valid
         until its answer."""
         ring = self._ring
         if ring is None:
             self._receive(wait=not self._waiting)
         else:
-            if (work := ring.take()) is None and not self._waiting:
+            if (slot := ring.take()) is None and not self._waiting:
                 if self._missing(ring):
                     self._receive(wait=True, limit_ms=LETTER_MS)
                 else:
                     ring.wait(SLICE)
-                work = ring.take()
+                slot = ring.take()
             if self._missing(ring) or time.monotonic() - self._looked_at > SLICE:
                 self._receive(wait=False)
-            if work is not None:
-                return work
-        return self._waiting.popleft() if self._waiting else None
+            if slot is not None:
+                return slot
+        return self._copied(self._waiting.popleft()) if self._waiting else None
 
-    def answer(self, answer: Partial | WorkFailed) -> None:
-        """Answer the Work that `next` has returned last. Its y must not be changed afterwards."""
+    def answer(self, slot: Slot, busy: float) -> None:
+        """Answer the Work that `next` has returned last: y is in its slot."""
         ring = self._ring
-        if ring is None or not ring.holds(answer.seq):
-            self._peer.send(answer)
-        elif isinstance(answer, Partial):
-            ring.answer(answer.seq, answer.busy, answer.y)
+        if ring is not None and ring.holds(slot):
+            ring.answer(slot, busy)
         else:
-            self._peer.send(answer)
-            ring.skip(answer.seq)
+            self._peer.send(Partial(slot.seq, self._peer.incarnation, busy, slot.y().copy()))
+
+    def refuse(self, slot: Slot, text: str) -> None:
+        """Refuse the Work that `next` has returned last."""
+        self._peer.send(self._refusal(slot.seq, text))
+        if self._ring is not None and self._ring.holds(slot):
+            self._ring.skip(slot)
+
+    def _copied(self, work: Work) -> Slot | None:
+        """A Work that came over ZeroMQ, in a slot; refused where its arrays do not fit each other."""
+        try:
+            return self._own.put(work)
+        except (ValueError, MemoryError) as e:
+            self._peer.send(self._refusal(work.seq, str(e)))
+            return None
+
+    def _refusal(self, seq: int, text: str) -> WorkFailed:
+        return WorkFailed(seq, self._peer.incarnation, text or "not enough memory")
 
     def _missing(self, ring: WorkerRing) -> bool:
         """The coordinator has sent messages that were not yet received."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from pipeline.experts.peers import SLICE_MS, ChildServerSocket
@@ -16,8 +15,9 @@ from pipeline.rate_limit import SparseLog
 from protocol.messages import Abandon, AttachRing, Partial, Ready, Work, WorkerDied, WorkFailed
 from shm.doorbell import Library
 from shm.errors import ShmError
-from shm.ring import CoordinatorRing, RingShape
+from shm.ring import CoordinatorRing
 from shm.segment import unlink
+from shm.slot import SlotShape
 
 # Seconds awake of each wait for an answer, a few times what waking a sleeping core takes: the last worker
 # ends soon after the first. The worker on this thread's core is given the core at once.
@@ -36,7 +36,7 @@ class RingExchange:
         socket: ChildServerSocket,
         library: Library,
         prefix: str,
-        shape: RingShape,
+        shape: SlotShape,
         attach_limit: float = ATTACH_LIMIT,
     ) -> None:
         """`prefix`: of the segments' names, which a number follows. `attach_limit`: seconds at the start for
@@ -134,11 +134,9 @@ class RingExchange:
             self._rings[index] = self._rings.pop(index)
         return []
 
-    def _answers(self) -> Iterator[tuple[int, Partial]]:
-        for index, ring in self._rings.items():
-            if ring.outstanding:
-                for partial in ring.answers():
-                    yield index, partial
+    def _answers(self) -> list[tuple[int, object]]:
+        rings = self._rings.items()
+        return [(index, partial) for index, ring in rings if ring.outstanding for partial in ring.answers()]
 
     def _from_socket(self, wait_ms: int) -> list[tuple[int, object]]:
         messages = self._socket.receive(wait_ms)

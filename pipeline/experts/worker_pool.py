@@ -137,7 +137,11 @@ class WorkerPool:
                 raise PeerLost(f"no worker has started or answered for {limit:.0f} s")
         y = np.zeros(ticket.shape, np.float32)
         for seq, shard in ticket.shards.items():
-            y[shard.kept] += ticket.partials[seq]
+            partial = ticket.partials[seq]
+            if len(partial) == len(y):  # all rows: much faster than by their numbers
+                y += partial
+            else:
+                y[shard.kept] += partial
         return y
 
     def abandon(self, ticket: WorkerTicket) -> None:
@@ -172,14 +176,14 @@ class WorkerPool:
 
     def _assign(self, order: _PendingWork) -> None:
         """Send an order to the worker it was cut for, if able or no other is; else to the least loaded."""
-        rows = len(order.work.x)
-        able = self._able(rows) or self._able(0) or list(self._running)
-        if not able:
-            self._unassigned.append(order)
-            return
-        chosen = order.preferred
-        if chosen not in able:
-            chosen = min(able, key=lambda index: (len(self._running[index].orders), index))
+        rows, chosen = len(order.work.x), order.preferred
+        if not self._is_able(chosen, rows):
+            able = self._able(rows) or self._able(0) or list(self._running)
+            if not able:
+                self._unassigned.append(order)
+                return
+            if chosen not in able:
+                chosen = min(able, key=lambda index: (len(self._running[index].orders), index))
         self._send(order, chosen)
 
     def _send(self, order: _PendingWork, index: int) -> None:
@@ -187,8 +191,13 @@ class WorkerPool:
         self._exchange.send(index, order.work)
 
     def _able(self, rows: int) -> list[int]:
-        """The workers that are not suspect and compute a Work of `rows` rows without an import."""
-        return [i for i, worker in self._running.items() if not worker.suspect and self._is_up(i, rows)]
+        """The workers that are able to compute a Work of `rows` rows."""
+        return [index for index in self._running if self._is_able(index, rows)]
+
+    def _is_able(self, index: int, rows: int) -> bool:
+        """The worker runs, is not suspect, and computes so many rows without an import."""
+        worker = self._running.get(index)
+        return worker is not None and not worker.suspect and self._is_up(index, rows)
 
     def _is_up(self, index: int, rows: int) -> bool:
         """The worker has answered before, and has imported what so many rows need."""

@@ -32,8 +32,8 @@ from shm.control import ControlSegment
 from shm.doorbell import library
 from shm.layout import FORMATS, BlockFormat
 from shm.pinned import lock_pages
-from shm.ring import RingShape
 from shm.segment import byte_size, engine_prefix
+from shm.slot import SlotShape
 from shm.store import Store
 from workers.kernels.native import chosen
 
@@ -134,7 +134,7 @@ class EngineParts:
         if functions is None:
             raise UsageError("--exchange shm: shm/doorbell.c was not compiled at installation")
         prefix = f"{engine_prefix(self.config.runtime)}exchange-"
-        shape = RingShape.for_rows(min(options.max_sequences, RING_ROWS), hidden)
+        shape = SlotShape.for_rows(min(options.max_sequences, RING_ROWS), hidden)
         self.rings = RingExchange(socket, functions, prefix, shape)
         self.closing.callback(self.rings.close)
         return self.rings

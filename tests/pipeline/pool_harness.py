@@ -23,7 +23,8 @@ from pipeline.experts.worker_pool import SilenceLimits, WorkerPool, WorkerTicket
 from protocol.messages import Abandon, AttachRing, Partial, Work, WorkerDied, WorkerUp, WorkFailed
 from shm.control import ControlSegment
 from shm.doorbell import Library, library
-from shm.ring import RingShape, WorkerRing
+from shm.ring import WorkerRing
+from shm.slot import Slot, SlotShape
 from workers.child_endpoint import ChildEndpoint
 
 HIDDEN = 4
@@ -69,7 +70,8 @@ class Worker:
         )
         self.endpoint.announce()
         self.ring: WorkerRing | None = None
-        self._through_ring: list[int] = []  # Works that were taken and not yet abandoned
+        self._slots: dict[int, Slot] = {}  # of Works that came through the ring, by seq, until their answer
+        self._abandoned: set[int] = set()  # of these
 
     def take(self, count: int = 1) -> list[Work]:
         """The next `count` Works; the pool is updated meanwhile."""
@@ -99,32 +101,32 @@ class Worker:
     def _taken_from_ring(self) -> list[object]:
         found: list[object] = []
         if self.ring is not None:
-            while (work := self.ring.take()) is not None:
-                found.append(work)
-                self._through_ring.append(work.seq)
+            while (slot := self.ring.take()) is not None:
+                found.append(slot.read())
+                self._slots[slot.seq] = slot
         return found
 
     def _abandoned_in_ring(self) -> list[object]:
         found: list[object] = []
         if self.ring is not None:
-            for seq in [seq for seq in self._through_ring if self.ring.abandoned(seq)]:
-                found.append(Abandon(seq))
-                self._through_ring.remove(seq)
+            for seq, slot in self._slots.items():
+                if seq not in self._abandoned and self.ring.abandoned(slot):
+                    found.append(Abandon(seq))
+                    self._abandoned.add(seq)
         return found
 
     def refuse(self, work: Work, text: str) -> None:
         self.endpoint.send(WorkFailed(work.seq, self.incarnation, text))
-        if self.ring is not None and self.ring.holds(work.seq):
-            self._through_ring.remove(work.seq)
-            self.ring.skip(work.seq)
+        if self.ring is not None and (slot := self._slots.pop(work.seq, None)) is not None:
+            self.ring.skip(slot)
 
     def answer(self, work: Work, value: float = 0.0, busy: float = 0.1, rows: int | None = None) -> None:
         """Every number of the result is `value`; `rows`: of a result with another shape than x."""
         y = np.full((len(work.x) if rows is None else rows, HIDDEN), value, np.float32)
-        if self.ring is not None and self.ring.holds(work.seq) and rows is None:
-            if work.seq in self._through_ring:
-                self._through_ring.remove(work.seq)
-            self.ring.answer(work.seq, busy, y)
+        if self.ring is not None and work.seq in self._slots and rows is None:
+            slot = self._slots.pop(work.seq)
+            slot.y()[:] = y
+            self.ring.answer(slot, busy)
         else:
             self.endpoint.send(Partial(work.seq, self.incarnation, busy, y))
 
@@ -163,7 +165,7 @@ class PoolHarness:
         self.exchange: WorkerExchange = socket
         if rings:
             self.prefix = f"/tandem-tests{os.getpid()}-exchange-{next(_RINGS)}-"
-            self.exchange = RingExchange(socket, doorbells(), self.prefix, RingShape.for_rows(4, HIDDEN), 0.0)
+            self.exchange = RingExchange(socket, doorbells(), self.prefix, SlotShape.for_rows(4, HIDDEN), 0.0)
         self.exits, self.reports = exits, reports
         self.running: list[Worker] = []
         self.pool: WorkerPool

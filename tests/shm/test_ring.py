@@ -22,11 +22,12 @@ from small_store import ROOT
 from protocol.messages import Partial, Work
 from shm.doorbell import Library, library
 from shm.errors import SegmentMissing, ShmError
-from shm.ring import CoordinatorRing, RingShape, WorkerRing
+from shm.ring import SLOTS, CoordinatorRing, WorkerRing
 from shm.segment import Segment, is_segment, segment_path, unlink
+from shm.slot import Slot, SlotShape
 
 HIDDEN = 20
-SHAPE = RingShape.for_rows(3, HIDDEN)
+SHAPE = SlotShape.for_rows(3, HIDDEN)
 ROWS = 40  # of the process that is killed: many, so that it is often killed over an answer
 WORKER = """
 import sys
@@ -36,9 +37,10 @@ from shm.ring import WorkerRing
 ring = WorkerRing(library(), sys.argv[1], int(sys.argv[2]))
 print("attached", flush=True)
 while True:
-    while (work := ring.take()) is None:
+    while (slot := ring.take()) is None:
         ring.wait(1.0)
-    ring.answer(work.seq, 0.5, work.x * np.float32(ring.incarnation))
+    slot.y()[:] = slot.read().x * np.float32(ring.incarnation)
+    ring.answer(slot, 0.5)
 """
 
 
@@ -72,6 +74,12 @@ def assert_same(work: Work, other: Work) -> None:
         np.testing.assert_array_equal(left, right)
 
 
+def answer(ring: WorkerRing, slot: Slot, busy: float, factor: float) -> None:
+    """x times the factor."""
+    slot.y()[:] = slot.read().x * np.float32(factor)
+    ring.answer(slot, busy)
+
+
 class Killed(Exception):
     """The process was killed before this store."""
 
@@ -81,7 +89,8 @@ class Fragile:
 
     def __init__(self) -> None:
         self._library = compiled()
-        self.load, self.ring, self.wait = self._library.load, self._library.ring, self._library.wait
+        self.load, self.next = self._library.load, self._library.next
+        self.ring, self.wait = self._library.ring, self._library.wait
         self.killed = False
 
     def store(self, number: int, value: int) -> None:
@@ -97,7 +106,7 @@ class RingMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.incarnation = 0
         self.prefix = f"/tandem-test-{uuid.uuid4().hex[:12]}"
-        self.late: list[tuple[WorkerRing, list[Work]]] = []
+        self.late: list[tuple[WorkerRing, list[Slot]]] = []
         self.restart()
 
     @rule()
@@ -114,7 +123,7 @@ class RingMachine(RuleBasedStateMachine):
         assert not is_segment(segment_path(name))
         self.posted: dict[int, Work] = {}  # without an answer that was read
         self.abandoned: set[int] = set()
-        self.taken: dict[int, Work] = {}
+        self.taken: dict[int, Slot] = {}
         self.answered: dict[int, bool] = {}  # by number: with a result
 
     @rule(seq=st.integers(1, 1 << 40), rows=st.integers(1, 4), items=st.integers(0, 60))
@@ -124,7 +133,7 @@ class RingMachine(RuleBasedStateMachine):
         work = work_of(seq, rows, items)
         fits = rows <= 3 and (6 * items + items * 2) <= 6 * 3 * 16
         done = self.coordinator.post(work)
-        if len(self.posted) == SHAPE.slots or rows > 3:
+        if len(self.posted) == SLOTS or rows > 3:
             assert not done
         elif fits:
             assert done
@@ -143,26 +152,27 @@ class RingMachine(RuleBasedStateMachine):
     @rule()
     def take(self) -> None:
         left = [seq for seq in self.posted if seq not in self.taken and seq not in self.answered]
-        work = self.worker.take()
+        slot = self.worker.take()
         for seq in left:
             if seq not in self.abandoned:
-                assert work is not None
-                assert_same(work, self.posted[seq])
-                assert self.worker.holds(seq)
-                self.taken[seq] = work
+                assert slot is not None
+                assert_same(slot.read(), self.posted[seq])
+                assert self.worker.holds(slot)
+                self.taken[seq] = slot
                 return
             self.answered[seq] = False
-        assert work is None
+        assert slot is None
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data(), skip=st.booleans())
     def finish(self, data: st.DataObject, skip: bool) -> None:
         seq = data.draw(st.sampled_from(sorted(self.taken)))
-        work = self.taken.pop(seq)
+        slot = self.taken.pop(seq)
         if skip:
-            self.worker.skip(seq)
+            self.worker.skip(slot)
         else:
-            self.worker.answer(seq, 0.25, work.x * np.float32(self.incarnation))
+            answer(self.worker, slot, 0.25, self.incarnation)
+        assert not self.worker.holds(slot)
         self.answered[seq] = not skip
 
     @precondition(lambda self: self.taken)
@@ -172,25 +182,24 @@ class RingMachine(RuleBasedStateMachine):
         seq = data.draw(st.sampled_from(sorted(self.taken)))
         self.fragile.killed = True
         with pytest.raises(Killed):
-            self.worker.answer(seq, 9.0, self.taken[seq].x * np.float32(-1))
+            answer(self.worker, self.taken[seq], 9.0, -1)
         self.fragile.killed = False
         self.read()
         self.taken.pop(seq)
         self.restart()
 
-    @precondition(lambda self: any(works for _, works in self.late))
+    @precondition(lambda self: any(slots for _, slots in self.late))
     @rule(data=st.data())
     def late_write(self, data: st.DataObject) -> None:
         """An earlier incarnation answers: its Works have the numbers of those that were sent again."""
-        ring, works = data.draw(st.sampled_from([pair for pair in self.late if pair[1]]))
-        work = works.pop()
-        ring.answer(work.seq, 9.0, np.full_like(work.x, -1.0))
+        ring, slots = data.draw(st.sampled_from([pair for pair in self.late if pair[1]]))
+        answer(ring, slots.pop(), 9.0, -1)
 
-    @precondition(lambda self: self.late and len(self.posted) < SHAPE.slots)
+    @precondition(lambda self: self.late and len(self.posted) < SLOTS)
     @rule(data=st.data())
     def post_again(self, data: st.DataObject) -> None:
         """What an earlier incarnation had, with the same number, as the pool does."""
-        works = [work for _, works in self.late for work in works if work.seq not in self.posted]
+        works = [slot.read() for _, slots in self.late for slot in slots if slot.seq not in self.posted]
         if works:
             work = data.draw(st.sampled_from(works))
             assert self.coordinator.post(work)
@@ -202,15 +211,15 @@ class RingMachine(RuleBasedStateMachine):
     def read(self) -> None:
         expected = [seq for seq in self.posted if self.answered.get(seq)]
         found = self.coordinator.answers()
-        assert [answer.seq for answer in found] == expected
-        for answer in found:
-            self.check(answer)
+        assert [each.seq for each in found] == expected
+        for each in found:
+            self.check(each)
         for seq in [seq for seq in self.posted if seq in self.answered]:
             del self.posted[seq], self.answered[seq]
 
-    def check(self, answer: Partial) -> None:
-        assert (answer.incarnation, answer.busy) == (self.incarnation, 0.25)
-        np.testing.assert_array_equal(answer.y, self.posted[answer.seq].x * np.float32(self.incarnation))
+    def check(self, partial: Partial) -> None:
+        assert (partial.incarnation, partial.busy) == (self.incarnation, 0.25)
+        np.testing.assert_array_equal(partial.y, self.posted[partial.seq].x * np.float32(self.incarnation))
 
     @invariant()
     def outstanding(self) -> None:
@@ -247,19 +256,19 @@ def test_work_that_is_posted_again_keeps_its_one_slot(ring: CoordinatorRing) -> 
     worker = WorkerRing(compiled(), ring.name, 3)
     assert [ring.post(work_of(seq)) for seq in (7, 7, 8, 9)] == [True, True, True, False]
     for seq in (7, 8):
-        work = worker.take()
-        assert work is not None
-        assert work.seq == seq
-        worker.answer(seq, 0.0, work.x)
+        slot = worker.take()
+        assert slot is not None
+        assert slot.seq == seq
+        answer(worker, slot, 0.0, 1)
     assert worker.take() is None
-    assert [answer.seq for answer in ring.answers()] == [7, 8]
+    assert [each.seq for each in ring.answers()] == [7, 8]
     assert [ring.post(work_of(seq)) for seq in (10, 11, 12)] == [True, True, False]
 
 
 def test_letters_end_a_wait_and_are_counted(ring: CoordinatorRing) -> None:
     worker = WorkerRing(compiled(), ring.name, 3)
     ring.count_letter()
-    compiled().ring([ring.other_bell])
+    compiled().ring((ring.other_bell,))
     began = time.monotonic()
     worker.wait(10.0)  # for what has happened already
     assert time.monotonic() - began < 5
@@ -283,7 +292,7 @@ def test_process_killed_at_random_instants_leaves_whole_answers_or_none(
     draw, number, unanswered, answered = random.Random(5), 0, [], 0
     for incarnation in range(1, 7):
         ring = CoordinatorRing(
-            compiled(), f"{name}-{incarnation}", RingShape.for_rows(ROWS, 4096), incarnation
+            compiled(), f"{name}-{incarnation}", SlotShape.for_rows(ROWS, 4096), incarnation
         )
         process = subprocess.Popen(
             [sys.executable, "-c", WORKER, ring.name, str(incarnation)],
@@ -293,14 +302,14 @@ def test_process_killed_at_random_instants_leaves_whole_answers_or_none(
         assert process.stdout is not None
         assert process.stdout.readline() == "attached\n"
         works = {work.seq: work for work in unanswered if ring.post(work)}
-        compiled().ring([ring.other_bell])
+        compiled().ring((ring.other_bell,))
         kill_at = time.monotonic() + draw.uniform(0.0, 0.15)
         while time.monotonic() < kill_at:
             number += 1
             work = work_of(number, ROWS, 1, 4096)
             if ring.post(work):
                 works[number] = work
-                compiled().ring([ring.other_bell])
+                compiled().ring((ring.other_bell,))
             answered += take_answers(ring, works, incarnation)
         os.kill(process.pid, signal.SIGKILL)
         answered += take_answers(ring, works, incarnation)
@@ -313,6 +322,6 @@ def test_process_killed_at_random_instants_leaves_whole_answers_or_none(
 
 def take_answers(ring: CoordinatorRing, works: dict[int, Work], incarnation: int) -> int:
     found = ring.answers()
-    for answer in found:
-        np.testing.assert_array_equal(answer.y, works.pop(answer.seq).x * np.float32(incarnation))
+    for each in found:
+        np.testing.assert_array_equal(each.y, works.pop(each.seq).x * np.float32(incarnation))
     return len(found)

@@ -159,11 +159,8 @@ def test_faulty_work_fails_and_the_worker_continues(pool: Pool, change: dict) ->
     assert expected(GOOD).agrees(pool.do(child, GOOD).y)
 
 
-def test_a_work_that_the_kernel_refuses_fails_in_a_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Should the worker's own check have a gap: C checks again."""
-    monkeypatch.setattr(expert_worker, "fault_of", lambda work, shape: None)
+def test_a_refused_work_is_not_under_way_any_more() -> None:
+    """Or the exit of an idle worker would be put down to it."""
     sent: list[object] = []
     bad = dataclasses.replace(GOOD, items=with_item(SHAPE.experts, 0, 1))
     peer = SimpleNamespace(stopped=False, incarnation=3, send=sent.append)

@@ -84,10 +84,12 @@ def test_progress_is_counted_by_tiles(name: str) -> None:
             assert line.ticks == calls * TILES
             assert segment.line("prefetcher", 0).ticks == 0
         size = layout.tile_bytes
-        layer = np.pad(tiles, (0, layout.layer_stride - len(tiles)))
+        every_tile = np.pad(tiles, (0, layout.total_bytes - len(tiles)))
         store = cast(
             Store,
-            SimpleNamespace(tiles=lambda *at: tiles[at[2] * size : at[3] * size], layer=lambda number: layer),
+            SimpleNamespace(
+                tiles=lambda *at: tiles[at[2] * size : at[3] * size], all_tiles=lambda: every_tile
+            ),
         )
         for rows in (FEW, FEW + 1):  # in one call, and item by item
             x, every = states(rows + 1), np.arange(1, rows + 1, dtype=np.int32)

@@ -3,6 +3,9 @@ numbers that would read or write outside the arrays, which are refused."""
 
 from __future__ import annotations
 
+import dataclasses
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -11,8 +14,17 @@ from kernel_runs import kernel_of
 
 from protocol.messages import Work
 from shm.layout import ExpertShape, StoreLayout, format_named
-from workers.expert_worker import fault_of
-from workers.kernels.native import best
+from shm.slot import ITEMS, ROWS, X_ROWS, OwnSlot
+from workers.kernels.host import fault_of
+from workers.kernels.native import WorkKernel, best
+
+
+def computed(works: WorkKernel, work: Work) -> np.ndarray:
+    slot = OwnSlot(work.x.shape[1]).put(work)
+    slot.y()[:] = np.nan  # of a Work before
+    works.compute(slot)
+    return slot.y()
+
 
 TICK = np.zeros(1, np.uint64)
 
@@ -76,9 +88,8 @@ def test_work_has_the_same_bits_as_tile_by_tile(library, threads, name, work) ->
     team = library.team(threads)
     TICK[0] = 0
     try:
-        found = kernel_of(library, layout, team).work(
-            layer, layout.expert_stride, items, offsets, x, rows, weights, TICK.ctypes.data,
-        )  # fmt: skip
+        works = kernel_of(library, layout, team).works(layer, layout, TICK.ctypes.data)
+        found = computed(works, Work(1, 0, items, offsets, rows, weights, x))
     finally:
         if team is not None:
             team.close()
@@ -111,13 +122,14 @@ def work_of(items: list[tuple[int, int, int]], offsets: list[int], rows: list[in
     return Work(1, 0, *arrays, np.ones(len(rows), np.float32), np.ones((3, 64), np.float32))
 
 
-def within(work: Work) -> bool:
-    """Whether everything that the Work names exists."""
+def right(work: Work) -> bool:
+    """Whether everything that the Work names exists, and each item's rows ascend."""
     experts, tiles, ends = LIMITED.shape.experts, LIMITED.shape.tiles, work.offsets.tolist()
     return (
         all(0 <= e < experts and 0 <= lo < hi <= tiles for e, lo, hi in work.items.tolist())
         and (ends[0], ends[-1], ends) == (0, len(work.rows), sorted(ends))
         and all(0 <= row < len(work.x) for row in work.rows.tolist())
+        and all((np.diff(work.rows[start:end]) > 0).all() for start, end in pairwise(ends))
     )
 
 
@@ -127,33 +139,54 @@ def within(work: Work) -> bool:
 @example(work_of([(0, 1, LEAST)], [0, 1], [0]))
 @example(work_of([(0, LEAST, 1), (0, 0, 1)], [0, 1, 2], [0, 1]))
 @example(work_of([(0, 0, 1)], [0, MOST], [0]))
-def test_numbers_outside_the_arrays_are_refused_by_the_worker_and_by_c(work: Work) -> None:
+def test_wrong_numbers_are_refused_by_c_and_for_torch(work: Work) -> None:
     library = best()
     if library is None:
         pytest.skip("no C kernels were compiled")
-    kernel = kernel_of(library, LIMITED)
-    layer = np.zeros(LIMITED.layer_stride, np.uint8)
-    arguments = work.items, work.offsets, work.x, work.rows, work.weights
-    if within(work):
-        assert not kernel.work(layer, LIMITED.expert_stride, *arguments).any()
+    works = kernel_of(library, LIMITED).works(np.zeros(LIMITED.total_bytes, np.uint8), LIMITED)
+    if right(work):
+        assert fault_of(work, LIMITED.shape) is None
+        assert not computed(works, work).any()
     else:
         assert fault_of(work, LIMITED.shape) is not None
         with pytest.raises(IndexError):
-            kernel.work(layer, LIMITED.expert_stride, *arguments)
+            computed(works, work)
 
 
-def test_arrays_of_a_work_that_do_not_fit_each_other_are_refused(library) -> None:
-    work, kernel = work_of([(0, 0, 1)], [0, 1], [0]), kernel_of(library, LIMITED)
-    x, layer = work.x, np.zeros(LIMITED.layer_stride, np.uint8)
-    good = {"items": work.items, "offsets": work.offsets, "rows": work.rows, "weights": work.weights}
+@pytest.mark.parametrize("layer", [-1, 1, 1 << 40])
+def test_layers_outside_the_store_are_refused(library, layer: int) -> None:
+    work = dataclasses.replace(work_of([(0, 0, 1)], [0, 1], [0]), layer=layer)
+    works = kernel_of(library, LIMITED).works(np.zeros(LIMITED.total_bytes, np.uint8), LIMITED)
+    assert fault_of(work, LIMITED.shape) is not None
+    with pytest.raises(IndexError, match="no such layer"):
+        computed(works, work)
+
+
+@pytest.mark.parametrize("number", [ITEMS, ROWS, X_ROWS])
+@pytest.mark.parametrize("size", [-1, 1 << 10, 1 << 62, (1 << 63) - 1, -(1 << 63)])
+def test_sizes_beyond_a_slot_are_refused(library, number: int, size: int) -> None:
+    slot = OwnSlot(64).put(work_of([(0, 0, 1)], [0, 1], [0]))
+    slot.head[number] = size
+    works = kernel_of(library, LIMITED).works(np.zeros(LIMITED.total_bytes, np.uint8), LIMITED)
+    with pytest.raises(IndexError, match="larger than their memory"):
+        works.compute(slot)
+
+
+def test_arrays_of_a_work_that_do_not_fit_each_other_are_refused() -> None:
+    good, slot = work_of([(0, 0, 1)], [0, 1], [0]), OwnSlot(64)
     for wrong in (
-        {"items": work.items[:, :2]},
-        {"items": np.repeat(work.items, 2, axis=0)},
-        {"offsets": work.offsets[:1]},
-        {"weights": work.weights[:0]},
+        {"items": good.items[:, :2]},
+        {"items": np.repeat(good.items, 2, axis=0)},
+        {"offsets": good.offsets[:1]},
+        {"weights": good.weights[:0]},
+        {"x": good.x[:, :63]},
     ):
-        with pytest.raises(ValueError, match="offsets"):
-            kernel.work(layer, LIMITED.expert_stride, x=x, **good | wrong)
-    for short in (layer[:-1], layer[:0]):
+        with pytest.raises(ValueError, match=r"do not fit each other|instead of 64"):
+            slot.put(dataclasses.replace(good, **wrong))
+
+
+def test_tiles_that_are_no_whole_store_are_refused(library) -> None:
+    tiles = np.zeros(LIMITED.total_bytes, np.uint8)
+    for short in (tiles[:-1], tiles[:0]):
         with pytest.raises(ValueError, match="weights"):
-            kernel.work(short, LIMITED.expert_stride, x=x, **good)
+            kernel_of(library, LIMITED).works(short, LIMITED)

@@ -10,9 +10,13 @@ FAULTS = {
     1: "a row outside x",
     2: "offsets that do not fit the rows",
     3: "an item outside the layer",
-    4: "buffers too small for the items",
+    4: "buffers too small",
     5: "a position outside the KV cache",
+    6: "no such layer",
+    7: "arrays larger than their memory",
+    8: "an item's rows are not ascending",
 }
+SMALL_BUFFERS = 4
 
 
 class Weights(ctypes.Structure):
@@ -29,15 +33,16 @@ class Activations(ctypes.Structure):
     _fields_ = (("codes", POINTER), ("factors", POINTER))
 
 
-class Work(ctypes.Structure):
+class Host(ctypes.Structure):
     _fields_ = (
-        *((name, POINTER) for name in ("items", "offsets", "rows", "row_weights")),
-        *((name, SIZE) for name in ("number", "row_number", "x_rows", "experts", "tiles")),
+        ("team", POINTER),
+        ("weights", Weights),
+        ("tiles_data", POINTER),
+        *((name, SIZE) for name in ("layers", "experts", "tiles")),
+        *((name, SIZE) for name in ("layer_bytes", "expert_bytes", "tile_bytes")),
+        *((name, POINTER) for name in ("ticks", "memory")),
+        *((name, SIZE) for name in ("memory_bytes", "needed")),
     )
-
-
-class Buffers(ctypes.Structure):
-    _fields_ = (("parts", SIZE), ("scratch", SIZE))
 
 
 def checked(fault: int) -> None:

@@ -20,11 +20,12 @@ from protocol.messages import Work
 from shm.blocks import BlockFormat
 from shm.control import ControlLine
 from shm.formats import BF16, Bytes, Float32
-from shm.layout import StoreLayout
+from shm.layout import ExpertShape, StoreLayout
+from shm.slot import OwnSlot, Slot
 from shm.store import Store
 from workers.kernels.choice import DEFAULT, Choice
 from workers.kernels.geometry import Geometry, Quantized
-from workers.kernels.native import Kernel, Team, chosen
+from workers.kernels.native import Kernel, Team, WorkKernel, chosen
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +44,32 @@ class Activations:
         self.reference: Tensor | None = None
 
 
+def most_rows(slot: Slot) -> int:
+    """The most rows of an item of the Work in a slot."""
+    offsets = slot.read().offsets
+    return int((offsets[1:] - offsets[:-1]).max(initial=0))
+
+
+def fault_of(work: Work, shape: ExpertShape) -> str | None:
+    """Which number of a Work in a slot is wrong, or None: what C checks of the Works that it computes."""
+    offsets = work.offsets.tolist()
+    if not 0 <= work.layer < shape.layers:
+        return f"no layer {work.layer}"
+    if offsets[0] != 0 or offsets[-1] != len(work.rows):
+        return "offsets that do not fit the rows"
+    for (expert, lo, hi), start, end in zip(work.items.tolist(), offsets, offsets[1:], strict=False):
+        if not (0 <= expert < shape.experts and 0 <= lo < hi <= shape.tiles):
+            return "an item outside the layer"
+        if start > end:
+            return "offsets that do not fit the rows"
+        rows = work.rows[start:end]
+        if len(rows) and not (rows[0] >= 0 and rows[-1] < len(work.x)):
+            return "a row outside x"
+        if len(rows) > 1 and not (rows[1:] > rows[:-1]).all():  # a difference of two could wrap
+            return "an item's rows are not ascending"
+    return None
+
+
 class HostKernel:
     """Computes tiles in host memory. Used by one thread at a time."""
 
@@ -59,6 +86,8 @@ class HostKernel:
         self._line = line
         self._ticks = None if line is None else line.address
         self._native: Kernel | None = None
+        self._works: WorkKernel | None = None  # of the store of the last Work
+        self._own = OwnSlot(layout.shape.hidden)
         self._most = 0  # rows that C computes
         library = chosen(kernels)
         if library is not None and isinstance(layout.format, BlockFormat | BF16):
@@ -79,16 +108,30 @@ class HostKernel:
             import workers.kernels.reference  # noqa: F401
 
     def compute_work(self, work: Work, store: Store) -> Float32:
-        """The weighted sum over a Work's items: float32 [R, H]. Where C computes all, it is one call."""
-        native, offsets, x, most = self._native, work.offsets, work.x, self._most
-        if native is not None and (len(x) <= most or (offsets[1:] - offsets[:-1]).max(initial=0) <= most):
-            layer, stride = store.layer(work.layer), self._layout.expert_stride
-            return native.work(layer, stride, work.items, offsets, x, work.rows, work.weights, self._ticks)
-        activations = Activations(x)
-        y = np.zeros(x.shape, np.float32)
-        for (expert, lo, hi), start, end in zip(
-            work.items.tolist(), offsets.tolist(), offsets[1:].tolist(), strict=False
-        ):
+        """The weighted sum over a Work's items: float32 [R, H]. Raises as `compute_slot` does, and ValueError
+        where the Work's arrays do not fit each other."""
+        slot = self._own.put(work)
+        self.compute_slot(slot, store)
+        return slot.y().copy()
+
+    def compute_slot(self, slot: Slot, store: Store) -> None:
+        """Write the y of the Work in a slot: in one call where C computes all. Raises IndexError where a
+        number of the Work is wrong, MemoryError."""
+        if self._native is None or (slot.x_rows > self._most and most_rows(slot) > self._most):
+            slot.y()[:] = self._compute_items(slot.read(), store)
+            return
+        tiles, works = store.all_tiles(), self._works
+        if works is None or works.tiles is not tiles:
+            self._works = works = self._native.works(tiles, self._layout, self._ticks)
+        works.compute(slot)
+
+    def _compute_items(self, work: Work, store: Store) -> Float32:
+        if (fault := fault_of(work, self._layout.shape)) is not None:
+            raise IndexError(fault)
+        offsets = work.offsets.tolist()
+        activations = Activations(work.x)
+        y = np.zeros(work.x.shape, np.float32)
+        for (expert, lo, hi), start, end in zip(work.items.tolist(), offsets, offsets[1:], strict=False):
             rows = work.rows[start:end]
             part = self.compute(store.tiles(work.layer, expert, lo, hi), activations, rows)
             part *= work.weights[start:end, None]

@@ -21,10 +21,12 @@ from numpy.typing import NDArray
 
 from shm.blocks import BlockFormat
 from shm.formats import Bytes, Float32
-from workers.kernels.c_types import POINTER, SIZE, Activations, Buffers, Weights, Work, checked, typed
+from shm.layout import StoreLayout
+from shm.slot import Slot
+from workers.kernels.c_types import POINTER, SIZE, SMALL_BUFFERS, Activations, Host, Weights, checked, typed
 from workers.kernels.choice import DEFAULT, Choice, Prefetch
 from workers.kernels.geometry import BF16_BITS, Codes, Geometry, Quantized
-from workers.kernels.memory import LINE, Kept, Rows
+from workers.kernels.memory import LINE, Kept
 
 VARIANTS = {  # best first
     "amx": "AMX",
@@ -33,7 +35,7 @@ VARIANTS = {  # best first
     "avx2": "AVX2",
     "portable": "portable C",
 }
-VERSION = 8  # of the functions in c/kernels.h
+VERSION = 9  # of the functions in c/kernels.h
 OTHER_VERSION = "compiled from another version: install again"
 
 log = logging.getLogger(__name__)
@@ -53,9 +55,7 @@ class Library:
         self._matmul = typed(functions.tandem_matmul, *[POINTER] * 4, SIZE, POINTER, POINTER)
         tiles = (*[POINTER] * 3, SIZE, POINTER, SIZE, POINTER, SIZE, *[POINTER] * 3)
         self._tiles = typed(functions.tandem_tiles, *tiles, result=checked)
-        self._work_buffers = typed(functions.tandem_work_buffers, *[POINTER] * 3, result=checked)
-        work = (*[POINTER] * 4, SIZE, SIZE, *[POINTER] * 6)
-        self._work = typed(functions.tandem_work, *work, result=checked)
+        self._work = typed(functions.tandem_work, POINTER, POINTER, SIZE, SIZE, result=ctypes.c_int)
         self._read = typed(functions.tandem_read, POINTER, POINTER, SIZE, SIZE, SIZE, result=ctypes.c_uint64)
         self._start_team = typed(functions.tandem_team_create, SIZE, result=POINTER)
         self._linger = typed(functions.tandem_team_linger, POINTER, SIZE)
@@ -132,9 +132,7 @@ class Kernel:
         blocks = g.format if isinstance(g.format, BlockFormat) else None
         self._matrix_bytes = 0 if blocks is None else blocks.matrix_bytes(g.outputs, g.inputs)
         self._tile_bytes = g.format.tile_bytes(g.inputs, g.channels) if g.channels else 0
-        self._scratch, self._parts, self._numbers = Kept(), Kept(), Kept()
-        self._buffers, self._work = Buffers(), Work()
-        self._rows: Rows | None = None  # of the last `work`
+        self._scratch = Kept()
 
     def quantize(self, x: Float32) -> Quantized:
         """x float32 [R, inputs]."""
@@ -142,16 +140,12 @@ class Kernel:
         x = np.require(x, np.float32, ["C", "A"])
         if x.ndim != 2 or x.shape[1] != g.inputs:
             raise ValueError(f"activations {x.shape} for {g.inputs} inputs")
-        codes, factors = self._activations(len(x))
+        codes: Codes = np.empty((len(x), g.padded), np.int8)
+        factors: Float32 = np.empty((len(x), g.padded // g.group, 2), np.float32)
+        if g.bits == BF16_BITS:
+            codes, factors = np.empty((len(x), g.inputs), np.float32), np.empty(0, np.float32)
         self._library._quantize(self._address, x.ctypes.data, len(x), codes.ctypes.data, factors.ctypes.data)
         return Quantized(codes, factors)
-
-    def _activations(self, rows: int) -> tuple[Codes, Float32]:
-        """Arrays for `Quantized`."""
-        g = self.geometry
-        if g.bits == BF16_BITS:
-            return np.empty((rows, g.inputs), np.float32), np.empty(0, np.float32)
-        return np.empty((rows, g.padded), np.int8), np.empty((rows, g.padded // g.group, 2), np.float32)
 
     def matmul(self, matrix: Bytes, x: Quantized) -> Float32:
         """x @ W.T: float32 [R, outputs]. matrix: uint8 [matrix_bytes] of a quantized format."""
@@ -178,51 +172,10 @@ class Kernel:
         )  # fmt: skip
         return y
 
-    def work(
-        self,
-        layer: Bytes,
-        expert_bytes: int,
-        items: NDArray[np.int32],
-        offsets: NDArray[np.int32],
-        x: Float32,
-        rows: NDArray[np.int32],
-        weights: Float32,
-        ticks: int | None = None,
-    ) -> Float32:
-        """The weighted sum over items, as in a Work message: float32 [rows of x, H]; the same bits as `tiles`
-        item by item. `layer`: its experts, `expert_bytes` each. Raises IndexError for numbers in the arrays
-        that are outside the layer or x, and for offsets that do not fit the rows."""
-        number, used, height = len(items), len(rows), len(x)
-        if items.shape != (number, 3) or offsets.shape != (number + 1,) or rows.shape != weights.shape:
-            raise ValueError(f"items {items.shape}, offsets {offsets.shape}, rows {rows.shape}")
-        if x.shape != (height, self.geometry.inputs):
-            raise ValueError(f"activations {x.shape} for {self.geometry.inputs} inputs")
-        self._check_weights(layer, expert_bytes)
-        # Copies: arrays out of a message may be unaligned.
-        size = 4 * (4 * number + 1 + 2 * used)
-        at = self._numbers.reserve(size)
-        arrays = items.ravel(), offsets, rows, weights.view(np.int32)
-        np.concatenate(arrays, out=self._numbers.bytes[:size].view(np.int32), casting="no")
-        work, library, buffers = self._work, self._library, ctypes.byref(self._buffers)
-        work.items, work.offsets = at, at + 12 * number
-        work.rows, work.row_weights = at + 4 * (4 * number + 1), at + size - 4 * used
-        work.number, work.row_number, work.x_rows = number, used, height
-        work.experts, work.tiles = len(layer) // expert_bytes, expert_bytes // self._tile_bytes
-        library._work_buffers(self._address, ctypes.byref(work), buffers)
-        mine = self._rows
-        if mine is None or len(mine.x) != height:
-            y = np.empty((height, self.geometry.outputs), np.float32)
-            self._rows = mine = Rows(np.empty(x.shape, np.float32), y, *self._activations(height))
-        mine.x[...] = x
-        mine.y.fill(0)
-        library._quantize(self._address, mine.x_address, height, mine.codes_address, mine.factors_address)
-        threads = 1 if self._team is None else self._team.threads
-        library._work(
-            self._handle, self._address, ctypes.byref(work), layer.ctypes.data, expert_bytes,
-            self._tile_bytes, mine.activations, mine.y_address, self._parts.reserve(4 * self._buffers.parts),
-            self._scratch.reserve(threads * self._buffers.scratch), buffers, ticks,
-        )  # fmt: skip
-        return mine.y.copy()
+    def works(self, tiles: Bytes, layout: StoreLayout, ticks: int | None = None) -> WorkKernel:
+        """For Works on all `tiles` of a store, uint8 [total_bytes]. `ticks` as of `tiles`."""
+        self._check_weights(tiles, layout.total_bytes)
+        return WorkKernel(self, tiles, layout, ticks)
 
     @property
     def _handle(self) -> int | None:
@@ -246,6 +199,30 @@ class Kernel:
             raise ValueError("weights are contiguous bytes")
         if unit == 0 or len(data) == 0 or len(data) % unit:
             raise ValueError(f"{len(data)} bytes of weights are not whole units of {unit}")
+
+
+class WorkKernel:
+    """Computes Works in their slots. Used by one thread at a time."""
+
+    def __init__(self, kernel: Kernel, tiles: Bytes, layout: StoreLayout, ticks: int | None) -> None:
+        """Use `Kernel.works`."""
+        shape = layout.shape
+        self.tiles = tiles
+        self._memory = Kept()
+        self._host = Host(
+            kernel._handle, kernel._weights, tiles.ctypes.data, shape.layers, shape.experts, shape.tiles,
+            layout.layer_stride, layout.expert_stride, layout.tile_bytes, ticks,
+        )  # fmt: skip
+        self._call, self._address = kernel._library._work, ctypes.addressof(self._host)
+
+    def compute(self, slot: Slot) -> None:
+        """Write the slot's y. Raises IndexError where a number of the Work is wrong, MemoryError."""
+        shape = slot.shape
+        while fault := self._call(self._address, slot.address, shape.request, shape.answer):
+            if fault != SMALL_BUFFERS:
+                checked(fault)
+            self._host.memory = self._memory.reserve(self._host.needed)
+            self._host.memory_bytes = self._host.needed
 
 
 def _pointers(x: Quantized) -> Any:

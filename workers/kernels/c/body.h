@@ -18,14 +18,14 @@
 #include "bandwidth.h"
 #include "bf16_tiles.h"
 #include "blocks.h"
+#include "slot.h"
 #include "spans.h"
 #include "team.h"
 #include "vectors.h"
-#include "work.h"
 
 #include <string.h>
 
-int tandem_kernels_version(void) { return 8; }
+int tandem_kernels_version(void) { return 9; }
 
 enum { MOST_GROUP = 128 }; /* inputs that share a scale */
 enum { NEARBY = 1 << 19 }; /* bytes of outputs that a core's own cache holds, beside activations and weights */

@@ -53,7 +53,7 @@ struct activations {
     const float *factors;
 };
 
-enum { FINE, BAD_ROWS, BAD_OFFSETS, BAD_ITEMS, SMALL_BUFFERS, BAD_POSITION };
+enum { FINE, BAD_ROWS, BAD_OFFSETS, BAD_ITEMS, SMALL_BUFFERS, BAD_POSITION, BAD_LAYER, BAD_SIZES, BAD_ORDER };
 
 struct team; /* threads that share one computation; NULL is the calling thread alone */
 
@@ -83,8 +83,8 @@ int tandem_tiles(struct team *team, const struct weights *weights, const uint8_t
                  const struct activations *x, int64_t rows, const int32_t *chosen, int64_t count, float *y,
                  void *scratch, volatile uint64_t *ticks);
 
-/* A Work of items [number, 3]: expert, first tile, end. Item i has the rows rows[offsets[i]..offsets[i + 1]) of x, and
- * their weights; offsets [number + 1]. */
+/* A Work of items [number, 3]: expert, first tile, end. Item i has the rows rows[offsets[i]..offsets[i + 1]) of x,
+ * ascending, and their weights; offsets [number + 1]. */
 struct work {
     const int32_t *items, *offsets, *rows;
     const float *row_weights;
@@ -93,20 +93,22 @@ struct work {
     int64_t experts, tiles;     /* of the layer */
 };
 
-/* What tandem_work needs: numbers of `parts`, rows' outputs [count, H] of several tiles or items; bytes of `scratch` for
- * each thread of the team, a multiple of 64. */
-struct buffers {
-    int64_t parts, scratch;
+/* A store's tiles, and what computes them. */
+struct host {
+    struct team *team;
+    struct weights weights;
+    const uint8_t *tiles_data; /* of the first layer's first expert */
+    int64_t layers, experts, tiles; /* of the store, of a layer, of an expert */
+    int64_t layer_bytes, expert_bytes, tile_bytes; /* from one to the next */
+    volatile uint64_t *ticks; /* incremented after each tile; may be NULL */
+    void *memory;             /* 64-byte aligned */
+    int64_t memory_bytes, needed;
 };
 
-int tandem_work_buffers(const struct weights *weights, const struct work *work, struct buffers *needed);
-
-/* All items of a Work: y [rows of x, H] += for each item, its rows' weights times the sum of its tiles' outputs. The same
- * bits as tandem_tiles item by item. `layer`: the first expert's first tile, `expert_bytes` and `tile_bytes` the distances
- * to the next ones. parts and scratch, 64-byte aligned, have the sizes `has`. */
-int tandem_work(struct team *team, const struct weights *weights, const struct work *work, const uint8_t *layer,
-                int64_t expert_bytes, int64_t tile_bytes, const struct activations *x, float *y, float *parts,
-                void *scratch, const struct buffers *has, volatile uint64_t *ticks);
+/* The Work in a slot (shm/slot.py), with room for `request` and `answer` numbers: checks it, then writes y. The same bits
+ * as tandem_tiles item by item: the sum over the items of their rows' weights times the sum of their tiles' outputs.
+ * SMALL_BUFFERS: host->memory must have host->needed bytes. */
+int tandem_work(struct host *host, void *slot, int64_t request, int64_t answer);
 
 /* The sum of `bytes` bytes, a multiple of 64, as 64-bit numbers: its time is that of reading memory with this hint,
  * prefetched `ahead` bytes before its use. */

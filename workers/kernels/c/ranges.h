@@ -1,5 +1,5 @@
-/* Whether the numbers in a Work's arrays stay within them; how much memory they need, and the tiles
- * function that checks them. Part of body.h. */
+/* Whether the numbers in a Work's arrays are right; how many outputs are kept, and the tiles function that checks its
+ * rows. Part of body.h. */
 #pragma once
 
 #include "kernels.h"
@@ -29,26 +29,28 @@ static int64_t most_rows(const struct work *k) {
     return most;
 }
 
-int tandem_work_buffers(const struct weights *w, const struct work *k, struct buffers *needed) {
-    int64_t parts = 0;
+/* FINE, or which of a Work's numbers are wrong. */
+static int work_fault(const struct work *k) {
     if (k->offsets[0] != 0 || k->offsets[k->number] != k->row_number) return BAD_OFFSETS;
+    for (int64_t item = 0; item < k->number; item++)
+        if (rows_of(k, item) < 0) return BAD_OFFSETS; /* so all lie between the first and the last */
+    if (!rows_within(k->rows, k->row_number, k->x_rows)) return BAD_ROWS;
     for (int64_t item = 0; item < k->number; item++) {
         const int32_t *which = k->items + 3 * item;
-        int64_t count = rows_of(k, item), tiles = tiles_of(k, item);
-        if (count < 0) return BAD_OFFSETS; /* so all lie between the first and the last */
-        if (which[0] < 0 || which[0] >= k->experts || which[1] < 0 || tiles < 1 || which[2] > k->tiles)
+        if (which[0] < 0 || which[0] >= k->experts || which[1] < 0 || tiles_of(k, item) < 1 || which[2] > k->tiles)
             return BAD_ITEMS;
-        int64_t outputs;
-        if (__builtin_mul_overflow(tiles * count, w->outputs, &outputs) ||
-            __builtin_add_overflow(parts, outputs, &parts))
-            return SMALL_BUFFERS;
+        for (int64_t at = k->offsets[item] + 1; at < k->offsets[item + 1]; at++)
+            if (k->rows[at] <= k->rows[at - 1]) return BAD_ORDER;
     }
-    if (!rows_within(k->rows, k->row_number, k->x_rows)) return BAD_ROWS;
-    int64_t most = most_rows(k), room = WAVE / w->outputs;
-    if (most > FEW_ROWS) parts = least(k->row_number, room > most ? room : most) * w->outputs;
-    needed->parts = parts;
-    needed->scratch = rounded_up(tandem_scratch(w, most), 64);
     return FINE;
+}
+
+/* Numbers of the outputs of several tiles or items: no more than the Work's rows have with all their tiles. */
+static int64_t part_numbers(const struct weights *w, const struct work *k) {
+    int64_t most = most_rows(k), room = WAVE / w->outputs, parts = 0;
+    if (most > FEW_ROWS) return least(k->row_number, room > most ? room : most) * w->outputs;
+    for (int64_t item = 0; item < k->number; item++) parts += tiles_of(k, item) * rows_of(k, item) * w->outputs;
+    return parts;
 }
 
 /* tandem_tiles without its checks. */

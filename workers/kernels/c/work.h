@@ -50,25 +50,21 @@ static void combine_tiles(const struct work *k, int64_t width, float *parts, flo
     }
 }
 
-int tandem_work(struct team *team, const struct weights *w, const struct work *work, const uint8_t *layer,
-                int64_t expert_bytes, int64_t tile_bytes, const struct activations *x, float *y, float *parts,
-                void *scratch, const struct buffers *has, volatile uint64_t *ticks) {
-    struct buffers needed;
-    int fault = tandem_work_buffers(w, work, &needed);
-    if (fault) return fault;
-    if (has->parts < needed.parts || has->scratch < needed.scratch) return SMALL_BUFFERS;
+/* y += the Work's result. `parts` has part_numbers, `scratch` so many bytes for each thread. */
+static void compute_work(struct team *team, const struct weights *w, const struct work *work, const uint8_t *layer,
+                         int64_t expert_bytes, int64_t tile_bytes, const struct activations *x, float *y, float *parts,
+                         void *scratch, int64_t scratch_bytes, volatile uint64_t *ticks) {
     if (most_rows(work) > FEW_ROWS) {
         struct item_queue q = {.w = w, .work = work, .layer = layer, .expert_bytes = expert_bytes,
-                               .tile_bytes = tile_bytes, .scratch_bytes = has->scratch, .x = x, .parts = parts,
+                               .tile_bytes = tile_bytes, .scratch_bytes = scratch_bytes, .x = x, .parts = parts,
                                .y = y, .scratch = scratch, .ticks = ticks};
-        compute_items(team, &q, needed.parts / w->outputs);
-        return FINE;
+        compute_items(team, &q, part_numbers(w, work) / w->outputs);
+        return;
     }
     struct tile_queue q = {.w = w, .work = work, .layer = layer, .expert_bytes = expert_bytes,
                            .tile_bytes = tile_bytes, .x = x, .parts = parts, .scratch = scratch,
-                           .scratch_bytes = has->scratch, .ticks = ticks};
+                           .scratch_bytes = scratch_bytes, .ticks = ticks};
     for (int64_t item = 0; item < work->number; item++) q.tiles += tiles_of(work, item);
     parallel_for(team, take_tiles, &q, team ? team->threads : 1, 0);
     combine_tiles(work, w->outputs, parts, y);
-    return FINE;
 }

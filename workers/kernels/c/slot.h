@@ -1,0 +1,44 @@
+/* A Work in a slot of the ring between coordinator and worker, or in memory of the same layout: checked, and computed in
+ * place. Part of body.h. */
+#pragma once
+
+#include "activations.h"
+#include "work.h"
+
+enum { LAYER = 3, ITEM_NUMBER, ROW_NUMBER, X_ROWS }; /* of the slot's numbers (shm/slot.py) */
+enum { LISTS = 128 };                                /* bytes of a slot before its arrays */
+
+int tandem_work(struct host *host, void *slot, int64_t request, int64_t answer) {
+    const struct weights *w = &host->weights;
+    const int64_t *head = slot;
+    int64_t layer = head[LAYER], items = head[ITEM_NUMBER], rows = head[ROW_NUMBER], x_rows = head[X_ROWS];
+    if (layer < 0 || layer >= host->layers) return BAD_LAYER;
+    if (items < 0 || items > request || rows < 0 || rows > request || x_rows < 0 || x_rows > answer / w->inputs)
+        return BAD_SIZES;
+    int64_t lists = rounded_up(4 * items + 1 + 2 * rows, 16);
+    if (lists + x_rows * w->inputs > request) return BAD_SIZES;
+    int32_t *at = (int32_t *)((uint8_t *)slot + LISTS);
+    const float *x = (float *)(at + lists);
+    float *y = (float *)(at + request);
+    struct work work = {.items = at, .offsets = at + 3 * items, .rows = at + 4 * items + 1, .number = items,
+                        .row_weights = (float *)(at + 4 * items + 1 + rows), .row_number = rows, .x_rows = x_rows,
+                        .experts = host->experts, .tiles = host->tiles};
+    int fault = work_fault(&work);
+    if (fault) return fault;
+
+    int64_t padded = rounded_up(w->inputs, w->group);
+    int64_t codes = rounded_up(x_rows * padded * (w->bits == BF16 ? 4 : 1), 64);
+    int64_t factors = w->bits == BF16 ? 0 : rounded_up(x_rows * (padded / w->group) * 8, 64);
+    int64_t parts = rounded_up(4 * part_numbers(w, &work), 64);
+    int64_t scratch = rounded_up(tandem_scratch(w, most_rows(&work)), 64);
+    host->needed = codes + factors + parts + scratch * (host->team ? host->team->threads : 1);
+    if (host->needed > host->memory_bytes) return SMALL_BUFFERS;
+    uint8_t *memory = host->memory;
+    struct activations quantized = {memory, (float *)(memory + codes)};
+    tandem_quantize(w, x, x_rows, memory, (float *)(memory + codes));
+    memset(y, 0, (size_t)(4 * x_rows * w->outputs));
+    compute_work(host->team, w, &work, host->tiles_data + layer * host->layer_bytes, host->expert_bytes,
+                 host->tile_bytes, &quantized, y, (float *)(memory + codes + factors),
+                 memory + codes + factors + parts, scratch, host->ticks);
+    return FINE;
+}
