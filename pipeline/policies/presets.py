@@ -156,6 +156,8 @@ def clash(parts: Parts) -> str:
     other, or no other part would use its work."""
     for reason in filter(None, (part.contradiction() for part in parts)):
         return reason
+    if parts.gate.pre_gated and isinstance(parts.replacement, replacements.Score):
+        return "replacement=score goes by the layers' own routers, and gate=pre-gated does not run them"
     placement, prediction = parts.placement.name, parts.prediction.name
     assignment, replacement = parts.assignment.name, parts.replacement.name
     predicts, fills = not isinstance(parts.prediction, predictions.NoPrediction), parts.replacement.fills

@@ -282,6 +282,7 @@ def test_planning_imports_no_torch(module: str) -> None:
         ("dali", {"assignment": "host"}, "placement=random is for the device"),
         ("layerwise", {"replacement": "lru"}, "replacement=lru keeps what is fetched; assignment=resident"),
         ("layerwise", {"placement": "empty"}, "placement=empty is no start where assignment=resident"),
+        ("hybrimoe", {"gate": "pre-gated"}, "replacement=score goes by the layers' own routers"),
         ("adapmoe", {"scope": "global"}, "sizes=dp divides the cache by layer, and scope=global does not"),
         ("dali", {"placement": "empty"}, "replacement=workload only swaps experts, and placement=empty"),
     ],
