@@ -65,6 +65,9 @@ class PhaseCounters:
     host_tiles: int = 0
     resident_tiles: int = 0
     fetched_tiles: int = 0
+    wanted_experts: int = 0  # that predictions named and that were neither resident nor under way
+    issued_experts: int = 0  # of those, ordered from the link
+    paused_steps: int = 0  # without predictions, because too few of their tiles had been used
     predicted_tiles: int = 0  # landed, fetched for a prediction of this phase
     useful_tiles: int = 0  # of those, computed before they were evicted
     wasted_tiles: int = 0  # of those, evicted unused
@@ -115,6 +118,9 @@ def _tree(c: PhaseCounters, tile_bytes: int) -> dict[str, Any]:
         "resident_tiles": c.resident_tiles,
         "fetched_tiles": c.fetched_tiles,
         "fetched_bytes": c.fetched_tiles * tile_bytes,
+        "wanted_experts": c.wanted_experts,
+        "issued_experts": c.issued_experts,
+        "paused_steps": c.paused_steps,
         "predicted_tiles": c.predicted_tiles,
         "useful_tiles": c.useful_tiles,
         "wasted_tiles": c.wasted_tiles,

@@ -79,6 +79,7 @@ and its children.
   40 Fetched: id int, incarnation int, landed int, final bool, seconds float
   41 CancelFetch: id int
   42 AttachRing: name str
+  43 DemandFetch: id int, tiles int
 
   48 RemoteClient: account str, right str, address str
   49 Encode: job int, texts [str] = [], messages [ChatMessage]? = nil

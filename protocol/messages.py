@@ -392,6 +392,15 @@ class CancelFetch:
     id: int
 
 
+@dataclass(frozen=True)
+class DemandFetch:
+    """The first `tiles` tiles of an order are demanded now: it goes on as if it had just been sent with
+    urgency 0, and ends with them, or with the tile that is being copied."""
+
+    id: int
+    tiles: int
+
+
 # --- coordinator <-> the door for tcp, coordinator <-> tokenizer ------------------------------------------
 
 
@@ -519,6 +528,7 @@ TAGS: dict[int, type] = {
     40: Fetched,
     41: CancelFetch,
     42: AttachRing,
+    43: DemandFetch,
     48: RemoteClient,
     49: Encode,
     50: Encoded,

@@ -2,8 +2,11 @@
 reports each landing once its copy has completed.
 
 Orders wait by urgency and then by age, and are taken tile by tile: a demanded order overtakes a
-predicted one between two tiles. Within an order tiles land in their order, and a cancelled order is
-truncated, so what has landed of it is always a prefix.
+predicted one between two tiles, and so does a predicted one that is demanded now. Within an order tiles land
+in their order, and a cancelled order is truncated, so what has landed of it is always a prefix.
+
+Only demanded tiles begin while another is being copied, where the link can do that: so a demanded one waits
+for the rest of one other tile at most.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, SlabAttached
+from protocol.messages import AttachSlab, CancelFetch, DemandFetch, Fetch, Fetched, SlabAttached
 from shm.control import ControlSegment
 from shm.errors import ShmError
 from shm.store import Store
@@ -26,6 +29,8 @@ from workers.lifetime import pin
 
 log = logging.getLogger(__name__)
 
+DEMANDED = 0  # urgency
+
 
 @dataclass(order=True)
 class Order:
@@ -34,14 +39,14 @@ class Order:
     urgency: int
     age: int
     fetch: Fetch = field(compare=False)
+    wanted: int = field(compare=False)  # tiles; fewer than those of `fetch` once it is truncated
     started: int = field(default=0, compare=False)  # tiles with a copy under way or completed
     landed: int = field(default=0, compare=False)
-    cancelled: bool = field(default=False, compare=False)
     seconds: float = field(default=0.0, compare=False)
 
     @property
     def exhausted(self) -> bool:
-        return self.cancelled or self.started == len(self.fetch.slots)
+        return self.started >= self.wanted
 
 
 class CopyLoop:
@@ -84,18 +89,27 @@ class CopyLoop:
                 assert self._copier is not None
                 self._peer.send(SlabAttached(self._peer.incarnation, self._copier.notes))
             case Fetch():
-                order = Order(message.urgency, self._age, message)
+                order = Order(message.urgency, self._age, message, len(message.slots))
                 self._age += 1
                 self._orders[message.id] = order
                 heapq.heappush(self._queue, order)
             case CancelFetch():
-                order_or_none = self._orders.get(message.id)
-                if order_or_none is not None:
-                    order_or_none.cancelled = True
-                    if order_or_none.landed == order_or_none.started:
-                        self._report(order_or_none)  # now, because the coordinator may be waiting for it
+                self._truncate(self._orders.get(message.id), 0)
+            case DemandFetch():
+                demanded = self._orders.get(message.id)
+                if demanded is not None:
+                    demanded.urgency, demanded.age = DEMANDED, self._age
+                    self._age += 1
+                    heapq.heapify(self._queue)
+                self._truncate(demanded, message.tiles)
             case _:
                 log.warning("unexpected %s", type(message).__name__)
+
+    def _truncate(self, order: Order | None, tiles: int) -> None:
+        if order is not None:
+            order.wanted = min(order.wanted, max(tiles, order.started))
+            if order.exhausted and order.landed == order.started:
+                self._report(order)  # now, because the coordinator may be waiting for it
 
     def _start_copies(self) -> None:
         copier = self._copier
@@ -106,6 +120,8 @@ class CopyLoop:
                 if order.landed == order.started:
                     self._report(order)  # it had no tiles
                 continue
+            if self._running and order.urgency > DEMANDED:
+                return
             fetch, index = order.fetch, order.started
             tile = self._store.tiles(fetch.layer, fetch.expert, fetch.lo + index, fetch.lo + index + 1)
             began = time.perf_counter()

@@ -10,7 +10,16 @@ from dataclasses import dataclass
 
 from pipeline.experts.peers import ChildServerSocket
 from pipeline.experts.progress import ProgressWatch
-from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, Ready, SlabAttached, WorkerDied
+from protocol.messages import (
+    AttachSlab,
+    CancelFetch,
+    DemandFetch,
+    Fetch,
+    Fetched,
+    Ready,
+    SlabAttached,
+    WorkerDied,
+)
 from shm.control import ControlLine
 
 DEMANDED, PREDICTED, PLACED = 0, 1, 2  # urgency; smaller overtakes
@@ -86,6 +95,13 @@ class FetchLink:
         if not (order.cancelled or order.final):
             order.cancelled = True
             self._socket.send(0, CancelFetch(order.id))
+
+    def demand(self, order: Order, tiles: int) -> None:
+        """The order's first `tiles` tiles are demanded now: they move before all that is not, and those after
+        them, but for one that is being copied, not at all."""
+        if not order.final:
+            order.urgency = DEMANDED
+            self._socket.send(0, DemandFetch(order.id, tiles))
 
     def update(self, wait_ms: int) -> None:
         """Apply the messages that are here; wait at most `wait_ms` for the first."""

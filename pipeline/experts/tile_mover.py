@@ -2,9 +2,11 @@
 demands.
 
 It is the only user of the expert cache's slots and of the fetch link. An expert has at most one background
-order; on a demand, that order is truncated first, and its landed tiles are used. Tiles land in order, so
-resident tiles are always a prefix. While the prefetcher is being restarted, nothing is ordered, and demanded
-tiles are returned as unfetched.
+order; on a demand, that order becomes a demanded one. So the link finishes the tile that it is copying; then
+it takes demanded experts that had a background order, as these were waiting, then other demanded tiles as
+they were given, and then all that is not demanded. Tiles land in order, so resident tiles are always a
+prefix. While the prefetcher is being restarted, nothing is ordered, and demanded tiles are returned as
+unfetched.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ class _Prediction:
 
     counters: PhaseCounters  # of the phase that predicted it: its tiles are counted there
     unused: int = 0  # resident tiles that its orders fetched
+    ordered: bool = False  # an order of it was sent
 
 
 @dataclass
@@ -41,6 +44,20 @@ class _BackgroundOrder:
     order: Order
     prediction: _Prediction | None  # the prediction that it was sent for, also if that was dropped since
     booked: int = 0  # landed tiles that were passed to the cache and the counters
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """By which the link sorts."""
+        return self.order.urgency, self.order.id
+
+
+@dataclass
+class _Demand:
+    """Tiles that an order brings on demand."""
+
+    order: Order
+    tiles: range  # of the order's
+    background: _BackgroundOrder | None = None  # what it was before, and is for its other tiles
 
 
 class TileMover:
@@ -144,27 +161,32 @@ class TileMover:
     def stream(
         self, layer: int, missing: Iterable[Missing], unfetched: list[Missing]
     ) -> Iterator[tuple[int, int]]:
-        """Fetch tiles on demand. Yields (expert, slot) for each tile once it has landed, in the order given,
-        but first those that a background order had fetched. A slot that the target does not keep may be read
+        """Fetch tiles on demand. Yields (expert, slot) for each tile once it has landed, in the order of the
+        link: first those of a background order, then the others as they are given. A slot that the target
+        does not keep may be read
         until the iterator advances. `unfetched`: tiles not fetched because the prefetcher exited, the last of
         their expert."""
-        wanted = self._wanted = deque(missing)
-        self._streamed = {(layer, item.expert) for item in wanted}
-        running = deque(self._adopt(layer, wanted))
+        items = {item.expert: item for item in missing}
+        self._streamed = {(layer, expert) for expert in items}
+        running = deque(self._adopt(layer, items))
+        wanted = self._wanted = deque(item for item in items.values() if item.lo < item.hi)
         self._demand(layer, wanted, running)
         return self._landings(layer, wanted, running, unfetched)
 
     def _landings(
-        self, layer: int, wanted: deque[Missing], running: deque[Order], unfetched: list[Missing]
+        self, layer: int, wanted: deque[Missing], running: deque[_Demand], unfetched: list[Missing]
     ) -> Iterator[tuple[int, int]]:
         while running:
-            order = running.popleft()
-            for index, slot in enumerate(order.slots):
+            demand = running.popleft()
+            order, entry = demand.order, demand.background
+            for index in demand.tiles:
+                slot = order.slots[index]
                 self._link.wait(order, index + 1)
                 if order.landed <= index:  # the prefetcher exited before this tile
                     for unwritten in order.slots[index:]:
                         self.cache.release_loading(unwritten)
-                    unfetched.append(Missing(order.expert, order.lo + index, order.lo + len(order.slots)))
+                    unfetched.append(Missing(order.expert, order.lo + index, order.lo + demand.tiles.stop))
+                    entry = None
                     break
                 self.demanded += 1
                 if self.cache.land(layer, order.expert, order.lo + index, slot):
@@ -174,39 +196,34 @@ class TileMover:
                     yield order.expert, slot
                     self.cache.end_use(slot)
                     self._demand(layer, wanted, running)
+            if entry is not None:  # `update` books what it brings beyond the demand
+                entry.booked = demand.tiles.stop
+                self._background[layer, order.expert] = entry
             if not running:
                 self._demand(layer, wanted, running)
         unfetched.extend(wanted)
         wanted.clear()
         self._streamed.clear()
 
-    def _adopt(self, layer: int, wanted: deque[Missing]) -> Iterator[Order]:
-        """End the background orders of demanded experts. Their tiles that landed since the plan was made are
-        the first of the demanded ones, and leave `wanted`."""
-        for index, item in enumerate(list(wanted)):
-            key = (layer, item.expert)
-            if self._predicted.pop(key, None) is not None:
+    def _adopt(self, layer: int, items: dict[int, Missing]) -> Iterator[_Demand]:
+        """Demand the background orders of these experts. Their tiles leave `items`, by expert. This waits for
+        nothing, because the link would begin other tiles meanwhile."""
+        for item in items.values():
+            if self._predicted.pop((layer, item.expert), None) is not None:
                 self.counters.late_tiles += item.hi - item.lo
-            entry = self._background.pop(key, None)
-            if entry is None:
+        entries = [e for item in items.values() if (e := self._background.get((layer, item.expert)))]
+        for entry in sorted(entries, key=lambda entry: entry.place):
+            order, item = entry.order, items[entry.order.expert]
+            if order.cancelled or item.lo != order.lo + entry.booked:  # it brings no tile of the demand
+                self._link.cancel(order)
                 continue
-            order, booked = entry.order, entry.booked
-            self._finish(order)
-            landed = order.landed - booked
-            use = min(landed, item.hi - item.lo) if item.lo == order.lo + booked else 0
-            if entry.prediction is not None:
-                entry.prediction.counters.predicted_tiles += landed - use
-                entry.prediction.counters.wasted_tiles += landed - use
-            for slot in order.slots[booked + use :]:
-                self.cache.release_loading(slot)
-            wanted[index] = Missing(item.expert, item.lo + use, item.hi)
-            if use:
-                slots = order.slots[booked : booked + use]
-                yield Order(order.id, layer, item.expert, item.lo, slots, DEMANDED, use, final=True)
-        for item in [item for item in wanted if item.lo == item.hi]:
-            wanted.remove(item)
+            tiles = range(entry.booked, min(item.hi - order.lo, len(order.slots)))
+            self._link.demand(order, tiles.stop)
+            del self._background[layer, item.expert]
+            items[item.expert] = Missing(item.expert, order.lo + tiles.stop, item.hi)
+            yield _Demand(order, tiles, None if tiles.stop == len(order.slots) else entry)
 
-    def _demand(self, layer: int, wanted: deque[Missing], running: deque[Order]) -> None:
+    def _demand(self, layer: int, wanted: deque[Missing], running: deque[_Demand]) -> None:
         """Order as many wanted tiles as slots are free."""
         while wanted and self._link.up:
             item = wanted[0]
@@ -216,7 +233,7 @@ class TileMover:
                     return
                 self._stop_background_order()
                 continue
-            running.append(order)
+            running.append(_Demand(order, range(len(order.slots))))
             wanted.popleft()
             if item.lo + len(order.slots) < item.hi:
                 wanted.appendleft(Missing(item.expert, item.lo + len(order.slots), item.hi))
@@ -224,15 +241,10 @@ class TileMover:
     def _stop_background_order(self) -> None:
         """Truncate a background order: each slot that is not READY is loading for one of them."""
         key, entry = next(iter(self._background.items()))
-        self._finish(entry.order)
+        self._link.cancel(entry.order)
+        self._link.wait(entry.order, len(entry.order.slots))
         self._book(entry)
         del self._background[key]
-
-    def _finish(self, order: Order) -> None:
-        """Cancel an order and wait until the prefetcher has acknowledged it."""
-        self._link.cancel(order)
-        while not order.final:
-            self._link.wait(order, len(order.slots))
 
     def _order_background(self, key: Key, prediction: _Prediction | None) -> bool:
         """Order an expert's tiles below target, unless an order of it is under way; False where the limit of
@@ -247,6 +259,9 @@ class TileMover:
         if order is None:
             return False
         self._background[key] = _BackgroundOrder(order, prediction)
+        if prediction is not None and not prediction.ordered:
+            prediction.ordered = True
+            prediction.counters.issued_experts += 1
         return True
 
     def _order(self, layer: int, expert: int, lo: int, count: int, urgency: int) -> Order | None:

@@ -1,14 +1,15 @@
 """The expert cache and its link in a replay: residency, orders under way, and when each tile lands.
 
-The same rules as `experts/tile_mover.py`, on a clock of its own. The link moves one tile at a time and always
-finishes it; demanded tiles come first, then predicted ones, then placed ones, each kind in the order of the
-orders. Slots are not counted: a replay never runs out of slots for streaming.
+The same rules as `experts/tile_mover.py` and `workers/prefetcher.py`, on a clock of its own. The link moves
+one tile at a time and always finishes it; demanded tiles come first, then predicted ones, then placed ones,
+each kind in the order of the orders. Of a demand, the experts that had an order come first, as they were
+waiting. Slots are not counted: a replay never runs out of slots for streaming.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +33,7 @@ class Order:
     predicted: PhaseOutcome | None  # count a prediction's landings
     ordered_at: float  # time of the order
     started: int = 0  # tiles that have begun to move
+    cancelled: bool = False
 
 
 @dataclass
@@ -40,6 +42,7 @@ class _Prediction:
 
     counters: PhaseOutcome  # of the phase that predicted it
     tiles: int = 0  # that its orders fetched
+    ordered: bool = False  # an order of it was made
 
 
 class SimulatedCache:
@@ -144,34 +147,51 @@ class SimulatedCache:
         """Fetch tiles [lo, hi) of each (expert, lo, hi) before all else: each tile's (expert, landing), in
         the order in which they land. A tile of these experts that is on the link is the first of them."""
         self.advance(now)
-        landings: list[tuple[int, float]] = []
-        wanted = []
-        for expert, lo, hi in missing:
-            key = (layer, expert)
-            if self._predicted.pop(key, None) is not None:
-                self.counters.late += hi - lo
-            order = self._background.get(key)
-            if order is not None:
-                self._cancel(order)
-                if self._flying is order and order.lo + order.started - 1 == lo:
-                    self._flying = None
-                    del self._background[key]
-                    landings.append((expert, self.free))
-                    self._land_demanded(key)
-                    lo += 1
-            wanted.append((expert, lo, hi))
+        items = {expert: range(lo, hi) for expert, lo, hi in missing}
+        for expert, tiles in items.items():
+            if self._predicted.pop((layer, expert), None) is not None:
+                self.counters.late += len(tiles)
+        demanded: list[
+            tuple[int, int, float | None]
+        ] = []  # expert, tiles, and when the first lands if it moves
+        for order in self._waiting(layer, items):
+            expert, tiles = order.key[1], items[order.key[1]]
+            reached = min(tiles.stop, order.lo + order.count)
+            moving = self.free if self._flying is order else None
+            self._cancel(order)
+            if moving is not None:
+                self._flying = None
+                del self._background[order.key]
+            demanded.append((expert, reached - tiles.start, moving))
+            items[expert] = range(reached, tiles.stop)
         if self._flying is not None:
             self._land(self._flying)  # before the first order that has not begun
+        demanded += [(expert, len(tiles), None) for expert, tiles in items.items()]
+        landings = []
         at = max(self.free, now)
-        for expert, lo, hi in wanted:
-            for _ in range(lo, hi):
-                at += self._tile_seconds
-                landings.append((expert, at))
+        for expert, count, moving in demanded:
+            for _ in range(count):
+                if moving is None:
+                    at += self._tile_seconds
+                    self.counters.link_busy += self._tile_seconds
+                landings.append((expert, at if moving is None else moving))
+                moving = None
                 self._land_demanded((layer, expert))
-                self.counters.link_busy += self._tile_seconds
-        if landings:
-            self.free = max(self.free, landings[-1][1])
+        self.free = max(self.free, at) if landings else self.free
         return landings
+
+    def _waiting(self, layer: int, experts: Container[int]) -> list[Order]:
+        """The orders of these experts, in the link's order, without cancelled ones: nothing of them is left
+        but a tile that moves."""
+        return [
+            order
+            for queue in self._queues
+            for order in queue
+            if order.key[0] == layer
+            and order.key[1] in experts
+            and self._background.get(order.key) is order
+            and not order.cancelled
+        ]
 
     def _land_demanded(self, key: Key) -> None:
         self.counters.demanded += 1
@@ -192,14 +212,19 @@ class SimulatedCache:
             return True
         if len(self._background) == BACKGROUND_ORDERS:
             return False
-        booked = self._predicted[key].counters if predicted else None
+        booked = None
+        if predicted:
+            prediction = self._predicted[key]
+            booked = prediction.counters
+            booked.issued_experts += not prediction.ordered
+            prediction.ordered = True
         order = self._background[key] = Order(key, lo, count, booked, now)
         self._queues[0 if predicted else 1].append(order)
         return True
 
     def _cancel(self, order: Order) -> None:
         """Drop the tiles that have not begun to move."""
-        order.count = order.started
+        order.count, order.cancelled = order.started, True
         if self._flying is not order:
             del self._background[order.key]
 

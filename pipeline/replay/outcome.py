@@ -29,6 +29,9 @@ class PhaseOutcome:
     link_busy: float = 0.0
     wait_link: float = 0.0  # in which the device waited for a demanded tile
     wait_host: float = 0.0  # or for the host's share
+    wanted_experts: int = 0  # that predictions named and that were neither resident nor under way
+    issued_experts: int = 0  # of those, ordered from the link
+    paused_steps: int = 0  # without predictions, because too few of their tiles had been used
     demanded: int = 0
     predicted: int = 0
     useful: int = 0
@@ -54,6 +57,11 @@ class PhaseOutcome:
         return _share(float(self.hits.sum()), float(self.active.sum()))
 
     @property
+    def issued_share(self) -> float | None:
+        """Share of the wanted prefetches that were issued; None without any."""
+        return self.issued_experts / self.wanted_experts if self.wanted_experts else None
+
+    @property
     def moved(self) -> int:
         """Tiles that crossed the link."""
         return self.demanded + self.predicted + self.placed
@@ -75,6 +83,12 @@ class PhaseOutcome:
             "hit_rate_by_layer": [_share(h, a) for h, a in zip(self.hits, self.active, strict=True)],
             "bytes_per_token": {name: getattr(self, name) * tile_bytes / tokens for name in MOVED}
             | {"moved": self.moved * tile_bytes / tokens},
+            "prefetches": {
+                "wanted": self.wanted_experts,
+                "issued": self.issued_experts,
+                "share": self.issued_share,
+                "paused_steps": self.paused_steps,
+            },
             "host_share": self.host_share,
             "busy": {  # work is booked when it is sent, and may go on in the next phase
                 side: min(1.0, _share(getattr(self, f"{side}_busy"), self.seconds))

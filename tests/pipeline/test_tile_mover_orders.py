@@ -26,6 +26,7 @@ class ManualLink:
 
     def __init__(self) -> None:
         self.sent: list[Order] = []
+        self.tiles: dict[int, int] = {}  # of an order that was demanded: so many of its tiles
         self.check: Callable[[list[int]], None] = lambda slots: None  # called with the slots of each order
 
     def order(self, layer: int, expert: int, lo: int, slots: list[int], urgency: int) -> Order:
@@ -36,7 +37,12 @@ class ManualLink:
     def land(self, order: Order, tiles: int) -> None:
         """So many more tiles of the order land."""
         order.landed += tiles
-        order.final = order.landed == len(order.slots)
+        order.final = order.landed >= self.tiles.get(order.id, len(order.slots))
+
+    def demand(self, order: Order, tiles: int) -> None:
+        order.urgency = DEMANDED
+        self.tiles[order.id] = tiles
+        self.land(order, 0)
 
     def cancel(self, order: Order) -> None:
         """The prefetcher acknowledges at once."""
@@ -47,7 +53,7 @@ class ManualLink:
 
     def wait(self, order: Order, landed: int) -> None:
         if not order.final:
-            self.land(order, len(order.slots) - order.landed)
+            self.land(order, self.tiles.get(order.id, len(order.slots)) - order.landed)
 
     def expert_orders(self) -> list[tuple[int, int]]:
         """(expert, urgency) of each order."""
@@ -126,16 +132,15 @@ def test_predicted_tiles_get_the_slots_before_placed_ones() -> None:
     assert link.expert_orders()[2:] == [(3, PREDICTED), (2, PLACED)]
 
 
-def test_demand_ends_a_background_order_and_uses_its_tiles() -> None:
+def test_demand_takes_over_a_background_order() -> None:
     mover, link, _ = mover_of(TILES, 1)
     mover.retarget([Target(0, 1, TILES)])
     mover.fetch_missing()
     (background,) = link.sent
     link.land(background, 3)
-    streamed = stream(mover, 0, Missing(1, 0, TILES))
-    assert [slot for _, slot in streamed[:3]] == background.slots[:3]
-    assert [(o.lo, len(o.slots), o.urgency) for o in link.sent[1:]] == [(3, 1, DEMANDED)]
-    assert mover.cache.residency[0, 1] == TILES
+    assert stream(mover, 0, Missing(1, 0, TILES)) == [(1, slot) for slot in background.slots]
+    assert (link.sent, background.urgency, link.tiles) == ([background], DEMANDED, {0: TILES})
+    assert (mover.cache.residency[0, 1], mover.idle) == (TILES, True)
 
 
 # --- fences ---------------------------------------------------------------------------------------------
@@ -169,15 +174,17 @@ def test_slot_is_ordered_only_after_its_last_readers_fence(capacity: int) -> Non
 # --- predictions ----------------------------------------------------------------------------------------
 
 
-def test_landed_tiles_beyond_the_demand_are_wasted() -> None:
-    """Of 4 predicted tiles 3 have landed when [0, 2) is demanded: the third is wasted."""
+def test_landed_tiles_beyond_the_demand_stay_as_the_target_keeps_them() -> None:
+    """Of 4 predicted tiles 3 have landed when [0, 2) is demanded."""
     mover, link, _ = mover_of(TILES, 1)
     mover.retarget([Target(0, 1, TILES)], predicted=True)
     mover.fetch_missing()
     link.land(link.sent[0], 3)
     stream(mover, 0, Missing(1, 0, 2))
-    assert counted(mover.counters) == (1, 0, 1)
     assert (mover.demanded, mover.counters.late_tiles, held(mover)) == (2, 2, 0)
+    mover.collect_landings()
+    assert (mover.cache.residency[0, 1], mover.idle) == (3, True)
+    assert counted(mover.counters) == (0, 0, 0)
 
 
 def test_predicted_tiles_are_useful_wasted_or_held() -> None:

@@ -55,6 +55,7 @@ def test_figures_of_a_phase() -> None:
     phase = PhaseOutcome(2, steps=3, rows=4, seconds=8.0, host_busy=2.0, device_busy=4.0, link_busy=9.0)
     phase.wait_link, phase.wait_host = 1.0, 3.0
     phase.demanded, phase.predicted, phase.useful, phase.late, phase.wasted, phase.placed = 1, 2, 3, 4, 5, 6
+    phase.wanted_experts, phase.issued_experts, phase.paused_steps = 8, 6, 2
     phase.host_tiles, phase.device_tiles = 1, 3
     phase.active[:], phase.hits[:] = (4, 0), (1, 0)
     fidelity = phase.fidelity
@@ -70,6 +71,7 @@ def test_figures_of_a_phase() -> None:
         "hit_rate": 0.25,
         "hit_rate_by_layer": [0.25, 0.0],
         "bytes_per_token": per_token | {"moved": 225},
+        "prefetches": {"wanted": 8, "issued": 6, "share": 0.75, "paused_steps": 2},
         "host_share": 0.25,
         "busy": {"host": 0.25, "device": 0.5, "link": 1.0},
         "waits": {"link": 0.125, "host": 0.375},
