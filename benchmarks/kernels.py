@@ -46,7 +46,7 @@ SHAPES = {  # I, H
 }
 ROWS = (1, 4, 16, 64, 512)
 FORMATS_TIMED = ("bf16", "int8", "int4", "int4-g128")
-TORCH = "torch"  # the reference kernel as a variant: the engine computes bf16 at many rows with it
+TORCH = "torch"  # the reference kernel as a variant
 SECONDS = {False: 0.6, True: 0.15}  # for one case, by --quick
 MIN_CALLS = {False: 7, True: 3}  # of one case, by --quick
 SLOW_ROWS = 16  # most rows at which variants other than the best are timed
@@ -193,13 +193,11 @@ def measure(quick: bool, show: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _plan(format: TileFormat, shape: tuple[int, int], quick: bool) -> Iterator[tuple[str, int]]:
-    """Variants and rows to time. torch computes bf16 at many rows, as in the engine, and is the baseline of
-    the quantized formats. --quick leaves out slow cases of little interest."""
+    """Variants and rows to time. torch's bf16 is the baseline of all formats. --quick leaves out slow cases
+    of little interest."""
     available = [name for name in VARIANTS if isinstance(load(name), Library)]
     large = shape == SHAPES["Mixtral-8x7B"]
     for variant, rows in ((v, r) for v in available for r in ROWS):
-        if format.name == "bf16" and rows > DEFAULT.bf16_rows:
-            continue
         first = variant == available[0]
         if quick and rows == 1 and format.name != "int4-g128":
             yield variant, rows  # how the variants compare

@@ -4,9 +4,8 @@ thread, written by them.
     line 0: the prefetcher    line 1: the coordinator    line 2 + i: worker i
 
 A line is 64 bytes, so that no two writers share a cache line: its first number (int64) counts progress and
-only grows; the second is the Work that is being computed, or IDLE; the third, of a worker alone, is the most
-rows of an item that it computes without an import before. Each number is written atomically, by one process.
-A reader of several numbers may see them a moment apart.
+only grows; the second is the Work that is being computed, or IDLE. Each number is written atomically, by one
+process. A reader of both may see them a moment apart.
 """
 
 from __future__ import annotations
@@ -76,15 +75,6 @@ class ControlLine:
     @property
     def ticks(self) -> int:
         return self._numbers[0]
-
-    @property
-    def rows(self) -> int:
-        """The most rows of an item that this worker computes at once; for more it imports torch first."""
-        return self._numbers[2]
-
-    @rows.setter
-    def rows(self, most: int) -> None:
-        self._numbers[2] = most
 
     @property
     def seq(self) -> int:

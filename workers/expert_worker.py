@@ -1,8 +1,7 @@
 """Process entry: an expert worker. It maps the store, receives Work, answers each.
 
-It is stateless: any worker can redo any Work, with the same bits. It is cheap to restart: few rows need no
-torch, and where the store's format needs it for many rows (`workers/kernels/host.py`), a thread imports it
-after the first answer.
+It is stateless: any worker can redo any Work, with the same bits. It is cheap to restart: it imports torch
+only where C does not compute the store's format (`workers/kernels/host.py`).
 """
 
 from __future__ import annotations
@@ -18,19 +17,16 @@ from workers.emulation import sleep_until
 from workers.kernels.choice import Choice
 from workers.kernels.host import HostKernel
 from workers.kernels.native import chosen
-from workers.late_import import LateImport
 from workers.lifetime import pin
 from workers.work_exchange import WorkExchange
 
 
 def serve(peer: ChildEndpoint, store: Store, line: ControlLine, kernel: HostKernel, slowdown: float) -> None:
     """Answer Work until Shutdown; `line` counts progress. `slowdown` > 1 emulates a slower host."""
-    torch = LateImport(kernel, line, restarted=peer.incarnation > 0)
     exchange = WorkExchange(peer, store.layout.shape.hidden)
     while not peer.stopped:
         if (slot := exchange.next()) is None:
             continue
-        torch.prepare(slot)
         started = time.perf_counter()
         line.begin(slot.seq)
         try:
@@ -47,8 +43,6 @@ def serve(peer: ChildEndpoint, store: Store, line: ControlLine, kernel: HostKern
         if slot.items:  # a warm-up is no progress: what follows it may end every new worker
             line.tick()
         exchange.answer(slot, busy)
-        torch.begin()
-    torch.cancel()
 
 
 def main(config: dict[str, Any]) -> int:
@@ -58,12 +52,13 @@ def main(config: dict[str, Any]) -> int:
     try:
         control = ControlSegment.attach(config["control"])
         with Store.attach(config["store"], config["fingerprint"]) as store:
-            peer.announce((note,) if note else ())
             kernels = Choice.from_map(config["kernels"])
             library = chosen(kernels)
             team = None if library is None else library.team(len(config["cores"]))
             line = control.line("worker", peer.index)
             kernel = HostKernel(store.layout, team, line, kernels)
+            kernel.prepare()
+            peer.announce((note,) if note else ())
             serve(peer, store, line, kernel, config["host_slowdown"])
             if team is not None:
                 team.close()

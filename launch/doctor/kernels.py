@@ -46,8 +46,8 @@ def tuned(record: Record, path: Path) -> Finding:
 
 def explain(variants: dict[str, Library | str], chosen: Library | None, quantizer: bool) -> Iterator[Finding]:
     """`variants`: each one's library, or why it cannot run, best first; `chosen`: the one that is used."""
-    grouped = [name for name, kind in FORMATS.items() if isinstance(kind, BlockFormat)]
-    plain = [name for name, kind in FORMATS.items() if not isinstance(kind, BlockFormat | BF16)]
+    compiled = [name for name, kind in FORMATS.items() if isinstance(kind, BlockFormat | BF16)]
+    other = [name for name in FORMATS if name not in compiled]
     fix = "install a C compiler (Debian, Ubuntu: sudo apt install gcc)\n" + pip_install(f"-e {ROOT}")
     if chosen is None:
         of_reason: dict[str, list[str]] = {}
@@ -59,10 +59,8 @@ def explain(variants: dict[str, Library | str], chosen: Library | None, quantize
     else:
         runs = VARIANTS[chosen.variant]
         means = "for any number of rows, directly from the stored bytes"
-        yield TOPIC.ok(f"{', '.join(grouped)}: {runs}", means)
-        means = "for many rows torch's matrix product is faster"
-        yield TOPIC.ok(f"bf16: {runs} for up to {chosen.choice.bf16_rows} rows, torch for more", means)
-        yield TOPIC.ok(f"{', '.join(plain)}: torch", "a reference for comparisons")
+        yield TOPIC.ok(f"{', '.join(compiled)}: {runs}", means)
+        yield TOPIC.ok(f"{', '.join(other)}: torch", "a reference for comparisons")
         yield from _others(variants, chosen.variant)
     if not quantizer:
         means = "the first start of a model quantizes it with numpy, which takes much longer"

@@ -1,9 +1,8 @@
 """The pool of expert workers: submits a layer's host share, collects the partial sums, survives worker exits.
 
-A shard is cut for one of W workers and usually computed by that worker. While it is being restarted, or has
-not yet imported torch for a Work of many rows, another worker computes the shard: the result has the same
-bits. A Work that was being computed when a worker crashed is tried once more; if that worker crashes too, the
-request fails, and the pool continues.
+A shard is cut for one of W workers and usually computed by that worker. While it is being restarted, another
+worker computes the shard: the result has the same bits. A Work that was being computed when a worker crashed
+is tried once more; if that worker crashes too, the request fails, and the pool continues.
 
 A worker that makes no progress is first *suspect*: an idle worker gets the same Works (the pool hedges), and
 the suspect gets no new ones until it answers. After the whole limit it is reported as hung and killed.
@@ -80,7 +79,6 @@ class _Worker:
     """A running worker."""
 
     suspect: bool = False  # no progress for a while: the pool hedges its Works and sends it no others
-    rows: int = 0  # the most rows that it computes without an import; read again for more
     orders: dict[int, _PendingWork] = field(default_factory=dict)  # by seq, in sending order
     watch: ProgressWatch = field(default_factory=ProgressWatch)
 
@@ -176,9 +174,9 @@ class WorkerPool:
 
     def _assign(self, order: _PendingWork) -> None:
         """Send an order to the worker it was cut for, if able or no other is; else to the least loaded."""
-        rows, chosen = len(order.work.x), order.preferred
-        if not self._is_able(chosen, rows):
-            able = self._able(rows) or self._able(0) or list(self._running)
+        chosen = order.preferred
+        if not self._is_able(chosen):
+            able = self._able() or list(self._running)
             if not able:
                 self._unassigned.append(order)
                 return
@@ -190,29 +188,19 @@ class WorkerPool:
         self._running[index].orders[order.work.seq] = order
         self._exchange.send(index, order.work)
 
-    def _able(self, rows: int) -> list[int]:
-        """The workers that are able to compute a Work of `rows` rows."""
-        return [index for index in self._running if self._is_able(index, rows)]
+    def _able(self) -> list[int]:
+        """The workers that are able to compute a Work."""
+        return [index for index in self._running if self._is_able(index)]
 
-    def _is_able(self, index: int, rows: int) -> bool:
-        """The worker runs, is not suspect, and computes so many rows without an import."""
+    def _is_able(self, index: int) -> bool:
+        """The worker runs, has answered before, and is not suspect."""
         worker = self._running.get(index)
-        return worker is not None and not worker.suspect and self._is_up(index, rows)
-
-    def _is_up(self, index: int, rows: int) -> bool:
-        """The worker has answered before, and has imported what so many rows need."""
-        worker = self._running[index]
-        if not self._exchange.is_up(index):
-            return False
-        if rows > worker.rows:  # written before the first answer
-            worker.rows = self._lines[index].rows
-        return rows <= worker.rows
+        return worker is not None and not worker.suspect and self._exchange.is_up(index)
 
     def _covered(self, order: _PendingWork) -> bool:
         """The order is answered, or an able worker has it."""
         seq = order.work.seq
-        able = self._able(len(order.work.x))
-        return seq in order.ticket.partials or any(seq in self._running[i].orders for i in able)
+        return seq in order.ticket.partials or any(seq in self._running[i].orders for i in self._able())
 
     def _work(self, layer: int, shard: HostShard, x: FloatArray) -> Work:
         self._next += 1
@@ -266,7 +254,7 @@ class WorkerPool:
                 self._clear_suspicion(worker)
                 continue
             rows = max(len(order.work.x) for order in worker.orders.values())
-            up = self._is_up(index, rows)
+            up = self._exchange.is_up(index)
             limit = limits.stall + rows * limits.stall_row if up else limits.first_answer
             stalled = worker.watch.stalled(self._lines[index].ticks)
             if stalled > limit:
@@ -278,8 +266,7 @@ class WorkerPool:
         """Send a suspect's Works to idle workers too; the first answer counts."""
         slow.suspect = True
         for order in slow.orders.values():
-            able = self._able(len(order.work.x))
-            idle = [index for index in able if not self._running[index].orders]
+            idle = [index for index in self._able() if not self._running[index].orders]
             if idle and not self._covered(order):
                 self._send(order, min(idle))
 

@@ -155,7 +155,7 @@ async def test_ten_kills_a_second_change_no_token(start_engine, tiny_model) -> N
                 os.kill(draws.choice(workers), KILL)
                 kills.append(time.monotonic())
 
-    async with start_engine(config(tiny_model, workers=3, format="bf16")) as (supervisor, client):
+    async with start_engine(config(tiny_model, workers=3, format="bf16", chunk=64)) as (supervisor, client):
         state = State(supervisor, client)
         reference = [bits(await answer(client, prompt)) for prompt in (PROMPT, LONG)]
         killing = asyncio.create_task(kill_for_ever(state))

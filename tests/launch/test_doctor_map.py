@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from launch.doctor import kernels, threads
 from launch.processes.cores import Cores, Thread
 from shm.kernel_files import parse_cores
-from workers.kernels.choice import DEFAULT, Choice
+from workers.kernels.choice import Choice
 from workers.kernels.native import VARIANTS, Library, best, load
 
 
@@ -56,7 +56,7 @@ def test_kernels_of_this_machine_are_the_best_that_load() -> None:
         assert found[0].startswith("no compiled kernels: ")
         assert all(str(reason) in found[0] for reason in loaded.values())
     else:
-        assert f"int8, int4, int4-g128: {VARIANTS[chosen.variant]}" in found
+        assert f"bf16, int8, int4, int4-g128: {VARIANTS[chosen.variant]}" in found
         for name in VARIANTS.keys() - set(able):
             assert f"{VARIANTS[name]}: not used, {loaded[name]}" in found
 
@@ -71,14 +71,13 @@ def test_kernels_of_every_format_and_unused_variants_are_listed_with_reasons() -
     found = list(kernels.explain(variants, library("avx2"), quantizer=True))
     assert {f.level for f in found} == {"ok"}
     assert [f.found for f in found] == [
-        "int8, int4, int4-g128: AVX2",
-        f"bf16: AVX2 for up to {DEFAULT.bf16_rows} rows, torch for more",
+        "bf16, int8, int4, int4-g128: AVX2",
         "f32: torch",
         "AVX-512 VNNI: not used, this processor has no AVX-512 VNNI",
         "AVX-VNNI: not used, not compiled at installation",
         "portable C: not used",
     ]
-    assert [f.means for f in found[3:]] == [
+    assert [f.means for f in found[2:]] == [
         "",
         "it may be faster, if this processor supports it",
         "supported by this processor, but AVX2 is faster, or as fast",

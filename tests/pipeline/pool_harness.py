@@ -64,7 +64,6 @@ class Worker:
         self.index, self.incarnation = index, incarnation
         self._harness = harness
         self.line = harness.control.line("worker", index)
-        self.line.rows = 1 << 62  # it has nothing left to import
         self.endpoint: ChildEndpoint = child_endpoint(
             harness.runtime, "worker", "w", PRINT, index, incarnation
         )

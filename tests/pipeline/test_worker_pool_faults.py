@@ -270,26 +270,6 @@ def test_many_rows_and_the_first_answer_may_take_longer(harness: PoolHarness) ->
     assert [message.index for message in hung(harness)] == [1, 0]
 
 
-def test_many_rows_wait_only_where_no_worker_has_imported_torch(harness: PoolHarness) -> None:
-    first, second = harness.start(2, limits=SHORT)
-    first.line.rows = 4
-    x = np.ones((9, HIDDEN), np.float32)
-    wide = [shard_of(3)._replace(kept=np.arange(len(x)))]
-    harness.submit(1)
-    (few,) = first.take()
-    harness.pool.submit(0, wide, x)
-    (other,) = second.take()
-    assert (tile_of(few), tile_of(other)) == (1, 3)
-    first.answer(few)
-    second.exit()
-    first.take()  # no other worker runs
-    harness.let_pass(2 * SHORT.stall)
-    assert hung(harness) == []  # its import takes a while
-    first.line.rows = 9
-    harness.let_pass(2 * SHORT.stall)
-    assert hung(harness) == [Hung("worker", 0, 0)]
-
-
 @pytest.mark.parametrize(
     ("warm", "rows", "hedged", "hung_after"),
     [(True, 50, 4.0 / 6, 4.0), (True, 1, 3.02 / 6, 3.02), (False, 1, None, 60.0)],

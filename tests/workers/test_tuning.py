@@ -16,7 +16,7 @@ from workers.kernels.native import Library, best, chosen, load
 from workers.kernels.tuning import Tuning
 from workers.kernels.tuning_file import FOLDER, Machine, Record, find, keep, path_of
 
-CHOICE = Choice("avx2", Prefetch("nta", 2048), 2)
+CHOICE = Choice("avx2", Prefetch("nta", 2048))
 RECORD = Record(
     Machine("cpu", "a b", 2, 6, ("avx2",)), Tuning(CHOICE, {"int4": 2.0}, {"int4": 1.0}), 3.0, 0.5
 )
@@ -103,15 +103,12 @@ def test_a_record_is_found_again_by_its_machine_alone(
     [
         lambda data: data | {"version": 0},
         lambda data: [],
-        lambda data: data | {"tuning": data["tuning"] | {"choice": CHOICE.to_map() | {"bf16_rows": 1e400}}},
-        lambda data: data | {"tuning": data["tuning"] | {"choice": CHOICE.to_map() | {"bf16_rows": 1 << 20}}},
         lambda data: data | {"tuning": data["tuning"] | {"choice": CHOICE.to_map() | {"variant": "x"}}},
         lambda data: data | {"tuning": data["tuning"] | {"rates": {"int4": float("nan")}}},
         lambda data: data | {"measured": 1e300},
         lambda data: data | {"load": float("inf")},
         lambda data: data | {"machine": data["machine"] | {"cores": 1e400}},
         lambda data: data | {"tuning": data["tuning"] | {"choice": {}}},
-        lambda data: data | {"tuning": data["tuning"] | {"choice": CHOICE.to_map() | {"bf16_rows": -1}}},
         lambda data: (
             data
             | {

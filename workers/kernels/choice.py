@@ -2,7 +2,7 @@
 
 The default is for any processor; `tuning.py` measures what is faster on this one. Hint and distance of the
 prefetches change no bit. The variant changes those of bf16 and of attention (sums over more or fewer lanes)
-and, between `portable` and the others, of the quantized formats (fused additions); `bf16_rows` those of bf16.
+and, between `portable` and the others, of the quantized formats (fused additions).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 MOST_AHEAD = 1 << 20  # bytes
-MOST_ROWS = 1 << 16
 HINTS = ("none", "nta", "t0", "t1")  # in the order of c/kernels.h
 
 
@@ -33,13 +32,10 @@ class Prefetch:
 
 @dataclass(frozen=True)
 class Choice:
-    """What differs between processors. `variant`: of VARIANTS; "": the first one that can be used here.
-    `bf16_rows`: most rows of bf16 that C computes; with more, torch's product is faster than reading the
-    weights once for all."""
+    """What differs between processors. `variant`: of VARIANTS; "": the first one that can be used here."""
 
     variant: str = ""
     prefetch: Prefetch = Prefetch()
-    bf16_rows: int = 4
 
     def to_map(self) -> dict[str, Any]:
         """For a child's configuration and for JSON."""
@@ -49,14 +45,9 @@ class Choice:
     def from_map(cls, data: Any) -> Choice:
         """The inverse of `to_map`. Anything else raises ValueError, TypeError, KeyError or
         OverflowError."""
-        choice = cls(str(data["variant"]), Prefetch(**data["prefetch"]), int(data["bf16_rows"]))
+        choice = cls(str(data["variant"]), Prefetch(**data["prefetch"]))
         hint, ahead = choice.prefetch.hint, choice.prefetch.ahead
-        if (
-            hint not in HINTS
-            or type(ahead) is not int
-            or not 0 <= ahead <= MOST_AHEAD
-            or not 0 <= choice.bf16_rows <= MOST_ROWS
-        ):
+        if hint not in HINTS or type(ahead) is not int or not 0 <= ahead <= MOST_AHEAD:
             raise ValueError("it has no valid choice of kernels")
         return choice
 

@@ -1,11 +1,9 @@
 """Expert kernels on the host's own cores, the same for expert workers and for the device `cpu`.
 
-The choice between C and torch depends only on the format, the engine's `Choice` and the number of rows. So
-in C the same tiles for the same rows give the same bits in every process of an engine; torch's bits also
-depend on its number of threads, which is the same in all workers. C computes the quantized formats at any
-number of rows, and bf16 for few rows, where memory bandwidth is the limit. torch computes bf16 for many rows,
-f32 (a format for comparison) always, and every format if no C library was compiled. torch is imported on
-first use.
+C computes the quantized formats and bf16. torch computes f32, a format for comparison, and every format if no
+C library was compiled; it is imported only then. In C the same tiles for the same rows give the same bits in
+every process of an engine; torch's bits also depend on its number of threads, which is the same in all
+workers.
 """
 
 from __future__ import annotations
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
 
     from workers.kernels.reference import ReferenceKernel
 
-UNLIMITED = 1 << 62  # rows
-
 
 class Activations:
     """Hidden states float32 [R, H], and their form for C and for torch, each made on first use."""
@@ -42,12 +38,6 @@ class Activations:
         self.x = x
         self.native: Quantized | None = None
         self.reference: Tensor | None = None
-
-
-def most_rows(slot: Slot) -> int:
-    """The most rows of an item of the Work in a slot."""
-    offsets = slot.read().offsets
-    return int((offsets[1:] - offsets[:-1]).max(initial=0))
 
 
 def fault_of(work: Work, shape: ExpertShape) -> str | None:
@@ -88,23 +78,16 @@ class HostKernel:
         self._native: Kernel | None = None
         self._works: WorkKernel | None = None  # of the store of the last Work
         self._own = OwnSlot(layout.shape.hidden)
-        self._most = 0  # rows that C computes
         library = chosen(kernels)
         if library is not None and isinstance(layout.format, BlockFormat | BF16):
             shape = layout.shape
             geometry = Geometry(layout.format, shape.hidden, shape.hidden, shape.tile)
             self._native = library.kernel(geometry, team)
-            self._most = kernels.bf16_rows if isinstance(layout.format, BF16) else UNLIMITED
         self._reference: ReferenceKernel | None = None
 
-    @property
-    def rows_without_torch(self) -> int:
-        """The most rows of an item that C computes."""
-        return self._most
-
     def prepare(self) -> None:
-        """Import everything that `compute` may need, in any thread. Importing torch takes a second or two."""
-        if self._most < UNLIMITED:
+        """Import what `compute` needs. Importing torch takes a second or two."""
+        if self._native is None:
             import workers.kernels.reference  # noqa: F401
 
     def compute_work(self, work: Work, store: Store) -> Float32:
@@ -117,7 +100,7 @@ class HostKernel:
     def compute_slot(self, slot: Slot, store: Store) -> None:
         """Write the y of the Work in a slot: in one call where C computes all. Raises IndexError where a
         number of the Work is wrong, MemoryError."""
-        if self._native is None or (slot.x_rows > self._most and most_rows(slot) > self._most):
+        if self._native is None:
             slot.y()[:] = self._compute_items(slot.read(), store)
             return
         tiles, works = store.all_tiles(), self._works
@@ -141,7 +124,7 @@ class HostKernel:
     def compute(self, tiles: Bytes, x: Activations, rows: NDArray[np.int32]) -> Float32:
         """The sum of the outputs of consecutive tiles (uint8 [number * tile_bytes]) for the rows x[rows]:
         float32 [len(rows), H]."""
-        if self._native is not None and len(rows) <= self._most:
+        if self._native is not None:
             if x.native is None:
                 x.native = self._native.quantize(x.x)
             return self._native.tiles(tiles, x.native, rows, self._ticks)

@@ -132,8 +132,7 @@ def _totals(parts: Iterator[Bytes], candidates: Sequence[Choice], rows: int = 1)
 
 
 def _times(parts: Iterator[Bytes], candidates: Sequence[Choice], rows: int = 1) -> dict[Choice, Times]:
-    names = [name for name in FORMATS if name != "bf16" or rows <= candidates[0].bf16_rows]
-    works = {(choice, name): _compute(choice, name, rows) for choice in candidates for name in names}
+    works = {(choice, name): _compute(choice, name, rows) for choice in candidates for name in FORMATS}
     best = dict.fromkeys(works, float("inf"))
     for compute, size in works.values():
         compute(next(parts)[:size])  # allocates scratch
@@ -146,7 +145,7 @@ def _times(parts: Iterator[Bytes], candidates: Sequence[Choice], rows: int = 1) 
             started = time.perf_counter()
             compute(data)
             best[key] = min(best[key], (time.perf_counter() - started) / size)
-    return {choice: {name: best[choice, name] for name in names} for choice in candidates}
+    return {choice: {name: best[choice, name] for name in FORMATS} for choice in candidates}
 
 
 def _compute(choice: Choice, name: str, rows: int) -> tuple[Compute, int]:

@@ -1,7 +1,7 @@
 /* AMX: products of many rows by matrix units, on the same bytes and with the same integer sums as the vectors of
  * avx512.c, which compute everything else. A tile is 16 rows of 64 bytes. Of one group of inputs, tile A has 16 rows'
  * codes, 64 inputs each; tile B the same inputs of a block's 16 outputs, four beside each other, as they lie in an int8
- * record; C is their integer product [16 rows, 16 outputs]. */
+ * record; C is their integer product [16 rows, 16 outputs]. bf16 at the end. */
 #include "kernels.h"
 
 #define tandem_supported vectors_supported
@@ -10,6 +10,19 @@ static void units_begin(int64_t rest);
 static void units_end(void);
 static void strip_of(const struct weights *w, const uint8_t *block, int64_t groups, const int8_t *codes,
                      const float *factors, int64_t count, float *y);
+static void bf16_units_begin(void);
+/* c_n [16, 16] = or += a b_n for tiles n of B: a [16, 2 * 16 * depth] bf16; b_n [16 * depth, 16] pairs of bf16, whose
+ * lower number belongs to the lower one of a's pair. Distances in bytes: of lines, from b_n and c_n to the next n, and
+ * from 16 lines of b_n to the next. */
+struct unit_product {
+    const void *a;
+    int64_t a_line;
+    const void *b;
+    int64_t b_line, b_next, b_step, depth;
+    float *c;
+    int64_t c_line, c_next;
+};
+static void multiply_units(const struct unit_product *p, int across, int add);
 #include "avx512.c"
 #undef tandem_supported
 
@@ -43,11 +56,14 @@ struct tile_config {
 #define tile_load(tile, from, stride) do { STORED(from); _tile_loadd(tile, from, stride); } while (0)
 #define tile_store(tile, to, stride) _tile_stored(tile, to, stride)
 #define tile_dot(c, a, b) _tile_dpbsud(c, a, b) /* a signed, b unsigned */
+#define tile_dot_bf16(c, a, b) _tile_dpbf16ps(c, a, b)
 
 enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 }; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
 
 static int tiles_permitted(void) {
-    if (!__builtin_cpu_supports("amx-tile") || !__builtin_cpu_supports("amx-int8")) return 0;
+    if (!__builtin_cpu_supports("amx-tile") || !__builtin_cpu_supports("amx-int8") ||
+        !__builtin_cpu_supports("amx-bf16"))
+        return 0;
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) ? -1 : 1;
 }
 #endif
@@ -115,4 +131,40 @@ static void strip_of(const struct weights *w, const uint8_t *block, int64_t grou
             }
         }
     }
+}
+
+/* --- bf16 ----------------------------------------------------------------------------------------------------- */
+
+#define A_BF16 4
+#define B_BF16 5
+enum { TILES_BF16 = 6 }; /* tiles 0 to 3 are those of C */
+
+static void bf16_units_begin(void) {
+    struct tile_config config = {.palette = PALETTE};
+    for (int tile = 0; tile < TILES_BF16; tile++) config.rows[tile] = UNIT, config.line_bytes[tile] = UNIT_LINE;
+    tile_configure(&config);
+}
+
+static void multiply_units(const struct unit_product *p, int across, int add) {
+#define EACH_ACROSS(call)                                                                                        \
+    call(0);                                                                                                     \
+    if (across > 1) { call(1); }                                                                                 \
+    if (across > 2) { call(2); }                                                                                 \
+    if (across > 3) { call(3); }
+#define LOAD_C(n) tile_load(n, (const char *)p->c + n * p->c_next, p->c_line)
+#define ZERO_C(n) tile_zero(n)
+#define STORE_C(n) tile_store(n, (char *)p->c + n * p->c_next, p->c_line)
+#define ADD_PRODUCT(n)                                                                                           \
+    tile_load(B_BF16, (const char *)p->b + n * p->b_next + k * p->b_step, p->b_line);                            \
+    tile_dot_bf16(n, A_BF16, B_BF16)
+    if (add) {
+        EACH_ACROSS(LOAD_C)
+    } else {
+        EACH_ACROSS(ZERO_C)
+    }
+    for (int64_t k = 0; k < p->depth; k++) {
+        tile_load(A_BF16, (const char *)p->a + k * UNIT_LINE, p->a_line);
+        EACH_ACROSS(ADD_PRODUCT)
+    }
+    EACH_ACROSS(STORE_C)
 }

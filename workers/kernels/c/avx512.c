@@ -14,6 +14,17 @@ int tandem_supported(void) {
 #define INLINE static inline __attribute__((always_inline))
 #define VECTOR_BYTES 64
 #define SUM(v) _mm512_reduce_add_ps((__m512)(v))
+
+/* y [4] = the sums of four vectors, in the order of additions of SUM. */
+INLINE void sum_four(__m512 a, __m512 b, __m512 c, __m512 d, float *y) {
+    __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+    __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xEE));
+    __m512 sum = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+    sum = _mm512_add_ps(sum, _mm512_permute_ps(sum, 0x4E));
+    sum = _mm512_add_ps(sum, _mm512_permute_ps(sum, 0xB1));
+    _mm_storeu_ps(y, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, sum)));
+}
+#define SUM_FOUR(a, b, c, d, y) sum_four((__m512)(a), (__m512)(b), (__m512)(c), (__m512)(d), y)
 #define VFMA(a, b, c) ((vector)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
 
 INLINE __m512i four(const int8_t *codes) {
@@ -27,6 +38,17 @@ INLINE __m512 sixteen_bf16(const void *numbers) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
 }
 #define WIDENED (vector)sixteen_bf16
+
+#ifndef TANDEM_WITHOUT_PAIRS
+/* VDPBF16PS, which not all of these processors have, nor all compilers: sum += the products of the pairs' upper
+ * numbers, then those of the lower ones, each rounded as a fused addition is. Denormal numbers count as 0. */
+INLINE __m512 with_pairs(__m512 sum, __m512i a, __m512i b) {
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+    return sum;
+}
+#define WITH_PAIRS(a, b, c) ((vector)with_pairs((__m512)(c), (__m512i)(a), (__m512i)(b)))
+#define HAS_PAIRS() (__builtin_cpu_supports("avx512bf16") > 0)
+#endif
 
 INLINE __m512 grown(__m512 y, __m512i dot, __m512 scale, __m512 zero, const float *factors) {
     __m512 centred = _mm512_fnmadd_ps(zero, _mm512_set1_ps(factors[1]), _mm512_cvtepi32_ps(dot));

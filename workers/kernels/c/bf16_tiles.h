@@ -1,117 +1,102 @@
 /* bf16 tiles, row-major: gate rows [T, H], up rows [T, H], down's columns as rows [T, H]. Part of body.h. */
 #pragma once
 
+#include "bf16_units.h"
 #include "kernels.h"
 #include "prefetch.h"
+#include "rows.h"
 #include "team.h"
 #include "vectors.h"
 
-enum { TOGETHER = 8 }; /* channels: their rows of down are added in one pass for several rows of x */
-enum { TALL = 4 };     /* rows of gate or up that are taken together */
-enum { FEW = 4 };      /* most rows that one read of the weights is applied to */
-
-/* Rows of gate or up that are taken together for one row of x, which shares no reads. One stream of memory is read
- * faster than several; but each row's products are added one after the other, and narrow registers need several such
- * chains to keep pace with memory. */
-enum { ONE_TALL = VECTOR_BYTES < 64 ? TALL : 1 };
-
-#define UP_TO_FEW(call)                                                                                          \
-    switch (rows) {                                                                                              \
-    case 1: call(1); break;                                                                                      \
-    case 2: call(2); break;                                                                                      \
-    case 3: call(3); break;                                                                                      \
-    default: call(4);                                                                                            \
-    }
+enum { TOGETHER = 8 };  /* channels: their rows of down are added in one pass for several rows of x */
+enum { COLUMNS = 64 };  /* of down, that are made a panel for many rows of x ... */
+enum { DEEP = 128 };    /* ... with so many channels, or pairs of them */
+enum { MANY = 6 };      /* rows multiplied together with a panel */
+enum { FROM_ROWS = 12 }; /* the least that a panel is made for: two readings by MANY repay making it; changes no bits */
 
 struct bf16_tile {
     const struct weights *w;
     const uint16_t *tile;
-    const float *x; /* [count, H] */
+    const char *x; /* arranged [count, H]; by units: for them */
     int64_t count;
     float *gate, *up; /* [count, T] */
-    float *y;         /* [count, H] of this tile alone */
+    float *inner;     /* silu(gate) * up [count, T] rounded to bf16; by pairs [count, pairs] */
+    float *part;      /* a sum so far: of a thread's panel [count, COLUMNS]; few rows: of y */
+    float *y;         /* [count, H] */
+    int add;          /* y += this tile's outputs, and not = */
+    int pairs;        /* inner activations and down are taken in pairs of channels, the first one upper */
+    int units;        /* by matrix units */
 };
 
-/* y[r][i] = row i . x[r] for `number` and `rows` (constants) consecutive rows of weights and of x: numbers of x are
- * read once for all rows of weights, and the other way round. `bits` of a weight, a constant: BF16 or FLOAT32. Numbers
- * are prefetched `ahead` before their use. */
-INLINE void products(const void *weights, const int bits, const int number, int64_t hidden, const float *x,
-                     const int rows, const int hint, int64_t ahead, float *y, int64_t stride) {
-    vector sums[TALL][FEW];
-    for (int i = 0; i < number; i++)
-        for (int r = 0; r < rows; r++) sums[i][r] = (vector){0};
-    int64_t whole = hidden / PAIR * PAIR;
-    for (int64_t h = 0; h < whole; h += PAIR)
-        for (int half = 0; half < PAIR; half += LANES) {
-            vector wide[TALL];
-            for (int i = 0; i < number; i++) {
-                int64_t at = i * hidden + h + half;
-                if (!half || bits != BF16) PREFETCH((const char *)weights + (at + ahead) * (bits / 8), hint);
-                wide[i] = vector_at(weights, at, bits);
-            }
-            for (int r = 0; r < rows; r++) {
-                vector one = loaded(x + r * hidden + h + half);
-                for (int i = 0; i < number; i++) sums[i][r] = VFMA(wide[i], one, sums[i][r]);
-            }
-        }
-    for (int i = 0; i < number; i++)
-        for (int r = 0; r < rows; r++) {
-            float sum = SUM(sums[i][r]);
-            for (int64_t h = whole; h < hidden; h++) sum += number_at(weights, i * hidden + h, bits) * x[r * hidden + h];
-            y[r * stride + i] = sum;
-        }
-}
+/* Numbers that matrix units take together: zero beyond `channels`. */
+static int64_t pairs_of(int64_t channels) { return rounded_up(channels, 2 * UNIT) / 2; }
 
-/* y[i] = row i . x for one row of x and ONE_TALL or 1 rows of weights. */
-INLINE void one_row_products(const struct weights *w, const void *weights, const int bits, int64_t number,
-                             const float *x, float *y) {
-    int64_t hidden = w->inputs, ahead = ONE_TALL > 1 ? ONE_TALL * hidden : w->ahead * 8 / bits;
-#define CALL_ONE_TALL(hint) products(weights, bits, ONE_TALL, hidden, x, 1, hint, ahead, y, 0)
-    if (number > 1)
-        EACH_HINT(w->hint, CALL_ONE_TALL)
-#define CALL_ONE_ONE(hint) products(weights, bits, 1, hidden, x, 1, hint, ahead, y, 0)
-    else
-        EACH_HINT(w->hint, CALL_ONE_ONE)
+/* Bytes of `x`, `inner` and `part`; matrix units take whole UNITs of rows. */
+static int64_t x_bytes(const struct weights *w, int64_t rows) {
+    return rounded_up(rows, UNIT) * arranged_bytes(rounded_up(w->inputs, 2 * UNIT));
 }
-
-/* y[r][i] = row i . x[r] for `count` rows of x and rows [lo, hi) of `weights` [.., inputs]; y has `stride` numbers a
- * row. `bits` of a weight: a constant. */
-INLINE void row_products(const struct weights *w, const void *weights, const int bits, int64_t lo, int64_t hi,
-                         const float *x, int64_t count, float *y, int64_t stride) {
-    int64_t hidden = w->inputs, tall = count > 1 ? TALL : ONE_TALL;
-    for (int64_t i = lo, step; i < hi; i += step) {
-        step = i + tall <= hi ? tall : 1;
-        const char *from = (const char *)weights + i * hidden * (bits / 8);
-        if (count == 1) {
-            one_row_products(w, from, bits, step, x, y + i);
-            continue;
-        }
-        for (int64_t first = 0; first < count; first += FEW) {
-            const float *few = x + first * hidden;
-            float *to = y + first * stride + i;
-            int64_t rows = least(FEW, count - first);
-#define CALL_TALL(n) products(from, bits, TALL, hidden, few, n, T1, TALL * hidden, to, stride)
-#define CALL_ONE(n) products(from, bits, 1, hidden, few, n, T1, hidden, to, stride)
-            if (step > 1)
-                UP_TO_FEW(CALL_TALL)
-            else
-                UP_TO_FEW(CALL_ONE)
-        }
-    }
+static int64_t inner_bytes(const struct weights *w, int64_t rows) {
+    return rounded_up(rows, UNIT) * 2 * pairs_of(w->channels) * 4;
+}
+static int64_t part_bytes(const struct weights *w, int64_t rows) {
+    return rounded_up(rows, UNIT) * rounded_up(w->outputs, COLUMNS) * 4;
 }
 
 static void gate_and_up(void *context, int64_t lo, int64_t hi) {
     const struct bf16_tile *p = context;
     int64_t hidden = p->w->inputs, channels = p->w->channels;
-    for (int half = 0; half < 2; half++)
-        row_products(p->w, p->tile + half * channels * hidden, BF16, lo, hi, p->x, p->count, half ? p->up : p->gate,
-                     channels);
+    bf16_products(p->w, p->tile, lo, hi, p->x, p->count, p->gate, channels);
+    bf16_products(p->w, p->tile + channels * hidden, lo, hi, p->x, p->count, p->up, channels);
 }
 
-/* y[r][h] += sum of a[r][t] * down[t][h] for `number` (a constant) channels from t, h in [lo, hi), and `rows` rows,
- * prefetched `ahead` rows of down before their use. */
-INLINE void columns(const struct bf16_tile *p, int64_t t, const int number, int64_t lo, int64_t hi, int64_t rows,
-                    const int hint, int64_t ahead) {
+#ifdef MATRIX_UNITS
+/* Units [lo, hi) of UNIT channels. */
+static void gate_and_up_by_units(void *context, int64_t lo, int64_t hi) {
+    const struct bf16_tile *p = context;
+    int64_t hidden = p->w->inputs, channels = p->w->channels;
+    lo *= UNIT, hi = least(hi * UNIT, channels);
+    bf16_units_begin();
+    products_by_units(p->tile, hidden, lo, hi, p->x, p->count, p->gate, channels);
+    products_by_units(p->tile + channels * hidden, hidden, lo, hi, p->x, p->count, p->up, channels);
+    units_end();
+}
+
+/* part [count, COLUMNS] = or += inner panel; the rows after `count` in its last unit are computed, too. */
+static void panel_by_units(const struct bf16_tile *p, const float *inner, const float *panel, int64_t depth,
+                           float *part, int add) {
+    int64_t stride = pairs_of(p->w->channels);
+    bf16_units_begin();
+    for (int64_t first = 0; first < p->count; first += UNIT) {
+        struct unit_product product = {inner + first * stride, 4 * stride, panel, 4 * COLUMNS, UNIT_LINE,
+                                       4 * COLUMNS * UNIT, (depth + UNIT - 1) / UNIT, part + first * COLUMNS,
+                                       4 * COLUMNS, UNIT_LINE};
+        multiply_units(&product, UNITS_ACROSS, add);
+    }
+    units_end();
+}
+#endif
+
+static void activate_bf16(void *context, int64_t lo, int64_t hi) {
+    const struct bf16_tile *p = context;
+    int64_t channels = p->w->channels, pairs = pairs_of(channels);
+    for (int64_t r = lo; r < hi; r++) {
+        float *gate = p->gate + r * channels;
+        silu_times(gate, p->up + r * channels, channels);
+        round_to_bf16(gate, channels, p->pairs ? gate : p->inner + r * channels);
+        for (int64_t i = 0; p->pairs && i < pairs; i++) {
+            uint32_t upper = 2 * i < channels ? narrowed(gate[2 * i]) : 0;
+            uint32_t lower = 2 * i + 1 < channels ? narrowed(gate[2 * i + 1]) : 0, pair = upper << 16 | lower;
+            memcpy(p->inner + r * pairs + i, &pair, sizeof pair);
+        }
+    }
+}
+
+/* --- few rows: down is read once ------------------------------------------------------------------------------ */
+
+/* part[r][h] += sum of inner[r][t] * down[t][h] for `number` (a constant) channels from t, h in [lo, hi), and `rows`
+ * rows, prefetched `ahead` rows of down before their use. */
+INLINE void columns(const struct bf16_tile *p, float *part, int64_t t, const int number, int64_t lo, int64_t hi,
+                    int64_t rows, const int hint, int64_t ahead) {
     int64_t hidden = p->w->inputs, channels = p->w->channels;
     const uint16_t *down = p->tile + (2 * channels + t) * hidden;
     int64_t h = lo;
@@ -123,8 +108,8 @@ INLINE void columns(const struct bf16_tile *p, int64_t t, const int number, int6
             low[i] = WIDENED(from), high[i] = WIDENED(from + LANES);
         }
         for (int64_t r = 0; r < rows; r++) {
-            const float *a = p->gate + r * channels + t;
-            float *y = p->y + r * hidden + h;
+            const float *a = p->inner + r * channels + t;
+            float *y = part + r * hidden + h;
             vector zero = {0}, first = t ? loaded(y) : zero, second = t ? loaded(y + LANES) : zero;
             for (int i = 0; i < number; i++) {
                 vector every = a[i] - zero;
@@ -137,44 +122,177 @@ INLINE void columns(const struct bf16_tile *p, int64_t t, const int number, int6
     }
     for (; h < hi; h++)
         for (int64_t r = 0; r < rows; r++) {
-            float sum = t ? p->y[r * hidden + h] : 0.0f;
+            vector sum = {t ? part[r * hidden + h] : 0.0f}, zero = {0};
             for (int i = 0; i < number; i++)
-                sum += widened(down[i * hidden + h]) * p->gate[r * channels + t + i];
-            p->y[r * hidden + h] = sum;
+                sum = VFMA(widened(down[i * hidden + h]) - zero, p->inner[r * channels + t + i] - zero, sum);
+            part[r * hidden + h] = sum[0];
         }
 }
 
-static void down(void *context, int64_t lo, int64_t hi) {
+static void down_by_columns(void *context, int64_t lo, int64_t hi) {
     const struct bf16_tile *p = context;
+    float *part = p->add ? p->part : p->y;
     int64_t channels = p->w->channels, t = 0;
     lo *= PAIR, hi = least(hi * PAIR, p->w->inputs);
     if (p->count == 1) {
         int64_t ahead = p->w->ahead / (2 * p->w->inputs) + 1;
-#define CALL_ROW(hint) for (; t < channels; t++) columns(p, t, 1, lo, hi, 1, hint, ahead)
+#define CALL_ROW(hint) for (; t < channels; t++) columns(p, part, t, 1, lo, hi, 1, hint, ahead)
         EACH_HINT(p->w->hint, CALL_ROW)
     }
-    for (; t + TOGETHER <= channels; t += TOGETHER) columns(p, t, TOGETHER, lo, hi, p->count, T1, TOGETHER);
-    for (; t < channels; t++) columns(p, t, 1, lo, hi, p->count, T1, TOGETHER);
+    for (; t + TOGETHER <= channels; t += TOGETHER) columns(p, part, t, TOGETHER, lo, hi, p->count, T1, TOGETHER);
+    for (; t < channels; t++) columns(p, part, t, 1, lo, hi, p->count, T1, TOGETHER);
+    for (int64_t r = 0; p->add && r < p->count; r++)
+        for (int64_t h = lo; h < hi; h++) p->y[r * p->w->inputs + h] += part[r * p->w->inputs + h];
 }
 
-static void activate_bf16(void *context, int64_t lo, int64_t hi) {
+/* --- many rows: down is widened, or its rows paired, once for all of them -------------------------------------- */
+
+/* Of down's rows [t, t + number) and columns [h, h + COLUMNS): widened rows, or pairs of rows. Zero beyond H. */
+static void make_panel(const struct bf16_tile *p, int64_t t, int64_t number, int64_t h, float *panel) {
+    int64_t hidden = p->w->inputs, width = least(COLUMNS, hidden - h), step = p->pairs ? 2 : 1;
+    const uint16_t *down = p->tile + (2 * p->w->channels + t) * hidden + h;
+    uint16_t edge[2][COLUMNS] = {{0}};
+    for (int64_t i = 0; i < number; i += step, panel += COLUMNS) {
+        const uint16_t *upper = down + i * hidden, *lower = i + 1 < number ? upper + hidden : NULL;
+        for (int64_t c = 0; c < COLUMNS; c += 32) { /* of the next panel: 64 bytes each */
+            PREFETCH(upper + COLUMNS + c, T1);
+            if (lower && step > 1) PREFETCH(lower + COLUMNS + c, T1);
+        }
+        if (width < COLUMNS) {
+            memcpy(edge[0], upper, (size_t)width * sizeof *upper);
+            if (lower) memcpy(edge[1], lower, (size_t)width * sizeof *lower);
+            upper = edge[0], lower = lower ? edge[1] : NULL;
+        }
+        for (int64_t c = 0; c < COLUMNS; c += LANES) {
+            vector wide = WIDENED(upper + c);
+            if (p->pairs && lower) wide = (vector)((words)wide | (words)WIDENED(lower + c) >> 16);
+            memcpy(panel + c, &wide, sizeof wide);
+        }
+    }
+}
+
+/* to[r] [COLUMNS] = (add: +=) from[r] (NULL: 0) + inner [rows, depth] panel [depth, COLUMNS]; `rows` and `pairs` are
+ * constants. */
+INLINE void multiply_panel(const float *inner, int64_t stride, const float *panel, const int pairs, const int rows,
+                           int64_t depth, const float *from, float *to, int64_t to_stride, int add) {
+    for (int64_t c = 0; c < COLUMNS; c += ACROSS * LANES) {
+        vector sums[MANY][ACROSS];
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < ACROSS; v++)
+                sums[r][v] = from ? loaded(from + r * COLUMNS + c + v * LANES) : (vector){0};
+        for (int64_t k = 0; k < depth; k++) {
+            vector across[ACROSS];
+            for (int v = 0; v < ACROSS; v++) across[v] = loaded(panel + k * COLUMNS + c + v * LANES);
+            for (int r = 0; r < rows; r++) {
+                uint32_t pair;
+                memcpy(&pair, inner + r * stride + k, sizeof pair);
+                vector zero = {0}, every = pairs ? (vector)(pair - (words)zero) : inner[r * stride + k] - zero;
+                for (int v = 0; v < ACROSS; v++)
+                    sums[r][v] = pairs ? WITH_PAIRS(across[v], every, sums[r][v]) : VFMA(across[v], every, sums[r][v]);
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < ACROSS; v++) {
+                float *at = to + r * to_stride + c + v * LANES;
+                if (add) sums[r][v] = loaded(at) + sums[r][v];
+                memcpy(at, &sums[r][v], sizeof(vector));
+            }
+    }
+}
+
+#define UP_TO_MANY(call)                                                                                         \
+    switch (rows) {                                                                                              \
+    case 1: call(1); break;                                                                                      \
+    case 2: call(2); break;                                                                                      \
+    case 3: call(3); break;                                                                                      \
+    case 4: call(4); break;                                                                                      \
+    case 5: call(5); break;                                                                                      \
+    default: call(6);                                                                                            \
+    }
+
+/* Columns [h, h + width) of y = or += part [rows, COLUMNS], for rows from `first` on. */
+static void take_columns(const struct bf16_tile *p, int64_t h, int64_t width, int64_t first, int64_t rows,
+                         const float *part) {
+    for (int64_t r = 0; r < rows; r++, part += COLUMNS) {
+        float *y = p->y + (first + r) * p->w->inputs + h;
+        for (int64_t c = 0; c < width; c++) y[c] = p->add ? y[c] + part[c] : part[c];
+    }
+}
+
+/* Panels [lo, hi). */
+static void down_by_panels(void *context, int64_t lo, int64_t hi) {
     const struct bf16_tile *p = context;
-    int64_t channels = p->w->channels;
-    silu_times(p->gate + lo * channels, p->up + lo * channels, (hi - lo) * channels);
-    round_to_bf16(p->gate + lo * channels, (hi - lo) * channels, p->gate + lo * channels);
+    int64_t hidden = p->w->inputs, channels = p->w->channels, each = p->pairs ? 2 : 1;
+    int64_t stride = p->pairs ? pairs_of(channels) : channels;
+    float *parts = p->part + lo * rounded_up(p->count, UNIT) * COLUMNS; /* this thread's: it stays in its cache */
+    float panel[DEEP * COLUMNS] __attribute__((aligned(64)));
+    for (int64_t unit = lo; unit < hi; unit++) {
+        int64_t h = unit * COLUMNS, width = least(COLUMNS, hidden - h);
+        for (int64_t t = 0; t < channels; t += DEEP * each) {
+            int64_t number = least(DEEP * each, channels - t), depth = (number + each - 1) / each;
+            int last = t + number == channels, whole = last && width == COLUMNS;
+            make_panel(p, t, number, h, panel);
+#ifdef MATRIX_UNITS
+            if (p->units) {
+                int64_t missing = rounded_up(depth, UNIT) - depth;
+                memset(panel + depth * COLUMNS, 0, (size_t)(missing * COLUMNS) * sizeof *panel);
+                panel_by_units(p, p->inner + t / each, panel, depth, parts, t > 0);
+                if (last) take_columns(p, h, width, 0, p->count, parts);
+                continue;
+            }
+#endif
+            for (int64_t first = 0; first < p->count; first += MANY) {
+                int64_t rows = least(MANY, p->count - first);
+                const float *inner = p->inner + first * stride + t / each;
+                float *part = parts + first * COLUMNS, *from = t ? part : NULL;
+                float *to = whole ? p->y + first * hidden + h : part;
+                int64_t to_stride = whole ? hidden : COLUMNS;
+                int add = whole && p->add;
+#define CALL_PAIRS(n) multiply_panel(inner, stride, panel, 1, n, depth, from, to, to_stride, add)
+#define CALL_WIDE(n) multiply_panel(inner, stride, panel, 0, n, depth, from, to, to_stride, add)
+                if (p->pairs)
+                    UP_TO_MANY(CALL_PAIRS)
+                else
+                    UP_TO_MANY(CALL_WIDE)
+                if (last && !whole) take_columns(p, h, width, first, rows, part);
+            }
+        }
+    }
 }
 
-/* part: scratch [count, H]; x: the chosen rows [count, H]. */
-static void bf16_tiles(struct team *team, const struct weights *w, const uint16_t *tiles, int64_t number,
-                        const float *x, int64_t count, float *gate, float *up, float *part, float *y,
-                        volatile uint64_t *ticks) {
-    for (int64_t tile = 0; tile < number; tile++, tiles += 3 * w->channels * w->inputs) {
-        struct bf16_tile bf16_tile = {w, tiles, x, count, gate, up, tile ? part : y};
-        parallel_for(team, gate_and_up, &bf16_tile, w->channels, WAKE_NS);
-        parallel_for(count < ROWS ? NULL : team, activate_bf16, &bf16_tile, count, WAKE_NS);
-        parallel_for(team, down, &bf16_tile, (w->inputs + PAIR - 1) / PAIR, tile + 1 < number ? WAKE_NS : 0);
-        if (tile)
-            for (int64_t i = 0; i < count * w->inputs; i++) y[i] += part[i];
+/* The rows chosen[0..count) of x [.., H], rounded to bf16, as products take them. */
+static void arrange_rows(const struct weights *w, const float *x, const int32_t *chosen, int64_t count, char *to) {
+#ifdef MATRIX_UNITS
+    if (by_units(count)) {
+        arrange_for_units(x, w->inputs, chosen, count, to);
+        return;
+    }
+#endif
+    for (int64_t r = 0; r < count; r++)
+        arrange(x + chosen[r] * w->inputs, w->inputs, to + r * arranged_bytes(w->inputs));
+}
+
+/* `tile`: of what all tiles share. */
+static void bf16_tiles(struct team *team, struct bf16_tile tile, int64_t number, volatile uint64_t *ticks) {
+    int64_t count = tile.count, hidden = tile.w->inputs;
+    int many = count >= FROM_ROWS;
+    tile.units = by_units(count);
+    many |= tile.units;
+    tile.pairs = tile.units || (many && HAS_PAIRS());
+    for (int64_t n = 0; n < number; n++, tile.tile += 3 * tile.w->channels * hidden) {
+        int64_t spin_ns = n + 1 < number ? WAKE_NS : 0;
+        tile.add = n > 0;
+#ifdef MATRIX_UNITS
+        if (tile.units)
+            parallel_for(team, gate_and_up_by_units, &tile, (tile.w->channels + UNIT - 1) / UNIT, WAKE_NS);
+        else
+#endif
+            parallel_for(team, gate_and_up, &tile, tile.w->channels, WAKE_NS);
+        parallel_for(count < ROWS ? NULL : team, activate_bf16, &tile, count, WAKE_NS);
+        if (many)
+            parallel_for(team, down_by_panels, &tile, (hidden + COLUMNS - 1) / COLUMNS, spin_ns);
+        else
+            parallel_for(team, down_by_columns, &tile, (hidden + PAIR - 1) / PAIR, spin_ns);
         if (ticks) (*ticks)++;
     }
 }

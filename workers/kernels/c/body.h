@@ -11,7 +11,12 @@
  *     units_begin(rest), units_end()      before and after calls on one thread; `rest`: rows beyond whole chunks
  *     strip_of(w, block, groups, codes, factors, count, y)
  *
- * which computes the same of `count` rows, at most STRIP, packed in chunks of TALL_ROWS, into y [count, 16].
+ * which computes the same of `count` rows, at most STRIP, packed in chunks of TALL_ROWS, into y [count, 16], and
+ *
+ *     bf16_units_begin()                  instead of units_begin
+ *     multiply_units(product, across, add)
+ *
+ * for tiles of bf16, see amx.c.
  */
 #include "activations.h"
 #include "attention.h"
@@ -35,10 +40,10 @@ enum { NEARBY = 1 << 19 }; /* bytes of outputs that a core's own cache holds, be
 /* The parts of the caller's scratch. */
 struct scratch {
     const struct weights *w;
-    struct packed x;     /* [rows, inputs] */
-    struct packed inner; /* [rows, channels] */
+    struct packed x;     /* [rows, inputs]; bf16: arranged */
+    struct packed inner; /* [rows, channels]; bf16: as in bf16_tiles.h */
     float *both;         /* gate and up [2 * channels, rows] in blocks of 16 channels: [16 channels] of each row */
-    float *part;         /* bf16: [rows, outputs]. Else the outputs of many rows, in blocks like `both` */
+    float *part;         /* bf16: of a tile. Else the outputs of many rows, in blocks like `both` */
     int64_t bytes;
 };
 
@@ -47,12 +52,15 @@ static struct scratch lay_out(const struct weights *w, int64_t rows, void *from)
     uint8_t *at = from;
     int64_t inputs = rounded_up(w->inputs, w->group), channels = w->channels;
 #define TAKE(field, size) (s.field = (void *)at, at += rounded_up((size), 64))
-    TAKE(x.codes, rows * inputs * (w->bits == BF16 ? 4 : 1));
+    TAKE(x.codes, w->bits == BF16 ? x_bytes(w, rows) : rows * inputs);
     TAKE(x.factors, rows * inputs / w->group * 8);
-    TAKE(inner.codes, rows * channels);
+    TAKE(inner.codes, w->bits == BF16 ? inner_bytes(w, rows) : rows * channels);
     TAKE(inner.factors, rows * channels / w->group * 8);
     TAKE(both, rows * 2 * channels * 4);
-    TAKE(part, channels && (w->bits == BF16 || rows > ROWS) ? rows * rounded_up(w->outputs, BLOCK) * 4 : 0);
+    if (w->bits == BF16)
+        TAKE(part, part_bytes(w, rows));
+    else
+        TAKE(part, channels && rows > ROWS ? rows * rounded_up(w->outputs, BLOCK) * 4 : 0);
     s.bytes = at - (uint8_t *)from;
     return s;
 }
@@ -113,12 +121,11 @@ static void compute_tiles(struct team *team, const struct weights *w, const uint
     struct scratch s = lay_out(w, count, memory);
     int64_t channels = w->channels;
     if (w->bits == BF16) {
-        float *rows = (float *)s.x.codes;
-        for (int64_t r = 0; r < count; r++)
-            memcpy(rows + r * w->inputs, (const float *)x->codes + chosen[r] * w->inputs,
-                   (size_t)w->inputs * sizeof(float));
-        bf16_tiles(team, w, (const uint16_t *)tiles, number, rows, count, s.both, s.both + count * channels, s.part,
-                    y, ticks);
+        arrange_rows(w, x->codes, chosen, count, (char *)s.x.codes);
+        struct bf16_tile tile = {.w = w, .tile = (const uint16_t *)tiles, .x = (const char *)s.x.codes, .count = count,
+                                 .gate = s.both, .up = s.both + count * channels, .inner = (float *)s.inner.codes,
+                                 .part = s.part, .y = y};
+        bf16_tiles(team, tile, number, ticks);
         return;
     }
     pack(w, w->inputs, x, chosen, count, s.x);

@@ -4,8 +4,8 @@
 #pragma once
 
 #include "attention.h"
-#include "bf16_tiles.h"
 #include "blocks.h"
+#include "rows.h"
 #include "team.h"
 #include "vectors.h"
 
@@ -28,7 +28,7 @@ static int64_t lay_out_product(struct multiplication *m, uint8_t *scratch) {
     uint8_t *at = scratch;
 #define PLACE(field, size) (m->field = (void *)at, at += rounded_up((size), 64))
     if (w->bits >= BF16) {
-        PLACE(plain.codes, w->bits == BF16 ? m->rows * w->inputs * 4 : 0);
+        PLACE(plain.codes, w->bits == BF16 ? m->rows * arranged_bytes(w->inputs) : 0);
         return at - scratch;
     }
     int64_t inputs = rounded_up(w->inputs, w->group);
@@ -47,8 +47,11 @@ int64_t tandem_product_scratch(const struct matrix *matrix, int64_t rows) {
 static void quantize_rows(void *context, int64_t lo, int64_t hi) {
     const struct multiplication *m = context;
     const struct weights *w = &m->matrix->of;
-    int64_t inputs = rounded_up(w->inputs, w->group), width = w->bits == BF16 ? inputs * 4 : inputs;
-    tandem_quantize(w, m->x + lo * w->inputs, hi - lo, m->plain.codes + lo * width,
+    int64_t inputs = rounded_up(w->inputs, w->group), step = arranged_bytes(inputs);
+    for (int64_t r = lo; w->bits == BF16 && r < hi; r++)
+        arrange(m->x + r * inputs, inputs, (char *)m->plain.codes + r * step);
+    if (w->bits == BF16) return;
+    tandem_quantize(w, m->x + lo * w->inputs, hi - lo, m->plain.codes + lo * inputs,
                     m->plain.factors + 2 * lo * (inputs / w->group));
 }
 
@@ -57,9 +60,9 @@ static void row_major(void *context, int64_t lo, int64_t hi) {
     const struct weights *w = &m->matrix->of;
     lo *= OUTPUTS_TAKEN, hi = least(hi * OUTPUTS_TAKEN, w->outputs);
     if (w->bits == BF16)
-        row_products(w, m->matrix->data, BF16, lo, hi, (const float *)m->plain.codes, m->rows, m->y, w->outputs);
+        bf16_products(w, m->matrix->data, lo, hi, (const char *)m->plain.codes, m->rows, m->y, w->outputs);
     else
-        row_products(w, m->matrix->data, FLOAT32, lo, hi, m->x, m->rows, m->y, w->outputs);
+        float32_products(w, m->matrix->data, lo, hi, m->x, m->rows, m->y, w->outputs);
 }
 
 void tandem_product(struct team *team, const struct matrix *matrix, const float *x, int64_t rows, float *y,
@@ -254,7 +257,7 @@ static void feed_forward(struct team *team, struct layer_run *run, float *y) {
     for (int64_t r = 0; l->gate && r < s->rows; r++) {
         float dot;
         struct weights row = float32_weights(l, 1);
-        row_products(&row, l->gate, FLOAT32, 0, 1, s->x + r * l->hidden, 1, &dot, 1);
+        float32_products(&row, l->gate, 0, 1, s->x + r * l->hidden, 1, &dot, 1);
         float scale = 1.0f / (1.0f + exponential(-dot));
         for (int64_t i = 0; i < l->hidden; i++) y[r * l->hidden + i] *= scale;
     }

@@ -9,7 +9,6 @@
 enum { PANEL = 64 };                            /* tokens whose keys and values are widened together */
 enum { QUERIES = 256 };                         /* query rows of a block, about: what a widened panel serves */
 enum { HIGH = 4 };                              /* rows multiplied together */
-enum { ACROSS = VECTOR_BYTES == 64 ? 4 : 2 };   /* vectors multiplied together, as many as registers hold */
 
 struct span_attention {
     const struct grouped *g;

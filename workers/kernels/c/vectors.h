@@ -1,7 +1,8 @@
 /* Scalars and vectors of float32 and bf16, for everything that body.h puts together. Written with the vector types
  * of gcc and clang, which become whatever the variant's processor has. A variant defines INLINE and VECTOR_BYTES (the
  * width of a register) first, and where it has a better instruction also VFMA(a, b, c) = a * b + c, SUM (of a
- * vector's lanes) and WIDENED (as many bf16 numbers as float32). */
+ * vector's lanes), SUM_FOUR (of four vectors, the same bits), WIDENED (as many bf16 numbers as float32) and WITH_PAIRS
+ * (below). */
 #pragma once
 
 #include "kernels.h"
@@ -10,6 +11,7 @@
 
 enum { LANES = VECTOR_BYTES / 4 }; /* numbers of a vector */
 enum { PAIR = 2 * LANES };         /* numbers are taken two vectors at a time */
+enum { ACROSS = VECTOR_BYTES == 64 ? 4 : 2 }; /* vectors multiplied together, as many as registers hold */
 
 typedef float vector __attribute__((vector_size(LANES * 4)));
 typedef uint32_t words __attribute__((vector_size(LANES * 4)));
@@ -33,6 +35,10 @@ INLINE float sum_of_lanes(vector v) {
 #define SUM sum_of_lanes
 #endif
 
+#ifndef SUM_FOUR
+#define SUM_FOUR(a, b, c, d, y) ((y)[0] = SUM(a), (y)[1] = SUM(b), (y)[2] = SUM(c), (y)[3] = SUM(d))
+#endif
+
 INLINE vector loaded(const float *from) {
     vector v;
     memcpy(&v, from, sizeof v);
@@ -46,6 +52,13 @@ INLINE vector widened_vector(const uint16_t *from) {
     return (vector)(__builtin_convertvector(narrow, words) << 16);
 }
 #define WIDENED widened_vector
+#endif
+
+/* WITH_PAIRS(a, b, c) = c + the products of pairs of bf16 in a and b, the upper numbers first: where the processor
+ * HAS_PAIRS. */
+#ifndef WITH_PAIRS
+#define WITH_PAIRS(a, b, c) ((void)(a), (void)(b), (c))
+#define HAS_PAIRS() 0
 #endif
 
 static float widened(uint16_t number) {

@@ -1,0 +1,201 @@
+/* Products of rows of weights, row-major in bf16 or float32, with rows of x. Part of body.h.
+ *
+ * bf16 is taken in pairs, as the 32-bit words that they are on a little-endian machine: lane l of a vector adds the
+ * products of numbers 2 l + 1 and 2 l of each PAIR, in this order, however many rows there are and with VDPBF16PS,
+ * too. */
+#pragma once
+
+#include "kernels.h"
+#include "prefetch.h"
+#include "vectors.h"
+
+enum { PAIRS = 1 }; /* like BF16 or FLOAT32: bf16 by WITH_PAIRS */
+enum { TALL = 4 };  /* rows of weights that are taken together */
+enum { FEW = VECTOR_BYTES == 64 ? 6 : 2 }; /* most rows of x that one read of the weights is applied to */
+enum { STRIP_BYTES = 1 << 19 }; /* of x: they stay in a core's cache while all weights are multiplied */
+
+/* Rows of weights that are taken together for one row of x, which shares no reads. One stream of memory is read
+ * faster than several; but each row's products are added one after the other, and narrow registers need several such
+ * chains to keep pace with memory. */
+enum { ONE_TALL = VECTOR_BYTES < 64 ? TALL : 1 };
+
+/* call(rows) with 1 to FEW rows as a constant. */
+#if VECTOR_BYTES == 64
+#define UP_TO_FEW(call)                                                                                          \
+    switch (rows) {                                                                                              \
+    case 1: call(1); break;                                                                                      \
+    case 2: call(2); break;                                                                                      \
+    case 3: call(3); break;                                                                                      \
+    case 4: call(4); break;                                                                                      \
+    case 5: call(5); break;                                                                                      \
+    default: call(6);                                                                                            \
+    }
+#else
+#define UP_TO_FEW(call)                                                                                          \
+    switch (rows) {                                                                                              \
+    case 1: call(1); break;                                                                                      \
+    default: call(2);                                                                                            \
+    }
+#endif
+
+/* --- rows of x as products with bf16 take them ---------------------------------------------------------------- */
+
+/* Bytes from one row to the next: not a power of two, whose lines would evict each other. */
+static int64_t arranged_bytes(int64_t inputs) { return rounded_up(inputs, PAIR) * (HAS_PAIRS() ? 2 : 4) + 64; }
+
+static uint16_t narrowed(float number) {
+    uint32_t bits;
+    memcpy(&bits, &number, 4);
+    return (uint16_t)(bits >> 16);
+}
+
+/* One PAIR of x, or with n < PAIR what is left at the end. */
+INLINE void arrange_part(const float *x, const int has_pairs, int64_t n, char *to, int64_t at) {
+    float rounded[PAIR];
+    round_to_bf16(x, n, rounded);
+    float *wide = (float *)to + at;
+    for (int64_t i = 0; has_pairs && i < n; i++) ((uint16_t *)to)[at + i] = narrowed(rounded[i]);
+    for (int64_t i = 0; !has_pairs && n < PAIR && i < n; i++) wide[i] = rounded[i];
+    for (int64_t i = 0; !has_pairs && n == PAIR && i < LANES; i++)
+        wide[i] = rounded[2 * i + 1], wide[LANES + i] = rounded[2 * i];
+}
+
+INLINE void arrange_as(const float *x, const int has_pairs, int64_t inputs, char *to) {
+    int64_t h = 0;
+    for (; h + PAIR <= inputs; h += PAIR) arrange_part(x + h, has_pairs, PAIR, to, h);
+    arrange_part(x + h, has_pairs, inputs - h, to, h);
+}
+
+/* x, rounded to bf16: pairs, or float32 numbers of each PAIR in the order of half_of. What is left beyond whole PAIRs
+ * keeps its order. */
+static void arrange(const float *x, int64_t inputs, char *to) {
+    if (HAS_PAIRS())
+        arrange_as(x, 1, inputs, to);
+    else
+        arrange_as(x, 0, inputs, to);
+}
+
+/* --- products ------------------------------------------------------------------------------------------------- */
+
+INLINE words loaded_words(const void *from) {
+    words w;
+    memcpy(&w, from, sizeof w);
+    return w;
+}
+
+/* LANES of the numbers [at, at + PAIR) of weights, upper ones of pairs before lower ones. */
+INLINE vector half_of(const void *weights, int64_t at, int half, const int kind) {
+    if (kind == FLOAT32) return loaded((const float *)weights + at + half * LANES);
+    words pairs = loaded_words((const uint16_t *)weights + at);
+    return (vector)(half ? pairs << 16 : pairs & 0xFFFF0000u);
+}
+
+/* y[r][i] = row i . x[r] for `number` and `rows` (constants) consecutive rows of weights and of x: numbers of x are
+ * read once for all rows of weights, and the other way round. `kind`, a constant: BF16, FLOAT32 or PAIRS. Rows of x are
+ * `step` bytes apart. Weights are prefetched `ahead` numbers before their use. */
+INLINE void products(const void *weights, const int kind, const int number, int64_t hidden, const char *x,
+                     int64_t step, const int rows, const int hint, int64_t ahead, float *y, int64_t stride) {
+    const int bytes = kind == FLOAT32 ? 4 : 2;
+    vector sums[TALL][FEW];
+    for (int i = 0; i < number; i++)
+        for (int r = 0; r < rows; r++) sums[i][r] = (vector){0};
+    int64_t whole = hidden / PAIR * PAIR;
+    for (int64_t h = 0; h < whole; h += PAIR) {
+        if (kind == PAIRS) {
+            words pairs[TALL];
+            for (int i = 0; i < number; i++) {
+                const uint16_t *from = (const uint16_t *)weights + i * hidden + h;
+                PREFETCH(from + ahead, hint);
+                pairs[i] = loaded_words(from);
+            }
+            for (int r = 0; r < rows; r++) {
+                words one = loaded_words((const uint16_t *)(x + r * step) + h);
+                for (int i = 0; i < number; i++) sums[i][r] = WITH_PAIRS(pairs[i], one, sums[i][r]);
+            }
+            continue;
+        }
+        for (int half = 0; half < 2; half++) {
+            vector wide[TALL];
+            for (int i = 0; i < number; i++) {
+                int64_t at = i * hidden + h;
+                if (!half || kind == FLOAT32)
+                    PREFETCH((const char *)weights + (at + half * LANES + ahead) * bytes, hint);
+                wide[i] = half_of(weights, at, half, kind);
+            }
+            for (int r = 0; r < rows; r++) {
+                vector one = loaded((const float *)(x + r * step) + h + half * LANES);
+                for (int i = 0; i < number; i++) sums[i][r] = VFMA(wide[i], one, sums[i][r]);
+            }
+        }
+    }
+    if (number == TALL && whole == hidden) {
+        for (int r = 0; r < rows; r++) SUM_FOUR(sums[0][r], sums[1][r], sums[2][r], sums[3][r], y + r * stride);
+        return;
+    }
+    for (int i = 0; i < number; i++)
+        for (int r = 0; r < rows; r++) {
+            float sum = SUM(sums[i][r]);
+            for (int64_t h = whole; h < hidden; h++)
+                sum += number_at(weights, i * hidden + h, 8 * bytes) *
+                       number_at(x + r * step, h, kind == PAIRS ? BF16 : FLOAT32);
+            y[r * stride + i] = sum;
+        }
+}
+
+/* y[i] = row i . x for one row of x and ONE_TALL or 1 rows of weights. */
+INLINE void one_row_products(const struct weights *w, const void *weights, const int kind, int64_t number,
+                             const char *x, float *y) {
+    int64_t hidden = w->inputs, ahead = ONE_TALL > 1 ? ONE_TALL * hidden : w->ahead / (kind == FLOAT32 ? 4 : 2);
+#define CALL_ONE_TALL(hint) products(weights, kind, ONE_TALL, hidden, x, 0, 1, hint, ahead, y, 0)
+    if (number > 1)
+        EACH_HINT(w->hint, CALL_ONE_TALL)
+#define CALL_ONE_ONE(hint) products(weights, kind, 1, hidden, x, 0, 1, hint, ahead, y, 0)
+    else
+        EACH_HINT(w->hint, CALL_ONE_ONE)
+}
+
+/* y[r][i] = row i . x[r] for `count` rows of x and rows [lo, hi) of `weights` [.., inputs]; y has `stride` numbers a
+ * row. `kind`: a constant. */
+INLINE void products_of(const struct weights *w, const void *weights, const int kind, int64_t lo, int64_t hi,
+                        const char *x, int64_t step, int64_t count, float *y, int64_t stride) {
+    int64_t hidden = w->inputs, tall = count > 1 ? TALL : ONE_TALL, strip = STRIP_BYTES / step / FEW * FEW;
+    if (strip < FEW) strip = FEW;
+    for (int64_t begin = 0; begin < count; begin += strip) {
+        int64_t end = least(begin + strip, count);
+        for (int64_t i = lo, taken; i < hi; i += taken) {
+            taken = i + tall <= hi ? tall : 1;
+            const char *from = (const char *)weights + i * hidden * (kind == FLOAT32 ? 4 : 2);
+            if (count == 1) {
+                one_row_products(w, from, kind, taken, x, y + i);
+                continue;
+            }
+            for (int64_t first = begin; first < end; first += FEW) {
+                const char *few = x + first * step;
+                float *to = y + first * stride + i;
+                int64_t rows = least(FEW, end - first), ahead = first == begin ? taken * hidden : 0;
+#define CALL_TALL(n) products(from, kind, TALL, hidden, few, step, n, T1, ahead, to, stride)
+#define CALL_ONE(n) products(from, kind, 1, hidden, few, step, n, T1, ahead, to, stride)
+                if (taken > 1)
+                    UP_TO_FEW(CALL_TALL)
+                else
+                    UP_TO_FEW(CALL_ONE)
+            }
+        }
+    }
+}
+
+/* The same; x arranged. */
+static void bf16_products(const struct weights *w, const uint16_t *weights, int64_t lo, int64_t hi, const char *x,
+                          int64_t count, float *y, int64_t stride) {
+    int64_t step = arranged_bytes(w->inputs);
+    if (HAS_PAIRS())
+        products_of(w, weights, PAIRS, lo, hi, x, step, count, y, stride);
+    else
+        products_of(w, weights, BF16, lo, hi, x, step, count, y, stride);
+}
+
+/* The same for float32. */
+static void float32_products(const struct weights *w, const float *weights, int64_t lo, int64_t hi, const float *x,
+                             int64_t count, float *y, int64_t stride) {
+    products_of(w, weights, FLOAT32, lo, hi, (const char *)x, w->inputs * 4, count, y, stride);
+}
