@@ -17,7 +17,7 @@ import pytest
 from engines import LAUNCH, run, store_of
 
 from launch.cache.entries import Entry, scan
-from launch.cache.full_disk import full_disk_line
+from launch.cache.full_disk import cache_use, full_disk_line
 from launch.cache.prune import DAY, remove, select
 from launch.cache.report import table
 from launch.command_line.options import parse
@@ -26,7 +26,7 @@ from launch.errors import WrongUsage
 from launch.runtime import SHM
 from pipeline.calibration import cost_cache
 from pipeline.checkpoint.open import open_model
-from pipeline.config import EngineConfig
+from pipeline.config import EngineConfig, ResolvedConfig
 from pipeline.memory.needs import needs
 from pipeline.policies.costs import Costs
 from protocol.user_folders import user_folder
@@ -453,6 +453,25 @@ def test_full_disk_warning_names_removable_entries_and_the_command(folder: Path,
     chosen = select([e for e in scan(folder) if e.on_disk], None, options.written["to"]).remove
     assert sum(e.size for e in chosen) >= 25_000_000 - 10_000_000
     assert "nothing there can be removed" in full_disk_line(folder / "none", 25_000_000)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "kept", "missing"),
+    [("int4", (), 7 + 100), ("int4", ("store.bin",), 7), ("int4", ("backbone.bin",), 100), ("f32", (), 100)],
+)
+def test_an_engine_writes_what_is_not_yet_kept(
+    folder: Path, tiny_model: Path, backbone: str, kept: tuple[str], missing: int
+) -> None:
+    """A store of 100 bytes, and quantized matrices of 7; in the checkpoint's format none are kept."""
+    asked = EngineConfig(model=tiny_model, format="int4", backbone_dtype=backbone)
+    config = ResolvedConfig(**vars(asked))
+    given = replace(needs(open_model(tiny_model), asked, "int4"), store=100, backbone_file=7)
+    names, all_missing = cache_use(tiny_model, config, given, folder)
+    for name in kept:
+        make_file(folder / names[name == "backbone.bin"] / name, 1, 0)
+    assert len(set(names)) == 3
+    assert cache_use(tiny_model, config, given, folder) == (names, missing)
+    assert all_missing >= missing
 
 
 def test_full_disk_warning_removes_nothing_where_that_would_not_be_enough(folder: Path, monkeypatch) -> None:

@@ -211,3 +211,13 @@ def test_entries_are_found_by_their_last_use(tmp_path: Path, monkeypatch: pytest
     assert not any(one.on_disk for one in scan(tmp_path / "none"))
     assert prune.remove(found[2])
     assert not (folder / KEY).exists()
+
+
+def test_file_left_half_written_is_removed(tmp_path: Path) -> None:
+    left = replace(entry(), kind="unfinished", path=tmp_path / "half.tmp")
+    left.path.write_bytes(b"x")
+    assert not prune.remove(left)  # its writer may go on
+    assert left.path.exists()
+    os.utime(left.path, (NOW, NOW))
+    assert prune.remove(left)
+    assert not left.path.exists()

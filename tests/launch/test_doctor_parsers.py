@@ -183,6 +183,15 @@ def test_cgroup_v2_limits_of_a_service(tmp_path: Path) -> None:
     (folder / "memory.current").write_text("5000000000\n")
     (folder / "memory.stat").write_text("anon 1\ninactive_file 600000000\nactive_file 400000000\n")
     assert cgroup.free_memory(tmp_path) == 4 * GB
+    # The lowest limit binds, on whichever level.
+    (folder / "cpu.max").write_text("200000 100000\n")
+    (folder / "tandem.service/memory.max").write_text("6000000000\n")
+    assert cgroup.limits(tmp_path) == cgroup.Limits(2.0, 6 * GB)
+    (folder / "tandem.service/memory.current").write_text("3000000000\n")
+    assert cgroup.free_memory(tmp_path) == 3 * GB
+    (folder / "memory.max").write_text("5500000000\n")
+    assert cgroup.limits(tmp_path) == cgroup.Limits(2.0, 5_500_000_000)
+    assert cgroup.free_memory(tmp_path) == 1_500_000_000
 
 
 def test_cgroup_v1_limits_of_a_container(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ import pytest
 from engines import LIMIT, engines_left, run
 
 from launch.chat.banner import QUESTIONS, banner
+from launch.chat.plain import PlainOutput
 from launch.command_line.model_files import check_can_chat
 from launch.errors import WrongUsage
+from launch.terminal.tables import PLAIN_WIDTH
 from pipeline.assets import model_dir
 from protocol.messages import VERSION, Welcome
 
@@ -135,3 +137,8 @@ def test_whether_a_model_can_chat_is_seen_without_loading_its_tokenizer(tmp_path
     settings.write_text(json.dumps(others | {"chat_template": [{"name": "rag", "template": template}]}))
     with pytest.raises(WrongUsage, match="no chat template"):
         check_can_chat(folder)
+
+
+def test_width_in_a_pipe_does_not_depend_on_the_terminal_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(PLAIN_WIDTH - 30))
+    assert PlainOutput().width == PLAIN_WIDTH

@@ -148,3 +148,16 @@ def test_weights_of_a_token_sum_to_the_scale_where_rescaled() -> None:
     logits = random_logits(1, 20, 8, 1.0)
     np.testing.assert_allclose(Softmax(3, True, 2.5)(logits).weights.sum(axis=1), 2.5, rtol=1e-6)
     assert (Softmax(3, False, 1.0)(logits).weights.sum(axis=1) < 0.999).all()
+
+
+@pytest.mark.parametrize("rescaled", [True, False])
+def test_weights_of_few_allowed_experts_are_differentiable(rescaled: bool) -> None:
+    """Only one group of two experts may be chosen: the third has weight 0, and no gradient."""
+    router = Softmax(3, rescaled=rescaled, scale=2.0, groups=2, best_groups=1)
+    logits = torch.tensor([[1.0, 0.5, 3.0, 2.0], [4.0, 0.1, 0.2, 0.3]], requires_grad=True)
+    routing = router(logits.detach().numpy())
+    assert (routing.weights == 0).sum(axis=1).tolist() == [1, 1]
+    weights = router.differentiable(logits, routing)
+    np.testing.assert_allclose(weights.detach().numpy(), routing.weights, rtol=1e-6)
+    (gradient,) = torch.autograd.grad(weights[torch.from_numpy(routing.weights == 0)].sum(), logits)
+    assert gradient.abs().max() == 0

@@ -296,3 +296,20 @@ def test_a_store_cut_short_or_too_long_is_refused():
     for size in (store_bytes(GOOD) - 1, store_bytes(GOOD) + 4096, 0):
         with pytest.raises(StoreInvalid):
             read_head(head, size)
+
+
+def test_comparison_of_checksums_stops_reading_when_its_caller_fails() -> None:
+    read_to_the_end = []
+
+    def parts(layer):
+        end = time.monotonic() + 20.0
+        while time.monotonic() < end:
+            yield memoryview(b"x")
+        read_to_the_end.append(layer)
+
+    def progress(done):
+        raise KeyError(done)
+
+    with pytest.raises(KeyError):
+        damaged_layers([0], parts, progress)
+    assert read_to_the_end == []
