@@ -14,7 +14,8 @@ text; the perplexities' difference is an approximation's cost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -49,32 +50,9 @@ EXACT = "all-host"
 async def bench(options: Options, interrupts: Interrupts) -> int:
     """Raises Disturbed, AnswerLost, OutputFailed, RequestFailed, WrongUsage; as an engine's start."""
     plan = BenchPlan.of(options)
-    async with connected(options, interrupts) as client:
-        before = await client.stats()
-        if "engine" not in before:
-            raise WrongUsage(
-                "bench needs the engine's counters, which it shows to a key with the right admin"
-            )
-        plan.check_lengths(client.welcome.context, before["scheduler"]["kv_tokens"])
-        changes: list[PolicyChanged] = []  # by other clients
-        client.on_policy = changes.append
-        try:
-            if options.connect and plan.named:
-                await _check_calibration(client, plan)
-            every = await _run(client, plan, changes)
-            results = [result for result in every if not result.left_out]
-            await _compare_perplexity(client, plan, results, changes)
-            stats = await client.stats()
-        finally:
-            if options.connect and not changes:
-                await _restore(client, before)
-        left_out = [result for result in every if result.left_out]
-        config = _config(options, plan, client, stats) | {
-            "counted_tokens": stats["counted_tokens"],
-            "uncalibrated": [] if stats["calibrated"] else _uncalibrated(results, plan.seed),
-            "left_out": {result.request.name: result.left_out for result in left_out},
-        }
-    report = Report(config, results, stats["emulation"], left_out)
+    async with session(options, interrupts) as (client, changes):
+        await check(client, plan, options)
+        report = await compare(client, plan, options, changes)
     if "json" in options.written:
         print_json(report.to_json(), detail="detail" in options.written)
     else:
@@ -82,6 +60,61 @@ async def bench(options: Options, interrupts: Interrupts) -> int:
     if plan.plot is not None:
         draw(report, plan.plot)
     return 0
+
+
+@asynccontextmanager
+async def session(
+    options: Options, interrupts: Interrupts
+) -> AsyncIterator[tuple[Client, list[PolicyChanged]]]:
+    """A client of the engine, and the changes of its policy by others. A running engine has its own policy
+    again at the end, unless another client has set one. Raises as `connected`; WrongUsage."""
+    async with connected(options, interrupts) as client:
+        before = await client.stats()
+        if "engine" not in before:
+            raise WrongUsage(
+                "bench needs the engine's counters, which it shows to a key with the right admin"
+            )
+        changes: list[PolicyChanged] = []
+        client.on_policy = changes.append
+        try:
+            yield client, changes
+        finally:
+            if options.connect and not changes:
+                await _restore(client, before)
+
+
+async def check(client: Client, plan: BenchPlan, options: Options) -> None:
+    """Raises WrongUsage where the requests do not fit the engine, RequestFailed for a policy that cannot."""
+    plan.check_lengths(client.welcome.context, (await client.stats())["scheduler"]["kv_tokens"])
+    if options.connect and plan.named:
+        await _check_calibration(client, plan)
+
+
+async def compare(
+    client: Client,
+    plan: BenchPlan,
+    options: Options,
+    changes: list[PolicyChanged],
+    bar: ProgressCounter | None = None,
+    prefix: str = "bench: ",
+) -> Report:
+    """Measure every policy. `bar`: counts the runs, 1 + rounds of each policy; by default one is shown with
+    these alone, each described after `prefix`. Raises Disturbed, AnswerLost, RequestFailed, WrongUsage."""
+    if bar is None:
+        with ProgressCounter("bench: prompts", plan.runs) as bar:
+            every = await _run(client, plan, changes, bar, prefix)
+    else:
+        every = await _run(client, plan, changes, bar, prefix)
+    results = [result for result in every if not result.left_out]
+    await _compare_perplexity(client, plan, results, changes)
+    stats = await client.stats()
+    left_out = [result for result in every if result.left_out]
+    config = _config(options, plan, client, stats) | {
+        "counted_tokens": stats["counted_tokens"],
+        "uncalibrated": [] if stats["calibrated"] else _uncalibrated(results, plan.seed),
+        "left_out": {result.request.label: result.left_out for result in left_out},
+    }
+    return Report(config, results, stats["emulation"], left_out)
 
 
 async def _check_calibration(client: Client, plan: BenchPlan) -> None:
@@ -92,35 +125,36 @@ async def _check_calibration(client: Client, plan: BenchPlan) -> None:
             await client.set_policy(request.name, request.options)
 
 
-async def _run(client: Client, plan: BenchPlan, changes: list[PolicyChanged]) -> list[PolicyResult]:
+async def _run(
+    client: Client, plan: BenchPlan, changes: list[PolicyChanged], bar: ProgressCounter, prefix: str
+) -> list[PolicyResult]:
     """Each policy's runs; a policy that cannot run here has none, and `left_out` has the reason."""
     results = [PolicyResult(request) for request in plan.policies]
-    with ProgressCounter("bench: prompts", len(results) * (1 + plan.rounds)) as bar:
-        prompts, others = await _prepare(client, plan)
-        _, new = plan.warm_up(client.welcome.context)
-        for turn in range(1 + plan.rounds):
-            for result in (results[index] for index in plan.order(turn)):
-                if result.left_out:
-                    continue
-                name = result.request.name
-                bar.start_stage(f"bench: round {turn}, {name}" if turn else f"bench: warm-up, {name}")
-                try:
-                    changed = await client.set_policy(name, result.request.options, counted=False)
-                except RequestFailed as e:
-                    more = any(not rest.left_out for rest in results if rest is not result)
-                    if plan.named or turn or not e.usage or not more:
-                        raise
-                    result.left_out = str(e)
-                    bar.drop(1 + plan.rounds)
-                    continue
-                await warm_up(client, others, new)
-                run, _ = await measure(client, prompts, plan.gen_len)
-                _check_own(changes)
-                if turn:  # the first is the warm-up; a policy's notes about a cold engine are dropped with it
-                    result.exact = changed.exact
-                    result.notes += [note for note in changed.notes if note not in result.notes]
-                    result.runs.append(run)
-                bar.count()
+    prompts, others = await _prepare(client, plan)
+    _, new = plan.warm_up(client.welcome.context)
+    for turn in range(1 + plan.rounds):
+        for result in (results[index] for index in plan.order(turn)):
+            if result.left_out:
+                continue
+            request, label = result.request, result.request.label
+            bar.start_stage(f"{prefix}round {turn}, {label}" if turn else f"{prefix}warm-up, {label}")
+            try:
+                changed = await client.set_policy(request.name, request.options, counted=False)
+            except RequestFailed as e:
+                more = any(not rest.left_out for rest in results if rest is not result)
+                if plan.named or turn or not e.usage or not more:
+                    raise
+                result.left_out = str(e)
+                bar.drop(1 + plan.rounds)
+                continue
+            await warm_up(client, others, new)
+            run, _ = await measure(client, prompts, plan.gen_len)
+            _check_own(changes)
+            if turn:  # the first is the warm-up; a policy's notes about a cold engine are dropped with it
+                result.exact = changed.exact
+                result.notes += [note for note in changed.notes if note not in result.notes]
+                result.runs.append(run)
+            bar.count()
     return results
 
 
@@ -156,7 +190,7 @@ async def _compare_perplexity(
         _, new = plan.warm_up(client.welcome.context)
 
         async def perplexity(request: PolicyRequest) -> float:
-            bar.start_stage(f"bench: perplexity, {request.name}")
+            bar.start_stage(f"bench: perplexity, {request.label}")
             await client.set_policy(request.name, request.options, counted=False)
             await warm_up(client, others, new)
             found = await texts.perplexity(client)
@@ -172,7 +206,7 @@ async def _compare_perplexity(
 
 def _uncalibrated(results: Sequence[PolicyResult], seed: int) -> list[str]:
     """Names of the policies that would place experts by a calibration."""
-    return [result.request.name for result in results if make_policy(result.request, seed).likes_calibration]
+    return [result.request.label for result in results if make_policy(result.request, seed).likes_calibration]
 
 
 def _check_own(changes: list[PolicyChanged]) -> None:

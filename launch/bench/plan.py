@@ -80,6 +80,11 @@ class BenchPlan:
                 f" cache, and it holds {kv_tokens}; use fewer or shorter requests, or more --kv-tokens"
             )
 
+    @property
+    def runs(self) -> int:
+        """Of all policies, the uncounted round among them."""
+        return len(self.policies) * (1 + self.rounds)
+
     def warm_up(self, context: int) -> tuple[int, int]:
         """Prompt and new tokens of each request before a run, as far as the context has them: the same under
         every policy."""
@@ -108,12 +113,14 @@ def _recordable(requests: Sequence[PolicyRequest], named: bool, seed: int) -> tu
 def requested_policies(options: Options, seed: int) -> list[PolicyRequest]:
     """Those of --policy, else every preset but the one for tests. Raises WrongUsage, PolicyError."""
     requests = options.policies() or [PolicyRequest(name) for name in PRESETS if name != RandomPlan.name]
-    names = [request.name for request in requests]
-    if not all(names):
-        raise WrongUsage(f"--policy {','.join(names)}: a name is missing; write it as a,b,c")
-    for name in names:
-        if names.count(name) > 1:
-            raise WrongUsage(f"--policy: {name} is named {names.count(name)} times; once is enough")
+    if not all(request.name for request in requests):
+        raise WrongUsage(f"--policy {options.written['policy']}: a name is missing; write it as a,b,c")
+    for request in requests:
+        if (times := requests.count(request)) > 1:
+            raise WrongUsage(
+                f"--policy: {request.label} is named {times} times; once is enough, or with other options,"
+                f" as {request.name}:option=value"
+            )
     for request in requests:
         make_policy(request, seed)
     return requests

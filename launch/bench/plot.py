@@ -78,7 +78,7 @@ def draw(report: Report, path: Path) -> None:
         for line, panels in zip(grid, rows, strict=True):
             for axes, panel in zip(line, panels, strict=False):
                 panel(axes)
-                _tidy(axes)
+                tidy(axes)
             for axes in line[len(panels) :]:
                 axes.set_axis_off()
         first = grid[0][0]
@@ -88,13 +88,20 @@ def draw(report: Report, path: Path) -> None:
         layout: Any = figure.get_layout_engine()
         layout.set(rect=(0, 0.03, 1, 0.97), w_pad=0.12, h_pad=0.08)
         figure.text(0.01, 0.008, _footnote(report), fontsize=7.5, color=FAINT, va="bottom")
-        try:
-            with atomic_file(path, SHARED) as file:
-                figure.savefig(file, format=path.suffix[1:].lower(), dpi=150)
-        except OSError as e:
-            raise OutputFailed(f"--plot {path}: {e.strerror}") from e
-        finally:
-            pyplot.close(figure)
+        save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure of pyplot and close it. Raises OutputFailed."""
+    from matplotlib import pyplot
+
+    try:
+        with atomic_file(path, SHARED) as file:
+            figure.savefig(file, format=path.suffix[1:].lower(), dpi=150)
+    except OSError as e:
+        raise OutputFailed(f"--plot {path}: {e.strerror}") from e
+    finally:
+        pyplot.close(figure)
     notice(f"wrote {path}")
 
 
@@ -179,11 +186,12 @@ def _write(axes: Any, x: float, row: int, text: str, color: str = INK) -> None:
     )
 
 
-def _tidy(axes: Any) -> None:
+def tidy(axes: Any, grid: str = "x") -> None:
+    """The style of all panels; `grid`: the axis with figures."""
     axes.title.set_fontsize(9)
     axes.title.set_color(INK)
     axes.tick_params(labelsize=8, colors=INK, length=0)
-    axes.grid(axis="x", color="#e6e6e6", linewidth=0.8)
+    axes.grid(axis=grid, color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right", "bottom"):
         axes.spines[side].set_visible(False)

@@ -71,7 +71,7 @@ def _approximation_table(
 def _rows(results: Sequence[PolicyResult], columns: dict[str, list[str]]) -> Table:
     table = make_table("\npolicy", numbers=columns, gap=1)
     for result, *cells in zip(results, *columns.values(), strict=True):
-        table.add_row(Text(result.request.name, style="bold"), *cells)
+        table.add_row(policy_name(result.request, exact=True), *cells)
     return table
 
 

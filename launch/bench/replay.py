@@ -13,10 +13,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launch.bench.plan import requested_policies
+from launch.bench.plot import check_picture
 from launch.bench.replay_report import Report, Result
+from launch.bench.sweep import combinations
+from launch.bench.sweep_plot import draw_sweep
+from launch.bench.sweep_report import Point, SweepReport
 from launch.command_line.options import Options
+from launch.command_line.sweep import axes
 from launch.errors import LaunchError, WrongUsage
+from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
+from launch.terminal.log import notice
 from launch.terminal.output import print_json, show
 from launch.terminal.progress import ProgressCounter
 from pipeline.calibration.cost_cache import measured_here
@@ -29,9 +36,10 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from pipeline.replay.machine import Replay
-from pipeline.replay.overview import summarize
+from pipeline.replay.overview import Overview, summarize
 from pipeline.traces.header import Header
 from pipeline.traces.reader import Trace
+from pipeline.traces.steps import TracedStep
 from protocol.user_folders import user_folder
 
 log = logging.getLogger("tandem")
@@ -39,63 +47,101 @@ log = logging.getLogger("tandem")
 
 async def replay(options: Options, interrupts: Interrupts) -> int:
     """Raises WrongUsage, PolicyError, TraceError, and LaunchError for a policy that breaks its contract."""
-    config, written = options.config(), options.written
-    requests = requested_policies(options, config.seed)
+    written = options.written
+    if "plot" in written:
+        check_picture(written["plot"])
     trace = Trace(written["replay"])
-    header, shape = trace.header, trace.header.shape
-    costs, costs_of = _costs(header, config.costs)
-    costs = costs.for_tiles(shape.tiles)
     overview = summarize(trace)
-    share = DEFAULT_CACHE if config.expert_cache is None else config.expert_cache
-    capacity = cache_tiles(share, shape.layers * shape.experts * shape.tiles)
-    calibration = _calibration(header, overview.first)
-
-    def begin(request: PolicyRequest) -> Replay:
-        policy = make_policy(request, config.seed)
-        counts = overview.counts if calibration is None else calibration.decode_counts
-        return Replay(header, policy, costs, capacity, calibration=calibration, popularity=counts)
-
-    replays = Replays(skip_unable="policy" not in written)
-    for request in requests:
-        with replays.guarded(request):
-            replays.running.append((request, begin(request)))
+    points = [(settings, Replays.of(each, trace, overview)) for settings, each in combinations(options)]
+    runs = sum(len(replays.running) for _, replays in points)
+    if "sweep" in written:
+        steps = sum(overview.steps.values())
+        notice(f"sweep: {count(len(points), 'setting')}, {count(runs, 'replay')} of {steps} steps at once")
     with ProgressCounter("replay: steps", sum(overview.steps.values())) as bar:
         for step in trace.steps():
-            for request, machine in list(replays.running):
-                with replays.guarded(request):
-                    machine.step(step)
+            for _, replays in points:
+                replays.step(step)
+                await asyncio.sleep(0)  # lets the event loop handle a Ctrl-C
             bar.count()
-            await asyncio.sleep(0)  # lets the event loop handle a Ctrl-C
-    if not replays.running:
-        raise WrongUsage(f"no policy can be replayed here: {'; '.join(replays.left_out.values())}")
-    results = [Result(request, machine.outcome) for request, machine in replays.running]
-    calibrated = calibration is not None
-    report = Report(
-        trace.path,
-        header,
-        overview,
-        capacity,
-        costs,
-        costs_of,
-        config.costs is None,
-        calibrated,
-        results,
-        replays.left_out,
-    )
+    reports = [(settings, replays.report()) for settings, replays in points]
+    found: Report | SweepReport = reports[0][1]
+    if "sweep" in written:
+        found = SweepReport(axes(written), [Point(*each) for each in reports])
     if "json" in written:
-        print_json(report.to_json(), detail="detail" in written)
+        print_json(found.to_json(), detail="detail" in written)
     else:
-        show(report.render(), rendered=True)
+        show(found.render(), rendered=True)
+    if isinstance(found, SweepReport) and "plot" in written:
+        draw_sweep(found, written["plot"])
     return 0
 
 
 @dataclass
 class Replays:
-    """Replays that advance together, so that the trace is read once."""
+    """Replays of one setting; all of them advance together, so that the trace is read once."""
 
+    trace: Trace
+    overview: Overview
+    capacity: int  # tiles
+    costs: Costs
+    costs_of: str
+    here: bool  # the costs were measured on this machine
+    calibration: Calibration | None
     skip_unable: bool
     running: list[tuple[PolicyRequest, Replay]] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)  # policy: reason
+
+    @classmethod
+    def of(cls, options: Options, trace: Trace, overview: Overview) -> Replays:
+        """Replays of the policies, none of which has seen a step. Raises WrongUsage, PolicyError."""
+        config, written = options.config(), options.written
+        requests = requested_policies(options, config.seed)
+        header, shape = trace.header, trace.header.shape
+        costs, costs_of = _costs(header, config.costs)
+        share = DEFAULT_CACHE if config.expert_cache is None else config.expert_cache
+        replays = cls(
+            trace,
+            overview,
+            cache_tiles(share, shape.layers * shape.experts * shape.tiles),
+            costs.for_tiles(shape.tiles),
+            costs_of,
+            config.costs is None,
+            calibration := _calibration(header, overview.first),
+            skip_unable="policy" not in written,
+        )
+        counts = overview.counts if calibration is None else calibration.decode_counts
+        for request in requests:
+            with replays.guarded(request):
+                policy = make_policy(request, config.seed)
+                machine = Replay(
+                    *(header, policy, replays.costs, replays.capacity),
+                    calibration=calibration,
+                    popularity=counts,
+                )
+                replays.running.append((request, machine))
+        return replays
+
+    def step(self, step: TracedStep) -> None:
+        for request, machine in list(self.running):
+            with self.guarded(request):
+                machine.step(step)
+
+    def report(self) -> Report:
+        """Raises WrongUsage where no policy is left."""
+        if not self.running:
+            raise WrongUsage(f"no policy can be replayed here: {'; '.join(self.left_out.values())}")
+        return Report(
+            self.trace.path,
+            self.trace.header,
+            self.overview,
+            self.capacity,
+            self.costs,
+            self.costs_of,
+            self.here,
+            self.calibration is not None,
+            [Result(request, machine.outcome) for request, machine in self.running],
+            self.left_out,
+        )
 
     @contextmanager
     def guarded(self, request: PolicyRequest) -> Iterator[None]:
@@ -107,7 +153,7 @@ class Replays:
         except (PolicyError, TraceError) as e:
             if not self.skip_unable:
                 raise
-            self.left_out[request.name] = str(e)
+            self.left_out[request.label] = str(e)
             self.running = [item for item in self.running if item[0] is not request]
 
 

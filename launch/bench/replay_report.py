@@ -143,7 +143,7 @@ class Report:
             plain = decode.to_json(self.header.tile_bytes)
             cells = [percent(share) for share in (*plain["busy"].values(), *plain["waits"].values())]
             cells += list(bytes_brought) * predicts
-            table.add_row(Text(result.request.name, style="bold"), *cells)
+            table.add_row(policy_name(result.request, exact=True), *cells)
         return table
 
     @property
@@ -185,7 +185,7 @@ class Report:
             f"costs: {self.costs_of}",
         ]
         if len(self.results) > 1:
-            lines.append(f"x: ratio to {self.results[0].request.name}")
+            lines.append(f"x: ratio to {self.results[0].request.label}")
         lines += [*self._about_times(), "hits: share of the needed experts that were resident, in decode"]
         lines += [
             "host: share of the tiles that the workers computed; busy, wait: shares of time",
@@ -211,7 +211,7 @@ def _fidelity(result: Result) -> str:
     shares = ", ".join(
         f"{kind} {percent(share, 1)}" for kind, share in result.outcome.decode.shares().items()
     )
-    return f"{result.request.name}, of the routed weight: {shares}"
+    return f"{result.request.label}, of the routed weight: {shares}"
 
 
 def _speed(phase: PhaseOutcome) -> str:

@@ -66,13 +66,13 @@ class Report:
             *([f"{c['machine']}, {c['when'][:10]}"] if "machine" in c else []),
         ]
         if len(self.results) > 1:
-            lines.append(f"x: speed relative to {self.results[0].request.name}, median over the rounds")
+            lines.append(f"x: speed relative to {self.results[0].request.label}, median over the rounds")
         lines.append("copied: to the device in decode")
         lines.append("workers' share: of decode's expert tiles; the device computed the others")
         lines += legend(self.results, self.profiles, c["prompts"])
         notes = [f"note: {note}" for note in routing_notes(c["model"])]
         notes += [f"note: {note}" for note in merged_notes((r.request.name, r.notes) for r in self.results)]
-        notes += [f"note: {result.request.name} left out: {result.left_out}" for result in self.left_out]
+        notes += [f"note: {result.request.label} left out: {result.left_out}" for result in self.left_out]
         return [*(Text(line, style="dim") for line in lines), *map(Text, dict.fromkeys(notes))]
 
 

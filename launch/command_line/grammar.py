@@ -187,6 +187,8 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     ppl = "held-out tokens to compare approximate policies with an exact one (default 256; 0: none)"
     add("--ppl-tokens", type=at_least(0), metavar="N", help=ppl)
     add("--plot", type=Path, metavar="F.png", help="draw the results (also .svg, .pdf)")
+    sweep = "measure each of these values: cache, batch, prompt, gen, or POLICY.OPTION; repeatable, crossed"
+    add("--sweep", action="append", metavar="NAME=V1,V2", help=sweep)
     replay = "simulate the policies on the recorded routing of --record; no engine is started"
     add("--replay", type=Path, metavar="F", help=replay)
     _add_json(bench)

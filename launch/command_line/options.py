@@ -12,6 +12,7 @@ from typing import Any
 
 from launch.command_line import habits
 from launch.command_line.grammar import Parser, grammar, nearest_option
+from launch.command_line.sweep import axes
 from launch.errors import WrongUsage
 from pipeline.config import EngineConfig
 from pipeline.policies.view import PolicyRequest
@@ -41,7 +42,10 @@ WITHOUT_ENGINE = {
     "cache": {"prune", "older_than", "to", "dry_run", "json", "log_level"},
 }
 # All options of a replay, which starts no engine either.
-REPLAY = {"replay", "costs", "policy", "set", "expert_cache", "seed", "json", "detail", "log_level"}
+REPLAY = {
+    *("replay", "costs", "policy", "set", "sweep", "plot", "expert_cache", "seed", "json", "detail"),
+    "log_level",
+}
 DRAWING = {"report", "model", "json", "log_level"}  # all options of calibrate without a text
 PROMPTS = {"prompt", "text", "system"}
 MAX_VALUE = 4095  # bytes of any other text: of a path, the system takes no more
@@ -84,25 +88,53 @@ class Options:
         return EngineConfig(**given)
 
     def policies(self) -> list[PolicyRequest]:
-        """Those of --policy and --set, in order; a --set without a name is for each. Raises WrongUsage."""
+        """Those of --policy, --set and --sweep, in order. A --set without a name is for each; `NAME:OPTION=V`
+        in the list of `bench` is a policy with options of its own. Raises WrongUsage."""
         policy = self.written.get("policy")
-        names = [] if policy is None else policy.split(",") if self.command in COMPARING else [policy]
-        options: dict[str, dict[str, str]] = {name: {} for name in names}
+        words = [] if policy is None else policy.split(",") if self.command in COMPARING else [policy]
+        requests = [_with_options(word) for word in words]
+        names = list(dict.fromkeys(name for name, _ in requests))
+        given: dict[str, dict[str, str]] = {name: {} for name in names}
         for setting in self.written.get("set", ()):
-            if not names:
-                raise WrongUsage(f"--set {setting}: name the policy with --policy as well")
-            match = re.fullmatch(r"(?:([^.=]+)\.)?([^.=]+)=(.*)", setting)
-            if match is None:
-                raise WrongUsage(f"--set {setting}: write it as {names[0]}.option=value or option=value")
-            if match[1] is None:
-                for given in options.values():
-                    given[match[2]] = match[3]
+            of, option, value = _setting("--set", setting, names)
+            for name in of:
+                given[name][option] = value
+        found = [PolicyRequest(name, given[name] | own) for name, own in requests]
+        for axis in axes(self.written):
+            if axis.is_setting:
                 continue
-            name = names[0] if match[1] == "policy" and len(names) == 1 else match[1]
-            if name not in options:
-                raise WrongUsage(f"--set {setting}: the policy is {' or '.join(names)}, not {name}")
-            options[name][match[2]] = match[3]
-        return [PolicyRequest(name, options[name]) for name in names]
+            for value in axis.values:
+                of, option, _ = _setting("--sweep", f"{axis.name}={value}", names)
+            found = [
+                replace(request, options=request.options | chosen)
+                for request in found
+                for chosen in ([{option: value} for value in axis.values] if request.name in of else [{}])
+            ]
+        return found
+
+
+def _with_options(word: str) -> tuple[str, dict[str, str]]:
+    """The policy and the options of `NAME:OPTION=VALUE:...`."""
+    name, *settings = word.split(":")
+    pairs = [setting.partition("=") for setting in settings]
+    if not all(option and equals for option, equals, _ in pairs):
+        raise WrongUsage(f"--policy {word}: write its options as {name}:option=value")
+    return name, {option: value for option, _, value in pairs}
+
+
+def _setting(argument: str, setting: str, names: list[str]) -> tuple[list[str], str, str]:
+    """The policies, option and value of `POLICY.OPTION=VALUE` or, for all, `OPTION=VALUE`."""
+    if not names:
+        raise WrongUsage(f"{argument} {setting}: name the policy with --policy as well")
+    match = re.fullmatch(r"(?:([^.=]+)\.)?([^.=]+)=(.*)", setting)
+    if match is None:
+        raise WrongUsage(f"{argument} {setting}: write it as {names[0]}.option=value or option=value")
+    if match[1] is None:
+        return names, match[2], match[3]
+    name = names[0] if match[1] == "policy" and len(names) == 1 else match[1]
+    if name not in names:
+        raise WrongUsage(f"{argument} {setting}: the policy is {' or '.join(names)}, not {name}")
+    return [name], match[2], match[3]
 
 
 def parse(arguments: list[str]) -> Options:
@@ -141,6 +173,9 @@ def parse(arguments: list[str]) -> Options:
         raise WrongUsage("--prefill belongs to --stepwise; give both or neither")
     if "detail" in written and "json" not in written:
         raise WrongUsage("--detail belongs to --json; give both or neither")
+    axes(written)
+    if {"replay", "plot"} <= written.keys() and "sweep" not in written:
+        raise WrongUsage("--plot draws a replay with --sweep only; add one, such as --sweep cache=0.25,0.5")
     if command == "calibrate":
         _check_calibrate(written)
     if command == "cache":

@@ -220,3 +220,8 @@ class PolicyRequest:
 
     name: str
     options: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """Name and options on one line."""
+        return " ".join([self.name, *(f"{option}={value}" for option, value in self.options.items())])

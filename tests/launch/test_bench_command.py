@@ -35,6 +35,7 @@ class StandInEngine:
 
     def __init__(self) -> None:
         self.welcome, self.on_policy = WELCOME, None
+        self.kv_tokens = 1024
         self.counted, self.calibrated = ENOUGH_TOKENS, False
         self.events: list[Any] = []
         self.refused: dict[str, ProtocolError] = {}
@@ -44,7 +45,10 @@ class StandInEngine:
 
     async def stats(self) -> dict[str, Any]:
         return {
-            **{"scheduler": {"kv_tokens": 1024, "prefill_chunk": 32}, "counted_tokens": self.counted},
+            **{
+                "scheduler": {"kv_tokens": self.kv_tokens, "prefill_chunk": 32},
+                "counted_tokens": self.counted,
+            },
             **{"policy": "dali", "policy_options": {"a": "b"}, "calibrated": self.calibrated},
             **{"tile_bytes": 10, "emulation": "slow", "cache": {"capacity_tiles": 7}},
             "engine": {},

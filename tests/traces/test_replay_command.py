@@ -200,7 +200,8 @@ def test_approximate_policies_note_their_assumption(trace: Path, capsys: pytest.
     _, out, _ = replayed(capsys, *arguments, *wanted)
     flat = " ".join(out.split())
     assert "replayed on the recorded text" in flat
-    assert re.search(r"daop, of the routed weight: skipped 0.0%, .* stale \d.*%, predicted 75", flat)
+    named = "daop placement=popular first_layer=1, of the routed weight"
+    assert re.search(rf"{named}: skipped 0.0%, .* stale \d.*%, predicted 75", flat)
     entry = in_json(capsys, *arguments, *wanted)["policies"][1]
     assert not entry["exact"]
     assert "recorded text" in entry["assumption"]
@@ -334,3 +335,19 @@ def test_unwritable_trace_file_is_refused(tmp_path: Path, capsys: pytest.Capture
         assert main(["generate", "--prompt", "x", "--record", str(path)]) == 2
         assert reason in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_sweep_has_the_figures_of_separate_replays(
+    trace: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ("--policy", "all-host,on-demand,on-demand:scope=global", *TABLE)
+    alone = [in_json(capsys, trace, *words, "--expert-cache", share) for share in (0.25, 0.5)]
+    picture = tmp_path / "sweep.svg"
+    found = in_json(capsys, trace, *words, "--sweep", "cache=0.25,0.5", "--plot", picture)
+    assert [point.pop("settings") for point in found["points"]] == [{"cache": 0.25}, {"cache": 0.5}]
+    assert found["points"] == alone
+    assert b"<svg" in picture.read_bytes()
+    code, out, _ = replayed(capsys, trace, *words, "--sweep", "cache=0.25,0.5")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    assert out.count("scope=global") == 2
