@@ -29,6 +29,9 @@ PAGE = 4096
 TILE_BYTES = 1 << 20  # at least
 TILES_PER_EXPERT = 16  # at most
 TILE_STEP = 32  # channels; an automatic tile is a multiple of it
+# An expert of less than one tile is halved, so that it can be resident in part, unless a half's kernel would
+# mostly be its start.
+HALF_BYTES = 1 << 15
 PADDING = 0.03  # of an expert that may be padding
 REACH = 3  # times too large or too small a tile is still better than padding
 
@@ -73,6 +76,10 @@ def suitable_tile(hidden: int, intermediate: int, tile_format: TileFormat) -> in
     """Channels of a tile that suit experts of H = hidden and I = intermediate: enough of them, up to three
     times as many or down to a third where that leaves less padding."""
     step = math.lcm(TILE_STEP, tile_format.granularity)
+    if intermediate % (2 * step) == 0:
+        half = tile_format.tile_bytes(hidden, intermediate // 2)
+        if HALF_BYTES <= half < TILE_BYTES // 2:
+            return intermediate // 2
     whole = -(-intermediate // tile_format.granularity) * tile_format.granularity
     least = TILE_BYTES * step // tile_format.tile_bytes(hidden, step)
     enough = min(max(least, -(-intermediate // TILES_PER_EXPERT)), whole)

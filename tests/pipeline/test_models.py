@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.assets import model_dir
 from pipeline.config import DEFAULT_CONTEXT
 from pipeline.errors import ModelError, UsageError
 from pipeline.memory.limits import choose_context
@@ -18,7 +20,7 @@ from pipeline.models.registry import architecture_of, expert_shape, model_spec
 from pipeline.models.routing import Softmax, SparseMixer
 from pipeline.models.shapes import SHAPES
 from pipeline.models.spec import GroupedQuery, Latent, ModelSpec, Rope
-from shm.layout import FORMATS, REACH, TILE_BYTES, TILES_PER_EXPERT, format_named
+from shm.layout import FORMATS, HALF_BYTES, REACH, TILE_BYTES, TILES_PER_EXPERT, format_named
 
 BF16 = format_named("bf16")
 GOOD: dict[str, Any] = {
@@ -114,7 +116,8 @@ def test_default_tiles_are_large_enough_and_not_too_many(hidden, intermediate) -
     assert shape.tile <= intermediate <= shape.padded < intermediate + shape.tile
     if shape.tiles > 1:
         assert shape.tile % 32 == 0
-        assert REACH * 6 * shape.hidden * shape.tile >= TILE_BYTES
+        tile = 6 * shape.hidden * shape.tile
+        assert REACH * tile >= TILE_BYTES or (shape.tiles == 2 and tile >= HALF_BYTES)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -126,6 +129,14 @@ def test_tiles_are_whole_groups_and_hold_the_expert(name, hidden, intermediate, 
     assert shape.tile % form.granularity == 0
     assert shape.tile <= shape.padded < intermediate + shape.tile
     form.tile_bytes(shape.hidden, shape.tile)  # raises where the format has no such tile
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_small_expert_is_halved_in_every_format(name: str) -> None:
+    """So that the embedded model's experts can be resident, fetched and divided in part."""
+    config = json.loads((model_dir() / "config.json").read_text())
+    assert expert_shape(config, None, format_named(name)).tiles == 2
+    assert expert_shape(GOOD, None, BF16).tiles == 1  # a half would be too small
 
 
 def test_tiles_of_quantized_formats() -> None:
