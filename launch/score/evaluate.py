@@ -114,7 +114,7 @@ async def evaluate(options: Options, interrupts: Interrupts) -> int:
 
 async def _warm_up(client: Client, item: Item) -> None:
     """Fill the expert cache of a policy that was just set."""
-    await warm_up(client, await _tokens(client, item.context), WARM_UP_NEW)
+    await warm_up(client, [await _tokens(client, item.context)], WARM_UP_NEW)
 
 
 async def _tokens(client: Client, text: str) -> tuple[int, ...]:

@@ -268,17 +268,17 @@ def test_work_that_is_posted_again_keeps_its_one_slot(ring: CoordinatorRing) -> 
 @pytest.mark.parametrize("rows", [4, 5])
 def test_slot_has_room_for_all_the_rows_that_it_is_made_for(name: str, rows: int) -> None:
     """Rows of whole cache lines, so that no number is left over."""
-    ring = CoordinatorRing(compiled(), name, RingShape.for_rows(4, 16), 3)
+    ring = CoordinatorRing(compiled(), name, SlotShape.for_rows(4, 16), 3)
     worker = WorkerRing(compiled(), name, 3)
     work = work_of(7, rows, hidden=16)
     assert ring.post(work) == (rows == 4)
     taken = worker.take()
     assert (taken is None) == (rows == 5)
     if taken is not None:
-        assert_same(taken, work)
-        worker.answer(7, 0.0, 2 * taken.x)
-        (answer,) = ring.answers()
-        np.testing.assert_array_equal(answer.y, 2 * work.x)
+        assert_same(taken.read(), work)
+        answer(worker, taken, 0.0, 2)
+        (answered,) = ring.answers()
+        np.testing.assert_array_equal(answered.y, 2 * work.x)
 
 
 def test_letters_end_a_wait_and_are_counted(ring: CoordinatorRing) -> None:
