@@ -136,7 +136,8 @@ class SweepReport:
         if isinstance(report, Report):
             rounds = report.config["rounds"]
             lines += [f"median of {rounds} rounds, and below it the least and the most"] * (rounds > 1)
-            lines.append(warmed(report.config) + (", a batch at once" if "batch" in self._settings else ""))
+            swept = {"batch": "batch"} if "batch" in self._settings else {}
+            lines.append(warmed(report.config | swept))
         else:
             lines.append("tok/s: of the layers alone, simulated")
         lines.append("x: decode relative to the setting's first policy; copied, hits, share: of decode")
