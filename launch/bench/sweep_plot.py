@@ -53,8 +53,8 @@ def draw_sweep(report: SweepReport, path: Path) -> None:
                     _bars(axes, policies, here, of)
                 where = ", ".join(f"{HEADINGS[name]} {value}" for name, value in panel)
                 axes.set_title(f"{title}{': ' * bool(where)}{where}")
-                axes.set_ylim(bottom=0)
                 tidy(axes, grid="y")
+            line[0].set_ylim(bottom=0)  # of the whole line, once all of its values are there
         if along:
             handles, labels = grid[0][0].get_legend_handles_labels()
             figure.legend(handles, labels, loc="outside lower left", ncols=4, fontsize=8, frameon=False)
