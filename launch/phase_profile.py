@@ -105,6 +105,13 @@ class PhaseProfile:
         return {"demanded": int(self.tree["fetched_bytes"])} | sizes
 
     @property
+    def issued_share(self) -> float | None:
+        """Share of the wanted prefetches (experts that predictions named and that were neither resident nor
+        under way) that were ordered from the link, if any was wanted."""
+        wanted = int(self.tree["wanted_experts"])
+        return int(self.tree["issued_experts"]) / wanted if wanted else None
+
+    @property
     def fidelity(self) -> dict[str, float]:
         """Shares of the routed weight: skipped, substituted, stale, predicted."""
         shares = fidelity(False, {"": dict(self.tree)})

@@ -37,6 +37,8 @@ def _cache_table(results: Sequence[PolicyResult], profiles: Sequence[PhaseProfil
             )
             for profile in profiles
         ]
+    if any(profile.tree["wanted_experts"] for profile in profiles):
+        columns["prefetches\nissued"] = [percent(profile.issued_share) for profile in profiles]
     if any(result.placed_bytes for result in results):
         columns["replaced\nMB/token"] = alike([result.placed_bytes / 1e6 for result in results])
     return _rows(results, columns)
@@ -87,6 +89,9 @@ def legend(results: Sequence[PolicyResult], profiles: Sequence[PhaseProfile], te
         words.append("prefetched: before a step needed it")
     if words:
         lines.append("; ".join(words))
+    if any(profile.tree["wanted_experts"] for profile in profiles):
+        lines.append("prefetches issued: share of the experts that a prediction named, and that were")
+        lines.append("neither resident nor under way, whose copy was ordered")
     if any(result.placed_bytes for result in results):
         lines.append("replaced: copied in the background, by the policy's replacement")
     lines.append("busy, waiting: shares of decode's time; the device computes attention, resident")
@@ -113,6 +118,12 @@ def profile_to_map(profile: PhaseProfile, result: PolicyResult) -> dict[str, Any
         "hit_rate_by_layer": profile.hit_rates,
         "bytes_per_token": {kind: size / rows for kind, size in profile.moved.items()}
         | {"placed": result.placed_bytes},
+        "prefetches": {
+            "wanted": profile.tree["wanted_experts"],
+            "issued": profile.tree["issued_experts"],
+            "share": profile.issued_share,
+            "paused_steps": profile.tree["paused_steps"],
+        },
         "host_busy": profile.host_busy,
         "device_busy": profile.device_busy,
         "shares": profile.shares,

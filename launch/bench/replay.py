@@ -117,6 +117,7 @@ class Replays:
                     *(header, policy, replays.costs, replays.capacity),
                     calibration=calibration,
                     popularity=counts,
+                    last_steps=overview.last_steps,
                 )
                 replays.running.append((request, machine))
         return replays

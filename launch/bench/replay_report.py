@@ -132,9 +132,9 @@ class Report:
 
     def _reasons(self) -> Table:
         """Decode's time by cause, and the predicted tiles by their use, if a policy predicts."""
-        predicts = any(r.outcome.decode.predicted or r.outcome.decode.late for r in self.results)
+        predicts = any(r.outcome.decode.wanted_experts for r in self.results)
         names = ["host\nbusy", "dev.\nbusy", "link\nbusy", "wait\nlink", "wait\nhost"]
-        names += ["predicted", "useful", "late", "wasted"] * predicts
+        names += ["issued", "predicted", "useful", "late", "wasted"] * predicts
         table = make_table("policy", numbers=names, gap=0)
         uses = (attrgetter(name) for name in ("predicted", "useful", "late", "wasted"))
         brought = zip(*map(self._bytes, uses), strict=True)
@@ -142,7 +142,7 @@ class Report:
             decode = result.outcome.decode
             plain = decode.to_json(self.header.tile_bytes)
             cells = [percent(share) for share in (*plain["busy"].values(), *plain["waits"].values())]
-            cells += list(bytes_brought) * predicts
+            cells += [percent(decode.issued_share), *bytes_brought] * predicts
             table.add_row(policy_name(result.request, exact=True), *cells)
         return table
 
@@ -190,6 +190,8 @@ class Report:
         lines += [
             "host: share of the tiles that the workers computed; busy, wait: shares of time",
             f"predicted, useful, late, wasted: {self._unit[0]}/token",
+            "issued: share of the wanted prefetches (named by the prediction, and neither",
+            "resident nor under way) that were ordered from the link",
         ]
         inexact = [result for result in self.results if not result.outcome.exact]
         lines += [_fidelity(result) for result in inexact]

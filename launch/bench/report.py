@@ -15,6 +15,7 @@ from launch.bench.result import PolicyResult, merged_notes
 from launch.phase_profile import PhaseProfile
 from launch.terminal.format import alike, count, model_name, percent
 from launch.terminal.tables import make_table, render
+from pipeline.policies.prefetch_meter import pause_note
 from shm.segment import byte_size
 
 
@@ -71,7 +72,13 @@ class Report:
         lines.append("workers' share: of decode's expert tiles; the device computed the others")
         lines += legend(self.results, self.profiles, c["prompts"])
         notes = [f"note: {note}" for note in routing_notes(c["model"])]
-        notes += [f"note: {note}" for note in merged_notes((r.request.name, r.notes) for r in self.results)]
+        noted = [(r.request.name, r.notes) for r in self.results]
+        noted += [
+            (result.request.name, [f"{result.request.name}: {paused}"])
+            for result, profile in zip(self.results, self.profiles, strict=False)
+            if (paused := pause_note(profile.tree["paused_steps"], profile.steps))
+        ]
+        notes += [f"note: {note}" for note in merged_notes(noted)]
         notes += [f"note: {result.request.label} left out: {result.left_out}" for result in self.left_out]
         return [*(Text(line, style="dim") for line in lines), *map(Text, dict.fromkeys(notes))]
 

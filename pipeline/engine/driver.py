@@ -7,7 +7,7 @@ with tensors and processes (`pipeline/engine/tensor_executor.py`), on the clock 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -54,8 +54,9 @@ class LayerExecutor(Protocol[Begun]):
     def begin_early(self, layer: int, ahead: Ahead) -> Begun:
         """Begin the host's share of the next layer with this layer's x."""
 
-    def prefetch(self, targets: Sequence[Target]) -> None:
-        """Apply a prediction's targets and order their tiles, behind those that are demanded."""
+    def prefetch(self, targets: Sequence[Target], wanted: int) -> None:
+        """Apply a prediction's targets and order their tiles, behind those that are demanded. `wanted`: the
+        experts that the prediction named, also those without room."""
 
     def compute(self, decision: LayerDecision[Begun]) -> None:
         """Compute the device's share and wait for the host's."""
@@ -83,10 +84,16 @@ class PolicyDriver(Generic[Begun]):
         )
         self.placement = policy.placement(self.view)  # [L, E]
 
-    def begin_step(self, phase: Phase, sequences: tuple[int, ...]) -> None:
-        """`sequences`: that of each row."""
+    def begin_step(self, phase: Phase, sequences: tuple[int, ...], live: Iterable[int] = ()) -> None:
+        """`sequences`: that of each row; `live`: these and others that have begun and not ended."""
         self._early = None
-        self.view = replace(self.view, phase=phase, sequences=sequences, prefetching=self.prefetch.on)
+        self.view = replace(
+            self.view,
+            phase=phase,
+            sequences=sequences,
+            live=frozenset(sequences).union(live),
+            prefetching=self.prefetch.on,
+        )
 
     def layer(self, layer: int, executor: LayerExecutor[Begun]) -> None:
         """Raises PlanError where the policy breaks its contract, and the executor's exceptions."""
@@ -110,9 +117,11 @@ class PolicyDriver(Generic[Begun]):
         if (following := policy.ahead(layer, signals, view)) is not None:
             begun = executor.begin_early(layer + 1, following) if following.early else None
             self._early = following, begun
-        if targets := policy.predict(layer, signals, decision.gated, view):
+        targets = policy.predict(layer, signals, decision.gated, view)
+        if targets or policy.no_room:
             self._check_prediction(targets, decision)
-            executor.prefetch(targets)
+            fetched = sum(target.tiles > 0 for target in targets)
+            executor.prefetch(targets, fetched + policy.no_room)
         executor.compute(decision)
         executor.end(policy.after(layer, decision.gated.routing, view))
 
@@ -121,7 +130,7 @@ class PolicyDriver(Generic[Begun]):
         all decode steps so far. True where prefetching was switched on or off (`prefetch.status`)."""
         phase = self.view.phase
         self.view = replace(self.view, step=self.view.step + 1)
-        return phase == "decode" and self.prefetch.step(landed, useful)
+        return phase == "decode" and self.policy.pauses and self.prefetch.step(landed, useful)
 
     def cancel_early(self) -> Begun | None:
         """The step has failed: the host share that began early for a layer, which will not be computed."""

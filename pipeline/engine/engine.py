@@ -7,7 +7,7 @@ computes which tiles. The engine knows no requests, no clients and no text.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -105,8 +105,9 @@ class Engine:
         self.memory.poll()
 
     @torch.inference_mode()
-    def step(self, inputs: Sequence[StepInput], phase: Phase) -> list[FloatArray]:
-        """Run the tokens of `inputs` through the model, and advance their KV. Returns the wanted logits of
+    def step(self, inputs: Sequence[StepInput], phase: Phase, live: Iterable[int] = ()) -> list[FloatArray]:
+        """Run the tokens of `inputs` through the model, and advance their KV. `live`: the sequences that have
+        begun and not ended, without which those of `inputs` are taken to be all. Returns the wanted logits of
         each, float32 [n, vocabulary]. Raises ShardFailed; the sequences are then as they were."""
         backbone, driver = self.backbone, self.driver
         counters = self.counters.phases[phase]
@@ -114,7 +115,7 @@ class Engine:
         self.poll_children()
         clock = StepClock(counters)
         sequences = tuple(item.span.kv.id for item in inputs for _ in item.span.tokens)
-        driver.begin_step(phase, sequences)
+        driver.begin_step(phase, sequences, live)
         for observer in self.observers:
             observer.begin(phase, sequences)
         batch = backbone.batch([item.span for item in inputs])
@@ -149,6 +150,7 @@ class Engine:
         for span in batch.spans:
             span.kv.advance(len(span.tokens))
         counters.steps += 1
+        counters.paused_steps += not driver.view.prefetching
         counters.rows += batch.rows
         if driver.end_step(counters.predicted_tiles, counters.useful_tiles):
             log.info(driver.prefetch.status)

@@ -93,7 +93,8 @@ class TensorExecutor:
         self.clock.mark("submit")
         return ticket
 
-    def prefetch(self, targets: Sequence[Target]) -> None:
+    def prefetch(self, targets: Sequence[Target], wanted: int) -> None:
+        self.counters.wanted_experts += wanted
         self.memory.prefetch(targets)
 
     def compute(self, decision: LayerDecision[Ticket]) -> None:

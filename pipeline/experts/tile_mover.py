@@ -4,9 +4,8 @@ demands.
 It is the only user of the expert cache's slots and of the fetch link. An expert has at most one background
 order; on a demand, that order becomes a demanded one. So the link finishes the tile that it is copying; then
 it takes demanded experts that had a background order, as these were waiting, then other demanded tiles as
-they were given, and then all that is not demanded. Tiles land in order, so resident tiles are always a
-prefix. While the prefetcher is being restarted, nothing is ordered, and demanded tiles are returned as
-unfetched.
+they were given, and then the rest. Tiles land in order, so resident tiles are always a prefix. While the
+prefetcher is being restarted, nothing is ordered, and demanded tiles are returned as unfetched.
 """
 
 from __future__ import annotations

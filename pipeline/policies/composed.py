@@ -2,9 +2,9 @@
 
 A part is a small object over arrays; the composed policy calls each in turn and keeps the counts. It divides
 `whole_experts(shape, capacity)` experts: some are the *reserve* of the prediction, the rest is the *cache* of
-the replacement, which the placement fills at the start. A predicted expert is held in the reserve. When its
-layer is planned, the replacement may take it into the cache; otherwise it is released once the layer has been
-computed.
+the replacement, which the placement fills at the start. A predicted expert is held in the reserve
+(`reserve.py`). When its layer is planned, it is released at once where the device does not need it; otherwise
+the replacement may take it into the cache, or it is released once the layer has been computed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from pipeline.arrays import IntArray
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.inputs import require, require_calibration
-from pipeline.policies.options import Option
+from pipeline.policies.options import PAUSE, Option
 from pipeline.policies.parts import unused_tiles_note, whole_experts
+from pipeline.policies.reserve import Reserve
 from pipeline.policies.view import Active, Gated, Plan, Policy, Routing, Signals, Target, View
 
 Expert = tuple[int, int]  # (layer, expert)
@@ -99,11 +100,15 @@ class Prediction(Part):
     """The part that predicts which experts later layers will need."""
 
     predictor: ClassVar[Literal["raw", "residual"] | None] = "raw"  # its name in the calibration
+    options: ClassVar[tuple[Option, ...]] = (PAUSE,)
+
+    def __init__(self, *, pause: str = PAUSE.default) -> None:
+        self.pauses = pause == "1"
 
     @abstractmethod
     def reserve(self, view: View) -> int:
-        """Experts that may be held at once because they were predicted; 0: the part predicts nothing, and the
-        methods below are not called."""
+        """Experts that may be held at once because they were predicted: for the layer that is computed and
+        for later ones; 0: the part predicts nothing, and the methods below are not called."""
 
     def probes(self, layer: int, view: View) -> tuple[int, ...]:
         """As `Policy.probes`; by default the next layer."""
@@ -111,8 +116,8 @@ class Prediction(Part):
 
     @abstractmethod
     def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
-        """Experts that will be needed and that no target keeps yet (`view.target` is 0), the most probable
-        first."""
+        """Experts that should be fetched because they will be needed: no target keeps them yet (`view.target`
+        is 0). The most probable first."""
 
 
 class Assignment(Part):
@@ -196,9 +201,9 @@ class Composed(Policy):
         self.settles = parts.replacement.settles
         self.uses_device = parts.assignment.uses_device
         self.uses_host = parts.assignment.uses_host
+        self.pauses = parts.prediction.pauses
         self._predicts = False
-        self._reserve = 0  # experts
-        self._predicted: set[Expert] = set()  # experts that the reserve holds
+        self._reserve = Reserve(0, 0)
         for part in parts:
             part.join(parts)
 
@@ -206,11 +211,13 @@ class Composed(Policy):
         if not self.uses_device:
             return ()
         notes = [f"{self.name}: {note}" for part in self.parts for note in part.notes(view)]
-        predicts = self.parts.prediction
-        if predicts.reserve(view) and whole_experts(view.shape, view.capacity) < 2:
+        predicts, reserve = self.parts.prediction, self._reserve_in(view)
+        if predicts.reserve(view) and not reserve.size:
             notes.append(
                 f"{self.name}: prediction={predicts.name} is off: half of the cache is less than an expert"
             )
+        elif reserve.note and not self.parts.replacement.admits:
+            notes.append(f"{self.name}: {reserve.note}")
         return *unused_tiles_note(self.name, view), *dict.fromkeys(notes)
 
     def check_calibration(self, calibration: Calibration | None) -> None:
@@ -220,12 +227,10 @@ class Composed(Policy):
         require(self.name, tuple(self.parts), view)
         shape = view.shape
         whole = whole_experts(shape, view.capacity)
-        wanted = self.parts.prediction.reserve(view)
-        self._predicts = min(wanted, whole // 2) > 0
-        # the reserve is at most half of a small cache
-        self._reserve = 0 if self.parts.replacement.admits else min(wanted, whole // 2)
-        self._predicted.clear()
-        budget = whole - self._reserve
+        reserve = self._reserve_in(view)
+        self._predicts = reserve.size > 0
+        self._reserve = Reserve(0, 0) if self.parts.replacement.admits else reserve
+        budget = whole - self._reserve.size
         targets = self.parts.placement.targets(view, budget)
         sizes = self.parts.replacement.sizes(view, budget)
         if sizes is not None:
@@ -252,43 +257,42 @@ class Composed(Policy):
         cut = self.parts.assignment.cut(layer, routing, view)
         if not self.uses_device:
             return Plan(cut)
-        moves = self.parts.replacement.plan(layer, routing.active, cut, view)
-        return Plan(cut, self._targets(moves, view))
+        active = routing.active
+        targets = self._targets(self.parts.replacement.plan(layer, active, cut, view), view)
+        if self._reserve.holds(layer):
+            unneeded = self._reserve.release(layer, active.experts[cut[active.experts] > 0].tolist())
+            targets = *(Target(*key, 0) for key in unneeded), *targets
+        return Plan(cut, targets)
 
     def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
+        self.no_room = 0
         if not (self._predicts and view.prefetching):
             return ()
-        admits, free = self.parts.replacement.admits, self._reserve - len(self._predicted)
-        if free <= 0 and not admits:
-            return ()
-        chosen = self.parts.prediction.experts(
+        wanted = self.parts.prediction.experts(
             layer, signals, view, lambda of, routing: self.parts.gate.apply_gate(of, routing, view)
         )
-        if admits:  # into later layers: this one is being computed
-            later = [key for key in chosen if key[0] != layer]
-            return self._targets(self.parts.replacement.admit(later), view)
-        chosen = chosen[:free]
-        self._predicted.update(chosen)
-        tiles = view.shape.tiles
-        return tuple(Target(of, expert, tiles) for of, expert in chosen)
+        if self.parts.replacement.admits:  # into later layers: this one is being computed
+            wanted = [key for key in wanted if key[0] != layer]
+            targets = self._targets(self.parts.replacement.admit(wanted), view)
+        else:
+            targets = tuple(Target(*key, view.shape.tiles) for key in self._reserve.take(wanted))
+        self.no_room = len(wanted) - sum(target.tiles > 0 for target in targets)
+        return targets
 
     def after(self, layer: int, routing: Routing, view: View) -> tuple[Target, ...]:
         if not self.uses_device:
             return ()
         targets = self._targets(self.parts.replacement.after(layer, routing.active, view), view)
-        passed = [key for key in self._predicted if key[0] == layer] if self._predicted else ()
-        self._predicted.difference_update(passed)
-        return *(Target(of, expert, 0) for of, expert in passed), *targets
+        return *(Target(*key, 0) for key in self._reserve.release(layer)), *targets
+
+    def _reserve_in(self, view: View) -> Reserve:
+        return Reserve(self.parts.prediction.reserve(view), whole_experts(view.shape, view.capacity))
 
     def _targets(self, moves: Moves, view: View) -> tuple[Target, ...]:
         """Shrinking targets come first: applied one by one they never exceed the capacity. An expert from the
         reserve has its target already."""
         if moves is STAY:
             return ()
-        grown = []
-        for key in moves.into:
-            if key in self._predicted:
-                self._predicted.remove(key)
-            else:
-                grown.append(Target(*key, view.shape.tiles))
+        tiles = view.shape.tiles
+        grown = [Target(*key, tiles) for key in moves.into if not self._reserve.remove(key)]
         return *(Target(*key, 0) for key in moves.out), *grown

@@ -9,7 +9,7 @@ from typing import ClassVar
 from pipeline.policies.active_costs import ActiveCosts, LayerSeconds
 from pipeline.policies.balance import two_ended
 from pipeline.policies.composed import ApplyGate, Expert, Prediction
-from pipeline.policies.options import Whole
+from pipeline.policies.options import PAUSE, Whole
 from pipeline.policies.predictions import DEPTH
 from pipeline.policies.view import Signals, View
 
@@ -28,10 +28,12 @@ class Impact(Prediction):
     options = (
         DEPTH,
         Whole(name="prefetch", help="experts predicted after each layer", default=1, low=1, high=64),
+        PAUSE,
     )
     needs_costs = True
 
-    def __init__(self, *, depth: int, prefetch: int) -> None:
+    def __init__(self, *, depth: int, prefetch: int, pause: str = PAUSE.default) -> None:
+        super().__init__(pause=pause)
         self._depth = depth
         self._prefetch = prefetch
         self._seconds = LayerSeconds()

@@ -36,6 +36,14 @@ class Choice:
         return text
 
 
+PAUSE = Choice(
+    name="pause",
+    help="0: prefetching never pauses, also where few of its tiles are used",
+    default="1",
+    choices=("1", "0"),
+)
+
+
 @dataclass(frozen=True)
 class Whole:
     """An option that is a whole number from `low` to `high`."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline.arrays import FloatArray
 from pipeline.policies.composed import ApplyGate, Expert, Prediction
-from pipeline.policies.options import Whole
+from pipeline.policies.options import PAUSE, Whole
 from pipeline.policies.view import Routing, Signals, View
 
 DEPTH = Whole(name="depth", help="layers to look ahead at most", default=3, low=1, high=3)
@@ -57,6 +57,7 @@ class NoPrediction(Prediction):
     name: ClassVar[str] = "none"
     help: ClassVar[str] = "no prediction"
     predictor = None
+    options = ()
 
     def reserve(self, view: View) -> int:
         return 0
@@ -66,19 +67,20 @@ class NoPrediction(Prediction):
 
 
 class NextGate(Prediction):
-    """The next layer's router on this layer's x (Mixtral-Offloading); its reserve is one token's experts."""
+    """The next layer's router on this layer's x (Mixtral-Offloading). For several rows it names as many
+    experts as one token has: those that most rows use."""
 
     name: ClassVar[str] = "next-gate"
     help: ClassVar[str] = "the next layer's router on this layer's input"
 
     def reserve(self, view: View) -> int:
-        return view.shape.top_k
+        return 2 * view.shape.top_k  # of the layer that is computed, and of a later one
 
     def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
         following = layer + 1
         if following not in signals.probes:
             return []
-        return _needed(following, signals.probes[following], view, apply_gate)
+        return _needed(following, signals.probes[following], view, apply_gate)[: view.shape.top_k]
 
 
 class WholeLayer(Prediction):
@@ -116,15 +118,20 @@ class Residual(Prediction):
             low=1,
             high=64,
         ),
+        PAUSE,
     )
     needs_calibration = True
     without: ClassVar[str] = "prediction=next-gate"
     predictor = "residual"
 
-    def __init__(self, *, prefetch: int | None) -> None:
+    def __init__(self, *, prefetch: int | None, pause: str = PAUSE.default) -> None:
+        super().__init__(pause=pause)
         self._prefetch = prefetch
 
     def reserve(self, view: View) -> int:
+        return 2 * self._most(view)
+
+    def _most(self, view: View) -> int:
         return self._prefetch or (1 if view.shape.experts <= FEW_EXPERTS else 4)
 
     def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
@@ -134,7 +141,7 @@ class Residual(Prediction):
         assert view.calibration is not None
         assert view.router is not None
         logits = signals.probes[following] + view.calibration.residual_logits[layer]
-        most = by_probability(apply_gate(following, view.router(logits)))[: self.reserve(view)]
+        most = by_probability(apply_gate(following, view.router(logits)))[: self._most(view)]
         return _not_kept(following, most, view)
 
 
@@ -145,14 +152,14 @@ class Lookahead(Prediction):
 
     name: ClassVar[str] = "lookahead"
     help: ClassVar[str] = "next-gate, then further layers, then the next token's first layer"
-    options = (DEPTH,)
+    options = (DEPTH, PAUSE)
 
-    def __init__(self, *, depth: int) -> None:
+    def __init__(self, *, depth: int, pause: str = PAUSE.default) -> None:
+        super().__init__(pause=pause)
         self._depth = depth
 
     def reserve(self, view: View) -> int:
-        # experts predicted two layers ago may wait beside those needed next
-        return 2 * view.shape.top_k
+        return 2 * view.shape.top_k  # of the layer that is computed, and of a later one
 
     def probes(self, layer: int, view: View) -> tuple[int, ...]:
         layers = view.shape.layers
@@ -165,5 +172,5 @@ class Lookahead(Prediction):
         for later in self.probes(layer, view):
             logits = signals.probes.get(later)
             if logits is not None and (found := _needed(later, logits, view, apply_gate)):
-                return found
+                return found[: view.shape.top_k]
         return []

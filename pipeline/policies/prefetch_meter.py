@@ -13,6 +13,16 @@ USEFUL_SHARE = 0.5  # of those tiles, that must have been used
 PAUSE, LONGEST_PAUSE = 256, 8192  # steps until the next trial, doubled after each trial that fails
 
 
+def pause_note(paused: int, steps: int) -> str:
+    """One line for a report, where prefetching paused in some of the decode steps; otherwise ""."""
+    if not paused:
+        return ""
+    return (
+        f"prefetching paused in {paused} of {steps} decode steps, because too few of the tiles that it"
+        " fetched were used (with the option pause=0 it never pauses)"
+    )
+
+
 class PrefetchMeter:
     """Judges one policy's predictions. `landed`, `useful`: prefetched tiles that had landed and been used
     when the policy was set."""

@@ -146,6 +146,7 @@ class View:
     router: Callable[[FloatArray], Routing] | None = None  # the model's own: logits [R, E] to a routing
     calibration: Calibration | None = None  # None where the model has not been calibrated
     sequences: tuple[int, ...] = ()  # [R]: the sequence of each of the step's rows
+    live: frozenset[int] = frozenset()  # the sequences that have begun and not ended; these and others
     prefetching: bool = True  # False: the prefetch meter pauses predictions
     staging: int = 0  # slots beside the capacity, through which a layer's step streams missing tiles
 
@@ -165,6 +166,8 @@ class Policy(ABC):
     settles: int = 0  # decode steps after which what it has learnt depends little on where it began
     uses_device: bool = True  # False: no slab and no prefetcher are needed
     uses_host: bool = True  # False: the workers compute nothing
+    pauses: bool = True  # False: the prefetch meter does not act on its predictions
+    no_room: int = 0  # experts that the latest `predict` named and had no room for
 
     @property
     def runs_all_routers(self) -> bool:

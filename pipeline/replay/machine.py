@@ -14,7 +14,7 @@ A layer ends when its device and host shares are computed. Embedding and head co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from pipeline.errors import PlanError, TraceError
 from pipeline.memory.limits import STAGING_TILES
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
+from pipeline.policies.prefetch_meter import pause_note
 from pipeline.policies.view import Active, Ahead, Policy, Routing, Signals, Target, View
 from pipeline.replay.cache import SimulatedCache
 from pipeline.replay.outcome import Outcome, PhaseOutcome
@@ -45,15 +46,18 @@ class Replay:
         *,
         calibration: Calibration | None = None,
         popularity: NDArray[np.int64] | None = None,
+        last_steps: Mapping[int, int] | None = None,
     ) -> None:
-        """`capacity`: tiles. `calibration`: as in an engine, but without the gate for the next token's first
-        layer where the trace has no logits of it. `popularity` [L, E]: the counts of earlier requests. Raises
-        PolicyError where the policy lacks an input."""
+        """`capacity`: tiles. `last_steps`: the number of each sequence's last step, with which it ends;
+        without it, sequences end with each step. `calibration`: as in an engine, but without the gate for the
+        next token's first layer where the trace has no logits of it. `popularity` [L, E]: the counts of
+        earlier requests. Raises PolicyError where the policy lacks an input."""
         shape = header.shape
         self._header = header
         self._policy = policy
         self._costs = costs.for_tiles(shape.tiles)
-        self._paused = 0  # decode steps in which prefetching was off
+        self._last_steps = last_steps or {}
+        self._live: set[int] = set()  # sequences that have begun and not ended
         self._phases: dict[Phase, PhaseOutcome] = {phase: PhaseOutcome(shape.layers) for phase in PHASES}
         self._counters = self._phases["decode"]
         self._seconds: dict[int, tuple[float, float, float]] = {}  # by rows: see _tile
@@ -91,11 +95,8 @@ class Replay:
         """The result of the steps so far."""
         prefill, decode = self._phases["prefill"], self._phases["decode"]
         notes = list(self._notes)
-        if self._paused:
-            notes.append(
-                f"{self._policy.name}: prefetching paused in {self._paused} of {decode.steps} decode steps,"
-                " because too few of the tiles that it fetched were used"
-            )
+        if paused := pause_note(decode.paused_steps, decode.steps):
+            notes.append(f"{self._policy.name}: {paused}")
         return Outcome(prefill, decode, self._policy.exact, notes)
 
     def step(self, step: TracedStep) -> None:
@@ -103,14 +104,16 @@ class Replay:
         driver, began = self._driver, self.now
         counters = self._counters = self.cache.counters = self._phases[step.phase]
         self.cache.update(self.now)
-        driver.begin_step(step.phase, step.sequences)
+        self._live.update(step.sequences)
+        driver.begin_step(step.phase, step.sequences, self._live)
+        self._live -= {s for s in step.sequences if self._last_steps.get(s, step.number) <= step.number}
+        counters.paused_steps += not driver.view.prefetching
         for index, layer in enumerate(step.layers):
             self._traced = layer
             driver.layer(index, self)
         counters.steps += 1
         counters.rows += len(step.sequences)
         counters.seconds += self.now - began
-        self._paused += step.phase == "decode" and not driver.prefetch.on
         driver.end_step(counters.predicted, counters.useful)
 
     def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
@@ -144,7 +147,8 @@ class Replay:
         active = ahead.gated.routing.active
         return self._submit(active, self._checked(ahead.cut, active))
 
-    def prefetch(self, targets: Sequence[Target]) -> None:
+    def prefetch(self, targets: Sequence[Target], wanted: int) -> None:
+        self._counters.wanted_experts += wanted
         self.cache.retarget(targets, predicted=True)
         self.cache.update(self.now)
 

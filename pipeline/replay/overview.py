@@ -22,6 +22,7 @@ class Overview:
     counts: NDArray[np.int64]  # [L, E] rows routed to each expert
     first: bool  # each step has logits of the gate for the next token's first layer
     cut_short: bool  # the file ends within a step
+    last_steps: dict[int, int]  # the number of each sequence's last step
     rest: dict[Phase, float | None]  # measured seconds a step that are not simulated; None: not measured
 
 
@@ -33,10 +34,12 @@ def summarize(trace: Trace) -> Overview:
     rows: dict[Phase, int] = {"prefill": 0, "decode": 0}
     counts = np.zeros((shape.layers, shape.experts), np.int64)
     first = True
+    last_steps: dict[int, int] = {}
     rest: dict[Phase, list[float]] = {"prefill": [], "decode": []}
     for step in trace.steps():
         steps[step.phase] += 1
         rows[step.phase] += len(step.sequences)
+        last_steps.update(dict.fromkeys(step.sequences, step.number))
         if step.rest:
             rest[step.phase].append(step.rest)
         for index, layer in enumerate(step.layers):
@@ -51,4 +54,4 @@ def summarize(trace: Trace) -> Overview:
         raise TraceError(f"{trace.path} has no complete step")
     # the median: a step in which the machine did something else is not the policy's
     typical = {phase: median(found) if found else None for phase, found in rest.items()}
-    return Overview(steps, rows, counts, first, trace.cut_short, typical)
+    return Overview(steps, rows, counts, first, trace.cut_short, last_steps, typical)

@@ -142,6 +142,19 @@ def test_columns_of_what_no_policy_does_are_left_out() -> None:
         assert words in text
 
 
+def test_report_says_how_many_prefetches_were_issued_and_in_how_many_steps_they_paused() -> None:
+    report = whole_report()
+    counted = decode(wanted_experts=40, issued_experts=30, paused_steps=4)
+    runs = [Run(900.0, 0.1, 30.0, 0, 0.0, 0.5, 0.0, counted)] * 2
+    report = replace(report, results=[PolicyResult(PolicyRequest("dali"), runs=runs)])
+    text = " ".join(report.render().split())
+    assert "prefetches" in text
+    assert "75%" in text
+    assert "note: dali: prefetching paused in 8 of 20 decode steps" in text
+    prefetches = report.to_json()["policies"][0]["decode"]["prefetches"]
+    assert prefetches == {"wanted": 80, "issued": 60, "share": 0.75, "paused_steps": 8}
+
+
 def test_legend_names_the_policy_of_the_first_perplexity() -> None:
     """Wherever the results without one are; and each line only with its column."""
     exact, approximate = whole_report().results

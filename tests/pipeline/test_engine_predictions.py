@@ -73,6 +73,7 @@ def test_predictions_that_are_not_used_are_switched_off(parts) -> None:
     assert not engine.driver.prefetch.on
     assert "0 were used" in engine.driver.prefetch.status
     assert policy.asked.count(False) == 1
+    assert engine.counters.snapshot()["decode"]["paused_steps"] == 1
 
 
 def test_meter_of_a_new_policy_ignores_earlier_predictions(parts) -> None:

@@ -114,6 +114,7 @@ def test_next_gate_prefetch_is_used(presets: PresetEngine, preset: str) -> None:
     assert {layer for layer, _ in presets.predicted} == {1}
     assert counted["predicted_tiles"] >= counted["useful_tiles"] > 0
     assert counted["late_tiles"] == 0
+    assert counted["issued_experts"] > 0.95 * counted["wanted_experts"] > 0
 
 
 def test_score_gate_skips_experts_of_small_share(presets: PresetEngine) -> None:

@@ -107,6 +107,7 @@ class Machine:
     landing: float = 1.0  # share of missing tiles that land between two layers
     cuts: list[IntArray] = field(default_factory=list)
     predicted: int = 0  # experts
+    wanted: int = 0  # experts that predictions named
     early: int = 0  # layers with a host share that began one layer early
     failing: int | None = None  # a layer with a host share that cannot be computed
 
@@ -215,13 +216,14 @@ class Machine:
         self.early += 1
         return f"layer {layer}"
 
-    def prefetch(self, targets: Sequence[Target]) -> None:
+    def prefetch(self, targets: Sequence[Target], wanted: int) -> None:
         self._next("begin begin_early", "prefetch")
         assert self.driver.view.prefetching
         fetched = [t for t in targets if t.tiles]
         assert all(not self.target[t.layer, t.expert] for t in fetched)
         assert all(t.layer != self._decision.layer for t in targets if not t.tiles)
         self.predicted += len(fetched)
+        self.wanted += wanted
         self.apply(targets)
 
     def compute(self, decision: LayerDecision[str]) -> None:

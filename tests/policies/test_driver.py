@@ -73,7 +73,7 @@ def test_prediction_must_not_evict_tiles_of_its_layer(target: Target, refused: b
     machine = Machine(made, make_view(SHAPE, 36), np.random.default_rng(0))
     machine.start()
     made.predict = lambda layer, signals, gated, view: (target,)
-    machine.prefetch = lambda targets: machine._next("begin", "prefetch")
+    machine.prefetch = lambda targets, wanted: machine._next("begin", "prefetch")
     routing = make_routing(SHAPE, machine.rng, 1)
     if refused:
         with pytest.raises(

@@ -46,7 +46,7 @@ def test_next_gate_names_missing_experts_best_first() -> None:
     assert part.experts(1, signals, view_with((2, 3), (1, 2)), as_it_is) == [(2, 2)]
     assert part.experts(1, signals, view_with((2, 3), (2, 2)), as_it_is) == []
     assert part.experts(3, Signals(None, {}), view_with(), as_it_is) == []
-    assert part.reserve(view_with()) == 2
+    assert part.reserve(view_with()) == 4
 
 
 def test_gate_is_applied_to_predicted_routing() -> None:
@@ -83,7 +83,7 @@ def test_residual_corrects_the_input() -> None:
 @pytest.mark.parametrize(("experts", "prefetch"), [(8, 1), (16, 1), (17, 4), (128, 4)])
 def test_residual_defaults_follow_the_model(experts: int, prefetch: int) -> None:
     view = make_view(ModelShape(layers=2, experts=experts, tiles=1, top_k=8), 4)
-    assert Residual(prefetch=None).reserve(view) == prefetch
+    assert Residual(prefetch=None).reserve(view) == 2 * prefetch
 
 
 def test_lookahead_continues_where_all_experts_are_kept() -> None:

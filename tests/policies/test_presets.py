@@ -18,7 +18,7 @@ from pipeline.arrays import IntArray, Phase
 from pipeline.engine.driver import LayerDecision, PolicyDriver
 from pipeline.errors import PolicyError, ShardFailed
 from pipeline.policies.options import Real, Whole
-from pipeline.policies.prefetch_meter import PrefetchMeter
+from pipeline.policies.prefetch_meter import LEAST, WINDOW, PrefetchMeter
 from pipeline.policies.presets import PARTS, PRESETS, make_policy
 from pipeline.policies.view import Gated, ModelShape, Policy, PolicyRequest, Routing, Signals, Target
 
@@ -143,10 +143,10 @@ class Watched(Machine):
         super().begin(decision)
         self._kept, self._named = self.target.copy(), []
 
-    def prefetch(self, targets: Sequence[Target]) -> None:
+    def prefetch(self, targets: Sequence[Target], wanted: int) -> None:
         self._named = [(target.layer, target.expert) for target in targets if target.tiles]
         assert all(target.tiles in (0, self.given.shape.tiles) for target in targets)
-        super().prefetch(targets)
+        super().prefetch(targets, wanted)
 
 
 def predicted_by_hand(name: str, machine: Watched, signals: Signals, kept: IntArray) -> list[tuple[int, int]]:
@@ -216,6 +216,52 @@ def test_predicted_experts_are_fetched_unless_prefetching_pauses(name: str) -> N
     assert not any(signals.probes or named for _, signals, _, named in machine.layers)
 
 
+PREDICTING = [name for name, preset in PRESETS.items() if preset.parts.get("prediction", "none") != "none"]
+
+
+@pytest.mark.parametrize("name", PREDICTING)
+def test_wanted_prefetches_are_issued(name: str) -> None:
+    """A layer's predictions do not wait for the room that the layer before holds."""
+    shape = ModelShape(layers=6, experts=16, tiles=2, top_k=2)
+    rng = np.random.default_rng(1)
+    whole = 72 if name == "whole-layer" else 24  # half of it has room for two layers
+    view = replace(make_view(shape, 2 * whole), calibration=make_calibration(shape, rng))
+    machine = Machine(make(name), view, rng)
+    machine.start()
+    run(machine, [1] * 40)
+    assert machine.wanted > 100
+    assert machine.predicted > 0.95 * machine.wanted
+
+
+def test_prediction_that_its_layer_does_not_need_is_released_when_it_is_planned() -> None:
+    shape = ModelShape(layers=2, experts=8, tiles=2, top_k=2)
+    policy = make("mixtral-offloading")
+    machine = Machine(policy, make_view(shape, 2 * 10), np.random.default_rng(0))
+    machine.start()
+    logits = np.zeros((1, 8), np.float32)
+    logits[0, [3, 7]] = 6, 5
+    own = Routing(np.array([[0, 1]], np.int32), np.ones((1, 2), np.float32))
+    machine.apply(policy.predict(0, Signals(None, {1: logits}), Gated.from_router(own), machine.view))
+    assert machine.view.target[1].tolist() == [0, 0, 0, 2, 0, 0, 0, 2]
+    used = Routing(np.array([[3, 1]], np.int32), np.ones((1, 2), np.float32))
+    released = policy.plan(1, used, machine.view).targets[0]
+    assert released == Target(1, 7, 0)
+
+
+@pytest.mark.parametrize("name", PREDICTING)
+def test_pauses_of_prefetching_can_be_switched_off(name: str) -> None:
+    shape = ModelShape(layers=6, experts=16, tiles=2, top_k=2)
+    rng = np.random.default_rng(1)
+    view = replace(make_view(shape, 2 * 24), calibration=make_calibration(shape, rng))
+    for pause in ("1", "0"):
+        driver = PolicyDriver[str](make(name, pause=pause), view)
+        for _ in range(WINDOW):
+            driver.begin_step("decode", (0,))
+            driver.end_step(LEAST, 0)
+        driver.begin_step("decode", (0,))
+        assert driver.view.prefetching == (pause == "0")
+
+
 @pytest.mark.parametrize(("sensitivity", "named"), [(0.0, [3]), (1e6, [3, 7])])
 def test_adapmoe_predicts_only_experts_that_its_gate_keeps(sensitivity: float, named: list[int]) -> None:
     """The preset as it is wired: its gate is applied to the predicted routing of the next layer."""
@@ -239,7 +285,7 @@ def test_unused_predictions_are_released_after_their_layer() -> None:
     machine = Machine(make("mixtral-offloading"), make_view(shape, 2 * 24), rng)
     machine.start()
     run(machine, [1] * 60)
-    assert machine.view.target.sum() == 2 * (24 - 2)  # of 24 experts 2 are the reserve
+    assert machine.view.target.sum() == 2 * (24 - 4)  # of 24 experts 4 are the reserve
     full = Machine(make("on-demand"), make_view(shape, 2 * 24), rng)
     full.start()
     run(full, [1] * 60)
@@ -443,14 +489,15 @@ def test_parts_and_defaults_of_the_presets() -> None:
         name: {option.name: option.default for option in preset.options if option.name not in PARTS}
         for name, preset in PRESETS.items()
     }
-    lru = {"scope": "layer", "sizes": "even"}
+    lru, pause = {"scope": "layer", "sizes": "even"}, {"pause": "1"}
     assert {name: options for name, options in found.items() if options} == {
         "on-demand": lru,
-        "mixtral-offloading": lru,
-        "pre-gated": lru,
-        "hybrimoe": {"depth": 3, "prefetch": 1},
-        "dali": {"seed": None, "prefetch": None, "window": 4, "swaps": None},
-        "adapmoe": {"threshold": None, "phase": "decode", "depth": 3, "scope": "layer", "sizes": "dp"},
+        "mixtral-offloading": pause | lru,
+        "pre-gated": pause | lru,
+        "whole-layer": pause,
+        "hybrimoe": {"depth": 3, "prefetch": 1} | pause,
+        "dali": {"seed": None, "prefetch": None, "window": 4, "swaps": None} | pause,
+        "adapmoe": {"threshold": None, "phase": "decode", "depth": 3} | pause | lru | {"sizes": "dp"},
         "daop": found["daop"],
         "random": {"seed": None, "churn": "0"},
     }
@@ -482,15 +529,20 @@ def test_bounds_of_options_are_allowed_values(name: str, option: str, least: flo
                 make(name, **{option: str(value)})
 
 
-@pytest.mark.parametrize(("whole", "cached"), [(0, 0), (1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (30, 28)])
+@pytest.mark.parametrize(
+    ("whole", "cached"), [(0, 0), (1, 1), (2, 1), (3, 2), (4, 2), (7, 4), (8, 4), (9, 5), (30, 26)]
+)
 def test_reserve_is_at_most_half_of_a_small_cache(whole: int, cached: int) -> None:
-    """A token uses two experts, which are the reserve of a cache of four or more."""
+    """A token uses two experts: the reserve has room for those of two layers in a cache of eight or more. A
+    smaller one is named."""
     shape = ModelShape(layers=4, experts=8, tiles=2, top_k=2)
     view = make_view(shape, 2 * whole + 1)
     made = make("mixtral-offloading", placement="first-layers", scope="global")
     assert made.placement(view).sum() == 2 * cached
     assert make("on-demand", placement="first-layers", scope="global").placement(view).sum() == 2 * whole
     assert bool(made.probes(0, view)) == (whole > 1)
+    noted = [note for note in made.notes(view) if "not all of them are prefetched" in note]
+    assert len(noted) == (2 <= whole < 8)
 
 
 @pytest.mark.parametrize("name", ["mixtral-offloading", "hybrimoe", "adapmoe", "whole-layer"])
