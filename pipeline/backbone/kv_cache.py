@@ -34,6 +34,10 @@ class SequenceKV:
         self._switch = switch
         self._find_streams()
 
+    def renumber(self) -> None:
+        """Take a new `id`: the tokens are from now on another request's."""
+        self.id = next(self._ids)
+
     def _find_streams(self) -> None:
         self._addresses = np.array([[s.data_ptr() for s in streams] for streams in self.layers], np.uint64)
 

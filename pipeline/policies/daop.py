@@ -19,7 +19,6 @@ from pipeline.policies.placements import Calibrated, Known, Popular
 from pipeline.policies.view import Ahead, Gated, Plan, Policy, Routing, Signals, Target, View
 
 PLACEMENTS: dict[str, type[Placement]] = {part.name: part for part in (Calibrated, Popular, Known)}
-LIVE_STEPS = 16  # a sequence without a row for more steps than this counts as ended
 
 
 class Daop(Policy):
@@ -77,8 +76,7 @@ class Daop(Policy):
         self.exact = not self._predict
         self.needs_calibration = self._placement.needs_calibration
         self.likes_calibration = self._placement.likes_calibration
-        self._seen: dict[int, int] = {}  # sequence -> the last step it had a row in
-        self._counts: dict[int, NDArray[np.int64]] = {}  # sequence -> [L, E] rows of its prompt
+        self._counts: dict[int, NDArray[np.int64]] = {}  # live sequence -> [L, E] rows of its prompt
 
     @property
     def runs_all_routers(self) -> bool:
@@ -98,7 +96,6 @@ class Daop(Policy):
 
     def placement(self, view: View) -> IntArray:
         require(self.name, (self._placement,), view)
-        self._seen.clear()
         self._counts.clear()
         return self._placement.targets(view, whole_experts(view.shape, view.capacity))
 
@@ -107,7 +104,8 @@ class Daop(Policy):
 
     def plan(self, layer: int, routing: Routing, view: View) -> Plan:
         if layer == 0:  # not predicted, so every step plans it
-            self._track_sequences(view)
+            for sequence in self._counts.keys() - view.live:
+                del self._counts[sequence]
         cut = np.minimum(view.residency[layer], view.target[layer])
         if view.phase == "decode":
             return Plan(cut)
@@ -135,15 +133,6 @@ class Daop(Policy):
 
     def _predicts(self, layer: int, view: View) -> bool:
         return self._predict and view.phase == "decode" and self._first_layer <= layer < view.shape.layers
-
-    def _track_sequences(self, view: View) -> None:
-        """Note the sequences of this step's rows, and drop those without a row for LIVE_STEPS."""
-        for sequence in view.sequences or (0,):
-            self._seen[sequence] = view.step
-        ended = [sequence for sequence, step in self._seen.items() if view.step - step > LIVE_STEPS]
-        for sequence in ended:
-            del self._seen[sequence]
-            self._counts.pop(sequence, None)
 
     def _count(self, layer: int, routing: Routing, view: View) -> None:
         """Add the step's rows to the counts of their prompts."""

@@ -39,6 +39,7 @@ class Job(ABC):
         self.max_kv_tokens = max_kv_tokens  # the most that the job can need
         self.prefill_end = prompt  # KV tokens at which prefilling is over
         self.kv: SequenceKV | None = None
+        self.sequence: int | None = None  # the id of its KV, or of the KV that it had until it was preempted
         self.reason: str | None = None
         self.arrival = time.perf_counter()
         self.admission = -1  # the number of its first admission, in the order of first admissions
@@ -77,7 +78,7 @@ class Job(ABC):
 
     def admit(self, kv: SequenceKV, number: int, counters: dict[str, Any]) -> None:
         """Begin, or continue after a preemption. `number`: of this admission; `counters`: the engine's."""
-        self.kv = kv
+        self.kv, self.sequence = kv, kv.id
         kv.select_rope(len(self.tokens))
         if self.admission < 0:
             self.admission, self.counters_before, self.reused = number, counters, kv.length

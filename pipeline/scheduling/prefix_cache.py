@@ -71,6 +71,7 @@ class PrefixCache:
             self._kv.release(kept.kv)
             return None
         kept.kv.truncate(common)
+        kept.kv.renumber()
         return kept.kv
 
     def evict_for(self, tokens: int) -> bool:

@@ -224,7 +224,9 @@ class Scheduler:
         alone = len(self._live) == 1 and jobs[0].grows
         inputs = [job.step_input(self.chunk_alone if alone else self.chunk) for job in jobs]
         try:
-            logits = self.engine.step(inputs, phase)
+            # a preempted request is live too: it will go on
+            live = [job.sequence for job in self._live.values() if job.sequence is not None]
+            logits = self.engine.step(inputs, phase, live)
         except ShardFailed as e:
             if len(jobs) == 1:
                 self._end(jobs[0], "error", str(e))

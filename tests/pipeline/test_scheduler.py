@@ -266,6 +266,36 @@ def test_preempted_request_resumes_with_the_same_tokens(engine) -> None:
     assert harness.scheduler.kv.used == 0
 
 
+def test_steps_name_the_live_sequences(engine, monkeypatch) -> None:
+    """Those of admitted requests, preempted ones too, until they end; a conversation's next turn is another
+    sequence."""
+    seen: list[tuple[set[int], list[int]]] = []
+    step = engine.step
+
+    def watched(inputs, phase, live):
+        seen.append(({item.span.kv.id for item in inputs}, list(live)))
+        return step(inputs, phase, live)
+
+    monkeypatch.setattr(engine, "step", watched)
+    harness = Harness(engine, LONGEST, LONGEST)
+    for i in range(4):
+        harness.scheduler.enqueue(b"c", ask(i, 4 + i, 120 + 20 * i))
+    preempted = False
+    while not harness.scheduler.idle:
+        harness.scheduler.round()
+        stats = harness.scheduler.stats()
+        preempted = preempted or (stats["preemptions"] > 0 and len(seen[-1][1]) > stats["running"])
+    assert preempted
+    assert all(rows <= set(live) for rows, live in seen)
+    assert max(len(live) for _, live in seen) == 2
+    seen.clear()
+    for request in (4, 5):
+        harness.run(b"c", ask(request, 8, 2, "talk"))
+    assert [len(live) for _, live in seen] == [1] * len(seen)
+    assert len({live[0] for _, live in seen}) == 2
+    harness.scheduler.forget(b"c")
+
+
 @pytest.mark.parametrize("prompts", [(4, 30), (30, 4)])
 def test_full_cache_preempts_the_newest_request(engine, prompts) -> None:
     """Whichever of the two needs more capacity first: the older request never waits."""
@@ -425,10 +455,10 @@ def test_failed_shard_ends_only_the_request_that_causes_it(harness, monkeypatch)
         harness.scheduler.round()
     step, poisonous = harness.scheduler.engine.step, harness.scheduler._running[1].kv
 
-    def failing(inputs, phase):
+    def failing(inputs, phase, live):
         if any(item.span.kv is poisonous for item in inputs):
             raise ShardFailed("computing this request ended 2 workers")
-        return step(inputs, phase)
+        return step(inputs, phase, live)
 
     with monkeypatch.context() as patch:
         patch.setattr(harness.scheduler.engine, "step", failing)
@@ -455,7 +485,7 @@ def test_kv_of_a_failed_request_is_not_reused(harness, monkeypatch) -> None:
         patch.setattr(
             harness.scheduler.engine,
             "step",
-            lambda inputs, phase: [np.full_like(rows, np.nan) for rows in step(inputs, phase)],
+            lambda *given: [np.full_like(rows, np.nan) for rows in step(*given)],
         )
         harness.scheduler.round()
     done = harness.answer(0)[1]

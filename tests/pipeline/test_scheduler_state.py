@@ -137,9 +137,9 @@ def test_seconds_of_a_step_are_counted_for_each_of_its_requests(engine: Engine, 
     monkeypatch.setattr(scheduler, "time", clock)
     step = engine.step
 
-    def slow(inputs, phase):
+    def slow(inputs, phase, live):
         clock.now += 3.0 if phase == "prefill" else 0.5
-        return step(inputs, phase)
+        return step(inputs, phase, live)
 
     monkeypatch.setattr(engine, "step", slow)
     for client in (b"a", b"b"):

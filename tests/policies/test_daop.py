@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_machine import make_calibration, make_routing, make_view, policy, softmax_router
+from policy_machine import Machine, make_calibration, make_routing, make_view, policy, softmax_router
 
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.policies.daop import degrade, swaps
@@ -21,13 +21,19 @@ SHAPE = ModelShape(layers=6, experts=8, tiles=2, top_k=2)
 
 
 def view_of(
-    phase: Literal["prefill", "decode"], resident: list[int], sequences: tuple[int, ...], step: int = 0
+    phase: Literal["prefill", "decode"],
+    resident: list[int],
+    sequences: tuple[int, ...],
+    step: int = 0,
+    live: tuple[int, ...] = (),
 ) -> View:
-    """These experts are on the device in every layer."""
+    """These experts are on the device in every layer. `live`: live sequences without a row in this step."""
     here = np.zeros((6, 8), np.int32)
     here[:, resident] = 2
     view = replace(make_view(SHAPE, 2 * 6 * len(resident)), residency=here, target=here, step=step)
-    return replace(view, phase=phase, sequences=sequences, calibration=make_calibration(SHAPE, RNG))
+    live_now = frozenset((*sequences, *live))
+    calibration = make_calibration(SHAPE, RNG)
+    return replace(view, phase=phase, sequences=sequences, live=live_now, calibration=calibration)
 
 
 RNG = np.random.default_rng(0)
@@ -117,13 +123,36 @@ def test_counts_accumulate_over_the_chunks_of_a_prompt() -> None:
     assert third.targets == (Target(0, 0, 0), Target(0, 5, 2), Target(0, 1, 0), Target(0, 6, 2))
 
 
-@pytest.mark.parametrize(("silent", "forgotten"), [(16, False), (17, True)])
-def test_counts_of_ended_sequences_are_dropped(silent: int, forgotten: bool) -> None:
+@pytest.mark.parametrize(("live", "forgotten"), [((7,), False), ((), True)])
+def test_counts_last_as_long_as_their_sequence_is_live(live: tuple[int, ...], forgotten: bool) -> None:
+    """Also without rows for many steps: it waits between two chunks, or was preempted."""
     policy = placed(view_of("prefill", [0, 1], (7,)))
-    policy.plan(0, rows((0, 1), times=5), view_of("prefill", [0, 1], (7,) * 5, step=3))
-    later = view_of("prefill", [0, 1], (8,) * 2, step=3 + silent)
+    policy.plan(0, rows((0, 1), times=5), view_of("prefill", [0, 1], (7,) * 5))
+    for step in range(1, 40):
+        policy.plan(0, rows((5, 6)), view_of("decode", [0, 1], (8,), step, live))
+    later = view_of("prefill", [0, 1], (9,) * 2, 40, live)
     targets = policy.plan(0, rows((5, 6), times=2), later).targets
     assert (len(targets) == 4) == forgotten
+
+
+def test_two_prompts_in_turn_cause_the_swaps_that_each_causes_alone() -> None:
+    """The second prompt begins in the step after the first has ended; the driver says which are live."""
+
+    def swapped(*prompts: tuple[int, Routing]) -> list[int]:
+        """Swaps of layer 0 in each prompt, a step each."""
+        view = replace(make_view(SHAPE, 2 * 6 * 2), calibration=make_calibration(SHAPE, RNG))
+        machine = Machine(daop(placement="popular"), view, np.random.default_rng(0))
+        machine.start()
+        found = []
+        for sequence, routing in prompts:
+            machine.driver.begin_step("prefill", (sequence,) * len(routing.experts))
+            found.append(len(machine.layer(0, routing).targets) // 2)
+            machine.driver.end_step(0, 0)
+        return found
+
+    first, second = rows((4, 5), times=20), rows((6, 7), times=3)
+    assert swapped((1, first)) == swapped((2, second)) == [2]
+    assert swapped((1, first), (2, second)) == [2, 2]
 
 
 def test_decoded_sequences_keep_their_counts() -> None:
@@ -133,7 +162,7 @@ def test_decoded_sequences_keep_their_counts() -> None:
         assert policy.plan(0, rows((5, 6)), view_of("decode", [0, 1], (7,), step=step)).targets == ()
     # one chunk of two prompts: five times 0 and 1 are live still, 2 and 3 are hotter
     both = rows((5, 6), (2, 3), (5, 6), (2, 3), (2, 3), (2, 3), (2, 3), (2, 3))
-    view = view_of("prefill", [0, 1], (8, 9, 8, 9, 9, 9, 9, 9), step=40)
+    view = view_of("prefill", [0, 1], (8, 9, 8, 9, 9, 9, 9, 9), step=40, live=(7,))
     assert policy.plan(0, both, view).targets == (
         *(Target(0, 0, 0), Target(0, 2, 2)),
         *(Target(0, 1, 0), Target(0, 3, 2)),
@@ -297,9 +326,9 @@ def test_uses_are_counted_layer_by_layer(layer: int, places: list[int]) -> None:
     assert {target.layer for target in targets} == {layer}
 
 
-def test_sequence_in_its_last_live_step_keeps_its_counts_and_others_lose_theirs() -> None:
+def test_live_sequences_keep_their_counts_and_others_lose_theirs() -> None:
     policy = placed(view_of("prefill", [0, 1], (7,)))
     policy.plan(0, rows((0, 1), times=5), view_of("prefill", [0, 1], (7,) * 5, step=0))
-    policy.plan(0, rows((0, 1), times=5), view_of("prefill", [0, 1], (8,) * 5, step=10))
-    later = view_of("prefill", [0, 1], (9,) * 6, step=17)  # 7 has ended: 5 uses of 0 and 1 are left
+    policy.plan(0, rows((0, 1), times=5), view_of("prefill", [0, 1], (8,) * 5, step=1, live=(7,)))
+    later = view_of("prefill", [0, 1], (9,) * 6, step=2, live=(8,))  # 5 uses of 0 and 1 are left
     assert len(policy.plan(0, rows((5, 6), times=6), later).targets) == 4

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from replay_cases import COSTS, Scripted, preset, run
-from trace_files import make_header, scripted_steps
+from trace_files import drawn_steps, make_header, scripted_steps
 
 from pipeline.errors import PlanError, TraceError
 from pipeline.policies.costs import Costs
@@ -175,6 +175,29 @@ def test_predicted_tiles_overtake_placed_ones() -> None:
         seen.append((int(machine.cache.residency[0, 1]), int(machine.cache.residency[1, 1])))
     assert seen == [(0, 0), (1, 0), (1, 0), (1, 1), (1, 1), (2, 1)]
     assert (outcome.decode.placed, outcome.decode.predicted) == (2, 1)
+
+
+@pytest.mark.parametrize("name", ["mixtral-offloading", "hybrimoe", "dali", "adapmoe"])
+def test_wanted_prefetches_are_issued_where_the_link_is_free(name: str) -> None:
+    header = make_header(ModelShape(layers=6, experts=8, tiles=2, top_k=2))
+    machine = Replay(header, preset(name), replace(COSTS, link=0.01), 2 * 16)
+    decode = machine.run(drawn_steps(header, 0, 40)).decode
+    assert decode.wanted_experts > 50
+    assert decode.issued_share is not None
+    assert decode.issued_share > 0.95
+
+
+@pytest.mark.parametrize(("last", "swapped"), [(2, 4), (3, 2)])
+def test_prompt_after_another_swaps_as_it_does_alone(last: int, swapped: int) -> None:
+    """Experts 0 and 1 are resident. A prompt of three chunks uses 2 and 3, the next one 0 and 1 once: they
+    come back, unless the first one's counts are live still."""
+    header = make_header(ModelShape(layers=1, experts=4, tiles=1, top_k=2))
+    first, second = [[2, 3]], [[0, 1]]
+    steps = scripted_steps(header, [first, first, first, second], "prefill")
+    steps[3] = replace(steps[3], sequences=(1,))
+    counts = np.array([[9, 8, 1, 0]])
+    machine = Replay(header, preset("daop"), COSTS, 2, popularity=counts, last_steps={0: last, 1: 3})
+    assert machine.run(steps).prefill.demanded == swapped
 
 
 def test_dropped_prediction_is_wasted() -> None:
