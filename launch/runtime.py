@@ -2,7 +2,8 @@
 
     $XDG_RUNTIME_DIR/tandem/<name>/     or /tmp/tandem-<uid>/<name>/, all 0700
         lock            flocked exclusively by the supervisor as long as it runs
-        engine.json     written when the engine is ready: name, pid, model, policy, endpoint, version
+        engine.json     written when the engine is ready: name, pid, model, policy, endpoint, version,
+                            exchange
         control.sock    children -> supervisor
         client.sock     clients -> coordinator; work.sock, fetch.sock: its own children
 
@@ -57,6 +58,7 @@ class EngineInfo:
     policy: str
     endpoint: str
     version: int
+    exchange: str = ""  # of work with the workers: zmq or shm; empty without workers
 
 
 class RuntimeDir:
@@ -148,8 +150,9 @@ def running_engines() -> list[EngineInfo]:
     for path in _running_dirs():
         with suppress(OSError, ValueError, KeyError, TypeError):  # not ready yet, or stopped meanwhile
             found_info = json.loads(read_small(path / INFO, MAX_INFO))
-            # another version's may hold more
-            found.append(EngineInfo(**{field.name: found_info[field.name] for field in fields(EngineInfo)}))
+            # another version's may hold more, and lack what has a default
+            names = [field.name for field in fields(EngineInfo) if field.name in found_info]
+            found.append(EngineInfo(**{name: found_info[name] for name in names}))
     return found
 
 

@@ -20,7 +20,7 @@ from launch.doctor import models
 from launch.doctor.bandwidth import buffer_size, busy, open_buffer, run_children
 from launch.doctor.proof import prove
 from launch.processes.cores import Cores
-from launch.processes.kernel_choice import kernel_choice
+from launch.processes.kernel_choice import choice_of, kept_or_measured
 from launch.processes.trials import TrialFailed
 from launch.terminal.format import percent, rate
 from launch.terminal.interrupts import Interrupts
@@ -121,7 +121,7 @@ async def measure_speeds(
     shapes = [(name, astuple(expert_shape(source.config, asked.tile, format_named(name)))) for name in names]
     plain = not isinstance(FORMATS[asked.backbone_dtype], BlockFormat)
     size = buffer_size(cache, available)
-    kernels = await kernel_choice(user_folder("CACHE"), lambda: None)
+    kernels = choice_of(await kept_or_measured(user_folder("CACHE"), lambda: None))
     with open_buffer(size) as fd:
         base: dict[str, Any] = {"fd": fd, "size": size, "seconds": SECONDS, "kernels": kernels.to_map()}
         part = size // len(cores) // 4096 * 4096

@@ -8,14 +8,15 @@ from pathlib import Path
 
 from launch.doctor.finding import Finding, Topic
 from launch.doctor.software import pip_install
+from launch.processes.kernel_choice import choice_of, exchange_of
 from launch.terminal.format import rate
 from shm.blocks import BlockFormat
 from shm.formats import BF16
 from shm.layout import FORMATS
 from shm.quantize import library as quantizer
 from workers.interpreter import ROOT
-from workers.kernels.choice import DEFAULT
 from workers.kernels.native import VARIANTS, Library, chosen, load
+from workers.kernels.tuning import MATRIX_UNITS, Tuning
 from workers.kernels.tuning_file import Record, path_of
 
 TOPIC = Topic("kernels")
@@ -23,15 +24,38 @@ TOPIC = Topic("kernels")
 
 def inspect(record: Record | None = None, cache: Path = Path()) -> list[Finding]:
     """`record`: the measured choice, kept in this cache folder; None: the default one is used."""
-    choice = DEFAULT if record is None else record.tuning.choice
-    found = explain({name: load(name) for name in VARIANTS}, chosen(choice), quantizer() is not None)
-    return [*found, *([] if record is None else [tuned(record, path_of(cache, record.machine))])]
+    choice = choice_of(None if record is None else record.tuning)
+    found = [*explain({name: load(name) for name in VARIANTS}, chosen(choice), quantizer() is not None)]
+    if record is None:
+        return found
+    path = path_of(cache, record.machine)
+    if record.tuning is None:
+        return [*found, not_tuned(record, path)]
+    return [*found, tuned(record, record.tuning, path), *exchanged(record.tuning)]
 
 
-def tuned(record: Record, path: Path) -> Finding:
+def not_tuned(record: Record, path: Path) -> Finding:
+    means = f"the usual choice is used, which may be slower; kept in {path}, tried again after a day"
+    do = "to try it now: launch.py doctor --tune"
+    return TOPIC.note(f"the kernels could not be measured: {record.failure}", means, do)
+
+
+def exchanged(tuning: Tuning) -> Iterator[Finding]:
+    """What carries work to the workers where `--exchange` is `auto`."""
+    words = {"shm": "shared memory", "zmq": "sockets"}
+    trips = sorted((seconds, words[name]) for name, seconds in tuning.round_trips.items())
+    if trips:
+        means = "a Work and its answer take " + ", ".join(
+            f"{1e6 * s:.0f} us through {way}" for s, way in trips
+        )
+        yield TOPIC.ok(f"work gets to the workers through {words[exchange_of('auto', 1, tuning)]}", means)
+
+
+def tuned(record: Record, of: Tuning, path: Path) -> Finding:
     """What was measured for one row, and how to measure it again."""
-    choice, of = record.tuning.choice, record.tuning
-    found = f"one row, measured: {VARIANTS[choice.variant]}, {choice.prefetch}"
+    choice = of.choice
+    units = f", from {choice.matrix_rows} rows on by matrix units" if choice.variant in MATRIX_UNITS else ""
+    found = f"one row, measured: {VARIANTS[choice.variant]}, {choice.prefetch}{units}"
     here = ", ".join(f"{name} {rate(speed)}" for name, speed in of.rates.items())
     usual = ", ".join(f"{name} {rate(speed)}" for name, speed in of.default.items())
     means = f"one core reads {here}" + (f"; the default choice {usual}" if of.rates != of.default else "")

@@ -9,7 +9,7 @@ from pathlib import Path
 from launch.cache.entries import scan
 from launch.cache.report import free_bytes
 from launch.doctor.finding import Finding, Topic
-from launch.runtime import SHM, running_engines, sweep
+from launch.runtime import SHM, EngineInfo, running_engines, sweep
 from launch.terminal.format import count
 from pipeline.models.shapes import short_name
 from protocol.errors import ProtocolError
@@ -29,6 +29,12 @@ OWN_FOLDER = "set XDG_RUNTIME_DIR to a folder of your own with a short name"
 def inspect() -> list[Finding]:
     """Removes the leftovers of killed engines, as every start does, and reports them."""
     return [*_runtime_findings(), *cache_findings(user_folder("CACHE"))]
+
+
+def _facts(engine: EngineInfo) -> list[str]:
+    ways = {"shm": ["work through shared memory"], "zmq": ["work over sockets"]}
+    facts = [short_name(engine.model), engine.policy, f"process {engine.pid}"]
+    return facts + ways.get(engine.exchange, [])
 
 
 def _runtime_findings() -> Iterator[Finding]:
@@ -53,7 +59,7 @@ def _runtime_findings() -> Iterator[Finding]:
         names = ", ".join([*swept, *(name.lstrip("/") for name in removed)])
         yield TOPIC.note(f"leftovers of killed engines: {names}", "they have just been removed")
     if engines:
-        names = ", ".join(f"{e.name} ({short_name(e.model)}, {e.policy}, process {e.pid})" for e in engines)
+        names = ", ".join(f"{e.name} ({', '.join(_facts(e))})" for e in engines)
         means = "they use cores and memory, so the figures measured below are too low"
         do = f"python launch.py chat --connect {engines[0].name}\nto stop it: kill {engines[0].pid}"
         yield TOPIC.note(f"running engines: {names}", means, do)

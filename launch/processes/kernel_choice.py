@@ -1,48 +1,105 @@
-"""Which kernels an engine's processes use: measured at the first start on a machine, and kept."""
+"""Which kernels an engine's processes use, and what carries work to the workers: measured at the first start
+on a machine, and kept.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from launch.processes.trials import TrialFailed, trial
+from pipeline.config import ExchangeName
+from shm.doorbell import library
+from shm.file_locks import POLL_SECONDS
 from workers.kernels.choice import DEFAULT, Choice
 from workers.kernels.tuning import Tuning
-from workers.kernels.tuning_file import Machine, Record, find, keep
+from workers.kernels.tuning_file import Machine, Record, find, keep, measuring_alone
 
 CHILD = "workers.kernels.tuning"
 LIMIT = 10.0  # seconds; it takes one
+PATIENCE = LIMIT + 1  # seconds for another process's measurement
 
 log = logging.getLogger("tandem")
 
 
-async def kernel_choice(cache: Path, measuring: Callable[[], None]) -> Choice:
-    """For all processes of an engine: as kept in this cache folder, or measured now, after a call of
-    `measuring`. The default one where it cannot be measured."""
+async def kept_or_measured(cache: Path, measuring: Callable[[], None]) -> Tuning | None:
+    """As `kernel_record`, for an engine. Where it was not measured, the log says why."""
     try:
         record = await kernel_record(cache, measuring)
     except TrialFailed as e:
         log.warning(f"the kernels were not measured, the usual ones are used: {e}")
-        record = None
-    return DEFAULT if record is None else record.tuning.choice
+        return None
+    if record is not None and record.tuning is None:
+        log.warning(f"the kernels could not be measured, the usual ones are used: {record.failure}")
+    return None if record is None else record.tuning
+
+
+def choice_of(tuning: Tuning | None) -> Choice:
+    """For all processes of an engine."""
+    return DEFAULT if tuning is None else tuning.choice
+
+
+def exchange_of(wanted: ExchangeName, workers: int, tuning: Tuning | None) -> str:
+    """What carries work to the workers: "zmq" or "shm"; empty without workers. `auto` is what was measured to
+    be faster, shared memory where nothing was."""
+    if not workers:
+        return ""
+    if wanted != "auto":
+        return wanted
+    trips = {} if tuning is None else tuning.round_trips
+    return "zmq" if library() is None or (len(trips) == 2 and trips["zmq"] < trips["shm"]) else "shm"
 
 
 async def kernel_record(cache: Path, measuring: Callable[[], None], again: bool = False) -> Record | None:
     """What is kept of this machine, or else is measured in a child process and kept; `again`: in any case.
-    None where nothing can be chosen. Raises TrialFailed."""
-    kept = None if again else find(cache, Machine.here())
-    if kept is not None and not kept.outdated(os.getloadavg()[0]):
+    Where another process measures, its record is waited for. A measurement that fails is kept too, with the
+    reason. None where nothing can be chosen. Raises TrialFailed where no child can be started."""
+    machine = Machine.here()
+    if not again and (kept := _usable(cache, machine)) is not None:
         return kept
     measuring()
-    load = os.getloadavg()[0]
+    async with _alone(cache, machine) as waited:
+        if waited and (kept := _usable(cache, machine)) is not None:
+            return kept
+        return await _measured(cache, machine)
+
+
+def _usable(cache: Path, machine: Machine) -> Record | None:
+    kept = find(cache, machine)
+    return None if kept is None or kept.stale(time.time(), os.getloadavg()[0]) else kept
+
+
+@asynccontextmanager
+async def _alone(cache: Path, machine: Machine) -> AsyncIterator[bool]:
+    """Hold the measurement's lock during the block, and say whether another process held it before. One that
+    holds it for longer than a measurement takes is not waited for."""
+    end = time.monotonic() + PATIENCE
+    waited = False
+    while True:
+        with measuring_alone(cache, machine) as alone:
+            if alone or time.monotonic() > end:
+                yield waited
+                return
+        waited = True
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def _measured(cache: Path, machine: Machine) -> Record | None:
+    load, failure, found = os.getloadavg()[0], "", None
     async with trial(CHILD, {}) as child:
-        found = await child.result(LIMIT)
-    if found is None:
+        try:
+            found = await child.result(LIMIT)
+        except TrialFailed as e:
+            failure = str(e)
+    if found is None and not failure:
         return None
     load = max(load, os.getloadavg()[0])  # programs that have just begun are seen only afterwards
-    record = Record(Machine.here(), Tuning.from_json(found), time.time(), load)
+    tuning = None if failure else Tuning.from_json(found)
+    record = Record(machine, tuning, time.time(), load, failure)
     keep(cache, record)
     return record

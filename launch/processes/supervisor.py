@@ -30,7 +30,7 @@ from launch.processes.control import Control
 from launch.processes.cores import Cores
 from launch.processes.file_watch import watch_files
 from launch.processes.group import ProcessGroup
-from launch.processes.kernel_choice import kernel_choice
+from launch.processes.kernel_choice import choice_of, exchange_of, kept_or_measured
 from launch.processes.limits import Limits
 from launch.processes.monitor import ProcessMonitor
 from launch.processes.slot import ProcessSlot
@@ -74,6 +74,7 @@ class Supervisor:
         self.endpoint = ""  # where clients connect, once the engine is ready
         self._limits = limits or Limits()
         self._fingerprint = ""  # of the store, once it is loaded
+        self._exchange = ""  # what carries work to the workers
         self._cores = Cores.here()
         self._configs: ChildConfigs
         self._log_level = log_level
@@ -151,7 +152,10 @@ class Supervisor:
         self._files.callback(control.close)
         self._group = group = ProcessGroup(control, self._guard)
         group.on_message, group.on_exit = self._on_message, self._on_exit
-        measuring = partial(self._progress.update, "measuring the kernels")
+        tuned = await kept_or_measured(cache, partial(self._progress.update, "measuring the kernels"))
+        self._exchange = exchange_of(config.exchange, config.workers or 0, tuned)
+        if self._exchange == "zmq":
+            self.config = config = replace(config, exchange="zmq")
         self._configs = ChildConfigs(
             config=config,
             model=self.model,
@@ -162,7 +166,7 @@ class Supervisor:
             log_level=child_level(self._log_level),
             cache_dir=cache,
             key=control.key,
-            kernels=await kernel_choice(cache, measuring),
+            kernels=choice_of(tuned),
         )
         notice(start_line(self.model, plan, now.machine, config.backbone_dtype))
         log.info(f"model: {self.model}")
@@ -244,7 +248,8 @@ class Supervisor:
     def _publish(self) -> None:
         """Write how other programs of this user find the engine."""
         policy = self.config.policy or ""
-        info = EngineInfo(self.name, os.getpid(), str(self.model), policy, self.endpoint, VERSION)
+        where = self.endpoint, VERSION, self._exchange
+        info = EngineInfo(self.name, os.getpid(), str(self.model), policy, *where)
         self._configs.runtime.publish(info)
 
     # --- children's messages and exits -------------------------------------------------------------------

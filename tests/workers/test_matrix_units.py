@@ -87,13 +87,12 @@ def test_products(emulated, vectors, threads, name, rows, outputs, inputs, seed)
 @pytest.mark.parametrize("name", NAMES)
 def test_tiles_from_any_number_of_rows_on(emulated, vectors, name, least) -> None:
     """Every number of rows, from wherever matrix units take over."""
-    emulated.set_matrix_rows(least)
+    units = Library(Choice("emulated", matrix_rows=least), emulated.functions)
     for rows in (1, 2, 7, 8, 9, 11, 12, 15, 16, 17, 31, 32, 39, 40, 47, 127, 128, 131):
         case = make_case(name, 150, 1, 3, rows, "random", "normal", "normal", seed=rows)
-        kernels = [kernel_of(library, case.layout) for library in (emulated, vectors)]
+        kernels = [kernel_of(library, case.layout) for library in (units, vectors)]
         found = [kernel.tiles(case.data, kernel.quantize(case.x), case.rows) for kernel in kernels]
         np.testing.assert_array_equal(*found)
-    emulated.set_matrix_rows(12)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -123,13 +122,13 @@ def test_bf16_tiles(emulated, vectors, threads, hidden, tile, tiles, rows, seed)
         ("vectors", emulated, rows + 1),
         ("pairs", vectors, 1),
     ):
-        emulated.set_matrix_rows(least)
         team = library.team(threads)
-        kernel = kernel_of(library, layout, team)
+        kernel = kernel_of(
+            Library(Choice(library.variant, matrix_rows=least), library.functions), layout, team
+        )
         found[name] = kernel.tiles(data, kernel.quantize(x), chosen.astype(np.int32))
         if team is not None:
             team.close()
-    emulated.set_matrix_rows(12)
     np.testing.assert_array_equal(found["pairs"], found["vectors"])
     assert brute_force.expert(gate, up, down, x[chosen], "bf16").agrees(found["units"])
 

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from shm.doorbell import library
+from workers.interpreter import ROOT
 from workers.kernels import tuning
 from workers.kernels.choice import DEFAULT, Choice, Prefetch
 from workers.kernels.native import Library, best, chosen, load
 from workers.kernels.tuning import Tuning
-from workers.kernels.tuning_file import FOLDER, Machine, Record, find, keep, path_of
+from workers.kernels.tuning_file import FOLDER, RETRY, Machine, Record, find, keep, measuring_alone, path_of
 
-CHOICE = Choice("avx2", Prefetch("nta", 2048))
+CHOICE = Choice("avx2", Prefetch("nta", 2048), 16)
 RECORD = Record(
-    Machine("cpu", "a b", 2, 6, ("avx2",)), Tuning(CHOICE, {"int4": 2.0}, {"int4": 1.0}), 3.0, 0.5
+    Machine("cpu", "a b", 2, 6, ("avx2",)),
+    Tuning(CHOICE, {"int4": 2.0}, {"int4": 1.0}, {"zmq": 2e-4, "shm": 1e-4}),
+    3.0,
+    0.5,
 )
+FAILED = Record(RECORD.machine, None, 1e6, 0.5, "no result within 10 s")
 
 
 def test_what_is_measured_can_be_used_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,27 +69,75 @@ def test_a_candidate_must_be_clearly_faster(
     assert found.choice.prefetch in (wanted, DEFAULT.prefetch)
 
 
+def faked(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[Choice, int], float]) -> Callable[[], float]:
+    """A clock that a computation moves by `seconds` of its choice and rows, and no other."""
+    now = 0.0
+
+    def compute(choice: Choice, name: str, rows: int) -> tuple[Callable[[Any], None], int]:
+        def one(data: Any) -> None:
+            nonlocal now
+            now += seconds(choice, rows)
+
+        return one, 64
+
+    monkeypatch.setattr(tuning, "_compute", compute)
+    monkeypatch.setattr(tuning.time, "perf_counter", lambda: now)
+    return lambda: now
+
+
 @pytest.mark.skipif(not isinstance(load("avx2"), Library), reason="another variant is needed")
 @pytest.mark.parametrize(("with_32_rows", "replaced"), [(0.9, True), (1.1, False)])
 def test_a_variant_must_be_as_fast_with_more_rows(
     monkeypatch: pytest.MonkeyPatch, with_32_rows: float, replaced: bool
 ) -> None:
     """One that is faster at one row, because that waits for memory, may be slower elsewhere."""
-    now = 0.0
-
-    def compute(choice: Choice, name: str, rows: int) -> tuple[Callable[[Any], None], int]:
-        def one(data: Any) -> None:
-            nonlocal now
-            faster = with_32_rows if rows == 32 else 0.9
-            now += faster if choice.variant == "portable" else 1.0
-
-        return one, 64
-
-    monkeypatch.setattr(tuning, "_compute", compute)
-    monkeypatch.setattr(tuning.time, "perf_counter", lambda: now)
+    faster = {32: with_32_rows}
+    faked(monkeypatch, lambda choice, rows: faster.get(rows, 0.9) if choice.variant == "portable" else 1.0)
     found = tuning.tune()
     assert found is not None
     assert (found.choice.variant == "portable") is replaced
+
+
+@pytest.mark.skipif(best() is None, reason="nothing compiled")
+@pytest.mark.parametrize(("with_4_rows", "replaced"), [(0.9, True), (1.5, False)])
+def test_a_prefetch_must_be_as_fast_with_more_rows(
+    monkeypatch: pytest.MonkeyPatch, with_4_rows: float, replaced: bool
+) -> None:
+    """The hint is the same for all numbers of rows: without one, eight rows may take half as long again."""
+    none, faster = Prefetch("none", 0), {4: with_4_rows}
+    faked(monkeypatch, lambda choice, rows: faster.get(rows, 0.9) if choice.prefetch == none else 1.0)
+    found = tuning.tune()
+    assert found is not None
+    assert (found.choice.prefetch == none) is replaced
+
+
+@pytest.mark.parametrize("first", [2, 9, 16, 17])
+def test_matrix_units_take_the_rows_from_which_on_they_are_faster(
+    monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """Faster for fewer rows is not enough where they are slower in between."""
+
+    def seconds(choice: Choice, rows: int) -> float:
+        units = rows >= choice.matrix_rows
+        return 1.0 if not units else 0.5 if rows >= first or (rows == 2 and first > 9) else 2.0
+
+    faked(monkeypatch, seconds)
+    parts = tuning.walk(np.zeros(1 << 10, np.uint8), 1 << 10)
+    assert tuning.matrix_rows(parts, DEFAULT) == first
+    faked(monkeypatch, lambda choice, rows: 2.0 if rows >= choice.matrix_rows else 1.0)
+    assert tuning.matrix_rows(parts, DEFAULT) > max(tuning.UNIT_ROWS)
+
+
+def test_a_round_trip_is_measured_both_ways() -> None:
+    """In a process of its own, because it forks."""
+    code = "import json; from workers.round_trips import round_trips; print(json.dumps(round_trips()))"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True, cwd=ROOT
+    )
+    trips = json.loads(run.stdout)
+    assert trips.keys() == (set() if library() is None else {"zmq", "shm"})
+    assert all(0 < seconds < 1 for seconds in trips.values())
+    assert not run.stderr
 
 
 def test_a_record_is_found_again_by_its_machine_alone(
@@ -106,6 +163,11 @@ def test_a_record_is_found_again_by_its_machine_alone(
         lambda data: data | {"tuning": data["tuning"] | {"choice": CHOICE.to_map() | {"variant": "x"}}},
         lambda data: data | {"tuning": data["tuning"] | {"rates": {"int4": float("nan")}}},
         lambda data: data | {"measured": 1e300},
+        lambda data: data | {"tuning": None},
+        lambda data: data | {"failure": "both"},
+        lambda data: data | {"tuning": data["tuning"] | {"round_trips": {"zmq": 1.0}}},
+        lambda data: data | {"tuning": data["tuning"] | {"round_trips": {"zmq": 1.0, "shm": float("inf")}}},
+        lambda data: data | {"tuning": data["tuning"] | {"choice": CHOICE.to_map() | {"matrix_rows": 0}}},
         lambda data: data | {"load": float("inf")},
         lambda data: data | {"machine": data["machine"] | {"cores": 1e400}},
         lambda data: data | {"tuning": data["tuning"] | {"choice": {}}},
@@ -154,6 +216,34 @@ def test_a_folder_that_cannot_be_written_is_one_line(
 @pytest.mark.parametrize(("before", "now", "again"), [(0.9, 0.1, False), (1.1, 0.6, False), (1.1, 0.5, True)])
 def test_what_was_measured_under_load_is_measured_again(before: float, now: float, again: bool) -> None:
     assert Record(RECORD.machine, RECORD.tuning, 1.0, before).outdated(now) is again
+
+
+def test_a_failure_is_kept_for_a_day(tmp_path: Path) -> None:
+    keep(tmp_path, FAILED)
+    assert find(tmp_path, FAILED.machine) == FAILED
+    assert [FAILED.stale(FAILED.measured + after, 0.5) for after in (-1, 0, RETRY - 1, RETRY)] == [
+        *(True, False, False, True)
+    ]
+    assert not RECORD.stale(RECORD.measured + RETRY, 0.5)
+
+
+def test_one_process_measures_at_a_time(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    machine, other = RECORD.machine, Machine("cpu", "a b", 4, 6, ("avx2",))
+    with measuring_alone(cache, machine) as first:
+        with measuring_alone(cache, machine) as second, measuring_alone(cache, other) as different:
+            assert (first, second, different) == (True, False, True)
+        with measuring_alone(cache, machine) as third:  # the second one has released nothing
+            assert not third
+    with measuring_alone(cache, machine) as after:
+        assert after
+    assert not list(cache.iterdir())
+
+
+def test_a_folder_that_cannot_be_locked_prevents_no_measurement(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_bytes(b"")
+    with measuring_alone(tmp_path / "cache", RECORD.machine) as alone:
+        assert alone
 
 
 def test_a_choice_of_a_variant_that_cannot_run_takes_another() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+from workers.kernels.choice import Choice
+
 POINTER, SIZE = ctypes.c_void_p, ctypes.c_int64
 FAULTS = {
     1: "a row outside x",
@@ -21,8 +23,16 @@ SMALL_BUFFERS = 4
 
 class Weights(ctypes.Structure):
     _fields_ = tuple(
-        (name, SIZE) for name in ("bits", "group", "inputs", "outputs", "channels", "hint", "ahead")
+        (name, SIZE)
+        for name in ("bits", "group", "inputs", "outputs", "channels", "hint", "ahead", "matrix_rows")
     )
+
+
+def weights(bits: int, group: int, inputs: int, outputs: int, channels: int, choice: Choice) -> Weights:
+    """Facts on a matrix, or with `channels` on tiles, and how this choice computes them."""
+    prefetch = choice.prefetch
+    how = prefetch.number, prefetch.ahead, choice.matrix_rows
+    return Weights(bits, group, inputs, outputs, channels, *how)
 
 
 class Matrix(ctypes.Structure):

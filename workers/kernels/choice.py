@@ -2,7 +2,8 @@
 
 The default is for any processor; `tuning.py` measures what is faster on this one. Hint and distance of the
 prefetches change no bit. The variant changes those of bf16 and of attention (sums over more or fewer lanes)
-and, between `portable` and the others, of the quantized formats (fused additions).
+and, between `portable` and the others, of the quantized formats (fused additions); `matrix_rows` those of
+bf16.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 MOST_AHEAD = 1 << 20  # bytes
+MOST_ROWS = 1 << 16
 HINTS = ("none", "nta", "t0", "t1")  # in the order of c/kernels.h
 
 
 @dataclass(frozen=True)
 class Prefetch:
-    """How weights are prefetched that are read once: a hint of HINTS and bytes ahead. It changes no bit."""
+    """How weights are prefetched that are read once: a hint of HINTS and bytes ahead."""
 
     hint: str = "t0"
     ahead: int = 4096
@@ -32,10 +34,12 @@ class Prefetch:
 
 @dataclass(frozen=True)
 class Choice:
-    """What differs between processors. `variant`: of VARIANTS; "": the first one that can be used here."""
+    """What differs between processors. `variant`: of VARIANTS; "": the first one that can be used here.
+    `matrix_rows`: rows of a product from which matrix units compute it, in a variant that has them."""
 
     variant: str = ""
     prefetch: Prefetch = Prefetch()
+    matrix_rows: int = 12
 
     def to_map(self) -> dict[str, Any]:
         """For a child's configuration and for JSON."""
@@ -45,9 +49,14 @@ class Choice:
     def from_map(cls, data: Any) -> Choice:
         """The inverse of `to_map`. Anything else raises ValueError, TypeError, KeyError or
         OverflowError."""
-        choice = cls(str(data["variant"]), Prefetch(**data["prefetch"]))
+        choice = cls(str(data["variant"]), Prefetch(**data["prefetch"]), int(data["matrix_rows"]))
         hint, ahead = choice.prefetch.hint, choice.prefetch.ahead
-        if hint not in HINTS or type(ahead) is not int or not 0 <= ahead <= MOST_AHEAD:
+        if (
+            hint not in HINTS
+            or type(ahead) is not int
+            or not 0 <= ahead <= MOST_AHEAD
+            or not 1 <= choice.matrix_rows <= MOST_ROWS
+        ):
             raise ValueError("it has no valid choice of kernels")
         return choice
 

@@ -15,7 +15,7 @@ import numpy as np
 from shm.blocks import LANES, BlockFormat
 from shm.formats import Bytes, Float32
 from shm.huge import copy_to_private, private
-from workers.kernels.c_types import POINTER, SIZE, Matrix, Weights, typed
+from workers.kernels.c_types import POINTER, SIZE, Matrix, typed, weights
 from workers.kernels.choice import DEFAULT, Choice
 from workers.kernels.geometry import Geometry
 from workers.kernels.memory import Kept
@@ -43,9 +43,7 @@ class HostMatrix:
         # replace both at any time.
         self.held: tuple[Bytes, Address] = data, data.ctypes.data
         library = chosen(kernels)
-        prefetch = kernels.prefetch if library is None else library.choice.prefetch
-        where = 0, prefetch.number, prefetch.ahead
-        self.facts = Weights(format.bits, format.group, self._inputs, self._outputs, *where)
+        self.facts = weights(format.bits, format.group, self._inputs, self._outputs, 0, kernels)
         geometry = Geometry(format, self._inputs, self._outputs)
         self._kernel = None if library is None else library.kernel(geometry, team)
 
@@ -83,8 +81,7 @@ class DenseMatrix:
         self._outputs, self._inputs = shape
         self._team = team
         self._scratch = Kept()
-        prefetch = library.choice.prefetch
-        self.facts = Weights(bits, 1, self._inputs, self._outputs, 0, prefetch.number, prefetch.ahead)
+        self.facts = weights(bits, 1, self._inputs, self._outputs, 0, library.choice)
         self.held = None, data  # as of a HostMatrix
         self._structure = Matrix(self.facts, data, None)
         types = (*[POINTER] * 3, SIZE, POINTER, POINTER, SIZE)

@@ -23,7 +23,7 @@ from shm.blocks import BlockFormat
 from shm.formats import Bytes, Float32
 from shm.layout import StoreLayout
 from shm.slot import Slot
-from workers.kernels.c_types import POINTER, SIZE, SMALL_BUFFERS, Activations, Host, Weights, checked, typed
+from workers.kernels.c_types import POINTER, SIZE, SMALL_BUFFERS, Activations, Host, checked, typed, weights
 from workers.kernels.choice import DEFAULT, Choice, Prefetch
 from workers.kernels.geometry import BF16_BITS, Codes, Geometry, Quantized
 from workers.kernels.memory import LINE, Kept
@@ -35,7 +35,7 @@ VARIANTS = {  # best first
     "avx2": "AVX2",
     "portable": "portable C",
 }
-VERSION = 9  # of the functions in c/kernels.h
+VERSION = 10  # of the functions in c/kernels.h
 OTHER_VERSION = "compiled from another version: install again"
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,6 @@ class Library:
         self._start_team = typed(functions.tandem_team_create, SIZE, result=POINTER)
         self._linger = typed(functions.tandem_team_linger, POINTER, SIZE)
         self._end_team = typed(functions.tandem_team_destroy, POINTER)
-        self._set_matrix_rows = typed(functions.tandem_set_matrix_rows, SIZE)
 
     def describe(self) -> str:
         """For a person."""
@@ -68,10 +67,6 @@ class Library:
 
     def kernel(self, geometry: Geometry, team: Team | None = None) -> Kernel:
         return Kernel(self, geometry, team)
-
-    def set_matrix_rows(self, rows: int) -> None:
-        """From how many rows on matrix units compute a product, if any. The same bits. Not during a call."""
-        self._set_matrix_rows(rows)
 
     def read(self, memory: Bytes, prefetch: Prefetch, team: Team | None = None) -> int:
         """Read all of `memory`, contiguous and a multiple of 64 bytes, and return its sum as 64-bit numbers:
@@ -124,10 +119,7 @@ class Kernel:
         self.geometry = g = geometry
         self._library = library
         self._team = team
-        prefetch = library.choice.prefetch
-        self._weights = Weights(
-            g.bits, g.group, g.inputs, g.outputs, g.channels, prefetch.number, prefetch.ahead
-        )  # fmt: skip
+        self._weights = weights(g.bits, g.group, g.inputs, g.outputs, g.channels, library.choice)
         self._address = ctypes.addressof(self._weights)
         blocks = g.format if isinstance(g.format, BlockFormat) else None
         self._matrix_bytes = 0 if blocks is None else blocks.matrix_bytes(g.outputs, g.inputs)

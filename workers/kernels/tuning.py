@@ -1,10 +1,11 @@
-"""Measures which kernels compute one row the fastest on this machine: the variant, and how it prefetches.
+"""Measures what is the fastest on this machine: the kernels' variant, how it prefetches, from how many rows
+on matrix units compute, and what carries work to other processes (`workers/round_trips.py`).
 
-One row is what decoding computes, and its speed is that of reading weights. Another variant than the first
-must also be as fast with more rows. Every candidate computes tiles of
-the formats in FORMATS, in turns, from memory that no cache holds, on one core; what counts is the shortest
-time of each, because other programs only ever add to it. The default stays unless a candidate is clearly
-faster. This module imports no torch.
+One row is what decoding computes, and its speed is that of reading weights. Another variant or prefetch than
+the default must also be as fast with more rows. Every candidate computes tiles of the formats in FORMATS, in
+turns, from memory that no cache holds, on one core; what counts is the shortest time of each, because other
+programs only ever add to it. The default stays unless a candidate is clearly faster. This module imports no
+torch.
 
 Process entry too, because the supervisor must neither compute nor end with a fault of what it tries out.
 """
@@ -15,7 +16,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ from shm.huge import private
 from shm.kernel_files import contents, entries
 from shm.layout import FORMATS as ALL_FORMATS
 from shm.segment import available_memory
-from workers.kernels.choice import HINTS, Choice, Prefetch
+from workers.kernels.choice import HINTS, MOST_ROWS, Choice, Prefetch
 from workers.kernels.geometry import Geometry
 from workers.kernels.native import VARIANTS, Library, chosen, load
 from workers.kernels.reading import walk
+from workers.round_trips import round_trips
 
 FORMATS = ("int4", "int8", "bf16")
 HIDDEN, CHANNELS = 4096, 256  # of a tile
@@ -39,9 +41,12 @@ SHARE = 8  # it takes at most 1 / SHARE of what is available
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 ROUNDS = 9
 SECONDS = 0.3  # for each comparison; then fewer rounds have to do
+UNIT_SECONDS = 0.03  # for each number of rows of matrix units
 FEWEST = 2  # rounds
 CLEARLY = 0.95  # of the default's time: a candidate that takes less replaces it
-MORE_ROWS = (4, 32)  # of a batch and of an expert in a prompt: another variant must not be slower there
+MORE_ROWS = (4, 32)  # of a batch and of an expert in a prompt: another choice must not be slower there
+MATRIX_UNITS = ("amx",)  # variants
+UNIT_ROWS = (2, 4, 6, 8, 9, 12, 16, 17, 24, 32)  # rows of products for which units and vectors are compared
 FILL = 0x3C  # of all bytes: in every format numbers of usual size
 
 Compute = Callable[[Bytes], object]
@@ -49,29 +54,39 @@ Compute = Callable[[Bytes], object]
 
 def main(config: dict[str, Any]) -> None:
     """Writes a Tuning as JSON, or null."""
+    trips = round_trips()
     found = tune()
+    if found is not None:
+        found = replace(found, round_trips=trips)
     print(json.dumps(None if found is None else found.to_json()), flush=True)
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """A choice, and bytes a second of one core at one row, by format: with it and with the default one."""
+    """A choice, and bytes a second of one core at one row, by format: with it and with the default one.
+    `round_trips`: seconds, by the name of the exchange; empty where they were not measured."""
 
     choice: Choice
     rates: dict[str, float]
     default: dict[str, float]
+    round_trips: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        return {"choice": self.choice.to_map(), "rates": self.rates, "default": self.default}
+        rates = {"rates": self.rates, "default": self.default, "round_trips": self.round_trips}
+        return {"choice": self.choice.to_map(), **rates}
 
     @classmethod
     def from_json(cls, data: Any) -> Tuning:
         """The inverse of `to_json`. Anything else raises ValueError, TypeError, KeyError or
         AttributeError."""
-        rates, default = ({str(k): float(v) for k, v in data[name].items()} for name in ("rates", "default"))
-        if not all(math.isfinite(rate) for rate in (*rates.values(), *default.values())):
+        rates, default, trips = (
+            {str(k): float(v) for k, v in data[name].items()} for name in ("rates", "default", "round_trips")
+        )
+        if not all(math.isfinite(rate) for each in (rates, default, trips) for rate in each.values()):
             raise ValueError("it has rates that are not finite")
-        return cls(Choice.from_map(data["choice"]), rates, default)
+        if trips.keys() not in (set(), {"zmq", "shm"}):
+            raise ValueError("it has no valid round trips")
+        return cls(Choice.from_map(data["choice"]), rates, default, trips)
 
 
 def memory_size() -> int:
@@ -96,9 +111,8 @@ def tune() -> Tuning | None:
     prefetched = _confirmed(parts, [replace(default, prefetch=way) for way in ways])
     usable = [name for name in VARIANTS if isinstance(load(name), Library)]
     choice = _confirmed(parts, [replace(prefetched, variant=name) for name in usable])
-    # One row waits for memory; with more rows the variants differ by what they compute.
-    if any(not _as_fast(parts, choice, prefetched, rows) for rows in MORE_ROWS):
-        choice = prefetched
+    if choice.variant in MATRIX_UNITS:
+        choice = replace(choice, matrix_rows=matrix_rows(parts, choice))
     compared = _times(parts, [default, choice])
     rates, before = (
         {name: 1 / seconds for name, seconds in compared[each].items()} for each in (choice, default)
@@ -113,32 +127,53 @@ def _confirmed(parts: Iterator[Bytes], candidates: Sequence[Choice]) -> Choice:
     """The candidate that computes all formats in the least time; the first one unless another is clearly
     faster, twice."""
     times = _totals(parts, candidates)
-    best = min(candidates, key=times.__getitem__)
-    again = _totals(parts, [candidates[0], best])
-    clearly = all(each[best] < CLEARLY * each[candidates[0]] for each in (times, again))
-    return best if clearly else candidates[0]
+    first, best = candidates[0], min(candidates, key=times.__getitem__)
+    if times[best] >= CLEARLY * times[first]:
+        return first
+    again = _totals(parts, [first, best])
+    if again[best] >= CLEARLY * again[first]:
+        return first
+    # One row waits for memory; with more rows the candidates differ by what they compute.
+    return best if all(_as_fast(parts, best, first, rows) for rows in MORE_ROWS) else first
 
 
 def _as_fast(parts: Iterator[Bytes], choice: Choice, other: Choice, rows: int) -> bool:
-    if choice == other:
-        return True
     times = _totals(parts, [choice, other], rows)
     return times[choice] <= times[other]
 
 
-def _totals(parts: Iterator[Bytes], candidates: Sequence[Choice], rows: int = 1) -> dict[Choice, float]:
+def matrix_rows(parts: Iterator[Bytes], choice: Choice) -> int:
+    """The least number of rows in UNIT_ROWS from which on matrix units are faster than vectors at every
+    number; one more than the largest where there is none."""
+    units, vectors = replace(choice, matrix_rows=1), replace(choice, matrix_rows=MOST_ROWS)
+    least = UNIT_ROWS[-1] + 1
+    for rows in reversed(UNIT_ROWS):
+        times = _totals(parts, [units, vectors], rows, UNIT_SECONDS)
+        if times[units] > times[vectors]:
+            break
+        least = rows
+    return least
+
+
+def _totals(
+    parts: Iterator[Bytes], candidates: Sequence[Choice], rows: int = 1, seconds: float | None = None
+) -> dict[Choice, float]:
     """Seconds of each for a byte, over all formats."""
-    return {choice: sum(each.values()) for choice, each in _times(parts, candidates, rows).items()}
+    return {choice: sum(each.values()) for choice, each in _times(parts, candidates, rows, seconds).items()}
 
 
-def _times(parts: Iterator[Bytes], candidates: Sequence[Choice], rows: int = 1) -> dict[Choice, Times]:
+def _times(
+    parts: Iterator[Bytes], candidates: Sequence[Choice], rows: int = 1, seconds: float | None = None
+) -> dict[Choice, Times]:
+    """`seconds`: of the comparison; by default SECONDS."""
+    limit = SECONDS if seconds is None else seconds
     works = {(choice, name): _compute(choice, name, rows) for choice in candidates for name in FORMATS}
     best = dict.fromkeys(works, float("inf"))
     for compute, size in works.values():
         compute(next(parts)[:size])  # allocates scratch
     began = time.perf_counter()
     for done in range(ROUNDS):
-        if done >= FEWEST and time.perf_counter() - began > SECONDS:
+        if done >= FEWEST and time.perf_counter() - began > limit:
             break
         for key, (compute, size) in works.items():
             data = next(parts)[:size]

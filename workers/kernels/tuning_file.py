@@ -1,40 +1,42 @@
 """Tunings of this machine that are kept between starts: `<cache folder>/kernels/<machine>.json`, beside the
 costs (`pipeline/calibration/cost_cache.py`).
 
-A file contains the machine that it was measured on, and is readable by its owner alone. It is written
-completely or not at all; a file that is damaged, of another version or possibly written by another user is
-removed, and the machine is measured again. Errors never fail a start.
+A file contains the machine that it was measured on; `shm/kept_record.py` says how it is kept. A measurement
+that failed is kept too, with its reason: one that hangs would otherwise delay every start. While it is
+measured, a start holds `<cache folder>/.locks/<machine>.measure`, because another one would disturb it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
-import logging
 import math
 import os
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from protocol.errors import NotPrivate
-from protocol.private_files import check_private, make_folders
-from protocol.small_files import read_small
-from shm.atomic_file import atomic_file
+from protocol.private_files import make_folders, private_directory
+from shm import kept_record
+from shm.cache_lease import LOCK_FOLDER
+from shm.errors import ShmError
+from shm.file_locks import try_lock
+from shm.kept_record import KeptRecord
 from shm.kernel_files import contents, parse_cpuinfo
 from workers.kernels import native
 from workers.kernels.tuning import Tuning
 
 FOLDER = "kernels"
 FILE_NAME = re.compile(r"[0-9a-f]{16}\.json")  # others in the folder are not touched
-MAX_BYTES = 1 << 16
-LOADED = 0.5  # load average for each core, from which on the measurement may be wrong
 LATEST = 1 << 40  # seconds since the epoch
-VERSION = 2  # of the files, and of how is measured
-
-log = logging.getLogger(__name__)
+RETRY = 86400.0  # seconds after which a measurement that failed is tried again
+MAX_REASON = 1000  # characters
+VERSION = 3  # of the files, and of how is measured
 
 
 @dataclass(frozen=True)
@@ -61,24 +63,28 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Record:
+class Record(KeptRecord):
+    """Either a tuning, or the reason why it could not be measured."""
+
     machine: Machine
-    tuning: Tuning
+    tuning: Tuning | None
     measured: float  # seconds since the epoch
     load: float  # the machine's load average just before
+    failure: str = ""
 
     @property
-    def loaded(self) -> bool:
-        """Whether other programs were computing, so that the choice may be wrong."""
-        return self.load > LOADED * self.machine.cores
+    def cores(self) -> int:
+        return self.machine.cores
 
-    def outdated(self, load: float) -> bool:
-        """Whether to measure again at this load average: the machine was busy, and is half as busy now."""
-        return self.loaded and load <= self.load / 2
+    def stale(self, now: float, load: float) -> bool:
+        """Whether to measure again at this time (seconds since the epoch) and load average."""
+        failed = self.tuning is None and not 0 <= now - self.measured < RETRY
+        return failed or self.outdated(load)
 
     def to_json(self) -> dict[str, Any]:
-        tuning = {"tuning": self.tuning.to_json(), "measured": self.measured, "load": self.load}
-        return {"version": VERSION, "machine": asdict(self.machine)} | tuning
+        tuning = None if self.tuning is None else self.tuning.to_json()
+        found = {"tuning": tuning, "measured": self.measured, "load": self.load, "failure": self.failure}
+        return {"version": VERSION, "machine": asdict(self.machine)} | found
 
     @classmethod
     def from_json(cls, data: Any) -> Record:
@@ -91,9 +97,14 @@ class Record:
             str(plain["cpu"]), str(plain["flags"]), int(plain["cores"]), int(plain["kernels"]),
             tuple(map(str, plain["variants"])),
         )  # fmt: skip
-        record = cls(machine, Tuning.from_json(data["tuning"]), float(data["measured"]), float(data["load"]))
-        if record.tuning.choice.variant not in machine.variants:
+        tuning = None if data["tuning"] is None else Tuning.from_json(data["tuning"])
+        record = cls(
+            machine, tuning, float(data["measured"]), float(data["load"]), str(data["failure"])[:MAX_REASON]
+        )
+        if tuning is not None and tuning.choice.variant not in machine.variants:
             raise ValueError("it chooses a variant that its machine does not have")
+        if (tuning is None) != bool(record.failure):
+            raise ValueError("it has neither a tuning nor the reason why it has none, or both")
         if not (0 <= record.measured <= LATEST and math.isfinite(record.load)):
             raise ValueError("it has no valid time or load")
         return record
@@ -106,39 +117,40 @@ def path_of(cache: Path, machine: Machine) -> Path:
 def find(cache: Path, machine: Machine) -> Record | None:
     """The record of exactly this machine; None without one."""
     path = path_of(cache, machine)
-    try:
-        record = read(path)
-    except OSError:
+    record = kept_record.find(path, Record.from_json, "the kernels are")
+    if record is None:
         return None
-    except ValueError as e:
-        log.warning(f"{path} is not used, the kernels are measured again: {' '.join(str(e).split())[:100]}")
-        with suppress(OSError):
-            path.unlink()
-        return None
-    with suppress(OSError):  # a disk that cannot be written: its time of last use is not kept
-        os.utime(path)
+    kept_record.note_use(path)
     return record if record.machine == machine else None
 
 
 def keep(cache: Path, record: Record) -> None:
     """Write the record, replacing that of the same machine. A failure is logged."""
-    path = path_of(cache, record.machine)
-    try:
-        make_folders(path.parent)
-        with atomic_file(path) as file:
-            file.write(json.dumps(record.to_json(), indent=1).encode() + b"\n")
-    except OSError as e:
-        log.warning(
-            f"the choice of kernels could not be kept in {path.parent}, the next start measures again:"
-            f" {e.strerror}"
-        )
+    kept_record.keep(path_of(cache, record.machine), record.to_json(), "the choice of kernels")
 
 
 def read(path: Path) -> Record:
-    """A record of a file that only this user can have written. Raises OSError where it cannot be read,
-    ValueError where it holds no such record."""
+    """Raises OSError, ValueError as `kept_record.read`."""
+    return kept_record.read(path, Record.from_json)
+
+
+@contextmanager
+def measuring_alone(cache: Path, machine: Machine) -> Iterator[bool]:
+    """Whether no other process measures this machine before the end of the block; True also where a lock
+    cannot be had, because two measurements are better than none."""
+    path = cache / LOCK_FOLDER / f"{machine.key}.measure"
+    descriptor: int | None = -1
     try:
-        raw = read_small(path, MAX_BYTES, flags=os.O_NOFOLLOW, check=check_private)
-        return Record.from_json(json.loads(raw))
-    except (NotPrivate, TypeError, KeyError, AttributeError, RecursionError, ArithmeticError) as e:
-        raise ValueError(str(e)) from e
+        make_folders(cache)
+        private_directory(path.parent)
+        descriptor = try_lock(path, fcntl.LOCK_EX)
+    except (OSError, NotPrivate, ShmError):
+        pass
+    try:
+        yield descriptor is not None
+    finally:
+        if descriptor is not None and descriptor >= 0:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+            with suppress(OSError):  # leases are in it
+                path.parent.rmdir()

@@ -263,7 +263,7 @@ static void down_by_panels(void *context, int64_t lo, int64_t hi) {
 /* The rows chosen[0..count) of x [.., H], rounded to bf16, as products take them. */
 static void arrange_rows(const struct weights *w, const float *x, const int32_t *chosen, int64_t count, char *to) {
 #ifdef MATRIX_UNITS
-    if (by_units(count)) {
+    if (by_units(w, count)) {
         arrange_for_units(x, w->inputs, chosen, count, to);
         return;
     }
@@ -276,7 +276,7 @@ static void arrange_rows(const struct weights *w, const float *x, const int32_t 
 static void bf16_tiles(struct team *team, struct bf16_tile tile, int64_t number, volatile uint64_t *ticks) {
     int64_t count = tile.count, hidden = tile.w->inputs;
     int many = count >= FROM_ROWS;
-    tile.units = by_units(count);
+    tile.units = by_units(tile.w, count);
     many |= tile.units;
     tile.pairs = tile.units || (many && HAS_PAIRS());
     for (int64_t n = 0; n < number; n++, tile.tile += 3 * tile.w->channels * hidden) {

@@ -8,15 +8,12 @@
 
 #include <string.h>
 
-/* Rows from which a variant's matrix units compute a product; has no effect on one that has none. */
-static int64_t matrix_rows = MATRIX_ROWS;
-
-void tandem_set_matrix_rows(int64_t rows) { matrix_rows = rows; }
-
-/* Rows of a chunk of packed activations. */
-static int64_t chunk_rows(int64_t count) {
+/* Rows of a chunk of packed activations: for matrix units, in a variant that has them, if there are many. */
+static int64_t chunk_rows(const struct weights *w, int64_t count) {
 #ifdef MATRIX_UNITS
-    if (count >= matrix_rows) return TALL_ROWS;
+    if (count >= w->matrix_rows) return TALL_ROWS;
+#else
+    (void)w;
 #endif
     return count > 0 ? ROWS : 1;
 }
@@ -35,7 +32,7 @@ struct packed {
 
 static void pack(const struct weights *w, int64_t inputs, const struct activations *x, const int32_t *chosen,
                  int64_t count, struct packed to) {
-    int64_t groups = rounded_up(inputs, w->group) / w->group, padded = groups * w->group, chunk = chunk_rows(count);
+    int64_t groups = rounded_up(inputs, w->group) / w->group, padded = groups * w->group, chunk = chunk_rows(w, count);
     for (int64_t first = 0; first < count; first += chunk) {
         int64_t rows = least(chunk, count - first);
         for (int64_t r = 0; r < rows; r++) {
@@ -53,46 +50,33 @@ static void pack(const struct weights *w, int64_t inputs, const struct activatio
 
 /* --- blocks --------------------------------------------------------------------------------------------------- */
 
-#define EACH_COUNT(call)                                                                                          \
+#define EACH_COUNT(hint, call)                                                                                    \
     switch (rows) {                                                                                               \
-    case 2: call(2); break;                                                                                       \
-    case 3: call(3); break;                                                                                       \
-    case 4: call(4); break;                                                                                       \
-    case 5: call(5); break;                                                                                       \
-    case 6: call(6); break;                                                                                       \
-    case 7: call(7); break;                                                                                       \
-    default: call(8);                                                                                             \
+    case 1: call(1, hint); break;                                                                                 \
+    case 2: call(2, hint); break;                                                                                 \
+    case 3: call(3, hint); break;                                                                                 \
+    case 4: call(4, hint); break;                                                                                 \
+    case 5: call(5, hint); break;                                                                                 \
+    case 6: call(6, hint); break;                                                                                 \
+    case 7: call(7, hint); break;                                                                                 \
+    default: call(8, hint);                                                                                       \
     }
 
-/* More rows than one: their codes would evict what is prefetched from the smallest cache before it is used. */
-#define CALL_INT4_64(n) block_of(block, groups, 64, codes, factors, INT4, n, T1, w->ahead, y)
-#define CALL_INT4(n) block_of(block, groups, w->group, codes, factors, INT4, n, T1, w->ahead, y)
-#define CALL_INT8(n) block_of(block, groups, w->group, codes, factors, INT8, n, T1, w->ahead, y)
-#define ONE_INT4_64(hint) block_of(block, groups, 64, codes, factors, INT4, 1, hint, w->ahead, y)
-#define ONE_INT4(hint) block_of(block, groups, w->group, codes, factors, INT4, 1, hint, w->ahead, y)
-#define ONE_INT8(hint) block_of(block, groups, w->group, codes, factors, INT8, 1, hint, w->ahead, y)
-
-static void one_row(const struct weights *w, const uint8_t *block, int64_t groups, const int8_t *codes,
-                    const float *factors, float *y) {
-    if (w->bits == INT8) {
-        EACH_HINT(w->hint, ONE_INT8)
-    } else if (w->group == 64) {
-        EACH_HINT(w->hint, ONE_INT4_64)
-    } else {
-        EACH_HINT(w->hint, ONE_INT4)
-    }
-}
+#define CALL_INT4_64(n, hint) block_of(block, groups, 64, codes, factors, INT4, n, hint, w->ahead, y)
+#define CALL_INT4(n, hint) block_of(block, groups, w->group, codes, factors, INT4, n, hint, w->ahead, y)
+#define CALL_INT8(n, hint) block_of(block, groups, w->group, codes, factors, INT8, n, hint, w->ahead, y)
+#define COUNT_INT4_64(hint) EACH_COUNT(hint, CALL_INT4_64)
+#define COUNT_INT4(hint) EACH_COUNT(hint, CALL_INT4)
+#define COUNT_INT8(hint) EACH_COUNT(hint, CALL_INT8)
 
 static void one_block(const struct weights *w, const uint8_t *block, int64_t groups, const int8_t *codes,
                       const float *factors, int64_t rows, float *y) {
-    if (rows == 1) {
-        one_row(w, block, groups, codes, factors, y);
-    } else if (w->bits == INT8) {
-        EACH_COUNT(CALL_INT8)
+    if (w->bits == INT8) {
+        EACH_HINT(w->hint, COUNT_INT8)
     } else if (w->group == 64) {
-        EACH_COUNT(CALL_INT4_64)
+        EACH_HINT(w->hint, COUNT_INT4_64)
     } else {
-        EACH_COUNT(CALL_INT4)
+        EACH_HINT(w->hint, COUNT_INT4)
     }
 }
 
@@ -147,7 +131,7 @@ static void blocks(void *context, int64_t lo, int64_t hi) {
     const struct product *p = context;
     int64_t size = block_bytes(p->w, p->inputs), group = p->w->group;
     int64_t groups = rounded_up(p->inputs, group) / group;
-    if (chunk_rows(p->count) > ROWS) {
+    if (chunk_rows(p->w, p->count) > ROWS) {
         strips(p, lo, hi);
         return;
     }

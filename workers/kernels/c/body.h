@@ -30,7 +30,7 @@
 
 #include <string.h>
 
-int tandem_kernels_version(void) { return 9; }
+int tandem_kernels_version(void) { return 10; }
 
 enum { MOST_GROUP = 128 }; /* inputs that share a scale */
 enum { NEARBY = 1 << 19 }; /* bytes of outputs that a core's own cache holds, beside activations and weights */
@@ -87,7 +87,7 @@ static void activate(void *context, int64_t lo, int64_t hi) {
     const struct inner *inner = context;
     const struct scratch *s = inner->s;
     int64_t count = inner->count, channels = s->w->channels, group = s->w->group, groups = channels / group;
-    int64_t chunk = chunk_rows(count);
+    int64_t chunk = chunk_rows(s->w, count);
     for (int64_t g = 0; g < groups; g++)
         for (int64_t r = lo; r < hi; r++) {
             float gate[MOST_GROUP], up[MOST_GROUP];

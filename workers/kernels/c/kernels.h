@@ -26,13 +26,12 @@ enum { BLOCK = 16 }; /* outputs interleaved in the integer formats */
 enum { ROWS = 8 };   /* most rows that one read of a block is applied to */
 enum { STRIP = 128 }; /* rows: their activations stay in a core's cache while all blocks are multiplied */
 
-/* Matrix units: rows of a tile. A tile takes about as long however many of its rows are used, as long as the vectors
- * take for 8 rows or 9: unpacked weights, two loads and a store of 16 to 20 cycles each against 8 cycles a row. */
-enum { TALL_ROWS = 16, MATRIX_ROWS = 12 };
+/* Matrix units: rows of a tile. A tile takes about as long however many of its rows are used. */
+enum { TALL_ROWS = 16 };
 
 enum { INT4 = 4, INT8 = 8, BF16 = 16, FLOAT32 = 32 }; /* bits of a weight: which format */
 
-/* Into which caches weights that one row reads once are prefetched; x86 has instructions of these names. Which is the
+/* Into which caches weights that are read once are prefetched; x86 has instructions of these names. Which is the
  * fastest differs between processors by factors, so it is measured where it runs. No bit depends on it. */
 enum { NO_HINT, NTA, T0, T1 };
 
@@ -42,8 +41,9 @@ struct weights {
     int64_t inputs;   /* of a matrix; H of tiles */
     int64_t outputs;  /* of a matrix; H of tiles */
     int64_t channels; /* T of one tile, a multiple of group; 0 for a matrix */
-    int64_t hint;     /* of one row: NO_HINT, NTA, T0 or T1 */
+    int64_t hint;     /* NO_HINT, NTA, T0 or T1; of bf16 for one row */
     int64_t ahead;    /* bytes: how far ahead of its use memory is prefetched */
+    int64_t matrix_rows; /* of one product, from which matrix units compute it, in variants that have them */
 };
 
 /* Integer formats: codes int8 [rows, padded], factors float32 [rows, padded / group, 2]; `padded` is the number
@@ -62,10 +62,6 @@ int tandem_kernels_version(void);
 
 /* 1 if this CPU has what the variant was compiled for, 0 if not, -1 if the system does not permit its use. */
 int tandem_supported(void);
-
-/* Rows of one product from which matrix units compute it, in variants that have them; MATRIX_ROWS at first. Changes no
- * bits. Not while a function below runs. */
-void tandem_set_matrix_rows(int64_t rows);
 
 /* x float32 [rows, inputs] as activations; padding of the inputs to whole groups becomes 0. */
 void tandem_quantize(const struct weights *weights, const float *x, int64_t rows, void *codes, float *factors);

@@ -1,0 +1,135 @@
+"""How long a Work of one row without items and its answer take between two processes of this machine, over
+ZeroMQ and through shared memory: which of them is faster depends on how fast it wakes a sleeping process.
+
+The other process is a fork of this one, on one core as a worker is. For each Work both ends do what
+coordinator and worker do: sockets encode, poll and decode, rings post and ring a doorbell. This module
+imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import NoReturn
+
+import numpy as np
+import zmq
+
+from protocol.codec import decode, encode
+from protocol.errors import ProtocolError
+from protocol.messages import Partial, Work
+from protocol.sockets import bind_router, connect_dealer, ipc_endpoint
+from shm.doorbell import Library, library
+from shm.errors import ShmError
+from shm.ring import CoordinatorRing, WorkerRing
+from shm.segment import unlink
+from shm.slot import SlotShape
+
+HIDDEN = 2048
+WARM, TRIPS = 5, 40  # of each way
+LIMIT = 1.0  # seconds for one trip
+LIFE = 10  # seconds after which the other process ends, whatever has happened
+INCARNATION = 1
+
+Trip = Callable[[int], None]  # of the Work with this seq
+
+
+def round_trips() -> dict[str, float]:
+    """Seconds of a round trip, the median, by the name of the exchange; empty where shared memory cannot be
+    used, or not measured."""
+    functions = library()
+    if functions is None:
+        return {}
+    try:
+        with ExitStack() as closing:
+            folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="tandem-")))
+            name = f"/tandem-trial-{secrets.token_hex(3)}-exchange-0"
+            ring = CoordinatorRing(functions, name, SlotShape.for_rows(1, HIDDEN), INCARNATION)
+            closing.callback(unlink, ring.name)
+            other = WorkerRing(functions, ring.name, INCARNATION)  # which removes the name
+            endpoint = ipc_endpoint(folder, "trial.sock")
+            child = os.fork()
+            if child == 0:
+                _answer(endpoint, other)
+            closing.callback(os.waitpid, child, 0)
+            closing.callback(os.kill, child, signal.SIGKILL)
+            trips = {
+                "zmq": _over_socket(endpoint, closing),
+                "shm": lambda seq: _through_ring(functions, ring, seq),
+            }
+            return _medians(trips)
+    except (OSError, ShmError, ProtocolError, zmq.ZMQError):  # TimeoutError is an OSError
+        return {}
+
+
+def _medians(trips: dict[str, Trip]) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in trips}
+    for seq in range(WARM + TRIPS):
+        for name, trip in trips.items():
+            began = time.perf_counter()
+            trip(seq)
+            times[name].append(time.perf_counter() - began)
+    return {name: median(its[WARM:]) for name, its in times.items()}
+
+
+def _over_socket(endpoint: str, closing: ExitStack) -> Trip:
+    context = zmq.Context()
+    closing.callback(context.destroy, linger=0)
+    socket = bind_router(context, endpoint)
+
+    def receive() -> list[bytes]:
+        if not socket.poll(int(LIMIT * 1000)):
+            raise TimeoutError
+        return socket.recv_multipart()
+
+    sender = receive()[0]  # the other process has connected
+
+    def trip(seq: int) -> None:
+        socket.send_multipart([sender, *encode(_work(seq))])
+        decode(receive()[1:])
+
+    return trip
+
+
+def _through_ring(functions: Library, ring: CoordinatorRing, seq: int) -> None:
+    ring.post(_work(seq))
+    functions.ring((ring.other_bell,))
+    end = time.monotonic() + LIMIT
+    while not ring.answers():
+        if time.monotonic() > end:
+            raise TimeoutError
+        ring.wait(LIMIT)
+
+
+def _answer(endpoint: str, ring: WorkerRing) -> NoReturn:
+    """The other process: answers every Work, by turns over the socket and through the ring."""
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(LIFE)
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+        socket = connect_dealer(zmq.Context(), endpoint)
+        socket.send_multipart([b""])
+        y = np.zeros((1, HIDDEN), np.float32)
+        while True:
+            socket.poll()
+            work = decode(socket.recv_multipart())
+            assert isinstance(work, Work)
+            socket.send_multipart(encode(Partial(work.seq, INCARNATION, 0.0, y)))
+            while (taken := ring.take()) is None:
+                ring.wait(LIMIT)
+            ring.answer(taken, 0.0)
+    finally:
+        os._exit(1)  # not what the process that it is a copy of would do at its end
+
+
+def _work(seq: int) -> Work:
+    none = np.zeros(0, np.int32)
+    items, offsets = none.reshape(0, 3), np.zeros(1, np.int32)
+    return Work(seq, 0, items, offsets, none, np.zeros(0, np.float32), np.zeros((1, HIDDEN), np.float32))
