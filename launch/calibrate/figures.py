@@ -48,6 +48,7 @@ def draw(calibration: Calibration, about: dict[str, Any], folder: Path) -> list[
         "activations": lambda plot: _activations(plot, calibration),
         "accuracy": lambda plot: _accuracy(plot, calibration, about),
         "similarity": lambda plot: _similarity(plot, calibration),
+        "prefetch": (lambda plot: _prefetch(plot, about["prefetch"])) if about.get("prefetch") else None,
         "sensitivity": None
         if calibration.sensitivity is None
         else lambda plot: _sensitivity(plot, calibration),
@@ -88,7 +89,7 @@ class _Place:
 
 def _page(plot: Any, activations: Drawing, accuracy: Drawing, similarity: Drawing, *more: Drawing) -> Any:
     """The first figure above the others."""
-    figure = plot.figure(figsize=(16.0, 14.0), layout="constrained")
+    figure = plot.figure(figsize=(min(8.0 * (1 + len(more)), 20.0), 14.0), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=(1, 1.5), hspace=0.03)
     columns = below.subfigures(1, 1 + len(more), wspace=0.03, squeeze=False)[0]
     left = columns[0].subfigures(2, 1, hspace=0.03)
@@ -165,6 +166,37 @@ def _similarity(plot: Any, calibration: Calibration) -> Any:
     axes.set_ylabel("cosine similarity", fontsize=9, color=INK)
     _title(axes, "Similarity of expert activations in prefill and in decode")
     _legend(axes)
+    return figure
+
+
+def _prefetch(plot: Any, prefetch: dict[str, Any]) -> Any:
+    """DALI's tables 2 and 5, over its table 8."""
+    rows, cosines = prefetch["rows"], prefetch["cosines"]
+    layers = range(1, len(cosines["raw"]) + 1)
+    figure, (above, below) = _figure(plot, 2, 1, (6.6, 7.6))
+    for axes in (above, below):
+        _tidy(axes)
+    for name, kind in (("raw", "router"), ("residual", "with the residual")):
+        style = {"color": COLORS[name], "markersize": 4}
+        for top, marker, line in zip(prefetch["top"], "osD^", ("-", "--", ":", "-."), strict=False):
+            at = prefetch["top"].index(top)
+            shares = [100 * by_top[at] for by_top in prefetch["accuracy"][name]]
+            above.plot(rows, shares, marker + line, label=f"top {top}, {kind}", **style)
+        mean = float(np.mean(cosines[name]))
+        below.plot(layers, cosines[name], "o-", label=f"{kind}: {mean:.3f} on average", **style)
+    above.set_xscale("log", base=2)
+    above.set_xticks(rows, [str(size) for size in rows])
+    above.set_xlabel("tokens of a batch, one of each sequence", fontsize=9, color=INK)
+    above.set_ylim(0, 102)
+    above.set_ylabel("experts predicted, %", fontsize=9, color=INK)
+    _title(above, "The experts of most tokens in the next layer, by size of the batch (DALI)")
+    below.set_xticks([layer for layer in _ticks(len(layers) + 1) if layer])
+    below.set_ylim(min(0.0, *map(min, cosines.values())), 1.02)
+    below.set_xlabel("layer", fontsize=9, color=INK)
+    below.set_ylabel("cosine similarity", fontsize=9, color=INK)
+    _title(below, "The predicting input and the layer's own, raw and with the mean residual added")
+    above.legend(fontsize=8, frameon=False, ncols=2, loc="lower right")
+    below.legend(fontsize=8, frameon=False, loc="lower right")
     return figure
 
 

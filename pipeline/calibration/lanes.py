@@ -1,5 +1,5 @@
 """Reads windows with the engine: their prompts one after the other, then their answers together, one token of
-each a step."""
+each a step; and what surrounds a reading."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache, SequenceKV
 from pipeline.calibration.windows import Window
+from pipeline.counters import Counters
 from pipeline.engine.engine import Engine
+from pipeline.engine.observer import Observer
 from pipeline.text.logprobs import log_softmax
 
 Passed = Callable[[int], None]  # takes the number of tokens just read; its exceptions end the reading
@@ -66,3 +68,24 @@ def lanes(engine: Engine, kv: KVCache, windows: Sequence[Window], chunk: int) ->
     finally:
         for _, sequence in held:
             kv.release(sequence)
+
+
+@contextmanager
+def separate_counters(engine: Engine) -> Iterator[None]:
+    """Keep the block's steps out of the engine's counters and away from its observers."""
+    counters, observers = engine.counters, engine.observers
+    engine.counters = Counters(engine.layout.tile_bytes, engine.shape.layers)
+    engine.observers = []
+    try:
+        yield
+    finally:
+        engine.counters, engine.observers = counters, observers
+
+
+@contextmanager
+def observed(engine: Engine, observer: Observer) -> Iterator[None]:
+    engine.observers.append(observer)
+    try:
+        yield
+    finally:
+        engine.observers.remove(observer)

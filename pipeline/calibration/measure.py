@@ -15,19 +15,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from pipeline.backbone.kv_cache import KVCache
+from pipeline.calibration.batches import MOST_ROWS, BatchedPredictions
 from pipeline.calibration.collector import Needs, TrainPass, ValidationPass
 from pipeline.calibration.first_gate import train_first_gate
-from pipeline.calibration.lanes import lanes
+from pipeline.calibration.lanes import lanes, observed, separate_counters
 from pipeline.calibration.sensitivity import sensitivities
 from pipeline.calibration.threshold import largest_threshold, perturbations
 from pipeline.calibration.windows import LANES, Division, Window
 from pipeline.config import DEFAULT_CACHE
-from pipeline.counters import Counters
 from pipeline.engine.engine import Engine
 from pipeline.engine.observer import Observer
 from pipeline.errors import RequestError, UsageError
@@ -81,6 +82,7 @@ class Findings:
     tokens: int = 0  # that were read
     windows: int = 0
     hits: dict[str, float | int | None] = field(default_factory=dict)
+    prefetch: dict[str, Any] = field(default_factory=dict)  # DALI's measures; empty with a single layer
     seconds: dict[str, float] = field(default_factory=dict)  # by stage
     notes: list[str] = field(default_factory=list)  # arrays that could not be measured, with the remedy
     losses: dict[str, float] = field(default_factory=dict)  # nats a token: "exact", "gated"
@@ -112,7 +114,7 @@ class _Measurement:
             )
 
     def measure(self) -> tuple[Calibration, Findings]:
-        with _separate_counters(self._ctx.engine):
+        with separate_counters(self._ctx.engine):
             self._ctx.engine.set_policy(make_policy(EXACT, self._ctx.seed), None, None, counted=False)
             train_pass, trained = self._train()
             validated, validation = self._validate(train_pass, trained)
@@ -164,9 +166,13 @@ class _Measurement:
         """Stage 3."""
         shape = self._ctx.engine.shape
         validation = ValidationPass(shape, self._spec.router, trained.residual_logits, trained.first_gate)
-        with self._timed("reading"):
+        router, held_out = self._spec.router, self._division.validation
+        every = 1 + sum(len(window.tokens) for window in held_out) // MOST_ROWS
+        batched = BatchedPredictions(shape, router, trained.residuals, trained.residual_logits, every)
+        with self._timed("reading"), observed(self._ctx.engine, batched):
             read = sum(len(window.tokens) for window in self._division.training)
-            self._read(self._division.validation, validation, done=read)
+            self._read(held_out, validation, done=read)
+        self._findings.prefetch = batched.measured(self._ctx.seed)
         counts = validation.counts("prefill"), validation.counts("decode")
         similarity = np.concatenate((train_pass.similarities(), validation.similarities()))
         validated = replace(
@@ -222,7 +228,7 @@ class _Measurement:
                 gated = PolicyRequest(EXACT.name, {"gate": "adaptive", "threshold": repr(float(threshold))})
                 engine.set_policy(make_policy(gated, ctx.seed), None, validated, counted=False)
                 seen = Needs(engine.shape)
-                with _observed(engine, seen):
+                with observed(engine, seen):
                     found = held.loss(done.more)
                 needs[threshold] = seen.shares()
                 return found
@@ -248,7 +254,7 @@ class _Measurement:
         """Read all windows, a few at a time."""
         engine, ctx = self._ctx.engine, self._ctx
         passed = _TokenCount(self._progress, "reading the text", done, self._tokens).more
-        with _observed(engine, observer):
+        with observed(engine, observer):
             for start in range(0, len(windows), self._width):
                 with lanes(engine, ctx.kv, windows[start : start + self._width], ctx.chunk) as held:
                     held.read_prompts(passed)
@@ -287,24 +293,3 @@ def _next_logits(engine: Engine, residuals: Floats) -> Floats:
         x = torch.from_numpy(residual[None]).to(engine.device.torch_device)
         logits[layer] = engine.backbone.router(layer + 1, x).cpu().numpy()[0]
     return logits
-
-
-@contextmanager
-def _separate_counters(engine: Engine) -> Iterator[None]:
-    """Keep the block's steps out of the engine's counters and away from its observers."""
-    counters, observers = engine.counters, engine.observers
-    engine.counters = Counters(engine.layout.tile_bytes, engine.shape.layers)
-    engine.observers = []
-    try:
-        yield
-    finally:
-        engine.counters, engine.observers = counters, observers
-
-
-@contextmanager
-def _observed(engine: Engine, observer: Observer) -> Iterator[None]:
-    engine.observers.append(observer)
-    try:
-        yield
-    finally:
-        engine.observers.remove(observer)

@@ -44,29 +44,55 @@ def describe(calibration: Calibration, about: dict[str, Any]) -> str:
     """The content of calibration.txt: everything but the large arrays."""
     layers, experts = calibration.prefill_counts.shape
     lines = [f"Calibration of {about.get('model', 'a model')}", ""]
-    lines += [f"{name}: {_plain(value)}" for name, value in summary(calibration, about).items()]
+    found = summary(calibration, about)
+    prefetch = found.pop("prefetch", None) or {}
+    lines += [f"{name}: {_plain(value)}" for name, value in found.items()]
     lines += ["", f"{layers} layers of {experts} experts", "", "  ".join(_COLUMNS)]
     for layer in range(layers):
-        cells = _row(calibration, layer)
+        cells = _row(calibration, prefetch, layer)
         lines.append("  ".join(f"{cell:>{len(head)}}" for cell, head in zip(cells, _COLUMNS, strict=True)))
+    if prefetch:
+        lines += ["", "a batch's experts of most tokens, named by the prediction, %: raw, residual"]
+        lines += ["rows  " + "  ".join(f"{f'top {top}':>11}" for top in prefetch["top"])]
+        lines += [
+            f"{rows:>4}  "
+            + "  ".join(f"{f'{100 * raw:.1f}, {100 * corrected:.1f}':>11}" for raw, corrected in pairs)
+            for rows, pairs in batched_accuracy(prefetch)
+        ]
     for phase, counts in (("prefill", calibration.prefill_counts), ("decode", calibration.decode_counts)):
         lines += ["", f"rows by expert in {phase}, a line for each layer"]
         lines += [" ".join(map(str, rows)) for rows in counts.tolist()]
     return "\n".join(lines) + "\n"
 
 
-_COLUMNS = ("layer", "raw %", "residual %", "similarity", "sensitivity", "experts/token")
+def batched_accuracy(prefetch: dict[str, Any]) -> list[tuple[int, list[tuple[float, float]]]]:
+    """By rows of a batch, for each number of experts: raw, residual."""
+    both = (prefetch["accuracy"][name] for name in ("raw", "residual"))
+    return [
+        (rows, list(zip(raw, residual, strict=True)))
+        for rows, raw, residual in zip(prefetch["rows"], *both, strict=True)
+    ]
 
 
-def _row(calibration: Calibration, layer: int) -> Sequence[str]:
+_COLUMNS = (
+    *("layer", "raw %", "residual %", "cosine raw", "cosine residual"),
+    *("similarity", "sensitivity", "experts/token"),
+)
+
+
+def _row(calibration: Calibration, prefetch: dict[str, Any], layer: int) -> Sequence[str]:
     raw, residual = (f"{100 * calibration.accuracy[name][layer]:.1f}" for name in ("raw", "residual"))
     if layer == 0:
         raw, residual = "", ""
+    cosines = ["", ""]
+    if layer and prefetch:
+        cosines = [f"{prefetch['cosines'][name][layer - 1]:.3f}" for name in ("raw", "residual")]
     sensitivity, needed = calibration.sensitivity, calibration.needed
     return (
         str(layer),
         raw,
         residual,
+        *cosines,
         f"{calibration.similarity[layer]:.3f}",
         "" if sensitivity is None else f"{sensitivity[layer]:.3g}",
         "" if needed is None else f"{experts_per_token(needed)[layer]:.2f}",

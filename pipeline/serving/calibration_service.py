@@ -161,6 +161,7 @@ class CalibrationService:
             "tokens": findings.tokens,
             "windows": findings.windows,
             "hits": findings.hits,
+            "prefetch": findings.prefetch,
             "experts_of_a_token": self._parts.engine.shape.top_k,
             "loss": findings.losses | {"bound": BOUND} if findings.losses else None,
             "seconds": findings.seconds,

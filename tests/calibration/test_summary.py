@@ -82,12 +82,23 @@ experts_per_token: 1.25
 
 3 layers of 2 experts
 
-layer  raw %  residual %  similarity  sensitivity  experts/token
-    0                          0.250          0.5           1.00
-    1   25.0        37.5       0.500     1.23e+04           1.50
-    2   75.0        62.5       1.000            3           1.25
+layer  raw %  residual %  cosine raw  cosine residual  similarity  sensitivity  experts/token
+    0                                                       0.250          0.5           1.00
+    1   25.0        37.5       0.125            0.250       0.500     1.23e+04           1.50
+    2   75.0        62.5       0.375            0.500       1.000            3           1.25
+
+a batch's experts of most tokens, named by the prediction, %: raw, residual
+rows        top 1        top 2
+   1   10.0, 30.0   20.0, 40.0
+  16  50.0, 100.0   60.0, 80.0
 """
-    assert describe(FOUND, ABOUT) == TOP + numbers + BOTTOM
+    prefetch = {
+        "rows": [1, 16],
+        "top": [1, 2],
+        "accuracy": {"raw": [[0.1, 0.2], [0.5, 0.6]], "residual": [[0.3, 0.4], [1.0, 0.8]]},
+        "cosines": {"raw": [0.125, 0.375], "residual": [0.25, 0.5]},
+    }
+    assert describe(FOUND, ABOUT | {"prefetch": prefetch}) == TOP + numbers + BOTTOM
 
 
 def test_text_file_of_a_calibration_without_gates() -> None:
@@ -100,10 +111,10 @@ experts_per_token: none
 
 3 layers of 2 experts
 
-layer  raw %  residual %  similarity  sensitivity  experts/token
-    0                          0.250
-    1   25.0        37.5       0.500
-    2   75.0        62.5       1.000
+layer  raw %  residual %  cosine raw  cosine residual  similarity  sensitivity  experts/token
+    0                                                       0.250
+    1   25.0        37.5                                    0.500
+    2   75.0        62.5                                    1.000
 """
     found = "\n".join(line.rstrip() for line in describe(BARE, ABOUT).split("\n"))
     assert found == TOP + numbers + BOTTOM

@@ -30,7 +30,14 @@ from pipeline.text.tokenizer import Tokenizer
 from protocol.user_folders import user_folder
 
 CHARACTERS = 5500  # of held-out text: about 1600 tokens
-FIGURES = ["accuracy.png", "activations.png", "report.png", "sensitivity.png", "similarity.png"]
+FIGURES = [
+    "accuracy.png",
+    "activations.png",
+    "prefetch.png",
+    "report.png",
+    "sensitivity.png",
+    "similarity.png",
+]
 TIES = 0.002  # share of the routings that rounding may change
 
 
@@ -184,6 +191,20 @@ def test_accuracies_are_measured_on_the_validation_part(calibrated: Calibrated, 
         assert calibrated.summary["accuracy"][name] == pytest.approx(mean, rel=1e-3)  # four digits
         assert mean > 0.6
     assert not calibration.accuracy["first"][1:].any()
+
+
+def test_prefetch_is_measured_over_batches(calibrated: Calibrated, seen: dict[str, Any]) -> None:
+    found = calibrated.summary["prefetch"]
+    x = np.concatenate(seen["validation"], axis=1)
+    assert (found["rows"], found["top"]) == ([1, 4, 16, 64], [1, 2, 4])
+    residuals = calibrated.calibration.residuals[:, None]
+    for name, before in (("raw", x[:-1]), ("residual", x[:-1] + residuals)):
+        lengths = np.linalg.norm(before, axis=2) * np.linalg.norm(x[1:], axis=2)
+        cosines = ((before * x[1:]).sum(axis=2) / lengths).mean(axis=1)
+        np.testing.assert_allclose(found["cosines"][name], cosines, atol=1e-3)
+        # Both experts of a token, as the accuracy, which is of all tokens: batches are a sample of them.
+        tokens = calibrated.summary["accuracy"][name]
+        assert found["accuracy"][name][0][1] == pytest.approx(tokens, abs=0.05)
 
 
 def test_threshold_keeps_the_loss_bound_and_drops_experts(calibrated, seen) -> None:

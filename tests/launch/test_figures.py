@@ -154,6 +154,12 @@ def calibration(layers: int = 3, **changed: Any) -> Calibration:
     return Calibration(**measured | changed)
 
 
+PREFETCH = {
+    "rows": [1, 16],
+    "top": [1, 2],
+    "accuracy": {"raw": [[0.1, 0.2], [0.5, 0.6]], "residual": [[0.3, 0.4], [1.0, 0.8]]},
+    "cosines": {"raw": [0.125, 0.375], "residual": [0.25, 0.75]},
+}
 ABOUT = {"model": "m", "tokens": 12, "machine": "a machine", "when": "2026-01-02T03", "experts_of_a_token": 2}
 
 
@@ -169,10 +175,10 @@ def lines(axes: Any) -> dict[str, tuple[list[float], list[float]]]:
 
 
 def test_figures_of_a_calibration(tmp_path: Path, drawn: Drawn) -> None:
-    written = figures.draw(calibration(), ABOUT, tmp_path)
-    names = ["activations", "accuracy", "similarity", "sensitivity", "report"]
+    written = figures.draw(calibration(), ABOUT | {"prefetch": PREFETCH}, tmp_path)
+    names = ["activations", "accuracy", "similarity", "prefetch", "sensitivity", "report"]
     assert [path.name for path in written] == [f"{name}.png" for name in names]
-    activations, accuracy, similarity, sensitivity, page = drawn.values()
+    activations, accuracy, similarity, prefetch, sensitivity, page = drawn.values()
     prefill, decode, bar = activations.axes
     assert (prefill.get_title("left"), decode.get_title("left")) == ("prefill", "decode")
     assert prefill.images[0].get_array().tolist() == [pytest.approx([10, 20, 30, 40])] * 3
@@ -190,6 +196,17 @@ def test_figures_of_a_calibration(tmp_path: Path, drawn: Drawn) -> None:
     assert lines(axes)["of a layer"] == ([0, 1, 2], pytest.approx([0.9, 0.8, 0.7]))
     assert lines(axes)["mean over layers"][1] == pytest.approx([0.8, 0.8])
     assert axes.get_ylim() == (0, 1.02)
+    above, below = prefetch.axes
+    shares = {line.get_label(): np.asarray(line.get_ydata()).tolist() for line in above.lines}
+    assert shares == {
+        "top 1, router": pytest.approx([10, 50]),
+        "top 2, router": pytest.approx([20, 60]),
+        "top 1, with the residual": pytest.approx([30, 100]),
+        "top 2, with the residual": pytest.approx([40, 80]),
+    }
+    assert (above.get_xscale(), above.get_xticks().tolist()) == ("log", [1, 16])
+    assert lines(below) == {"router": ([1, 2], [0.125, 0.375]), "with the residual": ([1, 2], [0.25, 0.75])}
+    assert [line.get_label() for line in below.lines][1].endswith(": 0.500 on average")
     above, below = sensitivity.axes
     ((x, y),) = lines(above).values()
     assert x == [0, 1, 2]
@@ -202,18 +219,20 @@ def test_figures_of_a_calibration(tmp_path: Path, drawn: Drawn) -> None:
     ]
     assert stacked == [("1 expert", [(0, 25)] * 3), ("2 experts", [(25, 75)] * 3)]
     assert "0.02" in below.get_title("left")
-    for figure in (activations, accuracy, similarity, sensitivity):
+    for figure in (activations, accuracy, similarity, prefetch, sensitivity):
         assert figure.texts[-1].get_text() == "m, 12 tokens of text; a machine, 2026-01-02"
-    assert len(page.get_axes() or [axes for part in page.subfigs for axes in part.get_axes()]) == 7
+    assert len(page.get_axes() or [axes for part in page.subfigs for axes in part.get_axes()]) == 9
 
 
 def test_figures_leave_out_what_was_not_measured(tmp_path: Path, drawn: Drawn) -> None:
-    (tmp_path / "sensitivity.png").touch()  # of an earlier calibration
+    unmeasured = [tmp_path / f"{name}.png" for name in ("sensitivity", "prefetch")]
+    for path in unmeasured:
+        path.touch()  # of an earlier calibration
     unknown: dict[str, Any] = {"sensitivity": None, "needed": None, "first_gate": None, "threshold": None}
     about = {**ABOUT, "experts_of_a_token": None}
     written = figures.draw(calibration(40, **unknown), about, tmp_path)
     assert [path.stem for path in written] == ["activations", "accuracy", "similarity", "report"]
-    assert not (tmp_path / "sensitivity.png").exists()
+    assert not any(path.exists() for path in unmeasured)
     found = lines(drawn["1.png"].axes[0])
     assert [*found] == ["the layer's router", "the same"]
     assert drawn["2.png"].axes[0].get_xticks().tolist() == [*range(0, 40, 4)]
@@ -226,15 +245,21 @@ def test_figures_leave_out_what_was_not_measured(tmp_path: Path, drawn: Drawn) -
 def test_table_of_a_calibration() -> None:
     found = {
         **{"model": "m", "tokens": 12, "share": 1, "accuracy": {"raw": 0.5, "residual": 0.6, "first": 0.7}},
-        **{"similarity": 0.8, "loss": None, "threshold": None, "notes": ["a note"]},
+        **{"similarity": 0.8, "loss": None, "threshold": None, "notes": ["a note"], "prefetch": PREFETCH},
     }
     text = render(Path("/c/file"), found, calibration(), [Path("/r/a.png")], " --connect e")
-    rows = [line.split() for line in text.splitlines() if re.match(r" *\d+ +\S+ +\S+ +0\.", line)]
+    rows = [line.split() for line in text.splitlines() if re.match(r" *\d+ +\S+ +\S+ +\S+ +\S+ +0\.", line)]
     assert rows == [
-        ["0", "*70.0%", "-", "0.900", "0.0e+00", "1.75"],
-        ["1", "51.0%", "61.0%", "0.800", "1.0e-03", "1.75"],
-        ["2", "52.0%", "62.0%", "0.700", "2.0e-03", "1.75"],
+        ["0", "*70.0%", "-", "-", "-", "0.900", "0.0e+00", "1.75"],
+        ["1", "51.0%", "61.0%", "0.125", "0.250", "0.800", "1.0e-03", "1.75"],
+        ["2", "52.0%", "62.0%", "0.375", "0.750", "0.700", "2.0e-03", "1.75"],
     ]
+    batches = [line.split() for line in text.splitlines() if re.match(r" *\d+ +[\d.]+%, ", line)]
+    assert batches == [
+        ["1", "10.0%,", "30.0%", "20.0%,", "40.0%"],
+        ["16", "50.0%,", "100.0%", "60.0%,", "80.0%"],
+    ]
+    assert "cosine of a layer's input to the next one's: 0.250, 0.500 with" in " ".join(text.split())
     assert "saved: /c/file\nfigure: /r/a.png\nnext: python launch.py bench" in text
     assert "--policy all-host,fiddler --connect e " in text
     assert "note: a note" in text
@@ -243,14 +268,15 @@ def test_table_of_a_calibration() -> None:
     assert re.search(r"0\.02\b.*\b25\.0%.*\b1\.75\b.*\b2\.5000 to 2\.7500\b", " ".join(gated.split()))
     assert "--policy all-host,fiddler,adapmoe " in gated
     assert "threshold" not in text
+    older = {name: value for name, value in found.items() if name != "prefetch"}
     unknown = render(
-        Path("/c"), found, calibration(sensitivity=None, needed=None, first_gate=None), [], ""
+        Path("/c"), older, calibration(sensitivity=None, needed=None, first_gate=None), [], ""
     ).splitlines()
     assert [line.split() for line in unknown if line.strip()[:2] == "0 "] == [
-        ["0", "-", "-", "0.900", "-", "-"]
+        ["0", "-", "-", "-", "-", "0.900", "-", "-"]
     ]
     for layers, shown in ((64, True), (65, False)):
-        assert ("sensitivity" in render(Path("/c"), found, calibration(layers), [], "")) is shown
+        assert ("sensitivity" in render(Path("/c"), older, calibration(layers), [], "")) is shown
     for share, hits, expected, absent in (
         (
             0.125,

@@ -127,6 +127,12 @@ def test_calibration_says_how_it_was_measured(whole: WholeEngine) -> None:
     assert loss["gated"] <= loss["exact"] * (1 + BOUND)
     assert windows == 5  # of 64 tokens at most
     assert (hits["tokens"], hits["own"]) == (0, None)
+    prefetch = about.pop("prefetch")  # of 60 held-out tokens, with two experts of four
+    assert (prefetch["rows"], prefetch["top"]) == ([1, 4, 16], [1, 2])
+    for name in ("raw", "residual"):
+        assert np.array(prefetch["accuracy"][name]).shape == (3, 2)
+        assert (np.array(prefetch["accuracy"][name])[:, 1] > 0.25).all()
+        assert 0 < prefetch["cosines"][name][0] < 1
     assert about == {
         "model": "tiny",
         "format": "f32",
@@ -156,7 +162,7 @@ def test_excerpts_of_a_text_are_encoded_by_themselves(whole: WholeEngine) -> Non
     ids = [tokenizer.encode(first), tokenizer.encode(second)]
     whole.serve(Calibrate(1, token_ids=(*ids[0], *ids[1]), tokens=256, starts=(len(ids[0]),)))
     of_ids = answer_of(whole).summary
-    same = ("tokens", "share", "hits", "accuracy", "similarity", "threshold", "loss")
+    same = ("tokens", "share", "hits", "prefetch", "accuracy", "similarity", "threshold", "loss")
     assert {name: of_text[name] for name in same} == {name: of_ids[name] for name in same}
 
 
