@@ -43,7 +43,7 @@ def axes(written: dict[str, Any]) -> list[Axis]:
         if names.count(axis.name) > 1:
             raise WrongUsage(f"--sweep {axis.name} is given twice; write all of its values in one list")
         if axis.is_setting:
-            _check_setting(axis.name, written)
+            _check_setting(axis, written)
     order = list(SETTINGS)
     settings = sorted((axis for axis in found if axis.is_setting), key=lambda axis: order.index(axis.name))
     return settings + [axis for axis in found if not axis.is_setting]
@@ -68,8 +68,8 @@ def _axis(text: str) -> Axis:
         raise WrongUsage(f"--sweep {text}: {e}") from None
 
 
-def _check_setting(name: str, written: dict[str, Any]) -> None:
-    option = SETTINGS[name][0]
+def _check_setting(axis: Axis, written: dict[str, Any]) -> None:
+    name, option = axis.name, SETTINGS[axis.name][0]
     spelled = "--" + option.replace("_", "-")
     if option in written:
         raise WrongUsage(f"--sweep {name}: {spelled} is given as well; give one of them")
@@ -82,5 +82,5 @@ def _check_setting(name: str, written: dict[str, Any]) -> None:
         raise WrongUsage("--sweep costs: an engine has its own costs; they can vary with --replay")
     if name == "cache" and "connect" in written:
         raise WrongUsage("--sweep cache: another size needs another engine; leave out --connect")
-    if "record" in written:
+    if "record" in written and len(axis.values) > 1:
         raise WrongUsage(f"--sweep {name}: a recording is of one setting; leave out --record")
