@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from child_messages import LIMIT, child_socket, control_segment
 from failing_prefetcher import FailingPrefetcher
 from hypothesis import strategies as st
 
+from pipeline.checkpoint.model_source import ModelSource
 from pipeline.device import Device, SlabMemory, open_device
 from pipeline.errors import PlanError
 from pipeline.experts.expert_cache import IN_USE, READY, ExpertCache
@@ -119,13 +120,30 @@ def demand(parts: MoverParts, mover: TileMover, layer: int, wanted: list[Missing
 @contextmanager
 def random_store(shape: ExpertShape, source: str) -> Iterator[Store]:
     """An f32 store of small random weights, attached; removed at the end."""
+
+    def fill(builder: StoreBuilder) -> None:
+        random = np.random.default_rng(0)
+        for layer in range(shape.layers):
+            numbers = random.standard_normal(builder.layer(layer).nbytes // 4) * 0.1
+            builder.layer(layer).view(np.float32)[:] = numbers
+
+    with _filled(shape, source, fill) as store:
+        yield store
+
+
+@contextmanager
+def model_store(shape: ExpertShape, model: ModelSource) -> Iterator[Store]:
+    """An f32 store of a model's experts, attached; removed at the end."""
+    with _filled(shape, model.name, lambda builder: model.fill(builder, lambda done: None)) as store:
+        yield store
+
+
+@contextmanager
+def _filled(shape: ExpertShape, source: str, fill: Callable[[StoreBuilder], object]) -> Iterator[Store]:
     fingerprint = _fingerprint(source)
     name = store_name(fingerprint)
     builder = StoreBuilder.create(name, StoreManifest(fingerprint, shape, "f32", source))
-    random = np.random.default_rng(0)
-    for layer in range(shape.layers):
-        numbers = random.standard_normal(builder.layer(layer).nbytes // 4) * 0.1
-        builder.layer(layer).view(np.float32)[:] = numbers
+    fill(builder)
     builder.finish()
     try:
         with Store.attach(name, fingerprint, writable=True) as store:

@@ -29,6 +29,7 @@ from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Plan, Policy, PolicyRequest, Routing, View
 from protocol.messages import Shutdown
 from shm.layout import format_named
+from shm.store import Store
 from workers.expert_worker import serve
 from workers.kernels.host import HostKernel
 
@@ -39,14 +40,16 @@ TOKEN = 11
 
 @contextmanager
 def engine_in_threads(
-    model: Path, folder: Path, capacity: int = 6
+    model: Path, folder: Path, capacity: int = 6, store: Store | None = None
 ) -> Iterator[tuple[Engine, FailingPrefetcher]]:
-    """With random experts, and a DeviceMemory for `capacity` of their 24 tiles."""
+    """With a DeviceMemory for `capacity` tiles, of a store's experts or of random ones, of 24 tiles in
+    all."""
     torch_threads = torch.get_num_threads()  # which the worker, being a thread, sets for all of us
     source = open_model(model)
     with ExitStack() as stack:
-        shape = expert_shape(source.config, 32, format_named("bf16"))
-        store = stack.enter_context(random_store(shape, "thread_engine"))
+        if store is None:
+            shape = expert_shape(source.config, 32, format_named("bf16"))
+            store = stack.enter_context(random_store(shape, "thread_engine"))
         parts = stack.enter_context(mover_parts(folder, store, capacity + 4))
         socket = stack.enter_context(child_socket(folder, "work.sock", "worker", store.fingerprint))
 
