@@ -66,7 +66,7 @@ class Predicted:
     experts: list[tuple[int, int]]
 
 
-@dataclass
+@dataclass(repr=False)
 class PresetRun:
     """`targets` [L, E]: the experts to keep when the policy was set, after the prompts, and at the end."""
 
