@@ -186,7 +186,7 @@ def _prefetch(plot: Any, prefetch: dict[str, Any]) -> Any:
         below.plot(layers, cosines[name], "o-", label=f"{kind}: {mean:.3f} on average", **style)
     above.set_xscale("log", base=2)
     above.set_xticks(rows, [str(size) for size in rows])
-    above.set_xlabel("tokens of a batch, one of each sequence", fontsize=9, color=INK)
+    above.set_xlabel("rows of a batch", fontsize=9, color=INK)
     above.set_ylim(0, 102)
     above.set_ylabel("experts predicted, %", fontsize=9, color=INK)
     _title(above, "The experts of most tokens in the next layer, by size of the batch (DALI)")
