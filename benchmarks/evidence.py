@@ -1,0 +1,332 @@
+"""Sets the papers' headline figures beside those of the presets here: the tables of docs/evidence.md.
+
+    python -m benchmarks.evidence FOLDER [--only traces,presets,...] [--json]
+
+The steps, in order: `traces` calibrates and records; `presets`, `daop`, `dali`, `adapmoe` replay the recorded
+routing with a paper's costs; `quality` scores held-out text; `accuracy` answers items; `emulated` and `links` run
+engines whose link and workers are paced to a paper's ratios, for half an hour. FOLDER has a cache of its own, so
+that no other calibration is replaced; the answers of commands are kept there and not made again. Every command is
+printed on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from pipeline.assets import heldout
+from pipeline.calibration.cost_cache import measured_here
+from pipeline.calibration.file import NAME, read
+from pipeline.config import EngineConfig
+from pipeline.policies.calibration import Calibration, at_limits
+
+Row = dict[str, Any]
+
+EXPERT = 99e6 / 1e9  # GB of Mixtral's experts with 4.5 bits a weight
+PER_ROW = 2 * 176.2e6  # operations of one row
+ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 4096]
+
+
+def _costs(link: float, host: tuple[float, float], device: tuple[float, float], other: float) -> Row:
+    """Costs of an expert. `link`: GB/s; `host`, `device`: GB/s and operations a second; `other`: seconds."""
+    sides = {"host": host, "device": device}
+    found = {k: [max(EXPERT / gbs, PER_ROW * r / ops) for r in ROWS] for k, (gbs, ops) in sides.items()}
+    return {"rows": ROWS, **found, "link": EXPERT / link, "round_trip": 2e-5} | {
+        "other": [max(other, other * r / 64) for r in ROWS],
+        "per": "expert",
+    }
+
+
+# Not published, so derived (docs/evidence.md): of a PCIe 4.0 x16 link 25 GB/s; of the memory of the host, an
+# EPYC 7532, half for 16 of its 64 cores; of a GPU's memory 70 %; half of the operations that a data sheet has.
+COSTS = {
+    "dali": _costs(25, (100, 0.61e12), (655, 35e12), 0.13e-3),  # RTX 3090
+    "adapmoe": _costs(25, (100, 0.61e12), (706, 80e12), 0.13e-3),  # RTX 4090; the host computes nothing
+    "adapmoe-slow": _costs(25, (100, 0.61e12), (706, 80e12), 8e-3),  # as slow as table 2's baseline
+}
+TABLE_1 = {"link": 39.87, "host": 3.583, "block": 1.24}  # ms of DAOP's table I; block: a layer on the device
+
+EXACT = "all-host,on-demand,mixtral-offloading,whole-layer,layerwise,fiddler,hybrimoe,bandwidth-split,dali"
+PRESETS = EXACT + ",pre-gated,daop,adapmoe"
+PREDICTING = "mixtral-offloading,whole-layer,pre-gated,hybrimoe,dali,adapmoe"
+LINK_BOUND = "on-demand,mixtral-offloading,whole-layer,pre-gated,adapmoe"  # nothing is computed on the host
+DALI = "dali,hybrimoe,fiddler,layerwise,all-host,dali:assignment=optimum,dali:assignment=beam"
+BREAKDOWN = (
+    "all-host,dali:prediction=none:replacement=keep,dali:replacement=keep,dali,"
+    "dali:pause=0,dali:prediction=none,hybrimoe:prediction=none:replacement=keep"
+)
+DAOP = "fiddler,daop,daop:first_layer=1,daop:early=0,daop:predict=0,on-demand"
+
+
+class Commands:
+    """Runs launch.py and keeps each answer in a file."""
+
+    def __init__(self, folder: Path, prefix: Sequence[str]) -> None:
+        self.folder, self.prefix = folder, prefix
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+        (folder / "cache").mkdir(parents=True, exist_ok=True)
+        for name, costs in COSTS.items():
+            self.file(f"{name}.json").write_text(json.dumps(costs, indent=1) + "\n")
+
+    def file(self, name: str) -> Path:
+        return self.folder / name
+
+    def run(self, name: str, *words: str) -> Any:
+        """The JSON answer of a command, of an earlier run where there is one."""
+        path = self.file(f"{name}.answer")
+        if not path.exists():
+            print("python launch.py", *words, "--json", file=sys.stderr, flush=True)
+            command = [*self.prefix, sys.executable, "launch.py", *words, "--json"]
+            answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
+            path.write_text(answer)
+        return json.loads(path.read_text())
+
+    def calibration(self) -> Calibration:
+        [path] = self.file("cache").glob(f"tandem/*/{NAME}")
+        return read(path)[0]
+
+    def replay(self, name: str, trace: str, policies: str, costs: str, *words: str) -> list[Row]:
+        """A row for each policy and setting."""
+        found = self.file(f"{costs}.json")
+        given = ("--costs", str(found) if found.exists() else costs, "--policy", policies, *words)
+        answer = self.run(name, "bench", "--replay", str(self.file(trace)), *given)
+        points = answer.get("points", [{"settings": {}, **answer}])
+        return [_row(p["settings"], policy, policy["decode"]["tok_s"]) for p in points for policy in p["policies"]]
+
+    def measure(self, name: str, policies: str, *words: str) -> list[Row]:
+        """The same of engines."""
+        answer = self.run(name, "bench", "--policy", policies, *words)
+        points = answer.get("points", [{"settings": {}, **answer}])
+        rows = []
+        for point in points:
+            for policy in point["policies"]:
+                speed = policy["decode_tok_s"]
+                row = _row(point["settings"], policy, speed["median"])
+                rows.append(row | {"least": speed["min"], "most": speed["max"]})
+        return rows
+
+
+def _row(settings: Row, policy: Row, speed: float) -> Row:
+    options = "".join(f" {name}={value}" for name, value in policy["options"].items())
+    decode = policy.get("decode") or {}
+    prefetches = decode.get("prefetches") or policy.get("prefetches") or {}
+    row: Row = {**settings, "policy": policy["name"] + options, "tok_s": speed}
+    row["hits"] = decode.get("hit_rate")
+    row["wanted"], row["issued"] = prefetches.get("wanted"), prefetches.get("share")
+    return row
+
+
+def relative(rows: Sequence[Row], first: str, *by: str) -> None:
+    """Sets "x": the speed relative to the policy `first` of the same settings."""
+    base = {tuple(row.get(b) for b in by): row["tok_s"] for row in rows if row["policy"] == first}
+    for row in rows:
+        row["x"] = row["tok_s"] / base[tuple(row.get(b) for b in by)]
+
+
+def traces(c: Commands) -> dict[str, list[Row]]:
+    """Text between the prompts of `bench` calibrates: they begin every 20,000 bytes."""
+    text = c.file("calibration.txt")
+    text.write_bytes(b"".join(_piece(path.read_bytes()) for path in heldout().values()))
+    found = c.run("calibrate", "calibrate", "--text", str(text))
+    for batch, prompt, new in ((1, 256, 256), (4, 32, 64), (16, 32, 64), (64, 32, 128)):
+        words = ("--prompt-len", str(prompt), "--gen-len", str(new), "--rounds", "1")
+        to = ("--sweep", f"batch={batch}", "--record", str(c.file(f"batch-{batch}.trace")))
+        c.run(f"record-{batch}", "bench", "--policy", "all-host", *words, *to)
+    return {
+        "calibration": [
+            {"figure": "similarity of prefill and decode", "ours": found["similarity"], "paper": 0.9005},
+            {"figure": "accuracy of the next layer's router", "ours": found["accuracy"]["raw"], "paper": 0.8411},
+            {"figure": "with DALI's residual", "ours": found["accuracy"]["residual"], "paper": None},
+            {"figure": "tokens of one expert at T", "ours": found["single_expert_share"], "paper": 0.25},
+        ]
+    }
+
+
+def _piece(text: bytes) -> bytes:
+    return text[text.find(b"\n", 3_000) + 1 : text.find(b"\n", 13_000) + 1]
+
+
+def presets(c: Commands) -> dict[str, list[Row]]:
+    sweep = ("--sweep", "cache=0.25,0.5")
+    rows = c.replay("presets", "batch-1.trace", PRESETS, "daop-table-1", *sweep)
+    free = c.replay("presets-unpaused", "batch-1.trace", unpaused(PREDICTING), "daop-table-1", *sweep)
+    return {"presets, replayed": rows, "presets without pauses, replayed": free}
+
+
+def unpaused(policies: str) -> str:
+    """The same with predictions that never pause."""
+    every = policies.split(",")
+    return ",".join(f"{one}:pause=0" if one.split(":")[0] in PREDICTING.split(",") else one for one in every)
+
+
+def daop(c: Commands) -> dict[str, list[Row]]:
+    rows = c.replay("daop", "batch-1.trace", DAOP, "daop-table-1", "--sweep", "cache=0.25,0.375,0.469")
+    relative(rows, "fiddler", "cache")
+    return {"DAOP, replayed": rows}
+
+
+def dali(c: Commands) -> dict[str, list[Row]]:
+    rows = []
+    for batch in (1, 4, 16, 64):
+        found = c.replay(f"dali-{batch}", f"batch-{batch}.trace", DALI, "dali", "--expert-cache", "0.5")
+        rows += [{"batch": batch} | row for row in found]
+    relative(rows, "dali", "batch")
+    parts = []
+    for batch in (4, 16, 64):
+        found = c.replay(f"parts-{batch}", f"batch-{batch}.trace", BREAKDOWN, "dali", "--expert-cache", "0.25")
+        parts += [{"batch": batch} | row for row in found]
+    relative(parts, "all-host", "batch")
+    return {"DALI, replayed": rows, "DALI's parts, replayed": parts}
+
+
+def adapmoe_policies(c: Commands) -> str:
+    """Table 2's, with the threshold at which a quarter of the tokens uses one expert."""
+    gate = f"gate=adaptive:threshold={quarter(c.calibration()):.3g}"
+    every = ["on-demand", f"on-demand:{gate}", "adapmoe:gate=own:sizes=even", f"on-demand:{gate}:sizes=dp"]
+    every += ["adapmoe:gate=own", f"adapmoe:sizes=even:{gate.split(':')[1]}", f"adapmoe:{gate.split(':')[1]}"]
+    return ",".join([*every, "adapmoe", "mixtral-offloading", "pre-gated", "whole-layer"])
+
+
+def quarter(calibration: Calibration) -> float:
+    """T of AdapMoE's gate at which 25 % of the (token, layer) pairs use a single expert."""
+    sensitivity = np.asarray(calibration.sensitivity, np.float64)
+
+    def single(threshold: float) -> float:
+        return float(at_limits(calibration.kept, np.sqrt(threshold / sensitivity).tolist())[:, 1].mean())
+
+    tried = np.geomspace(1e-7, 1, 400)
+    return float(tried[np.argmin([abs(single(t) - 0.25) for t in tried])])
+
+
+def adapmoe(c: Commands) -> dict[str, list[Row]]:
+    tables = {}
+    for costs in ("adapmoe", "adapmoe-slow"):
+        policies, words = adapmoe_policies(c), ("--expert-cache", "0.5")
+        paused = c.replay(costs, "batch-1.trace", policies, costs, *words)
+        relative(paused, "on-demand")
+        tables[f"{costs}, replayed"] = paused
+        free = c.replay(f"{costs}-unpaused", "batch-1.trace", unpaused(policies), costs, *words)
+        relative(free, "on-demand")
+        tables[f"{costs} without pauses, replayed"] = free
+    return tables
+
+
+def quality(c: Commands) -> dict[str, list[Row]]:
+    gate = f"threshold={quarter(c.calibration()):.3g}"
+    policies = f"all-host,adapmoe,adapmoe:{gate},adapmoe:gate=score,pre-gated,daop,daop:first_layer=1"
+    words = ("--ppl-tokens", "1400", "--rounds", "1", "--gen-len", "8", "--prompt-len", "128")
+    rows = []
+    for cache in ("0.25", "0.375", "0.469"):
+        answer = c.run(f"quality-{cache}", "bench", "--policy", policies, "--expert-cache", cache, *words)
+        for policy in answer["policies"]:
+            if found := policy.get("perplexity"):
+                options = "".join(f" {name}={value}" for name, value in policy["options"].items())
+                rows.append({"cache": cache, "policy": policy["name"] + options, **found})
+    return {"perplexity": rows}
+
+
+def accuracy(c: Commands) -> dict[str, list[Row]]:
+    rows = []
+    for cache in ("0.25", "0.469"):
+        policies = "all-host,daop,daop:first_layer=1,adapmoe,pre-gated"
+        words = ("--policy", policies, "--expert-cache", cache, "--limit", "150")
+        answer = c.run(f"accuracy-{cache}", "evaluate", *words)
+        rows += [{"cache": cache, **row} for row in answer["policies"]]
+    return {"accuracy": rows}
+
+
+def paces(c: Commands, link: float, host: float, block: float, rows: int = 1) -> list[str]:
+    """Options of an engine whose link and host take so long for an expert, in the unit in which a layer of
+    resident experts takes `block`."""
+    probe = ("--rounds", "1", "--ppl-tokens", "0", "--prompt-len", "16", "--gen-len", "48")
+    resident = c.run("resident", "bench", "--policy", "layerwise", "--expert-cache", "1", *probe)
+    layer = 1 / resident["policies"][0]["decode_tok_s"]["median"] / 8  # s
+    slow = ("--host-slowdown", "60", "--link-gbps", "0.05")
+    c.run("slowed", "bench", "--policy", "dali", *slow, *probe)
+    emulation = EngineConfig(link_gbps=0.05, host_slowdown=60.0).emulation
+    [record] = [r for _, r in measured_here(c.file("cache/tandem")) if r.setting.emulation == emulation]
+    slowdown = 60 * host / block * layer / float(record.costs.host_seconds(rows, record.tiles))
+    gbps = record.tiles * record.tile_bytes / (link / block * layer) / 1e9
+    return ["--host-slowdown", f"{slowdown:.3g}", "--link-gbps", f"{gbps:.3g}", "--ppl-tokens", "0"]
+
+
+def emulated(c: Commands) -> dict[str, list[Row]]:
+    """Engines in which the host takes part: these take a minute each."""
+    table_1 = paces(c, **TABLE_1)
+    short = ("--prompt-len", "64", "--gen-len", "48", "--rounds", "3")
+    hosts = ",".join(name for name in PRESETS.split(",") if name not in LINK_BOUND.split(","))
+    rows = []
+    for cache in ("0.25", "0.375", "0.469", "0.5"):
+        policies = hosts if cache in ("0.25", "0.5") else "fiddler"
+        policies += ",daop" * (policies == "fiddler") + ",daop:first_layer=1"
+        words = ("--expert-cache", cache, *short, *table_1)
+        rows += [{"cache": cache} | row for row in c.measure(f"emulated-{cache}", policies, *words)]
+    relative(rows, "fiddler", "cache")
+    costs = COSTS["dali"]
+    batches = []
+    for batch, mean in ((1, 1), (4, 1), (16, 4)):
+        block = 2 * costs["device"][0] + costs["other"][0]
+        pace = paces(c, costs["link"], costs["host"][ROWS.index(mean)], block, mean)
+        words = ("--expert-cache", "0.5", "--batch", str(batch), "--prompt-len", "32", "--gen-len", "64")
+        found = c.measure(f"emulated-dali-{batch}", ",".join(DALI.split(",")[:5]), *words, *pace, "--rounds", "3")
+        batches += [{"batch": batch} | row for row in found]
+    relative(batches, "dali", "batch")
+    return {"presets, emulated": rows, "DALI, emulated": batches}
+
+
+def links(c: Commands) -> dict[str, list[Row]]:
+    """Engines that only the link limits: slow, so that they are measured with few tokens."""
+    rows = []
+    for cache in ("0.25", "0.5"):
+        for policy in LINK_BOUND.split(","):
+            words = ("--prompt-len", "64", "--gen-len", "16", "--rounds", "2", *paces(c, **TABLE_1))
+            found = c.measure(f"link-{policy}-{cache}", policy, "--expert-cache", cache, *words)
+            rows += [{"cache": cache} | row for row in found]
+    return {"link-bound presets, emulated": rows}
+
+
+STEPS: dict[str, Callable[[Commands], dict[str, list[Row]]]] = {
+    step.__name__: step for step in (traces, presets, daop, dali, adapmoe, quality, accuracy, emulated, links)
+}
+
+
+def markdown(name: str, rows: Sequence[Row]) -> str:
+    keys = list(dict.fromkeys(key for row in rows for key in row if not isinstance(row[key], list | dict)))
+    lines = [f"### {name}", "", "| " + " | ".join(keys) + " |", "|---" * len(keys) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(_cell(row.get(key)) for key in keys) + " |" for row in rows])
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, help="of traces, calibration and answers; made where it is missing")
+    parser.add_argument("--only", help=f"some of the steps: {','.join(STEPS)}")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables in Markdown")
+    parser.add_argument("--prefix", default="", help="put before each command, such as `taskset -c 0-3`")
+    arguments = parser.parse_args()
+    wanted = (arguments.only or ",".join(STEPS)).split(",")
+    if unknown := [step for step in wanted if step not in STEPS]:
+        parser.error(f"unknown step {unknown[0]}; known are {', '.join(STEPS)}")
+    commands = Commands(arguments.folder.resolve(), arguments.prefix.split())
+    tables = {name: rows for step in wanted for name, rows in STEPS[step](commands).items()}
+    if arguments.json:
+        print(json.dumps(tables, indent=1))
+    else:
+        print("\n\n".join(markdown(name, rows) for name, rows in tables.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
