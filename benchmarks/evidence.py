@@ -3,10 +3,10 @@
     python -m benchmarks.evidence FOLDER [--only traces,presets,...] [--json]
 
 The steps, in order: `traces` calibrates and records; `presets`, `daop`, `dali`, `adapmoe` replay the recorded
-routing with a paper's costs; `quality` scores held-out text; `accuracy` answers items; `emulated` and `links` run
-engines whose link and workers are paced to a paper's ratios, for half an hour. FOLDER has a cache of its own, so
-that no other calibration is replaced; the answers of commands are kept there and not made again. Every command is
-printed on stderr.
+routing with a paper's costs; `quality` scores held-out text; `accuracy` answers items; `emulated` and `links`
+run engines whose link and workers are paced to a paper's ratios, for half an hour. FOLDER has a cache of its
+own, so that no other calibration is replaced; the answers of commands are kept there and not made again. Every
+command is printed on stderr.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -47,7 +46,7 @@ def _costs(link: float, host: tuple[float, float], device: tuple[float, float], 
 
 
 # Not published, so derived (docs/evidence.md): of a PCIe 4.0 x16 link 25 GB/s; of the memory of the host, an
-# EPYC 7532, half for 16 of its 64 cores; of a GPU's memory 70 %; half of the operations that a data sheet has.
+# EPYC 7532, half for 16 of its 64 cores; of a GPU's memory 70 %; half of a data sheet's operations.
 COSTS = {
     "dali": _costs(25, (100, 0.61e12), (655, 35e12), 0.13e-3),  # RTX 3090
     "adapmoe": _costs(25, (100, 0.61e12), (706, 80e12), 0.13e-3),  # RTX 4090; the host computes nothing
@@ -100,7 +99,9 @@ class Commands:
         given = ("--costs", str(found) if found.exists() else costs, "--policy", policies, *words)
         answer = self.run(name, "bench", "--replay", str(self.file(trace)), *given)
         points = answer.get("points", [{"settings": {}, **answer}])
-        return [_row(p["settings"], policy, policy["decode"]["tok_s"]) for p in points for policy in p["policies"]]
+        return [
+            _row(p["settings"], policy, policy["decode"]["tok_s"]) for p in points for policy in p["policies"]
+        ]
 
     def measure(self, name: str, policies: str, *words: str) -> list[Row]:
         """The same of engines."""
@@ -141,13 +142,33 @@ def traces(c: Commands) -> dict[str, list[Row]]:
         words = ("--prompt-len", str(prompt), "--gen-len", str(new), "--rounds", "1")
         to = ("--sweep", f"batch={batch}", "--record", str(c.file(f"batch-{batch}.trace")))
         c.run(f"record-{batch}", "bench", "--policy", "all-host", *words, *to)
+    prefetch = found["prefetch"]
+    top = [
+        {
+            "batch": b,
+            **{
+                f"{of} top {t}": each[i]
+                for of, by in prefetch["accuracy"].items()
+                for t, each in zip(prefetch["top"], zip(*by, strict=True), strict=True)
+            },
+        }
+        for i, b in enumerate(prefetch["rows"])
+    ]
+    cosines = {of: sum(each) / len(each) for of, each in prefetch["cosines"].items()}
     return {
+        "DALI's top-k accuracy": top,
         "calibration": [
             {"figure": "similarity of prefill and decode", "ours": found["similarity"], "paper": 0.9005},
-            {"figure": "accuracy of the next layer's router", "ours": found["accuracy"]["raw"], "paper": 0.8411},
+            {
+                "figure": "accuracy of the next layer's router",
+                "ours": found["accuracy"]["raw"],
+                "paper": 0.8411,
+            },
             {"figure": "with DALI's residual", "ours": found["accuracy"]["residual"], "paper": None},
+            {"figure": "cosine of DALI's inputs, raw", "ours": cosines["raw"], "paper": 0.79},
+            {"figure": "cosine of DALI's inputs, corrected", "ours": cosines["residual"], "paper": 0.89},
             {"figure": "tokens of one expert at T", "ours": found["single_expert_share"], "paper": 0.25},
-        ]
+        ],
     }
 
 
@@ -182,7 +203,9 @@ def dali(c: Commands) -> dict[str, list[Row]]:
     relative(rows, "dali", "batch")
     parts = []
     for batch in (4, 16, 64):
-        found = c.replay(f"parts-{batch}", f"batch-{batch}.trace", BREAKDOWN, "dali", "--expert-cache", "0.25")
+        found = c.replay(
+            f"parts-{batch}", f"batch-{batch}.trace", BREAKDOWN, "dali", "--expert-cache", "0.25"
+        )
         parts += [{"batch": batch} | row for row in found]
     relative(parts, "all-host", "batch")
     return {"DALI, replayed": rows, "DALI's parts, replayed": parts}
@@ -247,11 +270,11 @@ def accuracy(c: Commands) -> dict[str, list[Row]]:
 def paces(c: Commands, link: float, host: float, block: float, rows: int = 1) -> list[str]:
     """Options of an engine whose link and host take so long for an expert, in the unit in which a layer of
     resident experts takes `block`."""
-    probe = ("--rounds", "1", "--ppl-tokens", "0", "--prompt-len", "16", "--gen-len", "48")
+    probe = ("--rounds", "5", "--ppl-tokens", "0", "--prompt-len", "16", "--gen-len", "48")
     resident = c.run("resident", "bench", "--policy", "layerwise", "--expert-cache", "1", *probe)
-    layer = 1 / resident["policies"][0]["decode_tok_s"]["median"] / 8  # s
+    layer = 1 / resident["policies"][0]["decode_tok_s"]["max"] / 8  # s; of the run that least disturbed
     slow = ("--host-slowdown", "60", "--link-gbps", "0.05")
-    c.run("slowed", "bench", "--policy", "dali", *slow, *probe)
+    c.run("slowed", "bench", "--policy", "fiddler", *slow, *probe)
     emulation = EngineConfig(link_gbps=0.05, host_slowdown=60.0).emulation
     [record] = [r for _, r in measured_here(c.file("cache/tandem")) if r.setting.emulation == emulation]
     slowdown = 60 * host / block * layer / float(record.costs.host_seconds(rows, record.tiles))
@@ -262,7 +285,7 @@ def paces(c: Commands, link: float, host: float, block: float, rows: int = 1) ->
 def emulated(c: Commands) -> dict[str, list[Row]]:
     """Engines in which the host takes part: these take a minute each."""
     table_1 = paces(c, **TABLE_1)
-    short = ("--prompt-len", "64", "--gen-len", "48", "--rounds", "3")
+    short = ("--prompt-len", "64", "--gen-len", "32", "--rounds", "2")
     hosts = ",".join(name for name in PRESETS.split(",") if name not in LINK_BOUND.split(","))
     rows = []
     for cache in ("0.25", "0.375", "0.469", "0.5"):
@@ -276,8 +299,10 @@ def emulated(c: Commands) -> dict[str, list[Row]]:
     for batch, mean in ((1, 1), (4, 1), (16, 4)):
         block = 2 * costs["device"][0] + costs["other"][0]
         pace = paces(c, costs["link"], costs["host"][ROWS.index(mean)], block, mean)
-        words = ("--expert-cache", "0.5", "--batch", str(batch), "--prompt-len", "32", "--gen-len", "64")
-        found = c.measure(f"emulated-dali-{batch}", ",".join(DALI.split(",")[:5]), *words, *pace, "--rounds", "3")
+        words = ("--expert-cache", "0.5", "--batch", str(batch), "--prompt-len", "32", "--gen-len", "32")
+        found = c.measure(
+            f"emulated-dali-{batch}", ",".join(DALI.split(",")[:5]), *words, *pace, "--rounds", "2"
+        )
         batches += [{"batch": batch} | row for row in found]
     relative(batches, "dali", "batch")
     return {"presets, emulated": rows, "DALI, emulated": batches}
@@ -311,7 +336,9 @@ def _cell(value: Any) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path, help="of traces, calibration and answers; made where it is missing")
+    parser.add_argument(
+        "folder", type=Path, help="of traces, calibration and answers; made where it is missing"
+    )
     parser.add_argument("--only", help=f"some of the steps: {','.join(STEPS)}")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables in Markdown")
     parser.add_argument("--prefix", default="", help="put before each command, such as `taskset -c 0-3`")
