@@ -70,6 +70,13 @@ def draw(report: Report, path: Path) -> None:
         rows.append([lambda axes: _hits(axes, profiles), lambda axes: _bytes(axes, results, profiles)])
     if profiles and not all(result.exact for result in results):
         rows[1].append(lambda axes: _fidelity(axes, results, profiles))
+    if report.energy:
+        rows.append(
+            [
+                lambda axes: _figures(axes, results, "prefill_j_token", "prefill, J/token, less idle power"),
+                lambda axes: _figures(axes, results, "decode_j_token", "decode, J/token, less idle power"),
+            ]
+        )
     size = (13.0, 1.2 + len(rows) * (1.5 + ROW * len(results)))
     with pyplot.style.context("default"):
         figure, grid = pyplot.subplots(

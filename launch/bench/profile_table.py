@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import Any
 
 from rich.table import Table
@@ -140,6 +141,15 @@ def policy_name(request: PolicyRequest, exact: bool) -> Text:
     if not exact:
         name.append("\napproximate", style="yellow not bold")
     return name
+
+
+def spreads(every: Sequence[list[float]], style: str) -> list[Text]:
+    """Of each row's values the median, and the range below it."""
+    words = alike([of(values) for values in every for of in (median, min, max)])
+    cells = []
+    for middle, least, most in zip(words[::3], words[1::3], words[2::3], strict=True):
+        cells.append(Text(middle, style=style).append(f"\n{least}-{most}", style="dim not bold"))
+    return cells
 
 
 def _added(result: PolicyResult) -> str:

@@ -10,7 +10,15 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from launch.bench.profile_table import legend, policy_name, profile_tables, profile_to_map, routing_notes
+from launch.bench.energy_table import energy_legend, energy_notes, energy_table, energy_to_map
+from launch.bench.profile_table import (
+    legend,
+    policy_name,
+    profile_tables,
+    profile_to_map,
+    routing_notes,
+    spreads,
+)
 from launch.bench.result import PolicyResult, merged_notes
 from launch.phase_profile import PhaseProfile
 from launch.terminal.format import alike, count, model_name, percent
@@ -36,6 +44,11 @@ class Report:
         return [result.decode(tile_bytes) for result in self.results] if counted else []
 
     @property
+    def energy(self) -> dict[str, Any]:
+        """How the energy was measured; empty without --energy."""
+        return dict(self.config.get("energy", {}))
+
+    @property
     def model_name(self) -> str:
         return model_name(self.config["model"], article="")
 
@@ -43,6 +56,9 @@ class Report:
         policies = [_result_to_map(result, self.results[0]) for result in self.results]
         for result, plain, profile in zip(self.results, policies, self.profiles, strict=True):
             plain["decode"] = profile_to_map(profile, result)
+        if self.energy:
+            for result, plain in zip(self.results, policies, strict=True):
+                plain["energy"] = energy_to_map(result, self.results[0])
         notes = routing_notes(self.config["model"])
         return {"config": self.config, "policies": policies, "emulation": self.emulation, "notes": notes}
 
@@ -50,6 +66,8 @@ class Report:
         tables = [_table(self)]
         if profiles := self.profiles:
             tables += profile_tables(self.results, profiles)
+        if self.energy:
+            tables.append(energy_table(self.results, list(self.energy["counters"])))
         return render(*(part for table in tables for part in (table, "")), *self._footnotes())
 
     def _footnotes(self) -> list[Text]:
@@ -72,6 +90,9 @@ class Report:
         lines.append("workers' share: of decode's expert tiles; the device computed the others")
         lines += legend(self.results, self.profiles, c["prompts"])
         notes = [f"note: {note}" for note in routing_notes(c["model"])]
+        if self.energy:
+            lines += energy_legend(self.energy, len(self.results) > 1)
+            notes += [f"note: {note}" for note in energy_notes(self.results, self.energy, self.emulation)]
         noted = [(r.request.name, r.notes) for r in self.results]
         noted += [
             (result.request.name, [f"{result.request.name}: {paused}"])
@@ -115,7 +136,7 @@ def _table(report: Report) -> Table:
     )
     results = report.results
     prefill, first_token, decode = (
-        _spreads([[scale * value for value in result.figures(name)] for result in results], style)
+        spreads([[scale * value for value in result.figures(name)] for result in results], style)
         for name, scale, style in (
             ("prefill_tok_s", 1, ""),
             ("first_token_s", 1e3, ""),
@@ -136,15 +157,6 @@ def _table(report: Report) -> Table:
             percent(median(result.figures("host_share"))),
         )
     return table
-
-
-def _spreads(every: Sequence[list[float]], style: str) -> list[Text]:
-    """Of each row's values the median, and the range below it."""
-    words = alike([of(values) for values in every for of in (median, min, max)])
-    cells = []
-    for middle, least, most in zip(words[::3], words[1::3], words[2::3], strict=True):
-        cells.append(Text(middle, style=style).append(f"\n{least}-{most}", style="dim not bold"))
-    return cells
 
 
 def _cache(config: dict[str, Any]) -> str:

@@ -8,10 +8,12 @@ import asyncio
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from launch.bench.meter import Meter, PhaseEnergy
 from launch.bench.prompts import Prompt
 from launch.errors import AnswerLost, Disturbed, WrongUsage
 from launch.phase_profile import Tree
@@ -25,6 +27,19 @@ SAMPLING = Sampling(temperature=1.0)
 
 
 @dataclass(frozen=True)
+class Span:
+    """A phase: two times, and the tokens of all requests between them."""
+
+    begin: float
+    end: float
+    tokens: int
+
+    @property
+    def tok_s(self) -> float:
+        return self.tokens / (self.end - self.begin)
+
+
+@dataclass(frozen=True)
 class Timeline:
     """Arrival times of the tokens of B requests that were sent together; seconds of one clock."""
 
@@ -33,10 +48,14 @@ class Timeline:
     arrivals: tuple[tuple[float, ...], ...]  # [B][G], each ascending
 
     @property
-    def prefill_tok_s(self) -> float:
-        """All prompts' tokens over the time until the last request's first token. With several requests this
+    def prefill(self) -> Span:
+        """All prompts' tokens, in the time until the last request's first token. With several requests this
         time includes decode steps between the chunks of later prompts."""
-        return len(self.arrivals) * self.prompt_tokens / (self._all_began - self.sent)
+        return Span(self.sent, self._all_began, len(self.arrivals) * self.prompt_tokens)
+
+    @property
+    def prefill_tok_s(self) -> float:
+        return self.prefill.tok_s
 
     @property
     def first_token_s(self) -> float:
@@ -49,11 +68,15 @@ class Timeline:
         return min(len(times) - had for times, had in zip(self.arrivals, self._had, strict=True))
 
     @property
-    def decode_tok_s(self) -> float:
-        """New tokens of all requests a second while all of them decode; needs `decode_steps` above 0."""
+    def decode(self) -> Span:
+        """New tokens of all requests while all of them decode; needs `decode_steps` above 0."""
         steps = self.decode_steps
         end = max(times[had + steps - 1] for times, had in zip(self.arrivals, self._had, strict=True))
-        return len(self.arrivals) * steps / (end - self._all_began)
+        return Span(self._all_began, end, len(self.arrivals) * steps)
+
+    @property
+    def decode_tok_s(self) -> float:
+        return self.decode.tok_s
 
     @property
     def _all_began(self) -> float:
@@ -75,14 +98,26 @@ class Run:
     host_share: float  # of the expert tiles of decode, 0..1
     placed_bytes_per_token: float = 0.0  # of those: by placement and replacement, in the background
     decode: Tree = field(default_factory=dict)  # the engine's counters of decode, see pipeline/counters.py
+    energy: dict[str, PhaseEnergy] = field(default_factory=dict)  # with --energy: `prefill` and `decode`
+
+    @property
+    def prefill_j_token(self) -> float:
+        return self.energy["prefill"].j_token
+
+    @property
+    def decode_j_token(self) -> float:
+        return self.energy["decode"].j_token
 
 
-async def measure(client: Client, prompts: Sequence[Prompt], gen_len: int) -> tuple[Run, list[Done]]:
+async def measure(
+    client: Client, prompts: Sequence[Prompt], gen_len: int, meter: Meter | None = None
+) -> tuple[Run, list[Done]]:
     """Send all prompts (of one length) at once and wait for exactly `gen_len` new tokens of each, at least 2.
-    Returns the figures and each request's Done. Raises Disturbed, WrongUsage where no step would have all
-    requests decode, AnswerLost, RequestFailed."""
+    Returns the figures, with `meter` of energy too, and each request's Done. Raises Disturbed, WrongUsage
+    where no step would have all requests decode, AnswerLost, RequestFailed, OSError of the counters."""
     before = await client.stats()
-    timeline, ends = await _generate(client, prompts, gen_len)
+    async with nullcontext() if meter is None else meter.recording() as recording:
+        timeline, ends = await _generate(client, prompts, gen_len)
     after = await client.stats()
     rows = {"prefill": sum(map(len, prompts)), "decode": len(prompts) * (gen_len - 1)}
     _check_undisturbed(before, after, rows, ends)
@@ -97,6 +132,10 @@ async def measure(client: Client, prompts: Sequence[Prompt], gen_len: int) -> tu
     later = decode["fetched_bytes"] + background
     predicted = sum(_grown(before, after, "engine", phase)["predicted_tiles"] for phase in rows)
     tiles = decode["host_tiles"] + decode["resident_tiles"] + decode["fetched_tiles"]
+    energy = {}
+    if meter is not None and recording is not None:
+        for phase, span in (("prefill", timeline.prefill), ("decode", timeline.decode)):
+            energy[phase] = meter.energy(recording, span.begin, span.end, span.tokens)
     run = Run(
         prefill_tok_s=timeline.prefill_tok_s,
         first_token_s=timeline.first_token_s,
@@ -106,6 +145,7 @@ async def measure(client: Client, prompts: Sequence[Prompt], gen_len: int) -> tu
         host_share=decode["host_tiles"] / tiles if tiles else 0.0,
         placed_bytes_per_token=(background - predicted * after["tile_bytes"]) / rows["decode"],
         decode=difference(after["engine"]["decode"], before["engine"]["decode"]),
+        energy=energy,
     )
     return run, ends
 

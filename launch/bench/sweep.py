@@ -11,6 +11,7 @@ from itertools import groupby, product
 from typing import Any
 
 from launch.bench.command import EXACT, check, compare, session
+from launch.bench.meter import open_meter
 from launch.bench.plan import WARM_UP_NEW, WARM_UP_PROMPT, BenchPlan
 from launch.bench.prompts import make_prompts
 from launch.bench.run import Run, measure
@@ -80,6 +81,7 @@ def _in_one_size(found: Sequence[tuple[dict[str, Any], Options]]) -> list[tuple[
 async def sweep(options: Options, interrupts: Interrupts) -> int:
     """Raises as `bench`."""
     every = comparisons(options)
+    meter = await open_meter(options)
     caches = [list(group) for _, group in groupby(every, key=lambda each: each.settings.get("cache"))]
     runs = sum(each.plan.runs for each in every)
     policies, rounds = len(every[0].plan.policies), every[0].plan.rounds
@@ -99,7 +101,7 @@ async def sweep(options: Options, interrupts: Interrupts) -> int:
                     try:
                         with bar:
                             await check(client, each.plan, each.options)
-                            found = await compare(client, each.plan, each.options, changes, bar, where)
+                            found = await compare(client, each.plan, each.options, changes, bar, where, meter)
                     except (WrongUsage, RequestFailed) as e:
                         if isinstance(e, RequestFailed) and not e.usage:
                             raise

@@ -30,21 +30,23 @@ def draw_sweep(report: SweepReport, path: Path) -> None:
     along = next((name for name in swept if name in WORDS), "")
     others = [name for name in swept if name != along]
     panels = list(dict.fromkeys(tuple((name, row.settings[name]) for name in others) for row in rows))
-    speeds: dict[str, Callable[[Row], Sequence[float]]] = {
+    figures: dict[str, Callable[[Row], Sequence[float]]] = {
         "decode, tok/s": lambda row: row.decode,
         "prefill, tok/s": lambda row: row.prefill,
     }
+    if rows[0].joules:
+        figures["decode, J/token"] = lambda row: row.joules
     policies = [PolicyRequest(*pair) for pair in _distinct(rows)]
     with pyplot.style.context("default"):
         figure, grid = pyplot.subplots(
-            2,
+            len(figures),
             len(panels),
             sharey="row",
             squeeze=False,
-            figsize=(2.5 + 4.0 * len(panels), 7.2),
+            figsize=(2.5 + 4.0 * len(panels), 3.6 * len(figures)),
             layout="constrained",
         )
-        for line, (title, of) in zip(grid, speeds.items(), strict=True):
+        for line, (title, of) in zip(grid, figures.items(), strict=True):
             for axes, panel in zip(line, panels, strict=True):
                 here = [row for row in rows if all(row.settings[name] == value for name, value in panel)]
                 if along:

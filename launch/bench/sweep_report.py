@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from launch.bench.energy_table import energy_legend
 from launch.bench.profile_table import policy_name
 from launch.bench.replay_report import Report as ReplayReport
 from launch.bench.report import Report, warmed
@@ -45,6 +46,7 @@ class Row:
     moved: float  # bytes a token in decode
     hits: float | None  # of needed experts, in decode
     host_share: float
+    joules: Sequence[float] = ()  # of a token of decode, less idle power; empty without --energy
 
 
 @dataclass
@@ -109,6 +111,8 @@ class SweepReport:
         several = any(row.ratio != 1 for row in rows)
         numbers = ["prefill\ntok/s", "decode\ntok/s", *["\nx"] * several, "copied\nMB/token", "expert\nhits"]
         numbers.append("workers'\nshare")
+        joules = alike([median(row.joules) for row in rows]) if rows[0].joules else []
+        numbers += ["J/\ntoken"] * bool(joules)
         table = make_table(*(f"\n{HEADINGS[name]}" for name in names), "\npolicy", numbers=numbers, gap=0)
         prefill = _spreads([row.prefill for row in rows], "")
         decode = _spreads([row.decode for row in rows], "bold")
@@ -127,6 +131,7 @@ class SweepReport:
                 moved[i],
                 percent(row.hits),
                 percent(row.host_share),
+                *joules[i : i + 1],
             )
         return table
 
@@ -140,6 +145,8 @@ class SweepReport:
             lines.append(warmed(report.config | swept))
         else:
             lines.append("tok/s: of the layers alone, simulated")
+        if isinstance(report, Report) and report.energy:
+            lines += energy_legend(report.energy, several=False)
         lines.append("x: decode relative to the setting's first policy; copied, hits, share: of decode")
         notes = [
             f"note: {words_of(point.settings)} left out: {point.left_out}"
@@ -194,6 +201,7 @@ def _measured(point: Point, result: PolicyResult, first: PolicyResult, hits: flo
         median(result.figures("moved_bytes_per_token")),
         hits,
         median(result.figures("host_share")),
+        result.figures("decode_j_token") if result.runs[0].energy else (),
     )
 
 

@@ -194,6 +194,8 @@ def parse(arguments: list[str]) -> Options:
     options = Options(command, written)
     if "key" in written and "listen" not in written and options.remote is None:
         raise WrongUsage("--key is for tcp: --connect tcp://HOST:PORT, or serve --listen tcp://ADDRESS:PORT")
+    if "energy" in written and options.remote is not None:
+        raise WrongUsage("--energy reads the counters of this machine; run bench where the engine runs")
     if options.connect:
         # A running engine keeps its seed; injected faults have their own.
         allowed = {"seed"} if "chaos" in written else REQUEST_OPTIONS.get(command, set())

@@ -39,7 +39,9 @@ class Engines:
         self.engines[-1].kv_tokens = options.written.get("kv_tokens", 2048)
         yield self.engines[-1]
 
-    async def measure(self, client: StandInEngine, prompts: Any, gen_len: int) -> tuple[Run, list[Done]]:
+    async def measure(
+        self, client: StandInEngine, prompts: Any, gen_len: int, meter: object = None
+    ) -> tuple[Run, list[Done]]:
         self.runs += 1
         if self.runs == self.interrupt_at:
             raise asyncio.CancelledError
