@@ -3,7 +3,6 @@
     python -m benchmarks.evidence FOLDER [--only traces,presets,...] [--json]
 
 The steps, in order: `traces` calibrates and records; `presets`, `daop`, `dali`, `adapmoe` replay the recorded
-The steps, in order: `traces` calibrates and records; `presets`, `daop`, `dali`, `adapmoe` replay the recorded
 routing with a paper's costs; `quality` scores held-out text; `accuracy` answers items; `emulated` and `links`
 run engines whose link and workers are paced to a paper's ratios, for half an hour. FOLDER has a cache of its
 own, so that no other calibration is replaced; the answers of commands are kept there and not made again. All
