@@ -47,23 +47,22 @@ def energy_ratio(result: PolicyResult, first: PolicyResult) -> float | None:
     return result.ratio(first, "decode_j_token")
 
 
-def energy_legend(energy: dict[str, Any], several: bool) -> list[str]:
-    """`energy`: of the report's config. `several`: policies."""
+def energy_legend(energy: dict[str, Any], policies: int) -> list[str]:
+    """Explains the columns. `energy`: of the report's config. `policies`: how many have a row; 0 for a table
+    with only decode's joules."""
     idle = ", ".join(f"{part} {watts:.1f} W" for part, watts in energy["idle_watts"].items())
     lines = [
-        "J/token: less the power of this machine with the engine loaded and idle,",
-        f"which is {idle}; with idle: of decode, that power included",
+        f"J/token{' of decode' * (not policies)}: less the power of this machine, engine loaded and idle:"
     ]
-    if several:
+    lines.append(f"{idle}{'; with idle: of decode, that power included' * bool(policies)}")
+    if policies > 1:
         lines.append("x after J/token: decode's, relative to the first policy; below 1 is less energy")
-    if len(energy["counters"]) > 1:
+    if policies and len(energy["counters"]) > 1:
         lines.append(f"{', '.join(energy['counters'])}: their parts of decode's J/token")
     names = [name for of_part in energy["counters"].values() for name in of_part]
     lines.append(f"energy counters: {', '.join(names)}")
-    read, slowest = energy["read_every_s"], energy["resolution_s"]
-    lines.append(
-        f"read every {1e3 * read:.0f} ms, changed every {1e3 * slowest:.0f} ms, interpolated between"
-    )
+    read, slowest = (f"{1e3 * energy[name]:.0f} ms" for name in ("read_every_s", "resolution_s"))
+    lines.append(f"read every {read}, changed every {slowest}, interpolated between")
     return lines
 
 
@@ -71,6 +70,8 @@ def energy_notes(results: Sequence[PolicyResult], energy: dict[str, Any], emulat
     notes = [f"without a counter: {line}" for line in energy["unread"]]
     if emulation:
         notes.append("the joules are this machine's, which waits as long as the emulated one computes")
+    if any(min(result.figures("decode_j_token")) <= 0 for result in results):
+        notes.append("runs took no more than the idle machine; other programs ran, then or while it was idle")
     for phase, longer in LONGER.items():
         shortest = min(run.energy[phase].seconds for result in results for run in result.runs)
         if shortest < COARSE * energy["resolution_s"]:

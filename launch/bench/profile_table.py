@@ -148,7 +148,8 @@ def spreads(every: Sequence[list[float]], style: str) -> list[Text]:
     words = alike([of(values) for values in every for of in (median, min, max)])
     cells = []
     for middle, least, most in zip(words[::3], words[1::3], words[2::3], strict=True):
-        cells.append(Text(middle, style=style).append(f"\n{least}-{most}", style="dim not bold"))
+        between = " to " if least.startswith("-") else "-"
+        cells.append(Text(middle, style=style).append(f"\n{least}{between}{most}", style="dim not bold"))
     return cells
 
 

@@ -91,7 +91,7 @@ class Report:
         lines += legend(self.results, self.profiles, c["prompts"])
         notes = [f"note: {note}" for note in routing_notes(c["model"])]
         if self.energy:
-            lines += energy_legend(self.energy, len(self.results) > 1)
+            lines += energy_legend(self.energy, len(self.results))
             notes += [f"note: {note}" for note in energy_notes(self.results, self.energy, self.emulation)]
         noted = [(r.request.name, r.notes) for r in self.results]
         noted += [

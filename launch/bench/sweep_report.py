@@ -146,7 +146,7 @@ class SweepReport:
         else:
             lines.append("tok/s: of the layers alone, simulated")
         if isinstance(report, Report) and report.energy:
-            lines += energy_legend(report.energy, several=False)
+            lines += energy_legend(report.energy, policies=0)
         lines.append("x: decode relative to the setting's first policy; copied, hits, share: of decode")
         notes = [
             f"note: {words_of(point.settings)} left out: {point.left_out}"

@@ -436,7 +436,10 @@ def test_report_has_joules_a_token(tmp_path: Path) -> None:
     assert "mixtral-offloading 0.270 6.0 1.00 10.0 3.00 1.00 2.00" in plain
     assert "0.260-0.280 5.0-7.0" in plain
     for words in (
-        *("idle, which is cpu 8.0 W, dram 2.0 W, gpu 10.0 W", "package-0, package-0 dram, GPU A"),
+        *(
+            "engine loaded and idle: cpu 8.0 W, dram 2.0 W, gpu 10.0 W; with idle: of",
+            "package-0, package-0 dram, GPU A",
+        ),
         *("read every 20 ms, changed every 100 ms", "note: without a counter: package-1: Permission"),
         "note: prefill took 50 ms, so its joules are coarse; measure longer prompts",
     ):
@@ -466,7 +469,10 @@ def test_no_ratio_to_a_run_that_took_no_more_than_the_idle_machine() -> None:
     first = report.results[0]
     first.runs = [replace(r, energy=r.energy | {"decode": phase(10, 2.0, 16, 4, 19)}) for r in first.runs]
     assert [policy["energy"]["decode_ratio"] for policy in report.to_json()["policies"]] == [None, None]
-    assert "-0.10" in report.render()
+    text = " ".join(report.render().split())
+    assert "-0.10 to -0.10" in text
+    assert "note: runs took no more than the idle machine" in text
+    assert "no more than the idle machine" not in energy_report().render()
 
 
 def test_report_without_energy_has_none_of_it() -> None:
@@ -518,5 +524,7 @@ async def test_sweep_and_bench_measure_the_idle_machine_and_every_run(
     rows = [row.split() for row in text.splitlines() if "all-host" in row or "fiddler" in row]
     assert [row[-1] for row in rows[:4]] == ["3.00"] * 4
     assert "energy counters: package-0, GPU A" in text
+    assert "J/token of decode: less the power of this machine" in text
+    assert "with idle" not in text
     assert len(idle) == 3
     assert (tmp_path / "sweep.png").stat().st_size > 5000
