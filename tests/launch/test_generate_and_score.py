@@ -79,7 +79,7 @@ def run_on(engine: StandInEngine, module: ModuleType, monkeypatch: pytest.Monkey
         yield engine
 
     monkeypatch.setattr(module, "reconnecting_client", client)
-    command = module.__name__.removeprefix("launch.")
+    command = module.__name__.split(".")[1]  # launch.score.command has score
     connect = [] if "--connect" in words else ["--connect"]
     return getattr(module, command)(parse([command, *words, *connect]), Interrupts())
 

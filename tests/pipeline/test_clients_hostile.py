@@ -128,7 +128,9 @@ async def test_connections_without_welcome_share_a_few_answers_a_second(frames: 
         assert ANONYMOUS_REFUSALS <= len(answers) <= 3 * ANONYMOUS_REFUSALS
         assert {(type(a), a.request) for a in answers} == {(Error, -1)}
         await connections[0].send(Hello(VERSION))  # a correct Hello is still answered
-        assert (await connections[0].next()) == WELCOME
+        while isinstance(answer := await connections[0].next(), Error):
+            pass  # a refusal that a busy machine sent late
+        assert answer == WELCOME
 
 
 async def test_connections_without_welcome_leave_no_state() -> None:
