@@ -74,7 +74,7 @@ async def session(
         before = await client.stats()
         if "engine" not in before:
             raise WrongUsage(
-                "bench needs the engine's counters, which it shows to a key with the right admin"
+                f"{options.command} needs the engine's counters, which it shows to a key with the right admin"
             )
         changes: list[PolicyChanged] = []
         client.on_policy = changes.append
@@ -162,7 +162,7 @@ async def _run(
                 continue
             await warm_up(client, others, new)
             run, _ = await measure(client, prompts, plan.gen_len, meter)
-            _check_own(changes)
+            check_own(changes)
             if turn:  # the first is the warm-up; a policy's notes about a cold engine are dropped with it
                 result.exact = changed.exact
                 result.notes += [note for note in changed.notes if note not in result.notes]
@@ -207,7 +207,7 @@ async def _compare_perplexity(
             await client.set_policy(request.name, request.options, counted=False)
             await warm_up(client, others, new)
             found = await texts.perplexity(client)
-            _check_own(changes)
+            check_own(changes)
             bar.count()
             return found
 
@@ -222,11 +222,11 @@ def _uncalibrated(results: Sequence[PolicyResult], seed: int) -> list[str]:
     return [result.request.label for result in results if make_policy(result.request, seed).likes_calibration]
 
 
-def _check_own(changes: list[PolicyChanged]) -> None:
+def check_own(changes: list[PolicyChanged]) -> None:
     """Raises Disturbed where another client has changed the policy."""
     if changes:
         raise Disturbed(
-            f"another client set the policy {changes[-1].policy} meanwhile; run bench without --connect"
+            f"another client set the policy {changes[-1].policy} meanwhile; run this without --connect"
         )
 
 

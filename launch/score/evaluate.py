@@ -1,19 +1,24 @@
 """`launch.py evaluate`: the share of multiple-choice items that the model answers right, under each policy.
 
 A model answers with the choice whose tokens have the greatest log-probability after the context; `per byte`
-divides it by the choice's length first, so that a long choice is no worse for its length. The context but for
-its last token is prefilled, and the rest is computed one token at a time: approximations act while decoding.
+divides it by the choice's length first, so that a long choice is no worse for its length. A tokenizer may
+join the context's end and a choice's beginning in one token, so an item's choices are compared from the first
+token on that they and the context do not all share. The context but for its last token is prefilled, and the
+rest is computed one token at a time: approximations act while decoding.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from math import sqrt
+from itertools import takewhile
+from math import fsum, isnan, sqrt
 from pathlib import Path
 from typing import Any
 
+from launch.bench.command import check_own, session
 from launch.bench.run import warm_up
 from launch.command_line.options import Options
 from launch.connect.session import connected
@@ -29,6 +34,7 @@ from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from protocol.client import Client
 from protocol.errors import RequestFailed
+from protocol.messages import PolicyChanged
 
 AT_ONCE = 8  # items whose choices are scored at the same time
 WARM_UP_NEW = 8  # tokens generated under a new policy before its first item
@@ -85,13 +91,13 @@ class Accuracy:
 
 
 async def evaluate(options: Options, interrupts: Interrupts) -> int:
-    """Raises WrongUsage, RequestFailed, PolicyError and what `connected` raises."""
+    """Raises WrongUsage, RequestFailed, PolicyError, Disturbed and what `connected` raises."""
     path: Path = options.written.get("items") or embedded_items()
     items = read_items(path)[: options.written.get("limit")]
     policies = options.policies()
     for request in policies:
         make_policy(request, options.config().seed)
-    async with connected(options, interrupts) as client:
+    async with _engine(options, interrupts) as (client, changes):
         if not client.welcome.has_tokenizer:
             raise WrongUsage("evaluate: this model has no tokenizer, and items are text")
         present = PolicyRequest(client.welcome.policy)
@@ -101,9 +107,10 @@ async def evaluate(options: Options, interrupts: Interrupts) -> int:
                 exact = client.welcome.exact
                 if policies:
                     exact = (await client.set_policy(request.name, request.options, counted=False)).exact
-                    await _warm_up(client, items[0])
+                    await _warm_up(client, path, items[0])
                 bar.start_stage(f"evaluate: {request.name}")
                 results.append(await _answers(client, path, items, request, exact, bar))
+                check_own(changes)
         model = client.welcome.model
     if "json" in options.written:
         print_json(_to_json(model, path, items, results), digits=7)
@@ -112,16 +119,41 @@ async def evaluate(options: Options, interrupts: Interrupts) -> int:
     return 0
 
 
-async def _warm_up(client: Client, item: Item) -> None:
+@asynccontextmanager
+async def _engine(
+    options: Options, interrupts: Interrupts
+) -> AsyncIterator[tuple[Client, list[PolicyChanged]]]:
+    """As `session`; without --policy no policy is set, and a client needs no right."""
+    if options.policies():
+        async with session(options, interrupts) as found:
+            yield found
+        return
+    async with connected(options, interrupts) as client:
+        changes: list[PolicyChanged] = []
+        client.on_policy = changes.append
+        yield client, changes
+
+
+async def _warm_up(client: Client, path: Path, item: Item) -> None:
     """Fill the expert cache of a policy that was just set."""
-    await warm_up(client, [await _tokens(client, item.context)], WARM_UP_NEW)
+    with _named(path, item):
+        await warm_up(client, [tuple(await _tokens(client, item.context))], WARM_UP_NEW)
 
 
-async def _tokens(client: Client, text: str) -> tuple[int, ...]:
+@contextmanager
+def _named(path: Path, item: Item) -> Iterator[None]:
+    """Says of which item a request failed."""
+    try:
+        yield
+    except RequestFailed as e:
+        raise RequestFailed(f"{path}, line {item.line}: {e}", usage=e.usage) from e
+
+
+async def _tokens(client: Client, text: str) -> list[int]:
     found: list[int] = []
     async for block in client.score(text=text):
         found += block.tokens.tolist()
-    return tuple(found)
+    return found
 
 
 async def _answers(
@@ -136,10 +168,8 @@ async def _answers(
 
     async def answer(item: Item) -> tuple[int, int]:
         async with free:
-            try:
+            with _named(path, item):
                 scores = await _scores(client, item)
-            except RequestFailed as e:
-                raise RequestFailed(f"{path}, line {item.line}: {e}", usage=e.usage) from e
         bar.count()
         by_byte = [score / len(text.encode()) for score, text in zip(scores, item.choices, strict=True)]
         return scores.index(max(scores)), by_byte.index(max(by_byte))
@@ -154,17 +184,29 @@ async def _answers(
 
 
 async def _scores(client: Client, item: Item) -> list[float]:
-    """The log-probability of each choice after the context."""
-    before = len(await _tokens(client, item.context)) - 1  # rows that predict the context
+    """The log-probability of each choice after the context. Raises RequestFailed."""
+    context = await _tokens(client, item.context)
+    read = max(1, len(context) - 1)  # rows that predict the context
 
-    async def score(choice: str) -> float:
-        total = 0.0
-        text = item.context + choice
-        async for block in client.score(text=text, stepwise=True, prefill=max(1, before)):
-            total += float(block.chosen[max(0, before - block.start) :].sum(dtype="float64"))
-        return total
+    async def score(choice: str) -> tuple[list[int], list[float]]:
+        tokens: list[int] = []
+        chosen: list[float] = []
+        async for block in client.score(text=item.context + choice, stepwise=True, prefill=read):
+            tokens += block.tokens.tolist()
+            chosen += block.chosen.tolist()
+        return tokens, chosen
 
-    return await asyncio.gather(*map(score, item.choices))
+    scored = await asyncio.gather(*map(score, item.choices))
+    every = zip(context, *(tokens for tokens, _ in scored), strict=False)
+    shared = sum(1 for _ in takewhile(lambda same: len(set(same)) == 1, every))
+    if not shared or any(len(tokens) == shared for tokens, _ in scored):
+        raise RequestFailed(
+            "its choices do not begin with a token of their own after the context", usage=True
+        )
+    scores = [fsum(chosen[shared - 1 :]) for _, chosen in scored]  # a row predicts the next token
+    if any(map(isnan, scores)):
+        raise RequestFailed("the model's logits are not finite")
+    return scores
 
 
 def _kinds(items: Sequence[Item]) -> list[str]:

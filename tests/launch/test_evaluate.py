@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engines import run
+from test_bench_command import WELCOME, StandInEngine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.embedded_model.items import CHOICES, EACH
-from launch.errors import WrongUsage
+from launch.bench import command
+from launch.command_line.options import parse
+from launch.errors import Disturbed, WrongUsage
+from launch.score import evaluate
 from launch.score.items import read_items
+from launch.terminal.interrupts import Interrupts
 from pipeline.assets import heldout, items, model_dir
+from protocol.errors import RequestFailed
+from protocol.messages import PolicyChanged, Scores
 
 GOOD: dict[str, Any] = {"context": "a b", "choices": [" c", " d"], "answer": 1}
 
@@ -125,3 +136,75 @@ def test_an_item_longer_than_the_context_ends_with_its_line(tmp_path: Path) -> N
     code, out, error = run("evaluate", "--items", str(path), "--context", "64", "--policy", "all-host")
     assert (code, out) == (2, "")
     assert f"{path}, line 2: " in error.splitlines()[-1]
+
+
+# A tokenizer that joins "y" with what follows: the tokens of each text, and their log-probabilities.
+JOINED: dict[str, tuple[list[int], list[float]]] = {
+    "x y": ([1, 2, 3], []),
+    "x ya": ([1, 2, 4], [-1.0, -3.0]),
+    "x yb": ([1, 2, 5], [-1.0, -2.0]),
+    "x y c": ([1, 2, 3, 6], [-1.0, -0.5, -4.0]),
+    "x y ": ([1, 2, 3], [-1.0, -0.5]),
+}
+
+
+class ScoringEngine(StandInEngine):
+    """Scores the texts of JOINED. `other`: a policy that another client sets after the first score."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.welcome, self.other = replace(WELCOME, has_tokenizer=True), ""
+
+    async def score(self, **fields: Any) -> AsyncIterator[Scores]:
+        tokens, given = JOINED[fields["text"]]
+        chosen = np.array(given or [0.0] * (len(tokens) - 1), np.float32)
+        if self.other and self.on_policy is not None:
+            self.on_policy(PolicyChanged(0, self.other, True, ()))
+        yield Scores(0, 0, np.array(tokens, np.int32), chosen, np.zeros((0, 0), np.float32))
+
+
+@pytest.fixture
+def scoring(monkeypatch: pytest.MonkeyPatch) -> ScoringEngine:
+    engine = ScoringEngine()
+
+    @asynccontextmanager
+    async def connected(*_: object) -> AsyncIterator[ScoringEngine]:
+        yield engine
+
+    for module in (command, evaluate):
+        monkeypatch.setattr(module, "connected", connected)
+    return engine
+
+
+async def evaluated(path: Path, *words: str) -> None:
+    line = ["evaluate", "--items", str(path), "--json", *words]
+    assert await evaluate.evaluate(parse(line), Interrupts()) == 0
+
+
+async def test_choices_that_join_the_contexts_last_token_are_compared_with_it(
+    scoring: ScoringEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the first token that differs: -3, -2, and -0.5 - 4."""
+    path = written(tmp_path, {"context": "x y", "choices": ["a", "b", " c"], "answer": 1})
+    await evaluated(path)
+    (found,) = json.loads(capsys.readouterr().out)["policies"]
+    assert (found["answers"], found["accuracy"]) == ([1], 1)
+
+
+async def test_a_choice_without_a_token_is_refused_with_its_line(
+    scoring: ScoringEngine, tmp_path: Path
+) -> None:
+    path = written(tmp_path, {"context": "x y", "choices": [" ", " c"], "answer": 0})
+    with pytest.raises(RequestFailed, match="line 1: its choices do not begin with a token of their own"):
+        await evaluated(path)
+
+
+async def test_a_running_engine_has_its_policy_again(scoring: ScoringEngine, tmp_path: Path) -> None:
+    path = written(tmp_path, {"context": "x y", "choices": ["a", "b"], "answer": 1})
+    await evaluated(path, "--connect", "--policy", "all-host,fiddler")
+    named = [event for event in scoring.events if event[0] in ("all-host", "fiddler", "dali")]
+    assert named == [("all-host", {}, False), ("fiddler", {}, False), ("dali", {"a": "b"}, True)]
+    scoring.other = "on-demand"
+    for words in (("--policy", "all-host"), ()):
+        with pytest.raises(Disturbed, match="another client set the policy on-demand"):
+            await evaluated(path, "--connect", *words)
