@@ -1,6 +1,6 @@
 """`launch.py bench --sweep`: `bench` for every combination of swept settings. Options of policies are further
 policies of each comparison; the other settings are comparisons one after the other, in one engine as long as
-the expert cache keeps its size. What was measured before a Ctrl-C is shown."""
+the expert cache keeps its size. What was measured before a Ctrl-C or a failure is shown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from launch.bench.sweep_plot import draw_sweep
 from launch.bench.sweep_report import Point, SweepReport, words_of
 from launch.command_line.options import Options
 from launch.command_line.sweep import SETTINGS, axes
-from launch.errors import WrongUsage
+from launch.errors import Disturbed, WrongUsage
 from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.log import notice
@@ -108,7 +108,7 @@ async def sweep(options: Options, interrupts: Interrupts) -> int:
                         report.points.append(Point(each.settings, None, str(e)))
                         continue
                     report.points.append(Point(each.settings, found))
-    except asyncio.CancelledError:
+    except (Exception, asyncio.CancelledError):
         report.interrupted = True
         if report.measured:
             _show(report, options)
@@ -135,7 +135,7 @@ async def _announce(client: Client, every: Sequence[Comparison]) -> None:
     prompts = await make_prompts(client, largest, TRIAL_PROMPT, seed=0)
     try:
         pace = {b: (await measure(client, prompts[:b], TRIAL_NEW))[0] for b in {1, largest}}
-    except WrongUsage:  # the answers of so many requests do not overlap
+    except (WrongUsage, Disturbed):  # so many requests do not overlap, or do not fit
         return
     minutes = sum(_seconds(each.plan, pace, client.welcome.context) for each in every) / 60
     notice(f"sweep: about {minutes:.0f} minutes" if minutes >= 1.5 else f"sweep: about {60 * minutes:.0f} s")

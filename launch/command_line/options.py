@@ -105,6 +105,10 @@ class Options:
                 continue
             for value in axis.values:
                 of, option, _ = _setting("--sweep", f"{axis.name}={value}", names)
+            if fixed := [r for r in found if r.name in of and option in r.options]:
+                raise WrongUsage(
+                    f"--sweep {axis.name}: {fixed[0].name}.{option} is given as well; give one of them"
+                )
             found = [
                 replace(request, options=request.options | chosen)
                 for request in found

@@ -54,18 +54,19 @@ def _axis(text: str) -> Axis:
     words = [word.strip() for word in listed.split(",")]
     if not (name and equals and all(words)):
         raise WrongUsage(f"--sweep {text}: write it as NAME=V1,V2, such as batch=1,4,16 or dali.window=2,8")
-    if len(set(words)) < len(words):
-        raise WrongUsage(f"--sweep {text}: a value comes twice")
     options = {option.replace("_", "-"): short for short, (option, _) in SETTINGS.items()}
     name = options.get(name.replace("_", "-"), name)
-    if name not in SETTINGS:
-        if "." not in name and (near := difflib.get_close_matches(name, [*SETTINGS, *options], 1)):
-            raise WrongUsage(f"--sweep {text}: unknown {name!r}; did you mean {near[0]!r}?")
-        return Axis(name, tuple(words))
+    known = name in SETTINGS or "." in name
+    if not known and (near := difflib.get_close_matches(name, [*SETTINGS, *options], 1)):
+        raise WrongUsage(f"--sweep {text}: unknown {name!r}; did you mean {near[0]!r}?")
     try:
-        return Axis(name, tuple(SETTINGS[name][1](word) for word in words))
+        read = SETTINGS[name][1] if name in SETTINGS else str
+        axis = Axis(name, tuple(map(read, words)))
     except argparse.ArgumentTypeError as e:
         raise WrongUsage(f"--sweep {text}: {e}") from None
+    if len(set(axis.values)) < len(words):
+        raise WrongUsage(f"--sweep {text}: a value comes twice")
+    return axis
 
 
 def _check_setting(axis: Axis, written: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from launch.command_line.options import Options, parse
 from launch.errors import WrongUsage
 from launch.terminal.interrupts import Interrupts
 from pipeline.policies.view import PolicyRequest
+from protocol.errors import EngineGone
 from protocol.messages import Done
 
 SHORT = {"prompt": ("--prompt-len", "100"), "gen": ("--gen-len", "4")}  # unless they are swept
@@ -99,6 +100,22 @@ async def test_interruption_keeps_the_finished_settings(
     assert found["interrupted"] is True
 
 
+async def test_failure_keeps_the_finished_settings(
+    engines: Engines, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def measure(client: StandInEngine, prompts: Any, gen_len: int) -> tuple[Run, list[Done]]:
+        if len(prompts) == 2:
+            raise EngineGone("the engine has ended")
+        return await client.measure(prompts, gen_len)
+
+    monkeypatch.setattr(command, "measure", measure)
+    with pytest.raises(EngineGone):
+        await swept("--policy", "all-host", "--sweep", "batch=1,2", "--json")
+    found = json.loads(capsys.readouterr().out)
+    assert [point["settings"]["batch"] for point in found["points"]] == [1]
+    assert found["interrupted"] is True
+
+
 async def test_setting_that_does_not_fit_is_left_out_with_the_reason(
     engines: Engines, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,6 +157,7 @@ def test_policy_may_come_several_times_with_other_options() -> None:
         ("--sweep batch", "write it as NAME=V1,V2"),
         ("--sweep batch=1,,2", "write it as NAME=V1,V2"),
         ("--sweep batch=1,1", "a value comes twice"),
+        ("--sweep cache=0.5,.50", "a value comes twice"),
         ("--sweep bacth=1,2", "did you mean 'batch'"),
         ("--sweep batch=0,1", "must be at least 1"),
         ("--sweep cache=0.5,2", "between 0 and 1"),
@@ -163,6 +181,9 @@ def test_sweep_of_an_option_needs_its_policy() -> None:
     for words, said in (
         ("--sweep dali.window=1,2", "--policy"),
         ("--policy fiddler --sweep dali.window=1", "not dali"),
+        ("--policy dali --sweep window=2,8 --set window=3", "dali.window is given as well"),
+        ("--policy dali:window=3,fiddler --sweep dali.window=2,8", "dali.window is given as well"),
+        ("--policy dali --sweep window=2,8 --sweep dali.window=3,4", "dali.window is given as well"),
     ):
         with pytest.raises(WrongUsage, match=said):
             parse(["bench", *words.split()]).policies()
