@@ -216,7 +216,11 @@ class Composed(Policy):
             notes.append(
                 f"{self.name}: prediction={predicts.name} is off: half of the cache is less than an expert"
             )
-        elif reserve.note and not self.parts.replacement.admits:
+        elif reserve.size and self.parts.replacement.admits:
+            sizes = self.parts.replacement.sizes(view, whole_experts(view.shape, view.capacity)) or ()
+            if empty := sum(not size for size in sizes):
+                notes.append(f"{self.name}: {empty} of {len(sizes)} layers have no cache to prefetch into")
+        elif reserve.note:
             notes.append(f"{self.name}: {reserve.note}")
         return *unused_tiles_note(self.name, view), *dict.fromkeys(notes)
 
