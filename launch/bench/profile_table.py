@@ -143,13 +143,16 @@ def policy_name(request: PolicyRequest, exact: bool) -> Text:
     return name
 
 
-def spreads(every: Sequence[list[float]], style: str) -> list[Text]:
-    """Of each row's values the median, and the range below it."""
+def spreads(every: Sequence[Sequence[float]], style: str) -> list[Text]:
+    """Of each row's values the median, and of several the range below it."""
     words = alike([of(values) for values in every for of in (median, min, max)])
     cells = []
-    for middle, least, most in zip(words[::3], words[1::3], words[2::3], strict=True):
+    for values, middle, least, most in zip(every, words[::3], words[1::3], words[2::3], strict=True):
         between = " to " if least.startswith("-") else "-"
-        cells.append(Text(middle, style=style).append(f"\n{least}{between}{most}", style="dim not bold"))
+        cell = Text(middle, style=style)
+        cells.append(
+            cell.append(f"\n{least}{between}{most}", style="dim not bold") if len(values) > 1 else cell
+        )
     return cells
 
 

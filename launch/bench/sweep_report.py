@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.bench.energy_table import energy_legend
-from launch.bench.profile_table import policy_name
+from launch.bench.profile_table import policy_name, spreads
 from launch.bench.replay_report import Report as ReplayReport
 from launch.bench.report import Report, warmed
 from launch.bench.result import PolicyResult
@@ -114,8 +114,8 @@ class SweepReport:
         joules = alike([median(row.joules) for row in rows]) if rows[0].joules else []
         numbers += ["J/\ntoken"] * bool(joules)
         table = make_table(*(f"\n{HEADINGS[name]}" for name in names), "\npolicy", numbers=numbers, gap=0)
-        prefill = _spreads([row.prefill for row in rows], "")
-        decode = _spreads([row.decode for row in rows], "bold")
+        prefill = spreads([row.prefill for row in rows], "")
+        decode = spreads([row.decode for row in rows], "bold")
         moved = alike([row.moved / 1e6 for row in rows])
         before: dict[str, Any] = {}
         for i, row in enumerate(rows):
@@ -203,16 +203,6 @@ def _measured(point: Point, result: PolicyResult, first: PolicyResult, hits: flo
         median(result.figures("host_share")),
         result.figures("decode_j_token") if result.runs[0].energy else (),
     )
-
-
-def _spreads(every: Sequence[Sequence[float]], style: str) -> list[Text]:
-    """The median of each row, and of several values the range below it."""
-    words = alike([of(values) for values in every for of in (median, min, max)])
-    cells = []
-    for values, middle, least, most in zip(every, words[::3], words[1::3], words[2::3], strict=True):
-        cell = Text(middle, style=style)
-        cells.append(cell.append(f"\n{least}-{most}", style="dim not bold") if len(values) > 1 else cell)
-    return cells
 
 
 def words_of(settings: dict[str, Any]) -> str:
