@@ -5,54 +5,29 @@
 The steps, in order: `traces` calibrates and records; `presets`, `daop`, `dali`, `adapmoe` replay the recorded
 routing with a paper's costs; `quality` scores held-out text; `accuracy` answers items; `emulated` and `links`
 run engines whose link and workers are paced to a paper's ratios, for half an hour. FOLDER has a cache of its
-own, so that no other calibration is replaced; the answers of commands are kept there and not made again. All
-commands are printed on stderr.
+own, so that no other calibration is replaced; the answers of commands are kept there and not made again.
+Every command is printed on stderr.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from benchmarks.evidence_commands import COSTS, ROWS, TABLE_1, Commands, Row, label, relative
 from pipeline.assets import heldout
 from pipeline.calibration.cost_cache import measured_here
-from pipeline.calibration.file import NAME, read
 from pipeline.config import EngineConfig
 from pipeline.policies.calibration import Calibration, at_limits
 
-Row = dict[str, Any]
-
-EXPERT = 99e6 / 1e9  # GB of Mixtral's experts with 4.5 bits a weight
-PER_ROW = 2 * 176.2e6  # operations of one row
-ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 4096]
-
-
-def _costs(link: float, host: tuple[float, float], device: tuple[float, float], other: float) -> Row:
-    """Costs of an expert. `link`: GB/s; `host`, `device`: GB/s and operations a second; `other`: seconds."""
-    sides = {"host": host, "device": device}
-    found = {k: [max(EXPERT / gbs, PER_ROW * r / ops) for r in ROWS] for k, (gbs, ops) in sides.items()}
-    return {"rows": ROWS, **found, "link": EXPERT / link, "round_trip": 2e-5} | {
-        "other": [max(other, other * r / 64) for r in ROWS],
-        "per": "expert",
-    }
-
-
-# Not published, so derived (docs/evidence.md): of a PCIe 4.0 x16 link 25 GB/s; of the memory of the host, an
-# EPYC 7532, half for 16 of its 64 cores; of a GPU's memory 70 %; half of a data sheet's operations.
-COSTS = {
-    "dali": _costs(25, (100, 0.61e12), (655, 35e12), 0.13e-3),  # RTX 3090
-    "adapmoe": _costs(25, (100, 0.61e12), (706, 80e12), 0.13e-3),  # RTX 4090; the host computes nothing
-    "adapmoe-slow": _costs(25, (100, 0.61e12), (706, 80e12), 8e-3),  # as slow as table 2's baseline
-}
-TABLE_1 = {"link": 39.87, "host": 3.583, "block": 1.24}  # ms of DAOP's table I; block: a layer on the device
+Floats = NDArray[np.float64]
 
 EXACT = "all-host,on-demand,mixtral-offloading,whole-layer,layerwise,fiddler,hybrimoe,bandwidth-split,dali"
 PRESETS = EXACT + ",pre-gated,daop,adapmoe"
@@ -64,73 +39,6 @@ BREAKDOWN = (
     "dali:pause=0,dali:prediction=none,hybrimoe:prediction=none:replacement=keep"
 )
 DAOP = "fiddler,daop,daop:first_layer=1,daop:early=0,daop:predict=0,on-demand"
-
-
-class Commands:
-    """Runs launch.py and keeps each answer in a file."""
-
-    def __init__(self, folder: Path, prefix: Sequence[str]) -> None:
-        self.folder, self.prefix = folder, prefix
-        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-        (folder / "cache").mkdir(parents=True, exist_ok=True)
-        for name, costs in COSTS.items():
-            self.file(f"{name}.json").write_text(json.dumps(costs, indent=1) + "\n")
-
-    def file(self, name: str) -> Path:
-        return self.folder / name
-
-    def run(self, name: str, *words: str) -> Any:
-        """The JSON answer of a command, of an earlier run where there is one."""
-        path = self.file(f"{name}.answer")
-        if not path.exists():
-            print("python launch.py", *words, "--json", file=sys.stderr, flush=True)
-            command = [*self.prefix, sys.executable, "launch.py", *words, "--json"]
-            answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
-            path.write_text(answer)
-        return json.loads(path.read_text())
-
-    def calibration(self) -> Calibration:
-        [path] = self.file("cache").glob(f"tandem/*/{NAME}")
-        return read(path)[0]
-
-    def replay(self, name: str, trace: str, policies: str, costs: str, *words: str) -> list[Row]:
-        """A row for each policy and setting."""
-        found = self.file(f"{costs}.json")
-        given = ("--costs", str(found) if found.exists() else costs, "--policy", policies, *words)
-        answer = self.run(name, "bench", "--replay", str(self.file(trace)), *given)
-        points = answer.get("points", [{"settings": {}, **answer}])
-        return [
-            _row(p["settings"], policy, policy["decode"]["tok_s"]) for p in points for policy in p["policies"]
-        ]
-
-    def measure(self, name: str, policies: str, *words: str) -> list[Row]:
-        """The same of engines."""
-        answer = self.run(name, "bench", "--policy", policies, *words)
-        points = answer.get("points", [{"settings": {}, **answer}])
-        rows = []
-        for point in points:
-            for policy in point["policies"]:
-                speed = policy["decode_tok_s"]
-                row = _row(point["settings"], policy, speed["median"])
-                rows.append(row | {"least": speed["min"], "most": speed["max"]})
-        return rows
-
-
-def _row(settings: Row, policy: Row, speed: float) -> Row:
-    options = "".join(f" {name}={value}" for name, value in policy["options"].items())
-    decode = policy.get("decode") or {}
-    prefetches = decode.get("prefetches") or policy.get("prefetches") or {}
-    row: Row = {**settings, "policy": policy["name"] + options, "tok_s": speed}
-    row["hits"] = decode.get("hit_rate")
-    row["wanted"], row["issued"] = prefetches.get("wanted"), prefetches.get("share")
-    return row
-
-
-def relative(rows: Sequence[Row], first: str, *by: str) -> None:
-    """Sets "x": the speed relative to the policy `first` of the same settings."""
-    base = {tuple(row.get(b) for b in by): row["tok_s"] for row in rows if row["policy"] == first}
-    for row in rows:
-        row["x"] = row["tok_s"] / base[tuple(row.get(b) for b in by)]
 
 
 def traces(c: Commands) -> dict[str, list[Row]]:
@@ -222,12 +130,18 @@ def adapmoe_policies(c: Commands) -> str:
 def quarter(calibration: Calibration) -> float:
     """T of AdapMoE's gate at which 25 % of the (token, layer) pairs use a single expert."""
     sensitivity = np.asarray(calibration.sensitivity, np.float64)
+    return _at_quarter(calibration, np.geomspace(1e-7, 1, 400), lambda t: np.sqrt(t / sensitivity))
 
-    def single(threshold: float) -> float:
-        return float(at_limits(calibration.kept, np.sqrt(threshold / sensitivity).tolist())[:, 1].mean())
 
-    tried = np.geomspace(1e-7, 1, 400)
-    return float(tried[np.argmin([abs(single(t) - 0.25) for t in tried])])
+def quarter_share(calibration: Calibration) -> float:
+    """The same of the score gate: the share of a token's weight."""
+    layers = np.ones(len(calibration.kept))
+    return _at_quarter(calibration, np.linspace(0, 1, 400), lambda share: share * layers)
+
+
+def _at_quarter(calibration: Calibration, tried: Floats, limits: Callable[[float], Floats]) -> float:
+    single = [at_limits(calibration.kept, limits(one).tolist())[:, 1].mean() for one in tried.tolist()]
+    return float(tried[np.argmin(np.abs(np.subtract(single, 0.25)))])
 
 
 def adapmoe(c: Commands) -> dict[str, list[Row]]:
@@ -246,15 +160,31 @@ def adapmoe(c: Commands) -> dict[str, list[Row]]:
 def quality(c: Commands) -> dict[str, list[Row]]:
     gate = f"threshold={quarter(c.calibration()):.3g}"
     policies = f"all-host,adapmoe,adapmoe:{gate},adapmoe:gate=score,pre-gated,daop,daop:first_layer=1"
-    words = ("--ppl-tokens", "1400", "--rounds", "1", "--gen-len", "8", "--prompt-len", "128")
+    words = (
+        "--ppl-tokens",
+        "1400",
+        "--rounds",
+        "1",
+        "--gen-len",
+        "8",
+        "--prompt-len",
+        "128",
+        "--expert-cache",
+    )
     rows = []
     for cache in ("0.25", "0.375", "0.469"):
-        answer = c.run(f"quality-{cache}", "bench", "--policy", policies, "--expert-cache", cache, *words)
-        for policy in answer["policies"]:
-            if found := policy.get("perplexity"):
-                options = "".join(f" {name}={value}" for name, value in policy["options"].items())
-                rows.append({"cache": cache, "policy": policy["name"] + options, **found})
+        rows += _perplexities(c.run(f"quality-{cache}", "bench", "--policy", policies, *words, cache), cache)
+    gates = f"all-host,adapmoe:{gate},adapmoe:gate=score:share={quarter_share(c.calibration()):.3g}"
+    rows += _perplexities(c.run("gates", "bench", "--policy", gates, *words, "0.25"), "0.25")
     return {"perplexity": rows}
+
+
+def _perplexities(answer: Row, cache: str) -> list[Row]:
+    return [
+        {"cache": cache, "policy": label(policy), **found}
+        for policy in answer["policies"]
+        if (found := policy["decode"]["perplexity"])
+    ]
 
 
 def accuracy(c: Commands) -> dict[str, list[Row]]:
@@ -270,7 +200,7 @@ def accuracy(c: Commands) -> dict[str, list[Row]]:
 def paces(c: Commands, link: float, host: float, block: float, rows: int = 1) -> list[str]:
     """Options of an engine whose link and host take so long for an expert, in the unit in which a layer of
     resident experts takes `block`."""
-    probe = ("--rounds", "5", "--ppl-tokens", "0", "--prompt-len", "16", "--gen-len", "48")
+    probe = ("--workers", "1", "--rounds", "5", "--ppl-tokens", "0", "--prompt-len", "16", "--gen-len", "48")
     resident = c.run("resident", "bench", "--policy", "layerwise", "--expert-cache", "1", *probe)
     layer = 1 / resident["policies"][0]["decode_tok_s"]["max"] / 8  # s; of the run that least disturbed
     slow = ("--host-slowdown", "60", "--link-gbps", "0.05")
@@ -279,13 +209,14 @@ def paces(c: Commands, link: float, host: float, block: float, rows: int = 1) ->
     [record] = [r for _, r in measured_here(c.file("cache/tandem")) if r.setting.emulation == emulation]
     slowdown = 60 * host / block * layer / float(record.costs.host_seconds(rows, record.tiles))
     gbps = record.tiles * record.tile_bytes / (link / block * layer) / 1e9
-    return ["--host-slowdown", f"{slowdown:.3g}", "--link-gbps", f"{gbps:.3g}", "--ppl-tokens", "0"]
+    words = ["--workers", "1", "--ppl-tokens", "0"]
+    return [*words, "--host-slowdown", f"{slowdown:.3g}", "--link-gbps", f"{gbps:.3g}"]
 
 
 def emulated(c: Commands) -> dict[str, list[Row]]:
     """Engines in which the host takes part: these take a minute each."""
     table_1 = paces(c, **TABLE_1)
-    short = ("--prompt-len", "64", "--gen-len", "32", "--rounds", "2")
+    short = ("--prompt-len", "64", "--gen-len", "32", "--rounds", "3")
     hosts = ",".join(name for name in PRESETS.split(",") if name not in LINK_BOUND.split(","))
     rows = []
     for cache in ("0.25", "0.375", "0.469", "0.5"):

@@ -27,7 +27,7 @@ def serve(peer: ChildEndpoint, store: Store, line: ControlLine, kernel: HostKern
     while not peer.stopped:
         if (slot := exchange.next()) is None:
             continue
-        started = time.perf_counter()
+        started, used = time.perf_counter(), time.thread_time() if slowdown > 1 else 0.0
         line.begin(slot.seq)
         try:
             kernel.compute_slot(slot, store)
@@ -37,8 +37,8 @@ def serve(peer: ChildEndpoint, store: Store, line: ControlLine, kernel: HostKern
         finally:
             line.end()
         busy = time.perf_counter() - started
-        if slowdown > 1:
-            busy *= slowdown
+        if slowdown > 1:  # not of a pause in which another process had the core
+            busy = slowdown * (time.thread_time() - used)
             sleep_until(started + busy, line.tick)
         if slot.items:  # a warm-up is no progress: what follows it may end every new worker
             line.tick()

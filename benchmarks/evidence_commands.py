@@ -1,0 +1,107 @@
+"""The commands of `benchmarks/evidence.py`, their costs, and the rows that are read from their answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.calibration.file import NAME, read
+from pipeline.policies.calibration import Calibration
+
+Row = dict[str, Any]
+
+EXPERT = 99e6 / 1e9  # GB of Mixtral's experts with 4.5 bits a weight
+PER_ROW = 2 * 176.2e6  # operations of one row
+ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 4096]
+
+
+def _costs(link: float, host: tuple[float, float], device: tuple[float, float], other: float) -> Row:
+    """Costs of an expert. `link`: GB/s; `host`, `device`: GB/s and operations a second; `other`: seconds."""
+    sides = {"host": host, "device": device}
+    found = {k: [max(EXPERT / gbs, PER_ROW * r / ops) for r in ROWS] for k, (gbs, ops) in sides.items()}
+    return {"rows": ROWS, **found, "link": EXPERT / link, "round_trip": 2e-5} | {
+        "other": [max(other, other * r / 64) for r in ROWS],
+        "per": "expert",
+    }
+
+
+# Not published, so derived (docs/evidence.md): of a PCIe 4.0 x16 link 25 GB/s; of the memory of the host, an
+# EPYC 7532, half for 16 of its 64 cores; of a GPU's memory 70 %; half of a data sheet's operations.
+COSTS = {
+    "dali": _costs(25, (100, 0.61e12), (655, 35e12), 0.13e-3),  # RTX 3090
+    "adapmoe": _costs(25, (100, 0.61e12), (706, 80e12), 0.13e-3),  # RTX 4090; the host computes nothing
+    "adapmoe-slow": _costs(25, (100, 0.61e12), (706, 80e12), 8e-3),  # as slow as table 2's baseline
+}
+TABLE_1 = {"link": 39.87, "host": 3.583, "block": 1.24}  # ms of DAOP's table I; block: a layer on the device
+
+
+class Commands:
+    """Runs launch.py and keeps each answer in a file."""
+
+    def __init__(self, folder: Path, prefix: Sequence[str]) -> None:
+        self.folder, self.prefix = folder, prefix
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+        (folder / "cache").mkdir(parents=True, exist_ok=True)
+        for name, costs in COSTS.items():
+            self.file(f"{name}.json").write_text(json.dumps(costs, indent=1) + "\n")
+
+    def file(self, name: str) -> Path:
+        return self.folder / name
+
+    def run(self, name: str, *words: str) -> Any:
+        """The JSON answer of a command, of an earlier run where there is one."""
+        path = self.file(f"{name}.answer")
+        if not path.exists():
+            print("python launch.py", *words, "--json", file=sys.stderr, flush=True)
+            command = [*self.prefix, sys.executable, "launch.py", *words, "--json"]
+            answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
+            path.write_text(answer)
+        return json.loads(path.read_text())
+
+    def calibration(self) -> Calibration:
+        [path] = self.file("cache").glob(f"tandem/*/{NAME}")
+        return read(path)[0]
+
+    def replay(self, name: str, trace: str, policies: str, costs: str, *words: str) -> list[Row]:
+        """A row for each policy and setting."""
+        found = self.file(f"{costs}.json")
+        given = ("--costs", str(found) if found.exists() else costs, "--policy", policies, *words)
+        answer = self.run(name, "bench", "--replay", str(self.file(trace)), *given)
+        points = answer.get("points", [{"settings": {}, **answer}])
+        return [
+            _row(p["settings"], policy, policy["decode"]["tok_s"]) for p in points for policy in p["policies"]
+        ]
+
+    def measure(self, name: str, policies: str, *words: str) -> list[Row]:
+        """The same of engines."""
+        answer = self.run(name, "bench", "--policy", policies, *words)
+        points = answer.get("points", [{"settings": {}, **answer}])
+        rows = []
+        for point in points:
+            for policy in point["policies"]:
+                speed = policy["decode_tok_s"]
+                row = _row(point["settings"], policy, speed["median"])
+                rows.append(row | {"least": speed["min"], "most": speed["max"]})
+        return rows
+
+
+def _row(settings: Row, policy: Row, speed: float) -> Row:
+    decode = policy["decode"]
+    row: Row = {**settings, "policy": label(policy), "tok_s": speed, "hits": decode["hit_rate"]}
+    return row | {"wanted": decode["prefetches"]["wanted"], "issued": decode["prefetches"]["share"]}
+
+
+def label(policy: Row) -> str:
+    return " ".join([policy["name"], *(f"{name}={value}" for name, value in policy["options"].items())])
+
+
+def relative(rows: Sequence[Row], first: str, *by: str) -> None:
+    """Sets "x": the speed relative to the policy `first` of the same settings."""
+    base = {tuple(row.get(b) for b in by): row["tok_s"] for row in rows if row["policy"] == first}
+    for row in rows:
+        row["x"] = row["tok_s"] / base[tuple(row.get(b) for b in by)]
