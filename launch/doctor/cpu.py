@@ -15,7 +15,7 @@ INSTRUCTIONS = (
     *("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"),
     *("asimd", "asimddp", "bf16", "i8mm", "sve", "sve2", "svebf16"),
 )
-BF16 = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
+BF16 = {"avx512_bf16", "amx_bf16"}  # of which the kernels have products; not of ARM's
 WIDE = {"avx2", "avx512f", "asimd"}
 SLOW_GOVERNORS = {"powersave", "conservative", "ondemand"}
 SELF_CLOCKED = ("intel_pstate", "amd-pstate")  # drivers: their "powersave" follows the load at once
@@ -109,10 +109,10 @@ def _instructions(flags: frozenset[str]) -> Finding:
     have = [name for name in INSTRUCTIONS if name in flags]
     found = "instruction sets: " + (", ".join(have) or "none that the kernels use")
     if BF16 & set(have):
-        return TOPIC.ok(found, "bf16 experts are multiplied without conversion")
+        return TOPIC.ok(found, "bf16 experts are multiplied by bf16 instructions")
     if WIDE & set(have):
-        means = "no bf16 instructions: bf16 experts are converted to f32 while they are computed"
-        return TOPIC.note(found, means, "if the memory suffices, compare `--format f32`")
+        means = "the kernels use no bf16 instructions here: bf16 weights are widened as they are multiplied,"
+        return TOPIC.note(found, means + " which slows prompts more than single tokens")
     return TOPIC.note(found, "computation, not memory bandwidth, will bound the speed")
 
 

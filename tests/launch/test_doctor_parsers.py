@@ -108,7 +108,7 @@ def test_limits_on_cores_are_reported(tmp_path: Path) -> None:
     facts = words(found, "ok")
     assert "--workers 3" in facts  # the cores' other threads
     assert "2 NUMA nodes: node0 2 threads, node1 2 threads" in facts
-    assert "bf16 experts are multiplied" in facts
+    assert "bf16 experts are multiplied by bf16 instructions" in facts
     assert "this is" not in facts
     assert "caches: L1d 96 KB in 2, L2 2 MB;" in facts
     write(
@@ -124,12 +124,15 @@ def test_limits_on_cores_are_reported(tmp_path: Path) -> None:
     notes = words(found, "note")
     assert "workers compute on 2 cores:" in notes
     assert "no bf16 instructions" in notes
+    assert "--format" not in notes  # C computes bf16, torch f32
     assert "performance" not in notes  # this driver's clock follows the load by itself
     assert "this is a virtual machine (A Vendor) and a container" in words(found, "ok")
     for usable, quota in ((range(2), 2.0), (range(4), None), (range(4), 4.0)):
         assert "quota" not in words(cpu.inspect(usable, quota, tmp_path))
     assert "each core runs 2 threads" not in words(cpu.inspect(range(2), None, tmp_path))
     assert "of 4 threads" not in words(cpu.inspect(range(4), None, tmp_path), "note")
+    write(tmp_path, proc__cpuinfo=ARM)
+    assert "no bf16 instructions" in words(cpu.inspect(range(4), None, tmp_path), "note")
     write(tmp_path, proc__cpuinfo=INTEL.replace("avx", "x").replace("amx", "x"))
     assert "instruction sets: none that the kernels use" in words(
         cpu.inspect(range(4), None, tmp_path), "note"
