@@ -99,9 +99,12 @@ class Slot:
         self._x(first + 2 * rows, x_rows)[:] = work.x
 
     def read(self) -> Work:
-        """The Work; its arrays are the slot's."""
+        """The Work; its arrays are the slot's. Raises IndexError where they would not lie in it."""
         seq, layer, items, rows, x_rows = self.head[SEQ : X_ROWS + 1].tolist()
         lists, offsets, first = self._lists, 3 * items, 4 * items + 1
+        x = x_rows * self.shape.hidden
+        if min(items, rows, x_rows) < 0 or _lines(first + 2 * rows) + x > len(lists) or x > len(self._y):
+            raise IndexError("arrays larger than their memory")
         return Work(
             seq,
             layer,

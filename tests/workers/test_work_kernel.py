@@ -170,6 +170,8 @@ def test_sizes_beyond_a_slot_are_refused(library, number: int, size: int) -> Non
     works = kernel_of(library, LIMITED).works(np.zeros(LIMITED.total_bytes, np.uint8), LIMITED)
     with pytest.raises(IndexError, match="larger than their memory"):
         works.compute(slot)
+    with pytest.raises(IndexError, match="larger than their memory"):
+        slot.read()  # for torch
 
 
 def test_arrays_of_a_work_that_do_not_fit_each_other_are_refused() -> None:
