@@ -117,8 +117,7 @@ def _answer(endpoint: str, ring: WorkerRing) -> NoReturn:
         socket = connect_dealer(zmq.Context(), endpoint)
         socket.send_multipart([b""])
         y = np.zeros((1, HIDDEN), np.float32)
-        while True:
-            socket.poll()
+        while socket.poll(int(LIMIT * 1000)):  # longer only where the first process has ended
             work = decode(socket.recv_multipart())
             assert isinstance(work, Work)
             socket.send_multipart(encode(Partial(work.seq, INCARNATION, 0.0, y)))

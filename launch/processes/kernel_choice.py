@@ -64,7 +64,8 @@ async def kernel_record(cache: Path, measuring: Callable[[], None], again: bool 
         return kept
     measuring()
     async with _alone(cache, machine) as waited:
-        if waited and (kept := _usable(cache, machine)) is not None:
+        # Another process may have ended its measurement just before the lock was free, too.
+        if (waited or not again) and (kept := _usable(cache, machine)) is not None:
             return kept
         return await _measured(cache, machine)
 
@@ -99,7 +100,11 @@ async def _measured(cache: Path, machine: Machine) -> Record | None:
     if found is None and not failure:
         return None
     load = max(load, os.getloadavg()[0])  # programs that have just begun are seen only afterwards
-    tuning = None if failure else Tuning.from_json(found)
+    tuning: Tuning | None = None
+    try:
+        tuning = None if failure else Tuning.from_json(found)
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as e:
+        failure = f"unexpected output: {e!r}"
     record = Record(machine, tuning, time.time(), load, failure)
     keep(cache, record)
     return record

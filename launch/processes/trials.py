@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -75,8 +76,10 @@ async def trial(module: str, config: dict[str, Any], pass_fds: tuple[int, ...] =
         try:
             yield Trial(process)
         finally:
-            with suppress(ProcessLookupError):
-                process.kill()
+            if process.returncode is None:
+                # Its own children too: one that still had its pipes open would let `wait` wait for it.
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
     finally:
         os.close(lifeline)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -23,7 +24,7 @@ from shm.doorbell import library
 from workers.kernels.choice import DEFAULT, Choice, Prefetch
 from workers.kernels.native import best
 from workers.kernels.tuning import Tuning
-from workers.kernels.tuning_file import FOLDER, RETRY, Machine, find, keep
+from workers.kernels.tuning_file import FOLDER, RETRY, Machine, Record, find, keep
 
 pytestmark = pytest.mark.skipif(best() is None, reason="nothing compiled")
 
@@ -116,6 +117,36 @@ async def test_a_measurement_that_hangs_is_not_repeated_at_each_start(
     keep(tmp_path, replace(record, measured=record.measured - RETRY))
     await kernel_record(tmp_path, lambda: None)
     assert len(runs.read_text().split()) == 2
+
+
+async def test_a_child_of_a_measurement_that_hangs_ends_with_it(
+    measure: Measure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the other end of an exchange that hangs: it has the measurement's pipes, which are waited for."""
+    measure("import os; os.fork(); time.sleep(60)")
+    monkeypatch.setattr(kernel_choice, "LIMIT", 0.7)
+    async with asyncio.timeout(10):
+        record = await kernel_record(tmp_path, lambda: None)
+        assert record is not None
+        assert record.failure == "no result within 0.7 s"
+
+
+async def test_a_record_that_was_kept_since_the_first_look_is_used(measure: Measure, tmp_path: Path) -> None:
+    runs, machine = measure("pass"), Machine.here()
+    kept = Record(machine, tuning({}), time.time(), 0.1)
+    assert await kernel_record(tmp_path, lambda: keep(tmp_path, kept)) == kept
+    assert not runs.read_text()
+
+
+@pytest.mark.parametrize("printed", ["1", "{}", '{"choice": {}, "rates": 1}'])
+async def test_a_measurement_of_another_form_is_a_failure(
+    measure: Measure, tmp_path: Path, printed: str
+) -> None:
+    measure(f"print({printed!r}, flush=True)")
+    assert choice_of(await kept_or_measured(tmp_path, lambda: None)) == DEFAULT
+    record = find(tmp_path, Machine.here())
+    assert record is not None
+    assert record.failure.startswith("unexpected output")
 
 
 async def test_another_process_that_never_ends_its_measurement_is_not_waited_for(
