@@ -162,9 +162,8 @@ class TileMover:
     ) -> Iterator[tuple[int, int]]:
         """Fetch tiles on demand. Yields (expert, slot) for each tile once it has landed, in the order of the
         link: first those of a background order, then the others as they are given. A slot that the target
-        does not keep may be read
-        until the iterator advances. `unfetched`: tiles not fetched because the prefetcher exited, the last of
-        their expert."""
+        does not keep may be read until the iterator advances. `unfetched`: tiles not fetched because the
+        prefetcher exited, the last of their expert."""
         items = {item.expert: item for item in missing}
         self._streamed = {(layer, expert) for expert in items}
         running = deque(self._adopt(layer, items))

@@ -68,7 +68,7 @@ def test_each_layer_decides_the_next_one_which_is_fetched_meanwhile() -> None:
 
 
 def test_pre_gated_layers_fill_their_caches_also_without_prefetching() -> None:
-    """The replacement sees every layer's experts once, whoever decided them."""
+    """The replacement sees every layer's experts once, also those that the layer before decided."""
     machine = watched("pre-gated", 8, prediction="none")
     for _ in range(4):
         machine.step(1, "decode", (0,))
