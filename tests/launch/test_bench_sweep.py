@@ -103,7 +103,7 @@ async def test_interruption_keeps_the_finished_settings(
 async def test_failure_keeps_the_finished_settings(
     engines: Engines, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def measure(client: StandInEngine, prompts: Any, gen_len: int) -> tuple[Run, list[Done]]:
+    async def measure(client: StandInEngine, prompts: Any, gen_len: int, _: object) -> tuple[Run, list[Done]]:
         if len(prompts) == 2:
             raise EngineGone("the engine has ended")
         return await client.measure(prompts, gen_len)
