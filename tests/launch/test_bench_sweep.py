@@ -177,6 +177,14 @@ def test_wrong_sweep_is_one_line(words: str, said: str) -> None:
     assert "\n" not in str(raised.value)
 
 
+def test_one_setting_of_a_sweep_is_recorded() -> None:
+    [found] = sweep.comparisons(
+        parse("bench --policy all-host --sweep batch=64 --gen-len 128 --record x".split())
+    )
+    assert found.plan.batch == 64
+    assert found.options.written["record"].name == "x"
+
+
 def test_sweep_of_an_option_needs_its_policy() -> None:
     for words, said in (
         ("--sweep dali.window=1,2", "--policy"),
