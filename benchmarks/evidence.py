@@ -36,7 +36,9 @@ LINK_BOUND = "on-demand,mixtral-offloading,whole-layer,pre-gated,adapmoe"  # not
 DALI = "dali,hybrimoe,fiddler,layerwise,all-host,dali:assignment=optimum,dali:assignment=beam"
 BREAKDOWN = (
     "all-host,dali:prediction=none:replacement=keep,dali:replacement=keep,dali,"
-    "dali:pause=0,dali:prediction=none,hybrimoe:prediction=none:replacement=keep"
+    "dali:pause=0,dali:prediction=none,hybrimoe:prediction=none:replacement=keep,"
+    "dali:prediction=none:replacement=keep:assignment=optimum,"
+    "dali:prediction=none:replacement=keep:assignment=two-ended"
 )
 DAOP = "fiddler,daop,daop:first_layer=1,daop:early=0,daop:predict=0,on-demand"
 
