@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import IntArray
 from pipeline.policies.calibration import Calibration
-from pipeline.policies.inputs import require, require_calibration
+from pipeline.policies.inputs import NeedsInputs, require, require_calibration
 from pipeline.policies.options import PAUSE, Option
 from pipeline.policies.parts import unused_tiles_note, whole_experts
 from pipeline.policies.reserve import Reserve
@@ -30,15 +30,12 @@ Chosen = NDArray[np.bool_]  # [L, E]
 ApplyGate = Callable[[int, Routing], Routing]  # layer, predicted routing -> the gated routing
 
 
-class Part(ABC):
+class Part(NeedsInputs, ABC):
     """One of a policy's five parts. The constructor takes the part's options by keyword, already read."""
 
     name: ClassVar[str]
     help: ClassVar[str]  # one line
     options: ClassVar[tuple[Option, ...]] = ()
-    needs_costs: bool = False
-    needs_calibration: bool = False
-    without: ClassVar[str] = ""  # the option that avoids the missing input, as "gate=own"
 
     def contradiction(self) -> str:
         """The part's options that contradict each other, "" where none do."""
@@ -47,13 +44,6 @@ class Part(ABC):
     def join(self, parts: Parts) -> None:
         """Called once with all five parts, before any other method."""
         del parts  # most parts do not need the others
-
-    def missing(self, calibration: Calibration | None) -> str:
-        """What the part needs and the model's calibration lacks, as the object of "needs"; "" where it has
-        all."""
-        if self.needs_calibration and calibration is None:
-            return "a calibration of this model"
-        return ""
 
     def notes(self, view: View) -> tuple[str, ...]:
         """Options that cannot be followed here, with the reason; each one line without the policy's name."""
