@@ -48,11 +48,12 @@ class ProgressDisplay:
         """`total`: 0 where it is not known. `note`: a warning that belongs to the stage, such as a count of
         failures."""
         now = time.monotonic()
-        if stage != self._stage:
+        begins = stage != self._stage
+        if begins:
             self._stage, self._began, self._first = stage, now, done
         self._done, self._total = done, total
         if draws_bars():
-            self._draw(note)
+            self._draw(note, begins)
         elif now - self._last_line >= LINE_INTERVAL:
             self._last_line = now
             words = (f"{self._prefix}{stage}", self.figures(), note)
@@ -84,7 +85,8 @@ class ProgressDisplay:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _draw(self, note: str) -> None:
+    def _draw(self, note: str, begins: bool) -> None:
+        """`begins`: the stage does, and is drawn however short it is."""
         if self._bars is None:
             self._bars = Bars(
                 SpinnerColumn("line"),
@@ -103,7 +105,9 @@ class ProgressDisplay:
         task = self._bars.tasks[0].id
         # A total of None draws a bar that moves without end.
         total = self._total or None
-        self._bars.update(task, description=self._stage, completed=self._done, total=total, note=note)
+        self._bars.update(
+            task, description=self._stage, completed=self._done, total=total, note=note, refresh=begins
+        )
 
 
 class _Figures(ProgressColumn):
