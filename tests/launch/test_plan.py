@@ -13,6 +13,7 @@ import pytest
 from engines import engines_left
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import until
 
 from launch.cli import main
 from launch.command_line.options import SIZES, parse
@@ -297,4 +298,5 @@ async def test_children_receive_the_chosen_values(start_engine: Any, tiny_model:
         await client.set_policy("on-demand", {})
         stats = await client.stats()
         assert stats["cache"]["capacity_tiles"] == 2 * 4 // 4  # of one tile an expert
+        await until(lambda: supervisor.config is not resolved)  # the supervisor learns it after the client
         assert supervisor.config == replace(resolved, policy="on-demand")
