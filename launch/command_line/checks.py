@@ -7,8 +7,9 @@ import json
 import math
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from launch.errors import WrongUsage
 from pipeline.assets import model_dir
@@ -32,6 +33,8 @@ from protocol.sockets import check_tcp
 from protocol.user_folders import user_folder
 from shm.atomic_file import check_creatable
 from shm.layout import format_named
+
+T = TypeVar("T")
 
 MAX_TEXT_BYTES = 64 << 20  # of a text or a list of ids: far more than any context holds
 
@@ -177,6 +180,25 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as e:
         line = content.count(b"\n", 0, e.start) + 1
         raise WrongUsage(f"{path} is not UTF-8 text (byte {e.start}, line {line})") from None
+
+
+class WrongLine(Exception):
+    """Raised for an invalid line of a file; the text names the error."""
+
+
+def read_lines(path: Path, read: Callable[[str, int], T], what: str) -> list[T]:
+    """`read` of each line that is not blank and of its number, from 1. Raises WrongUsage, one line with the
+    file and the line's number, where `read` raises WrongLine, and for a file without a `what`."""
+    found = []
+    for number, line in enumerate(read_text(path).removeprefix("\ufeff").split("\n"), 1):
+        if line.strip():
+            try:
+                found.append(read(line, number))
+            except WrongLine as e:
+                raise WrongUsage(f"{path}, line {number}: {e}") from None
+    if not found:
+        raise WrongUsage(f"{path} has no {what}; write one JSON object a line")
+    return found
 
 
 def read_ids(path: Path) -> tuple[int, ...]:

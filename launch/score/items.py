@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.command_line.checks import read_text
-from launch.errors import WrongUsage
+from launch.command_line.checks import WrongLine, read_lines
 from protocol.codec import encode
 from protocol.errors import MalformedMessage
 from protocol.messages import Score
@@ -39,49 +38,40 @@ class Item:
 
 def read_items(path: Path) -> list[Item]:
     """Raises WrongUsage, one line with the file and the line's number, for invalid items."""
-    items = []
-    for number, line in enumerate(read_text(path).removeprefix("\ufeff").split("\n"), 1):
-        if line.strip():
-            try:
-                items.append(_item(line, number))
-            except ValueError as e:
-                raise WrongUsage(f"{path}, line {number}: {e}") from None
-    if not items:
-        raise WrongUsage(f"{path} has no item; write one JSON object a line")
-    return items
+    return read_lines(path, _item, "item")
 
 
 def _item(line: str, number: int) -> Item:
-    """Raises ValueError with the reason."""
+    """Raises WrongLine with the reason."""
     try:
         given = json.loads(line)
     except (ValueError, RecursionError):
-        raise ValueError("this is no JSON object") from None
+        raise WrongLine("this is no JSON object") from None
     if not isinstance(given, dict):
-        raise ValueError("this is no JSON object")
+        raise WrongLine("this is no JSON object")
     if unknown := [key for key in given if key not in FIELDS]:
-        raise ValueError(f"unknown field {unknown[0][:40]!r}; known are {', '.join(FIELDS)}")
+        raise WrongLine(f"unknown field {unknown[0][:40]!r}; known are {', '.join(FIELDS)}")
     context, choices, answer = (_needed(given, name) for name in ("context", "choices", "answer"))
     kind = given.get("kind", "")
     if not (isinstance(context, str) and context):
-        raise ValueError("context must be text")
+        raise WrongLine("context must be text")
     if not isinstance(choices, list) or not all(isinstance(each, str) and each for each in choices):
-        raise ValueError("choices must be a list of texts")
+        raise WrongLine("choices must be a list of texts")
     if len(choices) < 2 or len(set(choices)) < len(choices):
-        raise ValueError("choices must be two or more different texts")
+        raise WrongLine("choices must be two or more different texts")
     if type(answer) is not int or not 0 <= answer < len(choices):
-        raise ValueError(f"answer must be an index of the choices, 0 to {len(choices) - 1}")
+        raise WrongLine(f"answer must be an index of the choices, 0 to {len(choices) - 1}")
     if not isinstance(kind, str):
-        raise ValueError("kind must be text")
+        raise WrongLine("kind must be text")
     try:
         for text in (kind, *(context + choice for choice in choices)):
             encode(Score(0, text=text))
     except MalformedMessage as e:
-        raise ValueError(f"this cannot be sent to the engine: {e}") from None
+        raise WrongLine(f"this cannot be sent to the engine: {e}") from None
     return Item(number, context, tuple(choices), answer, kind)
 
 
 def _needed(given: dict[str, Any], name: str) -> Any:
     if name not in given:
-        raise ValueError(f"the field {name} is missing")
+        raise WrongLine(f"the field {name} is missing")
     return given[name]

@@ -27,9 +27,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from launch.command_line.checks import read_text
+from launch.command_line.checks import WrongLine, read_lines
 from launch.command_line.grammar import nearest
-from launch.errors import WrongUsage
 from protocol.codec import encode
 from protocol.errors import MalformedMessage
 from protocol.messages import ChatMessage, Generate, Sampling
@@ -65,20 +64,7 @@ class Entry:
 
 def read_script(path: Path) -> list[Entry]:
     """Raises WrongUsage, one line with the file and the line's number, for an invalid script."""
-    entries = []
-    for number, line in enumerate(read_text(path).removeprefix("\ufeff").split("\n"), 1):
-        if line.strip():
-            try:
-                entries.append(_entry(line, number))
-            except _Wrong as e:
-                raise WrongUsage(f"{path}, line {number}: {e}") from None
-    if not entries:
-        raise WrongUsage(f"{path} has no request; write one JSON object a line")
-    return entries
-
-
-class _Wrong(Exception):
-    """Raised for an invalid line; the text names the error."""
+    return read_lines(path, _entry, "request")
 
 
 def _entry(line: str, number: int) -> Entry:
@@ -86,24 +72,26 @@ def _entry(line: str, number: int) -> Entry:
     known = [f.name for f in fields(Entry)]
     for key in given:
         if key not in known:
-            raise _Wrong(f"unknown field {key!r}{nearest(key, known) or '; known are ' + ', '.join(known)}")
+            raise WrongLine(
+                f"unknown field {key!r}{nearest(key, known) or '; known are ' + ', '.join(known)}"
+            )
     prompts = [key for key in PROMPTS if key in given]
     if len(prompts) != 1:
         has = f"not {' and '.join(prompts)}" if prompts else "it has none"
-        raise _Wrong(f"give exactly one of {', '.join(PROMPTS)}; {has}")
+        raise WrongLine(f"give exactly one of {', '.join(PROMPTS)}; {has}")
     values: dict[str, Any] = {"name": f"line {number}"}
     for key, value in given.items():
         try:
             values[key] = CHECKS[key](value)
-        except _Wrong as e:
-            raise _Wrong(f"{key} must be {e}") from None
+        except WrongLine as e:
+            raise WrongLine(f"{key} must be {e}") from None
     entry = Entry(**values)
     try:
         encode(Generate(0, entry.prompt, messages=entry.messages, sampling=entry.sampling))
         for text in (entry.name, *(entry.turns or ())):
             encode(Generate(0, text))
     except MalformedMessage as e:
-        raise _Wrong(f"this cannot be sent to the engine: {e}") from None
+        raise WrongLine(f"this cannot be sent to the engine: {e}") from None
     return entry
 
 
@@ -111,17 +99,17 @@ def _object(line: str) -> dict[str, Any]:
     def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         for i, (key, _) in enumerate(pairs):
             if any(key == later for later, _ in pairs[i + 1 :]):
-                raise _Wrong(f"{key!r} appears twice")
+                raise WrongLine(f"{key!r} appears twice")
         return dict(pairs)
 
     try:
         value = json.loads(line, object_pairs_hook=without_repetition)
     except json.JSONDecodeError as e:
-        raise _Wrong(f"this is not JSON: {e.msg} at character {e.colno}") from None
+        raise WrongLine(f"this is not JSON: {e.msg} at character {e.colno}") from None
     except (ValueError, RecursionError):  # a number of thousands of digits; brackets without end
-        raise _Wrong("this is not JSON that can be read") from None
+        raise WrongLine("this is not JSON that can be read") from None
     if not isinstance(value, dict):
-        raise _Wrong(f"this is {_shown(value)}; each line holds a JSON object")
+        raise WrongLine(f"this is {_shown(value)}; each line holds a JSON object")
     return value
 
 
@@ -183,7 +171,7 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
 
 
 def _wrong(expected: str, value: Any) -> NoReturn:
-    raise _Wrong(f"{expected}, not {_shown(value)}")
+    raise WrongLine(f"{expected}, not {_shown(value)}")
 
 
 def _shown(value: Any) -> str:
