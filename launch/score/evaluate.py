@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.bench.command import check_own, session
+from launch.bench.plan import requested_policies
+from launch.bench.profile_table import policy_name
 from launch.bench.run import warm_up
 from launch.command_line.options import Options
 from launch.connect.session import connected
@@ -30,7 +32,6 @@ from launch.terminal.output import print_json, show
 from launch.terminal.progress import ProgressCounter
 from launch.terminal.tables import make_table, render
 from pipeline.assets import items as embedded_items
-from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from protocol.client import Client
 from protocol.errors import RequestFailed
@@ -94,9 +95,7 @@ async def evaluate(options: Options, interrupts: Interrupts) -> int:
     """Raises WrongUsage, RequestFailed, PolicyError, Disturbed and what `connected` raises."""
     path: Path = options.written.get("items") or embedded_items()
     items = read_items(path)[: options.written.get("limit")]
-    policies = options.policies()
-    for request in policies:
-        make_policy(request, options.config().seed)
+    policies = requested_policies(options, options.config().seed) if "policy" in options.written else []
     async with _engine(options, interrupts) as (client, changes):
         if not client.welcome.has_tokenizer:
             raise WrongUsage("evaluate: this model has no tokenizer, and items are text")
@@ -108,7 +107,7 @@ async def evaluate(options: Options, interrupts: Interrupts) -> int:
                 if policies:
                     exact = (await client.set_policy(request.name, request.options, counted=False)).exact
                     await _warm_up(client, path, items[0])
-                bar.start_stage(f"evaluate: {request.name}")
+                bar.start_stage(f"evaluate: {request.label}")
                 results.append(await _answers(client, path, items, request, exact, bar))
                 check_own(changes)
         model = client.welcome.model
@@ -242,10 +241,10 @@ def _report(model: str, path: Path, items: Sequence[Item], results: Sequence[Ans
     several = len(results) > 1
     kinds = _kinds(items)
     table = make_table("policy", numbers=("right", "+-", "per byte", *("changed",) * several))
-    by_kind = make_table("right, by kind", numbers=[answers.policy.name for answers in results])
-    for answers in results:
+    names = [policy_name(answers.policy, answers.exact) for answers in results]
+    by_kind = make_table("right, by kind", numbers=[name.plain for name in names])
+    for name, answers in zip(names, results, strict=True):
         all_items = Accuracy.of(items, answers)
-        name = answers.policy.name + ("" if answers.exact else " ~")
         figures = (all_items.share, all_items.error, all_items.share_per_byte)
         row = [percent(figure, 1) for figure in figures]
         table.add_row(name, *row, *[str(_changed(results[0], answers))] * several)
@@ -256,5 +255,5 @@ def _report(model: str, path: Path, items: Sequence[Item], results: Sequence[Ans
     lines = [f"{model_name(model)}, {count(len(items), 'item')} of {path.name}; by chance {percent(chance)}"]
     lines += ["+-: the standard error; per byte: choices compared by their log-probability a byte"]
     if several:
-        lines.append(f"changed: items that {results[0].policy.name} answers differently; ~: approximate")
+        lines.append(f"changed: items that {results[0].policy.label} answers differently")
     return render(table, "", *((by_kind, "") if kinds else ()), *lines)

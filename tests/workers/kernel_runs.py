@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from quantized_cases import Case
 
-from shm.layout import Float32, StoreLayout
+from shm.layout import Bytes, ExpertShape, Float32, StoreLayout, format_named
 from workers.kernels.geometry import Geometry
 from workers.kernels.native import Kernel, Library, Team
 from workers.kernels.reference import ReferenceKernel
@@ -30,6 +30,20 @@ def quick(examples: int) -> settings:
 
 def bits(array: Float32) -> NDArray[np.uint32]:
     return np.ascontiguousarray(array).view(np.uint32)
+
+
+def bf16_expert(
+    random: np.random.Generator, hidden: int, tile: int, tiles: int
+) -> tuple[StoreLayout, tuple[Float32, Float32, Float32], Bytes]:
+    """A layout of one expert in bf16, the expert's gate, up and down in float32, and its tiles' bytes."""
+    layout = StoreLayout(ExpertShape(1, 1, hidden, tiles * tile, tile), format_named("bf16"))
+    wide = (tiles * tile, hidden)
+    gate, up, down = (
+        (random.standard_normal(s) * s[1] ** -0.5).astype(np.float32) for s in (wide, wide, wide[::-1])
+    )
+    data = np.zeros(layout.expert_stride, np.uint8)
+    layout.encode_expert(gate, up, down, data)
+    return layout, (gate, up, down), data[: tiles * layout.tile_bytes]
 
 
 def kernel_of(library: Library, layout: StoreLayout, team: Team | None = None) -> Kernel:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from kernel_runs import kernel_of
+from kernel_runs import bf16_expert, kernel_of
 from quantized_cases import make_case
 
 from shm.layout import ExpertShape, StoreLayout, format_named
@@ -107,14 +107,7 @@ def test_tiles_from_any_number_of_rows_on(emulated, vectors, name, least) -> Non
 @example(hidden=544, tile=300, tiles=2, rows=67, seed=0)  # two parts of a row and of the channels
 def test_bf16_tiles(emulated, vectors, threads, hidden, tile, tiles, rows, seed) -> None:
     random = np.random.default_rng(seed)
-    layout = StoreLayout(ExpertShape(1, 1, hidden, tiles * tile, tile), format_named("bf16"))
-    wide = (tiles * tile, hidden)
-    gate, up, down = (
-        (random.standard_normal(s) * s[1] ** -0.5).astype(np.float32) for s in (wide, wide, wide[::-1])
-    )
-    data = np.zeros(layout.expert_stride, np.uint8)
-    layout.encode_expert(gate, up, down, data)
-    data = data[: tiles * layout.tile_bytes]
+    layout, (gate, up, down), data = bf16_expert(random, hidden, tile, tiles)
     x, chosen = random.standard_normal((rows, hidden)).astype(np.float32), random.permutation(rows)
     found = {}
     for name, library, least in (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_runs import bits, kernel_of, quick, reference, run, seeds
+from kernel_runs import bf16_expert, bits, kernel_of, quick, reference, run, seeds
 from quantized_cases import (
     QUANTIZED,
     TINY,
@@ -23,7 +23,7 @@ from quantized_cases import (
     states,
 )
 
-from shm.layout import BlockFormat, ExpertShape, StoreLayout, format_named
+from shm.layout import BlockFormat, format_named
 from workers.kernels.geometry import Geometry
 from workers.kernels.native import Library
 from workers.kernels.unpack import int8_steps
@@ -179,14 +179,7 @@ def test_the_bound_would_show_wrong_codes(library: Library, name: str) -> None:
 )
 def test_bf16_tiles_equal_the_brute_force_and_the_reference(library, hidden, tile, tiles, rows, seed) -> None:
     random = np.random.default_rng(seed)
-    layout = StoreLayout(ExpertShape(1, 1, hidden, tiles * tile, tile), format_named("bf16"))
-    wide = (tiles * tile, hidden)
-    gate, up, down = (
-        (random.standard_normal(s) * s[1] ** -0.5).astype(np.float32) for s in (wide, wide, wide[::-1])
-    )
-    data = np.zeros(layout.expert_stride, np.uint8)
-    layout.encode_expert(gate, up, down, data)
-    data = data[: tiles * layout.tile_bytes]
+    layout, (gate, up, down), data = bf16_expert(random, hidden, tile, tiles)
     x = random.standard_normal((rows, hidden)).astype(np.float32)
     chosen = random.permutation(rows).astype(np.int32)
     kernel = kernel_of(library, layout)

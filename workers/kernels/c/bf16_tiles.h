@@ -200,16 +200,6 @@ INLINE void multiply_panel(const float *inner, int64_t stride, const float *pane
     }
 }
 
-#define UP_TO_MANY(call)                                                                                         \
-    switch (rows) {                                                                                              \
-    case 1: call(1); break;                                                                                      \
-    case 2: call(2); break;                                                                                      \
-    case 3: call(3); break;                                                                                      \
-    case 4: call(4); break;                                                                                      \
-    case 5: call(5); break;                                                                                      \
-    default: call(6);                                                                                            \
-    }
-
 /* Columns [h, h + width) of y = or += part [rows, COLUMNS], for rows from `first` on. */
 static void take_columns(const struct bf16_tile *p, int64_t h, int64_t width, int64_t first, int64_t rows,
                          const float *part) {
@@ -251,9 +241,9 @@ static void down_by_panels(void *context, int64_t lo, int64_t hi) {
 #define CALL_PAIRS(n) multiply_panel(inner, stride, panel, 1, n, depth, from, to, to_stride, add)
 #define CALL_WIDE(n) multiply_panel(inner, stride, panel, 0, n, depth, from, to, to_stride, add)
                 if (p->pairs)
-                    UP_TO_MANY(CALL_PAIRS)
+                    UP_TO_SIX(CALL_PAIRS)
                 else
-                    UP_TO_MANY(CALL_WIDE)
+                    UP_TO_SIX(CALL_WIDE)
                 if (last && !whole) take_columns(p, h, width, first, rows, part);
             }
         }

@@ -19,9 +19,8 @@ enum { STRIP_BYTES = 1 << 19 }; /* of x: they stay in a core's cache while all w
  * chains to keep pace with memory. */
 enum { ONE_TALL = VECTOR_BYTES < 64 ? TALL : 1 };
 
-/* call(rows) with 1 to FEW rows as a constant. */
-#if VECTOR_BYTES == 64
-#define UP_TO_FEW(call)                                                                                          \
+/* call(rows) with 1 to 6 rows as a constant. */
+#define UP_TO_SIX(call)                                                                                          \
     switch (rows) {                                                                                              \
     case 1: call(1); break;                                                                                      \
     case 2: call(2); break;                                                                                      \
@@ -30,6 +29,10 @@ enum { ONE_TALL = VECTOR_BYTES < 64 ? TALL : 1 };
     case 5: call(5); break;                                                                                      \
     default: call(6);                                                                                            \
     }
+
+/* The same with 1 to FEW rows. */
+#if VECTOR_BYTES == 64
+#define UP_TO_FEW UP_TO_SIX
 #else
 #define UP_TO_FEW(call)                                                                                          \
     switch (rows) {                                                                                              \
