@@ -17,6 +17,7 @@ from raw_client import idle, raw_client
 
 from launch.equality import Verdict, compare
 from launch.processes.supervisor import Supervisor
+from pipeline.scheduling.scheduler import POSITION_SECONDS
 from protocol.client import Client
 from protocol.messages import Generate, Heartbeat, Score
 from protocol.sockets import Identity
@@ -138,6 +139,7 @@ async def test_client_that_never_reads_is_cut_off_without_delaying_others(small)
 async def test_queue_positions_fall_until_the_answer(small) -> None:
     """Positions only fall, and end with the answer."""
     supervisor, first = small
+    await asyncio.sleep(POSITION_SECONDS)  # since the reports of earlier tests
     async with raw_client(supervisor.endpoint) as raw:
         prompts = [tuple(prompt_of(i)) for i in range(12)]
         await raw.send(
