@@ -11,10 +11,10 @@ Tiles [r, p) are fetched first. A *target* is the residency that the policy sets
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,6 +131,41 @@ class Plan(NamedTuple):
     targets: tuple[Target, ...] = ()
 
 
+_NOTHING: IntArray = np.zeros((0, 0), np.int32)  # a view without `ordered`: only what is resident
+
+
+class Landing(NamedTuple):
+    """Tiles of one expert that are under way: its next `tiles` tiles beyond the residency."""
+
+    expert: int
+    tiles: int
+    seconds: float  # from now until the last of them has landed
+
+
+class Backlog(Protocol):
+    """What link and host still have to do, in seconds from now by the costs in force: 0 without costs."""
+
+    @property
+    def link_seconds(self) -> float:
+        """Until the link has moved everything that is ordered."""
+
+    @property
+    def host_seconds(self) -> float:
+        """Until the host is free: an earlier layer's share still runs, as under early dispatch."""
+
+    def landing(self, layer: int) -> Sequence[Landing]:
+        """The layer's tiles under way, in the order in which they will land if nothing is demanded."""
+
+
+class NoBacklog:
+    """A `Backlog` in which nothing is under way."""
+
+    link_seconds = host_seconds = 0.0
+
+    def landing(self, layer: int) -> Sequence[Landing]:
+        return ()
+
+
 @dataclass(frozen=True)
 class View:
     """The inputs of a policy at each call. The arrays are read-only."""
@@ -142,13 +177,19 @@ class View:
     target: IntArray  # [L, E]: leading tiles to keep; sum <= capacity
     popularity: NDArray[np.int64]  # [L, E]: rows routed to each expert by the counted steps
     step: int  # engine steps since the policy was set; one step visits every layer once
-    costs: Costs | None  # None unless the policy's `needs_costs`
+    costs: Costs | None  # in force: may change between steps; None unless the policy's `needs_costs`
     router: Callable[[FloatArray], Routing] | None = None  # the model's own: logits [R, E] to a routing
     calibration: Calibration | None = None  # None where the model has not been calibrated
     sequences: tuple[int, ...] = ()  # [R]: the sequence of each of the step's rows
     live: frozenset[int] = frozenset()  # the sequences that have begun and not ended; these and others
     prefetching: bool = True  # False: the prefetch meter pauses predictions
     staging: int = 0  # slots beside the capacity, through which a layer's step streams missing tiles
+    ordered: IntArray = field(default_factory=lambda: _NOTHING)  # [L, E]: leading tiles resident or on order
+    backlog: Backlog = field(default_factory=NoBacklog)
+
+    def __post_init__(self) -> None:
+        if self.ordered is _NOTHING:
+            object.__setattr__(self, "ordered", self.residency)
 
 
 class Policy(ABC):

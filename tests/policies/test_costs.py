@@ -45,18 +45,20 @@ def test_other_work_of_a_layer() -> None:
     costs = Costs.from_json(GOOD | {"other": [1.0, 3.0, 9.0]})
     assert np.allclose(costs.other_seconds([0, 2, 3, 16]), [0, 1, 2, 9])
     assert not Costs.from_json(GOOD).other_seconds([1, 2, 99]).any()
-    assert Costs.from_json(GOOD) == Costs.from_json(GOOD | {"other": [0.0] * 3, "per": "tile"})
+    full = GOOD | {"other": [0.0] * 3, "launch": 0, "fetch": 0, "per": "tile"}
+    assert Costs.from_json(GOOD) == Costs.from_json(full)
 
 
 @given(st.integers(1, 100), st.integers(1, 50))
 def test_costs_of_an_expert_are_divided_by_its_tiles(tiles: int, rows: int) -> None:
     """An expert's costs are divided by its tiles; other costs and costs of tiles do not change."""
-    whole = Costs.from_json(GOOD | {"other": [1.0, 2.0, 3.0], "per": "expert"})
+    whole = Costs.from_json(GOOD | {"other": [1.0, 2.0, 3.0], "launch": 0.75, "fetch": 0.5, "per": "expert"})
     costs = whole.for_tiles(tiles)
     assert np.allclose(costs.host_seconds(rows, tiles), whole.host_seconds(rows, 1))
     assert np.allclose(costs.device_seconds(rows, tiles), whole.device_seconds(rows, 1))
     assert np.allclose(costs.link_seconds(tiles), whole.link)
     assert (costs.other, costs.round_trip, costs.per) == (whole.other, whole.round_trip, "tile")
+    assert (costs.launch, costs.fetch) == (0.75, 0.5)
     assert costs.for_tiles(7) is costs
 
 
@@ -78,7 +80,7 @@ def test_seconds_are_exact_on_the_grid_and_linear_outside(values, rows, asked) -
 
 
 def test_costs_file_round_trip(tmp_path: Path) -> None:
-    costs = Costs((1, 8), (1e-5, 3e-5), (1e-6, 2e-6), 5e-5, 1e-4, (1e-4, 2e-4), "expert")
+    costs = Costs((1, 8), (1e-5, 3e-5), (1e-6, 2e-6), 5e-5, 1e-4, (1e-4, 2e-4), 3e-5, 4e-5, "expert")
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(costs.to_json()))
     assert Costs.load(path) == costs
@@ -100,6 +102,9 @@ def test_costs_file_round_trip(tmp_path: Path) -> None:
         ({"link": True}, "numbers"),
         ({"link": 10**400}, "too large"),
         ({"round_trip": None}, "numbers"),
+        ({"launch": -1.0}, "'launch' holds -1.0"),
+        ({"fetch": float("nan")}, "'fetch' holds nan"),
+        ({"fetch": "0.1"}, "numbers"),
         ({"other": [1.0, 2.0]}, "'other' has 2 values for 3"),
         ({"other": [1.0, 2.0, -3.0]}, "'other' holds -3.0"),
         ({"other": "much"}, "'other' must be a list"),
