@@ -42,11 +42,9 @@ async def test_coordinator_computes_the_same_as_workers(start_engine, tiny_model
 
 
 async def test_slower_host_is_emulated(start_engine, tiny_model: Path) -> None:
-    busy = []
-    for slowdown in (1.0, 40.0):
-        config = EngineConfig(model=tiny_model, format="bf16", workers=0, chunk=16, host_slowdown=slowdown)
-        async with start_engine(config) as (_, client):
-            await scores(client, True)
-            decode = (await client.stats())["engine"]["decode"]
-            busy.append(decode["host_busy_s"] / decode["steps"])
-    assert busy[1] > 8 * busy[0]
+    """Without it the host's share takes less than half of a step."""
+    config = EngineConfig(model=tiny_model, format="bf16", workers=0, chunk=16, host_slowdown=200.0)
+    async with start_engine(config) as (_, client):
+        await scores(client, True)
+        decode = (await client.stats())["engine"]["decode"]
+    assert decode["host_busy_s"] > 0.8 * sum(decode["seconds"].values())
