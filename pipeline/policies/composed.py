@@ -1,16 +1,17 @@
 """Policies made of five parts: placement, gate, prediction, assignment and replacement.
 
 A part is a small object over arrays; the composed policy calls each in turn and keeps the counts. It divides
-`whole_experts(shape, capacity)` experts: some are the *reserve* of the prediction, the rest is the *cache* of
-the replacement, which the placement fills at the start. A predicted expert is held in the reserve
-(`reserve.py`). When its layer is planned, it is released at once where the device does not need it; otherwise
-the replacement may take it into the cache, or it is released once the layer has been computed.
+the capacity, in tiles: some are the *reserve* of the prediction, the rest is the *cache* of the replacement,
+which the placement fills at the start. A cached expert keeps its leading tiles, all of them or as many as its
+layer's `Room.kept`. The reserve (`reserve.py`) holds the other tiles of a predicted expert. When its layer is
+planned, they are released at once where the device does not need the expert, and otherwise once the layer has
+been computed; the replacement may take leading tiles of it into the cache.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -21,7 +22,7 @@ from pipeline.arrays import IntArray
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.inputs import NeedsInputs, require, require_calibration
 from pipeline.policies.options import PAUSE, Option
-from pipeline.policies.parts import unused_tiles_note, whole_experts
+from pipeline.policies.parts import Room, cacheable, unused_tiles_note, whole_experts, whole_room
 from pipeline.policies.reserve import Reserve
 from pipeline.policies.view import Active, Gated, Plan, Policy, Routing, Signals, Target, View
 
@@ -56,12 +57,8 @@ class Placement(Part):
     likes_calibration: bool = False  # where the model has none, it goes by the use of the experts
 
     @abstractmethod
-    def chosen(self, view: View, budget: int) -> Chosen:
-        """The resident experts, at most `budget` in all."""
-
-    def targets(self, view: View, budget: int) -> IntArray:
-        """Targets [L, E], each 0 or n, of the chosen experts."""
-        return np.where(self.chosen(view, budget), view.shape.tiles, 0).astype(np.int32)
+    def chosen(self, view: View, room: Room) -> Chosen:
+        """The resident experts, at most `room.experts`; those beyond a layer's size are not placed."""
 
 
 class Gate(Part):
@@ -139,13 +136,14 @@ class Replacement(Part):
     settles: int = 0  # as `Policy.settles`
     fills: ClassVar[str] = ""  # where new experts come from: "fetched" ones, "swapped" for held ones, or none
     admits: ClassVar[bool] = False  # True: predicted experts enter the cache at once, and there is no reserve
+    splits: ClassVar[bool] = False  # True: a cached expert may keep a part of its tiles
 
-    def sizes(self, view: View, budget: int) -> Sequence[int] | None:
-        """How many experts each layer may hold, summing to at most `budget`; None: as they are placed."""
-        return None
+    def room(self, view: View, tiles: int) -> Room:
+        """The room of a cache of so many tiles."""
+        return whole_room(view.shape, tiles)
 
-    def start(self, placed: list[Expert], budget: int, view: View) -> None:
-        """The cache holds these experts and can hold `budget`; earlier state is dropped."""
+    def start(self, placed: list[Expert], room: Room, view: View) -> None:
+        """The cache holds these experts and has this room; earlier state is dropped."""
 
     def observe(self, layer: int, signals: Signals, view: View) -> None:
         """Take note of the layer's router logits, before the layer is planned."""
@@ -193,7 +191,8 @@ class Composed(Policy):
         self.uses_host = parts.assignment.uses_host
         self.pauses = parts.prediction.pauses
         self._predicts = False
-        self._reserve = Reserve(0, 0)
+        self._reserve = Reserve(0, 0, 1)
+        self._room = Room(0, ())
         for part in parts:
             part.join(parts)
 
@@ -207,36 +206,35 @@ class Composed(Policy):
                 f"{self.name}: prediction={predicts.name} is off: half of the cache is less than an expert"
             )
         elif reserve.size and self.parts.replacement.admits:
-            sizes = self.parts.replacement.sizes(view, whole_experts(view.shape, view.capacity)) or ()
+            sizes = self.parts.replacement.room(view, cacheable(view)).sizes or ()
             if empty := sum(not size for size in sizes):
                 notes.append(f"{self.name}: {empty} of {len(sizes)} layers have no cache to prefetch into")
         elif reserve.note:
             notes.append(f"{self.name}: {reserve.note}")
-        return *unused_tiles_note(self.name, view), *dict.fromkeys(notes)
+        unused = () if self.parts.replacement.splits else unused_tiles_note(self.name, view)
+        return *unused, *dict.fromkeys(notes)
 
     def check_calibration(self, calibration: Calibration | None) -> None:
         require_calibration(self.name, tuple(self.parts), calibration)
 
     def placement(self, view: View) -> IntArray:
         require(self.name, tuple(self.parts), view)
-        shape = view.shape
-        whole = whole_experts(shape, view.capacity)
-        reserve = self._reserve_in(view)
-        self._predicts = reserve.size > 0
-        self._reserve = Reserve(0, 0) if self.parts.replacement.admits else reserve
-        budget = whole - self._reserve.size
-        targets = self.parts.placement.targets(view, budget)
-        sizes = self.parts.replacement.sizes(view, budget)
-        if sizes is not None:
-            for layer, size in enumerate(sizes):
-                placed = np.flatnonzero(targets[layer])
+        self._reserve = self._reserve_in(view)
+        self._predicts = self._reserve.size > 0
+        if self.parts.replacement.admits:
+            self._reserve = Reserve(0, 0, 1)
+        self._room = room = self.parts.replacement.room(view, cacheable(view) - self._reserve.tiles)
+        chosen = self.parts.placement.chosen(view, room)
+        if room.sizes is not None:
+            for layer, size in enumerate(room.sizes):
+                placed = np.flatnonzero(chosen[layer])
                 if len(placed) > size:  # a layer's most popular experts stay, of equal ones the first
                     order = np.argsort(-view.popularity[layer, placed], kind="stable")
-                    targets[layer, placed[order[size:]]] = 0
+                    chosen[layer, placed[order[size:]]] = False
         self.parts.replacement.start(
-            list(zip(*(axis.tolist() for axis in np.nonzero(targets)), strict=True)), budget, view
+            list(zip(*(axis.tolist() for axis in np.nonzero(chosen)), strict=True)), room, view
         )
-        return targets
+        return np.where(chosen, np.array(room.kept, np.int32)[:, None], 0).astype(np.int32)
 
     def probes(self, layer: int, view: View) -> tuple[int, ...]:
         if not (self._predicts and view.prefetching):
@@ -255,7 +253,7 @@ class Composed(Policy):
         targets = self._targets(self.parts.replacement.plan(layer, active, cut, view), view)
         if self._reserve.holds(layer):
             unneeded = self._reserve.release(layer, active.experts[cut[active.experts] > 0].tolist())
-            targets = *(Target(*key, 0) for key in unneeded), *targets
+            targets = *self._cached(unneeded, view), *targets
         return Plan(cut, targets)
 
     def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
@@ -269,7 +267,9 @@ class Composed(Policy):
             wanted = [key for key in wanted if key[0] != layer]
             targets = self._targets(self.parts.replacement.admit(wanted), view)
         else:
-            targets = tuple(Target(*key, view.shape.tiles) for key in self._reserve.take(wanted))
+            tiles = view.shape.tiles
+            missing = ((key, tiles - int(view.target[key])) for key in wanted)
+            targets = tuple(Target(*key, tiles) for key in self._reserve.take(missing))
         self.no_room = len(wanted) - sum(target.tiles > 0 for target in targets)
         return targets
 
@@ -277,16 +277,24 @@ class Composed(Policy):
         if not self.uses_device:
             return ()
         targets = self._targets(self.parts.replacement.after(layer, routing.active, view), view)
-        return *(Target(*key, 0) for key in self._reserve.release(layer)), *targets
+        return *self._cached(self._reserve.release(layer), view), *targets
 
     def _reserve_in(self, view: View) -> Reserve:
-        return Reserve(self.parts.prediction.reserve(view), whole_experts(view.shape, view.capacity))
+        whole = whole_experts(view.shape, view.capacity)
+        return Reserve(self.parts.prediction.reserve(view), whole, view.shape.tiles)
+
+    def _cached(self, released: Iterable[tuple[Expert, int]], view: View) -> Iterator[Target]:
+        """Of experts with so many tiles in the reserve the cache keeps the others, if any."""
+        return (Target(*key, view.shape.tiles - held) for key, held in released)
 
     def _targets(self, moves: Moves, view: View) -> tuple[Target, ...]:
-        """Shrinking targets come first: applied one by one they never exceed the capacity. An expert from the
-        reserve has its target already."""
+        """Shrinking targets come first: applied one by one they never exceed the capacity. An expert that the
+        reserve holds has all its tiles as target already, and the reserve holds those beyond the kept
+        ones."""
         if moves is STAY:
             return ()
-        tiles = view.shape.tiles
-        grown = [Target(*key, tiles) for key in moves.into if not self._reserve.remove(key)]
+        for key in moves.out:
+            self._reserve.give(key, view.shape.tiles)
+        kept = self._room.kept
+        grown = [Target(*k, kept[k[0]]) for k in moves.into if not self._reserve.give(k, kept[k[0]])]
         return *(Target(*key, 0) for key in moves.out), *grown

@@ -14,7 +14,7 @@ from pipeline.policies.calibration import Calibration
 from pipeline.policies.composed import Placement
 from pipeline.policies.inputs import require, require_calibration
 from pipeline.policies.options import Choice, Option, Real, Whole
-from pipeline.policies.parts import unused_tiles_note, whole_experts
+from pipeline.policies.parts import cacheable, unused_tiles_note, whole_room
 from pipeline.policies.placements import Calibrated, Known, Popular
 from pipeline.policies.view import Ahead, Gated, Plan, Policy, Routing, Signals, Target, View
 
@@ -97,7 +97,8 @@ class Daop(Policy):
     def placement(self, view: View) -> IntArray:
         require(self.name, (self._placement,), view)
         self._counts.clear()
-        return self._placement.targets(view, whole_experts(view.shape, view.capacity))
+        chosen = self._placement.chosen(view, whole_room(view.shape, cacheable(view)))
+        return np.where(chosen, view.shape.tiles, 0).astype(np.int32)
 
     def probes(self, layer: int, view: View) -> tuple[int, ...]:
         return (layer + 1,) if self._predicts(layer + 1, view) else ()

@@ -1,4 +1,4 @@
-"""Helpers of several parts of policies: whole experts, and the most counted ones."""
+"""Helpers of several parts of policies: the room of a cache, and the most counted experts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,29 @@ ENOUGH_TOKENS = 256  # that were counted, for a comparison of counts
 DIFFERENT = 0.85  # of the hits of its own text a placement has on text that routes differently, at most
 
 
+@dataclass(frozen=True)
+class Room:
+    """What a replacement's cache holds at most."""
+
+    experts: int  # over all layers
+    kept: Sequence[int]  # [L] leading tiles of each cached expert
+    sizes: Sequence[int] | None = None  # [L] experts of each layer, in all at most `experts`; None: any
+
+
 def whole_experts(shape: ModelShape, capacity: int) -> int:
     """How many whole experts a cache of `capacity` tiles holds."""
     return min(capacity // shape.tiles, shape.layers * shape.experts)
+
+
+def whole_room(shape: ModelShape, tiles: int) -> Room:
+    """That of a cache of whole experts, without sizes of layers."""
+    return Room(tiles // shape.tiles, [shape.tiles] * shape.layers)
+
+
+def cacheable(view: View) -> int:
+    """The capacity, in tiles, but for what is more than all experts."""
+    shape = view.shape
+    return min(view.capacity, shape.layers * shape.experts * shape.tiles)
 
 
 def evenly(layers: int, budget: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Placement parts: they decide which experts are resident at the start. All place whole experts."""
+"""Placement parts: they decide which experts are resident at the start."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from pipeline.policies.composed import Chosen, Parts, Placement
+from pipeline.policies.composed import Chosen, Placement
 from pipeline.policies.options import Seed
-from pipeline.policies.parts import evenly_counted, most_counted, other_text_note, whole_experts
+from pipeline.policies.parts import Room, evenly_counted, most_counted, other_text_note, whole_experts
 from pipeline.policies.view import View
 
 
@@ -23,7 +23,7 @@ class Empty(Placement):
     name: ClassVar[str] = "empty"
     help: ClassVar[str] = "nothing"
 
-    def chosen(self, view: View, budget: int) -> Chosen:
+    def chosen(self, view: View, room: Room) -> Chosen:
         return np.zeros((view.shape.layers, view.shape.experts), dtype=bool)
 
 
@@ -34,9 +34,9 @@ class FirstLayers(Placement):
     name: ClassVar[str] = "first-layers"
     help: ClassVar[str] = "all experts of the first layers"
 
-    def chosen(self, view: View, budget: int) -> Chosen:
+    def chosen(self, view: View, room: Room) -> Chosen:
         layers, experts = view.shape.layers, view.shape.experts
-        return np.arange(layers * experts).reshape(layers, experts) < budget
+        return np.arange(layers * experts).reshape(layers, experts) < room.experts
 
 
 class Popular(Placement):
@@ -45,8 +45,8 @@ class Popular(Placement):
     name: ClassVar[str] = "popular"
     help: ClassVar[str] = "each layer's most used experts since the engine started"
 
-    def chosen(self, view: View, budget: int) -> Chosen:
-        return evenly_counted(view.popularity, budget)
+    def chosen(self, view: View, room: Room) -> Chosen:
+        return evenly_counted(view.popularity, room.experts)
 
     def notes(self, view: View) -> tuple[str, ...]:
         if view.popularity.any() or not _chooses(view):
@@ -66,9 +66,9 @@ class Calibrated(Placement):
     needs_calibration = True
     without: ClassVar[str] = "placement=popular"
 
-    def chosen(self, view: View, budget: int) -> Chosen:
+    def chosen(self, view: View, room: Room) -> Chosen:
         assert view.calibration is not None
-        return evenly_counted(view.calibration.decode_counts, budget)
+        return evenly_counted(view.calibration.decode_counts, room.experts)
 
     def notes(self, view: View) -> tuple[str, ...]:
         return other_text_note(view)
@@ -81,8 +81,8 @@ class Known(Placement):
     help: ClassVar[str] = "calibrated if the model is, else popular"
     likes_calibration = True
 
-    def chosen(self, view: View, budget: int) -> Chosen:
-        return (Popular() if view.calibration is None else Calibrated()).chosen(view, budget)
+    def chosen(self, view: View, room: Room) -> Chosen:
+        return (Popular() if view.calibration is None else Calibrated()).chosen(view, room)
 
     def notes(self, view: View) -> tuple[str, ...]:
         if view.calibration is not None:
@@ -105,10 +105,10 @@ class Random(Placement):
     def __init__(self, *, seed: int) -> None:
         self._seed = seed
 
-    def chosen(self, view: View, budget: int) -> Chosen:
+    def chosen(self, view: View, room: Room) -> Chosen:
         shape = view.shape
         drawn = np.random.default_rng(self._seed).permutation(shape.layers * shape.experts)
-        return evenly_counted(drawn.reshape(shape.layers, shape.experts), budget)
+        return evenly_counted(drawn.reshape(shape.layers, shape.experts), room.experts)
 
 
 class Sized(Placement):
@@ -119,13 +119,11 @@ class Sized(Placement):
     help: ClassVar[str] = "each layer's most used experts, as many as the replacement keeps there"
     likes_calibration = True
 
-    def join(self, parts: Parts) -> None:
-        self._replacement = parts.replacement
-
-    def chosen(self, view: View, budget: int) -> Chosen:
+    def chosen(self, view: View, room: Room) -> Chosen:
         counts = view.popularity if view.calibration is None else view.calibration.decode_counts
-        sizes = self._replacement.sizes(view, budget)
-        return evenly_counted(counts, budget) if sizes is None else most_counted(counts, sizes)
+        return (
+            evenly_counted(counts, room.experts) if room.sizes is None else most_counted(counts, room.sizes)
+        )
 
     def notes(self, view: View) -> tuple[str, ...]:
         return other_text_note(view)

@@ -36,18 +36,20 @@ def by_probability(routing: Routing) -> list[int]:
 
 
 def _not_kept(layer: int, experts: list[int], view: View) -> list[Expert]:
-    kept = view.target[layer]
-    return [(layer, expert) for expert in experts if not kept[expert]]
+    """Those of which a target does not keep all tiles; first those of which it keeps some, as fewer are to
+    be fetched."""
+    kept, tiles = view.target[layer], view.shape.tiles
+    missing = [(layer, expert) for expert in experts if kept[expert] < tiles]
+    return sorted(missing, key=lambda one: not kept[one[1]]) if len(missing) > 1 else missing
 
 
 def _needed(layer: int, logits: FloatArray, view: View, apply_gate: ApplyGate) -> list[Expert]:
     """The experts that a router names and the layer's gate keeps, without those that a target keeps
-    already."""
+    whole already."""
     assert view.router is not None
     routing = view.router(logits)
-    kept = view.target[layer].take(routing.experts)
-    if np.count_nonzero(kept) == kept.size:  # before the gate
-        return []
+    if view.target[layer].take(routing.experts).min(initial=view.shape.tiles) == view.shape.tiles:
+        return []  # also without the gate
     return _not_kept(layer, by_probability(apply_gate(layer, routing)), view)
 
 

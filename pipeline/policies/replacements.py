@@ -1,25 +1,31 @@
-"""Replacement parts: they decide which experts stay resident. All keep whole experts."""
+"""Replacement parts: they decide which experts stay resident. These keep whole experts."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.policies.cache_sizes import layer_sizes
-from pipeline.policies.calibration import Calibration
 from pipeline.policies.composed import STAY, Expert, Moves, Parts, Replacement
 from pipeline.policies.options import Choice, Whole
-from pipeline.policies.parts import evenly
+from pipeline.policies.parts import Room, evenly, whole_room
 from pipeline.policies.predictions import FEW_EXPERTS
-from pipeline.policies.view import Active, Signals, View
+from pipeline.policies.view import Active, ModelShape, Signals, View
 
 SETTLED = (
     16  # windows after which a cache that began at random follows the workload: each changes few experts
 )
+
+
+def even_room(shape: ModelShape, tiles: int) -> Room:
+    """Whole experts, divided evenly over the layers."""
+    room = whole_room(shape, tiles)
+    return replace(room, sizes=evenly(shape.layers, room.experts))
 
 
 class Keep(Replacement):
@@ -61,7 +67,6 @@ class Lru(Replacement):
         self.needs_calibration = sizes == "dp"
         self._orders: list[OrderedDict[Expert, None]] = []  # least recently used first
         self._sizes: list[int] = []
-        self._sized: tuple[Calibration | None, int, list[int]] | None = None  # of `layer_sizes`
 
     def contradiction(self) -> str:
         if self._per_layer or not self.needs_calibration:
@@ -72,21 +77,18 @@ class Lru(Replacement):
         self._gate = parts.gate
         self._predictor = parts.prediction.predictor
 
-    def sizes(self, view: View, budget: int) -> Sequence[int] | None:
+    def room(self, view: View, tiles: int) -> Room:
+        room = whole_room(view.shape, tiles)
         if not self._per_layer:
-            return None
+            return room
         if not self.needs_calibration:
-            return evenly(view.shape.layers, budget)
-        known = self._sized
-        if known is None or known[0] is not view.calibration or known[1] != budget:
-            # takes a second or more for a large model, and the placement needs the result as well
-            sizes = layer_sizes(view, budget, self._gate.limits(view), self._predictor)
-            self._sized = known = view.calibration, budget, sizes
-        return known[2]
+            return even_room(view.shape, tiles)
+        # takes a second or more for a large model
+        sizes = layer_sizes(view, room.experts, self._gate.limits(view), self._predictor)
+        return replace(room, sizes=sizes)
 
-    def start(self, placed: list[Expert], budget: int, view: View) -> None:
-        sizes = self.sizes(view, budget)
-        self._sizes = [budget] if sizes is None else list(sizes)
+    def start(self, placed: list[Expert], room: Room, view: View) -> None:
+        self._sizes = [room.experts] if room.sizes is None else list(room.sizes)
         self._orders = [OrderedDict() for _ in self._sizes]
         for layer, expert in sorted(placed, reverse=True):
             self._orders[layer if self._per_layer else 0][layer, expert] = None
@@ -135,7 +137,7 @@ class Workload(Replacement):
         self._swaps = swaps
         self.settles = SETTLED * window
 
-    def start(self, placed: list[Expert], budget: int, view: View) -> None:
+    def start(self, placed: list[Expert], room: Room, view: View) -> None:
         shape = view.shape
         self._most = self._swaps or (1 if shape.experts <= FEW_EXPERTS else 8)
         self._held: list[set[int]] = [set() for _ in range(shape.layers)]
@@ -173,12 +175,12 @@ class Score(Replacement):
     fills: ClassVar[str] = "fetched"
     admits: ClassVar[bool] = True
 
-    def sizes(self, view: View, budget: int) -> Sequence[int] | None:
-        return evenly(view.shape.layers, budget)
+    def room(self, view: View, tiles: int) -> Room:
+        return even_room(view.shape, tiles)
 
-    def start(self, placed: list[Expert], budget: int, view: View) -> None:
+    def start(self, placed: list[Expert], room: Room, view: View) -> None:
         shape = view.shape
-        self._sizes = evenly(shape.layers, budget)
+        self._sizes = room.sizes or ()
         self._held: list[set[int]] = [set() for _ in range(shape.layers)]
         for layer, expert in placed:
             self._held[layer].add(expert)

@@ -1,52 +1,66 @@
-"""The experts of a cache that are held because they were predicted."""
+"""The tiles of a cache that are held because their experts were predicted."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterable
 
 Key = tuple[int, int]  # layer, expert
 
 
 class Reserve:
-    """Room for predicted experts: while a layer is computed with its own, those of later ones are fetched."""
+    """Room for predicted experts: while a layer is computed with its own, those of later ones are fetched. Of
+    an expert that the cache keeps in part, the reserve holds the other tiles."""
 
-    def __init__(self, wanted: int, whole: int) -> None:
-        """Room for `wanted` experts, but for half of the `whole` experts that the cache holds at most."""
-        self.size = min(wanted, whole // 2)  # experts
+    def __init__(self, wanted: int, whole: int, tiles: int) -> None:
+        """Room for `wanted` experts of `tiles` tiles, but at most for half of the `whole` experts that the
+        cache holds."""
+        self.size = min(wanted, whole // 2)  # experts without a cached tile
+        self.tiles = self.size * tiles
         self.note = ""  # what does not fit
         if self.size < wanted:
             self.note = (
                 f"predicted experts have half of the cache, room for {self.size} instead of {wanted}, so not"
                 " all of them are prefetched"
             )
-        self._held: dict[int, set[int]] = {}  # experts by layer
+        self._free = self.tiles
+        self._held: dict[int, dict[int, int]] = {}  # tiles, by layer and expert
 
-    def take(self, wanted: Iterable[Key]) -> list[Key]:
-        """Hold as many of these as there is room for, and return them."""
-        free = self.size - sum(map(len, self._held.values()))
-        taken = list(itertools.islice(wanted, max(0, free)))
-        for layer, expert in taken:
-            self._held.setdefault(layer, set()).add(expert)
+    def take(self, wanted: Iterable[tuple[Key, int]]) -> list[Key]:
+        """Hold so many tiles of these experts, as far as there is room for all of an expert's, and return
+        them."""
+        taken = []
+        for key, tiles in wanted:
+            if tiles > self._free:
+                break
+            self._free -= tiles
+            self._held.setdefault(key[0], {})[key[1]] = tiles
+            taken.append(key)
         return taken
 
     def holds(self, layer: int) -> bool:
-        """Whether an expert of this layer is held."""
+        """Whether a tile of this layer is held."""
         return bool(self._held.get(layer))
 
-    def remove(self, expert: Key) -> bool:
-        """Hold this expert no longer; False where it is not held."""
+    def give(self, expert: Key, tiles: int) -> bool:
+        """Hold so many tiles less of this expert; False where none of it is held."""
         layer, index = expert
-        held = self._held.get(layer, set())
-        found = index in held
-        held.discard(index)
-        return found
+        held = self._held.get(layer)
+        if not held or index not in held:
+            return False
+        given = min(tiles, held[index])
+        self._free += given
+        held[index] -= given
+        if not held[index]:
+            del held[index]
+        return True
 
-    def release(self, layer: int, needed: Collection[int] = ()) -> list[Key]:
-        """Hold no expert of a layer any longer but these; the others, in ascending order."""
+    def release(self, layer: int, needed: Collection[int] = ()) -> list[tuple[Key, int]]:
+        """Hold no expert of a layer any longer but these; the others in ascending order, with the tiles that
+        were held."""
         held = self._held.get(layer)
         if not held:
             return []
-        released = sorted(held.difference(needed))
-        held.difference_update(released)
-        return [(layer, expert) for expert in released]
+        released = sorted(held.keys() - set(needed))
+        found = [((layer, expert), held.pop(expert)) for expert in released]
+        self._free += sum(tiles for _, tiles in found)
+        return found
