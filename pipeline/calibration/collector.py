@@ -39,7 +39,7 @@ class Activations:
 
     def begin(self, phase: Phase, sequences: tuple[int, ...]) -> None:
         self._phase = phase
-        self._runs = list(_runs(sequences))
+        self._runs = list(sequence_runs(sequences))
 
     def layer(self, decision: LayerDecision[object], x: FloatArray) -> None:
         routing, shape = decision.gated.routing, self._shape
@@ -209,7 +209,7 @@ def _both(shape: ModelShape) -> dict[Phase, Counts]:
     return {"prefill": np.zeros(size, np.int64), "decode": np.zeros(size, np.int64)}
 
 
-def _runs(sequences: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
+def sequence_runs(sequences: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
     """The consecutive rows of each sequence."""
     start = 0
     for sequence, rows in groupby(sequences):

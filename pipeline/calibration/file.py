@@ -2,7 +2,7 @@
 it, the same as readable text.
 
 The tensors are the arrays of `Calibration` by their names (accuracy.raw, accuracy.residual, accuracy.first,
-and the same of gated_accuracy);
+the same of gated_accuracy, and hit_rates.lcp, .lru and .lfu);
 an array that could not be measured is absent. `__metadata__` has one entry, "tandem", a JSON object:
 `version`, `fingerprint` (of the model, the folder's name), `threshold`, `about` (how it was measured, see
 docs/calibration.md), and `crc32` of all of these and of the tensors. Files are 0600 in a 0700 folder; a file
@@ -28,6 +28,7 @@ from pipeline.calibration.summary import describe
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.errors import CalibrationError
 from pipeline.policies.calibration import Calibration
+from pipeline.policies.split import PRIORITIES
 from protocol.errors import NotPrivate
 from protocol.private_files import check_private, make_folders
 from protocol.small_files import read_small
@@ -35,7 +36,8 @@ from shm.atomic_file import atomic_file
 from shm.cache_record import CacheRecord, note_use
 
 NAME, READABLE = "calibration.safetensors", "calibration.txt"
-VERSION = 2
+VERSION = 3
+READABLE_VERSIONS = (2, VERSION)  # those of 2 lack the hit rates
 KEY = "tandem"  # of the metadata
 PREDICTORS = ("raw", "residual", "first")
 MOST_BYTES = 1 << 28
@@ -90,7 +92,7 @@ def read(path: Path) -> tuple[Calibration, dict[str, Any]]:
         threshold, about = facts["threshold"], dict(facts["about"])
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as e:
         raise _unusable(path, f"it is not a complete calibration ({type(e).__name__})") from None
-    if version != VERSION:
+    if version not in READABLE_VERSIONS:
         raise _unusable(path, f"it is of version {str(version)[:20]}, this program's is {VERSION}")
     if fingerprint != path.parent.name:
         raise _unusable(path, "it belongs to another model")
@@ -120,7 +122,7 @@ def _unusable(path: Path, reason: str) -> CalibrationError:
 def _arrays(calibration: Calibration) -> dict[str, Array]:
     """The arrays by their names in the file."""
     arrays = {name: array for name, array in vars(calibration).items() if isinstance(array, np.ndarray)}
-    for table in ("accuracy", "gated_accuracy"):
+    for table in ("accuracy", "gated_accuracy", "hit_rates"):
         arrays |= {f"{table}.{name}": array for name, array in vars(calibration)[table].items()}
     return arrays
 
@@ -178,14 +180,20 @@ def _checked(tensors: dict[str, Array], threshold: object) -> Calibration:
         sensitivity=optional("sensitivity", layers),
         threshold=_threshold(threshold),
         first_gate=optional("first_gate", experts, hidden),
+        hit_rates={
+            name: take(f"hit_rates.{name}", (layers, experts + 1))
+            for name in PRIORITIES
+            if f"hit_rates.{name}" in tensors
+        },
     )
     if tensors:
         raise ValueError(f"it holds {min(tensors)[:40]!r}, an unknown array")
     if min(result.prefill_counts.min(), result.decode_counts.min()) < 0:
         raise ValueError("a count is below 0")
-    accuracies = (*result.accuracy.values(), *result.gated_accuracy.values())
-    if any((shares < 0).any() or (shares > 1).any() for shares in accuracies):
-        raise ValueError("an accuracy is outside 0..1")
+    tables = (result.accuracy, result.gated_accuracy, result.hit_rates)
+    rates = [array for table in tables for array in table.values()]
+    if any((array < 0).any() or (array > 1).any() for array in rates):
+        raise ValueError("an accuracy or a hit rate is outside 0..1")
     if result.sensitivity is not None and (result.sensitivity < 0).any():
         raise ValueError("a sensitivity is below 0")
     for name, shares in (("kept", result.kept), ("needed", result.needed)):

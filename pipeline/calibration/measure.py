@@ -24,6 +24,7 @@ from pipeline.backbone.kv_cache import KVCache
 from pipeline.calibration.batches import MOST_ROWS, BatchedPredictions
 from pipeline.calibration.collector import Needs, TrainPass, ValidationPass
 from pipeline.calibration.first_gate import train_first_gate
+from pipeline.calibration.hit_rates import TokenOrder
 from pipeline.calibration.lanes import lanes, observed, separate_counters
 from pipeline.calibration.sensitivity import sensitivities
 from pipeline.calibration.threshold import largest_threshold, perturbations
@@ -107,6 +108,7 @@ class _Measurement:
         longest, free = max(len(window.tokens) for window in windows), ctx.kv.free
         self._width = min(LANES, ctx.lanes, len(division.training), free // longest)
         self._tokens = division.tokens
+        self._order = TokenOrder(ctx.engine.shape)
         if self._width < 1:
             raise RequestError(
                 f"the KV cache has {free} tokens free of the {longest} that calibrating needs: requests and"
@@ -127,7 +129,7 @@ class _Measurement:
         pair = 4 * (hidden + shape.experts)
         count = sum(len(window.tokens) for window in windows)
         train_pass = TrainPass(shape, hidden, every=1 + count * pair // PAIR_BYTES)
-        with self._timed("reading"):
+        with self._timed("reading"), observed(engine, self._order):
             self._read(windows, train_pass, done=0)
         residuals = train_pass.residuals()
         with self._timed("first gate"):
@@ -164,12 +166,13 @@ class _Measurement:
 
     def _validate(self, train_pass: TrainPass, trained: Calibration) -> tuple[Calibration, ValidationPass]:
         """Stage 3."""
-        shape = self._ctx.engine.shape
+        engine = self._ctx.engine
+        shape = engine.shape
         validation = ValidationPass(shape, self._spec.router, trained.residual_logits, trained.first_gate)
         router, held_out = self._spec.router, self._division.validation
         every = 1 + sum(len(window.tokens) for window in held_out) // MOST_ROWS
         batched = BatchedPredictions(shape, router, trained.residuals, trained.residual_logits, every)
-        with self._timed("reading"), observed(self._ctx.engine, batched):
+        with self._timed("reading"), observed(self._ctx.engine, batched), observed(engine, self._order):
             read = sum(len(window.tokens) for window in self._division.training)
             self._read(held_out, validation, done=read)
         self._findings.prefetch = batched.measured(self._ctx.seed)
@@ -183,6 +186,7 @@ class _Measurement:
             kept=validation.drops.kept(),
             gated_accuracy=validation.drops.accuracy(),
             similarity=similarity.mean(axis=0).astype(np.float32),
+            hit_rates=self._order.hit_rates(),
         )
         self._findings.hits = self._hits(trained.decode_counts, counts[0] + counts[1], validated)
         return validated, validation

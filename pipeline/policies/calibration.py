@@ -7,7 +7,7 @@ layer, k a token, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,9 @@ class Calibration:
     sensitivity: Floats | None  # [L] mean over tokens of the squared gradient at the MoE block's output
     threshold: float | None  # T of AdapMoE's gate, found on the validation part of the text
     first_gate: Floats | None  # [E, H] predicts layer 0 of the next token from the last layer's x
+    hit_rates: dict[str, Floats] = field(default_factory=dict)  # by the order "lcp" | "lru" | "lfu" of a
+    # cache, [L, E + 1]: of the experts that decode uses, the share in a cache of 0..E experts. Empty in files
+    # of earlier versions
 
 
 def at_limits(table: Floats, limits: Sequence[float]) -> NDArray[np.float64]:

@@ -15,6 +15,7 @@ from pipeline.policies.impact import Impact
 from pipeline.policies.options import Choice, Option, Value, did_you_mean, parse_options
 from pipeline.policies.pre_gated import PreGated
 from pipeline.policies.random_plan import RandomPlan
+from pipeline.policies.split import Split
 from pipeline.policies.view import Policy, PolicyRequest
 
 
@@ -42,7 +43,9 @@ PARTS: dict[str, dict[str, type[Part]]] = {
         Impact,
     ),
     "assignment": _named(*assignments.ASSIGNMENTS),
-    "replacement": _named(replacements.Keep, replacements.Lru, replacements.Workload, replacements.Score),
+    "replacement": _named(
+        replacements.Keep, replacements.Lru, replacements.Workload, replacements.Score, Split
+    ),
 }
 
 
@@ -239,6 +242,11 @@ PRESETS: dict[str, Preset] = {
             "Skips minor experts, prefetches three layers",
             ("sized", "adaptive", "lookahead", "device", "lru"),
             sizes="dp",
+        ),
+        ComposedPreset(
+            "moepic",
+            "Parts of more experts resident, the rest prefetched",
+            ("sized", "own", "next-gate", "device", "split"),
         ),
         OwnPreset(RandomPlan),
     )

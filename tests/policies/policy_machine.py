@@ -85,7 +85,15 @@ def make_calibration(shape: ModelShape, rng: np.random.Generator) -> Calibration
         sensitivity=rng.random(layers).astype(np.float32),
         threshold=0.05,
         first_gate=np.zeros((experts, 4), np.float32),
+        hit_rates={name: _hit_rates(shape, own) for name in ("lcp", "lru", "lfu")},
     )
+
+
+def _hit_rates(shape: ModelShape, rng: np.random.Generator) -> FloatArray:
+    """Rising from 0 to 1 in each layer."""
+    steps = np.sort(rng.random((shape.layers, shape.experts + 1)), axis=1)
+    steps[:, 0], steps[:, -1] = 0, 1
+    return steps.astype(np.float32)
 
 
 def make_routing(shape: ModelShape, rng: np.random.Generator, rows: int) -> Routing:
@@ -220,7 +228,8 @@ class Machine:
         self._next("begin begin_early", "prefetch")
         assert self.driver.view.prefetching
         fetched = [t for t in targets if t.tiles]
-        assert all(not self.target[t.layer, t.expert] for t in fetched)
+        tiles = self.given.shape.tiles
+        assert all(self.target[t.layer, t.expert] < t.tiles == tiles for t in fetched)
         assert all(t.layer != self._decision.layer for t in targets if not t.tiles)
         self.predicted += len(fetched)
         self.wanted += wanted

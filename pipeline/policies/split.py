@@ -1,0 +1,155 @@
+"""MoEpic's replacement: the leading tiles of the experts of the highest priority."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf, log
+from typing import ClassVar, NamedTuple
+
+from pipeline.arrays import IntArray
+from pipeline.policies.calibration import Calibration
+from pipeline.policies.composed import STAY, Expert, Moves, Parts, Replacement
+from pipeline.policies.options import Choice, Real
+from pipeline.policies.parts import Room, evenly
+from pipeline.policies.split_sizes import LayerLoads, configured
+from pipeline.policies.view import Active, View
+
+RHO, OMEGA = 0.25, 128.0  # of LCP: in omega steps without use a priority falls to rho of it
+
+
+class Priority(NamedTuple):
+    """The logarithm of an expert's priority is frequency * log(rows) + recency * step, of its last use. LCP's
+    mu * rho ** (nu / omega) has the same order: mu is the rows over the steps so far, nu the steps since the
+    last use, and the present step is the same for all experts."""
+
+    frequency: float
+    recency: float
+
+    @classmethod
+    def named(cls, name: str, rho: float = RHO, omega: float = OMEGA) -> Priority:
+        """ "lcp", "lru" or "lfu"."""
+        return {"lru": cls(0, 1), "lfu": cls(1, 0), "lcp": cls(1, -log(rho) / omega)}[name]
+
+    def of(self, rows: float, step: int) -> float:
+        """Of an expert with so many rows so far that was last used in this step; without rows, the lowest."""
+        return self.frequency * log(rows) + self.recency * step if rows else -inf
+
+
+PRIORITIES = ("lcp", "lru", "lfu")
+
+
+class Split(Replacement):
+    """MoEpic's cache. Of a cached expert the leading `theta` of its tiles stay resident, so that more experts
+    are cached, and the others are fetched with each use. It keeps the experts of the highest priority: mu *
+    rho ** (nu / omega) with mu their rows over the steps, nu the steps since their last use (least cache
+    priority, LCP). A fetched expert enters where its priority is above the lowest one of those that the step
+    does not use.
+
+    By default theta and the number of cached experts are configured for each layer (`split_sizes.py`), with
+    the calibration's hit rates and the costs; with a given theta all layers have the same."""
+
+    name: ClassVar[str] = "split"
+    help: ClassVar[str] = "leading tiles of the experts of the highest priority"
+    options = (
+        Real(
+            name="theta",
+            help="share of a cached expert that stays resident, 1 for all; by default configured by layer",
+            default=None,
+            low=0,
+            high=1,
+        ),
+        Choice(
+            name="priority",
+            help="by use and time since the last one, by the last use, or by use",
+            default="lcp",
+            choices=PRIORITIES,
+        ),
+        Real(name="rho", help="what an unused expert's priority falls to", default=RHO, low=1e-9, high=1),
+        Real(name="omega", help="in so many steps", default=OMEGA, low=1e-3, high=1e9),
+    )
+    fills: ClassVar[str] = "fetched"
+    splits: ClassVar[bool] = True
+    without: ClassVar[str] = "theta=0.3"
+
+    def __init__(self, *, theta: float | None, priority: str, rho: float, omega: float) -> None:
+        self._theta = theta
+        self._order = priority
+        self._priority = Priority.named(priority, rho, omega)
+        self.needs_costs = self.needs_calibration = theta is None
+
+    def join(self, parts: Parts) -> None:
+        self._predictor = parts.prediction.predictor
+
+    def missing(self, calibration: Calibration | None) -> str:
+        if missing := super().missing(calibration):
+            return missing
+        if self.needs_calibration and calibration is not None and not calibration.hit_rates:
+            return "a calibration with hit rates, which this model's older one lacks"
+        return ""
+
+    def notes(self, view: View) -> tuple[str, ...]:
+        if view.shape.tiles > 1 or self._theta == 1:
+            return ()
+        return (
+            "an expert has a single tile, so none is kept in part (--tile, in channels, makes them smaller)",
+        )
+
+    def room(self, view: View, tiles: int) -> Room:
+        shape = view.shape
+        if self._theta is None:
+            divisions = configured(self._loads(view), tiles)
+            kept, sizes = [d.kept for d in divisions], [d.experts for d in divisions]
+        else:
+            kept = [max(1, round(self._theta * shape.tiles))] * shape.layers
+            sizes = [min(size, shape.experts) for size in evenly(shape.layers, tiles // kept[0])]
+        return Room(sum(sizes), kept, sizes)
+
+    def _loads(self, view: View) -> list[LayerLoads]:
+        """For a decode step of one row."""
+        shape, costs, calibration = view.shape, view.costs, view.calibration
+        assert costs is not None
+        assert calibration is not None
+        experts = shape.top_k * shape.tiles * float(costs.device_seconds(1, 1))
+        window = float(costs.other_seconds(1)) + costs.launch + experts
+        named = [0.0] * shape.layers
+        if self._predictor is not None:
+            named = calibration.accuracy[self._predictor].tolist()
+        hits = calibration.hit_rates[self._order].tolist()
+        return [
+            LayerLoads(hits[layer], shape.top_k, named[layer], window, costs.link, costs.fetch, shape.tiles)
+            for layer in range(shape.layers)
+        ]
+
+    def start(self, placed: list[Expert], room: Room, view: View) -> None:
+        shape, calibration = view.shape, view.calibration
+        known = view.popularity if calibration is None else calibration.decode_counts
+        self._sizes: Sequence[int] = room.sizes or ()
+        self._rows: list[list[int]] = known.tolist()
+        self._steps = [0] * shape.layers
+        self._priorities = [[self._priority.of(rows, 0) for rows in layer] for layer in self._rows]
+        self._held: list[set[int]] = [set() for _ in range(shape.layers)]
+        for layer, expert in placed:
+            self._held[layer].add(expert)
+
+    def plan(self, layer: int, active: Active, cut: IntArray, view: View) -> Moves:
+        rows, priorities, held = self._rows[layer], self._priorities[layer], self._held[layer]
+        self._steps[layer] = step = self._steps[layer] + 1
+        used = active.experts.tolist()
+        for expert, count in zip(used, active.counts.tolist(), strict=True):
+            rows[expert] += count
+            priorities[expert] = self._priority.of(rows[expert], step)
+        new = [expert for expert in used if expert not in held and cut[expert]]
+        if not new:
+            return STAY
+        new.sort(key=lambda expert: -priorities[expert])  # stable: of equal ones the smaller index
+        free = self._sizes[layer] - len(held)
+        cold = sorted(held.difference(used), key=lambda expert: (priorities[expert], -expert))
+        into, out = new[:free], []
+        for expert, least in zip(new[free:], cold, strict=False):
+            if priorities[least] >= priorities[expert]:
+                break
+            into.append(expert)
+            out.append(least)
+        held.difference_update(out)
+        held.update(into)
+        return Moves([(layer, expert) for expert in out], [(layer, expert) for expert in into])
