@@ -15,6 +15,7 @@ from pipeline.errors import PolicyError
 from pipeline.policies.costs import Costs
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)  # of the grid
+LATENCIES = ("round_trip", "layer", "launch", "fetch")
 OPERATIONS = 2  # a multiplication and an addition, for each weight and row
 
 
@@ -29,11 +30,13 @@ class Rates:
     device_tflops: float
     round_trip: float = 6e-5  # seconds of an empty Work, there and back
     layer: float = 1e-4  # seconds of starting the kernels of a layer, without its routed experts
+    launch: float = 2e-5  # of starting those of its routed experts
+    fetch: float = 1e-5  # of ordering the missing tiles of an expert
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            latency = field.name in ("round_trip", "layer")
+            latency = field.name in LATENCIES
             if not (math.isfinite(value) and (value >= 0 if latency else value > 0)):
                 wanted = "seconds, not negative" if latency else "a rate above 0"
                 raise PolicyError(f"rates: '{field.name}' is {value}; it must be {wanted}")
@@ -72,5 +75,7 @@ def derived(
         link=expert_bytes / rates.link_gbps / 1e9,
         round_trip=rates.round_trip,
         other=tuple(rates.layer + value for value in other),
+        launch=rates.launch,
+        fetch=rates.fetch,
         per="expert",
     )

@@ -7,7 +7,7 @@ import pytest
 from pipeline.errors import PolicyError
 from pipeline.policies.derived_costs import MACHINES, Rates, derived
 
-RATES = Rates(100.0, 25.0, 1000.0, 1.0, 100.0, round_trip=5e-5, layer=2e-4)
+RATES = Rates(100.0, 25.0, 1000.0, 1.0, 100.0, round_trip=5e-5, layer=2e-4, launch=3e-5)
 WEIGHTS = 8 * 10**6  # an expert's, 4 bits each
 
 
@@ -17,7 +17,7 @@ def test_one_row_takes_as_long_as_reading_the_expert() -> None:
     assert costs.host[0] == pytest.approx(4e6 / 75e9)  # the link takes its 25 GB/s from the same memory
     assert costs.device[0] == pytest.approx(4e6 / 1000e9)
     assert costs.link == pytest.approx(4e6 / 25e9)
-    assert costs.round_trip == 5e-5
+    assert (costs.round_trip, costs.launch, costs.fetch) == (5e-5, 3e-5, 1e-5)
     assert costs.other[0] == pytest.approx(2e-4)
 
 

@@ -1,0 +1,259 @@
+"""The balanced cut: which tiles of a layer's active experts the device computes, so that both sides end
+together.
+
+Three resources work at the same time. The host computes tile after tile, behind the exchange with the workers
+or what they still compute; the device computes tile after tile, behind the start of its kernels; the link
+moves missing tiles one after the other, and the device computes each once it has landed. Tile costs are
+linear, so experts with equally many rows are alike and form one *group*, of which only totals count: the
+device takes resident tiles first, then missing ones, expert after expert.
+
+`balance` begins with everything on the host and moves tiles to the device, those first that save most host
+time for a second of the device or of the link, until another one would make the device the later side. Whole
+tiles leave a gap; where it is worth more than 1 %, other counts are tried: every cut of a small layer,
+otherwise those of a few groups around the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, inf, prod
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+GAP = 0.01  # of the layer's seconds, that is worth a search
+SEARCHED = 1024  # counts that are tried, at most
+VARIED = 5  # groups that they vary
+
+Floats = NDArray[np.float64]
+Counts = NDArray[np.integer]
+
+
+class Fixed(NamedTuple):
+    """Seconds of a layer that no cut changes."""
+
+    host: float  # before the host's first tile, where it has any: the exchange, or earlier work
+    launch: float  # before the device's first tile
+    link: float  # before the first missing tile can begin to move
+    tile: float  # a missing tile on the link; infinite where none can be moved
+    fetch: float  # beside its tiles, for each expert with a missing tile that is moved
+
+
+@dataclass(slots=True)
+class Group:
+    """Active experts with equally many rows, in the order in which their tiles land."""
+
+    host: float  # seconds of a tile
+    device: float
+    resident: int  # tiles of all its experts
+    missing: int
+    lacking: int  # experts that lack a tile
+    taken: int = 0  # tiles that the device computes
+
+    @property
+    def tiles(self) -> int:
+        return self.resident + self.missing
+
+
+class Sides(NamedTuple):
+    """When each side of a layer has finished, in seconds from the layer's plan; 0 without work."""
+
+    host: float
+    device: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self)
+
+
+def balance(groups: Sequence[Group], fixed: Fixed) -> Sides:
+    """Set each group's `taken`, so that the later of the two sides ends as early as possible."""
+    best, bound, by_link = _in_order(groups, fixed, by_link=True)
+    if len(groups) > 1:
+        if not by_link:
+            taken = [group.taken for group in groups]
+            other, other_bound, _ = _in_order(groups, fixed, by_link=False)
+            if max(other) < max(best):
+                best, bound = other, other_bound
+            else:
+                _take(groups, taken)
+        best = sides(groups, fixed)
+        every = prod(group.tiles + 1 for group in groups) <= SEARCHED
+        if every or max(best) > (1 + GAP) * bound:
+            best = _search(groups, fixed, best, every)
+    if best.host:
+        taken = [group.taken for group in groups]
+        _take(groups, [group.tiles for group in groups])
+        whole = sides(groups, fixed)
+        if max(whole) <= max(best):
+            return whole
+        _take(groups, taken)
+    return best
+
+
+def sides(groups: Sequence[Group], fixed: Fixed) -> Sides:
+    """Of the tiles that are taken."""
+    begins, launch, waits, tile, fetch = fixed
+    left, host, device, landed, moved = 0, 0.0, launch, waits, False
+    for group in groups:
+        taken, resident = group.taken, group.resident
+        left += resident + group.missing - taken
+        host += (resident + group.missing - taken) * group.host
+        device += (taken if taken < resident else resident) * group.device
+    for group in groups:
+        missing = group.taken - group.resident
+        if missing > 0:  # the device computes each tile once it is there and it has time
+            begun = max(device, landed + fetch + tile)
+            landed += fetch * ceil(missing * group.lacking / group.missing) + tile * missing
+            device = max(begun + missing * group.device, landed + group.device)
+            moved = True
+    if not moved and device == launch:
+        device = 0.0
+    return Sides(begins + host if left else 0.0, device)
+
+
+def _take(groups: Sequence[Group], taken: Sequence[int]) -> None:
+    for group, count in zip(groups, taken, strict=True):
+        group.taken = count
+
+
+def _in_order(groups: Sequence[Group], fixed: Fixed, by_link: bool) -> tuple[Sides, float, bool]:
+    """Move tiles to the device in the order of the host's time that each saves for a second of the device;
+    with `by_link`, for a second of the link where a missing tile takes longer there. Returns what it reaches,
+    what parts of tiles would reach, and whether the link is what ends late."""
+    begins, launch, waits, tile, fetch = fixed
+    order = []
+    left, host = 0, 0.0  # of the host
+    for group in groups:
+        group.taken = 0
+        left += group.resident + group.missing
+        host += (group.resident + group.missing) * group.host
+        saved, costs = group.host, group.device
+        if group.resident:
+            order.append((saved / costs if costs > 0 else inf, True, group))
+        if group.missing and tile < inf:
+            costs = max(costs, tile) if by_link else costs
+            order.append((saved / costs if costs > 0 else inf, False, group))
+    order.sort(key=itemgetter(0, 1), reverse=True)
+    here = moved_here = last = 0.0  # seconds on the device: of resident and of missing tiles, of the last one
+    moved, fetches = 0, 0
+    now_host, now_device = begins + host if left else 0.0, 0.0
+    first = waits + fetch + tile  # the first missing tile's landing
+    for _, resident, group in order:
+        seconds, saved = group.device, group.host
+        count = group.resident if resident else group.missing
+        share = 0.0 if resident else group.lacking / group.missing
+        later = last if resident else max(last, seconds)
+        low, high, tried = 0, 0, count
+        while True:  # all of them, and if that is too many, the number by bisection
+            then_host = begins + host - tried * saved if left > tried else 0.0
+            if resident:
+                then_device = max(launch + here + tried * seconds, first if moved else 0.0) + moved_here
+                end = waits + fetch * fetches + tile * moved + last if moved else 0.0
+            else:
+                then_device = max(launch + here, first) + moved_here + tried * seconds
+                end = waits + fetch * (fetches + ceil(tried * share)) + tile * (moved + tried) + later
+            if end > then_device:
+                then_device = end
+            if then_device <= then_host:
+                low, now_host, now_device = tried, then_host, then_device
+            else:
+                high, high_host, high_device, linked = tried, then_host, then_device, end == then_device
+            if not high or high - low <= 1:
+                break
+            tried = (low + high) // 2
+        if not high:
+            group.taken += count
+            left -= count
+            host -= count * saved
+            if resident:
+                here += count * seconds
+            else:
+                moved_here += count * seconds
+                moved += count
+                fetches += group.lacking
+                last = later
+            continue
+        early, late = now_host - now_device, high_device - high_host
+        bound = now_host - (now_host - high_host) * early / (early + late)
+        group.taken += high if high_device < now_host else low
+        better = Sides(high_host, high_device) if high_device < now_host else Sides(now_host, now_device)
+        return better, bound, linked
+    return Sides(now_host, now_device), now_host, True
+
+
+def _search(groups: Sequence[Group], fixed: Fixed, best: Sides, every: bool) -> Sides:
+    """Try `every` count, or those around the answer."""
+    counts = [np.arange(group.tiles + 1) for group in groups]
+    if not every:
+        varied = _boundary(groups)
+        width = int(SEARCHED ** (1 / len(varied)))
+        for index, group in enumerate(groups):
+            if index in varied:
+                low = max(0, min(group.taken - width // 2, group.tiles + 1 - width))
+                counts[index] = np.arange(low, min(low + width, group.tiles + 1))
+            else:
+                counts[index] = np.arange(group.taken, group.taken + 1)
+    host, device = _ends(groups, counts, fixed)
+    index = int(np.maximum(host, device).argmin())
+    found = Sides(float(host[index]), float(device[index]))
+    if max(found) >= max(best):
+        return best
+    places = np.unravel_index(index, [len(tried) for tried in counts])
+    _take(groups, [int(tried[place]) for tried, place in zip(counts, places, strict=True)])
+    return found
+
+
+def _boundary(groups: Sequence[Group]) -> list[int]:
+    """The groups whose counts are worth varying: those that are divided, and those of the smallest tiles,
+    which close a gap best."""
+    order = sorted(range(len(groups)), key=lambda index: groups[index].host)
+    order.sort(key=lambda index: groups[index].taken in (0, groups[index].resident, groups[index].tiles))
+    return order[:VARIED]
+
+
+def _ends(
+    groups: Sequence[Group], counts: Sequence[Counts], fixed: Fixed
+) -> tuple[Floats, Floats]:
+    """When both sides have finished, for every combination of these counts, as C order has them."""
+    zero = np.zeros(1)
+    left, host, here = zero, zero, zero
+    for group, tried in zip(groups, counts, strict=True):
+        rest = group.tiles - tried
+        left = np.add.outer(left, rest).ravel()
+        host = np.add.outer(host, rest * group.host).ravel()
+        here = np.add.outer(here, np.minimum(tried, group.resident) * group.device).ravel()
+    ends = np.where(left > 0, fixed.host + host, 0.0)
+    device = np.where(here > 0, fixed.launch + here, 0.0)
+    if not any(int(tried[-1]) > group.resident for group, tried in zip(groups, counts, strict=True)):
+        return ends, device
+    if fixed.tile == inf:
+        moved = np.zeros(1)
+        for group, tried in zip(groups, counts, strict=True):
+            moved = np.add.outer(moved, tried > group.resident).ravel()
+        return ends, np.where(moved > 0, inf, device)
+    # group after group, as its tiles land: the device computes each once it is there and it has time
+    shape = [len(tried) for tried in counts]
+    landed = np.full(shape, fixed.link)
+    at = np.maximum(device, fixed.launch).reshape(shape)
+    began = np.zeros(shape, bool)
+    for axis, (group, tried) in enumerate(zip(groups, counts, strict=True)):
+        missing = np.maximum(tried - group.resident, 0)
+        if not missing[-1]:
+            continue
+        along = [1] * len(shape)
+        along[axis] = len(tried)
+        share = group.lacking / group.missing
+        seconds = (missing * group.device).reshape(along)
+        moves = missing > 0
+        first = (np.where(moves, fixed.fetch + fixed.tile, 0.0)).reshape(along)
+        whole = (fixed.fetch * np.ceil(missing * share) + fixed.tile * missing).reshape(along)
+        moves = moves.reshape(along)
+        then = np.maximum(np.maximum(at, landed + first) + seconds, landed + whole + group.device)
+        at = np.where(moves, then, at)
+        began = began | moves
+        landed = landed + whole
+    return ends, np.where(began.ravel(), at.ravel(), device)
