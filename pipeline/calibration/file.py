@@ -182,8 +182,7 @@ def _checked(tensors: dict[str, Array], threshold: object) -> Calibration:
         first_gate=optional("first_gate", experts, hidden),
         hit_rates={
             name: take(f"hit_rates.{name}", (layers, experts + 1))
-            for name in PRIORITIES
-            if f"hit_rates.{name}" in tensors
+            for name in (PRIORITIES if any(name.startswith("hit_rates.") for name in tensors) else ())
         },
     )
     if tensors:

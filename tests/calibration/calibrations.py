@@ -41,4 +41,5 @@ def calibrations(draw: st.DrawFn) -> Calibration:
         sensitivity=draw(arrays((layers,), st.floats(0, 1e6, width=32))) if known else None,
         threshold=draw(st.floats(0, 1e6)) if known else None,
         first_gate=draw(st.none() | arrays((experts, hidden))),
+        hit_rates={n: draw(arrays((layers, experts + 1), shares)) for n in ("lcp", "lru", "lfu")},
     )

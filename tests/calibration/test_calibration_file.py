@@ -92,6 +92,16 @@ def test_far_too_large_file_is_refused(path: Path, monkeypatch: pytest.MonkeyPat
         load(path)
 
 
+def test_file_of_version_2_lacks_the_hit_rates(path: Path) -> None:
+    """A calibration that was made before MoEpic was built serves the other policies."""
+    save(path, SMALL, {"model": "small"})
+    rewrite(path, {"version": 2})
+    assert load(path).hit_rates == {}
+    rewrite(path, {"hit_rates.lcp": np.ones((2, 4), np.float32)})
+    with pytest.raises(CalibrationError, match=r"hit_rates.lru is missing"):
+        load(path)
+
+
 @pytest.mark.parametrize("threshold", [0, 0.0, 3, None])
 def test_threshold_may_be_0_or_missing(path: Path, threshold: float | None) -> None:
     save(path, replace(SMALL, threshold=threshold), {})
@@ -174,6 +184,7 @@ def rewrite(path: Path, changes: dict) -> None:
         ({"accuracy.third": np.zeros(2, np.float32)}, "'accuracy.third', an unknown array"),
         ({"needed": np.full((2, 3), 0.5, np.float32)}, "does not consist of shares"),
         ({"kept": np.full((2, 2, 3), 0.5, np.float32)}, "kept does not consist of shares"),
+        ({"hit_rates.lfu": np.ones((2, 3), np.float32)}, "hit_rates.lcp is missing"),
         ({"kept": np.ones((2, 3), np.float32)}, "kept is missing or has no steps"),
         ({"sensitivity": np.array([-1, 1], np.float32)}, "sensitivity is below 0"),
         ({"first_gate": np.ones((3, 5), np.float32)}, "first_gate"),

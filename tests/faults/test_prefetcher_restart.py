@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
+from exact_presets import DIVIDING
 from fault_engines import KILL, LONG, PROMPT, STOP, State, answer, config, same
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
@@ -75,6 +76,25 @@ async def test_prefetcher_and_worker_exit_at_once(state) -> None:
 
     assert same(await answer(state.client, fault=kill), reference)
     await recovered(state, before)
+
+
+@pytest.mark.parametrize("number", [KILL, STOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("preset", DIVIDING)
+async def test_exits_under_a_policy_that_keeps_parts_of_experts(state, preset, number) -> None:
+    reference = await answer(state.client)
+    await state.client.set_policy(preset, DIVIDING[preset])
+    before = await state.exits("prefetcher")
+    workers = await state.exits()
+
+    def fault() -> None:
+        state.send(number, "prefetcher")
+        state.send(number, "worker", 1)
+
+    assert same(await answer(state.client, fault=fault), reference)
+    await recovered(state, before)
+    await state.wait_recovered("worker", workers + 1)
+    assert same(await answer(state.client), reference)
+    await state.client.set_policy("on-demand")
 
 
 async def test_placement_is_used_and_completed_after_a_prefetcher_exit(state) -> None:

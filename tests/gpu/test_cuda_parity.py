@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from comparison import check_policies, exactly
-from exact_presets import EXACT_PRESETS
+from exact_presets import DIVIDING, EXACT_PRESETS
 from oracle import Oracle
 from transformers import AutoTokenizer
 
@@ -19,6 +19,7 @@ LENGTH = 96  # tokens; the stepwise path decodes half of them
 NEW = 24  # tokens of a greedy continuation
 SWEEP = [
     *EXACT_PRESETS,
+    *DIVIDING.items(),
     ("on-demand", {"scope": "global"}),
     *[("random", {"seed": str(seed), "churn": str(seed % 2)}) for seed in range(4)],
 ]

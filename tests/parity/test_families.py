@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from comparison import check_policies, exactly
-from exact_presets import costs, sample
+from exact_presets import DIVIDING, costs, sample
 from families import Case, save, texts
 from family_cases import CASES, EDGES, place
 from in_process import InProcess
@@ -32,7 +32,7 @@ DRAWN = [("random", {"seed": str(seed), "churn": str(seed % 2)}) for seed in (3,
 # By a configuration's place among its family's. Each engine takes a third of the presets, and any three
 # engines in a row have them all.
 SETTINGS = [
-    EngineConfig(workers=1, tile=None, expert_cache=0.3),
+    EngineConfig(workers=1, tile=24, expert_cache=0.3),
     EngineConfig(workers=3, tile=16, expert_cache=0.0),
 ]
 ENGINES = [case for case in CASES if place(case) < len(SETTINGS)]
@@ -67,6 +67,7 @@ async def test_a_family_equals_transformers(case: Case, start_engine, tmp_path: 
     check = exactly([oracle.logprobs(tokens) for tokens in both], EXACT)
     config = SETTINGS[place(case)]
     policies = [*sample(ENGINES.index(case), 3), DRAWN[place(case)]]
+    policies += DIVIDING.items() if config.expert_cache else ()
     exact = {"format": "f32", "backbone_dtype": "f32", "chunk": 24}
     plain = exact | {"model": tmp_path, "costs": costs(tmp_path)}
     greedy = oracle.greedy(short, NEW)

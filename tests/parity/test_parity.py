@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from comparison import answered, check_policies, exactly, scored, within
-from exact_presets import costs, sample
+from exact_presets import DIVIDING, costs, sample
 from numpy.typing import NDArray
 from oracle import Oracle
 from rounding import Rounding
@@ -36,7 +36,8 @@ def sweep(number: int) -> list[tuple[str, dict[str, str]]]:
     """For one of several engines: half of the presets, so that two have all, and other draws for each."""
     seeds = range(number * SEEDS, (number + 1) * SEEDS)
     drawn = [{"seed": str(s), "churn": str(s % 2)} for s in seeds]
-    return [*sample(number, 2), ("on-demand", {"scope": "global"}), *[("random", d) for d in drawn]]
+    others = [("on-demand", {"scope": "global"}), *DIVIDING.items()]
+    return [*sample(number, 2), *others, *[("random", d) for d in drawn]]
 
 
 def tokenized(kind: str, count: int = LENGTH) -> tuple[int, ...]:

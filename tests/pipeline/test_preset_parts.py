@@ -10,7 +10,7 @@ import pytest
 import torch
 from comparison import exactly
 from oracle import Oracle
-from preset_runs import LENGTH, TILES, PresetRun, PresetRuns, preset_runs
+from preset_runs import CAPACITY, LENGTH, TILES, PresetRun, PresetRuns, preset_runs
 from rounding import Rows
 from test_parity import EXACT, tokenized
 
@@ -42,6 +42,7 @@ EXACT_RUNS: list[tuple[str, dict[str, str]]] = [
     ("bandwidth-split", {}),
     ("dali", {"prefetch": "2"}),
     ("adapmoe", {"threshold": "0"}),
+    ("moepic", {}),
     ("daop", {"predict": "0"}),
 ]
 
@@ -85,6 +86,20 @@ def test_dali_prefetches_two_experts_swaps_and_divides(runs: PresetRuns) -> None
     assert run.swapped(1) > 0, "the workload's window ends every four steps"
     assert both_sides(run)
     assert {cut for d in run.decoded for cut in d.cut} == {0, TILES}
+
+
+def test_moepic_keeps_leading_tiles_and_prefetches_the_others(runs: PresetRuns) -> None:
+    """Also of experts that it keeps in part; with a theta for each layer, and with one for all."""
+    run = runs.read("moepic", theta="0.5")
+    prefetches(run, {1})
+    for targets in run.targets:
+        assert set(targets.ravel()) == {0, 1}
+        assert targets.sum() == CAPACITY - 4 * TILES, "two layers' predicted experts have a reserve"
+    assert run.swapped(1) > 0
+    assert {cut for d in run.decoded for cut in d.cut} == {TILES}
+    configured = runs.read("moepic")
+    prefetches(configured, {1})
+    assert all(0.9 * CAPACITY < targets.sum() + 4 * TILES <= CAPACITY for targets in configured.targets)
 
 
 def test_adapmoe_s_gate_skips_by_its_threshold(runs: PresetRuns) -> None:

@@ -1,0 +1,193 @@
+"""MoEpic's cache: leading tiles of the experts of the highest priority, and its room."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_machine import Machine, capacities, make_calibration, make_routing, make_view, policy, shapes
+
+from pipeline.errors import PolicyError
+from pipeline.policies.split_sizes import LayerLoads, configured
+from pipeline.policies.view import Gated, ModelShape, Routing, Signals, Target, View
+
+SHAPE = ModelShape(layers=4, experts=8, tiles=4, top_k=2)
+ALONE = {"prediction": "none", "placement": "empty"}
+
+
+def calibrated(shape: ModelShape, capacity: int, seed: int = 0) -> View:
+    return replace(
+        make_view(shape, capacity), calibration=make_calibration(shape, np.random.default_rng(seed))
+    )
+
+
+class Cache:
+    """Of one layer, in plain words: rows and last steps, and the priority mu * rho ** (nu / omega)."""
+
+    def __init__(self, rows: list[int], size: int, order: str, rho: float, omega: float) -> None:
+        self.rows, self.last, self.size = list(rows), [0] * len(rows), size
+        self.order, self.rho, self.omega = order, rho, omega
+        self.step = 0
+        self.held: set[int] = set()
+
+    def priority(self, expert: int) -> float:
+        if not self.rows[expert]:
+            return -1.0
+        mu, nu = self.rows[expert] / self.step, self.step - self.last[expert]
+        lcp = mu * self.rho ** (nu / self.omega)
+        return round({"lcp": lcp, "lru": self.last[expert], "lfu": mu}[self.order], 9)
+
+    def use(self, workload: list[int]) -> None:
+        self.step += 1
+        active = [expert for expert, rows in enumerate(workload) if rows]
+        for expert in active:
+            self.rows[expert] += workload[expert]
+            self.last[expert] = self.step
+        for expert in sorted(active, key=lambda e: (-self.priority(e), e)):
+            if expert in self.held:
+                continue
+            idle = self.held - set(active)
+            if len(self.held) < self.size:
+                self.held.add(expert)
+            elif idle:
+                least = min(idle, key=lambda e: (self.priority(e), -e))
+                if self.priority(least) < self.priority(expert):
+                    self.held.remove(least)
+                    self.held.add(expert)
+
+
+@pytest.mark.parametrize("order", ["lcp", "lru", "lfu"])
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_the_cache_keeps_the_experts_of_the_highest_priority(order: str, data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    view = calibrated(shape, data.draw(capacities(shape)))
+    theta = data.draw(st.sampled_from(["0.3", "0.5", "1"]))
+    kept = max(1, round(float(theta) * shape.tiles))
+    rho, omega = data.draw(st.sampled_from([(0.25, 128.0), (0.5, 2.0), (0.9, 1.0)]))
+    options = {"theta": theta, "priority": order, "rho": str(rho), "omega": str(omega), **ALONE}
+    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
+    machine = Machine(policy("moepic", **options), view, rng)
+    machine.start()
+    each, more = divmod(min(view.capacity, shape.layers * shape.experts * shape.tiles) // kept, shape.layers)
+    assert view.calibration is not None
+    caches = [
+        Cache(counts, min(each + (layer < more), shape.experts), order, rho, omega)
+        for layer, counts in enumerate(view.calibration.decode_counts.tolist())
+    ]
+    for rows in data.draw(st.lists(st.sampled_from([1, 1, 2, 5, 30]), min_size=1, max_size=12)):
+        for layer, cache in enumerate(caches):
+            routing = make_routing(shape, rng, rows)
+            machine.layer(layer, routing)
+            cache.use(routing.workload(shape.experts).tolist())
+            expected = [kept if expert in cache.held else 0 for expert in range(shape.experts)]
+            assert machine.view.target[layer].tolist() == expected
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_whole_experts_by_last_use_are_lru(data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    view = make_view(shape, data.draw(capacities(shape)))
+    seed = data.draw(st.integers(0, 99))
+    targets = []
+    for name, options in (("moepic", {"theta": "1", "priority": "lru", **ALONE}), ("on-demand", {})):
+        machine = Machine(policy(name, **options), view, np.random.default_rng(seed))
+        machine.start()
+        for _ in range(12):
+            machine.step(1)
+        targets.append(machine.target.tolist())
+    assert targets[0] == targets[1]
+
+
+def test_each_layer_has_the_configured_room() -> None:
+    """The reserve takes the tiles of four experts; the loads are those of a token."""
+    view = calibrated(SHAPE, 16 * 4 + 3)
+    calibration, costs = view.calibration, view.costs
+    assert calibration is not None
+    assert costs is not None
+    costs = replace(costs, other=(0.7, 1.0, 2.0), launch=0.05, fetch=0.3)
+    view = replace(view, costs=costs)
+    window = 0.7 + 0.05 + 2 * 4 * 0.1
+    loads = [
+        LayerLoads(calibration.hit_rates["lfu"][layer].tolist(), 2, accuracy, window, 1.6, 0.3, 4)
+        for layer, accuracy in enumerate(calibration.accuracy["raw"].tolist())
+    ]
+    expected = configured(loads, 12 * 4 + 3)
+    assert len({division.kept for division in expected}) > 1
+    machine = Machine(policy("moepic", priority="lfu"), view, np.random.default_rng(0))
+    machine.start()
+    for layer, division in enumerate(expected):
+        ranked = np.argsort(-calibration.decode_counts[layer], kind="stable")[: division.experts]
+        assert set(np.flatnonzero(machine.target[layer])) == set(ranked.tolist())
+        assert set(machine.target[layer][ranked]) <= {division.kept}
+    for _ in range(40):
+        machine.step(1)
+        cached = [{int(tiles) for tiles in row if tiles} for row in machine.target]
+        assert cached == [{d.kept} if d.experts else set() for d in expected], "the reserve is empty"
+
+
+def predicted(machine: Machine, experts: list[int]) -> tuple[Target, ...]:
+    """Layer 0's prediction where layer 1's router names these experts, the best first."""
+    logits = np.full((1, 8), -9.0, np.float32)
+    logits[0, experts] = 6 - np.arange(len(experts))
+    own = Routing(np.array([[0, 1]], np.int32), np.ones((1, 2), np.float32))
+    signals = Signals(None, {1: logits})
+    return machine.policy.predict(0, signals, Gated.from_router(own), machine.view)
+
+
+def test_other_tiles_of_cached_experts_are_predicted_first_and_released_afterwards() -> None:
+    used = np.zeros((4, 8), np.int32)
+    used[:, 3] = 9
+    view = make_view(SHAPE, 8 * 4, popularity=used)
+    machine = Machine(policy("moepic", theta="0.5"), view, np.random.default_rng(0))
+    machine.start()
+    assert machine.target[1].tolist() == [2, 0, 0, 2, 0, 0, 0, 0]
+    targets = predicted(machine, [5, 3])
+    assert targets == (Target(1, 3, 4), Target(1, 5, 4))
+    machine.apply(targets)
+    routing = Routing(np.array([[3, 6]], np.int32), np.ones((1, 2), np.float32))
+    plan = machine.policy.plan(1, routing, machine.view)
+    assert plan.targets[0] == Target(1, 5, 0), "it is not needed"
+    machine.apply(plan.targets)
+    assert machine.target[1, 3] == 4, "the reserve holds its other tiles until the layer has been computed"
+    machine.apply(machine.policy.after(1, routing, machine.view))
+    assert machine.target[1, 3] == 2
+    assert set(machine.target[1]) == {0, 2}
+    # an expert that the reserve holds whole enters the cache with its leading tiles
+    machine.apply(predicted(machine, [7, 3]))
+    routing = Routing(np.array([[7, 7]], np.int32), np.array([[1, 0]], np.float32))
+    for _ in range(20):  # until its priority is high enough
+        machine.apply(machine.policy.plan(1, routing, machine.view).targets)
+        assert machine.target[1, 7] == 4
+    machine.apply(machine.policy.after(1, routing, machine.view))
+    assert machine.target[1, 7] == 2
+    assert machine.target[1].sum() == 4
+
+
+def test_inputs_that_are_missing_are_named() -> None:
+    view = make_view(SHAPE, 64)
+    made = policy("moepic")
+    with pytest.raises(PolicyError, match=r"needs a calibration of this model: .*--set moepic.theta=0.3"):
+        made.placement(view)
+    known = calibrated(SHAPE, 64)
+    assert known.calibration is not None
+    older = replace(known.calibration, hit_rates={})
+    with pytest.raises(PolicyError, match=r"needs a calibration with hit rates, .*--set moepic.theta=0.3"):
+        made.check_calibration(older)
+    with pytest.raises(PolicyError, match="plans by costs"):
+        made.placement(replace(known, costs=None))
+    policy("moepic", theta="0.3").placement(replace(view, costs=None))
+
+
+def test_single_tiles_are_noted() -> None:
+    shape = replace(SHAPE, tiles=1)
+    for theta, noted in (("0.3", True), ("1", False)):
+        notes = policy("moepic", theta=theta).notes(make_view(shape, 20))
+        assert any("an expert has a single tile" in note for note in notes) == noted
+    assert not any(
+        "single tile" in note for note in policy("moepic", theta="0.3").notes(make_view(SHAPE, 64))
+    )
