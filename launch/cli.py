@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 MODULES = {
     **{name: f"launch.{name}" for name in ("generate", "serve", "keys")},
     **{
-        name: f"launch.{name}.command" for name in ("chat", "stress", "bench", "calibrate", "doctor", "cache")
+        name: f"launch.{name}.command"
+        for name in ("chat", "stress", "bench", "calibrate", "doctor", "cache", "advise")
     },
     "score": "launch.score.command",
     "evaluate": "launch.score.evaluate",
@@ -105,7 +106,7 @@ def _with_model(options: Options) -> Options:
     for request in options.policies():
         if request.name:  # the command refuses a list with a gap, with the whole list
             make_policy(request, options.config().seed)
-    model = model_folder(options.written["model"], download=options.command != "doctor")
+    model = model_folder(options.written["model"], download=options.command not in ("doctor", "advise"))
     return replace(options, written=options.written | {"model": model})
 
 

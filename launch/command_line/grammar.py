@@ -232,6 +232,10 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     )
     _add_sizes(doctor.add_argument_group("a model", of_model).add_argument)
 
+    _add_advise(
+        subparsers.add_parser("advise", help="which policy, cache and format for a model, on any machine")
+    )
+
     cache = subparsers.add_parser("cache", help="list and prune what is kept on disk and in shared memory")
     add = cache.add_argument
     prune = "remove entries that are not in use, by --older-than, --to or both"
@@ -308,6 +312,34 @@ def _add_sizes(add: Callable[..., object]) -> None:
     add("--chunk", type=at_least(1), metavar="N", help="prefill tokens of one step (default: measured)")
     prefetcher = f"what copies tiles to the device (default {default.prefetcher})"
     add("--prefetcher", choices=("process", "thread"), help=prefetcher)
+
+
+def _add_advise(parser: Parser) -> None:
+    model = parser.add_argument_group(
+        "a model", "a folder, or one that is not here: of the Hub, or shape:NAME"
+    )
+    _add_sizes(model.add_argument)
+    machine = "a machine that is not here (default: this one, on which the model is run for a moment)"
+    add = parser.add_argument_group("a machine", machine).add_argument
+    known = "a known one, such as 4090-pcie4; the other options change its numbers"
+    add("--machine", metavar="NAME", help=known)
+    add("--host-gbps", type=above(0.0), metavar="X", help="GB/s that all cores read from the host's memory")
+    add("--link-gbps", type=above(0.0), metavar="X", help="GB/s from the host's memory to the GPU's")
+    add("--gpu-gbps", type=above(0.0), metavar="X", help="GB/s that the GPU reads from its memory")
+    add("--gpu-gb", type=above(0.0), metavar="X", help="size of the GPU's memory")
+    add("--host-gb", type=above(0.0), metavar="X", help="free memory of the host (default: enough)")
+    add("--host-tflops", type=above(0.0), metavar="X", help="of all cores (default: by --host-gbps)")
+    add("--gpu-tflops", type=above(0.0), metavar="X", help="of the GPU (default: by --gpu-gbps)")
+    costs = "costs measured on that machine in --format, in place of the rates; daop-table-1: DAOP's"
+    add("--costs", type=Path, metavar="FILE", help=costs)
+    add = parser.add_argument_group("the use").add_argument
+    add("--trace", type=Path, metavar="F", help="routing of this model that --record wrote")
+    add("--prompt-len", type=at_least(1), metavar="P", help="tokens of a prompt (default 128)")
+    add("--batch", type=at_least(1), metavar="B", help="requests at once (default 1)")
+    add("--plot", type=Path, metavar="F.png", help="draw the results (also .svg, .pdf)")
+    add("--seed", type=at_least(0), metavar="S", help="seed of synthetic routing (default 0)")
+    _add_json(parser)
+    _add_log_level(parser)
 
 
 def _add_answer(parser: Parser) -> None:

@@ -34,11 +34,23 @@ REQUEST_OPTIONS: dict[str | None, set[str]] = {
     "bench": {"policy", "set"},
     "evaluate": {"policy", "set"},
 }
-COMPARING = {"bench", "evaluate"}  # commands that take several policies
+COMPARING = {"bench", "evaluate", "advise"}  # commands that take several policies
 # Commands that start no engine, and all of their options.
 WITHOUT_ENGINE = {
     "keys": {"out", "add", "right", "list", "remove", "log_level"},
     "doctor": {"tune", "json", "log_level"} | SIZES,
+    "advise": {
+        "machine",
+        "host_gbps",
+        "link_gbps",
+        "gpu_gbps",
+        "gpu_gb",
+        "host_gb",
+        "host_tflops",
+        "gpu_tflops",
+    }
+    | {"costs", "trace", "prompt_len", "batch", "plot", "seed", "json", "log_level"}
+    | SIZES,
     "cache": {"prune", "older_than", "to", "dry_run", "json", "log_level"},
 }
 # All options of a replay, which starts no engine either.

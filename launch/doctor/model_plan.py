@@ -5,10 +5,8 @@ Exit code 0: the model fits; 1: not."""
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
@@ -20,7 +18,6 @@ from launch.command_line.checks import check_engine
 from launch.command_line.options import Options
 from launch.doctor import costs
 from launch.doctor.forecast import Forecast, Speeds, bytes_read, explain, forecast, measure_speeds
-from launch.hub.hf_download import CONFIG
 from launch.plan import OPTIONS, Situation, every_format, formats, reasons, refusal, situation
 from launch.processes.cores import Cores
 from launch.processes.trials import TrialFailed
@@ -28,15 +25,12 @@ from launch.terminal.format import alike, count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from launch.terminal.tables import make_table, render
-from pipeline.checkpoint.index import read_fields
 from pipeline.checkpoint.model_source import ModelSource
-from pipeline.checkpoint.open import open_model
-from pipeline.checkpoint.random_model import RandomModel
+from pipeline.checkpoint.open import open_config
 from pipeline.config import EngineConfig, FormatName
 from pipeline.memory.needs import Needs
 from pipeline.memory.plan import AUTOMATIC, LEFT_FREE, Plan
 from pipeline.models.registry import expert_shape, model_spec
-from pipeline.models.shapes import is_shape, short_name
 from pipeline.models.spec import ModelSpec
 from protocol.user_folders import user_folder
 from shm import cgroup
@@ -47,7 +41,7 @@ from shm.segment import SHM_FOLDER, byte_size
 async def show_plan(options: Options, interrupts: Interrupts) -> int:
     """Raises UsageError, WrongUsage for a model that cannot be read and for wrong options."""
     config = options.config()
-    source = _open(options.written["model"])
+    source = open_config(options.written["model"])
     check_engine(config, source)
     now = await asyncio.to_thread(situation, config, Cores.here().default_workers())
     names = AUTOMATIC if config.format in AUTOMATIC else tuple(dict.fromkeys((*formats(config), *AUTOMATIC)))
@@ -84,15 +78,6 @@ async def _expected(
         return None, {}, [f"The expected tok/s are unknown: {e}"]
     found = {name: forecast(bytes_read(source, config, needs), needs, speeds) for name, needs in each.items()}
     return speeds, found, explain(found, speeds, config.backbone_dtype)
-
-
-def _open(model: Path) -> ModelSource:
-    """The model, or what its config says where its folder holds no weights, as for one of the Hub that is not
-    downloaded. Raises ModelError."""
-    config = model / CONFIG
-    if is_shape(model) or not os.path.exists(config) or any(model.glob("*.safetensors*")):
-        return open_model(model)
-    return RandomModel.of_config(short_name(str(model)), read_fields(config))
 
 
 def _row(now: Situation, needs: Needs, chosen: Plan | None) -> Plan:

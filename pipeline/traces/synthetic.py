@@ -10,9 +10,7 @@ experts that are used for a passage and then never again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,72 +40,67 @@ class Skew:
 EMBEDDED = Skew(spread=0.45, persistence=0.42, accuracy=0.79)
 
 
-def synthetic_steps(
-    header: Header, skew: Skew, *, prompt: int, chunk: int, tokens: int, batch: int = 1, seed: int = 0
-) -> list[TracedStep]:
-    """One prompt of `prompt` tokens in steps of `chunk`, then `tokens` steps of decode, each with a row for
-    each of `batch` sequences. The same arguments give the same steps."""
-    rng = np.random.default_rng(seed)
-    shape = header.shape
-    popular = skew.spread * rng.standard_normal((shape.layers, shape.experts), np.float32)
-    error = _error_of(skew, shape.experts, shape.top_k)
-    drawn = _Draws(header, popular, skew.persistence, error, rng)
-    steps: list[TracedStep] = []
-    for begin in range(0, prompt, chunk):
-        rows = min(chunk, prompt - begin)
-        steps.append(drawn.step(len(steps), "prefill", (0,) * rows, drawn.text(rows, 1)[:, 0]))
-    own = drawn.text(tokens, batch)  # [tokens, batch, L, E]
-    steps += [
-        drawn.step(len(steps) + i, "decode", tuple(range(batch)), logits) for i, logits in enumerate(own)
-    ]
-    return steps
+class SyntheticText:
+    """Draws texts of one model: all have the same popular experts. The same calls after the same seed give
+    the same steps."""
 
+    def __init__(self, header: Header, skew: Skew, seed: int = 0) -> None:
+        shape = header.shape
+        self._header, self._rng = header, np.random.default_rng(seed)
+        self._popular = np.float32(skew.spread) * self._normal(shape.layers, shape.experts)
+        self._persistence = np.float32(skew.persistence)
+        self._error = np.float32(_error_of(skew, shape.experts, shape.top_k))
+        self._number = self._sequence = 0  # of the next step and the next sequence
 
-class _Draws:
-    """Logits, and steps made of them."""
+    def steps(self, prompt: int, chunk: int, tokens: int, batch: int = 1) -> list[TracedStep]:
+        """`batch` prompts of `prompt` tokens, each in steps of at most `chunk`, then `tokens` steps of decode
+        with a row of each."""
+        sequences = tuple(range(self._sequence, self._sequence + batch))
+        self._sequence += batch
+        chunks = [(s, min(chunk, prompt - begin)) for s in sequences for begin in range(0, prompt, chunk)]
+        made = [self._step("prefill", (s,) * rows, self._logits(rows, 1)[:, 0]) for s, rows in chunks]
+        return made + [self._step("decode", sequences, logits) for logits in self._logits(tokens, batch)]
 
-    def __init__(
-        self,
-        header: Header,
-        popular: FloatArray,
-        persistence: float,
-        error: float,
-        rng: np.random.Generator,
-    ) -> None:
-        self._header, self._popular, self._error, self._rng = header, popular, error, rng
-        self._persistence = persistence
-
-    def text(self, tokens: int, sequences: int) -> FloatArray:
-        """Logits [tokens, sequences, L, E]."""
+    def counts(self, tokens: int) -> NDArray[np.int64]:
+        """The rows [L, E] that use each expert in a text of so many tokens."""
         shape = self._header.shape
-        own = self._rng.standard_normal((tokens, sequences, shape.layers, shape.experts), np.float32)
-        fresh = np.float32((1 - self._persistence**2) ** 0.5)
-        for token in range(1, tokens):
-            own[token] = np.float32(self._persistence) * own[token - 1] + fresh * own[token]
-        return own + self._popular
+        logits = self._logits(tokens, 1)[:, 0].transpose(1, 0, 2)  # [L, tokens, E]
+        return np.stack([self._header.router(layer).workload(shape.experts) for layer in logits]).astype(
+            np.int64
+        )
 
-    def step(
-        self, number: int, phase: Phase, sequences: Sequence[int], logits: NDArray[np.float32]
-    ) -> TracedStep:
+    def _logits(self, tokens: int, sequences: int) -> FloatArray:
+        """[tokens, sequences, L, E]"""
+        shape = self._header.shape
+        own = self._normal(tokens, sequences, shape.layers, shape.experts)
+        fresh = np.sqrt(1 - self._persistence**2)
+        for token in range(1, tokens):
+            own[token] = self._persistence * own[token - 1] + fresh * own[token]
+        logits: FloatArray = np.float32(SHARPNESS) * (own + self._popular)
+        return logits
+
+    def _step(self, phase: Phase, sequences: tuple[int, ...], logits: FloatArray) -> TracedStep:
         """`logits` [R, L, E]."""
         header, rows = self._header, len(sequences)
         layers, experts = logits.shape[1:]
         by_layer = np.ascontiguousarray(logits.transpose(1, 0, 2))  # [L, R, E]
-        routed = header.router(SHARPNESS * by_layer.reshape(layers * rows, experts))
+        routed = header.router(by_layer.reshape(layers * rows, experts))
         chosen = routed.experts.reshape(layers, rows, -1)
         weights = routed.weights.reshape(layers, rows, -1)
-        own = halves(SHARPNESS * by_layer)
-        ahead: list[NDArray[Any]] = []
-        noise = np.zeros_like(by_layer)
-        for distance in range(1, min(header.depth, layers - 1) + 1):
-            noise = noise + self._error * self._rng.standard_normal(by_layer.shape, np.float32)
-            ahead.append(halves(SHARPNESS * (by_layer[distance:] + noise[distance:])))
+        own, ahead, noise = halves(by_layer), [], np.zeros_like(by_layer)
+        for distance in range(1, header.predictions(0) + 1):
+            noise += np.float32(SHARPNESS) * self._error * self._normal(*by_layer.shape)
+            ahead.append(halves(by_layer[distance:] + noise[distance:]))
         made = []
         for layer in range(layers):
             routing = Routing(chosen[layer], weights[layer])
             predictions = tuple(ahead[d][layer] for d in range(header.predictions(layer)))
             made.append(LayerTrace(routing, routing, False, None, own[layer], predictions, None))
-        return TracedStep(number, phase, tuple(sequences), tuple(made))
+        self._number += 1
+        return TracedStep(self._number - 1, phase, sequences, tuple(made))
+
+    def _normal(self, *shape: int) -> FloatArray:
+        return self._rng.standard_normal(shape, np.float32)
 
 
 def _error_of(skew: Skew, experts: int, top_k: int) -> float:

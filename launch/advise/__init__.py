@@ -1,0 +1,1 @@
+"""`launch.py advise`: which preset, cache and format for a model, on any machine."""

@@ -1,0 +1,92 @@
+"""`launch.py advise`: which preset, expert cache and format for a model, how fast it would be, and what would
+make it faster. Nothing of the model is loaded: presets are replayed on routing, with the costs of a machine.
+Exit code 0: the model fits in some format; 1: not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from launch.advise.hardware import Hardware, elsewhere
+from launch.advise.plot import draw_advice
+from launch.advise.report import Report
+from launch.advise.routing import RecordedText, drawn, recorded
+from launch.advise.search import CURVE, DRAWN, Search, fitting
+from launch.advise.sizes import Sizes, sizes_of
+from launch.bench.plan import requested_policies
+from launch.bench.plot import check_picture
+from launch.command_line.options import Options
+from launch.errors import WrongUsage
+from launch.terminal.interrupts import Interrupts
+from launch.terminal.output import print_json, show
+from launch.terminal.progress import ProgressCounter
+from pipeline.assets import model_dir
+from pipeline.checkpoint.model_source import ModelSource
+from pipeline.checkpoint.open import open_config
+from pipeline.config import EngineConfig, FormatName
+from pipeline.errors import ModelError, UsageError
+from pipeline.memory.limits import CHUNK_MAX
+from pipeline.memory.plan import AUTOMATIC
+
+PROMPT = 128  # tokens, as bench
+
+
+async def advise(options: Options, interrupts: Interrupts) -> int:
+    """Raises UsageError, WrongUsage, TraceError, PolicyError."""
+    written = options.written
+    if "plot" in written:
+        check_picture(written["plot"])
+    hardware = elsewhere(written)
+    if hardware is None:
+        raise WrongUsage("advise: describe the machine")
+    source = open_config(written.get("model", model_dir()))
+    asked = options.config()
+    config = replace(asked, device=hardware.device, workers=1 if asked.workers is None else asked.workers)
+    prompt, batch = written.get("prompt_len", PROMPT), written.get("batch", 1)
+    requests = requested_policies(options, config.seed)
+    each = _every_size(source, config, hardware)
+    formats = [fitting(sizes, config, hardware) for sizes in each]
+    chunk = min(config.chunk or CHUNK_MAX, prompt)
+    text = _text(written.get("trace"), each[0], prompt, chunk, batch, config.seed)
+    fit = sum(one.fits for one in formats)
+    total = fit * len(requests) + 4 + ("plot" in written) * DRAWN * len(CURVE)
+    with ProgressCounter("advise: replays", total) as bar:
+        search = Search(hardware, formats, text, prompt, config.seed, bar.count)
+        if fit:
+            await search.presets(requests)
+        if search.advice.estimates:
+            await search.what_if()
+            if "plot" in written:
+                await search.curve()
+    report = Report(source, hardware, config, text, prompt, batch, search.advice)
+    if "json" in written:
+        print_json(report.to_json())
+    else:
+        show(report.render(), rendered=True)
+    if search.advice.curves:
+        draw_advice(report, written["plot"])
+    return 0 if search.advice.estimates else 1
+
+
+def _every_size(source: ModelSource, config: EngineConfig, hardware: Hardware) -> list[Sizes]:
+    """In the formats to choose from, the most exact first. Raises UsageError."""
+    names: Sequence[FormatName] = AUTOMATIC if config.format is None else (config.format,)
+    if hardware.only is not None:
+        names = (hardware.only,)
+    found = []
+    for name in names:
+        try:
+            found.append(sizes_of(source, config, name))
+        except UsageError as e:
+            if isinstance(e, ModelError) or len(names) == 1:
+                raise
+    return found
+
+
+def _text(path: Path | None, sizes: Sizes, prompt: int, chunk: int, batch: int, seed: int) -> RecordedText:
+    if path is None:
+        return drawn(sizes.header, prompt, chunk, batch, seed)
+    if batch != 1:
+        raise WrongUsage("--batch is of synthetic routing; a trace has the batches that were recorded")
+    return recorded(path, sizes.header)

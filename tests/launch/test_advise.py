@@ -1,0 +1,99 @@
+"""`launch.py advise` for machines that are not here: by numbers, by a file of costs, on recorded routing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launch.cli import main
+
+MACHINE = ["--host-gbps", "60", "--link-gbps", "25", "--gpu-gb", "12", "--gpu-gbps", "1000"]
+MODEL = ["advise", "--model", "shape:mixtral-8x7b/4"]
+
+
+def advise(capsys: pytest.CaptureFixture[str], *options: str, code: int = 0) -> dict[str, object]:
+    assert main([*MODEL, "--json", *options]) == code
+    found: dict[str, object] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    assert main([*MODEL, *options]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out
+    return captured.err.strip()
+
+
+def speeds(found: dict[str, object]) -> dict[tuple[str, str], float]:
+    estimates = found["estimates"]
+    assert isinstance(estimates, list)
+    return {(each["format"], each["policy"]): each["tok_s"] for each in estimates}
+
+
+def test_a_faster_link_speeds_up_what_waits_for_it_and_the_host_what_it_computes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    only = ["--policy", "all-host,on-demand", "--format", "bf16", "--expert-cache", "0.1"]
+    slow = speeds(advise(capsys, *MACHINE, *only))
+    # ten times the rates of both that share the host's memory
+    faster = [*only, "--host-gbps", "600", "--link-gbps", "250", "--gpu-gb", "12", "--gpu-gbps", "1000"]
+    fast = speeds(advise(capsys, *faster))
+    for policy in ("all-host", "on-demand"):
+        assert 5 < fast["bf16", policy] / slow["bf16", policy] <= 10.1
+
+
+def test_every_format_has_a_plan_and_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    found = advise(capsys, *MACHINE, "--policy", "all-host,on-demand", "--host-gb", "11")
+    fits = {each["format"]: each["fits"] for each in found["formats"]}  # type: ignore[attr-defined]
+    assert fits == {"bf16": False, "int8": True, "int4": True, "int4-g128": True}
+    assert {format for format, _ in speeds(found)} == {"int8", "int4", "int4-g128"}
+    found = advise(capsys, *MACHINE, "--policy", "all-host", "--host-gb", "3", code=1)
+    assert found["estimates"] == found["advice"] == []
+
+
+def test_the_answer_is_a_command_with_what_changes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*MACHINE, "--policy", "layerwise,fiddler,daop", "--format", "int8", "--expert-cache", "0.25"]
+    found = advise(capsys, *options)
+    best, *_ = found["advice"]  # type: ignore[misc]
+    assert best == "--policy fiddler --format int8 --expert-cache 0.25"
+    changes = {each["words"]: each["ratio"] for each in found["changes"]}  # type: ignore[attr-defined]
+    assert changes["2 GB more of expert cache"] > 1
+    assert changes["the host's memory 10 % faster"] > 1
+    approximate = {each["policy"]: each["exact"] for each in found["estimates"]}  # type: ignore[attr-defined]
+    assert approximate == {"layerwise": True, "fiddler": True, "daop": False}
+    assert main([*MODEL, *options]) == 0
+    table = capsys.readouterr().out
+    assert "Advice" in table
+    assert "What this does not know" in table
+    assert all(len(line) <= 80 for line in table.splitlines())
+
+
+def test_costs_of_a_file_are_of_one_format(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--costs", "daop-table-1", "--gpu-gb", "12", "--policy", "all-host,on-demand"]
+    found = advise(capsys, *options)
+    assert {format for format, _ in speeds(found)} == {"bf16"}
+    # two experts of 3.583 ms and a round trip of 0.02 in each of 4 layers, and the layer's own 0.132
+    assert speeds(found)["bf16", "all-host"] == pytest.approx(
+        1e3 / (4 * (2 * 3.583 + 0.02 + 0.132)), rel=0.01
+    )
+    assert "--gpu-gb" in refusal(capsys, "--costs", "daop-table-1")
+    assert "leave one" in refusal(capsys, *options, "--link-gbps", "20")
+
+
+def test_an_incomplete_or_unknown_machine_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(capsys, "--link-gbps", "25")
+    assert "--host-gbps" in line
+    assert "--gpu-gb" in line
+    assert "\n" not in line
+    assert "did you mean 4090-pcie4" in refusal(capsys, "--machine", "4090-pcie5")
+
+
+def test_a_picture_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "a.svg"
+    options = ["--policy", "fiddler,on-demand", "--format", "int8", "--plot", str(picture)]
+    found = advise(capsys, *MACHINE, *options)
+    assert set(found["curves"]) == {"fiddler", "on-demand"}  # type: ignore[call-overload]
+    text = picture.read_text("utf-8")
+    assert "what fits" in text or "<svg" in text
