@@ -118,7 +118,7 @@ class Machine:
     def begin_early(self, layer: int, ahead: Ahead) -> bool:
         return True
 
-    def prefetch(self, targets: Sequence[Target], wanted: int) -> None:
+    def prefetch(self, targets: Sequence[Target], no_room: int) -> None:
         self._apply(targets)
 
     def compute(self, decision: LayerDecision[bool]) -> None:

@@ -56,10 +56,61 @@ def fidelity(exact: bool, counted: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass
-class PhaseCounters:
-    """Sums over the steps of one phase. A tile counts once for each step in which it is computed."""
+class Hits:
+    """What a phase's steps used and found resident when their layers were planned, by layer, also where the
+    host computed it. An expert is a hit where all of its tiles are."""
 
     layers: int
+
+    def __post_init__(self) -> None:
+        self.active: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # experts used
+        self.hits: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # of them, wholly resident
+        self.active_tiles: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # of the experts used
+        self.hit_tiles: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # of them, resident
+
+    def book_hits(self, layer: int, resident: IntArray, tiles: int) -> None:
+        """Count one step of a layer. `resident` [m]: the resident tiles, of `tiles`, of each expert used."""
+        self.active[layer] += len(resident)
+        self.active_tiles[layer] += tiles * len(resident)
+        self.hits[layer] += np.count_nonzero(resident == tiles)
+        self.hit_tiles[layer] += resident.sum()
+
+
+@dataclass
+class PrefetchedTiles:
+    """Resident tiles [lo, hi) of one expert that predictions fetched and that were not used yet. They follow
+    those that were resident before."""
+
+    lo: int = 0
+    hi: int = 0
+
+    def __len__(self) -> int:
+        return self.hi - self.lo
+
+    def land(self, tile: int) -> None:
+        """The next tile of the expert has landed."""
+        if not self:
+            self.lo = tile
+        self.hi = tile + 1
+
+    def use(self, tiles: int) -> int:
+        """The device computes with the expert's first `tiles` tiles. Returns how many of them it uses for the
+        first time."""
+        found = max(0, min(self.hi, tiles) - self.lo)
+        self.lo += found
+        return found
+
+    def evict(self, keep: int) -> int:
+        """The expert's tiles from `keep` on are evicted. Returns how many of them were not used."""
+        found = max(0, self.hi - max(self.lo, keep))
+        self.hi -= found
+        return found
+
+
+@dataclass
+class PhaseCounters(Hits):
+    """Sums over the steps of one phase. A tile counts once for each step in which it is computed."""
+
     steps: int = 0
     rows: int = 0
     host_tiles: int = 0
@@ -76,10 +127,9 @@ class PhaseCounters:
     fidelity: Fidelity = field(default_factory=Fidelity)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         # by part and layer; the last number of each part: outside layers
         self.seconds: dict[Part, list[float]] = {part: [0.0] * (self.layers + 1) for part in PARTS}
-        self.active: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # experts used
-        self.hits: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # of them, wholly resident
 
 
 class StepClock:
@@ -131,6 +181,8 @@ def _tree(c: PhaseCounters, tile_bytes: int) -> dict[str, Any]:
             "seconds": {part: seconds[:-1] for part, seconds in c.seconds.items()},
             "active": c.active.tolist(),
             "hits": c.hits.tolist(),
+            "active_tiles": c.active_tiles.tolist(),
+            "hit_tiles": c.hit_tiles.tolist(),
         },
         "fidelity": dict(vars(c.fidelity)),
     }

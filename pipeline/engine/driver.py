@@ -54,9 +54,9 @@ class LayerExecutor(Protocol[Begun]):
     def begin_early(self, layer: int, ahead: Ahead) -> Begun:
         """Begin the host's share of the next layer with this layer's x."""
 
-    def prefetch(self, targets: Sequence[Target], wanted: int) -> None:
-        """Apply a prediction's targets and order their tiles, behind those that are demanded. `wanted`: the
-        experts that the prediction named, also those without room."""
+    def prefetch(self, targets: Sequence[Target], no_room: int) -> None:
+        """Apply a prediction's targets and order their tiles, behind those that are demanded. `no_room`: the
+        experts that the prediction named beside these, and had no room for."""
 
     def compute(self, decision: LayerDecision[Begun]) -> None:
         """Compute the device's share and wait for the host's."""
@@ -121,8 +121,7 @@ class PolicyDriver(Generic[Begun]):
         targets = policy.predict(layer, signals, decision.gated, view)
         if targets or policy.no_room:
             self._check_prediction(targets, decision)
-            fetched = sum(target.tiles > 0 for target in targets)
-            executor.prefetch(targets, fetched + policy.no_room)
+            executor.prefetch(targets, policy.no_room)
         executor.compute(decision)
         executor.end(policy.after(layer, decision.gated.routing, view))
 

@@ -85,6 +85,7 @@ class Engine:
             router=self.backbone.spec.router,
             calibration=calibration,
             staging=memory.staging,
+            ordered=memory.ordered,
         )
         self.driver = PolicyDriver(policy, view, decode.predicted_tiles, decode.useful_tiles)
         self.probing = Probing(self.backbone, self.device.torch_device, calibration)

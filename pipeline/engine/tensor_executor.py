@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 from torch import Tensor
 
 from pipeline.arrays import FloatArray, Phase
@@ -69,9 +68,7 @@ class TensorExecutor:
         for observer in self.observers:
             observer.layer(decision, self._x_host)
         active = decision.gated.routing.active.experts
-        self.counters.active[layer] += len(active)
-        if self.memory.exists:
-            self.counters.hits[layer] += np.count_nonzero(decision.resident[active] == self.tiles)
+        self.counters.book_hits(layer, decision.resident.take(active), self.tiles)
         self.memory.retarget(decision.targets)
         self._split = split = split_layer(decision.gated.routing, decision.cut, decision.resident, self.tiles)
         self.counters.fidelity.book(decision.gated, decision.cut, self.tiles, decision.stale)
@@ -93,8 +90,8 @@ class TensorExecutor:
         self.clock.mark("submit")
         return ticket
 
-    def prefetch(self, targets: Sequence[Target], wanted: int) -> None:
-        self.counters.wanted_experts += wanted
+    def prefetch(self, targets: Sequence[Target], no_room: int) -> None:
+        self.counters.wanted_experts += no_room
         self.memory.prefetch(targets)
 
     def compute(self, decision: LayerDecision[Ticket]) -> None:

@@ -41,7 +41,7 @@ class EmptyDeviceMemory:
 
     def __init__(self, layers: int, experts: int) -> None:
         self.residency: IntArray = np.zeros((layers, experts), np.int32)
-        self.target = self.residency
+        self.target = self.ordered = self.residency
 
     def _nothing(self, *_: object) -> None:
         """Replaces methods of DeviceMemory that act on tiles."""
@@ -73,6 +73,7 @@ class DeviceMemory:
         self.staging = mover.cache.slots - self.capacity
         self.residency = mover.cache.residency  # [L, E], live
         self.target = mover.cache.target  # [L, E], live
+        self.ordered = mover.ordered  # [L, E], live
         # the mover's own, which EmptyDeviceMemory has too
         self.audit = partial(mover.cache.audit, idle=True)
         self.poll = mover.poll_prefetcher
@@ -104,7 +105,7 @@ class DeviceMemory:
         items = share.items.tolist()
         for expert, resident, _ in items:
             if resident:
-                self.mover.used(layer, expert)
+                self.mover.used(layer, expert, resident)
         wanted = [Missing(*item) for item in items if item[1] < item[2]]
         missing: list[Missing] = []
         return DeviceWork(layer, share, self.mover.stream(layer, wanted, missing), missing)

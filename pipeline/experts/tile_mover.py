@@ -12,51 +12,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
+from pipeline.arrays import IntArray
 from pipeline.config import BACKGROUND_ORDERS
 from pipeline.counters import PhaseCounters
 from pipeline.device import Device
 from pipeline.experts.expert_cache import ExpertCache
 from pipeline.experts.fetch_link import DEMANDED, PLACED, PREDICTED, FetchLink, Order
 from pipeline.experts.shares import Missing
+from pipeline.experts.tile_orders import BackgroundOrder, Demand, Prediction
 from pipeline.policies.view import Target
 
 RESTART_LIMIT = 10.0  # seconds that `wait_idle` waits for a new prefetcher
 
 Key = tuple[int, int]  # layer, expert
-
-
-@dataclass
-class _Prediction:
-    """An expert's residency that was predicted and not used yet."""
-
-    counters: PhaseCounters  # of the phase that predicted it: its tiles are counted there
-    unused: int = 0  # resident tiles that its orders fetched
-    ordered: bool = False  # an order of it was sent
-
-
-@dataclass
-class _BackgroundOrder:
-    """An order without a demand."""
-
-    order: Order
-    prediction: _Prediction | None  # the prediction that it was sent for, also if that was dropped since
-    booked: int = 0  # landed tiles that were passed to the cache and the counters
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """By which the link sorts."""
-        return self.order.urgency, self.order.id
-
-
-@dataclass
-class _Demand:
-    """Tiles that an order brings on demand."""
-
-    order: Order
-    tiles: range  # of the order's
-    background: _BackgroundOrder | None = None  # what it was before, and is for its other tiles
 
 
 class TileMover:
@@ -66,11 +35,12 @@ class TileMover:
         self, cache: ExpertCache, link: FetchLink, device: Device, *, restart_limit: float = RESTART_LIMIT
     ) -> None:
         self.cache = cache
+        self.ordered: IntArray = cache.residency.copy()  # as in View
         self._link = link
         self._device = device
         self._restart_limit = restart_limit
-        self._background: dict[Key, _BackgroundOrder] = {}
-        self._predicted: dict[Key, _Prediction] = {}
+        self._background: dict[Key, BackgroundOrder] = {}
+        self._predicted: dict[Key, Prediction] = {}
         self._wanted: deque[Missing] = deque()  # demanded tiles that wait for a free slot
         self._streamed: set[Key] = set()  # the experts of the demand that is under way
         self.counters = PhaseCounters(len(cache.residency))  # of the present phase
@@ -88,22 +58,22 @@ class TileMover:
         changes = tuple(targets)
         if not changes:
             return
-        resident = {(c.layer, c.expert): int(self.cache.residency[c.layer, c.expert]) for c in changes}
+        kept = {(c.layer, c.expert): int(self.cache.target[c.layer, c.expert]) for c in changes}
         self.cache.set_targets(changes)
-        for key, before in resident.items():
+        for key, before in kept.items():
             tiles = int(self.cache.target[key])
             entry = self._background.get(key)
             if entry is not None and entry.order.lo + len(entry.order.slots) > tiles:
                 self._link.cancel(entry.order)
+            self._note_ordered(key)
+            prediction = self._predicted.get(key)
             if predicted and tiles > before:
-                self._predicted.setdefault(key, _Prediction(self.counters))
-            elif (prediction := self._predicted.get(key)) is not None:
-                # the last of its tiles are evicted, which predictions have fetched
-                wasted = min(prediction.unused, max(0, before - tiles))
-                prediction.counters.wasted_tiles += wasted
-                prediction.unused -= wasted
-                if tiles == 0:
-                    del self._predicted[key]
+                if prediction is None:
+                    self._predicted[key] = Prediction(self.counters)
+                    self.counters.wanted_experts += 1
+            elif prediction is not None:
+                prediction.evict(tiles)
+                self._drop_if_done(key)
 
     def poll_prefetcher(self) -> None:
         """Handle the prefetcher's start or exit, also while no order is under way; then `update`."""
@@ -135,16 +105,26 @@ class TileMover:
                 self._book(entry)
                 if entry.order.final:
                     del self._background[key]
+                self._note_ordered(key)
 
-    def used(self, layer: int, expert: int) -> None:
-        """The device computes with an expert's resident tiles."""
+    def used(self, layer: int, expert: int, tiles: int) -> None:
+        """The device computes with an expert's first `tiles` tiles, which are resident."""
         key = (layer, expert)
         if key in self._predicted:
-            prediction = self._predicted[key]
-            prediction.counters.useful_tiles += prediction.unused
-            prediction.unused = 0
-            if self.cache.residency[key] == self.cache.target[key]:  # no other tile of it will land
-                del self._predicted[key]
+            self._predicted[key].use(tiles)
+            self._drop_if_done(key)
+
+    def _drop_if_done(self, key: Key) -> None:
+        """Drop a prediction that has no unused tile, where no other tile of it will land."""
+        if not self._predicted[key].unused and self.cache.residency[key] == self.cache.target[key]:
+            del self._predicted[key]
+
+    def _note_ordered(self, key: Key) -> None:
+        """Bring `ordered` up to date for an expert that is not being streamed."""
+        entry, reach = self._background.get(key), int(self.cache.residency[key])
+        if entry is not None and entry.next_tile == reach:
+            reach = max(reach, min(entry.end, int(self.cache.target[key])))
+        self.ordered[key] = reach
 
     def wait_idle(self) -> bool:
         """Wait until residency equals the targets; False where no prefetcher starts within the limit."""
@@ -166,13 +146,16 @@ class TileMover:
         prefetcher exited, the last of their expert."""
         items = {item.expert: item for item in missing}
         self._streamed = {(layer, expert) for expert in items}
+        for item in items.values():
+            kept = min(item.hi, int(self.cache.target[layer, item.expert]))
+            self.ordered[layer, item.expert] = max(item.lo, kept)
         running = deque(self._adopt(layer, items))
         wanted = self._wanted = deque(item for item in items.values() if item.lo < item.hi)
         self._demand(layer, wanted, running)
         return self._landings(layer, wanted, running, unfetched)
 
     def _landings(
-        self, layer: int, wanted: deque[Missing], running: deque[_Demand], unfetched: list[Missing]
+        self, layer: int, wanted: deque[Missing], running: deque[Demand], unfetched: list[Missing]
     ) -> Iterator[tuple[int, int]]:
         while running:
             demand = running.popleft()
@@ -201,27 +184,33 @@ class TileMover:
                 self._demand(layer, wanted, running)
         unfetched.extend(wanted)
         wanted.clear()
+        for key in self._streamed:
+            self._note_ordered(key)
         self._streamed.clear()
 
-    def _adopt(self, layer: int, items: dict[int, Missing]) -> Iterator[_Demand]:
+    def _adopt(self, layer: int, items: dict[int, Missing]) -> Iterator[Demand]:
         """Demand the background orders of these experts. Their tiles leave `items`, by expert. This waits for
         nothing, because the link would begin other tiles meanwhile."""
         for item in items.values():
-            if self._predicted.pop((layer, item.expert), None) is not None:
-                self.counters.late_tiles += item.hi - item.lo
+            key = (layer, item.expert)
+            if self._predicted.pop(key, None) is not None:
+                predicted = min(item.hi, int(self.cache.target[key]))
+                self.counters.late_tiles += max(0, predicted - item.lo)
         entries = [e for item in items.values() if (e := self._background.get((layer, item.expert)))]
         for entry in sorted(entries, key=lambda entry: entry.place):
             order, item = entry.order, items[entry.order.expert]
-            if order.cancelled or item.lo != order.lo + entry.booked:  # it brings no tile of the demand
+            # it brings no tile of the demand, or none is certain to land
+            if order.cancelled or entry.truncated or item.lo != entry.next_tile:
                 self._link.cancel(order)
                 continue
             tiles = range(entry.booked, min(item.hi - order.lo, len(order.slots)))
             self._link.demand(order, tiles.stop)
             del self._background[layer, item.expert]
             items[item.expert] = Missing(item.expert, order.lo + tiles.stop, item.hi)
-            yield _Demand(order, tiles, None if tiles.stop == len(order.slots) else entry)
+            entry.truncated = tiles.stop < len(order.slots)
+            yield Demand(order, tiles, entry if entry.truncated else None)
 
-    def _demand(self, layer: int, wanted: deque[Missing], running: deque[_Demand]) -> None:
+    def _demand(self, layer: int, wanted: deque[Missing], running: deque[Demand]) -> None:
         """Order as many wanted tiles as slots are free."""
         while wanted and self._link.up:
             item = wanted[0]
@@ -231,7 +220,7 @@ class TileMover:
                     return
                 self._stop_background_order()
                 continue
-            running.append(_Demand(order, range(len(order.slots))))
+            running.append(Demand(order, range(len(order.slots))))
             wanted.popleft()
             if item.lo + len(order.slots) < item.hi:
                 wanted.appendleft(Missing(item.expert, item.lo + len(order.slots), item.hi))
@@ -243,8 +232,9 @@ class TileMover:
         self._link.wait(entry.order, len(entry.order.slots))
         self._book(entry)
         del self._background[key]
+        self._note_ordered(key)
 
-    def _order_background(self, key: Key, prediction: _Prediction | None) -> bool:
+    def _order_background(self, key: Key, prediction: Prediction | None) -> bool:
         """Order an expert's tiles below target, unless an order of it is under way; False where the limit of
         orders or of slots is reached."""
         lo = int(self.cache.residency[key])
@@ -256,10 +246,10 @@ class TileMover:
         order = self._order(*key, lo, count, PLACED if prediction is None else PREDICTED)
         if order is None:
             return False
-        self._background[key] = _BackgroundOrder(order, prediction)
-        if prediction is not None and not prediction.ordered:
-            prediction.ordered = True
-            prediction.counters.issued_experts += 1
+        self._background[key] = BackgroundOrder(order, prediction)
+        self._note_ordered(key)
+        if prediction is not None:
+            prediction.issue()
         return True
 
     def _order(self, layer: int, expert: int, lo: int, count: int, urgency: int) -> Order | None:
@@ -271,27 +261,17 @@ class TileMover:
             self._device.wait(fence)
         return self._link.order(layer, expert, lo, [slot for slot, _ in taken], urgency)
 
-    def _book(self, entry: _BackgroundOrder) -> None:
+    def _book(self, entry: BackgroundOrder) -> None:
         """Book a background order's new landings, and release the slots that a final order did not write."""
         order = entry.order
-        # The expert's present prediction: the order's own, or a later one.
-        present = self._predicted.get((order.layer, order.expert))
+        key = (order.layer, order.expert)
         for index in range(entry.booked, order.landed):
             self.placed += 1
-            slot = order.slots[index]
-            kept = self.cache.land(order.layer, order.expert, order.lo + index, slot)
+            tile, slot = order.lo + index, order.slots[index]
+            kept = self.cache.land(*key, tile, slot)
             if not kept:
                 self.cache.release_loading(slot)
-            if entry.prediction is None:
-                continue
-            if kept and present is not None:
-                present.counters.predicted_tiles += 1
-                present.unused += 1
-            elif not kept:
-                counters = (present or entry.prediction).counters
-                counters.predicted_tiles += 1
-                counters.wasted_tiles += 1
-            # else the prediction was dropped, and another target keeps the tile
+            entry.count_landing(tile, kept, self._predicted.get(key))
         entry.booked = order.landed
         if order.final:
             for slot in order.slots[order.landed :]:

@@ -1,23 +1,26 @@
 """The expert cache and its link in a replay: residency, orders under way, and when each tile lands.
 
 The same rules as `experts/tile_mover.py` and `workers/prefetcher.py`, on a clock of its own. The link moves
-one tile at a time and always finishes it; demanded tiles come first, then predicted ones, then placed ones,
-each kind in the order of the orders. Of a demand, the experts that had an order come first, as they were
-waiting. Slots are not counted: a replay never runs out of slots for streaming.
+one tile at a time and always finishes it, and an order's first tile takes longer by `Costs.fetch`. Demanded
+tiles come first, then predicted ones, then placed ones, each kind in the order of the orders. Of a demand,
+the experts that had an order come first, as they were waiting. Slots are not counted: a replay never runs out
+of slots for streaming.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 
 from pipeline.arrays import IntArray
 from pipeline.config import BACKGROUND_ORDERS
+from pipeline.counters import PrefetchedTiles
 from pipeline.errors import PlanError
-from pipeline.policies.view import ModelShape, Target
+from pipeline.policies.view import Landing, ModelShape, Target
 from pipeline.replay.outcome import PhaseOutcome
 
 Key = tuple[int, int]  # layer, expert
@@ -41,21 +44,27 @@ class _Prediction:
     """As in the tile mover: a predicted expert that is kept and was not used yet."""
 
     counters: PhaseOutcome  # of the phase that predicted it
-    tiles: int = 0  # that its orders fetched
+    unused: PrefetchedTiles = field(default_factory=PrefetchedTiles)
     ordered: bool = False  # an order of it was made
 
 
 class SimulatedCache:
     """Residency, targets and the link. Times are seconds and never decrease."""
 
-    def __init__(self, shape: ModelShape, capacity: int, tile_seconds: float) -> None:
+    def __init__(
+        self, shape: ModelShape, capacity: int, tile_seconds: float, fetch_seconds: float = 0.0
+    ) -> None:
+        """`capacity`: tiles. The seconds are those of a tile on the link, and of an order beside its
+        tiles."""
         self.residency: IntArray = np.zeros((shape.layers, shape.experts), np.int32)
         self.target: IntArray = np.zeros((shape.layers, shape.experts), np.int32)
+        self.ordered: IntArray = np.zeros((shape.layers, shape.experts), np.int32)  # as in View
         self.counters: PhaseOutcome  # of the present phase
         self.free = 0.0  # when the link has finished its present tile
         self._shape = shape
         self._capacity = capacity
         self._tile_seconds = tile_seconds
+        self._fetch_seconds = fetch_seconds
         self._kept = 0  # sum of the targets
         self._below_target: set[Key] = set()  # residency below target
         self._background: dict[Key, Order] = {}
@@ -66,12 +75,12 @@ class SimulatedCache:
     @property
     def unused(self) -> int:
         """Resident tiles that predictions fetched and that were not used yet."""
-        return sum(prediction.tiles for prediction in self._predicted.values())
+        return sum(len(prediction.unused) for prediction in self._predicted.values())
 
     def place(self, target: IntArray) -> None:
         """Make a placement resident before the clock runs. Raises PlanError."""
         self.retarget(Target(int(i), int(e), int(target[i, e])) for i, e in np.argwhere(target))
-        self.residency[...] = self.target
+        self.residency[...] = self.ordered[...] = self.target
         self._below_target.clear()
 
     def retarget(self, changes: Iterable[Target], predicted: bool = False) -> None:
@@ -83,12 +92,12 @@ class SimulatedCache:
             if not exists or not 0 <= change.tiles <= shape.tiles:
                 raise PlanError(f"the policy set a target that does not exist: {change}")
             key = (change.layer, change.expert)
-            self._kept += change.tiles - int(target[key])
+            before, has = int(target[key]), int(residency[key])
+            self._kept += change.tiles - before
             target[key] = change.tiles
-            before = int(residency[key])
-            if before > change.tiles:
-                residency[key] = change.tiles
-            if before < change.tiles:
+            if has > change.tiles:
+                residency[key] = self.ordered[key] = change.tiles
+            if has < change.tiles:
                 self._below_target.add(key)
             else:
                 self._below_target.discard(key)
@@ -96,16 +105,12 @@ class SimulatedCache:
             if order is not None and order.lo + order.count > change.tiles:
                 self._cancel(order)
             if predicted and change.tiles > before:
-                self._predicted.setdefault(key, _Prediction(self.counters))
-            elif key in self._predicted and change.tiles < before:
-                prediction = self._predicted[key]
-                lost = min(prediction.tiles, before - change.tiles)
-                prediction.counters.wasted += lost
-                prediction.tiles -= lost
-                if change.tiles == 0:
-                    del self._predicted[key]
-            elif change.tiles == 0:
-                self._predicted.pop(key, None)
+                if key not in self._predicted:
+                    self._predicted[key] = _Prediction(self.counters)
+                    self.counters.wanted_experts += 1
+            elif (prediction := self._predicted.get(key)) is not None:
+                prediction.counters.wasted += prediction.unused.evict(change.tiles)
+                self._drop_if_done(key, prediction)
         if self._kept > self._capacity:
             raise PlanError(f"the policy's targets need {self._kept} tiles, the cache holds {self._capacity}")
 
@@ -122,10 +127,11 @@ class SimulatedCache:
             start = max(self.free, order.ordered_at)
             if start >= now:
                 return
+            seconds = self._tile_seconds if order.started else self._fetch_seconds + self._tile_seconds
             order.started += 1
             self._flying = order
-            self.free = start + self._tile_seconds
-            self.counters.link_busy += self._tile_seconds
+            self.free = start + seconds
+            self.counters.link_busy += seconds
 
     def update(self, now: float) -> None:
         """Run the link until now, and order tiles below their target in the background."""
@@ -135,13 +141,16 @@ class SimulatedCache:
                 if not self._order(key, predicted, now):
                     return
 
-    def used(self, key: Key) -> None:
-        """The device computes with an expert's resident tiles."""
+    def used(self, key: Key, tiles: int) -> None:
+        """The device computes with an expert's first `tiles` tiles, which are resident."""
         if self._predicted and (prediction := self._predicted.get(key)) is not None:
-            prediction.counters.useful += prediction.tiles
-            prediction.tiles = 0
-            if self.residency[key] == self.target[key]:  # no other tile of it will land
-                del self._predicted[key]
+            prediction.counters.useful += prediction.unused.use(tiles)
+            self._drop_if_done(key, prediction)
+
+    def _drop_if_done(self, key: Key, prediction: _Prediction) -> None:
+        """Drop a prediction that has no unused tile, where no other tile of it will land."""
+        if not prediction.unused and self.residency[key] == self.target[key]:
+            del self._predicted[key]
 
     def demand(self, layer: int, missing: list[tuple[int, int, int]], now: float) -> list[tuple[int, float]]:
         """Fetch tiles [lo, hi) of each (expert, lo, hi) before all else: each tile's (expert, landing), in
@@ -150,35 +159,65 @@ class SimulatedCache:
         items = {expert: range(lo, hi) for expert, lo, hi in missing}
         for expert, tiles in items.items():
             if self._predicted.pop((layer, expert), None) is not None:
-                self.counters.late += len(tiles)
-        demanded: list[
-            tuple[int, int, float | None]
-        ] = []  # expert, tiles, and when the first lands if it moves
+                predicted = min(tiles.stop, int(self.target[layer, expert]))
+                self.counters.late += max(0, predicted - tiles.start)
+        # expert, tiles, seconds beside them, and when the first lands if it moves
+        demanded: list[tuple[int, int, float, float | None]] = []
         for order in self._waiting(layer, items):
             expert, tiles = order.key[1], items[order.key[1]]
             reached = min(tiles.stop, order.lo + order.count)
             moving = self.free if self._flying is order else None
+            beside = 0.0 if order.started else self._fetch_seconds
             self._cancel(order)
             if moving is not None:
                 self._flying = None
                 del self._background[order.key]
-            demanded.append((expert, reached - tiles.start, moving))
+            demanded.append((expert, reached - tiles.start, beside, moving))
             items[expert] = range(reached, tiles.stop)
         if self._flying is not None:
             self._land(self._flying)  # before the first order that has not begun
-        demanded += [(expert, len(tiles), None) for expert, tiles in items.items()]
+        demanded += [(expert, len(tiles), self._fetch_seconds, None) for expert, tiles in items.items()]
         landings = []
         at = max(self.free, now)
-        for expert, count, moving in demanded:
+        for expert, count, beside, moving in demanded:
             for _ in range(count):
                 if moving is None:
-                    at += self._tile_seconds
-                    self.counters.link_busy += self._tile_seconds
+                    seconds = beside + self._tile_seconds
+                    at += seconds
+                    self.counters.link_busy += seconds
                 landings.append((expert, at if moving is None else moving))
-                moving = None
+                beside, moving = 0.0, None
                 self._land_demanded((layer, expert))
         self.free = max(self.free, at) if landings else self.free
         return landings
+
+    def link_seconds(self, now: float) -> float:
+        """Seconds until the link has moved all that is ordered."""
+        waiting = [order for queue in self._queues for order in queue]
+        return max(0.0, self.free - now) + sum(map(self._seconds_left, waiting))
+
+    def landing(self, layer: int, now: float) -> list[Landing]:
+        """As Backlog.landing."""
+        if not self._background:
+            return []
+        found = []
+        at = moved = max(0.0, self.free - now)  # from now until the tile on the link has landed
+        for order in (order for queue in self._queues for order in queue):
+            if order.cancelled or self._background.get(order.key) is not order:
+                continue
+            left = self._seconds_left(order)
+            at += left
+            if order.key[0] == layer:
+                tiles = order.lo + order.count - int(self.residency[order.key])
+                found.append(Landing(order.key[1], tiles, at if left else moved))
+        return sorted(found, key=attrgetter("seconds"))
+
+    def _seconds_left(self, order: Order) -> float:
+        """Seconds on the link of those tiles of an order that have not begun to move."""
+        left = order.count - order.started
+        if not left:
+            return 0.0
+        return left * self._tile_seconds + (0.0 if order.started else self._fetch_seconds)
 
     def _waiting(self, layer: int, experts: Container[int]) -> list[Order]:
         """The orders of these experts, in the link's order, without cancelled ones: nothing of them is left
@@ -200,6 +239,7 @@ class SimulatedCache:
 
     def _add_tile(self, key: Key) -> None:
         self.residency[key] += 1
+        self.ordered[key] = max(self.ordered[key], self.residency[key])
         if self.residency[key] == self.target[key]:
             self._below_target.discard(key)
 
@@ -220,11 +260,13 @@ class SimulatedCache:
             prediction.ordered = True
         order = self._background[key] = Order(key, lo, count, booked, now)
         self._queues[0 if predicted else 1].append(order)
+        self.ordered[key] = lo + count
         return True
 
     def _cancel(self, order: Order) -> None:
         """Drop the tiles that have not begun to move."""
         order.count, order.cancelled = order.started, True
+        self.ordered[order.key] = self.residency[order.key]
         if self._flying is not order:
             del self._background[order.key]
 
@@ -240,18 +282,21 @@ class SimulatedCache:
         """The tile on the link has landed."""
         key = order.key
         prediction = None if order.predicted is None else self._predicted.get(key)
-        # a prediction that was dropped meanwhile is still booked to the phase that made it
-        booked = order.predicted if prediction is None else prediction.counters
         self._flying = None
+        kept = order.lo + order.started - 1 == self.residency[key] < self.target[key]
+        if kept:
+            self._add_tile(key)
+        # A prediction that was dropped meanwhile is booked to the phase that made it, unless another target
+        # keeps the tile.
+        booked = order.predicted if prediction is None else prediction.counters
+        if kept and prediction is None:
+            booked = None
         if booked is None:
             self.counters.placed += 1
         else:
             booked.predicted += 1
-        if order.lo + order.started - 1 == self.residency[key] < self.target[key]:
-            self._add_tile(key)
-            if prediction is not None:
-                prediction.tiles += 1
-        elif booked is not None:
-            booked.wasted += 1
+            booked.wasted += not kept
+        if kept and prediction is not None:
+            prediction.unused.land(int(self.residency[key]) - 1)
         if order.started >= order.count:
             del self._background[key]

@@ -3,9 +3,9 @@
 The engine's `PolicyDriver` calls the policy, and three resources that work at the same time execute its
 decisions:
 
-- the device: of each layer all but its routed experts (`other`), then its resident tiles, then fetched tiles
-  as they land;
-- the link: tile after tile, see `cache.py`;
+- the device: of each layer all but its routed experts (`other`), then, where it computes any tile, the start
+  of its share (`launch`), its resident tiles, and fetched tiles as they land;
+- the link: tile after tile, each order with its start (`fetch`), see `cache.py`;
 - the host: one layer's share after the other; a Work arrives a round trip after it was sent, and the Work of
   a layer that was decided early is sent one layer earlier.
 
@@ -26,7 +26,7 @@ from pipeline.memory.limits import STAGING_TILES
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.prefetch_meter import pause_note
-from pipeline.policies.view import Active, Ahead, Policy, Routing, Signals, Target, View
+from pipeline.policies.view import Active, Ahead, Landing, Policy, Routing, Signals, Target, View
 from pipeline.replay.cache import SimulatedCache
 from pipeline.replay.outcome import Outcome, PhaseOutcome
 from pipeline.traces.header import Header
@@ -34,8 +34,8 @@ from pipeline.traces.steps import LayerTrace, TracedStep
 
 
 class Replay:
-    """A policy, its cache and the clock: a `LayerExecutor`. Its handle of an early host share is the time at
-    which the share is done."""
+    """A policy, its cache and the clock: a `LayerExecutor`, and the policy's `Backlog`. Its handle of an
+    early host share is the time at which the share is done."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Replay:
         self._counters = self._phases["decode"]
         self._seconds: dict[int, tuple[float, float, float]] = {}  # by rows: see _tile
         capacity = capacity if policy.uses_device else 0
-        self.cache = SimulatedCache(shape, capacity, self._costs.link)
+        self.cache = SimulatedCache(shape, capacity, self._costs.link, self._costs.fetch)
         self.cache.counters = self._counters
         self.now = 0.0  # seconds
         self._host_free = 0.0
@@ -79,6 +79,8 @@ class Replay:
             router=self._route,
             calibration=calibration,
             staging=STAGING_TILES if policy.uses_device else 0,
+            ordered=self.cache.ordered,
+            backlog=self,
         )
         self._driver = PolicyDriver[float](policy, view)
         self.cache.place(self._driver.placement)
@@ -98,6 +100,20 @@ class Replay:
         if paused := pause_note(decode.paused_steps, decode.steps):
             notes.append(f"{self._policy.name}: {paused}")
         return Outcome(prefill, decode, self._policy.exact, notes)
+
+    @property
+    def link_seconds(self) -> float:
+        """As in Backlog."""
+        return self.cache.link_seconds(self.now)
+
+    @property
+    def host_seconds(self) -> float:
+        """As in Backlog."""
+        return max(0.0, self._host_free - self.now)
+
+    def landing(self, layer: int) -> list[Landing]:
+        """As in Backlog."""
+        return self.cache.landing(layer, self.now)
 
     def step(self, step: TracedStep) -> None:
         """One step of the engine."""
@@ -134,8 +150,7 @@ class Replay:
     def begin(self, decision: LayerDecision[float]) -> None:
         layer, counters, tiles = decision.layer, self._counters, self._header.shape.tiles
         active = decision.gated.routing.active
-        counters.active[layer] += len(active.experts)
-        counters.hits[layer] += np.count_nonzero(decision.resident[active.experts] == tiles)
+        counters.book_hits(layer, decision.resident.take(active.experts), tiles)
         counters.fidelity.book(decision.gated, decision.cut, tiles, decision.stale)
         self.cache.retarget(decision.targets)
         cuts = self._checked(decision.cut, active)
@@ -147,15 +162,15 @@ class Replay:
         active = ahead.gated.routing.active
         return self._submit(active, self._checked(ahead.cut, active))
 
-    def prefetch(self, targets: Sequence[Target], wanted: int) -> None:
-        self._counters.wanted_experts += wanted
+    def prefetch(self, targets: Sequence[Target], no_room: int) -> None:
+        self._counters.wanted_experts += no_room
         self.cache.retarget(targets, predicted=True)
         self.cache.update(self.now)
 
     def compute(self, decision: LayerDecision[float]) -> None:
         """End the layer when both the device and the host are done."""
-        counters, at = self._counters, self.now + self._resident_seconds
-        counters.device_busy += self._resident_seconds
+        counters, at = self._counters, self.now + self._begun_seconds
+        counters.device_busy += self._begun_seconds
         for expert, landing in self._landings:
             if landing > at:
                 counters.wait_link += landing - at
@@ -198,7 +213,7 @@ class Replay:
     def _demand(self, decision: LayerDecision[float], active: Active, cuts: list[int]) -> None:
         """Divide the device's share into resident and fetched tiles."""
         self._device_seconds: dict[int, float] = {}  # a tile of each expert
-        self._resident_seconds = 0.0
+        self._begun_seconds = 0.0  # of the launch and the resident tiles
         missing = []
         for expert, rows, p in zip(active.experts.tolist(), active.counts.tolist(), cuts, strict=True):
             if not p:
@@ -207,10 +222,12 @@ class Replay:
             here = min(p, int(decision.resident[expert]))
             tile = self._device_seconds[expert] = self._tile(rows)[1]
             if here:
-                self._resident_seconds += tile * here
-                self.cache.used((decision.layer, expert))
+                self._begun_seconds += tile * here
+                self.cache.used((decision.layer, expert), here)
             if here < p:
                 missing.append((expert, here, p))
+        if self._device_seconds:
+            self._begun_seconds += self._costs.launch
         self._landings = self.cache.demand(decision.layer, missing, self.now) if missing else []
 
     def _probe(self, layer: int, traced: LayerTrace, target: int) -> FloatArray:

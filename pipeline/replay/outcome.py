@@ -5,22 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pipeline.arrays import Phase
-from pipeline.counters import Fidelity
+from pipeline.counters import Fidelity, Hits
 
 MOVED = ("demanded", "predicted", "useful", "late", "wasted", "placed")
 
 
 @dataclass
-class PhaseOutcome:
+class PhaseOutcome(Hits):
     """Sums over the steps of one phase. Times are seconds of the cost model, counts are tiles, as in the
     engine's counters: of the prefetched tiles that landed some were useful, some wasted, and the rest are
     resident and unused; late tiles and tiles placed in the background are not among them."""
 
-    layers: int
     steps: int = 0
     rows: int = 0
     seconds: float = 0.0
@@ -42,10 +38,6 @@ class PhaseOutcome:
     device_tiles: int = 0
     fidelity: Fidelity = field(default_factory=Fidelity)
 
-    def __post_init__(self) -> None:
-        self.active: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # experts used, summed over steps
-        self.hits: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # of them resident as a whole
-
     @property
     def tok_s(self) -> float:
         """Rows a second; 0 where no time passed."""
@@ -55,6 +47,11 @@ class PhaseOutcome:
     def hit_rate(self) -> float:
         """Share of the active experts that were fully resident when their layer was planned."""
         return _share(float(self.hits.sum()), float(self.active.sum()))
+
+    @property
+    def tile_hit_rate(self) -> float:
+        """The same of the active experts' tiles."""
+        return _share(float(self.hit_tiles.sum()), float(self.active_tiles.sum()))
 
     @property
     def issued_share(self) -> float | None:
@@ -81,6 +78,10 @@ class PhaseOutcome:
             "tok_s": self.tok_s,
             "hit_rate": self.hit_rate,
             "hit_rate_by_layer": [_share(h, a) for h, a in zip(self.hits, self.active, strict=True)],
+            "tile_hit_rate": self.tile_hit_rate,
+            "tile_hit_rate_by_layer": [
+                _share(h, a) for h, a in zip(self.hit_tiles, self.active_tiles, strict=True)
+            ],
             "bytes_per_token": {name: getattr(self, name) * tile_bytes / tokens for name in MOVED}
             | {"moved": self.moved * tile_bytes / tokens},
             "prefetches": {

@@ -65,6 +65,7 @@ UPDATE = st.sampled_from(["update", "update", "wait_idle", "phase"])
     staging=1,
     orders=[Predicted([Target(0, 1, 1)]), "wait_idle", [Target(0, 1, 1), Target(0, 1, 0)]],
 )
+@example(capacity=2, staging=1, orders=[[Target(0, 0, 2)], "update", (0, [1, 0, 0]), (0, [2, 0, 0])])
 @given(
     capacity=st.integers(0, 20),
     staging=st.integers(1, 4),
@@ -85,8 +86,8 @@ def test_any_order_of_calls(parts, capacity, staging, orders) -> None:
             case tuple((layer, cuts)):
                 wanted = missing(mover, layer, cuts)
                 for expert, cut in enumerate(cuts):
-                    if cut and mover.cache.residency[layer, expert]:
-                        mover.used(layer, expert)
+                    if here := min(cut, mover.cache.residency[layer, expert]):
+                        mover.used(layer, expert, here)
                 assert demand(parts, mover, layer, wanted) == []
             case Predicted(targets):
                 with suppress(PlanError):
@@ -107,7 +108,7 @@ def test_prediction_counts_in_the_phase_that_made_it(parts) -> None:
     mover.retarget([Target(0, 0, TILES), Target(0, 1, TILES)], predicted=True)
     mover.counters = after
     wait_idle(parts, mover)
-    mover.used(0, 0)
+    mover.used(0, 0, TILES)
     mover.retarget([Target(0, 1, 0)])
     assert (before.predicted_tiles, before.useful_tiles, before.wasted_tiles) == (2 * TILES, TILES, TILES)
     assert (after.predicted_tiles, after.useful_tiles, after.wasted_tiles) == (0, 0, 0)
@@ -120,8 +121,8 @@ def test_predicted_tiles_are_useful_wasted_or_late(parts) -> None:
     mover.retarget([Target(0, 0, TILES), Target(0, 1, TILES)], predicted=True)
     wait_idle(parts, mover)
     mover.retarget([Target(1, 2, TILES)], predicted=True)
-    mover.used(0, 0)
-    mover.used(0, 0)
+    mover.used(0, 0, TILES)
+    mover.used(0, 0, TILES)
     assert demand(parts, mover, 1, missing(mover, 1, [0, 0, TILES])) == []
     mover.retarget([Target(0, 1, 0)])
     counted = mover.counters

@@ -99,7 +99,7 @@ def stream(mover: TileMover, layer: int, *missing: Missing) -> list[tuple[int, i
 
 def held(mover: TileMover) -> int:
     """Resident prefetched tiles that were neither used nor evicted."""
-    return sum(prediction.unused for prediction in mover._predicted.values())
+    return sum(len(prediction.unused) for prediction in mover._predicted.values())
 
 
 def counted(counters: PhaseCounters) -> tuple[int, int, int]:
@@ -197,7 +197,7 @@ def test_predicted_tiles_are_useful_wasted_or_held() -> None:
     assert (counted(mover.counters), held(mover)) == ((3, 0, 0), 3)
     mover.retarget([Target(0, 1, 2)])
     assert (counted(mover.counters), held(mover)) == ((3, 0, 1), 2)
-    mover.used(0, 1)
+    mover.used(0, 1, TILES)
     assert (counted(mover.counters), held(mover)) == ((3, 2, 1), 0)
     mover.retarget([Target(0, 1, 0)])
     assert counted(mover.counters) == (3, 2, 1)
@@ -225,6 +225,70 @@ def test_dropped_predictions_tiles_that_another_target_keeps_are_not_predicted()
     mover.collect_landings()
     assert mover.cache.residency[0, 1] == 2
     assert (counted(mover.counters), held(mover)) == ((0, 0, 0), 0)
+
+
+def test_prediction_extends_a_resident_part_and_is_counted_in_tiles() -> None:
+    """Of (0, 1) tile 0 stays; [1, 4) are predicted, [0, 3) computed, and [1, 4) evicted."""
+    mover, link, _ = mover_of(TILES, 1)
+    mover.retarget([Target(0, 1, 1)])
+    mover.update()
+    link.land(link.sent[0], 1)
+    mover.collect_landings()
+    mover.retarget([Target(0, 1, TILES)], predicted=True)
+    mover.fetch_missing()
+    assert link.sent[1].lo == mover.cache.residency[0, 1] == 1
+    assert mover.ordered[0, 1] == TILES
+    assert (mover.counters.wanted_experts, mover.counters.issued_experts) == (1, 1)
+    link.land(link.sent[1], 3)
+    mover.collect_landings()
+    mover.used(0, 1, 1)
+    assert (counted(mover.counters), held(mover)) == ((3, 0, 0), 3)
+    mover.used(0, 1, 3)
+    assert (counted(mover.counters), held(mover)) == ((3, 2, 0), 1)
+    mover.retarget([Target(0, 1, 1)])
+    assert (counted(mover.counters), held(mover)) == ((3, 2, 1), 0)
+    mover.retarget([Target(0, 1, 2)])  # another target's tile is no prediction's
+    mover.fetch_missing()
+    assert link.expert_orders()[2:] == [(1, PLACED)]
+    mover.retarget([Target(0, 1, 2), Target(0, 2, 0)], predicted=True)  # no tile beyond the target
+    assert (mover.counters.wanted_experts, mover.counters.issued_experts) == (1, 1)
+
+
+def test_only_predicted_tiles_are_late() -> None:
+    """Tiles [0, 2) are predicted and under way; [0, 3) are demanded."""
+    mover, _, _ = mover_of(TILES, TILES)
+    mover.retarget([Target(0, 1, 2)], predicted=True)
+    mover.fetch_missing()
+    stream(mover, 0, Missing(1, 0, 3))
+    assert (mover.demanded, mover.counters.late_tiles) == (3, 2)
+    assert mover.ordered[0, 1] == mover.cache.residency[0, 1] == 2
+
+
+def test_tiles_behind_an_earlier_demand_are_ordered_anew() -> None:
+    """A demand of [0, 2) ends the order of [0, 4): the next demand does not wait for its other tiles."""
+    mover, link, _ = mover_of(TILES, TILES)
+    mover.retarget([Target(0, 1, TILES)])
+    mover.update()
+    assert len(stream(mover, 0, Missing(1, 0, 2))) == 2
+    assert mover.ordered[0, 1] == 2
+    assert len(stream(mover, 0, Missing(1, 2, 4))) == 2
+    assert [(order.lo, len(order.slots)) for order in link.sent] == [(0, 4), (2, 2)]
+
+
+def test_ordered_follows_orders_cancellations_and_demands() -> None:
+    mover, link, _ = mover_of(2 * TILES, TILES)
+    mover.retarget([Target(0, 1, 3), Target(1, 2, 2)])
+    assert not mover.ordered.any()
+    mover.update()
+    assert (mover.ordered[0, 1], mover.ordered[1, 2], mover.ordered.sum()) == (3, 2, 5)
+    link.land(link.sent[0], 1)
+    mover.collect_landings()
+    mover.retarget([Target(0, 1, 2)])  # the order would bring a tile too many: it ends
+    assert mover.ordered[0, 1] == mover.cache.residency[0, 1] == 1
+    streaming = mover.stream(1, [Missing(2, 0, 3), Missing(3, 0, 1)], [])
+    assert mover.ordered[1].tolist() == [0, 0, 2, 0]
+    list(streaming)
+    assert mover.ordered[1].tolist() == mover.cache.residency[1].tolist() == [0, 0, 2, 0]
 
 
 # --- limits and restarts --------------------------------------------------------------------------------

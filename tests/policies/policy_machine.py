@@ -224,7 +224,7 @@ class Machine:
         self.early += 1
         return f"layer {layer}"
 
-    def prefetch(self, targets: Sequence[Target], wanted: int) -> None:
+    def prefetch(self, targets: Sequence[Target], no_room: int) -> None:
         self._next("begin begin_early", "prefetch")
         assert self.driver.view.prefetching
         fetched = [t for t in targets if t.tiles]
@@ -232,7 +232,7 @@ class Machine:
         assert all(self.target[t.layer, t.expert] < t.tiles == tiles for t in fetched)
         assert all(t.layer != self._decision.layer for t in targets if not t.tiles)
         self.predicted += len(fetched)
-        self.wanted += wanted
+        self.wanted += len(fetched) + no_room
         self.apply(targets)
 
     def compute(self, decision: LayerDecision[str]) -> None:

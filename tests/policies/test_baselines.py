@@ -28,9 +28,9 @@ class Watched(Machine):
         super().begin(decision)
         self.decisions.append(decision)
 
-    def prefetch(self, targets: tuple[Target, ...], wanted: int) -> None:  # type: ignore[override]
+    def prefetch(self, targets: tuple[Target, ...], no_room: int) -> None:  # type: ignore[override]
         self.named.append((targets[0].layer, [target.expert for target in targets]))
-        super().prefetch(targets, wanted)
+        super().prefetch(targets, no_room)
 
 
 def watched(name: str, whole: int, **options: str) -> Watched:

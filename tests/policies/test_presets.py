@@ -146,9 +146,9 @@ class Watched(Machine):
         super().begin(decision)
         self._kept, self._named = self.target.copy(), []
 
-    def prefetch(self, targets: Sequence[Target], wanted: int) -> None:
+    def prefetch(self, targets: Sequence[Target], no_room: int) -> None:
         self._named = [(target.layer, target.expert) for target in targets if target.tiles]
-        super().prefetch(targets, wanted)
+        super().prefetch(targets, no_room)
 
 
 def predicted_by_hand(name: str, machine: Watched, signals: Signals, kept: IntArray) -> list[tuple[int, int]]:

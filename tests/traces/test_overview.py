@@ -58,6 +58,7 @@ def test_figures_of_a_phase() -> None:
     phase.wanted_experts, phase.issued_experts, phase.paused_steps = 8, 6, 2
     phase.host_tiles, phase.device_tiles = 1, 3
     phase.active[:], phase.hits[:] = (4, 0), (1, 0)
+    phase.active_tiles[:], phase.hit_tiles[:] = (8, 0), (6, 0)
     fidelity = phase.fidelity
     fidelity.weight, fidelity.skipped, fidelity.substituted = 10.0, 1.0, 2.0
     fidelity.stale, fidelity.predicted = 3.0, 4.0
@@ -70,6 +71,8 @@ def test_figures_of_a_phase() -> None:
         "tok_s": 0.5,
         "hit_rate": 0.25,
         "hit_rate_by_layer": [0.25, 0.0],
+        "tile_hit_rate": 0.75,
+        "tile_hit_rate_by_layer": [0.75, 0.0],
         "bytes_per_token": per_token | {"moved": 225},
         "prefetches": {"wanted": 8, "issued": 6, "share": 0.75, "paused_steps": 2},
         "host_share": 0.25,

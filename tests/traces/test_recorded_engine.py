@@ -104,7 +104,7 @@ def test_replay_counts_the_engines_hits(recorded: tuple[Path, list[int]]) -> Non
     assert overview.rows == {"prefill": len(PROMPT), "decode": NEW - 1}
     for phase, replayed in outcome.phases.items():
         counted = stats["engine"][phase]
-        assert counted["layers"]["active"] == replayed.active.tolist()
-        assert counted["layers"]["hits"] == replayed.hits.tolist()
+        for name in ("active", "hits", "active_tiles", "hit_tiles"):
+            assert counted["layers"][name] == getattr(replayed, name).tolist()
         assert counted["fetched_tiles"] == replayed.demanded
     assert outcome.decode.hits.sum() > 0

@@ -14,7 +14,7 @@ from trace_files import drawn_steps, make_header, scripted_steps
 
 from pipeline.errors import PlanError, TraceError
 from pipeline.policies.costs import Costs
-from pipeline.policies.view import Gated, ModelShape, Routing, Signals, Target, View
+from pipeline.policies.view import Gated, Landing, ModelShape, Routing, Signals, Target, View
 from pipeline.replay.machine import Replay
 
 # Two layers of two experts, of which a token uses one; an expert has so many tiles.
@@ -285,3 +285,39 @@ def test_host_share_of_each_tile_below_the_cut() -> None:
     assert (decode.host_busy, decode.device_busy) == pytest.approx((6, 2 * (2 + 1)))
     assert decode.wait_host == pytest.approx(2 * 2.5)
     assert decode.hits.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("cut", "seconds", "device", "link"),
+    [
+        (0, 2 + 0.5 + 6, 2, 0),
+        (1, 2 + 0.25 + 5 + 1, 2 + 0.75 + 1, 5.25),
+        (2, 2 + 0.25 + 2 * 5 + 1, 4.75, 10.25),
+    ],
+)
+def test_each_sides_share_begins_with_its_fixed_cost(
+    cut: int, seconds: float, device: float, link: float
+) -> None:
+    """A launch takes 0.75, a fetch 0.25: neither is paid where the device computes no tile."""
+    header = make_header(ModelShape(layers=1, experts=2, tiles=2, top_k=1))
+    costs = replace(COSTS, launch=0.75, fetch=0.25)
+    _, missing = run(header, Scripted(cut), [[[0]]], capacity=2, costs=costs)
+    assert missing.decode.seconds == pytest.approx(seconds)
+    assert (missing.decode.device_busy, missing.decode.link_busy) == pytest.approx((device, link))
+    _, resident = run(header, Scripted(2, placed=[(0, 0, 2)]), [[[0]]], capacity=2, costs=costs)
+    assert resident.decode.seconds == pytest.approx(2 + 0.75 + 2)
+    assert resident.decode.link_busy == 0
+
+
+def test_policy_sees_what_is_ordered_and_the_backlogs() -> None:
+    """At 2, the host has a tile until 5.5 and then layer 1's until 8.5, the link one until 7. Both tiles of
+    (1, 1) are predicted: one moves until 12. At 10, (1, 0) is demanded, until 17; then the other moves."""
+    seen = []
+
+    def predicts(layer: int, view: View) -> list[Target]:
+        backlog = view.backlog
+        seen.append((backlog.link_seconds, backlog.host_seconds, backlog.landing(1), int(view.ordered[1, 1])))
+        return [Target(1, 1, 2)] if layer == 0 else []
+
+    run(TWO_TILES, Scripted(1, predicts=predicts, ahead=True), [[[0], [0]]], capacity=2)
+    assert seen == [(5.0, 6.5, [], 0), (12.0, 0.0, [Landing(1, 1, 12.0)], 2)]

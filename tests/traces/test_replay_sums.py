@@ -92,7 +92,8 @@ def test_every_moved_byte_is_counted(name, layers, experts, tiles, cache, link, 
         assert machine.now > before
         before = machine.now
         residency, target = machine.cache.residency, machine.cache.target
-        assert (residency <= target).all()
+        assert (residency <= machine.cache.ordered).all()
+        assert (machine.cache.ordered <= target).all()
         assert residency.min() >= 0
         assert target.sum() <= capacity
     phases = machine.outcome.phases.values()
@@ -106,6 +107,9 @@ def test_every_moved_byte_is_counted(name, layers, experts, tiles, cache, link, 
         assert phase.useful + phase.wasted <= phase.predicted
         assert phase.device_busy + phase.wait_link + phase.wait_host == pytest.approx(phase.seconds)
         assert (phase.hits <= phase.active).all()
+        assert (phase.hits * tiles <= phase.hit_tiles).all()
+        assert (phase.hit_tiles <= phase.active_tiles).all()
+        assert (phase.active_tiles == phase.active * tiles).all()
         assert (phase.active >= phase.steps).all()
 
 

@@ -7,15 +7,15 @@ import pytest
 
 from pipeline.config import BACKGROUND_ORDERS
 from pipeline.errors import PlanError
-from pipeline.policies.view import ModelShape, Target
+from pipeline.policies.view import Landing, ModelShape, Target
 from pipeline.replay.cache import SimulatedCache
 from pipeline.replay.outcome import PhaseOutcome
 
 SHAPE = ModelShape(layers=2, experts=6, tiles=4, top_k=1)
 
 
-def made(capacity: int = 48, shape: ModelShape = SHAPE) -> SimulatedCache:
-    cache = SimulatedCache(shape, capacity, 5.0)
+def made(capacity: int = 48, shape: ModelShape = SHAPE, fetch: float = 0.0) -> SimulatedCache:
+    cache = SimulatedCache(shape, capacity, 5.0, fetch)
     cache.counters = PhaseOutcome(shape.layers)
     return cache
 
@@ -111,12 +111,12 @@ def test_predicted_tiles_are_useful_wasted_or_unused() -> None:
     cache.update(0.0)
     cache.advance(15.0)
     assert (cache.unused, booked(cache.counters)) == (3, {"predicted": 3})
-    cache.used((0, 0))
+    cache.used((0, 0), 4)
     assert (cache.unused, booked(cache.counters)) == (0, {"predicted": 3, "useful": 3})
     cache.advance(20.0)
     assert (cache.unused, booked(cache.counters)) == (1, {"predicted": 4, "useful": 3})
-    cache.used((0, 0))
-    cache.used((0, 0))  # its tiles are counted once
+    cache.used((0, 0), 4)
+    cache.used((0, 0), 4)  # its tiles are counted once
     assert (cache.unused, booked(cache.counters)) == (0, {"predicted": 4, "useful": 4})
     cache.retarget([Target(0, 0, 0)])
     assert booked(cache.counters) == {"predicted": 4, "useful": 4}
@@ -131,7 +131,7 @@ def test_evicted_predictions_are_wasted_tile_by_tile() -> None:
     assert (cache.unused, booked(cache.counters)) == (3, {"predicted": 4, "wasted": 1})
     cache.retarget([Target(0, 0, 0)])
     assert (cache.unused, booked(cache.counters)) == (0, {"predicted": 4, "wasted": 4})
-    cache.used((0, 0))
+    cache.used((0, 0), 4)
     assert booked(cache.counters) == {"predicted": 4, "wasted": 4}
 
 
@@ -174,7 +174,7 @@ def test_prediction_is_booked_to_the_phase_that_made_it() -> None:
     cache.update(0.0)
     cache.counters = second
     cache.advance(15.0)
-    cache.used((0, 0))
+    cache.used((0, 0), 4)
     cache.retarget([Target(0, 1, 0)])
     assert booked(first) == {"predicted": 3, "useful": 1, "wasted": 1}
     cache.demand(0, [(2, 1, 2)], 15.0)
@@ -216,3 +216,114 @@ def test_idle_link_moves_demanded_tiles_from_now_on() -> None:
     cache = made()
     assert cache.demand(0, [(0, 0, 1)], 7.0) == [(0, 12.0)]
     assert cache.demand(0, [(1, 0, 1)], 8.0) == [(1, 17.0)], "behind the one before"
+
+
+def test_prediction_extends_a_resident_part_and_is_counted_in_tiles() -> None:
+    """Of (0, 0) tiles [0, 1) stay, [1, 4) are predicted; the device computes [0, 3), then one is evicted."""
+    cache, target = made(), np.zeros((2, 6), np.int32)
+    target[0, 0] = 1
+    cache.place(target)
+    cache.retarget([Target(0, 0, 4)], predicted=True)
+    cache.update(0.0)
+    assert cache.ordered[0, 0] == 4
+    assert (cache.counters.wanted_experts, cache.counters.issued_experts) == (1, 1)
+    cache.advance(15.0)
+    cache.used((0, 0), 1)
+    assert (cache.unused, booked(cache.counters)) == (3, {"predicted": 3}), "none of them was computed"
+    cache.used((0, 0), 3)
+    assert (cache.unused, booked(cache.counters)) == (1, {"predicted": 3, "useful": 2})
+    cache.retarget([Target(0, 0, 1)])
+    assert (cache.unused, booked(cache.counters)) == (0, {"predicted": 3, "useful": 2, "wasted": 1})
+    cache.retarget([Target(0, 0, 2)])  # another target's tile is no prediction's
+    cache.update(15.0)
+    cache.advance(20.0)
+    assert booked(cache.counters) == {"predicted": 3, "useful": 2, "wasted": 1, "placed": 1}
+    cache.retarget([Target(0, 0, 2), Target(0, 0, 1)], predicted=True)  # no tile beyond the target
+    assert (cache.counters.wanted_experts, cache.counters.issued_experts) == (1, 1)
+
+
+def test_only_predicted_tiles_are_late() -> None:
+    """Tiles [1, 3) were predicted and are under way; [1, 4) are demanded."""
+    cache, target = made(), np.zeros((2, 6), np.int32)
+    target[0, 0] = 1
+    cache.place(target)
+    cache.retarget([Target(0, 0, 3)], predicted=True)
+    cache.update(0.0)
+    assert cache.demand(0, [(0, 1, 4)], 1.0) == [(0, 5.0), (0, 10.0), (0, 15.0)]
+    assert booked(cache.counters) == {"demanded": 3, "late": 2}
+
+
+def test_prediction_that_shrinks_to_what_is_resident_ends() -> None:
+    cache, target = made(), np.zeros((2, 6), np.int32)
+    target[0, 0] = 2
+    cache.place(target)
+    cache.retarget([Target(0, 0, 4)], predicted=True)
+    cache.retarget([Target(0, 0, 2)])
+    cache.retarget([Target(0, 0, 3)])
+    cache.update(0.0)
+    cache.advance(5.0)
+    assert (cache.counters.issued_experts, booked(cache.counters)) == (0, {"placed": 1})
+
+
+def test_landing_of_a_dropped_prediction_that_another_target_keeps_is_a_placed_one() -> None:
+    cache = made()
+    cache.retarget([Target(0, 0, 4)], predicted=True)
+    cache.update(0.0)
+    cache.advance(1.0)
+    cache.retarget([Target(0, 0, 0), Target(0, 0, 2)])
+    cache.advance(5.0)
+    assert (cache.residency[0, 0], booked(cache.counters)) == (1, {"placed": 1})
+
+
+def test_each_order_begins_with_its_fetch() -> None:
+    """2 seconds before the first tile of an order, also of a demanded one, and once for an order that waits
+    behind another."""
+    cache = made(fetch=2.0)
+    cache.retarget([Target(0, 0, 2), Target(1, 0, 3)])
+    cache.update(0.0)
+    cache.advance(7.0)
+    assert cache.residency[0, 0] == 1
+    assert cache.demand(1, [(0, 0, 4), (3, 2, 4)], 8.0) == [
+        *((0, 19.0), (0, 24.0), (0, 29.0)),  # behind the second tile of (0, 0), which lands at 12
+        (0, 36.0),  # beyond its target: an order of its own
+        *((3, 43.0), (3, 48.0)),
+    ]
+    assert cache.counters.link_busy == 8 * 5.0 + 4 * 2.0
+
+
+def test_what_is_ordered_and_when_it_lands() -> None:
+    """At 1, the first tile of (0, 2) is on the link until 7; the predicted order goes before its second."""
+    cache = made(fetch=2.0)
+    cache.retarget([Target(0, 2, 2), Target(1, 1, 1)])
+    cache.update(0.0)
+    cache.advance(1.0)
+    cache.retarget([Target(0, 4, 1)], predicted=True)
+    cache.update(1.0)
+    assert cache.ordered.tolist() == [[0, 0, 2, 0, 1, 0], [0, 1, 0, 0, 0, 0]]
+    assert cache.landing(0, 1.0) == [Landing(4, 1, 13.0), Landing(2, 2, 18.0)]
+    assert cache.landing(1, 1.0) == [Landing(1, 1, 25.0)]
+    assert cache.link_seconds(1.0) == 25.0
+    cache.advance(26.0)
+    assert (cache.landing(0, 26.0), cache.landing(1, 25.0)) == ([], [])
+    assert (cache.link_seconds(26.0), cache.residency[1, 1]) == (0.0, 1)
+
+
+def test_last_tile_on_the_link_lands_before_what_overtakes_the_rest() -> None:
+    cache = made()
+    cache.retarget([Target(0, 2, 1)])
+    cache.update(0.0)
+    cache.advance(1.0)
+    cache.retarget([Target(0, 4, 1)], predicted=True)
+    cache.update(1.0)
+    assert cache.landing(0, 2.0) == [Landing(2, 1, 3.0), Landing(4, 1, 8.0)]
+
+
+def test_what_a_lowered_target_drops_is_not_on_order() -> None:
+    cache = made()
+    cache.retarget([Target(0, 0, 4)])
+    cache.update(0.0)
+    cache.advance(7.0)
+    cache.retarget([Target(0, 0, 2)])  # the second tile is on the link, and the order ends behind it
+    assert (cache.ordered[0, 0], cache.landing(0, 7.0), cache.link_seconds(7.0)) == (1, [], 3.0)
+    cache.demand(0, [(0, 1, 3)], 8.0)
+    assert cache.ordered[0, 0] == cache.residency[0, 0] == 2
