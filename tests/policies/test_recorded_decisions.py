@@ -56,9 +56,9 @@ class Summed(Machine):
         self.note("plan", decision.targets)
         super().begin(decision)
 
-    def prefetch(self, targets: Sequence[Target], wanted: int) -> None:
-        self.note(f"wanted {wanted}", targets)
-        super().prefetch(targets, wanted)
+    def prefetch(self, targets: Sequence[Target], no_room: int) -> None:
+        self.note(f"wanted {no_room + sum(target.tiles > 0 for target in targets)}", targets)
+        super().prefetch(targets, no_room)
 
     def end(self, targets: Sequence[Target]) -> None:
         self.note("after", targets)
