@@ -22,15 +22,16 @@ class ActiveCosts(NamedTuple):
 
     rows: list[int]
     missing: list[int]  # tiles
-    link: list[float]  # seconds to move the missing tiles
+    link: list[float]  # seconds to fetch the missing tiles; 0 without any
     device: list[float]  # seconds for all tiles on the device, without transfers
     host: list[float]  # seconds for all tiles on the host
     exchange: float  # seconds of a host share beside its experts: the Work there and the Partial back
+    launch: float  # seconds of a device share beside its experts
 
     @property
-    def for_queue(self) -> tuple[list[float], list[float], list[float], list[int], float]:
+    def for_queue(self) -> tuple[list[float], list[float], list[float], list[int], float, float]:
         """The arguments of `balance.two_ended`."""
-        return self.link, self.device, self.host, self.rows, self.exchange
+        return self.link, self.device, self.host, self.rows, self.exchange, self.launch
 
 
 class LayerSeconds:
@@ -59,10 +60,11 @@ class LayerSeconds:
         return ActiveCosts(
             rows,
             missing,
-            [link * count if count else 0.0 for count in missing],
+            [costs.fetch + link * count if count else 0.0 for count in missing],
             self._device(rows),
             self._host(rows),
             costs.round_trip,
+            costs.launch,
         )
 
 

@@ -98,13 +98,13 @@ class Cheaper(WholeByCosts):
     def on_device(self, active: ActiveCosts) -> list[bool]:
         costs = zip(active.missing, active.link, active.device, strict=True)
         fetched = [link + device if missing else 0.0 for missing, link, device in costs]
-        return balance.cheaper(fetched, active.host, active.exchange)
+        return balance.cheaper(fetched, active.host, active.exchange, active.launch)
 
 
 class Greedy(WholeByCosts):
     """DALI's greedy assignment (section 4.1, Algorithm 1). On the device an expert takes the longer of its
     transfer and its computing, which overlap: t_gpu = max(transfer, compute). The host's sum T_cpu begins
-    with the exchange."""
+    with the exchange, the device's with its launch."""
 
     name: ClassVar[str] = "greedy"
     help: ClassVar[str] = "DALI's: one expert after the other to the side that finishes sooner"
@@ -114,7 +114,7 @@ class Greedy(WholeByCosts):
 
     def decide(self, device: list[float], active: ActiveCosts) -> list[bool]:
         """For each active expert whether the device computes it, at `device` seconds each."""
-        return balance.greedy(device, active.host, active.exchange)
+        return balance.greedy(device, active.host, active.exchange, active.launch)
 
 
 class Optimum(Greedy):
@@ -133,7 +133,7 @@ class Optimum(Greedy):
         )
 
     def decide(self, device: list[float], active: ActiveCosts) -> list[bool]:
-        return balance.optimum(device, active.host, active.exchange)
+        return balance.optimum(device, active.host, active.exchange, active.launch)
 
 
 class Beam(Greedy):
@@ -150,7 +150,7 @@ class Beam(Greedy):
         self._width = width
 
     def decide(self, device: list[float], active: ActiveCosts) -> list[bool]:
-        return balance.beam(device, active.host, active.exchange, self._width)
+        return balance.beam(device, active.host, active.exchange, self._width, active.launch)
 
 
 class TwoEnded(WholeByCosts):

@@ -4,10 +4,10 @@ Each takes the seconds of every expert on either side and returns a list of bool
 computes the expert (`bandwidth` divides experts, and returns tiles). The two sides work at the same time, so
 a layer takes as long as the slower one: the aim is min max(T_device, T_host), DALI's equation 3.
 
-`exchange` is the seconds that a layer's host share takes beside its experts, whatever their number: the
-host's sum begins with it, and is 0 without an expert. An expert that the device cannot hold (DALI's equation
-9) takes infinitely long there. Plain Python numbers throughout: a layer of one token has a handful of
-experts, and a call of numpy costs as much as the whole loop.
+`exchange` and `launch` are the seconds that a layer's host share and its device share take beside their
+experts, whatever their number: that side's sum begins with it, and is 0 without an expert. An expert that the
+device cannot hold (DALI's equation 9) takes infinitely long there. Plain Python numbers throughout: a layer
+of one token has a handful of experts, and a call of numpy costs as much as the whole loop.
 """
 
 from __future__ import annotations
@@ -22,11 +22,16 @@ EXACT = 16  # active experts up to which `optimum` searches them all
 WIDE = 64  # width of the beam search that replaces it beyond
 
 
-def makespan(on_device: Sequence[bool], device: Seconds, host: Seconds, exchange: float) -> float:
+def makespan(
+    on_device: Sequence[bool], device: Seconds, host: Seconds, exchange: float, launch: float = 0.0
+) -> float:
     """Seconds of an assignment: the larger of the two sides' sums."""
     device_total = sum(seconds for seconds, here in zip(device, on_device, strict=True) if here)
     host_total = sum(seconds for seconds, here in zip(host, on_device, strict=True) if not here)
-    return max(device_total, host_total if all(on_device) else exchange + host_total)
+    return max(
+        launch + device_total if any(on_device) else device_total,
+        host_total if all(on_device) else exchange + host_total,
+    )
 
 
 def by_difference(device: Seconds, host: Seconds) -> list[int]:
@@ -35,11 +40,11 @@ def by_difference(device: Seconds, host: Seconds) -> list[int]:
     return sorted(range(len(apart)), key=apart.__getitem__, reverse=True)
 
 
-def greedy(device: Seconds, host: Seconds, exchange: float) -> list[bool]:
+def greedy(device: Seconds, host: Seconds, exchange: float, launch: float = 0.0) -> list[bool]:
     """DALI's Algorithm 1: each expert in turn goes to the side that has the smaller sum with it, to the
     device where both are equal."""
     on_device = [False] * len(device)
-    device_total, host_total = 0.0, exchange
+    device_total, host_total = launch, exchange
     for index in by_difference(device, host):
         with_device, with_host = device_total + device[index], host_total + host[index]
         if with_device <= with_host:
@@ -50,7 +55,7 @@ def greedy(device: Seconds, host: Seconds, exchange: float) -> list[bool]:
     return on_device
 
 
-def beam(device: Seconds, host: Seconds, exchange: float, width: int) -> list[bool]:
+def beam(device: Seconds, host: Seconds, exchange: float, width: int, launch: float = 0.0) -> list[bool]:
     """DALI's comparison: greedy's order, but keeping the `width` fastest assignments so far instead of one.
     Of equally fast assignments the one with more experts on the device stays."""
     # each: the layer's seconds, the device's, the host's, the device's experts as bits
@@ -58,7 +63,7 @@ def beam(device: Seconds, host: Seconds, exchange: float, width: int) -> list[bo
     for index in by_difference(device, host):
         longer = []
         for _, here, there, chosen in beams:
-            more = here + device[index]
+            more = (here or launch) + device[index]
             longer.append((max(more, there), more, there, chosen | 1 << index))
             more = (there or exchange) + host[index]
             longer.append((max(here, more), here, more, chosen))
@@ -67,14 +72,14 @@ def beam(device: Seconds, host: Seconds, exchange: float, width: int) -> list[bo
     return [bool(beams[0][3] >> index & 1) for index in range(len(device))]
 
 
-def optimum(device: Seconds, host: Seconds, exchange: float) -> list[bool]:
+def optimum(device: Seconds, host: Seconds, exchange: float, launch: float = 0.0) -> list[bool]:
     """The fastest assignment, by branch and bound, for at most EXACT experts. With more, which would take
     too long to search, the better of greedy's answer and of a beam of width WIDE."""
-    best = greedy(device, host, exchange)
+    best = greedy(device, host, exchange, launch)
     if len(device) > EXACT:
-        wide = beam(device, host, exchange, WIDE)
-        return min(best, wide, key=lambda answer: makespan(answer, device, host, exchange))
-    limit = makespan(best, device, host, exchange)
+        wide = beam(device, host, exchange, WIDE, launch)
+        return min(best, wide, key=lambda answer: makespan(answer, device, host, exchange, launch))
+    limit = makespan(best, device, host, exchange, launch)
     order = by_difference(device, host)
     # the least work of the experts from each place in the order on, on any side
     rest = [0.0] * (len(order) + 1)
@@ -96,7 +101,7 @@ def optimum(device: Seconds, host: Seconds, exchange: float) -> list[bool]:
         alike = place > 0 and not on_device[before] and _same(index, before, device, host)
         if not alike:
             on_device[index] = True
-            search(place + 1, here + device[index], there)
+            search(place + 1, (here or launch) + device[index], there)
             on_device[index] = False
         search(place + 1, here, (there or exchange) + host[index])
 
@@ -108,13 +113,18 @@ def _same(a: int, b: int, device: Seconds, host: Seconds) -> bool:
     return device[a] == device[b] and host[a] == host[b]
 
 
-def cheaper(fetched: Seconds, host: Seconds, exchange: float) -> list[bool]:
+def cheaper(fetched: Seconds, host: Seconds, exchange: float, launch: float = 0.0) -> list[bool]:
     """Fiddler's: each expert to the side that takes less time, `fetched` seconds with its transfer on the
     device (0: resident), to the device where both are equal. Where the host's experts gain less in all than
-    the exchange takes, none goes there."""
+    the exchange takes, none goes there; otherwise none goes to the device where its experts gain less than
+    the launch takes."""
     on_device = [there >= here for here, there in zip(fetched, host, strict=True)]
-    gain = sum(here - there for here, there in zip(fetched, host, strict=True) if there < here)
-    return on_device if gain > exchange else [True] * len(on_device)
+    gains = [here - there for here, there in zip(fetched, host, strict=True)]
+    if sum(gain for gain in gains if gain > 0) <= exchange:
+        return [True] * len(on_device)
+    if -sum(gain for gain in gains if gain <= 0) < launch:
+        return [False] * len(on_device)
+    return on_device
 
 
 class TwoEnded(NamedTuple):
@@ -125,7 +135,12 @@ class TwoEnded(NamedTuple):
 
 
 def two_ended(
-    link: Seconds, device: Seconds, host: Seconds, rows: Sequence[int], exchange: float
+    link: Seconds,
+    device: Seconds,
+    host: Seconds,
+    rows: Sequence[int],
+    exchange: float,
+    launch: float = 0.0,
 ) -> TwoEnded:
     """HybriMoE's: one queue with the resident experts at its head and the missing ones behind, each heaviest
     first. The device takes from the head, the host from the tail, each time the side that would finish its
@@ -133,8 +148,7 @@ def two_ended(
     the device computes others: one that takes `link` seconds is computed once it has landed."""
     queue = sorted(range(len(rows)), key=lambda index: (link[index], -rows[index]))
     on_device = [False] * len(rows)
-    landed = device_total = 0.0
-    host_total = exchange
+    landed, device_total, host_total = 0.0, launch, exchange
     head, tail = 0, len(queue) - 1
     while head <= tail:
         first, last = queue[head], queue[tail]
@@ -147,7 +161,8 @@ def two_ended(
         else:
             host_total += host[last]
             tail -= 1
-    return TwoEnded(on_device, device_total if all(on_device) else max(device_total, host_total))
+    sides = (device_total if any(on_device) else 0.0, 0.0 if all(on_device) else host_total)
+    return TwoEnded(on_device, max(sides))
 
 
 def bandwidth(

@@ -215,9 +215,7 @@ def _boundary(groups: Sequence[Group]) -> list[int]:
     return order[:VARIED]
 
 
-def _ends(
-    groups: Sequence[Group], counts: Sequence[Counts], fixed: Fixed
-) -> tuple[Floats, Floats]:
+def _ends(groups: Sequence[Group], counts: Sequence[Counts], fixed: Fixed) -> tuple[Floats, Floats]:
     """When both sides have finished, for every combination of these counts, as C order has them."""
     zero = np.zeros(1)
     left, host, here = zero, zero, zero

@@ -49,7 +49,10 @@ def steps(draw: st.DrawFn) -> tuple[View, Routing]:
         left -= tiles
     target = np.where(rng.random(residency.shape) < 0.2, residency // 2, residency).astype(np.int32)
     staging = draw(st.sampled_from([4, 4, 1, 0]))
-    view = replace(make_view(shape, capacity), residency=residency, target=target, staging=staging)
+    fixed = st.sampled_from([0.0, 0.3, 4.0])
+    costs = replace(COSTS, launch=draw(fixed), fetch=draw(fixed))
+    view = make_view(shape, capacity, costs)
+    view = replace(view, residency=residency, target=target, staging=staging)
     rows = draw(st.sampled_from([1, 1, 3, 12, 700]))
     return view, make_routing(shape, rng, rows)
 
@@ -63,17 +66,18 @@ class Seconds:
         workload = routing.workload(view.shape.experts)
         self.missing = tiles - view.residency[0]
         self.active = [int(expert) for expert in np.flatnonzero(workload)]
-        self.link = view.costs.link_seconds(self.missing)
+        self.link = np.where(self.missing > 0, view.costs.link_seconds(self.missing) + view.costs.fetch, 0.0)
         if not view.staging:
             self.link[self.missing > 0] = np.inf
         compute = view.costs.device_seconds(workload, tiles)
         self.device = np.maximum(self.link, compute)
         self.apart = self.link + compute
         self.host = view.costs.host_seconds(workload, tiles)
-        self.exchange = view.costs.round_trip
+        self.exchange, self.launch = view.costs.round_trip, view.costs.launch
 
     def layer(self, on_device: set[int]) -> float:
         device = sum(self.device[expert] for expert in self.active if expert in on_device)
+        device += self.launch if on_device else 0.0
         others = [self.host[expert] for expert in self.active if expert not in on_device]
         return float(max(device, self.exchange + sum(others) if others else 0))
 
@@ -121,6 +125,15 @@ def test_cheaper_follows_fiddlers_rule(step: tuple[View, Routing]) -> None:
     on_host = {expert for expert, gain in saved.items() if gain > 0}
     if sum(saved[expert] for expert in on_host) <= seconds.exchange:
         on_host = set()
+    elif (
+        sum(
+            seconds.host[e] - (seconds.apart[e] if seconds.missing[e] else 0.0)
+            for e in seconds.active
+            if e not in on_host
+        )
+        < seconds.launch
+    ):
+        on_host = set(seconds.active)
     for expert in seconds.active:
         assert cut[expert] == (0 if expert in on_host else view.shape.tiles)
 

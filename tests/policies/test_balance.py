@@ -21,27 +21,28 @@ from pipeline.policies.balance import (
     two_ended,
 )
 
-Problem = tuple[list[float], list[float], float]
+Problem = tuple[list[float], list[float], float, float]
 
 
 @st.composite
 def problems(draw: st.DrawFn, most: int = 8) -> Problem:
-    """Seconds on the device and on the host, and of the exchange. Few different numbers, so that experts are
-    often equal; some do not fit the device."""
+    """Seconds on the device and on the host, of the exchange and of the launch. Few different numbers, so
+    that experts are often equal; some do not fit the device."""
     count = draw(st.integers(1, most))
     some = st.sampled_from([1.0, 2.0, 3.5, 7.0]) | st.floats(0.1, 9)
     device = draw(st.lists(some | st.just(inf), min_size=count, max_size=count))
     host = draw(st.lists(some, min_size=count, max_size=count))
-    return device, host, draw(st.sampled_from([0.0, 0.0, 0.5, 3.0, 20.0]))
+    fixed = st.sampled_from([0.0, 0.0, 0.5, 3.0, 20.0])
+    return device, host, draw(fixed), draw(fixed)
 
 
 def least(problem: Problem) -> float:
-    """By exhaustive search: the host's sum begins with the exchange, if the host computes any expert."""
-    device, host, exchange = problem
+    """By exhaustive search: a side's sum begins with its exchange or launch, if it computes any expert."""
+    device, host, exchange, launch = problem
     every = [list(answer) for answer in product([True, False], repeat=len(device))]
     return min(
         max(
-            sum(device[i] for i in range(len(device)) if answer[i]),
+            sum((device[i] for i in range(len(device)) if answer[i]), launch if any(answer) else 0.0),
             sum((host[i] for i in range(len(host)) if not answer[i]), 0.0 if all(answer) else exchange),
         )
         for answer in every
@@ -72,20 +73,25 @@ def test_greedy_is_never_faster_than_the_optimum(problem: Problem) -> None:
 @settings(deadline=None, max_examples=200)
 @given(problems(most=7), st.sampled_from([1, 2, 5, 128]))
 def test_beam_is_between_greedy_and_optimum_at_its_limits(problem: Problem, width: int) -> None:
-    answer = beam(*problem, width)
+    device, host, exchange, launch = problem
+    answer = beam(device, host, exchange, width, launch)
     seconds = makespan(answer, *problem)
     assert fits(answer, problem)
     assert seconds >= least(problem) - 1e-12
     if width >= 2 ** len(problem[0]):  # following all of them is trying all
         assert seconds == pytest.approx(least(problem))
-    if width == 1 and not problem[2]:  # following one assignment, the faster one each time, is greedy
+    if (
+        width == 1 and not exchange and not launch
+    ):  # following one assignment, the faster one each time, is greedy
         assert seconds == pytest.approx(makespan(greedy(*problem), *problem))
 
 
-def algorithm_1(device: list[float], host: list[float], exchange: float) -> tuple[list[int], list[int]]:
-    """DALI's Algorithm 1, line by line; C and G. T_cpu begins with the exchange."""
+def algorithm_1(
+    device: list[float], host: list[float], exchange: float, launch: float
+) -> tuple[list[int], list[int]]:
+    """DALI's Algorithm 1, line by line; C and G. T_cpu begins with the exchange, T_gpu with the launch."""
     on_cpu, on_gpu = [0] * len(host), [0] * len(device)
-    t_cpu, t_gpu = exchange, 0.0
+    t_cpu, t_gpu = exchange, launch
     indices = sorted(range(len(device)), key=lambda idx: abs(device[idx] - host[idx]), reverse=True)
     for idx in indices:
         gpu_time, cpu_time = device[idx], host[idx]
@@ -146,6 +152,10 @@ def test_cheaper_by_hand() -> None:
     assert cheaper([5, 6], [4, 4], 2.9) == [False, False]
     assert cheaper([5, 6], [4, 4], 3) == [True, True]
     assert cheaper([inf], [4], 99) == [False]
+    # a launch that takes longer than the third gains is not worth it, but it is where all else is there
+    assert cheaper([5, 4, 0], [3, 4, 1], 0, 1) == [False, True, True]
+    assert cheaper([5, 4, 0], [3, 4, 1], 0, 1.1) == [False, False, False]
+    assert cheaper([5, 4, 0], [3, 4, 1], 2, 1.1) == [True, True, True]
 
 
 @pytest.mark.parametrize(
@@ -179,6 +189,9 @@ def test_two_ended_counts_the_exchange_and_says_how_long_the_layer_takes() -> No
     # from 4 on the exchange is worth less than a second transfer: done at 13 <= 10 + 4
     assert two_ended(*sides, 10) == ([True, True, True, True], 13)
     assert two_ended(*sides, 8.5) == ([True, False, True, True], 12.5)
+    # the device begins 3 later: the resident ones by 5; the second host expert is done before it, at 13
+    assert two_ended(*sides, 0, 3) == ([True, False, True, True], 7)
+    assert two_ended([0], [1], [2], [1], 0, 4) == ([False], 2)
 
 
 def test_bandwidth_by_hand() -> None:

@@ -31,12 +31,12 @@ def layer_seconds(view: View, layer: int, routing: Routing) -> float:
     cut = TwoEnded().cut(layer, routing, kept)
     workload = routing.workload(view.shape.experts)
     used = np.flatnonzero(workload).tolist()
-    device = landed = 0.0
+    landed, device = 0.0, costs.launch if cut.any() else 0.0
     for expert in sorted(
         (e for e in used if cut[e]), key=lambda e: (tiles - kept.target[layer, e], -workload[e])
     ):
         if missing := int(tiles - view.target[layer, expert]):
-            landed += costs.link * missing
+            landed += costs.fetch + costs.link * missing
             device = max(device, landed)
         device += float(costs.device_seconds(int(workload[expert]), tiles))
     host = [float(costs.host_seconds(int(workload[e]), tiles)) for e in used if not cut[e]]
@@ -48,7 +48,8 @@ def layer_seconds(view: View, layer: int, routing: Routing) -> float:
 def test_the_expert_that_saves_most_is_fetched(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 9999)))
     link = data.draw(st.sampled_from([0.05, 0.5, 1.6, 9.0]))
-    costs = replace(COSTS, link=link, round_trip=data.draw(st.sampled_from([0.0, 0.1, 5.0])))
+    fixed = {name: data.draw(st.sampled_from([0.0, 0.1, 5.0])) for name in ("round_trip", "launch", "fetch")}
+    costs = replace(COSTS, link=link, **fixed)
     view = make_view(SHAPE, 60, costs)
     target = np.where(rng.random((5, 6)) < data.draw(st.sampled_from([0.0, 0.4, 0.9])), 2, 0).astype(np.int32)
     view = replace(view, target=target)
@@ -73,7 +74,7 @@ def test_the_expert_that_saves_most_is_fetched(data: st.DataObject) -> None:
     found = part.experts(layer, Signals(None, probes), view, as_it_is)
     most = max(saved.values(), default=0.0)
     if most <= 1e-12:
-        assert found == []
+        assert all(abs(saved[key]) < 1e-12 for key in found), "but for rounding it saves nothing"
     else:
         assert len(found) == 1
         assert saved[found[0]] >= most - 1e-12
