@@ -2,10 +2,11 @@
 
     python -m benchmarks.evidence FOLDER [--only traces,presets,...] [--json]
 
-The steps, in order: `traces` calibrates and records; `presets`, `daop`, `dali`, `adapmoe` replay the recorded
-routing with a paper's costs; `quality` scores held-out text; `accuracy` answers items; `emulated` and `links`
-run engines whose link and workers are paced to a paper's ratios, for half an hour. FOLDER has a cache of its
-own, so that no other calibration is replaced; the answers of commands are kept there and not made again.
+The steps, in order: `traces` calibrates and records; `presets`, `daop`, `dali`, `adapmoe`, `moepic` replay
+the recorded routing with a paper's costs; `quality` scores held-out text; `accuracy` answers items;
+`emulated` and `links` run engines whose link and workers are paced to a paper's ratios, for half an hour.
+FOLDER has a cache of its own, so that no other calibration is replaced; the answers of commands are kept
+there and not made again.
 Every command is printed on stderr.
 """
 
@@ -21,10 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.evidence_commands import COSTS, ROWS, TABLE_1, Commands, Row, label, relative
+from benchmarks.evidence_commands import COSTS, ROWS, TABLE_1, Commands, Row, label, paces, relative
+from benchmarks.moepic import moepic
 from pipeline.assets import heldout
-from pipeline.calibration.cost_cache import measured_here
-from pipeline.config import EngineConfig
 from pipeline.policies.calibration import Calibration, at_limits
 
 Floats = NDArray[np.float64]
@@ -199,22 +199,6 @@ def accuracy(c: Commands) -> dict[str, list[Row]]:
     return {"accuracy": rows}
 
 
-def paces(c: Commands, link: float, host: float, block: float, rows: int = 1) -> list[str]:
-    """Options of an engine whose link and host take so long for an expert, in the unit in which a layer of
-    resident experts takes `block`."""
-    probe = ("--workers", "1", "--rounds", "5", "--ppl-tokens", "0", "--prompt-len", "16", "--gen-len", "48")
-    resident = c.run("resident", "bench", "--policy", "layerwise", "--expert-cache", "1", *probe)
-    layer = 1 / resident["policies"][0]["decode_tok_s"]["max"] / 8  # s; of the run that least disturbed
-    slow = ("--host-slowdown", "60", "--link-gbps", "0.05")
-    c.run("slowed", "bench", "--policy", "fiddler", *slow, *probe)
-    emulation = EngineConfig(link_gbps=0.05, host_slowdown=60.0).emulation
-    [record] = [r for _, r in measured_here(c.file("cache/tandem")) if r.setting.emulation == emulation]
-    slowdown = 60 * host / block * layer / float(record.costs.host_seconds(rows, record.tiles))
-    gbps = record.tiles * record.tile_bytes / (link / block * layer) / 1e9
-    words = ["--workers", "1", "--ppl-tokens", "0"]
-    return [*words, "--host-slowdown", f"{slowdown:.3g}", "--link-gbps", f"{gbps:.3g}"]
-
-
 def emulated(c: Commands) -> dict[str, list[Row]]:
     """Engines in which the host takes part: these take a minute each."""
     table_1 = paces(c, **TABLE_1)
@@ -253,7 +237,8 @@ def links(c: Commands) -> dict[str, list[Row]]:
 
 
 STEPS: dict[str, Callable[[Commands], dict[str, list[Row]]]] = {
-    step.__name__: step for step in (traces, presets, daop, dali, adapmoe, quality, accuracy, emulated, links)
+    step.__name__: step
+    for step in (traces, presets, daop, dali, adapmoe, moepic, quality, accuracy, emulated, links)
 }
 
 

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.calibration.cost_cache import measured_here
 from pipeline.calibration.file import NAME, read
+from pipeline.config import EngineConfig
 from pipeline.policies.calibration import Calibration
 
 Row = dict[str, Any]
@@ -36,6 +38,11 @@ COSTS = {
     "dali": _costs(25, (100, 0.61e12), (655, 35e12), 0.13e-3),  # RTX 3090
     "adapmoe": _costs(25, (100, 0.61e12), (706, 80e12), 0.13e-3),  # RTX 4090; the host computes nothing
     "adapmoe-slow": _costs(25, (100, 0.61e12), (706, 80e12), 8e-3),  # as slow as table 2's baseline
+    # MoEpic's RTX A6000, and with so many ms of a layer beside its experts
+    "a6000": _costs(25, (100, 0.61e12), (538, 75e12), 0.1e-3),
+    "a6000-2": _costs(25, (100, 0.61e12), (538, 75e12), 2e-3),
+    "a6000-4": _costs(25, (100, 0.61e12), (538, 75e12), 4e-3),
+    "a6000-8": _costs(25, (100, 0.61e12), (538, 75e12), 8e-3),
 }
 TABLE_1 = {"link": 39.87, "host": 3.583, "block": 1.24}  # ms of DAOP's table I; block: a layer on the device
 
@@ -105,3 +112,19 @@ def relative(rows: Sequence[Row], first: str, *by: str) -> None:
     base = {tuple(row.get(b) for b in by): row["tok_s"] for row in rows if row["policy"] == first}
     for row in rows:
         row["x"] = row["tok_s"] / base[tuple(row.get(b) for b in by)]
+
+
+def paces(c: Commands, link: float, host: float, block: float, rows: int = 1) -> list[str]:
+    """Options of an engine whose link and host take so long for an expert, in the unit in which a layer of
+    resident experts takes `block`."""
+    probe = ("--workers", "1", "--rounds", "5", "--ppl-tokens", "0", "--prompt-len", "16", "--gen-len", "48")
+    resident = c.run("resident", "bench", "--policy", "layerwise", "--expert-cache", "1", *probe)
+    layer = 1 / resident["policies"][0]["decode_tok_s"]["max"] / 8  # s; of the run that least disturbed
+    slow = ("--host-slowdown", "60", "--link-gbps", "0.05")
+    c.run("slowed", "bench", "--policy", "fiddler", *slow, *probe)
+    emulation = EngineConfig(link_gbps=0.05, host_slowdown=60.0).emulation
+    [record] = [r for _, r in measured_here(c.file("cache/tandem")) if r.setting.emulation == emulation]
+    slowdown = 60 * host / block * layer / float(record.costs.host_seconds(rows, record.tiles))
+    gbps = record.tiles * record.tile_bytes / (link / block * layer) / 1e9
+    words = ["--workers", "1", "--ppl-tokens", "0"]
+    return [*words, "--host-slowdown", f"{slowdown:.3g}", "--link-gbps", f"{gbps:.3g}"]

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.evidence_commands import COSTS, Commands, Row, paces, relative
 from pipeline.calibration.hit_rates import TokenOrder
 from pipeline.engine.driver import LayerDecision
 from pipeline.models.routing import Softmax
@@ -31,9 +32,7 @@ from pipeline.policies.view import Gated, ModelShape, PolicyRequest, Signals
 from pipeline.replay.machine import Replay
 from pipeline.traces.header import Header
 from pipeline.traces.steps import TracedStep
-from pipeline.traces.synthetic import EMBEDDED, Skew, synthetic_steps
-
-Row = dict[str, Any]
+from pipeline.traces.synthetic import EMBEDDED, Skew, SyntheticText
 
 A6000 = Rates(160.0, 25.0, 614.0, 1.5, 75.0)  # PCIe 4.0 x16; 80 % of 768 GB/s, half of the arithmetic
 BITS = 4.5  # of a weight, with scales: half-quadratic quantization in groups of 64
@@ -82,9 +81,18 @@ ABLATIONS: dict[str, PolicyRequest] = {
     **{f"theta {t:g}": PolicyRequest("moepic", {"theta": str(t), "pause": "0"}) for t in THETAS},
 }
 
+MOEPIC = ",".join(
+    ["on-demand", "mixtral-offloading:pause=0", "moepic:theta=1:priority=lru:pause=0", "moepic:pause=0"]
+    + [f"moepic:pause=0:{option}" for option in ("priority=lru", "priority=lfu", "omega=8", "theta=1")]
+    + [f"moepic:pause=0:theta={eighths / 8}" for eighths in range(1, 8)]
+)
+MOEPIC_MEASURED = ",".join(
+    [*MOEPIC.split(",")[:4], *(f"moepic:pause=0:theta={t}" for t in (0.25, 0.5, 0.75))]
+)
 
-def header_of(drawn: Drawn) -> Header:
-    shape = drawn.shape
+
+def header_of(model: Drawn) -> Header:
+    shape = model.shape
     return Header("drawn", "0" * 64, "0" * 64, shape, 1, Softmax(shape.top_k, rescaled=True), 1)
 
 
@@ -139,9 +147,9 @@ def token_seconds(
 
 def table(name: str, skew: Skew, tokens: int) -> list[Row]:
     """A row for each length of a layer and cache: milliseconds a token."""
-    drawn = MODELS[name]
-    header = header_of(drawn)
-    steps = synthetic_steps(header, skew, prompt=0, chunk=1, tokens=2 * tokens + WARM)
+    model = MODELS[name]
+    header = header_of(model)
+    steps = SyntheticText(header, skew).steps(prompt=0, chunk=1, tokens=2 * tokens + WARM)
     known = calibrated(header, steps[:tokens], skew.accuracy)
     rows = []
     for layer in LAYERS[name]:
@@ -149,7 +157,7 @@ def table(name: str, skew: Skew, tokens: int) -> list[Row]:
             row: Row = {"model": name, "layer_ms": 1e3 * layer, "cache": cache}
             requests: Mapping[str, PolicyRequest] = BASELINES | ABLATIONS
             for label, request in requests.items():
-                given = header, request, drawn.costs(layer), cache, known, steps[tokens:]
+                given = header, request, model.costs(layer), cache, known, steps[tokens:]
                 seconds, theta = token_seconds(*given)
                 row[label] = 1e3 * seconds
                 if label == "moepic":
@@ -158,6 +166,40 @@ def table(name: str, skew: Skew, tokens: int) -> list[Row]:
             rows.append(row)
             print(json.dumps(row), file=sys.stderr, flush=True)
     return rows
+
+
+def drawn(accuracies: Sequence[float] = (EMBEDDED.accuracy, 0.97), tokens: int = 100) -> list[Row]:
+    """The tables of both models, with predictions of these accuracies."""
+    return [
+        {"accuracy": accuracy} | row
+        for accuracy in accuracies
+        for name in MODELS
+        for row in table(name, replace(EMBEDDED, accuracy=accuracy), tokens)
+    ]
+
+
+def moepic(c: Commands) -> dict[str, list[Row]]:
+    """With experts of eight tiles: replayed with the costs of an A6000 whose layers take 0.1 to 8 ms beside
+    their experts, and an engine paced as with 2 ms."""
+    tiles = ("--tile", "32")
+    words = ("--prompt-len", "256", "--gen-len", "256", "--rounds", "1", "--sweep", "batch=1")
+    record = ("--record", str(c.file("tiles.trace")))
+    c.run("record-tiles", "bench", "--policy", "all-host", *tiles, *words, *record)
+    rows = []
+    for costs in ("a6000", "a6000-2", "a6000-4", "a6000-8"):
+        found = c.replay(f"moepic-{costs}", "tiles.trace", MOEPIC, costs, "--sweep", "cache=0.25,0.5,0.75")
+        rows += [{"costs": costs} | row for row in found]
+    relative(rows, "on-demand", "costs", "cache")
+    given = COSTS["a6000-2"]
+    block = given["other"][0] + 2 * given["device"][0]
+    pace = paces(c, given["link"], given["host"][0], block)
+    short = ("--prompt-len", "64", "--gen-len", "32", "--rounds", "3", *tiles, *pace)
+    engines = []
+    for cache in ("0.25", "0.5", "0.75"):
+        found = c.measure(f"emulated-moepic-{cache}", MOEPIC_MEASURED, "--expert-cache", cache, *short)
+        engines += [{"cache": cache} | row for row in found]
+    relative(engines, "on-demand", "cache")
+    return {"MoEpic, replayed": rows, "MoEpic, emulated": engines, "MoEpic, drawn routing": drawn()}
 
 
 def main() -> int:

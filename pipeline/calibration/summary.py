@@ -59,6 +59,12 @@ def describe(calibration: Calibration, about: dict[str, Any]) -> str:
             + "  ".join(f"{f'{100 * raw:.1f}, {100 * corrected:.1f}':>11}" for raw, corrected in pairs)
             for rows, pairs in batched_accuracy(prefetch)
         ]
+    for name, rates in calibration.hit_rates.items():
+        lines += [
+            "",
+            f"hits of a cache in decode, by {name}, of 0 to {experts} experts a layer, a line for each, %",
+        ]
+        lines += [" ".join(f"{100 * rate:.1f}" for rate in layer) for layer in rates.tolist()]
     for phase, counts in (("prefill", calibration.prefill_counts), ("decode", calibration.decode_counts)):
         lines += ["", f"rows by expert in {phase}, a line for each layer"]
         lines += [" ".join(map(str, rows)) for rows in counts.tolist()]
