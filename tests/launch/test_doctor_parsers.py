@@ -89,6 +89,9 @@ def test_shared_caches_are_counted_once(tmp_path: Path) -> None:
     two_threads_a_core(tmp_path)
     assert cpu.caches(tmp_path) == {"L1d": cpu.Cache(2, 96 << 10), "L2": cpu.Cache(1, 2 << 20)}
     assert cpu.physical_cores(tmp_path) == 2
+    second = "sys/devices/system/cpu/cpu{}/topology/physical_package_id"
+    write(tmp_path, **{second.format(number): "1" for number in (2, 3)})
+    assert cpu.physical_cores(tmp_path) == 4  # a core's number is unique in its socket alone
 
 
 def test_limits_on_cores_are_reported(tmp_path: Path) -> None:

@@ -273,6 +273,7 @@ async def test_exits_before_any_work_end_the_engine_when_too_many_in_a_row() -> 
 
 async def test_crashes_of_workers_that_are_up_but_have_computed_nothing_end_the_engine() -> None:
     """So may an import that follows the first answer; kills from outside do not count."""
+    codes = []  # of the exits before the end of the engine
     with pytest.raises(EngineFailed, match=r"^the worker 0 .* 3 times in a row"):  # noqa: PT012
         async with engine(Limits(check_interval=1e6, futile_exits=3, first_pause=0.0)) as e:
             for incarnation, code in enumerate((KILLED,) * 9 + (CRASHED,) * 3):
@@ -281,7 +282,9 @@ async def test_crashes_of_workers_that_are_up_but_have_computed_nothing_end_the_
                 e.up("worker", 0, incarnation)
                 assert e.guard.failure is None
                 e.exit(code, "worker", 0, incarnation)
+                codes.append(code)
             await asyncio.sleep(5)
+    assert codes == [KILLED] * 9 + [CRASHED] * 3
 
 
 @pytest.mark.parametrize(("code", "paused"), [(KILLED, [1] * 8), (3, list(range(1, 9)))])

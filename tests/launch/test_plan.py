@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -120,6 +121,21 @@ def test_refusal_names_options_that_would_fit() -> None:
         make_plan(model, now(Machine(28_500_000_000, 28 * GB), model=model, backbone_dtype="bf16"))
     with pytest.raises(UsageError, match=r"/dev/shm, and .*: enlarge it: sudo mount -o remount,size=\d+m"):
         make_plan(model, now(Machine(200 * GB, 10 * GB), model=model))
+
+
+def test_proposed_size_of_shared_memory_adds_what_is_missing_to_all_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Path("shape:mixtral-8x7b")
+    here = now(Machine(200 * GB, 10 * GB), model=model)
+    half_used = os.statvfs_result((4096, 4096, 10_000_000, 5_000_000, 5_000_000, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: half_used)
+    with pytest.raises(UsageError) as refused:
+        make_plan(model, here)
+    found = re.search(r"(\S+ GB) of /dev/shm, and (\S+ GB) is .* remount,size=(\d+)m", str(refused.value))
+    assert found is not None
+    least = 4096 * 10_000_000 + size(found[1]) - size(found[2])
+    assert abs((int(found[3]) << 20) - least - (64 << 20)) < 20e6  # the sentence's numbers are rounded
 
 
 def test_each_choice_other_than_the_default_has_a_reason() -> None:

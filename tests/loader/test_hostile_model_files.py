@@ -193,6 +193,19 @@ def test_links_of_the_hubs_cache_and_linked_weights_are_followed(folder: Path, t
     assert "link out of the model's folder" in refusal(lambda: Tokenizer.load(snapshot))
 
 
+@pytest.mark.parametrize("place", ["mine/snapshots/1234", "models--a--b/copies/1234"])
+def test_only_the_hubs_cache_has_links_beside_a_model(folder: Path, tmp_path: Path, place: str) -> None:
+    copy = tmp_path / place
+    copy.parent.mkdir(parents=True)
+    folder.rename(copy)
+    template = copy / "chat_template.jinja"
+    secret = copy.parent.parent / "secret"
+    secret.write_text("{{ messages }}")
+    template.unlink(missing_ok=True)
+    template.symlink_to(secret)
+    assert refusal(lambda: Tokenizer.load(copy)).startswith(f"{template} cannot be read: it is a link out")
+
+
 @pytest.mark.parametrize("name", ["model-\udcff.safetensors", "model-\n.safetensors", "model-\0.safetensors"])
 def test_shard_whose_name_no_download_has_is_refused(folder: Path, name: str) -> None:
     if "\0" not in name:

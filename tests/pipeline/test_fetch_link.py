@@ -184,6 +184,19 @@ def test_prefetcher_without_progress_is_reported_once(harness) -> None:
     assert [harness.reports[0], harness.reports[2]] == [Hung("prefetcher", 0, 0), Hung("prefetcher", 0, 1)]
 
 
+def test_orders_of_a_prefetcher_that_exited_are_not_expected_of_the_next(harness, clock, monkeypatch) -> None:
+    clock.now = time.monotonic()
+    monkeypatch.setattr(progress, "time", clock)
+    harness.attach(0)
+    harness.link.order(0, 0, 0, [1], PLACED)
+    harness.exit(0)
+    harness.attach(1)
+    for _ in range(int(STALL_LIMIT / progress.STALL_SLICE) + 3):
+        clock.now += progress.STALL_SLICE
+        harness.link.update(1)
+    assert harness.reports[1:] == [WorkerUp("prefetcher", 0, 1)]
+
+
 def test_reports_that_contradict_each_other_are_a_hung_prefetcher(harness) -> None:
     endpoint, link = harness.attach(0), harness.link
     order = link.order(0, 0, 0, [1, 2], PLACED)
