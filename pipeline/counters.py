@@ -4,6 +4,7 @@ and the routed weight that an approximation left out."""
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -30,7 +31,7 @@ class Fidelity:
     def book(self, gated: Gated, cut: IntArray, tiles: int, stale: bool) -> None:
         """Add one layer's rows. `cut` [E]: tiles of each expert computed on the device."""
         routed, done = gated.router_routing, gated.routing
-        total = float(routed.weights.sum())
+        total = routed.total_weight
         self.weight += total
         if gated.predicted:
             self.predicted += total
@@ -68,12 +69,13 @@ class Hits:
         self.active_tiles: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # of the experts used
         self.hit_tiles: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # of them, resident
 
-    def book_hits(self, layer: int, resident: IntArray, tiles: int) -> None:
-        """Count one step of a layer. `resident` [m]: the resident tiles, of `tiles`, of each expert used."""
+    def book_hits(self, layer: int, resident: Sequence[int], tiles: int) -> None:
+        """Count one step of a layer. `resident`: the resident tiles, of `tiles`, of each expert used."""
         self.active[layer] += len(resident)
         self.active_tiles[layer] += tiles * len(resident)
-        self.hits[layer] += np.count_nonzero(resident == tiles)
-        self.hit_tiles[layer] += resident.sum()
+        if any(resident):
+            self.hits[layer] += resident.count(tiles)
+            self.hit_tiles[layer] += sum(resident)
 
 
 @dataclass

@@ -68,7 +68,7 @@ class TensorExecutor:
         for observer in self.observers:
             observer.layer(decision, self._x_host)
         active = decision.gated.routing.active.experts
-        self.counters.book_hits(layer, decision.resident.take(active), self.tiles)
+        self.counters.book_hits(layer, decision.resident.take(active).tolist(), self.tiles)
         self.memory.retarget(decision.targets)
         self._split = split = split_layer(decision.gated.routing, decision.cut, decision.resident, self.tiles)
         self.counters.fidelity.book(decision.gated, decision.cut, self.tiles, decision.stale)

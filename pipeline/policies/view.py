@@ -42,11 +42,7 @@ class Active(NamedTuple):
     offsets: IntArray  # [m + 1]
     rows: IntArray  # [n], ascending for each expert
     weights: FloatArray  # [n], none of them 0
-
-    @property
-    def counts(self) -> IntArray:
-        """Rows of each expert, [m]."""
-        return self.offsets[1:] - self.offsets[:-1]
+    counts: IntArray  # [m], rows of each expert
 
 
 @dataclass(frozen=True)
@@ -73,13 +69,43 @@ class Routing:
         ranked = chosen.take(order)
         if len(self.experts) == 1:  # which uses each of its experts once
             every = np.arange(len(order) + 1, dtype=np.int32)
-            return Active(ranked, every, np.zeros(len(order), np.int32), weights.take(order))
+            once = np.ones(len(order), np.int32)
+            return Active(ranked, every, np.zeros(len(order), np.int32), weights.take(order), once)
         rows = (order // self.experts.shape[1]).astype(np.int32)
         workload = np.bincount(ranked)
         experts = np.flatnonzero(workload)
         offsets = np.zeros(len(experts) + 1, np.int32)
         workload.take(experts).cumsum(out=offsets[1:], dtype=np.int32)
-        return Active(experts.astype(np.int32), offsets, rows, weights.take(order))
+        counts = offsets[1:] - offsets[:-1]
+        return Active(experts.astype(np.int32), offsets, rows, weights.take(order), counts)
+
+    @cached_property
+    def total_weight(self) -> float:
+        """The sum of all weights."""
+        return float(self.weights.sum())
+
+
+def sort_together(routings: Sequence[Routing]) -> None:
+    """Compute `active` and `total_weight` of routings of one row each, all of the same k, in a fraction of
+    the time that each takes alone."""
+    weights = np.concatenate([routing.weights for routing in routings])
+    if np.count_nonzero(weights) < weights.size:
+        return
+    experts = np.concatenate([routing.experts for routing in routings])
+    order = experts.argsort(axis=1, kind="stable")
+    order += np.arange(0, experts.size, experts.shape[1])[:, None]
+    top_k = experts.shape[1]
+    every, first, once = (
+        np.arange(top_k + 1, dtype=np.int32),
+        np.zeros(top_k, np.int32),
+        np.ones(top_k, np.int32),
+    )
+    sums = weights.sum(axis=1).tolist()
+    sorted_rows = zip(experts.take(order), weights.take(order), strict=True)
+    for routing, (used, by_expert), total in zip(routings, sorted_rows, sums, strict=True):
+        known = vars(routing)
+        known["active"] = Active(used, every, first, by_expert, once)
+        known["total_weight"] = total
 
 
 class Signals(NamedTuple):

@@ -59,6 +59,9 @@ class SimulatedCache:
         self.residency: IntArray = np.zeros((shape.layers, shape.experts), np.int32)
         self.target: IntArray = np.zeros((shape.layers, shape.experts), np.int32)
         self.ordered: IntArray = np.zeros((shape.layers, shape.experts), np.int32)  # as in View
+        # the same memory, of which Python reads and writes single numbers twice as fast
+        self._resident, self._targets = self.residency.data, self.target.data
+        self._on_order = self.ordered.data
         self.counters: PhaseOutcome  # of the present phase
         self.free = 0.0  # when the link has finished its present tile
         self._shape = shape
@@ -70,12 +73,12 @@ class SimulatedCache:
         self._background: dict[Key, Order] = {}
         self._queues: tuple[deque[Order], deque[Order]] = (deque(), deque())  # predicted, placed
         self._flying: Order | None = None  # the order with a tile on the link, until `free`
-        self._predicted: dict[Key, _Prediction] = {}
+        self.predicted: dict[Key, _Prediction] = {}  # experts that are kept for a prediction and not all used
 
     @property
     def unused(self) -> int:
         """Resident tiles that predictions fetched and that were not used yet."""
-        return sum(len(prediction.unused) for prediction in self._predicted.values())
+        return sum(len(prediction.unused) for prediction in self.predicted.values())
 
     def place(self, target: IntArray) -> None:
         """Make a placement resident before the clock runs. Raises PlanError."""
@@ -86,36 +89,39 @@ class SimulatedCache:
     def retarget(self, changes: Iterable[Target], predicted: bool = False) -> None:
         """As TileMover.retarget. Raises PlanError where the targets are out of range or beyond the
         capacity."""
-        shape, target, residency = self._shape, self.target, self.residency
+        shape, target, resident = self._shape, self._targets, self._resident
         for change in changes:
-            exists = 0 <= change.layer < shape.layers and 0 <= change.expert < shape.experts
-            if not exists or not 0 <= change.tiles <= shape.tiles:
+            layer, expert, tiles = change
+            exists = 0 <= layer < shape.layers and 0 <= expert < shape.experts
+            if not exists or not 0 <= tiles <= shape.tiles:
                 raise PlanError(f"the policy set a target that does not exist: {change}")
-            key = (change.layer, change.expert)
-            before, has = int(target[key]), int(residency[key])
-            self._kept += change.tiles - before
-            target[key] = change.tiles
-            if has > change.tiles:
-                residency[key] = self.ordered[key] = change.tiles
-            if has < change.tiles:
+            key = (layer, expert)
+            before, has = target[key], resident[key]
+            self._kept += tiles - before
+            target[key] = tiles
+            if has > tiles:
+                resident[key] = self._on_order[key] = tiles
+            if has < tiles:
                 self._below_target.add(key)
             else:
                 self._below_target.discard(key)
             order = self._background.get(key)
-            if order is not None and order.lo + order.count > change.tiles:
+            if order is not None and order.lo + order.count > tiles:
                 self._cancel(order)
-            if predicted and change.tiles > before:
-                if key not in self._predicted:
-                    self._predicted[key] = _Prediction(self.counters)
+            if predicted and tiles > before:
+                if key not in self.predicted:
+                    self.predicted[key] = _Prediction(self.counters)
                     self.counters.wanted_experts += 1
-            elif (prediction := self._predicted.get(key)) is not None:
-                prediction.counters.wasted += prediction.unused.evict(change.tiles)
+            elif (prediction := self.predicted.get(key)) is not None:
+                prediction.counters.wasted += prediction.unused.evict(tiles)
                 self._drop_if_done(key, prediction)
         if self._kept > self._capacity:
             raise PlanError(f"the policy's targets need {self._kept} tiles, the cache holds {self._capacity}")
 
     def advance(self, now: float) -> None:
         """Run the link until now."""
+        if not self._background:  # nothing is ordered, nor on the link
+            return
         while True:
             if self._flying is not None:
                 if self.free > now:
@@ -136,21 +142,23 @@ class SimulatedCache:
     def update(self, now: float) -> None:
         """Run the link until now, and order tiles below their target in the background."""
         self.advance(now)
-        for keys, predicted in ((self._predicted, True), (sorted(self._below_target), False)):
+        if not self._below_target:
+            return
+        for keys, predicted in ((self.predicted, True), (sorted(self._below_target), False)):
             for key in keys:
                 if not self._order(key, predicted, now):
                     return
 
     def used(self, key: Key, tiles: int) -> None:
         """The device computes with an expert's first `tiles` tiles, which are resident."""
-        if self._predicted and (prediction := self._predicted.get(key)) is not None:
+        if self.predicted and (prediction := self.predicted.get(key)) is not None:
             prediction.counters.useful += prediction.unused.use(tiles)
             self._drop_if_done(key, prediction)
 
     def _drop_if_done(self, key: Key, prediction: _Prediction) -> None:
         """Drop a prediction that has no unused tile, where no other tile of it will land."""
-        if not prediction.unused and self.residency[key] == self.target[key]:
-            del self._predicted[key]
+        if not prediction.unused and self._resident[key] == self._targets[key]:
+            del self.predicted[key]
 
     def demand(self, layer: int, missing: list[tuple[int, int, int]], now: float) -> list[tuple[int, float]]:
         """Fetch tiles [lo, hi) of each (expert, lo, hi) before all else: each tile's (expert, landing), in
@@ -158,8 +166,8 @@ class SimulatedCache:
         self.advance(now)
         items = {expert: range(lo, hi) for expert, lo, hi in missing}
         for expert, tiles in items.items():
-            if self._predicted.pop((layer, expert), None) is not None:
-                predicted = min(tiles.stop, int(self.target[layer, expert]))
+            if self.predicted.pop((layer, expert), None) is not None:
+                predicted = min(tiles.stop, self._targets[layer, expert])
                 self.counters.late += max(0, predicted - tiles.start)
         # expert, tiles, seconds beside them, and when the first lands if it moves
         demanded: list[tuple[int, int, float, float | None]] = []
@@ -177,17 +185,18 @@ class SimulatedCache:
         if self._flying is not None:
             self._land(self._flying)  # before the first order that has not begun
         demanded += [(expert, len(tiles), self._fetch_seconds, None) for expert, tiles in items.items()]
-        landings = []
+        landings, busy = [], 0.0
         at = max(self.free, now)
         for expert, count, beside, moving in demanded:
+            self._land_demanded((layer, expert), count)
             for _ in range(count):
                 if moving is None:
                     seconds = beside + self._tile_seconds
                     at += seconds
-                    self.counters.link_busy += seconds
+                    busy += seconds
                 landings.append((expert, at if moving is None else moving))
                 beside, moving = 0.0, None
-                self._land_demanded((layer, expert))
+        self.counters.link_busy += busy
         self.free = max(self.free, at) if landings else self.free
         return landings
 
@@ -208,7 +217,7 @@ class SimulatedCache:
             left = self._seconds_left(order)
             at += left
             if order.key[0] == layer:
-                tiles = order.lo + order.count - int(self.residency[order.key])
+                tiles = order.lo + order.count - self._resident[order.key]
                 found.append(Landing(order.key[1], tiles, at if left else moved))
         return sorted(found, key=attrgetter("seconds"))
 
@@ -232,41 +241,43 @@ class SimulatedCache:
             and not order.cancelled
         ]
 
-    def _land_demanded(self, key: Key) -> None:
-        self.counters.demanded += 1
-        if self.residency[key] < self.target[key]:
-            self._add_tile(key)
+    def _land_demanded(self, key: Key, count: int) -> None:
+        self.counters.demanded += count
+        count = min(count, self._targets[key] - self._resident[key])
+        if count > 0:
+            self._add_tiles(key, count)
 
-    def _add_tile(self, key: Key) -> None:
-        self.residency[key] += 1
-        self.ordered[key] = max(self.ordered[key], self.residency[key])
-        if self.residency[key] == self.target[key]:
+    def _add_tiles(self, key: Key, count: int) -> None:
+        self._resident[key] = resident = self._resident[key] + count
+        if self._on_order[key] < resident:
+            self._on_order[key] = resident
+        if resident == self._targets[key]:
             self._below_target.discard(key)
 
     def _order(self, key: Key, predicted: bool, now: float) -> bool:
         """As in TileMover: order an expert's tiles below target; False where the limit of orders is
         reached."""
-        lo = int(self.residency[key])
-        count = int(self.target[key]) - lo
+        lo = self._resident[key]
+        count = self._targets[key] - lo
         if count <= 0 or key in self._background:
             return True
         if len(self._background) == BACKGROUND_ORDERS:
             return False
         booked = None
         if predicted:
-            prediction = self._predicted[key]
+            prediction = self.predicted[key]
             booked = prediction.counters
             booked.issued_experts += not prediction.ordered
             prediction.ordered = True
         order = self._background[key] = Order(key, lo, count, booked, now)
         self._queues[0 if predicted else 1].append(order)
-        self.ordered[key] = lo + count
+        self._on_order[key] = lo + count
         return True
 
     def _cancel(self, order: Order) -> None:
         """Drop the tiles that have not begun to move."""
         order.count, order.cancelled = order.started, True
-        self.ordered[order.key] = self.residency[order.key]
+        self._on_order[order.key] = self._resident[order.key]
         if self._flying is not order:
             del self._background[order.key]
 
@@ -281,11 +292,11 @@ class SimulatedCache:
     def _land(self, order: Order) -> None:
         """The tile on the link has landed."""
         key = order.key
-        prediction = None if order.predicted is None else self._predicted.get(key)
+        prediction = None if order.predicted is None else self.predicted.get(key)
         self._flying = None
-        kept = order.lo + order.started - 1 == self.residency[key] < self.target[key]
+        kept = order.lo + order.started - 1 == self._resident[key] < self._targets[key]
         if kept:
-            self._add_tile(key)
+            self._add_tiles(key, 1)
         # A prediction that was dropped meanwhile is booked to the phase that made it, unless another target
         # keeps the tile.
         booked = order.predicted if prediction is None else prediction.counters
@@ -297,6 +308,6 @@ class SimulatedCache:
             booked.predicted += 1
             booked.wasted += not kept
         if kept and prediction is not None:
-            prediction.unused.land(int(self.residency[key]) - 1)
+            prediction.unused.land(self._resident[key] - 1)
         if order.started >= order.count:
             del self._background[key]

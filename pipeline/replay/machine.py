@@ -26,7 +26,17 @@ from pipeline.memory.limits import STAGING_TILES
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.prefetch_meter import pause_note
-from pipeline.policies.view import Active, Ahead, Landing, Policy, Routing, Signals, Target, View
+from pipeline.policies.view import (
+    Active,
+    Ahead,
+    Landing,
+    Policy,
+    Routing,
+    Signals,
+    Target,
+    View,
+    sort_together,
+)
 from pipeline.replay.cache import SimulatedCache
 from pipeline.replay.outcome import Outcome, PhaseOutcome
 from pipeline.traces.header import Header
@@ -58,6 +68,7 @@ class Replay:
         self._costs = costs.for_tiles(shape.tiles)
         self._last_steps = last_steps or {}
         self._live: set[int] = set()  # sequences that have begun and not ended
+        self._own_logits: list[FloatArray | None] = []  # of the present step's layers
         self._phases: dict[Phase, PhaseOutcome] = {phase: PhaseOutcome(shape.layers) for phase in PHASES}
         self._counters = self._phases["decode"]
         self._seconds: dict[int, tuple[float, float, float]] = {}  # by rows: see _tile
@@ -124,6 +135,7 @@ class Replay:
         driver.begin_step(step.phase, step.sequences, self._live)
         self._live -= {s for s in step.sequences if self._last_steps.get(s, step.number) <= step.number}
         counters.paused_steps += not driver.view.prefetching
+        self._prepare(step)
         for index, layer in enumerate(step.layers):
             self._traced = layer
             driver.layer(index, self)
@@ -133,14 +145,26 @@ class Replay:
         driver.end_step(counters.predicted, counters.useful)
 
     def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
-        traced = self._traced
-        other = self._tile(len(traced.router_routing.experts))[2]
+        traced, rows = self._traced, len(self._traced.router_routing.experts)
+        other = (self._seconds.get(rows) or self._tile(rows))[2]
         self._counters.device_busy += other
         self.now += other
         self.cache.advance(self.now)
-        logits = traced.logits.astype(np.float32) if own and traced.logits is not None else None
-        self._logits = logits
+        self._logits = logits = self._own_logits[layer] if own else None
         return Signals(logits, {target: self._probe(layer, traced, target) for target in probes})
+
+    def _prepare(self, step: TracedStep) -> None:
+        """What every layer needs of the step, made for all of them at once."""
+        layers = step.layers
+        known = [layer.logits for layer in layers if layer.logits is not None]
+        if len(known) == len(layers):
+            self._own_logits = list(np.array(known, np.float32))
+        else:
+            every = (layer.logits for layer in layers)
+            self._own_logits = [None if each is None else each.astype(np.float32) for each in every]
+        routings = [layer.router_routing for layer in layers]
+        if len(step.sequences) == 1 and "active" not in vars(routings[0]):
+            sort_together(routings)
 
     def _route(self, logits: FloatArray) -> Routing:
         """The model's router. For a layer's own logits it returns the recorded routing: the logits are
@@ -150,17 +174,20 @@ class Replay:
     def begin(self, decision: LayerDecision[float]) -> None:
         layer, counters, tiles = decision.layer, self._counters, self._header.shape.tiles
         active = decision.gated.routing.active
-        counters.book_hits(layer, decision.resident.take(active.experts), tiles)
+        resident: list[int] = decision.resident.take(active.experts).tolist()
+        counters.book_hits(layer, resident, tiles)
         counters.fidelity.book(decision.gated, decision.cut, tiles, decision.stale)
-        self.cache.retarget(decision.targets)
-        cuts = self._checked(decision.cut, active)
+        if decision.targets:
+            self.cache.retarget(decision.targets)
+            resident = decision.resident.take(active.experts).tolist()
+        cuts, rows = self._checked(decision.cut, active), active.counts.tolist()
         begun = decision.begun
-        self._host_done = self._submit(active, cuts) if begun is None else begun
-        self._demand(decision, active, cuts)
+        self._host_done = self._submit(rows, cuts) if begun is None else begun
+        self._demand(layer, active.experts.tolist(), rows, cuts, resident)
 
     def begin_early(self, layer: int, ahead: Ahead) -> float:
         active = ahead.gated.routing.active
-        return self._submit(active, self._checked(ahead.cut, active))
+        return self._submit(active.counts.tolist(), self._checked(ahead.cut, active))
 
     def prefetch(self, targets: Sequence[Target], no_room: int) -> None:
         self._counters.wanted_experts += no_room
@@ -182,12 +209,13 @@ class Replay:
 
     def end(self, targets: Sequence[Target]) -> None:
         self.cache.advance(self.now)
-        self.cache.retarget(targets)
+        if targets:
+            self.cache.retarget(targets)
         self.cache.update(self.now)
 
     def _checked(self, cut: IntArray, active: Active) -> list[int]:
         """The active experts' cuts. Raises PlanError."""
-        cuts: list[int] = cut[active.experts].tolist()
+        cuts: list[int] = cut.take(active.experts).tolist()
         tiles = self._header.shape.tiles
         if cuts and not 0 <= min(cuts) <= max(cuts) <= tiles:
             raise PlanError(f"a cut of policy {self._policy.name} is outside 0..{tiles}")
@@ -195,40 +223,48 @@ class Replay:
             raise PlanError(f"policy {self._policy.name} gave work to a device without a slab")
         return cuts
 
-    def _submit(self, active: Active, cuts: list[int]) -> float:
-        """Send the host its share. Returns the time at which the share is computed, 0 for an empty share."""
+    def _submit(self, rows: list[int], cuts: list[int]) -> float:
+        """Send the host its share: `rows` and `cuts` of each active expert. Returns the time at which the
+        share is computed, 0 for an empty share."""
         tiles = self._header.shape.tiles
-        seconds, count = 0.0, 0
-        for rows, p in zip(active.counts.tolist(), cuts, strict=True):
-            if p < tiles:
-                seconds += self._tile(rows)[0] * (tiles - p)
-                count += tiles - p
+        seconds, count, known = 0.0, tiles * len(cuts) - sum(cuts), self._seconds
         if not count:
             return 0.0
+        for row, p in zip(rows, cuts, strict=True):
+            if p < tiles:
+                seconds += (known.get(row) or self._tile(row))[0] * (tiles - p)
         self._host_free = max(self._host_free, self.now + self._costs.round_trip) + seconds
         self._counters.host_busy += seconds
         self._counters.host_tiles += count
         return self._host_free
 
-    def _demand(self, decision: LayerDecision[float], active: Active, cuts: list[int]) -> None:
+    def _demand(
+        self, layer: int, experts: list[int], rows: list[int], cuts: list[int], resident: list[int]
+    ) -> None:
         """Divide the device's share into resident and fetched tiles."""
         self._device_seconds: dict[int, float] = {}  # a tile of each expert
         self._begun_seconds = 0.0  # of the launch and the resident tiles
-        missing = []
-        for expert, rows, p in zip(active.experts.tolist(), active.counts.tolist(), cuts, strict=True):
+        self._landings: list[tuple[int, float]] = []
+        if not any(cuts):
+            return
+        self._counters.device_tiles += sum(cuts)
+        missing, begun, known = [], self._costs.launch, self._seconds
+        for expert, row, p, there in zip(experts, rows, cuts, resident, strict=True):
             if not p:
                 continue
-            self._counters.device_tiles += p
-            here = min(p, int(decision.resident[expert]))
-            tile = self._device_seconds[expert] = self._tile(rows)[1]
+            here = p if p < there else there
+            tile = self._device_seconds[expert] = (known.get(row) or self._tile(row))[1]
             if here:
-                self._begun_seconds += tile * here
-                self.cache.used((decision.layer, expert), here)
+                begun += tile * here
             if here < p:
                 missing.append((expert, here, p))
-        if self._device_seconds:
-            self._begun_seconds += self._costs.launch
-        self._landings = self.cache.demand(decision.layer, missing, self.now) if missing else []
+        if self.cache.predicted:
+            for expert, p, there in zip(experts, cuts, resident, strict=True):
+                if here := min(p, there):
+                    self.cache.used((layer, expert), here)
+        self._begun_seconds = begun
+        if missing:
+            self._landings = self.cache.demand(layer, missing, self.now)
 
     def _probe(self, layer: int, traced: LayerTrace, target: int) -> FloatArray:
         """The recorded logits of a later layer's router, or of the gate for the next token's first layer."""
@@ -247,12 +283,10 @@ class Replay:
 
     def _tile(self, rows: int) -> tuple[float, float, float]:
         """Seconds at `rows` rows: of a tile on the host, of a tile on the device, of a layer's other work."""
-        known = self._seconds.get(rows)
-        if known is None:
-            costs = self._costs
-            known = self._seconds[rows] = (
-                float(costs.host_seconds(rows, 1)),
-                float(costs.device_seconds(rows, 1)),
-                float(costs.other_seconds(rows)),
-            )
-        return known
+        costs = self._costs
+        found = self._seconds[rows] = (
+            float(costs.host_seconds(rows, 1)),
+            float(costs.device_seconds(rows, 1)),
+            float(costs.other_seconds(rows)),
+        )
+        return found
