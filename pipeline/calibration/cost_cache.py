@@ -24,7 +24,7 @@ from shm.kernel_files import contents, parse_cpuinfo
 
 FOLDER = "costs"
 FILE_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.json")  # others in the folder are not touched
-VERSION = 1  # of the files, and of how costs are measured
+VERSION = 2  # of the files, and of how costs are measured
 
 
 @dataclass(frozen=True)

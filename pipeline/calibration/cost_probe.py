@@ -21,9 +21,10 @@ from pipeline.backbone.batch import TokenSpan
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.calibration import cost_cache
 from pipeline.coordinator_config import CoordinatorConfig
+from pipeline.counters import PhaseCounters, StepClock
 from pipeline.engine.engine import Engine
 from pipeline.errors import PolicyError
-from pipeline.experts.device_share import DeviceMemory
+from pipeline.experts.device_share import DeviceMemory, DeviceWork
 from pipeline.experts.host_pool import Ticket
 from pipeline.experts.host_shards import divide_into_shards, empty_shard
 from pipeline.experts.shares import Missing, Share
@@ -89,13 +90,14 @@ def measure_costs(engine: Engine, context: int = ROWS[-1]) -> Costs:
     """Medians per tile, and per layer for the rest. Raises PolicyError where the engine has no slab."""
     if not engine.memory.exists:
         raise PolicyError("measuring costs needs a slab for experts on the device: give --expert-cache")
-    share = BUDGET / (3 * len(ROWS) + 1)
+    share = BUDGET / (3 * len(ROWS) + 2)
     probe = _Probe(engine, engine.memory)
     probe.warm_up()
     host = tuple(probe.host(rows, share) for rows in ROWS)
     device = tuple(probe.device(rows, share) for rows in ROWS)
-    link, round_trip = probe.link(share), probe.round_trip()
-    return Costs(ROWS, host, device, link, round_trip, probe.other(context, share))
+    link, fetch = probe.link(share)
+    launch = probe.launch(device[0], share)
+    return Costs(ROWS, host, device, link, probe.round_trip(), probe.other(context, share), launch, fetch)
 
 
 class _Probe:
@@ -146,16 +148,50 @@ class _Probe:
 
         return _median(once, seconds)
 
-    def link(self, seconds: float) -> float:
-        """Moving one tile while the pool computes."""
+    def launch(self, tile: float, seconds: float) -> float:
+        """A layer's device share beside its tiles, of `tile` seconds each: one of each expert that a token
+        uses, while the pool computes."""
+        engine, memory = self._engine, self._memory
+        count = min(engine.shape.top_k, memory.slab.slots)
+        experts = np.arange(count, dtype=np.int32)
+        items = np.stack([experts, np.zeros_like(experts), np.ones_like(experts)], axis=1)
+        share = Share(
+            items, np.arange(count + 1, dtype=np.int32), np.zeros(count, np.int32), np.ones(count, np.float32)
+        )
+        clock = StepClock(counters := PhaseCounters(engine.shape.layers))
+        x = self._activations(1).to(engine.device.torch_device)
+        memory.count_in(counters)  # until the next step
 
         def once() -> float:
             ticket = self._submit(1)
-            elapsed = self._fetch()
+            started = time.perf_counter()
+            landing = ((expert, expert) for expert in range(count))  # the slots' bytes do not matter
+            memory.compute(DeviceWork(0, share, landing, []), engine.kernel, x, clock)
+            engine.device.wait(engine.device.fence())
+            elapsed = time.perf_counter() - started
             ticket.result()
-            return elapsed / self._engine.shape.tiles
+            return elapsed
 
-        return _median(once, seconds)
+        return max(0.0, _median(once, seconds) - count * tile)
+
+    def link(self, seconds: float) -> tuple[float, float]:
+        """Moving one tile while the pool computes, and the rest of a demand: for each of as many experts as a
+        token uses."""
+        shape = self._engine.shape
+        count = min(shape.top_k, shape.experts)
+        tiles: list[float] = []
+
+        def once() -> float:
+            ticket = self._submit(1)
+            before = self._memory.copied()
+            elapsed = self._fetch(count)
+            ticket.result()
+            moved, spent = (now - then for now, then in zip(self._memory.copied(), before, strict=True))
+            tiles.append(spent / moved)
+            return max(0.0, elapsed - spent) / count
+
+        fetch = _median(once, seconds)
+        return float(np.median(tiles)), fetch
 
     def round_trip(self) -> float:
         """An empty Work to every worker and back."""
@@ -210,12 +246,13 @@ class _Probe:
         shards = divide_into_shards(share, pool.cores, "decode", rows)
         return pool.submit(layer, shards, self._activations(rows).numpy())
 
-    def _fetch(self) -> float:
-        """Stream one expert to the device; seconds."""
+    def _fetch(self, experts: int = 1) -> float:
+        """Stream experts of one layer to the device; seconds."""
         expert, layer = next(self._places)
+        shape, unfetched = self._engine.shape, list[Missing]()
+        wanted = [Missing((expert + more) % shape.experts, 0, shape.tiles) for more in range(experts)]
         started = time.perf_counter()
-        unfetched: list[Missing] = []
-        for _ in self._memory.mover.stream(layer, [Missing(expert, 0, self._engine.shape.tiles)], unfetched):
+        for _ in self._memory.mover.stream(layer, wanted, unfetched):
             pass
         if unfetched:
             raise PolicyError("the prefetcher exited while costs were measured; set the policy again")

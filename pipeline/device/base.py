@@ -102,6 +102,14 @@ class Device(ABC):
         """Return when all work before the mark has completed."""
 
     @abstractmethod
+    def time_mark(self) -> Any:
+        """The moment at which the work that was started so far has been computed."""
+
+    @abstractmethod
+    def seconds_between(self, earlier: Any, later: Any) -> float:
+        """Seconds between two such moments; 0 where the later one is still to come."""
+
+    @abstractmethod
     def check_memory(self, slab: int, kv: int, weights: int) -> None:
         """Raise UsageError, with the numbers, unless these bytes and SPARE_BYTES fit the free memory."""
 

@@ -4,6 +4,7 @@ protocol, policy and fault can be exercised with it on a machine without a GPU."
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -98,6 +99,12 @@ class CpuDevice(Device):
 
     def wait(self, fence: Fence) -> None:
         """All work has completed."""
+
+    def time_mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds_between(self, earlier: float, later: float) -> float:
+        return later - earlier
 
     def check_memory(self, slab: int, kv: int, weights: int) -> None:
         shm, memory = free_shm_bytes(), available_memory()

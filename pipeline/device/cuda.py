@@ -120,6 +120,14 @@ class CudaDevice(Device):
         if fence is not None:
             fence.synchronize()
 
+    def time_mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds_between(self, earlier: Any, later: Any) -> float:
+        return float(earlier.elapsed_time(later)) / 1e3 if later.query() else 0.0
+
     def check_memory(self, slab: int, kv: int, weights: int) -> None:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         if slab + kv + weights + SPARE_BYTES > free:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import IntArray, Phase
 from pipeline.errors import PlanError
+from pipeline.policies.costs import Costs
 from pipeline.policies.prefetch_meter import PrefetchMeter
 from pipeline.policies.view import Ahead, Gated, Policy, Signals, Target, View
 
@@ -131,6 +132,10 @@ class PolicyDriver(Generic[Begun]):
         phase = self.view.phase
         self.view = replace(self.view, step=self.view.step + 1)
         return phase == "decode" and self.policy.pauses and self.prefetch.step(landed, useful)
+
+    def use_costs(self, costs: Costs | None) -> None:
+        """Plan with these costs from now on."""
+        self.view = replace(self.view, costs=costs)
 
     def cancel_early(self) -> Begun | None:
         """The step has failed: the host share that began early for a layer, which will not be computed."""

@@ -21,6 +21,7 @@ from pipeline.device import Device
 from pipeline.engine.driver import PolicyDriver
 from pipeline.engine.observer import Observer, Probing
 from pipeline.engine.tensor_executor import TensorExecutor
+from pipeline.engine.timing import Timing
 from pipeline.errors import PolicyError, ShardFailed
 from pipeline.experts.device_share import DeviceMemory, EmptyDeviceMemory
 from pipeline.experts.host_pool import HostPool, Ticket
@@ -35,7 +36,8 @@ log = logging.getLogger(__name__)
 class Engine:
     """The model on one device with its workers. Used by one thread."""
 
-    driver: PolicyDriver[Ticket]  # set by `set_policy`
+    driver: PolicyDriver[Ticket]  # set by `set_policy`, like `timing`
+    timing: Timing
 
     def __init__(self, backbone: Backbone, layout: StoreLayout, device: Device, pool: HostPool) -> None:
         """Without a slab: set `memory` before a policy with `uses_device`."""
@@ -65,14 +67,17 @@ class Engine:
         calibration: Calibration | None = None,
         *,
         counted: bool = True,
+        follow: bool = False,
     ) -> tuple[str, ...]:
         """Use a policy from the next step on. Its placement is resident when this returns, unless the
-        prefetcher is down. Without `counted` its steps leave `popularity` unchanged. Returns its notes.
+        prefetcher is down. Without `counted` its steps leave `popularity` unchanged. `follow`: correct the
+        costs by what runs. Returns its notes.
         Raises PolicyError where the policy needs a slab or anything else that the engine does not have; the
         previous policy is kept then."""
         memory, decode = self.memory, self.counters.phases["decode"]
         if policy.uses_device and not memory.exists:
             raise PolicyError(f"policy {policy.name} keeps experts on the device, and the engine has no slab")
+        timing = Timing(memory, self.device, costs, follow)
         view = View(
             shape=self.shape,
             phase="decode",
@@ -86,8 +91,10 @@ class Engine:
             calibration=calibration,
             staging=memory.staging,
             ordered=memory.ordered,
+            backlog=timing,
         )
         self.driver = PolicyDriver(policy, view, decode.predicted_tiles, decode.useful_tiles)
+        self.timing = timing
         self.probing = Probing(self.backbone, self.device.torch_device, calibration)
         placement = self.driver.placement
         memory.retarget(Target(i, e, int(placement[i, e])) for i, e in np.ndindex(placement.shape))
@@ -117,6 +124,7 @@ class Engine:
         clock = StepClock(counters)
         sequences = tuple(item.span.kv.id for item in inputs for _ in item.span.tokens)
         driver.begin_step(phase, sequences, live)
+        self.timing.begin_step()
         for observer in self.observers:
             observer.begin(phase, sequences)
         batch = backbone.batch([item.span for item in inputs])
@@ -128,6 +136,7 @@ class Engine:
             memory=self.memory,
             pool=self.pool,
             probing=self.probing,
+            timing=self.timing,
             observers=self.observers,
             tiles=self.shape.tiles,
             phase=phase,
@@ -156,6 +165,8 @@ class Engine:
         if driver.end_step(counters.predicted_tiles, counters.useful_tiles):
             log.info(driver.prefetch.status)
         answers = self._head(h, inputs)
+        if self.timing.end_step():
+            driver.use_costs(self.timing.costs)
         clock.mark("head")
         for observer in self.observers:
             observer.end()

@@ -16,6 +16,7 @@ from pipeline.device import Device
 from pipeline.device.base import DeviceKernel
 from pipeline.engine.driver import LayerDecision
 from pipeline.engine.observer import Observer, Probing, with_observers
+from pipeline.engine.timing import Timing
 from pipeline.experts.device_share import DeviceMemory, DeviceWork, EmptyDeviceMemory
 from pipeline.experts.host_pool import HostPool, Ticket
 from pipeline.experts.host_shards import divide_into_shards
@@ -33,6 +34,7 @@ class TensorExecutor:
     memory: DeviceMemory | EmptyDeviceMemory
     pool: HostPool
     probing: Probing
+    timing: Timing
     observers: Sequence[Observer]
     tiles: int  # of an expert
     phase: Phase
@@ -103,6 +105,7 @@ class TensorExecutor:
             self._outputs.append(
                 self.memory.compute(self._device_work, self.kernel, self._attended.x, self.clock)
             )
+            self.timing.device_began(split.device)
         host = [(split.host, self._ticket)]
         if missing := self._device_work.missing:  # the prefetcher is down: the workers compute them
             late = split.host_share_of(missing)
@@ -110,6 +113,7 @@ class TensorExecutor:
         for share, ticket in host:
             if ticket.shards:
                 self._outputs.append(self.device.from_host(ticket.result()))
+                self.timing.host_ends(ticket.busy)
                 self.clock.mark("wait")
             self.counters.host_tiles += share.tiles
             self.counters.host_busy += ticket.busy
@@ -129,4 +133,5 @@ class TensorExecutor:
         self.clock.mark("shared")
 
     def _submit(self, layer: int, share: Share, x: FloatArray) -> Ticket:
+        self.timing.host_begins(share)
         return self.pool.submit(layer, divide_into_shards(share, self.pool.cores, self.phase, len(x)), x)

@@ -17,6 +17,7 @@ from pipeline.counters import PhaseCounters, StepClock
 from pipeline.device import SlabMemory
 from pipeline.device.base import DeviceKernel
 from pipeline.errors import PlanError
+from pipeline.experts.fetch_link import Order
 from pipeline.experts.shares import Missing, Share
 from pipeline.experts.tile_mover import TileMover
 from pipeline.policies.view import Target
@@ -38,6 +39,7 @@ class EmptyDeviceMemory:
     exists: Literal[False] = False
     capacity = staging = 0
     idle = True
+    resident_marks: tuple[object, object] = (0.0, 0.0)
 
     def __init__(self, layers: int, experts: int) -> None:
         self.residency: IntArray = np.zeros((layers, experts), np.int32)
@@ -50,6 +52,12 @@ class EmptyDeviceMemory:
 
     def wait_idle(self) -> bool:
         return True
+
+    def under_way(self) -> tuple[list[Order], float]:
+        return [], 0.0
+
+    def copied(self) -> tuple[int, float]:
+        return 0, 0.0
 
     def begin(self, layer: int, share: Share) -> DeviceWork:
         """Raises PlanError where the share is not empty."""
@@ -74,6 +82,7 @@ class DeviceMemory:
         self.residency = mover.cache.residency  # [L, E], live
         self.target = mover.cache.target  # [L, E], live
         self.ordered = mover.ordered  # [L, E], live
+        self.resident_marks: tuple[object, object] = (0.0, 0.0)  # when `compute` began and ended with them
         # the mover's own, which EmptyDeviceMemory has too
         self.audit = partial(mover.cache.audit, idle=True)
         self.poll = mover.poll_prefetcher
@@ -85,6 +94,15 @@ class DeviceMemory:
     def idle(self) -> bool:
         """Whether no tile is being fetched in the background."""
         return self.mover.idle
+
+    def under_way(self) -> tuple[list[Order], float]:
+        """The link's orders, and the seconds since the present tile began to move."""
+        link = self.mover.link
+        return link.under_way(), link.moving_for()
+
+    def copied(self) -> tuple[int, float]:
+        """The tiles that were copied so far, and the seconds of copying them."""
+        return self.mover.link.copied
 
     def count_in(self, counters: PhaseCounters) -> None:
         """Count moved and computed tiles here from now on."""
@@ -114,7 +132,8 @@ class DeviceMemory:
         """The weighted sum of the share, float32 [R, H]. Resident tiles are an expert's first, so each
         expert sums its tiles in tile order, and then experts are added in theirs: the bits depend on the cuts
         and not on which tiles happened to be resident."""
-        counters = self.mover.counters
+        counters, device = self.mover.counters, self.mover.device
+        began = device.time_mark()
         inputs = kernel.activations(x)
         items, offsets = work.share.items.tolist(), work.share.offsets.tolist()
         every = torch.from_numpy(work.share.rows.astype(np.int64)).to(x.device)
@@ -131,6 +150,7 @@ class DeviceMemory:
             for slot in self.mover.cache.slots_of(work.layer, expert)[:resident]:
                 add(expert, slot)
                 counters.resident_tiles += 1
+        self.resident_marks = began, device.time_mark()
         clock.mark("device")
         for expert, slot in work.landing:
             clock.mark("link")

@@ -6,7 +6,7 @@ While the prefetcher is being restarted the link is not `up`; orders of the one 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipeline.experts.peers import ChildServerSocket
 from pipeline.experts.progress import ProgressWatch
@@ -40,6 +40,12 @@ class Order:
     landed: int = 0  # tiles [lo, lo + landed) are in their slots
     final: bool = False  # no other tile will land
     cancelled: bool = False
+    seconds: float = 0.0  # of copying
+    # tiles that it will bring; fewer than its slots where it was cancelled or truncated
+    reach: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reach = len(self.slots)
 
 
 class FetchLink:
@@ -63,6 +69,8 @@ class FetchLink:
         self._stall_limit = stall_limit
         self._attach_limit = attach_limit
         self._attaching = False
+        self.copied = (0, 0.0)  # tiles so far, and the seconds in which the prefetcher copied them
+        self._moving_since = 0.0  # the present tile, as far as it is known here
         self._next = 0
         self._orders: dict[int, Order] = {}
         self._watch = ProgressWatch()
@@ -86,6 +94,8 @@ class FetchLink:
         self._next += 1
         if order.final:
             return order
+        if not self._orders:
+            self._moving_since = time.monotonic()
         self._orders[order.id] = order
         self._socket.send(0, Fetch(order.id, layer, expert, lo, tuple(slots), urgency))
         return order
@@ -94,6 +104,7 @@ class FetchLink:
         """Ask the prefetcher to truncate an order; it stays open until it is final."""
         if not (order.cancelled or order.final):
             order.cancelled = True
+            order.reach = order.landed
             self._socket.send(0, CancelFetch(order.id))
 
     def demand(self, order: Order, tiles: int) -> None:
@@ -101,7 +112,17 @@ class FetchLink:
         them, but for one that is being copied, not at all."""
         if not order.final:
             order.urgency = DEMANDED
+            order.reach = max(tiles, order.landed)
             self._socket.send(0, DemandFetch(order.id, tiles))
+
+    def under_way(self) -> list[Order]:
+        """The orders of which tiles will land, in the order in which the prefetcher takes them."""
+        live = [order for order in self._orders.values() if order.landed < order.reach]
+        return sorted(live, key=lambda order: (order.urgency, order.id))
+
+    def moving_for(self) -> float:
+        """Seconds since the present tile began to move, as far as it is known here."""
+        return time.monotonic() - self._moving_since
 
     def update(self, wait_ms: int) -> None:
         """Apply the messages that are here; wait at most `wait_ms` for the first."""
@@ -136,7 +157,12 @@ class FetchLink:
         if not order.landed <= report.landed <= len(order.slots):
             self._socket.report_hung(0)  # its reports contradict each other: have it replaced
             return
-        order.landed, order.final = report.landed, report.final
+        if report.landed > order.landed:
+            tiles, seconds = self.copied
+            self.copied = tiles + report.landed - order.landed, seconds + report.seconds - order.seconds
+            self._moving_since = time.monotonic()
+        order.landed, order.final, order.seconds = report.landed, report.final, report.seconds
+        order.reach = max(order.reach, order.landed)
         if order.final:
             del self._orders[order.id]
 

@@ -36,8 +36,8 @@ class TileMover:
     ) -> None:
         self.cache = cache
         self.ordered: IntArray = cache.residency.copy()  # as in View
-        self._link = link
-        self._device = device
+        self.link = link
+        self.device = device
         self._restart_limit = restart_limit
         self._background: dict[Key, BackgroundOrder] = {}
         self._predicted: dict[Key, Prediction] = {}
@@ -64,7 +64,7 @@ class TileMover:
             tiles = int(self.cache.target[key])
             entry = self._background.get(key)
             if entry is not None and entry.order.lo + len(entry.order.slots) > tiles:
-                self._link.cancel(entry.order)
+                self.link.cancel(entry.order)
             self._note_ordered(key)
             prediction = self._predicted.get(key)
             if predicted and tiles > before:
@@ -77,7 +77,7 @@ class TileMover:
 
     def poll_prefetcher(self) -> None:
         """Handle the prefetcher's start or exit, also while no order is under way; then `update`."""
-        self._link.update(0)
+        self.link.update(0)
         self.update()
 
     def update(self) -> None:
@@ -88,7 +88,7 @@ class TileMover:
     def fetch_missing(self) -> None:
         """Order tiles below target that are not under way: predicted ones first. Residency does not change.
         While demanded tiles wait for slots, no others are ordered."""
-        if self._wanted or not self.cache.missing or not self._link.up:
+        if self._wanted or not self.cache.missing or not self.link.up:
             return
         for key in list(self._predicted):
             if not self._order_background(key, self._predicted[key]):
@@ -100,7 +100,7 @@ class TileMover:
     def collect_landings(self) -> None:
         """Book tiles that have landed in the background."""
         if self._background:
-            self._link.update(0)
+            self.link.update(0)
             for key, entry in list(self._background.items()):
                 self._book(entry)
                 if entry.order.final:
@@ -131,8 +131,8 @@ class TileMover:
         while self.cache.missing or self._background:
             self.update()
             for entry in list(self._background.values())[:1]:
-                self._link.wait(entry.order, entry.order.landed + 1)
-            if not (self._link.up or self._link.wait_up(self._restart_limit)):
+                self.link.wait(entry.order, entry.order.landed + 1)
+            if not (self.link.up or self.link.wait_up(self._restart_limit)):
                 return False
         self.cache.audit(idle=True)
         return True
@@ -162,7 +162,7 @@ class TileMover:
             order, entry = demand.order, demand.background
             for index in demand.tiles:
                 slot = order.slots[index]
-                self._link.wait(order, index + 1)
+                self.link.wait(order, index + 1)
                 if order.landed <= index:  # the prefetcher exited before this tile
                     for unwritten in order.slots[index:]:
                         self.cache.release_loading(unwritten)
@@ -200,19 +200,18 @@ class TileMover:
         for entry in sorted(entries, key=lambda entry: entry.place):
             order, item = entry.order, items[entry.order.expert]
             # it brings no tile of the demand, or none is certain to land
-            if order.cancelled or entry.truncated or item.lo != entry.next_tile:
-                self._link.cancel(order)
+            if entry.truncated or item.lo != entry.next_tile:
+                self.link.cancel(order)
                 continue
             tiles = range(entry.booked, min(item.hi - order.lo, len(order.slots)))
-            self._link.demand(order, tiles.stop)
+            self.link.demand(order, tiles.stop)
             del self._background[layer, item.expert]
             items[item.expert] = Missing(item.expert, order.lo + tiles.stop, item.hi)
-            entry.truncated = tiles.stop < len(order.slots)
-            yield Demand(order, tiles, entry if entry.truncated else None)
+            yield Demand(order, tiles, None if tiles.stop == len(order.slots) else entry)
 
     def _demand(self, layer: int, wanted: deque[Missing], running: deque[Demand]) -> None:
         """Order as many wanted tiles as slots are free."""
-        while wanted and self._link.up:
+        while wanted and self.link.up:
             item = wanted[0]
             order = self._order(layer, item.expert, item.lo, item.hi - item.lo, DEMANDED)
             if order is None:
@@ -228,8 +227,8 @@ class TileMover:
     def _stop_background_order(self) -> None:
         """Truncate a background order: each slot that is not READY is loading for one of them."""
         key, entry = next(iter(self._background.items()))
-        self._link.cancel(entry.order)
-        self._link.wait(entry.order, len(entry.order.slots))
+        self.link.cancel(entry.order)
+        self.link.wait(entry.order, len(entry.order.slots))
         self._book(entry)
         del self._background[key]
         self._note_ordered(key)
@@ -258,8 +257,8 @@ class TileMover:
         if not taken:
             return None
         for _, fence in taken:
-            self._device.wait(fence)
-        return self._link.order(layer, expert, lo, [slot for slot, _ in taken], urgency)
+            self.device.wait(fence)
+        return self.link.order(layer, expert, lo, [slot for slot, _ in taken], urgency)
 
     def _book(self, entry: BackgroundOrder) -> None:
         """Book a background order's new landings, and release the slots that a final order did not write."""

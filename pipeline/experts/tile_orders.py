@@ -37,7 +37,6 @@ class BackgroundOrder:
     order: Order
     prediction: Prediction | None  # the prediction that it was sent for, also if that was dropped since
     booked: int = 0  # landed tiles that were passed to the cache and the counters
-    truncated: bool = False  # only some of its tiles were demanded: the others may not land any more
 
     @property
     def place(self) -> tuple[int, int]:
@@ -53,8 +52,12 @@ class BackgroundOrder:
     def end(self) -> int:
         """The end of the tiles that it brings."""
         order = self.order
-        ends = self.truncated or order.cancelled or order.final
-        return order.lo + (order.landed if ends else len(order.slots))
+        return order.lo + (order.landed if order.final else order.reach)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether it may not bring all of its tiles any more."""
+        return self.order.reach < len(self.order.slots)
 
     def count_landing(self, tile: int, kept: bool, present: Prediction | None) -> None:
         """Count a tile of the order that has landed; `kept`: it is resident now. `present`: the expert's

@@ -43,8 +43,8 @@ class LayerSeconds:
 
     def __init__(self) -> None:
         self._costs: Costs | None = None  # of the two tables
-        self._device: _Seconds
-        self._host: _Seconds
+        self._device: SecondsTable
+        self._host: SecondsTable
 
     def of(self, active: Active, residency: IntArray, view: View) -> ActiveCosts:
         """`residency` [E]: the layer's resident tiles. At least one expert is active."""
@@ -52,8 +52,8 @@ class LayerSeconds:
         assert costs is not None
         if self._costs is not costs:
             self._costs = costs
-            self._device = _Seconds(costs.device_seconds, tiles)
-            self._host = _Seconds(costs.host_seconds, tiles)
+            self._device = SecondsTable(costs.device_seconds, tiles)
+            self._host = SecondsTable(costs.host_seconds, tiles)
         rows = active.counts.tolist()
         missing = (tiles - residency.take(active.experts)).tolist()
         link = costs.link if view.staging else inf
@@ -68,8 +68,8 @@ class LayerSeconds:
         )
 
 
-class _Seconds:
-    """Seconds of one side for an expert, by the rows that use it, in a table that needs no numpy."""
+class SecondsTable:
+    """Seconds of one side for `tiles` tiles, by the rows that use them, in a table that needs no numpy."""
 
     def __init__(self, seconds: Callable[[ArrayLike, int], NDArray[np.float64]], tiles: int) -> None:
         self._seconds, self._tiles = seconds, tiles

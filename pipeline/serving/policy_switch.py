@@ -41,7 +41,8 @@ class PolicySwitch:
         if policy.uses_device and not engine.memory.exists:
             engine.memory = open_device_memory(self._parts)
         costs, calibration = self._costs_for(policy), self._calibration_for(policy)
-        notes = engine.set_policy(policy, costs, calibration, counted=counted)
+        follow = self._parts.config.options.costs is None  # those of a file are meant as they are
+        notes = engine.set_policy(policy, costs, calibration, counted=counted, follow=follow)
         self.current, self._counted = canonical(request, self._parts.config.options.seed), counted
         return notes
 

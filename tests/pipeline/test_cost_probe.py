@@ -35,9 +35,10 @@ def test_measured_costs(tiny_model, tmp_path, monkeypatch) -> None:
         with pytest.raises(PolicyError, match="--expert-cache"):
             measure_costs(without)
     assert costs.rows == ROWS
-    numbers = np.array([*costs.host, *costs.device, *costs.other, costs.link, costs.round_trip])
+    numbers = np.array([*costs.host, *costs.device, *costs.other, costs.link, costs.round_trip, costs.fetch])
     assert np.isfinite(numbers).all()
     assert (numbers > 0).all()
+    assert 0 <= costs.launch < 10
     assert (numbers < 10).all()
 
 
@@ -68,8 +69,9 @@ class Ticks:
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 def test_seconds_are_of_one_tile_one_layer_and_one_round_trip(tiny_model, tmp_path, monkeypatch) -> None:
-    """Each timed call takes a second by this clock, and the workers say that they computed for six. An expert
-    has three tiles, and the slab ten slots, of which eight are computed in a call."""
+    """Each timed call takes a second by this clock, the workers say that they computed for six, and the
+    prefetcher that it copied each tile in an eighth. An expert has three tiles, a token uses two experts, and
+    the slab has ten slots, of which eight are computed in a call."""
     monkeypatch.setattr("pipeline.calibration.cost_probe.time", Ticks())
     monkeypatch.setattr("pipeline.calibration.cost_probe.BUDGET", 0.0)
     monkeypatch.setattr(cost_probe, "ROUND_TRIPS", 3)
@@ -84,12 +86,15 @@ def test_seconds_are_of_one_tile_one_layer_and_one_round_trip(tiny_model, tmp_pa
             return SimpleNamespace(result=ticket.result, busy=6.0)
 
         monkeypatch.setattr(engine.pool, "submit", six_seconds)
+        mover = engine.memory.mover
+        monkeypatch.setattr(engine.memory, "copied", lambda: (mover.demanded, mover.demanded / 8))
         costs = measure_costs(engine)
         demanded = engine.memory.mover.demanded
-    assert costs == Costs(ROWS, (2.0,) * 4, (1 / 8,) * 4, 1 / 3, 1.0, (1.0,) * 4)
+    launch, fetch = 1 - 2 / 8, (1 - 6 / 8) / 2
+    assert costs == Costs(ROWS, (2.0,) * 4, (1 / 8,) * 4, 1 / 8, 1.0, (1.0,) * 4, launch, fetch)
     one, many = submitted[:1], submitted[-3:]
     assert one == [(1, 1)], "the pool is run once before it is timed"
     assert [(rows, experts) for rows, experts in many] == [(1, 0)] * 3, "empty Works"
     assert {rows for rows, _ in submitted} == set(ROWS)
-    timed_fetches = 3 * (len(ROWS) + 1)
+    timed_fetches = 3 * len(ROWS) + 3 * 2  # the last of two experts each
     assert demanded == engine.shape.tiles * (1 + timed_fetches)

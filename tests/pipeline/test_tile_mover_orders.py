@@ -40,13 +40,14 @@ class ManualLink:
         order.final = order.landed >= self.tiles.get(order.id, len(order.slots))
 
     def demand(self, order: Order, tiles: int) -> None:
-        order.urgency = DEMANDED
+        order.urgency, order.reach = DEMANDED, tiles
         self.tiles[order.id] = tiles
         self.land(order, 0)
 
     def cancel(self, order: Order) -> None:
         """The prefetcher acknowledges at once."""
         order.cancelled = order.final = True
+        order.reach = order.landed
 
     def update(self, wait_ms: int) -> None:
         """Landings are set by the test."""

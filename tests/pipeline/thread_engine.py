@@ -108,7 +108,7 @@ def decode(engine: Engine, after: TokenSpan, token: int = TOKEN) -> None:
 def recorded_orders(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[int, tuple[int, int, int]]]:
     """The tiles that are ordered from now on: (urgency, (layer, expert, tile)) of each."""
     ordered: list[tuple[int, tuple[int, int, int]]] = []
-    link = engine.memory.mover._link
+    link = engine.memory.mover.link
     order = link.order
 
     def noted(layer: int, expert: int, lo: int, slots: list[int], urgency: int) -> object:

@@ -1,0 +1,151 @@
+"""Costs that follow what runs: the measured seconds of host, device and link over those that the costs say,
+step after step, and the costs corrected by that ratio.
+
+A side is slower while another one works, as they read the same memory. So each ratio is kept for both cases,
+*contended* (another side worked for at least half of the time) and *alone*. Costs are those of a contended
+machine: a ratio alone corrects them only where none is known under contention, and only upwards. Host and
+device have a ratio for each row count of the grid; one without steps of its own follows its nearest.
+
+Of each ratio the median of the last WINDOW steps counts. It is applied where it is further from the one in
+force than by chance, and by LEAST_CHANGE at least, so that plans do not swing. After FORGOTTEN steps without
+one, a side's costs are again those that were measured at first: a plan that avoids a side would otherwise
+never learn that it has recovered.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import exp, inf, isfinite, log, sqrt
+from statistics import median
+from typing import Any, Literal, get_args
+
+from pipeline.policies.costs import Costs
+
+Side = Literal["host", "device", "link"]
+SIDES: tuple[Side, ...] = get_args(Side)
+WINDOW, ENOUGH = 32, 16  # steps of a median, and from how many on it counts
+LEAST_CHANGE = 0.05  # relative
+DOUBT = 5.0  # standard errors that a median must be away from the ratio in force, which has one too
+FORGOTTEN = 256  # steps
+
+
+@dataclass
+class Work:
+    """A side's work in one step."""
+
+    planned: float = 0.0  # seconds by the costs in force
+    measured: float = 0.0
+    tiles: int = 0
+    rows: int = 0  # of each tile, summed
+
+    def add(self, planned: float, tiles: int, rows: int) -> None:
+        self.planned += planned
+        self.tiles += tiles
+        self.rows += rows
+
+
+@dataclass
+class _Ratios:
+    """The logarithms of a ratio in the last steps."""
+
+    latest: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    step: int = 0  # of the latest
+
+    @property
+    def median(self) -> float | None:
+        return median(self.latest) if len(self.latest) >= ENOUGH else None
+
+    @property
+    def error(self) -> float:
+        """The standard error of the median, from the median distance to it."""
+        middle = median(self.latest)
+        spread = 1.4826 * median(abs(value - middle) for value in self.latest)
+        return 1.2533 * spread / sqrt(len(self.latest))
+
+
+class CostUpdates:
+    """The costs in force, from those measured at first and the steps since. Used by the engine's thread."""
+
+    def __init__(self, costs: Costs) -> None:
+        """`costs`: measured, per tile."""
+        self.measured = self.costs = costs
+        self._step = 0
+        # by contention and grid point, only those with steps
+        self._ratios: dict[Side, dict[tuple[bool, int], _Ratios]] = {side: {} for side in SIDES}
+        self._factors: dict[Side, list[float]] = {  # logarithms of those in force
+            side: [0.0] * (1 if side == "link" else len(costs.rows)) for side in SIDES
+        }
+
+    def end_step(self, work: Mapping[Side, Work], contended: Mapping[Side, bool]) -> bool:
+        """Note a step. True where the costs in force changed."""
+        self._step += 1
+        for side, done in work.items():
+            if done.planned > 0 and done.measured > 0 and isfinite(done.measured):
+                point = 0 if side == "link" else self._point(done.rows / done.tiles)
+                ratios = self._ratios[side].setdefault((contended[side], point), _Ratios())
+                ratios.latest.append(log(done.measured / done.planned) + self._factors[side][point])
+                ratios.step = self._step
+        changed = [self._apply(side) for side in SIDES]
+        if any(changed):
+            self.costs = self._corrected()
+        return any(changed)
+
+    def report(self) -> dict[str, Any]:
+        """For stats: of each side the factors in force at each row count, and the latest ratio in either
+        case, or None."""
+        return {
+            side: {
+                "factors": [exp(factor) for factor in self._factors[side]],
+                "alone": self._latest(side, False),
+                "contended": self._latest(side, True),
+            }
+            for side in SIDES
+        }
+
+    def _point(self, rows: float) -> int:
+        """The grid's nearest point, by ratio."""
+        grid = self.measured.rows
+        return min(range(len(grid)), key=lambda index: abs(log(grid[index] / rows)))
+
+    def _apply(self, side: Side) -> bool:
+        """Bring a side's factors up to date. True where one changed."""
+        ratios = self._ratios[side]
+        for key in [key for key, found in ratios.items() if self._step - found.step > FORGOTTEN]:
+            del ratios[key]
+        factors = self._factors[side]
+        known = {point: found for point in range(len(factors)) if (found := self._found(side, point))}
+        changed = False
+        for point, factor in enumerate(factors):
+            value, error = 0.0, 0.0
+            if known:
+                value, error = known[min(known, key=lambda near: abs(near - point))]
+            if abs(value - factor) > max(DOUBT * error, log(1 + LEAST_CHANGE)):
+                factors[point] = value
+                changed = True
+        return changed
+
+    def _found(self, side: Side, point: int) -> tuple[float, float] | None:
+        """The logarithm of a grid point's ratio and its error; None where too few steps were measured."""
+        for contended, least in ((True, -inf), (False, 0.0)):
+            ratios = self._ratios[side].get((contended, point))
+            if ratios is not None and (middle := ratios.median) is not None:
+                return max(middle, least), ratios.error
+        return None
+
+    def _latest(self, side: Side, contended: bool) -> float | None:
+        kind = [ratios for (case, _), ratios in self._ratios[side].items() if case == contended]
+        if not kind:
+            return None
+        return exp(median(max(kind, key=lambda ratios: ratios.step).latest))
+
+    def _corrected(self) -> Costs:
+        first = self.measured
+        host, device, link = ([exp(factor) for factor in self._factors[side]] for side in SIDES)
+        return replace(
+            first,
+            host=tuple(cost * factor for cost, factor in zip(first.host, host, strict=True)),
+            device=tuple(cost * factor for cost, factor in zip(first.device, device, strict=True)),
+            link=first.link * link[0],
+        )
