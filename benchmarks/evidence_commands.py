@@ -123,7 +123,7 @@ def paces(c: Commands, link: float, host: float, block: float, rows: int = 1) ->
     slow = ("--host-slowdown", "60", "--link-gbps", "0.05")
     c.run("slowed", "bench", "--policy", "fiddler", *slow, *probe)
     emulation = EngineConfig(link_gbps=0.05, host_slowdown=60.0).emulation
-    [record] = [r for _, r in measured_here(c.file("cache/tandem")) if r.setting.emulation == emulation]
+    record = next(r for _, r in measured_here(c.file("cache/tandem")) if r.setting.emulation == emulation)
     slowdown = 60 * host / block * layer / float(record.costs.host_seconds(rows, record.tiles))
     gbps = record.tiles * record.tile_bytes / (link / block * layer) / 1e9
     words = ["--workers", "1", "--ppl-tokens", "0"]
