@@ -14,7 +14,7 @@ struct doorbell {
     uint32_t sleeping; /* while the waiting process may sleep: 1 + its core; else 0 */
 };
 
-int tandem_doorbell_version(void) { return 3; }
+int tandem_doorbell_version(void) { return 4; }
 
 static int64_t nanoseconds(void) {
     struct timespec now;
@@ -57,6 +57,23 @@ void tandem_ring(struct doorbell *const *bells, int64_t number) {
     }
     for (int64_t i = 0; later; i++, later >>= 1)
         if (later & 1) wake(bells[i]);
+}
+
+/* Ring the doorbells of the processes that sleep on other cores than the caller's, which will soon have work for them.
+ * Returns the index of the first that sleeps on the caller's core, -1 where none does. */
+int64_t tandem_rouse(struct doorbell *const *bells, int64_t number) {
+    uint32_t here = (uint32_t)sched_getcpu() + 1;
+    int64_t beside = -1;
+    for (int64_t i = 0; i < number; i++) {
+        uint32_t sleeping = __atomic_load_n(&bells[i]->sleeping, __ATOMIC_SEQ_CST);
+        if (sleeping == here) {
+            if (beside < 0) beside = i;
+        } else if (sleeping) {
+            __atomic_add_fetch(&bells[i]->rings, 1, __ATOMIC_SEQ_CST);
+            wake(bells[i]);
+        }
+    }
+    return beside;
 }
 
 /* Wait until `rings` is not `seen`, `limit` nanoseconds at most. Returns `rings`. For the first `spin` nanoseconds the

@@ -12,7 +12,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-VERSION = 3  # of the library's functions: one that an older checkout left behind is not used
+VERSION = 4  # of the library's functions: one that an older checkout left behind is not used
 
 
 class Library:
@@ -30,12 +30,20 @@ class Library:
         self.next.argtypes, self.next.restype = (pointer, number, number, number), number
         self._ring: Any = functions.tandem_ring
         self._ring.argtypes, self._ring.restype = (pointer, number), None
+        self._rouse: Any = functions.tandem_rouse
+        self._rouse.argtypes, self._rouse.restype = (pointer, number), number
         self.wait: Any = functions.tandem_wait
         self.wait.argtypes, self.wait.restype = (pointer, count, number, number), count
 
     def ring(self, bells: tuple[int, ...]) -> None:
         """Ring all of them. A process that sleeps on this thread's core is woken last."""
         self._ring(_pointers(bells), len(bells))
+
+    def rouse(self, bells: tuple[int, ...]) -> int:
+        """Ring those of processes that sleep on other cores than this thread's. The index of the first that
+        sleeps on this one; -1 where none does."""
+        beside: int = self._rouse(_pointers(bells), len(bells))
+        return beside
 
 
 @lru_cache(64)

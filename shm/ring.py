@@ -65,9 +65,12 @@ class _Ring:
     def incarnation(self) -> int:
         return self._head[2]
 
-    def wait(self, limit: float, spin: float = 0.0) -> None:
-        """Wait until the doorbell rings or has rung since the last wait: `limit` seconds, `spin` awake."""
-        self._seen = self._library.wait(self._bell, self._seen, int(spin * 1e9), int(limit * 1e9))
+    def wait(self, limit: float, spin: float = 0.0) -> bool:
+        """Wait until the doorbell rings or has rung since the last wait: `limit` seconds, `spin` awake. False
+        where it has not."""
+        seen = self._seen
+        self._seen = self._library.wait(self._bell, seen, int(spin * 1e9), int(limit * 1e9))
+        return self._seen != seen
 
 
 class CoordinatorRing(_Ring):

@@ -20,6 +20,7 @@ from shm.slot import OwnSlot, Slot
 from workers.child_endpoint import POLL_LIMIT_MS, ChildEndpoint
 
 SLICE = 0.1  # seconds, at most, between two looks for messages that no doorbell announces
+AWAKE = 0.001  # seconds awake for a Work that was announced: longer than the coordinator plans it
 LETTER_MS = 10  # milliseconds of one wait for a message that was announced: Work may come meanwhile
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class WorkExchange:
         self._own = OwnSlot(hidden)  # for them
         self._ring: WorkerRing | None = None
         self._before_ring = 0  # messages of the coordinator before the ring was attached
+        self._announced = False  # the doorbell rang before there was a Work
         self._looked_at = 0.0  # monotonic seconds: the last look for messages
 
     def next(self) -> Slot | None:
@@ -44,11 +46,13 @@ class WorkExchange:
             self._receive(wait=not self._waiting)
         else:
             if (slot := ring.take()) is None and not self._waiting:
+                rang = False
                 if self._missing(ring):
                     self._receive(wait=True, limit_ms=LETTER_MS)
                 else:
-                    ring.wait(SLICE)
+                    rang = ring.wait(SLICE, AWAKE if self._announced else 0.0)
                 slot = ring.take()
+                self._announced = rang and slot is None
             if self._missing(ring) or time.monotonic() - self._looked_at > SLICE:
                 self._receive(wait=False)
             if slot is not None:

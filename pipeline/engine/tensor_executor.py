@@ -22,6 +22,7 @@ from pipeline.experts.host_pool import HostPool, Ticket
 from pipeline.experts.host_shards import divide_into_shards
 from pipeline.experts.shares import Share, Split, split_layer
 from pipeline.policies.view import Ahead, Signals, Target
+from workers.kernels.native import LINGER_NS
 
 
 @dataclass
@@ -62,6 +63,8 @@ class TensorExecutor:
         self.clock.mark("attention")
         self._x_host, *read = self.device.to_host(x, *logits)
         self.clock.mark("read")
+        if self._only_waits:
+            self.pool.announce()
         self.memory.collect_landings()
         return Signals(read.pop(0) if own else None, dict(zip(wanted, read, strict=True)))
 
@@ -117,6 +120,8 @@ class TensorExecutor:
                 self.clock.mark("wait")
             self.counters.host_tiles += share.tiles
             self.counters.host_busy += ticket.busy
+        if self._only_waits and self.pool.workers and self.device.team is not None:
+            self.device.team.rouse(LINGER_NS)  # while this thread goes on to the next layer
 
     def end(self, targets: Sequence[Target]) -> None:
         self.memory.end_layer(targets)
@@ -126,6 +131,11 @@ class TensorExecutor:
                 y.add_(output)
             self.h = self.h + y
         self.clock.mark("combine")
+
+    @property
+    def _only_waits(self) -> bool:
+        """Between a layer's plan and its end: the host's share is all of it."""
+        return self.phase == "decode" and self.device.on_host and not self.memory.exists
 
     def _compute_shared_experts(self) -> None:
         if (y := self._attended.shared()) is not None:

@@ -28,6 +28,10 @@ class WorkerExchange(Protocol):
         delivers that). Large arrays must not change until its answer. Raises PeerLost where a running worker
         takes no message for too long."""
 
+    def announce(self) -> int | None:
+        """A layer's Works follow in a moment: wake the workers, where that takes time, but for one that
+        sleeps on this thread's core. The index of that one, where it is known."""
+
     def flush(self) -> None:
         """Wake the workers to which messages were sent."""
 

@@ -36,6 +36,9 @@ class HostPool(Protocol):
     def wait_ready(self, limit: float) -> None:
         """Return when the pool accepts shares. Raises PeerLost after `limit` seconds."""
 
+    def announce(self) -> None:
+        """A layer's share is submitted in a moment, and its result waited for at once."""
+
     def submit(self, layer: int, shards: Sequence[HostShard], x: FloatArray) -> Ticket:
         """Begin a share's shards, at most one for each worker, and return at once. x: float32 [R, H],
         unchanged until the ticket's result."""

@@ -19,11 +19,7 @@ from protocol.messages import Work
 from shm.store import Store
 from workers.kernels.choice import DEFAULT, Choice
 from workers.kernels.host import HostKernel
-from workers.kernels.native import Team
-
-# Nanoseconds for which the team spins for its next computation: longer than what lies between two of a step.
-# No worker needs the cores, and waking a thread takes as long as the products of a small layer.
-LINGER_NS = 300_000
+from workers.kernels.native import LINGER_NS, Team
 
 
 @dataclass
@@ -55,11 +51,14 @@ class InlineExpertPool:
         self._kernel = HostKernel(store.layout, team, kernels=kernels)
         self._slowdown = slowdown
         if team is not None:
-            team.linger(LINGER_NS)
+            team.linger(LINGER_NS)  # no worker needs the cores
 
     def wait_ready(self, limit: float) -> None:
         """Load the kernels."""
         self._kernel.prepare()
+
+    def announce(self) -> None:
+        """Does nothing: no process has to be woken."""
 
     def submit(self, layer: int, shards: Sequence[HostShard], x: FloatArray) -> InlineTicket:
         """x: float32 [R, H], unchanged until `result`."""

@@ -137,6 +137,9 @@ class ChildServerSocket:
             self._up_seconds.append(time.monotonic() - exited)
         self._to_supervisor(WorkerUp(self.role, index, incarnation))
 
+    def announce(self) -> None:
+        """As WorkerExchange.announce: a message wakes a child soon enough."""
+
     def report_hung(self, index: int) -> None:
         """Report to the supervisor, which kills it, a child that has work and makes no progress."""
         child = self._children.get(index)

@@ -1,10 +1,21 @@
-"""Measures how long a child that has work has made no progress."""
+"""Measures how long a child that has work has made no progress, and how long it may."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 STALL_SLICE = 0.1  # seconds that one reading may count: this process may have been stopped itself
+
+
+@dataclass(frozen=True)
+class SilenceLimits:
+    """Seconds without a sign of progress that the pool accepts."""
+
+    stall: float = 3.0  # without a tile: the worker is hung
+    stall_row: float = 0.02  # added for each row that it computes
+    first_answer: float = 60.0  # instead of these, while it imports: that does not count as progress
+    pool: float = 120.0  # without a message from any worker: the engine fails
 
 
 class ProgressWatch:

@@ -93,6 +93,12 @@ class RingExchange:
             ring.count_letter()
             self._bells[index] = ring.other_bell
 
+    def announce(self) -> int | None:
+        """As WorkerExchange.announce."""
+        indices = sorted(index for index, ring in self._rings.items() if ring.attached)
+        beside = self._library.rouse(tuple(self._rings[index].other_bell for index in indices))
+        return None if beside < 0 else indices[beside]
+
     def flush(self) -> None:
         """Ring all doorbells together: a worker that is woken on this thread's core runs at once."""
         if self._bells:

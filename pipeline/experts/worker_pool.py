@@ -4,6 +4,9 @@ A shard is cut for one of W workers and usually computed by that worker. While i
 worker computes the shard: the result has the same bits. A Work that was being computed when a worker crashed
 is tried once more; if that worker crashes too, the request fails, and the pool continues.
 
+Where the caller announces a share, and then only waits for it, this process computes a shard itself: that of
+the worker that sleeps on this thread's core, and need not be woken.
+
 A worker that makes no progress is first *suspect*: an idle worker gets the same Works (the pool hedges), and
 the suspect gets no new ones until it answers. After the whole limit it is reported as hung and killed.
 """
@@ -11,7 +14,7 @@ the suspect gets no new ones until it answers. After the whole limit it is repor
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,23 +24,15 @@ from pipeline.coordinator_config import WorkerCores
 from pipeline.errors import PeerLost, ShardFailed
 from pipeline.experts.exchange import WorkerExchange
 from pipeline.experts.host_shards import HostShard, empty_shard
-from pipeline.experts.progress import ProgressWatch
+from pipeline.experts.progress import ProgressWatch, SilenceLimits
 from protocol.messages import Abandon, Partial, Ready, Work, WorkerDied, WorkFailed
 from shm.control import ControlSegment
+
+Compute = Callable[[Work], FloatArray]
 
 HEDGE_AFTER = 1 / 6  # of a worker's stall limit, after which an idle worker gets the same Works
 MAX_CRASHES = 2  # of workers while they computed one Work, by a crash
 MAX_EXITS = 8  # the same by any cause: the system may kill workers when memory is short
-
-
-@dataclass(frozen=True)
-class SilenceLimits:
-    """Seconds without a sign of progress that the pool accepts."""
-
-    stall: float = 3.0  # without a tile: the worker is hung
-    stall_row: float = 0.02  # added for each row that it computes
-    first_answer: float = 60.0  # instead of these, while it imports: that does not count as progress
-    pool: float = 120.0  # without a message from any worker: the engine fails
 
 
 @dataclass
@@ -48,6 +43,7 @@ class WorkerTicket:
     shape: tuple[int, ...]  # of the result
     shards: dict[int, HostShard] = field(default_factory=dict)  # by seq, in shard order
     partials: dict[int, FloatArray] = field(default_factory=dict)
+    own: _PendingWork | None = None  # which this process computes
     busy: float = 0.0  # seconds of computing, of the slowest worker
     failure: str = ""  # the reason why it can never be complete
 
@@ -93,14 +89,18 @@ class WorkerPool:
         workers: WorkerCores,
         hidden: int,
         limits: SilenceLimits | None = None,
+        compute: Compute | None = None,
     ) -> None:
-        """`workers`: the expected workers, for which shards are cut. `control`: their progress counters."""
+        """`workers`: the expected workers, for which shards are cut. `control`: their progress counters.
+        `compute`: a Work in this process, as a worker on one core; raises IndexError, MemoryError."""
         self.workers = len(workers)
         self.cores = workers
         self._exchange = exchange
         self._lines = [control.line("worker", index) for index in range(self.workers)]
         self._hidden = hidden
         self._limits = limits or SilenceLimits()
+        self._compute = compute
+        self._beside: int | None = None  # the worker on this thread's core, for an announced share
         self._next = 0
         self._running: dict[int, _Worker] = {}  # by index
         self._unassigned: list[_PendingWork] = []  # while no worker runs
@@ -110,19 +110,29 @@ class WorkerPool:
         self._exchange.wait_ready(self.workers, limit)
         self.update(0)
 
+    def announce(self) -> None:
+        """As HostPool.announce."""
+        self._beside = self._exchange.announce()
+
     def submit(self, layer: int, shards: Sequence[HostShard], x: FloatArray) -> WorkerTicket:
         """As HostPool.submit."""
         ticket = WorkerTicket(self, x.shape)
+        beside, self._beside = self._beside, None
         for shard in shards:
             kept = x if len(shard.kept) == len(x) else x[shard.kept]
             work = self._work(layer, shard, kept)
             ticket.shards[work.seq] = shard
-            self._assign(_PendingWork(work, ticket, shard.worker))
+            order = _PendingWork(work, ticket, shard.worker)
+            if self._compute is not None and shard.worker == beside and self.cores.cores[beside] == 1:
+                ticket.own = order
+            else:
+                self._assign(order)
         self._exchange.flush()
         return ticket
 
     def result(self, ticket: WorkerTicket) -> FloatArray:
         """As Ticket.result."""
+        self._compute_own(ticket)
         limit = self._limits.pool
         deadline = time.monotonic() + limit
         while not ticket.complete:
@@ -196,6 +206,18 @@ class WorkerPool:
         """The worker runs, has answered before, and is not suspect."""
         worker = self._running.get(index)
         return worker is not None and not worker.suspect and self._exchange.is_up(index)
+
+    def _compute_own(self, ticket: WorkerTicket) -> None:
+        """Where that fails a worker gets the shard: whatever is wrong with it, one answers for it."""
+        order, ticket.own = ticket.own, None
+        if order is None or self._compute is None:
+            return
+        started = time.perf_counter()
+        try:
+            ticket.partials[order.work.seq] = self._compute(order.work)
+        except (IndexError, MemoryError):
+            self._assign(order)
+        ticket.busy = time.perf_counter() - started
 
     def _covered(self, order: _PendingWork) -> bool:
         """The order is answered, or an able worker has it."""

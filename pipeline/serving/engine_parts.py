@@ -20,7 +20,7 @@ from pipeline.experts.host_pool import HostPool
 from pipeline.experts.inline_pool import InlineExpertPool
 from pipeline.experts.peers import ChildServerSocket, ExitEvents, SendToSupervisor
 from pipeline.experts.ring_exchange import RingExchange
-from pipeline.experts.worker_pool import WorkerPool
+from pipeline.experts.worker_pool import Compute, WorkerPool
 from pipeline.memory.limits import CHUNK_MAX, choose_context, full_memory_in_one_line, kv_budget
 from pipeline.memory.needs import needs
 from pipeline.models.registry import model_spec
@@ -35,6 +35,7 @@ from shm.pinned import lock_pages
 from shm.segment import byte_size, engine_prefix
 from shm.slot import SlotShape
 from shm.store import Store
+from workers.kernels.host import HostKernel
 from workers.kernels.native import chosen
 
 CHILD_LIMIT = 60.0  # seconds for workers and prefetcher to announce themselves
@@ -139,12 +140,22 @@ class EngineParts:
         self.closing.callback(self.rings.close)
         return self.rings
 
+    def _own_kernel(self) -> Compute | None:
+        """Computes Works of the workers in this process; None where it must not: in torch, whose crash would
+        end it, and where workers are slowed down."""
+        kernel = HostKernel(self.store.layout, kernels=self.config.kernels, guarded=True)
+        if not kernel.native or self.config.options.host_slowdown > 1:
+            return None
+        return lambda work: kernel.compute_work(work, self.store)
+
     def _open_pool(self) -> HostPool:
         config, store = self.config, self.store
         pool: HostPool
         if config.workers:
             hidden = store.layout.shape.hidden
-            pool = WorkerPool(self._open_exchange(hidden), self.control, config.workers, hidden)
+            pool = WorkerPool(
+                self._open_exchange(hidden), self.control, config.workers, hidden, compute=self._own_kernel()
+            )
         else:
             slowdown = config.options.host_slowdown
             pool = InlineExpertPool(store, self.device.team, slowdown, config.kernels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,19 @@ def pool_clock(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+@contextmanager
+def pool_harness(
+    runtime: Path, exits: ExitEvents, reports: list[object], clock: Clock, rings: bool
+) -> Iterator[PoolHarness]:
+    with control_segment(3) as control, child_socket(runtime, "w", "worker", PRINT, exits, reports) as socket:
+        harness = PoolHarness(runtime, socket, control, exits, reports, rings, clock)
+        yield harness
+        if isinstance(harness.exchange, RingExchange):
+            harness.exchange.close()
+        for worker in harness.running:
+            worker.endpoint.close()
+
+
 @pytest.fixture(params=["zmq", "shm"])
 def harness(
     request: pytest.FixtureRequest,
@@ -100,13 +114,17 @@ def harness(
     reports: list[object],
     pool_clock: Clock,
 ) -> Iterator[PoolHarness]:
-    with control_segment(3) as control, child_socket(runtime, "w", "worker", PRINT, exits, reports) as socket:
-        harness = PoolHarness(runtime, socket, control, exits, reports, request.param == "shm", pool_clock)
+    with pool_harness(runtime, exits, reports, pool_clock, request.param == "shm") as harness:
         yield harness
-        if isinstance(harness.exchange, RingExchange):
-            harness.exchange.close()
-        for worker in harness.running:
-            worker.endpoint.close()
+
+
+@pytest.fixture
+def rings(
+    runtime: Path, exits: ExitEvents, reports: list[object], pool_clock: Clock
+) -> Iterator[PoolHarness]:
+    """A harness whose Work goes through shared memory."""
+    with pool_harness(runtime, exits, reports, pool_clock, True) as harness:
+        yield harness
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,9 @@ from pipeline.coordinator_config import WorkerCores
 from pipeline.experts.exchange import WorkerExchange
 from pipeline.experts.host_shards import HostShard
 from pipeline.experts.peers import ChildServerSocket, ExitEvents
+from pipeline.experts.progress import SilenceLimits
 from pipeline.experts.ring_exchange import RingExchange
-from pipeline.experts.worker_pool import SilenceLimits, WorkerPool, WorkerTicket
+from pipeline.experts.worker_pool import Compute, WorkerPool, WorkerTicket
 from protocol.messages import Abandon, AttachRing, Partial, Work, WorkerDied, WorkerUp, WorkFailed
 from shm.control import ControlSegment
 from shm.doorbell import Library, library
@@ -169,9 +170,17 @@ class PoolHarness:
         self.running: list[Worker] = []
         self.pool: WorkerPool
 
-    def start(self, workers: int, warm: bool = True, limits: SilenceLimits | None = None) -> list[Worker]:
+    def start(
+        self,
+        workers: int,
+        warm: bool = True,
+        limits: SilenceLimits | None = None,
+        compute: Compute | None = None,
+        cores: WorkerCores | None = None,
+    ) -> list[Worker]:
         """A pool with all its workers; with `warm` all of them are up."""
-        self.pool = WorkerPool(self.exchange, self.control, WorkerCores.equal(workers), HIDDEN, limits)
+        cores = cores or WorkerCores.equal(workers)
+        self.pool = WorkerPool(self.exchange, self.control, cores, HIDDEN, limits, compute)
         started = [self.worker(index) for index in range(workers)]
         self.pool.wait_ready(LIMIT)
         for worker in started if warm else ():

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from child_messages import PRINT, child_socket, control_segment
-from clock import Clock
 from pool_harness import HIDDEN, QUIET, PoolHarness, shard_of, tile_of
 
 from pipeline.experts import ring_exchange
-from pipeline.experts.peers import ExitEvents
 from pipeline.experts.ring_exchange import RingExchange
 from shm.errors import NotEnoughMemory
 from shm.segment import SHM_FOLDER
-
-
-@pytest.fixture
-def rings(
-    runtime: Path, exits: ExitEvents, reports: list[object], pool_clock: Clock
-) -> Iterator[PoolHarness]:
-    with control_segment(2) as control, child_socket(runtime, "w", "worker", PRINT, exits, reports) as socket:
-        harness = PoolHarness(runtime, socket, control, exits, reports, True, pool_clock)
-        yield harness
-        exchange_of(harness).close()
-        for worker in harness.running:
-            worker.endpoint.close()
 
 
 def exchange_of(harness: PoolHarness) -> RingExchange:

@@ -8,7 +8,7 @@ import pytest
 from pool_harness import HIDDEN, QUIET, PoolHarness, X, tile_of
 
 from pipeline.errors import PeerLost, ShardFailed
-from pipeline.experts.worker_pool import SilenceLimits
+from pipeline.experts.progress import SilenceLimits
 from protocol.messages import Abandon, Partial, WorkerDied, WorkerUp
 
 CANCELS = [1e8, -1e8, 1.0]  # their float32 sum depends on the order: 1 in this one, 0 in others

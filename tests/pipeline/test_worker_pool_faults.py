@@ -9,8 +9,8 @@ from pool_harness import HIDDEN, QUIET, PoolHarness, Worker, X, shard_of, tile_o
 from pipeline.coordinator_config import WorkerCores
 from pipeline.errors import PeerLost, ShardFailed
 from pipeline.experts import worker_pool
-from pipeline.experts.progress import STALL_SLICE
-from pipeline.experts.worker_pool import HEDGE_AFTER, SilenceLimits, WorkerPool, WorkerTicket
+from pipeline.experts.progress import STALL_SLICE, SilenceLimits
+from pipeline.experts.worker_pool import HEDGE_AFTER, WorkerPool, WorkerTicket
 from protocol.messages import Abandon, Hung, Work
 
 SHORT = SilenceLimits(stall=0.3, stall_row=0.001, first_answer=1.2)  # a worker is hung soon

@@ -17,6 +17,7 @@ FAULTS = {
     6: "no such layer",
     7: "arrays larger than their memory",
     8: "an item's rows are not ascending",
+    9: "a crash while it was computed",
 }
 SMALL_BUFFERS = 4
 

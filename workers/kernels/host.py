@@ -69,21 +69,29 @@ class HostKernel:
         team: Team | None = None,
         line: ControlLine | None = None,
         kernels: Choice = DEFAULT,
+        guarded: bool = False,
     ) -> None:
         """`team`: the threads that compute; None: the caller alone. `line`: ticked for each tile. `kernels`:
-        the same in all processes of an engine."""
+        the same in all processes of an engine. `guarded`, without a team: a Work that crashes in C,
+        because its tiles cannot be read for example, raises IndexError, and the process goes on."""
         self._layout = layout
         self._line = line
         self._ticks = None if line is None else line.address
         self._native: Kernel | None = None
         self._works: WorkKernel | None = None  # of the store of the last Work
         self._own = OwnSlot(layout.shape.hidden)
+        self._guarded = guarded
         library = chosen(kernels)
         if library is not None and isinstance(layout.format, BlockFormat | BF16):
             shape = layout.shape
             geometry = Geometry(layout.format, shape.hidden, shape.hidden, shape.tile)
             self._native = library.kernel(geometry, team)
         self._reference: ReferenceKernel | None = None
+
+    @property
+    def native(self) -> bool:
+        """C computes."""
+        return self._native is not None
 
     def prepare(self) -> None:
         """Import what `compute` needs. Importing torch takes a second or two."""
@@ -105,7 +113,7 @@ class HostKernel:
             return
         tiles, works = store.all_tiles(), self._works
         if works is None or works.tiles is not tiles:
-            self._works = works = self._native.works(tiles, self._layout, self._ticks)
+            self._works = works = self._native.works(tiles, self._layout, self._ticks, self._guarded)
         works.compute(slot)
 
     def _compute_items(self, work: Work, store: Store) -> Float32:

@@ -35,7 +35,10 @@ VARIANTS = {  # best first
     "avx2": "AVX2",
     "portable": "portable C",
 }
-VERSION = 10  # of the functions in c/kernels.h
+VERSION = 11  # of the functions in c/kernels.h
+# Nanoseconds for which threads spin for a computation that follows soon: longer than what lies between two
+# of a step. Waking a thread takes as long as the products of a small layer.
+LINGER_NS = 300_000
 OTHER_VERSION = "compiled from another version: install again"
 
 log = logging.getLogger(__name__)
@@ -55,9 +58,13 @@ class Library:
         self._matmul = typed(functions.tandem_matmul, *[POINTER] * 4, SIZE, POINTER, POINTER)
         tiles = (*[POINTER] * 3, SIZE, POINTER, SIZE, POINTER, SIZE, *[POINTER] * 3)
         self._tiles = typed(functions.tandem_tiles, *tiles, result=checked)
-        self._work = typed(functions.tandem_work, POINTER, POINTER, SIZE, SIZE, result=ctypes.c_int)
+        works = (functions.tandem_work, functions.tandem_guarded_work)
+        self._work, self._guarded_work = (
+            typed(function, POINTER, POINTER, SIZE, SIZE, result=ctypes.c_int) for function in works
+        )
         self._read = typed(functions.tandem_read, POINTER, POINTER, SIZE, SIZE, SIZE, result=ctypes.c_uint64)
         self._start_team = typed(functions.tandem_team_create, SIZE, result=POINTER)
+        self._rouse = typed(functions.tandem_team_rouse, POINTER, SIZE)
         self._linger = typed(functions.tandem_team_linger, POINTER, SIZE)
         self._end_team = typed(functions.tandem_team_destroy, POINTER)
 
@@ -103,6 +110,10 @@ class Team:
     def linger(self, nanoseconds: int) -> None:
         """Let the threads spin for so long after each computation: the next one then need not wake them."""
         self._library._linger(self.handle, nanoseconds)
+
+    def rouse(self, nanoseconds: int) -> None:
+        """Wake the threads, and let them spin for so long: a computation follows."""
+        self._library._rouse(self.handle, nanoseconds)
 
     def close(self) -> None:
         """End the threads. No kernel may use them afterwards."""
@@ -164,10 +175,13 @@ class Kernel:
         )  # fmt: skip
         return y
 
-    def works(self, tiles: Bytes, layout: StoreLayout, ticks: int | None = None) -> WorkKernel:
-        """For Works on all `tiles` of a store, uint8 [total_bytes]. `ticks` as of `tiles`."""
+    def works(
+        self, tiles: Bytes, layout: StoreLayout, ticks: int | None = None, guarded: bool = False
+    ) -> WorkKernel:
+        """For Works on all `tiles` of a store, uint8 [total_bytes]. `ticks` as of `tiles`. `guarded`: a
+        Work that crashes raises IndexError; only without a team."""
         self._check_weights(tiles, layout.total_bytes)
-        return WorkKernel(self, tiles, layout, ticks)
+        return WorkKernel(self, tiles, layout, ticks, guarded)
 
     @property
     def _handle(self) -> int | None:
@@ -196,7 +210,9 @@ class Kernel:
 class WorkKernel:
     """Computes Works in their slots. Used by one thread at a time."""
 
-    def __init__(self, kernel: Kernel, tiles: Bytes, layout: StoreLayout, ticks: int | None) -> None:
+    def __init__(
+        self, kernel: Kernel, tiles: Bytes, layout: StoreLayout, ticks: int | None, guarded: bool
+    ) -> None:
         """Use `Kernel.works`."""
         shape = layout.shape
         self.tiles = tiles
@@ -205,7 +221,9 @@ class WorkKernel:
             kernel._handle, kernel._weights, tiles.ctypes.data, shape.layers, shape.experts, shape.tiles,
             layout.layer_stride, layout.expert_stride, layout.tile_bytes, ticks,
         )  # fmt: skip
-        self._call, self._address = kernel._library._work, ctypes.addressof(self._host)
+        library = kernel._library
+        self._call = library._guarded_work if guarded else library._work
+        self._address = ctypes.addressof(self._host)
 
     def compute(self, slot: Slot) -> None:
         """Write the slot's y. Raises IndexError where a number of the Work is wrong, MemoryError."""

@@ -23,6 +23,7 @@
 #include "bandwidth.h"
 #include "bf16_tiles.h"
 #include "blocks.h"
+#include "guard.h"
 #include "slot.h"
 #include "spans.h"
 #include "team.h"
@@ -30,7 +31,7 @@
 
 #include <string.h>
 
-int tandem_kernels_version(void) { return 10; }
+int tandem_kernels_version(void) { return 11; }
 
 enum { MOST_GROUP = 128 }; /* inputs that share a scale */
 enum { NEARBY = 1 << 19 }; /* bytes of outputs that a core's own cache holds, beside activations and weights */

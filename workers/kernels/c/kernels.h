@@ -53,7 +53,8 @@ struct activations {
     const float *factors;
 };
 
-enum { FINE, BAD_ROWS, BAD_OFFSETS, BAD_ITEMS, SMALL_BUFFERS, BAD_POSITION, BAD_LAYER, BAD_SIZES, BAD_ORDER };
+enum { FINE, BAD_ROWS, BAD_OFFSETS, BAD_ITEMS, SMALL_BUFFERS, BAD_POSITION, BAD_LAYER, BAD_SIZES, BAD_ORDER,
+       CRASHED };
 
 struct team; /* threads that share one computation; NULL is the calling thread alone */
 
@@ -105,6 +106,10 @@ struct host {
  * as tandem_tiles item by item: the sum over the items of their rows' weights times the sum of their tiles' outputs.
  * SMALL_BUFFERS: host->memory must have host->needed bytes. */
 int tandem_work(struct host *host, void *slot, int64_t request, int64_t answer);
+
+/* The same without a team; returns CRASHED where it would have crashed, for example over tiles that cannot be read. For
+ * one thread of a process. */
+int tandem_guarded_work(struct host *host, void *slot, int64_t request, int64_t answer);
 
 /* The sum of `bytes` bytes, a multiple of 64, as 64-bit numbers: its time is that of reading memory with this hint,
  * prefetched `ahead` bytes before its use. */
@@ -207,5 +212,8 @@ struct team *tandem_team_create(int64_t threads);
 
 /* Nanoseconds for which the threads spin after every computation before they sleep; 0 at first. */
 void tandem_team_linger(struct team *team, int64_t nanoseconds);
+
+/* Wake the threads, which spin for so many nanoseconds: a computation follows. */
+void tandem_team_rouse(struct team *team, int64_t nanoseconds);
 
 void tandem_team_destroy(struct team *team);

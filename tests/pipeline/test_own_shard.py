@@ -1,0 +1,145 @@
+"""The shard that the coordinator computes itself, of a share that was announced."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from child_messages import LIMIT
+from pool_harness import HIDDEN, PoolHarness, Worker, X, doorbells, tile_of
+
+from pipeline.coordinator_config import WorkerCores
+from protocol.messages import Work
+
+
+@pytest.fixture
+def core() -> Iterator[int]:
+    """Of this thread, which stays there."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    yield min(before)
+    os.sched_setaffinity(0, before)
+
+
+@contextmanager
+def asleep(worker: Worker, core: int, value: float = 0.0) -> Iterator[None]:
+    """The worker sleeps on this core until its doorbell rings, and answers its Work with `value`."""
+    ring = worker.ring
+    assert ring is not None
+    ring.wait(0.0)  # for what has rung before
+
+    def answer() -> None:
+        os.sched_setaffinity(0, {core})
+        ring.wait(LIMIT)
+        if (slot := ring.take()) is not None:
+            slot.y()[:] = value
+            ring.answer(slot, 0.1)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    bell = (ring._bell,)
+    until = time.monotonic() + LIMIT
+    while doorbells().rouse(bell) < 0:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    try:
+        yield
+    finally:
+        doorbells().ring(bell)
+        thread.join()
+
+
+class Kernel:
+    """Computes Works as the coordinator: each number is 10."""
+
+    def __init__(self) -> None:
+        self.tiles: list[int] = []
+        self.fault: Exception | None = None
+
+    def __call__(self, work: Work) -> np.ndarray:
+        self.tiles.append(tile_of(work))
+        if self.fault is not None:
+            raise self.fault
+        return np.full(work.x.shape, 10, np.float32)
+
+
+def started(rings: PoolHarness, kernel: Kernel, cores: tuple[int, ...] = (1, 1)) -> list[Worker]:
+    workers = rings.start(len(cores), compute=kernel, cores=WorkerCores(cores))
+    for worker in workers:
+        worker.messages()
+        assert worker.ring is not None
+    return workers
+
+
+def test_the_shard_of_the_worker_on_this_core_is_computed_here(rings: PoolHarness, core: int) -> None:
+    first, second = started(rings, kernel := Kernel())
+    with asleep(second, core):
+        rings.pool.announce()
+        ticket = rings.submit(0, 1)
+        (work,) = first.take()
+        first.answer(work, 1.0)
+        assert ticket.result().tolist() == [[11.0] * HIDDEN]
+    assert (tile_of(work), kernel.tiles) == (0, [1])
+    assert second.messages() == []
+
+
+def test_a_share_that_was_not_announced_is_the_workers(rings: PoolHarness, core: int) -> None:
+    first, second = started(rings, kernel := Kernel())
+    with asleep(second, core, 2.0):
+        rings.pool.announce()
+        rings.submit(0).abandon()
+        ticket = rings.submit(5, 1)
+        (work,) = first.take()  # the other one is abandoned
+        first.answer(work, 1.0)
+        assert ticket.result()[0, 0] == 3.0
+    assert kernel.tiles == []
+
+
+@pytest.mark.parametrize("fault", [IndexError("a crash"), MemoryError()])
+def test_a_shard_that_fails_here_is_given_to_its_worker(
+    rings: PoolHarness, core: int, fault: Exception
+) -> None:
+    first, second = started(rings, kernel := Kernel())
+    kernel.fault = fault
+    with asleep(second, core, 2.0):
+        rings.pool.announce()
+        ticket = rings.submit(0, 1)
+        first.answer(first.take()[0], 1.0)
+        assert ticket.result()[0, 0] == 3.0
+    assert kernel.tiles == [1]
+
+
+def test_a_shard_for_several_cores_is_not_computed_on_one(rings: PoolHarness, core: int) -> None:
+    (worker,) = started(rings, kernel := Kernel(), (2,))
+    with asleep(worker, core, 2.0):
+        rings.pool.announce()
+        assert rings.submit(0).result().tolist() == (2 * X).tolist()
+    assert kernel.tiles == []
+
+
+def test_an_announcement_wakes_the_workers_on_other_cores(rings: PoolHarness, core: int) -> None:
+    others = os.sched_getaffinity(os.getppid()) - {core}
+    if not others:
+        pytest.skip("one core")
+    first, second = started(rings, Kernel())
+    ring, rung = first.ring, []
+    assert ring is not None
+    ring.wait(0.0)
+
+    def wait() -> None:
+        os.sched_setaffinity(0, others)
+        rung.append(ring.wait(LIMIT))
+
+    until = time.monotonic() + LIMIT
+    thread = threading.Thread(target=wait)
+    thread.start()
+    with asleep(second, core):
+        while thread.is_alive() and time.monotonic() < until:
+            rings.pool.announce()
+    thread.join()
+    assert rung == [True]
