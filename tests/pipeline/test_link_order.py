@@ -54,6 +54,11 @@ class TickedLink:
             self._ticked = True
             self._let_run()
 
+    @property
+    def moving(self) -> bool:
+        """Whether a tile is on the link."""
+        return self._moving
+
     def stop(self) -> None:
         with self._changed:
             self.stopped = True
