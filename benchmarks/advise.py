@@ -1,56 +1,175 @@
-"""advise against the engine: predicted and measured tokens a second of presets on emulated machines."""
+"""`launch.py advise` against the engine: predicted and measured speed of every exact preset, on this machine
+with its link and its workers slowed to the ratios of other machines.
+
+    python -m benchmarks.advise FOLDER [--only olmoe-1,qwen-1] [--json]
+
+Each machine is an engine with one expert cache. Two of its presets, all-host and on-demand, are what advise
+itself runs on a machine; all others are predicted from these two. What was measured stays in FOLDER, which
+also has a cache of its own.
+"""
+
 from __future__ import annotations
-import argparse, asyncio, json, statistics, sys, time
-from dataclasses import replace
+
+import argparse
+import asyncio
+import json
+import os
+import pickle
+import statistics
+from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
+from typing import Any
+
 from launch.advise.estimate import Setting, estimate
-from launch.advise.hardware import Priced
-from launch.advise.routing import recorded
-from launch.advise.sizes import sizes_of
-from launch.advise.trial import fitted, probed_costs, run_presets
-from launch.bench.command import read_other_texts
-from launch.command_line.options import parse
-from launch.connect.session import connected
+from launch.advise.routing import RecordedText, counts_of, recorded
+from launch.advise.sizes import Sizes, sizes_of
+from launch.advise.trial import DEVICE, HOST, Ran, engine, fitted, probed_costs, record, run_presets
+from launch.command_line.options import Options, parse
 from launch.terminal.interrupts import Interrupts
-from launch.bench.prompts import make_prompts
-from launch.bench.run import warm_up
-from pipeline.checkpoint.open import open_model
-from pipeline.policies.view import PolicyRequest
 from pipeline.assets import model_dir
+from pipeline.checkpoint.open import open_model
+from pipeline.policies.costs import Costs
+from pipeline.policies.view import PolicyRequest
 
-P, WARM, NEW = 48, 40, 40
-async def record(words, path):
-    options = parse(["bench", *words, "--record", str(path)])
-    async with connected(options, Interrupts()) as client:
-        await read_other_texts(client, 0)
-        prompts = await make_prompts(client, 2, P, 0)
-        await warm_up(client, prompts[1:], WARM); await warm_up(client, prompts[:1], NEW)
+PROMPT = 48  # tokens
+PRESETS = ("fiddler", "bandwidth-split", "layerwise", "hybrimoe", "mixtral-offloading")
+OLMOE = "--model shape:olmoe-1b-7b/6 --format int8 --backbone-dtype int8"
+QWEN = "--model shape:qwen3-30b-a3b/4 --format int4 --backbone-dtype int4"
+MIXTRAL = "--model shape:mixtral-8x7b/2 --format int4 --backbone-dtype int4"
+MACHINES = {
+    "olmoe-1": f"{OLMOE} --link-gbps 2 --host-slowdown 3 --expert-cache 0.4",
+    "olmoe-2": f"{OLMOE} --link-gbps 1 --host-slowdown 2 --expert-cache 0.2",
+    "qwen-1": f"{QWEN} --link-gbps 0.8 --host-slowdown 4 --expert-cache 0.5",
+    "qwen-2": f"{QWEN} --link-gbps 3 --host-slowdown 6 --expert-cache 0.25",
+    "embedded": "--link-gbps 0.3 --host-slowdown 8 --expert-cache 0.5",
+    "mixtral": f"{MIXTRAL} --link-gbps 3 --host-slowdown 3 --expert-cache 0.4",
+}
 
-async def measured(words, policies):
-    options = parse(["bench", *words])
-    async with connected(options, Interrupts()) as client:
-        await client.set_policy("all-host", {})
-        await read_other_texts(client, 0)
+
+@dataclass(frozen=True)
+class Measured:
+    """One machine's runs."""
+
+    probed: Costs
+    cache: int  # tiles
+    runs: list[Ran]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A preset on a machine, tokens a second of decode and seconds to the first token."""
+
+    machine: str
+    policy: str
+    measured: float
+    predicted: float
+    probe: float  # predicted by the engine's probe alone
+    first: float
+    predicted_first: float
+    given: bool  # the prediction has seen this run
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+async def measure(words: list[str], folder: Path) -> tuple[Measured, Path]:
+    """Record the model's routing once, run every preset."""
+    options, interrupts = parse(["bench", *words]), Interrupts()
+    model = str(options.written.get("model", "embedded")).replace("/", "-")
+    trace = folder / f"{model}.trace"
+    if not trace.exists():
+        plain = {k: v for k, v in options.written.items() if k not in ("link_gbps", "host_slowdown")}
+        async with engine(Options("bench", plain), interrupts, record=trace.absolute()) as client:
+            await record(client, trace, PROMPT)
+    async with engine(options, interrupts) as client:
         probed = await probed_costs(client)
-        runs = await run_presets(client, policies, P, WARM, NEW, 1, 0)
-        stats = await client.stats()
-        from pipeline.policies.costs import Costs
-        return probed, runs, stats["cache"]["capacity_tiles"], Costs.from_json(stats["costs"])
+        cache = int((await client.stats())["cache"]["capacity_tiles"])
+        requests = [HOST, DEVICE, *map(PolicyRequest, PRESETS)]
+        return Measured(probed, cache, await run_presets(client, requests, PROMPT)), trace
 
-async def main():
-    name, words, policies = sys.argv[1], sys.argv[2].split(), [PolicyRequest(n) for n in sys.argv[3].split(",")]
-    model = Path(words[words.index("--model") + 1]) if "--model" in words else model_dir()
-    path = Path(f"/tmp/adv/{sys.argv[4]}.trace")
-    if not path.exists():
-        base = [w for w in words]
-        for o in ("--link-gbps", "--host-slowdown", "--expert-cache"):
-            if o in base: i = base.index(o); del base[i:i+2]
-        await record(base, path)
-    probed, runs, capacity, after = await measured(words, policies)
-    options = parse(["bench", *words])
-    config = replace(options.config(), device="cpu", workers=2)
-    source = open_model(model)
-    sizes = sizes_of(source, config, config.format or "bf16")
-    text = recorded(path, sizes.header)
-    import pickle; pickle.dump((name, words, probed, runs, capacity, after, path), open(f"/tmp/adv/{name}.pickle", "wb"))
-asyncio.run(main())
+
+def points(machine: str, words: list[str], found: Measured, trace: Path) -> list[Point]:
+    """Every preset's prediction beside its run."""
+    asked = parse(["bench", *words]).config()
+    config = replace(asked, device="cpu", workers=2)
+    sizes = sizes_of(open_model(asked.model or model_dir()), config, config.format or "bf16")
+    text = _text(trace, sizes)
+    host, device = found.runs[:2]
+    priced = fitted(found.probed, host, device, sizes, found.cache, text)
+    rows = []
+    for ran in found.runs:
+        setting = Setting(ran.request, sizes.format, found.cache, 0.0)
+        best, plain = (
+            estimate(setting, sizes, each, text, PROMPT, 0)
+            for each in (priced, replace(priced, costs=found.probed))
+        )
+        speed, first = (ran.run.decode_tok_s, best.tok_s, plain.tok_s), best.first_token_s or 0.0
+        rows.append(
+            Point(machine, ran.request.name, *speed, ran.run.first_token_s, first, ran in (host, device))
+        )
+    return rows
+
+
+def _text(trace: Path, sizes: Sizes) -> RecordedText:
+    """Popularity is that of the prompts alone, as in the engine that is measured: the answers of a model with
+    random weights repeat themselves."""
+    text = recorded(trace, sizes.header)
+    prompts = [step for step in text.steps[: text.begin] if step.phase == "prefill"]
+    return replace(text, counts=counts_of(prompts, sizes.header.shape.layers, sizes.header.shape.experts))
+
+
+def summary(rows: list[Point]) -> dict[str, Any]:
+    """Errors of the runs that no prediction has seen, and pairs of one machine in the wrong order."""
+    unseen = [row for row in rows if not row.given]
+    error = statistics.median(abs(row.error) for row in unseen)
+    pairs = [
+        (a, b)
+        for a, b in combinations(rows, 2)
+        if a.machine == b.machine and abs(a.measured / b.measured - 1) > 2 * error
+    ]
+    wrong = [(a, b) for a, b in pairs if (a.measured > b.measured) != (a.predicted > b.predicted)]
+    firsts = [abs(row.predicted_first / row.first - 1) for row in unseen]
+    return {
+        "settings": len(unseen),
+        "median_error": error,
+        "worst_error": max(abs(row.error) for row in unseen),
+        "median_error_of_the_probe": statistics.median(abs(row.probe / row.measured - 1) for row in unseen),
+        "median_error_first_token": statistics.median(
+            abs(row.predicted_first / row.first - 1) for row in unseen
+        ),
+        "pairs_apart": len(pairs),
+        "pairs_in_wrong_order": [f"{a.machine}: {a.policy}, {b.policy}" for a, b in wrong],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", help="machines, separated by commas")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    os.environ["XDG_CACHE_HOME"] = str(arguments.folder / "cache")
+    rows: list[Point] = []
+    for name in arguments.only.split(",") if arguments.only else MACHINES:
+        words, kept = MACHINES[name].split(), arguments.folder / f"{name}.measured"
+        if not kept.exists():
+            kept.write_bytes(pickle.dumps(asyncio.run(measure(words, arguments.folder))))
+        rows += points(name, words, *pickle.loads(kept.read_bytes()))  # our own file
+    if arguments.json:
+        print(json.dumps({"points": [vars(row) for row in rows]} | summary(rows)))
+        return
+    for row in rows:
+        note = "given" if row.given else f"{row.error:+.0%}"
+        print(
+            f"{row.machine:10}{row.policy:20}{row.measured:8.1f}{row.predicted:8.1f} {note:>6}   probe"
+            f" {row.probe / row.measured - 1:+.0%}   first token {1e3 * row.first:.0f}"
+            f" {1e3 * row.predicted_first:.0f} ms"
+        )
+    print(json.dumps(summary(rows), indent=1))
+
+
+if __name__ == "__main__":
+    main()

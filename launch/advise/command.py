@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from launch.advise.hardware import Hardware, elsewhere
+from launch.advise.here import this_machine
 from launch.advise.plot import draw_advice
 from launch.advise.report import Report
 from launch.advise.routing import RecordedText, drawn, recorded
@@ -16,6 +17,7 @@ from launch.advise.search import CURVE, DRAWN, Search, fitting
 from launch.advise.sizes import Sizes, sizes_of
 from launch.bench.plan import requested_policies
 from launch.bench.plot import check_picture
+from launch.command_line.checks import check_engine
 from launch.command_line.options import Options
 from launch.errors import WrongUsage
 from launch.terminal.interrupts import Interrupts
@@ -37,18 +39,25 @@ async def advise(options: Options, interrupts: Interrupts) -> int:
     written = options.written
     if "plot" in written:
         check_picture(written["plot"])
-    hardware = elsewhere(written)
-    if hardware is None:
-        raise WrongUsage("advise: describe the machine")
+    prompt, batch, asked = written.get("prompt_len", PROMPT), written.get("batch", 1), options.config()
+    requests = requested_policies(options, asked.seed)
+    hardware: Hardware | None = elsewhere(written)
     source = open_config(written.get("model", model_dir()))
-    asked = options.config()
-    config = replace(asked, device=hardware.device, workers=1 if asked.workers is None else asked.workers)
-    prompt, batch = written.get("prompt_len", PROMPT), written.get("batch", 1)
-    requests = requested_policies(options, config.seed)
-    each = _every_size(source, config, hardware)
+    if hardware is not None:
+        config = replace(asked, device=hardware.device, workers=1 if asked.workers is None else asked.workers)
+        each = _every_size(source, config, hardware)
+        chunk = min(config.chunk or CHUNK_MAX, prompt)
+        text = _text(written.get("trace"), each[0], prompt, chunk, batch, config.seed)
+    else:
+        if batch != 1:
+            raise WrongUsage(
+                "--batch is of a machine given by numbers; bench --batch measures it on this one"
+            )
+        check_engine(asked, source)
+        found = await this_machine(options, interrupts, source, prompt)
+        hardware, config, text = found.hardware, found.config, found.text
+        each = _every_size(source, replace(config, format=asked.format), hardware)
     formats = [fitting(sizes, config, hardware) for sizes in each]
-    chunk = min(config.chunk or CHUNK_MAX, prompt)
-    text = _text(written.get("trace"), each[0], prompt, chunk, batch, config.seed)
     fit = sum(one.fits for one in formats)
     total = fit * len(requests) + 4 + ("plot" in written) * DRAWN * len(CURVE)
     with ProgressCounter("advise: replays", total) as bar:

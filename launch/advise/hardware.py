@@ -54,6 +54,7 @@ class Hardware(ABC):
     memory: Machine
     only: FormatName | None = None  # the one format that it has costs of
     unknown: list[str]  # what an estimate for it does not contain
+    without_workers: float | None = None  # times as fast is all-host with --workers 0, where measured
 
     @abstractmethod
     def priced(self, sizes: Sizes, context: int) -> Priced:

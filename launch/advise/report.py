@@ -13,7 +13,7 @@ from rich.text import Text
 from launch.advise.estimate import Estimate
 from launch.advise.hardware import Hardware
 from launch.advise.routing import RecordedText
-from launch.advise.search import Advice, Fitting, best_of
+from launch.advise.search import NO_WORKERS, WORTH, Advice, Fitting, best_of
 from launch.bench.profile_table import policy_name
 from launch.bench.replay_report import ASSUMPTION
 from launch.bench.result import merged_notes
@@ -91,7 +91,8 @@ class Report:
 
     def _formats(self) -> Table:
         """Each format's memory and its fastest presets."""
-        names = ("GPU", "host", "cache", "tok/s", "first\ntoken")
+        gpu = self.hardware.memory.gpu is not None
+        names = (*("GPU",) * gpu, "host", *("cache",) * gpu, "tok/s", "first\ntoken")
         table = make_table("format", "fastest exact preset", numbers=names, gap=0)
         best = [self._fastest(each) for each in self.advice.formats]
         speeds = iter(alike([each.tok_s for each in best if each is not None]))
@@ -107,9 +108,9 @@ class Report:
                 policy_name(each.setting.policy, each.exact)
                 if each is not None
                 else f"does not fit: {short}",
-                needed.get("GPU memory", MISSING),
+                *(needed["GPU memory"],) * gpu,
                 needed["memory"],
-                f"{fitting.plan.expert_cache:.0%}" if fitting.fits else MISSING,
+                *(f"{fitting.plan.expert_cache:.0%}" if fitting.fits else MISSING,) * gpu,
                 next(speeds) if each is not None else MISSING,
                 _seconds(each.first_token_s) if each is not None else MISSING,
                 style="bold" if each is not None and each is chosen else "",
@@ -176,15 +177,26 @@ class Report:
         words.append(f"--format {setting.format}")
         if each.setting.capacity and (each.host_share < 1 or each.moved):
             words.append(f"--expert-cache {setting.share:.3g}")
+        if self._without_workers(each) >= WORTH:
+            words.append(NO_WORKERS)
         return " ".join(words)
+
+    def _without_workers(self, each: Estimate) -> float:
+        """Times as fast as the estimate is --workers 0; 1 where that was not measured."""
+        return (self.hardware.without_workers or 1.0) if each.host_share == 1 else 1.0
+
+    def _speed(self, each: Estimate) -> str:
+        """Of the command, in words."""
+        ratio = self._without_workers(each)
+        return f"about {three_digits(each.tok_s * (ratio if ratio >= WORTH else 1))} tok/s"
 
     def _answer(self) -> Iterator[Text]:
         first, *others = self._recommended()
         yield Text("Advice", style="bold green")
         yield Text(f"  {self._command(first)}", style="bold")
-        yield Text(f"  about {three_digits(first.tok_s)} tok/s")
+        yield Text(f"  {self._speed(first)}")
         for each in others:
-            yield Text(f"or with more exact weights, about {three_digits(each.tok_s)} tok/s:")
+            yield Text(f"or with more exact weights, {self._speed(each)}:")
             yield Text(f"  {self._command(each)}")
         yield Text("")
         yield Text("What would change its speed", style="bold")

@@ -18,6 +18,7 @@ from pipeline.traces.reader import Trace
 from pipeline.traces.steps import TracedStep
 from pipeline.traces.synthetic import EMBEDDED, SyntheticText
 
+MOST = 256  # steps of decode of a trace that count, at most
 WARM = 48  # tokens of decode before those that count: caches fill, and policies learn
 COUNTED = 64  # tokens of decode that count
 HISTORY = 1000  # tokens from which the popularity of experts is known
@@ -71,15 +72,24 @@ def recorded(path: Path, header: Header) -> RecordedText:
         raise WrongUsage(f"--trace {path}: it has no step of decode")
     steps = list(trace.steps())
     decoded = [index for index, step in enumerate(steps) if step.phase == "decode"]
-    begin = decoded[len(decoded) // 2]
-    # back to the prompt of the first sequence that counts, if that is near
-    rows = sum(len(step.sequences) for step in steps[begin:])
-    counts = np.zeros((of.layers, of.experts), np.int64)
-    for step in steps[:begin]:
+    begin = decoded[-min(MOST, len(decoded) + 1 >> 1)]
+    while begin and steps[begin - 1].phase == "prefill":  # with the prompt before them
+        begin -= 1
+    before = [index for index in decoded if index < begin]
+    history, first = steps[:begin], before[-WARM] if len(before) > WARM else 0
+    rows = sum(len(step.sequences) for step in steps[begin:] if step.phase == "decode")
+    words = f"recorded routing: of {path.name} the last {rows} tokens count, what is before is the history"
+    counts = counts_of(history, of.layers, of.experts)
+    return RecordedText(steps[first:], begin - first, counts, seen.last_steps, words, seen.rest["decode"])
+
+
+def counts_of(steps: Sequence[TracedStep], layers: int, experts: int) -> NDArray[np.int64]:
+    """The rows [L, E] of these steps that were routed to each expert."""
+    counts = np.zeros((layers, experts), np.int64)
+    for step in steps:
         for layer, traced in enumerate(step.layers):
-            counts[layer] += traced.router_routing.workload(of.experts)
-    words = f"recorded routing, {path.name}: the last {rows} tokens count, the others are the history"
-    return RecordedText(steps, begin, counts, seen.last_steps, words, seen.rest["decode"])
+            counts[layer] += traced.router_routing.workload(experts)
+    return counts
 
 
 def _last_steps(steps: Sequence[TracedStep]) -> dict[int, int]:

@@ -25,6 +25,8 @@ ALIKE = 0.98  # of the fastest: not to be told apart
 DEFAULTS = ("all-host", "tandem", "fiddler")  # of several that are alike, the first of these
 MORE = 1.1  # times as fast
 MORE_CACHE = 2e9  # bytes
+NO_WORKERS = "--workers 0"
+WORTH = 1.03  # times as fast: worth an option
 CURVE = (0.0, 0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0)  # caches of the picture
 DRAWN = 4  # presets in it
 
@@ -127,6 +129,9 @@ class Search:
             faster = self._hardware.faster(side, MORE, sizes, self._prompt)
             self._changed(f"{words} 10 % faster", await self._run(settings, sizes, faster))
         tiles = sizes.needs.tiles
+        if self._hardware.without_workers and best.host_share == 1:
+            ratio = self._hardware.without_workers
+            self.advice.changes.append(Change(f"{NO_WORKERS}, as measured", best.tok_s * ratio, ratio))
         more = min(tiles, settings.capacity + int(MORE_CACHE // sizes.needs.slot))
         if best.moved or best.host_share:
             found = await self._run(replace(settings, capacity=more, share=more / tiles), sizes, plain)
