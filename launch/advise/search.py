@@ -20,6 +20,7 @@ from pipeline.policies.view import PolicyRequest
 UNCALIBRATED = {
     "dali": {"prediction": "next-gate"},
     "daop": {"placement": "popular"},
+    "moepic": {"theta": "0.3"},
 }
 ALIKE = 0.98  # of the fastest: not to be told apart
 DEFAULTS = ("all-host", "tandem", "fiddler")  # of several that are alike, the first of these

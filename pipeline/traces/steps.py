@@ -91,7 +91,8 @@ def decode_step(header: Header, body: bytes, expected: int) -> TracedStep:
         raise TraceError(f"it is too short for {rows} rows")
     reader = _BodyReader(header, body, rows)
     sequences = tuple(reader.take("<u4", rows).tolist())
-    layers = tuple(reader.layer(layer) for layer in range(shape.layers))
+    layers = tuple([reader.layer(layer) for layer in range(shape.layers)])
+    reader.check_routings()
     if reader.at != len(body):
         raise TraceError("it is longer than its layers")
     return TracedStep(number, PHASES[phase], sequences, layers, int.from_bytes(rest, "little") / 1e6)
@@ -102,6 +103,7 @@ class _BodyReader:
 
     def __init__(self, header: Header, body: bytes, rows: int) -> None:
         self._header, self._body, self._rows = header, body, rows
+        self._routings: list[tuple[int, Routing]] = []  # with their layers
         self.at = HEAD.size
 
     def take(self, dtype: str, *shape: int) -> NDArray[Any]:
@@ -110,13 +112,16 @@ class _BodyReader:
         end = self.at + kind.itemsize * count
         if end > len(self._body):
             raise TraceError("it ends within a layer")
-        array = np.frombuffer(self._body, kind, count, self.at).reshape(shape)
+        array = np.ndarray(shape, kind, self._body, self.at)
         self.at = end
         return array
 
     def layer(self, layer: int) -> LayerTrace:
         shape, rows = self._header.shape, self._rows
-        flags = int(self.take("u1", 1)[0])
+        if self.at == len(self._body):
+            raise TraceError("it ends within a layer")
+        flags = self._body[self.at]
+        self.at += 1
         if flags >= 2 * FIRST or (flags & FIRST and layer != shape.layers - 1):
             raise TraceError(f"layer {layer} has unknown flags")
         router_routing = self._routing(layer)
@@ -125,15 +130,22 @@ class _BodyReader:
         if stale is not None and int(stale.max()) > shape.tiles:
             raise TraceError(f"layer {layer} has cuts beyond its {shape.tiles} tiles")
         own = self.take("<f2", rows, shape.experts) if flags & LOGITS else None
-        ahead = range(self._header.predictions(layer))
-        predictions = tuple([self.take("<f2", rows, shape.experts) for _ in ahead])
+        predictions = tuple(self.take("<f2", self._header.predictions(layer), rows, shape.experts))
         first = self.take("<f2", rows, shape.experts) if flags & FIRST else None
         return LayerTrace(router_routing, computed, bool(flags & PREDICTED), stale, own, predictions, first)
 
     def _routing(self, layer: int) -> Routing:
-        shape, size = self._header.shape, (self._rows, self._header.shape.top_k)
+        size = self._rows, self._header.shape.top_k
         experts = self.take("<u2", *size).astype(np.int32)
         weights = self.take("<f4", *size)
-        if int(experts.max()) >= shape.experts or not np.isfinite(weights).all():
+        self._routings.append((layer, found := Routing(experts, weights)))
+        return found
+
+    def check_routings(self) -> None:
+        """Those that were read; all at once, as a check of each takes longer than reading it."""
+        experts = np.concatenate([routing.experts for _, routing in self._routings])
+        weights = np.concatenate([routing.weights for _, routing in self._routings])
+        wrong = (experts >= self._header.shape.experts).any(axis=1) | ~np.isfinite(weights).all(axis=1)
+        if wrong.any():
+            layer = self._routings[int(wrong.argmax()) // self._rows][0]
             raise TraceError(f"layer {layer} has experts that do not exist, or weights that are not finite")
-        return Routing(experts, weights)
