@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from launch.advise.estimate import Setting, estimate
+from launch.advise.hardware import Priced
+from launch.advise.routing import RecordedText, drawn
+from launch.advise.sizes import Sizes, sizes_of
+from launch.advise.trial import DEVICE, HOST, Ran, fitted
+from launch.bench.run import Run
 from launch.cli import main
+from pipeline.checkpoint.open import open_config
+from pipeline.config import EngineConfig
+from pipeline.counters import PARTS
+from pipeline.policies.costs import Costs
+from pipeline.policies.view import PolicyRequest
 
 MACHINE = ["--host-gbps", "60", "--link-gbps", "25", "--gpu-gb", "12", "--gpu-gbps", "1000"]
 MODEL = ["advise", "--model", "shape:mixtral-8x7b/4"]
@@ -97,3 +109,39 @@ def test_a_picture_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert set(found["curves"]) == {"fiddler", "on-demand"}  # type: ignore[call-overload]
     text = picture.read_text("utf-8")
     assert "what fits" in text or "<svg" in text
+
+
+def test_costs_are_fitted_to_two_runs_so_that_their_replays_take_as_long() -> None:
+    """Runs made by replays with other costs than the probe's: the fit finds these costs."""
+    config = EngineConfig(device="cpu", workers=2)
+    sizes = sizes_of(open_config(Path("shape:mixtral-8x7b/4")), config, "int4")
+    text = drawn(sizes.header, prompt=32, chunk=32, batch=1, seed=0)
+    probed = Costs((1, 64), (1e-4, 2e-3), (5e-5, 4e-4), link=3e-4, round_trip=1e-4, other=(2e-4, 2e-4))
+    sides = {"host": (1.5e-4, 3e-3), "device": (6e-5, 4.8e-4), "other": (5e-4, 5e-4)}
+    true = Priced(replace(probed, **sides, link=4e-4, round_trip=3e-4), rest=2e-3)
+    cache = sizes.needs.tiles // 2
+    host, device = (_ran(request, true, sizes, text, cache) for request in (HOST, DEVICE))
+    found = fitted(probed, host, device, sizes, cache, text)
+    for name in ("host", "device", "other"):
+        assert getattr(found.costs, name) == pytest.approx(getattr(true.costs, name), rel=0.01)
+    assert found.costs.link == pytest.approx(true.costs.link, rel=0.02)
+    assert found.costs.round_trip == pytest.approx(true.costs.round_trip, rel=0.02)
+    assert found.rest == pytest.approx(true.rest, rel=0.01)
+
+
+def _ran(request: PolicyRequest, priced: Priced, sizes: Sizes, text: RecordedText, cache: int) -> Ran:
+    """What an engine with these costs would have counted in one run of the text."""
+    found = estimate(Setting(request, sizes.format, cache, 0.5), sizes, priced, text, 32, 0)
+    shape, costs, steps = sizes.header.shape, priced.costs, 10
+    tiles = steps * shape.layers * shape.top_k * shape.tiles
+    host = tiles if request is HOST else 0
+    step = 1 / found.tok_s
+    parts = dict.fromkeys(PARTS, 0.0)
+    parts["attention"] = steps * shape.layers * costs.other[0]
+    parts["device"] = (tiles - host) * costs.device[0]
+    parts["link"] = 0.0 if host else steps * (step - priced.rest) - parts["attention"] - parts["device"]
+    parts["wait"] = host * costs.host[0] + (steps * shape.layers * costs.round_trip if host else 0.0)
+    tree = {"host_tiles": host, "resident_tiles": tiles - host, "fetched_tiles": 0, "seconds": parts}
+    tree |= {"steps": steps, "rows": steps, "host_busy_s": host * costs.host[0]}
+    run = Run(1.0, 1.0, found.tok_s, 0, 0.0, host / tiles, decode=tree)
+    return Ran(request, 32, run)
