@@ -138,7 +138,6 @@ class Report:
         )
         table = make_table(f"policy, {best.setting.format}", numbers=names, gap=0)
         for each, speed in zip(found, alike([each.tok_s for each in found]), strict=True):
-            changed = sum(share for kind, share in each.fidelity.items() if kind != "predicted")
             table.add_row(
                 policy_name(each.setting.policy, each.exact),
                 speed,
@@ -149,7 +148,7 @@ class Report:
                 byte_size(round(each.moved)),
                 percent(each.wait_link),
                 percent(each.wait_host),
-                "exact" if each.exact else percent(changed),
+                _changed(each),
                 style="bold" if each is best else "",
             )
         return table
@@ -222,6 +221,14 @@ class Report:
             yield Text(f"note: {note}", style="dim")
         for name, reason in self.advice.left_out.items():
             yield Text(f"note: {name} left out: {reason}", style="dim")
+
+
+def _changed(each: Estimate) -> str:
+    """The share of the routed weight that is computed otherwise."""
+    if each.exact:
+        return "exact"
+    changed = sum(share for kind, share in each.fidelity.items() if kind != "predicted")
+    return percent(changed) if changed else "predicted"
 
 
 def _seconds(value: float | None) -> str:

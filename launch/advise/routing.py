@@ -19,8 +19,8 @@ from pipeline.traces.steps import TracedStep
 from pipeline.traces.synthetic import EMBEDDED, SyntheticText
 
 MOST = 256  # steps of decode of a trace that count, at most
-WARM = 48  # tokens of decode before those that count: caches fill, and policies learn
-COUNTED = 64  # tokens of decode that count
+WARM = 40  # tokens of decode before those that count: caches fill, and policies learn
+COUNTED = 48  # tokens of decode that count
 HISTORY = 1000  # tokens from which the popularity of experts is known
 # Share of the next layer's experts that its router finds one layer ahead, as papers report it: DAOP for
 # Mixtral-8x7B, DALI for the others (for Qwen3 with its correction).
