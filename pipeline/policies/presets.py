@@ -16,6 +16,7 @@ from pipeline.policies.options import Choice, Option, Value, did_you_mean, parse
 from pipeline.policies.pre_gated import PreGated
 from pipeline.policies.random_plan import RandomPlan
 from pipeline.policies.split import Split
+from pipeline.policies.tandem import Tandem
 from pipeline.policies.view import Policy, PolicyRequest
 
 
@@ -128,7 +129,7 @@ class ComposedPreset(Preset):
 class OwnPreset(Preset):
     """A preset that is one class, with an algorithm that spans the roles."""
 
-    def __init__(self, policy: type[Daop] | type[RandomPlan]) -> None:
+    def __init__(self, policy: type[Daop] | type[RandomPlan] | type[Tandem]) -> None:
         self._policy = policy
         self.name, self.help, self.exact = policy.name, policy.help, policy.exact
         self.parts, self.defaults, self.options = {}, {}, policy.options
@@ -248,6 +249,7 @@ PRESETS: dict[str, Preset] = {
             "Parts of more experts resident, the rest prefetched",
             ("sized", "own", "next-gate", "device", "split"),
         ),
+        OwnPreset(Tandem),
         OwnPreset(RandomPlan),
     )
 }

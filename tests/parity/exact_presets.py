@@ -17,7 +17,7 @@ OTHERWISE: dict[str, dict[str, str]] = {
 # Measuring them would take longer than everything else. With these a fetch pays from a few rows on.
 COSTS = {"rows": [1, 16], "host": [3e-5, 2e-4], "device": [1e-5, 2e-5], "link": 6e-5, "round_trip": 1e-5}
 # These divide experts between resident and other tiles, so that every engine with several tiles has them.
-DIVIDING: dict[str, dict[str, str]] = {"moepic": {"theta": "0.5"}}
+DIVIDING: dict[str, dict[str, str]] = {"moepic": {"theta": "0.5"}, "tandem": {}}
 EXACT_PRESETS = [
     (name, OTHERWISE.get(name, {})) for name in PRESETS if name != RandomPlan.name and name not in DIVIDING
 ]

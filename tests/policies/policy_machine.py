@@ -227,10 +227,13 @@ class Machine:
     def prefetch(self, targets: Sequence[Target], no_room: int) -> None:
         self._next("begin begin_early", "prefetch")
         assert self.driver.view.prefetching
-        fetched = [t for t in targets if t.tiles]
-        tiles = self.given.shape.tiles
-        assert all(self.target[t.layer, t.expert] < t.tiles == tiles for t in fetched)
-        assert all(t.layer != self._decision.layer for t in targets if not t.tiles)
+        fetched = [t for t in targets if t.tiles > self.target[t.layer, t.expert]]
+        evicted = [t for t in targets if t.tiles < self.target[t.layer, t.expert]]
+        assert len(fetched) + len(evicted) == len(targets)
+        if self.driver.policy.name != "tandem":  # which fetches and evicts single tiles
+            assert all(t.tiles == self.given.shape.tiles for t in fetched)
+            assert not any(t.tiles for t in evicted)
+        assert all(t.layer != self._decision.layer for t in evicted)
         self.predicted += len(fetched)
         self.wanted += len(fetched) + no_room
         self.apply(targets)

@@ -409,7 +409,8 @@ def test_options_change_what_a_policy_declares() -> None:
     assert make("layerwise", assignment="greedy").needs_costs
     assert make("daop", placement="popular").needs_calibration is False
     assert make("daop", placement="known").likes_calibration
-    assert [name for name in PRESETS if make(name).likes_calibration] == ["fiddler", "adapmoe", "moepic"]
+    likes = [name for name in PRESETS if make(name).likes_calibration]
+    assert likes == ["fiddler", "adapmoe", "moepic", "tandem"]
     assert not make("all-host").uses_device
     assert not make("on-demand").uses_host
     assert make("on-demand", assignment="cheaper").uses_host
@@ -519,6 +520,7 @@ def test_parts_and_defaults_of_the_presets() -> None:
         "adapmoe": {"threshold": None, "phase": "decode", "depth": 3} | pause | lru | {"sizes": "dp"},
         "moepic": pause | {"theta": None, "priority": "lcp", "rho": 0.25, "omega": 128},
         "daop": found["daop"],
+        "tandem": {"prefetch": "1"} | pause,
         "random": {"seed": None, "churn": "0"},
     }
     daop = {"placement": "calibrated", "first_layer": 4, "swap": 1.05, "early": "1", "predict": "1"}

@@ -1,0 +1,108 @@
+"""The preset tandem: its residency, what it fetches ahead, and that its plans are no slower than others'."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from policy_machine import COSTS, Machine, make_view, policy
+
+from pipeline.models.routing import Softmax
+from pipeline.policies.derived_costs import MACHINES, derived
+from pipeline.policies.division import Divider
+from pipeline.policies.presets import make_policy
+from pipeline.policies.view import Active, ModelShape, PolicyRequest, Routing
+from pipeline.policies.worth import Worth
+from pipeline.replay.machine import Replay
+from pipeline.replay.outcome import Outcome
+from pipeline.traces.header import Header
+from pipeline.traces.steps import TracedStep
+from pipeline.traces.synthetic import EMBEDDED, SyntheticText
+
+SHAPE = ModelShape(layers=6, experts=16, tiles=4, top_k=2)
+HEADER = Header("synthetic", "", "", SHAPE, 1, Softmax(2, rescaled=True), 3)
+WEIGHTS = 50_000_000  # of an expert
+
+
+def active(*rows: int) -> Active:
+    """Experts 0, 1, ... with so many rows each, which are all different."""
+    experts = np.repeat(np.arange(len(rows)), rows).astype(np.int32)[:, None]
+    return Routing(experts, np.ones(experts.shape, np.float32)).active
+
+
+def test_the_cache_is_filled_to_its_last_tile_with_the_most_used_experts() -> None:
+    shape = ModelShape(layers=1, experts=4, tiles=4, top_k=1)
+    placed = policy("tandem").placement(make_view(shape, 6, popularity=np.array([[1, 9, 0, 5]])))
+    assert placed.tolist() == [[0, 4, 0, 2]]
+
+
+def test_a_valuable_expert_takes_the_last_tiles_of_the_least_valuable() -> None:
+    shape = ModelShape(layers=1, experts=3, tiles=4, top_k=1)
+    worth = Worth(shape, 8, np.array([[5, 4, 1]]))
+    assert worth.target.tolist() == [[4, 4, 0]]
+    assert worth.grow(0, 2, 3, least=0.0, near=0) == []  # nothing is worth less
+    assert worth.grow(0, 2, 3, least=9.0, near=0) == [(0, 1, 1), (0, 2, 3)]
+    assert worth.target.tolist() == [[4, 1, 3]]
+
+
+def test_tiles_leave_layers_that_were_computed_last() -> None:
+    worth = Worth(SHAPE, 6 * 8 * 4, np.ones((6, 16), np.int64))
+    missing = [(layer, expert) for layer, expert in np.argwhere(worth.target == 0).tolist() if layer == 3]
+    left = {target.layer for key in missing for target in worth.grow(*key, 4, least=9.0, near=2)} - {3}
+    assert left
+    assert left <= {2, 1, 0, 5}  # 5: of the step before
+
+
+def test_a_layer_is_cut_so_that_the_heaviest_experts_are_fetched() -> None:
+    divider = Divider()
+    divider.use(make_view(ModelShape(1, 4, 4, 2), 0))
+    value = np.zeros(4, np.float32)
+    divided = divider.divide(active(16, 1, 1, 4), np.array([0, 4, 0, 0], np.int32), 4, value)
+    assert divided.cut[1] == 4  # resident
+    assert divided.cut[0] >= divided.cut[3] >= divided.cut[2]
+    assert divided.moved == divided.cut.sum() - 4
+    assert divided.gain > 0
+
+
+def test_of_equal_experts_the_most_valuable_is_fetched() -> None:
+    divider = Divider()
+    divider.use(make_view(ModelShape(1, 3, 4, 1), 0))
+    divided = divider.divide(active(1, 1, 1), np.zeros(3, np.int32), 4, np.array([1, 3, 2], np.float32))
+    assert 0 < divided.moved <= 4
+    assert divided.cut.tolist() == [0, divided.moved, 0]
+
+
+@pytest.mark.parametrize("other", [0.0, 20.0])
+def test_only_what_lands_in_time_is_fetched_ahead(other: float) -> None:
+    costs = replace(COSTS, link=10.0, other=(other,) * 3)
+    machine = Machine(policy("tandem"), make_view(SHAPE, 4 * 20, costs), np.random.default_rng(0))
+    machine.start()
+    for _ in range(6):
+        machine.step(1)
+    assert (machine.predicted > 0) == (other > 0)
+
+
+def steps(batch: int) -> list[TracedStep]:
+    text = SyntheticText(HEADER, EMBEDDED)
+    return text.steps(prompt=64, chunk=64, tokens=40, batch=batch)
+
+
+def replayed(name: str, machine: str, share: float, recorded: list[TracedStep]) -> Outcome:
+    costs = derived(MACHINES[machine], WEIGHTS / 2, WEIGHTS, WEIGHTS / 2, WEIGHTS // 4)
+    counts = SyntheticText(HEADER, EMBEDDED).counts(400)
+    capacity = round(share * SHAPE.layers * SHAPE.experts * SHAPE.tiles)
+    made = make_policy(PolicyRequest(name), 0)
+    return Replay(HEADER, made, costs, capacity, popularity=counts).run(recorded)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_no_exact_preset_is_faster_on_a_machine_where_both_sides_matter(batch: int) -> None:
+    recorded = steps(batch)
+    for machine in MACHINES:
+        for share in (0.0, 0.3, 0.8, 1.0):
+            tandem = replayed("tandem", machine, share, recorded)
+            for name in ("all-host", "on-demand", "layerwise", "fiddler", "bandwidth-split", "hybrimoe"):
+                other = replayed(name, machine, share, recorded)
+                for phase, found in tandem.phases.items():
+                    assert found.seconds <= 1.03 * other.phases[phase].seconds, (machine, share, name, phase)
