@@ -84,6 +84,7 @@ def facts(profile: PhaseProfile, answer: dict[str, Any], prefetch: dict[str, Any
         f"computing: the host (experts) {host} of the time, the device (attention, head, its experts)"
         f" {device}; otherwise they wait"
     )
+    lines += _sides(profile)
     if moved["demanded"]:
         late = percent(moved["late"] / moved["demanded"])
         also = f", {late} of it already being prefetched" if moved["late"] else ""
@@ -95,6 +96,24 @@ def facts(profile: PhaseProfile, answer: dict[str, Any], prefetch: dict[str, Any
     if prefetch.get("status"):
         lines.append(prefetch["status"])
     return [*lines, f"fidelity: {_fidelity(answer.get('fidelity', {}))}"]
+
+
+def _sides(profile: PhaseProfile) -> list[str]:
+    """Under plans that divide the missing tiles between host and link: the side that waited for the other, and
+    what one more resident tile would do."""
+    tree, rows = profile.tree, profile.rows
+    on_host, fetched = tree["host_tiles"] / rows, tree["fetched_tiles"] / rows
+    if not (on_host and fetched):
+        return []
+    waits = {name: tree["seconds"][part] / rows for part, name in (("wait", "host"), ("link", "link"))}
+    words = " and ".join(f"{_milliseconds(spent)} for the {name}" for name, spent in waits.items())
+    # both sides share what a missing tile takes: in the time of one on the link, the host computes some too
+    each = sum(waits.values()) / (on_host + fetched)
+    return [
+        f"divided: of the missing tiles the host computed {on_host:.3g} and the link moved {fetched:.3g} per"
+        f" token; the device waited {words}; each more that is resident when it is needed saves about"
+        f" {_milliseconds(each)}"
+    ]
 
 
 def _fidelity(fidelity: dict[str, Any]) -> str:

@@ -56,6 +56,7 @@ def test_why_shows_time_by_cause_and_by_layer() -> None:
     causes = r"link 25\.0 ms, workers 10\.0 ms, attention 7\.50 ms"
     assert re.search(rf"^layer 2 +47\.5 ms +100% +{causes}$", text, re.M)
     assert "hits: 50% of the needed experts" in words
+    assert "the device waited 20.0 ms for the host and 50.0 ms for the link" in words
     assert "moved on demand: 5.0 MB per token, 10% of it already being prefetched" in words
     assert "prefetched: 2.0 MB per token, 60% of it used, 30% evicted unused" in words
     assert "prefetching is off for 256 steps" in words
