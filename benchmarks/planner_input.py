@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.arrays import FloatArray
+from pipeline.arrays import FloatArray, IntArray
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from shm.layout import ExpertShape, StoreLayout, format_named, suitable_tile
@@ -101,4 +101,12 @@ def calibrated(model: Model, text: Text) -> Calibration:
         sensitivity=np.geomspace(40, 0.02, LAYERS).astype(np.float32),  # Mixtral's fall like this
         threshold=0.005,
         first_gate=np.zeros((model.experts, 64), np.float32),
+        hit_rates=dict.fromkeys(("lcp", "lru", "lfu"), _hit_rates(counts)),
     )
+
+
+def _hit_rates(counts: IntArray) -> FloatArray:
+    """Those of a cache that holds the most used experts, [L, E + 1]."""
+    ranked = -np.sort(-counts, axis=1)
+    held = np.concatenate((np.zeros((LAYERS, 1)), ranked.cumsum(axis=1)), axis=1)
+    return (held / held[:, -1:]).astype(np.float32)
