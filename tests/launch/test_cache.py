@@ -185,10 +185,10 @@ def test_damaged_costs_are_listed_as_costs_and_removed(folder: Path) -> None:
 
 
 def test_leftovers_of_killed_writers_are_unfinished(folder: Path) -> None:
-    names = (f"{STORE}/.about.json.0badcafe", f"{STORE}/.calibration.txt.0123abcd", "costs/.x.json.deadbeef")
-    for name in names:
-        make_file(folder / name, 10, 1)
-    assert kinds(run_json("--prune", "--to", "0")["removed"]) == ["unfinished"] * 3
+    temporary = (".about.json.0badcafe", ".calibration.txt.0123abcd", ".x.json.deadbeef", ".y.json.00000000")
+    for place, name in zip((STORE, STORE, "costs", "kernels"), temporary, strict=True):
+        make_file(folder / place / name, 10, 1)
+    assert kinds(run_json("--prune", "--to", "0")["removed"]) == ["unfinished"] * 4
     assert os.listdir(folder) == []
 
 

@@ -204,6 +204,8 @@ def test_index_that_contradicts_its_files_is_refused(tmp_path):
     files = good["weight_map"]
     name = next(iter(files))
     assert "lists 'absent'" in with_map(files | {"absent": files[name]})
+    (other,) = set(files.values()) - {files[name]}
+    assert f"lists {name!r} in {other}" in with_map(files | {name: other})
     for evil in ("../secret.safetensors", "/etc/passwd", "sub/x.safetensors", 7, ["x"]):
         assert "not a safetensors file beside it" in with_map(files | {name: evil})
     assert "no weight_map" in with_map({})
@@ -270,6 +272,12 @@ def test_hostile_header_is_refused(tmp_path, case):
     assert str(path) in text
     assert "\n" not in text
     assert len(text) < 400
+
+
+def test_empty_tensors_take_no_place_wherever_the_header_lists_them(tmp_path):
+    header = {"full": entry(0, 4, [1]), "none": entry(0, 0, [0]), "last": entry(4, 4, [2, 0])}
+    shard = read_shard(with_header(tmp_path, header, bytes(4)))
+    assert {name: found.nbytes for name, found in shard.tensors.items()} == {"full": 4, "none": 0, "last": 0}
 
 
 def test_header_over_the_limit_is_refused_unread(tmp_path):

@@ -14,9 +14,15 @@ from raw_client import RawClient
 from raw_client import raw_client as raw
 from waiting import until
 
-from pipeline.accounts import account_of
+from pipeline.accounts import LOCAL, account_of, client_name
 from pipeline.serving import account_limits, introductions, listener
-from pipeline.serving.account_limits import ACCOUNT_PLACES, LOCAL_PLACES, MOST_CLIENTS, REFUSED_LIMIT
+from pipeline.serving.account_limits import (
+    ACCOUNT_PLACES,
+    LOCAL_PLACES,
+    MOST_CLIENTS,
+    REFUSED_LIMIT,
+    AccountLimits,
+)
 from protocol.client import Client
 from protocol.codec import encode
 from protocol.messages import (
@@ -245,6 +251,16 @@ async def test_places_of_a_key_and_of_all_keys_are_limited(monkeypatch: pytest.M
         assert running.clients.counts()["connected"] == MOST_CLIENTS - LOCAL_PLACES
         assert await places(running, stack, "last", 1) == 0
         await works(running.local)
+
+
+def test_local_clients_take_no_places_of_the_number_of_remote_ones() -> None:
+    limits = AccountLimits()
+    for number in range(MOST_CLIENTS - 1):
+        assert limits.no_place(LOCAL) == ""
+        limits.add(client_name(LOCAL, b"%d" % number))
+    assert limits.no_place(b"key") == ""  # the last place of all
+    limits.add(client_name(b"key", b""))
+    assert all(limits.no_place(account).startswith(f"{MOST_CLIENTS} clients") for account in (LOCAL, b"key"))
 
 
 async def test_client_that_has_not_said_hello_gets_nothing_and_is_forgotten(

@@ -26,6 +26,7 @@ from waiting import until
 
 from pipeline.door.connection import HANDSHAKE, Connection, Engine
 from pipeline.door.limits import CLOSING, PER_CLIENT, PER_STRANGER, RESERVED, DoorLimits
+from protocol.client import Client
 from protocol.keys import replace_engine_keys, with_client
 from protocol.messages import VERSION, Error, Heartbeat, Hello, Score, SetPolicy, Stats, StatsReply
 from protocol.sockets import check_tcp
@@ -148,6 +149,20 @@ async def test_a_client_with_a_key_that_never_says_hello_is_closed() -> None:
         await ends.recv_multipart()
         assert len(running.door.clients) == 1
         assert await ends.poll(3000)
+        silent.socket.disable_monitor()
+        ends.close()
+
+
+async def test_a_client_that_is_silent_after_its_welcome_is_closed_and_one_with_heartbeats_is_not() -> None:
+    async with (
+        door_service(DoorLimits(silence=1.0)) as running,
+        Client.connect(running.address(), silence=1.0) as alive,
+        raw_client(running.tcp, keys=CLIENT) as silent,
+    ):
+        ends = silent.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        assert await ends.poll(5000)
+        assert len(running.door.clients) == 1
+        await alive.stats()
         silent.socket.disable_monitor()
         ends.close()
 
