@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from operator import attrgetter
 
 import numpy as np
@@ -142,12 +143,17 @@ class SimulatedCache:
     def update(self, now: float) -> None:
         """Run the link until now, and order tiles below their target in the background."""
         self.advance(now)
-        if not self._below_target:
+        free = BACKGROUND_ORDERS - len(self._background)
+        if not free or not self._below_target:
             return
-        for keys, predicted in ((self.predicted, True), (sorted(self._below_target), False)):
-            for key in keys:
-                if not self._order(key, predicted, now):
-                    return
+        missing = self._below_target.difference(self._background)
+        if not missing:
+            return
+        predicted = [key for key in self.predicted if key in missing][:free]
+        for key in predicted:
+            self._order(key, True, now)
+        for key in nsmallest(free - len(predicted), missing.difference(predicted)):
+            self._order(key, False, now)
 
     def used(self, key: Key, tiles: int) -> None:
         """The device computes with an expert's first `tiles` tiles, which are resident."""
@@ -254,15 +260,10 @@ class SimulatedCache:
         if resident == self._targets[key]:
             self._below_target.discard(key)
 
-    def _order(self, key: Key, predicted: bool, now: float) -> bool:
-        """As in TileMover: order an expert's tiles below target; False where the limit of orders is
-        reached."""
+    def _order(self, key: Key, predicted: bool, now: float) -> None:
+        """Order an expert's tiles below target, of which none is on order."""
         lo = self._resident[key]
         count = self._targets[key] - lo
-        if count <= 0 or key in self._background:
-            return True
-        if len(self._background) == BACKGROUND_ORDERS:
-            return False
         booked = None
         if predicted:
             prediction = self.predicted[key]
@@ -272,7 +273,6 @@ class SimulatedCache:
         order = self._background[key] = Order(key, lo, count, booked, now)
         self._queues[0 if predicted else 1].append(order)
         self._on_order[key] = lo + count
-        return True
 
     def _cancel(self, order: Order) -> None:
         """Drop the tiles that have not begun to move."""
