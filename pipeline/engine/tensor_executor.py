@@ -22,7 +22,6 @@ from pipeline.experts.host_pool import HostPool, Ticket
 from pipeline.experts.host_shards import divide_into_shards
 from pipeline.experts.shares import Share, Split, split_layer
 from pipeline.policies.view import Ahead, Signals, Target
-from workers.kernels.native import LINGER_NS
 
 
 @dataclass
@@ -120,8 +119,6 @@ class TensorExecutor:
                 self.clock.mark("wait")
             self.counters.host_tiles += share.tiles
             self.counters.host_busy += ticket.busy
-        if self._only_waits and self.pool.workers and self.device.team is not None:
-            self.device.team.rouse(LINGER_NS)  # while this thread goes on to the next layer
 
     def end(self, targets: Sequence[Target]) -> None:
         self.memory.end_layer(targets)

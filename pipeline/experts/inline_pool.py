@@ -19,7 +19,11 @@ from protocol.messages import Work
 from shm.store import Store
 from workers.kernels.choice import DEFAULT, Choice
 from workers.kernels.host import HostKernel
-from workers.kernels.native import LINGER_NS, Team
+from workers.kernels.native import Team
+
+# Nanoseconds for which the team spins for its next computation: longer than what lies between two of a step.
+# No worker needs the cores, and waking a thread takes as long as the products of a small layer.
+LINGER_NS = 300_000
 
 
 @dataclass
@@ -51,7 +55,7 @@ class InlineExpertPool:
         self._kernel = HostKernel(store.layout, team, kernels=kernels)
         self._slowdown = slowdown
         if team is not None:
-            team.linger(LINGER_NS)  # no worker needs the cores
+            team.linger(LINGER_NS)
 
     def wait_ready(self, limit: float) -> None:
         """Load the kernels."""

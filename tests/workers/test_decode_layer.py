@@ -175,7 +175,6 @@ def test_a_layer_wakes_each_thread_once() -> None:
     rows = Rows(Layer(shape, np.random.default_rng(0)), [5])
     kernel = rows.layer.kernel(library, team)
     assert others.are_woken(lambda: rows.compute(kernel, [0]))
-    assert others.are_woken(lambda: team.rouse(1))
     team.linger(10**10)
     rows.compute(kernel, [0])
     assert not others.are_woken(lambda: rows.compute(kernel, [0]))

@@ -36,9 +36,6 @@ VARIANTS = {  # best first
     "portable": "portable C",
 }
 VERSION = 11  # of the functions in c/kernels.h
-# Nanoseconds for which threads spin for a computation that follows soon: longer than what lies between two
-# of a step. Waking a thread takes as long as the products of a small layer.
-LINGER_NS = 300_000
 OTHER_VERSION = "compiled from another version: install again"
 
 log = logging.getLogger(__name__)
@@ -64,7 +61,6 @@ class Library:
         )
         self._read = typed(functions.tandem_read, POINTER, POINTER, SIZE, SIZE, SIZE, result=ctypes.c_uint64)
         self._start_team = typed(functions.tandem_team_create, SIZE, result=POINTER)
-        self._rouse = typed(functions.tandem_team_rouse, POINTER, SIZE)
         self._linger = typed(functions.tandem_team_linger, POINTER, SIZE)
         self._end_team = typed(functions.tandem_team_destroy, POINTER)
 
@@ -110,10 +106,6 @@ class Team:
     def linger(self, nanoseconds: int) -> None:
         """Let the threads spin for so long after each computation: the next one then need not wake them."""
         self._library._linger(self.handle, nanoseconds)
-
-    def rouse(self, nanoseconds: int) -> None:
-        """Wake the threads, and let them spin for so long: a computation follows."""
-        self._library._rouse(self.handle, nanoseconds)
 
     def close(self) -> None:
         """End the threads. No kernel may use them afterwards."""

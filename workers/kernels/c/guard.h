@@ -1,6 +1,6 @@
-/* A Work in a process that must survive it: the coordinator computes shards that an expert worker would be sacrificed for.
- * An instruction that crashes ends the Work alone. Nothing has to be undone: without a team a computation holds no lock
- * and allocates nothing. Part of body.h. */
+/* A Work in a process that must go on where an expert worker would exit: in the coordinator. An instruction that crashes
+ * ends the Work alone. Nothing has to be undone: without a team a computation holds no lock and allocates nothing. Part
+ * of body.h. */
 #pragma once
 
 #include "slot.h"

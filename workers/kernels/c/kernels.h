@@ -213,7 +213,4 @@ struct team *tandem_team_create(int64_t threads);
 /* Nanoseconds for which the threads spin after every computation before they sleep; 0 at first. */
 void tandem_team_linger(struct team *team, int64_t nanoseconds);
 
-/* Wake the threads, which spin for so many nanoseconds: a computation follows. */
-void tandem_team_rouse(struct team *team, int64_t nanoseconds);
-
 void tandem_team_destroy(struct team *team);

@@ -136,16 +136,6 @@ static void parallel_for(struct team *team, part_t part, void *context, int64_t 
     pthread_mutex_unlock(&team->lock);
 }
 
-void tandem_team_rouse(struct team *team, int64_t nanoseconds) {
-    pthread_mutex_lock(&team->lock);
-    team->round = (struct round){0};
-    team->spin_ns = nanoseconds;
-    __atomic_store_n(&team->number, team->number + 1, __ATOMIC_RELEASE);
-    if (team->sleeping) pthread_cond_broadcast(&team->begin);
-    team->sleeping = 0;
-    pthread_mutex_unlock(&team->lock);
-}
-
 void tandem_team_linger(struct team *team, int64_t nanoseconds) { team->linger_ns = nanoseconds; }
 
 void tandem_team_destroy(struct team *team) {
