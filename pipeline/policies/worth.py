@@ -13,7 +13,7 @@ from pipeline.policies.view import ModelShape, Target
 # A step's weight in the two averages of the router's probabilities: what a text uses now, and what it uses on
 # the whole. A prompt's step has many tokens.
 FRESH = {"decode": 0.2, "prefill": 0.7}
-LASTING = {"decode": 0.01, "prefill": 0.05}
+LASTING = {"decode": 0.003, "prefill": 0.05}
 LASTING_WEIGHT = 0.5  # beside the fresh average; in prefill, which uses nearly all experts, it counts alone
 
 
