@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import os
-import pickle
 import statistics
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -25,6 +24,7 @@ from launch.advise.estimate import Setting, estimate
 from launch.advise.routing import RecordedText, counts_of, recorded
 from launch.advise.sizes import Sizes, sizes_of
 from launch.advise.trial import DEVICE, HOST, Ran, engine, fitted, probed_costs, record, run_presets
+from launch.bench.run import Run
 from launch.command_line.options import Options, parse
 from launch.terminal.interrupts import Interrupts
 from pipeline.assets import model_dir
@@ -51,9 +51,19 @@ MACHINES = {
 class Measured:
     """One machine's runs."""
 
+    trace: str  # the file of the model's routing
     probed: Costs
     cache: int  # tiles
     runs: list[Ran]
+
+    def to_json(self) -> dict[str, Any]:
+        runs = [{"policy": ran.request.name, "prompt": ran.prompt, "run": vars(ran.run)} for ran in self.runs]
+        return {"trace": self.trace, "probed": self.probed.to_json(), "cache": self.cache, "runs": runs}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Measured:
+        runs = [Ran(PolicyRequest(r["policy"]), r["prompt"], Run(**r["run"])) for r in data["runs"]]
+        return cls(data["trace"], Costs.from_json(data["probed"]), data["cache"], runs)
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,7 @@ class Point:
         return self.predicted / self.measured - 1
 
 
-async def measure(words: list[str], folder: Path) -> tuple[Measured, Path]:
+async def measure(words: list[str], folder: Path) -> Measured:
     """Record the model's routing once, run every preset."""
     options, interrupts = parse(["bench", *words]), Interrupts()
     model = str(options.written.get("model", "embedded")).replace("/", "-")
@@ -87,15 +97,15 @@ async def measure(words: list[str], folder: Path) -> tuple[Measured, Path]:
         probed = await probed_costs(client)
         cache = int((await client.stats())["cache"]["capacity_tiles"])
         requests = [HOST, DEVICE, *map(PolicyRequest, PRESETS)]
-        return Measured(probed, cache, await run_presets(client, requests, PROMPT)), trace
+        return Measured(str(trace), probed, cache, await run_presets(client, requests, PROMPT))
 
 
-def points(machine: str, words: list[str], found: Measured, trace: Path) -> list[Point]:
+def points(machine: str, words: list[str], found: Measured) -> list[Point]:
     """Every preset's prediction beside its run."""
     asked = parse(["bench", *words]).config()
     config = replace(asked, device="cpu", workers=2)
     sizes = sizes_of(open_model(asked.model or model_dir()), config, config.format or "bf16")
-    text = _text(trace, sizes)
+    text = _text(Path(found.trace), sizes)
     host, device = found.runs[:2]
     priced = fitted(found.probed, host, device, sizes, found.cache, text)
     rows = []
@@ -136,9 +146,7 @@ def summary(rows: list[Point]) -> dict[str, Any]:
         "median_error": error,
         "worst_error": max(abs(row.error) for row in unseen),
         "median_error_of_the_probe": statistics.median(abs(row.probe / row.measured - 1) for row in unseen),
-        "median_error_first_token": statistics.median(
-            abs(row.predicted_first / row.first - 1) for row in unseen
-        ),
+        "median_error_first_token": statistics.median(firsts),
         "pairs_apart": len(pairs),
         "pairs_in_wrong_order": [f"{a.machine}: {a.policy}, {b.policy}" for a, b in wrong],
     }
@@ -154,19 +162,19 @@ def main() -> None:
     os.environ["XDG_CACHE_HOME"] = str(arguments.folder / "cache")
     rows: list[Point] = []
     for name in arguments.only.split(",") if arguments.only else MACHINES:
-        words, kept = MACHINES[name].split(), arguments.folder / f"{name}.measured"
+        words, kept = MACHINES[name].split(), arguments.folder / f"{name}.json"
         if not kept.exists():
-            kept.write_bytes(pickle.dumps(asyncio.run(measure(words, arguments.folder))))
-        rows += points(name, words, *pickle.loads(kept.read_bytes()))  # our own file
+            kept.write_text(json.dumps(asyncio.run(measure(words, arguments.folder)).to_json()))
+        rows += points(name, words, Measured.from_json(json.loads(kept.read_text())))
     if arguments.json:
         print(json.dumps({"points": [vars(row) for row in rows]} | summary(rows)))
         return
     for row in rows:
         note = "given" if row.given else f"{row.error:+.0%}"
+        probe = f"{row.probe / row.measured - 1:+.0%}"
         print(
-            f"{row.machine:10}{row.policy:20}{row.measured:8.1f}{row.predicted:8.1f} {note:>6}   probe"
-            f" {row.probe / row.measured - 1:+.0%}   first token {1e3 * row.first:.0f}"
-            f" {1e3 * row.predicted_first:.0f} ms"
+            f"{row.machine:10}{row.policy:20}{row.measured:8.1f}{row.predicted:8.1f} {note:>6}"
+            f"   probe {probe:>5}   first token {1e3 * row.first:.0f} {1e3 * row.predicted_first:.0f} ms"
         )
     print(json.dumps(summary(rows), indent=1))
 
