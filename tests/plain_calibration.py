@@ -14,6 +14,7 @@ def plain_calibration(
 ) -> Calibration:
     """Of a model with two experts a token. `fields` replace those of the Calibration."""
     names, counts = ("raw", "residual", "first"), np.ones((layers, experts), np.int64)
+    even = np.linspace(0, 1, experts + 1, dtype=np.float32)
     plain = {
         "prefill_counts": counts,
         "decode_counts": counts,
@@ -27,5 +28,6 @@ def plain_calibration(
         "sensitivity": np.ones(layers, np.float32),
         "threshold": 0.05,
         "first_gate": None,
+        "hit_rates": {name: np.tile(even, (layers, 1)) for name in ("lcp", "lru", "lfu")},
     }
     return Calibration(**(plain | fields))

@@ -25,7 +25,7 @@ from pipeline.errors import CalibrationError
 from pipeline.policies.calibration import Calibration
 from shm.cache_record import RECORD, CacheRecord, read_record
 
-SMALL = plain_calibration(2, 3, threshold=0.005, first_gate=np.ones((3, 4), np.float32))
+SMALL = plain_calibration(2, 3, threshold=0.005, first_gate=np.ones((3, 4), np.float32), hit_rates={})
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ FOUND = replace(
     needed=np.array([[0, 1, 0], [0, 0.5, 0.5], [0.25, 0.25, 0.5]], np.float32),
     sensitivity=np.array([0.5, 12345, 3], np.float32),
 )
-BARE = replace(FOUND, needed=None, sensitivity=None, threshold=None, first_gate=None)
+BARE = replace(FOUND, hit_rates={}, needed=None, sensitivity=None, threshold=None, first_gate=None)
 
 
 def test_each_number_of_a_summary() -> None:
@@ -92,6 +92,9 @@ rows        top 1        top 2
    1   10.0, 30.0   20.0, 40.0
   16  50.0, 100.0   60.0, 80.0
 """
+    for name in ("lcp", "lru", "lfu"):
+        numbers += f"\nhits of a cache in decode, by {name}, of 0 to 2 experts a layer, a line for each, %\n"
+        numbers += "0.0 50.0 100.0\n" * 3
     prefetch = {
         "rows": [1, 16],
         "top": [1, 2],
