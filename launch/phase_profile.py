@@ -90,6 +90,13 @@ class PhaseProfile:
         return sum(layers["hits"]) / active if active else None
 
     @property
+    def tile_hit_rate(self) -> float | None:
+        """The same of the needed experts' tiles."""
+        layers = self.tree["layers"]
+        active = sum(layers["active_tiles"])
+        return sum(layers["hit_tiles"]) / active if active else None
+
+    @property
     def hit_rates(self) -> list[float | None]:
         """`hit_rate` of each layer."""
         layers = self.tree["layers"]

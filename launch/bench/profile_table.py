@@ -28,6 +28,8 @@ def profile_tables(results: Sequence[PolicyResult], profiles: Sequence[PhaseProf
 
 def _cache_table(results: Sequence[PolicyResult], profiles: Sequence[PhaseProfile]) -> Table:
     columns: dict[str, list[str]] = {"expert\nhits": [percent(profile.hit_rate) for profile in profiles]}
+    if any(profile.tile_hit_rate != profile.hit_rate for profile in profiles):
+        columns["tile\nhits"] = [percent(profile.tile_hit_rate) for profile in profiles]
     if any(profile.moved["demanded"] for profile in profiles):
         columns["on demand\nMB/token"] = alike([_per_token(profile, "demanded") for profile in profiles])
     if any(profile.moved["predicted"] for profile in profiles):
@@ -83,6 +85,8 @@ def legend(results: Sequence[PolicyResult], profiles: Sequence[PhaseProfile], te
     if not profiles:
         return []
     lines = ["expert hits: share of the needed experts that were resident, in decode"]
+    if any(profile.tile_hit_rate != profile.hit_rate for profile in profiles):
+        lines.append("tile hits: the same of their tiles, where experts are resident in part")
     words = []
     if any(profile.moved["demanded"] for profile in profiles):
         words.append("on demand: a step waited for it")
@@ -117,6 +121,7 @@ def profile_to_map(profile: PhaseProfile, result: PolicyResult) -> dict[str, Any
     return {
         "hit_rate": profile.hit_rate,
         "hit_rate_by_layer": profile.hit_rates,
+        "tile_hit_rate": profile.tile_hit_rate,
         "bytes_per_token": {kind: size / rows for kind, size in profile.moved.items()}
         | {"placed": result.placed_bytes},
         "prefetches": {

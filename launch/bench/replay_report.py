@@ -111,7 +111,9 @@ class Report:
         several = len(self.results) > 1
         whole = self._rest("decode") is not None
         names = ("prefill,\nlayers", *("x",) * several, "decode,\nlayers", *("x",) * several)
-        names += (*("whole\ntoken",) * whole, "hits", f"{self._unit[0]}/\ntoken", "host")
+        partial = any(d.tile_hit_rate != d.hit_rate for d in (r.outcome.decode for r in self.results))
+        names += (*("whole\ntoken",) * whole, "hits", *("tile\nhits",) * partial)
+        names += (f"{self._unit[0]}/\ntoken", "host")
         table = make_table("policy", numbers=names, gap=0)
         first = self.results[0].outcome
         moved = self._bytes(lambda decode: decode.moved)
@@ -125,6 +127,7 @@ class Report:
                 *(Text(_times(decode, first.decode), style="bold"),) * several,
                 *(_tok_s(self._whole("decode", decode)),) * whole,
                 percent(decode.hit_rate),
+                *(percent(decode.tile_hit_rate),) * partial,
                 bytes_moved,
                 percent(decode.host_share),
             )

@@ -90,6 +90,8 @@ def counters_table(reply: Reply | None, stats: dict[str, Any]) -> Table:
     shares("  resident on the device", (p.tree["resident_tiles"] for p in profiles), tiles)
     shares("  fetched to the device", (p.tree["fetched_tiles"] for p in profiles), tiles)
     row("expert hits", [p.hit_rate for p in profiles], percent)
+    if any(p.tile_hit_rate != p.hit_rate for p in profiles):
+        row("tile hits", [p.tile_hit_rate for p in profiles], percent)
     row("moved on demand", [m["demanded"] for m in moved], byte_size)
     predicted = [m["predicted"] for m in moved]
     row("prefetched", predicted, byte_size)

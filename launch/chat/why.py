@@ -44,6 +44,7 @@ def why_text(reply: Reply | None, stats: dict[str, Any], welcome: Welcome) -> Re
     policy = answer.get("policy", welcome.policy)
     parts: list[RenderableType] = [_time(profile, policy, has_workers(stats)), "", _layers(profile), ""]
     parts += [Text(line) for line in facts(profile, answer, stats.get("prefetch", {}))]
+    parts += [Text(line) for line in cost_changes(stats.get("cost_updates", {}))]
     found = levers(profile, stats, welcome, policy)
     parts += ["", advice(found, profile)]
     return Group(*parts)
@@ -78,7 +79,9 @@ def facts(profile: PhaseProfile, answer: dict[str, Any], prefetch: dict[str, Any
     moved, rows = profile.moved, max(profile.rows, 1)
     lines = []
     if profile.hit_rate is not None:
-        lines.append(f"hits: {percent(profile.hit_rate)} of the needed experts were resident")
+        tiles = profile.tile_hit_rate
+        of_tiles = "" if tiles == profile.hit_rate else f", and {percent(tiles)} of their tiles"
+        lines.append(f"hits: {percent(profile.hit_rate)} of the needed experts were resident{of_tiles}")
     host, device = percent(profile.host_busy), percent(profile.device_busy)
     lines.append(
         f"computing: the host (experts) {host} of the time, the device (attention, head, its experts)"
@@ -99,8 +102,8 @@ def facts(profile: PhaseProfile, answer: dict[str, Any], prefetch: dict[str, Any
 
 
 def _sides(profile: PhaseProfile) -> list[str]:
-    """Under plans that divide the missing tiles between host and link: the side that waited for the other, and
-    what one more resident tile would do."""
+    """Under plans that divide the missing tiles between host and link: the side that waited for the other,
+    and what one more resident tile would do."""
     tree, rows = profile.tree, profile.rows
     on_host, fetched = tree["host_tiles"] / rows, tree["fetched_tiles"] / rows
     if not (on_host and fetched):
@@ -114,6 +117,18 @@ def _sides(profile: PhaseProfile) -> list[str]:
         f" token; the device waited {words}; each more that is resident when it is needed saves about"
         f" {_milliseconds(each)}"
     ]
+
+
+def cost_changes(updates: dict[str, Any]) -> list[str]:
+    """One line where the costs that plans are made with are no longer those that were measured first."""
+    names = {"host": "a tile on the host", "device": "a tile on the device", "link": "a copy"}
+    changed = []
+    for side, name in names.items():
+        factors = updates.get(side, {}).get("factors", [])
+        if any(abs(factor - 1) > 0.005 for factor in factors):
+            low, high = (f"{bound(factors):.2f}" for bound in (min, max))
+            changed.append(f"{name} takes {low if low == high else f'{low} to {high}'} times as long")
+    return [f"costs: {', '.join(changed)} as was measured first; plans follow"] if changed else []
 
 
 def _fidelity(fidelity: dict[str, Any]) -> str:

@@ -94,7 +94,7 @@ class CostUpdates:
 
     def report(self) -> dict[str, Any]:
         """For stats: of each side the factors in force at each row count, and the latest ratio in either
-        case, or None."""
+        case, or None. May be called by other threads."""
         return {
             side: {
                 "factors": [exp(factor) for factor in self._factors[side]],
@@ -135,10 +135,11 @@ class CostUpdates:
         return None
 
     def _latest(self, side: Side, contended: bool) -> float | None:
-        kind = [ratios for (case, _), ratios in self._ratios[side].items() if case == contended]
+        known = list(self._ratios[side].items())  # copies, as the engine's thread goes on
+        kind = [ratios for (case, _), ratios in known if case == contended]
         if not kind:
             return None
-        return exp(median(max(kind, key=lambda ratios: ratios.step).latest))
+        return exp(median(list(max(kind, key=lambda ratios: ratios.step).latest)))
 
     def _corrected(self) -> Costs:
         first = self.measured

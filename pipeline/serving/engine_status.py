@@ -87,8 +87,10 @@ class EngineStatus:
             stats["exchange"] = rings.stats()
         elif "worker" in sockets:
             stats["exchange"] = {"name": "zmq"}
-        if (costs := self._policies.costs) is not None:
+        if (costs := engine.timing.costs or self._policies.costs) is not None:
             stats["costs"] = costs.to_json()
+        if (updates := engine.timing.updates) is not None:
+            stats["cost_updates"] = updates.report()
         memory = engine.memory
         if memory.exists:
             mover, cache = memory.mover, memory.mover.cache

@@ -28,6 +28,8 @@ def decode(**changed: Any) -> dict[str, Any]:
         c.seconds[part] = [seconds[part] * share for share in where]
     c.active[:] = 20
     c.hits[:] = (0, 10, 20)
+    c.active_tiles[:] = 80
+    c.hit_tiles[:] = (0, 40, 80)
     c.fidelity.weight = 60.0
     for name, value in changed.items():
         if name in vars(c.fidelity):

@@ -206,3 +206,22 @@ def test_stats_names_the_embedded_model() -> None:
     text = shown(engine_table({}, replace(WELCOME, model=str(model_dir()))))
     assert re.search(r"^model +the embedded model$", text, re.M)
     assert re.search(r"^model +/models/m$", shown(engine_table({}, WELCOME)), re.M)
+
+
+def test_why_says_which_costs_changed_and_how_many_tiles_were_resident() -> None:
+    updates = {
+        "host": {"factors": [2.0, 2.25], "alone": None, "contended": 2.0},
+        "device": {"factors": [1.0, 1.0], "alone": 1.0, "contended": None},
+        "link": {"factors": [0.8], "alone": None, "contended": 0.8},
+    }
+    tree = decode()
+    tree["layers"]["hit_tiles"] = [40, 40, 80]
+    words = flat(shown(why_text(reply(tree), {"cost_updates": updates, "peers": WORKERS}, WELCOME)))
+    assert "hits: 50% of the needed experts were resident, and 67% of their tiles" in words
+    assert (
+        "costs: a tile on the host takes 2.00 to 2.25 times as long, a copy takes 0.80 times as long" in words
+    )
+    updates["host"]["factors"], updates["link"]["factors"] = [1.0, 1.0], [1.0]
+    words = flat(shown(why_text(reply(decode()), {"cost_updates": updates, "peers": WORKERS}, WELCOME)))
+    assert "costs:" not in words
+    assert "of their tiles" not in words

@@ -1,0 +1,114 @@
+"""A running engine's backlog, and its costs while the host becomes slower: workers and prefetcher are
+threads of this process. No time is asserted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from thread_engine import decode, engine_in_threads, prefilled
+
+from pipeline.backbone.kv_cache import KVCache
+from pipeline.engine.cost_updates import WINDOW
+from pipeline.engine.engine import Engine
+from pipeline.policies.costs import Costs
+from pipeline.policies.view import Gated, Plan, Policy, Routing, Signals, Target, View
+
+COSTS = Costs((1,), (1.0,), (1.0,), 10.0, 0.5, launch=0.25, fetch=2.0)  # nothing here takes so long
+
+pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+
+
+class Halves(Policy):
+    """The device computes the first tile of each expert, the host the others; one expert is predicted."""
+
+    name = "halves"
+    needs_costs = True
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float, Sequence[object]]] = []
+        self.costs: list[Costs | None] = []
+
+    def placement(self, view: View) -> np.ndarray:
+        return np.zeros((view.shape.layers, view.shape.experts), np.int32)
+
+    def plan(self, layer: int, routing: Routing, view: View) -> Plan:
+        self.costs.append(view.costs)
+        return Plan(np.ones(view.shape.experts, np.int32))
+
+    def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> Sequence[Target]:
+        backlog = view.backlog
+        self.seen.append((backlog.host_seconds, backlog.link_seconds, backlog.landing(layer)))
+        return (Target(1, 3, 3),) if layer == 0 else ()
+
+
+@pytest.fixture
+def running(tiny_model, tmp_path) -> Iterator[tuple[Engine, KVCache]]:
+    with engine_in_threads(tiny_model, tmp_path) as (engine, _):
+        yield engine, KVCache(engine.backbone.spec, torch.float32, torch.device("cpu"), 1024)
+
+
+def test_policy_sees_the_backlogs_of_host_and_link(running) -> None:
+    """Two experts of three tiles a layer: the host has two tiles of each, the link one. By these costs, which
+    are far too high, both have all of it still before them."""
+    engine, kv = running
+    sequence = prefilled(engine, kv)
+    policy = Halves()
+    engine.set_policy(policy, COSTS)
+    decode(engine, sequence)
+    host, link, _ = policy.seen[0]
+    assert 4.4 < host <= 0.5 + 4 * 1.0
+    assert 2 * (2.0 + 10.0) - 1 < link <= 2 * (2.0 + 10.0)
+    assert engine.timing.host_seconds <= 0.5, "the host has ended"
+    assert engine.driver.view.ordered[1, 3] == 3
+    assert engine.memory.mover.wait_idle()
+    assert engine.timing.link_seconds == 0
+
+
+def test_backlog_without_costs_takes_no_time_but_names_what_lands(running) -> None:
+    engine, kv = running
+    sequence = prefilled(engine, kv)
+    policy = Halves()
+    engine.set_policy(policy, None)
+    decode(engine, sequence)
+    assert {(host, link) for host, link, _ in policy.seen} == {(0.0, 0.0)}
+    assert engine.timing.updates is None
+
+
+def test_costs_of_a_file_stay_and_measured_ones_follow_a_slowed_host(running, monkeypatch) -> None:
+    engine, kv = running
+    sequence = prefilled(engine, kv, 256)
+    slow = [1.0]
+    result = type(engine.pool).result
+
+    def slowed(pool, ticket) -> np.ndarray:
+        y = result(pool, ticket)
+        ticket.busy = 1e-3 * slow[0] * len(ticket.shards)  # as the slowest worker reports it
+        return y
+
+    monkeypatch.setattr(type(engine.pool), "result", slowed)
+    per_tile = 1e-3 / 4  # of four tiles a layer
+    measured = replace(COSTS, host=(per_tile,))
+    policy = Halves()
+    engine.set_policy(policy, measured, follow=False)
+    slow[0] = 6.0
+    for _ in range(WINDOW + 8):
+        decode(engine, sequence)
+    assert set(policy.costs) == {measured}
+    slow[0] = 1.0
+    policy = Halves()
+    engine.set_policy(policy, measured, follow=True)
+    for factor in (1.0, 6.0, 1.0):
+        slow[0] = factor
+        for _ in range(WINDOW + 8):
+            decode(engine, sequence)
+        assert engine.driver.view.costs is engine.timing.costs
+        assert engine.timing.costs.host == pytest.approx((per_tile * factor,))
+    found = engine.timing.updates.report()
+    assert found["link"]["contended"] is None or found["link"]["contended"] < 1
+    hosts = [costs.host for costs in policy.costs if costs is not None]
+    assert sum(a != b for a, b in pairwise(hosts)) == 2, "three phases, two changes"
