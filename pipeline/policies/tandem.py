@@ -81,6 +81,8 @@ class Tandem(Policy):
         cut[active.experts] = divided.cut
         free = divided.spare + divider.other(len(routing.experts))
         self._ahead[layer] = int(free / divider.tile) if divider.tile > 0 else tiles * len(active.experts)
+        if any(group.taken < group.resident for group in divided.groups):
+            self._ahead[layer] = 0  # the host computes even resident tiles: others would not be used
         if not (divided.moved and view.capacity):
             return Plan(cut)
         targets: list[Target] = []
@@ -132,6 +134,8 @@ class Tandem(Policy):
             if view.residency[self._moving] < self._worth.target[self._moving]:
                 return ()
             self._moving = None
+        if not divided.gain:
+            return ()
         worth, tiles = self._worth, view.shape.tiles
         outside = worth.value[layer] * (worth.target[layer] == 0)
         expert = int(outside.argmax())
