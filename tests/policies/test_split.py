@@ -67,7 +67,7 @@ def test_the_cache_keeps_the_experts_of_the_highest_priority(order: str, data: s
     view = calibrated(shape, data.draw(capacities(shape)))
     theta = data.draw(st.sampled_from(["0.3", "0.5", "1"]))
     kept = max(1, round(float(theta) * shape.tiles))
-    rho, omega = data.draw(st.sampled_from([(0.25, 128.0), (0.5, 2.0), (0.9, 1.0)]))
+    rho, omega = data.draw(st.sampled_from([(0.25, 128.0), (0.4871, 2.0), (0.8731, 1.0)]))
     options = {"theta": theta, "priority": order, "rho": str(rho), "omega": str(omega), **ALONE}
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
     machine = Machine(policy("moepic", **options), view, rng)

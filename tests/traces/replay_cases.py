@@ -22,6 +22,7 @@ OPTIONS = {
     "daop": {"placement": "popular", "first_layer": "1"},
     "dali": {"prediction": "next-gate"},
     "adapmoe": {"gate": "own", "sizes": "even"},
+    "moepic": {"theta": "0.5"},
 }
 
 
