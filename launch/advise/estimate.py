@@ -23,6 +23,7 @@ class Setting:
     format: FormatName
     capacity: int  # tiles
     share: float  # of all tiles
+    workers: int | None = None  # None: the default
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Estimate:
             "format": setting.format,
             "expert_cache": setting.share,
             "cache_tiles": setting.capacity,
+            "workers": setting.workers,
             **plain,
             "notes": list(self.notes),
         }

@@ -13,7 +13,7 @@ from rich.text import Text
 from launch.advise.estimate import Estimate
 from launch.advise.hardware import Hardware
 from launch.advise.routing import RecordedText
-from launch.advise.search import NO_WORKERS, WORTH, Advice, Fitting, best_of
+from launch.advise.search import Advice, Fitting, best_of
 from launch.bench.profile_table import policy_name
 from launch.bench.replay_report import ASSUMPTION
 from launch.bench.result import merged_notes
@@ -105,10 +105,8 @@ class Report:
             )
             table.add_row(
                 fitting.sizes.format,
-                policy_name(each.setting.policy, each.exact)
-                if each is not None
-                else f"does not fit: {short}",
-                *(needed["GPU memory"],) * gpu,
+                _name(each) if each is not None else f"does not fit: {short}",
+                *([needed["GPU memory"]] if gpu else []),
                 needed["memory"],
                 *(f"{fitting.plan.expert_cache:.0%}" if fitting.fits else MISSING,) * gpu,
                 next(speeds) if each is not None else MISSING,
@@ -139,7 +137,7 @@ class Report:
         table = make_table(f"policy, {best.setting.format}", numbers=names, gap=0)
         for each, speed in zip(found, alike([each.tok_s for each in found]), strict=True):
             table.add_row(
-                policy_name(each.setting.policy, each.exact),
+                _name(each),
                 speed,
                 f"{each.tok_s / best.tok_s:.2f}",
                 _seconds(each.first_token_s),
@@ -176,26 +174,17 @@ class Report:
         words.append(f"--format {setting.format}")
         if each.setting.capacity and (each.host_share < 1 or each.moved):
             words.append(f"--expert-cache {setting.share:.3g}")
-        if self._without_workers(each) >= WORTH:
-            words.append(NO_WORKERS)
+        if setting.workers is not None:
+            words.append(f"--workers {setting.workers}")
         return " ".join(words)
-
-    def _without_workers(self, each: Estimate) -> float:
-        """Times as fast as the estimate is --workers 0; 1 where that was not measured."""
-        return (self.hardware.without_workers or 1.0) if each.host_share == 1 else 1.0
-
-    def _speed(self, each: Estimate) -> str:
-        """Of the command, in words."""
-        ratio = self._without_workers(each)
-        return f"about {three_digits(each.tok_s * (ratio if ratio >= WORTH else 1))} tok/s"
 
     def _answer(self) -> Iterator[Text]:
         first, *others = self._recommended()
         yield Text("Advice", style="bold green")
         yield Text(f"  {self._command(first)}", style="bold")
-        yield Text(f"  {self._speed(first)}")
+        yield Text(f"  about {three_digits(first.tok_s)} tok/s")
         for each in others:
-            yield Text(f"or with more exact weights, {self._speed(each)}:")
+            yield Text(f"or with more exact weights, about {three_digits(each.tok_s)} tok/s:")
             yield Text(f"  {self._command(each)}")
         yield Text("")
         yield Text("What would change its speed", style="bold")
@@ -221,6 +210,14 @@ class Report:
             yield Text(f"note: {note}", style="dim")
         for name, reason in self.advice.left_out.items():
             yield Text(f"note: {name} left out: {reason}", style="dim")
+
+
+def _name(each: Estimate) -> Text:
+    """The first cell of a preset's row."""
+    name = policy_name(each.setting.policy, each.exact)
+    if each.setting.workers is not None:
+        name.append(f"\n--workers {each.setting.workers}", style="dim not bold")
+    return name
 
 
 def _changed(each: Estimate) -> str:

@@ -26,8 +26,7 @@ ALIKE = 0.98  # of the fastest: not to be told apart
 DEFAULTS = ("all-host", "tandem", "fiddler")  # of several that are alike, the first of these
 MORE = 1.1  # times as fast
 MORE_CACHE = 2e9  # bytes
-NO_WORKERS = "--workers 0"
-WORTH = 1.03  # times as fast: worth an option
+WORTH = 1.03  # times as fast: --workers 0 is worth an option
 CURVE = (0.0, 0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0)  # caches of the picture
 DRAWN = 4  # presets in it
 
@@ -110,8 +109,12 @@ class Search:
             for request in requests:
                 share = fitting.plan.expert_cache
                 found = await self._try(request, fitting.sizes, priced, share)
-                if found is not None:
-                    self.advice.estimates.append(found)
+                if found is None:
+                    continue
+                self.advice.estimates.append(found)
+                if request.name == "all-host" and (self._hardware.without_workers or 0) >= WORTH:
+                    alone = replace(found.setting, workers=0)
+                    self.advice.estimates.append(await self._run(alone, fitting.sizes, priced))
         self.advice.estimates.sort(key=lambda each: -each.tok_s)
 
     async def what_if(self) -> None:
@@ -130,19 +133,16 @@ class Search:
             faster = self._hardware.faster(side, MORE, sizes, self._prompt)
             self._changed(f"{words} 10 % faster", await self._run(settings, sizes, faster))
         tiles = sizes.needs.tiles
-        if self._hardware.without_workers and best.host_share == 1:
-            ratio = self._hardware.without_workers
-            self.advice.changes.append(Change(f"{NO_WORKERS}, as measured", best.tok_s * ratio, ratio))
         more = min(tiles, settings.capacity + int(MORE_CACHE // sizes.needs.slot))
         if best.moved or best.host_share:
             found = await self._run(replace(settings, capacity=more, share=more / tiles), sizes, plain)
             self._changed(f"{MORE_CACHE / 1e9:g} GB more of expert cache", found)
 
     async def curve(self) -> None:
-        """The fastest presets of the best setting's format over the cache's size."""
+        """The fastest presets of the best setting's format over the cache's size, with workers."""
         best = self.advice.best.setting
         sizes, priced = self._fitting[best.format].sizes, self.priced(best.format)
-        exact = [each for each in self.advice.of(best.format) if each.exact]
+        exact = [e for e in self.advice.of(best.format) if e.exact and e.setting.workers is None]
         for each in exact[:DRAWN]:
             points = self.advice.curves.setdefault(each.setting.policy.label, [])
             for share in CURVE:
@@ -170,6 +170,8 @@ class Search:
         await asyncio.sleep(0)  # lets the event loop handle a Ctrl-C
         found = estimate(setting, sizes, priced, self._text, self._prompt, self._seed)
         self._progress()
+        if setting.workers == 0:  # measured in one format, with everything on the host
+            return replace(found, tok_s=found.tok_s * (self._hardware.without_workers or 1.0))
         return found
 
 

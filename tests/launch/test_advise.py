@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from launch.advise.estimate import Setting, estimate
-from launch.advise.hardware import Priced
+from launch.advise.hardware import FromFile, Priced
+from launch.advise.report import Report
 from launch.advise.routing import RecordedText, drawn
+from launch.advise.search import Search, fitting
 from launch.advise.sizes import Sizes, sizes_of
 from launch.advise.trial import DEVICE, HOST, Ran, fitted
 from launch.bench.run import Run
@@ -18,6 +20,7 @@ from launch.cli import main
 from pipeline.checkpoint.open import open_config
 from pipeline.config import EngineConfig
 from pipeline.counters import PARTS
+from pipeline.memory.plan import Machine
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import PolicyRequest
 
@@ -109,6 +112,25 @@ def test_a_picture_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert set(found["curves"]) == {"fiddler", "on-demand"}  # type: ignore[call-overload]
     text = picture.read_text("utf-8")
     assert "what fits" in text or "<svg" in text
+
+
+async def test_a_machine_without_gpu_may_be_fastest_without_workers() -> None:
+    """A machine with costs of one format, where all-host was measured with --workers 0 as well."""
+    config = EngineConfig(device="cpu", workers=2)
+    sizes = sizes_of(open_config(Path("shape:mixtral-8x7b/4")), config, "int4")
+    text = drawn(sizes.header, prompt=32, chunk=32, batch=1, seed=0)
+    costs = Costs((1, 64), (1e-4, 2e-3), (1e-4, 2e-3), link=1e-3, round_trip=1e-4, other=(2e-4, 2e-4))
+    hardware = FromFile("a machine", costs, Machine(10**11, 10**11, None), device="cpu")
+    hardware.without_workers = 1.5
+    search = Search(hardware, [fitting(sizes, config, hardware)], text, 32, 0, lambda: None)
+    await search.presets([PolicyRequest("all-host"), PolicyRequest("on-demand")])
+    await search.what_if()
+    report = Report(open_config(Path("shape:mixtral-8x7b/4")), hardware, config, text, 32, 1, search.advice)
+    best, plain, _ = search.advice.estimates
+    assert best.tok_s == pytest.approx(1.5 * plain.tok_s)
+    assert report.to_json()["advice"] == ["--policy all-host --format int4 --workers 0"]
+    assert all(1 <= change.ratio < 1.2 for change in search.advice.changes)
+    assert "\n  --policy all-host --format int4 --workers 0\n" in report.render()
 
 
 def test_costs_are_fitted_to_two_runs_so_that_their_replays_take_as_long() -> None:
