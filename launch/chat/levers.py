@@ -120,11 +120,11 @@ def _placements(
             in_place = {"host": tile * profile.tiles / rows, "device": 0.0, "link": 0.0}
             yield _lever(POLICY, "/policy all-host", effect, lambda parts: parts | in_place, profile)
         return
-    if host and link:
+    if host and link and policy != "tandem":  # which plans with both
         split = missing * host * link / (host + link)
         best = missing * min(host, link)
         effects = (
-            ("bandwidth-split", "divides missing tiles between host and link by their speeds", split),
+            ("tandem", "divides missing tiles between host and link, so that both end together", split),
             ("fiddler", "computes a missing expert on the host where that is faster than fetching it", best),
         )
         for name, effect, seconds in effects:

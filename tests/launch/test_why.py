@@ -104,7 +104,7 @@ def test_levers_of_a_link_are_policies_and_a_larger_cache() -> None:
     """100 ms a token: 50 for 5 tiles over the link, 20 for 4 tiles of the workers, 2.5 ms each."""
     ranked = found(decode())
     others, host, link, missing = 0.03, 0.01 / 4, 0.01, 9
-    split = ranked["/policy bandwidth-split"]
+    split = ranked["/policy tandem"]
     assert split.seconds == pytest.approx(others + missing * host * link / (host + link))
     assert split.bound
     assert ranked["/policy fiddler"].seconds == pytest.approx(others + missing * host)
@@ -154,12 +154,12 @@ def test_cost_of_a_format_is_named_where_it_was_measured() -> None:
 def test_why_shows_gains_or_that_none_is_known() -> None:
     text = shown(why_text(reply(decode()), {"tile_bytes": TILE}, WELCOME))
     assert re.search(r"^What would help, from 10\.0 tok/s:$", text, re.M)
-    assert re.search(r"^/policy bandwidth-split +at most 20\.8 tok/s +divides missing", text, re.M)
+    assert re.search(r"^/policy tandem +at most 20\.8 tok/s +divides missing", text, re.M)
     assert "Together" not in text  # both levers are policies
     text = flat(shown(why_text(reply(decode()), STATS | {"tile_bytes": TILE}, WELCOME)))
     # 9 tiles of 2 ms instead of 70 ms over both, a third of these 18 less: 30 of 100 ms are other parts
     assert (
-        "Together: of a token's 100 ms, less 52.0 ms by /policy bandwidth-split and 6.00 ms by"
+        "Together: of a token's 100 ms, less 52.0 ms by /policy tandem and 6.00 ms by"
         " --expert-cache 0.5, 42.0 ms stay: at most 23.8 tok/s." in text
     )
     assert "computing: the host (experts) 10% of the time, the device (attention, head, its" in text
