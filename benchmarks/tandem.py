@@ -3,6 +3,7 @@
     python benchmarks/tandem.py --trace run.trace --model mixtral
     python benchmarks/tandem.py --synthetic 1,4,16,64 --model qwen3 --machine a100-pcie4
     python benchmarks/tandem.py --trace run.trace --costs costs.json
+    python benchmarks/tandem.py --speed --model qwen3 --layers 48      tandem's replay itself, in us a layer
 
 A trace's routing is timed as if its experts were those of the named model, with the costs derived from the
 rates of the named machines (`pipeline/policies/derived_costs.py`), or with a cost file as it is. For each
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -159,6 +161,24 @@ def compare(
                 group = {}
 
 
+def speed(recorded: Recorded, costs: Costs, share: float) -> float:
+    """Microseconds of this process's time for a layer of a measured decode step: the policy, the simulated
+    cache and the driver together, without reading the trace. The quickest of three runs."""
+    shape = recorded.header.shape
+    capacity = round(share * shape.layers * shape.experts * shape.tiles)
+    steps = [step for step in recorded.steps if step.phase == "decode"]
+    found = []
+    for _ in range(3):
+        replay = Replay(recorded.header, make_policy(PolicyRequest("tandem"), 0), costs, capacity)
+        replay.run(recorded.warm)
+        for known in (vars(layer.router_routing) for step in steps for layer in step.layers):
+            known.pop("active", None)  # it belongs to what a replay computes
+        started = time.process_time()
+        replay.run(steps)
+        found.append(time.process_time() - started)
+    return min(found) / len(steps) / shape.layers * 1e6
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -174,6 +194,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--policy", nargs="*", default=NAMES)
     parser.add_argument("--set", nargs="*", default=[])
+    parser.add_argument("--speed", action="store_true", help="time the replay of one row a step")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     model = MODELS[arguments.model]
@@ -184,6 +205,12 @@ def main() -> None:
     if arguments.costs:
         machines = {path.stem: Costs.load(path) for path in arguments.costs}
     measured = {"prefill": arguments.prompts, "decode": arguments.steps}
+    if arguments.speed:
+        single = synthetic(1, model, arguments.layers, measured)
+        for name, costs in machines.items():
+            for share in map(float, arguments.share.split(",")):
+                print(f"{name:12}{share:5.2f} {speed(single, costs, share):7.1f} us a layer", flush=True)
+        return
     recorded = [read(path, model, measured) for path in arguments.trace]
     for batch in map(int, filter(None, arguments.synthetic.split(","))):
         recorded.append(synthetic(batch, model, arguments.layers, measured))

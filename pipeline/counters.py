@@ -89,11 +89,11 @@ class PrefetchedTiles:
     def __len__(self) -> int:
         return self.hi - self.lo
 
-    def land(self, tile: int) -> None:
-        """The next tile of the expert has landed."""
-        if not self:
+    def land(self, tile: int, count: int = 1) -> None:
+        """The next `count` tiles of the expert have landed, of which `tile` is the first."""
+        if self.lo == self.hi:
             self.lo = tile
-        self.hi = tile + 1
+        self.hi = tile + count
 
     def use(self, tiles: int) -> int:
         """The device computes with the expert's first `tiles` tiles. Returns how many of them it uses for the

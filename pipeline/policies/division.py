@@ -20,6 +20,7 @@ class Division(NamedTuple):
     """A layer's cuts, and what follows from them by the costs."""
 
     cut: IntArray  # [m], of the active experts
+    values: list[float]  # [m], what a tile of each is worth
     sides: Sides
     moved: int  # missing tiles that the device computes
     spare: float  # seconds in which the link has nothing to move before the layer ends
@@ -112,47 +113,47 @@ class Divider:
                 for count in found
             ]
         ends = balance(groups, fixed)
-        cut = self._cuts(active, resident, tiles, worth, groups, found)
+        values: list[float] = worth.take(active.experts).tolist()
+        cut = self._cuts(active, resident, tiles, values, groups, found)
         moved = sum(max(0, group.taken - group.resident) for group in groups)
         spare = ends.seconds - moved * fixed.tile if moved else ends.seconds
-        return Division(cut, ends, moved, max(0.0, spare), groups, fixed)
+        return Division(cut, values, ends, moved, max(0.0, spare), groups, fixed)
 
     def _cuts(
         self,
         active: Active,
         resident: IntArray,
         tiles: int,
-        worth: NDArray[np.float32],
+        values: list[float],
         groups: list[Group],
         found: list[int],
     ) -> IntArray:
         """The groups' totals as cuts of their experts."""
-        if all(group.taken == group.tiles for group in groups):
+        if all([group.taken == group.tiles for group in groups]):
             return np.full(len(resident), tiles, np.int32)
-        cut = resident.copy()
+        cut: list[int] = resident.tolist()
         for group, count in zip(groups, found, strict=True):
-            more = group.taken - group.resident
-            if not more:
-                continue
             if len(groups) == 1:
                 members = list(range(len(cut)))
             else:
-                chosen = (active.counts == count).nonzero()[0]
-                if more == group.missing or not group.taken:
-                    cut[chosen] = tiles if group.taken else 0
-                    continue
-                members = chosen.tolist()
-            value = worth.take(active.experts).tolist()
-            # beyond the residency the most valuable first; short of it the least valuable go to the host
-            members.sort(key=value.__getitem__, reverse=more > 0)
-            for index in members:
-                now = int(cut[index])
-                then = min(tiles, now + more) if more > 0 else max(0, now + more)
-                cut[index] = then
-                more -= then - now
-                if not more:
-                    break
-        return cut
+                members = (active.counts == count).nonzero()[0].tolist()
+            _move(cut, group.taken - group.resident, members, tiles, values)
+        return np.array(cut, np.int32)
+
+
+def _move(cut: list[int], more: int, members: list[int], tiles: int, values: list[float]) -> None:
+    """Change the cuts of these experts by `more` tiles in all: beyond the residency the most valuable come
+    first; short of it the least valuable go to the host."""
+    if not more:
+        return
+    members.sort(key=values.__getitem__, reverse=more > 0)
+    for index in members:
+        now = cut[index]
+        then = min(tiles, now + more) if more > 0 else max(0, now + more)
+        cut[index] = then
+        more -= then - now
+        if not more:
+            return
 
 
 def _copied(group: Group) -> Group:

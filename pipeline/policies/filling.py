@@ -148,7 +148,7 @@ def _in_order(groups: Sequence[Group], fixed: Fixed, by_link: bool) -> tuple[Sid
         share = 0.0 if resident else group.lacking / group.missing
         later = last if resident else max(last, seconds)
         low, high, tried = 0, 0, count
-        while True:  # all of them, and if that is too many, the number by bisection
+        while True:  # all of them, and if that is too many, the number by interpolation
             then_host = begins + host - tried * saved if left > tried else 0.0
             if resident:
                 then_device = max(launch + here + tried * seconds, first if moved else 0.0) + moved_here
@@ -164,7 +164,8 @@ def _in_order(groups: Sequence[Group], fixed: Fixed, by_link: bool) -> tuple[Sid
                 high, high_host, high_device, linked = tried, then_host, then_device, end == then_device
             if not high or high - low <= 1:
                 break
-            tried = (low + high) // 2
+            early, late = now_host - now_device, high_device - high_host
+            tried = min(max(low + int((high - low) * early / (early + late)), low + 1), high - 1)
         if not high:
             group.taken += count
             left -= count

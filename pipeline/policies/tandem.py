@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf
+from operator import itemgetter
 from typing import ClassVar
 
 import numpy as np
@@ -81,17 +82,18 @@ class Tandem(Policy):
         cut[active.experts] = divided.cut
         free = divided.spare + divider.other(len(routing.experts))
         self._ahead[layer] = int(free / divider.tile) if divider.tile > 0 else tiles * len(active.experts)
-        if any(group.taken < group.resident for group in divided.groups):
-            self._ahead[layer] = 0  # the host computes even resident tiles: others would not be used
+        for group in divided.groups:
+            if group.taken < group.resident:
+                self._ahead[layer] = 0  # the host computes even resident tiles: others would not be used
         if not (divided.moved and view.capacity):
             return Plan(cut)
         targets: list[Target] = []
         worth.protect(layer, active.experts)
-        fetched = (divided.cut > kept).nonzero()[0].tolist()
-        experts = active.experts
-        for index in sorted(fetched, key=lambda index: -value[experts[index]]):
-            expert, more = int(experts[index]), int(divided.cut[index] - kept[index])
-            grown = worth.grow(layer, expert, more, float(value[expert]), layer)
+        cuts = zip(divided.values, active.experts.tolist(), (divided.cut - kept).tolist(), strict=True)
+        fetched = [found for found in cuts if found[2] > 0]
+        fetched.sort(key=itemgetter(0), reverse=True)
+        for worth_of, expert, more in fetched:
+            grown = worth.grow(layer, expert, more, worth_of, layer)
             if not grown:
                 break
             targets += grown
@@ -106,8 +108,8 @@ class Tandem(Policy):
         assert view.router is not None
         worth, tiles = self._worth, view.shape.tiles
         named = by_probability(view.router(signals.probes[following]))
-        kept = worth.target[following]
-        wanted = [(expert, tiles - held) for expert in named if (held := int(kept[expert])) < tiles]
+        kept = worth.target[following].take(named).tolist()
+        wanted = [(expert, tiles - held) for expert, held in zip(named, kept, strict=True) if held < tiles]
         if not wanted:
             return ()
         targets: list[Target] = []

@@ -7,7 +7,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.arrays import FloatArray, IntArray, Phase
+from pipeline.arrays import PHASES, FloatArray, IntArray, Phase
 from pipeline.policies.view import ModelShape, Target
 
 # A step's weight in the two averages of the router's probabilities: what a text uses now, and what it uses on
@@ -15,6 +15,16 @@ from pipeline.policies.view import ModelShape, Target
 FRESH = {"decode": 0.2, "prefill": 0.7}
 LASTING = {"decode": 0.003, "prefill": 0.05}
 LASTING_WEIGHT = 0.5  # beside the fresh average; in prefill, which uses nearly all experts, it counts alone
+
+# as arrays, which are multiplied sooner than plain numbers: what stays of the averages, and what is added
+_WEIGHTS = {
+    phase: (
+        np.array([[1 - FRESH[phase]], [1 - LASTING[phase]]], np.float32),
+        np.array([[FRESH[phase]], [LASTING[phase]]], np.float32),
+    )
+    for phase in PHASES
+}
+_LASTING_WEIGHT = np.float32(LASTING_WEIGHT)
 
 
 class Worth:
@@ -25,7 +35,7 @@ class Worth:
         """`counts` [L, E]: rows that used each expert so far, by which the first targets are set."""
         rows = counts.sum(axis=1, keepdims=True)
         share = (counts / np.maximum(rows, 1)).astype(np.float32)
-        self._fresh, self._lasting = share, share.copy()
+        self._averages: FloatArray = np.stack((share, share), axis=1)  # [L, 2, E], fresh and lasting
         self.value: FloatArray = share * np.float32(1 + LASTING_WEIGHT)  # [L, E]
         self.target: IntArray = np.zeros(share.shape, np.int32)
         held = min(capacity, share.size * shape.tiles)
@@ -38,28 +48,31 @@ class Worth:
         # added to `value`: infinite where nothing can leave
         self._empty = np.where(self.target > 0, np.float32(0), np.float32(inf))
         self._rank: FloatArray = self.value + self._empty
+        self._kept = self.target.data  # the same memory, of which Python reads single numbers sooner
 
     def observe(self, layer: int, logits: FloatArray, phase: Phase) -> None:
         """Count a layer's router logits [R, E]."""
         if len(logits) == 1:
-            share = np.exp(logits[0] - logits[0].max())
-            share /= share.sum()
+            row = logits[0]
+            share = np.subtract(row, np.maximum.reduce(row))
+            np.exp(share, out=share)
+            share /= np.add.reduce(share)
         else:
             shares = np.exp(logits - logits.max(axis=1, keepdims=True))
             shares /= shares.sum(axis=1, keepdims=True)
             share = shares.mean(axis=0)
-        fresh, lasting, value = self._fresh[layer], self._lasting[layer], self.value[layer]
-        for average, weight in ((fresh, FRESH[phase]), (lasting, LASTING[phase])):
-            average *= 1 - weight
-            average += weight * share
-        np.multiply(lasting, LASTING_WEIGHT, out=value)
+        averages, value = self._averages[layer], self.value[layer]
+        kept, weights = _WEIGHTS[phase]
+        averages *= kept
+        averages += weights * share
+        np.multiply(averages[1], _LASTING_WEIGHT, out=value)
         if phase == "decode":
-            value += fresh
+            value += averages[0]
         np.add(value, self._empty[layer], out=self._rank[layer])
 
     def protect(self, layer: int, experts: IntArray | list[int] | None = None) -> None:
         """Until `release`, no tile of these experts leaves, by default of none of the layer."""
-        self._rank[layer, slice(None) if experts is None else experts] = inf
+        self._rank[layer][... if experts is None else experts] = inf
 
     def release(self, layer: int) -> None:
         np.add(self.value[layer], self._empty[layer], out=self._rank[layer])
@@ -74,14 +87,15 @@ class Worth:
             found = self._least(near, least)
             if found is None:
                 break
-            held = int(self.target[found])
+            held = self._kept[found]
             lost = min(held, tiles - got)
             self._keep(found, held - lost)
             targets.append(Target(*found, held - lost))
             got += lost
         if got:
-            self._keep((layer, expert), int(self.target[layer, expert]) + got)
-            targets.append(Target(layer, expert, int(self.target[layer, expert])))
+            held = self._kept[layer, expert] + got
+            self._keep((layer, expert), held)
+            targets.append(Target(layer, expert, held))
         return targets
 
     def _least(self, near: int, least: float) -> tuple[int, int] | None:
@@ -99,8 +113,8 @@ class Worth:
         return found
 
     def _keep(self, key: tuple[int, int], tiles: int) -> None:
-        before = int(self.target[key])
-        self.target[key] = tiles
+        before = self._kept[key]
+        self._kept[key] = tiles
         if (before == 0) != (tiles == 0):
             self._empty[key] = 0.0 if tiles else inf
             if not tiles:

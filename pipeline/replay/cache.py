@@ -40,11 +40,12 @@ class Order:
     cancelled: bool = False
 
 
-@dataclass
+@dataclass(slots=True)
 class _Prediction:
     """As in the tile mover: a predicted expert that is kept and was not used yet."""
 
     counters: PhaseOutcome  # of the phase that predicted it
+    number: int  # in the order in which predictions were made
     unused: PrefetchedTiles = field(default_factory=PrefetchedTiles)
     ordered: bool = False  # an order of it was made
 
@@ -73,6 +74,7 @@ class SimulatedCache:
         self._below_target: set[Key] = set()  # residency below target
         self._background: dict[Key, Order] = {}
         self._queues: tuple[deque[Order], deque[Order]] = (deque(), deque())  # predicted, placed
+        self._number = 0  # of the next prediction
         self._flying: Order | None = None  # the order with a tile on the link, until `free`
         self.predicted: dict[Key, _Prediction] = {}  # experts that are kept for a prediction and not all used
 
@@ -90,28 +92,29 @@ class SimulatedCache:
     def retarget(self, changes: Iterable[Target], predicted: bool = False) -> None:
         """As TileMover.retarget. Raises PlanError where the targets are out of range or beyond the
         capacity."""
-        shape, target, resident = self._shape, self._targets, self._resident
+        layers, experts, most = self._shape.layers, self._shape.experts, self._shape.tiles
+        target, resident, below = self._targets, self._resident, self._below_target
         for change in changes:
             layer, expert, tiles = change
-            exists = 0 <= layer < shape.layers and 0 <= expert < shape.experts
-            if not exists or not 0 <= tiles <= shape.tiles:
+            if not (0 <= layer < layers and 0 <= expert < experts and 0 <= tiles <= most):
                 raise PlanError(f"the policy set a target that does not exist: {change}")
             key = (layer, expert)
             before, has = target[key], resident[key]
             self._kept += tiles - before
             target[key] = tiles
-            if has > tiles:
-                resident[key] = self._on_order[key] = tiles
             if has < tiles:
-                self._below_target.add(key)
+                below.add(key)
             else:
-                self._below_target.discard(key)
+                below.discard(key)
+                if has > tiles:
+                    resident[key] = self._on_order[key] = tiles
             order = self._background.get(key)
             if order is not None and order.lo + order.count > tiles:
                 self._cancel(order)
             if predicted and tiles > before:
                 if key not in self.predicted:
-                    self.predicted[key] = _Prediction(self.counters)
+                    self.predicted[key] = _Prediction(self.counters, self._number)
+                    self._number += 1
                     self.counters.wanted_experts += 1
             elif (prediction := self.predicted.get(key)) is not None:
                 prediction.counters.wasted += prediction.unused.evict(tiles)
@@ -123,6 +126,7 @@ class SimulatedCache:
         """Run the link until now."""
         if not self._background:  # nothing is ordered, nor on the link
             return
+        counters, tile_seconds = self.counters, self._tile_seconds
         while True:
             if self._flying is not None:
                 if self.free > now:
@@ -134,11 +138,19 @@ class SimulatedCache:
             start = max(self.free, order.ordered_at)
             if start >= now:
                 return
-            seconds = self._tile_seconds if order.started else self._fetch_seconds + self._tile_seconds
+            seconds = tile_seconds if order.started else self._fetch_seconds + tile_seconds
             order.started += 1
-            self._flying = order
-            self.free = start + seconds
-            self.counters.link_busy += seconds
+            free = start + seconds
+            counters.link_busy += seconds
+            landed = 0
+            while order.started < order.count and free < now:  # the next one follows at once
+                landed += 1
+                order.started += 1
+                free += tile_seconds
+                counters.link_busy += tile_seconds
+            self._flying, self.free = order, free
+            if landed:
+                self._book(order, landed, kept=True)  # its tiles are the next up to the target
 
     def update(self, now: float) -> None:
         """Run the link until now, and order tiles below their target in the background."""
@@ -149,7 +161,9 @@ class SimulatedCache:
         missing = self._below_target.difference(self._background)
         if not missing:
             return
-        predicted = [key for key in self.predicted if key in missing][:free]
+        predicted = [key for key in missing if key in self.predicted]
+        predicted.sort(key=lambda key: self.predicted[key].number)
+        del predicted[free:]
         for key in predicted:
             self._order(key, True, now)
         for key in nsmallest(free - len(predicted), missing.difference(predicted)):
@@ -291,23 +305,27 @@ class SimulatedCache:
 
     def _land(self, order: Order) -> None:
         """The tile on the link has landed."""
+        self._flying = None
+        key, tile = order.key, order.lo + order.started - 1
+        self._book(order, 1, kept=tile == self._resident[key] < self._targets[key])
+        if order.started >= order.count:
+            del self._background[key]
+
+    def _book(self, order: Order, count: int, kept: bool) -> None:
+        """The next `count` tiles of an order have landed."""
         key = order.key
         prediction = None if order.predicted is None else self.predicted.get(key)
-        self._flying = None
-        kept = order.lo + order.started - 1 == self._resident[key] < self._targets[key]
         if kept:
-            self._add_tiles(key, 1)
+            self._add_tiles(key, count)
         # A prediction that was dropped meanwhile is booked to the phase that made it, unless another target
         # keeps the tile.
         booked = order.predicted if prediction is None else prediction.counters
         if kept and prediction is None:
             booked = None
         if booked is None:
-            self.counters.placed += 1
+            self.counters.placed += count
         else:
-            booked.predicted += 1
-            booked.wasted += not kept
+            booked.predicted += count
+            booked.wasted += 0 if kept else count
         if kept and prediction is not None:
-            prediction.unused.land(self._resident[key] - 1)
-        if order.started >= order.count:
-            del self._background[key]
+            prediction.unused.land(self._resident[key] - count, count)

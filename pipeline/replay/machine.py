@@ -35,10 +35,10 @@ from pipeline.policies.view import (
     Signals,
     Target,
     View,
-    sort_together,
 )
 from pipeline.replay.cache import SimulatedCache
 from pipeline.replay.outcome import Outcome, PhaseOutcome
+from pipeline.replay.step_inputs import StepInputs
 from pipeline.traces.header import Header
 from pipeline.traces.steps import LayerTrace, TracedStep
 
@@ -68,7 +68,7 @@ class Replay:
         self._costs = costs.for_tiles(shape.tiles)
         self._last_steps = last_steps or {}
         self._live: set[int] = set()  # sequences that have begun and not ended
-        self._own_logits: list[FloatArray | None] = []  # of the present step's layers
+        self._ahead: tuple[FloatArray, Routing] | None = None  # of the next layer, as it was asked for last
         self._phases: dict[Phase, PhaseOutcome] = {phase: PhaseOutcome(shape.layers) for phase in PHASES}
         self._counters = self._phases["decode"]
         self._seconds: dict[int, tuple[float, float, float]] = {}  # by rows: see _tile
@@ -135,7 +135,7 @@ class Replay:
         driver.begin_step(step.phase, step.sequences, self._live)
         self._live -= {s for s in step.sequences if self._last_steps.get(s, step.number) <= step.number}
         counters.paused_steps += not driver.view.prefetching
-        self._prepare(step)
+        self._inputs = StepInputs(step, self._header.router)
         for index, layer in enumerate(step.layers):
             self._traced = layer
             driver.layer(index, self)
@@ -150,26 +150,16 @@ class Replay:
         self._counters.device_busy += other
         self.now += other
         self.cache.advance(self.now)
-        self._logits = logits = self._own_logits[layer] if own else None
+        self._logits = logits = self._inputs.own[layer] if own else None
         return Signals(logits, {target: self._probe(layer, traced, target) for target in probes})
-
-    def _prepare(self, step: TracedStep) -> None:
-        """What every layer needs of the step, made for all of them at once."""
-        layers = step.layers
-        known = [layer.logits for layer in layers if layer.logits is not None]
-        if len(known) == len(layers):
-            self._own_logits = list(np.array(known, np.float32))
-        else:
-            every = (layer.logits for layer in layers)
-            self._own_logits = [None if each is None else each.astype(np.float32) for each in every]
-        routings = [layer.router_routing for layer in layers]
-        if len(step.sequences) == 1 and "active" not in vars(routings[0]):
-            sort_together(routings)
 
     def _route(self, logits: FloatArray) -> Routing:
         """The model's router. For a layer's own logits it returns the recorded routing: the logits are
         recorded as float16, and their rounding could exchange two experts that are nearly equal."""
-        return self._traced.router_routing if logits is self._logits else self._header.router(logits)
+        if logits is self._logits:
+            return self._traced.router_routing
+        ahead = self._ahead
+        return ahead[1] if ahead is not None and logits is ahead[0] else self._header.router(logits)
 
     def begin(self, decision: LayerDecision[float]) -> None:
         layer, counters, tiles = decision.layer, self._counters, self._header.shape.tiles
@@ -242,32 +232,35 @@ class Replay:
         self, layer: int, experts: list[int], rows: list[int], cuts: list[int], resident: list[int]
     ) -> None:
         """Divide the device's share into resident and fetched tiles."""
-        self._device_seconds: dict[int, float] = {}  # a tile of each expert
+        self._device_seconds: dict[int, float] = {}  # a tile of each expert that lacks one
         self._begun_seconds = 0.0  # of the launch and the resident tiles
         self._landings: list[tuple[int, float]] = []
         if not any(cuts):
             return
         self._counters.device_tiles += sum(cuts)
         missing, begun, known = [], self._costs.launch, self._seconds
+        predicted = self.cache.predicted
         for expert, row, p, there in zip(experts, rows, cuts, resident, strict=True):
             if not p:
                 continue
+            tile = (known.get(row) or self._tile(row))[1]
             here = p if p < there else there
-            tile = self._device_seconds[expert] = (known.get(row) or self._tile(row))[1]
             if here:
                 begun += tile * here
+                if (layer, expert) in predicted:
+                    self.cache.used((layer, expert), here)
             if here < p:
                 missing.append((expert, here, p))
-        if self.cache.predicted:
-            for expert, p, there in zip(experts, cuts, resident, strict=True):
-                if here := min(p, there):
-                    self.cache.used((layer, expert), here)
+                self._device_seconds[expert] = tile
         self._begun_seconds = begun
         if missing:
             self._landings = self.cache.demand(layer, missing, self.now)
 
     def _probe(self, layer: int, traced: LayerTrace, target: int) -> FloatArray:
         """The recorded logits of a later layer's router, or of the gate for the next token's first layer."""
+        if target == layer + 1 and (ahead := self._inputs.ahead(layer)) is not None:
+            self._ahead = ahead
+            return ahead[0]
         last = layer == self._header.shape.layers - 1
         found = None
         if last and target == 0:
