@@ -113,19 +113,15 @@ class Tandem(Policy):
         if not wanted:
             return ()
         targets: list[Target] = []
-        worth.protect(layer)  # it is being computed
-        worth.protect(following, named)
         for expert, missing in wanted:
             more = min(missing, left)
-            grown = worth.grow(following, expert, more, inf, layer)
+            grown = worth.grow(following, expert, more, inf, layer, within=False)  # it is being computed
             if not grown:
                 self.no_room += 1
             targets += grown
             left -= more
             if not left:
                 break
-        worth.release(layer)
-        worth.release(following)
         return tuple(targets)
 
     def after(self, layer: int, routing: Routing, view: View) -> tuple[Target, ...]:

@@ -48,6 +48,10 @@ class Worth:
         # added to `value`: infinite where nothing can leave
         self._empty = np.where(self.target > 0, np.float32(0), np.float32(inf))
         self._rank: FloatArray = self.value + self._empty
+        # by layer, as parts are taken from arrays more slowly than from lists
+        self._rows = list(zip(self._averages, self.value, self._empty, self._rank, strict=True))
+        every = range(len(share))
+        self._places = [[self._before(near, within) for near in every] for within in (False, True)]
         self._kept = self.target.data  # the same memory, of which Python reads single numbers sooner
 
     def observe(self, layer: int, logits: FloatArray, phase: Phase) -> None:
@@ -61,30 +65,34 @@ class Worth:
             shares = np.exp(logits - logits.max(axis=1, keepdims=True))
             shares /= shares.sum(axis=1, keepdims=True)
             share = shares.mean(axis=0)
-        averages, value = self._averages[layer], self.value[layer]
+        averages, value, _, _ = self._rows[layer]
         kept, weights = _WEIGHTS[phase]
         averages *= kept
         averages += weights * share
         np.multiply(averages[1], _LASTING_WEIGHT, out=value)
         if phase == "decode":
             value += averages[0]
-        np.add(value, self._empty[layer], out=self._rank[layer])
+        self.release(layer)
 
-    def protect(self, layer: int, experts: IntArray | list[int] | None = None) -> None:
-        """Until `release`, no tile of these experts leaves, by default of none of the layer."""
-        self._rank[layer][... if experts is None else experts] = inf
+    def protect(self, layer: int, experts: IntArray) -> None:
+        """Until `release`, no tile of these experts leaves."""
+        self._rows[layer][3][experts] = inf
 
     def release(self, layer: int) -> None:
-        np.add(self.value[layer], self._empty[layer], out=self._rank[layer])
+        _, value, empty, rank = self._rows[layer]
+        np.add(value, empty, out=rank)
 
-    def grow(self, layer: int, expert: int, tiles: int, least: float, near: int) -> list[Target]:
+    def grow(
+        self, layer: int, expert: int, tiles: int, least: float, near: int, within: bool = True
+    ) -> list[Target]:
         """Keep up to `tiles` more tiles of an expert, in the place of tiles worth less than `least`. They are
-        of layer `near` or of the half of all layers before it, whose next use is farthest away."""
+        of layer `near`, if it is `within`, or of the half of all layers before it, whose next use is farthest
+        away."""
         targets: list[Target] = []
         got = min(tiles, self._free)
         self._free -= got
         while got < tiles:
-            found = self._least(near, least)
+            found = self._least(self._places[within][near], least)
             if found is None:
                 break
             held = self._kept[found]
@@ -98,19 +106,24 @@ class Worth:
             targets.append(Target(layer, expert, held))
         return targets
 
-    def _least(self, near: int, least: float) -> tuple[int, int] | None:
+    def _least(self, places: list[tuple[int, FloatArray]], least: float) -> tuple[int, int] | None:
         """The expert whose tiles are worth least."""
-        layers, experts = self._rank.shape
-        low = near - layers // 2
+        experts = self._rank.shape[1]
         found = None
-        for begin, end in ((max(low, 0), near + 1), (layers + low, layers)):
-            if begin < layers:
-                part = self._rank[begin:end]
-                index = int(part.argmin())
-                value = part.item(index)
-                if value < least:
-                    least, found = value, (begin + index // experts, index % experts)
+        for first, part in places:
+            index = int(part.argmin())
+            value = part.item(index)
+            if value < least:
+                least, found = value, (first + index // experts, index % experts)
         return found
+
+    def _before(self, near: int, within: bool) -> list[tuple[int, FloatArray]]:
+        """The ranks of the layers that `grow` takes tiles from, flat, each part with its first layer. The
+        layer after `near` is none of them: a prediction would take from itself."""
+        layers = len(self._rank)
+        low = near - min(layers // 2, max(layers - 2, 0))
+        parts = (max(low, 0), near + within), (layers + low, layers)
+        return [(begin, self._rank[begin:end].ravel()) for begin, end in parts if begin < end]
 
     def _keep(self, key: tuple[int, int], tiles: int) -> None:
         before = self._kept[key]

@@ -94,13 +94,14 @@ class SimulatedCache:
         capacity."""
         layers, experts, most = self._shape.layers, self._shape.experts, self._shape.tiles
         target, resident, below = self._targets, self._resident, self._below_target
+        background, predictions, kept = self._background, self.predicted, self._kept
         for change in changes:
             layer, expert, tiles = change
             if not (0 <= layer < layers and 0 <= expert < experts and 0 <= tiles <= most):
                 raise PlanError(f"the policy set a target that does not exist: {change}")
             key = (layer, expert)
             before, has = target[key], resident[key]
-            self._kept += tiles - before
+            kept += tiles - before
             target[key] = tiles
             if has < tiles:
                 below.add(key)
@@ -108,18 +109,19 @@ class SimulatedCache:
                 below.discard(key)
                 if has > tiles:
                     resident[key] = self._on_order[key] = tiles
-            order = self._background.get(key)
+            order = background.get(key)
             if order is not None and order.lo + order.count > tiles:
                 self._cancel(order)
             if predicted and tiles > before:
-                if key not in self.predicted:
-                    self.predicted[key] = _Prediction(self.counters, self._number)
+                if key not in predictions:
+                    predictions[key] = _Prediction(self.counters, self._number)
                     self._number += 1
                     self.counters.wanted_experts += 1
-            elif (prediction := self.predicted.get(key)) is not None:
+            elif (prediction := predictions.get(key)) is not None:
                 prediction.counters.wasted += prediction.unused.evict(tiles)
                 self._drop_if_done(key, prediction)
-        if self._kept > self._capacity:
+        self._kept = kept
+        if kept > self._capacity:
             raise PlanError(f"the policy's targets need {self._kept} tiles, the cache holds {self._capacity}")
 
     def advance(self, now: float) -> None:
@@ -191,7 +193,9 @@ class SimulatedCache:
                 self.counters.late += max(0, predicted - tiles.start)
         # expert, tiles, seconds beside them, and when the first lands if it moves
         demanded: list[tuple[int, int, float, float | None]] = []
-        for order in self._waiting(layer, items):
+        background = self._background
+        known = any([(layer, expert) in background for expert in items])
+        for order in self._waiting(layer, items) if known else ():
             expert, tiles = order.key[1], items[order.key[1]]
             reached = min(tiles.stop, order.lo + order.count)
             moving = self.free if self._flying is order else None
