@@ -114,7 +114,7 @@ class PolicyDriver(Generic[Begun]):
         executor.begin(decision)
         active = decision.gated.routing.active
         popularity = self._popularity[layer]
-        popularity[active.experts] += active.counts
+        popularity[active.experts.astype(np.intp)] += active.counts  # other indices take twice as long
         # Where the policy decides the next layer now, the host's share of it may begin at once.
         if (following := policy.ahead(layer, signals, view)) is not None:
             begun = executor.begin_early(layer + 1, following) if following.early else None

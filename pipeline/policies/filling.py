@@ -84,7 +84,9 @@ def balance(groups: Sequence[Group], fixed: Fixed) -> Sides:
         every = prod(group.tiles + 1 for group in groups) <= SEARCHED
         if every or max(best) > (1 + GAP) * bound:
             best = _search(groups, fixed, best, every)
-    if best.host:
+    missing = sum([group.missing for group in groups])
+    # all of it on the device needs no exchange: better, unless the link alone takes longer
+    if best.host and not (missing and fixed.tile * missing > max(best)):
         taken = [group.taken for group in groups]
         _take(groups, [group.tiles for group in groups])
         whole = sides(groups, fixed)

@@ -79,7 +79,7 @@ class Tandem(Policy):
         resident = np.minimum(view.residency[layer].take(active.experts), kept)  # the others are evicted
         value = worth.value[layer]
         divided = self._division = divider.divide(active, resident, tiles, value, view.backlog.host_seconds)
-        cut[active.experts] = divided.cut
+        cut.put(active.experts, divided.cut)
         free = divided.spare + divider.other(len(routing.experts))
         self._ahead[layer] = int(free / divider.tile) if divider.tile > 0 else tiles * len(active.experts)
         for group in divided.groups:

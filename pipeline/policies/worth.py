@@ -76,7 +76,7 @@ class Worth:
 
     def protect(self, layer: int, experts: IntArray) -> None:
         """Until `release`, no tile of these experts leaves."""
-        self._rows[layer][3][experts] = inf
+        self._rows[layer][3].put(experts, inf)
 
     def release(self, layer: int) -> None:
         _, value, empty, rank = self._rows[layer]

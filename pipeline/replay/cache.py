@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Container, Iterable
-from dataclasses import dataclass, field
 from heapq import nsmallest
 from operator import attrgetter
 
@@ -19,35 +18,10 @@ import numpy as np
 
 from pipeline.arrays import IntArray
 from pipeline.config import BACKGROUND_ORDERS
-from pipeline.counters import PrefetchedTiles
 from pipeline.errors import PlanError
 from pipeline.policies.view import Landing, ModelShape, Target
+from pipeline.replay.orders import Key, Order, Prediction
 from pipeline.replay.outcome import PhaseOutcome
-
-Key = tuple[int, int]  # layer, expert
-
-
-@dataclass(slots=True, eq=False)
-class Order:
-    """Tiles [lo, lo + count) of an expert, moved in the background."""
-
-    key: Key
-    lo: int
-    count: int
-    predicted: PhaseOutcome | None  # count a prediction's landings
-    ordered_at: float  # time of the order
-    started: int = 0  # tiles that have begun to move
-    cancelled: bool = False
-
-
-@dataclass(slots=True)
-class _Prediction:
-    """As in the tile mover: a predicted expert that is kept and was not used yet."""
-
-    counters: PhaseOutcome  # of the phase that predicted it
-    number: int  # in the order in which predictions were made
-    unused: PrefetchedTiles = field(default_factory=PrefetchedTiles)
-    ordered: bool = False  # an order of it was made
 
 
 class SimulatedCache:
@@ -76,7 +50,7 @@ class SimulatedCache:
         self._queues: tuple[deque[Order], deque[Order]] = (deque(), deque())  # predicted, placed
         self._number = 0  # of the next prediction
         self._flying: Order | None = None  # the order with a tile on the link, until `free`
-        self.predicted: dict[Key, _Prediction] = {}  # experts that are kept for a prediction and not all used
+        self.predicted: dict[Key, Prediction] = {}  # experts that are kept for a prediction and not all used
 
     @property
     def unused(self) -> int:
@@ -114,7 +88,7 @@ class SimulatedCache:
                 self._cancel(order)
             if predicted and tiles > before:
                 if key not in predictions:
-                    predictions[key] = _Prediction(self.counters, self._number)
+                    predictions[key] = Prediction(self.counters, self._number)
                     self._number += 1
                     self.counters.wanted_experts += 1
             elif (prediction := predictions.get(key)) is not None:
@@ -177,7 +151,7 @@ class SimulatedCache:
             prediction.counters.useful += prediction.unused.use(tiles)
             self._drop_if_done(key, prediction)
 
-    def _drop_if_done(self, key: Key, prediction: _Prediction) -> None:
+    def _drop_if_done(self, key: Key, prediction: Prediction) -> None:
         """Drop a prediction that has no unused tile, where no other tile of it will land."""
         if not prediction.unused and self._resident[key] == self._targets[key]:
             del self.predicted[key]
