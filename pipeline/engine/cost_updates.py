@@ -27,6 +27,7 @@ Side = Literal["host", "device", "link"]
 SIDES: tuple[Side, ...] = get_args(Side)
 WINDOW, ENOUGH = 32, 16  # steps of a median, and from how many on it counts
 LEAST_CHANGE = 0.05  # relative
+LEAST = log(1 + LEAST_CHANGE)
 DOUBT = 5.0  # standard errors that a median must be away from the ratio in force, which has one too
 FORGOTTEN = 256  # steps
 
@@ -118,20 +119,21 @@ class CostUpdates:
         known = {point: found for point in range(len(factors)) if (found := self._found(side, point))}
         changed = False
         for point, factor in enumerate(factors):
-            value, error = 0.0, 0.0
+            value, steps = 0.0, None
             if known:
-                value, error = known[min(known, key=lambda near: abs(near - point))]
-            if abs(value - factor) > max(DOUBT * error, log(1 + LEAST_CHANGE)):
+                value, steps = known[min(known, key=lambda near: abs(near - point))]
+            change = abs(value - factor)
+            if change > LEAST and (steps is None or change > DOUBT * steps.error):
                 factors[point] = value
                 changed = True
         return changed
 
-    def _found(self, side: Side, point: int) -> tuple[float, float] | None:
-        """The logarithm of a grid point's ratio and its error; None where too few steps were measured."""
+    def _found(self, side: Side, point: int) -> tuple[float, _Ratios] | None:
+        """The logarithm of a grid point's ratio, and the steps; None where too few were measured."""
         for contended, least in ((True, -inf), (False, 0.0)):
             ratios = self._ratios[side].get((contended, point))
             if ratios is not None and (middle := ratios.median) is not None:
-                return max(middle, least), ratios.error
+                return max(middle, least), ratios
         return None
 
     def _latest(self, side: Side, contended: bool) -> float | None:

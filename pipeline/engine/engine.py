@@ -55,6 +55,7 @@ class Engine:
         # Rows routed to each expert by the steps that count; lasts longer than a policy.
         self.popularity = np.zeros((s.layers, s.experts), np.int64)
         self.probing = Probing(backbone, device.torch_device, None)
+        self._only_waits = True  # in the latest layer: the host's share was all of it
 
     @property
     def policy(self) -> Policy:
@@ -144,6 +145,7 @@ class Engine:
             clock=clock,
             batch=batch,
             h=backbone.embed(batch),
+            only_waits=self._only_waits,
         )
         try:
             for layer in range(self.shape.layers):
@@ -154,6 +156,7 @@ class Engine:
             if (ticket := driver.cancel_early()) is not None:
                 ticket.abandon()
             raise
+        self._only_waits = executor.only_waits
         clock.layer = self.shape.layers
         self.tick()
         h = backbone.finish(executor.h, batch)

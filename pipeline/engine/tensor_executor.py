@@ -42,6 +42,7 @@ class TensorExecutor:
     clock: StepClock
     batch: Batch
     h: Tensor  # float32 [R, H], the residual stream; `end` adds the experts' output
+    only_waits: bool  # in the latest layer, the step before's at first: the host's share is all of it
 
     # of the layer that is being computed:
     _attended: AfterAttention = field(init=False)
@@ -62,8 +63,8 @@ class TensorExecutor:
         self.clock.mark("attention")
         self._x_host, *read = self.device.to_host(x, *logits)
         self.clock.mark("read")
-        if self._only_waits:
-            self.pool.announce()
+        if self.only_waits and self.phase == "decode" and self.device.on_host:
+            self.pool.announce()  # this layer is probably planned like the one before
         self.memory.collect_landings()
         return Signals(read.pop(0) if own else None, dict(zip(wanted, read, strict=True)))
 
@@ -82,6 +83,9 @@ class TensorExecutor:
         if self.device.on_host:  # the device shares the workers' cores: computing beside them gains nothing
             self._compute_shared_experts()
         begun = decision.begun
+        self.only_waits = begun is None and not len(split.device.items)
+        if begun is None and self.phase == "decode":
+            self.timing.layer_begins(split)
         self._ticket = self._submit(layer, split.host, self._x_host) if begun is None else begun
         self._device_work = self.memory.begin(layer, split.device)
         self.clock.mark("submit")
@@ -127,12 +131,8 @@ class TensorExecutor:
             for output in others:
                 y.add_(output)
             self.h = self.h + y
+        self.timing.layer_ends()
         self.clock.mark("combine")
-
-    @property
-    def _only_waits(self) -> bool:
-        """Between a layer's plan and its end: the host's share is all of it."""
-        return self.phase == "decode" and self.device.on_host and not self.memory.exists
 
     def _compute_shared_experts(self) -> None:
         if (y := self._attended.shared()) is not None:
@@ -141,4 +141,5 @@ class TensorExecutor:
 
     def _submit(self, layer: int, share: Share, x: FloatArray) -> Ticket:
         self.timing.host_begins(share)
-        return self.pool.submit(layer, divide_into_shards(share, self.pool.cores, self.phase, len(x)), x)
+        shards = divide_into_shards(share, self.pool.cores, self.phase, len(x))
+        return self.pool.submit(layer, shards, x, self.only_waits)

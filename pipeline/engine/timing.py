@@ -10,9 +10,10 @@ from itertools import pairwise
 
 from pipeline.device import Device
 from pipeline.engine.cost_updates import CostUpdates, Side, Work
+from pipeline.engine.layer_times import Kind, LayerTimes
 from pipeline.experts.device_share import DeviceMemory, EmptyDeviceMemory
 from pipeline.experts.fetch_link import Order
-from pipeline.experts.shares import Share
+from pipeline.experts.shares import Share, Split
 from pipeline.policies.active_costs import SecondsTable
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import Landing
@@ -30,6 +31,7 @@ class Timing:
     ) -> None:
         """`costs`: per tile. `follow`: correct them by what runs."""
         self.updates = CostUpdates(costs) if follow and costs is not None else None
+        self._layers = LayerTimes()
         self._memory = memory
         self._device = device
         self._tickets: deque[float] = deque()  # seconds of each host share that runs, the first one first
@@ -88,6 +90,36 @@ class Timing:
         self._work: dict[Side, Work] = {"host": Work(), "device": Work(), "link": Work()}
         self._marks: list[tuple[object, object]] = []  # of the device's resident tiles
         self._copied = self._memory.copied()
+        self._began: float | None = None  # the layer that is timed
+        self._layers.begin_step()
+
+    def layer_begins(self, split: Split) -> None:
+        """A decode layer's shares begin."""
+        if self.updates is None:
+            return
+        missing = [hi - lo for _, lo, hi in split.device.items.tolist() if lo < hi]
+        self._fetched = len(missing), sum(missing)  # experts, tiles
+        self._began = time.perf_counter()
+        self._planned = {"host": 0.0, "device": 0.0}
+
+    def layer_ends(self) -> None:
+        """The layer that began last has been computed."""
+        if self._began is None or self.costs is None:
+            return
+        measured = time.perf_counter() - self._began
+        self._began = None
+        host, device = self._planned["host"], self._planned["device"]
+        fetched, tiles = self._fetched
+        planned = max(host, device)
+        kind: Kind = "host" if host else "device"
+        if host and (device or fetched):
+            planned += self.costs.both
+            kind = "both"
+        if fetched:
+            link = self.costs.fetch * fetched + self.costs.link * tiles + self.costs.device[0]
+            self._layers.note("link", max(planned, link), measured, fetched)
+        elif kind != "device" or self._device.on_host:  # another device may still compute
+            self._layers.note(kind, planned, measured)
 
     def host_begins(self, share: Share) -> None:
         """The host was given a share."""
@@ -97,6 +129,8 @@ class Timing:
         seconds = self._add("host", self._host_table, share.offsets.tolist(), tiles)
         begins = max(self._host_free, time.perf_counter() + self.costs.round_trip)
         self._host_free = begins + seconds
+        if self._began is not None:
+            self._planned["host"] += self.costs.round_trip + seconds
         self._tickets.append(seconds)
 
     def host_ends(self, busy: float) -> None:
@@ -110,8 +144,12 @@ class Timing:
         """The device computes its share's resident tiles, between the marks of its memory."""
         resident = share.items[:, 1].tolist()
         if self.costs is not None and any(resident):
-            self._add("device", self._device_table, share.offsets.tolist(), resident)
-            self._work["device"].planned += self.costs.launch
+            seconds = self._add("device", self._device_table, share.offsets.tolist(), resident)
+            # `launch` as measured at first: its correction is not of the tiles
+            launch = self.costs.launch if self.updates is None else self.updates.measured.launch
+            self._work["device"].planned += launch
+            if self._began is not None:
+                self._planned["device"] += self.costs.launch + seconds
             self._marks.append(self._memory.resident_marks)
 
     def end_step(self) -> bool:
@@ -131,9 +169,12 @@ class Timing:
             "device": host >= device / 2,
             "link": host + beside >= link / 2,
         }
-        if not self.updates.end_step(work, contended):
+        tiles_changed = self.updates.end_step(work, contended)
+        if tiles_changed:
+            self._layers.restart()
+        elif not self._layers.end_step():
             return False
-        self._use(self.updates.costs)
+        self._use(self._layers.corrected(self.updates.costs))
         return True
 
     def _add(self, side: Side, table: SecondsTable, offsets: list[int], tiles: list[int]) -> float:

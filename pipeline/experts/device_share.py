@@ -120,6 +120,8 @@ class DeviceMemory:
 
     def begin(self, layer: int, share: Share) -> DeviceWork:
         """Order the share's missing tiles, before all else."""
+        if not len(share.items):
+            return DeviceWork(layer, share, iter(()), [])
         items = share.items.tolist()
         for expert, resident, _ in items:
             if resident:

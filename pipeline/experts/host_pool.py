@@ -37,11 +37,11 @@ class HostPool(Protocol):
         """Return when the pool accepts shares. Raises PeerLost after `limit` seconds."""
 
     def announce(self) -> None:
-        """A layer's share is submitted in a moment, and its result waited for at once."""
+        """A layer's share is probably submitted in a moment."""
 
-    def submit(self, layer: int, shards: Sequence[HostShard], x: FloatArray) -> Ticket:
+    def submit(self, layer: int, shards: Sequence[HostShard], x: FloatArray, waits: bool = True) -> Ticket:
         """Begin a share's shards, at most one for each worker, and return at once. x: float32 [R, H],
-        unchanged until the ticket's result."""
+        unchanged until the ticket's result. `waits`: the caller only waits for the result."""
 
     def update(self, wait_ms: int) -> bool:
         """Handle the workers' messages, starts and exits; False if nothing has arrived."""

@@ -64,7 +64,9 @@ class InlineExpertPool:
     def announce(self) -> None:
         """Does nothing: no process has to be woken."""
 
-    def submit(self, layer: int, shards: Sequence[HostShard], x: FloatArray) -> InlineTicket:
+    def submit(
+        self, layer: int, shards: Sequence[HostShard], x: FloatArray, waits: bool = True
+    ) -> InlineTicket:
         """x: float32 [R, H], unchanged until `result`."""
         return InlineTicket(self, layer, shards, x)
 

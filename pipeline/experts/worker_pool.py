@@ -114,10 +114,12 @@ class WorkerPool:
         """As HostPool.announce."""
         self._beside = self._exchange.announce()
 
-    def submit(self, layer: int, shards: Sequence[HostShard], x: FloatArray) -> WorkerTicket:
+    def submit(
+        self, layer: int, shards: Sequence[HostShard], x: FloatArray, waits: bool = True
+    ) -> WorkerTicket:
         """As HostPool.submit."""
         ticket = WorkerTicket(self, x.shape)
-        beside, self._beside = self._beside, None
+        beside, self._beside = self._beside if waits else None, None
         for shard in shards:
             kept = x if len(shard.kept) == len(x) else x[shard.kept]
             work = self._work(layer, shard, kept)

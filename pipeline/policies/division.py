@@ -32,13 +32,16 @@ class Division(NamedTuple):
         """Seconds that the layer would save if one more tile were resident, of the group where that saves
         most; 0 where all are."""
         best = 0.0
+        if any(group.taken < group.resident for group in self.groups):
+            return best  # the host computes even resident tiles
         for index, group in enumerate(self.groups):
             if group.missing:
                 others = [_copied(other) for other in self.groups]
                 others[index].resident += 1
                 others[index].missing -= 1
                 others[index].lacking = min(group.lacking, others[index].missing)
-                best = max(best, self.sides.seconds - balance(others, self.fixed).seconds)
+                both = self.fixed.both
+                best = max(best, self.sides.layer(both) - balance(others, self.fixed).layer(both))
         return best
 
 
@@ -59,12 +62,16 @@ class Divider:
         self._device: list[float] = costs.device_seconds(rows, 1).tolist()
         self._other: list[float] = costs.other_seconds(rows).tolist()
         self.tile = costs.link if view.staging else inf
-        self._fixed = Fixed(costs.round_trip, costs.launch, 0.0, self.tile, costs.fetch)
+        self._fixed = Fixed(costs.round_trip, costs.launch, 0.0, self.tile, costs.fetch, costs.both)
 
     def host(self, rows: int) -> float:
         """Seconds of a tile on the host."""
         assert self._costs is not None
         return self._host[rows] if rows < _TABLE else float(self._costs.host_seconds(rows, 1))
+
+    def saves(self, tiles: int) -> bool:
+        """Whether an expert of so many tiles that is there can save a row more than ordering it takes."""
+        return tiles * (self.host(1) - self.device(1)) > self._fixed.fetch
 
     def device(self, rows: int) -> float:
         """Seconds of a tile on the device."""
@@ -116,7 +123,8 @@ class Divider:
         values: list[float] = worth.take(active.experts).tolist()
         cut = self._cuts(active, resident, tiles, values, groups, found)
         moved = sum(max(0, group.taken - group.resident) for group in groups)
-        spare = ends.seconds - moved * fixed.tile if moved else ends.seconds
+        whole = ends.layer(fixed.both)
+        spare = whole - moved * fixed.tile if moved else whole
         return Division(cut, values, ends, moved, max(0.0, spare), groups, fixed)
 
     def _cuts(

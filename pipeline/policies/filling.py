@@ -40,6 +40,7 @@ class Fixed(NamedTuple):
     link: float  # before the first missing tile can begin to move
     tile: float  # a missing tile on the link; infinite where none can be moved
     fetch: float  # beside its tiles, for each expert with a missing tile that is moved
+    both: float = 0.0  # behind the later side, where both have work
 
 
 @dataclass(slots=True)
@@ -68,9 +69,17 @@ class Sides(NamedTuple):
     def seconds(self) -> float:
         return max(self)
 
+    def layer(self, both: float) -> float:
+        """Seconds until the layer has ended."""
+        return self.seconds + both if self.host and self.device else self.seconds
+
 
 def balance(groups: Sequence[Group], fixed: Fixed) -> Sides:
-    """Set each group's `taken`, so that the later of the two sides ends as early as possible."""
+    """Set each group's `taken`, so that the layer ends as early as possible."""
+    alone = _host_alone(groups, fixed)
+    if alone.seconds <= _least_with_device(groups, fixed):
+        _take(groups, [0] * len(groups))
+        return alone
     best, bound, by_link = _in_order(groups, fixed, by_link=True)
     if len(groups) > 1:
         if not by_link:
@@ -90,15 +99,18 @@ def balance(groups: Sequence[Group], fixed: Fixed) -> Sides:
         taken = [group.taken for group in groups]
         _take(groups, [group.tiles for group in groups])
         whole = sides(groups, fixed)
-        if max(whole) <= max(best):
+        if max(whole) <= min(best.layer(fixed.both), alone.seconds):
             return whole
         _take(groups, taken)
+    if alone.seconds < best.layer(fixed.both):
+        _take(groups, [0] * len(groups))
+        return alone
     return best
 
 
 def sides(groups: Sequence[Group], fixed: Fixed) -> Sides:
     """Of the tiles that are taken."""
-    begins, launch, waits, tile, fetch = fixed
+    begins, launch, waits, tile, fetch, _ = fixed
     left, host, device, landed, moved = 0, 0.0, launch, waits, False
     for group in groups:
         taken, resident = group.taken, group.resident
@@ -117,6 +129,25 @@ def sides(groups: Sequence[Group], fixed: Fixed) -> Sides:
     return Sides(begins + host if left else 0.0, device)
 
 
+def _host_alone(groups: Sequence[Group], fixed: Fixed) -> Sides:
+    """Without the device."""
+    seconds = [group.host * (group.resident + group.missing) for group in groups]
+    return Sides(fixed.host + sum(seconds), 0.0)
+
+
+def _least_with_device(groups: Sequence[Group], fixed: Fixed) -> float:
+    """A layer takes at least so long where the device computes any tile."""
+    first = min([group.device for group in groups])
+    shared = fixed.both + max(fixed.host + min([group.host for group in groups]), fixed.launch + first)
+    computing, missing = fixed.launch, 0
+    for group in groups:
+        computing += group.device * (group.resident + group.missing)
+        missing += group.missing
+    if missing:
+        computing = max(computing, fixed.link + fixed.fetch + fixed.tile * missing)
+    return min(shared, computing)
+
+
 def _take(groups: Sequence[Group], taken: Sequence[int]) -> None:
     for group, count in zip(groups, taken, strict=True):
         group.taken = count
@@ -126,7 +157,7 @@ def _in_order(groups: Sequence[Group], fixed: Fixed, by_link: bool) -> tuple[Sid
     """Move tiles to the device in the order of the host's time that each saves for a second of the device;
     with `by_link`, for a second of the link where a missing tile takes longer there. Returns what it reaches,
     what parts of tiles would reach, and whether the link is what ends late."""
-    begins, launch, waits, tile, fetch = fixed
+    begins, launch, waits, tile, fetch, _ = fixed
     order = []
     left, host = 0, 0.0  # of the host
     for group in groups:

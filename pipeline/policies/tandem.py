@@ -85,6 +85,8 @@ class Tandem(Policy):
         for group in divided.groups:
             if group.taken < group.resident:
                 self._ahead[layer] = 0  # the host computes even resident tiles: others would not be used
+        if not divider.saves(tiles):
+            self._ahead[layer] = 0
         if not (divided.moved and view.capacity):
             return Plan(cut)
         targets: list[Target] = []
@@ -132,7 +134,7 @@ class Tandem(Policy):
             if view.residency[self._moving] < self._worth.target[self._moving]:
                 return ()
             self._moving = None
-        if not divided.gain:
+        if not self._divider.saves(view.shape.tiles) or not divided.gain:
             return ()
         worth, tiles = self._worth, view.shape.tiles
         outside = worth.value[layer] * (worth.target[layer] == 0)

@@ -9,7 +9,8 @@ decisions:
 - the host: one layer's share after the other; a Work arrives a round trip after it was sent, and the Work of
   a layer that was decided early is sent one layer earlier.
 
-A layer ends when its device and host shares are computed. Embedding and head cost nothing here.
+A layer ends when its device and host shares are computed, `both` later where it has the two. Embedding and
+head cost nothing here.
 """
 
 from __future__ import annotations
@@ -195,7 +196,8 @@ class Replay:
             at += self._device_seconds[expert]
             counters.device_busy += self._device_seconds[expert]
         counters.wait_host += max(0.0, self._host_done - at)
-        self.now = max(at, self._host_done)
+        divided = self._host_done and self._device_seconds
+        self.now = max(at, self._host_done) + (self._costs.both if divided else 0.0)
 
     def end(self, targets: Sequence[Target]) -> None:
         self.cache.advance(self.now)
