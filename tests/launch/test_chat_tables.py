@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
 from dataclasses import replace
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from rich.console import Console, RenderableType
 
 from launch.chat.answer import ERASE_LINE, AnswerView
 from launch.chat.conversation import Reply
-from launch.chat.screen import Screen
+from launch.chat.screen import LogLines, Screen
 from launch.chat.summary import summary
 from launch.chat.tables import counters_table, engine_table, help_text
 from launch.terminal.interrupts import Interrupts
@@ -159,3 +162,21 @@ async def test_answer_in_a_terminal_erases_its_status_and_defers_announcements(
         view.append("line\n")
         view.ended()
     assert written() == "line\n"
+
+
+async def test_log_lines_go_to_the_screen_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """What the log's own handlers write would land within the input line."""
+    root, stream = logging.getLogger(), StringIO()
+    own = logging.StreamHandler(stream)
+    root.addHandler(own)
+    try:
+        with LogLines(Screen(lambda: False)):
+            root.warning("careful")
+            await asyncio.sleep(0)
+        assert "careful" in capsys.readouterr().out
+        assert stream.getvalue() == ""
+        root.warning("afterwards")
+        assert stream.getvalue() == "afterwards\n"
+        assert capsys.readouterr().out == ""
+    finally:
+        root.removeHandler(own)

@@ -235,8 +235,10 @@ def test_slots_are_disjoint_aligned_and_shared(name):
 
 
 def test_a_slab_of_another_size_is_refused(name):
-    with Slab.create(name, 5, 100), pytest.raises(ShmError, match="6 slots of 100"):
-        Slab.attach(name, 6, 100)
+    with Slab.create(name, 5, 100):
+        for slots, size in ((4, 100), (6, 100), (5, 64), (5, 129)):
+            with pytest.raises(ShmError, match=f"{slots} slots of {size}"):
+                Slab.attach(name, slots, size)
     with pytest.raises(ValueError, match="slots"):
         Slab.create(name, 0, 100)
 
