@@ -91,8 +91,11 @@ async def measure(words: list[str], folder: Path) -> Measured:
     trace = folder / f"{model}.trace"
     if not trace.exists():
         plain = {k: v for k, v in options.written.items() if k not in ("link_gbps", "host_slowdown")}
-        async with engine(Options("bench", plain), interrupts, record=trace.absolute()) as client:
-            await record(client, trace, PROMPT)
+        begun = trace.with_suffix(".begun")  # one that was interrupted does not count
+        begun.unlink(missing_ok=True)
+        async with engine(Options("bench", plain), interrupts, record=begun.absolute()) as client:
+            await record(client, begun, PROMPT)
+        begun.rename(trace)
     async with engine(options, interrupts) as client:
         probed = await probed_costs(client)
         cache = int((await client.stats())["cache"]["capacity_tiles"])
