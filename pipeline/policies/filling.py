@@ -95,7 +95,7 @@ def balance(groups: Sequence[Group], fixed: Fixed) -> Sides:
             best = _search(groups, fixed, best, every)
     missing = sum([group.missing for group in groups])
     # all of it on the device needs no exchange: better, unless the link alone takes longer
-    if best.host and not (missing and fixed.tile * missing > max(best)):
+    if best.host and not (missing and fixed.tile * missing > best.layer(fixed.both)):
         taken = [group.taken for group in groups]
         _take(groups, [group.tiles for group in groups])
         whole = sides(groups, fixed)
