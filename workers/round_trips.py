@@ -31,6 +31,7 @@ from shm.errors import ShmError
 from shm.ring import CoordinatorRing, WorkerRing
 from shm.segment import unlink
 from shm.slot import SlotShape
+from workers.lifetime import end_with_parent
 
 HIDDEN = 2048
 WARM, TRIPS = 5, 40  # of each way
@@ -55,9 +56,9 @@ def round_trips() -> dict[str, float]:
             closing.callback(unlink, ring.name)
             other = WorkerRing(functions, ring.name, INCARNATION)  # which removes the name
             endpoint = ipc_endpoint(folder, "trial.sock")
-            child = os.fork()
+            parent, child = os.getpid(), os.fork()
             if child == 0:
-                _answer(endpoint, other)
+                _answer(parent, endpoint, other)
             closing.callback(os.waitpid, child, 0)
             closing.callback(os.kill, child, signal.SIGKILL)
             trips = {
@@ -108,9 +109,12 @@ def _through_ring(functions: Library, ring: CoordinatorRing, seq: int) -> None:
         ring.wait(LIMIT)
 
 
-def _answer(endpoint: str, ring: WorkerRing) -> NoReturn:
+def _answer(parent: int, endpoint: str, ring: WorkerRing) -> NoReturn:
     """The other process: answers every Work, by turns over the socket and through the ring."""
     try:
+        end_with_parent()
+        if os.getppid() != parent:  # it exited before
+            os._exit(1)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(LIFE)
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
