@@ -130,7 +130,7 @@ async def test_replacement_crash_before_its_first_work_does_not_count_against_th
             pytest.fail(f"the request failed in all of {ATTEMPTS} attempts")
         await state.wait_recovered()
         third = Identity("worker", 0, 2 * (attempt + 1))
-        assert [child for child in supervisor.pids if child.role == "worker"] == [third]
+        await until(lambda: [child for child in supervisor.pids if child.role == "worker"] == [third], LIMIT)
 
 
 async def crash_twice(

@@ -138,10 +138,13 @@ async def test_invalid_policy_is_refused(engine, message, reason) -> None:
         assert stats["policy"] == "all-host"
 
 
+LONG = 100  # tokens of an answer that is not over when the next messages arrive
+
+
 async def test_request_number_in_use_is_refused(engine) -> None:
     """The second request is refused, the first continues."""
     async with raw_client(engine[1].endpoint) as raw:
-        first = Generate(3, token_ids=IDS, max_tokens=20, ignore_eos=True)
+        first = Generate(3, token_ids=IDS, max_tokens=LONG, ignore_eos=True)
         await raw.send(first, Generate(3, token_ids=(9,)), Score(3, token_ids=IDS))
         messages = (await raw.to_the_end(3))[3]
         while not any(isinstance(m, Done) for m in messages):
@@ -150,13 +153,13 @@ async def test_request_number_in_use_is_refused(engine) -> None:
         assert done.reason == "length"
         refusals = [m.text for m in messages if isinstance(m, Error)]
         assert refusals == ["request 3 is already being served"] * 2
-        assert [m.index for m in messages if isinstance(m, Token)] == list(range(20))
+        assert [m.index for m in messages if isinstance(m, Token)] == list(range(LONG))
         async with raw_client(engine[1].endpoint) as other:  # numbers are separate for each client
             await raw.send(first)
             await other.send(first)
             for client in (raw, other):
                 (*tokens, done) = (await client.to_the_end(3))[3]
-                assert (len(tokens), done.reason) == (20, "length")
+                assert (len(tokens), done.reason) == (LONG, "length")
 
 
 @pytest.mark.parametrize(
