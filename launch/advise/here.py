@@ -13,7 +13,7 @@ from launch.advise.routing import RecordedText, recorded
 from launch.advise.sizes import Sizes, sizes_of
 from launch.advise.trial import DEVICE, HOST, engine, fitted, probed_costs, record, run_presets
 from launch.command_line.options import Options
-from launch.plan import make_plan, situation
+from launch.planning.plan import make_plan, situation
 from launch.processes.cores import Cores
 from launch.terminal.format import model_name
 from launch.terminal.interrupts import Interrupts

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from launch.device_choice import DRIVER_NODES
 from launch.errors import system_reason
+from launch.planning.device_choice import DRIVER_NODES
 from shm.kernel_files import contents, entries, number
 
 POWERCAP = "sys/class/powercap"

@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from launch.device_choice import DRIVER_NODES
 from launch.doctor.finding import Finding, Topic
 from launch.doctor.models import Reads
 from launch.doctor.software import installed, pip_install
+from launch.planning.device_choice import DRIVER_NODES
 from launch.processes.trials import TrialFailed, trial
 from launch.terminal.format import count, rate
 from shm.kernel_files import contents, entries

@@ -18,7 +18,7 @@ from launch.command_line.checks import check_engine
 from launch.command_line.options import Options
 from launch.doctor import costs
 from launch.doctor.forecast import Forecast, Speeds, bytes_read, explain, forecast, measure_speeds
-from launch.plan import OPTIONS, Situation, every_format, formats, reasons, refusal, situation
+from launch.planning.plan import OPTIONS, Situation, every_format, formats, reasons, refusal, situation
 from launch.processes.cores import Cores
 from launch.processes.trials import TrialFailed
 from launch.terminal.format import alike, count

@@ -23,7 +23,7 @@ from types import TracebackType
 from launch.cache.full_disk import cache_use, full_disk_line
 from launch.command_line.checks import without_effect
 from launch.errors import EngineFailed, StartFailed, system_reason
-from launch.plan import make_plan, situation, start_line
+from launch.planning.plan import make_plan, situation, start_line
 from launch.processes.child_configs import ChildConfigs
 from launch.processes.children import Child, title
 from launch.processes.control import Control

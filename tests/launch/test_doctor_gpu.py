@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from machines import GB, words, write
 
-from launch import device_choice
-from launch.device_choice import usable_device
 from launch.doctor import gpu, places, software
 from launch.doctor.models import Reads
 from launch.errors import WrongUsage
+from launch.planning import device_choice
+from launch.planning.device_choice import usable_device
 from launch.processes.trials import TrialFailed
 from launch.runtime import EngineInfo, RuntimeDir
 from protocol.messages import VERSION

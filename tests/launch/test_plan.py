@@ -18,7 +18,7 @@ from waiting import until
 
 from launch.cli import main
 from launch.command_line.options import SIZES, parse
-from launch.plan import (
+from launch.planning.plan import (
     Situation,
     every_format,
     formats,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from engines import launch
 
-from launch import device_choice
-from launch.device_choice import usable_device
+from launch.planning import device_choice
+from launch.planning.device_choice import usable_device
 from launch.processes.trials import TrialFailed, trial
 
 MODULES = ("msgpack", "numpy", "posix_ipc", "regex", "tokenizers", "torch", "transformers", "uvloop", "zmq")

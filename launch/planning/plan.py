@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launch.device_choice import usable_device
+from launch.planning.device_choice import usable_device
 from launch.terminal.format import model_name
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_model

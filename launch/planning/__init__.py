@@ -1,0 +1,1 @@
+"""What a start will use: GPU or CPU, and the memory plan."""
