@@ -54,6 +54,8 @@ LONGEST = (
     "faults/test_supervisor_signals.py",
     "launch/test_reconnect.py",
     "launch/test_bench.py",
+    "faults/test_prefetcher_restart.py",
+    "pipeline/test_scheduler.py",
 )
 CHUNK = 64  # tokens
 EXIT_SECONDS = 6.0  # orphans have this long to notice that their parent has exited

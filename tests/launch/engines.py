@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 from fork_server import ForkedPython
 
+from launch.runtime import segments
 from pipeline.checkpoint.index import CheckpointIndex, fingerprint
 from pipeline.models.registry import expert_shape
 from protocol.sockets import runtime_root
@@ -134,4 +135,5 @@ def fingerprint_of(model: Path, format_name: str = "bf16") -> str:
 
 
 def own_segments(name: str) -> list[str]:
-    return sorted(p.name for p in Path("/dev/shm").glob(f"tandem-{name}-*"))
+    """Of this session's engine; another session may have one of the same name."""
+    return [path.name for path in segments(runtime_root() / name)]

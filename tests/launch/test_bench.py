@@ -28,6 +28,7 @@ from protocol.client import Client
 pytestmark = pytest.mark.timeout(300)  # several engines start, on a machine that may be busy
 
 SHORT = "--prompt-len 24 --gen-len 16".split()
+LONGER = "--prompt-len 24 --gen-len 100".split()  # answers overlap however late one of them begins
 FIGURES = ("prefill_tok_s", "decode_tok_s", "first_token_s")
 
 
@@ -108,7 +109,7 @@ async def test_policies_alternate_and_the_engine_s_is_restored(engine: str) -> N
         code, out, err = await asyncio.to_thread(
             run,
             *("bench", "--connect", engine, "--policy", "all-host,on-demand,fiddler", "--json"),
-            *("--set", "on-demand.scope=global", "--rounds", "2", "--batch", "2", *SHORT),
+            *("--set", "on-demand.scope=global", "--rounds", "2", "--batch", "2", *LONGER),
         )
         assert code == 0, err
         assert (await client.stats())["policy"] == "layerwise"
@@ -120,7 +121,7 @@ async def test_policies_alternate_and_the_engine_s_is_restored(engine: str) -> N
     found = json.loads(out)
     assert set(found) == {"config", "policies", "emulation", "notes"}
     assert found["emulation"] == "link paced to 5 GB/s"
-    expected = {"prompt_len": 24, "gen_len": 16, "batch": 2, "rounds": 2, "device": "cpu", "workers": None}
+    expected = {"prompt_len": 24, "gen_len": 100, "batch": 2, "rounds": 2, "device": "cpu", "workers": None}
     assert expected.items() <= found["config"].items()
     check_policies(found, forwards, rounds=2)
     host, demand, _ = found["policies"]
