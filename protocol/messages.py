@@ -299,7 +299,8 @@ class Work:
     """Compute some tiles of some experts of one layer, for the rows of `x` that route to them.
 
     items[i] = (expert, lo, hi): tiles [lo, hi). Item i acts on rows[offsets[i]:offsets[i+1]] of `x`
-    with the routing weights at the same places of `weights`.
+    with the routing weights at the same places of `weights`. `threshold` and `share`: the mask of a format
+    whose gate and down lie by channel (`shm/mask.py`); others compute everything.
     """
 
     seq: int  # unique within the coordinator's incarnation
@@ -309,16 +310,23 @@ class Work:
     rows: I32Vector  # [offsets[-1]]
     weights: F32Vector  # [offsets[-1]]
     x: F32Matrix  # [R, hidden]
+    threshold: float = 0.0
+    share: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no one truth value to compare by
 class Partial:
-    """The weighted sum over a Work's items, a row for each row of its `x`."""
+    """The weighted sum over a Work's items, a row for each row of its `x`; and what its mask has left out:
+    the sum of |u| over rows and channels, of all and of those left out, and how many channels were read."""
 
     seq: int
     incarnation: int
     busy: float  # seconds the worker computed, without waiting and transport
     y: F32Matrix  # [R, hidden]
+    mass: float = 0.0
+    left: float = 0.0
+    kept: int = 0  # of `channels`: of all tiles, those that any row keeps
+    channels: int = 0
 
 
 @dataclass(frozen=True)
@@ -540,5 +548,5 @@ TAGS: dict[int, type] = {
     69: Needed,
     70: Hung,
 }
-VERSION = 5
+VERSION = 6
 SAY_HELLO = "say Hello first"  # the text of the Error that answers a peer without a Welcome

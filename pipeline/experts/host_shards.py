@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from pipeline.arrays import FloatArray, IntArray, Phase
 from pipeline.coordinator_config import WorkerCores
 from pipeline.experts.shares import NOTHING, Share
+from protocol.messages import Work
+from shm.mask import Mask
 from shm.numa import node_of
 
 # The products of this many rows take as long as one read of a tile's weights. Measured on experts of 14336 x
@@ -36,6 +38,11 @@ class HostShard(NamedTuple):
     weights: FloatArray
     kept: NDArray[np.intp]
     worker: int  # it was sized for this worker's cores, and lies on its node
+
+    def work(self, seq: int, layer: int, x: FloatArray, mask: Mask) -> Work:
+        """x: float32 [len(kept), H]."""
+        parts = self.items, self.offsets, self.rows, self.weights
+        return Work(seq, layer, *parts, x, mask.threshold, mask.share)
 
 
 def empty_shard(worker: int) -> HostShard:

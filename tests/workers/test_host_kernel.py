@@ -98,7 +98,7 @@ def test_progress_is_counted_by_tiles(name: str) -> None:
                 np.array([0, rows], np.int32),
                 line.ticks,
             )
-            found = kernel.compute_work(Work(1, 0, items, ends, every, weights, x), store)
+            found = kernel.compute_work(Work(1, 0, items, ends, every, weights, x), store).y
             assert line.ticks == before + TILES - 1
             part = kernel.compute(tiles[size:], Activations(x), every) * weights[:, None]
             np.testing.assert_array_equal(found, np.concatenate((np.zeros_like(x[:1]), part)))

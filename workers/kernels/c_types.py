@@ -18,6 +18,7 @@ FAULTS = {
     7: "arrays larger than their memory",
     8: "an item's rows are not ascending",
     9: "a crash while it was computed",
+    10: "a mask that its format does not have, or that keeps no share of anything",
 }
 SMALL_BUFFERS = 4
 

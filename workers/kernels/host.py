@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.messages import Work
+from protocol.messages import Partial, Work
 from shm.blocks import BlockFormat
 from shm.control import ControlLine
 from shm.formats import BF16, Bytes, Float32
@@ -43,6 +43,8 @@ class Activations:
 def fault_of(work: Work, shape: ExpertShape) -> str | None:
     """Which number of a Work in a slot is wrong, or None: what C checks of the Works that it computes."""
     offsets = work.offsets.tolist()
+    if (work.threshold, work.share) != (0, 1):
+        return "a mask that its format does not have, or that keeps no share of anything"
     if not 0 <= work.layer < shape.layers:
         return f"no layer {work.layer}"
     if offsets[0] != 0 or offsets[-1] != len(work.rows):
@@ -98,16 +100,16 @@ class HostKernel:
         if self._native is None:
             import workers.kernels.reference  # noqa: F401
 
-    def compute_work(self, work: Work, store: Store) -> Float32:
-        """The weighted sum over a Work's items: float32 [R, H]. Raises as `compute_slot` does, and ValueError
-        where the Work's arrays do not fit each other."""
+    def compute_work(self, work: Work, store: Store) -> Partial:
+        """The answer to a Work, of incarnation 0. Raises as `compute_slot` does, and ValueError where the
+        Work's arrays do not fit each other."""
         slot = self._own.put(work)
         self.compute_slot(slot, store)
-        return slot.y().copy()
+        return slot.partial(0)
 
     def compute_slot(self, slot: Slot, store: Store) -> None:
-        """Write the y of the Work in a slot: in one call where C computes all. Raises IndexError where a
-        number of the Work is wrong, MemoryError."""
+        """Write y and tally of the Work in a slot: in one call where C computes all. Raises IndexError where
+        a number of the Work is wrong, MemoryError."""
         if self._native is None:
             slot.y()[:] = self._compute_items(slot.read(), store)
             return

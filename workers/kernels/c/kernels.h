@@ -54,7 +54,7 @@ struct activations {
 };
 
 enum { FINE, BAD_ROWS, BAD_OFFSETS, BAD_ITEMS, SMALL_BUFFERS, BAD_POSITION, BAD_LAYER, BAD_SIZES, BAD_ORDER,
-       CRASHED };
+       CRASHED, BAD_MASK };
 
 struct team; /* threads that share one computation; NULL is the calling thread alone */
 
@@ -102,7 +102,8 @@ struct host {
     int64_t memory_bytes, needed;
 };
 
-/* The Work in a slot (shm/slot.py), with room for `request` and `answer` numbers: checks it, then writes y. The same bits
+/* The Work in a slot (shm/slot.py), with room for `request` and `answer` numbers: checks it, then writes y and what its
+ * mask has left out. The same bits
  * as tandem_tiles item by item: the sum over the items of their rows' weights times the sum of their tiles' outputs.
  * SMALL_BUFFERS: host->memory must have host->needed bytes. */
 int tandem_work(struct host *host, void *slot, int64_t request, int64_t answer);

@@ -6,12 +6,16 @@
 #include "work.h"
 
 enum { LAYER = 3, ITEM_NUMBER, ROW_NUMBER, X_ROWS }; /* of the slot's numbers (shm/slot.py) */
+enum { ANSWER_MASS = 11, ANSWER_LEFT, ANSWER_KEPT, ANSWER_CHANNELS };
+enum { THRESHOLD = 14, SHARE };                      /* of its numbers of 4 bytes */
 enum { LISTS = 128 };                                /* bytes of a slot before its arrays */
 
 int tandem_work(struct host *host, void *slot, int64_t request, int64_t answer) {
     const struct weights *w = &host->weights;
     const int64_t *head = slot;
     int64_t layer = head[LAYER], items = head[ITEM_NUMBER], rows = head[ROW_NUMBER], x_rows = head[X_ROWS];
+    float threshold = ((const float *)slot)[THRESHOLD], share = ((const float *)slot)[SHARE];
+    if (threshold != 0 || share != 1) return BAD_MASK;
     if (layer < 0 || layer >= host->layers) return BAD_LAYER;
     if (items < 0 || items > request || rows < 0 || rows > request || x_rows < 0 || x_rows > answer / w->inputs)
         return BAD_SIZES;
@@ -40,5 +44,6 @@ int tandem_work(struct host *host, void *slot, int64_t request, int64_t answer) 
     compute_work(host->team, w, &work, host->tiles_data + layer * host->layer_bytes, host->expert_bytes,
                  host->tile_bytes, &quantized, y, (float *)(memory + codes + factors),
                  memory + codes + factors + parts, scratch, host->ticks);
+    memset((int64_t *)slot + ANSWER_MASS, 0, 4 * sizeof(int64_t));
     return FINE;
 }
