@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -68,9 +68,8 @@ class Routing:
             order = used[chosen[used].argsort(kind="stable")]
         ranked = chosen.take(order)
         if len(self.experts) == 1:  # which uses each of its experts once
-            every = np.arange(len(order) + 1, dtype=np.int32)
-            once = np.ones(len(order), np.int32)
-            return Active(ranked, every, np.zeros(len(order), np.int32), weights.take(order), once)
+            every, first, once = _one_row(len(order))
+            return Active(ranked, every, first, weights.take(order), once)
         rows = (order // self.experts.shape[1]).astype(np.int32)
         workload = np.bincount(ranked)
         experts = np.flatnonzero(workload)
@@ -82,7 +81,16 @@ class Routing:
     @cached_property
     def total_weight(self) -> float:
         """The sum of all weights."""
-        return float(self.weights.sum())
+        return float(np.add.reduce(self.weights, axis=None))
+
+
+@cache
+def _one_row(experts: int) -> tuple[IntArray, IntArray, IntArray]:
+    """Offsets, rows and counts of so many experts that a single row uses once each."""
+    arrays = np.arange(experts + 1, dtype=np.int32), np.zeros(experts, np.int32), np.ones(experts, np.int32)
+    for array in arrays:
+        array.flags.writeable = False
+    return arrays
 
 
 def sort_together(routings: Sequence[Routing]) -> None:
@@ -94,12 +102,7 @@ def sort_together(routings: Sequence[Routing]) -> None:
     experts = np.concatenate([routing.experts for routing in routings])
     order = experts.argsort(axis=1, kind="stable")
     order += np.arange(0, experts.size, experts.shape[1])[:, None]
-    top_k = experts.shape[1]
-    every, first, once = (
-        np.arange(top_k + 1, dtype=np.int32),
-        np.zeros(top_k, np.int32),
-        np.ones(top_k, np.int32),
-    )
+    every, first, once = _one_row(experts.shape[1])
     sums = weights.sum(axis=1).tolist()
     sorted_rows = zip(experts.take(order), weights.take(order), strict=True)
     for routing, (used, by_expert), total in zip(routings, sorted_rows, sums, strict=True):
