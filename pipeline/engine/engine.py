@@ -21,7 +21,7 @@ from pipeline.device import Device
 from pipeline.engine.driver import PolicyDriver
 from pipeline.engine.observer import Observer, Probing
 from pipeline.engine.tensor_executor import TensorExecutor
-from pipeline.engine.timing import Timing
+from pipeline.engine.timing import Learned, Timing
 from pipeline.errors import PolicyError, ShardFailed
 from pipeline.experts.device_share import DeviceMemory, EmptyDeviceMemory
 from pipeline.experts.host_pool import HostPool, Ticket
@@ -55,6 +55,7 @@ class Engine:
         # Rows routed to each expert by the steps that count; lasts longer than a policy.
         self.popularity = np.zeros((s.layers, s.experts), np.int64)
         self.probing = Probing(backbone, device.torch_device, None)
+        self._learned: Learned | None = None  # lasts longer than a policy, too
         self._only_waits = True  # in the latest layer: the host's share was all of it
 
     @property
@@ -78,7 +79,8 @@ class Engine:
         memory, decode = self.memory, self.counters.phases["decode"]
         if policy.uses_device and not memory.exists:
             raise PolicyError(f"policy {policy.name} keeps experts on the device, and the engine has no slab")
-        timing = Timing(memory, self.device, costs, follow)
+        learned = self._learned_of(costs) if follow and costs is not None else None
+        timing = Timing(memory, self.device, costs, learned)
         view = View(
             shape=self.shape,
             phase="decode",
@@ -87,7 +89,7 @@ class Engine:
             target=memory.target,
             popularity=self.popularity if counted else self.popularity.copy(),
             step=0,
-            costs=costs,
+            costs=timing.costs,
             router=self.backbone.spec.router,
             calibration=calibration,
             staging=memory.staging,
@@ -102,6 +104,12 @@ class Engine:
         placed = memory.wait_idle()
         late = () if placed else ("the prefetcher is down: experts are placed once it is restarted",)
         return *policy.notes(self.driver.view), *late
+
+    def _learned_of(self, measured: Costs) -> Learned:
+        """What was learned about these costs, under any policy."""
+        if self._learned is None or self._learned.updates.measured != measured:
+            self._learned = Learned(measured)
+        return self._learned
 
     def forget_trials(self) -> None:
         """Reset all counters: the steps so far were trials, not requests."""

@@ -91,6 +91,10 @@ class LayerTimes:
         for kind in self._kinds.values():
             kind.steps.clear()
 
+    def report(self) -> dict[str, float]:
+        """The correction of each kind in seconds. May be called by other threads."""
+        return {name: kind.correction for name, kind in self._kinds.items()}
+
     def corrected(self, costs: Costs) -> Costs:
         """`costs` as measured at first beside their tiles, with the corrections."""
         host, device, both, link = (self._kinds[kind].correction for kind in KINDS)

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from pipeline.device import Device
 from pipeline.engine.cost_updates import CostUpdates, Side, Work
@@ -19,6 +20,24 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.view import Landing
 
 
+class Learned:
+    """What steps have shown of an engine's costs, under whatever policy."""
+
+    def __init__(self, measured: Costs) -> None:
+        """`measured`: at first, per tile."""
+        self.updates = CostUpdates(measured)
+        self.layers = LayerTimes()
+
+    @property
+    def costs(self) -> Costs:
+        """In force."""
+        return self.layers.corrected(self.updates.costs)
+
+    def report(self) -> dict[str, Any]:
+        """For stats: what changed, of tiles and beside them. May be called by other threads."""
+        return self.updates.report() | {"beside": self.layers.report()}
+
+
 class Timing:
     """Of one engine under one policy: a `Backlog`. Without costs every answer is 0 seconds."""
 
@@ -27,16 +46,15 @@ class Timing:
         memory: DeviceMemory | EmptyDeviceMemory,
         device: Device,
         costs: Costs | None,
-        follow: bool,
+        learned: Learned | None = None,
     ) -> None:
-        """`costs`: per tile. `follow`: correct them by what runs."""
-        self.updates = CostUpdates(costs) if follow and costs is not None else None
-        self._layers = LayerTimes()
+        """`costs`: per tile, of which `learned` corrects those that were measured."""
+        self.learned = learned
         self._memory = memory
         self._device = device
         self._tickets: deque[float] = deque()  # seconds of each host share that runs, the first one first
         self._host_free = 0.0  # when the host has computed them
-        self._use(costs)
+        self._use(costs if learned is None else learned.costs)
         self.begin_step()
 
     def _use(self, costs: Costs | None) -> None:
@@ -91,11 +109,12 @@ class Timing:
         self._marks: list[tuple[object, object]] = []  # of the device's resident tiles
         self._copied = self._memory.copied()
         self._began: float | None = None  # the layer that is timed
-        self._layers.begin_step()
+        if self.learned is not None:
+            self.learned.layers.begin_step()
 
     def layer_begins(self, split: Split) -> None:
         """A decode layer's shares begin."""
-        if self.updates is None:
+        if self.learned is None:
             return
         missing = [hi - lo for _, lo, hi in split.device.items.tolist() if lo < hi]
         self._fetched = len(missing), sum(missing)  # experts, tiles
@@ -104,7 +123,7 @@ class Timing:
 
     def layer_ends(self) -> None:
         """The layer that began last has been computed."""
-        if self._began is None or self.costs is None:
+        if self._began is None or self.learned is None or self.costs is None:
             return
         measured = time.perf_counter() - self._began
         self._began = None
@@ -117,9 +136,9 @@ class Timing:
             kind = "both"
         if fetched:
             link = self.costs.fetch * fetched + self.costs.link * tiles + self.costs.device[0]
-            self._layers.note("link", max(planned, link), measured, fetched)
+            self.learned.layers.note("link", max(planned, link), measured, fetched)
         elif kind != "device" or self._device.on_host:  # another device may still compute
-            self._layers.note(kind, planned, measured)
+            self.learned.layers.note(kind, planned, measured)
 
     def host_begins(self, share: Share) -> None:
         """The host was given a share."""
@@ -146,7 +165,7 @@ class Timing:
         if self.costs is not None and any(resident):
             seconds = self._add("device", self._device_table, share.offsets.tolist(), resident)
             # `launch` as measured at first: its correction is not of the tiles
-            launch = self.costs.launch if self.updates is None else self.updates.measured.launch
+            launch = (self.costs if self.learned is None else self.learned.updates.measured).launch
             self._work["device"].planned += launch
             if self._began is not None:
                 self._planned["device"] += self.costs.launch + seconds
@@ -154,7 +173,8 @@ class Timing:
 
     def end_step(self) -> bool:
         """True where the costs in force changed."""
-        if self.updates is None or self.costs is None:
+        learned = self.learned
+        if learned is None or self.costs is None:
             return False
         tiles, seconds = self._memory.copied()
         tiles, seconds = tiles - self._copied[0], seconds - self._copied[1]
@@ -169,12 +189,12 @@ class Timing:
             "device": host >= device / 2,
             "link": host + beside >= link / 2,
         }
-        tiles_changed = self.updates.end_step(work, contended)
+        tiles_changed = learned.updates.end_step(work, contended)
         if tiles_changed:
-            self._layers.restart()
-        elif not self._layers.end_step():
+            learned.layers.restart()
+        elif not learned.layers.end_step():
             return False
-        self._use(self._layers.corrected(self.updates.costs))
+        self._use(learned.costs)
         return True
 
     def _add(self, side: Side, table: SecondsTable, offsets: list[int], tiles: list[int]) -> float:
