@@ -135,7 +135,8 @@ class PolicyDriver(Generic[Begun]):
 
     def use_costs(self, costs: Costs | None) -> None:
         """Plan with these costs from now on."""
-        self.view = replace(self.view, costs=costs)
+        if costs is not self.view.costs:
+            self.view = replace(self.view, costs=costs)
 
     def cancel_early(self) -> Begun | None:
         """The step has failed: the host share that began early for a layer, which will not be computed."""

@@ -56,7 +56,7 @@ class Engine:
         self.popularity = np.zeros((s.layers, s.experts), np.int64)
         self.probing = Probing(backbone, device.torch_device, None)
         self._learned: Learned | None = None  # lasts longer than a policy, too
-        self._only_waits = True  # in the latest layer: the host's share was all of it
+        self._only_waits = [True] * s.layers  # as in TensorExecutor
 
     @property
     def policy(self) -> Policy:
@@ -132,8 +132,9 @@ class Engine:
         self.poll_children()
         clock = StepClock(counters)
         sequences = tuple(item.span.kv.id for item in inputs for _ in item.span.tokens)
+        self.timing.begin_step(len(sequences))
+        driver.use_costs(self.timing.costs)
         driver.begin_step(phase, sequences, live)
-        self.timing.begin_step()
         for observer in self.observers:
             observer.begin(phase, sequences)
         batch = backbone.batch([item.span for item in inputs])
@@ -164,7 +165,6 @@ class Engine:
             if (ticket := driver.cancel_early()) is not None:
                 ticket.abandon()
             raise
-        self._only_waits = executor.only_waits
         clock.layer = self.shape.layers
         self.tick()
         h = backbone.finish(executor.h, batch)
@@ -176,8 +176,7 @@ class Engine:
         if driver.end_step(counters.predicted_tiles, counters.useful_tiles):
             log.info(driver.prefetch.status)
         answers = self._head(h, inputs)
-        if self.timing.end_step():
-            driver.use_costs(self.timing.costs)
+        self.timing.end_step()
         clock.mark("head")
         for observer in self.observers:
             observer.end()

@@ -6,7 +6,8 @@ both compute are timed from their plan to their end, and the time beyond that of
 what belongs to that kind; where the link moves tiles for the layer, that is the `fetch` of each expert.
 
 As in `cost_updates.py`, the median over the last steps counts, a change must be beyond chance, and a kind
-that no plan has chosen for a while is again as it was measured at first.
+that no plan has chosen for a while is again as it was measured at first. Where a trial finds the same again,
+the next one is twice as far away.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from math import sqrt
 from statistics import fmean, median
 from typing import Literal, get_args
 
-from pipeline.engine.cost_updates import DOUBT, FORGOTTEN, LEAST_CHANGE, WINDOW
+from pipeline.engine.cost_updates import CHECKED, DOUBT, FORGOTTEN, LEAST_CHANGE, WINDOW
 from pipeline.policies.costs import Costs
 
 Kind = Literal["host", "device", "both", "link"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+LONGEST = 16 * FORGOTTEN  # steps from one trial to the next
 ENOUGH = 8  # steps from which on a median counts: plans try one kind after the other
 
 
@@ -33,6 +35,8 @@ class _Beyond:
     layers: list[float] = field(default_factory=list)  # of the present step
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))  # means
     latest: int = 0  # step
+    forgotten: float = 0.0  # the correction that was dropped last
+    patience: int = FORGOTTEN  # steps without this kind until its correction is dropped
 
     def found(self) -> tuple[float, float] | None:
         """The median and its standard error; None where too few steps were measured."""
@@ -65,13 +69,16 @@ class LayerTimes:
     def end_step(self) -> bool:
         """True where a correction changed."""
         self._step += 1
-        changed = False
-        for name, kind in self._kinds.items():
+        for kind in self._kinds.values():
             if kind.layers:
                 kind.steps.append(fmean(kind.layers))
                 kind.latest = self._step
-            elif kind.correction and self._step - kind.latest > FORGOTTEN:
-                kind.correction, changed = 0.0, True
+        if self._step % CHECKED:
+            return False
+        changed = False
+        for name, kind in self._kinds.items():
+            if kind.correction and self._step - kind.latest > kind.patience:
+                kind.forgotten, kind.correction, changed = kind.correction, 0.0, True
             if (found := kind.found()) is None:
                 continue
             beyond, error = found
@@ -79,6 +86,10 @@ class LayerTimes:
             if name == "both":  # never less than the later side
                 after = max(0.0, after)
             if abs(after - kind.correction) > max(DOUBT * error, LEAST_CHANGE * self._typical):
+                if kind.forgotten:  # found again: tried less often from now on
+                    same = after > kind.forgotten / 2
+                    kind.patience = min(2 * kind.patience, LONGEST) if same else FORGOTTEN
+                    kind.forgotten = 0.0
                 kind.correction, changed = after, True
                 kind.steps.clear()
         if changed:  # these build on the others

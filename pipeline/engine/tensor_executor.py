@@ -42,7 +42,7 @@ class TensorExecutor:
     clock: StepClock
     batch: Batch
     h: Tensor  # float32 [R, H], the residual stream; `end` adds the experts' output
-    only_waits: bool  # in the latest layer, the step before's at first: the host's share is all of it
+    only_waits: list[bool]  # by layer, in the latest decode step: the host's share is all of it
 
     # of the layer that is being computed:
     _attended: AfterAttention = field(init=False)
@@ -63,8 +63,8 @@ class TensorExecutor:
         self.clock.mark("attention")
         self._x_host, *read = self.device.to_host(x, *logits)
         self.clock.mark("read")
-        if self.only_waits and self.phase == "decode" and self.device.on_host:
-            self.pool.announce()  # this layer is probably planned like the one before
+        if self.only_waits[layer] and self.phase == "decode" and self.device.on_host:
+            self.pool.announce()  # this layer is probably planned as in the step before
         self.memory.collect_landings()
         return Signals(read.pop(0) if own else None, dict(zip(wanted, read, strict=True)))
 
@@ -83,10 +83,13 @@ class TensorExecutor:
         if self.device.on_host:  # the device shares the workers' cores: computing beside them gains nothing
             self._compute_shared_experts()
         begun = decision.begun
-        self.only_waits = begun is None and not len(split.device.items)
-        if begun is None and self.phase == "decode":
+        if begun is None:
+            waits = not len(split.device.items)
+            if self.phase == "decode":
+                self.only_waits[layer] = waits
             self.timing.layer_begins(split)
-        self._ticket = self._submit(layer, split.host, self._x_host) if begun is None else begun
+            begun = self._submit(layer, split.host, self._x_host, waits)
+        self._ticket = begun
         self._device_work = self.memory.begin(layer, split.device)
         self.clock.mark("submit")
 
@@ -94,7 +97,7 @@ class TensorExecutor:
         resident = self.memory.residency[layer]
         share = split_layer(ahead.gated.routing, ahead.cut, resident, self.tiles).host
         # a copy: this layer's x is overwritten before the next layer's result is read
-        ticket = self._submit(layer, share, self._x_host.copy())
+        ticket = self._submit(layer, share, self._x_host.copy(), False)
         self.clock.mark("submit")
         return ticket
 
@@ -115,7 +118,7 @@ class TensorExecutor:
         host = [(split.host, self._ticket)]
         if missing := self._device_work.missing:  # the prefetcher is down: the workers compute them
             late = split.host_share_of(missing)
-            host.append((late, self._submit(layer, late, self._x_host)))
+            host.append((late, self._submit(layer, late, self._x_host, True)))
         for share, ticket in host:
             if ticket.shards:
                 self._outputs.append(self.device.from_host(ticket.result()))
@@ -139,7 +142,8 @@ class TensorExecutor:
             self._outputs.append(y)
         self.clock.mark("shared")
 
-    def _submit(self, layer: int, share: Share, x: FloatArray) -> Ticket:
+    def _submit(self, layer: int, share: Share, x: FloatArray, waits: bool) -> Ticket:
+        """`waits`: the device has nothing to compute meanwhile."""
         self.timing.host_begins(share)
         shards = divide_into_shards(share, self.pool.cores, self.phase, len(x))
-        return self.pool.submit(layer, shards, x, self.only_waits)
+        return self.pool.submit(layer, shards, x, waits)

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.device import Device
 from pipeline.engine.cost_updates import CostUpdates, Side, Work
@@ -20,22 +20,54 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.view import Landing
 
 
+class InForce(NamedTuple):
+    """Costs with tables of a tile's seconds."""
+
+    costs: Costs
+    host: SecondsTable
+    device: SecondsTable
+
+
 class Learned:
-    """What steps have shown of an engine's costs, under whatever policy."""
+    """What steps have shown of an engine's costs, under whatever policy. What a layer takes beside its tiles
+    is kept apart for 1 row, 2 and 3, 4 to 7 and so on, as it grows with them."""
 
     def __init__(self, measured: Costs) -> None:
         """`measured`: at first, per tile."""
         self.updates = CostUpdates(measured)
-        self.layers = LayerTimes()
+        self._layers: dict[int, LayerTimes] = {}  # by the power of two
+        self._found: dict[int, InForce] = {}
 
-    @property
-    def costs(self) -> Costs:
-        """In force."""
-        return self.layers.corrected(self.updates.costs)
+    def layers(self, rows: int) -> LayerTimes:
+        """Of steps of so many rows."""
+        return self._layers.setdefault(rows.bit_length(), LayerTimes())
+
+    def in_force(self, rows: int) -> InForce:
+        """In a step of so many rows."""
+        found = self._found.get(rows.bit_length())
+        if found is None:
+            found = self._found[rows.bit_length()] = tables(self.layers(rows).corrected(self.updates.costs))
+        return found
+
+    def tiles_changed(self) -> None:
+        """Of `updates`: what was measured beyond them does not count any more."""
+        self._found.clear()
+        for layers in self._layers.values():
+            layers.restart()
+
+    def layers_changed(self, rows: int) -> None:
+        """Of `layers`."""
+        self._found.pop(rows.bit_length(), None)
 
     def report(self) -> dict[str, Any]:
-        """For stats: what changed, of tiles and beside them. May be called by other threads."""
-        return self.updates.report() | {"beside": self.layers.report()}
+        """For stats: what changed, of tiles, and of one row's layers beside them. May be called by other
+        threads."""
+        beside = self._layers.get(1)
+        return self.updates.report() | {"beside": beside.report() if beside else {}}
+
+
+def tables(costs: Costs) -> InForce:
+    return InForce(costs, SecondsTable(costs.host_seconds, 1), SecondsTable(costs.device_seconds, 1))
 
 
 class Timing:
@@ -54,14 +86,13 @@ class Timing:
         self._device = device
         self._tickets: deque[float] = deque()  # seconds of each host share that runs, the first one first
         self._host_free = 0.0  # when the host has computed them
-        self._use(costs if learned is None else learned.costs)
-        self.begin_step()
+        self._given = None if costs is None or learned is not None else tables(costs)
+        self.begin_step(1)
 
-    def _use(self, costs: Costs | None) -> None:
-        self.costs = costs
-        if costs is not None:
-            self._host_table = SecondsTable(costs.host_seconds, 1)
-            self._device_table = SecondsTable(costs.device_seconds, 1)
+    @property
+    def costs(self) -> Costs | None:
+        """In force in this step."""
+        return None if self._in_force is None else self._in_force.costs
 
     # --- the policy's view -------------------------------------------------------------------------------
 
@@ -101,8 +132,10 @@ class Timing:
 
     # --- what runs ---------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """Shares of a step that failed will not be computed."""
+    def begin_step(self, rows: int) -> None:
+        """A step of so many rows. Shares of one that failed will not be computed."""
+        self._rows = rows
+        self._in_force = self._given if self.learned is None else self.learned.in_force(rows)
         self._tickets.clear()
         self._host_free = 0.0
         self._work: dict[Side, Work] = {"host": Work(), "device": Work(), "link": Work()}
@@ -110,13 +143,14 @@ class Timing:
         self._copied = self._memory.copied()
         self._began: float | None = None  # the layer that is timed
         if self.learned is not None:
-            self.learned.layers.begin_step()
+            self.learned.layers(rows).begin_step()
 
     def layer_begins(self, split: Split) -> None:
-        """A decode layer's shares begin."""
+        """A layer's shares begin."""
         if self.learned is None:
             return
-        missing = [hi - lo for _, lo, hi in split.device.items.tolist() if lo < hi]
+        items = split.device.items
+        missing = [hi - lo for _, lo, hi in items.tolist() if lo < hi] if len(items) else []
         self._fetched = len(missing), sum(missing)  # experts, tiles
         self._began = time.perf_counter()
         self._planned = {"host": 0.0, "device": 0.0}
@@ -128,7 +162,7 @@ class Timing:
         measured = time.perf_counter() - self._began
         self._began = None
         host, device = self._planned["host"], self._planned["device"]
-        fetched, tiles = self._fetched
+        layers, (fetched, tiles) = self.learned.layers(self._rows), self._fetched
         planned = max(host, device)
         kind: Kind = "host" if host else "device"
         if host and (device or fetched):
@@ -136,20 +170,21 @@ class Timing:
             kind = "both"
         if fetched:
             link = self.costs.fetch * fetched + self.costs.link * tiles + self.costs.device[0]
-            self.learned.layers.note("link", max(planned, link), measured, fetched)
+            layers.note("link", max(planned, link), measured, fetched)
         elif kind != "device" or self._device.on_host:  # another device may still compute
-            self.learned.layers.note(kind, planned, measured)
+            layers.note(kind, planned, measured)
 
     def host_begins(self, share: Share) -> None:
         """The host was given a share."""
-        if self.costs is None or not len(share.items):
+        if self._in_force is None or not len(share.items):
             return
+        costs, table, _ = self._in_force
         tiles = [hi - lo for _, lo, hi in share.items.tolist()]
-        seconds = self._add("host", self._host_table, share.offsets.tolist(), tiles)
-        begins = max(self._host_free, time.perf_counter() + self.costs.round_trip)
+        seconds = self._add("host", table, share, tiles)
+        begins = max(self._host_free, time.perf_counter() + costs.round_trip)
         self._host_free = begins + seconds
         if self._began is not None:
-            self._planned["host"] += self.costs.round_trip + seconds
+            self._planned["host"] += costs.round_trip + seconds
         self._tickets.append(seconds)
 
     def host_ends(self, busy: float) -> None:
@@ -162,26 +197,27 @@ class Timing:
     def device_began(self, share: Share) -> None:
         """The device computes its share's resident tiles, between the marks of its memory."""
         resident = share.items[:, 1].tolist()
-        if self.costs is not None and any(resident):
-            seconds = self._add("device", self._device_table, share.offsets.tolist(), resident)
+        if self._in_force is not None and any(resident):
+            costs, _, table = self._in_force
+            seconds = self._add("device", table, share, resident)
             # `launch` as measured at first: its correction is not of the tiles
-            launch = (self.costs if self.learned is None else self.learned.updates.measured).launch
+            launch = (costs if self.learned is None else self.learned.updates.measured).launch
             self._work["device"].planned += launch
             if self._began is not None:
-                self._planned["device"] += self.costs.launch + seconds
+                self._planned["device"] += costs.launch + seconds
             self._marks.append(self._memory.resident_marks)
 
-    def end_step(self) -> bool:
-        """True where the costs in force changed."""
-        learned = self.learned
-        if learned is None or self.costs is None:
-            return False
+    def end_step(self) -> None:
+        """The costs in force may change with the next step."""
+        learned, costs = self.learned, self.costs
+        if learned is None or costs is None:
+            return
         tiles, seconds = self._memory.copied()
         tiles, seconds = tiles - self._copied[0], seconds - self._copied[1]
         work = self._work
         for marks in self._marks:
             work["device"].measured += self._device.seconds_between(*marks)
-        work["link"] = Work(self.costs.link * tiles, seconds, tiles, tiles)
+        work["link"] = Work(costs.link * tiles, seconds, tiles, tiles)
         host, device, link = (work[side].measured for side in ("host", "device", "link"))
         beside = device if self._device.on_host else 0.0
         contended: dict[Side, bool] = {
@@ -189,19 +225,21 @@ class Timing:
             "device": host >= device / 2,
             "link": host + beside >= link / 2,
         }
-        tiles_changed = learned.updates.end_step(work, contended)
-        if tiles_changed:
-            learned.layers.restart()
-        elif not learned.layers.end_step():
-            return False
-        self._use(learned.costs)
-        return True
+        layers_changed = learned.layers(self._rows).end_step()
+        if learned.updates.end_step(work, contended):
+            learned.tiles_changed()
+        elif layers_changed:
+            learned.layers_changed(self._rows)
 
-    def _add(self, side: Side, table: SecondsTable, offsets: list[int], tiles: list[int]) -> float:
+    def _add(self, side: Side, table: SecondsTable, share: Share, tiles: list[int]) -> float:
         """Count a share's tiles of each item. Returns their seconds."""
-        rows = [end - start for start, end in pairwise(offsets)]
-        seconds = sum(seconds * count for seconds, count in zip(table(rows), tiles, strict=True))
-        self._work[side].add(
-            seconds, sum(tiles), sum(row * count for row, count in zip(rows, tiles, strict=True))
-        )
+        total = sum(tiles)
+        if len(share.rows) == len(tiles):  # a row each
+            (each,) = table((1,))
+            seconds, used = each * total, total
+        else:
+            rows = [end - start for start, end in pairwise(share.offsets.tolist())]
+            seconds = sum(seconds * count for seconds, count in zip(table(rows), tiles, strict=True))
+            used = sum(row * count for row, count in zip(rows, tiles, strict=True))
+        self._work[side].add(seconds, total, used)
         return seconds

@@ -14,6 +14,7 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.filling import Fixed, Group, Sides, balance
 from pipeline.policies.view import Active, View
 
+_TABLES = 8  # of costs that are kept
 _TABLE = 512  # row counts with seconds in a table; wider batches are few and slow
 
 
@@ -59,44 +60,62 @@ class Balanced:
         return best
 
 
+class _Table:
+    """What a Divider looks up of some costs."""
+
+    def __init__(self, costs: Costs, staging: int) -> None:
+        rows = np.arange(_TABLE)
+        self.costs = costs
+        self.host: list[float] = costs.host_seconds(rows, 1).tolist()
+        self.device: list[float] = costs.device_seconds(rows, 1).tolist()
+        self.other: list[float] = costs.other_seconds(rows).tolist()
+        self.tile = costs.link if staging else inf
+        self.fixed = Fixed(costs.round_trip, costs.launch, 0.0, self.tile, costs.fetch, costs.both)
+        self.known: dict[tuple[int, int, int], Balanced] = {}
+
+
 class Divider:
     """Looks up the costs in force, and divides layers by them."""
 
+    _used: _Table
+
     def __init__(self) -> None:
-        self._costs: Costs | None = None
+        self._tables: dict[int, _Table] = {}  # by identity: those of few rows and of many take turns
 
     def use(self, view: View) -> None:
         """Plan with the view's costs from now on."""
         costs = view.costs
         assert costs is not None
-        if costs is self._costs:
-            return
-        self._costs, rows = costs, np.arange(_TABLE)
-        self._host: list[float] = costs.host_seconds(rows, 1).tolist()
-        self._device: list[float] = costs.device_seconds(rows, 1).tolist()
-        self._other: list[float] = costs.other_seconds(rows).tolist()
-        self.tile = costs.link if view.staging else inf
-        self._known: dict[tuple[int, int, int], Balanced] = {}
-        self._fixed = Fixed(costs.round_trip, costs.launch, 0.0, self.tile, costs.fetch, costs.both)
+        found = self._tables.get(id(costs))
+        if found is None or found.costs is not costs:
+            if len(self._tables) == _TABLES:
+                self._tables.clear()
+            found = self._tables[id(costs)] = _Table(costs, view.staging)
+        self._used = found
+
+    @property
+    def tile(self) -> float:
+        """Seconds of a tile on the link; infinite where none can be moved."""
+        return self._used.tile
 
     def host(self, rows: int) -> float:
         """Seconds of a tile on the host."""
-        assert self._costs is not None
-        return self._host[rows] if rows < _TABLE else float(self._costs.host_seconds(rows, 1))
+        used = self._used
+        return used.host[rows] if rows < _TABLE else float(used.costs.host_seconds(rows, 1))
 
     def saves(self, tiles: int) -> bool:
         """Whether an expert of so many tiles that is there can save a row more than ordering it takes."""
-        return tiles * (self.host(1) - self.device(1)) > self._fixed.fetch
+        return tiles * (self.host(1) - self.device(1)) > self._used.fixed.fetch
 
     def device(self, rows: int) -> float:
         """Seconds of a tile on the device."""
-        assert self._costs is not None
-        return self._device[rows] if rows < _TABLE else float(self._costs.device_seconds(rows, 1))
+        used = self._used
+        return used.device[rows] if rows < _TABLE else float(used.costs.device_seconds(rows, 1))
 
     def other(self, rows: int) -> float:
         """Seconds of a layer's other work on the device."""
-        assert self._costs is not None
-        return self._other[rows] if rows < _TABLE else float(self._costs.other_seconds(rows))
+        used = self._used
+        return used.other[rows] if rows < _TABLE else float(used.costs.other_seconds(rows))
 
     def worthless(self, experts: int, tiles: int) -> bool:
         """Whether the host computes all of so many experts of one row each, wherever their tiles are."""
@@ -112,7 +131,7 @@ class Divider:
             missing = (tiles - resident).tolist()
             total = sum(missing)
             key = len(rows), tiles * len(rows) - total, total, len(rows) - missing.count(0)
-            if busy <= self._fixed.host:
+            if busy <= self._used.fixed.host:
                 return self._single(*key)
             groups = [self._group(1, *key[1:])]
         else:
@@ -125,16 +144,18 @@ class Divider:
                 groups.append(
                     self._group(count, here, tiles * int(counted[count]) - here, int(lacking[count]))
                 )
-        fixed = self._fixed if busy <= self._fixed.host else self._fixed._replace(host=busy)
+        fixed = self._used.fixed if busy <= self._used.fixed.host else self._used.fixed._replace(host=busy)
         return Balanced(groups, fixed, balance(groups, fixed))
 
     def _single(self, experts: int, resident: int, missing: int, lacking: int) -> Balanced:
         """Of experts with a row each. Few of these differ, so each is computed once."""
         key = experts, missing, lacking
-        found = self._known.get(key)
+        found = self._used.known.get(key)
         if found is None:
             groups = [self._group(1, resident, missing, lacking)]
-            found = self._known[key] = Balanced(groups, self._fixed, balance(groups, self._fixed))
+            found = self._used.known[key] = Balanced(
+                groups, self._used.fixed, balance(groups, self._used.fixed)
+            )
         return found
 
     def _group(self, rows: int, resident: int, missing: int, lacking: int) -> Group:
