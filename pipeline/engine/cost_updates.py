@@ -30,7 +30,6 @@ LEAST_CHANGE = 0.05  # relative
 LEAST = log(1 + LEAST_CHANGE)
 DOUBT = 5.0  # standard errors that a median must be away from the ratio in force, which has one too
 FORGOTTEN = 256  # steps
-CHECKED = 4  # steps from one look at the medians to the next
 
 
 @dataclass
@@ -89,8 +88,6 @@ class CostUpdates:
                 ratios = self._ratios[side].setdefault((contended[side], point), _Ratios())
                 ratios.latest.append(log(done.measured / done.planned) + self._factors[side][point])
                 ratios.step = self._step
-        if self._step % CHECKED:
-            return False
         changed = [self._apply(side) for side in SIDES]
         if any(changed):
             self.costs = self._corrected()

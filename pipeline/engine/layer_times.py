@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field, replace
 from math import sqrt
-from statistics import fmean, median
+from statistics import median
 from typing import Literal, get_args
 
-from pipeline.engine.cost_updates import CHECKED, DOUBT, FORGOTTEN, LEAST_CHANGE, WINDOW
+from pipeline.engine.cost_updates import DOUBT, FORGOTTEN, LEAST_CHANGE, WINDOW
 from pipeline.policies.costs import Costs
 
 Kind = Literal["host", "device", "both", "link"]
@@ -69,15 +69,12 @@ class LayerTimes:
     def end_step(self) -> bool:
         """True where a correction changed."""
         self._step += 1
-        for kind in self._kinds.values():
-            if kind.layers:
-                kind.steps.append(fmean(kind.layers))
-                kind.latest = self._step
-        if self._step % CHECKED:
-            return False
         changed = False
         for name, kind in self._kinds.items():
-            if kind.correction and self._step - kind.latest > kind.patience:
+            if kind.layers:
+                kind.steps.append(sum(kind.layers) / len(kind.layers))
+                kind.latest = self._step
+            elif kind.correction and self._step - kind.latest > kind.patience:
                 kind.forgotten, kind.correction, changed = kind.correction, 0.0, True
             if (found := kind.found()) is None:
                 continue

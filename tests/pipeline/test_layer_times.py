@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.engine.cost_updates import CHECKED, FORGOTTEN
+from pipeline.engine.cost_updates import FORGOTTEN
 from pipeline.engine.layer_times import ENOUGH, Kind, LayerTimes
 from pipeline.policies.costs import Costs
 
@@ -49,14 +49,14 @@ def test_sides_that_overlap_better_than_planned_leave_no_negative_cost() -> None
 def test_a_kind_that_no_plan_chooses_is_tried_again() -> None:
     times = LayerTimes()
     steps(times, "both", ENOUGH, 2.0, 3.0)
-    assert steps(times, "host", FORGOTTEN + CHECKED, 2.0, 2.0) == 1
+    assert steps(times, "host", FORGOTTEN + 1, 2.0, 2.0) == 1
     assert times.corrected(COSTS).both == 0
 
 
 def test_a_trial_that_finds_the_same_again_makes_the_next_one_rarer() -> None:
     times = LayerTimes()
     steps(times, "both", ENOUGH, 2.0, 3.0)
-    steps(times, "host", FORGOTTEN + CHECKED, 2.0, 2.0)
+    steps(times, "host", FORGOTTEN + 1, 2.0, 2.0)
     steps(times, "both", ENOUGH, 2.0, 3.0)
-    assert steps(times, "host", FORGOTTEN + CHECKED, 2.0, 2.0) == 0
-    assert steps(times, "host", FORGOTTEN + CHECKED, 2.0, 2.0) == 1
+    assert steps(times, "host", FORGOTTEN + 1, 2.0, 2.0) == 0
+    assert steps(times, "host", FORGOTTEN + 1, 2.0, 2.0) == 1
