@@ -19,6 +19,9 @@ from pipeline.policies.active_costs import SecondsTable
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import Landing
 
+UNSETTLED = 64  # steps after a change in which each is measured
+SAMPLED = 4
+
 
 class InForce(NamedTuple):
     """Costs with tables of a tile's seconds."""
@@ -30,13 +33,20 @@ class InForce(NamedTuple):
 
 class Learned:
     """What steps have shown of an engine's costs, under whatever policy. What a layer takes beside its tiles
-    is kept apart for 1 row, 2 and 3, 4 to 7 and so on, as it grows with them."""
+    is kept apart for 1 row, 2 and 3, 4 to 7 and so on, as it grows with them. Measuring takes time itself, so
+    that only every SAMPLEDth step is measured while nothing changes."""
 
     def __init__(self, measured: Costs) -> None:
         """`measured`: at first, per tile."""
         self.updates = CostUpdates(measured)
         self._layers: dict[int, LayerTimes] = {}  # by the power of two
         self._found: dict[int, InForce] = {}
+        self._steps: dict[int, int] = {}  # since the latest change
+
+    def begin_step(self, rows: int) -> bool:
+        """Whether this step is measured."""
+        count = self._steps[rows.bit_length()] = self._steps.get(rows.bit_length(), 0) + 1
+        return count < UNSETTLED or not count % SAMPLED
 
     def layers(self, rows: int) -> LayerTimes:
         """Of steps of so many rows."""
@@ -52,12 +62,14 @@ class Learned:
     def tiles_changed(self) -> None:
         """Of `updates`: what was measured beyond them does not count any more."""
         self._found.clear()
+        self._steps.clear()
         for layers in self._layers.values():
             layers.restart()
 
     def layers_changed(self, rows: int) -> None:
         """Of `layers`."""
         self._found.pop(rows.bit_length(), None)
+        self._steps[rows.bit_length()] = 0
 
     def report(self) -> dict[str, Any]:
         """For stats: what changed, of tiles, and of one row's layers beside them. May be called by other
@@ -84,8 +96,7 @@ class Timing:
         self.learned = learned
         self._memory = memory
         self._device = device
-        self._tickets: deque[float] = deque()  # seconds of each host share that runs, the first one first
-        self._host_free = 0.0  # when the host has computed them
+        self._tickets: deque[tuple[Share, float]] = deque()  # host shares that run, and when each was given
         self._given = None if costs is None or learned is not None else tables(costs)
         self.begin_step(1)
 
@@ -99,7 +110,14 @@ class Timing:
     @property
     def host_seconds(self) -> float:
         """As in Backlog."""
-        return max(0.0, self._host_free - time.perf_counter())
+        if not self._tickets or self._in_force is None:
+            return 0.0
+        costs, table, _ = self._in_force
+        free = self._host_ended
+        for share, given in self._tickets:
+            seconds, _, _ = _work(table, share, _tiles(share))
+            free = max(free, given + costs.round_trip) + seconds
+        return max(0.0, free - time.perf_counter())
 
     @property
     def link_seconds(self) -> float:
@@ -136,8 +154,9 @@ class Timing:
         """A step of so many rows. Shares of one that failed will not be computed."""
         self._rows = rows
         self._in_force = self._given if self.learned is None else self.learned.in_force(rows)
+        self._measures = self.learned is not None and self.learned.begin_step(rows)
         self._tickets.clear()
-        self._host_free = 0.0
+        self._host_ended = 0.0  # when the host had computed the latest share
         self._work: dict[Side, Work] = {"host": Work(), "device": Work(), "link": Work()}
         self._marks: list[tuple[object, object]] = []  # of the device's resident tiles
         self._copied = self._memory.copied()
@@ -147,7 +166,7 @@ class Timing:
 
     def layer_begins(self, split: Split) -> None:
         """A layer's shares begin."""
-        if self.learned is None:
+        if not self._measures:
             return
         items = split.device.items
         missing = [hi - lo for _, lo, hi in items.tolist() if lo < hi] if len(items) else []
@@ -178,24 +197,24 @@ class Timing:
         """The host was given a share."""
         if self._in_force is None or not len(share.items):
             return
-        costs, table, _ = self._in_force
-        tiles = [hi - lo for _, lo, hi in share.items.tolist()]
-        seconds = self._add("host", table, share, tiles)
-        begins = max(self._host_free, time.perf_counter() + costs.round_trip)
-        self._host_free = begins + seconds
-        if self._began is not None:
-            self._planned["host"] += costs.round_trip + seconds
-        self._tickets.append(seconds)
+        self._tickets.append((share, time.perf_counter()))
+        if self._measures:
+            costs, table, _ = self._in_force
+            seconds = self._add("host", table, share, _tiles(share))
+            if self._began is not None:
+                self._planned["host"] += costs.round_trip + seconds
 
     def host_ends(self, busy: float) -> None:
         """The first share that runs has been computed, in `busy` seconds of the slowest worker."""
         if self._tickets:
             self._tickets.popleft()
-            self._host_free = time.perf_counter() + sum(self._tickets)
+            self._host_ended = time.perf_counter()
             self._work["host"].measured += busy
 
     def device_began(self, share: Share) -> None:
         """The device computes its share's resident tiles, between the marks of its memory."""
+        if not self._measures:
+            return
         resident = share.items[:, 1].tolist()
         if self._in_force is not None and any(resident):
             costs, _, table = self._in_force
@@ -210,7 +229,7 @@ class Timing:
     def end_step(self) -> None:
         """The costs in force may change with the next step."""
         learned, costs = self.learned, self.costs
-        if learned is None or costs is None:
+        if learned is None or costs is None or not self._measures:
             return
         tiles, seconds = self._memory.copied()
         tiles, seconds = tiles - self._copied[0], seconds - self._copied[1]
@@ -233,13 +252,21 @@ class Timing:
 
     def _add(self, side: Side, table: SecondsTable, share: Share, tiles: list[int]) -> float:
         """Count a share's tiles of each item. Returns their seconds."""
-        total = sum(tiles)
-        if len(share.rows) == len(tiles):  # a row each
-            (each,) = table((1,))
-            seconds, used = each * total, total
-        else:
-            rows = [end - start for start, end in pairwise(share.offsets.tolist())]
-            seconds = sum(seconds * count for seconds, count in zip(table(rows), tiles, strict=True))
-            used = sum(row * count for row, count in zip(rows, tiles, strict=True))
+        seconds, total, used = _work(table, share, tiles)
         self._work[side].add(seconds, total, used)
         return seconds
+
+
+def _tiles(share: Share) -> list[int]:
+    return [hi - lo for _, lo, hi in share.items.tolist()]
+
+
+def _work(table: SecondsTable, share: Share, tiles: list[int]) -> tuple[float, int, int]:
+    """Of a share with so many tiles of each item: seconds, tiles, and rows of each tile summed."""
+    total = sum(tiles)
+    if len(share.rows) == len(tiles):  # a row each
+        (each,) = table((1,))
+        return each * total, total, total
+    rows = [end - start for start, end in pairwise(share.offsets.tolist())]
+    seconds = sum(seconds * count for seconds, count in zip(table(rows), tiles, strict=True))
+    return seconds, total, sum(row * count for row, count in zip(rows, tiles, strict=True))

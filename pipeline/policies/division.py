@@ -27,6 +27,11 @@ class Balanced:
     sides: Sides
 
     @cached_property
+    def seconds(self) -> float:
+        """Until the layer has ended."""
+        return self.sides.layer(self.fixed.both)
+
+    @cached_property
     def moved(self) -> int:
         """Missing tiles that the device computes."""
         return sum([max(0, group.taken - group.resident) for group in self.groups])
@@ -34,8 +39,7 @@ class Balanced:
     @cached_property
     def spare(self) -> float:
         """Seconds in which the link has nothing to move before the layer ends."""
-        whole = self.sides.layer(self.fixed.both)
-        return max(0.0, whole - self.moved * self.fixed.tile) if self.moved else whole
+        return max(0.0, self.seconds - self.moved * self.fixed.tile) if self.moved else self.seconds
 
     @cached_property
     def leaves(self) -> bool:
@@ -55,8 +59,7 @@ class Balanced:
                 others[index].resident += 1
                 others[index].missing -= 1
                 others[index].lacking = min(group.lacking, others[index].missing)
-                both = self.fixed.both
-                best = max(best, self.sides.layer(both) - balance(others, self.fixed).layer(both))
+                best = max(best, self.seconds - balance(others, self.fixed).layer(self.fixed.both))
         return best
 
 

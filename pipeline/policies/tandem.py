@@ -10,6 +10,7 @@ import numpy as np
 
 from pipeline.arrays import IntArray
 from pipeline.errors import PolicyError
+from pipeline.policies.arrangement import Arrangement
 from pipeline.policies.division import Balanced, Divider, cuts
 from pipeline.policies.options import PAUSE, Choice, Option
 from pipeline.policies.predictions import by_probability
@@ -54,6 +55,9 @@ class Tandem(Policy):
         self._host_alone = Plan(np.zeros(view.shape.experts, np.int32))
         # by layer: missing tiles that could have landed before the next layer, when it was planned last
         self._ahead = [1] * view.shape.layers
+        self._worthless = [False] * view.shape.layers  # by layer: only the host was worth it
+        self._arrangement = Arrangement(self._worth, view.shape.tiles)
+        self._compared = False  # in this step the arrangement may change
         self._moving = None
         return self._worth.target.copy()
 
@@ -64,8 +68,12 @@ class Tandem(Policy):
 
     def gate(self, layer: int, signals: Signals, view: View) -> Gated:
         assert signals.logits is not None
-        if view.capacity:
+        if view.capacity and not self._worthless[layer]:
             self._worth.note(layer, signals.logits, view.phase)
+        if not layer:
+            self._compared = bool(view.capacity) and view.phase == "decode" and not self._worthless[0]
+            if self._compared:
+                self._arrangement.begin_step()
         return super().gate(layer, signals, view)
 
     def plan(self, layer: int, routing: Routing, view: View) -> Plan:
@@ -77,13 +85,17 @@ class Tandem(Policy):
         worth, divider = self._worth, self._divider
         divider.use(view)
         busy = view.backlog.host_seconds
-        if count == len(active.rows) and divider.worthless(count, tiles) and not busy:
+        worthless = count == len(active.rows) and divider.worthless(count, tiles) and not busy
+        self._worthless[layer] = worthless
+        if worthless:
             self._ahead[layer] = 0
             return self._host_alone
+        if self._compared:
+            self._arrangement.note(layer, active, divider)
         kept = worth.target[layer].take(active.experts)
         resident = np.minimum(view.residency[layer].take(active.experts), kept)  # the others are evicted
         balanced = self._balanced = divider.balanced(active, resident, tiles, busy)
-        if balanced.leaves or not divider.saves(tiles):
+        if balanced.leaves or worth.frozen or not divider.saves(tiles):
             self._ahead[layer] = 0
         else:
             free = balanced.spare + divider.other(len(routing.experts))
@@ -136,8 +148,14 @@ class Tandem(Policy):
         return tuple(targets)
 
     def after(self, layer: int, routing: Routing, view: View) -> tuple[Target, ...]:
+        worth = self._worth
+        if self._compared and layer == view.shape.layers - 1:
+            changed = self._arrangement.end_step(self._divider)
+            if changed:
+                self._moving = None
+                return tuple(changed)
         balanced = self._balanced
-        if balanced is None or balanced.moved or not view.capacity or view.phase != "decode":
+        if balanced is None or balanced.moved or worth.frozen or not view.capacity or view.phase != "decode":
             return ()
         if self._moving is not None:
             if view.residency[self._moving] < self._worth.target[self._moving]:
@@ -145,7 +163,7 @@ class Tandem(Policy):
             self._moving = None
         if not self._divider.saves(view.shape.tiles) or not balanced.gain:
             return ()
-        worth, tiles = self._worth, view.shape.tiles
+        tiles = view.shape.tiles
         worth.observe(layer)
         outside = worth.value[layer] * (worth.target[layer] == 0)
         expert = int(outside.argmax())

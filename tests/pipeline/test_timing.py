@@ -76,7 +76,7 @@ def test_backlog_without_costs_takes_no_time_but_names_what_lands(running) -> No
     engine.set_policy(policy, None)
     decode(engine, sequence)
     assert {(host, link) for host, link, _ in policy.seen} == {(0.0, 0.0)}
-    assert engine.timing.updates is None
+    assert engine.timing.learned is None
 
 
 def test_costs_of_a_file_stay_and_measured_ones_follow_a_slowed_host(running, monkeypatch) -> None:
@@ -108,7 +108,7 @@ def test_costs_of_a_file_stay_and_measured_ones_follow_a_slowed_host(running, mo
             decode(engine, sequence)
         assert engine.driver.view.costs is engine.timing.costs
         assert engine.timing.costs.host == pytest.approx((per_tile * factor,))
-    found = engine.timing.updates.report()
+    found = engine.timing.learned.report()
     assert found["link"]["contended"] is None or found["link"]["contended"] < 1
     hosts = [costs.host for costs in policy.costs if costs is not None]
     assert sum(a != b for a, b in pairwise(hosts)) == 2, "three phases, two changes"
