@@ -25,6 +25,7 @@ Kind = Literal["host", "device", "both", "link"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 LONGEST = 16 * FORGOTTEN  # steps from one trial to the next
 ENOUGH = 8  # steps from which on a median counts: plans try one kind after the other
+LONG, LONG_ENOUGH = 16, 3  # rows from which on a step takes long and chance weighs less, and how many count
 
 
 @dataclass
@@ -38,10 +39,8 @@ class _Beyond:
     forgotten: float = 0.0  # the correction that was dropped last
     patience: int = FORGOTTEN  # steps without this kind until its correction is dropped
 
-    def found(self) -> tuple[float, float] | None:
-        """The median and its standard error; None where too few steps were measured."""
-        if len(self.steps) < ENOUGH:
-            return None
+    def found(self) -> tuple[float, float]:
+        """The median and its standard error."""
         middle = median(self.steps)
         spread = 1.4826 * median(abs(value - middle) for value in self.steps)
         return middle, 1.2533 * spread / sqrt(len(self.steps))
@@ -50,7 +49,9 @@ class _Beyond:
 class LayerTimes:
     """Used by the engine's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 1) -> None:
+        """`rows`: of a step."""
+        self._enough = ENOUGH if rows < LONG else LONG_ENOUGH
         self._step = 0
         self._kinds: dict[Kind, _Beyond] = {kind: _Beyond() for kind in KINDS}
         self._typical = 0.0  # seconds of a layer
@@ -76,9 +77,9 @@ class LayerTimes:
                 kind.latest = self._step
             elif kind.correction and self._step - kind.latest > kind.patience:
                 kind.forgotten, kind.correction, changed = kind.correction, 0.0, True
-            if (found := kind.found()) is None:
+            if len(kind.steps) < self._enough:
                 continue
-            beyond, error = found
+            beyond, error = kind.found()
             after = kind.correction + beyond
             if name == "both":  # never less than the later side
                 after = max(0.0, after)

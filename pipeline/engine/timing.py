@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pipeline.device import Device
 from pipeline.engine.cost_updates import CostUpdates, Side, Work
-from pipeline.engine.layer_times import Kind, LayerTimes
+from pipeline.engine.layer_times import LONG, Kind, LayerTimes
 from pipeline.experts.device_share import DeviceMemory, EmptyDeviceMemory
 from pipeline.experts.fetch_link import Order
 from pipeline.experts.shares import Share, Split
@@ -46,11 +46,14 @@ class Learned:
     def begin_step(self, rows: int) -> bool:
         """Whether this step is measured."""
         count = self._steps[rows.bit_length()] = self._steps.get(rows.bit_length(), 0) + 1
-        return count < UNSETTLED or not count % SAMPLED
+        return rows >= LONG or count < UNSETTLED or not count % SAMPLED
 
     def layers(self, rows: int) -> LayerTimes:
         """Of steps of so many rows."""
-        return self._layers.setdefault(rows.bit_length(), LayerTimes())
+        found = self._layers.get(rows.bit_length())
+        if found is None:
+            found = self._layers[rows.bit_length()] = LayerTimes(rows)
+        return found
 
     def in_force(self, rows: int) -> InForce:
         """In a step of so many rows."""
@@ -59,12 +62,11 @@ class Learned:
             found = self._found[rows.bit_length()] = tables(self.layers(rows).corrected(self.updates.costs))
         return found
 
-    def tiles_changed(self) -> None:
-        """Of `updates`: what was measured beyond them does not count any more."""
+    def tiles_changed(self, rows: int) -> None:
+        """Of `updates`, after a step of so many rows: what was measured beyond them does not count any more."""
         self._found.clear()
         self._steps.clear()
-        for layers in self._layers.values():
-            layers.restart()
+        self.layers(rows).restart()
 
     def layers_changed(self, rows: int) -> None:
         """Of `layers`."""
@@ -246,7 +248,7 @@ class Timing:
         }
         layers_changed = learned.layers(self._rows).end_step()
         if learned.updates.end_step(work, contended):
-            learned.tiles_changed()
+            learned.tiles_changed(self._rows)
         elif layers_changed:
             learned.layers_changed(self._rows)
 
