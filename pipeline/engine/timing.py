@@ -63,7 +63,7 @@ class Learned:
         return found
 
     def tiles_changed(self, rows: int) -> None:
-        """Of `updates`, after a step of so many rows: what was measured beyond them does not count any more."""
+        """Of `updates`, after a step of so many rows: what was measured beyond them then does not count."""
         self._found.clear()
         self._steps.clear()
         self.layers(rows).restart()
