@@ -17,7 +17,7 @@ from pipeline.checkpoint.open import open_model
 from pipeline.errors import ModelError
 from pipeline.models.registry import expert_shape
 from pipeline.models.shapes import SHAPES, shape_config, short_name
-from shm.layout import FORMATS, BlockFormat, format_named
+from shm.layout import DENSE, BlockFormat, format_named
 from shm.manifest import StoreManifest
 from shm.segment import unlink
 from shm.store import Store, StoreBuilder, store_name
@@ -99,7 +99,7 @@ def test_shape_has_the_requested_layers() -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("format_name", DENSE)
 def test_experts_of_known_shapes_need_no_padding(name: str, format_name: str) -> None:
     shape = expert_shape(SHAPES[name], None, format_named(format_name))
     assert shape.padded == shape.intermediate
@@ -128,7 +128,7 @@ def test_short_names() -> None:
 # --- what is drawn ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("format_name", DENSE)
 def test_bytes_do_not_depend_on_the_number_of_cores(format_name: str, tiny: Path, monkeypatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     alone = bytes_of(tiny, format_name)
@@ -139,7 +139,7 @@ def test_bytes_do_not_depend_on_the_number_of_cores(format_name: str, tiny: Path
     assert len(fewer) == len(alone) * 2 // 3
 
 
-@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("format_name", DENSE)
 def test_weights_have_the_documented_scale_and_zero_padding(format_name: str, tiny: Path) -> None:
     progress: list[int] = []
     with drawn(tiny, format_name, progress) as store:
