@@ -81,6 +81,7 @@ and its children.
   41 CancelFetch: id int
   42 AttachRing: name str
   43 DemandFetch: id int, tiles int
+  44 Gather: id int, layer int, expert int, channels int32[1d], slots [int], urgency int
 
   48 RemoteClient: account str, right str, address str
   49 Encode: job int, texts [str] = [], messages [ChatMessage]? = nil

@@ -381,10 +381,23 @@ class Fetch:
     urgency: int  # 0 demanded now, 1 predicted, 2 placement in the background; smaller overtakes
 
 
+@dataclass(frozen=True, eq=False)  # arrays have no one truth value to compare by
+class Gather:
+    """Copy the records of these channels of an expert, gathered one after the other, to these slots: as many
+    records to each slot as a tile has channels. Answered as a Fetch, counted in channels."""
+
+    id: int  # unique among Fetches too
+    layer: int
+    expert: int
+    channels: I32Vector  # counted over the expert, ascending
+    slots: tuple[int, ...]
+    urgency: int  # as in Fetch
+
+
 @dataclass(frozen=True)
 class Fetched:
-    """`landed` tiles of the order are in their slots. `final`: the last report of this order (all
-    landed, or it was cancelled and the tiles after `landed` were not written)."""
+    """`landed` tiles of the order, or channels of a Gather, are in their slots. `final`: the last report of
+    this order (all landed, or it was cancelled and what follows `landed` was not written)."""
 
     id: int
     incarnation: int
@@ -395,15 +408,15 @@ class Fetched:
 
 @dataclass(frozen=True)
 class CancelFetch:
-    """Stop an order after the current tile; its final Fetched follows."""
+    """Stop an order after the current tile or chunk of channels; its final Fetched follows."""
 
     id: int
 
 
 @dataclass(frozen=True)
 class DemandFetch:
-    """The first `tiles` tiles of an order are demanded now: it goes on as if it had just been sent with
-    urgency 0, and ends with them, or with the tile that is being copied."""
+    """The first `tiles` tiles of an order (channels of a Gather) are demanded now: it goes on as if it had
+    just been sent with urgency 0, and ends with them, or with what is being copied."""
 
     id: int
     tiles: int
@@ -537,6 +550,7 @@ TAGS: dict[int, type] = {
     41: CancelFetch,
     42: AttachRing,
     43: DemandFetch,
+    44: Gather,
     48: RemoteClient,
     49: Encode,
     50: Encoded,
