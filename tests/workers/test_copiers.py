@@ -46,7 +46,8 @@ class Runtime(ModuleType):
         self.pinned: dict[int, int] = {}
         self._allocated: list[Bytes] = []
         self.made: set[object] = set()  # streams, events and mappings that are not destroyed
-        self.copies: list[tuple[int, int, int]] = []  # that were started and not waited for
+        self.copies: list[tuple[int, int, int]] = []  # that were started
+        self.done = 0  # of them, with those waited for
         self.until: dict[int, int] = {}  # event -> number of copies before it, of `copies`
         self.events = 0
 
@@ -82,8 +83,9 @@ class Runtime(ModuleType):
         return (0,)
 
     def cudaEventSynchronize(self, event: int) -> tuple[int]:
-        for to, source, n in self.copies[: self.until[event]]:
+        for to, source, n in self.copies[self.done : self.until[event]]:
             ctypes.memmove(to, source, n)
+        self.done = max(self.done, self.until[event])
         return (0,)
 
     def cudaEventDestroy(self, event: int) -> tuple[int]:
