@@ -115,11 +115,12 @@ def _finite_best(scores: Scores) -> float:
 def _place(weights: Scores, drawn: float) -> tuple[int, float]:
     """The place in the sum of the weights that `drawn` in [0, 1) falls on, never one with a weight of 0, and
     where within that place, in [0, 1)."""
-    total = np.cumsum(weights, dtype=np.float64)
-    at = min(drawn * total[-1], np.nextafter(total[-1], 0))
-    place = int(np.searchsorted(total, at, side="right"))
-    before = total[place - 1] if place else 0.0
-    return place, float((at - before) / (total[place] - before))
+    total = weights.cumsum(dtype=np.float64)
+    end = float(total[-1])
+    at = min(drawn * end, math.nextafter(end, 0))
+    place = int(total.searchsorted(at, side="right"))
+    before = float(total[place - 1]) if place else 0.0
+    return place, (at - before) / (float(total[place]) - before)
 
 
 def _largest(scores: Scores, k: int) -> NDArray[np.int64]:
