@@ -7,6 +7,7 @@ computes which tiles. The engine knows no requests, no clients and no text.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -126,7 +127,7 @@ class Engine:
         """Run the tokens of `inputs` through the model, and advance their KV. `live`: the sequences that have
         begun and not ended, without which those of `inputs` are taken to be all. Returns the wanted logits of
         each, float32 [n, vocabulary]. Raises ShardFailed; the sequences are then as they were."""
-        backbone, driver = self.backbone, self.driver
+        backbone, driver, began = self.backbone, self.driver, time.perf_counter()
         counters = self.counters.phases[phase]
         self.memory.count_in(counters)
         self.poll_children()
@@ -173,7 +174,8 @@ class Engine:
         counters.steps += 1
         counters.paused_steps += not driver.view.prefetching
         counters.rows += batch.rows
-        if driver.end_step(counters.predicted_tiles, counters.useful_tiles):
+        seconds = 0.0 if self.timing.learned is None else time.perf_counter() - began
+        if driver.end_step(counters.predicted_tiles, counters.useful_tiles, seconds):
             log.info(driver.prefetch.status)
         answers = self._head(h, inputs)
         self.timing.end_step()

@@ -1,9 +1,11 @@
-"""Seconds of a layer that no tile has: corrections of `round_trip`, `launch` and `both` by what layers take.
+"""Seconds of a layer that no tile has: corrections of `round_trip`, `launch`, `wake`, `both` and `fetch` by
+what layers take.
 
 The probe measures them with warm caches and nothing else to do. In a step a layer takes longer, and where
-both sides compute on the same cores they delay each other. So layers that only the host, only the device, or
-both compute are timed from their plan to their end, and the time beyond that of the costs in force corrects
-what belongs to that kind; where the link moves tiles for the layer, that is the `fetch` of each expert.
+both sides compute on the same cores they delay each other. So layers are timed from their plan to their end,
+by kind: computed by the host, by the device, by both, or by the host alone behind a layer without it. The
+time beyond that of the costs in force corrects what belongs to the kind; where the link moves tiles for the
+layer, that is the `fetch` of each expert.
 
 As in `cost_updates.py`, the median over the last steps counts, a change must be beyond chance, and a kind
 that no plan has chosen for a while is again as it was measured at first. Where a trial finds the same again,
@@ -21,8 +23,9 @@ from typing import Literal, get_args
 from pipeline.engine.cost_updates import DOUBT, FORGOTTEN, LEAST_CHANGE, WINDOW
 from pipeline.policies.costs import Costs
 
-Kind = Literal["host", "device", "both", "link"]
+Kind = Literal["host", "device", "wake", "both", "link"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+BEHIND: tuple[Kind, ...] = ("wake", "both")  # that come on top of others
 LONGEST = 16 * FORGOTTEN  # steps from one trial to the next
 ENOUGH = 8  # steps from which on a median counts: plans try one kind after the other
 LONG, LONG_ENOUGH = 16, 3  # rows from which on a step takes long and chance weighs less, and how many count
@@ -81,7 +84,7 @@ class LayerTimes:
                 continue
             beyond, error = kind.found()
             after = kind.correction + beyond
-            if name == "both":  # never less than the later side
+            if name in BEHIND:  # never less than without
                 after = max(0.0, after)
             if abs(after - kind.correction) > max(DOUBT * error, LEAST_CHANGE * self._typical):
                 if kind.forgotten:  # found again: tried less often from now on
@@ -91,8 +94,8 @@ class LayerTimes:
                 kind.correction, changed = after, True
                 kind.steps.clear()
         if changed:  # these build on the others
-            self._kinds["both"].steps.clear()
-            self._kinds["link"].steps.clear()
+            for name in (*BEHIND, "link"):
+                self._kinds[name].steps.clear()
         return changed
 
     def restart(self) -> None:
@@ -106,11 +109,12 @@ class LayerTimes:
 
     def corrected(self, costs: Costs) -> Costs:
         """`costs` as measured at first beside their tiles, with the corrections."""
-        host, device, both, link = (self._kinds[kind].correction for kind in KINDS)
+        host, device, wake, both, link = (self._kinds[kind].correction for kind in KINDS)
         return replace(
             costs,
             round_trip=max(0.0, costs.round_trip + host),
             launch=max(0.0, costs.launch + device),
+            wake=costs.wake + wake,
             both=costs.both + both,
             fetch=max(0.0, costs.fetch + link),
         )

@@ -163,6 +163,7 @@ class Timing:
         self._marks: list[tuple[object, object]] = []  # of the device's resident tiles
         self._copied = self._memory.copied()
         self._began: float | None = None  # the layer that is timed
+        self._rested = False  # the layer before had no host share
         if self.learned is not None:
             self.learned.layers(rows).begin_step()
 
@@ -185,7 +186,8 @@ class Timing:
         host, device = self._planned["host"], self._planned["device"]
         layers, (fetched, tiles) = self.learned.layers(self._rows), self._fetched
         planned = max(host, device)
-        kind: Kind = "host" if host else "device"
+        kind: Kind = "wake" if host and self._rested else "host" if host else "device"
+        self._rested = not host
         if host and (device or fetched):
             planned += self.costs.both
             kind = "both"
@@ -204,7 +206,7 @@ class Timing:
             costs, table, _ = self._in_force
             seconds = self._add("host", table, share, _tiles(share))
             if self._began is not None:
-                self._planned["host"] += costs.round_trip + seconds
+                self._planned["host"] += costs.round_trip + costs.wake * self._rested + seconds
 
     def host_ends(self, busy: float) -> None:
         """The first share that runs has been computed, in `busy` seconds of the slowest worker."""

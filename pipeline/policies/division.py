@@ -32,6 +32,11 @@ class Balanced:
         return self.sides.layer(self.fixed.both)
 
     @cached_property
+    def alone(self) -> float:
+        """Until it would have ended without the device."""
+        return self.fixed.host + sum([group.host * group.tiles for group in self.groups])
+
+    @cached_property
     def moved(self) -> int:
         """Missing tiles that the device computes."""
         return sum([max(0, group.taken - group.resident) for group in self.groups])
@@ -74,7 +79,8 @@ class _Table:
         self.other: list[float] = costs.other_seconds(rows).tolist()
         self.tile = costs.link if staging else inf
         self.fixed = Fixed(costs.round_trip, costs.launch, 0.0, self.tile, costs.fetch, costs.both)
-        self.known: dict[tuple[int, int, int], Balanced] = {}
+        self.resting = self.fixed._replace(host=costs.round_trip + costs.wake)
+        self.known: dict[tuple[int, int, int, bool], Balanced] = {}
 
 
 class Divider:
@@ -122,20 +128,22 @@ class Divider:
 
     def worthless(self, experts: int, tiles: int) -> bool:
         """Whether the host computes all of so many experts of one row each, wherever their tiles are."""
-        found = self._single(experts, experts * tiles, 0, 0)
-        return not found.groups[0].taken
+        return not self._single(experts, experts * tiles, 0, 0, True).groups[0].taken
 
-    def balanced(self, active: Active, resident: IntArray, tiles: int, busy: float = 0.0) -> Balanced:
-        """`resident` [m]: tiles of each active expert; at least one is active. `busy`: seconds until the host
-        is free."""
+    def balanced(
+        self, active: Active, resident: IntArray, tiles: int, rested: bool = False, busy: float = 0.0
+    ) -> Balanced:
+        """`resident` [m]: tiles of each active expert; at least one is active. `rested`: the layer before had
+        no host share. `busy`: seconds until the host is free."""
         rows = active.counts
         alike = len(active.rows) == len(rows)  # one row, or rows that share no expert
+        fixed = self._used.resting if rested else self._used.fixed
         if alike:
             missing = (tiles - resident).tolist()
             total = sum(missing)
             key = len(rows), tiles * len(rows) - total, total, len(rows) - missing.count(0)
-            if busy <= self._used.fixed.host:
-                return self._single(*key)
+            if busy <= fixed.host:
+                return self._single(*key, rested)
             groups = [self._group(1, *key[1:])]
         else:
             counted = np.bincount(rows)
@@ -147,18 +155,17 @@ class Divider:
                 groups.append(
                     self._group(count, here, tiles * int(counted[count]) - here, int(lacking[count]))
                 )
-        fixed = self._used.fixed if busy <= self._used.fixed.host else self._used.fixed._replace(host=busy)
+        fixed = fixed if busy <= fixed.host else fixed._replace(host=busy)
         return Balanced(groups, fixed, balance(groups, fixed))
 
-    def _single(self, experts: int, resident: int, missing: int, lacking: int) -> Balanced:
+    def _single(self, experts: int, resident: int, missing: int, lacking: int, rested: bool) -> Balanced:
         """Of experts with a row each. Few of these differ, so each is computed once."""
-        key = experts, missing, lacking
+        key = experts, missing, lacking, rested
         found = self._used.known.get(key)
         if found is None:
             groups = [self._group(1, resident, missing, lacking)]
-            found = self._used.known[key] = Balanced(
-                groups, self._used.fixed, balance(groups, self._used.fixed)
-            )
+            fixed = self._used.resting if rested else self._used.fixed
+            found = self._used.known[key] = Balanced(groups, fixed, balance(groups, fixed))
         return found
 
     def _group(self, rows: int, resident: int, missing: int, lacking: int) -> Group:

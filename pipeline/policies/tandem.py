@@ -10,8 +10,8 @@ import numpy as np
 
 from pipeline.arrays import IntArray
 from pipeline.errors import PolicyError
-from pipeline.policies.arrangement import Arrangement
 from pipeline.policies.division import Balanced, Divider, cuts
+from pipeline.policies.host_trial import HOPELESS, HostTrial
 from pipeline.policies.options import PAUSE, Choice, Option
 from pipeline.policies.predictions import by_probability
 from pipeline.policies.view import Gated, Plan, Policy, Routing, Signals, Target, View
@@ -37,7 +37,7 @@ class Tandem(Policy):
     )
     needs_costs = True
     likes_calibration = True
-    settles = 16
+    settles = 24
 
     def __init__(self, *, prefetch: str, pause: str) -> None:
         self._prefetches = prefetch == "1"
@@ -56,8 +56,10 @@ class Tandem(Policy):
         # by layer: missing tiles that could have landed before the next layer, when it was planned last
         self._ahead = [1] * view.shape.layers
         self._worthless = [False] * view.shape.layers  # by layer: only the host was worth it
-        self._arrangement = Arrangement(self._worth, view.shape.tiles)
-        self._compared = False  # in this step the arrangement may change
+        self._trials: dict[int, HostTrial] = {}  # by the power of two of a step's rows
+        self._trial: HostTrial | None = None  # of this step
+        self._alone = self._divided = 0.0  # its layers' seconds so far, on the host alone and as planned
+        self._rested = False  # the layer before had no host share
         self._moving = None
         return self._worth.target.copy()
 
@@ -68,13 +70,20 @@ class Tandem(Policy):
 
     def gate(self, layer: int, signals: Signals, view: View) -> Gated:
         assert signals.logits is not None
+        if not layer:
+            self._begin_step(view)
         if view.capacity and not self._worthless[layer]:
             self._worth.note(layer, signals.logits, view.phase)
-        if not layer:
-            self._compared = bool(view.capacity) and view.phase == "decode" and not self._worthless[0]
-            if self._compared:
-                self._arrangement.begin_step()
         return super().gate(layer, signals, view)
+
+    def _begin_step(self, view: View) -> None:
+        """Decide whether the host computes all of it."""
+        trial, self._trial = self._trial, None
+        if trial is not None and view.seconds:
+            trial.note(view.seconds, self._alone > HOPELESS * self._divided)
+        self._alone = self._divided = 0.0
+        if view.phase == "decode" and view.capacity:
+            self._trial = self._trials.setdefault(len(view.sequences).bit_length(), HostTrial())
 
     def plan(self, layer: int, routing: Routing, view: View) -> Plan:
         active, tiles = routing.active, view.shape.tiles
@@ -85,17 +94,20 @@ class Tandem(Policy):
         worth, divider = self._worth, self._divider
         divider.use(view)
         busy = view.backlog.host_seconds
-        worthless = count == len(active.rows) and divider.worthless(count, tiles) and not busy
+        worthless = self._trial is not None and self._trial.host
+        if count == len(active.rows) and not busy:
+            worthless = worthless or divider.worthless(count, tiles)
         self._worthless[layer] = worthless
         if worthless:
-            self._ahead[layer] = 0
+            self._ahead[layer], self._rested = 0, False
             return self._host_alone
-        if self._compared:
-            self._arrangement.note(layer, active, divider)
         kept = worth.target[layer].take(active.experts)
         resident = np.minimum(view.residency[layer].take(active.experts), kept)  # the others are evicted
-        balanced = self._balanced = divider.balanced(active, resident, tiles, busy)
-        if balanced.leaves or worth.frozen or not divider.saves(tiles):
+        balanced = self._balanced = divider.balanced(active, resident, tiles, self._rested, busy)
+        self._rested = not balanced.sides.host
+        self._alone += balanced.alone
+        self._divided += balanced.seconds
+        if balanced.leaves or not divider.saves(tiles):
             self._ahead[layer] = 0
         else:
             free = balanced.spare + divider.other(len(routing.experts))
@@ -149,13 +161,8 @@ class Tandem(Policy):
 
     def after(self, layer: int, routing: Routing, view: View) -> tuple[Target, ...]:
         worth = self._worth
-        if self._compared and layer == view.shape.layers - 1:
-            changed = self._arrangement.end_step(self._divider)
-            if changed:
-                self._moving = None
-                return tuple(changed)
         balanced = self._balanced
-        if balanced is None or balanced.moved or worth.frozen or not view.capacity or view.phase != "decode":
+        if balanced is None or balanced.moved or not view.capacity or view.phase != "decode":
             return ()
         if self._moving is not None:
             if view.residency[self._moving] < self._worth.target[self._moving]:

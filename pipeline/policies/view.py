@@ -215,6 +215,7 @@ class View:
     staging: int = 0  # slots beside the capacity, through which a layer's step streams missing tiles
     ordered: IntArray = field(default_factory=lambda: _NOTHING)  # [L, E]: leading tiles resident or on order
     backlog: Backlog = field(default_factory=NoBacklog)
+    seconds: float = 0.0  # that the step before took; 0 where costs do not follow what runs
 
     def __post_init__(self) -> None:
         if self.ordered is _NOTHING:

@@ -37,10 +37,14 @@ class Worth:
         share = (counts / np.maximum(rows, 1)).astype(np.float32)
         self._averages: FloatArray = np.stack((share, share), axis=1)  # [L, 2, E], fresh and lasting
         self.value: FloatArray = share * np.float32(1 + LASTING_WEIGHT)  # [L, E]
-        self._tiles, self._capacity = shape.tiles, min(capacity, share.size * shape.tiles)
-        self.target: IntArray = self.by_use()
-        self._free = capacity - self._capacity
-        self.frozen = False  # the targets stay as they are
+        self.target: IntArray = np.zeros(share.shape, np.int32)
+        held = min(capacity, share.size * shape.tiles)
+        whole, part = divmod(held, shape.tiles)
+        order = np.argsort(-share, axis=None, kind="stable")
+        self.target.reshape(-1)[order[:whole]] = shape.tiles
+        if part:
+            self.target.reshape(-1)[order[whole]] = part
+        self._free = capacity - held
         # added to `value`: infinite where nothing can leave
         self._empty = np.where(self.target > 0, np.float32(0), np.float32(inf))
         self._rank: FloatArray = self.value + self._empty
@@ -92,34 +96,6 @@ class Worth:
             value += averages[:, 0]
         np.add(value, self._empty[layers], out=self._rank[layers])
 
-    def by_use(self) -> IntArray:
-        """Targets [L, E] with the tiles that are worth most."""
-        return self._filled(np.argsort(-self.value, axis=None, kind="stable"))
-
-    def by_layer(self) -> IntArray:
-        """Targets [L, E] with whole layers, the first ones; of one more the experts that are worth most."""
-        within = np.argsort(-self.value, axis=1, kind="stable")
-        return self._filled((within + np.arange(0, within.size, within.shape[1])[:, None]).ravel())
-
-    def _filled(self, order: NDArray[np.intp]) -> IntArray:
-        target = np.zeros(self.value.shape, np.int32)
-        whole, part = divmod(self._capacity, self._tiles)
-        target.reshape(-1)[order[:whole]] = self._tiles
-        if part:
-            target.reshape(-1)[order[whole]] = part
-        return target
-
-    def arrange(self, target: IntArray, frozen: bool) -> list[Target]:
-        """Keep these tiles from now on. Returns what changes, evictions first."""
-        changed = np.argwhere(target != self.target)
-        targets = [Target(layer, expert, int(target[layer, expert])) for layer, expert in changed.tolist()]
-        targets.sort(key=lambda one: one.tiles > self.target[one.layer, one.expert])
-        self.target[:] = target
-        self._empty[:] = np.where(target > 0, np.float32(0), np.float32(inf))
-        np.add(self.value, self._empty, out=self._rank)
-        self.frozen = frozen
-        return targets
-
     def protect(self, layer: int, experts: IntArray) -> None:
         """Until `release`, no tile of these experts leaves."""
         self._rows[layer][2].put(experts, inf)
@@ -135,8 +111,6 @@ class Worth:
         of layer `near`, if it is `within`, or of the half of all layers before it, whose next use is farthest
         away."""
         targets: list[Target] = []
-        if self.frozen:
-            return targets
         got = min(tiles, self._free)
         self._free -= got
         while got < tiles:

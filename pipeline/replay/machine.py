@@ -6,8 +6,8 @@ decisions:
 - the device: of each layer all but its routed experts (`other`), then, where it computes any tile, the start
   of its share (`launch`), its resident tiles, and fetched tiles as they land;
 - the link: tile after tile, each order with its start (`fetch`), see `cache.py`;
-- the host: one layer's share after the other; a Work arrives a round trip after it was sent, and the Work of
-  a layer that was decided early is sent one layer earlier.
+- the host: one layer's share after the other; a Work arrives a round trip after it was sent, `wake` later
+  behind a layer without one, and the Work of a layer that was decided early is sent one layer earlier.
 
 A layer ends when its device and host shares are computed, `both` later where it has the two. Embedding and
 head cost nothing here.
@@ -78,6 +78,7 @@ class Replay:
         self.cache.counters = self._counters
         self.now = 0.0  # seconds
         self._host_free = 0.0
+        self._wake = 0.0  # `Costs.wake` where the layer before had no host share
         counted = np.zeros((shape.layers, shape.experts), np.int64)
         view = View(
             shape=shape,
@@ -221,11 +222,13 @@ class Replay:
         tiles = self._header.shape.tiles
         seconds, count, known = 0.0, tiles * len(cuts) - sum(cuts), self._seconds
         if not count:
+            self._wake = self._costs.wake
             return 0.0
         for row, p in zip(rows, cuts, strict=True):
             if p < tiles:
                 seconds += (known.get(row) or self._tile(row))[0] * (tiles - p)
-        self._host_free = max(self._host_free, self.now + self._costs.round_trip) + seconds
+        self._host_free = max(self._host_free, self.now + self._costs.round_trip + self._wake) + seconds
+        self._wake = 0.0
         self._counters.host_busy += seconds
         self._counters.host_tiles += count
         return self._host_free
