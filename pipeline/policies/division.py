@@ -52,6 +52,12 @@ class Balanced:
         return any([group.taken < group.resident for group in self.groups])
 
     @cached_property
+    def pays(self) -> bool:
+        """Whether the device alone, with every tile there, saves more than ordering an expert takes."""
+        there = self.fixed.launch + sum([group.device * group.tiles for group in self.groups])
+        return self.alone - there > self.fixed.fetch
+
+    @cached_property
     def gain(self) -> float:
         """Seconds that the layer would save if one more tile were resident, of the group where that saves
         most; 0 where all are."""
@@ -111,10 +117,6 @@ class Divider:
         """Seconds of a tile on the host."""
         used = self._used
         return used.host[rows] if rows < _TABLE else float(used.costs.host_seconds(rows, 1))
-
-    def saves(self, tiles: int) -> bool:
-        """Whether an expert of so many tiles that is there can save a row more than ordering it takes."""
-        return tiles * (self.host(1) - self.device(1)) > self._used.fixed.fetch
 
     def device(self, rows: int) -> float:
         """Seconds of a tile on the device."""

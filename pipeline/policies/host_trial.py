@@ -12,9 +12,9 @@ from collections import deque
 from statistics import median
 
 PRESENT = 8  # steps of the present kind that are compared
-TRIED, SKIPPED = 8, 2  # of the other kind, and how many of these come too early to count
+TRIED, SKIPPED = 6, 2  # of the other kind, and how many of these come too early to count
 LEAST = 0.02  # relative gain of a change
-FIRST, LONGEST = 64, 4096  # steps from one trial to the next
+FIRST, LONGEST = 256, 4096  # steps from one trial to the next
 HOPELESS = 1.5  # times the present seconds of the layers, by the costs: not tried
 
 

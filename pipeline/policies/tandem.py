@@ -107,7 +107,7 @@ class Tandem(Policy):
         self._rested = not balanced.sides.host
         self._alone += balanced.alone
         self._divided += balanced.seconds
-        if balanced.leaves or not divider.saves(tiles):
+        if balanced.leaves or not balanced.pays:
             self._ahead[layer] = 0
         else:
             free = balanced.spare + divider.other(len(routing.experts))
@@ -168,10 +168,9 @@ class Tandem(Policy):
             if view.residency[self._moving] < self._worth.target[self._moving]:
                 return ()
             self._moving = None
-        if not self._divider.saves(view.shape.tiles) or not balanced.gain:
+        if not (balanced.pays and balanced.gain):
             return ()
         tiles = view.shape.tiles
-        worth.observe(layer)
         outside = worth.value[layer] * (worth.target[layer] == 0)
         expert = int(outside.argmax())
         # one row uses k experts; each tile that is resident saves the host's time of it
