@@ -71,30 +71,30 @@ class Worth:
     def observe(self, layer: int) -> None:
         """Count what was noted of the layer."""
         if self._waiting[layer]:
-            self._waiting[layer] = False
-            self._observe(slice(layer, layer + 1))
+            self._observe([layer])
 
     def _observe_all(self) -> None:
-        waiting = self._waiting
-        if all(waiting):
-            self._observe(slice(None))
-            waiting[:] = [False] * len(waiting)
-        elif any(waiting):
-            for layer in range(len(waiting)):
-                self.observe(layer)
+        if layers := [layer for layer, waits in enumerate(self._waiting) if waits]:
+            self._observe(layers)
 
-    def _observe(self, layers: slice) -> None:
-        share = self._noted[layers, None]
+    def _observe(self, layers: list[int]) -> None:
+        # one layer is a slice, which is quicker and needs no copies
+        part = slice(layers[0], layers[0] + 1) if len(layers) == 1 else np.array(layers)
+        share = self._noted[part, None]
         if self._single:
             share = _softmax(share)
-        averages, value = self._averages[layers], self.value[layers]
         kept, weights = _WEIGHTS[self._phase]
+        averages = self._averages[part]
         averages *= kept
         averages += weights * share
-        np.multiply(averages[:, 1], _LASTING_WEIGHT, out=value)
+        value = averages[:, 1] * _LASTING_WEIGHT
         if self._phase == "decode":
             value += averages[:, 0]
-        np.add(value, self._empty[layers], out=self._rank[layers])
+        self._averages[part] = averages
+        self.value[part] = value
+        self._rank[part] = value + self._empty[part]
+        for layer in layers:
+            self._waiting[layer] = False
 
     def protect(self, layer: int, experts: IntArray) -> None:
         """Until `release`, no tile of these experts leaves."""
