@@ -75,6 +75,36 @@ def test_of_equal_experts_the_most_valuable_is_fetched() -> None:
     assert cuts(balanced, rows, resident, 4, [1, 3, 2]).tolist() == [0, balanced.moved, 0]
 
 
+def test_where_the_host_is_faster_wherever_tiles_are_no_residency_counts() -> None:
+    divider, view = Divider(), make_view(ModelShape(1, 4, 4, 2), 0)
+    divider.use(view)
+    assert not divider.worthless(2, 4)
+    divider.use(replace(view, costs=replace(COSTS, launch=1e3)))
+    assert divider.worthless(2, 4)
+
+
+def test_a_host_that_rested_is_left_out_sooner() -> None:
+    divider = Divider()
+    divider.use(replace(make_view(ModelShape(1, 4, 4, 2), 0), costs=replace(COSTS, wake=1e3)))
+    rows, resident = active(1, 1), np.array([4, 0], np.int32)
+    assert divider.balanced(rows, resident, 4).sides.host
+    assert not divider.balanced(rows, resident, 4, rested=True).sides.host
+
+
+def test_steps_that_are_faster_on_the_host_alone_are_found_by_the_clock() -> None:
+    costs = replace(COSTS, both=3.0)  # so that the host alone is not far behind
+    machine = Machine(policy("tandem"), make_view(SHAPE, 4 * 20, costs), np.random.default_rng(0))
+    machine.start()
+    alone = []
+    for _ in range(100):
+        machine.cuts.clear()
+        machine.step(1)
+        alone.append(not any(cut.any() for cut in machine.cuts))
+        machine.driver.view = replace(machine.driver.view, seconds=1.0 if alone[-1] else 2.0)
+    assert not any(alone[:4])
+    assert all(alone[-50:])
+
+
 @pytest.mark.parametrize("other", [0.0, 20.0])
 def test_only_what_lands_in_time_is_fetched_ahead(other: float) -> None:
     costs = replace(COSTS, link=10.0, other=(other,) * 3)
