@@ -19,8 +19,7 @@ from pipeline.policies.active_costs import SecondsTable
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import Landing
 
-UNSETTLED = 64  # steps after a change in which each is measured
-SAMPLED = 4
+FIRST, SAMPLED = 64, 4  # steps of which each is measured; of later ones every so many
 
 
 class InForce(NamedTuple):
@@ -34,19 +33,19 @@ class InForce(NamedTuple):
 class Learned:
     """What steps have shown of an engine's costs, under whatever policy. What a layer takes beside its tiles
     is kept apart for 1 row, 2 and 3, 4 to 7 and so on, as it grows with them. Measuring takes time itself, so
-    that only every SAMPLEDth step is measured while nothing changes."""
+    that of short steps each is measured at first, and then every SAMPLEDth."""
 
     def __init__(self, measured: Costs) -> None:
         """`measured`: at first, per tile."""
         self.updates = CostUpdates(measured)
         self._layers: dict[int, LayerTimes] = {}  # by the power of two
         self._found: dict[int, InForce] = {}
-        self._steps: dict[int, int] = {}  # since the latest change
+        self._steps: dict[int, int] = {}
 
     def begin_step(self, rows: int) -> bool:
         """Whether this step is measured."""
         count = self._steps[rows.bit_length()] = self._steps.get(rows.bit_length(), 0) + 1
-        return rows >= LONG or count < UNSETTLED or not count % SAMPLED
+        return rows >= LONG or count < FIRST or not count % SAMPLED
 
     def layers(self, rows: int) -> LayerTimes:
         """Of steps of so many rows."""
@@ -65,13 +64,11 @@ class Learned:
     def tiles_changed(self, rows: int) -> None:
         """Of `updates`, after a step of so many rows: what was measured beyond them then does not count."""
         self._found.clear()
-        self._steps.clear()
         self.layers(rows).restart()
 
     def layers_changed(self, rows: int) -> None:
         """Of `layers`."""
         self._found.pop(rows.bit_length(), None)
-        self._steps[rows.bit_length()] = 0
 
     def report(self) -> dict[str, Any]:
         """For stats: what changed, of tiles, and of one row's layers beside them. May be called by other
