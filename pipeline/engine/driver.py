@@ -127,9 +127,8 @@ class PolicyDriver(Generic[Begun]):
         executor.end(policy.after(layer, decision.gated.routing, view))
 
     def end_step(self, landed: int, useful: int, seconds: float = 0.0) -> bool:
-        """A step has been computed. `landed`, `useful`: prefetched tiles that landed and that were used, in
-        all decode steps so far. `seconds`: as in View. True where prefetching was switched on or off
-        (`prefetch.status`)."""
+        """A step has been computed. `landed`, `useful`: prefetched tiles that landed and were used, in all
+        decode steps so far. `seconds`: as in View. True where prefetching was switched on or off."""
         phase = self.view.phase
         self.view = replace(self.view, step=self.view.step + 1, seconds=seconds)
         return phase == "decode" and self.policy.pauses and self.prefetch.step(landed, useful)

@@ -7,7 +7,6 @@ computes which tiles. The engine knows no requests, no clients and no text.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -80,8 +79,8 @@ class Engine:
         memory, decode = self.memory, self.counters.phases["decode"]
         if policy.uses_device and not memory.exists:
             raise PolicyError(f"policy {policy.name} keeps experts on the device, and the engine has no slab")
-        learned = self._learned_of(costs) if follow and costs is not None else None
-        timing = Timing(memory, self.device, costs, learned)
+        self._learned = Learned.of(costs, self._learned)
+        timing = Timing(memory, self.device, costs, self._learned if follow else None)
         view = View(
             shape=self.shape,
             phase="decode",
@@ -106,12 +105,6 @@ class Engine:
         late = () if placed else ("the prefetcher is down: experts are placed once it is restarted",)
         return *policy.notes(self.driver.view), *late
 
-    def _learned_of(self, measured: Costs) -> Learned:
-        """What was learned about these costs, under any policy."""
-        if self._learned is None or self._learned.updates.measured != measured:
-            self._learned = Learned(measured)
-        return self._learned
-
     def forget_trials(self) -> None:
         """Reset all counters: the steps so far were trials, not requests."""
         self.counters = Counters(self.layout.tile_bytes, self.shape.layers)
@@ -127,7 +120,7 @@ class Engine:
         """Run the tokens of `inputs` through the model, and advance their KV. `live`: the sequences that have
         begun and not ended, without which those of `inputs` are taken to be all. Returns the wanted logits of
         each, float32 [n, vocabulary]. Raises ShardFailed; the sequences are then as they were."""
-        backbone, driver, began = self.backbone, self.driver, time.perf_counter()
+        backbone, driver = self.backbone, self.driver
         counters = self.counters.phases[phase]
         self.memory.count_in(counters)
         self.poll_children()
@@ -174,11 +167,9 @@ class Engine:
         counters.steps += 1
         counters.paused_steps += not driver.view.prefetching
         counters.rows += batch.rows
-        seconds = 0.0 if self.timing.learned is None else time.perf_counter() - began
-        if driver.end_step(counters.predicted_tiles, counters.useful_tiles, seconds):
+        if driver.end_step(counters.predicted_tiles, counters.useful_tiles, self.timing.end_step()):
             log.info(driver.prefetch.status)
         answers = self._head(h, inputs)
-        self.timing.end_step()
         clock.mark("head")
         for observer in self.observers:
             observer.end()

@@ -42,7 +42,7 @@ class TensorExecutor:
     clock: StepClock
     batch: Batch
     h: Tensor  # float32 [R, H], the residual stream; `end` adds the experts' output
-    only_waits: list[bool]  # by layer, in the latest decode step: the host's share is all of it
+    only_waits: list[bool]  # by layer, in the latest step: the host's share is all of it
 
     # of the layer that is being computed:
     _attended: AfterAttention = field(init=False)
@@ -84,9 +84,7 @@ class TensorExecutor:
             self._compute_shared_experts()
         begun = decision.begun
         if begun is None:
-            waits = not len(split.device.items)
-            if self.phase == "decode":
-                self.only_waits[layer] = waits
+            self.only_waits[layer] = waits = not len(split.device.items)
             self.timing.layer_begins(split)
             begun = self._submit(layer, split.host, self._x_host, waits)
         self._ticket = begun

@@ -42,6 +42,13 @@ class Learned:
         self._found: dict[int, InForce] = {}
         self._steps: dict[int, int] = {}
 
+    @classmethod
+    def of(cls, measured: Costs | None, before: Learned | None) -> Learned | None:
+        """What was learned `before`, where that is about these costs or there are none now."""
+        if measured is None or (before is not None and before.updates.measured == measured):
+            return before
+        return cls(measured)
+
     def begin_step(self, rows: int) -> bool:
         """Whether this step is measured."""
         count = self._steps[rows.bit_length()] = self._steps.get(rows.bit_length(), 0) + 1
@@ -92,11 +99,11 @@ class Timing:
         learned: Learned | None = None,
     ) -> None:
         """`costs`: per tile, of which `learned` corrects those that were measured."""
-        self.learned = learned
+        self.learned = None if costs is None else learned
         self._memory = memory
         self._device = device
         self._tickets: deque[tuple[Share, float]] = deque()  # host shares that run, and when each was given
-        self._given = None if costs is None or learned is not None else tables(costs)
+        self._given = None if costs is None else tables(costs)
         self.begin_step(1)
 
     @property
@@ -153,6 +160,7 @@ class Timing:
         """A step of so many rows. Shares of one that failed will not be computed."""
         self._rows = rows
         self._in_force = self._given if self.learned is None else self.learned.in_force(rows)
+        self._started = time.perf_counter()
         self._measures = self.learned is not None and self.learned.begin_step(rows)
         self._tickets.clear()
         self._host_ended = 0.0  # when the host had computed the latest share
@@ -227,11 +235,18 @@ class Timing:
                 self._planned["device"] += costs.launch + seconds
             self._marks.append(self._memory.resident_marks)
 
-    def end_step(self) -> None:
-        """The costs in force may change with the next step."""
+    def end_step(self) -> float:
+        """The costs in force may change with the next step. Returns this one's seconds; 0 where costs do not
+        follow what runs."""
         learned, costs = self.learned, self.costs
-        if learned is None or costs is None or not self._measures:
-            return
+        if learned is None or costs is None:
+            return 0.0
+        seconds = time.perf_counter() - self._started
+        if self._measures:
+            self._learn(learned, costs)
+        return seconds
+
+    def _learn(self, learned: Learned, costs: Costs) -> None:
         tiles, seconds = self._memory.copied()
         tiles, seconds = tiles - self._copied[0], seconds - self._copied[1]
         work = self._work
