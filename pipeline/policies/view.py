@@ -94,7 +94,7 @@ def _one_row(experts: int) -> tuple[IntArray, IntArray, IntArray]:
 
 
 def sort_together(routings: Sequence[Routing]) -> None:
-    """Compute `active` and `total_weight` of routings of one row each, all of the same k: quicker together."""
+    """Compute `active` and `total_weight` of routings of one row each, all of one k: quicker together."""
     weights = np.concatenate([routing.weights for routing in routings])
     if np.count_nonzero(weights) < weights.size:
         return
