@@ -89,13 +89,8 @@ class PolicyDriver(Generic[Begun]):
     def begin_step(self, phase: Phase, sequences: tuple[int, ...], live: Iterable[int] = ()) -> None:
         """`sequences`: that of each row; `live`: these and others that have begun and not ended."""
         self._early = None
-        self.view = replace(
-            self.view,
-            phase=phase,
-            sequences=sequences,
-            live=frozenset(sequences).union(live),
-            prefetching=self.prefetch.on,
-        )
+        known, on = frozenset(sequences).union(live), self.prefetch.on
+        self.view = replace(self.view, phase=phase, sequences=sequences, live=known, prefetching=on)
 
     def layer(self, layer: int, executor: LayerExecutor[Begun]) -> None:
         """Raises PlanError where the policy breaks its contract, and the executor's exceptions."""
@@ -129,9 +124,8 @@ class PolicyDriver(Generic[Begun]):
     def end_step(self, landed: int, useful: int, seconds: float = 0.0) -> bool:
         """A step has been computed. `landed`, `useful`: prefetched tiles that landed and were used, in all
         decode steps so far. `seconds`: as in View. True where prefetching was switched on or off."""
-        phase = self.view.phase
         self.view = replace(self.view, step=self.view.step + 1, seconds=seconds)
-        return phase == "decode" and self.policy.pauses and self.prefetch.step(landed, useful)
+        return self.view.phase == "decode" and self.policy.pauses and self.prefetch.step(landed, useful)
 
     def use_costs(self, costs: Costs | None) -> None:
         """Plan with these costs from now on."""

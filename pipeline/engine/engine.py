@@ -73,9 +73,8 @@ class Engine:
     ) -> tuple[str, ...]:
         """Use a policy from the next step on. Its placement is resident when this returns, unless the
         prefetcher is down. Without `counted` its steps leave `popularity` unchanged. `follow`: correct the
-        costs by what runs. Returns its notes.
-        Raises PolicyError where the policy needs a slab or anything else that the engine does not have; the
-        previous policy is kept then."""
+        costs by what runs. Returns its notes. Raises PolicyError where the policy needs a slab or anything
+        else that the engine does not have; the previous policy is kept then."""
         memory, decode = self.memory, self.counters.phases["decode"]
         if policy.uses_device and not memory.exists:
             raise PolicyError(f"policy {policy.name} keeps experts on the device, and the engine has no slab")

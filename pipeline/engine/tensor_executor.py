@@ -92,8 +92,7 @@ class TensorExecutor:
         self.clock.mark("submit")
 
     def begin_early(self, layer: int, ahead: Ahead) -> Ticket:
-        resident = self.memory.residency[layer]
-        share = split_layer(ahead.gated.routing, ahead.cut, resident, self.tiles).host
+        share = split_layer(ahead.gated.routing, ahead.cut, self.memory.residency[layer], self.tiles).host
         # a copy: this layer's x is overwritten before the next layer's result is read
         ticket = self._submit(layer, share, self._x_host.copy(), False)
         self.clock.mark("submit")
@@ -141,7 +140,6 @@ class TensorExecutor:
         self.clock.mark("shared")
 
     def _submit(self, layer: int, share: Share, x: FloatArray, waits: bool) -> Ticket:
-        """`waits`: the device has nothing to compute meanwhile."""
         self.timing.host_begins(share)
         shards = divide_into_shards(share, self.pool.cores, self.phase, len(x))
         return self.pool.submit(layer, shards, x, waits)
