@@ -32,6 +32,7 @@ import numpy as np
 
 from shm.formats import (
     BF16,
+    ENCODED_ROWS,
     POOL_BYTES,
     POOL_PIECE,
     POOL_SEED,
@@ -45,6 +46,7 @@ from shm.formats import (
 from shm.quantize import ROW_GROUP, encode_rows, row_head_bytes, row_line_bytes
 
 LINE = 64  # bytes; a pool's pieces begin at whole ones
+NUMBERS = BF16()  # one object, because pools are kept by format
 
 
 class RowFormat(ABC):
@@ -80,15 +82,16 @@ class BF16Rows(RowFormat):
 
     def encode(self, w: Float32, out: Bytes) -> None:
         k = w.shape[1]
-        for row, target in zip(w, out, strict=True):  # so that the steps in between stay in the cache
-            target[: 2 * k].view("<u2")[:] = round_to_bf16(row)
+        for lo in range(0, len(w), ENCODED_ROWS):
+            part = slice(lo, lo + ENCODED_ROWS)
+            out[part, : 2 * k].view("<u2")[:] = round_to_bf16(w[part])
         out[:, 2 * k :] = 0
 
     def decode(self, rows: Bytes, k: int) -> Float32:
         return widen_bf16(np.ascontiguousarray(rows[:, : 2 * k]).view("<u2"))
 
     def fill_random(self, rng: np.random.Generator, k: int, scale: float, rows: Bytes) -> None:
-        _copy_rows(rng, random_pool(BF16(), scale), rows[:, : 2 * k])
+        _copy_rows(rng, random_pool(NUMBERS, scale), rows[:, : 2 * k])
         rows[:, 2 * k :] = 0
 
 

@@ -38,7 +38,7 @@ def sizes_of(source: ModelSource, config: EngineConfig, format: FormatName) -> S
     found = needs(source, config, format)
     spec, tile_format = found.spec, format_named(format)
     shape = expert_shape(source.config, config.tile, tile_format)
-    tile_bytes = StoreLayout(shape, tile_format).tile_bytes
+    layout = StoreLayout(shape, tile_format)
     table = spec.vocabulary * spec.hidden
     number = plain_bytes(config)
     # embeddings and head are outside the layers; a tied table is one tensor
@@ -50,14 +50,14 @@ def sizes_of(source: ModelSource, config: EngineConfig, format: FormatName) -> S
         fingerprint=source.fingerprint("calibration", 0),
         store=source.fingerprint(format, shape.tile),
         shape=ModelShape(shape.layers, shape.experts, shape.tiles, spec.top_k),
-        tile_bytes=tile_bytes,
+        tile_bytes=layout.tile_bytes,
         router=spec.router,
         depth=DEPTH,
     )
     return Sizes(
         needs=found,
         header=header,
-        expert=tile_bytes * shape.tiles,
+        expert=layout.expert_bytes,
         expert_weights=3 * spec.hidden * spec.intermediate,
         other=round(share * number * weights),
         other_weights=weights,

@@ -153,7 +153,7 @@ def bytes_read(source: ModelSource, asked: EngineConfig, needs: Needs) -> Bytes:
     backbone = needs.backbone
     if not needs.spec.tied_embeddings or quantized_bytes(tensors, needs.spec, asked):
         backbone -= needs.spec.vocabulary * needs.spec.hidden * (4 if asked.backbone_dtype == "f32" else 2)
-    active = shape.layers * needs.spec.top_k * shape.tiles * layout.tile_bytes
+    active = shape.layers * needs.spec.top_k * layout.expert_bytes
     return Bytes(active, backbone, CONTEXT * needs.kv_token)
 
 

@@ -17,7 +17,7 @@ from pipeline.checkpoint.open import open_model
 from pipeline.errors import ModelError
 from pipeline.models.registry import expert_shape
 from pipeline.models.shapes import SHAPES, shape_config, short_name
-from shm.layout import DENSE, BlockFormat, format_named
+from shm.layout import FORMATS, BlockFormat, format_named
 from shm.manifest import StoreManifest
 from shm.segment import unlink
 from shm.store import Store, StoreBuilder, store_name
@@ -61,7 +61,8 @@ def bytes_of(model: Path, format_name: str) -> bytes:
     with drawn(model, format_name) as store:
         layout = store.layout
         every = [
-            store.tiles(n, e, 0, layout.shape.tiles).tobytes()
+            store.heads(n, e, 0, layout.shape.tiles).tobytes()
+            + store.tiles(n, e, 0, layout.shape.tiles).tobytes()
             for n in range(layout.shape.layers)
             for e in range(layout.shape.experts)
         ]
@@ -99,7 +100,7 @@ def test_shape_has_the_requested_layers() -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("format_name", DENSE)
+@pytest.mark.parametrize("format_name", FORMATS)
 def test_experts_of_known_shapes_need_no_padding(name: str, format_name: str) -> None:
     shape = expert_shape(SHAPES[name], None, format_named(format_name))
     assert shape.padded == shape.intermediate
@@ -128,7 +129,7 @@ def test_short_names() -> None:
 # --- what is drawn ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format_name", DENSE)
+@pytest.mark.parametrize("format_name", FORMATS)
 def test_bytes_do_not_depend_on_the_number_of_cores(format_name: str, tiny: Path, monkeypatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     alone = bytes_of(tiny, format_name)
@@ -139,7 +140,7 @@ def test_bytes_do_not_depend_on_the_number_of_cores(format_name: str, tiny: Path
     assert len(fewer) == len(alone) * 2 // 3
 
 
-@pytest.mark.parametrize("format_name", DENSE)
+@pytest.mark.parametrize("format_name", FORMATS)
 def test_weights_have_the_documented_scale_and_zero_padding(format_name: str, tiny: Path) -> None:
     progress: list[int] = []
     with drawn(tiny, format_name, progress) as store:
@@ -147,8 +148,8 @@ def test_weights_have_the_documented_scale_and_zero_padding(format_name: str, ti
         layout = store.layout
         assert layout.shape.tiles == 3
         for tile in range(3):
-            data = store.tiles(1, 2, tile, tile + 1)
-            numbers = layout.format.decode(data, layout.shape.hidden, TILE)  # [3, T, H]
+            data, head = store.tiles(1, 2, tile, tile + 1), store.heads(1, 2, tile, tile + 1)
+            numbers = layout.format.decode(data, layout.shape.hidden, TILE, head)  # [3, T, H]
             used = min(TILE, 320 - tile * TILE)
             for matrix in numbers:
                 assert abs(matrix[:used].mean()) < 0.002
