@@ -32,6 +32,7 @@ from pipeline.config import (
     DEFAULT_CONTEXT,
     KV_CONTEXTS,
     BackboneDType,
+    DenseName,
     DeviceName,
     EngineConfig,
     ExchangeName,
@@ -292,8 +293,12 @@ def _add_sizes(add: Callable[..., object]) -> None:
         choices=get_args(DeviceName),
         help=f"device of the backbone and the resident experts (default {default.device})",
     )
-    formats = "format of the experts' weights (default: the most exact that fits)"
-    add("--format", choices=get_args(FormatName), help=formats)
+    formats = (
+        f"format of the experts' weights: {', '.join(get_args(DenseName))}; or floe[-u4|-u8][-int8|-int4], of"
+        " which single channels can be left out: up in 2 (4, 8) bits, channels in bf16 (int8, int4) (default:"
+        " the most exact that fits, none of the last)"
+    )
+    add("--format", choices=get_args(FormatName), metavar="FORMAT", help=formats)
     backbone_dtype = f"format of all other weights (default {default.backbone_dtype})"
     add("--backbone-dtype", choices=get_args(BackboneDType), help=backbone_dtype)
     expert_cache = f"share of all expert tiles on the device (default {DEFAULT_CACHE}; on a GPU all that fit)"

@@ -3,17 +3,22 @@ and the recorded bytes of the formats without heads."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shm.cache_writer import write_cache
+from shm.disk_cache import CachedStore
 from shm.floe import FLOE_FORMATS, FloeFormat
 from shm.layout import DENSE, FORMATS, NO_HEAD, PAGE, ExpertShape, Float32, StoreLayout, suitable_tile
 from shm.manifest import StoreManifest
+from shm.segment import unlink
 from shm.store import Store, StoreBuilder
 
 formats = st.sampled_from(FLOE_FORMATS)
@@ -187,10 +192,12 @@ def test_names_and_sizes_are_as_documented() -> None:
 
 
 @pytest.mark.parametrize("name_of_format", ["floe", "floe-u8-int4"])
-def test_store_gives_heads_and_sums_them(name: str, fingerprint: str, name_of_format: str) -> None:
+def test_store_and_disk_cache_keep_the_heads(
+    name: str, fingerprint: str, name_of_format: str, tmp_path: Path
+) -> None:
     shape = ExpertShape(2, 3, 100, 40, 16)
     builder = StoreBuilder.create(name, StoreManifest(fingerprint, shape, name_of_format, "a test"))
-    layout, kept = builder.layout, {}
+    layout, kept, progress = builder.layout, {}, []
     builder.keep = lambda begin, data: kept.__setitem__(begin, len(data))
     tasks = []
     for layer, expert in np.ndindex(2, 3):
@@ -212,6 +219,20 @@ def test_store_gives_heads_and_sums_them(name: str, fingerprint: str, name_of_fo
         assert not store.heads(0, 2, 1, 1).size
         with pytest.raises(ValueError, match="read-only"):
             store.heads(0, 0, 0, 1)[0] = 1
+        write_cache(tmp_path, store, lambda done: None)
+        again = StoreBuilder.create(f"{name}-again", dataclasses.replace(store.manifest, checksums=()))
+        try:
+            cached = CachedStore.open(tmp_path, fingerprint)
+            assert cached is not None
+            with cached:
+                cached.verify(lambda done: None)
+                cached.fill(again, progress.append)
+            assert progress[-1] == layout.total_bytes
+            assert again.finish() == store.manifest
+            with Store.attach(f"{name}-again", fingerprint) as other:
+                assert (other.all_tiles() == store.all_tiles()).all()
+        finally:
+            unlink(f"{name}-again")
         for place in ((2, 0, 0, 1), (0, 3, 0, 1), (0, 0, 0, 4), (0, 0, 2, 1)):
             with pytest.raises(IndexError):
                 store.heads(*place)
