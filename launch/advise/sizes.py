@@ -21,7 +21,7 @@ class Sizes:
 
     needs: Needs
     header: Header  # as a trace of the model in this format would have it
-    expert: int
+    expert: int  # with its heads, where the format has them
     expert_weights: int  # numbers
     other: int  # of a layer, without its routed experts
     other_weights: int  # numbers
@@ -31,6 +31,11 @@ class Sizes:
     @property
     def format(self) -> FormatName:
         return self.needs.format
+
+    @property
+    def tile(self) -> float:
+        """Bytes that are read for a tile; the header has those that are moved for it."""
+        return self.expert / self.header.shape.tiles
 
 
 def sizes_of(source: ModelSource, config: EngineConfig, format: FormatName) -> Sizes:
