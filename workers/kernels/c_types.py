@@ -26,15 +26,18 @@ SMALL_BUFFERS = 4
 class Weights(ctypes.Structure):
     _fields_ = tuple(
         (name, SIZE)
-        for name in ("bits", "group", "inputs", "outputs", "channels", "hint", "ahead", "matrix_rows")
+        for name in ("bits", "group", "inputs", "outputs", "channels", "hint", "ahead", "matrix_rows", "channel_bits")
     )
 
 
-def weights(bits: int, group: int, inputs: int, outputs: int, channels: int, choice: Choice) -> Weights:
-    """Facts on a matrix, or with `channels` on tiles, and how this choice computes them."""
+def weights(
+    bits: int, group: int, inputs: int, outputs: int, channels: int, choice: Choice, channel_bits: int = 0
+) -> Weights:
+    """Facts on a matrix, or with `channels` on tiles, and how this choice computes them. `channel_bits`: of
+    gate and down, where they lie by channel."""
     prefetch = choice.prefetch
     how = prefetch.number, prefetch.ahead, choice.matrix_rows
-    return Weights(bits, group, inputs, outputs, channels, *how)
+    return Weights(bits, group, inputs, outputs, channels, *how, channel_bits)
 
 
 class Matrix(ctypes.Structure):
@@ -50,8 +53,9 @@ class Host(ctypes.Structure):
         ("team", POINTER),
         ("weights", Weights),
         ("tiles_data", POINTER),
+        ("heads_data", POINTER),
         *((name, SIZE) for name in ("layers", "experts", "tiles")),
-        *((name, SIZE) for name in ("layer_bytes", "expert_bytes", "tile_bytes")),
+        *((name, SIZE) for name in ("layer_bytes", "expert_bytes", "tile_bytes", "head_stride", "head_bytes")),
         *((name, POINTER) for name in ("ticks", "memory")),
         *((name, SIZE) for name in ("memory_bytes", "needed")),
     )
