@@ -30,7 +30,7 @@ class Mask:
     share: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (0 <= self.threshold < math.inf and 0 <= self.share <= 1):
+        if not is_mask(self.threshold, self.share):
             raise ValueError(f"no mask keeps |u| >= {self.threshold} or a share of {self.share}")
 
     def number(self, channels: int) -> int:
@@ -46,6 +46,10 @@ class Mask:
         kept = np.zeros(u.shape, np.bool_)
         np.put_along_axis(kept, order, True, axis=1)
         return kept
+
+
+def is_mask(threshold: float, share: float) -> bool:
+    return 0 <= threshold < math.inf and 0 <= share <= 1
 
 
 DENSE = Mask()

@@ -18,7 +18,7 @@ FAULTS = {
     7: "arrays larger than their memory",
     8: "an item's rows are not ascending",
     9: "a crash while it was computed",
-    10: "a mask that its format does not have, or that keeps no share of anything",
+    10: "a mask that its format does not have, or no mask at all",
 }
 SMALL_BUFFERS = 4
 
@@ -26,7 +26,17 @@ SMALL_BUFFERS = 4
 class Weights(ctypes.Structure):
     _fields_ = tuple(
         (name, SIZE)
-        for name in ("bits", "group", "inputs", "outputs", "channels", "hint", "ahead", "matrix_rows", "channel_bits")
+        for name in (
+            "bits",
+            "group",
+            "inputs",
+            "outputs",
+            "channels",
+            "hint",
+            "ahead",
+            "matrix_rows",
+            "channel_bits",
+        )
     )
 
 
@@ -55,7 +65,10 @@ class Host(ctypes.Structure):
         ("tiles_data", POINTER),
         ("heads_data", POINTER),
         *((name, SIZE) for name in ("layers", "experts", "tiles")),
-        *((name, SIZE) for name in ("layer_bytes", "expert_bytes", "tile_bytes", "head_stride", "head_bytes")),
+        *(
+            (name, SIZE)
+            for name in ("layer_bytes", "expert_bytes", "tile_bytes", "head_stride", "head_bytes")
+        ),
         *((name, POINTER) for name in ("ticks", "memory")),
         *((name, SIZE) for name in ("memory_bytes", "needed")),
     )
