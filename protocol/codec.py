@@ -63,7 +63,7 @@ and its children.
   14 Error: request int, text str
   15 Queued: request int, position int
   16 Calibrate: request int, text str? = nil, token_ids [int]? = nil, tokens int = 8192,
-    starts [int] = [], share float = 1.0
+    starts [int] = [], share float = 1.0, max_loss float? = nil
   17 Calibrating: request int, stage str, done int, total int
   18 Calibrated: request int, path str, summary map
 

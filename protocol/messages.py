@@ -241,6 +241,7 @@ class Calibrate:
     tokens: int = 8192  # most tokens used; the rest of the text is left out
     starts: tuple[int, ...] = ()  # where the second and further excerpts begin, in characters or ids
     share: float = 1.0  # of the whole text that the excerpts are
+    max_loss: float | None = None  # percent that approximations may add to the perplexity of held-out text
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,8 @@ def facts(profile: PhaseProfile, answer: dict[str, Any], prefetch: dict[str, Any
         lines.append(f"prefetched: {size} per token, {used} of it used, {wasted} evicted unused")
     if prefetch.get("status"):
         lines.append(prefetch["status"])
+    if profile.kept_share is not None:
+        lines.append(f"channels: {percent(profile.kept_share)} of the experts' were read")
     return [*lines, f"fidelity: {_fidelity(answer.get('fidelity', {}))}"]
 
 

@@ -43,6 +43,7 @@ from protocol.keys import RIGHTS
 from protocol.messages import Calibrate, Sampling
 
 MAX_DAYS = 1e6
+MOST_LOSS = 1000  # percent
 MAX_ERROR = 1000  # characters
 LOG_LEVELS = ("debug", "info", "notice", "warning", "error")
 
@@ -207,6 +208,8 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     most = f"tokens to read at most, from all of the text (default {Calibrate.tokens})"
     add = calibrate.add_argument
     add("--calibrate-tokens", type=at_least(LEAST_TOKENS), metavar="N", help=most)
+    bound = "find the strongest settings of approximations that add at most X %% to the perplexity"
+    add("--max-loss", type=above(0, MOST_LOSS), metavar="X", help=bound)
     report = "draw the results into this folder; without a text, those of an earlier calibration"
     add("--report", type=Path, metavar="DIR", help=report)
     _add_json(calibrate)

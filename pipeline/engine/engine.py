@@ -28,6 +28,7 @@ from pipeline.experts.host_pool import HostPool, Ticket
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import ModelShape, Policy, Target, View
+from shm.floe import FloeFormat
 from shm.layout import StoreLayout
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Engine:
         self.observers: list[Observer] = []
         self.tick: Callable[[], None] = lambda: None  # at each layer: progress that the supervisor watches
         self.kernel = device.expert_kernel(layout)
+        self.up = layout.format.up.name if isinstance(layout.format, FloeFormat) else ""  # as in View
         # Rows routed to each expert by the steps that count; lasts longer than a policy.
         self.popularity = np.zeros((s.layers, s.experts), np.int64)
         self.probing = Probing(backbone, device.torch_device, None)
@@ -94,6 +96,7 @@ class Engine:
             staging=memory.staging,
             ordered=memory.ordered,
             backlog=timing,
+            up=self.up,
         )
         self.driver = PolicyDriver(policy, view, decode.predicted_tiles, decode.useful_tiles)
         self.timing = timing
@@ -102,7 +105,7 @@ class Engine:
         memory.retarget(Target(i, e, int(placement[i, e])) for i, e in np.ndindex(placement.shape))
         placed = memory.wait_idle()
         late = () if placed else ("the prefetcher is down: experts are placed once it is restarted",)
-        return *policy.notes(self.driver.view), *late
+        return *self.driver.notes, *late
 
     def forget_trials(self) -> None:
         """Reset all counters: the steps so far were trials, not requests."""

@@ -22,6 +22,7 @@ from pipeline.experts.host_pool import HostPool, Ticket
 from pipeline.experts.host_shards import divide_into_shards
 from pipeline.experts.shares import Share, Split, split_layer
 from pipeline.policies.view import Ahead, Signals, Target
+from shm.mask import DENSE, Mask, Tally
 
 
 @dataclass
@@ -86,15 +87,15 @@ class TensorExecutor:
         if begun is None:
             self.only_waits[layer] = waits = not len(split.device.items)
             self.timing.layer_begins(split)
-            begun = self._submit(layer, split.host, self._x_host, waits)
+            begun = self._submit(layer, split.host, self._x_host, decision.mask, waits)
         self._ticket = begun
         self._device_work = self.memory.begin(layer, split.device)
         self.clock.mark("submit")
 
-    def begin_early(self, layer: int, ahead: Ahead) -> Ticket:
+    def begin_early(self, layer: int, ahead: Ahead, mask: Mask) -> Ticket:
         share = split_layer(ahead.gated.routing, ahead.cut, self.memory.residency[layer], self.tiles).host
         # a copy: this layer's x is overwritten before the next layer's result is read
-        ticket = self._submit(layer, share, self._x_host.copy(), False)
+        ticket = self._submit(layer, share, self._x_host.copy(), mask, False)
         self.clock.mark("submit")
         return ticket
 
@@ -115,7 +116,7 @@ class TensorExecutor:
         host = [(split.host, self._ticket)]
         if missing := self._device_work.missing:  # the prefetcher is down: the workers compute them
             late = split.host_share_of(missing)
-            host.append((late, self._submit(layer, late, self._x_host, True)))
+            host.append((late, self._submit(layer, late, self._x_host, decision.mask, True)))
         for share, ticket in host:
             if ticket.shards:
                 self._outputs.append(self.device.from_host(ticket.result()))
@@ -123,6 +124,9 @@ class TensorExecutor:
                 self.clock.mark("wait")
             self.counters.host_tiles += share.tiles
             self.counters.host_busy += ticket.busy
+        if decision.mask != DENSE:
+            tally = Tally.of(ticket.tally for _, ticket in host)
+            self.counters.book_mask(decision.gated.routing.total_weight, tally)
 
     def end(self, targets: Sequence[Target]) -> None:
         self.memory.end_layer(targets)
@@ -139,7 +143,7 @@ class TensorExecutor:
             self._outputs.append(y)
         self.clock.mark("shared")
 
-    def _submit(self, layer: int, share: Share, x: FloatArray, waits: bool) -> Ticket:
+    def _submit(self, layer: int, share: Share, x: FloatArray, mask: Mask, waits: bool) -> Ticket:
         self.timing.host_begins(share)
         shards = divide_into_shards(share, self.pool.cores, self.phase, len(x))
-        return self.pool.submit(layer, shards, x, waits)
+        return self.pool.submit(layer, shards, x, waits, mask)

@@ -16,8 +16,8 @@ from pipeline.experts.device_share import DeviceMemory, EmptyDeviceMemory
 from pipeline.experts.fetch_link import Order
 from pipeline.experts.shares import Share, Split
 from pipeline.policies.active_costs import SecondsTable
+from pipeline.policies.backlog import Landing
 from pipeline.policies.costs import Costs
-from pipeline.policies.view import Landing
 
 FIRST, SAMPLED = 64, 4  # steps of which each is measured; of later ones every so many
 
