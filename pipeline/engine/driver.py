@@ -97,8 +97,8 @@ class PolicyDriver(Generic[Begun]):
 
     def layer(self, layer: int, executor: LayerExecutor[Begun]) -> None:
         """Raises PlanError where the policy breaks its contract, and the executor's exceptions."""
-        policy, view = self.policy, self.view
-        early, self._early = self._early, None
+        policy, view, early = self.policy, self.view, self._early
+        self._early = None
         signals = executor.read(layer, policy.probes(layer, view), own=early is None)
         resident, mask = view.residency[layer], self._mask(layer)
         decision: LayerDecision[Begun]
@@ -115,9 +115,8 @@ class PolicyDriver(Generic[Begun]):
         popularity[active.experts.astype(np.intp)] += active.counts  # other indices take twice as long
         # Where the policy decides the next layer now, the host's share of it may begin at once.
         if (following := policy.ahead(layer, signals, view)) is not None:
-            begun = None
-            if following.early:
-                begun = executor.begin_early(layer + 1, following, self._mask(layer + 1))
+            next_layer = layer + 1, following, self._mask(layer + 1)
+            begun = executor.begin_early(*next_layer) if following.early else None
             self._early = following, begun
         targets = policy.predict(layer, signals, decision.gated, view)
         if targets or policy.no_room:

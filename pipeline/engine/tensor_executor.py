@@ -131,10 +131,9 @@ class TensorExecutor:
     def end(self, targets: Sequence[Target]) -> None:
         self.memory.end_layer(targets)
         if self._outputs:
-            y, *others = self._outputs
-            for output in others:
-                y.add_(output)
-            self.h = self.h + y
+            for output in self._outputs[1:]:
+                self._outputs[0].add_(output)
+            self.h = self.h + self._outputs[0]
         self.timing.layer_ends()
         self.clock.mark("combine")
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.arrays import FloatArray, IntArray, Phase
+from pipeline.arrays import FloatArray, IntArray, Phase, one_row
 from pipeline.policies.backlog import Backlog, NoBacklog
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
@@ -84,15 +84,6 @@ class Routing:
     def total_weight(self) -> float:
         """The sum of all weights."""
         return float(np.add.reduce(self.weights, axis=None))
-
-
-@cache
-def one_row(experts: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Offsets, rows and counts of so many experts that a single row uses once each."""
-    arrays = np.arange(experts + 1, dtype=np.int32), np.zeros(experts, np.int32), np.ones(experts, np.int32)
-    for array in arrays:
-        array.flags.writeable = False
-    return arrays
 
 
 class Signals(NamedTuple):

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.arrays import FloatArray
+from pipeline.arrays import FloatArray, one_row
 from pipeline.models.routing import Router
-from pipeline.policies.view import Active, Routing, one_row
+from pipeline.policies.view import Active, Routing
 from pipeline.traces.steps import TracedStep
 
 

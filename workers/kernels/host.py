@@ -148,10 +148,8 @@ class HostKernel:
         expert, lo, hi = item
         reference, total, tallies = ReferenceChannels(self._layout), np.zeros((len(rows), 1), np.float32), []
         with torch.inference_mode():
-            x, chosen = (
-                reference.activations(torch.from_numpy(work.x)),
-                torch.from_numpy(rows.astype(np.int64)),
-            )
+            x = reference.activations(torch.from_numpy(work.x))
+            chosen = torch.from_numpy(rows.astype(np.int64))
             for tile in range(lo, hi):
                 place = work.layer, expert, tile, tile + 1
                 heads, body = (torch.from_numpy(part(*place)) for part in (store.heads, store.tiles))
