@@ -51,7 +51,10 @@ class RopeTables:
         return self._cos[places], self._sin[places]
 
     def addresses(self, rows: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The same rows where they lie, on the host: of cosines and sines, [R] each."""
+        """The same rows where they lie, on the host: of cosines and sines, [R] each. Raises IndexError
+        outside the tables, because C reads what the addresses name."""
+        if not 0 <= min(rows, default=0) <= max(rows, default=0) < len(self._cos):
+            raise IndexError(f"rotary rows {min(rows)} to {max(rows)} of {len(self._cos)}")
         offsets = np.array(rows, np.int64) * (self._cos.stride(0) * self._cos.element_size())
         return self._cos.data_ptr() + offsets, self._sin.data_ptr() + offsets
 

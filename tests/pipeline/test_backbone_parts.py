@@ -125,6 +125,9 @@ def test_rotary_tables_of_long_sequences_follow_those_of_short_ones(context: int
     for found, addresses in zip((cos, sin), tables.addresses(rows), strict=True):
         for row, address in zip(found, addresses.tolist(), strict=True):
             assert list((ctypes.c_float * 4).from_address(address)) == row.flatten().tolist()
+    for outside in (-1, context * lengths):
+        with pytest.raises(IndexError, match=f"of {context * lengths}"):
+            tables.addresses([0, outside])
 
 
 def test_rotation_turns_each_pair_by_its_angle() -> None:
