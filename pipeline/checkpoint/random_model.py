@@ -89,8 +89,7 @@ class RandomModel(ModelSource):
                     for n, tile in enumerate(tiles):
                         tile.result()
                         expert = n // layout.shape.tiles
-                        part = (n % layout.shape.tiles + 1) * (layout.head_bytes + layout.tile_bytes)
-                        progress(layout.before(layer, expert) + part)
+                        progress(layout.offset(layer, expert, n % layout.shape.tiles) + layout.tile_bytes)
                     for expert in range(layout.shape.experts):
                         checksums += [pool.submit(task) for task in builder.checksum_tasks(layer, expert)]
                 for checksum in checksums:
@@ -106,12 +105,12 @@ class RandomModel(ModelSource):
         layout = builder.layout
         tiles = []
         for expert in range(layout.shape.experts):
-            out, heads = builder.expert(layer, expert), builder.heads(layer, expert)
-            layout.clear_padding(out, heads)
+            out = builder.expert(layer, expert)
+            out[layout.tile_bytes * layout.shape.tiles :] = 0
             for tile in range(layout.shape.tiles):
+                tile_bytes = out[tile * layout.tile_bytes : (tile + 1) * layout.tile_bytes]
                 generator = _generator(self._shape, layer, expert, tile)
-                parts = layout.tile_of(out, heads, tile)
-                tiles.append(pool.submit(_draw_tile, generator, layout, tile, *parts))
+                tiles.append(pool.submit(_draw_tile, generator, layout, tile, tile_bytes))
         return tiles
 
 
@@ -159,16 +158,14 @@ class RandomTensors:
         list(self._pool.map(draw, range(-(-len(out) // size))))
 
 
-def _draw_tile(
-    generator: np.random.Generator, layout: StoreLayout, tile: int, out: Bytes, head: Bytes
-) -> None:
+def _draw_tile(generator: np.random.Generator, layout: StoreLayout, tile: int, out: Bytes) -> None:
     shape = layout.shape
-    layout.format.fill_random(generator, shape.hidden, shape.tile, shape.hidden**-0.5, out, head)
+    layout.format.fill_random(generator, shape.hidden, shape.tile, shape.hidden**-0.5, out)
     used = shape.intermediate - tile * shape.tile
     if used < shape.tile:  # channels that pad the last tile must have no effect
-        gate, up, down = layout.format.decode(out, shape.hidden, shape.tile, head).copy()
+        gate, up, down = layout.format.decode(out, shape.hidden, shape.tile).copy()
         gate[used:] = up[used:] = down[used:] = 0
-        layout.format.encode(gate, up, down, out, head)
+        layout.format.encode(gate, up, down, out)
 
 
 def _generator(*position: str | int) -> np.random.Generator:

@@ -40,8 +40,7 @@ class Needs:
     format: FormatName
     store: int  # every expert
     present: int  # of the store, allocated in shared memory already
-    heads: int  # of all experts, on a GPU; 0 on the host, which reads them in the store
-    slot: int  # a tile on the device, without its head
+    slot: int  # a tile on the device
     tiles: int  # number of tiles of all experts
     backbone: int
     backbone_file: int  # its quantized matrices, which the disk cache keeps; 0 where none are quantized
@@ -61,8 +60,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     manifest = StoreManifest(fingerprint, shape, format, source.name)
     store = store_bytes(manifest)
     cuda = config.device == "cuda"
-    slot, heads = manifest.layout.tile_bytes, manifest.layout.head_bytes
-    tiles = shape.layers * shape.experts * shape.tiles
+    slot = manifest.layout.tile_bytes
     tensors = list(backbone_tensors(source, spec))
     rows = min(config.chunk or CHUNK_MAX, config.context or spec.max_positions)
     activations = 4 * rows * (spec.vocabulary + HIDDEN_COPIES * spec.hidden)
@@ -79,9 +77,8 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
         format=format,
         store=store,
         present=min(store, _allocated(store_name(fingerprint))),
-        heads=tiles * heads if cuda else 0,
         slot=-(-slot // SLOT_ALIGNMENT) * SLOT_ALIGNMENT if cuda else slot,
-        tiles=tiles,
+        tiles=shape.layers * shape.experts * shape.tiles,
         backbone=backbone_bytes(tensors, spec, config),
         backbone_file=quantized_bytes(tensors, spec, config),
         position=8 * spec.attention.rope_dim * (1 if spec.rope.switch is None else 2),
