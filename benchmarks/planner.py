@@ -31,6 +31,7 @@ from pipeline.models.routing import Softmax
 from pipeline.policies import balance
 from pipeline.policies.presets import PRESETS, make_policy
 from pipeline.policies.view import Ahead, ModelShape, Policy, PolicyRequest, Routing, Signals, Target, View
+from shm.mask import Mask
 
 LIMIT_US = 20  # at the median, a layer
 PROMPT = 16  # tokens of one untimed prefill step
@@ -115,7 +116,7 @@ class Machine:
     def begin(self, decision: LayerDecision[bool]) -> None:
         self._apply(decision.targets)
 
-    def begin_early(self, layer: int, ahead: Ahead) -> bool:
+    def begin_early(self, layer: int, ahead: Ahead, mask: Mask) -> bool:
         return True
 
     def prefetch(self, targets: Sequence[Target], no_room: int) -> None:

@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.embedded_model.evaluate import windows
 from pipeline.assets import heldout, model_dir
-from shm.layout import FORMATS, Bytes, ExpertShape, Float32, Int4, StoreLayout, TileFormat
-from shm.quantize import encode_int4
+from shm.layout import DENSE, Bytes, ExpertShape, Float32, Int4, StoreLayout, TileFormat
+from shm.quantize import encode_blocks
 from workers.kernels.reference import ReferenceKernel
 
 BATCH = 16  # windows at a time
@@ -40,10 +40,10 @@ class RoundToNearest(Int4):
         self.name += "-rtn"
 
     def encode_matrix(self, w: Float32, out: Bytes) -> None:
-        encode_int4(w, self.group, out, steps=0)
+        encode_blocks(w, 4, self.group, out, steps=0)
 
 
-MEASURED: dict[str, TileFormat] = FORMATS | {f.name: f for f in (RoundToNearest(64), RoundToNearest(128))}
+MEASURED: dict[str, TileFormat] = DENSE | {f.name: f for f in (RoundToNearest(64), RoundToNearest(128))}
 
 
 class EncodedExperts(torch.nn.Module):

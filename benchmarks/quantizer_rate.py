@@ -56,13 +56,14 @@ def quantizer_rate(layout: StoreLayout) -> float:
     shape = layout.shape
     matrices = Matrices(shape.hidden, shape.intermediate)
     store = np.zeros((matrices.experts, layout.expert_stride), np.uint8)
+    heads = np.zeros((matrices.experts, layout.head_stride), np.uint8)
     with ThreadPoolExecutor(CORES) as pool, ThreadPoolExecutor(1) as downs:
 
         def once() -> None:
             tasks = [
                 pool.submit(chunk)
-                for expert in range(matrices.experts)
-                for chunk in expert_chunks(matrices, downs, layout, matrices.parts(expert), store[expert])
+                for expert, target in enumerate(zip(store, heads, strict=True))
+                for chunk in expert_chunks(matrices, downs, layout, matrices.parts(expert), *target)
             ]
             for task in tasks:
                 task.result()

@@ -120,9 +120,15 @@ class PhaseProfile:
 
     @property
     def fidelity(self) -> dict[str, float]:
-        """Shares of the routed weight: skipped, substituted, stale, predicted."""
+        """Shares of the routed weight: skipped, substituted, stale, predicted, left out by channel."""
         shares = fidelity(False, {"": dict(self.tree)})
         return {kind: float(share) for kind, share in shares.items() if kind != "exact"}
+
+    @property
+    def kept_share(self) -> float | None:
+        """Share of the channels that were read in layers with a mask, if there were any."""
+        channels = int(self.tree["masked_channels"])
+        return int(self.tree["kept_channels"]) / channels if channels else None
 
     @property
     def layers(self) -> list[LayerTime]:

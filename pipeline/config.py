@@ -16,7 +16,13 @@ EXPANDED_KV_BYTES = 1 << 27  # keys and values that latent attention expands at 
 BACKGROUND_ORDERS = 64  # most background fetches under way: more would only fill the prefetcher's socket
 
 DeviceName = Literal["auto", "cpu", "cuda"]
-FormatName = Literal["f32", "bf16", "int8", "int4", "int4-g128"]  # of expert tiles, see shm/layout.py
+# Formats of expert tiles, see shm/layout.py; of those in shm/floe.py, single channels can be left out.
+DenseName = Literal["f32", "bf16", "int8", "int4", "int4-g128"]
+FloeName = Literal[
+    "floe", "floe-int8", "floe-int4", "floe-u4", "floe-u4-int8", "floe-u4-int4",
+    "floe-u8", "floe-u8-int8", "floe-u8-int4",
+]  # fmt: skip
+FormatName = Literal[DenseName, FloeName]
 ExchangeName = Literal["auto", "zmq", "shm"]
 BackboneDType = Literal["f32", "bf16", "int8", "int4"]
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import IntArray
 from pipeline.policies.view import Gated
+from shm.mask import Tally
 
 Part = Literal["attention", "read", "plan", "submit", "shared", "device", "link", "wait", "combine", "head"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -27,6 +28,7 @@ class Fidelity:
     substituted: float = 0.0  # of experts that another expert replaced
     stale: float = 0.0  # computed by the host from the layer before's hidden state
     predicted: float = 0.0  # routed by a prediction; the layer's own router was not run
+    left: float = 0.0  # of each layer the share of |u|'s sum that belongs to channels which were left out
 
     def book(self, gated: Gated, cut: IntArray, tiles: int, stale: bool) -> None:
         """Add one layer's rows. `cut` [E]: tiles of each expert computed on the device."""
@@ -79,6 +81,26 @@ class Hits:
 
 
 @dataclass
+class ChannelCounters:
+    """Channels that were moved to the device, and how well they were predicted: the experts of a layer by the
+    layer before, and of those that the layer used the channels."""
+
+    moved: int = 0
+    named_experts: int = 0
+    right_experts: int = 0  # of them, used by their layer
+    used_experts: int = 0  # by the layers of which predictions named some
+    guessed: int = 0  # channels that landed or were on their way when their expert was needed
+    right: int = 0  # of them, kept by its mask
+    kept: int = 0  # by the masks of these experts
+
+    def book(self, guessed: int, right: int, kept: int) -> None:
+        """Count one expert that was predicted and is needed."""
+        self.guessed += guessed
+        self.right += right
+        self.kept += kept
+
+
+@dataclass
 class PrefetchedTiles:
     """Resident tiles [lo, hi) of one expert that predictions fetched and that were not used yet. They follow
     those that were resident before."""
@@ -125,13 +147,23 @@ class PhaseCounters(Hits):
     useful_tiles: int = 0  # of those, computed before they were evicted
     wasted_tiles: int = 0  # of those, evicted unused
     late_tiles: int = 0  # demanded while their predicted fetch was under way
+    channels: ChannelCounters = field(default_factory=ChannelCounters)
     host_busy: float = 0.0  # seconds, of each layer's longest shard
+    masked_channels: int = 0  # of the tiles in layers with a mask
+    kept_channels: int = 0  # of those, read: some row keeps them
     fidelity: Fidelity = field(default_factory=Fidelity)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         # by part and layer; the last number of each part: outside layers
         self.seconds: dict[Part, list[float]] = {part: [0.0] * (self.layers + 1) for part in PARTS}
+
+    def book_mask(self, weight: float, tally: Tally) -> None:
+        """Count a layer's mask. `weight`: what was routed there."""
+        self.masked_channels += tally.channels
+        self.kept_channels += tally.kept
+        if tally.mass > 0:
+            self.fidelity.left += weight * tally.left / tally.mass
 
 
 class StepClock:
@@ -177,7 +209,10 @@ def _tree(c: PhaseCounters, tile_bytes: int) -> dict[str, Any]:
         "useful_tiles": c.useful_tiles,
         "wasted_tiles": c.wasted_tiles,
         "late_tiles": c.late_tiles,
+        "channels": dict(vars(c.channels)),
         "host_busy_s": c.host_busy,
+        "masked_channels": c.masked_channels,
+        "kept_channels": c.kept_channels,
         "seconds": {part: sum(seconds) for part, seconds in c.seconds.items()},
         "layers": {
             "seconds": {part: seconds[:-1] for part, seconds in c.seconds.items()},

@@ -196,15 +196,16 @@ class Client:
         tokens: int = Calibrate.tokens,
         starts: Sequence[int] = (),
         share: float = Calibrate.share,
+        max_loss: float | None = None,
         on_progress: Callable[[Calibrating], None] | None = None,
     ) -> Calibrated:
         """Have the engine calibrate its model on exactly one of `text`, `token_ids`, at most so many `tokens`
-        of it. `starts`, `share`: of excerpts, see `Calibrate`. That may take many minutes, and the engine
-        serves no other request meanwhile. If the engine is restarted, the calibration starts again.
-        Cancelling the caller cancels it. Raises RequestFailed with the engine's reason, EngineGone,
-        MalformedMessage."""
+        of it. `starts`, `share`: of excerpts; they and `max_loss`: see `Calibrate`. That may take many
+        minutes, and the engine serves no other request meanwhile. If the engine is restarted, the calibration
+        starts again. Cancelling the caller cancels it. Raises RequestFailed with the engine's reason,
+        EngineGone, MalformedMessage."""
         ids = None if token_ids is None else tuple(token_ids)
-        asked = Calibrate(self._next_request(), text, ids, tokens, tuple(starts), share)
+        asked = Calibrate(self._next_request(), text, ids, tokens, tuple(starts), share, max_loss)
         calibrated: Calibrated = await self._pending.request(asked, on_progress)
         return calibrated
 

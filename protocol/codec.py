@@ -1,4 +1,4 @@
-r"""Messages to frames and back: Tandem's wire format, version 5.
+r"""Messages to frames and back: Tandem's wire format, version 6.
 
 This docstring is the specification; with it a client can be written in any language that has ZeroMQ and
 msgpack. `messages.py` defines the meaning of each message.
@@ -63,14 +63,15 @@ and its children.
   14 Error: request int, text str
   15 Queued: request int, position int
   16 Calibrate: request int, text str? = nil, token_ids [int]? = nil, tokens int = 8192,
-    starts [int] = [], share float = 1.0
+    starts [int] = [], share float = 1.0, max_loss float? = nil
   17 Calibrating: request int, stage str, done int, total int
   18 Calibrated: request int, path str, summary map
 
   32 Ready: version int, role str, index int, incarnation int, pid int, fingerprint str, notes [str] = []
   33 Work: seq int, layer int, items int32[2d], offsets int32[1d], rows int32[1d], weights float32[1d],
-    x float32[2d]
-  34 Partial: seq int, incarnation int, busy float, y float32[2d]
+    x float32[2d], threshold float = 0.0, share float = 1.0
+  34 Partial: seq int, incarnation int, busy float, y float32[2d], mass float = 0.0, left float = 0.0,
+    kept int = 0, channels int = 0
   35 WorkFailed: seq int, incarnation int, text str
   36 Abandon: seq int
   37 AttachSlab: kind str, handle bytes, device int, slots int, slot_bytes int
@@ -80,6 +81,7 @@ and its children.
   41 CancelFetch: id int
   42 AttachRing: name str
   43 DemandFetch: id int, tiles int
+  44 Gather: id int, layer int, expert int, channels int32[1d], slots [int], urgency int
 
   48 RemoteClient: account str, right str, address str
   49 Encode: job int, texts [str] = [], messages [ChatMessage]? = nil
@@ -154,15 +156,15 @@ A conversation
 
 Example
 -------
-Queued(request=7, position=2) is two frames: tag 15 and version 5, then a map of two.
+Queued(request=7, position=2) is two frames: tag 15 and version 6, then a map of two.
 
 >>> from protocol.codec import decode, encode
 >>> from protocol.messages import Queued
 >>> for frame in encode(Queued(request=7, position=2)):
 ...     print(frame.hex(" "))
-0f 05
+0f 06
 82 a7 72 65 71 75 65 73 74 07 a8 70 6f 73 69 74 69 6f 6e 02
->>> decode([bytes([15, 5]), bytes.fromhex("82a77265717565737407a8706f736974696f6e02")])
+>>> decode([bytes([15, 6]), bytes.fromhex("82a77265717565737407a8706f736974696f6e02")])
 Queued(request=7, position=2)
 
 A block of scores has three arrays, so five frames; here tokens [5, 6], chosen [-0.5], logprobs [0, 0]:

@@ -241,6 +241,7 @@ class Calibrate:
     tokens: int = 8192  # most tokens used; the rest of the text is left out
     starts: tuple[int, ...] = ()  # where the second and further excerpts begin, in characters or ids
     share: float = 1.0  # of the whole text that the excerpts are
+    max_loss: float | None = None  # percent that approximations may add to the perplexity of held-out text
 
 
 @dataclass(frozen=True)
@@ -299,7 +300,8 @@ class Work:
     """Compute some tiles of some experts of one layer, for the rows of `x` that route to them.
 
     items[i] = (expert, lo, hi): tiles [lo, hi). Item i acts on rows[offsets[i]:offsets[i+1]] of `x`
-    with the routing weights at the same places of `weights`.
+    with the routing weights at the same places of `weights`. `threshold` and `share`: the mask of a format
+    whose gate and down lie by channel (`shm/mask.py`); others compute everything.
     """
 
     seq: int  # unique within the coordinator's incarnation
@@ -309,16 +311,23 @@ class Work:
     rows: I32Vector  # [offsets[-1]]
     weights: F32Vector  # [offsets[-1]]
     x: F32Matrix  # [R, hidden]
+    threshold: float = 0.0
+    share: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no one truth value to compare by
 class Partial:
-    """The weighted sum over a Work's items, a row for each row of its `x`."""
+    """The weighted sum over a Work's items, a row for each row of its `x`; and what its mask has left out:
+    the sum of |u| over rows and channels, of all and of those left out, and how many channels were read."""
 
     seq: int
     incarnation: int
     busy: float  # seconds the worker computed, without waiting and transport
     y: F32Matrix  # [R, hidden]
+    mass: float = 0.0
+    left: float = 0.0
+    kept: int = 0  # of `channels`: of all tiles, those that any row keeps
+    channels: int = 0
 
 
 @dataclass(frozen=True)
@@ -373,10 +382,23 @@ class Fetch:
     urgency: int  # 0 demanded now, 1 predicted, 2 placement in the background; smaller overtakes
 
 
+@dataclass(frozen=True, eq=False)  # arrays have no one truth value to compare by
+class Gather:
+    """Copy the records of these channels of an expert, gathered one after the other, to these slots: as many
+    records to each slot as a tile has channels. Answered as a Fetch, counted in channels."""
+
+    id: int  # unique among Fetches too
+    layer: int
+    expert: int
+    channels: I32Vector  # counted over the expert, ascending
+    slots: tuple[int, ...]
+    urgency: int  # as in Fetch
+
+
 @dataclass(frozen=True)
 class Fetched:
-    """`landed` tiles of the order are in their slots. `final`: the last report of this order (all
-    landed, or it was cancelled and the tiles after `landed` were not written)."""
+    """`landed` tiles of the order, or channels of a Gather, are in their slots. `final`: the last report of
+    this order (all landed, or it was cancelled and what follows `landed` was not written)."""
 
     id: int
     incarnation: int
@@ -387,15 +409,15 @@ class Fetched:
 
 @dataclass(frozen=True)
 class CancelFetch:
-    """Stop an order after the current tile; its final Fetched follows."""
+    """Stop an order after the current tile or chunk of channels; its final Fetched follows."""
 
     id: int
 
 
 @dataclass(frozen=True)
 class DemandFetch:
-    """The first `tiles` tiles of an order are demanded now: it goes on as if it had just been sent with
-    urgency 0, and ends with them, or with the tile that is being copied."""
+    """The first `tiles` tiles of an order (channels of a Gather) are demanded now: it goes on as if it had
+    just been sent with urgency 0, and ends with them, or with what is being copied."""
 
     id: int
     tiles: int
@@ -529,6 +551,7 @@ TAGS: dict[int, type] = {
     41: CancelFetch,
     42: AttachRing,
     43: DemandFetch,
+    44: Gather,
     48: RemoteClient,
     49: Encode,
     50: Encoded,
@@ -540,5 +563,5 @@ TAGS: dict[int, type] = {
     69: Needed,
     70: Hung,
 }
-VERSION = 5
+VERSION = 6
 SAY_HELLO = "say Hello first"  # the text of the Error that answers a peer without a Welcome

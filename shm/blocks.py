@@ -17,6 +17,12 @@ instruction multiplies four inputs of all 16 outputs and no sum ever runs across
         the j-th 64 bytes; byte 4*i + b, lane i = 0..15, b = 0..3:
             low nibble: q of input 8*j + b          high nibble: q of input 8*j + 4 + b
 
+    int2 record, 64 + 4*G bytes; as int4, q = 0..3, G a multiple of 16:
+
+        | 16 scales, bf16 | 16 zeros, bf16 | G/16 times 64 bytes |
+
+        the j-th 64 bytes; byte 4*i + b, bits 2*f and 2*f + 1, f = 0..3: q of input 16*j + 4*f + b
+
     int8 record, 64 + 16*G bytes; value = scale * (u - 128), u = 1..255:
 
         byte 0               64
@@ -24,8 +30,8 @@ instruction multiplies four inputs of all 16 outputs and no sum ever runs across
 
         the j-th 64 bytes; byte 4*i + b: u of input 4*j + b
 
-Outputs that only pad have scale 0 and zero 0 (int4) or scale 0 (int8), so they are exactly 0. Inputs that
-only pad have q = 0 (int4) or u = 128 (int8); a kernel's activations are 0 there.
+Outputs that only pad have scale 0 and zero 0 (int2, int4) or scale 0 (int8), so they are exactly 0. Inputs
+that only pad have q = 0 (int2, int4) or u = 128 (int8); a kernel's activations are 0 there.
 
     a tile of T channels (T a multiple of G):  | gate [T, H] | up [T, H] | down [H, T] |
 
@@ -38,10 +44,19 @@ from abc import abstractmethod
 
 import numpy as np
 
-from shm.formats import UNIFORM, Bytes, Float32, TileFormat, copy_pieces, round_to_bf16, widen_bf16
-from shm.quantize import HEAD_BYTES, LANES, encode_int4, encode_int8
+from shm.formats import (
+    NO_HEAD,
+    Bytes,
+    Float32,
+    TileFormat,
+    copy_pieces,
+    random_scales,
+    round_to_bf16,
+    widen_bf16,
+)
+from shm.quantize import HEAD_BYTES, LANES, encode_blocks
 
-__all__ = ["HEAD_BYTES", "LANES", "BlockFormat", "Int4", "Int8"]
+__all__ = ["HEAD_BYTES", "LANES", "BlockFormat", "Int2", "Int4", "Int8"]
 
 
 class BlockFormat(TileFormat):
@@ -61,9 +76,9 @@ class BlockFormat(TileFormat):
         """Bytes of a matrix of n outputs and k inputs."""
         return -(-n // LANES) * -(-k // self.group) * self.record_bytes
 
-    @abstractmethod
     def encode_matrix(self, w: Float32, out: Bytes) -> None:
         """Quantize w [n, k] (any strides) into out, uint8 [matrix_bytes(n, k)]. Raises WeightsUnusable."""
+        encode_blocks(w, self.bits, self.group, out)
 
     @abstractmethod
     def decode_matrix(self, data: Bytes, n: int, k: int) -> Float32:
@@ -82,13 +97,13 @@ class BlockFormat(TileFormat):
             raise ValueError(f"a tile of {self.name} needs a multiple of {self.group} channels, not {tile}")
         return 2 * self.matrix_bytes(tile, hidden) + self.matrix_bytes(hidden, tile)
 
-    def encode(self, gate: Float32, up: Float32, down: Float32, out: Bytes) -> None:
+    def encode(self, gate: Float32, up: Float32, down: Float32, out: Bytes, head: Bytes = NO_HEAD) -> None:
         tile, hidden = gate.shape
         parts = self._matrices(out, hidden, tile)
         for w, part in zip((gate, up, down.T), parts, strict=True):
             self.encode_matrix(w, part)
 
-    def decode(self, data: Bytes, hidden: int, tile: int) -> Float32:
+    def decode(self, data: Bytes, hidden: int, tile: int, head: Bytes = NO_HEAD) -> Float32:
         gate, up, down = self._matrices(data, hidden, tile)
         wide = [self.decode_matrix(part, tile, hidden) for part in (gate, up)]
         return np.stack((*wide, self.decode_matrix(down, hidden, tile).T))
@@ -98,7 +113,15 @@ class BlockFormat(TileFormat):
         self._draw_records(rng, records, scale)
         return records.reshape(-1)
 
-    def fill_random(self, rng: np.random.Generator, hidden: int, tile: int, scale: float, out: Bytes) -> None:
+    def fill_random(
+        self,
+        rng: np.random.Generator,
+        hidden: int,
+        tile: int,
+        scale: float,
+        out: Bytes,
+        head: Bytes = NO_HEAD,
+    ) -> None:
         gate, up, down = self._matrices(out, hidden, tile)
         for part, n, k in ((gate, tile, hidden), (up, tile, hidden), (down, hidden, tile)):
             copy_pieces(rng, self, scale, part)
@@ -128,10 +151,7 @@ class Int8(BlockFormat):
     """8 bits, symmetric, a float32 scale per group."""
 
     def __init__(self, group: int = 128) -> None:
-        super().__init__("int8", group, bits=8)
-
-    def encode_matrix(self, w: Float32, out: Bytes) -> None:
-        encode_int8(w, self.group, out)
+        super().__init__("int8" if group == 128 else f"int8-g{group}", group, bits=8)
 
     def decode_matrix(self, data: Bytes, n: int, k: int) -> Float32:
         records = self._records(data, n, k)
@@ -157,30 +177,28 @@ class Int8(BlockFormat):
             tail[:, :, beyond] = 128
 
 
-class Int4(BlockFormat):
-    """4 bits, asymmetric, a bfloat16 scale and zero per group."""
-
-    def __init__(self, group: int) -> None:
-        super().__init__("int4" if group == 64 else f"int4-g{group}", group, bits=4)
-
-    def encode_matrix(self, w: Float32, out: Bytes) -> None:
-        encode_int4(w, self.group, out)
+class Packed(BlockFormat):
+    """Several codes in a byte, asymmetric, a bfloat16 scale and zero per group."""
 
     def decode_matrix(self, data: Bytes, n: int, k: int) -> Float32:
         records = self._records(data, n, k)
         head = widen_bf16(records[..., :HEAD_BYTES].copy().view("<u2"))  # [blocks, groups, 32]
         scales, zeros = head[..., :LANES], head[..., LANES:]
-        pairs = records[..., HEAD_BYTES:].reshape(*records.shape[:2], -1, LANES, 4)  # j, i, b
-        codes = np.stack((pairs & 15, pairs >> 4), axis=3)  # j, half, i, b
+        packed = records[..., HEAD_BYTES:].reshape(*records.shape[:2], -1, LANES, 4)  # j, i, b
+        mask = (1 << self.bits) - 1
+        codes = np.stack(
+            [packed >> shift & mask for shift in range(0, 8, self.bits)], axis=3
+        )  # j, field, i, b
         q = codes.transpose(0, 4, 1, 2, 3, 5).astype(np.float32)  # i before the groups and inputs
         q -= zeros.transpose(0, 2, 1)[..., None, None, None]
         q *= scales.transpose(0, 2, 1)[..., None, None, None]
         return np.ascontiguousarray(q.reshape(len(records) * LANES, -1)[:n, :k])
 
     def _draw_records(self, rng: np.random.Generator, records: Bytes, scale: float) -> None:
-        deviation = np.sqrt((16**2 - 1) / 12)  # of q
+        levels = 1 << self.bits
+        deviation = np.sqrt((levels**2 - 1) / 12)  # of q
         scales = random_scales(rng, len(records), scale / deviation)
-        head = round_to_bf16(np.concatenate((scales, np.full_like(scales, 7.5)), axis=1))
+        head = round_to_bf16(np.concatenate((scales, np.full_like(scales, (levels - 1) / 2)), axis=1))
         records[:, :HEAD_BYTES] = head.view(np.uint8)
 
     def _clear_padding(self, records: Bytes, n: int, k: int) -> None:
@@ -191,15 +209,20 @@ class Int4(BlockFormat):
             codes[-1, :, :, n % LANES :] = 0
         if k % self.group:
             tail = codes[:, -1].transpose(0, 2, 1, 3)  # [blocks, 16, j, b], a view
-            inputs = np.arange(self.group).reshape(-1, 2, 4)  # [j, half, b]
-            used = np.where(inputs < k % self.group, [[[15], [240]]], 0).sum(axis=1)  # [j, b]
-            tail &= used.astype(np.uint8)
+            inputs = np.arange(self.group).reshape(-1, 8 // self.bits, 4)  # [j, field, b]
+            masks = ((1 << self.bits) - 1) << np.arange(0, 8, self.bits)  # of the fields
+            tail &= np.where(inputs < k % self.group, masks[:, None], 0).sum(axis=1).astype(np.uint8)
 
 
-def random_scales(rng: np.random.Generator, records: int, deviation: float) -> Float32:
-    """Scales [records, 16] of the root mean square `deviation`, from 0.56 to 1.44 times that."""
-    spread = rng.random((records, LANES), dtype=np.float32) - np.float32(0.5)
-    spread *= np.float32(UNIFORM / 2)
-    spread += 1
-    spread *= np.float32(deviation / np.sqrt(1 + 1 / 16))
-    return spread
+class Int4(Packed):
+    """4 bits, two codes in a byte."""
+
+    def __init__(self, group: int) -> None:
+        super().__init__("int4" if group == 64 else f"int4-g{group}", group, bits=4)
+
+
+class Int2(Packed):
+    """2 bits, four codes in a byte."""
+
+    def __init__(self, group: int) -> None:
+        super().__init__("int2" if group == 64 else f"int2-g{group}", group, bits=2)

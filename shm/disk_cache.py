@@ -106,7 +106,7 @@ class CachedStore:
 
     def _read_layer(self, builder: StoreBuilder, layer: int, progress: Callable[[int], None]) -> None:
         target = builder.layer(layer).data
-        begin = builder.layout.offset(layer, 0)
+        begin = layer * builder.layout.layer_stride
         done = 0
         while done < len(target):
             done += self._read(target[done : done + CHUNK], begin + done)

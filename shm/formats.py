@@ -7,7 +7,8 @@
 
     all row-major, down transposed so that the tile's part of y is `a @ D`, a = silu(gate x) * (up x).
 
-The quantized formats are in `shm/blocks.py`.
+The quantized formats are in `shm/blocks.py`, those that are read by channel in `shm/floe.py`. The latter
+divide a tile: its head (all of up) and its body are in two places. Other formats have no heads.
 
 Random weights are copied from a pool of random numbers of the format, so that they cost no more than a copy:
 a tile is pieces of POOL_PIECE bytes, each from a random place in the pool.
@@ -29,6 +30,7 @@ UNIFORM = 3.0**0.5  # a uniform number from -UNIFORM to UNIFORM has the standard
 
 Float32 = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
+NO_HEAD: Bytes = np.empty(0, np.uint8)
 
 
 class TileFormat(ABC):
@@ -46,12 +48,17 @@ class TileFormat(ABC):
     def tile_bytes(self, hidden: int, tile: int) -> int:
         """Bytes of one tile of `tile` channels. Raises ValueError for no multiple of the granularity."""
 
-    @abstractmethod
-    def encode(self, gate: Float32, up: Float32, down: Float32, out: Bytes) -> None:
-        """Write one tile. gate and up [T, H], down [T, H] (already transposed), out uint8 [tile_bytes]."""
+    def head_bytes(self, hidden: int, tile: int) -> int:
+        """Bytes of a tile's head, beside `tile_bytes`; 0 for a format without heads."""
+        return 0
 
     @abstractmethod
-    def decode(self, data: Bytes, hidden: int, tile: int) -> Float32:
+    def encode(self, gate: Float32, up: Float32, down: Float32, out: Bytes, head: Bytes = NO_HEAD) -> None:
+        """Write one tile. gate and up [T, H], down [T, H] (already transposed), out uint8 [tile_bytes], head
+        uint8 [head_bytes]."""
+
+    @abstractmethod
+    def decode(self, data: Bytes, hidden: int, tile: int, head: Bytes = NO_HEAD) -> Float32:
         """The tile's numbers as float32 [3, T, H]: gate, up, down transposed. For tests and tools."""
 
     @abstractmethod
@@ -59,9 +66,17 @@ class TileFormat(ABC):
         """About `nbytes` bytes, a multiple of `random_step`, of random weights of mean 0 and standard
         deviation about `scale`."""
 
-    def fill_random(self, rng: np.random.Generator, hidden: int, tile: int, scale: float, out: Bytes) -> None:
+    def fill_random(
+        self,
+        rng: np.random.Generator,
+        hidden: int,
+        tile: int,
+        scale: float,
+        out: Bytes,
+        head: Bytes = NO_HEAD,
+    ) -> None:
         """Write a tile of random weights of mean 0 and standard deviation about `scale`, at the speed of a
-        copy; what pads the tile is as `encode` writes it. out uint8 [tile_bytes]."""
+        copy; what pads the tile is as `encode` writes it. out uint8 [tile_bytes], head uint8 [head_bytes]."""
         copy_pieces(rng, self, scale, out)
 
 
@@ -73,10 +88,10 @@ class F32(TileFormat):
     def tile_bytes(self, hidden: int, tile: int) -> int:
         return 3 * tile * hidden * 4
 
-    def encode(self, gate: Float32, up: Float32, down: Float32, out: Bytes) -> None:
+    def encode(self, gate: Float32, up: Float32, down: Float32, out: Bytes, head: Bytes = NO_HEAD) -> None:
         np.stack((gate, up, down), out=out.view("<f4").reshape(3, *gate.shape))
 
-    def decode(self, data: Bytes, hidden: int, tile: int) -> Float32:
+    def decode(self, data: Bytes, hidden: int, tile: int, head: Bytes = NO_HEAD) -> Float32:
         return data.view("<f4").reshape(3, tile, hidden)
 
     def draw_pool(self, rng: np.random.Generator, nbytes: int, scale: float) -> Bytes:
@@ -93,13 +108,13 @@ class BF16(TileFormat):
     def tile_bytes(self, hidden: int, tile: int) -> int:
         return 3 * tile * hidden * 2
 
-    def encode(self, gate: Float32, up: Float32, down: Float32, out: Bytes) -> None:
+    def encode(self, gate: Float32, up: Float32, down: Float32, out: Bytes, head: Bytes = NO_HEAD) -> None:
         target = out.view("<u2").reshape(3, *gate.shape)
         for part, values in zip(target, (gate, up, down), strict=True):
             for lo in range(0, len(values), ENCODED_ROWS):
                 part[lo : lo + ENCODED_ROWS] = round_to_bf16(values[lo : lo + ENCODED_ROWS])
 
-    def decode(self, data: Bytes, hidden: int, tile: int) -> Float32:
+    def decode(self, data: Bytes, hidden: int, tile: int, head: Bytes = NO_HEAD) -> Float32:
         return widen_bf16(data.view("<u2").reshape(3, tile, hidden))
 
     def draw_pool(self, rng: np.random.Generator, nbytes: int, scale: float) -> Bytes:
@@ -123,6 +138,15 @@ def copy_pieces(rng: np.random.Generator, tile_format: TileFormat, scale: float,
     for lo, start in zip(range(0, len(out), piece), starts.tolist(), strict=True):
         part = out[lo : lo + piece]
         part[:] = pool[start : start + len(part)]
+
+
+def random_scales(rng: np.random.Generator, records: int, deviation: float) -> Float32:
+    """Scales [records, 16] of the root mean square `deviation`, from 0.56 to 1.44 times that."""
+    spread = rng.random((records, 16), dtype=np.float32) - np.float32(0.5)
+    spread *= np.float32(UNIFORM / 2)
+    spread += 1
+    spread *= np.float32(deviation / np.sqrt(1 + 1 / 16))
+    return spread
 
 
 def round_to_bf16(values: Float32) -> NDArray[np.uint16]:

@@ -1,6 +1,7 @@
-"""Quantization to 4 bits: half-quadratic optimisation of a group's scale and zero, with numpy.
+"""Quantization to few bits: half-quadratic optimisation of a group's scale and zero, with numpy.
 
-A group of weights w is stored as whole numbers q in 0..15 that stand for r = scale * (q - zero). Rounding to
+A group of weights w is stored as whole numbers q from 0 to a largest code (15 for 4 bits, 3 for 2) that stand
+for r = scale * (q - zero). Rounding to
 nearest takes scale and zero from the group's range, so that one outlier makes all steps wide. Badri and
 Shaji (HQQ, 2023) instead minimise sum |w - r|^p with p < 1, which lets few weights be far off so that most
 are near, and split it with an auxiliary error e:
@@ -39,11 +40,14 @@ LOGARITHM = (1.00189034e-4, 1.43730211, -0.67293417, 0.3154676, -0.08001088)  # 
 POWER = (1.0000001, 0.693121, 0.24022107, 0.055922035, 0.009676037)  # 2^f, f in -0.5..0.5
 
 
-def int4_groups(x: Float32, steps: int = STEPS) -> tuple[NDArray[np.uint16], NDArray[np.uint16], Bytes]:
+def coded_groups(
+    x: Float32, most: int, steps: int = STEPS
+) -> tuple[NDArray[np.uint16], NDArray[np.uint16], Bytes]:
     """Groups of finite weights float32 [inputs, groups], at least 16 groups. Returns the bfloat16 patterns of
-    scales and zeros [groups], and codes uint8 [inputs, groups]. `steps` = 0: rounding to nearest."""
+    scales and zeros [groups], and codes uint8 [inputs, groups], of 0..`most`. `steps` = 0: rounding to
+    nearest."""
     low, high = np.minimum(x.min(axis=0), 0), np.maximum(x.max(axis=0), 0)
-    start: Float32 = (high - low) / 15
+    start: Float32 = (high - low) / np.float32(most)
     start[start < SMALLEST] = 0
     live = start > 0
     grid = np.where(live, start, np.float32(1))
@@ -55,7 +59,7 @@ def int4_groups(x: Float32, steps: int = STEPS) -> tuple[NDArray[np.uint16], NDA
     best_scale, best_zero = scale, zero
     beta = BETA
     for _ in range(steps + 1):
-        error, mean_q, mean_t, slope = _examine(x, scale, zero, 1 / beta)
+        error, mean_q, mean_t, slope = _examine(x, most, scale, zero, 1 / beta)
         live = live & (error < best)
         best = np.where(live, error, best)
         best_scale, best_zero = np.where(live, scale, best_scale), np.where(live, zero, best_zero)
@@ -65,7 +69,7 @@ def int4_groups(x: Float32, steps: int = STEPS) -> tuple[NDArray[np.uint16], NDA
         scale = np.where(usable, _bf16(slope * start) / grid, scale)
         zero = _bf16(mean_q - mean_t / scale)
         beta = beta * KAPPA
-    codes = _codes(x, best_scale, best_zero).astype(np.uint8)
+    codes = _codes(x, most, best_scale, best_zero).astype(np.uint8)
     return round_to_bf16(best_scale * start), round_to_bf16(best_zero), codes
 
 
@@ -78,11 +82,11 @@ def int8_groups(x: Float32) -> tuple[Float32, Bytes]:
 
 
 def _examine(
-    x: Float32, scale: Float32, zero: Float32, threshold: np.float32
+    x: Float32, most: int, scale: Float32, zero: Float32, threshold: np.float32
 ) -> tuple[Float32, Float32, Float32, Float32]:
     """The groups' errors with this scale and zero, and for the next ones: the mean code, the mean of
     t = w - e, and the slope of t over the codes."""
-    code = _codes(x, scale, zero)
+    code = _codes(x, most, scale, zero)
     rest = x - (code - zero) * scale
     size = np.abs(rest)
     slope = _power(size)
@@ -95,8 +99,8 @@ def _examine(
     return error, mean_q, mean_t, (sum_qt - sum_q * mean_t) / spread
 
 
-def _codes(x: Float32, scale: Float32, zero: Float32) -> Float32:
-    return np.rint(np.clip(x * (1 / scale) + zero, 0, 15))
+def _codes(x: Float32, most: int, scale: Float32, zero: Float32) -> Float32:
+    return np.rint(np.clip(x * (1 / scale) + zero, 0, most))
 
 
 def _bf16(values: Float32) -> Float32:

@@ -5,9 +5,16 @@ Its intermediate axis I is padded to `tiles * tile` channels (zero weights: the 
 into equal tiles. A tile is one contiguous range of bytes holding its channels' rows of gate and up and
 their columns of down. An expert is its tiles in order; in the store each expert starts on a page.
 
+A format may put a part of each tile, its head, elsewhere (`shm/floe.py`). Then a layer begins with the heads
+of all of its experts, one range that a device can keep as a whole; an expert's heads are its tiles' in order
+and start on a page:
+
+    layer:  | heads of expert 0 | heads of expert 1 | ... | tiles of expert 0 | tiles of expert 1 | ...
+
 Only a format class knows a tile's bytes: `shm/formats.py` draws those of the plain formats, `shm/blocks.py`
-those of the quantized ones. A format has two consumers, the host kernels and the device; both read those
-bytes. Adding a format is adding its class to FORMATS and its kernel to `workers/kernels`.
+those of the quantized ones, `shm/floe.py` those that are read by channel. A format has two consumers, the
+host kernels and the device; both read those bytes. Adding a format is adding its class to FORMATS and its
+kernel to `workers/kernels`.
 """
 
 from __future__ import annotations
@@ -19,9 +26,19 @@ import numpy as np
 
 from shm.blocks import BlockFormat, Int4, Int8
 from shm.errors import UnknownFormat
-from shm.formats import BF16, F32, Bytes, Float32, TileFormat
+from shm.floe import FLOE_FORMATS, FloeFormat
+from shm.formats import BF16, F32, NO_HEAD, Bytes, Float32, TileFormat
 
-__all__ = ["BF16", "BlockFormat", "Bytes", "Float32", "Int4", "TileFormat"]  # beside what is defined here
+__all__ = [  # beside what is defined here
+    "BF16",
+    "NO_HEAD",
+    "BlockFormat",
+    "Bytes",
+    "Float32",
+    "FloeFormat",
+    "Int4",
+    "TileFormat",
+]
 
 PAGE = 4096
 # A tile should be large enough that starting its kernel or its copy costs little, small enough that one
@@ -61,7 +78,8 @@ class ExpertShape:
         return self.tiles * self.tile
 
 
-FORMATS: dict[str, TileFormat] = {f.name: f for f in (F32(), BF16(), Int8(), Int4(64), Int4(128))}
+DENSE: dict[str, TileFormat] = {f.name: f for f in (F32(), BF16(), Int8(), Int4(64), Int4(128))}  # no heads
+FORMATS: dict[str, TileFormat] = DENSE | {f.name: f for f in FLOE_FORMATS}
 
 
 def format_named(name: str) -> TileFormat:
@@ -75,13 +93,17 @@ def format_named(name: str) -> TileFormat:
 def suitable_tile(hidden: int, intermediate: int, tile_format: TileFormat) -> int:
     """Channels of a tile that suit experts of H = hidden and I = intermediate: enough of them, up to three
     times as many or down to a third where that leaves less padding."""
+
+    def nbytes(tile: int) -> int:
+        return tile_format.head_bytes(hidden, tile) + tile_format.tile_bytes(hidden, tile)
+
     step = math.lcm(TILE_STEP, tile_format.granularity)
     if intermediate % (2 * step) == 0:
-        half = tile_format.tile_bytes(hidden, intermediate // 2)
+        half = nbytes(intermediate // 2)
         if HALF_BYTES <= half < TILE_BYTES // 2:
             return intermediate // 2
     whole = -(-intermediate // tile_format.granularity) * tile_format.granularity
-    least = TILE_BYTES * step // tile_format.tile_bytes(hidden, step)
+    least = TILE_BYTES * step // nbytes(step)
     enough = min(max(least, -(-intermediate // TILES_PER_EXPERT)), whole)
     first, last = (-(-size // step) * step for size in (-(-enough // REACH), enough))
     sizes = {min(size, whole) for size in range(first, max(last, REACH * enough) + 1, step)}
@@ -105,16 +127,32 @@ class StoreLayout:
 
     @property
     def tile_bytes(self) -> int:
+        """Of a tile, without its head."""
         return self.format.tile_bytes(self.shape.hidden, self.shape.tile)
 
     @property
+    def head_bytes(self) -> int:
+        """Of a tile's head; 0 for a format without heads."""
+        return self.format.head_bytes(self.shape.hidden, self.shape.tile)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert without the padding between experts: its tiles and their heads."""
+        return (self.head_bytes + self.tile_bytes) * self.shape.tiles
+
+    @property
+    def head_stride(self) -> int:
+        """Bytes from one expert's heads to the next's, in whole pages; 0 for a format without heads."""
+        return -(-self.head_bytes * self.shape.tiles // PAGE) * PAGE
+
+    @property
     def expert_stride(self) -> int:
-        """Bytes from one expert to the next: its tiles, padded to a page."""
+        """Bytes from one expert's tiles to the next's, in whole pages."""
         return -(-self.tile_bytes * self.shape.tiles // PAGE) * PAGE
 
     @property
     def layer_stride(self) -> int:
-        return self.expert_stride * self.shape.experts
+        return (self.head_stride + self.expert_stride) * self.shape.experts
 
     @property
     def total_bytes(self) -> int:
@@ -122,20 +160,47 @@ class StoreLayout:
 
     def offset(self, layer: int, expert: int, tile: int = 0) -> int:
         """Byte offset of a tile. Raises IndexError outside the shape."""
+        self._check(layer, expert, tile)
+        first = layer * self.layer_stride + self.head_stride * self.shape.experts
+        return first + expert * self.expert_stride + tile * self.tile_bytes
+
+    def head_offset(self, layer: int, expert: int, tile: int = 0) -> int:
+        """Byte offset of a tile's head. Raises IndexError outside the shape."""
+        self._check(layer, expert, tile)
+        return layer * self.layer_stride + expert * self.head_stride + tile * self.head_bytes
+
+    def before(self, layer: int, expert: int) -> int:
+        """Bytes of the store that the experts before this one have, their heads included: how far a loader
+        has come that does one expert after the other."""
+        self._check(layer, expert, 0)
+        return layer * self.layer_stride + expert * (self.head_stride + self.expert_stride)
+
+    def _check(self, layer: int, expert: int, tile: int) -> None:
         s = self.shape
         if not (0 <= layer < s.layers and 0 <= expert < s.experts and 0 <= tile <= s.tiles):
             raise IndexError(f"no tile {tile} of expert {expert} in layer {layer}")
-        return layer * self.layer_stride + expert * self.expert_stride + tile * self.tile_bytes
 
-    def encode_expert(self, gate: Float32, up: Float32, down: Float32, out: Bytes) -> None:
-        """Write all tiles of one expert. gate, up [I, H]; down [H, I]; out uint8 [expert_stride]."""
+    def encode_expert(
+        self, gate: Float32, up: Float32, down: Float32, out: Bytes, heads: Bytes = NO_HEAD
+    ) -> None:
+        """Write all tiles of one expert. gate, up [I, H]; down [H, I]; out uint8 [expert_stride], heads uint8
+        [head_stride]."""
         s = self.shape
-        out[self.tile_bytes * s.tiles :] = 0
+        self.clear_padding(out, heads)
         for tile in range(s.tiles):
             lo, hi = tile * s.tile, min((tile + 1) * s.tile, s.intermediate)
             parts = (gate[lo:hi], up[lo:hi], down[:, lo:hi].T)
             if hi - lo < s.tile:
                 padding = ((0, s.tile - (hi - lo)), (0, 0))
                 parts = (np.pad(parts[0], padding), np.pad(parts[1], padding), np.pad(parts[2], padding))
-            start = tile * self.tile_bytes
-            self.format.encode(*parts, out[start : start + self.tile_bytes])
+            self.format.encode(*parts, *self.tile_of(out, heads, tile))
+
+    def tile_of(self, out: Bytes, heads: Bytes, tile: int) -> tuple[Bytes, Bytes]:
+        """A tile and its head, in an expert's uint8 [expert_stride] and [head_stride]."""
+        begin, head = tile * self.tile_bytes, tile * self.head_bytes
+        return out[begin : begin + self.tile_bytes], heads[head : head + self.head_bytes]
+
+    def clear_padding(self, out: Bytes, heads: Bytes) -> None:
+        """Zero what follows an expert's tiles and their heads, up to the next expert's."""
+        out[self.tile_bytes * self.shape.tiles :] = 0
+        heads[self.head_bytes * self.shape.tiles :] = 0

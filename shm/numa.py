@@ -1,10 +1,10 @@
 """Where a store's tiles lie on a machine with several NUMA nodes.
 
-Tile t of expert e lies on node (e + t) % n of the n nodes that workers compute on: any range of an expert's
-tiles, and experts of a single tile too, are then spread over all nodes' memory. The policy is set before the
-pages are allocated (mbind on a shared mapping: the policy belongs to the segment and outlives the mapping). A
-page goes with the tile that holds its first byte. It is a preference: if a node is full, the kernel takes
-memory of another node.
+Tile t of expert e, and its head, lie on node (e + t) % n of the n nodes that workers compute on: any range of
+an expert's tiles, and experts of a single tile too, are then spread over all nodes' memory. The policy is set
+before the pages are allocated (mbind on a shared mapping: the policy belongs to the segment and outlives the
+mapping). A page goes with the tile or head that holds its first byte. It is a preference: if a node is full,
+the kernel takes memory of another node.
 """
 
 from __future__ import annotations
@@ -51,13 +51,15 @@ def spans(layout: StoreLayout, start: int, nodes: int, page: int = mmap.PAGESIZE
         return -(-(start + offset) // page) * page
 
     shape = layout.shape
+    parts = ((layout.head_offset, layout.head_stride), (layout.offset, layout.expert_stride))
     for layer in range(shape.layers):
-        for expert in range(shape.experts):
-            starts = [layout.offset(layer, expert, tile) for tile in range(shape.tiles)]
-            bounds = map(begin, (*starts, starts[0] + layout.expert_stride))
-            for tile, (lo, hi) in enumerate(pairwise(bounds)):
-                if lo < hi:
-                    yield Span(lo, hi - lo, node_of(expert, tile, nodes))
+        for place, stride in parts:
+            for expert in range(shape.experts):
+                starts = [place(layer, expert, tile) for tile in range(shape.tiles)]
+                bounds = map(begin, (*starts, starts[0] + stride))
+                for tile, (lo, hi) in enumerate(pairwise(bounds)):
+                    if lo < hi:
+                        yield Span(lo, hi - lo, node_of(expert, tile, nodes))
 
 
 def interleave(

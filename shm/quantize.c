@@ -1,4 +1,4 @@
-/* Quantizes float32 matrices into the records that shm/blocks.py draws. A plain C library, loaded by
+/* Quantizes float32 matrices into the records that shm/blocks.py and shm/rows.py draw. A plain C library, loaded by
  * shm/quantize.py with ctypes; shm/half_quadratic.py specifies the computation and does it with numpy.
  *
  * The 16 outputs of a block are computed side by side, an output to a lane, so that every sum runs within a
@@ -14,6 +14,7 @@
 #define LANES 16
 #define HEAD_BYTES 64
 #define MAX_GROUP 256
+#define ROW_GROUP 64
 
 #define NORM 0.7f        /* p */
 #define BETA 10.0f       /* of the first step */
@@ -93,10 +94,10 @@ static int gather(const Matrix *m, int64_t output, int64_t first, int count, flo
     return most < LARGEST;
 }
 
-/* One group of 16 outputs: the bfloat16 patterns of scales and zeros, and the codes q[j][lane]. Weights x are
- * overwritten. See shm/half_quadratic.py for the steps. */
-EVERY_PROCESSOR static void int4_group(float x[][LANES], int count, int steps, uint16_t *scales,
-                                       uint16_t *zeros, uint8_t q[][LANES]) {
+/* One group of 16 outputs: the bfloat16 patterns of scales and zeros, and the codes q[j][lane], 0..largest.
+ * Weights x are overwritten. See shm/half_quadratic.py for the steps. */
+EVERY_PROCESSOR static void coded_group(float x[][LANES], int count, float largest, int steps,
+                                        uint16_t *scales, uint16_t *zeros, uint8_t q[][LANES]) {
     float start[LANES], grid[LANES], scale[LANES], inverse[LANES], zero[LANES];
     float best[LANES], best_scale[LANES], best_zero[LANES];
     float low[LANES], high[LANES];
@@ -110,7 +111,7 @@ EVERY_PROCESSOR static void int4_group(float x[][LANES], int count, int steps, u
             high[l] = x[j][l] > high[l] ? x[j][l] : high[l];
         }
     for (int l = 0; l < LANES; l++) {
-        float step = (high[l] - low[l]) / 15.0f;
+        float step = (high[l] - low[l]) / largest;
         live[l] = step >= SMALLEST;
         start[l] = live[l] ? step : 0.0f;
         grid[l] = live[l] ? step : 1.0f;
@@ -135,7 +136,7 @@ EVERY_PROCESSOR static void int4_group(float x[][LANES], int count, int steps, u
         for (int l = 0; l < LANES; l++) inverse[l] = 1.0f / scale[l];
         for (int j = 0; j < count; j++)
             for (int l = 0; l < LANES; l++) {
-                float code = clamped(x[j][l] * inverse[l] + zero[l], 0.0f, 15.0f);
+                float code = clamped(x[j][l] * inverse[l] + zero[l], 0.0f, largest);
                 code = (code + ROUNDER) - ROUNDER;
                 float rest = x[j][l] - (code - zero[l]) * scale[l];
                 float size = float_of(bits_of(rest) & 0x7fffffffu);
@@ -176,23 +177,20 @@ EVERY_PROCESSOR static void int4_group(float x[][LANES], int count, int steps, u
     }
     for (int j = 0; j < count; j++)
         for (int l = 0; l < LANES; l++) {
-            float code = clamped(x[j][l] * inverse[l] + best_zero[l], 0.0f, 15.0f);
+            float code = clamped(x[j][l] * inverse[l] + best_zero[l], 0.0f, largest);
             q[j][l] = (uint8_t)(int32_t)((code + ROUNDER) - ROUNDER);
         }
 }
 
-/* Codes q[j][lane] of `group` inputs, 0..15, as an int4 record holds them. */
-static void pack_int4(uint8_t q[][LANES], int group, uint8_t *out) {
-    for (int j = 0; j < group; j += 8, out += 64)
+/* Codes q[j][lane] of `group` inputs as a record holds them: 8 / bits codes in a byte, 4 inputs apart. */
+INLINE void pack(uint8_t q[][LANES], int group, int bits, uint8_t *out) {
+    for (int j = 0; j < group; j += 32 / bits, out += 64)
         for (int l = 0; l < LANES; l++)
-            for (int b = 0; b < 4; b++) out[4 * l + b] = (uint8_t)(q[j + b][l] | q[j + 4 + b][l] << 4);
-}
-
-/* As an int8 record holds them. */
-static void pack_int8(uint8_t u[][LANES], int group, uint8_t *out) {
-    for (int j = 0; j < group; j += 4, out += 64)
-        for (int l = 0; l < LANES; l++)
-            for (int b = 0; b < 4; b++) out[4 * l + b] = u[j + b][l];
+            for (int b = 0; b < 4; b++) {
+                int byte = 0;
+                for (int field = 0; field < 8 / bits; field++) byte |= q[j + 4 * field + b][l] << bits * field;
+                out[4 * l + b] = (uint8_t)byte;
+            }
 }
 
 EVERY_PROCESSOR static void int8_group(float x[][LANES], int count, float *scales, uint8_t u[][LANES]) {
@@ -214,45 +212,77 @@ EVERY_PROCESSOR static void int8_group(float x[][LANES], int count, float *scale
         }
 }
 
-int tandem_quantize_version(void) { return 1; }
+/* One group of 16 outputs: the head of its record, and the codes q[j][lane] of MAX_GROUP inputs, those past
+ * `count` as padding. */
+static void quantize_group(float x[][LANES], int count, int bits, int steps, uint8_t *head,
+                           uint8_t q[][LANES]) {
+    uint16_t pairs[2 * LANES]; /* scales, zeros */
+    float scales[LANES];
+    memset(q, bits == 8 ? 128 : 0, MAX_GROUP * sizeof *q);
+    if (bits == 8) {
+        int8_group(x, count, scales, q);
+        memcpy(head, scales, sizeof scales);
+    } else {
+        coded_group(x, count, (float)((1 << bits) - 1), steps, pairs, pairs + LANES, q);
+        memcpy(head, pairs, sizeof pairs);
+    }
+}
 
-/* w: float32 [n, k], strides in numbers. out: ceil(n / 16) * ceil(k / group) records. group: a multiple of 8,
- * at most MAX_GROUP. Both return 0, or 1 where a weight is not a number below 2^120: then out is unfinished. */
+/* Codes of group g of one row, as a row's lines hold them (shm/rows.py): number 16*b + i in byte 4*i + b. */
+static void pack_row(uint8_t q[][LANES], int lane, int64_t g, int bits, uint8_t *lines) {
+    uint8_t *line = lines + 64 * (bits == 8 ? g : g / 2);
+    int shift = bits == 4 && g % 2 ? 4 : 0;
+    for (int i = 0; i < LANES; i++)
+        for (int b = 0; b < 4; b++) {
+            uint8_t code = (uint8_t)(q[16 * b + i][lane] << shift);
+            line[4 * i + b] = shift ? line[4 * i + b] | code : code;
+        }
+}
 
-int tandem_encode_int4(const float *w, int64_t n, int64_t k, int64_t row_stride, int64_t column_stride,
-                       int64_t group, int64_t steps, uint8_t *out) {
+int tandem_quantize_version(void) { return 2; }
+
+/* w: float32 [n, k], strides in numbers. bits: 2, 4 or 8. steps: of the optimisation, not of 8 bits. Both
+ * return 0, or 1 where a weight is not a number below 2^120: then out is unfinished. */
+
+/* out: ceil(n / 16) * ceil(k / group) records. group: a multiple of 32 / bits, at most MAX_GROUP. */
+int tandem_encode_blocks(const float *w, int64_t n, int64_t k, int64_t row_stride, int64_t column_stride,
+                         int64_t bits, int64_t group, int64_t steps, uint8_t *out) {
     Matrix matrix = {w, n, k, row_stride, column_stride};
     float x[MAX_GROUP][LANES];
     uint8_t q[MAX_GROUP][LANES];
-    uint16_t head[2 * LANES];
     for (int64_t output = 0; output < n; output += LANES)
         for (int64_t first = 0; first < k; first += group) {
             int count = (int)(k - first < group ? k - first : group);
             if (!gather(&matrix, output, first, count, x)) return 1;
-            memset(q, 0, sizeof q);
-            int4_group(x, count, (int)steps, head, head + LANES, q);
-            memcpy(out, head, sizeof head);
-            pack_int4(q, (int)group, out + HEAD_BYTES);
-            out += HEAD_BYTES + LANES * group / 2;
+            quantize_group(x, count, (int)bits, (int)steps, out, q);
+            if (bits == 2) pack(q, (int)group, 2, out + HEAD_BYTES); /* constants: loops without tests */
+            if (bits == 4) pack(q, (int)group, 4, out + HEAD_BYTES);
+            if (bits == 8) pack(q, (int)group, 8, out + HEAD_BYTES);
+            out += HEAD_BYTES + LANES * group * bits / 8;
         }
     return 0;
 }
 
-int tandem_encode_int8(const float *w, int64_t n, int64_t k, int64_t row_stride, int64_t column_stride,
-                       int64_t group, uint8_t *out) {
+/* out: n zeroed records of rows, `record_stride` bytes apart; `lines`: the first byte of a record's lines.
+ * bits: 4 or 8. Zeros of 4 bits begin half way to the lines. */
+int tandem_encode_rows(const float *w, int64_t n, int64_t k, int64_t row_stride, int64_t column_stride,
+                       int64_t bits, int64_t steps, int64_t record_stride, int64_t lines, uint8_t *out) {
     Matrix matrix = {w, n, k, row_stride, column_stride};
     float x[MAX_GROUP][LANES];
-    uint8_t u[MAX_GROUP][LANES];
-    float scales[LANES];
+    uint8_t q[MAX_GROUP][LANES], head[HEAD_BYTES];
+    int64_t width = bits == 8 ? 4 : 2; /* bytes of a scale */
     for (int64_t output = 0; output < n; output += LANES)
-        for (int64_t first = 0; first < k; first += group) {
-            int count = (int)(k - first < group ? k - first : group);
+        for (int64_t g = 0; g * ROW_GROUP < k; g++) {
+            int64_t first = g * ROW_GROUP;
+            int count = (int)(k - first < ROW_GROUP ? k - first : ROW_GROUP);
             if (!gather(&matrix, output, first, count, x)) return 1;
-            memset(u, 128, sizeof u);
-            int8_group(x, count, scales, u);
-            memcpy(out, scales, sizeof scales);
-            pack_int8(u, (int)group, out + HEAD_BYTES);
-            out += HEAD_BYTES + LANES * group;
+            quantize_group(x, count, (int)bits, (int)steps, head, q);
+            for (int lane = 0; lane < LANES && output + lane < n; lane++) {
+                uint8_t *record = out + (output + lane) * record_stride;
+                memcpy(record + width * g, head + width * lane, (size_t)width);
+                if (bits == 4) memcpy(record + lines / 2 + 2 * g, head + 2 * (LANES + lane), 2);
+                pack_row(q, lane, g, (int)bits, record + lines);
+            }
         }
     return 0;
 }

@@ -16,7 +16,7 @@ these states:
 
     free         posted == answered, and the coordinator has read the answer
     posted       posted > answered: the slot is the worker's; `posted` is stored after all else of the Work
-    answered     posted == answered: it is the coordinator's; `answered` is stored after y, busy and result
+    answered     posted == answered: it is the coordinator's; `answered` is stored after the whole answer
 
 `posted` and `answered` are stored with release and loaded with acquire order (`doorbell.py`), and the other
 side's doorbell is rung after each. So a reader that sees a number sees all that it stands for: of a process
@@ -36,10 +36,10 @@ from protocol.messages import Partial, Work
 from shm.doorbell import Library
 from shm.errors import ShmError
 from shm.segment import Segment, unlink
-from shm.slot import ABANDONED, BUSY, LINE, POSTED, RESULT, Slot, SlotShape
+from shm.slot import ABANDONED, LINE, POSTED, RESULT, Slot, SlotShape
 
 MAGIC = int.from_bytes(b"TNDMRING", "little")
-VERSION = 1
+VERSION = 2
 DONE, SKIPPED = 0, 1
 SLOTS = 2  # a layer's Work, and the next layer's where the policy decides it early
 NUMBERS = LINE // 8  # of a line
@@ -131,7 +131,7 @@ class CoordinatorRing(_Ring):
             if self._library.load(slot.address + LINE) != slot.head[POSTED]:
                 continue
             if slot.head[RESULT] == DONE:
-                found.append(Partial(seq, self.incarnation, slot.times[BUSY], slot.y().copy()))
+                found.append(slot.partial(self.incarnation))
             del self._busy[seq]
             self._free.append(slot)
         return found
@@ -180,8 +180,8 @@ class WorkerRing(_Ring):
         return slot in self._taken
 
     def answer(self, slot: Slot, busy: float) -> None:
-        """Answer a Work that was taken: y is in the slot."""
-        slot.times[BUSY] = busy
+        """Answer a Work that was taken: y and tally are in the slot."""
+        slot.busy = busy
         self._finish(slot, DONE)
 
     def skip(self, slot: Slot) -> None:

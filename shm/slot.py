@@ -3,8 +3,10 @@
 
     offset 0    written by the coordinator, 64 bytes of int64:
                   0 posted   8 abandoned   16 seq   24 layer   32 items n   40 rows k   48 rows of x R
+                 56 threshold float32   60 share float32: the Work's mask
            64   written by the worker, 64 bytes:
                   0 answered int64   8 result int64   16 busy float64, seconds
+                 24 mass float64   32 left float64   40 kept int64   48 channels int64: what the mask left out
            128  the request: items int32 [n, 3], offsets int32 [n + 1], rows int32 [k], weights float32 [k],
                 then from the next multiple of 64 bytes x float32 [R, hidden]
            ...  the answer: y float32 [R, hidden]
@@ -19,12 +21,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.messages import Work
+from protocol.messages import Partial, Work
 from shm.layout import Float32
+from shm.mask import Tally
 
 LINE = 64  # bytes: no two writers share a cache line
 POSTED, ABANDONED, SEQ, LAYER, ITEMS, ROWS, X_ROWS = range(7)  # of a slot's numbers
 RESULT, BUSY = 9, 10
+MASS, LEFT, KEPT, CHANNELS = range(11, 15)
+THRESHOLD, SHARE = 14, 15  # of its numbers of 4 bytes
 ITEMS_PER_ROW = 16  # of a Work with few rows; a wide Work shares experts among its rows
 
 
@@ -65,7 +70,8 @@ class Slot:
         self.shape = shape
         self.address = int(memory.ctypes.data)
         self.head = memory[: 2 * LINE].data.cast("q")
-        self.times = memory[: 2 * LINE].data.cast("d")  # `BUSY` of them
+        self._doubles = memory[: 2 * LINE].data.cast("d")  # `BUSY`, `MASS` and `LEFT` of them
+        self._singles = memory[:LINE].data.cast("f")  # `THRESHOLD` and `SHARE` of them
         area = memory[2 * LINE : shape.bytes].view(np.int32)
         self._lists: NDArray[np.int32] = area[: shape.request]
         self._weights = self._lists.view(np.float32)
@@ -84,6 +90,36 @@ class Slot:
     def x_rows(self) -> int:
         return self.head[X_ROWS]
 
+    @property
+    def busy(self) -> float:
+        """Seconds that the Work was computed."""
+        return self._doubles[BUSY]
+
+    @busy.setter
+    def busy(self, seconds: float) -> None:
+        self._doubles[BUSY] = seconds
+
+    @property
+    def tally(self) -> Tally:
+        """What the Work's mask kept and left out."""
+        head, doubles = self.head, self._doubles
+        return Tally(doubles[MASS], doubles[LEFT], head[KEPT], head[CHANNELS])
+
+    @tally.setter
+    def tally(self, tally: Tally) -> None:
+        head, doubles = self.head, self._doubles
+        doubles[MASS], doubles[LEFT], head[KEPT], head[CHANNELS] = (
+            tally.mass, tally.left, tally.kept, tally.channels,
+        )  # fmt: skip
+
+    def partial(self, incarnation: int) -> Partial:
+        """The answer; its y is a copy."""
+        head, doubles = self.head, self._doubles
+        return Partial(
+            self.seq, incarnation, doubles[BUSY], self.y().copy(),
+            doubles[MASS], doubles[LEFT], head[KEPT], head[CHANNELS],
+        )  # fmt: skip
+
     def write(self, work: Work) -> None:
         """A Work that fits: all but `posted`."""
         items, rows, x_rows = len(work.items), len(work.rows), len(work.x)
@@ -91,6 +127,7 @@ class Slot:
         head[SEQ], head[LAYER], head[ITEMS], head[ROWS], head[X_ROWS] = (
             work.seq, work.layer, items, rows, x_rows,
         )  # fmt: skip
+        self._singles[THRESHOLD], self._singles[SHARE] = work.threshold, work.share
         offsets, first = 3 * items, 4 * items + 1
         lists[:offsets] = work.items.ravel()
         lists[offsets:first] = work.offsets
@@ -113,6 +150,8 @@ class Slot:
             lists[first : first + rows],
             self._weights[first + rows : first + 2 * rows],
             self._x(first + 2 * rows, x_rows),
+            self._singles[THRESHOLD],
+            self._singles[SHARE],
         )
 
     def y(self) -> Float32:
@@ -152,6 +191,7 @@ class OwnSlot:
 def _new(shape: SlotShape) -> Slot:
     memory = np.empty(shape.bytes + LINE, np.uint8)
     start = -memory.ctypes.data % LINE
+    memory[start : start + 2 * LINE] = 0
     return Slot(shape, memory[start : start + shape.bytes])
 
 

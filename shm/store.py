@@ -122,26 +122,34 @@ class Store:
     def tiles(self, layer: int, expert: int, lo: int, hi: int) -> Bytes:
         """Tiles [lo, hi) of an expert: uint8 [(hi-lo) * tile_bytes], read-only. Raises IndexError outside
         the shape, ValueError after `close`."""
-        if self._data is None:
-            raise ValueError(f"the store {self.segment.name} is closed here")
-        if not 0 <= lo <= hi <= self.layout.shape.tiles:
-            raise IndexError(f"no tiles {lo} to {hi} in an expert of {self.layout.shape.tiles}")
+        data = self.all_tiles()
+        self._check_tiles(lo, hi)
         start = self.layout.offset(layer, expert, lo)
-        return self._data[start : start + (hi - lo) * self._tile_bytes]
+        return data[start : start + (hi - lo) * self._tile_bytes]
+
+    def heads(self, layer: int, expert: int, lo: int, hi: int) -> Bytes:
+        """The heads of tiles [lo, hi): uint8 [(hi-lo) * head_bytes], read-only; of no bytes for a format
+        without heads. Raises as `tiles`."""
+        data = self.all_tiles()
+        self._check_tiles(lo, hi)
+        start = self.layout.head_offset(layer, expert, lo)
+        return data[start : start + (hi - lo) * self.layout.head_bytes]
 
     def all_tiles(self) -> Bytes:
-        """All experts of all layers: uint8 [total_bytes], read-only, the same array at every call. Raises
-        ValueError after `close`."""
+        """All layers, their heads and tiles: uint8 [total_bytes], read-only, the same array at every call.
+        Raises ValueError after `close`."""
         if self._data is None:
             raise ValueError(f"the store {self.segment.name} is closed here")
         return self._data
 
+    def _check_tiles(self, lo: int, hi: int) -> None:
+        if not 0 <= lo <= hi <= self.layout.shape.tiles:
+            raise IndexError(f"no tiles {lo} to {hi} in an expert of {self.layout.shape.tiles}")
+
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
         """Compare every layer with its checksum, on all cores; `progress` is called with the bytes compared
         so far. Raises StoreDamaged naming the layers that differ, ValueError after `close`."""
-        if self._data is None:
-            raise ValueError(f"the store {self.segment.name} is closed here")
-        layers = self._data.reshape(self.layout.shape.layers, self.layout.layer_stride)
+        layers = self.all_tiles().reshape(self.layout.shape.layers, self.layout.layer_stride)
 
         def parts(layer: int) -> Iterator[memoryview]:
             for begin in range(0, self.layout.layer_stride, SUM_BYTES):
@@ -215,36 +223,44 @@ class StoreBuilder:
         return cls(segment, manifest, lock, tuple(notes))
 
     def layer(self, layer: int) -> Bytes:
-        """All experts of a layer: uint8 [layer_stride], writable."""
-        start = self._start + self.layout.offset(layer, 0)
+        """All experts of a layer, with their heads: uint8 [layer_stride], writable."""
+        start = self._start + layer * self.layout.layer_stride
         return self.segment.array[start : start + self.layout.layer_stride]
 
     def expert(self, layer: int, expert: int) -> Bytes:
-        """One expert and the padding after it: uint8 [expert_stride], writable."""
-        start = self._start + self.layout.offset(layer, expert)
-        return self.segment.array[start : start + self.layout.expert_stride]
+        """The tiles of one expert and the padding after them: uint8 [expert_stride], writable."""
+        return self.segment.array[slice(*self._tiles_of(layer, expert))]
+
+    def heads(self, layer: int, expert: int) -> Bytes:
+        """The heads of one expert and the padding after them: uint8 [head_stride], writable."""
+        return self.segment.array[slice(*self._heads_of(layer, expert))]
 
     def checksum_tasks(self, layer: int, expert: int) -> list[Callable[[], None]]:
         """The tasks that follow the writing of an expert: each sums a part of it and passes it to `keep`.
         They may run in any threads and any order, while other experts are being written, and release the GIL.
         `finish` runs those that have not run."""
-        return [partial(self._sum, part) for part in self._parts(layer, expert)]
+        ranges = self._heads_of(layer, expert), self._tiles_of(layer, expert)
+        return [partial(self._sum, part) for nbytes in ranges for part in _parts(*nbytes)]
 
     def checksum(self, layer: int) -> int:
         """The crc32 of a complete layer; sums the parts that have not been summed."""
         value = 0
-        for expert in range(self.layout.shape.experts):
-            for begin, end in self._parts(layer, expert):
-                if (begin, end) not in self._sums:
-                    self._sum((begin, end))
-                value = join_crc32(value, self._sums[begin, end], end - begin)
+        for ranges in (self._heads_of, self._tiles_of):  # in the store's order
+            for expert in range(self.layout.shape.experts):
+                for begin, end in _parts(*ranges(layer, expert)):
+                    if (begin, end) not in self._sums:
+                        self._sum((begin, end))
+                    value = join_crc32(value, self._sums[begin, end], end - begin)
         return value
 
-    def _parts(self, layer: int, expert: int) -> list[tuple[int, int]]:
-        """The parts of an expert: first byte in the store and the end."""
+    def _tiles_of(self, layer: int, expert: int) -> tuple[int, int]:
+        """The first byte of an expert's tiles in the segment, and the end of their padding."""
         first = self._start + self.layout.offset(layer, expert)
-        last = first + self.layout.expert_stride
-        return [(begin, min(begin + PART_BYTES, last)) for begin in range(first, last, PART_BYTES)]
+        return first, first + self.layout.expert_stride
+
+    def _heads_of(self, layer: int, expert: int) -> tuple[int, int]:
+        first = self._start + self.layout.head_offset(layer, expert)
+        return first, first + self.layout.head_stride
 
     def _sum(self, part: tuple[int, int]) -> None:
         data = self.segment.array[part[0] : part[1]]
@@ -270,3 +286,8 @@ class StoreBuilder:
     def _close(self) -> None:
         self.segment.close()
         os.close(self._lock)
+
+
+def _parts(first: int, last: int) -> list[tuple[int, int]]:
+    """Bytes [first, last) in parts: first byte and the end of each."""
+    return [(begin, min(begin + PART_BYTES, last)) for begin in range(first, last, PART_BYTES)]

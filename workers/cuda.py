@@ -62,6 +62,27 @@ def open_ipc_handle(device: int, data: bytes) -> int:
     return int(call("cudaIpcOpenMemHandle", handle, constant("cudaIpcMemLazyEnablePeerAccess")))
 
 
+class PinnedBuffer:
+    """Page-locked host memory that grows to what is asked of it."""
+
+    def __init__(self) -> None:
+        self._memory: NDArray[np.uint8] = np.empty(0, np.uint8)
+
+    def array(self, size: int) -> NDArray[np.uint8]:
+        """uint8 [size] at its beginning; an earlier array of it must not be in use."""
+        if size > len(self._memory):
+            self.close()
+            address = int(call("cudaMallocHost", size))
+            self._memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+        return self._memory[:size]
+
+    def close(self) -> None:
+        """Free the memory."""
+        if len(self._memory):
+            call("cudaFreeHost", self._memory.ctypes.data)
+            self._memory = np.empty(0, np.uint8)
+
+
 def page_lock(memory: NDArray[np.uint8]) -> tuple[int, str]:
     """Register host memory (a read-write mapping) with CUDA, in chunks, so that copies from it are
     asynchronous. Returns the bytes that were locked and, where not all were, why."""

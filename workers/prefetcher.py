@@ -1,12 +1,14 @@
-"""Process entry: the prefetcher. It receives orders, copies tiles from the store to slab slots, and
-reports each landing once its copy has completed.
+"""Process entry: the prefetcher. It receives orders, copies from the store to slab slots, and reports each
+landing once its copy has completed.
 
-Orders wait by urgency and then by age, and are taken tile by tile: a demanded order overtakes a
-predicted one between two tiles, and so does a predicted one that is demanded now. Within an order tiles land
-in their order, and a cancelled order is truncated, so what has landed of it is always a prefix.
+An order is for whole tiles (Fetch) or for chosen channels (Gather). Orders wait by urgency and then by age,
+and are taken tile by tile, or chunk by chunk of channels: a demanded order overtakes a predicted one between
+two of these, and so does a predicted one that is demanded now. Tiles and channels land in the order's order,
+and a cancelled order is truncated, so what has landed of it is always a prefix. A landed tile is reported at
+once, channels when their slot is full or the order ends.
 
 Only demanded tiles begin while another is being copied, where the link can do that: so a demanded one waits
-for the rest of one other tile at most.
+for the rest of one other tile at most. Chunks are small: several may always be under way.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from protocol.messages import AttachSlab, CancelFetch, DemandFetch, Fetch, Fetched, SlabAttached
+from protocol.messages import AttachSlab, CancelFetch, DemandFetch, Fetch, Fetched, Gather, SlabAttached
 from shm.control import ControlSegment
 from shm.errors import ShmError
 from shm.store import Store
@@ -30,17 +32,21 @@ from workers.lifetime import pin
 log = logging.getLogger(__name__)
 
 DEMANDED = 0  # urgency
+# Of channels that are gathered for one copy: FloE's 50 of Mixtral, in bf16. Fewer cost more in the starts of
+# copies, more let a demanded order wait (docs/evidence.md).
+CHUNK_BYTES = 50 * 16384
 
 
 @dataclass(order=True)
 class Order:
-    """A Fetch that is being carried out. Ordered by urgency, then age."""
+    """A Fetch or Gather that is being carried out, counted in tiles or channels. Ordered by urgency, then
+    age."""
 
     urgency: int
     age: int
-    fetch: Fetch = field(compare=False)
-    wanted: int = field(compare=False)  # tiles; fewer than those of `fetch` once it is truncated
-    started: int = field(default=0, compare=False)  # tiles with a copy under way or completed
+    fetch: Fetch | Gather = field(compare=False)
+    wanted: int = field(compare=False)  # fewer than those of `fetch` once it is truncated
+    started: int = field(default=0, compare=False)  # with a copy under way or completed
     landed: int = field(default=0, compare=False)
     seconds: float = field(default=0.0, compare=False)
 
@@ -61,7 +67,7 @@ class CopyLoop:
         self._copier: Copier | None = None
         self._orders: dict[int, Order] = {}  # those without a final Fetched so far
         self._queue: list[Order] = []  # heap
-        self._running: deque[tuple[Order, float]] = deque()
+        self._running: deque[tuple[Order, int, float]] = deque()  # how many of the order's, since when
         self._age = 0
         self._copied_at = 0.0  # when the last copy completed
 
@@ -89,10 +95,10 @@ class CopyLoop:
                 assert self._copier is not None
                 self._peer.send(SlabAttached(self._peer.incarnation, self._copier.notes))
             case Fetch():
-                order = Order(message.urgency, self._age, message, len(message.slots))
-                self._age += 1
-                self._orders[message.id] = order
-                heapq.heappush(self._queue, order)
+                self._take(Order(message.urgency, self._age, message, len(message.slots)))
+            case Gather():
+                self._check(message)
+                self._take(Order(message.urgency, self._age, message, len(message.channels)))
             case CancelFetch():
                 self._truncate(self._orders.get(message.id), 0)
             case DemandFetch():
@@ -105,6 +111,18 @@ class CopyLoop:
             case _:
                 log.warning("unexpected %s", type(message).__name__)
 
+    def _take(self, order: Order) -> None:
+        self._age += 1
+        self._orders[order.fetch.id] = order
+        heapq.heappush(self._queue, order)
+
+    def _check(self, gather: Gather) -> None:
+        """Raises IndexError for channels that do not exist or find no room."""
+        shape, channels = self._store.layout.shape, gather.channels
+        outside = len(channels) and not 0 <= int(channels.min()) <= int(channels.max()) < shape.padded
+        if outside or len(channels) > len(gather.slots) * shape.tile:
+            raise IndexError(f"an order of {len(channels)} channels to {len(gather.slots)} slots")
+
     def _truncate(self, order: Order | None, tiles: int) -> None:
         if order is not None:
             order.wanted = min(order.wanted, max(tiles, order.started))
@@ -112,32 +130,52 @@ class CopyLoop:
                 self._report(order)  # now, because the coordinator may be waiting for it
 
     def _start_copies(self) -> None:
-        copier = self._copier
-        while copier is not None and self._queue and len(self._running) < copier.depth:
+        while self._copier is not None and self._queue:
             order = self._queue[0]
             if order.exhausted:
                 heapq.heappop(self._queue)
                 if order.landed == order.started:
                     self._report(order)  # it had no tiles
                 continue
-            if self._running and order.urgency > DEMANDED:
+            if not self._may_start(order, self._copier):
                 return
-            fetch, index = order.fetch, order.started
-            tile = self._store.tiles(fetch.layer, fetch.expert, fetch.lo + index, fetch.lo + index + 1)
             began = time.perf_counter()
+            count = self._start_copy(order, self._copier)
+            order.started += count
+            self._running.append((order, count, began))
+
+    def _may_start(self, order: Order, copier: Copier) -> bool:
+        running = len(self._running)
+        if isinstance(order.fetch, Gather):
+            return running < copier.gather_depth
+        return running < copier.depth and not (running and order.urgency > DEMANDED)
+
+    def _start_copy(self, order: Order, copier: Copier) -> int:
+        """Begin with the order's next tile or chunk. Returns the tiles or channels in it."""
+        fetch, index = order.fetch, order.started
+        if isinstance(fetch, Fetch):
+            tile = self._store.tiles(fetch.layer, fetch.expert, fetch.lo + index, fetch.lo + index + 1)
             copier.start(tile, fetch.slots[index])
-            order.started += 1
-            self._running.append((order, began))
+            return 1
+        shape = self._store.layout.shape
+        slot, place = divmod(index, shape.tile)
+        records = self._store.tiles(fetch.layer, fetch.expert, 0, shape.tiles).reshape(shape.padded, -1)
+        chunk = max(1, CHUNK_BYTES // records.shape[1])
+        count = min(chunk, order.wanted - index, shape.tile - place)
+        copier.gather(records, fetch.channels[index : index + count], fetch.slots[slot], place)
+        return count
 
     def _finish_copy(self) -> None:
         assert self._copier is not None
-        order, began = self._running.popleft()
+        order, count, began = self._running.popleft()
         self._copier.finish()
         now = time.perf_counter()
-        order.landed += 1
+        order.landed += count
         order.seconds += now - max(began, self._copied_at)  # it may have waited for the previous copy
         self._copied_at = now
-        self._report(order)
+        slot_full = isinstance(order.fetch, Fetch) or order.landed % self._store.layout.shape.tile == 0
+        if slot_full or (order.exhausted and order.landed == order.started):
+            self._report(order)
 
     def _report(self, order: Order) -> None:
         fetch = order.fetch

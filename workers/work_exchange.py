@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 
-from protocol.messages import Abandon, AttachRing, Partial, Work, WorkFailed
+from protocol.messages import Abandon, AttachRing, Work, WorkFailed
 from shm.doorbell import library
 from shm.errors import ShmError
 from shm.ring import WorkerRing
@@ -60,12 +60,13 @@ class WorkExchange:
         return self._copied(self._waiting.popleft()) if self._waiting else None
 
     def answer(self, slot: Slot, busy: float) -> None:
-        """Answer the Work that `next` has returned last: y is in its slot."""
+        """Answer the Work that `next` has returned last: y and tally are in its slot."""
         ring = self._ring
         if ring is not None and ring.holds(slot):
             ring.answer(slot, busy)
         else:
-            self._peer.send(Partial(slot.seq, self._peer.incarnation, busy, slot.y().copy()))
+            slot.busy = busy
+            self._peer.send(slot.partial(self._peer.incarnation))
 
     def refuse(self, slot: Slot, text: str) -> None:
         """Refuse the Work that `next` has returned last."""

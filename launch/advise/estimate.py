@@ -39,7 +39,7 @@ class Estimate:
     moved: float  # bytes a token
     wait_link: float  # share of the time
     wait_host: float
-    fidelity: dict[str, float]
+    fidelity: dict[str, float | None]
     notes: tuple[str, ...]
 
     def to_map(self) -> dict[str, Any]:

@@ -78,6 +78,7 @@ class Numbered(Hardware):
     def priced(self, sizes: Sizes, context: int) -> Priced:
         other = sizes.other + context * sizes.kv_token
         costs = derived(self.rates, sizes.expert, sizes.expert_weights, other, sizes.other_weights)
+        costs = replace(costs, link=costs.link * sizes.header.tile_bytes / sizes.tile)
         rest = BESIDE_STEP + sizes.head / (self.rates.device_gbps * GIGABYTE)
         return Priced(costs.for_tiles(sizes.header.shape.tiles), rest, rest, "derived from these rates")
 

@@ -40,13 +40,13 @@ class Here(Hardware):
     def priced(self, sizes: Sizes, context: int) -> Priced:
         if sizes.format == self.of.format:
             return self.measured
-        ratio = sizes.header.tile_bytes / self.of.header.tile_bytes
+        ratio, moved = sizes.tile / self.of.tile, sizes.header.tile_bytes / self.of.header.tile_bytes
         costs = self.measured.costs
         scaled = replace(
             costs,
             host=tuple(seconds * ratio for seconds in costs.host),
             device=tuple(seconds * ratio for seconds in costs.device),
-            link=costs.link * ratio,
+            link=costs.link * moved,
         )
         return replace(self.measured, costs=scaled, words=f"from those of {self.of.format}, by bytes")
 

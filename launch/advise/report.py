@@ -224,7 +224,7 @@ def _changed(each: Estimate) -> str:
     """The share of the routed weight that is computed otherwise."""
     if each.exact:
         return "exact"
-    changed = sum(share for kind, share in each.fidelity.items() if kind != "predicted")
+    changed = sum(share or 0 for kind, share in each.fidelity.items() if kind != "predicted")
     return percent(changed) if changed else "predicted"
 
 

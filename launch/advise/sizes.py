@@ -21,7 +21,7 @@ class Sizes:
 
     needs: Needs
     header: Header  # as a trace of the model in this format would have it
-    expert: int
+    expert: int  # with its heads, where the format has them
     expert_weights: int  # numbers
     other: int  # of a layer, without its routed experts
     other_weights: int  # numbers
@@ -32,13 +32,18 @@ class Sizes:
     def format(self) -> FormatName:
         return self.needs.format
 
+    @property
+    def tile(self) -> float:
+        """Bytes that are read for a tile; the header has those that are moved for it."""
+        return self.expert / self.header.shape.tiles
+
 
 def sizes_of(source: ModelSource, config: EngineConfig, format: FormatName) -> Sizes:
     """`config`: with its device and workers. Raises as `needs`."""
     found = needs(source, config, format)
     spec, tile_format = found.spec, format_named(format)
     shape = expert_shape(source.config, config.tile, tile_format)
-    tile_bytes = StoreLayout(shape, tile_format).tile_bytes
+    layout = StoreLayout(shape, tile_format)
     table = spec.vocabulary * spec.hidden
     number = plain_bytes(config)
     # embeddings and head are outside the layers; a tied table is one tensor
@@ -50,14 +55,14 @@ def sizes_of(source: ModelSource, config: EngineConfig, format: FormatName) -> S
         fingerprint=source.fingerprint("calibration", 0),
         store=source.fingerprint(format, shape.tile),
         shape=ModelShape(shape.layers, shape.experts, shape.tiles, spec.top_k),
-        tile_bytes=tile_bytes,
+        tile_bytes=layout.tile_bytes,
         router=spec.router,
         depth=DEPTH,
     )
     return Sizes(
         needs=found,
         header=header,
-        expert=tile_bytes * shape.tiles,
+        expert=layout.expert_bytes,
         expert_weights=3 * spec.hidden * spec.intermediate,
         other=round(share * number * weights),
         other_weights=weights,

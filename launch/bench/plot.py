@@ -30,7 +30,7 @@ BYTES = {
     "replaced in the background": "#7d9cc0",
 }
 # Without `predicted`: it counts experts that a predictor chose, and their result need not differ.
-APPROXIMATE = {"skipped": "#8c6bb1", "substituted": "#b59ad0", "stale": "#d9a441"}
+APPROXIMATE = {"skipped": "#8c6bb1", "substituted": "#b59ad0", "stale": "#d9a441", "left": "#7a9e7e"}
 NAMES = {  # in a legend
     "skipped": "expert skipped",
     "substituted": "another expert instead",

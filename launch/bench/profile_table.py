@@ -16,7 +16,7 @@ from launch.terminal.tables import make_table
 from pipeline.models.shapes import is_shape
 from pipeline.policies.view import PolicyRequest
 
-APPROXIMATE = ("skipped", "substituted", "stale", "predicted")
+APPROXIMATE = ("skipped", "substituted", "stale", "predicted", "left")
 
 
 def profile_tables(results: Sequence[PolicyResult], profiles: Sequence[PhaseProfile]) -> list[Table]:
@@ -64,10 +64,14 @@ def _approximation_table(
     approximate = [(r, p) for r, p in zip(results, profiles, strict=True) if not r.exact]
     if not approximate:
         return
+    masked = any(profile.kept_share is not None for _, profile in approximate)
     columns = {
         f"\n{kind}": [percent(profile.fidelity[kind], 1) for _, profile in approximate]
         for kind in approximate[0][1].fidelity
+        if kind != "left" or masked
     }
+    if masked:
+        columns["channels\nread"] = [percent(profile.kept_share) for _, profile in approximate]
     if any(result.perplexity for result, _ in approximate):
         columns["added\nperplexity"] = [_added(result) for result, _ in approximate]
     yield _rows([result for result, _ in approximate], columns)
@@ -102,7 +106,10 @@ def legend(results: Sequence[PolicyResult], profiles: Sequence[PhaseProfile], te
     lines.append("busy, waiting: shares of decode's time; the device computes attention, resident")
     lines.append("experts and the head")
     if not all(result.exact for result in results):
-        lines.append(f"{', '.join(APPROXIMATE)}: shares of the routed weight")
+        masked = any(profile.kept_share is not None for profile in profiles)
+        lines.append(f"{', '.join(APPROXIMATE[: None if masked else -1])}: shares of the routed weight")
+        if masked:
+            lines.append("left: in channels that were left out, by |u|; channels read: the share of them")
     judged = next((result.perplexity for result in results if result.perplexity), None)
     if judged is not None:
         lines.append(f"perplexity: relative to {judged.policy}, {judged.tokens} decoded tokens, {text}")
@@ -134,6 +141,7 @@ def profile_to_map(profile: PhaseProfile, result: PolicyResult) -> dict[str, Any
         "device_busy": profile.device_busy,
         "shares": profile.shares,
         "fidelity": {"exact": result.exact, **profile.fidelity},
+        "channels_read": profile.kept_share,
         "perplexity": None if result.perplexity is None else result.perplexity.to_map(),
     }
 

@@ -58,6 +58,7 @@ async def _calibrate(options: Options, interrupts: Interrupts) -> tuple[Path, di
     written = options.written
     most = written.get("calibrate_tokens", Calibrate.tokens)
     asked = _asked(written, most)
+    asked["max_loss"] = written.get("max_loss")
     check_request(written.get("text") or written["tokens"], Calibrate(0, tokens=most, **asked))
     async with reconnecting_client(_with_costs(options), interrupts) as client:
         if "text" in asked and not client.welcome.has_tokenizer:

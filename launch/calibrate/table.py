@@ -93,7 +93,21 @@ def _means(found: dict[str, Any]) -> Text:
             f" of decode's tokens use one expert, {found['experts_per_token']:.2f} on average; the loss goes"
             f" from {loss['exact']:.4f} to {loss['gated']:.4f} nats per token"
         )
-    return Text("\n".join(lines))
+    return Text("\n".join([*lines, *_bounded(found)]))
+
+
+def _bounded(found: dict[str, Any]) -> list[str]:
+    """With --max-loss: the setting of each approximate preset, or why it has none."""
+    bounded = found.get("bounded") or {}
+    if not bounded:
+        return []
+    lines = [f"{name}: {setting}" for name, setting in bounded.items()]
+    curve = ", ".join(f"{share:g}: {perplexity:.4g}" for share, perplexity in found["sparsities"])
+    return [
+        f"at most {found['max_loss']:g} % more perplexity:",
+        *lines,
+        *[f"perplexity by sparsity (--set sparsity=auto takes the largest): {curve}"] * bool(curve),
+    ]
 
 
 def _cosines(prefetch: dict[str, Any] | None) -> list[str]:

@@ -176,4 +176,5 @@ def _cost(stats: dict[str, Any], kind: str) -> float:
 
 
 def _bytes(format_name: str) -> int:
-    return format_named(format_name).tile_bytes(SIDE, SIDE)
+    tile_format = format_named(format_name)
+    return tile_format.head_bytes(SIDE, SIDE) + tile_format.tile_bytes(SIDE, SIDE)

@@ -98,6 +98,8 @@ def facts(profile: PhaseProfile, answer: dict[str, Any], prefetch: dict[str, Any
         lines.append(f"prefetched: {size} per token, {used} of it used, {wasted} evicted unused")
     if prefetch.get("status"):
         lines.append(prefetch["status"])
+    if profile.kept_share is not None:
+        lines.append(f"channels: {percent(profile.kept_share)} of the experts' were read")
     return [*lines, f"fidelity: {_fidelity(answer.get('fidelity', {}))}"]
 
 
@@ -120,7 +122,8 @@ def _sides(profile: PhaseProfile) -> list[str]:
 
 
 def cost_changes(updates: dict[str, Any]) -> list[str]:
-    """One line where the costs that plans are made with are no longer those that were measured first."""
+    """Where the costs that plans are made with are no longer those that were measured first: a line for
+    tiles, and one for what a layer of one row takes beside them."""
     names = {"host": "a tile on the host", "device": "a tile on the device", "link": "a copy"}
     changed = []
     for side, name in names.items():
@@ -128,7 +131,19 @@ def cost_changes(updates: dict[str, Any]) -> list[str]:
         if any(abs(factor - 1) > 0.005 for factor in factors):
             low, high = (f"{bound(factors):.2f}" for bound in (min, max))
             changed.append(f"{name} takes {low if low == high else f'{low} to {high}'} times as long")
-    return [f"costs: {', '.join(changed)} as was measured first; plans follow"] if changed else []
+    lines = [f"costs: {', '.join(changed)} as was measured first; plans follow"] if changed else []
+    names = {
+        "host": "the host's share of a layer",
+        "device": "the device's",
+        "wake": "the host's behind a layer without one",
+        "both": "a layer of both",
+        "link": "an order of tiles",
+    }
+    beside = updates.get("beside", {})
+    more = [f"{name} {beside[kind] * 1e6:+.0f} us" for kind, name in names.items() if beside.get(kind)]
+    if more:
+        lines.append(f"beside their tiles, in place of what was measured: {', '.join(more)}")
+    return lines
 
 
 def _fidelity(fidelity: dict[str, Any]) -> str:

@@ -32,6 +32,7 @@ from pipeline.config import (
     DEFAULT_CONTEXT,
     KV_CONTEXTS,
     BackboneDType,
+    DenseName,
     DeviceName,
     EngineConfig,
     ExchangeName,
@@ -42,6 +43,7 @@ from protocol.keys import RIGHTS
 from protocol.messages import Calibrate, Sampling
 
 MAX_DAYS = 1e6
+MOST_LOSS = 1000  # percent
 MAX_ERROR = 1000  # characters
 LOG_LEVELS = ("debug", "info", "notice", "warning", "error")
 
@@ -206,6 +208,8 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     most = f"tokens to read at most, from all of the text (default {Calibrate.tokens})"
     add = calibrate.add_argument
     add("--calibrate-tokens", type=at_least(LEAST_TOKENS), metavar="N", help=most)
+    bound = "find the strongest settings of approximations that add at most X %% to the perplexity"
+    add("--max-loss", type=above(0, MOST_LOSS), metavar="X", help=bound)
     report = "draw the results into this folder; without a text, those of an earlier calibration"
     add("--report", type=Path, metavar="DIR", help=report)
     _add_json(calibrate)
@@ -292,8 +296,12 @@ def _add_sizes(add: Callable[..., object]) -> None:
         choices=get_args(DeviceName),
         help=f"device of the backbone and the resident experts (default {default.device})",
     )
-    formats = "format of the experts' weights (default: the most exact that fits)"
-    add("--format", choices=get_args(FormatName), help=formats)
+    formats = (
+        f"format of the experts' weights: {', '.join(get_args(DenseName))}; or floe[-u4|-u8][-int8|-int4], of"
+        " which single channels can be left out: up in 2 (4, 8) bits, channels in bf16 (int8, int4) (default:"
+        " the most exact that fits, none of the last)"
+    )
+    add("--format", choices=get_args(FormatName), metavar="FORMAT", help=formats)
     backbone_dtype = f"format of all other weights (default {default.backbone_dtype})"
     add("--backbone-dtype", choices=get_args(BackboneDType), help=backbone_dtype)
     expert_cache = f"share of all expert tiles on the device (default {DEFAULT_CACHE}; on a GPU all that fit)"

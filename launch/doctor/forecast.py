@@ -30,7 +30,7 @@ from pipeline.config import EngineConfig, FormatName
 from pipeline.memory.needs import Needs, backbone_tensors, quantized_bytes
 from pipeline.models.registry import expert_shape
 from protocol.user_folders import user_folder
-from shm.layout import FORMATS, BlockFormat, StoreLayout, format_named
+from shm.layout import FORMATS, BlockFormat, FloeFormat, StoreLayout, format_named
 from shm.segment import available_memory, byte_size
 
 CHILD = "launch.doctor.kernel_rates"
@@ -153,7 +153,7 @@ def bytes_read(source: ModelSource, asked: EngineConfig, needs: Needs) -> Bytes:
     backbone = needs.backbone
     if not needs.spec.tied_embeddings or quantized_bytes(tensors, needs.spec, asked):
         backbone -= needs.spec.vocabulary * needs.spec.hidden * (4 if asked.backbone_dtype == "f32" else 2)
-    active = shape.layers * needs.spec.top_k * shape.tiles * layout.tile_bytes
+    active = shape.layers * needs.spec.top_k * layout.expert_bytes
     return Bytes(active, backbone, CONTEXT * needs.kv_token)
 
 
@@ -176,12 +176,16 @@ def explain(forecasts: Mapping[FormatName, Forecast], speeds: Speeds, dtype: str
         f"{name} {percent(spread.usual / speeds.memory)}" for name, spread in speeds.experts.items()
     )
     first = next(iter(forecasts.values()))
+    sparse = any(isinstance(format_named(name), FloeFormat) for name in forecasts)
+    whole = (
+        " In floe formats no channel is left out here: with sparsity fewer bytes are read." if sparse else ""
+    )
     lines = [finding.found + "; " + finding.means for finding in busy(speeds.load, speeds.cores)]
     return [
         *lines,
         f"tok/s: expected of one request after {CONTEXT} tokens, with --policy all-host. A token"
         f" reads its experts, {byte_size(first.reads.backbone)} of backbone in {dtype} and"
-        f" {byte_size(first.reads.kv)} of KV cache.",
+        f" {byte_size(first.reads.kv)} of KV cache.{whole}",
         f"Measured here just now: all cores read up to {rate(speeds.memory)}; the expert kernels reach"
         f" {kernels} of that, the backbone {percent(speeds.backbone.usual / speeds.memory)}; the rest of a"
         f" layer takes {1e3 * speeds.layer:.2g} ms.",

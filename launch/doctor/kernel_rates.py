@@ -9,11 +9,14 @@ import mmap
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from protocol import messages
 from shm.layout import Bytes, ExpertShape, StoreLayout, format_named
+from shm.store import Store
 from workers.kernels import reading
 from workers.kernels.choice import Choice
 from workers.kernels.host import Activations, HostKernel
@@ -55,8 +58,24 @@ def _expert(name: str, shape: ExpertShape, most: int, kernels: Choice) -> tuple[
     kernel = HostKernel(layout, kernels=kernels)
     x = np.full((1, shape.hidden), 0.5, np.float32)
     row = np.zeros(1, np.int32)
-    size = layout.tile_bytes * max(1, min(shape.tiles, most // layout.tile_bytes))
+    tiles = max(1, min(shape.tiles, most * shape.tiles // layout.expert_bytes))
+    size = layout.tile_bytes * tiles
+    if layout.head_bytes:  # tiles with heads are computed as Works on a store, here without a mask
+        one = replace(shape, layers=1, experts=1, intermediate=tiles * shape.tile)
+        layout = StoreLayout(one, layout.format)
+        items, offsets = np.array([[0, 0, tiles]], np.int32), np.array([0, 1], np.int32)
+        order = messages.Work(0, 0, items, offsets, row, np.ones(1, np.float32), x)
+        return lambda data: kernel.compute_work(order, _Buffer(layout, data)), layout.total_bytes
     return lambda data: kernel.compute(data, Activations(x), row), size
+
+
+class _Buffer(Store):
+    """The bytes of a buffer as a store of one expert."""
+
+    def __init__(self, layout: StoreLayout, data: Bytes) -> None:
+        self.layout = layout
+        self._data = data
+        self._tile_bytes = layout.tile_bytes
 
 
 def _matrix(dtype: str, width: int, threads: int) -> tuple[Work, int]:

@@ -12,7 +12,7 @@ from launch.processes.kernel_choice import choice_of, exchange_of
 from launch.terminal.format import rate
 from shm.blocks import BlockFormat
 from shm.formats import BF16
-from shm.layout import FORMATS
+from shm.layout import DENSE
 from shm.quantize import library as quantizer
 from workers.interpreter import ROOT
 from workers.kernels.native import VARIANTS, Library, chosen, load
@@ -70,8 +70,8 @@ def tuned(record: Record, of: Tuning, path: Path) -> Finding:
 
 def explain(variants: dict[str, Library | str], chosen: Library | None, quantizer: bool) -> Iterator[Finding]:
     """`variants`: each one's library, or why it cannot run, best first; `chosen`: the one that is used."""
-    compiled = [name for name, kind in FORMATS.items() if isinstance(kind, BlockFormat | BF16)]
-    other = [name for name in FORMATS if name not in compiled]
+    compiled = [name for name, kind in DENSE.items() if isinstance(kind, BlockFormat | BF16)]
+    other = [name for name in DENSE if name not in compiled]
     fix = "install a C compiler (Debian, Ubuntu: sudo apt install gcc)\n" + pip_install(f"-e {ROOT}")
     if chosen is None:
         of_reason: dict[str, list[str]] = {}

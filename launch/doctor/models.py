@@ -41,7 +41,7 @@ def _reads(name: str, config: Config) -> Reads:
     layout = StoreLayout(shape, tile_format)
     active = shape.layers * model_spec(config).top_k
     layers = model_spec(config).layers
-    return Reads(name, layout.total_bytes, active * shape.tiles * layout.tile_bytes, layers)
+    return Reads(name, layout.total_bytes, active * layout.expert_bytes, layers)
 
 
 def last_cache() -> int | None:

@@ -157,9 +157,8 @@ class Backbone:
         """Lay the spans' tokens out as rows, with the rotary factors and masks that all layers share."""
         tokens = [t for s in spans for t in s.tokens]
         positions = [(range(s.kv.length, s.kv.length + len(s.tokens)), s.kv.long) for s in spans]
-        # One copy to the device for tokens and rows of the rotary tables.
-        inputs = torch.stack((torch.tensor(tokens), self._rope.rows(positions))).to(self._device)
-        return Batch(spans, len(tokens), inputs[0], self._rope[inputs[1]], self._masks)
+        placed = torch.tensor(tokens, device=self._device)
+        return Batch(spans, len(tokens), placed, self._rope, self._rope.rows(positions), self._masks)
 
     def _masks(self, spans: Sequence[TokenSpan]) -> Masks:
         return {

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from pipeline.backbone.kv_cache import SequenceKV
+from pipeline.backbone.rope import RopeTables
 from workers.kernels.layer import TOKEN, Tokens
 
 
@@ -41,8 +42,15 @@ class Batch:
     spans: Sequence[TokenSpan]
     rows: int
     tokens: Tensor  # [R] int64, on the device
-    cos_sin: tuple[Tensor, Tensor]  # rotary cosines and sines of the rows' positions, [R, 1, width] each
+    rope: RopeTables
+    rope_rows: list[int]  # of these tables, of the rows' positions
     find_masks: Callable[[Sequence[TokenSpan]], Masks]
+
+    @cached_property
+    def cos_sin(self) -> tuple[Tensor, Tensor]:
+        """Rotary cosines and sines of the rows' positions, [R, 1, width] each. Found on first use: the host's
+        kernel of a layer reads the tables."""
+        return self.rope[self.rope_rows]
 
     @cached_property
     def masks(self) -> Masks:
@@ -63,9 +71,7 @@ class Batch:
     def host_tokens(self) -> Tokens:
         """The rows for the host's kernel of a layer, where each span is a single token."""
         rows = np.empty(self.rows, TOKEN)
-        for name, table in zip(("cosines", "sines"), self.cos_sin, strict=True):
-            step = table.element_size() * table.stride(0)
-            rows[name] = table.data_ptr() + step * np.arange(self.rows)
+        rows["cosines"], rows["sines"] = self.rope.addresses(self.rope_rows)
         for row, span in enumerate(self.spans):
             rows["streams"][row] = span.kv.addresses
             rows["capacity"][row], rows["position"][row] = span.kv.capacity, span.kv.length

@@ -11,6 +11,7 @@ from copy import deepcopy
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.backbone.disk_cache import BackboneCache
@@ -40,13 +41,22 @@ class RopeTables:
         self._cos = torch.cat([cos for cos, _ in tables]).to(device)[:, None]
         self._sin = torch.cat([sin for _, sin in tables]).to(device)[:, None]
 
-    def rows(self, positions: Sequence[tuple[range, bool]]) -> Tensor:
-        """Row numbers of ranges of positions, each with whether its sequence is long: int64 [R]."""
-        return torch.tensor([p + self._context * long for span, long in positions for p in span])
+    def rows(self, positions: Sequence[tuple[range, bool]]) -> list[int]:
+        """Row numbers of ranges of positions, each with whether its sequence is long: [R]."""
+        return [p + self._context * long for span, long in positions for p in span]
 
-    def __getitem__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, rows: list[int]) -> tuple[Tensor, Tensor]:
         """Cosines and sines [R, 1, width]; the sines of the first half are negated."""
-        return self._cos[rows], self._sin[rows]
+        places = torch.tensor(rows, device=self._cos.device)
+        return self._cos[places], self._sin[places]
+
+    def addresses(self, rows: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The same rows where they lie, on the host: of cosines and sines, [R] each. Raises IndexError
+        outside the tables, because C reads what the addresses name."""
+        if not 0 <= min(rows, default=0) <= max(rows, default=0) < len(self._cos):
+            raise IndexError(f"rotary rows {min(rows)} to {max(rows)} of {len(self._cos)}")
+        offsets = np.array(rows, np.int64) * (self._cos.stride(0) * self._cos.element_size())
+        return self._cos.data_ptr() + offsets, self._sin.data_ptr() + offsets
 
 
 def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:

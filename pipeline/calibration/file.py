@@ -4,8 +4,9 @@ it, the same as readable text.
 The tensors are the arrays of `Calibration` by their names (accuracy.raw, accuracy.residual, accuracy.first,
 the same of gated_accuracy, and hit_rates.lcp, .lru and .lfu);
 an array that could not be measured is absent. `__metadata__` has one entry, "tandem", a JSON object:
-`version`, `fingerprint` (of the model, the folder's name), `threshold`, `about` (how it was measured, see
-docs/calibration.md), and `crc32` of all of these and of the tensors. Files are 0600 in a 0700 folder; a file
+`version`, `fingerprint` (of the model, the folder's name), `threshold`, `up`, `max_loss` and `sparsity` as in
+`Calibration`, `about` (how it was measured, see docs/calibration.md), and `crc32` of all of these and of the
+tensors. Files are 0600 in a 0700 folder; a file
 that another user may have written is not used. They are written under a temporary name and renamed when
 complete.
 """
@@ -28,6 +29,7 @@ from pipeline.calibration.summary import describe
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.errors import CalibrationError
 from pipeline.policies.calibration import Calibration
+from pipeline.policies.sparsity import MOST
 from pipeline.policies.split import PRIORITIES
 from protocol.errors import NotPrivate
 from protocol.private_files import check_private, make_folders
@@ -36,8 +38,8 @@ from shm.atomic_file import atomic_file
 from shm.cache_record import CacheRecord, note_use
 
 NAME, READABLE = "calibration.safetensors", "calibration.txt"
-VERSION = 3
-READABLE_VERSIONS = (2, VERSION)  # those of 2 lack the hit rates
+VERSION = 4
+READABLE_VERSIONS = (2, 3, VERSION)  # those of 2 lack the hit rates, of 2 and 3 the magnitudes
 KEY = "tandem"  # of the metadata
 PREDICTORS = ("raw", "residual", "first")
 MOST_BYTES = 1 << 28
@@ -59,6 +61,9 @@ def save(path: Path, calibration: Calibration, about: dict[str, Any]) -> None:
         "version": VERSION,
         "fingerprint": path.parent.name,
         "threshold": calibration.threshold,
+        "up": calibration.up,
+        "max_loss": calibration.max_loss,
+        "sparsity": calibration.sparsity,
         "about": about,
     }
     facts["crc32"] = _checksum(facts, tensors)
@@ -89,7 +94,7 @@ def read(path: Path) -> tuple[Calibration, dict[str, Any]]:
         facts = json.loads(header["__metadata__"][KEY])
         tensors: dict[str, Array] = load_tensors(data)
         version, fingerprint, checksum = facts["version"], facts["fingerprint"], facts.pop("crc32")
-        threshold, about = facts["threshold"], dict(facts["about"])
+        about = dict(facts["about"])
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as e:
         raise _unusable(path, f"it is not a complete calibration ({type(e).__name__})") from None
     if version not in READABLE_VERSIONS:
@@ -99,7 +104,7 @@ def read(path: Path) -> tuple[Calibration, dict[str, Any]]:
     if checksum != _checksum(facts, tensors):
         raise _unusable(path, "it is damaged")
     try:
-        return _checked(tensors, threshold), about
+        return _checked(tensors, facts), about
     except ValueError as e:
         raise _unusable(path, str(e)) from None
 
@@ -137,8 +142,8 @@ def _bytes_of_own(path: Path) -> bytes:
         raise _unusable(path, e.strerror or str(e)) from None
 
 
-def _checked(tensors: dict[str, Array], threshold: object) -> Calibration:
-    """The calibration of these arrays. Raises ValueError that names an inconsistency."""
+def _checked(tensors: dict[str, Array], facts: dict[str, Any]) -> Calibration:
+    """The calibration of these arrays and numbers. Raises ValueError that names an inconsistency."""
 
     def take(name: str, shape: tuple[int, ...], dtype: str = "float32") -> Array:
         array = tensors.pop(name, None)
@@ -178,12 +183,17 @@ def _checked(tensors: dict[str, Array], threshold: object) -> Calibration:
         gated_accuracy={name: take(f"gated_accuracy.{name}", (layers, steps)) for name in PREDICTORS},
         needed=optional("needed", layers, most),
         sensitivity=optional("sensitivity", layers),
-        threshold=_threshold(threshold),
+        threshold=_number(facts, "threshold"),
         first_gate=optional("first_gate", experts, hidden),
         hit_rates={
             name: take(f"hit_rates.{name}", (layers, experts + 1))
             for name in (PRIORITIES if any(name.startswith("hit_rates.") for name in tensors) else ())
         },
+        magnitudes=optional("magnitudes", layers, sizes := width("magnitudes", 2)),
+        left_mass=optional("left_mass", layers, sizes),
+        up=str(facts.get("up", "")),
+        max_loss=_number(facts, "max_loss"),
+        sparsity=_number(facts, "sparsity"),
     )
     if tensors:
         raise ValueError(f"it holds {min(tensors)[:40]!r}, an unknown array")
@@ -193,6 +203,7 @@ def _checked(tensors: dict[str, Array], threshold: object) -> Calibration:
     rates = [array for table in tables for array in table.values()]
     if any((array < 0).any() or (array > 1).any() for array in rates):
         raise ValueError("an accuracy or a hit rate is outside 0..1")
+    _check_magnitudes(result)
     if result.sensitivity is not None and (result.sensitivity < 0).any():
         raise ValueError("a sensitivity is below 0")
     for name, shares in (("kept", result.kept), ("needed", result.needed)):
@@ -203,9 +214,24 @@ def _checked(tensors: dict[str, Array], threshold: object) -> Calibration:
     return result
 
 
-def _threshold(value: object) -> float | None:
+def _check_magnitudes(calibration: Calibration) -> None:
+    magnitudes, left = calibration.magnitudes, calibration.left_mass
+    if (magnitudes is None) != (left is None) or (magnitudes is None) != (calibration.up == ""):
+        raise ValueError("magnitudes, left_mass and up are not all there")
+    if magnitudes is not None and left is not None:
+        if magnitudes.shape[1] < 2 or left.max() > 1:
+            raise ValueError("magnitudes has no steps, or left_mass does not consist of shares")
+        if any((array < 0).any() or (np.diff(array) < 0).any() for array in (magnitudes, left)):
+            raise ValueError("magnitudes or left_mass do not rise from 0 on")
+    if calibration.sparsity is not None and (calibration.sparsity > MOST or calibration.max_loss is None):
+        raise ValueError("its sparsity is not that of a bound")
+
+
+def _number(facts: dict[str, Any], name: str) -> float | None:
+    """None where it is absent, as in older files."""
+    value = facts.get(name)
     if value is None:
         return None
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
         return float(value)
-    raise ValueError("its threshold is not a number of at least 0")
+    raise ValueError(f"its {name} is not a number of at least 0")

@@ -76,8 +76,7 @@ class _Ranks:
             np.add.at(self._at, (where[0], places[where]), 1)
         self._steps += 1
         self._rows += rows
-        frequency, recency = self._priority
-        self._priorities[active] = frequency * np.log(self._rows[active]) + recency * self._steps
+        self._priorities[active] = self._priority.of_each(self._rows[active], self._steps)
 
     def rates(self) -> FloatArray:
         uses = self._at.sum(axis=1, keepdims=True)

@@ -17,6 +17,17 @@ from pipeline.text.logprobs import log_softmax
 Passed = Callable[[int], None]  # takes the number of tokens just read; its exceptions end the reading
 
 
+class TokenCount:
+    """Counts a stage's tokens."""
+
+    def __init__(self, progress: Callable[[str, int, int], None], stage: str, done: int, total: int) -> None:
+        self._progress, self._stage, self._done, self._total = progress, stage, done, total
+
+    def more(self, tokens: int) -> None:
+        self._done += tokens
+        self._progress(self._stage, self._done, self._total)
+
+
 class Lanes:
     """Windows with their sequences in the KV cache; made by `lanes`."""
 

@@ -3,31 +3,31 @@
 1. The training windows are read: expert counts, residuals, pairs for the first gate.
 2. The first gate is trained, and the layers' sensitivities are computed.
 3. The validation windows are read: expert counts, and each predictor's accuracy.
-4. The threshold of AdapMoE's gate is searched by decoding the validation windows repeatedly.
+4. The threshold of AdapMoE's gate, and with a bound the largest sparsity, are searched by decoding validation
+   windows repeatedly.
 
-Stages 1 to 3 compute the exact model on the workers; only stage 4 skips experts.
+Stages 1 to 3 compute the exact model on the workers; only stage 4 approximates it.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 
-from pipeline.backbone.kv_cache import KVCache
+from pipeline.calibration.approximations import EXACT, Approximations
 from pipeline.calibration.batches import MOST_ROWS, BatchedPredictions
-from pipeline.calibration.collector import Needs, TrainPass, ValidationPass
+from pipeline.calibration.collector import TrainPass, ValidationPass
+from pipeline.calibration.context import CalibrationContext, Findings, Progress
 from pipeline.calibration.first_gate import train_first_gate
 from pipeline.calibration.hit_rates import TokenOrder
-from pipeline.calibration.lanes import lanes, observed, separate_counters
+from pipeline.calibration.lanes import TokenCount, lanes, observed, separate_counters
+from pipeline.calibration.magnitudes import Magnitudes
 from pipeline.calibration.sensitivity import sensitivities
-from pipeline.calibration.threshold import largest_threshold, perturbations
 from pipeline.calibration.windows import LANES, Division, Window
 from pipeline.config import DEFAULT_CACHE
 from pipeline.engine.engine import Engine
@@ -43,50 +43,10 @@ from pipeline.policies.parts import (
     whole_experts,
 )
 from pipeline.policies.presets import make_policy
-from pipeline.policies.view import PolicyRequest
-from shm.store import Store
 
 PAIR_BYTES = 64 << 20  # of the pairs that the first gate is trained on
+UP_WEIGHTS = 1 << 30  # of a layer's up matrices that are multiplied to find the sizes of u
 SENSITIVITY_WINDOWS = 4  # of the training windows, evenly spaced: each needs a backward pass of every layer
-BOUND = 0.005  # share of the loss that AdapMoE's gate may add on the validation part
-EVALUATIONS = 8  # thresholds that are tried
-FEW_ANSWERS = 200  # decoded tokens below which chance changes a loss more than the gate does
-EXACT = PolicyRequest("all-host")
-
-Progress = Callable[[str, int, int], None]  # stage, done, total; its exceptions end the calibration
-
-
-@dataclass(frozen=True)
-class CalibrationContext:
-    """The parts of an engine that a calibration uses. `chunk`: prefill tokens of a step; `lanes`: sequences
-    that are decoded together at most; `cache`: share of all experts that a cache would keep, where none is
-    open."""
-
-    engine: Engine
-    store: Store
-    kv: KVCache
-    chunk: int
-    lanes: int
-    context: int
-    seed: int
-    cache: float = DEFAULT_CACHE
-
-
-@dataclass
-class Findings:
-    """Results of a calibration other than its arrays. `hits`: of the experts that tokens use, the share that
-    the cache would hold with the most used experts in it: with those of the training windows, of the
-    `heldout` windows' tokens; with those of all windows, of the tokens of `prompts` and of the `tokens` that
-    the engine has computed for its clients (`own`). Those two are None for too few tokens, and `differs`
-    follows from them as in a policy's note. `share`: of all experts, the cache's."""
-
-    tokens: int = 0  # that were read
-    windows: int = 0
-    hits: dict[str, float | int | None] = field(default_factory=dict)
-    prefetch: dict[str, Any] = field(default_factory=dict)  # DALI's measures; empty with a single layer
-    seconds: dict[str, float] = field(default_factory=dict)  # by stage
-    notes: list[str] = field(default_factory=list)  # arrays that could not be measured, with the remedy
-    losses: dict[str, float] = field(default_factory=dict)  # nats a token: "exact", "gated"
 
 
 def calibrate(
@@ -120,7 +80,11 @@ class _Measurement:
             self._ctx.engine.set_policy(make_policy(EXACT, self._ctx.seed), None, None, counted=False)
             train_pass, trained = self._train()
             validated, validation = self._validate(train_pass, trained)
-            return self._find_threshold(validated, validation), self._findings
+            judged = _spread(self._division.validation, self._width)
+            held_out = len(self._division.validation)
+            stage = Approximations(self._ctx, self._findings, judged, held_out, self._progress)
+            found = stage.find_threshold(validated, validation.weights)
+            return stage.find_sparsity(found), self._findings
 
     def _train(self) -> tuple[TrainPass, Calibration]:
         """Stages 1 and 2."""
@@ -129,10 +93,14 @@ class _Measurement:
         pair = 4 * (hidden + shape.experts)
         count = sum(len(window.tokens) for window in windows)
         train_pass = TrainPass(shape, hidden, every=1 + count * pair // PAIR_BYTES)
-        with self._timed("reading"), observed(engine, self._order):
+        sizes = self._magnitudes()
+        with self._findings.timed("reading"), observed(engine, self._order), ExitStack() as also:
+            if sizes is not None:
+                also.enter_context(observed(engine, sizes))
             self._read(windows, train_pass, done=0)
+        magnitudes, left_mass = (sizes and sizes.quantiles()) or (None, None)
         residuals = train_pass.residuals()
-        with self._timed("first gate"):
+        with self._findings.timed("first gate"):
             self._progress("training the first gate", 0, 1)
             pairs, router = train_pass.pairs(), self._spec.router
             gate = train_first_gate(*pairs, router, self._ctx.seed, engine.tick)
@@ -149,14 +117,28 @@ class _Measurement:
             sensitivity=self._sensitivity(),
             threshold=None,
             first_gate=gate.matrix,
+            magnitudes=magnitudes,
+            left_mass=left_mass,
+            up="" if magnitudes is None else engine.up,
+            max_loss=self._ctx.max_loss,
         )
+
+    def _magnitudes(self) -> Magnitudes | None:
+        """An observer of |u|; None where the format keeps no up matrices apart."""
+        up, engine, windows = self._ctx.up, self._ctx.engine, self._division.training
+        if up is None:
+            return None
+        experts = engine.layout.shape
+        decoded = sum(len(window.tokens) - window.prefill for window in windows)
+        weights = decoded * engine.shape.top_k * experts.padded * experts.hidden
+        return Magnitudes(engine.shape, up, every=1 + weights // UP_WEIGHTS)
 
     def _sensitivity(self) -> Floats | None:
         ctx = self._ctx
         chosen = [window.tokens for window in _spread(self._division.training, SENSITIVITY_WINDOWS)]
         engine, progress = ctx.engine, self._progress
         try:
-            with self._timed("sensitivities"):
+            with self._findings.timed("sensitivities"):
                 report = partial(progress, "sensitivities")
                 parts = engine.backbone, engine.device, ctx.store
                 return sensitivities(*parts, chosen, report, engine.tick)
@@ -172,7 +154,11 @@ class _Measurement:
         router, held_out = self._spec.router, self._division.validation
         every = 1 + sum(len(window.tokens) for window in held_out) // MOST_ROWS
         batched = BatchedPredictions(shape, router, trained.residuals, trained.residual_logits, every)
-        with self._timed("reading"), observed(self._ctx.engine, batched), observed(engine, self._order):
+        with (
+            self._findings.timed("reading"),
+            observed(self._ctx.engine, batched),
+            observed(engine, self._order),
+        ):
             read = sum(len(window.tokens) for window in self._division.training)
             self._read(held_out, validation, done=read)
         self._findings.prefetch = batched.measured(self._ctx.seed)
@@ -210,77 +196,15 @@ class _Measurement:
             "tokens": tokens,
         }
 
-    def _find_threshold(self, validated: Calibration, validation: ValidationPass) -> Calibration:
-        """Stage 4."""
-        sensitivity = validated.sensitivity
-        if sensitivity is None:
-            return validated
-        weights = [np.concatenate(layer) for layer in validation.weights]
-        candidates = [perturbations(w, float(s)) for w, s in zip(weights, sensitivity, strict=True)]
-        engine, ctx = self._ctx.engine, self._ctx
-        windows = _spread(self._division.validation, self._width)
-        if engine.shape.top_k == 1:  # a gate cannot skip the only expert
-            only = np.tile(np.array([0, 1], np.float32), (engine.shape.layers, 1))
-            return replace(validated, threshold=0.0, needed=only)
-        answers = sum(len(window.tokens) - window.prefill for window in windows)
-        needs: dict[float, Floats] = {}
-        with self._timed("threshold"), lanes(engine, ctx.kv, windows, ctx.chunk) as held:
-            held.read_prompts(lambda _: self._progress("threshold", 0, EVALUATIONS * answers))
-            done = _TokenCount(self._progress, "threshold", 0, EVALUATIONS * answers)
-
-            def loss(threshold: float) -> float:
-                gated = PolicyRequest(EXACT.name, {"gate": "adaptive", "threshold": repr(float(threshold))})
-                engine.set_policy(make_policy(gated, ctx.seed), None, validated, counted=False)
-                seen = Needs(engine.shape)
-                with observed(engine, seen):
-                    found = held.loss(done.more)
-                needs[threshold] = seen.shares()
-                return found
-
-            try:
-                best = largest_threshold(np.concatenate(candidates), loss, BOUND, EVALUATIONS)
-            except ValueError as e:
-                self._findings.notes.append(f"no threshold of AdapMoE's gate: {e}")
-                return validated
-            finally:
-                engine.set_policy(make_policy(EXACT, ctx.seed), None, None, counted=False)
-        self._findings.losses = {"exact": best.exact, "gated": best.loss}
-        if len(windows) < len(self._division.validation):
-            several = f"{len(windows)} of {len(self._division.validation)} validation windows"
-            self._findings.notes.append(f"the threshold was found on {several}")
-        if answers < FEW_ANSWERS:
-            self._findings.notes.append(
-                f"the threshold was found on {answers} tokens alone; give a text of some thousand tokens"
-            )
-        return replace(validated, threshold=best.value, needed=needs[best.value])
-
     def _read(self, windows: Sequence[Window], observer: Observer, done: int) -> None:
         """Read all windows, a few at a time."""
         engine, ctx = self._ctx.engine, self._ctx
-        passed = _TokenCount(self._progress, "reading the text", done, self._tokens).more
+        passed = TokenCount(self._progress, "reading the text", done, self._tokens).more
         with observed(engine, observer):
             for start in range(0, len(windows), self._width):
                 with lanes(engine, ctx.kv, windows[start : start + self._width], ctx.chunk) as held:
                     held.read_prompts(passed)
                     held.read_answers(passed)
-
-    @contextmanager
-    def _timed(self, stage: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        seconds = self._findings.seconds
-        seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - began
-
-
-class _TokenCount:
-    """Counts a stage's tokens."""
-
-    def __init__(self, progress: Progress, stage: str, done: int, total: int) -> None:
-        self._progress, self._stage, self._done, self._total = progress, stage, done, total
-
-    def more(self, tokens: int) -> None:
-        self._done += tokens
-        self._progress(self._stage, self._done, self._total)
 
 
 def _spread(windows: Sequence[Window], most: int) -> list[Window]:

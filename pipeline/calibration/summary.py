@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.policies.calibration import Calibration, Floats
+from pipeline.policies.calibration import Calibration, Floats, quantiles
 
 
 def summary(calibration: Calibration, about: dict[str, Any]) -> dict[str, Any]:
@@ -16,6 +16,9 @@ def summary(calibration: Calibration, about: dict[str, Any]) -> dict[str, Any]:
         "accuracy": {name: mean_accuracy(calibration, name) for name in ("raw", "residual", "first")},
         "similarity": float(calibration.similarity.mean()),
         "threshold": calibration.threshold,
+        "up": calibration.up,
+        "max_loss": calibration.max_loss,
+        "sparsity": calibration.sparsity,
         "single_expert_share": None,
         "experts_per_token": None,
     }
@@ -65,10 +68,25 @@ def describe(calibration: Calibration, about: dict[str, Any]) -> str:
             f"hits of a cache in decode, by {name}, of 0 to {experts} experts a layer, a line for each, %",
         ]
         lines += [" ".join(f"{100 * rate:.1f}" for rate in layer) for layer in rates.tolist()]
+    lines += _magnitudes(calibration)
     for phase, counts in (("prefill", calibration.prefill_counts), ("decode", calibration.decode_counts)):
         lines += ["", f"rows by expert in {phase}, a line for each layer"]
         lines += [" ".join(map(str, rows)) for rows in counts.tolist()]
     return "\n".join(lines) + "\n"
+
+
+def _magnitudes(calibration: Calibration) -> list[str]:
+    magnitudes, left = calibration.magnitudes, calibration.left_mass
+    if magnitudes is None or left is None:
+        return []
+    shares = (0.5, 0.7, 0.8, 0.9)
+    columns = [zip(quantiles(magnitudes, s), quantiles(left, s), strict=True) for s in shares]
+    percents = ", ".join(f"{100 * share:g}" for share in shares)
+    return [
+        "",
+        f"|u| below which {percents} % of the channels are, and their share of its sum, %",
+        *("  ".join(f"{u:.3g}, {100 * mass:.1f}" for u, mass in row) for row in zip(*columns, strict=True)),
+    ]
 
 
 def batched_accuracy(prefetch: dict[str, Any]) -> list[tuple[int, list[tuple[float, float]]]]:
@@ -107,7 +125,7 @@ def _row(calibration: Calibration, prefetch: dict[str, Any], layer: int) -> Sequ
 
 def _plain(value: Any) -> str:
     match value:
-        case None:
+        case None | "":
             return "none"
         case float():
             return f"{value:.4g}"

@@ -3,14 +3,16 @@
 Together the chunks write the same bytes as `StoreLayout.encode_expert`, in a small part of its memory.
 
 A quantized matrix consists of blocks of 16 outputs, so any multiple of 16 rows of gate, up or down can be
-encoded alone; such rows of down have records in every tile. A plain tile has down transposed: its rows are
-columns of the checkpoint's matrix, which is therefore held in memory as a whole.
+encoded alone; such rows of down have records in every tile. A plain tile, and one that is read by channel,
+has down transposed: its rows are columns of the checkpoint's matrix, which is therefore held in memory as a
+whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
@@ -20,7 +22,7 @@ from pipeline.checkpoint.reader import Bits, RawTensor, to_float32
 from pipeline.errors import ModelError
 from pipeline.models.architecture import ExpertRows, TensorRows
 from shm.errors import WeightsUnusable
-from shm.layout import BlockFormat, Bytes, Float32, StoreLayout
+from shm.layout import BlockFormat, Bytes, Float32, FloeFormat, StoreLayout
 
 CHUNK_NUMBERS = 1 << 19  # of one matrix, about
 STRIP = 64  # columns transposed at a time, of TRANSPOSED_ROWS rows: a block that stays in the cache
@@ -40,11 +42,17 @@ class Rows(Protocol):
 
 
 def expert_chunks(
-    reader: Rows, downs: ThreadPoolExecutor, layout: StoreLayout, expert: ExpertRows, out: Bytes
+    reader: Rows,
+    downs: ThreadPoolExecutor,
+    layout: StoreLayout,
+    expert: ExpertRows,
+    out: Bytes,
+    heads: Bytes,
 ) -> list[Chunk]:
-    """The chunks of an expert, for any order and threads. `downs`: reads `down` where it is needed whole."""
+    """The chunks of an expert, for any order and threads. `downs`: reads `down` where it is needed whole. out
+    uint8 [expert_stride], heads uint8 [head_stride]."""
     shape = layout.shape
-    out[layout.tile_bytes * shape.tiles :] = 0
+    layout.clear_padding(out, heads)
     if isinstance(layout.format, BlockFormat):
         sizes = ((shape.padded, shape.hidden), (shape.padded, shape.hidden), (shape.hidden, shape.padded))
         return [
@@ -53,10 +61,16 @@ def expert_chunks(
             for lo, hi in _ranges(rows, max(16, CHUNK_NUMBERS // columns // 16 * 16))
         ]
     down = downs.submit(reader.rows, expert[2], 0, expert[2].rows)
+    step = max(1, CHUNK_NUMBERS // shape.hidden)
+    if isinstance(layout.format, FloeFormat):  # the tiles of an expert are as one tile
+        return [
+            partial(_encode_channels, reader, layout, layout.format, expert, down, lo, hi, out, heads)
+            for lo, hi in _ranges(shape.padded, max(16, step // 16 * 16))
+        ]
     return [
         partial(_encode_plain, reader, layout, expert, down, tile, lo, hi, out)
         for tile in range(shape.tiles)
-        for lo, hi in _ranges(shape.tile, max(1, CHUNK_NUMBERS // shape.hidden))
+        for lo, hi in _ranges(shape.tile, step)
     ]
 
 
@@ -89,10 +103,17 @@ def _encode_blocks(
         start = tile * layout.tile_bytes + matrix * blocks.matrix_bytes(shape.tile, shape.hidden)
         start += blocks.matrix_bytes(above, tile_columns)
         records = out[start : start + blocks.matrix_bytes(last - first, tile_columns)]
-        try:
+        with _naming(part):
             blocks.encode_matrix(rows, records)
-        except WeightsUnusable as e:
-            raise ModelError(f"{e}, in the tensor {part.name}") from None
+
+
+@contextmanager
+def _naming(part: TensorRows) -> Iterator[None]:
+    """Turn weights that cannot be encoded into a ModelError that names their tensor."""
+    try:
+        yield
+    except WeightsUnusable as e:
+        raise ModelError(f"{e}, in the tensor {part.name}") from None
 
 
 def _rows(reader: Rows, part: TensorRows, lo: int, hi: int) -> RawTensor:
@@ -141,12 +162,7 @@ def _encode_plain(
     last = max(first, min(first + count, shape.intermediate))
     start = tile * layout.tile_bytes
     whole = out[start : start + layout.tile_bytes].reshape(3, shape.tile, -1)
-    dtype, _, bits = down.result()
-    matrices = (
-        _rows(reader, expert[0], first, last),
-        _rows(reader, expert[1], first, last),
-        RawTensor(dtype, (last - first, shape.hidden), _transposed(bits[:, first:last])),
-    )
+    matrices = _channels(reader, expert, down, first, last)
     if all(SAME_BITS.get(raw.dtype) == tile_format.name for raw in matrices):
         for target, raw in zip(whole, matrices, strict=True):
             target[lo : lo + last - first] = raw.bits.view(np.uint8)
@@ -156,3 +172,40 @@ def _encode_plain(
     gate, up, columns = (_padded(to_float32(raw.dtype, raw.bits), count, shape.hidden) for raw in matrices)
     tile_format.encode(gate, up, columns, scratch)
     whole[:, lo:hi] = scratch.reshape(3, count, -1)
+
+
+def _encode_channels(
+    reader: Rows,
+    layout: StoreLayout,
+    tile_format: FloeFormat,
+    expert: ExpertRows,
+    down: Future[RawTensor],
+    lo: int,
+    hi: int,
+    out: Bytes,
+    heads: Bytes,
+) -> None:
+    """Encode channels [lo, hi) of an expert: a smaller tile of a format that is read by channel."""
+    shape = layout.shape
+    first, last = (min(place, shape.intermediate) for place in (lo, hi))
+    gate, up, columns = (
+        _padded(to_float32(raw.dtype, raw.bits), hi - lo, shape.hidden)
+        for raw in _channels(reader, expert, down, first, last)
+    )
+    head, size = (tile_format.head_bytes(shape.hidden, channels) for channels in (lo, hi - lo))
+    channel = tile_format.channel_bytes(shape.hidden)
+    with _naming(expert[1]):
+        tile_format.up.encode_matrix(up, heads[head : head + size])
+    channels = out[lo * channel : hi * channel].reshape(hi - lo, 2, -1)
+    for n, (part, numbers) in enumerate(((expert[0], gate), (expert[2], columns))):
+        with _naming(part):
+            tile_format.rows.encode(numbers, channels[:, n])
+
+
+def _channels(
+    reader: Rows, expert: ExpertRows, down: Future[RawTensor], first: int, last: int
+) -> tuple[RawTensor, RawTensor, RawTensor]:
+    """Channels [first, last) of gate, up and down, the last transposed: each [last - first, H]."""
+    dtype, (hidden, _), bits = down.result()
+    columns = RawTensor(dtype, (last - first, hidden), _transposed(bits[:, first:last]))
+    return _rows(reader, expert[0], first, last), _rows(reader, expert[1], first, last), columns

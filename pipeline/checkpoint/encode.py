@@ -5,7 +5,7 @@ next experts ahead, and drops the encoded ones from the page cache: they are not
 what the engine's start reads next.
 
 Memory beyond the store and the page cache: two `down` matrices, or READ_AHEAD_BYTES / 3 of smaller ones (none
-for quantized formats), and CHUNK_BYTES for each core, whatever the model's size.
+for formats of quantized blocks), and CHUNK_BYTES for each core, whatever the model's size.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ def encode_experts(
     a tensor is missing, has another shape or weights that cannot be encoded, or its file changed."""
     layout = builder.layout
     shape = layout.shape
+    stride = layout.layer_stride // shape.experts
     pending: deque[_Pending] = deque()
     checksums: list[Future[None]] = []
 
     def retire(pool: ThreadPoolExecutor) -> int:
         """Wait for the oldest expert's chunks, then start its checksums; its bytes in the checkpoint."""
         oldest = pending.popleft()
-        begin = layout.offset(oldest.layer, oldest.expert)
+        begin = layout.before(oldest.layer, oldest.expert)
         for done, chunk in enumerate(oldest.chunks, 1):
             chunk.result()
-            progress(begin + layout.expert_stride * done // len(oldest.chunks))
+            progress(begin + stride * done // len(oldest.chunks))
         checksums.extend(pool.submit(task) for task in builder.checksum_tasks(oldest.layer, oldest.expert))
         for rows in oldest.rows:
             reader.advise(rows, os.POSIX_FADV_DONTNEED)
@@ -67,7 +68,8 @@ def encode_experts(
                     while len(pending) >= 2 and ahead + nbytes > READ_AHEAD_BYTES:
                         ahead -= retire(pool)
                     matrices = locate(layer, expert)
-                    chunks = expert_chunks(reader, downs, layout, matrices, builder.expert(layer, expert))
+                    target = builder.expert(layer, expert), builder.heads(layer, expert)
+                    chunks = expert_chunks(reader, downs, layout, matrices, *target)
                     submitted = [pool.submit(chunk) for chunk in chunks]
                     nbytes = sum(reader.advise(rows, os.POSIX_FADV_WILLNEED) for rows in matrices)
                     pending.append(_Pending(layer, expert, matrices, nbytes, submitted))

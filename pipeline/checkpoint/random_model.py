@@ -89,7 +89,8 @@ class RandomModel(ModelSource):
                     for n, tile in enumerate(tiles):
                         tile.result()
                         expert = n // layout.shape.tiles
-                        progress(layout.offset(layer, expert, n % layout.shape.tiles) + layout.tile_bytes)
+                        part = (n % layout.shape.tiles + 1) * (layout.head_bytes + layout.tile_bytes)
+                        progress(layout.before(layer, expert) + part)
                     for expert in range(layout.shape.experts):
                         checksums += [pool.submit(task) for task in builder.checksum_tasks(layer, expert)]
                 for checksum in checksums:
@@ -105,12 +106,12 @@ class RandomModel(ModelSource):
         layout = builder.layout
         tiles = []
         for expert in range(layout.shape.experts):
-            out = builder.expert(layer, expert)
-            out[layout.tile_bytes * layout.shape.tiles :] = 0
+            out, heads = builder.expert(layer, expert), builder.heads(layer, expert)
+            layout.clear_padding(out, heads)
             for tile in range(layout.shape.tiles):
-                tile_bytes = out[tile * layout.tile_bytes : (tile + 1) * layout.tile_bytes]
                 generator = _generator(self._shape, layer, expert, tile)
-                tiles.append(pool.submit(_draw_tile, generator, layout, tile, tile_bytes))
+                parts = layout.tile_of(out, heads, tile)
+                tiles.append(pool.submit(_draw_tile, generator, layout, tile, *parts))
         return tiles
 
 
@@ -158,14 +159,16 @@ class RandomTensors:
         list(self._pool.map(draw, range(-(-len(out) // size))))
 
 
-def _draw_tile(generator: np.random.Generator, layout: StoreLayout, tile: int, out: Bytes) -> None:
+def _draw_tile(
+    generator: np.random.Generator, layout: StoreLayout, tile: int, out: Bytes, head: Bytes
+) -> None:
     shape = layout.shape
-    layout.format.fill_random(generator, shape.hidden, shape.tile, shape.hidden**-0.5, out)
+    layout.format.fill_random(generator, shape.hidden, shape.tile, shape.hidden**-0.5, out, head)
     used = shape.intermediate - tile * shape.tile
     if used < shape.tile:  # channels that pad the last tile must have no effect
-        gate, up, down = layout.format.decode(out, shape.hidden, shape.tile).copy()
+        gate, up, down = layout.format.decode(out, shape.hidden, shape.tile, head).copy()
         gate[used:] = up[used:] = down[used:] = 0
-        layout.format.encode(gate, up, down, out)
+        layout.format.encode(gate, up, down, out, head)
 
 
 def _generator(*position: str | int) -> np.random.Generator:

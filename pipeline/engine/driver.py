@@ -19,6 +19,7 @@ from pipeline.errors import PlanError
 from pipeline.policies.costs import Costs
 from pipeline.policies.prefetch_meter import PrefetchMeter
 from pipeline.policies.view import Ahead, Gated, Policy, Signals, Target, View
+from shm.mask import DENSE, Mask
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 Begun = TypeVar("Begun")  # an executor's handle of a host share that has begun
@@ -35,6 +36,7 @@ class LayerDecision(NamedTuple, Generic[BegunCo]):
     resident: IntArray  # [E] tiles, live; as in the plan's view until `targets` are applied
     targets: tuple[Target, ...] = ()
     begun: BegunCo | None = None  # the host's share, where it began one layer earlier
+    mask: Mask = DENSE  # of the experts' channels, on both sides
 
     @property
     def stale(self) -> bool:
@@ -52,7 +54,7 @@ class LayerExecutor(Protocol[Begun]):
     def begin(self, decision: LayerDecision[Begun]) -> None:
         """Apply the decision's targets, divide the layer, begin the host's share, order missing tiles."""
 
-    def begin_early(self, layer: int, ahead: Ahead) -> Begun:
+    def begin_early(self, layer: int, ahead: Ahead, mask: Mask) -> Begun:
         """Begin the host's share of the next layer with this layer's x."""
 
     def prefetch(self, targets: Sequence[Target], no_room: int) -> None:
@@ -85,39 +87,36 @@ class PolicyDriver(Generic[Begun]):
             popularity=_read_only(view.popularity),
         )
         self.placement = policy.placement(self.view)  # [L, E]
+        self._masks = policy.sparsity.masks(policy.name, view.shape.layers, view.up, view.calibration)
 
     def begin_step(self, phase: Phase, sequences: tuple[int, ...], live: Iterable[int] = ()) -> None:
         """`sequences`: that of each row; `live`: these and others that have begun and not ended."""
         self._early = None
-        self.view = replace(
-            self.view,
-            phase=phase,
-            sequences=sequences,
-            live=frozenset(sequences).union(live),
-            prefetching=self.prefetch.on,
-        )
+        known, on = frozenset(sequences).union(live), self.prefetch.on
+        self.view = replace(self.view, phase=phase, sequences=sequences, live=known, prefetching=on)
 
     def layer(self, layer: int, executor: LayerExecutor[Begun]) -> None:
         """Raises PlanError where the policy breaks its contract, and the executor's exceptions."""
-        policy, view = self.policy, self.view
-        early, self._early = self._early, None
+        policy, view, early = self.policy, self.view, self._early
+        self._early = None
         signals = executor.read(layer, policy.probes(layer, view), own=early is None)
-        resident = view.residency[layer]
+        resident, mask = view.residency[layer], self._mask(layer)
         decision: LayerDecision[Begun]
         if early is None:
             gated = policy.gate(layer, signals, view)
             plan = policy.plan(layer, gated.routing, view)
-            decision = LayerDecision(layer, signals, gated, plan.cut, resident, plan.targets)
+            decision = LayerDecision(layer, signals, gated, plan.cut, resident, plan.targets, None, mask)
         else:
             ahead, begun = early
-            decision = LayerDecision(layer, signals, ahead.gated, ahead.cut, resident, begun=begun)
+            decision = LayerDecision(layer, signals, ahead.gated, ahead.cut, resident, (), begun, mask)
         executor.begin(decision)
         active = decision.gated.routing.active
         popularity = self._popularity[layer]
         popularity[active.experts.astype(np.intp)] += active.counts  # other indices take twice as long
         # Where the policy decides the next layer now, the host's share of it may begin at once.
         if (following := policy.ahead(layer, signals, view)) is not None:
-            begun = executor.begin_early(layer + 1, following) if following.early else None
+            next_layer = layer + 1, following, self._mask(layer + 1)
+            begun = executor.begin_early(*next_layer) if following.early else None
             self._early = following, begun
         targets = policy.predict(layer, signals, decision.gated, view)
         if targets or policy.no_room:
@@ -126,16 +125,22 @@ class PolicyDriver(Generic[Begun]):
         executor.compute(decision)
         executor.end(policy.after(layer, decision.gated.routing, view))
 
-    def end_step(self, landed: int, useful: int) -> bool:
-        """A step has been computed. `landed`, `useful`: prefetched tiles that landed and that were used, in
-        all decode steps so far. True where prefetching was switched on or off (`prefetch.status`)."""
-        phase = self.view.phase
-        self.view = replace(self.view, step=self.view.step + 1)
-        return phase == "decode" and self.policy.pauses and self.prefetch.step(landed, useful)
+    def end_step(self, landed: int, useful: int, seconds: float = 0.0) -> bool:
+        """A step has been computed. `landed`, `useful`: prefetched tiles that landed and were used, in all
+        decode steps so far. `seconds`: as in View. True where prefetching was switched on or off."""
+        self.view = replace(self.view, step=self.view.step + 1, seconds=seconds)
+        return self.view.phase == "decode" and self.policy.pauses and self.prefetch.step(landed, useful)
 
     def use_costs(self, costs: Costs | None) -> None:
         """Plan with these costs from now on."""
-        self.view = replace(self.view, costs=costs)
+        if costs is not self.view.costs:
+            self.view = replace(self.view, costs=costs)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the policy cannot follow here, and how its masks are found; each one line."""
+        policy, view = self.policy, self.view
+        return *policy.notes(view), *policy.sparsity.notes(policy.name, view.up, view.calibration)
 
     def cancel_early(self) -> Begun | None:
         """The step has failed: the host share that began early for a layer, which will not be computed."""
@@ -146,6 +151,10 @@ class PolicyDriver(Generic[Begun]):
         """Reset popularity and the counts of prefetched and used tiles."""
         self._popularity[:] = 0
         self.prefetch = PrefetchMeter()
+
+    def _mask(self, layer: int) -> Mask:
+        """In the present step."""
+        return self._masks[layer] if self.policy.sparsity.acts_in(self.view.phase) else DENSE
 
     def _check_prediction(self, targets: Sequence[Target], decision: LayerDecision[Begun]) -> None:
         for target in targets:

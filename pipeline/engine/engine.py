@@ -21,13 +21,14 @@ from pipeline.device import Device
 from pipeline.engine.driver import PolicyDriver
 from pipeline.engine.observer import Observer, Probing
 from pipeline.engine.tensor_executor import TensorExecutor
-from pipeline.engine.timing import Timing
+from pipeline.engine.timing import Learned, Timing
 from pipeline.errors import PolicyError, ShardFailed
 from pipeline.experts.device_share import DeviceMemory, EmptyDeviceMemory
 from pipeline.experts.host_pool import HostPool, Ticket
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import ModelShape, Policy, Target, View
+from shm.floe import FloeFormat
 from shm.layout import StoreLayout
 
 log = logging.getLogger(__name__)
@@ -52,10 +53,12 @@ class Engine:
         self.observers: list[Observer] = []
         self.tick: Callable[[], None] = lambda: None  # at each layer: progress that the supervisor watches
         self.kernel = device.expert_kernel(layout)
+        self.up = layout.format.up.name if isinstance(layout.format, FloeFormat) else ""  # as in View
         # Rows routed to each expert by the steps that count; lasts longer than a policy.
         self.popularity = np.zeros((s.layers, s.experts), np.int64)
         self.probing = Probing(backbone, device.torch_device, None)
-        self._only_waits = True  # in the latest layer: the host's share was all of it
+        self._learned: Learned | None = None  # lasts longer than a policy, too
+        self._only_waits = [True] * s.layers  # as in TensorExecutor
 
     @property
     def policy(self) -> Policy:
@@ -72,13 +75,13 @@ class Engine:
     ) -> tuple[str, ...]:
         """Use a policy from the next step on. Its placement is resident when this returns, unless the
         prefetcher is down. Without `counted` its steps leave `popularity` unchanged. `follow`: correct the
-        costs by what runs. Returns its notes.
-        Raises PolicyError where the policy needs a slab or anything else that the engine does not have; the
-        previous policy is kept then."""
+        costs by what runs. Returns its notes. Raises PolicyError where the policy needs a slab or anything
+        else that the engine does not have; the previous policy is kept then."""
         memory, decode = self.memory, self.counters.phases["decode"]
         if policy.uses_device and not memory.exists:
             raise PolicyError(f"policy {policy.name} keeps experts on the device, and the engine has no slab")
-        timing = Timing(memory, self.device, costs, follow)
+        self._learned = Learned.of(costs, self._learned)
+        timing = Timing(memory, self.device, costs, self._learned if follow else None)
         view = View(
             shape=self.shape,
             phase="decode",
@@ -87,12 +90,13 @@ class Engine:
             target=memory.target,
             popularity=self.popularity if counted else self.popularity.copy(),
             step=0,
-            costs=costs,
+            costs=timing.costs,
             router=self.backbone.spec.router,
             calibration=calibration,
             staging=memory.staging,
             ordered=memory.ordered,
             backlog=timing,
+            up=self.up,
         )
         self.driver = PolicyDriver(policy, view, decode.predicted_tiles, decode.useful_tiles)
         self.timing = timing
@@ -101,7 +105,7 @@ class Engine:
         memory.retarget(Target(i, e, int(placement[i, e])) for i, e in np.ndindex(placement.shape))
         placed = memory.wait_idle()
         late = () if placed else ("the prefetcher is down: experts are placed once it is restarted",)
-        return *policy.notes(self.driver.view), *late
+        return *self.driver.notes, *late
 
     def forget_trials(self) -> None:
         """Reset all counters: the steps so far were trials, not requests."""
@@ -124,8 +128,9 @@ class Engine:
         self.poll_children()
         clock = StepClock(counters)
         sequences = tuple(item.span.kv.id for item in inputs for _ in item.span.tokens)
+        self.timing.begin_step(len(sequences))
+        driver.use_costs(self.timing.costs)
         driver.begin_step(phase, sequences, live)
-        self.timing.begin_step()
         for observer in self.observers:
             observer.begin(phase, sequences)
         batch = backbone.batch([item.span for item in inputs])
@@ -156,7 +161,6 @@ class Engine:
             if (ticket := driver.cancel_early()) is not None:
                 ticket.abandon()
             raise
-        self._only_waits = executor.only_waits
         clock.layer = self.shape.layers
         self.tick()
         h = backbone.finish(executor.h, batch)
@@ -165,11 +169,9 @@ class Engine:
         counters.steps += 1
         counters.paused_steps += not driver.view.prefetching
         counters.rows += batch.rows
-        if driver.end_step(counters.predicted_tiles, counters.useful_tiles):
+        if driver.end_step(counters.predicted_tiles, counters.useful_tiles, self.timing.end_step()):
             log.info(driver.prefetch.status)
         answers = self._head(h, inputs)
-        if self.timing.end_step():
-            driver.use_costs(self.timing.costs)
         clock.mark("head")
         for observer in self.observers:
             observer.end()

@@ -7,16 +7,85 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 from pipeline.device import Device
 from pipeline.engine.cost_updates import CostUpdates, Side, Work
-from pipeline.engine.layer_times import Kind, LayerTimes
+from pipeline.engine.layer_times import LONG, Kind, LayerTimes
 from pipeline.experts.device_share import DeviceMemory, EmptyDeviceMemory
 from pipeline.experts.fetch_link import Order
 from pipeline.experts.shares import Share, Split
 from pipeline.policies.active_costs import SecondsTable
+from pipeline.policies.backlog import Landing
 from pipeline.policies.costs import Costs
-from pipeline.policies.view import Landing
+
+FIRST, SAMPLED = 64, 4  # steps of which each is measured; of later ones every so many
+
+
+class InForce(NamedTuple):
+    """Costs with tables of a tile's seconds."""
+
+    costs: Costs
+    host: SecondsTable
+    device: SecondsTable
+
+
+class Learned:
+    """What steps have shown of an engine's costs, under whatever policy. What a layer takes beside its tiles
+    is kept apart for 1 row, 2 and 3, 4 to 7 and so on, as it grows with them. Measuring takes time itself, so
+    that of short steps each is measured at first, and then every SAMPLEDth."""
+
+    def __init__(self, measured: Costs) -> None:
+        """`measured`: at first, per tile."""
+        self.updates = CostUpdates(measured)
+        self._layers: dict[int, LayerTimes] = {}  # by the power of two
+        self._found: dict[int, InForce] = {}
+        self._steps: dict[int, int] = {}
+
+    @classmethod
+    def of(cls, measured: Costs | None, before: Learned | None) -> Learned | None:
+        """What was learned `before`, where that is about these costs or there are none now."""
+        if measured is None or (before is not None and before.updates.measured == measured):
+            return before
+        return cls(measured)
+
+    def begin_step(self, rows: int) -> bool:
+        """Whether this step is measured."""
+        count = self._steps[rows.bit_length()] = self._steps.get(rows.bit_length(), 0) + 1
+        return rows >= LONG or count < FIRST or not count % SAMPLED
+
+    def layers(self, rows: int) -> LayerTimes:
+        """Of steps of so many rows."""
+        found = self._layers.get(rows.bit_length())
+        if found is None:
+            found = self._layers[rows.bit_length()] = LayerTimes(rows)
+        return found
+
+    def in_force(self, rows: int) -> InForce:
+        """In a step of so many rows."""
+        found = self._found.get(rows.bit_length())
+        if found is None:
+            found = self._found[rows.bit_length()] = tables(self.layers(rows).corrected(self.updates.costs))
+        return found
+
+    def tiles_changed(self, rows: int) -> None:
+        """Of `updates`, after a step of so many rows: what was measured beyond them then does not count."""
+        self._found.clear()
+        self.layers(rows).restart()
+
+    def layers_changed(self, rows: int) -> None:
+        """Of `layers`."""
+        self._found.pop(rows.bit_length(), None)
+
+    def report(self) -> dict[str, Any]:
+        """For stats: what changed, of tiles, and of one row's layers beside them. May be called by other
+        threads."""
+        beside = self._layers.get(1)
+        return self.updates.report() | {"beside": beside.report() if beside else {}}
+
+
+def tables(costs: Costs) -> InForce:
+    return InForce(costs, SecondsTable(costs.host_seconds, 1), SecondsTable(costs.device_seconds, 1))
 
 
 class Timing:
@@ -27,30 +96,34 @@ class Timing:
         memory: DeviceMemory | EmptyDeviceMemory,
         device: Device,
         costs: Costs | None,
-        follow: bool,
+        learned: Learned | None = None,
     ) -> None:
-        """`costs`: per tile. `follow`: correct them by what runs."""
-        self.updates = CostUpdates(costs) if follow and costs is not None else None
-        self._layers = LayerTimes()
+        """`costs`: per tile, of which `learned` corrects those that were measured."""
+        self.learned = None if costs is None else learned
         self._memory = memory
         self._device = device
-        self._tickets: deque[float] = deque()  # seconds of each host share that runs, the first one first
-        self._host_free = 0.0  # when the host has computed them
-        self._use(costs)
-        self.begin_step()
+        self._tickets: deque[tuple[Share, float]] = deque()  # host shares that run, and when each was given
+        self._given = None if costs is None else tables(costs)
+        self.begin_step(1)
 
-    def _use(self, costs: Costs | None) -> None:
-        self.costs = costs
-        if costs is not None:
-            self._host_table = SecondsTable(costs.host_seconds, 1)
-            self._device_table = SecondsTable(costs.device_seconds, 1)
+    @property
+    def costs(self) -> Costs | None:
+        """In force in this step."""
+        return None if self._in_force is None else self._in_force.costs
 
     # --- the policy's view -------------------------------------------------------------------------------
 
     @property
     def host_seconds(self) -> float:
         """As in Backlog."""
-        return max(0.0, self._host_free - time.perf_counter())
+        if not self._tickets or self._in_force is None:
+            return 0.0
+        costs, table, _ = self._in_force
+        free = self._host_ended
+        for share, given in self._tickets:
+            seconds, _, _ = _work(table, share, _tiles(share))
+            free = max(free, given + costs.round_trip) + seconds
+        return max(0.0, free - time.perf_counter())
 
     @property
     def link_seconds(self) -> float:
@@ -83,85 +156,103 @@ class Timing:
 
     # --- what runs ---------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """Shares of a step that failed will not be computed."""
+    def begin_step(self, rows: int) -> None:
+        """A step of so many rows. Shares of one that failed will not be computed."""
+        self._rows = rows
+        self._in_force = self._given if self.learned is None else self.learned.in_force(rows)
+        self._started = time.perf_counter()
+        self._measures = self.learned is not None and self.learned.begin_step(rows)
         self._tickets.clear()
-        self._host_free = 0.0
+        self._host_ended = 0.0  # when the host had computed the latest share
         self._work: dict[Side, Work] = {"host": Work(), "device": Work(), "link": Work()}
         self._marks: list[tuple[object, object]] = []  # of the device's resident tiles
         self._copied = self._memory.copied()
         self._began: float | None = None  # the layer that is timed
-        self._layers.begin_step()
+        self._rested = False  # the layer before had no host share
+        if self.learned is not None:
+            self.learned.layers(rows).begin_step()
 
     def layer_begins(self, split: Split) -> None:
-        """A decode layer's shares begin."""
-        if self.updates is None:
+        """A layer's shares begin."""
+        if not self._measures:
             return
-        missing = [hi - lo for _, lo, hi in split.device.items.tolist() if lo < hi]
+        items = split.device.items
+        missing = [hi - lo for _, lo, hi in items.tolist() if lo < hi] if len(items) else []
         self._fetched = len(missing), sum(missing)  # experts, tiles
         self._began = time.perf_counter()
         self._planned = {"host": 0.0, "device": 0.0}
 
     def layer_ends(self) -> None:
         """The layer that began last has been computed."""
-        if self._began is None or self.costs is None:
+        if self._began is None or self.learned is None or self.costs is None:
             return
         measured = time.perf_counter() - self._began
         self._began = None
         host, device = self._planned["host"], self._planned["device"]
-        fetched, tiles = self._fetched
+        layers, (fetched, tiles) = self.learned.layers(self._rows), self._fetched
         planned = max(host, device)
-        kind: Kind = "host" if host else "device"
+        kind: Kind = "wake" if host and self._rested else "host" if host else "device"
+        self._rested = not host
         if host and (device or fetched):
             planned += self.costs.both
             kind = "both"
         if fetched:
             link = self.costs.fetch * fetched + self.costs.link * tiles + self.costs.device[0]
-            self._layers.note("link", max(planned, link), measured, fetched)
+            layers.note("link", max(planned, link), measured, fetched)
         elif kind != "device" or self._device.on_host:  # another device may still compute
-            self._layers.note(kind, planned, measured)
+            layers.note(kind, planned, measured)
 
     def host_begins(self, share: Share) -> None:
         """The host was given a share."""
-        if self.costs is None or not len(share.items):
+        if self._in_force is None or not len(share.items):
             return
-        tiles = [hi - lo for _, lo, hi in share.items.tolist()]
-        seconds = self._add("host", self._host_table, share.offsets.tolist(), tiles)
-        begins = max(self._host_free, time.perf_counter() + self.costs.round_trip)
-        self._host_free = begins + seconds
-        if self._began is not None:
-            self._planned["host"] += self.costs.round_trip + seconds
-        self._tickets.append(seconds)
+        self._tickets.append((share, time.perf_counter()))
+        if self._measures:
+            costs, table, _ = self._in_force
+            seconds = self._add("host", table, share, _tiles(share))
+            if self._began is not None:
+                self._planned["host"] += costs.round_trip + costs.wake * self._rested + seconds
 
     def host_ends(self, busy: float) -> None:
         """The first share that runs has been computed, in `busy` seconds of the slowest worker."""
         if self._tickets:
             self._tickets.popleft()
-            self._host_free = time.perf_counter() + sum(self._tickets)
+            self._host_ended = time.perf_counter()
             self._work["host"].measured += busy
 
     def device_began(self, share: Share) -> None:
         """The device computes its share's resident tiles, between the marks of its memory."""
+        if not self._measures:
+            return
         resident = share.items[:, 1].tolist()
-        if self.costs is not None and any(resident):
-            seconds = self._add("device", self._device_table, share.offsets.tolist(), resident)
+        if self._in_force is not None and any(resident):
+            costs, _, table = self._in_force
+            seconds = self._add("device", table, share, resident)
             # `launch` as measured at first: its correction is not of the tiles
-            launch = self.costs.launch if self.updates is None else self.updates.measured.launch
+            launch = (costs if self.learned is None else self.learned.updates.measured).launch
             self._work["device"].planned += launch
             if self._began is not None:
-                self._planned["device"] += self.costs.launch + seconds
+                self._planned["device"] += costs.launch + seconds
             self._marks.append(self._memory.resident_marks)
 
-    def end_step(self) -> bool:
-        """True where the costs in force changed."""
-        if self.updates is None or self.costs is None:
-            return False
+    def end_step(self) -> float:
+        """The costs in force may change with the next step. Returns this one's seconds; 0 where costs do not
+        follow what runs."""
+        learned, costs = self.learned, self.costs
+        if learned is None or costs is None:
+            return 0.0
+        seconds = time.perf_counter() - self._started
+        if self._measures:
+            self._learn(learned, costs)
+        return seconds
+
+    def _learn(self, learned: Learned, costs: Costs) -> None:
         tiles, seconds = self._memory.copied()
         tiles, seconds = tiles - self._copied[0], seconds - self._copied[1]
         work = self._work
         for marks in self._marks:
             work["device"].measured += self._device.seconds_between(*marks)
-        work["link"] = Work(self.costs.link * tiles, seconds, tiles, tiles)
+        work["link"] = Work(costs.link * tiles, seconds, tiles, tiles)
         host, device, link = (work[side].measured for side in ("host", "device", "link"))
         beside = device if self._device.on_host else 0.0
         contended: dict[Side, bool] = {
@@ -169,19 +260,29 @@ class Timing:
             "device": host >= device / 2,
             "link": host + beside >= link / 2,
         }
-        tiles_changed = self.updates.end_step(work, contended)
-        if tiles_changed:
-            self._layers.restart()
-        elif not self._layers.end_step():
-            return False
-        self._use(self._layers.corrected(self.updates.costs))
-        return True
+        layers_changed = learned.layers(self._rows).end_step()
+        if learned.updates.end_step(work, contended):
+            learned.tiles_changed(self._rows)
+        elif layers_changed:
+            learned.layers_changed(self._rows)
 
-    def _add(self, side: Side, table: SecondsTable, offsets: list[int], tiles: list[int]) -> float:
+    def _add(self, side: Side, table: SecondsTable, share: Share, tiles: list[int]) -> float:
         """Count a share's tiles of each item. Returns their seconds."""
-        rows = [end - start for start, end in pairwise(offsets)]
-        seconds = sum(seconds * count for seconds, count in zip(table(rows), tiles, strict=True))
-        self._work[side].add(
-            seconds, sum(tiles), sum(row * count for row, count in zip(rows, tiles, strict=True))
-        )
+        seconds, total, used = _work(table, share, tiles)
+        self._work[side].add(seconds, total, used)
         return seconds
+
+
+def _tiles(share: Share) -> list[int]:
+    return [hi - lo for _, lo, hi in share.items.tolist()]
+
+
+def _work(table: SecondsTable, share: Share, tiles: list[int]) -> tuple[float, int, int]:
+    """Of a share with so many tiles of each item: seconds, tiles, and rows of each tile summed."""
+    total = sum(tiles)
+    if len(share.rows) == len(tiles):  # a row each
+        (each,) = table((1,))
+        return each * total, total, total
+    rows = [end - start for start, end in pairwise(share.offsets.tolist())]
+    seconds = sum(seconds * count for seconds, count in zip(table(rows), tiles, strict=True))
+    return seconds, total, sum(row * count for row, count in zip(rows, tiles, strict=True))

@@ -7,7 +7,8 @@
 
     FREE -> LOADING -> READY -> FREE      a tile that is cached and later evicted
             LOADING -> IN_USE -> FREE     a tile that is streamed
-            LOADING -> FREE               a tile that was not written, or that is no longer wanted
+            LOADING -> FREE               a tile that was not written, or that is no longer wanted;
+                                          gathered channels (`channel_mover.py`), once they were read
 
 A slot that becomes FREE carries the device's fence of that moment; before it is ordered again, the device
 must have passed that fence, because a kernel may still read the slot. `residency` counts an expert's READY

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from pipeline.arrays import IntArray
 from pipeline.experts.peers import ChildServerSocket
 from pipeline.experts.progress import ProgressWatch
 from protocol.messages import (
@@ -16,6 +17,7 @@ from protocol.messages import (
     DemandFetch,
     Fetch,
     Fetched,
+    Gather,
     Ready,
     SlabAttached,
     WorkerDied,
@@ -29,23 +31,29 @@ ATTACH_LIMIT = 60.0  # the same while it maps the slab and page-locks the store
 
 @dataclass
 class Order:
-    """A Fetch and its progress."""
+    """A Fetch or Gather and its progress, counted in tiles or in channels."""
 
     id: int
     layer: int
     expert: int
-    lo: int
+    lo: int  # the first tile of a Fetch
     slots: list[int]
     urgency: int
-    landed: int = 0  # tiles [lo, lo + landed) are in their slots
-    final: bool = False  # no other tile will land
+    channels: IntArray | None = None  # of a Gather
+    landed: int = 0  # tiles [lo, lo + landed), or the first of the channels, are in their slots
+    final: bool = False  # nothing else will land
     cancelled: bool = False
     seconds: float = 0.0  # of copying
-    # tiles that it will bring; fewer than its slots where it was cancelled or truncated
+    # what it will bring; less than its size where it was cancelled or truncated
     reach: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.reach = len(self.slots)
+        self.reach = self.size
+
+    @property
+    def size(self) -> int:
+        """Its tiles or channels."""
+        return len(self.slots if self.channels is None else self.channels)
 
 
 class FetchLink:
@@ -90,14 +98,23 @@ class FetchLink:
     def order(self, layer: int, expert: int, lo: int, slots: list[int], urgency: int) -> Order:
         """Order tiles [lo, lo + len(slots)) of an expert. While the link is not up the order is final at
         once: a prefetcher must not get an order before it has mapped the slab."""
-        order = Order(self._next, layer, expert, lo, slots, urgency, final=not self.up)
+        order = Order(self._next, layer, expert, lo, slots, urgency)
+        return self._send(order, Fetch(order.id, layer, expert, lo, tuple(slots), urgency))
+
+    def gather(self, layer: int, expert: int, channels: IntArray, slots: list[int], urgency: int) -> Order:
+        """Order channels of an expert (ascending), as many to each slot as a tile has. As `order`."""
+        order = Order(self._next, layer, expert, 0, slots, urgency, channels)
+        return self._send(order, Gather(order.id, layer, expert, channels, tuple(slots), urgency))
+
+    def _send(self, order: Order, message: Fetch | Gather) -> Order:
         self._next += 1
+        order.final = not self.up
         if order.final:
             return order
         if not self._orders:
             self._moving_since = time.monotonic()
         self._orders[order.id] = order
-        self._socket.send(0, Fetch(order.id, layer, expert, lo, tuple(slots), urgency))
+        self._socket.send(0, message)
         return order
 
     def cancel(self, order: Order) -> None:
@@ -108,8 +125,8 @@ class FetchLink:
             self._socket.send(0, CancelFetch(order.id))
 
     def demand(self, order: Order, tiles: int) -> None:
-        """The order's first `tiles` tiles are demanded now: they move before all that is not, and those after
-        them, but for one that is being copied, not at all."""
+        """The first `tiles` tiles of the order (or channels) are demanded now: they move before all else, and
+        those after them, but for one that is being copied, not at all."""
         if not order.final:
             order.urgency = DEMANDED
             order.reach = max(tiles, order.landed)
@@ -117,7 +134,7 @@ class FetchLink:
 
     def under_way(self) -> list[Order]:
         """The orders of which tiles will land, in the order in which the prefetcher takes them."""
-        live = [order for order in self._orders.values() if order.landed < order.reach]
+        live = [o for o in self._orders.values() if o.channels is None and o.landed < o.reach]
         return sorted(live, key=lambda order: (order.urgency, order.id))
 
     def moving_for(self) -> float:
@@ -149,15 +166,15 @@ class FetchLink:
             self._check_progress()
 
     def wait(self, order: Order, landed: int) -> None:
-        """Return when `landed` tiles of the order are in their slots, or it is final."""
+        """Return when `landed` tiles or channels of the order are in their slots, or it is final."""
         while order.landed < landed and not order.final:
             self.update(50)
 
     def _landed(self, order: Order, report: Fetched) -> None:
-        if not order.landed <= report.landed <= len(order.slots):
+        if not order.landed <= report.landed <= order.size:
             self._socket.report_hung(0)  # its reports contradict each other: have it replaced
             return
-        if report.landed > order.landed:
+        if report.landed > order.landed and order.channels is None:
             tiles, seconds = self.copied
             self.copied = tiles + report.landed - order.landed, seconds + report.seconds - order.seconds
             self._moving_since = time.monotonic()

@@ -8,6 +8,7 @@ from typing import Protocol
 from pipeline.arrays import FloatArray
 from pipeline.coordinator_config import WorkerCores
 from pipeline.experts.host_shards import HostShard
+from shm.mask import DENSE, Mask, Tally
 
 
 class Ticket(Protocol):
@@ -18,6 +19,10 @@ class Ticket(Protocol):
     @property
     def shards(self) -> Collection[object]:
         """The shards of the share; without any the result is zeros."""
+
+    @property
+    def tally(self) -> Tally:
+        """Of the share's mask, after the result."""
 
     def result(self) -> FloatArray:
         """Wait for the partial sums and add them in shard order: float32 [R, H]. Raises ShardFailed where a
@@ -39,9 +44,17 @@ class HostPool(Protocol):
     def announce(self) -> None:
         """A layer's share is probably submitted in a moment."""
 
-    def submit(self, layer: int, shards: Sequence[HostShard], x: FloatArray, waits: bool = True) -> Ticket:
+    def submit(
+        self,
+        layer: int,
+        shards: Sequence[HostShard],
+        x: FloatArray,
+        waits: bool = True,
+        mask: Mask = DENSE,
+    ) -> Ticket:
         """Begin a share's shards, at most one for each worker, and return at once. x: float32 [R, H],
-        unchanged until the ticket's result. `waits`: the caller only waits for the result."""
+        unchanged until the ticket's result. `waits`: the caller only waits for the result. `mask`: of a
+        format that has masks."""
 
     def update(self, wait_ms: int) -> bool:
         """Handle the workers' messages, starts and exits; False if nothing has arrived."""

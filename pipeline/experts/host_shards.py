@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from pipeline.arrays import FloatArray, IntArray, Phase
 from pipeline.coordinator_config import WorkerCores
 from pipeline.experts.shares import NOTHING, Share
+from protocol.messages import Work
+from shm.mask import Mask
 from shm.numa import node_of
 
 # The products of this many rows take as long as one read of a tile's weights. Measured on experts of 14336 x
@@ -37,10 +39,15 @@ class HostShard(NamedTuple):
     kept: NDArray[np.intp]
     worker: int  # it was sized for this worker's cores, and lies on its node
 
+    def work(self, seq: int, layer: int, x: FloatArray, mask: Mask) -> Work:
+        """x: float32 [len(kept), H]."""
+        parts = self.items, self.offsets, self.rows, self.weights
+        return Work(seq, layer, *parts, x, mask.threshold, mask.share)
+
 
 def empty_shard(worker: int) -> HostShard:
     """A shard without items, for an x of one row: it warms a worker up, or measures a round trip."""
-    return HostShard(*NOTHING, np.arange(1), worker)
+    return HostShard(*NOTHING, FIRST_ROW, worker)
 
 
 def divide_into_shards(share: Share, workers: WorkerCores, phase: Phase, batch_rows: int) -> list[HostShard]:
@@ -56,19 +63,21 @@ def divide_into_shards(share: Share, workers: WorkerCores, phase: Phase, batch_r
     costs = [ROWS_PER_READ + end - start for start, end in pairwise(ends)]
     parts = _consecutive(items, costs, workers) if phase == "decode" else _by_expert(items, costs, workers)
     return [
-        _shard(_taken(share, items, ends, part), batch_rows, worker)
+        _shard(_taken(share, items, ends, part, workers.nodes), batch_rows, worker)
         for worker, part in enumerate(parts)
         if part
     ]
 
+
+FIRST_ROW = np.arange(1)  # of a batch of one row
 
 Items = list[list[int]]  # expert, lo, hi
 Part = list[tuple[int, int, int]]  # index into the share's items, tile lo, tile hi
 
 
 def _consecutive(items: Items, costs: list[int], workers: WorkerCores) -> list[Part]:
-    """A tile belongs to the shard in which its middle lies. Plain integers, because decode has few experts
-    and this runs in every layer."""
+    """A tile belongs to the shard in which its middle lies. Plain integers and few steps, because decode has
+    few experts and this runs in every layer, while all cores wait and with code that is in no cache."""
     total = sum(cost * (hi - lo) for cost, (_, lo, hi) in zip(costs, items, strict=True))
     ends = list(accumulate(workers.cores))
     cores = ends[-1]
@@ -80,12 +89,13 @@ def _consecutive(items: Items, costs: list[int], workers: WorkerCores) -> list[P
         while True:
             # the first tile with its middle at or beyond this shard's end
             beyond = 2 * ends[shard] * total - cores * (2 * before + cost)
-            end = min(hi, lo + max(0, -(-beyond // (2 * cores * cost))))
+            if beyond > 2 * cores * cost * (hi - lo - 1):  # none
+                parts[shard].append((i, start, hi))
+                break
+            end = lo + max(0, -(-beyond // (2 * cores * cost)))
             if end > start:
                 parts[shard].append((i, start, end))
                 start = end
-            if start == hi:
-                break
             shard += 1
         before += cost * (hi - lo)
     return parts
@@ -114,25 +124,28 @@ def _by_expert(items: Items, costs: list[int], workers: WorkerCores) -> list[Par
     return [[(i, items[i][1], items[i][2]) for i in sorted(part)] for part in chosen]
 
 
-def _taken(share: Share, items: Items, ends: list[int], part: Part) -> Share:
+def _taken(share: Share, items: Items, ends: list[int], part: Part, nodes: int) -> Share:
     """The share's tiles of one part; `items` and `ends`, its offsets, as plain numbers."""
-    numbers = np.array([(items[i][0], lo, hi) for i, lo, hi in part], np.int32)
     chosen = [i for i, _, _ in part]
     first, end = chosen[0], chosen[-1] + 1
-    if chosen != list(range(first, end)):  # with several nodes, or whole experts of a prompt
+    if nodes > 1 or end - first > len(chosen):  # not a stretch of the share
+        numbers = np.array([(items[i][0], lo, hi) for i, lo, hi in part], np.int32)
         return share.take(chosen)._replace(items=numbers)
-    offsets = share.offsets[first : end + 1] - share.offsets[first]
+    numbers = share.items[first:end].copy()
+    numbers[0, 1], numbers[-1, 2] = part[0][1], part[-1][2]  # all between are whole
     start, stop = ends[first], ends[end]
+    offsets = share.offsets[first : end + 1] - start if start else share.offsets[: end + 1]
     return Share(numbers, offsets, share.rows[start:stop], share.weights[start:stop])
 
 
 def _shard(share: Share, batch_rows: int, worker: int) -> HostShard:
     """The whole share as a worker's shard."""
+    if batch_rows == 1:  # it is always used
+        return HostShard(*share, FIRST_ROW, worker)
     kept, rows = np.arange(batch_rows), share.rows
-    if batch_rows > 1:  # a single row is always used
-        used = np.zeros(batch_rows, bool)
-        used[rows] = True
-        if not used.all():
-            kept = np.flatnonzero(used)
-            rows = (np.cumsum(used, dtype=np.int32) - np.int32(1))[rows]
+    used = np.zeros(batch_rows, bool)
+    used[rows] = True
+    if not used.all():
+        kept = np.flatnonzero(used)
+        rows = (np.cumsum(used, dtype=np.int32) - np.int32(1))[rows]
     return HostShard(share.items, share.offsets, rows, share.weights, kept, worker)

@@ -15,7 +15,8 @@ import numpy as np
 from pipeline.arrays import FloatArray
 from pipeline.coordinator_config import WorkerCores
 from pipeline.experts.host_shards import HostShard
-from protocol.messages import Work
+from protocol.messages import Partial
+from shm.mask import DENSE, NOTHING, Mask, Tally
 from shm.store import Store
 from workers.kernels.choice import DEFAULT, Choice
 from workers.kernels.host import HostKernel
@@ -34,7 +35,9 @@ class InlineTicket:
     layer: int
     shards: Sequence[HostShard]
     x: FloatArray
+    mask: Mask
     busy: float = 0.0
+    tally: Tally = NOTHING
 
     def result(self) -> FloatArray:
         return self.pool.result(self)
@@ -65,29 +68,37 @@ class InlineExpertPool:
         """Does nothing: no process has to be woken."""
 
     def submit(
-        self, layer: int, shards: Sequence[HostShard], x: FloatArray, waits: bool = True
+        self,
+        layer: int,
+        shards: Sequence[HostShard],
+        x: FloatArray,
+        waits: bool = True,
+        mask: Mask = DENSE,
     ) -> InlineTicket:
-        """x: float32 [R, H], unchanged until `result`."""
-        return InlineTicket(self, layer, shards, x)
+        """As HostPool.submit."""
+        return InlineTicket(self, layer, shards, x, mask)
 
     def result(self, ticket: InlineTicket) -> FloatArray:
         """The sum of the shards: float32 [R, H]."""
         started = time.perf_counter()
+        partials = []
         if len(ticket.shards) == 1 and len(ticket.shards[0].kept) == len(ticket.x):  # as in decode
-            y = self._compute(ticket, ticket.shards[0], ticket.x)
+            partials.append(self._compute(ticket, ticket.shards[0], ticket.x))
+            y = partials[0].y
         else:
             y = np.zeros(ticket.x.shape, np.float32)
             for shard in ticket.shards:
-                y[shard.kept] += self._compute(ticket, shard, ticket.x[shard.kept])
+                partials.append(self._compute(ticket, shard, ticket.x[shard.kept]))
+                y[shard.kept] += partials[-1].y
+        ticket.tally = Tally.of(partials)
         ticket.busy = time.perf_counter() - started
         if self._slowdown > 1:
             time.sleep(ticket.busy * (self._slowdown - 1))
             ticket.busy *= self._slowdown
         return y
 
-    def _compute(self, ticket: InlineTicket, shard: HostShard, x: FloatArray) -> FloatArray:
-        work = Work(0, ticket.layer, shard.items, shard.offsets, shard.rows, shard.weights, x)
-        return self._kernel.compute_work(work, self._store)
+    def _compute(self, ticket: InlineTicket, shard: HostShard, x: FloatArray) -> Partial:
+        return self._kernel.compute_work(shard.work(0, ticket.layer, x, ticket.mask), self._store)
 
     def update(self, wait_ms: int) -> bool:
         """False: a pool without processes receives no messages."""

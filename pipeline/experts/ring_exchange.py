@@ -50,6 +50,7 @@ class RingExchange:
         self._rings: dict[int, CoordinatorRing] = {}  # by the worker's index; the next to wait for is first
         self._letters: dict[int, set[int]] = {}  # by index: Works that were sent over ZeroMQ
         self._bells: dict[int, int] = {}  # by index: of workers that were not yet woken
+        self._attached: tuple[list[int], tuple[int, ...]] | None = None  # once all are: see _find_attached
         self._early: list[tuple[int, object]] = []  # received by `wait_ready`
         self._socket_at = 0.0  # monotonic seconds: when the socket must be looked at again
         self._log = SparseLog(log)
@@ -95,8 +96,8 @@ class RingExchange:
 
     def announce(self) -> int | None:
         """As WorkerExchange.announce."""
-        indices = sorted(index for index, ring in self._rings.items() if ring.attached)
-        beside = self._library.rouse(tuple(self._rings[index].other_bell for index in indices))
+        indices, bells = self._attached or self._find_attached()
+        beside = self._library.rouse(bells)
         return None if beside < 0 else indices[beside]
 
     def flush(self) -> None:
@@ -127,6 +128,14 @@ class RingExchange:
         """Remove the names of rings that no worker has mapped."""
         for index in list(self._rings):
             self._drop(index)
+
+    def _find_attached(self) -> tuple[list[int], tuple[int, ...]]:
+        """The indices of the workers that have mapped their rings, and their doorbells."""
+        indices = sorted(index for index, ring in self._rings.items() if ring.attached)
+        found = indices, tuple(self._rings[index].other_bell for index in indices)
+        if len(indices) == len(self._rings):
+            self._attached = found
+        return found
 
     def _wait(self, seconds: float) -> list[tuple[int, object]]:
         """Wait for an answer of the first ring that owes one, or for messages, which are returned."""
@@ -169,6 +178,7 @@ class RingExchange:
         self._rings[index] = ring
 
     def _drop(self, index: int) -> None:
+        self._attached = None
         self._letters.pop(index, None)
         self._bells.pop(index, None)
         ring = self._rings.pop(index, None)

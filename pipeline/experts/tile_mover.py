@@ -217,14 +217,14 @@ class TileMover:
             if order is None:
                 if running:
                     return
-                self._stop_background_order()
+                self.stop_background_order()
                 continue
             running.append(Demand(order, range(len(order.slots))))
             wanted.popleft()
             if item.lo + len(order.slots) < item.hi:
                 wanted.appendleft(Missing(item.expert, item.lo + len(order.slots), item.hi))
 
-    def _stop_background_order(self) -> None:
+    def stop_background_order(self) -> None:
         """Truncate a background order: each slot that is not READY is loading for one of them."""
         key, entry = next(iter(self._background.items()))
         self.link.cancel(entry.order)

@@ -27,8 +27,9 @@ from pipeline.experts.host_shards import HostShard, empty_shard
 from pipeline.experts.progress import ProgressWatch, SilenceLimits
 from protocol.messages import Abandon, Partial, Ready, Work, WorkerDied, WorkFailed
 from shm.control import ControlSegment
+from shm.mask import DENSE, Mask, Tally
 
-Compute = Callable[[Work], FloatArray]
+Compute = Callable[[Work], Partial]
 
 HEDGE_AFTER = 1 / 6  # of a worker's stall limit, after which an idle worker gets the same Works
 MAX_CRASHES = 2  # of workers while they computed one Work, by a crash
@@ -42,7 +43,7 @@ class WorkerTicket:
     pool: WorkerPool
     shape: tuple[int, ...]  # of the result
     shards: dict[int, HostShard] = field(default_factory=dict)  # by seq, in shard order
-    partials: dict[int, FloatArray] = field(default_factory=dict)
+    partials: dict[int, Partial] = field(default_factory=dict)
     own: _PendingWork | None = None  # which this process computes
     busy: float = 0.0  # seconds of computing, of the slowest worker
     failure: str = ""  # the reason why it can never be complete
@@ -50,6 +51,10 @@ class WorkerTicket:
     @property
     def complete(self) -> bool:
         return len(self.partials) == len(self.shards)
+
+    @property
+    def tally(self) -> Tally:
+        return Tally.of(self.partials[seq] for seq in self.shards)
 
     def result(self) -> FloatArray:
         return self.pool.result(self)
@@ -115,14 +120,19 @@ class WorkerPool:
         self._beside = self._exchange.announce()
 
     def submit(
-        self, layer: int, shards: Sequence[HostShard], x: FloatArray, waits: bool = True
+        self,
+        layer: int,
+        shards: Sequence[HostShard],
+        x: FloatArray,
+        waits: bool = True,
+        mask: Mask = DENSE,
     ) -> WorkerTicket:
         """As HostPool.submit."""
         ticket = WorkerTicket(self, x.shape)
         beside, self._beside = self._beside if waits else None, None
         for shard in shards:
             kept = x if len(shard.kept) == len(x) else x[shard.kept]
-            work = self._work(layer, shard, kept)
+            work = self._work(layer, shard, kept, mask)
             ticket.shards[work.seq] = shard
             order = _PendingWork(work, ticket, shard.worker)
             if self._compute is not None and shard.worker == beside and self.cores.cores[beside] == 1:
@@ -147,11 +157,11 @@ class WorkerPool:
                 raise PeerLost(f"no worker has started or answered for {limit:.0f} s")
         y = np.zeros(ticket.shape, np.float32)
         for seq, shard in ticket.shards.items():
-            partial = ticket.partials[seq]
-            if len(partial) == len(y):  # all rows: much faster than by their numbers
-                y += partial
+            part = ticket.partials[seq].y
+            if len(part) == len(y):  # all rows: much faster than by their numbers
+                y += part
             else:
-                y[shard.kept] += partial
+                y[shard.kept] += part
         return y
 
     def abandon(self, ticket: WorkerTicket) -> None:
@@ -226,9 +236,9 @@ class WorkerPool:
         seq = order.work.seq
         return seq in order.ticket.partials or any(seq in self._running[i].orders for i in self._able())
 
-    def _work(self, layer: int, shard: HostShard, x: FloatArray) -> Work:
+    def _work(self, layer: int, shard: HostShard, x: FloatArray, mask: Mask) -> Work:
         self._next += 1
-        return Work(self._next, layer, shard.items, shard.offsets, shard.rows, shard.weights, x)
+        return shard.work(self._next, layer, x, mask)
 
     # --- messages ----------------------------------------------------------------------------------------
 
@@ -236,7 +246,7 @@ class WorkerPool:
         """Warm a new worker up, and send it the unassigned orders."""
         self._running[index] = _Worker()
         x = np.zeros((1, self._hidden), np.float32)
-        work = self._work(0, empty_shard(index), x)
+        work = self._work(0, empty_shard(index), x, DENSE)
         self._send(_PendingWork(work, WorkerTicket(self, x.shape), index, warm_up=True), index)
         unassigned, self._unassigned = self._unassigned, []
         for order in unassigned:
@@ -252,7 +262,7 @@ class WorkerPool:
         if partial.y.shape != order.work.x.shape:
             order.ticket.failure = f"a worker answered {order.work.x.shape} rows with {partial.y.shape}"
         else:
-            order.ticket.partials[partial.seq] = partial.y
+            order.ticket.partials[partial.seq] = partial
             order.ticket.busy = max(order.ticket.busy, partial.busy)
 
     def _on_exit(self, index: int, exited: WorkerDied) -> None:

@@ -40,7 +40,8 @@ class Needs:
     format: FormatName
     store: int  # every expert
     present: int  # of the store, allocated in shared memory already
-    slot: int  # a tile on the device
+    heads: int  # of all experts, on a GPU; 0 on the host, which reads them in the store
+    slot: int  # a tile on the device, without its head
     tiles: int  # number of tiles of all experts
     backbone: int
     backbone_file: int  # its quantized matrices, which the disk cache keeps; 0 where none are quantized
@@ -60,7 +61,8 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     manifest = StoreManifest(fingerprint, shape, format, source.name)
     store = store_bytes(manifest)
     cuda = config.device == "cuda"
-    slot = manifest.layout.tile_bytes
+    slot, heads = manifest.layout.tile_bytes, manifest.layout.head_bytes
+    tiles = shape.layers * shape.experts * shape.tiles
     tensors = list(backbone_tensors(source, spec))
     rows = min(config.chunk or CHUNK_MAX, config.context or spec.max_positions)
     activations = 4 * rows * (spec.vocabulary + HIDDEN_COPIES * spec.hidden)
@@ -77,8 +79,9 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
         format=format,
         store=store,
         present=min(store, _allocated(store_name(fingerprint))),
+        heads=tiles * heads if cuda else 0,
         slot=-(-slot // SLOT_ALIGNMENT) * SLOT_ALIGNMENT if cuda else slot,
-        tiles=shape.layers * shape.experts * shape.tiles,
+        tiles=tiles,
         backbone=backbone_bytes(tensors, spec, config),
         backbone_file=quantized_bytes(tensors, spec, config),
         position=8 * spec.attention.rope_dim * (1 if spec.rope.switch is None else 2),

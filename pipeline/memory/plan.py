@@ -6,7 +6,8 @@ An engine takes memory from two or three pools:
     memory        experts, processes, and FREE_BYTES that stay free for the rest of the machine;
                   without a GPU the slab, the KV cache and the backbone as well
     /dev/shm      experts; without a GPU the slab as well
-    GPU memory    slab, KV cache, backbone, and the allocations of a step
+    GPU memory    slab, KV cache, backbone, and the allocations of a step; of formats that are read by channel
+                  the up matrices of all experts, beside the slab
 
 Options that were given are kept. The others are chosen: first the most exact format that fits with a context
 of useful length, then the longest context, then resident experts (more than DEFAULT_CACHE of them only on a
@@ -84,6 +85,8 @@ class Plan:
             "KV cache": self.kv_tokens * needs.kv_token,
             "backbone": needs.backbone + self.context * needs.position,
         }
+        if self.slab and needs.heads:
+            device["up matrices"] = needs.heads
         rest = {"processes": needs.processes, LEFT_FREE: FREE_BYTES}
         if machine.gpu is None:
             return (

@@ -41,6 +41,14 @@ class Calibration:
     hit_rates: dict[str, Floats] = field(default_factory=dict)  # by the order "lcp" | "lru" | "lfu" of a
     # cache, [L, E + 1]: of the experts that decode uses, the share in a cache of 0..E experts. Empty in files
     # of earlier versions
+    magnitudes: Floats | None = None  # [L, S] quantiles of |u|, u = up x of decoded tokens' experts, at the
+    # shares 0, 1/S, 2/S, ... None unless it was made with a format that keeps up apart
+    left_mass: Floats | None = None  # [L, S] share of the sum of |u| that lies below each of them
+    up: str = ""  # the format of the up matrices that u was computed with
+    max_loss: float | None = (
+        None  # percent that an approximation may add to the perplexity, where it was given
+    )
+    sparsity: float | None = None  # the largest within it; 0: none is
 
 
 def at_limits(table: Floats, limits: Sequence[float]) -> NDArray[np.float64]:
@@ -53,4 +61,14 @@ def at_limits(table: Floats, limits: Sequence[float]) -> NDArray[np.float64]:
     more = (place - below).reshape(-1, *[1] * (table.ndim - 2))
     first, second = table[layers, below].astype(np.float64), table[layers, below + 1].astype(np.float64)
     answer: NDArray[np.float64] = first + more * (second - first)
+    return answer
+
+
+def quantiles(table: Floats, share: float) -> NDArray[np.float64]:
+    """Each layer's entry of a table [L, S] over the shares 0, 1/S, 2/S, ..., [L]: between two by their
+    distances."""
+    place = min(share * table.shape[1], table.shape[1] - 1.0)
+    below = min(int(place), table.shape[1] - 2)
+    first, second = table[:, below].astype(np.float64), table[:, below + 1].astype(np.float64)
+    answer: NDArray[np.float64] = first + (place - below) * (second - first)
     return answer

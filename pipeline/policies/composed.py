@@ -215,6 +215,7 @@ class Composed(Policy):
         return *unused, *dict.fromkeys(notes)
 
     def check_calibration(self, calibration: Calibration | None) -> None:
+        super().check_calibration(calibration)
         require_calibration(self.name, tuple(self.parts), calibration)
 
     def placement(self, view: View) -> IntArray:

@@ -1,7 +1,7 @@
 """The costs of one tile on the host, on the device and on the link: the numbers that policies plan with.
 
 They are measured at start, or read from a file (`--costs FILE`). The file is one JSON object with these keys,
-of which the last five may be left out; all times are seconds:
+of which the last six may be left out; all times are seconds:
 
     {"rows": [1, 4, 16, 64],                        row counts of the grid, ascending, each at least 1
      "host": [2e-5, 3e-5, 7e-5, 2.4e-4],            one tile at each row count, all workers together
@@ -12,12 +12,14 @@ of which the last five may be left out; all times are seconds:
      "launch": 2e-5,                                a layer's device share beside its tiles (0)
      "fetch": 1e-5,                                 an order of missing tiles beside its tiles (0)
      "both": 0,                                     a layer with both shares beside the later of them (0)
+     "wake": 0,                                     a host share behind a layer without one (0)
      "per": "expert"}                               "host", "device" and "link" are of a whole expert (tile)
 
 A side's seconds are linear in its tiles, behind a part that does not depend on their number: `round_trip`
 once for a layer's host share, `launch` once for its device share, both only where that side computes any
 tile, and `fetch` on the link once for each expert of which tiles are fetched. Where both sides compute, the
-layer ends `both` after the later of them.
+layer ends `both` after the later of them. Workers that had nothing to do in the layer before begin `wake`
+later.
 
 "All workers together" means wall time for each tile while every worker computes its share. The host and the
 link read the same memory, so measure one while the other runs; otherwise the gain of a plan is imaginary.
@@ -40,7 +42,7 @@ from protocol.small_files import read_small
 
 MAX_FILE_BYTES = 1 << 20
 Unit = Literal["tile", "expert"]
-OPTIONAL = ("other", "launch", "fetch", "both", "per")  # keys that a file may leave out
+OPTIONAL = ("other", "launch", "fetch", "both", "wake", "per")  # keys that a file may leave out
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Costs:
     launch: float = 0.0  # a layer's device share, once, where the device computes any tile
     fetch: float = 0.0  # an order of missing tiles, once for each expert that is fetched
     both: float = 0.0  # a layer with both shares takes so much longer than the later of them
+    wake: float = 0.0  # a host share behind a layer without one begins so much later
     per: Unit = "tile"
 
     def __post_init__(self) -> None:
@@ -72,7 +75,7 @@ class Costs:
                 raise PolicyError(
                     f"costs: '{name}' has {len(values)} values for {len(self.rows)} row counts; give one each"
                 )
-        single = ("link", "round_trip", "launch", "fetch", "both")
+        single = ("link", "round_trip", "launch", "fetch", "both", "wake")
         for name, values in (by_rows | {name: (getattr(self, name),) for name in single}).items():
             wrong = [value for value in values if not (math.isfinite(value) and value >= 0)]
             if wrong:
@@ -146,6 +149,7 @@ class Costs:
             launch=_number("launch", data.get("launch", 0.0)),
             fetch=_number("fetch", data.get("fetch", 0.0)),
             both=_number("both", data.get("both", 0.0)),
+            wake=_number("wake", data.get("wake", 0.0)),
             per=_unit(data.get("per", "tile")),
         )
 

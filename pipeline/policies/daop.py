@@ -92,6 +92,7 @@ class Daop(Policy):
         return *unused_tiles_note(self.name, view), *notes
 
     def check_calibration(self, calibration: Calibration | None) -> None:
+        super().check_calibration(calibration)
         require_calibration(self.name, (self._placement,), calibration)
 
     def placement(self, view: View) -> IntArray:

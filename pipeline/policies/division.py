@@ -2,154 +2,198 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from math import inf
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipeline.arrays import IntArray
 from pipeline.policies.costs import Costs
 from pipeline.policies.filling import Fixed, Group, Sides, balance
 from pipeline.policies.view import Active, View
 
+_TABLES = 8  # of costs that are kept
 _TABLE = 512  # row counts with seconds in a table; wider batches are few and slow
 
 
-class Division(NamedTuple):
-    """A layer's cuts, and what follows from them by the costs."""
+@dataclass(frozen=True)
+class Balanced:
+    """A layer's tiles divided by the balanced cut, and what follows by the costs."""
 
-    cut: IntArray  # [m], of the active experts
-    values: list[float]  # [m], what a tile of each is worth
-    sides: Sides
-    moved: int  # missing tiles that the device computes
-    spare: float  # seconds in which the link has nothing to move before the layer ends
     groups: list[Group]
     fixed: Fixed
+    sides: Sides
 
-    @property
+    @cached_property
+    def seconds(self) -> float:
+        """Until the layer has ended."""
+        return self.sides.layer(self.fixed.both)
+
+    @cached_property
+    def alone(self) -> float:
+        """Until it would have ended without the device."""
+        return self.fixed.host + sum([group.host * group.tiles for group in self.groups])
+
+    @cached_property
+    def moved(self) -> int:
+        """Missing tiles that the device computes."""
+        return sum([max(0, group.taken - group.resident) for group in self.groups])
+
+    @cached_property
+    def spare(self) -> float:
+        """Seconds in which the link has nothing to move before the layer ends."""
+        return max(0.0, self.seconds - self.moved * self.fixed.tile) if self.moved else self.seconds
+
+    @cached_property
+    def leaves(self) -> bool:
+        """Whether the host computes even resident tiles, so that others would not be used."""
+        return any([group.taken < group.resident for group in self.groups])
+
+    @cached_property
+    def pays(self) -> bool:
+        """Whether the device alone, with every tile there, saves more than ordering an expert takes."""
+        there = self.fixed.launch + sum([group.device * group.tiles for group in self.groups])
+        return self.alone - there > self.fixed.fetch
+
+    @cached_property
     def gain(self) -> float:
         """Seconds that the layer would save if one more tile were resident, of the group where that saves
         most; 0 where all are."""
         best = 0.0
-        if any(group.taken < group.resident for group in self.groups):
-            return best  # the host computes even resident tiles
+        if self.leaves:
+            return best
         for index, group in enumerate(self.groups):
             if group.missing:
                 others = [_copied(other) for other in self.groups]
                 others[index].resident += 1
                 others[index].missing -= 1
                 others[index].lacking = min(group.lacking, others[index].missing)
-                both = self.fixed.both
-                best = max(best, self.sides.layer(both) - balance(others, self.fixed).layer(both))
+                best = max(best, self.seconds - balance(others, self.fixed).layer(self.fixed.both))
         return best
+
+
+class _Table:
+    """What a Divider looks up of some costs."""
+
+    def __init__(self, costs: Costs, staging: int) -> None:
+        rows = np.arange(_TABLE)
+        self.costs = costs
+        self.host: list[float] = costs.host_seconds(rows, 1).tolist()
+        self.device: list[float] = costs.device_seconds(rows, 1).tolist()
+        self.other: list[float] = costs.other_seconds(rows).tolist()
+        self.tile = costs.link if staging else inf
+        self.fixed = Fixed(costs.round_trip, costs.launch, 0.0, self.tile, costs.fetch, costs.both)
+        self.resting = self.fixed._replace(host=costs.round_trip + costs.wake)
+        self.known: dict[tuple[int, int, int, bool], Balanced] = {}
 
 
 class Divider:
     """Looks up the costs in force, and divides layers by them."""
 
+    _used: _Table
+
     def __init__(self) -> None:
-        self._costs: Costs | None = None
+        self._tables: dict[int, _Table] = {}  # by identity: those of few rows and of many take turns
 
     def use(self, view: View) -> None:
         """Plan with the view's costs from now on."""
         costs = view.costs
         assert costs is not None
-        if costs is self._costs:
-            return
-        self._costs, rows = costs, np.arange(_TABLE)
-        self._host: list[float] = costs.host_seconds(rows, 1).tolist()
-        self._device: list[float] = costs.device_seconds(rows, 1).tolist()
-        self._other: list[float] = costs.other_seconds(rows).tolist()
-        self.tile = costs.link if view.staging else inf
-        self._fixed = Fixed(costs.round_trip, costs.launch, 0.0, self.tile, costs.fetch, costs.both)
+        found = self._tables.get(id(costs))
+        if found is None or found.costs is not costs:
+            if len(self._tables) == _TABLES:
+                self._tables.clear()
+            found = self._tables[id(costs)] = _Table(costs, view.staging)
+        self._used = found
+
+    @property
+    def tile(self) -> float:
+        """Seconds of a tile on the link; infinite where none can be moved."""
+        return self._used.tile
 
     def host(self, rows: int) -> float:
         """Seconds of a tile on the host."""
-        assert self._costs is not None
-        return self._host[rows] if rows < _TABLE else float(self._costs.host_seconds(rows, 1))
-
-    def saves(self, tiles: int) -> bool:
-        """Whether an expert of so many tiles that is there can save a row more than ordering it takes."""
-        return tiles * (self.host(1) - self.device(1)) > self._fixed.fetch
+        used = self._used
+        return used.host[rows] if rows < _TABLE else float(used.costs.host_seconds(rows, 1))
 
     def device(self, rows: int) -> float:
         """Seconds of a tile on the device."""
-        assert self._costs is not None
-        return self._device[rows] if rows < _TABLE else float(self._costs.device_seconds(rows, 1))
+        used = self._used
+        return used.device[rows] if rows < _TABLE else float(used.costs.device_seconds(rows, 1))
 
     def other(self, rows: int) -> float:
         """Seconds of a layer's other work on the device."""
-        assert self._costs is not None
-        return self._other[rows] if rows < _TABLE else float(self._costs.other_seconds(rows))
+        used = self._used
+        return used.other[rows] if rows < _TABLE else float(used.costs.other_seconds(rows))
 
-    def divide(
-        self, active: Active, resident: IntArray, tiles: int, worth: NDArray[np.float32], busy: float = 0.0
-    ) -> Division:
-        """`resident` [m]: tiles of each active expert; at least one is active. Of experts with equally many
-        rows those of greater `worth` [E] are fetched first. `busy`: seconds until the host is free."""
-        fixed = self._fixed if busy <= self._fixed.host else self._fixed._replace(host=busy)
+    def worthless(self, experts: int, tiles: int) -> bool:
+        """Whether the host computes all of so many experts of one row each, wherever their tiles are."""
+        return not self._single(experts, experts * tiles, 0, 0, True).groups[0].taken
+
+    def balanced(
+        self, active: Active, resident: IntArray, tiles: int, rested: bool = False, busy: float = 0.0
+    ) -> Balanced:
+        """`resident` [m]: tiles of each active expert; at least one is active. `rested`: the layer before had
+        no host share. `busy`: seconds until the host is free."""
         rows = active.counts
-        if len(active.rows) == len(rows):  # one row, or rows that share no expert
+        alike = len(active.rows) == len(rows)  # one row, or rows that share no expert
+        fixed = self._used.resting if rested else self._used.fixed
+        if alike:
             missing = (tiles - resident).tolist()
             total = sum(missing)
-            groups = [
-                Group(
-                    self.host(1),
-                    self.device(1),
-                    tiles * len(rows) - total,
-                    total,
-                    len(rows) - missing.count(0),
-                )
-            ]
-            found = [1]
+            key = len(rows), tiles * len(rows) - total, total, len(rows) - missing.count(0)
+            if busy <= fixed.host:
+                return self._single(*key, rested)
+            groups = [self._group(1, *key[1:])]
         else:
             counted = np.bincount(rows)
-            found = counted.nonzero()[0].tolist()
-            lacks = resident < tiles
             kept = np.bincount(rows, resident).tolist()
-            lacking = np.bincount(rows, lacks).tolist()
-            groups = [
-                Group(
-                    self.host(count),
-                    self.device(count),
-                    int(kept[count]),
-                    tiles * int(counted[count]) - int(kept[count]),
-                    int(lacking[count]),
+            lacking = np.bincount(rows, resident < tiles).tolist()
+            groups = []
+            for count in counted.nonzero()[0].tolist():
+                here = int(kept[count])
+                groups.append(
+                    self._group(count, here, tiles * int(counted[count]) - here, int(lacking[count]))
                 )
-                for count in found
-            ]
-        ends = balance(groups, fixed)
-        values: list[float] = worth.take(active.experts).tolist()
-        cut = self._cuts(active, resident, tiles, values, groups, found)
-        moved = sum(max(0, group.taken - group.resident) for group in groups)
-        whole = ends.layer(fixed.both)
-        spare = whole - moved * fixed.tile if moved else whole
-        return Division(cut, values, ends, moved, max(0.0, spare), groups, fixed)
+        fixed = fixed if busy <= fixed.host else fixed._replace(host=busy)
+        return Balanced(groups, fixed, balance(groups, fixed))
 
-    def _cuts(
-        self,
-        active: Active,
-        resident: IntArray,
-        tiles: int,
-        values: list[float],
-        groups: list[Group],
-        found: list[int],
-    ) -> IntArray:
-        """The groups' totals as cuts of their experts."""
-        if all([group.taken == group.tiles for group in groups]):
-            return np.full(len(resident), tiles, np.int32)
-        cut: list[int] = resident.tolist()
-        for group, count in zip(groups, found, strict=True):
-            if len(groups) == 1:
-                members = list(range(len(cut)))
-            else:
-                members = (active.counts == count).nonzero()[0].tolist()
+    def _single(self, experts: int, resident: int, missing: int, lacking: int, rested: bool) -> Balanced:
+        """Of experts with a row each. Few of these differ, so each is computed once."""
+        key = experts, missing, lacking, rested
+        found = self._used.known.get(key)
+        if found is None:
+            groups = [self._group(1, resident, missing, lacking)]
+            fixed = self._used.resting if rested else self._used.fixed
+            found = self._used.known[key] = Balanced(groups, fixed, balance(groups, fixed))
+        return found
+
+    def _group(self, rows: int, resident: int, missing: int, lacking: int) -> Group:
+        return Group(self.host(rows), self.device(rows), resident, missing, lacking)
+
+
+def cuts(
+    balanced: Balanced, active: Active, resident: IntArray, tiles: int, values: Sequence[float]
+) -> IntArray:
+    """The groups' totals as cuts [m] of their experts. Of experts with equally many rows those of greater
+    value are fetched first, and those of smaller value go to the host."""
+    groups = balanced.groups
+    if all([group.taken == group.tiles for group in groups]):
+        return np.full(len(resident), tiles, np.int32)
+    cut: list[int] = resident.tolist()
+    if len(groups) == 1:
+        _move(cut, groups[0].taken - groups[0].resident, list(range(len(cut))), tiles, values)
+    else:
+        counts = np.bincount(active.counts).nonzero()[0].tolist()
+        for group, count in zip(groups, counts, strict=True):
+            members = (active.counts == count).nonzero()[0].tolist()
             _move(cut, group.taken - group.resident, members, tiles, values)
-        return np.array(cut, np.int32)
+    return np.array(cut, np.int32)
 
 
-def _move(cut: list[int], more: int, members: list[int], tiles: int, values: list[float]) -> None:
+def _move(cut: list[int], more: int, members: list[int], tiles: int, values: Sequence[float]) -> None:
     """Change the cuts of these experts by `more` tiles in all: beyond the residency the most valuable come
     first; short of it the least valuable go to the host."""
     if not more:

@@ -13,6 +13,8 @@ from math import isfinite
 
 from pipeline.errors import PolicyError
 
+AUTO = "auto"
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -89,12 +91,15 @@ class Real:
     default: float | None  # None: derived from the calibration, see `help`
     low: float
     high: float
+    auto: bool = False  # whether AUTO is a value too: what a calibration found
 
     @property
     def values(self) -> str:
-        return f"{self.low:g}..{self.high:g}"
+        return f"{self.low:g}..{self.high:g}" + f" or {AUTO}" * self.auto
 
-    def parse(self, text: str) -> float:
+    def parse(self, text: str) -> float | str:
+        if self.auto and text == AUTO:
+            return text
         try:
             # float() would also take "1_000" and other alphabets' digits
             value = float(text) if text.isascii() and "_" not in text else float("nan")

@@ -15,6 +15,7 @@ from pipeline.policies.impact import Impact
 from pipeline.policies.options import Choice, Option, Value, did_you_mean, parse_options
 from pipeline.policies.pre_gated import PreGated
 from pipeline.policies.random_plan import RandomPlan
+from pipeline.policies.sparsity import SPARSITY_OPTIONS, Sparsity
 from pipeline.policies.split import Split
 from pipeline.policies.tandem import Tandem
 from pipeline.policies.view import Policy, PolicyRequest
@@ -73,9 +74,18 @@ class Preset(ABC):
     def values(self, given: Mapping[str, object], seed: int) -> list[tuple[Option, Value]]:
         """Every option that can be set beside these, with its value. Raises PolicyError as `make`."""
 
-    @abstractmethod
     def make(self, given: Mapping[str, object], seed: int) -> Policy:
         """A new policy object. Raises PolicyError for options that are invalid or cannot be combined."""
+        values = {option.name: value for option, value in self.values(given, seed)}
+        policy = self._make(given, values, seed)
+        policy.sparsity = Sparsity.of(values)
+        policy.exact = policy.exact and policy.sparsity.dense
+        policy.needs_calibration = policy.needs_calibration or policy.sparsity.wished is None
+        return policy
+
+    @abstractmethod
+    def _make(self, given: Mapping[str, object], values: Mapping[str, Value], seed: int) -> Policy:
+        """The policy with these options' values, without its sparsity."""
 
 
 class ComposedPreset(Preset):
@@ -87,15 +97,14 @@ class ComposedPreset(Preset):
         self.parts = dict(zip(PARTS, parts, strict=True))
         gate = PARTS["gate"][self.parts["gate"]]
         assert issubclass(gate, Gate)
-        self.exact = gate.exact
+        self.exact = gate.exact and not defaults.get("sparsity")
         self._roles = tuple(
             Choice(role, ROLES[role], default=self.parts[role], choices=tuple(PARTS[role])) for role in PARTS
         )
         self.options = self._options(self._classes({}))
 
-    def make(self, given: Mapping[str, object], seed: int) -> Policy:
+    def _make(self, given: Mapping[str, object], values: Mapping[str, Value], seed: int) -> Policy:
         classes = self._exchanged(given, seed)
-        values = dict((option.name, value) for option, value in self.values(given, seed))
         made: dict[str, Any] = {}
         for role, part in classes.items():
             build: Callable[..., Part] = part
@@ -120,6 +129,7 @@ class ComposedPreset(Preset):
     def _options(self, classes: Mapping[str, type[Part]]) -> tuple[Option, ...]:
         """With these parts. An option that two parts have is one option."""
         options: dict[str, Option] = {o.name: o for part in classes.values() for o in part.options}
+        options |= {option.name: option for option in SPARSITY_OPTIONS}
         for name in self.defaults.keys() & options.keys():
             option: Any = options[name]
             options[name] = replace(option, default=self.defaults[name])
@@ -132,7 +142,7 @@ class OwnPreset(Preset):
     def __init__(self, policy: type[Daop] | type[RandomPlan] | type[Tandem]) -> None:
         self._policy = policy
         self.name, self.help, self.exact = policy.name, policy.help, policy.exact
-        self.parts, self.defaults, self.options = {}, {}, policy.options
+        self.parts, self.defaults, self.options = {}, {}, (*policy.options, *SPARSITY_OPTIONS)
 
     def values(self, given: Mapping[str, object], seed: int) -> list[tuple[Option, Value]]:
         def why_not(name: str) -> str:
@@ -141,9 +151,9 @@ class OwnPreset(Preset):
         values = parse_options(self.name, self.options, given, seed, why_not)
         return [(option, values[option.name]) for option in self.options]
 
-    def make(self, given: Mapping[str, object], seed: int) -> Policy:
+    def _make(self, given: Mapping[str, object], values: Mapping[str, Value], seed: int) -> Policy:
         build: Callable[..., Policy] = self._policy
-        return build(**{option.name: value for option, value in self.values(given, seed)})
+        return build(**{option.name: values[option.name] for option in self._policy.options})
 
 
 def _owner_of(option: str) -> str:
@@ -250,6 +260,18 @@ PRESETS: dict[str, Preset] = {
             ("sized", "own", "next-gate", "device", "split"),
         ),
         OwnPreset(Tandem),
+        ComposedPreset(
+            "floe",
+            "The channels that matter, on the device",
+            ("known", "own", "none", "device", "keep"),
+            sparsity=0.8,
+        ),
+        ComposedPreset(
+            "floe-host",
+            "The channels that matter, on the host",
+            ("empty", "own", "none", "host", "keep"),
+            sparsity=0.8,
+        ),
         OwnPreset(RandomPlan),
     )
 }

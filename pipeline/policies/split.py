@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from math import inf, log
 from typing import ClassVar, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipeline.arrays import IntArray
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.composed import STAY, Expert, Moves, Parts, Replacement
@@ -33,6 +36,10 @@ class Priority(NamedTuple):
     def of(self, rows: float, step: int) -> float:
         """Of an expert with so many rows so far that was last used in this step; without rows, the lowest."""
         return self.frequency * log(rows) + self.recency * step if rows else -inf
+
+    def of_each(self, rows: NDArray[np.int64], step: int) -> NDArray[np.float64]:
+        """The same of experts that have rows, all last used in this step."""
+        return self.frequency * np.log(rows) + self.recency * step
 
 
 PRIORITIES = ("lcp", "lru", "lfu")

@@ -10,7 +10,8 @@ import numpy as np
 
 from pipeline.arrays import IntArray
 from pipeline.errors import PolicyError
-from pipeline.policies.division import Divider, Division
+from pipeline.policies.division import Balanced, Divider, cuts
+from pipeline.policies.host_trial import HOPELESS, HostTrial
 from pipeline.policies.options import PAUSE, Choice, Option
 from pipeline.policies.predictions import by_probability
 from pipeline.policies.view import Gated, Plan, Policy, Routing, Signals, Target, View
@@ -36,13 +37,13 @@ class Tandem(Policy):
     )
     needs_costs = True
     likes_calibration = True
-    settles = 16
+    settles = 24
 
     def __init__(self, *, prefetch: str, pause: str) -> None:
         self._prefetches = prefetch == "1"
         self.pauses = pause == "1"
         self._divider = Divider()
-        self._division: Division | None = None  # of the present layer
+        self._balanced: Balanced | None = None  # of the present layer, unless only the host is worth it
         self._moving: tuple[int, int] | None = None  # in the background
 
     def placement(self, view: View) -> IntArray:
@@ -51,8 +52,14 @@ class Tandem(Policy):
         known = view.calibration
         counts = view.popularity if known is None else known.decode_counts
         self._worth = Worth(view.shape, view.capacity, counts)
+        self._host_alone = Plan(np.zeros(view.shape.experts, np.int32))
         # by layer: missing tiles that could have landed before the next layer, when it was planned last
         self._ahead = [1] * view.shape.layers
+        self._worthless = [False] * view.shape.layers  # by layer: only the host was worth it
+        self._trials: dict[int, HostTrial] = {}  # by the power of two of a step's rows
+        self._trial: HostTrial | None = None  # of this step
+        self._alone = self._divided = 0.0  # its layers' seconds so far, on the host alone and as planned
+        self._rested = False  # the layer before had no host share
         self._moving = None
         return self._worth.target.copy()
 
@@ -63,39 +70,65 @@ class Tandem(Policy):
 
     def gate(self, layer: int, signals: Signals, view: View) -> Gated:
         assert signals.logits is not None
-        if view.capacity:
-            self._worth.observe(layer, signals.logits, view.phase)
+        if not layer:
+            self._begin_step(view)
+        if view.capacity and not self._worthless[layer]:
+            self._worth.note(layer, signals.logits, view.phase)
         return super().gate(layer, signals, view)
+
+    def _begin_step(self, view: View) -> None:
+        """Decide whether the host computes all of it."""
+        trial, self._trial = self._trial, None
+        if trial is not None and view.seconds:
+            trial.note(view.seconds, self._alone > HOPELESS * self._divided)
+        self._alone = self._divided = 0.0
+        if view.phase == "decode" and view.capacity:
+            self._trial = self._trials.setdefault(len(view.sequences).bit_length(), HostTrial())
 
     def plan(self, layer: int, routing: Routing, view: View) -> Plan:
         active, tiles = routing.active, view.shape.tiles
-        cut = np.zeros(view.shape.experts, np.int32)
-        self._division = None
-        if not len(active.experts):
-            return Plan(cut)
+        self._balanced = None
+        count = len(active.experts)
+        if not count:
+            return self._host_alone
         worth, divider = self._worth, self._divider
         divider.use(view)
+        busy = view.backlog.host_seconds
+        worthless = self._trial is not None and self._trial.host
+        if count == len(active.rows) and not busy:
+            worthless = worthless or divider.worthless(count, tiles)
+        self._worthless[layer] = worthless
+        if worthless:
+            self._ahead[layer], self._rested = 0, False
+            return self._host_alone
         kept = worth.target[layer].take(active.experts)
         resident = np.minimum(view.residency[layer].take(active.experts), kept)  # the others are evicted
-        value = worth.value[layer]
-        divided = self._division = divider.divide(active, resident, tiles, value, view.backlog.host_seconds)
-        cut.put(active.experts, divided.cut)
-        free = divided.spare + divider.other(len(routing.experts))
-        self._ahead[layer] = int(free / divider.tile) if divider.tile > 0 else tiles * len(active.experts)
-        for group in divided.groups:
-            if group.taken < group.resident:
-                self._ahead[layer] = 0  # the host computes even resident tiles: others would not be used
-        if not divider.saves(tiles):
+        balanced = self._balanced = divider.balanced(active, resident, tiles, self._rested, busy)
+        self._rested = not balanced.sides.host
+        self._alone += balanced.alone
+        self._divided += balanced.seconds
+        if balanced.leaves or not balanced.pays:
             self._ahead[layer] = 0
-        if not (divided.moved and view.capacity):
+        else:
+            free = balanced.spare + divider.other(len(routing.experts))
+            self._ahead[layer] = int(free / divider.tile) if divider.tile > 0 else tiles * count
+        if not balanced.sides.device:
+            return self._host_alone
+        if balanced.moved:
+            worth.observe(layer)
+        values: list[float] = worth.value[layer].take(active.experts).tolist()
+        own = cuts(balanced, active, resident, tiles, values)
+        cut = np.zeros(view.shape.experts, np.int32)
+        cut.put(active.experts, own)
+        if not (balanced.moved and view.capacity):
             return Plan(cut)
         targets: list[Target] = []
         worth.protect(layer, active.experts)
-        cuts = zip(divided.values, active.experts.tolist(), (divided.cut - kept).tolist(), strict=True)
-        fetched = [found for found in cuts if found[2] > 0]
+        found = zip(values, active.experts.tolist(), (own - kept).tolist(), strict=True)
+        fetched = [one for one in found if one[2] > 0]
         fetched.sort(key=itemgetter(0), reverse=True)
-        for worth_of, expert, more in fetched:
-            grown = worth.grow(layer, expert, more, worth_of, layer)
+        for value, expert, more in fetched:
+            grown = worth.grow(layer, expert, more, value, layer)
             if not grown:
                 break
             targets += grown
@@ -127,16 +160,17 @@ class Tandem(Policy):
         return tuple(targets)
 
     def after(self, layer: int, routing: Routing, view: View) -> tuple[Target, ...]:
-        divided = self._division
-        if divided is None or divided.moved or not view.capacity or view.phase != "decode":
+        worth = self._worth
+        balanced = self._balanced
+        if balanced is None or balanced.moved or not view.capacity or view.phase != "decode":
             return ()
         if self._moving is not None:
             if view.residency[self._moving] < self._worth.target[self._moving]:
                 return ()
             self._moving = None
-        if not self._divider.saves(view.shape.tiles) or not divided.gain:
+        if not (balanced.pays and balanced.gain):
             return ()
-        worth, tiles = self._worth, view.shape.tiles
+        tiles = view.shape.tiles
         outside = worth.value[layer] * (worth.target[layer] == 0)
         expert = int(outside.argmax())
         # one row uses k experts; each tile that is resident saves the host's time of it

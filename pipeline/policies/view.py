@@ -11,17 +11,19 @@ Tiles [r, p) are fetched first. A *target* is the residency that the policy sets
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.arrays import FloatArray, IntArray, Phase
+from pipeline.arrays import FloatArray, IntArray, Phase, one_row
+from pipeline.policies.backlog import Backlog, NoBacklog
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
+from pipeline.policies.sparsity import Sparsity
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,8 @@ class Routing:
             order = used[chosen[used].argsort(kind="stable")]
         ranked = chosen.take(order)
         if len(self.experts) == 1:  # which uses each of its experts once
-            every = np.arange(len(order) + 1, dtype=np.int32)
-            once = np.ones(len(order), np.int32)
-            return Active(ranked, every, np.zeros(len(order), np.int32), weights.take(order), once)
+            every, first, once = one_row(len(order))
+            return Active(ranked, every, first, weights.take(order), once)
         rows = (order // self.experts.shape[1]).astype(np.int32)
         workload = np.bincount(ranked)
         experts = np.flatnonzero(workload)
@@ -82,30 +83,7 @@ class Routing:
     @cached_property
     def total_weight(self) -> float:
         """The sum of all weights."""
-        return float(self.weights.sum())
-
-
-def sort_together(routings: Sequence[Routing]) -> None:
-    """Compute `active` and `total_weight` of routings of one row each, all of the same k, in a fraction of
-    the time that each takes alone."""
-    weights = np.concatenate([routing.weights for routing in routings])
-    if np.count_nonzero(weights) < weights.size:
-        return
-    experts = np.concatenate([routing.experts for routing in routings])
-    order = experts.argsort(axis=1, kind="stable")
-    order += np.arange(0, experts.size, experts.shape[1])[:, None]
-    top_k = experts.shape[1]
-    every, first, once = (
-        np.arange(top_k + 1, dtype=np.int32),
-        np.zeros(top_k, np.int32),
-        np.ones(top_k, np.int32),
-    )
-    sums = weights.sum(axis=1).tolist()
-    sorted_rows = zip(experts.take(order), weights.take(order), strict=True)
-    for routing, (used, by_expert), total in zip(routings, sorted_rows, sums, strict=True):
-        known = vars(routing)
-        known["active"] = Active(used, every, first, by_expert, once)
-        known["total_weight"] = total
+        return float(np.add.reduce(self.weights, axis=None))
 
 
 class Signals(NamedTuple):
@@ -160,38 +138,6 @@ class Plan(NamedTuple):
 _NOTHING: IntArray = np.zeros((0, 0), np.int32)  # a view without `ordered`: only what is resident
 
 
-class Landing(NamedTuple):
-    """Tiles of one expert that are under way: its next `tiles` tiles beyond the residency."""
-
-    expert: int
-    tiles: int
-    seconds: float  # from now until the last of them has landed
-
-
-class Backlog(Protocol):
-    """What link and host still have to do, in seconds from now by the costs in force: 0 without costs."""
-
-    @property
-    def link_seconds(self) -> float:
-        """Until the link has moved everything that is ordered."""
-
-    @property
-    def host_seconds(self) -> float:
-        """Until the host is free: an earlier layer's share still runs, as under early dispatch."""
-
-    def landing(self, layer: int) -> Sequence[Landing]:
-        """The layer's tiles under way, in the order in which they will land if nothing is demanded."""
-
-
-class NoBacklog:
-    """A `Backlog` in which nothing is under way."""
-
-    link_seconds = host_seconds = 0.0
-
-    def landing(self, layer: int) -> Sequence[Landing]:
-        return ()
-
-
 @dataclass(frozen=True)
 class View:
     """The inputs of a policy at each call. The arrays are read-only."""
@@ -212,6 +158,8 @@ class View:
     staging: int = 0  # slots beside the capacity, through which a layer's step streams missing tiles
     ordered: IntArray = field(default_factory=lambda: _NOTHING)  # [L, E]: leading tiles resident or on order
     backlog: Backlog = field(default_factory=NoBacklog)
+    seconds: float = 0.0  # that the step before took; 0 where costs do not follow what runs
+    up: str = ""  # the format of up matrices that are apart, so that channels can be left out; "" without
 
     def __post_init__(self) -> None:
         if self.ordered is _NOTHING:
@@ -234,6 +182,7 @@ class Policy(ABC):
     uses_device: bool = True  # False: no slab and no prefetcher are needed
     uses_host: bool = True  # False: the workers compute nothing
     pauses: bool = True  # False: the prefetch meter does not act on its predictions
+    sparsity: Sparsity = Sparsity()  # the channels of an expert that a token leaves out
     no_room: int = 0  # experts that the latest `predict` named and had no room for
 
     @property
@@ -248,7 +197,7 @@ class Policy(ABC):
     def check_calibration(self, calibration: Calibration | None) -> None:
         """Raises PolicyError, one line with the remedy, where the policy cannot work with the model's
         calibration, or without one."""
-        del calibration  # most policies work without
+        self.sparsity.check(self.name, calibration)
 
     @abstractmethod
     def placement(self, view: View) -> IntArray:

@@ -48,38 +48,60 @@ class Worth:
         # added to `value`: infinite where nothing can leave
         self._empty = np.where(self.target > 0, np.float32(0), np.float32(inf))
         self._rank: FloatArray = self.value + self._empty
+        self._noted = np.zeros(share.shape, np.float32)  # [L, E]: logits of one row, or shares of several
+        self._waiting = [False] * len(share)  # by layer: noted, and not counted yet
+        self._phase: Phase = "decode"  # of what was noted
+        self._single = True  # whether it was one row
         # by layer, as parts are taken from arrays more slowly than from lists
-        self._rows = list(zip(self._averages, self.value, self._empty, self._rank, strict=True))
+        self._rows = list(zip(self.value, self._empty, self._rank, strict=True))
         every = range(len(share))
         self._places = [[self._before(near, within) for near in every] for within in (False, True)]
         self._kept = self.target.data  # the same memory, of which Python reads single numbers sooner
 
-    def observe(self, layer: int, logits: FloatArray, phase: Phase) -> None:
-        """Count a layer's router logits [R, E]."""
-        if len(logits) == 1:
-            row = logits[0]
-            share = np.subtract(row, np.maximum.reduce(row))
-            np.exp(share, out=share)
-            share /= np.add.reduce(share)
-        else:
-            shares = np.exp(logits - logits.max(axis=1, keepdims=True))
-            shares /= shares.sum(axis=1, keepdims=True)
-            share = shares.mean(axis=0)
-        averages, value, _, _ = self._rows[layer]
-        kept, weights = _WEIGHTS[phase]
+    def note(self, layer: int, logits: FloatArray, phase: Phase) -> None:
+        """Take note of a layer's router logits [R, E]. They count from `observe` on, at the latest from the
+        next step on, when all layers together take little longer than one."""
+        if not layer:
+            self._observe_all()
+        self._phase, self._single = phase, len(logits) == 1
+        # one row's softmax is computed with those of the other layers
+        self._noted[layer] = logits[0] if self._single else _softmax(logits).mean(axis=0)
+        self._waiting[layer] = True
+
+    def observe(self, layer: int) -> None:
+        """Count what was noted of the layer."""
+        if self._waiting[layer]:
+            self._observe([layer])
+
+    def _observe_all(self) -> None:
+        if layers := [layer for layer, waits in enumerate(self._waiting) if waits]:
+            self._observe(layers)
+
+    def _observe(self, layers: list[int]) -> None:
+        # one layer is a slice, which is quicker and needs no copies
+        part = slice(layers[0], layers[0] + 1) if len(layers) == 1 else np.array(layers)
+        share = self._noted[part, None]
+        if self._single:
+            share = _softmax(share)
+        kept, weights = _WEIGHTS[self._phase]
+        averages = self._averages[part]
         averages *= kept
         averages += weights * share
-        np.multiply(averages[1], _LASTING_WEIGHT, out=value)
-        if phase == "decode":
-            value += averages[0]
-        self.release(layer)
+        value = averages[:, 1] * _LASTING_WEIGHT
+        if self._phase == "decode":
+            value += averages[:, 0]
+        self._averages[part] = averages
+        self.value[part] = value
+        self._rank[part] = value + self._empty[part]
+        for layer in layers:
+            self._waiting[layer] = False
 
     def protect(self, layer: int, experts: IntArray) -> None:
         """Until `release`, no tile of these experts leaves."""
-        self._rows[layer][3].put(experts, inf)
+        self._rows[layer][2].put(experts, inf)
 
     def release(self, layer: int) -> None:
-        _, value, empty, rank = self._rows[layer]
+        value, empty, rank = self._rows[layer]
         np.add(value, empty, out=rank)
 
     def grow(
@@ -132,3 +154,11 @@ class Worth:
             self._empty[key] = 0.0 if tiles else inf
             if not tiles:
                 self._rank[key] = inf
+
+
+def _softmax(logits: FloatArray) -> FloatArray:
+    """Over the last axis."""
+    shares = np.subtract(logits, np.maximum.reduce(logits, axis=-1, keepdims=True))
+    np.exp(shares, out=shares)
+    shares /= np.add.reduce(shares, axis=-1, keepdims=True)
+    return shares

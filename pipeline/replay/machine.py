@@ -6,31 +6,33 @@ decisions:
 - the device: of each layer all but its routed experts (`other`), then, where it computes any tile, the start
   of its share (`launch`), its resident tiles, and fetched tiles as they land;
 - the link: tile after tile, each order with its start (`fetch`), see `cache.py`;
-- the host: one layer's share after the other; a Work arrives a round trip after it was sent, and the Work of
-  a layer that was decided early is sent one layer earlier.
+- the host: one layer's share after the other; a Work arrives a round trip after it was sent, `wake` later
+  behind a layer without one, and the Work of a layer that was decided early is sent one layer earlier.
 
 A layer ends when its device and host shares are computed, `both` later where it has the two. Embedding and
-head cost nothing here.
+head cost nothing here. Where channels are left out, a tile on the host takes the share of its time that is
+the share of its bytes which are read, as if each row's channels were drawn independently of the others'.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import nan
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import PHASES, FloatArray, IntArray, Phase
 from pipeline.engine.driver import LayerDecision, PolicyDriver
-from pipeline.errors import PlanError, TraceError
+from pipeline.errors import PlanError, PolicyError, TraceError
 from pipeline.memory.limits import STAGING_TILES
+from pipeline.policies.backlog import Landing
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.prefetch_meter import pause_note
 from pipeline.policies.view import (
     Active,
     Ahead,
-    Landing,
     Policy,
     Routing,
     Signals,
@@ -42,6 +44,7 @@ from pipeline.replay.outcome import Outcome, PhaseOutcome
 from pipeline.replay.step_inputs import StepInputs
 from pipeline.traces.header import Header
 from pipeline.traces.steps import LayerTrace, TracedStep
+from shm.mask import DENSE, Mask
 
 
 class Replay:
@@ -78,6 +81,7 @@ class Replay:
         self.cache.counters = self._counters
         self.now = 0.0  # seconds
         self._host_free = 0.0
+        self._wake = 0.0  # `Costs.wake` where the layer before had no host share
         counted = np.zeros((shape.layers, shape.experts), np.int64)
         view = View(
             shape=shape,
@@ -93,10 +97,18 @@ class Replay:
             staging=STAGING_TILES if policy.uses_device else 0,
             ordered=self.cache.ordered,
             backlog=self,
+            up=header.up,
         )
         self._driver = PolicyDriver[float](policy, view)
         self.cache.place(self._driver.placement)
-        self._notes = list(policy.notes(self._driver.view))
+        self._notes = list(self._driver.notes)
+        if policy.uses_device and not policy.sparsity.dense:
+            raise PolicyError(
+                f"policy {policy.name}: a replay does not simulate fetches of channels; replay floe-host, or"
+                f" give --set {policy.name}.sparsity=0"
+            )
+        self._left = policy.sparsity.left(header.up, calibration)
+        self._sparsity = 0.0 if policy.sparsity.dense else policy.sparsity.share(calibration)
 
     def run(self, steps: Iterable[TracedStep]) -> Outcome:
         """Replay all steps. Raises PlanError for decisions that break a policy's contract."""
@@ -173,12 +185,15 @@ class Replay:
             resident = decision.resident.take(active.experts).tolist()
         cuts, rows = self._checked(decision.cut, active), active.counts.tolist()
         begun = decision.begun
-        self._host_done = self._submit(rows, cuts) if begun is None else begun
+        self._host_done = self._submit(rows, cuts, decision.mask) if begun is None else begun
+        if decision.mask != DENSE:
+            weight = decision.gated.routing.total_weight
+            counters.fidelity.left += weight * (nan if self._left is None else self._left[layer])
         self._demand(layer, active.experts.tolist(), rows, cuts, resident)
 
-    def begin_early(self, layer: int, ahead: Ahead) -> float:
+    def begin_early(self, layer: int, ahead: Ahead, mask: Mask) -> float:
         active = ahead.gated.routing.active
-        return self._submit(active.counts.tolist(), self._checked(ahead.cut, active))
+        return self._submit(active.counts.tolist(), self._checked(ahead.cut, active), mask)
 
     def prefetch(self, targets: Sequence[Target], no_room: int) -> None:
         self._counters.wanted_experts += no_room
@@ -215,17 +230,20 @@ class Replay:
             raise PlanError(f"policy {self._policy.name} gave work to a device without a slab")
         return cuts
 
-    def _submit(self, rows: list[int], cuts: list[int]) -> float:
+    def _submit(self, rows: list[int], cuts: list[int], mask: Mask) -> float:
         """Send the host its share: `rows` and `cuts` of each active expert. Returns the time at which the
         share is computed, 0 for an empty share."""
         tiles = self._header.shape.tiles
         seconds, count, known = 0.0, tiles * len(cuts) - sum(cuts), self._seconds
         if not count:
+            self._wake = self._costs.wake
             return 0.0
         for row, p in zip(rows, cuts, strict=True):
             if p < tiles:
-                seconds += (known.get(row) or self._tile(row))[0] * (tiles - p)
-        self._host_free = max(self._host_free, self.now + self._costs.round_trip) + seconds
+                read = 1.0 if mask == DENSE else self._read_share(row)
+                seconds += (known.get(row) or self._tile(row))[0] * (tiles - p) * read
+        self._host_free = max(self._host_free, self.now + self._costs.round_trip + self._wake) + seconds
+        self._wake = 0.0
         self._counters.host_busy += seconds
         self._counters.host_tiles += count
         return self._host_free
@@ -275,6 +293,11 @@ class Replay:
                 f" is not in the trace: it has {self._header.depth} layers ahead"
             )
         return found.astype(np.float32)
+
+    def _read_share(self, rows: int) -> float:
+        """Of a tile's bytes, where channels that none of the rows keeps are not read."""
+        up, rest = self._header.up_bytes, self._header.tile_bytes
+        return (up + (1 - self._sparsity**rows) * rest) / (up + rest)
 
     def _tile(self, rows: int) -> tuple[float, float, float]:
         """Seconds at `rows` rows: of a tile on the host, of a tile on the device, of a layer's other work."""

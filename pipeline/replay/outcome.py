@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import isnan
 from typing import Any
 
 from pipeline.arrays import Phase
@@ -101,10 +102,15 @@ class PhaseOutcome(Hits):
             "fidelity": self.shares(),
         }
 
-    def shares(self) -> dict[str, float]:
-        """The shares of all routed weight that were skipped, substituted, stale and predicted."""
+    def shares(self) -> dict[str, float | None]:
+        """The shares of all routed weight that were skipped, substituted, stale, predicted and left out; None
+        for an unknown one."""
         sums = vars(self.fidelity)
-        return {kind: _share(part, sums["weight"]) for kind, part in sums.items() if kind != "weight"}
+        return {
+            kind: None if isnan(part) else _share(part, sums["weight"])
+            for kind, part in sums.items()
+            if kind != "weight"
+        }
 
 
 @dataclass

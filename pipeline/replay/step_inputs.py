@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from pipeline.arrays import FloatArray
+from pipeline.arrays import FloatArray, one_row
 from pipeline.models.routing import Router
-from pipeline.policies.view import Routing, sort_together
+from pipeline.policies.view import Active, Routing
 from pipeline.traces.steps import TracedStep
 
 
@@ -26,7 +28,7 @@ class StepInputs:
             self.own = [None if each is None else each.astype(np.float32) for each in every]
         routings = [layer.router_routing for layer in step.layers]
         if self._single and "active" not in vars(routings[0]):
-            sort_together(routings)
+            _sort_together(routings)
 
     def ahead(self, layer: int) -> tuple[FloatArray, Routing] | None:
         """In a step of one row: the next layer's router on this layer's x, its logits [1, E] and its choice.
@@ -37,3 +39,21 @@ class StepInputs:
             rows = zip(made[:, None], routed.experts[:, None], routed.weights[:, None], strict=True)
             self._ahead = [(logits, Routing(experts, weights)) for logits, experts, weights in rows]
         return self._ahead[layer] if layer < len(self._ahead) else None
+
+
+def _sort_together(routings: Sequence[Routing]) -> None:
+    """Compute `active` and `total_weight` of routings of one row each, all of the same k, in a fraction of
+    the time that each takes alone."""
+    weights = np.concatenate([routing.weights for routing in routings])
+    if np.count_nonzero(weights) < weights.size:
+        return
+    experts = np.concatenate([routing.experts for routing in routings])
+    order = experts.argsort(axis=1, kind="stable")
+    order += np.arange(0, experts.size, experts.shape[1])[:, None]
+    every, first, once = one_row(experts.shape[1])
+    sums = weights.sum(axis=1).tolist()
+    sorted_rows = zip(experts.take(order), weights.take(order), strict=True)
+    for routing, (used, by_expert), total in zip(routings, sorted_rows, sums, strict=True):
+        known = vars(routing)
+        known["active"] = Active(used, every, first, by_expert, once)
+        known["total_weight"] = total

@@ -15,10 +15,12 @@ from typing import Any
 
 from pipeline.accounts import LOCAL, account_of
 from pipeline.assets import model_dir
+from pipeline.calibration.context import CalibrationContext, Findings
 from pipeline.calibration.cost_cache import processor
 from pipeline.calibration.file import calibration_path, save
-from pipeline.calibration.measure import BOUND, CalibrationContext, Findings, calibrate
+from pipeline.calibration.measure import calibrate
 from pipeline.calibration.summary import summary
+from pipeline.calibration.up import up_of
 from pipeline.errors import PipelineError, RequestError, UsageError
 from pipeline.models.shapes import short_name
 from pipeline.scheduling.job_factory import check_ids
@@ -102,6 +104,8 @@ class CalibrationService:
             parts.context,
             parts.config.options.seed,
             parts.config.options.expert_cache,
+            up_of(parts.store),
+            message.max_loss,
         )
         costs = self._policies.costs
         began = time.perf_counter()
@@ -145,6 +149,8 @@ class CalibrationService:
         check_starts(places)
         if not 0 < message.share <= 1:
             raise RequestError(f"share must be above 0 and at most 1, it is {message.share}")
+        if message.max_loss is not None and not 0 < message.max_loss < math.inf:
+            raise RequestError(f"max_loss must be above 0, it is {message.max_loss:g}")
         check_ids(message.token_ids, self._parts.engine.backbone.spec.vocabulary)
         return [list(message.token_ids[start:end]) for start, end in pairwise(places)]
 
@@ -163,7 +169,9 @@ class CalibrationService:
             "hits": findings.hits,
             "prefetch": findings.prefetch,
             "experts_of_a_token": self._parts.engine.shape.top_k,
-            "loss": findings.losses | {"bound": BOUND} if findings.losses else None,
+            "loss": findings.losses or None,
+            "bounded": findings.bounded,
+            "sparsities": findings.sparsities,
             "seconds": findings.seconds,
             "notes": findings.notes,
         }

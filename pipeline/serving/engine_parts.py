@@ -98,7 +98,7 @@ class EngineParts:
             f"backbone: {byte_size(backbone.bytes)} {options.backbone_dtype} on {device.describe()}",
             f"kernels: {missing if library is None else library.describe()}",
             f"experts: {layout.shape.layers} layers of {layout.shape.experts}; tiles of an expert:"
-            f" {layout.shape.tiles}, {byte_size(layout.tile_bytes)} each",
+            f" {layout.shape.tiles}, {byte_size(layout.expert_bytes // layout.shape.tiles)} each",
             f"context: {self.context} tokens; the KV cache holds {held}",
         ]
 

@@ -23,12 +23,9 @@ def best_margin(logits: FloatArray, rival: int | None = None) -> tuple[float, in
     best = int(logits.argmax())
     if rival is not None:
         return min(float(logits[best]) - float(logits[rival]), MOST), rival
-    rest = [
-        (float(part.max()), start + int(part.argmax()))
-        for start, part in ((0, logits[:best]), (best + 1, logits[best + 1 :]))
-        if len(part)
-    ]
+    parts = ((0, logits[:best]), (best + 1, logits[best + 1 :]))
+    rest = [start + int(part.argmax()) for start, part in parts if len(part)]
     if not rest:
         return 0.0, -1
-    value, place = max(rest, key=lambda found: found[0])
-    return min(float(logits[best]) - value, MOST), place
+    place = max(rest, key=lambda found: logits[found])
+    return min(float(logits[best]) - float(logits[place]), MOST), place

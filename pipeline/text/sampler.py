@@ -52,15 +52,17 @@ class Sampler:
 
     def _of_all(self, scores: Scores, drawn: float) -> int:
         """The token that the number `drawn` from [0, 1) means where no filter excludes any: its group by the
-        groups' sums, then its place in the group. The sum over a vocabulary takes longer than all else."""
+        groups' sums, then its place in the group. The sum over a vocabulary would take longer than
+        all else: einsum adds a group in a third of the time."""
         if self._weights is None:
             self._weights = np.zeros((-(-len(scores) // GROUP), GROUP), np.float32)
         every = self._weights.ravel()[: len(scores)]
         with np.errstate(over="ignore", under="ignore"):
             np.subtract(scores, _finite_best(scores), out=every)
-            every /= min(max(self._sampling.temperature, 1e-30), 1e30)  # as float32
+            if (temperature := self._sampling.temperature) != 1:
+                every /= min(max(temperature, 1e-30), 1e30)  # as float32
             np.exp(every, out=every)
-        group, rest = _place(self._weights.sum(axis=1), drawn)
+        group, rest = _place(np.einsum("ij->i", self._weights), drawn)
         return group * GROUP + _place(self._weights[group], rest)[0]
 
     def candidates(
@@ -113,11 +115,12 @@ def _finite_best(scores: Scores) -> float:
 def _place(weights: Scores, drawn: float) -> tuple[int, float]:
     """The place in the sum of the weights that `drawn` in [0, 1) falls on, never one with a weight of 0, and
     where within that place, in [0, 1)."""
-    total = np.cumsum(weights, dtype=np.float64)
-    at = min(drawn * total[-1], np.nextafter(total[-1], 0))
-    place = int(np.searchsorted(total, at, side="right"))
-    before = total[place - 1] if place else 0.0
-    return place, float((at - before) / (total[place] - before))
+    total = weights.cumsum(dtype=np.float64)
+    end = float(total[-1])
+    at = min(drawn * end, math.nextafter(end, 0))
+    place = int(total.searchsorted(at, side="right"))
+    before = float(total[place - 1]) if place else 0.0
+    return place, (at - before) / (float(total[place]) - before)
 
 
 def _largest(scores: Scores, k: int) -> NDArray[np.int64]:

@@ -37,6 +37,8 @@ class Header:
     tile_bytes: int
     router: Router
     depth: int  # the routers of this many later layers were applied to each layer's x
+    up: str = ""  # the format of the up matrices, where the experts' format keeps them apart
+    up_bytes: int = 0  # of them for a tile, beside its `tile_bytes`
 
     def predictions(self, layer: int) -> int:
         """The later layers with recorded router logits on this layer's x."""
@@ -49,6 +51,8 @@ class Header:
             raise TraceError(f"a trace cannot describe the router {type(self.router).__name__}")
         plain: dict[str, Any] = {"model": self.model, "fingerprint": self.fingerprint, "store": self.store}
         plain |= asdict(self.shape) | {"tile_bytes": self.tile_bytes, "depth": self.depth}
+        if self.up:
+            plain |= {"up": self.up, "up_bytes": self.up_bytes}
         plain["router"] = {"kind": kinds[0]} | {name: getattr(self.router, name) for name in KINDS[kinds[0]]}
         text = json.dumps(plain).encode()
         return PREFIX.pack(MAGIC, VERSION, len(text)) + text
@@ -75,6 +79,8 @@ class Header:
             tile_bytes=tile_bytes,
             router=_router(plain.get("router"), shape),
             depth=_whole(plain, "depth", 0, MAX_DEPTH),
+            up=_text(plain, "up") if "up" in plain else "",
+            up_bytes=_whole(plain, "up_bytes", 1, LARGEST["tile_bytes"]) if "up" in plain else 0,
         )
 
 

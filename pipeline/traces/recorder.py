@@ -152,6 +152,8 @@ def recorder_of(config: CoordinatorConfig, source: ModelSource, engine: Engine, 
         engine.layout.tile_bytes,
         engine.backbone.spec.router,
         DEPTH,
+        engine.up,
+        engine.layout.head_bytes,
     )
     resumed = config.incarnation > 0
 

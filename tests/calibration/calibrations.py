@@ -27,7 +27,8 @@ def calibrations(draw: st.DrawFn) -> Calibration:
     needed = draw(arrays((layers, used + 1), st.floats(0.125, 1, width=32)))
     steps = draw(st.integers(2, 5))
     kept = draw(arrays((layers, steps, used + 1), st.floats(0.125, 1, width=32)))
-    known = draw(st.booleans())
+    known, sparse, bounded = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+    table = (layers, draw(st.integers(2, 5)))
     return Calibration(
         prefill_counts=draw(counts),
         decode_counts=draw(counts),
@@ -42,4 +43,9 @@ def calibrations(draw: st.DrawFn) -> Calibration:
         threshold=draw(st.floats(0, 1e6)) if known else None,
         first_gate=draw(st.none() | arrays((experts, hidden))),
         hit_rates={n: draw(arrays((layers, experts + 1), shares)) for n in ("lcp", "lru", "lfu")},
+        magnitudes=np.sort(draw(arrays(table, st.floats(0, 1e6, width=32))), axis=1) if sparse else None,
+        left_mass=np.sort(draw(arrays(table, shares)), axis=1) if sparse else None,
+        up="int4" if sparse else "",
+        max_loss=draw(st.floats(0, 1e3)) if bounded else None,
+        sparsity=draw(st.floats(0, 0.95)) if bounded else None,
     )

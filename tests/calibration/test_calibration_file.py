@@ -26,6 +26,8 @@ from pipeline.policies.calibration import Calibration
 from shm.cache_record import RECORD, CacheRecord, read_record
 
 SMALL = plain_calibration(2, 3, threshold=0.005, first_gate=np.ones((3, 4), np.float32), hit_rates={})
+STEPS = np.array([[0, 0.25, 0.5], [0, 0.5, 0.5]], np.float32)
+SPARSE = {"magnitudes": STEPS, "left_mass": STEPS, "up": "int2"}
 
 
 @pytest.fixture
@@ -97,6 +99,8 @@ def test_file_of_version_2_lacks_the_hit_rates(path: Path) -> None:
     save(path, SMALL, {"model": "small"})
     rewrite(path, {"version": 2})
     assert load(path).hit_rates == {}
+    rewrite(path, {"version": 3})
+    assert load(path).magnitudes is None
     rewrite(path, {"hit_rates.lcp": np.ones((2, 4), np.float32)})
     with pytest.raises(CalibrationError, match=r"hit_rates.lru is missing"):
         load(path)
@@ -193,6 +197,15 @@ def rewrite(path: Path, changes: dict) -> None:
         ({"accuracy.raw": np.array([0, 1.25], np.float32)}, "outside 0..1"),
         ({"prefill_counts": -np.ones((2, 3), np.int64)}, "below 0"),
         ({"prefill_counts": None}, "prefill_counts is missing"),
+        ({"up": "int2"}, "magnitudes, left_mass and up are not all there"),
+        ({"magnitudes": STEPS, "up": "int2"}, "magnitudes, left_mass and up are not all there"),
+        (SPARSE | {"left_mass": STEPS[:, :2].copy()}, "left_mass is float32"),
+        (SPARSE | {"left_mass": STEPS * 9}, "left_mass does not consist of shares"),
+        (SPARSE | {"magnitudes": -STEPS}, "do not rise from 0 on"),
+        (SPARSE | {"magnitudes": STEPS[:, ::-1].copy()}, "do not rise from 0 on"),
+        ({"sparsity": 0.5}, "its sparsity is not that of a bound"),
+        ({"sparsity": 0.96, "max_loss": 2.0}, "its sparsity is not that of a bound"),
+        ({"max_loss": "2"}, "its max_loss is not a number"),
         ({"prefill_counts": np.ones((0, 3), np.int64)}, "prefill_counts is missing or not a matrix"),
         ({"residuals": None}, "residuals is missing"),
         ({"needed": np.array([[1.5, -0.5, 0]] * 2, np.float32)}, "does not consist of shares"),

@@ -33,6 +33,9 @@ def test_each_number_of_a_summary() -> None:
         "accuracy": {"raw": 0.5, "residual": 0.5, "first": pytest.approx(0.7)},
         "similarity": pytest.approx(1.75 / 3),
         "threshold": 0.0625,
+        "up": "",
+        "max_loss": None,
+        "sparsity": None,
         "single_expert_share": pytest.approx(1.75 / 3),
         "experts_per_token": pytest.approx((1 + 1.5 + 1.25) / 3),
     }
@@ -77,6 +80,9 @@ def test_text_file_of_a_calibration() -> None:
 accuracy: raw 0.5, residual 0.5, first 0.7
 similarity: 0.5833
 threshold: 0.0625
+up: int2
+max_loss: 2
+sparsity: 0.6
 single_expert_share: 0.5833
 experts_per_token: 1.25
 
@@ -101,7 +107,12 @@ rows        top 1        top 2
         "accuracy": {"raw": [[0.1, 0.2], [0.5, 0.6]], "residual": [[0.3, 0.4], [1.0, 0.8]]},
         "cosines": {"raw": [0.125, 0.375], "residual": [0.25, 0.5]},
     }
-    assert describe(FOUND, ABOUT | {"prefetch": prefetch}) == TOP + numbers + BOTTOM
+    numbers += "\n|u| below which 50, 70, 80, 90 % of the channels are, and their share of its sum, %\n"
+    numbers += "0.5, 25.0  0.7, 35.0  0.8, 40.0  0.9, 45.0\n" * 3
+    steps = np.tile(np.arange(10, dtype=np.float32) / 10, (3, 1))
+    sparse = {"magnitudes": steps, "left_mass": steps / 2, "up": "int2", "max_loss": 2.0, "sparsity": 0.6}
+    found = describe(replace(FOUND, **sparse), ABOUT | {"prefetch": prefetch})
+    assert found == TOP + numbers + BOTTOM
 
 
 def test_text_file_of_a_calibration_without_gates() -> None:
@@ -109,6 +120,9 @@ def test_text_file_of_a_calibration_without_gates() -> None:
 accuracy: raw 0.5, residual 0.5, first none
 similarity: 0.5833
 threshold: none
+up: none
+max_loss: none
+sparsity: none
 single_expert_share: none
 experts_per_token: none
 

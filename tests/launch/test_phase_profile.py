@@ -42,7 +42,8 @@ def test_layers_are_ordered_by_their_time_in_a_step() -> None:
 
 def test_fidelity_is_a_share_of_the_routed_weight() -> None:
     fidelity = PhaseProfile(decode(skipped=3.0, stale=15.0), TILE).fidelity
-    assert fidelity == pytest.approx({"skipped": 0.05, "substituted": 0, "stale": 0.25, "predicted": 0})
+    expected = {"skipped": 0.05, "substituted": 0, "stale": 0.25, "predicted": 0, "left": 0}
+    assert fidelity == pytest.approx(expected)
 
 
 def test_profile_without_steps_has_no_hit_rate_and_zero_shares() -> None:

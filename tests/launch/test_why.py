@@ -221,7 +221,12 @@ def test_why_says_which_costs_changed_and_how_many_tiles_were_resident() -> None
     assert (
         "costs: a tile on the host takes 2.00 to 2.25 times as long, a copy takes 0.80 times as long" in words
     )
+    assert "beside their tiles" not in words
     updates["host"]["factors"], updates["link"]["factors"] = [1.0, 1.0], [1.0]
+    updates["beside"] = {"host": 1e-5, "device": 0.0, "wake": 0.0, "both": 2e-4, "link": -3e-5}
+    words = flat(shown(why_text(reply(decode()), {"cost_updates": updates, "peers": WORKERS}, WELCOME)))
+    assert "the host's share of a layer +10 us, a layer of both +200 us, an order of tiles -30 us" in words
+    updates["beside"] = {}
     words = flat(shown(why_text(reply(decode()), {"cost_updates": updates, "peers": WORKERS}, WELCOME)))
     assert "costs:" not in words
     assert "of their tiles" not in words

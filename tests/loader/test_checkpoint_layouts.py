@@ -83,12 +83,14 @@ def expert_tensors(config: dict, fused: bool, dtype: torch.dtype) -> dict[str, t
 
 def expected(config: dict, layout: StoreLayout) -> bytes:
     """The store of these experts, by `StoreLayout.encode_expert`."""
-    out = np.full((layout.shape.layers * layout.shape.experts, layout.expert_stride), 255, np.uint8)
-    spec = model_spec(config)
-    experts = numbers(config).reshape(-1, 3, spec.intermediate, spec.hidden)
-    for (gate, up, down), target in zip(experts, out, strict=True):
-        layout.encode_expert(gate, up, down.T, target)
-    return out.tobytes()
+    store = np.full((layout.shape.layers, layout.layer_stride), 255, np.uint8)
+    for layer, experts in zip(store, numbers(config), strict=True):
+        each = len(experts)
+        heads = layer[: each * layout.head_stride].reshape(each, -1)
+        tiles = layer[each * layout.head_stride :].reshape(each, -1)
+        for (gate, up, down), out, head in zip(experts, tiles, heads, strict=True):
+            layout.encode_expert(gate, up, down.T, out, head)
+    return store.tobytes()
 
 
 def store_bytes(model: Checkpoint, format_name: str) -> bytes:
@@ -118,7 +120,7 @@ def test_dtypes_and_shards_do_not_change_the_store(tmp_path, dtype, format_name,
     )
 
 
-@pytest.mark.parametrize("format_name", ["bf16", "f32", "int8"])
+@pytest.mark.parametrize("format_name", ["bf16", "f32", "int8", "floe-int4"])
 def test_chunk_size_does_not_change_the_bytes(tmp_path, format_name, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_NUMBERS", 1000)  # 16 rows, or 13 channels
     monkeypatch.setattr(chunks, "STRIP", 5)
@@ -136,7 +138,8 @@ def test_chunk_size_does_not_change_the_bytes(tmp_path, format_name, monkeypatch
     layout = layout_of(MIXTRAL, format_name)
     with filled(Checkpoint(tmp_path), format_name, progress) as data:
         assert data.tobytes() == expected(MIXTRAL, layout)
-    assert begun == [max(0, n - 1) * layout.expert_stride for n in range(len(begun))]
+    stride = layout.expert_stride + layout.head_stride
+    assert begun == [max(0, n - 1) * stride for n in range(len(begun))]
     assert progress == sorted(progress)
     assert progress[-1] == layout.total_bytes
     assert len(progress) > 5 * layout.shape.layers * layout.shape.experts
@@ -166,6 +169,6 @@ def test_fill_reads_the_experts_only(tmp_path):
 
 def test_exception_of_progress_ends_fill(tmp_path):
     tiny_checkpoint.write(tmp_path, expert_tensors(MIXTRAL, False, torch.bfloat16), settings=MIXTRAL)
-    for format_name in ("bf16", "int4"):
+    for format_name in ("bf16", "int4", "floe"):
         with pytest.raises(Enough), filled(Checkpoint(tmp_path), format_name, Stop()):
             pass

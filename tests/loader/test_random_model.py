@@ -61,7 +61,8 @@ def bytes_of(model: Path, format_name: str) -> bytes:
     with drawn(model, format_name) as store:
         layout = store.layout
         every = [
-            store.tiles(n, e, 0, layout.shape.tiles).tobytes()
+            store.heads(n, e, 0, layout.shape.tiles).tobytes()
+            + store.tiles(n, e, 0, layout.shape.tiles).tobytes()
             for n in range(layout.shape.layers)
             for e in range(layout.shape.experts)
         ]
@@ -147,8 +148,8 @@ def test_weights_have_the_documented_scale_and_zero_padding(format_name: str, ti
         layout = store.layout
         assert layout.shape.tiles == 3
         for tile in range(3):
-            data = store.tiles(1, 2, tile, tile + 1)
-            numbers = layout.format.decode(data, layout.shape.hidden, TILE)  # [3, T, H]
+            data, head = store.tiles(1, 2, tile, tile + 1), store.heads(1, 2, tile, tile + 1)
+            numbers = layout.format.decode(data, layout.shape.hidden, TILE, head)  # [3, T, H]
             used = min(TILE, 320 - tile * TILE)
             for matrix in numbers:
                 assert abs(matrix[:used].mean()) < 0.002

@@ -9,7 +9,7 @@ from pathlib import Path
 from child_messages import LIMIT, child_endpoint
 
 from pipeline.experts.peers import ChildServerSocket, ExitEvents
-from protocol.messages import CancelFetch, Shutdown, WorkerDied
+from protocol.messages import CancelFetch, I32Vector, Shutdown, WorkerDied
 from shm.layout import Bytes
 from shm.store import Store
 from workers.copiers import Copier
@@ -50,7 +50,7 @@ class _FailingCopier:
     """A copier that exits with its incarnation; the last tile is half written."""
 
     def __init__(self, inner: Copier, incarnation: Incarnation) -> None:
-        self.depth, self.notes = inner.depth, inner.notes
+        self.depth, self.gather_depth, self.notes = inner.depth, inner.gather_depth, inner.notes
         self._inner, self._incarnation = inner, incarnation
 
     def start(self, tile: Bytes, slot: int) -> None:
@@ -61,6 +61,12 @@ class _FailingCopier:
         half[len(tile) // 2 :] ^= 0xFF
         self._inner.start(half, slot)
         raise _Exit
+
+    def gather(self, records: Bytes, chosen: I32Vector, slot: int, place: int) -> None:
+        if not self._incarnation.may_copy():
+            self._inner.gather(records ^ 0xFF, chosen[: len(chosen) // 2], slot, place)
+            raise _Exit
+        self._inner.gather(records, chosen, slot, place)
 
     def finish(self) -> None:
         self._inner.finish()

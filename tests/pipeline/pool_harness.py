@@ -24,6 +24,7 @@ from pipeline.experts.worker_pool import Compute, WorkerPool, WorkerTicket
 from protocol.messages import Abandon, AttachRing, Partial, Work, WorkerDied, WorkerUp, WorkFailed
 from shm.control import ControlSegment
 from shm.doorbell import Library, library
+from shm.mask import NOTHING, Tally
 from shm.ring import WorkerRing
 from shm.slot import Slot, SlotShape
 from workers.child_endpoint import ChildEndpoint
@@ -120,15 +121,24 @@ class Worker:
         if self.ring is not None and (slot := self._slots.pop(work.seq, None)) is not None:
             self.ring.skip(slot)
 
-    def answer(self, work: Work, value: float = 0.0, busy: float = 0.1, rows: int | None = None) -> None:
+    def answer(
+        self,
+        work: Work,
+        value: float = 0.0,
+        busy: float = 0.1,
+        rows: int | None = None,
+        tally: Tally = NOTHING,
+    ) -> None:
         """Every number of the result is `value`; `rows`: of a result with another shape than x."""
         y = np.full((len(work.x) if rows is None else rows, HIDDEN), value, np.float32)
         if self.ring is not None and work.seq in self._slots and rows is None:
             slot = self._slots.pop(work.seq)
             slot.y()[:] = y
+            slot.tally = tally
             self.ring.answer(slot, busy)
         else:
-            self.endpoint.send(Partial(work.seq, self.incarnation, busy, y))
+            left_out = tally.mass, tally.left, tally.kept, tally.channels
+            self.endpoint.send(Partial(work.seq, self.incarnation, busy, y, *left_out))
 
     def warm_up(self) -> None:
         """Answer the first Work, which has no items, and so be up."""

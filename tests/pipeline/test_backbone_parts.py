@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -115,18 +116,24 @@ def test_rotary_tables_of_long_sequences_follow_those_of_short_ones(context: int
     rope = Rope("default", 100.0, switch=6, scales=(1.0, 3.0))
     tables = RopeTables(rope, {}, 4, context, CPU, None)
     rows = tables.rows([(range(2, 5), False), *([(range(1, 3), True)] * (lengths - 1))])
-    assert rows.tolist() == [2, 3, 4, *[context + 1, context + 2] * (lengths - 1)]
+    assert rows == [2, 3, 4, *[context + 1, context + 2] * (lengths - 1)]
     cos, sin = tables[rows]
     at, scale = angles([2, 3, 4, 1, 2], 4, 100.0), np.array([1, 1, 1, 3, 3])[:, None]
     np.testing.assert_allclose(cos[:, 0, :2], (np.cos(at) * scale)[: len(rows)], atol=1e-6)
     np.testing.assert_allclose(sin[:, 0, 2:], (np.sin(at) * scale)[: len(rows)], atol=1e-6)
-    assert len(tables[torch.arange(context * lengths)][0]) == context * lengths
+    assert len(tables[list(range(context * lengths))][0]) == context * lengths
+    for found, addresses in zip((cos, sin), tables.addresses(rows), strict=True):
+        for row, address in zip(found, addresses.tolist(), strict=True):
+            assert list((ctypes.c_float * 4).from_address(address)) == row.flatten().tolist()
+    for outside in (-1, context * lengths):
+        with pytest.raises(IndexError, match=f"of {context * lengths}"):
+            tables.addresses([0, outside])
 
 
 def test_rotation_turns_each_pair_by_its_angle() -> None:
     tables = RopeTables(Rope("default", 100.0), {}, 4, 9, CPU, None)
     x = torch.arange(1.0, 9.0).view(1, 2, 4)
-    found = rotate(x, tables[torch.tensor([7])]).numpy()
+    found = rotate(x, tables[[7]]).numpy()
     (first, second) = angles([7], 4, 100.0)[0]
     for head in (0, 1):
         a, b, c, d = x[0, head].tolist()

@@ -17,11 +17,13 @@ from whole_engine import CONTEXT, Inbox, WholeEngine, whole_engine
 
 from pipeline.arrays import Phase
 from pipeline.backbone.batch import StepInput, TokenSpan
-from pipeline.calibration import measure
+from pipeline.calibration import approximations, context, measure
+from pipeline.calibration.approximations import BOUND
 from pipeline.calibration.collector import Activations
+from pipeline.calibration.context import CalibrationContext
 from pipeline.calibration.file import calibration_path, read
 from pipeline.calibration.lanes import lanes
-from pipeline.calibration.measure import BOUND, CalibrationContext, calibrate
+from pipeline.calibration.measure import calibrate
 from pipeline.calibration.sensitivity import sensitivities
 from pipeline.calibration.threshold import Threshold
 from pipeline.calibration.windows import LANES, Division, Window
@@ -141,6 +143,8 @@ def test_calibration_says_how_it_was_measured(whole: WholeEngine) -> None:
         "tokens": 300,
         "experts_of_a_token": 2,
         "notes": ["the threshold was found on 30 tokens alone; give a text of some thousand tokens"],
+        "bounded": {},
+        "sparsities": [],
         "share": 0.5 * 300 / len(IDS),
         "costs": COSTS.to_json(),
     }
@@ -268,7 +272,7 @@ def test_each_report_counts_on_to_its_total(whole: WholeEngine) -> None:
     assert [far.done for far in stages["training the first gate"]] == [0]
     assert stages["sensitivities"][-1].done == stages["sensitivities"][-1].total
     answers = 32  # tokens of the one validation window's answer, which 8 thresholds decode at most
-    assert stages["threshold"][-1].total == measure.EVALUATIONS * answers
+    assert stages["threshold"][-1].total == approximations.EVALUATIONS * answers
     assert stages["threshold"][-1].done in range(2 * answers, 8 * answers + 1, answers)
 
 
@@ -380,7 +384,7 @@ def test_threshold_is_found_on_some_windows_of_many(whole: WholeEngine) -> None:
         "the threshold was found on 1 of 2 validation windows",
         "the threshold was found on 32 tokens alone; give a text of some thousand tokens",
     ]
-    assert findings.losses.keys() == {"exact", "gated"}
+    assert findings.losses.keys() == {"exact", "gated", "bound"}
     assert found.threshold is not None
     assert found.needed is not None
     np.testing.assert_allclose(found.needed.sum(axis=1), 1, rtol=1e-5)
@@ -496,14 +500,14 @@ def test_arrays_of_the_chosen_threshold(
     """Losses, the threshold, and how many experts tokens need under it: both, or one above any."""
 
     def chosen(candidates: object, loss: Callable[[float], float], bound: float, tries: int) -> Threshold:
-        assert (bound, tries) == (BOUND, measure.EVALUATIONS)
+        assert (bound, tries) == (BOUND, approximations.EVALUATIONS)
         assert loss(0.0) != loss(1e9)
         return Threshold(value, 7.0, 3.0, ())
 
-    monkeypatch.setattr(measure, "largest_threshold", chosen)
+    monkeypatch.setattr(approximations, "largest_threshold", chosen)
     whole.policies()
     found, findings, _ = calibrated(whole)
-    assert (found.threshold, findings.losses) == (value, {"exact": 3.0, "gated": 7.0})
+    assert (found.threshold, findings.losses) == (value, {"exact": 3.0, "gated": 7.0, "bound": BOUND})
     assert found.needed is not None
     assert (found.needed == np.eye(3)[used]).all()
 
@@ -519,7 +523,7 @@ def test_stages_are_timed_and_sensitivities_are_of_windows_of_all_the_text(
         return sensitivities(*arguments)
 
     monkeypatch.setattr(measure, "sensitivities", spied)
-    monkeypatch.setattr(measure, "time", Ticks(1.0))
+    monkeypatch.setattr(context, "time", Ticks(1.0))
     whole.policies()
     ids = np.random.default_rng(2).integers(3, 4000, 640).tolist()
     seconds = calibrated(whole, ids, most=640)[1].seconds

@@ -15,7 +15,7 @@ from pipeline.experts import inline_pool
 from pipeline.experts.host_shards import divide_into_shards
 from pipeline.experts.inline_pool import InlineExpertPool
 from pipeline.experts.shares import Share
-from protocol.messages import Work
+from protocol.messages import Partial, Work
 from shm.store import Store
 from workers.kernels.host import HostKernel
 
@@ -37,7 +37,7 @@ class SleepingClock(Clock):
 def slow_kernel(monkeypatch) -> Iterator[SleepingClock]:
     clock, compute = SleepingClock(), HostKernel.compute_work
 
-    def slow(self: HostKernel, work: Work, store: Store) -> np.ndarray:
+    def slow(self: HostKernel, work: Work, store: Store) -> Partial:
         clock.now += SECONDS
         return compute(self, work, store)
 
@@ -67,7 +67,7 @@ def test_shards_are_added_and_a_slower_host_waits(
     kernel, expected = HostKernel(mover_store.layout), np.zeros_like(X)
     for shard in shards:
         work = Work(0, 1, shard.items, shard.offsets, shard.rows, shard.weights, X[shard.kept])
-        expected[shard.kept] += kernel.compute_work(work, mover_store)
+        expected[shard.kept] += kernel.compute_work(work, mover_store).y
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
     assert y[[0, 2]].any(axis=1).all()
     assert not y[1].any()

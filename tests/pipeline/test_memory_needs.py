@@ -14,7 +14,9 @@ from pipeline.checkpoint.open import open_model
 from pipeline.config import EXPANDED_KV_BYTES, BackboneDType, EngineConfig
 from pipeline.device import open_device
 from pipeline.device.base import SLOT_ALIGNMENT
+from pipeline.memory.limits import STAGING_TILES
 from pipeline.memory.needs import Needs, needs
+from pipeline.memory.plan import Machine, plan_format
 from pipeline.models.registry import expert_shape, model_spec
 from pipeline.models.shapes import SHAPES
 from shm.layout import format_named
@@ -98,6 +100,23 @@ def test_slots_are_aligned_on_a_gpu() -> None:
         slot = needs(source, replace(MIXTRAL, tile=128, device="cuda"), name).slot
         assert 0 <= slot - tile < SLOT_ALIGNMENT
         assert slot % SLOT_ALIGNMENT == 0
+
+
+def test_up_matrices_are_resident_on_a_gpu_while_a_policy_keeps_experts_there() -> None:
+    source, gpu = open_model(Path("shape:mixtral-8x7b")), replace(MIXTRAL, device="cuda")
+    on_gpu, on_host = needs(source, gpu, "floe-int4"), needs(source, MIXTRAL, "floe-int4")
+    ups = 32 * 8 * 14336 * 4096 * 5 // 16  # 2.5 bits a weight
+    assert (on_gpu.heads, on_host.heads, needs(source, gpu, "int4").heads) == (ups, 0, 0)
+    assert on_gpu.slot * on_gpu.tiles == 32 * 8 * 14336 * 2 * 4096 * 9 // 16  # in slots: gate and down
+    assert on_gpu.store - ups - on_gpu.slot * on_gpu.tiles < 1 << 14  # the store's head
+    machine = Machine(1 << 40, 1 << 40, 24_000_000_000)
+    for slab in (True, False):
+        plan = plan_format(on_gpu, replace(gpu, expert_cache=0.1), machine, slab)
+        assert plan is not None
+        pool = plan.pools(machine)[-1]
+        assert pool.parts.get("up matrices", 0) == (ups if slab else 0)
+        assert pool.parts["slab"] == (plan.slab and (int(0.1 * on_gpu.tiles) + STAGING_TILES) * on_gpu.slot)
+    assert plan_format(on_gpu, gpu, replace(machine, gpu=ups), slab=True) is None
 
 
 def test_allocated_part_of_a_store_is_present(tiny_model: Path) -> None:

@@ -14,7 +14,8 @@ from child_messages import LIMIT
 from pool_harness import HIDDEN, PoolHarness, Worker, X, doorbells, tile_of
 
 from pipeline.coordinator_config import WorkerCores
-from protocol.messages import Work
+from protocol.messages import Partial, Work
+from shm.mask import Tally
 
 
 @pytest.fixture
@@ -61,11 +62,12 @@ class Kernel:
         self.tiles: list[int] = []
         self.fault: Exception | None = None
 
-    def __call__(self, work: Work) -> np.ndarray:
+    def __call__(self, work: Work) -> Partial:
         self.tiles.append(tile_of(work))
         if self.fault is not None:
             raise self.fault
-        return np.full(work.x.shape, 10, np.float32)
+        y = np.full(work.x.shape, 10, np.float32)
+        return Partial(work.seq, 0, 0.0, y, mass=6.0, left=1.0, kept=2, channels=16)
 
 
 def started(rings: PoolHarness, kernel: Kernel, cores: tuple[int, ...] = (1, 1)) -> list[Worker]:
@@ -82,8 +84,9 @@ def test_the_shard_of_the_worker_on_this_core_is_computed_here(rings: PoolHarnes
         rings.pool.announce()
         ticket = rings.submit(0, 1)
         (work,) = first.take()
-        first.answer(work, 1.0)
+        first.answer(work, 1.0, tally=Tally(0.5, 0.25, 3, 8))
         assert ticket.result().tolist() == [[11.0] * HIDDEN]
+        assert ticket.tally == Tally(6.5, 1.25, 5, 24)
     assert (tile_of(work), kernel.tiles) == (0, [1])
     assert second.messages() == []
 

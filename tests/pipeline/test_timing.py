@@ -13,10 +13,12 @@ import torch
 from thread_engine import decode, engine_in_threads, prefilled
 
 from pipeline.backbone.kv_cache import KVCache
+from pipeline.engine import timing
 from pipeline.engine.cost_updates import WINDOW
 from pipeline.engine.engine import Engine
 from pipeline.policies.costs import Costs
-from pipeline.policies.view import Gated, Plan, Policy, Routing, Signals, Target, View
+from pipeline.policies.presets import make_policy
+from pipeline.policies.view import Gated, Plan, Policy, PolicyRequest, Routing, Signals, Target, View
 
 COSTS = Costs((1,), (1.0,), (1.0,), 10.0, 0.5, launch=0.25, fetch=2.0)  # nothing here takes so long
 
@@ -76,7 +78,7 @@ def test_backlog_without_costs_takes_no_time_but_names_what_lands(running) -> No
     engine.set_policy(policy, None)
     decode(engine, sequence)
     assert {(host, link) for host, link, _ in policy.seen} == {(0.0, 0.0)}
-    assert engine.timing.updates is None
+    assert engine.timing.learned is None
 
 
 def test_costs_of_a_file_stay_and_measured_ones_follow_a_slowed_host(running, monkeypatch) -> None:
@@ -91,6 +93,7 @@ def test_costs_of_a_file_stay_and_measured_ones_follow_a_slowed_host(running, mo
         return y
 
     monkeypatch.setattr(type(engine.pool), "result", slowed)
+    monkeypatch.setattr(timing, "SAMPLED", 1)  # every step is measured
     per_tile = 1e-3 / 4  # of four tiles a layer
     measured = replace(COSTS, host=(per_tile,))
     policy = Halves()
@@ -108,7 +111,30 @@ def test_costs_of_a_file_stay_and_measured_ones_follow_a_slowed_host(running, mo
             decode(engine, sequence)
         assert engine.driver.view.costs is engine.timing.costs
         assert engine.timing.costs.host == pytest.approx((per_tile * factor,))
-    found = engine.timing.updates.report()
+    found = engine.timing.learned.report()
     assert found["link"]["contended"] is None or found["link"]["contended"] < 1
     hosts = [costs.host for costs in policy.costs if costs is not None]
     assert sum(a != b for a, b in pairwise(hosts)) == 2, "three phases, two changes"
+
+
+def test_what_steps_have_shown_outlasts_a_change_of_policy(running, monkeypatch) -> None:
+    engine, kv = running
+    sequence = prefilled(engine, kv, 128)
+    result = type(engine.pool).result
+
+    def slowed(pool, ticket) -> np.ndarray:
+        y = result(pool, ticket)
+        ticket.busy = 6e-3 * len(ticket.shards)
+        return y
+
+    monkeypatch.setattr(type(engine.pool), "result", slowed)
+    measured = replace(COSTS, host=(1e-3 / 4,))
+    engine.set_policy(Halves(), measured, follow=True)
+    for _ in range(WINDOW + 8):
+        decode(engine, sequence)
+    found = engine.timing.costs
+    engine.set_policy(make_policy(PolicyRequest("all-host"), 0), None)
+    engine.set_policy(Halves(), measured, follow=True)
+    assert engine.driver.view.costs == found != measured
+    engine.set_policy(Halves(), replace(measured, link=11.0), follow=True)  # measured anew
+    assert engine.driver.view.costs == replace(measured, link=11.0)

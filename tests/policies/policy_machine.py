@@ -16,6 +16,7 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.prefetch_meter import LEAST
 from pipeline.policies.presets import PRESETS
 from pipeline.policies.view import Ahead, Gated, ModelShape, Policy, Routing, Signals, Target, View
+from shm.mask import DENSE, Mask
 
 COSTS = Costs(rows=(1, 4, 16), host=(1.0, 2.0, 7.0), device=(0.1, 0.1, 0.3), link=1.6, round_trip=0.1)
 
@@ -43,7 +44,7 @@ def make_view(
     empty = np.zeros((shape.layers, shape.experts), dtype=np.int32)
     counted = np.zeros(empty.shape, dtype=np.int64) if popularity is None else popularity.astype(np.int64)
     router = softmax_router(shape.top_k)
-    return View(shape, "decode", capacity, empty, empty, counted, 0, costs, router, staging=4)
+    return View(shape, "decode", capacity, empty, empty, counted, 0, costs, router, staging=4, up="int2")
 
 
 def policy(name: str, **options: str) -> Policy:
@@ -114,6 +115,7 @@ class Machine:
     rng: np.random.Generator
     landing: float = 1.0  # share of missing tiles that land between two layers
     cuts: list[IntArray] = field(default_factory=list)
+    masks: list[Mask] = field(default_factory=list)
     predicted: int = 0  # experts
     wanted: int = 0  # experts that predictions named
     early: int = 0  # layers with a host share that began one layer early
@@ -204,6 +206,9 @@ class Machine:
         assert decision.gated.predicted != own
         assert own or not self.policy.exact
         assert decision.begun in (None, f"layer {decision.layer}")
+        self._check_mask(decision.mask)
+        assert decision.begun is None or decision.mask == self._early_mask
+        self.masks.append(decision.mask)
         assert np.array_equal(decision.resident, self.residency[decision.layer])
         self._check_gated(decision.gated, len(self._logits))
         self._check_cut(decision.cut)
@@ -217,10 +222,12 @@ class Machine:
         self.apply(decision.targets)
         self.land()
 
-    def begin_early(self, layer: int, ahead: Ahead) -> str:
+    def begin_early(self, layer: int, ahead: Ahead, mask: Mask) -> str:
         self._next("begin", "begin_early")
         assert layer == self._decision.layer + 1 < self.given.shape.layers
         self._check_cut(ahead.cut)
+        self._check_mask(mask)
+        self._early_mask = mask
         self.early += 1
         return f"layer {layer}"
 
@@ -261,6 +268,11 @@ class Machine:
             assert cut.sum() == 0
         if not self.policy.uses_host:
             assert cut.min() == self.given.shape.tiles
+
+    def _check_mask(self, mask: Mask) -> None:
+        """Channels are left out where the policy has a sparsity, and in prompts only if it asks for that."""
+        acts = self.driver.view.phase == "decode" or self.policy.sparsity.prompts_too
+        assert (mask != DENSE) == (acts and not self.policy.sparsity.dense)
 
     def _check_gated(self, gated: Gated, rows: int) -> None:
         for routing in (gated.routing, gated.router_routing):

@@ -45,6 +45,8 @@ VARIANTS = [
     PolicyRequest("moepic", {"theta": "0.3"}),
     PolicyRequest("moepic", {"theta": "0", "priority": "lru", "prediction": "lookahead"}),
     PolicyRequest("moepic", {"assignment": "two-ended", "prediction": "impact", "priority": "lfu"}),
+    PolicyRequest("daop", {"first_layer": "1", "sparsity": "0.5"}),
+    PolicyRequest("tandem", {"sparsity": "0.9", "masked": "all"}),
     PolicyRequest("random", {"churn": "1", "seed": "7"}),
 ]
 each_variant = pytest.mark.parametrize(
@@ -319,7 +321,11 @@ def test_planning_imports_no_torch(module: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("fidler", {}, r"unknown policy 'fidler'; did you mean fiddler\? \(supported: all-host, on-demand, "),
+        (
+            "fidler",
+            {},
+            r"unknown policy 'fidler'; did you mean fiddler or floe\? \(supported: all-host, on-",
+        ),
         ("x\ny", {}, r"unknown policy 'x\\ny' \(supported: all-host"),
         ("on-demand", {"scop": "layer"}, r"no option 'scop'; did you mean scope\? \(it has placement, "),
         ("all-host", {"scope": "layer"}, r"no option 'scope' \(it belongs to replacement=lru\)"),
@@ -405,12 +411,16 @@ def test_options_change_what_a_policy_declares() -> None:
     assert make("adapmoe", gate="own").exact
     assert not make("daop").exact
     assert make("daop", predict="0").exact
+    assert not make("daop", predict="0", sparsity="0.5").exact
+    assert not make("floe-host").exact
+    assert make("floe-host", sparsity="0").exact
+    assert make("tandem", sparsity="auto").needs_calibration
     assert make("fiddler", assignment="device").needs_costs is False
     assert make("layerwise", assignment="greedy").needs_costs
     assert make("daop", placement="popular").needs_calibration is False
     assert make("daop", placement="known").likes_calibration
     likes = [name for name in PRESETS if make(name).likes_calibration]
-    assert likes == ["fiddler", "adapmoe", "moepic", "tandem"]
+    assert likes == ["fiddler", "adapmoe", "moepic", "tandem", "floe"]
     assert not make("all-host").uses_device
     assert not make("on-demand").uses_host
     assert make("on-demand", assignment="cheaper").uses_host
@@ -504,11 +514,16 @@ def test_parts_and_defaults_of_the_presets() -> None:
         "dali": ("random", "own", "residual", "greedy", "workload"),
         "adapmoe": ("sized", "adaptive", "lookahead", "device", "lru"),
         "moepic": ("sized", "own", "next-gate", "device", "split"),
+        "floe": ("known", "own", "none", "device", "keep"),
+        "floe-host": ("empty", "own", "none", "host", "keep"),
     }
     found = {
         name: {option.name: option.default for option in preset.options if option.name not in PARTS}
         for name, preset in PRESETS.items()
     }
+    sparse = {name: (options.pop("sparsity"), options.pop("masked")) for name, options in found.items()}
+    floe = {"floe": (0.8, "decode"), "floe-host": (0.8, "decode")}
+    assert sparse == dict.fromkeys(PRESETS, (0.0, "decode")) | floe
     lru, pause = {"scope": "layer", "sizes": "even"}, {"pause": "1"}
     assert {name: options for name, options in found.items() if options} == {
         "on-demand": lru,
@@ -524,7 +539,7 @@ def test_parts_and_defaults_of_the_presets() -> None:
         "random": {"seed": None, "churn": "0"},
     }
     daop = {"placement": "calibrated", "first_layer": 4, "swap": 1.05, "early": "1", "predict": "1"}
-    assert {option.name: option.default for option in PRESETS["daop"].options} == daop
+    assert found["daop"] | {"placement": PRESETS["daop"].options[0].default} == daop
     beam = dict((o.name, value) for o, value in PRESETS["dali"].values({"assignment": "beam"}, 9))
     assert (beam["width"], beam["seed"], beam["window"]) == (2, 9, 4)
 
@@ -541,6 +556,7 @@ def test_parts_and_defaults_of_the_presets() -> None:
         ("adapmoe", "depth", 1, 3),
         ("adapmoe", "threshold", 0, 1e9),
         ("moepic", "theta", 0, 1),
+        ("floe", "sparsity", 0, 0.95),
     ],
 )
 def test_bounds_of_options_are_allowed_values(name: str, option: str, least: float, most: float) -> None:

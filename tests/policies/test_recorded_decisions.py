@@ -26,8 +26,9 @@ SHAPES = {  # with a cache's tiles: many whole experts, few, and a remainder
     "large": (ModelShape(layers=6, experts=16, tiles=2, top_k=2), 81),
     "small": (ModelShape(layers=5, experts=12, tiles=3, top_k=4), 41),
 }
+LATER = ("moepic", "floe", "floe-host")  # than the recording
 REQUESTS = [
-    *(PolicyRequest(name) for name, preset in PRESETS.items() if preset.parts and name != "moepic"),
+    *(PolicyRequest(name) for name, preset in PRESETS.items() if preset.parts and name not in LATER),
     PolicyRequest("daop"),
     PolicyRequest("on-demand", {"scope": "global", "prediction": "lookahead"}),
     PolicyRequest("layerwise", {"prediction": "next-gate", "replacement": "lru"}),

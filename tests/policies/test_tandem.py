@@ -10,7 +10,7 @@ from policy_machine import COSTS, Machine, make_view, policy
 
 from pipeline.models.routing import Softmax
 from pipeline.policies.derived_costs import MACHINES, derived
-from pipeline.policies.division import Divider
+from pipeline.policies.division import Divider, cuts
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Active, ModelShape, PolicyRequest, Routing
 from pipeline.policies.worth import Worth
@@ -57,20 +57,52 @@ def test_tiles_leave_layers_that_were_computed_last() -> None:
 def test_a_layer_is_cut_so_that_the_heaviest_experts_are_fetched() -> None:
     divider = Divider()
     divider.use(make_view(ModelShape(1, 4, 4, 2), 0))
-    value = np.zeros(4, np.float32)
-    divided = divider.divide(active(16, 1, 1, 4), np.array([0, 4, 0, 0], np.int32), 4, value)
-    assert divided.cut[1] == 4  # resident
-    assert divided.cut[0] >= divided.cut[3] >= divided.cut[2]
-    assert divided.moved == divided.cut.sum() - 4
-    assert divided.gain > 0
+    rows, resident = active(16, 1, 1, 4), np.array([0, 4, 0, 0], np.int32)
+    balanced = divider.balanced(rows, resident, 4)
+    cut = cuts(balanced, rows, resident, 4, [0.0] * 4)
+    assert cut[1] == 4  # resident
+    assert cut[0] >= cut[3] >= cut[2]
+    assert balanced.moved == cut.sum() - 4
+    assert balanced.gain > 0
 
 
 def test_of_equal_experts_the_most_valuable_is_fetched() -> None:
     divider = Divider()
     divider.use(make_view(ModelShape(1, 3, 4, 1), 0))
-    divided = divider.divide(active(1, 1, 1), np.zeros(3, np.int32), 4, np.array([1, 3, 2], np.float32))
-    assert 0 < divided.moved <= 4
-    assert divided.cut.tolist() == [0, divided.moved, 0]
+    rows, resident = active(1, 1, 1), np.zeros(3, np.int32)
+    balanced = divider.balanced(rows, resident, 4)
+    assert 0 < balanced.moved <= 4
+    assert cuts(balanced, rows, resident, 4, [1, 3, 2]).tolist() == [0, balanced.moved, 0]
+
+
+def test_where_the_host_is_faster_wherever_tiles_are_no_residency_counts() -> None:
+    divider, view = Divider(), make_view(ModelShape(1, 4, 4, 2), 0)
+    divider.use(view)
+    assert not divider.worthless(2, 4)
+    divider.use(replace(view, costs=replace(COSTS, launch=1e3)))
+    assert divider.worthless(2, 4)
+
+
+def test_a_host_that_rested_is_left_out_sooner() -> None:
+    divider = Divider()
+    divider.use(replace(make_view(ModelShape(1, 4, 4, 2), 0), costs=replace(COSTS, wake=1e3)))
+    rows, resident = active(1, 1), np.array([4, 0], np.int32)
+    assert divider.balanced(rows, resident, 4).sides.host
+    assert not divider.balanced(rows, resident, 4, rested=True).sides.host
+
+
+def test_steps_that_are_faster_on_the_host_alone_are_found_by_the_clock() -> None:
+    costs = replace(COSTS, both=3.0)  # so that the host alone is not far behind
+    machine = Machine(policy("tandem"), make_view(SHAPE, 4 * 20, costs), np.random.default_rng(0))
+    machine.start()
+    alone = []
+    for _ in range(100):
+        machine.cuts.clear()
+        machine.step(1)
+        alone.append(not any(cut.any() for cut in machine.cuts))
+        machine.driver.view = replace(machine.driver.view, seconds=1.0 if alone[-1] else 2.0)
+    assert not any(alone[:4])
+    assert all(alone[-50:])
 
 
 @pytest.mark.parametrize("other", [0.0, 20.0])

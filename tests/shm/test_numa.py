@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shm.formats import F32
-from shm.layout import PAGE, ExpertShape, StoreLayout
+from shm.layout import FORMATS, PAGE, ExpertShape, StoreLayout
 from shm.manifest import StoreManifest
 from shm.numa import BATCH, interleave, kernel_mbind, node_of, spans
 from shm.segment import SHM_FOLDER, unlink
@@ -29,8 +29,10 @@ START = 2 * PAGE
 @st.composite
 def layouts(draw: st.DrawFn) -> StoreLayout:
     size = st.integers(1, 5)
-    hidden, tile = draw(st.integers(1, 600)), draw(st.integers(1, 9))
-    return StoreLayout(ExpertShape(draw(size), draw(size), hidden, draw(st.integers(1, 40)), tile), F32())
+    hidden, tile_format = draw(st.integers(1, 600)), draw(st.sampled_from([F32(), FORMATS["floe-int4"]]))
+    tile = draw(st.integers(1, 9)) * tile_format.granularity
+    intermediate = draw(st.integers(1, 40 * tile_format.granularity))
+    return StoreLayout(ExpertShape(draw(size), draw(size), hidden, intermediate, tile), tile_format)
 
 
 @settings(max_examples=150, deadline=None)
@@ -49,8 +51,12 @@ def test_every_page_goes_with_the_tile_of_its_first_byte(layout: StoreLayout, no
     for start, node in of_page.items():
         layer, rest = divmod(start - START, layout.layer_stride)
         if layer < shape.layers:  # the last large page may begin where the experts end
-            expert, rest = divmod(rest, layout.expert_stride)
-            tile = min(rest // layout.tile_bytes, shape.tiles - 1)  # then there is padding
+            heads = shape.experts * layout.head_stride
+            stride, nbytes = layout.expert_stride, layout.tile_bytes
+            if rest < heads:
+                stride, nbytes = layout.head_stride, layout.head_bytes
+            expert, rest = divmod(rest if rest < heads else rest - heads, stride)
+            tile = min(rest // nbytes, shape.tiles - 1)  # then there is padding
             assert node == node_of(expert, tile, nodes)
 
 

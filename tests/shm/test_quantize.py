@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shm
-from shm.blocks import Int4, Int8
+from shm.blocks import Int2, Int4, Int8
 from shm.errors import WeightsUnusable
 from shm.formats import Bytes, Float32, round_to_bf16, widen_bf16
-from shm.half_quadratic import int4_groups
-from shm.quantize import encode_int4, encode_int8, library
+from shm.half_quadratic import coded_groups
+from shm.quantize import VERSION, encode_blocks, encode_rows, library
+from shm.rows import QuantizedRows
 
 NORM = 0.7
 needs_library = pytest.mark.skipif(library() is None, reason="shm._quantize was not compiled")
@@ -49,19 +50,34 @@ groups = st.sampled_from([64, 128])
 
 def int4(w: Float32, group: int, **how: object) -> Bytes:
     out = np.full(Int4(group).matrix_bytes(*w.shape), 0xAB, np.uint8)
-    encode_int4(w, group, out, **how)
+    encode_blocks(w, 4, group, out, **how)
     return out
 
 
 def int8(w: Float32, **how: object) -> Bytes:
     out = np.full(Int8().matrix_bytes(*w.shape), 0xAB, np.uint8)
-    encode_int8(w, 128, out, **how)
+    encode_blocks(w, 8, 128, out, **how)
     return out
 
 
-def errors(w: Float32, data: Bytes, group: int) -> np.ndarray:
+def int2(w: Float32, **how: object) -> Bytes:
+    out = np.full(Int2(64).matrix_bytes(*w.shape), 0xAB, np.uint8)
+    encode_blocks(w, 2, 64, out, **how)
+    return out
+
+
+def rows(w: Float32, bits: int, **how: object) -> Bytes:
+    """Records that lie in every second place, as gate's among down's."""
+    out = np.full((len(w), 2, QuantizedRows(bits).row_bytes(w.shape[1])), 0xAB, np.uint8)
+    encode_rows(w, bits, out[:, 0], **how)
+    assert (out[:, 1] == 0xAB).all()
+    return out[:, 0]
+
+
+def errors(w: Float32, data: Bytes, group: int, bits: int = 4) -> np.ndarray:
     """What the optimisation minimises, for each group: float64 [n, groups]."""
-    off = np.abs(Int4(group).decode_matrix(data, *w.shape).astype(np.float64) - w) ** NORM
+    blocks = Int4(group) if bits == 4 else Int2(group)
+    off = np.abs(blocks.decode_matrix(data, *w.shape).astype(np.float64) - w) ** NORM
     return np.add.reduceat(off, range(0, w.shape[1], group), axis=1)
 
 
@@ -81,15 +97,39 @@ def test_the_library_writes_what_numpy_writes_in_int8(w: Float32) -> None:
 
 
 @needs_library
+@settings(max_examples=40, deadline=None)
+@given(matrices, st.sampled_from([0, 1, 20]))
+def test_the_library_writes_what_numpy_writes_in_2_bits_and_in_rows(w: Float32, steps: int) -> None:
+    np.testing.assert_array_equal(int2(w, steps=steps), int2(w, steps=steps, compiled=False))
+    for bits in (4, 8):
+        expected = rows(w, bits, steps=steps, compiled=False)
+        np.testing.assert_array_equal(rows(w, bits, steps=steps), expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(matrices)
+def test_rows_have_the_numbers_of_the_blocks(w: Float32) -> None:
+    """A group's scale, zero and codes depend on its weights alone, not on where it is stored."""
+    for bits, blocks in ((4, Int4(64)), (8, Int8(64))):
+        out = np.empty(blocks.matrix_bytes(*w.shape), np.uint8)
+        blocks.encode_matrix(w, out)
+        expected = blocks.decode_matrix(out, *w.shape)
+        np.testing.assert_array_equal(QuantizedRows(bits).decode(rows(w, bits), w.shape[1]), expected)
+
+
+@needs_library
 def test_parts_that_numpy_computes_apart_are_one_matrix() -> None:
     w = weights("normal", 100, 7000, 5)
     np.testing.assert_array_equal(int4(w, 64, steps=2), int4(w, 64, steps=2, compiled=False))
+    np.testing.assert_array_equal(rows(w, 4, steps=2), rows(w, 4, steps=2, compiled=False))
 
 
 @settings(max_examples=60, deadline=None)
 @given(matrices, groups)
 def test_never_worse_than_rounding_to_nearest(w: Float32, group: int) -> None:
     found, nearest = errors(w, int4(w, group), group), errors(w, int4(w, group, steps=0), group)
+    assert (found <= nearest * 1.0005 + 1e-35).all()
+    found, nearest = errors(w, int2(w), 64, bits=2), errors(w, int2(w, steps=0), 64, bits=2)
     assert (found <= nearest * 1.0005 + 1e-35).all()
 
 
@@ -99,6 +139,7 @@ def test_never_worse_than_rounding_to_nearest(w: Float32, group: int) -> None:
 def test_better_than_rounding_to_nearest(kind: str, share: float) -> None:
     w = weights(kind, 64, 1024, 1)
     assert errors(w, int4(w, 64), 64).sum() < share * errors(w, int4(w, 64, steps=0), 64).sum()
+    assert errors(w, int2(w), 64, 2).sum() < 0.9 * errors(w, int2(w, steps=0), 64, 2).sum()
 
 
 @settings(max_examples=30, deadline=None)
@@ -156,11 +197,16 @@ def test_weights_at_the_edges(compiled: bool, group: int) -> None:
 def test_weights_that_are_no_numbers_are_refused(compiled: bool, bad: float, place: tuple[int, int]) -> None:
     w = weights("normal", 21, 100, 0)
     w[place] = bad
-    for encode in (lambda: int4(w, 64, compiled=compiled), lambda: int8(w, compiled=compiled)):
+    every = (
+        lambda: int4(w, 64, compiled=compiled),
+        lambda: int8(w, compiled=compiled),
+        lambda: rows(w, 4, compiled=compiled),
+    )
+    for encode in every:
         with pytest.raises(WeightsUnusable, match="not a number"):
             encode()
     w[place] = np.nextafter(np.float32(2.0**120), np.float32(0))  # the largest that is used
-    for encode in (lambda: int4(w, 64, compiled=compiled), lambda: int8(w, compiled=compiled)):
+    for encode in every:
         encode()
 
 
@@ -168,14 +214,14 @@ def test_a_compiled_library_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that is not found costs no result, only time."""
     compiled = list(Path(shm.__file__).parent.glob("_quantize.*.so"))
     assert (library() is not None) == bool(compiled)
-    monkeypatch.setattr("shm.quantize.VERSION", 2)
+    monkeypatch.setattr("shm.quantize.VERSION", VERSION + 1)
     assert library.__wrapped__() is None  # one of another version
 
 
 @settings(max_examples=30, deadline=None)
 @given(matrices, groups)
 def test_any_strides_are_read(w: Float32, group: int) -> None:
-    expected = int4(w, group), int8(w)
+    expected = int4(w, group), int8(w), rows(w, 4)
     turned = np.ascontiguousarray(w.T).T
     wide = np.full((w.shape[0] * 2, w.shape[1] * 3), np.nan, np.float32)
     wide[1::2, ::3] = w
@@ -184,6 +230,7 @@ def test_any_strides_are_read(w: Float32, group: int) -> None:
     for same in (turned, wide[1::2, ::3], mirrored, shifted):
         np.testing.assert_array_equal(int4(same, group), expected[0])
         np.testing.assert_array_equal(int8(same), expected[1])
+        np.testing.assert_array_equal(rows(same, 4), expected[2])
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -193,13 +240,16 @@ def test_what_does_not_fit_is_refused() -> None:
     fixed.flags.writeable = False
     for out in (target[:-1], np.zeros(2 * len(target), np.uint8)[::2], target.view(np.int8), fixed):
         with pytest.raises(ValueError, match="records need"):
-            encode_int4(w, 64, out)
+            encode_blocks(w, 4, 64, out)
+    for out in (target[:16].reshape(1, -1), np.zeros((16, 2 * 192), np.uint8)[:, ::2], fixed.reshape(4, -1)):
+        with pytest.raises(ValueError, match="records need"):
+            encode_rows(w, 4, out)
     for bad in (w.astype(np.float64), w[0], w[:0], w[:, :0]):
         with pytest.raises(ValueError, match="float32"):
-            encode_int4(bad, 64, target)
+            encode_blocks(bad, 4, 64, target)
     for group in (0, 12, 512):
         with pytest.raises(ValueError, match="group"):
-            encode_int4(w, group, target)
+            encode_blocks(w, 4, group, target)
     assert not target.any()
 
 
@@ -217,5 +267,5 @@ def test_weights_are_not_changed() -> None:
     before = w.copy()
     int4(w, 64)
     int4(w, 64, compiled=False)
-    int4_groups(w, 3)
+    coded_groups(w, 15, 3)
     np.testing.assert_array_equal(w, before)

@@ -22,6 +22,7 @@ from small_store import ROOT
 from protocol.messages import Partial, Work
 from shm.doorbell import Library, library
 from shm.errors import SegmentMissing, ShmError
+from shm.mask import Tally
 from shm.ring import SLOTS, CoordinatorRing, WorkerRing
 from shm.segment import Segment, is_segment, segment_path, unlink
 from shm.slot import Slot, SlotShape
@@ -63,11 +64,14 @@ def work_of(seq: int, rows: int = 1, items: int = 2, hidden: int = HIDDEN) -> Wo
         draw.integers(0, rows, 2 * items, np.int32),
         draw.standard_normal(2 * items).astype(np.float32),
         draw.standard_normal((rows, hidden)).astype(np.float32),
+        float(draw.random(dtype=np.float32)),
+        float(draw.random(dtype=np.float32)),
     )
 
 
 def assert_same(work: Work, other: Work) -> None:
     assert (work.seq, work.layer) == (other.seq, other.layer)
+    assert (work.threshold, work.share) == (other.threshold, other.share)
     for field in ("items", "offsets", "rows", "weights", "x"):
         left, right = getattr(work, field), getattr(other, field)
         assert (left.shape, left.dtype) == (right.shape, right.dtype)
@@ -76,8 +80,14 @@ def assert_same(work: Work, other: Work) -> None:
 
 def answer(ring: WorkerRing, slot: Slot, busy: float, factor: float) -> None:
     """x times the factor."""
-    slot.y()[:] = slot.read().x * np.float32(factor)
+    work = slot.read()
+    slot.y()[:] = work.x * np.float32(factor)
+    slot.tally = tally_of(work, factor)
     ring.answer(slot, busy)
+
+
+def tally_of(work: Work, factor: float) -> Tally:
+    return Tally(work.threshold * factor, work.share, work.seq % 7, len(work.x))
 
 
 class Killed(Exception):
@@ -219,7 +229,9 @@ class RingMachine(RuleBasedStateMachine):
 
     def check(self, partial: Partial) -> None:
         assert (partial.incarnation, partial.busy) == (self.incarnation, 0.25)
-        np.testing.assert_array_equal(partial.y, self.posted[partial.seq].x * np.float32(self.incarnation))
+        work = self.posted[partial.seq]
+        np.testing.assert_array_equal(partial.y, work.x * np.float32(self.incarnation))
+        assert Tally.of([partial]) == tally_of(work, self.incarnation)
 
     @invariant()
     def outstanding(self) -> None:

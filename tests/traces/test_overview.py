@@ -61,8 +61,8 @@ def test_figures_of_a_phase() -> None:
     phase.active_tiles[:], phase.hit_tiles[:] = (8, 0), (6, 0)
     fidelity = phase.fidelity
     fidelity.weight, fidelity.skipped, fidelity.substituted = 10.0, 1.0, 2.0
-    fidelity.stale, fidelity.predicted = 3.0, 4.0
-    shares = {"skipped": 0.1, "substituted": 0.2, "stale": 0.3, "predicted": 0.4}
+    fidelity.stale, fidelity.predicted, fidelity.left = 3.0, 4.0, 5.0
+    shares = {"skipped": 0.1, "substituted": 0.2, "stale": 0.3, "predicted": 0.4, "left": 0.5}
     per_token = {"demanded": 25, "predicted": 50, "useful": 75, "late": 100, "wasted": 125, "placed": 150}
     assert phase.to_json(100) == {
         "steps": 3,

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)  # engines start, on a machine that may be
 
 LAYERS, EXPERTS, HIDDEN, USED = 8, 8, 256, 2  # of the embedded model
 PROMPT = "200,201,202,203,204,205"
-KINDS = ("skipped", "substituted", "stale", "predicted")
+KINDS = ("skipped", "substituted", "stale", "predicted", "left")
 RUNS = {
     "daop": (["--policy", "daop", "--set", "daop.first_layer=2"], ("substituted", "stale", "predicted")),
     "daop, not early": (

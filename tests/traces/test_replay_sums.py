@@ -63,7 +63,7 @@ def test_fidelity_sums_the_decisions() -> None:
                 sums["substituted"] += weight
             on_host = (shape.tiles - cut[done.experts[0, j]]) / shape.tiles
             sums["stale"] += float(done.weights[0, j]) * on_host * stale
-    shares = {name: part / sums["weight"] for name, part in sums.items() if name != "weight"}
+    shares = {name: part / sums["weight"] for name, part in sums.items() if name != "weight"} | {"left": 0.0}
     assert outcome.decode.shares() == pytest.approx(shares, rel=1e-4)
     assert shares["stale"] > 0.05
     assert shares["predicted"] == pytest.approx(0.8, abs=0.05)
@@ -72,7 +72,7 @@ def test_fidelity_sums_the_decisions() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    name=st.sampled_from(list(PRESETS)),
+    name=st.sampled_from([name for name in PRESETS if not name.startswith("floe")]),
     layers=st.integers(1, 4),
     experts=st.integers(2, 9),
     tiles=st.integers(1, 5),

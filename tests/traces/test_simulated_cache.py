@@ -7,7 +7,8 @@ import pytest
 
 from pipeline.config import BACKGROUND_ORDERS
 from pipeline.errors import PlanError
-from pipeline.policies.view import Landing, ModelShape, Target
+from pipeline.policies.backlog import Landing
+from pipeline.policies.view import ModelShape, Target
 from pipeline.replay.cache import SimulatedCache
 from pipeline.replay.outcome import PhaseOutcome
 

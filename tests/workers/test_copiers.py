@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from protocol.messages import AttachSlab
+from protocol.messages import AttachSlab, I32Vector
 from shm.layout import Bytes
 from shm.store import Store
 from workers import cuda
@@ -43,8 +43,11 @@ class Runtime(ModuleType):
         self.most = most  # registrations
         self.device = -1
         self.registered: dict[int, int] = {}
+        self.pinned: dict[int, int] = {}
+        self._allocated: list[Bytes] = []
         self.made: set[object] = set()  # streams, events and mappings that are not destroyed
-        self.copies: list[tuple[int, int, int]] = []  # that were started and not waited for
+        self.copies: list[tuple[int, int, int]] = []  # that were started
+        self.done = 0  # of them, with those waited for
         self.until: dict[int, int] = {}  # event -> number of copies before it, of `copies`
         self.events = 0
 
@@ -68,8 +71,8 @@ class Runtime(ModuleType):
 
     def cudaMemcpyAsync(self, to: int, source: int, n: int, kind: str, stream: str) -> tuple[int]:
         assert (kind, stream) == ("to device", "stream")
-        parts = [(start, start + size) for start, size in self.registered.items()]
-        if len(parts) == 10:  # all of the memory
+        parts = [(start, start + size) for start, size in (self.registered | self.pinned).items()]
+        if len(self.registered) == 10:  # all of the memory
             assert any(lo <= source and source + n <= hi for lo, hi in parts)
         self.copies.append((to, source, n))
         return (0,)
@@ -80,8 +83,9 @@ class Runtime(ModuleType):
         return (0,)
 
     def cudaEventSynchronize(self, event: int) -> tuple[int]:
-        for to, source, n in self.copies[: self.until[event]]:
+        for to, source, n in self.copies[self.done : self.until[event]]:
             ctypes.memmove(to, source, n)
+        self.done = max(self.done, self.until[event])
         return (0,)
 
     def cudaEventDestroy(self, event: int) -> tuple[int]:
@@ -98,6 +102,16 @@ class Runtime(ModuleType):
 
     def cudaHostUnregister(self, start: int) -> tuple[int]:
         del self.registered[start]
+        return (0,)
+
+    def cudaMallocHost(self, size: int) -> tuple[int, int]:
+        self._allocated.append(np.zeros(size, np.uint8))
+        address = self._allocated[-1].ctypes.data
+        self.pinned[address] = size
+        return 0, address
+
+    def cudaFreeHost(self, address: int) -> tuple[int]:
+        del self.pinned[address]
         return (0,)
 
     def cudaIpcGetMemHandle(self, pointer: int) -> tuple[int, Handle]:
@@ -152,6 +166,37 @@ def test_gpu_copies_land_in_their_slots_when_they_are_finished(runtime: Runtime,
     assert (runtime.registered, runtime.made) == ({}, set())
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_channels_are_gathered_by_threads_and_land_when_they_are_finished(
+    monkeypatch: pytest.MonkeyPatch, runtime: Runtime, threads: int
+) -> None:
+    """As many chunks under way as the copier allows, and a tile among them."""
+    monkeypatch.setattr("workers.copiers.gather_threads", lambda: threads)
+    memory, store = memory_of_a_store()
+    slab = np.zeros((4, SLOT), np.uint8)
+    copier = CudaCopier(store, DEVICE, slab.ctypes.data, SLOT, owned=False)
+    assert copier.gather_depth == threads + 1
+    records = memory[:900].reshape(45, 20)
+    random, under_way = np.random.default_rng(0), 0
+    expected = np.zeros_like(slab)
+    for chunk in range(12):
+        slot, place = chunk % 3, chunk // 3
+        chosen = np.sort(random.permutation(45)[: 3 if chunk else 1]).astype(np.int32)
+        copier.gather(records, chosen, slot, 3 * place)
+        expected[slot, 60 * place : 60 * place + 20 * len(chosen)] = records[chosen].reshape(-1)
+        under_way += 1
+        if under_way == copier.gather_depth:
+            copier.finish()
+            under_way -= 1
+        if chunk == 5:
+            copier.finish()
+            copier.start(memory[130:380], 3)
+            expected[3, :250] = memory[130:380]
+    copier.close()
+    np.testing.assert_array_equal(slab, expected)
+    assert (runtime.registered, runtime.pinned, runtime.made) == ({}, {}, set())
+
+
 @pytest.mark.parametrize("runtime", [2], indirect=True)
 def test_refused_page_locking_is_noted_and_undone_as_far_as_it_went(runtime: Runtime) -> None:
     memory, store = memory_of_a_store()
@@ -181,13 +226,16 @@ class Clock:
 class Immediate:
     """A copier whose copies take no time."""
 
-    depth, notes = 5, ("a note",)
+    depth, gather_depth, notes = 5, 3, ("a note",)
 
     def __init__(self) -> None:
         self.calls = list[object]()
 
     def start(self, tile: Bytes, slot: int) -> None:
         self.calls.append(slot)
+
+    def gather(self, records: Bytes, chosen: I32Vector, slot: int, place: int) -> None:
+        self.calls.append((slot, place, len(chosen)))
 
     def finish(self) -> None:
         self.calls.append("finish")
@@ -204,7 +252,7 @@ def test_paced_copies_take_the_links_time_one_after_the_other_and_tick(
     monkeypatch.setattr("workers.emulation.time", clock)
     copier = paced(inner, 1e-6, lambda: ticks.append(clock.now))  # 1000 bytes a second
     assert isinstance(copier, PacedCopier)
-    assert (copier.depth, copier.notes) == (5, ("a note",))
+    assert (copier.depth, copier.gather_depth, copier.notes) == (5, 3, ("a note",))
     tile = np.zeros(1250, np.uint8)
     copier.start(tile, 7)
     copier.start(tile, 8)
@@ -218,6 +266,9 @@ def test_paced_copies_take_the_links_time_one_after_the_other_and_tick(
     copier.start(tile, 9)
     copier.finish()
     assert clock.now == 111.25
+    copier.gather(tile.reshape(10, 125), np.array([3, 5], np.int32), 4, 2)  # 250 of the bytes
+    copier.finish()
+    assert clock.now == 111.5
     copier.close()
-    assert inner.calls == [7, 8, "finish", "finish", 9, "finish", "close"]
+    assert inner.calls == [7, 8, "finish", "finish", 9, "finish", (4, 2, 2), "finish", "close"]
     assert paced(inner, None, lambda: None) is inner

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kernel_runs import OtherThreads, bits, seeds
 from layer_cases import Layer, Rows, Shape, normed, shapes
 
-from shm.layout import FORMATS
+from shm.layout import DENSE
 from workers.kernels.layer import RMSNorm
 from workers.kernels.matrix import DenseMatrix
 from workers.kernels.native import Library, Team, best
@@ -59,7 +59,7 @@ def test_a_layer(library, team, seed, shape, positions) -> None:
         check(found, rows, row, row)
 
 
-@pytest.mark.parametrize("format", [name for name in FORMATS if name != "f32"])
+@pytest.mark.parametrize("format", [name for name in DENSE if name != "f32"])
 def test_formats_of_matrices(library, format) -> None:
     """Activations are rounded, which one odd number may change by a step: no draws."""
     common = {"hidden": 200, "heads": 6, "kv_heads": 2, "half": 16, "experts": 9, "channels": 130, "bits": 16}

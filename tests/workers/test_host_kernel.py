@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pipeline.device import open_device
 from protocol.messages import Partial, Work
 from shm.control import ControlSegment
-from shm.layout import FORMATS, BlockFormat, ExpertShape, Float32, StoreLayout, format_named
+from shm.layout import DENSE, BlockFormat, ExpertShape, Float32, StoreLayout, format_named
 from shm.segment import unlink
 from shm.store import Store, store_name
 from workers.kernels.host import Activations, HostKernel
@@ -43,7 +43,7 @@ def states(rows: int) -> Float32:
     return np.random.default_rng(rows).standard_normal((rows, HIDDEN)).astype(np.float32)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", DENSE)
 def test_the_format_alone_selects_c_or_torch(name: str) -> None:
     layout, tiles = make_tiles(name)
     library, kernel = best(), HostKernel(layout)
@@ -58,7 +58,7 @@ def test_the_format_alone_selects_c_or_torch(name: str) -> None:
         np.testing.assert_array_equal(bits(found), bits(expected))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", DENSE)
 def test_activations_serve_any_rows_and_both_codes(name: str) -> None:
     layout, tiles = make_tiles(name)
     kernel, x = HostKernel(layout), states(12)
@@ -71,7 +71,7 @@ def test_activations_serve_any_rows_and_both_codes(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", DENSE)
 def test_progress_is_counted_by_tiles(name: str) -> None:
     layout, tiles = make_tiles(name)
     segment = ControlSegment.create(f"/tandem-tests-ticks-{name}", 1)
@@ -98,7 +98,7 @@ def test_progress_is_counted_by_tiles(name: str) -> None:
                 np.array([0, rows], np.int32),
                 line.ticks,
             )
-            found = kernel.compute_work(Work(1, 0, items, ends, every, weights, x), store)
+            found = kernel.compute_work(Work(1, 0, items, ends, every, weights, x), store).y
             assert line.ticks == before + TILES - 1
             part = kernel.compute(tiles[size:], Activations(x), every) * weights[:, None]
             np.testing.assert_array_equal(found, np.concatenate((np.zeros_like(x[:1]), part)))
@@ -108,7 +108,7 @@ def test_progress_is_counted_by_tiles(name: str) -> None:
         unlink(segment.segment.name)
 
 
-@pytest.mark.parametrize("name", [name for name, f in FORMATS.items() if isinstance(f, BlockFormat)])
+@pytest.mark.parametrize("name", [name for name, f in DENSE.items() if isinstance(f, BlockFormat)])
 def test_a_matrix_is_quantized_in_parts_and_has_the_same_products_in_c_and_torch(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,10 +136,10 @@ def test_a_matrix_is_quantized_in_parts_and_has_the_same_products_in_c_and_torch
 
 
 @pytest.mark.timeout(300)  # importing torch takes long where many others compute
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", DENSE)
 def test_a_worker_and_the_device_cpu_give_the_same_bits(name: str) -> None:
     """The worker on one core, the device on all."""
-    tile = 2 * FORMATS[name].granularity if FORMATS[name].granularity > 1 else 16
+    tile = 2 * DENSE[name].granularity if DENSE[name].granularity > 1 else 16
     device = open_device("cpu")
     with (
         small_store(name, tile) as fingerprint,

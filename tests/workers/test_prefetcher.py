@@ -12,11 +12,21 @@ import numpy as np
 import pytest
 from child_harness import SHAPE, Child, Surroundings, surroundings
 
-from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, SlabAttached
+from protocol.messages import (
+    AttachSlab,
+    CancelFetch,
+    DemandFetch,
+    Fetch,
+    Fetched,
+    Gather,
+    I32Vector,
+    SlabAttached,
+)
 from shm.layout import Bytes
 from shm.segment import unlink
 from shm.slab import Slab
 from shm.store import Store, store_name
+from workers import prefetcher
 from workers.child_endpoint import ChildEndpoint
 from workers.lifetime import EXIT_PARENT_GONE
 from workers.prefetcher import CopyLoop
@@ -127,6 +137,70 @@ def test_reported_tiles_are_copied_completely(link: Link) -> None:
         np.testing.assert_array_equal(link.slab.slot(index), tile)
 
 
+def channels(*counts: int) -> list[I32Vector]:
+    """So many channels of an expert, for each number."""
+    random = np.random.default_rng(len(counts))
+    return [np.sort(random.permutation(SHAPE.padded)[:count]).astype(np.int32) for count in counts]
+
+
+def gathered(link: Link, order: Gather, landed: int | None = None) -> bool:
+    """Whether the records of an order's first `landed` channels (all of them) are in their slots, and nothing
+    else."""
+    landed = len(order.channels) if landed is None else landed
+    tiles = link.store.tiles(order.layer, order.expert, 0, SHAPE.tiles)
+    expected = np.full((len(order.slots), link.slab.slot_bytes), UNTOUCHED, np.uint8)
+    records = tiles.reshape(SHAPE.padded, -1)[order.channels[:landed]]
+    expected.reshape(-1)[: records.size] = records.reshape(-1)
+    return all(
+        np.array_equal(link.slab.slot(slot), row) for slot, row in zip(order.slots, expected, strict=True)
+    )
+
+
+def test_channels_are_gathered_into_their_slots(link: Link) -> None:
+    """From all tiles of the expert, the first and the last; none, one and all of its channels."""
+    several, one, every = channels(37, 1, SHAPE.padded)
+    ends = np.array([0, SHAPE.padded - 1], np.int32)
+    orders = [
+        Gather(1, 0, 1, several, (9, 4, 7), 0),
+        Gather(2, 1, 2, one, (1,), 1),
+        Gather(3, 1, 3, every, tuple(range(10, 10 + SHAPE.tiles)), 0),
+        Gather(4, 0, 0, ends, (0,), 2),
+        Gather(5, 0, 0, ends[:0], (), 0),
+    ]
+    link.send(*orders)
+    reports = link.reports(1, 2, 3, 4, 5)
+    assert [(f.landed, f.final) for f in reports if f.id == 1] == [(16, False), (32, False), (37, True)]
+    assert [(f.landed, f.final) for f in reports if f.id == 5] == [(0, True)]
+    assert [f.landed for f in reports if f.id == 3] == list(range(16, SHAPE.padded + 1, 16))
+    assert all(gathered(link, order) for order in orders)
+
+
+@paced
+def test_demanded_channels_overtake_others_between_two_chunks(link: Link) -> None:
+    every, few = channels(SHAPE.padded, 5)
+    predicted = Gather(1, 0, 0, every, tuple(range(SHAPE.tiles)), 1)
+    waiting = Gather(2, 0, 1, every, tuple(range(SHAPE.tiles, 2 * SHAPE.tiles)), 1)
+    demanded = Gather(3, 1, 1, few, (SLOTS - 1,), 0)
+    link.send(predicted, waiting)
+    assert link.place.expect(Fetched).id == 1
+    link.send(DemandFetch(2, 20), demanded, CancelFetch(1))
+    reports = link.reports(1, 2, 3)
+    assert [f.id for f in reports if f.id != 1] == [2, 2, 3]
+    assert [f.landed for f in reports if f.id == 2] == [16, 20]  # and no channel that is not demanded
+    landed = reports[[f.id for f in reports].index(1)].landed
+    assert 0 < landed < SHAPE.padded // 2
+    assert gathered(link, predicted, [f.landed for f in reports if f.id == 1][-1])
+    assert gathered(link, waiting, 20)
+    assert gathered(link, demanded)
+
+
+def test_order_of_channels_that_do_not_exist_ends_the_prefetcher(link: Link) -> None:
+    """Only a defect of the coordinator sends one: nothing is written and the supervisor hears of it."""
+    link.send(Gather(1, 0, 0, np.array([SHAPE.padded], np.int32), (0,), 0))
+    assert link.child.ended() != 0
+    assert (link.slab.segment.array == UNTOUCHED).all()
+
+
 @paced
 def test_demanded_overtakes_predicted_between_two_tiles(link: Link) -> None:
     slots = list(range(SLOTS))
@@ -219,16 +293,21 @@ def test_paced_link_saves_up_no_bandwidth_while_it_is_idle(link: Link) -> None:
 class TwoCopies:
     """A copier with two copies under way, as over a GPU's link, of which none is complete before `finish`."""
 
-    depth = 2
+    depth = gather_depth = 2
     notes: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.started = self.finished = 0
+        self.sizes: list[int] = []  # of chunks of channels
         self.closed = False
 
     def start(self, tile: Bytes, slot: int) -> None:
         self.started += 1
         assert self.started - self.finished <= self.depth
+
+    def gather(self, records: Bytes, chosen: I32Vector, slot: int, place: int) -> None:
+        self.sizes.append(len(chosen))
+        self.start(records[chosen].reshape(-1), slot)
 
     def finish(self) -> None:
         assert self.finished < self.started
@@ -245,7 +324,7 @@ class Coordinator:
 
     incarnation = 0
 
-    def __init__(self, order: Fetch, copier: TwoCopies, cancel_at: int | None) -> None:
+    def __init__(self, order: Fetch | Gather, copier: TwoCopies, cancel_at: int | None) -> None:
         self.stopped = False
         self.reports: list[Fetched] = []
         self._copier, self._cancel_at = copier, cancel_at
@@ -258,7 +337,8 @@ class Coordinator:
 
     def send(self, report: Fetched) -> None:
         self.reports.append(report)
-        assert report.landed == self._copier.finished
+        sizes = self._copier.sizes or [1] * self._copier.started
+        assert report.landed == sum(sizes[: self._copier.finished])
         assert report.final == (self._copier.started == self._copier.finished)
         if report.landed == self._cancel_at and not report.final:
             self._inbox.append(CancelFetch(report.id))
@@ -277,6 +357,22 @@ def test_order_with_a_copy_under_way_is_not_final(fingerprint: str, cancel_at: i
     assert copier.started == (6 if cancel_at is None else cancel_at + 1)
     assert copier.closed
     assert ticks == list(range(copier.finished + 1))  # progress is counted with every copy
+
+
+@pytest.mark.parametrize("cancel_at", [None, 16])
+def test_channels_go_in_chunks_and_end_within_a_slot(monkeypatch, fingerprint: str, cancel_at) -> None:
+    """The one chunk that is under way when the order is cancelled lands too."""
+    copier = TwoCopies()
+    order = Gather(1, 0, 0, channels(30)[0], (0, 1), 1)
+    coordinator = Coordinator(order, copier, cancel_at)
+    with Store.attach(store_name(fingerprint)) as store:
+        monkeypatch.setattr(prefetcher, "CHUNK_BYTES", 5 * store.layout.tile_bytes // SHAPE.tile)
+        loop = CopyLoop(cast(ChildEndpoint, coordinator), store, None, lambda: None)
+        loop.attach(copier)
+        loop.serve()
+    last = 30 if cancel_at is None else 21
+    assert [(f.landed, f.final) for f in coordinator.reports] == [(16, False), (last, True)]
+    assert copier.sizes[:5] == [5, 5, 5, 1, 5]  # channels; no chunk lies in two slots
 
 
 def test_malformed_and_foreign_messages_are_dropped(link: Link) -> None:

@@ -145,10 +145,10 @@ def test_wrong_numbers_are_refused_by_c_and_for_torch(work: Work) -> None:
         pytest.skip("no C kernels were compiled")
     works = kernel_of(library, LIMITED).works(np.zeros(LIMITED.total_bytes, np.uint8), LIMITED)
     if right(work):
-        assert fault_of(work, LIMITED.shape) is None
+        assert fault_of(work, LIMITED) is None
         assert not computed(works, work).any()
     else:
-        assert fault_of(work, LIMITED.shape) is not None
+        assert fault_of(work, LIMITED) is not None
         with pytest.raises(IndexError):
             computed(works, work)
 
@@ -157,7 +157,7 @@ def test_wrong_numbers_are_refused_by_c_and_for_torch(work: Work) -> None:
 def test_layers_outside_the_store_are_refused(library, layer: int) -> None:
     work = dataclasses.replace(work_of([(0, 0, 1)], [0, 1], [0]), layer=layer)
     works = kernel_of(library, LIMITED).works(np.zeros(LIMITED.total_bytes, np.uint8), LIMITED)
-    assert fault_of(work, LIMITED.shape) is not None
+    assert fault_of(work, LIMITED) is not None
     with pytest.raises(IndexError, match="no such layer"):
         computed(works, work)
 

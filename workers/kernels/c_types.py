@@ -18,6 +18,7 @@ FAULTS = {
     7: "arrays larger than their memory",
     8: "an item's rows are not ascending",
     9: "a crash while it was computed",
+    10: "a mask that its format does not have, or no mask at all",
 }
 SMALL_BUFFERS = 4
 
@@ -25,15 +26,28 @@ SMALL_BUFFERS = 4
 class Weights(ctypes.Structure):
     _fields_ = tuple(
         (name, SIZE)
-        for name in ("bits", "group", "inputs", "outputs", "channels", "hint", "ahead", "matrix_rows")
+        for name in (
+            "bits",
+            "group",
+            "inputs",
+            "outputs",
+            "channels",
+            "hint",
+            "ahead",
+            "matrix_rows",
+            "channel_bits",
+        )
     )
 
 
-def weights(bits: int, group: int, inputs: int, outputs: int, channels: int, choice: Choice) -> Weights:
-    """Facts on a matrix, or with `channels` on tiles, and how this choice computes them."""
+def weights(
+    bits: int, group: int, inputs: int, outputs: int, channels: int, choice: Choice, channel_bits: int = 0
+) -> Weights:
+    """Facts on a matrix, or with `channels` on tiles, and how this choice computes them. `channel_bits`: of
+    gate and down, where they lie by channel."""
     prefetch = choice.prefetch
     how = prefetch.number, prefetch.ahead, choice.matrix_rows
-    return Weights(bits, group, inputs, outputs, channels, *how)
+    return Weights(bits, group, inputs, outputs, channels, *how, channel_bits)
 
 
 class Matrix(ctypes.Structure):
@@ -49,8 +63,12 @@ class Host(ctypes.Structure):
         ("team", POINTER),
         ("weights", Weights),
         ("tiles_data", POINTER),
+        ("heads_data", POINTER),
         *((name, SIZE) for name in ("layers", "experts", "tiles")),
-        *((name, SIZE) for name in ("layer_bytes", "expert_bytes", "tile_bytes")),
+        *(
+            (name, SIZE)
+            for name in ("layer_bytes", "expert_bytes", "tile_bytes", "head_stride", "head_bytes")
+        ),
         *((name, POINTER) for name in ("ticks", "memory")),
         *((name, SIZE) for name in ("memory_bytes", "needed")),
     )

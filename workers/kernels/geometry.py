@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shm.blocks import BlockFormat
+from shm.floe import FloeFormat
 from shm.formats import BF16, Float32, TileFormat
 
 BF16_BITS = 16
@@ -17,7 +18,8 @@ Codes = NDArray[np.int8] | Float32
 
 @dataclass(frozen=True)
 class Geometry:
-    """A matrix [outputs, inputs] of a quantized format, or tiles of `channels` with H = inputs = outputs."""
+    """A matrix [outputs, inputs] of a quantized format, or tiles of `channels` with H = inputs = outputs.
+    Of a format whose gate and down lie by channel, `bits` and `group` are those of up."""
 
     format: TileFormat
     inputs: int
@@ -25,23 +27,35 @@ class Geometry:
     channels: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.format, BlockFormat | BF16):
+        if not isinstance(self.format, BlockFormat | FloeFormat | BF16):
             raise ValueError(f"no C kernel computes {self.format.name}")
         if self.channels % self.format.granularity:
             raise ValueError(f"{self.channels} channels are no whole groups of {self.format.granularity}")
 
     @property
     def bits(self) -> int:
-        return self.format.bits if isinstance(self.format, BlockFormat) else BF16_BITS
+        blocks = self._blocks
+        return BF16_BITS if blocks is None else blocks.bits
 
     @property
     def group(self) -> int:
-        return self.format.granularity
+        blocks = self._blocks
+        return 1 if blocks is None else blocks.group
+
+    @property
+    def channel_bits(self) -> int:
+        """Of gate and down, where they lie by channel; else 0."""
+        return self.format.rows.bits if isinstance(self.format, FloeFormat) else 0
 
     @property
     def padded(self) -> int:
         """Inputs in whole groups."""
         return -(-self.inputs // self.group) * self.group
+
+    @property
+    def _blocks(self) -> BlockFormat | None:
+        format = self.format.up if isinstance(self.format, FloeFormat) else self.format
+        return format if isinstance(format, BlockFormat) else None
 
 
 @dataclass(frozen=True)

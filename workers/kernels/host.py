@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.messages import Work
+from protocol.messages import Partial, Work
 from shm.blocks import BlockFormat
 from shm.control import ControlLine
+from shm.floe import FloeFormat
 from shm.formats import BF16, Bytes, Float32
-from shm.layout import ExpertShape, StoreLayout
+from shm.layout import StoreLayout
+from shm.mask import NOTHING, Mask, Tally, is_mask
 from shm.slot import OwnSlot, Slot
 from shm.store import Store
 from workers.kernels.choice import DEFAULT, Choice
@@ -40,9 +42,11 @@ class Activations:
         self.reference: Tensor | None = None
 
 
-def fault_of(work: Work, shape: ExpertShape) -> str | None:
+def fault_of(work: Work, layout: StoreLayout) -> str | None:
     """Which number of a Work in a slot is wrong, or None: what C checks of the Works that it computes."""
-    offsets = work.offsets.tolist()
+    offsets, shape, mask = work.offsets.tolist(), layout.shape, (work.threshold, work.share)
+    if not (is_mask(*mask) if isinstance(layout.format, FloeFormat) else mask == (0, 1)):
+        return "a mask that its format does not have, or no mask at all"
     if not 0 <= work.layer < shape.layers:
         return f"no layer {work.layer}"
     if offsets[0] != 0 or offsets[-1] != len(work.rows):
@@ -82,7 +86,7 @@ class HostKernel:
         self._own = OwnSlot(layout.shape.hidden)
         self._guarded = guarded
         library = chosen(kernels)
-        if library is not None and isinstance(layout.format, BlockFormat | BF16):
+        if library is not None and isinstance(layout.format, BlockFormat | FloeFormat | BF16):
             shape = layout.shape
             geometry = Geometry(layout.format, shape.hidden, shape.hidden, shape.tile)
             self._native = library.kernel(geometry, team)
@@ -98,40 +102,67 @@ class HostKernel:
         if self._native is None:
             import workers.kernels.reference  # noqa: F401
 
-    def compute_work(self, work: Work, store: Store) -> Float32:
-        """The weighted sum over a Work's items: float32 [R, H]. Raises as `compute_slot` does, and ValueError
-        where the Work's arrays do not fit each other."""
+    def compute_work(self, work: Work, store: Store) -> Partial:
+        """The answer to a Work, of incarnation 0. Raises as `compute_slot` does, and ValueError where the
+        Work's arrays do not fit each other."""
         slot = self._own.put(work)
         self.compute_slot(slot, store)
-        return slot.y().copy()
+        return slot.partial(0)
 
     def compute_slot(self, slot: Slot, store: Store) -> None:
-        """Write the y of the Work in a slot: in one call where C computes all. Raises IndexError where a
-        number of the Work is wrong, MemoryError."""
+        """Write y and tally of the Work in a slot: in one call where C computes all. Raises IndexError where
+        a number of the Work is wrong, MemoryError."""
         if self._native is None:
-            slot.y()[:] = self._compute_items(slot.read(), store)
+            slot.y()[:], slot.tally = self._compute_items(slot.read(), store)
             return
         tiles, works = store.all_tiles(), self._works
         if works is None or works.tiles is not tiles:
             self._works = works = self._native.works(tiles, self._layout, self._ticks, self._guarded)
         works.compute(slot)
 
-    def _compute_items(self, work: Work, store: Store) -> Float32:
-        if (fault := fault_of(work, self._layout.shape)) is not None:
+    def _compute_items(self, work: Work, store: Store) -> tuple[Float32, Tally]:
+        if (fault := fault_of(work, self._layout)) is not None:
             raise IndexError(fault)
         offsets = work.offsets.tolist()
         activations = Activations(work.x)
-        y = np.zeros(work.x.shape, np.float32)
+        y, tallies = np.zeros(work.x.shape, np.float32), [NOTHING]
         for (expert, lo, hi), start, end in zip(work.items.tolist(), offsets, offsets[1:], strict=False):
             rows = work.rows[start:end]
-            part = self.compute(store.tiles(work.layer, expert, lo, hi), activations, rows)
+            if isinstance(self._layout.format, FloeFormat):
+                part, tally = self._compute_masked(work, store, (expert, lo, hi), rows)
+                tallies.append(tally)
+            else:
+                part = self.compute(store.tiles(work.layer, expert, lo, hi), activations, rows)
             part *= work.weights[start:end, None]
             y[rows] += part  # an item names a row once
-        return y
+        return y, Tally.of(tallies)
+
+    def _compute_masked(
+        self, work: Work, store: Store, item: tuple[int, int, int], rows: NDArray[np.int32]
+    ) -> tuple[Float32, Tally]:
+        """An item of a format whose gate and down lie by channel, in torch: float32 [len(rows), H]."""
+        import torch
+
+        from workers.kernels.reference_channels import ReferenceChannels
+
+        expert, lo, hi = item
+        reference, total, tallies = ReferenceChannels(self._layout), np.zeros((len(rows), 1), np.float32), []
+        with torch.inference_mode():
+            x = reference.activations(torch.from_numpy(work.x))
+            chosen = torch.from_numpy(rows.astype(np.int64))
+            for tile in range(lo, hi):
+                place = work.layer, expert, tile, tile + 1
+                heads, body = (torch.from_numpy(part(*place)) for part in (store.heads, store.tiles))
+                y, tally = reference.compute(heads, body, x, chosen, Mask(work.threshold, work.share))
+                total = total + y.numpy()
+                tallies.append(tally)
+                if self._line is not None:
+                    self._line.tick()
+        return total, Tally.of(tallies)
 
     def compute(self, tiles: Bytes, x: Activations, rows: NDArray[np.int32]) -> Float32:
         """The sum of the outputs of consecutive tiles (uint8 [number * tile_bytes]) for the rows x[rows]:
-        float32 [len(rows), H]."""
+        float32 [len(rows), H]. Tiles with heads are computed in Works, or by `ChannelKernel`."""
         if self._native is not None:
             if x.native is None:
                 x.native = self._native.quantize(x.x)

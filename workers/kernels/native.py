@@ -35,7 +35,7 @@ VARIANTS = {  # best first
     "avx2": "AVX2",
     "portable": "portable C",
 }
-VERSION = 11  # of the functions in c/kernels.h
+VERSION = 13  # of the functions in c/kernels.h
 OTHER_VERSION = "compiled from another version: install again"
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Library:
         self.variant = choice.variant
         self.functions = functions
         self._quantize = typed(functions.tandem_quantize, POINTER, POINTER, SIZE, POINTER, POINTER)
-        self._scratch = typed(functions.tandem_scratch, POINTER, SIZE, result=SIZE)
+        self.scratch = typed(functions.tandem_scratch, POINTER, SIZE, result=SIZE)
         self._matmul = typed(functions.tandem_matmul, *[POINTER] * 4, SIZE, POINTER, POINTER)
         tiles = (*[POINTER] * 3, SIZE, POINTER, SIZE, POINTER, SIZE, *[POINTER] * 3)
         self._tiles = typed(functions.tandem_tiles, *tiles, result=checked)
@@ -122,11 +122,15 @@ class Kernel:
         self.geometry = g = geometry
         self._library = library
         self._team = team
-        self._weights = weights(g.bits, g.group, g.inputs, g.outputs, g.channels, library.choice)
+        self._weights = weights(
+            g.bits, g.group, g.inputs, g.outputs, g.channels, library.choice, g.channel_bits
+        )
         self._address = ctypes.addressof(self._weights)
         blocks = g.format if isinstance(g.format, BlockFormat) else None
         self._matrix_bytes = 0 if blocks is None else blocks.matrix_bytes(g.outputs, g.inputs)
-        self._tile_bytes = g.format.tile_bytes(g.inputs, g.channels) if g.channels else 0
+        self._tile_bytes = (
+            g.format.tile_bytes(g.inputs, g.channels) if g.channels and not g.channel_bits else 0
+        )
         self._scratch = Kept()
 
     def quantize(self, x: Float32) -> Quantized:
@@ -146,7 +150,7 @@ class Kernel:
         """x @ W.T: float32 [R, outputs]. matrix: uint8 [matrix_bytes] of a quantized format."""
         rows = self._check(matrix, x, self._matrix_bytes)
         y = np.empty((rows, self.geometry.outputs), np.float32)
-        scratch = self._scratch.reserve(self._library._scratch(self._address, rows))
+        scratch = self._scratch.reserve(self._library.scratch(self._address, rows))
         self._library._matmul(
             self._handle, self._address, matrix.ctypes.data, _pointers(x), rows, y.ctypes.data, scratch,
         )  # fmt: skip
@@ -160,7 +164,7 @@ class Kernel:
         rows = np.require(rows, np.int32, ["C", "A"])
         y = np.empty((len(rows), self.geometry.outputs), np.float32)
         number = len(tiles) // self._tile_bytes
-        scratch = self._scratch.reserve(self._library._scratch(self._address, len(rows)))
+        scratch = self._scratch.reserve(self._library.scratch(self._address, len(rows)))
         self._library._tiles(
             self._handle, self._address, tiles.ctypes.data, number, _pointers(x), height,
             rows.ctypes.data, len(rows), y.ctypes.data, scratch, ticks,
@@ -206,12 +210,14 @@ class WorkKernel:
         self, kernel: Kernel, tiles: Bytes, layout: StoreLayout, ticks: int | None, guarded: bool
     ) -> None:
         """Use `Kernel.works`."""
-        shape = layout.shape
+        shape, start = layout.shape, tiles.ctypes.data
         self.tiles = tiles
         self._memory = Kept()
         self._host = Host(
-            kernel._handle, kernel._weights, tiles.ctypes.data, shape.layers, shape.experts, shape.tiles,
-            layout.layer_stride, layout.expert_stride, layout.tile_bytes, ticks,
+            kernel._handle, kernel._weights, start + layout.offset(0, 0), start + layout.head_offset(0, 0),
+            shape.layers, shape.experts, shape.tiles,
+            layout.layer_stride, layout.expert_stride, layout.tile_bytes,
+            layout.head_stride, layout.head_bytes, ticks,
         )  # fmt: skip
         library = kernel._library
         self._call = library._guarded_work if guarded else library._work

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shm.blocks import HEAD_BYTES, LANES, BlockFormat, Int4
+from shm.blocks import HEAD_BYTES, LANES, BlockFormat
+from shm.quantize import ROW_GROUP, row_head_bytes
+from shm.rows import RowFormat
 
 
 def dequantize(format: BlockFormat, data: Tensor, n: int, k: int) -> Tensor:
@@ -19,15 +21,33 @@ def dequantize(format: BlockFormat, data: Tensor, n: int, k: int) -> Tensor:
     records = data.view(-1, -(-k // format.group), format.record_bytes)  # [blocks, groups, bytes]
     head = records[..., :HEAD_BYTES].contiguous()
     codes = records[..., HEAD_BYTES:].reshape(*records.shape[:2], -1, 1, LANES, 4)  # j, 1, i, b
-    if isinstance(format, Int4):
-        scale, zero = head.view(torch.bfloat16).float().chunk(2, dim=-1)
-        codes = torch.cat((codes & 15, codes >> 4), dim=3)
-    else:
+    if format.bits == 8:
         scale = head.view(torch.float32)
         zero = torch.full_like(scale, 128)
+    else:
+        scale, zero = head.view(torch.bfloat16).float().chunk(2, dim=-1)
+        fields = range(0, 8, format.bits)
+        codes = torch.cat([codes >> shift & ((1 << format.bits) - 1) for shift in fields], dim=3)
     q = codes.permute(0, 4, 1, 2, 3, 5).flatten(3).float()  # [blocks, 16, groups, inputs of a group]
     values = (q - zero.mT.unsqueeze(-1)) * scale.mT.unsqueeze(-1)
     return values.flatten(2).flatten(0, 1)[:n]
+
+
+def row_numbers(format: RowFormat, rows: Tensor, k: int) -> Tensor:
+    """Rows of k numbers, float32 [n, k]. rows: uint8 [n, format.row_bytes(k)]."""
+    if format.bits == 16:
+        return rows.contiguous().view(torch.bfloat16)[:, :k].float()
+    groups, lines = -(-k // ROW_GROUP), row_head_bytes(k, format.bits)
+    codes = rows[:, lines:].reshape(len(rows), -1, 1, LANES, 4)  # line, half, i, b
+    head = rows[:, :lines].contiguous()
+    if format.bits == 8:
+        scale = head.view(torch.float32)[:, :groups]
+        zero = torch.full_like(scale, 128)
+    else:
+        scale, zero = (part[:, :groups] for part in head.view(torch.bfloat16).float().chunk(2, dim=1))
+        codes = torch.cat((codes & 15, codes >> 4), dim=2)
+    q = codes.mT.reshape(len(rows), -1, ROW_GROUP)[:, :groups].float()
+    return ((q - zero.unsqueeze(-1)) * scale.unsqueeze(-1)).flatten(1)[:, :k]
 
 
 def int8_steps(x: Tensor, group: int) -> Tensor:

@@ -58,7 +58,7 @@ INLINE __m512 grown(__m512 y, __m512i dot, __m512 scale, __m512 zero, const floa
 INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const int8_t *codes, const float *factors,
                      const int bits, const int rows, const int hint, int64_t ahead, float *y) {
     const __m512i low = _mm512_set1_epi8(15);
-    const int step = bits == INT4 ? 8 : 4; /* inputs of a line */
+    const int step = 32 / bits; /* inputs of a line */
     __m512 sum[ROWS];
     for (int r = 0; r < rows; r++) sum[r] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; g++) {
@@ -69,6 +69,16 @@ INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const 
         for (int64_t j = 0; j < group; j += step) {
             __m512i line = _mm512_loadu_si512(data + 64 / step * j);
             PREFETCH(data + 64 / step * j + ahead, hint);
+            if (bits == INT2) {
+                for (int f = 0; f < 4; f++) {
+                    __m512i part = _mm512_and_si512(_mm512_srli_epi16(line, 2 * f), _mm512_set1_epi8(3));
+                    for (int r = 0; r < rows; r++) {
+                        __m512i *to = f % 2 && rows <= 4 ? more + r : dot + r;
+                        *to = _mm512_dpbusd_epi32(*to, part, four(codes + r * group + j + 4 * f));
+                    }
+                }
+                continue;
+            }
             __m512i first = bits == INT4 ? _mm512_and_si512(line, low) : line;
             __m512i second = _mm512_and_si512(_mm512_srli_epi16(line, 4), low);
             for (int r = 0; r < rows; r++) {
@@ -80,10 +90,10 @@ INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const 
                     dot[r] = _mm512_dpbusd_epi32(dot[r], second, four(codes + r * group + j + 4));
             }
         }
-        __m512 scale = bits == INT4 ? sixteen_bf16(block) : _mm512_loadu_ps((const float *)block);
-        __m512 zero = bits == INT4 ? sixteen_bf16(block + 32) : _mm512_set1_ps(128.0f);
+        __m512 scale = bits == INT8 ? _mm512_loadu_ps((const float *)block) : sixteen_bf16(block);
+        __m512 zero = bits == INT8 ? _mm512_set1_ps(128.0f) : sixteen_bf16(block + 32);
         for (int r = 0; r < rows; r++) {
-            if (bits == INT4 && rows <= 4) dot[r] = _mm512_add_epi32(dot[r], more[r]);
+            if (bits != INT8 && rows <= 4) dot[r] = _mm512_add_epi32(dot[r], more[r]);
             sum[r] = grown(sum[r], dot[r], scale, zero, factors + 2 * r);
         }
         block = data + 64 / step * group;
@@ -92,5 +102,12 @@ INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const 
     }
     for (int r = 0; r < rows; r++) _mm512_storeu_ps(y + BLOCK * r, sum[r]);
 }
+
+/* sum + the products of bytes with codes, four neighbours each. */
+INLINE __m512i byte_dots(__m512i sum, __m512i bytes, const int8_t *codes) {
+    return _mm512_dpbusd_epi32(sum, bytes, _mm512_loadu_si512(codes));
+}
+#define BYTE_DOTS(sum, bytes, codes, bits) (ints)byte_dots((__m512i)(sum), (__m512i)(bytes), codes)
+#define LOOKED_UP(table, index) (vector)_mm512_permutexvar_ps((__m512i)(index), (__m512)(table))
 
 #include "body.h"

@@ -51,4 +51,25 @@ INLINE void dots_int8(const uint8_t *data, int64_t group, const int8_t *codes, c
     }
 }
 
+INLINE void dots_int2(const uint8_t *data, int64_t group, const int8_t *codes, const int rows, const int halves,
+                      __m256i (*dot)[ROWS]) {
+    const __m256i low = _mm256_set1_epi8(3);
+    for (int h = 0; h < halves; h++)
+        for (int r = 0; r < rows; r++) dot[h][r] = _mm256_setzero_si256();
+    for (int64_t j = 0; j < group; j += 16)
+        for (int h = 0; h < halves; h++) {
+            __m256i all = _mm256_loadu_si256((const __m256i *)(data + 4 * j + 32 * h));
+            for (int f = 0; f < 4; f++, all = _mm256_srli_epi16(all, 2)) {
+                __m256i part = _mm256_and_si256(all, low);
+                for (int r = 0; r < rows; r++)
+                    dot[h][r] = DPBUSD(dot[h][r], part, four(codes + r * group + j + 4 * f));
+            }
+        }
+}
+
+INLINE __m256i byte_dots(__m256i sum, __m256i bytes, const int8_t *codes) {
+    return DPBUSD(sum, bytes, _mm256_loadu_si256((const __m256i *)codes));
+}
+#define BYTE_DOTS(sum, bytes, codes, bits) (ints)byte_dots((__m256i)(sum), (__m256i)(bytes), codes)
+
 #include "body.h"

@@ -11,7 +11,7 @@
 /* Rows of a chunk of packed activations: for matrix units, in a variant that has them, if there are many. */
 static int64_t chunk_rows(const struct weights *w, int64_t count) {
 #ifdef MATRIX_UNITS
-    if (count >= w->matrix_rows) return TALL_ROWS;
+    if (count >= w->matrix_rows && w->bits != INT2) return TALL_ROWS;
 #else
     (void)w;
 #endif
@@ -22,6 +22,9 @@ static int64_t block_bytes(const struct weights *w, int64_t inputs) {
     int64_t groups = (inputs + w->group - 1) / w->group;
     return groups * (64 + BLOCK * w->group * w->bits / 8);
 }
+
+/* A part of scratch memory `s`, from `at` on. */
+#define TAKE(field, size) (s.field = (void *)at, at += rounded_up((size), 64))
 
 /* --- packing: for each chunk of rows, group by group --------------------------------------------------------- */
 
@@ -62,9 +65,11 @@ static void pack(const struct weights *w, int64_t inputs, const struct activatio
     default: call(8, hint);                                                                                       \
     }
 
+#define CALL_INT2(n, hint) block_of(block, groups, 64, codes, factors, INT2, n, hint, w->ahead, y)
 #define CALL_INT4_64(n, hint) block_of(block, groups, 64, codes, factors, INT4, n, hint, w->ahead, y)
 #define CALL_INT4(n, hint) block_of(block, groups, w->group, codes, factors, INT4, n, hint, w->ahead, y)
 #define CALL_INT8(n, hint) block_of(block, groups, w->group, codes, factors, INT8, n, hint, w->ahead, y)
+#define COUNT_INT2(hint) EACH_COUNT(hint, CALL_INT2)
 #define COUNT_INT4_64(hint) EACH_COUNT(hint, CALL_INT4_64)
 #define COUNT_INT4(hint) EACH_COUNT(hint, CALL_INT4)
 #define COUNT_INT8(hint) EACH_COUNT(hint, CALL_INT8)
@@ -73,6 +78,8 @@ static void one_block(const struct weights *w, const uint8_t *block, int64_t gro
                       const float *factors, int64_t rows, float *y) {
     if (w->bits == INT8) {
         EACH_HINT(w->hint, COUNT_INT8)
+    } else if (w->bits == INT2) {
+        EACH_HINT(w->hint, COUNT_INT2)
     } else if (w->group == 64) {
         EACH_HINT(w->hint, COUNT_INT4_64)
     } else {

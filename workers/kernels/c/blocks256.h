@@ -1,7 +1,7 @@
 /* Blocks of 16 outputs with registers of 256 bits: two halves of 8 outputs, for avx2.c and avxvnni.c. Each defines,
  * for one group and one half or both,
  *
- *     dots_int4(data, group, codes, rows, halves, dot)      dots_int8(data, group, codes, rows, halves, dot)
+ *     dots_int4(data, group, codes, rows, halves, dot)      dots_int8 and dots_int2 the same
  *
  * the exact integer products of the outputs with each row's codes. data: the first 32 bytes of a half, the next ones
  * 64 bytes further; codes [rows, group]; dot [halves, ROWS].
@@ -20,6 +20,9 @@ enum { TWICE = 4 }; /* from so many rows on a block is read once for each half, 
 INLINE void dots_int4(const uint8_t *data, int64_t group, const int8_t *codes, const int rows, const int halves,
                       __m256i (*dot)[ROWS]);
 INLINE void dots_int8(const uint8_t *data, int64_t group, const int8_t *codes, const int rows, const int halves,
+                      __m256i (*dot)[ROWS]);
+
+INLINE void dots_int2(const uint8_t *data, int64_t group, const int8_t *codes, const int rows, const int halves,
                       __m256i (*dot)[ROWS]);
 
 INLINE __m256i four(const int8_t *codes) {
@@ -45,14 +48,16 @@ INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const 
         __m256i dot[2][ROWS];
         const int halves = rows < TWICE ? 2 : 1;
         for (int half = 0; half < 2; half += halves) {
-            if (bits == INT4)
+            if (bits == INT2)
+                dots_int2(data + 32 * half, group, codes, rows, halves, dot + half);
+            else if (bits == INT4)
                 dots_int4(data + 32 * half, group, codes, rows, halves, dot + half);
             else
                 dots_int8(data + 32 * half, group, codes, rows, halves, dot + half);
         }
         for (int half = 0; half < 2; half++) {
             __m256 scale, zero;
-            if (bits == INT4)
+            if (bits != INT8)
                 scale = eight_bf16(block + 16 * half), zero = eight_bf16(block + 32 + 16 * half);
             else
                 scale = _mm256_loadu_ps((const float *)block + 8 * half), zero = _mm256_set1_ps(128.0f);

@@ -2,9 +2,14 @@
  *
  *     block_of(block, groups, group, codes, factors, bits, rows, hint, ahead, y)
  *
- * which computes one block of 16 outputs of INT4 or INT8 for `rows` (1 to ROWS) rows into y [rows, 16]; `bits`, `rows`
- * and `hint` are constants. codes and factors are packed: for each group the rows' codes, one row after the other, and
- * the rows' factors.
+ * which computes one block of 16 outputs of INT2 (in groups of 64), INT4 or INT8 for `rows` (1 to ROWS) rows into
+ * y [rows, 16]; `bits`, `rows` and `hint` are constants. codes and factors are packed: for each group the rows' codes, one
+ * row after the other, and the rows' factors. And
+ *
+ *     BYTE_DOTS(sum, bytes, codes, bits)
+ *
+ * sum (ints) + the products of a register of bytes with as many codes in memory, four neighbours in each lane; the bytes
+ * are codes of INT4 or INT8. A processor that looks 16 float32 numbers up by index also has LOOKED_UP(table, index).
  *
  * A variant with matrix units defines MATRIX_UNITS and
  *
@@ -24,6 +29,7 @@
 #include "bf16_tiles.h"
 #include "blocks.h"
 #include "guard.h"
+#include "masked.h"
 #include "slot.h"
 #include "spans.h"
 #include "team.h"
@@ -31,7 +37,7 @@
 
 #include <string.h>
 
-int tandem_kernels_version(void) { return 11; }
+int tandem_kernels_version(void) { return 13; }
 
 enum { MOST_GROUP = 128 }; /* inputs that share a scale */
 enum { NEARBY = 1 << 19 }; /* bytes of outputs that a core's own cache holds, beside activations and weights */
@@ -52,7 +58,6 @@ static struct scratch lay_out(const struct weights *w, int64_t rows, void *from)
     struct scratch s = {.w = w};
     uint8_t *at = from;
     int64_t inputs = rounded_up(w->inputs, w->group), channels = w->channels;
-#define TAKE(field, size) (s.field = (void *)at, at += rounded_up((size), 64))
     TAKE(x.codes, w->bits == BF16 ? x_bytes(w, rows) : rows * inputs);
     TAKE(x.factors, rows * inputs / w->group * 8);
     TAKE(inner.codes, w->bits == BF16 ? inner_bytes(w, rows) : rows * channels);

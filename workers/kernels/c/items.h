@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ranges.h"
+#include "source.h"
 #include "team.h"
 
 enum { BALANCED = 16 }; /* items smaller than a thread's share by this factor leave all threads busy until the end */
@@ -18,25 +19,22 @@ static void add_item(const struct work *k, int64_t item, const float *part, floa
 }
 
 struct item_queue {
-    const struct weights *w;
-    const struct work *work;
-    const uint8_t *layer;
-    int64_t expert_bytes, tile_bytes, scratch_bytes;
-    const struct activations *x;
+    const struct source *from;
     float *parts, *y; /* `parts`: the outputs [rows, H] of items [first, end), one after the other */
     uint8_t *scratch;
+    int64_t scratch_bytes;
     int64_t first, end, next; /* `next` item to take; atomic */
-    volatile uint64_t *ticks;
 };
 
 static void compute_item(const struct item_queue *q, int64_t item, struct team *team, int64_t thread) {
-    const struct work *k = q->work;
-    const int32_t *which = k->items + 3 * item;
-    compute_tiles(team, q->w, q->layer + which[0] * q->expert_bytes + which[1] * q->tile_bytes, tiles_of(k, item), q->x,
-                  k->rows + k->offsets[item], rows_of(k, item),
-                  q->parts + (int64_t)(k->offsets[item] - k->offsets[q->first]) * q->w->outputs,
-                  q->scratch + thread * q->scratch_bytes, NULL);
-    if (q->ticks) __atomic_add_fetch(q->ticks, (uint64_t)tiles_of(k, item), __ATOMIC_RELAXED);
+    const struct source *s = q->from;
+    const struct work *k = s->work;
+    int64_t before = 0; /* tiles of the items before this one */
+    for (int64_t i = 0; i < item; i++) before += tiles_of(k, i);
+    compute_part(team, s, item, 0, tiles_of(k, item), before,
+                 q->parts + (int64_t)(k->offsets[item] - k->offsets[q->first]) * s->w->outputs,
+                 q->scratch + thread * q->scratch_bytes);
+    if (s->ticks) __atomic_add_fetch(s->ticks, (uint64_t)tiles_of(k, item), __ATOMIC_RELAXED);
 }
 
 static void take_items(void *context, int64_t lo, int64_t hi) {
@@ -49,14 +47,15 @@ static void take_items(void *context, int64_t lo, int64_t hi) {
 /* Threads add columns of their own, item after item. */
 static void add_items(void *context, int64_t lo, int64_t hi) {
     const struct item_queue *q = context;
-    int64_t width = q->w->outputs;
+    const struct work *k = q->from->work;
+    int64_t width = q->from->w->outputs;
     for (int64_t item = q->first; item < q->end; item++)
-        add_item(q->work, item, q->parts + (int64_t)(q->work->offsets[item] - q->work->offsets[q->first]) * width, q->y,
-                 width, lo * BLOCK, least(hi * BLOCK, width));
+        add_item(k, item, q->parts + (int64_t)(k->offsets[item] - k->offsets[q->first]) * width, q->y, width, lo * BLOCK,
+                 least(hi * BLOCK, width));
 }
 
 static void compute_items(struct team *team, struct item_queue *q, int64_t room) {
-    const struct work *k = q->work;
+    const struct work *k = q->from->work;
     int64_t large = team ? k->row_number / (team->threads * BALANCED) : k->row_number;
     for (; q->first < k->number; q->first = q->end) {
         int64_t rows = rows_of(k, q->first);
@@ -68,6 +67,6 @@ static void compute_items(struct team *team, struct item_queue *q, int64_t room)
                 rows += rows_of(k, q->end);
             parallel_for(team, take_items, q, team ? team->threads : 1, WAKE_NS);
         }
-        parallel_for(team, add_items, q, (q->w->outputs + BLOCK - 1) / BLOCK, q->end < k->number ? WAKE_NS : 0);
+        parallel_for(team, add_items, q, (q->from->w->outputs + BLOCK - 1) / BLOCK, q->end < k->number ? WAKE_NS : 0);
     }
 }

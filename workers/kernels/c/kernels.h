@@ -29,7 +29,7 @@ enum { STRIP = 128 }; /* rows: their activations stay in a core's cache while al
 /* Matrix units: rows of a tile. A tile takes about as long however many of its rows are used. */
 enum { TALL_ROWS = 16 };
 
-enum { INT4 = 4, INT8 = 8, BF16 = 16, FLOAT32 = 32 }; /* bits of a weight: which format */
+enum { INT2 = 2, INT4 = 4, INT8 = 8, BF16 = 16, FLOAT32 = 32 }; /* bits of a weight: which format */
 
 /* Into which caches weights that are read once are prefetched; x86 has instructions of these names. Which is the
  * fastest differs between processors by factors, so it is measured where it runs. No bit depends on it. */
@@ -44,6 +44,8 @@ struct weights {
     int64_t hint;     /* NO_HINT, NTA, T0 or T1; of bf16 for one row */
     int64_t ahead;    /* bytes: how far ahead of its use memory is prefetched */
     int64_t matrix_rows; /* of one product, from which matrix units compute it, in variants that have them */
+    int64_t channel_bits; /* of a tile's gate and down, where they lie by channel and `bits` are up's: INT4, INT8 or
+                           * BF16 (shm/floe.py); 0: a tile is matrices of `bits` */
 };
 
 /* Integer formats: codes int8 [rows, padded], factors float32 [rows, padded / group, 2]; `padded` is the number
@@ -53,8 +55,17 @@ struct activations {
     const float *factors;
 };
 
+/* Which channels a row keeps (shm/mask.py), and what that left out. */
+struct mask {
+    float threshold, share;
+};
+struct tally {
+    double mass, left;
+    int64_t kept, channels;
+};
+
 enum { FINE, BAD_ROWS, BAD_OFFSETS, BAD_ITEMS, SMALL_BUFFERS, BAD_POSITION, BAD_LAYER, BAD_SIZES, BAD_ORDER,
-       CRASHED };
+       CRASHED, BAD_MASK };
 
 struct team; /* threads that share one computation; NULL is the calling thread alone */
 
@@ -95,14 +106,17 @@ struct host {
     struct team *team;
     struct weights weights;
     const uint8_t *tiles_data; /* of the first layer's first expert */
+    const uint8_t *heads_data; /* the same, where tiles have heads; otherwise head_stride and head_bytes are 0 */
     int64_t layers, experts, tiles; /* of the store, of a layer, of an expert */
     int64_t layer_bytes, expert_bytes, tile_bytes; /* from one to the next */
+    int64_t head_stride, head_bytes;               /* of an expert's heads, of a tile's */
     volatile uint64_t *ticks; /* incremented after each tile; may be NULL */
     void *memory;             /* 64-byte aligned */
     int64_t memory_bytes, needed;
 };
 
-/* The Work in a slot (shm/slot.py), with room for `request` and `answer` numbers: checks it, then writes y. The same bits
+/* The Work in a slot (shm/slot.py), with room for `request` and `answer` numbers: checks it, then writes y and what its
+ * mask has left out. The same bits
  * as tandem_tiles item by item: the sum over the items of their rows' weights times the sum of their tiles' outputs.
  * SMALL_BUFFERS: host->memory must have host->needed bytes. */
 int tandem_work(struct host *host, void *slot, int64_t request, int64_t answer);
@@ -110,6 +124,20 @@ int tandem_work(struct host *host, void *slot, int64_t request, int64_t answer);
 /* The same without a team; returns CRASHED where it would have crashed, for example over tiles that cannot be read. For
  * one thread of a process. */
 int tandem_guarded_work(struct host *host, void *slot, int64_t request, int64_t answer);
+
+/* Channels of tiles that have heads. x [rows, inputs], whose activations are `of`, as gate rows take it: into `to`, of
+ * tandem_gate_x_bytes a row, 64-byte aligned. */
+int64_t tandem_gate_x_bytes(const struct weights *weights);
+void tandem_arrange_gate_x(const struct weights *weights, const float *x, const struct activations *of, int64_t rows,
+                           uint8_t *to);
+
+/* y float32 [count, H] = for the rows chosen[0..count) of x, which has `rows`, the sum over `channels` records of
+ * silu(gate . x) * u * down; u float32 [count, channels], 0 where a row does not keep a channel. Records that no row
+ * keeps are not read. */
+int tandem_channels(struct team *team, const struct weights *weights, const uint8_t *records, int64_t channels,
+                    const uint8_t *gate_x, int64_t rows, const int32_t *chosen, int64_t count, const float *u,
+                    float *y, void *scratch);
+int64_t tandem_channels_scratch(const struct weights *weights, int64_t channels, int64_t rows);
 
 /* The sum of `bytes` bytes, a multiple of 64, as 64-bit numbers: its time is that of reading memory with this hint,
  * prefetched `ahead` bytes before its use. */

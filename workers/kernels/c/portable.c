@@ -50,6 +50,21 @@ INLINE void span_int4(const uint8_t *data, const spread_t *codes, const int rows
     for (int r = 0; r < rows; r++) dot[r] += gathered(sums[r]);
 }
 
+INLINE void span_int2(const uint8_t *data, const spread_t *codes, const int rows, ints *dot) {
+    shorts sums[ROWS];
+    for (int r = 0; r < rows; r++) sums[r] = (shorts){0};
+#pragma GCC unroll 1 /* as below */
+    for (int j = 0; j < SPAN / 4; j += 4) {
+        pairs both;
+        memcpy(&both, data + 16 * j, sizeof both);
+        for (int f = 0; f < 4; f++, both >>= 2) {
+            shorts a = (shorts)(both & 3), b = (shorts)(both >> 8 & 3);
+            for (int r = 0; r < rows; r++) sums[r] += a * codes[r][j + f][0] + b * codes[r][j + f][1];
+        }
+    }
+    for (int r = 0; r < rows; r++) dot[r] += gathered(sums[r]);
+}
+
 /* A weight is 16 times its upper four bits and its lower four. */
 INLINE void span_int8(const uint8_t *data, const spread_t *codes, const int rows, ints *dot) {
     shorts lower[ROWS], upper[ROWS];
@@ -98,15 +113,17 @@ INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const 
             for (int line = 0; line < SPAN * 2 * bits; line += 64) PREFETCH(data + line + ahead, hint);
             for (int r = 0; r < rows; r++) spread(codes + r * group + start, wide[r]);
             for (int i = 0; i < BLOCK / FOUR; i++) {
-                if (bits == INT4)
+                if (bits == INT2)
+                    span_int2(data + 16 * i, (const spread_t *)wide, rows, dot[i]);
+                else if (bits == INT4)
                     span_int4(data + 16 * i, (const spread_t *)wide, rows, dot[i]);
                 else
                     span_int8(data + 16 * i, (const spread_t *)wide, rows, dot[i]);
             }
         }
         float scale[BLOCK], zero[BLOCK];
-        for (int i = 0; i < BLOCK; i++) zero[i] = bits == INT4 ? number(block + 32 + 2 * i) : 128.0f;
-        if (bits == INT4)
+        for (int i = 0; i < BLOCK; i++) zero[i] = bits != INT8 ? number(block + 32 + 2 * i) : 128.0f;
+        if (bits != INT8)
             for (int i = 0; i < BLOCK; i++) scale[i] = number(block + 2 * i);
         else
             memcpy(scale, block, sizeof scale);
@@ -116,5 +133,15 @@ INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const 
         factors += 2 * rows;
     }
 }
+
+/* sum + the products of bytes with codes, four neighbours each. */
+INLINE ints byte_dots(ints sum, quads bytes, const int8_t *codes) {
+    pairs of, with;
+    of = (pairs)bytes;
+    memcpy(&with, codes, sizeof with);
+    sum += gathered((shorts)(of & 255) * ((shorts)(with << 8) >> 8));
+    return sum + gathered((shorts)(of >> 8) * ((shorts)with >> 8));
+}
+#define BYTE_DOTS(sum, bytes, codes, bits) byte_dots(sum, (quads)(bytes), codes)
 
 #include "body.h"

@@ -16,6 +16,12 @@ static int64_t rows_of(const struct work *k, int64_t item) {
     return (int64_t)k->offsets[item + 1] - k->offsets[item];
 }
 
+static int64_t all_tiles(const struct work *k) {
+    int64_t tiles = 0;
+    for (int64_t item = 0; item < k->number; item++) tiles += tiles_of(k, item);
+    return tiles;
+}
+
 /* Whether all of rows[0..count) are rows of an array of `limit`. */
 static int rows_within(const int32_t *rows, int64_t count, int64_t limit) {
     int outside = 0;

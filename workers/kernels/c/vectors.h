@@ -14,6 +14,7 @@ enum { PAIR = 2 * LANES };         /* numbers are taken two vectors at a time */
 enum { ACROSS = VECTOR_BYTES == 64 ? 4 : 2 }; /* vectors multiplied together, as many as registers hold */
 
 typedef float vector __attribute__((vector_size(LANES * 4)));
+typedef int32_t ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t words __attribute__((vector_size(LANES * 4)));
 typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
 

@@ -5,20 +5,17 @@
 #include "items.h"
 
 struct tile_queue {
-    const struct weights *w;
-    const struct work *work;
-    const uint8_t *layer;
-    int64_t expert_bytes, tile_bytes, tiles, scratch_bytes; /* `tiles` of all items, scratch of one thread */
-    const struct activations *x;
+    const struct source *from;
+    int64_t tiles, scratch_bytes; /* `tiles` of all items, scratch of one thread */
     float *parts;
     uint8_t *scratch;
     int64_t next; /* the next tile to take; atomic */
-    volatile uint64_t *ticks;
 };
 
 static void take_tiles(void *context, int64_t lo, int64_t hi) {
     struct tile_queue *q = context;
-    const struct work *k = q->work;
+    const struct work *k = q->from->work;
+    int64_t width = q->from->w->outputs;
     for (int64_t thread = lo; thread < hi; thread++) {
         int64_t item = 0, before = 0; /* tiles of the items before this one */
         float *parts = q->parts;
@@ -27,14 +24,12 @@ static void take_tiles(void *context, int64_t lo, int64_t hi) {
             if (tile >= q->tiles) break;
             for (; tile >= before + tiles_of(k, item); item++) {
                 before += tiles_of(k, item);
-                parts += tiles_of(k, item) * rows_of(k, item) * q->w->outputs;
+                parts += tiles_of(k, item) * rows_of(k, item) * width;
             }
-            int64_t count = rows_of(k, item), at = tile - before;
-            const int32_t *which = k->items + 3 * item;
-            compute_tiles(NULL, q->w, q->layer + which[0] * q->expert_bytes + (which[1] + at) * q->tile_bytes, 1, q->x,
-                          k->rows + k->offsets[item], count, parts + at * count * q->w->outputs,
-                          q->scratch + thread * q->scratch_bytes, NULL);
-            if (q->ticks) __atomic_add_fetch(q->ticks, 1, __ATOMIC_RELAXED);
+            int64_t at = tile - before;
+            compute_part(NULL, q->from, item, at, 1, tile, parts + at * rows_of(k, item) * width,
+                         q->scratch + thread * q->scratch_bytes);
+            if (q->from->ticks) __atomic_add_fetch(q->from->ticks, 1, __ATOMIC_RELAXED);
         }
     }
 }
@@ -51,20 +46,18 @@ static void combine_tiles(const struct work *k, int64_t width, float *parts, flo
 }
 
 /* y += the Work's result. `parts` has part_numbers, `scratch` so many bytes for each thread. */
-static void compute_work(struct team *team, const struct weights *w, const struct work *work, const uint8_t *layer,
-                         int64_t expert_bytes, int64_t tile_bytes, const struct activations *x, float *y, float *parts,
-                         void *scratch, int64_t scratch_bytes, volatile uint64_t *ticks) {
+static void compute_work(struct team *team, const struct source *from, float *y, float *parts, void *scratch,
+                         int64_t scratch_bytes) {
+    const struct work *work = from->work;
+    const struct weights *w = from->w;
     if (most_rows(work) > FEW_ROWS) {
-        struct item_queue q = {.w = w, .work = work, .layer = layer, .expert_bytes = expert_bytes,
-                               .tile_bytes = tile_bytes, .scratch_bytes = scratch_bytes, .x = x, .parts = parts,
-                               .y = y, .scratch = scratch, .ticks = ticks};
+        struct item_queue q = {.from = from, .parts = parts, .y = y, .scratch = scratch,
+                               .scratch_bytes = scratch_bytes};
         compute_items(team, &q, part_numbers(w, work) / w->outputs);
         return;
     }
-    struct tile_queue q = {.w = w, .work = work, .layer = layer, .expert_bytes = expert_bytes,
-                           .tile_bytes = tile_bytes, .x = x, .parts = parts, .scratch = scratch,
-                           .scratch_bytes = scratch_bytes, .ticks = ticks};
-    for (int64_t item = 0; item < work->number; item++) q.tiles += tiles_of(work, item);
+    struct tile_queue q = {.from = from, .parts = parts, .scratch = scratch, .scratch_bytes = scratch_bytes,
+                           .tiles = all_tiles(work)};
     parallel_for(team, take_tiles, &q, team ? team->threads : 1, 0);
     combine_tiles(work, w->outputs, parts, y);
 }

@@ -1,0 +1,265 @@
+"""The formats that are read by channel: every number at its place, odd sizes, padding, heads in the store;
+and the recorded bytes of the formats without heads."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shm.cache_writer import write_cache
+from shm.disk_cache import CachedStore
+from shm.floe import FLOE_FORMATS, FloeFormat
+from shm.layout import DENSE, FORMATS, NO_HEAD, PAGE, ExpertShape, Float32, StoreLayout, suitable_tile
+from shm.manifest import StoreManifest
+from shm.segment import unlink
+from shm.store import Store, StoreBuilder
+
+formats = st.sampled_from(FLOE_FORMATS)
+seeds = st.integers(0, 2**32 - 1)
+WORST = {2: 0.75, 4: 0.35, 8: 0.01, 16: 0.004}  # of the largest weight, by bits
+IDS = [f.name for f in FLOE_FORMATS]
+
+
+def normal(n: int, k: int, seed: int) -> Float32:
+    return (np.random.default_rng(seed).standard_normal((n, k)) * 0.02).astype(np.float32)
+
+
+def number(fmt: FloeFormat, data: bytes, hidden: int, channel: int, part: int, place: int) -> float:
+    """One number of gate (part 0) or down (1) in a body, from the drawing of `shm/rows.py` alone."""
+
+    def lines(nbytes: int) -> int:
+        return -(-nbytes // 64) * 64
+
+    def bf16(at: int) -> float:
+        return struct.unpack("<f", b"\0\0" + record[at : at + 2])[0]
+
+    bits, (group, inside) = fmt.rows.bits, divmod(place, 64)
+    b, i = divmod(inside, 16)
+    if bits == 16:
+        size = lines(2 * hidden)
+    elif bits == 8:
+        groups = lines(hidden) // 64
+        size = lines(4 * groups) + 64 * groups
+    else:
+        groups = -(-hidden // 128) * 2
+        size = 2 * lines(2 * groups) + 32 * groups
+    start = (2 * channel + part) * size
+    record = data[start : start + size]
+    if bits == 16:
+        return bf16(2 * place)
+    if bits == 8:
+        scale = struct.unpack("<f", record[4 * group : 4 * group + 4])[0]
+        return scale * (record[lines(4 * groups) + 64 * group + 4 * i + b] - 128)
+    byte = record[2 * lines(2 * groups) + 64 * (group // 2) + 4 * i + b]
+    code = byte >> 4 if group % 2 else byte & 15
+    return bf16(2 * group) * (code - bf16(lines(2 * groups) + 2 * group))
+
+
+@settings(max_examples=40, deadline=None)
+@given(formats, st.integers(1, 300), st.integers(1, 2), seeds)
+def test_every_number_is_at_its_documented_place(
+    fmt: FloeFormat, hidden: int, blocks: int, seed: int
+) -> None:
+    tile = 16 * blocks
+    gate, up, down = (normal(tile, hidden, seed + n) for n in range(3))
+    body = np.full(fmt.tile_bytes(hidden, tile), 0xAB, np.uint8)
+    head = np.full(fmt.head_bytes(hidden, tile), 0xAB, np.uint8)
+    fmt.encode(gate, up, down, body, head)
+    decoded = fmt.decode(body, hidden, tile, head)
+    drawn = [
+        [
+            [number(fmt, body.tobytes(), hidden, channel, part, place) for place in range(0, hidden, 7)]
+            for channel in range(tile)
+        ]
+        for part in range(2)
+    ]
+    np.testing.assert_allclose(decoded[::2, :, ::7], drawn, rtol=1e-6, atol=0)
+    np.testing.assert_array_equal(decoded[1], fmt.up.decode_matrix(head, tile, hidden))
+    for part, w, bits in zip(
+        decoded, (gate, up, down), (fmt.rows.bits, fmt.up.bits, fmt.rows.bits), strict=True
+    ):
+        assert np.abs(part - w).max() <= WORST[bits] * np.abs(w).max()
+
+
+@settings(max_examples=40, deadline=None)
+@given(formats, st.integers(1, 300), seeds)
+def test_what_pads_a_row_is_fixed(fmt: FloeFormat, hidden: int, seed: int) -> None:
+    """Of encoded rows and of random ones."""
+    size, bits = fmt.rows.row_bytes(hidden), fmt.rows.bits
+    encoded, drawn = np.full((16, size), 0xAB, np.uint8), np.full((16, size), 0xCD, np.uint8)
+    fmt.rows.encode(normal(16, hidden, seed), encoded)
+    fmt.rows.fill_random(np.random.default_rng(seed), hidden, 0.02, drawn)
+    codes_bytes = -(-hidden * bits // 512) * 64
+    for rows in (encoded, drawn):
+        assert np.isfinite(fmt.rows.decode(rows, hidden)).all()
+        head, codes = rows[:, : size - codes_bytes], rows[:, size - codes_bytes :]
+        if bits == 16:
+            assert not codes[:, 2 * hidden :].any()
+            continue
+        scale = bits // 2  # bytes
+        for part in np.split(head, 2 if bits == 4 else 1, axis=1):  # scales; zeros
+            assert not part[:, scale * -(-hidden // 64) :].any()
+        fields = [codes & 15, codes >> 4] if bits == 4 else [codes]
+        halves = np.stack([f.reshape(16, -1, 16, 4) for f in fields], axis=2)  # row, line, half, i, b
+        numbers = halves.swapaxes(-1, -2).reshape(16, -1)
+        assert (numbers[:, hidden:] == (0 if bits == 4 else 128)).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    formats,
+    st.builds(
+        ExpertShape,
+        layers=st.integers(1, 3),
+        experts=st.integers(1, 4),
+        hidden=st.integers(1, 150),
+        intermediate=st.integers(1, 150),
+        tile=st.integers(1, 6).map(lambda n: 16 * n),
+    ),
+    seeds,
+)
+def test_experts_decode_and_layouts_do_not_overlap(fmt: FloeFormat, shape: ExpertShape, seed: int) -> None:
+    layout = StoreLayout(shape, fmt)
+    written = np.zeros(layout.total_bytes, np.uint8)  # how often each byte is a tile's, a head's
+    for place in np.ndindex(shape.layers, shape.experts, shape.tiles):
+        begin, head = layout.offset(*place), layout.head_offset(*place)
+        written[begin : begin + layout.tile_bytes] += 1
+        written[head : head + layout.head_bytes] += 1
+        assert place[2] or (begin % PAGE, head % PAGE) == (0, 0)
+        layer = place[0] * layout.layer_stride
+        heads_end = layer + shape.experts * layout.head_stride
+        assert layer <= head < heads_end <= begin < layer + layout.layer_stride
+    assert written.max() == 1
+    assert written.sum() == layout.expert_bytes * shape.layers * shape.experts
+
+    gate, up = (normal(shape.intermediate, shape.hidden, seed + n) for n in range(2))
+    down = normal(shape.hidden, shape.intermediate, seed + 2)
+    out = np.full(layout.expert_stride, 0xAB, np.uint8)
+    heads = np.full(layout.head_stride, 0xAB, np.uint8)
+    layout.encode_expert(gate, up, down, out, heads)
+    tiles = (layout.tile_of(out, heads, tile) for tile in range(shape.tiles))
+    decoded = [fmt.decode(body, shape.hidden, shape.tile, head) for body, head in tiles]
+    together = np.concatenate(decoded, axis=1)
+    bits = fmt.rows.bits, fmt.up.bits, fmt.rows.bits
+    for part, w, n in zip(together, (gate, up, down.T), bits, strict=True):
+        assert np.abs(part[: shape.intermediate] - w).max() <= WORST[n] * np.abs(w).max()
+        assert not part[shape.intermediate :].any()
+    assert not out[layout.tile_bytes * shape.tiles :].any()
+    assert not heads[layout.head_bytes * shape.tiles :].any()
+    # The tiles of an expert together are as one tile, and 16 channels of a tile are a smaller tile.
+    whole = fmt.decode(
+        out[: layout.tile_bytes * shape.tiles],
+        shape.hidden,
+        shape.padded,
+        heads[: layout.head_bytes * shape.tiles],
+    )
+    np.testing.assert_array_equal(whole, together)
+    small, small_head = fmt.tile_bytes(shape.hidden, 16), fmt.head_bytes(shape.hidden, 16)
+    first = fmt.decode(out[:small], shape.hidden, 16, heads[:small_head])
+    np.testing.assert_array_equal(first, together[:, :16])
+
+
+@pytest.mark.parametrize("fmt", FLOE_FORMATS, ids=IDS)
+def test_what_does_not_fit_is_refused(fmt: FloeFormat) -> None:
+    with pytest.raises(ValueError, match="channels, not 40"):
+        fmt.tile_bytes(64, 40)
+    body, head = np.zeros(fmt.tile_bytes(64, 16), np.uint8), np.zeros(fmt.head_bytes(64, 16), np.uint8)
+    for wrong in ((body, NO_HEAD), (body[:-1], head), (body, head[:-1]), (NO_HEAD, head)):
+        with pytest.raises(ValueError, match="does not fit"):
+            fmt.decode(wrong[0], 64, 16, wrong[1])
+        with pytest.raises(ValueError, match="does not fit"):
+            fmt.fill_random(np.random.default_rng(0), 64, 16, 1.0, *wrong)
+
+
+def test_names_and_sizes_are_as_documented() -> None:
+    channel = {name: fmt.channel_bytes(4096) for name, fmt in FORMATS.items() if isinstance(fmt, FloeFormat)}
+    rows = {"": 2 * 4096, "-int8": 256 + 4096, "-int4": 128 + 128 + 2048}
+    assert channel == {f"floe{up}{row}": 2 * n for up in ("", "-u4", "-u8") for row, n in rows.items()}
+    heads = {up: FORMATS[f"floe{up}"].head_bytes(4096, 16) for up in ("", "-u4", "-u8")}
+    assert heads == {"": 64 * 320, "-u4": 64 * 576, "-u8": 64 * 1088}
+    assert FORMATS["floe-int4"].head_bytes(65, 32) == 2 * 2 * 320
+    assert all(fmt.head_bytes(4096, 128) == 0 for fmt in DENSE.values())
+    body = FORMATS["floe-int4"].tile_bytes(4096, 256) + FORMATS["floe-int4"].head_bytes(4096, 256)
+    assert body * 8 == (2.5 + 2 * 4.5) * 256 * 4096
+    assert suitable_tile(4096, 14336, FORMATS["floe-int4"]) == suitable_tile(4096, 14336, FORMATS["int4"])
+
+
+@pytest.mark.parametrize("name_of_format", ["floe", "floe-u8-int4"])
+def test_store_and_disk_cache_keep_the_heads(
+    name: str, fingerprint: str, name_of_format: str, tmp_path: Path
+) -> None:
+    shape = ExpertShape(2, 3, 100, 40, 16)
+    builder = StoreBuilder.create(name, StoreManifest(fingerprint, shape, name_of_format, "a test"))
+    layout, kept, progress = builder.layout, {}, []
+    builder.keep = lambda begin, data: kept.__setitem__(begin, len(data))
+    tasks = []
+    for layer, expert in np.ndindex(2, 3):
+        wide = (normal(40, 100, 6 * layer + 2 * expert), normal(40, 100, 6 * layer + 2 * expert + 1))
+        layout.encode_expert(*wide, wide[0].T, builder.expert(layer, expert), builder.heads(layer, expert))
+        tasks += builder.checksum_tasks(layer, expert)
+    for task in tasks:
+        task()
+    builder.finish()
+    assert sum(kept.values()) == layout.total_bytes  # every byte once
+    with Store.attach(name, fingerprint) as store:
+        store.verify()
+        up = normal(40, 100, 6 + 2 + 1)
+        head, body = store.heads(1, 1, 2, 3), store.tiles(1, 1, 2, 3)
+        decoded = layout.format.decode(body, 100, 16, head)
+        assert np.abs(decoded[1, :8] - up[32:]).max() <= 0.75 * np.abs(up).max()
+        assert not decoded[1, 8:].any()
+        assert len(store.heads(0, 2, 0, 3)) == 3 * layout.head_bytes
+        assert not store.heads(0, 2, 1, 1).size
+        with pytest.raises(ValueError, match="read-only"):
+            store.heads(0, 0, 0, 1)[0] = 1
+        write_cache(tmp_path, store, lambda done: None)
+        again = StoreBuilder.create(f"{name}-again", dataclasses.replace(store.manifest, checksums=()))
+        try:
+            cached = CachedStore.open(tmp_path, fingerprint)
+            assert cached is not None
+            with cached:
+                cached.verify(lambda done: None)
+                cached.fill(again, progress.append)
+            assert progress[-1] == layout.total_bytes
+            assert again.finish() == store.manifest
+            with Store.attach(f"{name}-again", fingerprint) as other:
+                assert (other.all_tiles() == store.all_tiles()).all()
+        finally:
+            unlink(f"{name}-again")
+        for place in ((2, 0, 0, 1), (0, 3, 0, 1), (0, 0, 0, 4), (0, 0, 2, 1)):
+            with pytest.raises(IndexError):
+                store.heads(*place)
+        store.close()
+        with pytest.raises(ValueError, match="closed"):
+            store.heads(0, 0, 0, 1)
+
+
+RECORDED = {  # the bytes of an expert; the offset of a tile; the bytes of a store
+    "f32": ("6e23737f5d0cd679", 2621440, 2777088),
+    "bf16": ("139dfd027fb6533e", 1320960, 1400832),
+    "int8": ("5ca4d53da3640fe8", 834432, 884736),
+    "int4": ("a8002073cd12dee5", 462592, 491520),
+    "int4-g128": ("4c152752d04ad49b", 439168, 466944),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_formats_without_heads_keep_their_bytes(name: str) -> None:
+    """Stores on disk outlive a version of the program: a fingerprint does not say how they were encoded."""
+    rng = np.random.default_rng(11)
+    gate, up = (rng.standard_normal((300, 100)).astype(np.float32) for _ in range(2))
+    down = rng.standard_normal((100, 300)).astype(np.float32)
+    layout = StoreLayout(ExpertShape(2, 3, 100, 300, 128), FORMATS[name])
+    out = np.full(layout.expert_stride, 171, np.uint8)
+    layout.encode_expert(gate, up, down, out)
+    digest = hashlib.blake2b(out.tobytes(), digest_size=8).hexdigest()
+    assert (digest, layout.offset(1, 2, 2), layout.total_bytes) == RECORDED[name]
+    assert layout.before(1, 2) == layout.offset(1, 2)
+    assert layout.head_offset(1, 0) == layout.layer_stride

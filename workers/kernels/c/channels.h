@@ -1,0 +1,319 @@
+/* Records of channels (shm/floe.py): a gate row's products with rows of x, and multiples of a down row added to y. Part
+ * of body.h; a variant defines BYTE_DOTS and, where the processor has it, LOOKED_UP (16 float32 numbers of a register
+ * by index).
+ *
+ * A row's numbers, its products and y are added in an order that depends on the row alone. */
+#pragma once
+
+#include "prefetch.h"
+#include "rows.h"
+#include "vectors.h"
+
+enum { GROUP = 64 };            /* numbers that share a scale */
+enum { WIDTH = 2 * GROUP };     /* numbers of y that are taken together */
+enum { PARTS = GROUP / LANES }; /* vectors of a group */
+enum { SPLIT = BLOCK / LANES }; /* vectors of 16 numbers, which lie next to each other in a line */
+enum { SEGMENT = 16 };          /* groups whose scales are widened together */
+enum { GATES = 4 };             /* most rows of x that one read of a gate row is applied to */
+enum { SUMMED = 4 };            /* down rows that are added to y in one pass */
+enum { FAR = 1 << 30 };         /* no address that a program prefetches */
+
+/* Where the parts of a row record are, in bytes. */
+struct row_shape {
+    int64_t bits, numbers; /* INT4, INT8 or BF16 */
+    int64_t groups;        /* with those that only pad */
+    int64_t zeros, codes, bytes;
+};
+
+static struct row_shape row_shape_of(const struct weights *w) {
+    struct row_shape s = {.bits = w->channel_bits, .numbers = w->outputs};
+    if (s.bits == BF16) {
+        s.bytes = rounded_up(2 * s.numbers, 64);
+        return s;
+    }
+    s.groups = rounded_up(s.numbers, s.bits == INT4 ? WIDTH : GROUP) / GROUP;
+    s.zeros = rounded_up(s.groups * (s.bits == INT4 ? 2 : 4), 64);
+    s.codes = s.bits == INT4 ? 2 * s.zeros : s.zeros;
+    s.bytes = s.codes + s.groups * GROUP * s.bits / 8;
+    return s;
+}
+
+/* --- x as gate rows take it ----------------------------------------------------------------------------------- */
+
+/* Bytes of a row: bf16 as `arrange` makes it; else its codes in the order of a row record, and of each group the step
+ * and the sum of the codes, in two arrays of whole SEGMENTs. */
+static int64_t gate_x_bytes(const struct row_shape *s) {
+    if (s->bits == BF16) return rounded_up(arranged_bytes(s->numbers), 64);
+    return s->groups * GROUP + 8 * rounded_up(s->groups, SEGMENT);
+}
+
+static const float *steps_of(const struct row_shape *s, const uint8_t *x) {
+    return (const float *)(x + s->groups * GROUP);
+}
+
+/* One row of x: float32 numbers, and the same as activations in groups of GROUP. */
+static void arrange_gate_x(const struct row_shape *s, const float *x, const int8_t *codes, const float *factors,
+                           uint8_t *to) {
+    if (s->bits == BF16) {
+        arrange(x, s->numbers, (char *)to);
+        return;
+    }
+    int64_t given = (s->numbers + GROUP - 1) / GROUP, slots = rounded_up(s->groups, SEGMENT);
+    float *steps = (float *)(to + s->groups * GROUP), *sums = steps + slots;
+    memset(to, 0, (size_t)gate_x_bytes(s));
+    for (int64_t g = 0; g < given; g++) {
+        for (int i = 0; i < BLOCK; i++)
+            for (int b = 0; b < 4; b++) to[g * GROUP + 4 * i + b] = (uint8_t)codes[g * GROUP + BLOCK * b + i];
+        steps[g] = factors[2 * g], sums[g] = factors[2 * g + 1];
+    }
+}
+
+/* --- gate ----------------------------------------------------------------------------------------------------- */
+
+INLINE vector splat(float number) { return number - (vector){0}; }
+
+/* SEGMENT scales and zeros of a row record from group g on. */
+INLINE void widen_scales(const uint8_t *row, const struct row_shape *s, const int bits, int64_t g, float *scales,
+                         float *zeros) {
+    for (int v = 0; v < SEGMENT; v += LANES) {
+        vector scale = bits == INT4 ? WIDENED((const uint16_t *)row + g + v) : loaded((const float *)row + g + v);
+        vector zero = bits == INT4 ? WIDENED((const uint16_t *)(row + s->zeros) + g + v) : splat(128.0f);
+        memcpy(scales + v, &scale, sizeof scale);
+        memcpy(zeros + v, &zero, sizeof zero);
+    }
+}
+
+/* y[r] = a gate row . x[r] for `rows` (a constant) rows; `bits`, a constant: INT4 or INT8. Another record `next` bytes
+ * further is prefetched. */
+INLINE void gate_dots(const uint8_t *row, const struct row_shape *s, const int bits, const uint8_t *const *x,
+                      const int rows, const int hint, int64_t next, float *y) {
+    const int taken = bits == INT4 ? 2 : 1; /* groups of a line */
+    int64_t slots = rounded_up(s->groups, SEGMENT);
+    vector sums[GATES], rests[GATES];
+    for (int r = 0; r < rows; r++) sums[r] = rests[r] = (vector){0};
+    for (int64_t at = 0; at < s->codes; at += 64) PREFETCH(row + at + next, hint);
+    for (int64_t start = 0; start < s->groups; start += SEGMENT) {
+        float scales[SEGMENT], zeros[SEGMENT], factors[GATES][SEGMENT];
+        widen_scales(row, s, bits, start, scales, zeros);
+        for (int v = 0; v < SEGMENT; v += LANES)
+            for (int r = 0; r < rows; r++) {
+                const float *steps = steps_of(s, x[r]) + start + v;
+                vector factor = loaded(scales + v) * loaded(steps);
+                rests[r] = VFMA(factor * loaded(zeros + v), loaded(steps + slots), rests[r]);
+                memcpy(factors[r] + v, &factor, sizeof factor);
+            }
+        int64_t end = least(start + SEGMENT, s->groups);
+        for (int64_t g = start; g < end; g += taken) {
+            const uint8_t *line = row + s->codes + g / taken * 64;
+            ints dots[GATES], more[GATES];
+            for (int r = 0; r < rows; r++) dots[r] = more[r] = (ints){0};
+            PREFETCH(line + next, hint);
+            for (int at = 0; at < 64; at += VECTOR_BYTES) {
+                words all = loaded_words(line + at);
+                words low = bits == INT4 ? all & 0x0F0F0F0Fu : all, high = all >> 4 & 0x0F0F0F0Fu;
+                for (int r = 0; r < rows; r++) {
+                    const int8_t *codes = (const int8_t *)x[r] + g * GROUP + at;
+                    dots[r] = BYTE_DOTS(dots[r], low, codes, bits);
+                    if (bits == INT4) more[r] = BYTE_DOTS(more[r], high, codes + GROUP, bits);
+                }
+            }
+            for (int r = 0; r < rows; r++) {
+                const float *factor = factors[r] + g - start;
+                sums[r] = VFMA(__builtin_convertvector(dots[r], vector), splat(factor[0]), sums[r]);
+                if (bits == INT4) sums[r] = VFMA(__builtin_convertvector(more[r], vector), splat(factor[1]), sums[r]);
+            }
+        }
+    }
+    for (int r = 0; r < rows; r++) y[r] = SUM(sums[r]) - SUM(rests[r]);
+}
+
+#define GATE_DOTS_INT4(n, hint) gate_dots(row, s, INT4, x, n, hint, next, y)
+#define GATE_DOTS_INT8(n, hint) gate_dots(row, s, INT8, x, n, hint, next, y)
+#define UP_TO_GATES(call, hint)                                                                                  \
+    switch (rows) {                                                                                              \
+    case 1: call(1, hint); break;                                                                                \
+    case 2: call(2, hint); break;                                                                                \
+    case 3: call(3, hint); break;                                                                                \
+    default: call(4, hint);                                                                                      \
+    }
+#define GATES_INT4(hint) UP_TO_GATES(GATE_DOTS_INT4, hint)
+#define GATES_INT8(hint) UP_TO_GATES(GATE_DOTS_INT8, hint)
+
+/* The same for any format; at most GATES rows. */
+static void gate_products(const struct weights *w, const struct row_shape *s, const uint8_t *row,
+                          const uint8_t *const *x, int64_t rows, int64_t next, float *y) {
+    if (s->bits == INT4) {
+        EACH_HINT(w->hint, GATES_INT4)
+    } else if (s->bits == INT8) {
+        EACH_HINT(w->hint, GATES_INT8)
+    } else {
+        int64_t ahead = next / 2; /* numbers */
+#define BF16_GATE(hint) products(row, PAIRS, 1, s->numbers, (const char *)x[r], 0, 1, hint, ahead, y + r, 0)
+#define WIDE_GATE(hint) products(row, BF16, 1, s->numbers, (const char *)x[r], 0, 1, hint, ahead, y + r, 0)
+        for (int64_t r = 0; r < rows; r++) {
+            if (HAS_PAIRS())
+                EACH_HINT(w->hint, BF16_GATE)
+            else
+                EACH_HINT(w->hint, WIDE_GATE)
+        }
+    }
+}
+
+/* --- down ----------------------------------------------------------------------------------------------------- */
+
+/* A group's numbers. `half`, a constant: of an int4 line, the group in the lower or upper four bits. */
+INLINE void row_numbers(const uint8_t *line, const int bits, const int half, float scale, float zero, vector *to) {
+    if (bits == BF16) {
+        for (int p = 0; p < PARTS; p++) to[p] = WIDENED((const uint16_t *)line + p * LANES);
+        return;
+    }
+#ifdef LOOKED_UP
+    const vector counted = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vector table = bits == INT4 ? (counted - splat(zero)) * splat(scale) : counted;
+#endif
+    for (int h = 0; h < SPLIT; h++) {
+        words all = loaded_words(line + h * VECTOR_BYTES);
+        for (int b = 0; b < 4; b++) {
+            vector *at = to + SPLIT * b + h;
+            if (bits == INT8) {
+                ints code = (ints)((all ^ 0x80808080u) << (24 - 8 * b)) >> 24;
+                *at = __builtin_convertvector(code, vector) * splat(scale);
+                continue;
+            }
+            words code = all >> (8 * b + 4 * half);
+#ifdef LOOKED_UP
+            *at = LOOKED_UP(table, code); /* by the lowest four bits */
+#else
+            *at = (__builtin_convertvector((ints)(code & 15), vector) - splat(zero)) * splat(scale);
+#endif
+        }
+    }
+}
+
+/* call(g, half) for groups [g, g + n) of a segment that begins at an even one; `half` is a constant. */
+#define EACH_GROUP(start, end, bits, call)                                                                       \
+    for (int64_t g = start; g < (end); g++) {                                                                    \
+        call(g, 0);                                                                                              \
+        if ((bits) == INT4) {                                                                                    \
+            g++;                                                                                                 \
+            call(g, 1);                                                                                          \
+        }                                                                                                        \
+    }
+
+/* The line of group g. */
+INLINE const uint8_t *line_of(const uint8_t *row, const struct row_shape *s, const int bits, int64_t g) {
+    if (bits == BF16) return row + 2 * g * GROUP;
+    return row + s->codes + (bits == INT4 ? g / 2 : g) * 64;
+}
+
+/* y [whole groups] += the sum of a[i] * row i, one row after the other, for `number` (a constant) rows. Other records
+ * next[i] bytes further are prefetched. y has whole groups; of a bf16 row no more than `numbers` are read. */
+INLINE void add_rows(const uint8_t *const *rows, const float *a, const int number, const struct row_shape *s,
+                     const int bits, const int hint, const int64_t *next, float *y) {
+    int64_t groups = bits == BF16 ? s->numbers / GROUP : s->groups;
+    if (bits != BF16)
+        for (int i = 0; i < number; i++)
+            for (int64_t at = 0; at < s->codes; at += 64) PREFETCH(rows[i] + at + next[i], hint);
+    for (int64_t start = 0; start < groups; start += SEGMENT) {
+        float scales[SUMMED][SEGMENT], zeros[SUMMED][SEGMENT];
+        if (bits != BF16)
+            for (int i = 0; i < number; i++) widen_scales(rows[i], s, bits, start, scales[i], zeros[i]);
+        int64_t end = least(start + SEGMENT, groups);
+#define ADD_GROUP(g, half)                                                                                       \
+    do {                                                                                                         \
+        vector sum[PARTS], numbers[PARTS];                                                                       \
+        for (int p = 0; p < PARTS; p++) sum[p] = loaded(y + (g) * GROUP + p * LANES);                            \
+        for (int i = 0; i < number; i++) {                                                                       \
+            const uint8_t *line = line_of(rows[i], s, bits, g);                                                  \
+            if (!(half)) PREFETCH(line + next[i], hint);                                                         \
+            if (bits == BF16) PREFETCH(line + 64 + next[i], hint);                                               \
+            row_numbers(line, bits, half, scales[i][(g) - start], zeros[i][(g) - start], numbers);               \
+            for (int p = 0; p < PARTS; p++) sum[p] = VFMA(numbers[p], splat(a[i]), sum[p]);                      \
+        }                                                                                                        \
+        for (int p = 0; p < PARTS; p++) memcpy(y + (g) * GROUP + p * LANES, sum + p, sizeof *sum);               \
+    } while (0)
+        EACH_GROUP(start, end, bits, ADD_GROUP)
+    }
+    if (groups * GROUP == s->numbers || bits != BF16) return;
+    for (int i = 0; i < number; i++) {
+        float rest[GROUP] = {0}; /* the last numbers */
+        for (int64_t at = groups * GROUP; at < s->numbers; at++)
+            rest[at - groups * GROUP] = widened(((const uint16_t *)rows[i])[at]);
+        for (int p = 0; p < PARTS; p++) {
+            float *to = y + groups * GROUP + p * LANES;
+            vector sum = VFMA(loaded(rest + p * LANES), splat(a[i]), loaded(to));
+            memcpy(to, &sum, sizeof sum);
+        }
+    }
+}
+
+#define ADD_INT4(hint) add_rows(rows, a, SUMMED, s, INT4, hint, next, y)
+#define ADD_INT8(hint) add_rows(rows, a, SUMMED, s, INT8, hint, next, y)
+#define ADD_BF16(hint) add_rows(rows, a, SUMMED, s, BF16, hint, next, y)
+
+/* The same for any format and up to SUMMED rows. */
+static void add_down(const struct weights *w, const struct row_shape *s, const uint8_t *const *rows, const float *a,
+                     int64_t number, const int64_t *next, float *y) {
+    if (number == SUMMED) {
+        if (s->bits == INT4) {
+            EACH_HINT(w->hint, ADD_INT4)
+        } else if (s->bits == INT8) {
+            EACH_HINT(w->hint, ADD_INT8)
+        } else {
+            EACH_HINT(w->hint, ADD_BF16)
+        }
+        return;
+    }
+    for (int64_t i = 0; i < number; i++) {
+        if (s->bits == INT4)
+            add_rows(rows + i, a + i, 1, s, INT4, NO_HINT, next + i, y);
+        else if (s->bits == INT8)
+            add_rows(rows + i, a + i, 1, s, INT8, NO_HINT, next + i, y);
+        else
+            add_rows(rows + i, a + i, 1, s, BF16, NO_HINT, next + i, y);
+    }
+}
+
+/* --- down for several rows of x: WIDTH numbers of some rows at a time, as float32 ------------------------------- */
+
+INLINE void decode_as(const uint8_t *row, const struct row_shape *s, const int bits, int64_t first, float *to) {
+    int64_t start = first / GROUP, whole = bits == BF16 ? s->numbers / GROUP : s->groups;
+    int64_t end = least(start + WIDTH / GROUP, whole);
+    for (int64_t g = start; g < end; g++) {
+        float scale = 0, zero = 0;
+        vector numbers[PARTS];
+        if (bits == INT4)
+            scale = widened(((const uint16_t *)row)[g]), zero = widened(((const uint16_t *)(row + s->zeros))[g]);
+        if (bits == INT8) memcpy(&scale, row + 4 * g, sizeof scale);
+        if (bits == INT4 && g % 2)
+            row_numbers(line_of(row, s, bits, g), bits, 1, scale, zero, numbers);
+        else
+            row_numbers(line_of(row, s, bits, g), bits, 0, scale, zero, numbers);
+        memcpy(to + (g - start) * GROUP, numbers, sizeof numbers);
+    }
+    for (int64_t at = end * GROUP; at < first + WIDTH; at++)
+        to[at - first] = bits == BF16 && at < s->numbers ? widened(((const uint16_t *)row)[at]) : 0.0f;
+}
+
+/* to [WIDTH] = numbers [first, first + WIDTH) of a down row, 0 beyond its end. */
+static void decode_down(const struct row_shape *s, const uint8_t *row, int64_t first, float *to) {
+    if (s->bits == INT4)
+        decode_as(row, s, INT4, first, to);
+    else if (s->bits == INT8)
+        decode_as(row, s, INT8, first, to);
+    else
+        decode_as(row, s, BF16, first, to);
+}
+
+/* y [WIDTH] += the sum of a[i] * rows[which[i]], one after the other. */
+static void add_decoded(const float (*rows)[WIDTH], const int32_t *which, const float *a, int64_t number, float *y) {
+    for (int half = 0; half < WIDTH; half += GROUP) {
+        vector sum[PARTS];
+        for (int p = 0; p < PARTS; p++) sum[p] = loaded(y + half + p * LANES);
+        for (int64_t i = 0; i < number; i++) {
+            const float *row = rows[which[i]] + half;
+            for (int p = 0; p < PARTS; p++) sum[p] = VFMA(loaded(row + p * LANES), splat(a[i]), sum[p]);
+        }
+        for (int p = 0; p < PARTS; p++) memcpy(y + half + p * LANES, sum + p, sizeof *sum);
+    }
+}

@@ -1,0 +1,316 @@
+/* Tiles whose gate and down lie by channel (shm/floe.py): u of all channels, a mask for each row, then only the channels
+ * that some row keeps. Part of body.h.
+ *
+ * Few rows go through the kept channels one after the other. Many rows, and threads that share a tile, do all gates
+ * first, and then WIDTH numbers of y at a time. A row gives the same bits either way: its y is the sum over its own kept
+ * channels, in their order. */
+#pragma once
+
+#include "blocks.h"
+#include "channels.h"
+#include "masks.h"
+#include "ranges.h"
+
+enum { CHUNK = 64 };    /* channels whose down is decoded together: with their WIDTH numbers in a core's first cache */
+enum { BATCH = 16 };    /* the same for few rows */
+enum { MASK_STRIP = STRIP }; /* rows whose x stays in a core's cache while gates are multiplied */
+
+struct kept { /* of rows: the channels that each keeps */
+    int64_t channels, count;
+    int32_t *number, *which; /* [count]; [count, channels], ascending */
+    float *a;                /* [count, channels]: of each kept channel u, later silu(gate . x) * u */
+    float *gates;            /* [count, channels], by channel; before that a row's u */
+    uint8_t *any;            /* [channels]: some row keeps it */
+};
+
+/* The parts of the caller's scratch. */
+struct masked_scratch {
+    struct packed x;
+    float *u;              /* [channels, count], in blocks as a product gives them */
+    int32_t *sizes;        /* [count, channels] */
+    struct tally *tallies; /* [count] */
+    float *y;       /* few rows: [count, padded outputs] */
+    const uint8_t **gate_x; /* [count] */
+    struct kept kept;
+    int64_t bytes;
+};
+
+static struct masked_scratch lay_out_masked(const struct weights *w, int64_t channels, int64_t rows, void *from) {
+    struct masked_scratch s = {.kept = {.channels = channels, .count = rows}};
+    uint8_t *at = from;
+    int64_t inputs = rounded_up(w->inputs, w->group);
+    TAKE(x.codes, rows * inputs);
+    TAKE(x.factors, rows * inputs / w->group * 8);
+    TAKE(u, rows * channels * 4);
+    TAKE(sizes, rows * channels * 4);
+    TAKE(tallies, rows * (int64_t)sizeof *s.tallies);
+    TAKE(y, least(rows, GATES) * rounded_up(w->outputs, WIDTH) * 4);
+    TAKE(gate_x, rows * (int64_t)sizeof *s.gate_x);
+    TAKE(kept.number, rows * 4);
+    TAKE(kept.which, rows * channels * 4);
+    TAKE(kept.a, rows * channels * 4);
+    TAKE(kept.gates, rows * channels * 4);
+    TAKE(kept.any, channels);
+    s.bytes = at - (uint8_t *)from;
+    return s;
+}
+
+/* Activations as masked tiles take them: `codes` and `factors` for up; for gate [rows, gate_x_bytes]. */
+struct masked_x {
+    struct activations of;
+    const uint8_t *gate;
+};
+
+/* --- few rows, one thread --------------------------------------------------------------------------------------- */
+
+static void few_rows(const struct weights *w, const struct row_shape *shape, const uint8_t *records,
+                     const struct masked_scratch *s, float *y, int64_t stride) {
+    const struct kept *k = &s->kept;
+    int64_t rows = k->count, number = 0, record = 2 * shape->bytes, at[GATES] = {0};
+    int32_t *all = s->sizes; /* the channels that some row keeps */
+    for (int64_t c = 0; c < k->channels; c++) all[number] = (int32_t)c, number += k->any[c];
+    int64_t together = rows == 1 ? SUMMED : BATCH;
+    for (int64_t first = 0; first < number; first += together) {
+        int64_t taken = least(together, number - first), next[BATCH];
+        const uint8_t *down[BATCH];
+        float gates[GATES][BATCH], numbers[BATCH][WIDTH];
+        for (int64_t i = 0; i < taken; i++) {
+            const uint8_t *gate = records + all[first + i] * record;
+            int64_t later = first + i + together;
+            next[i] = later < number ? (all[later] - all[first + i]) * record : FAR;
+            float dots[GATES];
+            gate_products(w, shape, gate, s->gate_x, rows, next[i], dots);
+            for (int64_t r = 0; r < rows; r++) gates[r][i] = dots[r];
+            down[i] = gate + shape->bytes;
+        }
+        if (rows == 1) {
+            silu_times(gates[0], k->a + first, taken);
+            add_down(w, shape, down, gates[0], taken, next, y);
+            continue;
+        }
+        int32_t which[GATES][BATCH];
+        float a[GATES][BATCH];
+        int64_t counts[GATES];
+        for (int64_t r = 0; r < rows; r++) {
+            int64_t n = 0;
+            for (int64_t i = 0; i < taken; i++) {
+                int64_t place = r * k->channels + at[r];
+                if (at[r] == k->number[r] || k->which[place] != all[first + i]) continue;
+                which[r][n] = (int32_t)i, a[r][n] = k->a[place], gates[r][n++] = gates[r][i];
+                at[r]++;
+            }
+            silu_times(gates[r], a[r], n);
+            counts[r] = n;
+        }
+        for (int64_t h = 0; h < shape->numbers; h += WIDTH) {
+            for (int64_t i = 0; i < taken; i++) decode_down(shape, down[i], h, numbers[i]);
+            for (int64_t r = 0; r < rows; r++)
+                add_decoded((const float (*)[WIDTH])numbers, which[r], gates[r], counts[r], y + r * stride + h);
+        }
+    }
+}
+
+/* --- many rows, or threads that share them ------------------------------------------------------------------------ */
+
+struct shared_channels {
+    const struct weights *w;
+    const struct row_shape *shape;
+    const uint8_t *records;
+    const struct masked_scratch *s;
+    float *y; /* [count, outputs] */
+    int add;  /* y += and not = */
+};
+
+/* Gates of channels [lo, hi) for the rows that keep them. */
+static void shared_gates(void *context, int64_t lo, int64_t hi) {
+    const struct shared_channels *p = context;
+    const struct kept *k = &p->s->kept;
+    int64_t record = 2 * p->shape->bytes;
+    for (int64_t strip = 0; strip < k->count; strip += MASK_STRIP) {
+        int64_t rows = least(MASK_STRIP, k->count - strip);
+        int32_t at[MASK_STRIP]; /* of each row: its next kept channel */
+        for (int64_t r = 0; r < rows; r++) {
+            const int32_t *which = k->which + (strip + r) * k->channels;
+            for (at[r] = 0; at[r] < k->number[strip + r] && which[at[r]] < lo; at[r]++) {}
+        }
+        for (int64_t c = lo; c < hi; c++) {
+            if (!k->any[c]) continue;
+            const uint8_t *x[GATES];
+            int64_t row[GATES], n = 0;
+            for (int64_t r = 0; r < rows; r++) {
+                if (at[r] < k->number[strip + r] && k->which[(strip + r) * k->channels + at[r]] == c)
+                    row[n] = strip + r, x[n++] = p->s->gate_x[strip + r], at[r]++;
+                if (n == GATES || (n && r + 1 == rows)) {
+                    float dots[GATES];
+                    gate_products(p->w, p->shape, p->records + c * record, x, n, FAR, dots);
+                    for (int64_t i = 0; i < n; i++) k->gates[row[i] * k->channels + c] = dots[i];
+                    n = 0;
+                }
+            }
+        }
+    }
+}
+
+/* silu(gate) * u of rows [lo, hi). */
+static void shared_activations(void *context, int64_t lo, int64_t hi) {
+    const struct shared_channels *p = context;
+    const struct kept *k = &p->s->kept;
+    for (int64_t r = lo; r < hi; r++) {
+        const int32_t *which = k->which + r * k->channels;
+        float *gates = k->gates + r * k->channels, *a = k->a + r * k->channels;
+        int64_t number = k->number[r];
+        for (int64_t i = 0; i < number; i++) gates[i] = gates[which[i]]; /* which[i] >= i */
+        silu_times(gates, a, number);
+        memcpy(a, gates, (size_t)number * sizeof *a);
+    }
+}
+
+/* y of WIDTHs [lo, hi). */
+static void shared_down(void *context, int64_t lo, int64_t hi) {
+    const struct shared_channels *p = context;
+    const struct kept *k = &p->s->kept;
+    float numbers[CHUNK][WIDTH], y[MASK_STRIP][WIDTH];
+    for (int64_t strip = 0; strip < k->count; strip += MASK_STRIP) {
+        int64_t rows = least(MASK_STRIP, k->count - strip);
+        for (int64_t h = lo * WIDTH; h < least(hi * WIDTH, p->shape->numbers); h += WIDTH) {
+            int32_t at[MASK_STRIP] = {0};
+            memset(y, 0, (size_t)rows * sizeof *y);
+            for (int64_t start = 0; start < k->channels; start += CHUNK) {
+                int64_t end = least(start + CHUNK, k->channels);
+                for (int64_t c = start; c < end; c++)
+                    if (k->any[c])
+                        decode_down(p->shape, p->records + (2 * c + 1) * p->shape->bytes, h, numbers[c - start]);
+                for (int64_t r = 0; r < rows; r++) {
+                    const int32_t *which = k->which + (strip + r) * k->channels + at[r];
+                    int32_t places[CHUNK];
+                    int64_t n = 0, more = k->number[strip + r] - at[r];
+                    for (; n < more && which[n] < end; n++) places[n] = which[n] - (int32_t)start;
+                    const float *a = k->a + (strip + r) * k->channels + at[r];
+                    add_decoded((const float (*)[WIDTH])numbers, places, a, n, y[r]);
+                    at[r] += (int32_t)n;
+                }
+            }
+            int64_t width = least(WIDTH, p->shape->numbers - h);
+            for (int64_t r = 0; r < rows; r++) {
+                float *to = p->y + (strip + r) * p->shape->numbers + h;
+                for (int64_t i = 0; i < width; i++) to[i] = p->add ? to[i] + y[r][i] : y[r][i];
+            }
+        }
+    }
+}
+
+/* --- a tile ----------------------------------------------------------------------------------------------------- */
+
+/* y [count, outputs] = or += what the kept channels of `records` give. */
+static void kept_channels(struct team *team, const struct weights *w, const uint8_t *records,
+                          const struct masked_scratch *s, float *y, int add) {
+    struct row_shape shape = row_shape_of(w);
+    int64_t rows = s->kept.count, stride = rounded_up(w->outputs, WIDTH);
+    if (!team && rows <= GATES) {
+        memset(s->y, 0, (size_t)(rows * stride) * sizeof *s->y);
+        few_rows(w, &shape, records, s, s->y, stride);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t i = 0; i < w->outputs; i++) {
+                float *to = y + r * w->outputs + i;
+                *to = add ? *to + s->y[r * stride + i] : s->y[r * stride + i];
+            }
+        return;
+    }
+    struct shared_channels shared = {w, &shape, records, s, y, add};
+    parallel_for(team, shared_gates, &shared, s->kept.channels, WAKE_NS);
+    parallel_for(team, shared_activations, &shared, rows, WAKE_NS);
+    parallel_for(team, shared_down, &shared, stride / WIDTH, 0);
+}
+
+struct masking {
+    const struct mask *mask;
+    const struct masked_scratch *s;
+};
+
+/* The masks of rows [lo, hi). */
+static void mask_rows(void *context, int64_t lo, int64_t hi) {
+    const struct masking *p = context;
+    const struct masked_scratch *s = p->s;
+    const struct kept *k = &s->kept;
+    int64_t channels = k->channels;
+    for (int64_t r = lo; r < hi; r++) {
+        float *u = k->gates + r * channels;
+        for (int64_t c = 0; c < channels; c += BLOCK)
+            memcpy(u + c, s->u + c * k->count + r * BLOCK, BLOCK * sizeof *u);
+        s->tallies[r] = (struct tally){0};
+        k->number[r] = (int32_t)keep(p->mask, channels, u, s->sizes + r * channels, k->which + r * channels,
+                                     k->a + r * channels, s->tallies + r);
+    }
+}
+
+static struct tally masked_channels(struct team *team, const struct mask *mask, const struct masked_scratch *s) {
+    const struct kept *k = &s->kept;
+    struct masking masking = {mask, s};
+    struct tally sum = {.channels = k->channels};
+    parallel_for(k->count < ROWS ? NULL : team, mask_rows, &masking, k->count, WAKE_NS);
+    memset(k->any, 0, (size_t)k->channels);
+    for (int64_t r = 0; r < k->count; r++) {
+        for (int32_t i = 0; i < k->number[r]; i++) k->any[k->which[r * k->channels + i]] = 1;
+        sum.mass += s->tallies[r].mass, sum.left += s->tallies[r].left;
+    }
+    for (int64_t c = 0; c < k->channels; c++) sum.kept += k->any[c];
+    return sum;
+}
+
+static void masked_tiles(struct team *team, const struct weights *w, const uint8_t *head, int64_t head_bytes,
+                         const uint8_t *body, int64_t body_bytes, int64_t number, const struct masked_x *x,
+                         const int32_t *chosen, int64_t count, const struct mask *mask, float *y, void *memory,
+                         struct tally *tallies) {
+    struct masked_scratch s = lay_out_masked(w, w->channels, count, memory);
+    int64_t channels = w->channels, bytes = tandem_gate_x_bytes(w);
+    pack(w, w->inputs, &x->of, chosen, count, s.x);
+    for (int64_t r = 0; r < count; r++) s.gate_x[r] = x->gate + chosen[r] * bytes;
+    for (int64_t tile = 0; tile < number; tile++, head += head_bytes, body += body_bytes) {
+        struct product up = {w, head, w->inputs, channels, s.x, count, s.u, BLOCK, count * BLOCK, 0};
+        parallel_for(team, blocks, &up, channels / BLOCK, WAKE_NS);
+        tallies[tile] = masked_channels(team, mask, &s);
+        kept_channels(team, w, body, &s, y, tile > 0);
+    }
+}
+
+/* --- channels that are gathered --------------------------------------------------------------------------------- */
+
+int64_t tandem_gate_x_bytes(const struct weights *w) {
+    struct row_shape shape = row_shape_of(w);
+    return gate_x_bytes(&shape);
+}
+
+void tandem_arrange_gate_x(const struct weights *w, const float *x, const struct activations *of, int64_t rows,
+                           uint8_t *to) {
+    struct row_shape shape = row_shape_of(w);
+    int64_t padded = rounded_up(w->inputs, w->group), bytes = gate_x_bytes(&shape);
+    for (int64_t r = 0; r < rows; r++)
+        arrange_gate_x(&shape, x + r * w->inputs, (const int8_t *)of->codes + r * padded,
+                       of->factors + 2 * r * (padded / w->group), to + r * bytes);
+}
+
+int64_t tandem_channels_scratch(const struct weights *w, int64_t channels, int64_t rows) {
+    return lay_out_masked(w, channels, rows, NULL).bytes;
+}
+
+int tandem_channels(struct team *team, const struct weights *w, const uint8_t *records, int64_t channels,
+                    const uint8_t *gate_x, int64_t rows, const int32_t *chosen, int64_t count, const float *u,
+                    float *y, void *memory) {
+    if (!rows_within(chosen, count, rows)) return BAD_ROWS;
+    struct masked_scratch s = lay_out_masked(w, channels, count, memory);
+    struct kept *k = &s.kept;
+    int64_t bytes = tandem_gate_x_bytes(w);
+    memset(k->any, 0, (size_t)channels);
+    for (int64_t r = 0; r < count; r++) {
+        s.gate_x[r] = gate_x + chosen[r] * bytes;
+        int32_t number = 0, *which = k->which + r * channels;
+        for (int64_t c = 0; c < channels; c++) {
+            which[number] = (int32_t)c, k->a[r * channels + number] = u[r * channels + c];
+            int kept = u[r * channels + c] != 0;
+            k->any[c] |= (uint8_t)kept, number += kept;
+        }
+        k->number[r] = number;
+    }
+    kept_channels(team, w, records, &s, y, 0);
+    return FINE;
+}

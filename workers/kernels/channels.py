@@ -1,0 +1,90 @@
+"""The parts of an expert whose gate and down lie by channel (`shm/floe.py`), for a caller that makes masks of
+its own: up of all channels, then any of its channels."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shm.floe import FloeFormat
+from shm.formats import Bytes, Float32
+from workers.kernels.c_types import POINTER, SIZE, Activations, checked, typed, weights
+from workers.kernels.geometry import Geometry, Quantized
+from workers.kernels.memory import LINE, Kept
+from workers.kernels.native import Kernel, Library, Team
+
+
+@dataclass(frozen=True)
+class ChannelInputs:
+    """Rows of x as up and as gate take them; `gate`: uint8 [R, bytes of a row], at a cache line."""
+
+    up: Quantized
+    gate: Bytes
+
+
+class ChannelKernel:
+    """Used by one thread at a time."""
+
+    def __init__(self, library: Library, format: FloeFormat, hidden: int, team: Team | None) -> None:
+        self._library, self._format, self._hidden, self._team = library, format, hidden, team
+        g = self._geometry = Geometry(format, hidden, hidden)
+        self._weights = weights(g.bits, g.group, hidden, hidden, 0, library.choice, g.channel_bits)
+        self._address = ctypes.addressof(self._weights)
+        functions = library.functions
+        self._gate_bytes = typed(functions.tandem_gate_x_bytes, POINTER, result=SIZE)(self._address)
+        self._arrange = typed(functions.tandem_arrange_gate_x, *[POINTER] * 3, SIZE, POINTER)
+        self._size = typed(functions.tandem_channels_scratch, POINTER, SIZE, SIZE, result=SIZE)
+        of_x = (POINTER, SIZE, POINTER, SIZE)
+        self._compute = typed(
+            functions.tandem_channels, *[POINTER] * 3, SIZE, *of_x, *[POINTER] * 3, result=checked
+        )
+        self._ups: dict[int, Kernel] = {}  # by the number of channels
+        self._scratch = Kept()
+
+    def activations(self, x: Float32) -> ChannelInputs:
+        """x float32 [R, H]."""
+        x = np.require(x, np.float32, ["C", "A"])
+        quantized = self._up(16).quantize(x)
+        raw = np.empty(len(x) * self._gate_bytes + LINE, np.uint8)
+        start = -raw.ctypes.data % LINE
+        gate = raw[start : start + len(x) * self._gate_bytes].reshape(len(x), -1)
+        of = Activations(quantized.codes.ctypes.data, quantized.factors.ctypes.data)
+        self._arrange(self._address, x.ctypes.data, ctypes.byref(of), len(x), gate.ctypes.data)
+        return ChannelInputs(quantized, gate)
+
+    def up(self, heads: Bytes, x: ChannelInputs, rows: NDArray[np.int32]) -> Float32:
+        """u of all channels of consecutive heads, float32 [len(rows), channels]."""
+        channels = len(heads) // self._format.head_bytes(self._hidden, 16) * 16
+        return self._up(channels).matmul(heads, Quantized(x.up.codes[rows], x.up.factors[rows]))
+
+    def channels(self, records: Bytes, u: Float32, x: ChannelInputs, rows: NDArray[np.int32]) -> Float32:
+        """The sum over channels of silu(gate . x) * u * down: float32 [len(rows), H]. records: uint8
+        [channels * channel_bytes]; u: float32 [len(rows), channels], 0 where a row leaves a channel out;
+        channels that all leave out are not read. Raises IndexError for a row outside x."""
+        size = self._format.channel_bytes(self._hidden)
+        rows, u = np.require(rows, np.int32, ["C", "A"]), np.require(u, np.float32, ["C", "A"])
+        number = len(records) // size
+        if records.dtype != np.uint8 or not records.flags.c_contiguous or records.shape != (number * size,):
+            raise ValueError(f"{records.shape} bytes are no whole channels of {size}")
+        if u.shape != (len(rows), number):
+            raise ValueError(f"u {u.shape} for {len(rows)} rows and {number} channels")
+        if x.gate.shape[1:] != (self._gate_bytes,):
+            raise ValueError(f"activations {x.gate.shape} for {self._geometry}")
+        y = np.zeros((len(rows), self._hidden), np.float32)
+        if y.size and number:
+            scratch = self._scratch.reserve(self._size(self._address, number, len(rows)))
+            team = None if self._team is None else self._team.handle
+            self._compute(
+                team, self._address, records.ctypes.data, number, x.gate.ctypes.data, len(x.gate),
+                rows.ctypes.data, len(rows), u.ctypes.data, y.ctypes.data, scratch,
+            )  # fmt: skip
+        return y
+
+    def _up(self, channels: int) -> Kernel:
+        if channels not in self._ups:
+            geometry = Geometry(self._format.up, self._hidden, channels)
+            self._ups[channels] = self._library.kernel(geometry, self._team)
+        return self._ups[channels]
