@@ -13,6 +13,8 @@ OTHERWISE: dict[str, dict[str, str]] = {
     "adapmoe": {"placement": "empty", "gate": "own", "sizes": "even"},
     "pre-gated": {"gate": "own"},
     "daop": {"placement": "popular", "predict": "0"},
+    "floe": {"placement": "empty", "sparsity": "0"},
+    "floe-host": {"sparsity": "0"},
 }
 # Measuring them would take longer than everything else. With these a fetch pays from a few rows on.
 COSTS = {"rows": [1, 16], "host": [3e-5, 2e-4], "device": [1e-5, 2e-5], "link": 6e-5, "round_trip": 1e-5}
