@@ -122,6 +122,9 @@ class Machine:
     def prefetch(self, targets: Sequence[Target], no_room: int) -> None:
         self._apply(targets)
 
+    def prefetch_channels(self, layer: int, routing: Routing, mask: Mask) -> None:
+        """Channels are no part of this benchmark."""
+
     def compute(self, decision: LayerDecision[bool]) -> None:
         """Tiles are no part of this benchmark."""
 

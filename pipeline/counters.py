@@ -89,6 +89,7 @@ class ChannelCounters:
     named_experts: int = 0
     right_experts: int = 0  # of them, used by their layer
     used_experts: int = 0  # by the layers of which predictions named some
+    wasted: int = 0  # of the moved channels, predicted for experts that their layer did not need
     guessed: int = 0  # channels that landed or were on their way when their expert was needed
     right: int = 0  # of them, kept by its mask
     kept: int = 0  # by the masks of these experts
@@ -158,6 +159,13 @@ class PhaseCounters(Hits):
         # by part and layer; the last number of each part: outside layers
         self.seconds: dict[Part, list[float]] = {part: [0.0] * (self.layers + 1) for part in PARTS}
 
+    @property
+    def prefetched(self) -> tuple[int, int]:
+        """Tiles and channels that predictions moved, and those of them that were used. A policy predicts
+        either tiles or channels."""
+        c = self.channels
+        return self.predicted_tiles + c.guessed + c.wasted, self.useful_tiles + c.right
+
     def book_mask(self, weight: float, tally: Tally) -> None:
         """Count a layer's mask. `weight`: what was routed there."""
         self.masked_channels += tally.channels
@@ -185,23 +193,24 @@ class StepClock:
 class Counters:
     """All counters since the engine started."""
 
-    def __init__(self, tile_bytes: int, layers: int) -> None:
-        self.tile_bytes = tile_bytes
+    def __init__(self, tile_bytes: int, layers: int, channel_bytes: int = 0) -> None:
+        """`channel_bytes`: of what is moved of a single channel."""
+        self._bytes = tile_bytes, channel_bytes
         self.phases = {"prefill": PhaseCounters(layers), "decode": PhaseCounters(layers)}
 
     def snapshot(self) -> dict[str, Any]:
         """The counters as a JSON-like tree; the differences of two snapshots are a request's own."""
-        return {name: _tree(counters, self.tile_bytes) for name, counters in self.phases.items()}
+        return {name: _tree(counters, *self._bytes) for name, counters in self.phases.items()}
 
 
-def _tree(c: PhaseCounters, tile_bytes: int) -> dict[str, Any]:
+def _tree(c: PhaseCounters, tile_bytes: int, channel_bytes: int) -> dict[str, Any]:
     return {
         "steps": c.steps,
         "rows": c.rows,
         "host_tiles": c.host_tiles,
         "resident_tiles": c.resident_tiles,
         "fetched_tiles": c.fetched_tiles,
-        "fetched_bytes": c.fetched_tiles * tile_bytes,
+        "fetched_bytes": c.fetched_tiles * tile_bytes + c.channels.moved * channel_bytes,
         "wanted_experts": c.wanted_experts,
         "issued_experts": c.issued_experts,
         "paused_steps": c.paused_steps,

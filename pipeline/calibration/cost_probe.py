@@ -24,11 +24,13 @@ from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.counters import PhaseCounters, StepClock
 from pipeline.engine.engine import Engine
 from pipeline.errors import PolicyError
-from pipeline.experts.device_share import DeviceMemory, DeviceWork
+from pipeline.experts.device_share import DeviceMemory
+from pipeline.experts.device_work import Landed
 from pipeline.experts.host_pool import Ticket
 from pipeline.experts.host_shards import divide_into_shards, empty_shard
 from pipeline.experts.shares import Missing, Share
 from pipeline.policies.costs import Costs
+from shm.mask import DENSE
 
 ROWS = (1, 4, 16, 64)
 BUDGET = 2.0  # seconds in all
@@ -132,15 +134,21 @@ class _Probe:
         """One tile at `rows` rows from the slab, while the pool computes."""
         engine = self._engine
         where = engine.device.torch_device
-        x = engine.kernel.activations(self._activations(rows).to(where))
+        memory = self._memory
+        x = memory.kernel.activations(self._activations(rows).to(where))
         every = torch.arange(rows, device=where)
-        count = min(8, self._memory.slab.slots)
+        count, tiles = min(8, memory.slab.slots), engine.shape.tiles
+        items = np.array([[0, tiles, tiles]], np.int32)
+        numbers = np.arange(rows, dtype=np.int32)
+        share = Share(items, np.array([0, rows], np.int32), numbers, np.ones(rows, np.float32))
 
         def once() -> float:
             ticket = self._submit(rows)
+            clock = StepClock(PhaseCounters(engine.shape.layers))
+            expert = [memory.begin(0, share, x, DENSE, clock) for _ in range(-(-count // tiles))]
             started = time.perf_counter()
             for slot in range(count):
-                engine.kernel.compute(self._memory.slab.slot(slot), x, every)
+                memory.output(expert[slot // tiles], 0, slot % tiles, memory.slab.slot(slot), x, every)
             engine.device.wait(engine.device.fence())
             elapsed = time.perf_counter() - started
             ticket.result()
@@ -158,6 +166,7 @@ class _Probe:
         share = Share(
             items, np.arange(count + 1, dtype=np.int32), np.zeros(count, np.int32), np.ones(count, np.float32)
         )
+        nothing_missing = share._replace(items=items[:, [0, 2, 2]])
         clock = StepClock(counters := PhaseCounters(engine.shape.layers))
         x = self._activations(1).to(engine.device.torch_device)
         memory.count_in(counters)  # until the next step
@@ -165,8 +174,10 @@ class _Probe:
         def once() -> float:
             ticket = self._submit(1)
             started = time.perf_counter()
-            landing = ((expert, expert) for expert in range(count))  # the slots' bytes do not matter
-            memory.compute(DeviceWork(0, share, landing, []), engine.kernel, x, clock)
+            # the slots' bytes do not matter
+            landing = (Landed(expert, 0, memory.slab.slot(expert)) for expert in range(count))
+            work = memory.begin(0, nothing_missing, x, DENSE, clock)
+            memory.compute(work._replace(share=share, landing=landing), x, clock)
             engine.device.wait(engine.device.fence())
             elapsed = time.perf_counter() - started
             ticket.result()

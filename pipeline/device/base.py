@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from pipeline.arrays import IntArray
     from shm.layout import StoreLayout
+    from shm.mask import Mask
     from shm.store import Store
     from workers.copiers import Copier
     from workers.kernels.native import Library, Team
@@ -32,9 +34,27 @@ class SlabMemory(ABC):
     slots: int
     slot_bytes: int
 
+    @property
+    @abstractmethod
+    def all_slots(self) -> Tensor:
+        """uint8 [slots, slot_bytes or more] on the device, not always contiguous."""
+
     @abstractmethod
     def slot(self, index: int) -> Tensor:
         """uint8 [slot_bytes] on the device; the same memory at every call."""
+
+    def records(self, places: IntArray, size: int, each: int) -> Tensor:
+        """uint8 [len(places) * size]: records of `size` bytes, of which a slot has `each`, counted over all
+        slots. Without a copy where they follow each other in one slot."""
+        slots, at = np.divmod(places, each)
+        if not len(places):
+            return self.slot(0)[:0]
+        if slots[0] == slots[-1] and at[-1] - at[0] == len(at) - 1 and (at[1:] > at[:-1]).all():
+            return self.slot(int(slots[0]))[int(at[0]) * size : (int(at[-1]) + 1) * size]
+        whole = self.all_slots
+        every = whole[:, : each * size].view(len(whole), each, size)
+        found: Tensor = every[_index(slots).to(whole.device), _index(at).to(whole.device)]
+        return found.flatten()
 
     @abstractmethod
     def address(self) -> AttachSlab:
@@ -60,6 +80,24 @@ class DeviceKernel(Protocol):
         (int64 [n]): float32 [n, H], a new tensor."""
 
 
+class DeviceChannelKernel(Protocol):
+    """Computes with the heads and channels of a format that can leave channels out (`shm/floe.py`). A row's
+    bits depend on that row and on the channels that it keeps alone, or on the device's matrix products."""
+
+    def activations(self, x: Tensor) -> Any:
+        """As in DeviceKernel."""
+
+    def up(self, heads: Tensor, x: Any, rows: Tensor) -> Tensor:
+        """u of all channels of consecutive heads for the rows x[rows] (int64 [n]): float32 [n, channels]."""
+
+    def keeps(self, u: Tensor, mask: Mask) -> Tensor:
+        """bool [n, channels]: `Mask.keeps` of each tile."""
+
+    def channels(self, records: Tensor, u: Tensor, x: Any, rows: Tensor) -> Tensor:
+        """The sum over channels of silu(gate . x) * u * down: float32 [n, H], a new tensor. records: uint8
+        [channels * channel_bytes]; u: float32 [n, channels], 0 where a row leaves a channel out."""
+
+
 class Device(ABC):
     """Where the backbone is computed."""
 
@@ -74,6 +112,19 @@ class Device(ABC):
     @abstractmethod
     def expert_kernel(self, layout: StoreLayout) -> DeviceKernel:
         """The kernel for this layout's tiles."""
+
+    @abstractmethod
+    def channel_kernel(self, layout: StoreLayout) -> DeviceChannelKernel:
+        """The same for a layout of a format with heads."""
+
+    @abstractmethod
+    def heads_bytes(self, layout: StoreLayout) -> int:
+        """Device memory that `load_heads` takes."""
+
+    @abstractmethod
+    def load_heads(self, store: Store, tick: Callable[[], None] = lambda: None) -> list[Tensor]:
+        """The heads of each layer, where the device reads them: uint8 [experts, head_stride]. They must not
+        be used once the store is closed. `tick` is called after each layer."""
 
     @abstractmethod
     def check_quantized(self) -> None:
@@ -127,3 +178,17 @@ class Device(ABC):
     @abstractmethod
     def describe(self) -> str:
         """One line for a person."""
+
+
+def heads_of(store: Store, layer: int) -> NDArray[np.uint8]:
+    """The heads of a layer in the store: [experts, head_stride], read-only."""
+    layout = store.layout
+    first = layout.head_offset(layer, 0)
+    whole = store.all_tiles()[first : first + layout.head_stride * layout.shape.experts]
+    return whole.reshape(layout.shape.experts, layout.head_stride)
+
+
+def _index(numbers: NDArray[np.int32]) -> Tensor:
+    import torch
+
+    return torch.from_numpy(numbers.astype(np.int64))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -12,17 +13,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.device.base import SPARE_BYTES, Device, Fence, SlabMemory
+from pipeline.device.base import (
+    SPARE_BYTES,
+    Device,
+    DeviceChannelKernel,
+    Fence,
+    SlabMemory,
+    heads_of,
+)
 from pipeline.errors import UsageError
 from protocol.messages import AttachSlab
+from shm.floe import FloeFormat
 from shm.layout import StoreLayout
 from shm.segment import SHM_FOLDER, available_memory, byte_size, free_shm_bytes, unlink
 from shm.slab import Slab
 from shm.store import Store
 from workers.copiers import ShmCopier
+from workers.kernels.channels import ChannelInputs, ChannelKernel
 from workers.kernels.choice import DEFAULT, Choice
 from workers.kernels.host import Activations, HostKernel
-from workers.kernels.native import Team, chosen
+from workers.kernels.native import Library, Team, chosen
+from workers.kernels.reference_channels import ReferenceChannels
 
 # Multiply-adds from which a product is faster on all cores. Below it, waking other threads costs more than
 # they compute; they do not spin, because the workers need the cores.
@@ -36,7 +47,12 @@ class CpuSlab(SlabMemory):
         self.slots, self.slot_bytes = slots, slot_bytes
         self._slab = Slab.create(name, slots, slot_bytes, lambda allocated: tick())
         self._name = self._slab.segment.name
+        self._all = torch.from_numpy(self._slab.segment.array.reshape(slots, -1))
         self._tensors = [torch.from_numpy(self._slab.slot(i)) for i in range(slots)]
+
+    @property
+    def all_slots(self) -> Tensor:
+        return self._all
 
     def slot(self, index: int) -> Tensor:
         return self._tensors[index]
@@ -49,6 +65,7 @@ class CpuSlab(SlabMemory):
 
     def close(self) -> None:
         self._tensors.clear()
+        del self._all
         self._slab.close()
         unlink(self._name)
 
@@ -66,6 +83,24 @@ class CpuKernel:
         return torch.from_numpy(self._kernel.compute(tiles.numpy(), x, rows.to(torch.int32).numpy()))
 
 
+class CpuChannelKernel:
+    """The expert workers' kernel of formats with heads, for tensors: the same u, bit by bit, as in a Work."""
+
+    def __init__(self, library: Library, layout: StoreLayout, format: FloeFormat, team: Team | None) -> None:
+        self._kernel = ChannelKernel(library, format, layout.shape.hidden, team)
+        self.keeps = ReferenceChannels(layout).keeps  # the rule has no arithmetic
+
+    def activations(self, x: Tensor) -> ChannelInputs:
+        return self._kernel.activations(x.numpy())
+
+    def up(self, heads: Tensor, x: ChannelInputs, rows: Tensor) -> Tensor:
+        return torch.from_numpy(self._kernel.up(heads.numpy(), x, rows.to(torch.int32).numpy()))
+
+    def channels(self, records: Tensor, u: Tensor, x: ChannelInputs, rows: Tensor) -> Tensor:
+        chosen = rows.to(torch.int32).numpy()
+        return torch.from_numpy(self._kernel.channels(records.numpy(), u.numpy(), x, chosen))
+
+
 class CpuDevice(Device):
     """Computes synchronously, so its fences are None."""
 
@@ -81,6 +116,23 @@ class CpuDevice(Device):
 
     def expert_kernel(self, layout: StoreLayout) -> CpuKernel:
         return CpuKernel(layout, self.team, self.kernels)
+
+    def channel_kernel(self, layout: StoreLayout) -> DeviceChannelKernel:
+        format = layout.format
+        assert isinstance(format, FloeFormat)
+        if self.library is None:
+            return ReferenceChannels(layout)
+        return CpuChannelKernel(self.library, layout, format, self.team)
+
+    def heads_bytes(self, layout: StoreLayout) -> int:
+        """They are read in the store."""
+        return 0
+
+    def load_heads(self, store: Store, tick: Callable[[], None] = lambda: None) -> list[Tensor]:
+        with warnings.catch_warnings():
+            # The store is read-only on purpose, and no kernel writes to it.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return [torch.from_numpy(heads_of(store, layer)) for layer in range(store.layout.shape.layers)]
 
     def check_quantized(self) -> None:
         """The host's kernels compute quantized backbones."""

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.device.base import SLOT_ALIGNMENT, SPARE_BYTES, Device, Fence, SlabMemory
+from pipeline.device.base import SLOT_ALIGNMENT, SPARE_BYTES, Device, Fence, SlabMemory, heads_of
 from pipeline.errors import UsageError
 from protocol.messages import AttachSlab
 from shm.layout import StoreLayout
@@ -24,6 +24,7 @@ from shm.store import Store
 from workers.copiers import CudaCopier
 from workers.cuda import call, ipc_handle
 from workers.kernels.reference import ReferenceKernel
+from workers.kernels.reference_channels import ReferenceChannels
 
 BLOCK = 1 << 21  # cudaMalloc places smaller allocations in a shared block, and IPC exports whole blocks
 
@@ -52,7 +53,12 @@ class CudaSlab(SlabMemory):
         call("cudaSetDevice", device)
         self._address = int(call("cudaMalloc", -(-slots * self.slot_bytes // BLOCK) * BLOCK))
         whole = torch.as_tensor(_Allocation(self._address, slots * self.slot_bytes), device=f"cuda:{device}")
+        self._all = whole.view(slots, self.slot_bytes)
         self._tensors = [whole[i * self.slot_bytes :][: self._used] for i in range(slots)]
+
+    @property
+    def all_slots(self) -> Tensor:
+        return self._all
 
     def slot(self, index: int) -> Tensor:
         return self._tensors[index]
@@ -67,6 +73,7 @@ class CudaSlab(SlabMemory):
     def close(self) -> None:
         torch.cuda.synchronize(self._device)
         self._tensors.clear()
+        del self._all
         if not self._exported:
             call("cudaFree", self._address)
         # Otherwise another process may still map it, and freeing it is undefined then: this process keeps an
@@ -85,6 +92,22 @@ class CudaDevice(Device):
 
     def expert_kernel(self, layout: StoreLayout) -> ReferenceKernel:
         return ReferenceKernel(layout)
+
+    def channel_kernel(self, layout: StoreLayout) -> ReferenceChannels:
+        return ReferenceChannels(layout)
+
+    def heads_bytes(self, layout: StoreLayout) -> int:
+        return layout.head_stride * layout.shape.experts * layout.shape.layers
+
+    def load_heads(self, store: Store, tick: Callable[[], None] = lambda: None) -> list[Tensor]:
+        found = []
+        for layer in range(store.layout.shape.layers):
+            heads = heads_of(store, layer)
+            on_device = torch.empty(heads.shape, dtype=torch.uint8, device=self.torch_device)
+            # Copied once more, because torch takes no read-only array; a layer's heads are small.
+            found.append(on_device.copy_(torch.from_numpy(heads.copy())))
+            tick()
+        return found
 
     def check_quantized(self) -> None:
         raise UsageError(

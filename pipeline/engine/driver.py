@@ -18,7 +18,7 @@ from pipeline.arrays import IntArray, Phase
 from pipeline.errors import PlanError
 from pipeline.policies.costs import Costs
 from pipeline.policies.prefetch_meter import PrefetchMeter
-from pipeline.policies.view import Ahead, Gated, Policy, Signals, Target, View
+from pipeline.policies.view import Ahead, Gated, Policy, Routing, Signals, Target, View
 from shm.mask import DENSE, Mask
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -60,6 +60,9 @@ class LayerExecutor(Protocol[Begun]):
     def prefetch(self, targets: Sequence[Target], no_room: int) -> None:
         """Apply a prediction's targets and order their tiles, behind those that are demanded. `no_room`: the
         experts that the prediction named beside these, and had no room for."""
+
+    def prefetch_channels(self, layer: int, routing: Routing, mask: Mask) -> None:
+        """Order the channels that a later layer's mask would keep for this layer's x, behind all demands."""
 
     def compute(self, decision: LayerDecision[Begun]) -> None:
         """Compute the device's share and wait for the host's."""
@@ -107,8 +110,8 @@ class PolicyDriver(Generic[Begun]):
             plan = policy.plan(layer, gated.routing, view)
             decision = LayerDecision(layer, signals, gated, plan.cut, resident, plan.targets, None, mask)
         else:
-            ahead, begun = early
-            decision = LayerDecision(layer, signals, ahead.gated, ahead.cut, resident, (), begun, mask)
+            decided, begun = early
+            decision = LayerDecision(layer, signals, decided.gated, decided.cut, resident, (), begun, mask)
         executor.begin(decision)
         active = decision.gated.routing.active
         popularity = self._popularity[layer]
@@ -122,6 +125,8 @@ class PolicyDriver(Generic[Begun]):
         if targets or policy.no_room:
             self._check_prediction(targets, decision)
             executor.prefetch(targets, policy.no_room)
+        if (ahead := policy.channels_ahead(layer, signals, view)) is not None:
+            executor.prefetch_channels(layer + 1, ahead, self._mask(layer + 1))
         executor.compute(decision)
         executor.end(policy.after(layer, decision.gated.routing, view))
 

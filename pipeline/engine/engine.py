@@ -23,7 +23,8 @@ from pipeline.engine.observer import Observer, Probing
 from pipeline.engine.tensor_executor import TensorExecutor
 from pipeline.engine.timing import Learned, Timing
 from pipeline.errors import PolicyError, ShardFailed
-from pipeline.experts.device_share import DeviceMemory, EmptyDeviceMemory
+from pipeline.experts.device_share import DeviceMemory
+from pipeline.experts.empty_memory import EmptyDeviceMemory
 from pipeline.experts.host_pool import HostPool, Ticket
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
@@ -49,10 +50,10 @@ class Engine:
         self.pool = pool
         self.memory: DeviceMemory | EmptyDeviceMemory = EmptyDeviceMemory(s.layers, s.experts)
         self.shape = ModelShape(s.layers, s.experts, s.tiles, backbone.spec.top_k)
-        self.counters = Counters(layout.tile_bytes, s.layers)
+        self._channel_bytes = layout.tile_bytes // s.tile if layout.head_bytes else 0
+        self.counters = Counters(layout.tile_bytes, s.layers, self._channel_bytes)
         self.observers: list[Observer] = []
         self.tick: Callable[[], None] = lambda: None  # at each layer: progress that the supervisor watches
-        self.kernel = device.expert_kernel(layout)
         self.up = layout.format.up.name if isinstance(layout.format, FloeFormat) else ""  # as in View
         # Rows routed to each expert by the steps that count; lasts longer than a policy.
         self.popularity = np.zeros((s.layers, s.experts), np.int64)
@@ -98,7 +99,7 @@ class Engine:
             backlog=timing,
             up=self.up,
         )
-        self.driver = PolicyDriver(policy, view, decode.predicted_tiles, decode.useful_tiles)
+        self.driver = PolicyDriver(policy, view, *decode.prefetched)
         self.timing = timing
         self.probing = Probing(self.backbone, self.device.torch_device, calibration)
         placement = self.driver.placement
@@ -109,7 +110,7 @@ class Engine:
 
     def forget_trials(self) -> None:
         """Reset all counters: the steps so far were trials, not requests."""
-        self.counters = Counters(self.layout.tile_bytes, self.shape.layers)
+        self.counters = Counters(self.layout.tile_bytes, self.shape.layers, self._channel_bytes)
         self.driver.forget_counts()
 
     def poll_children(self) -> None:
@@ -138,7 +139,6 @@ class Engine:
         executor = TensorExecutor(
             backbone=backbone,
             device=self.device,
-            kernel=self.kernel,
             memory=self.memory,
             pool=self.pool,
             probing=self.probing,
@@ -169,7 +169,7 @@ class Engine:
         counters.steps += 1
         counters.paused_steps += not driver.view.prefetching
         counters.rows += batch.rows
-        if driver.end_step(counters.predicted_tiles, counters.useful_tiles, self.timing.end_step()):
+        if driver.end_step(*counters.prefetched, self.timing.end_step()):
             log.info(driver.prefetch.status)
         answers = self._head(h, inputs)
         clock.mark("head")

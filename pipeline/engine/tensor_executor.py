@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
 from pipeline.arrays import FloatArray, Phase
@@ -13,15 +14,16 @@ from pipeline.backbone.batch import Batch
 from pipeline.backbone.decoder_layer import AfterAttention
 from pipeline.counters import PhaseCounters, StepClock
 from pipeline.device import Device
-from pipeline.device.base import DeviceKernel
 from pipeline.engine.driver import LayerDecision
 from pipeline.engine.observer import Observer, Probing, with_observers
 from pipeline.engine.timing import Timing
-from pipeline.experts.device_share import DeviceMemory, DeviceWork, EmptyDeviceMemory
+from pipeline.experts.device_share import DeviceMemory
+from pipeline.experts.device_work import DeviceWork
+from pipeline.experts.empty_memory import EmptyDeviceMemory
 from pipeline.experts.host_pool import HostPool, Ticket
 from pipeline.experts.host_shards import divide_into_shards
 from pipeline.experts.shares import Share, Split, split_layer
-from pipeline.policies.view import Ahead, Signals, Target
+from pipeline.policies.view import Ahead, Routing, Signals, Target
 from shm.mask import DENSE, Mask, Tally
 
 
@@ -31,7 +33,6 @@ class TensorExecutor:
 
     backbone: Backbone
     device: Device
-    kernel: DeviceKernel
     memory: DeviceMemory | EmptyDeviceMemory
     pool: HostPool
     probing: Probing
@@ -89,7 +90,8 @@ class TensorExecutor:
             self.timing.layer_begins(split)
             begun = self._submit(layer, split.host, self._x_host, decision.mask, waits)
         self._ticket = begun
-        self._device_work = self.memory.begin(layer, split.device)
+        x, mask = self._attended.x, decision.mask
+        self._device_work = self.memory.begin(layer, split.device, x, mask, self.clock)
         self.clock.mark("submit")
 
     def begin_early(self, layer: int, ahead: Ahead, mask: Mask) -> Ticket:
@@ -103,15 +105,18 @@ class TensorExecutor:
         self.counters.wanted_experts += no_room
         self.memory.prefetch(targets)
 
+    def prefetch_channels(self, layer: int, routing: Routing, mask: Mask) -> None:
+        target = self.memory.target[layer]
+        share = split_layer(routing, np.full_like(target, self.tiles), target, self.tiles).device
+        self.memory.prefetch_channels(layer, share, self._attended.x, mask)
+
     def compute(self, decision: LayerDecision[Ticket]) -> None:
         self.clock.mark("plan")
         layer, split = decision.layer, self._split
         if not self.device.on_host:
             self._compute_shared_experts()
         if len(split.device.items):
-            self._outputs.append(
-                self.memory.compute(self._device_work, self.kernel, self._attended.x, self.clock)
-            )
+            self._outputs.append(self.memory.compute(self._device_work, self._attended.x, self.clock))
             self.timing.device_began(split.device)
         host = [(split.host, self._ticket)]
         if missing := self._device_work.missing:  # the prefetcher is down: the workers compute them
@@ -125,7 +130,8 @@ class TensorExecutor:
             self.counters.host_tiles += share.tiles
             self.counters.host_busy += ticket.busy
         if decision.mask != DENSE:
-            tally = Tally.of(ticket.tally for _, ticket in host)
+            on_device = self.memory.tally(self._device_work)
+            tally = Tally.of([on_device, *(ticket.tally for _, ticket in host)])
             self.counters.book_mask(decision.gated.routing.total_weight, tally)
 
     def end(self, targets: Sequence[Target]) -> None:

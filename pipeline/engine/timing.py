@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from pipeline.device import Device
 from pipeline.engine.cost_updates import CostUpdates, Side, Work
 from pipeline.engine.layer_times import LONG, Kind, LayerTimes
-from pipeline.experts.device_share import DeviceMemory, EmptyDeviceMemory
+from pipeline.experts.device_share import DeviceMemory
+from pipeline.experts.empty_memory import EmptyDeviceMemory
 from pipeline.experts.fetch_link import Order
 from pipeline.experts.shares import Share, Split
 from pipeline.policies.active_costs import SecondsTable

@@ -85,6 +85,7 @@ class ChannelMover:
         self._channels = channels
         self._predicted: dict[Key, Order] = {}
         self._dropped: list[Order] = []  # cancelled, and perhaps not final yet
+        self._unneeded: set[int] = set()  # of them, the numbers of predictions that no layer needed
         self._most = self._cache.slots - self._cache.capacity - SPARE_SLOTS  # slots of predictions
 
     @property
@@ -111,7 +112,7 @@ class ChannelMover:
         expert; complete at the end."""
         experts = {item.expert for item in wanted}
         for key in [k for k in self._predicted if k[0] <= layer and (k[0] < layer or k[1] not in experts)]:
-            self._drop(self._predicted.pop(key))
+            self._drop_prediction(key)
         self._collect_dropped()
         demands = [self._begin(layer, item) for item in wanted]
         waiting = deque((demand, tile) for demand in demands for tile in range(*demand.wanted[1:3]))
@@ -120,9 +121,8 @@ class ChannelMover:
 
     def forget(self) -> None:
         """Drop all predictions, and wait until no channel is under way."""
-        for order in self._predicted.values():
-            self._drop(order)
-        self._predicted.clear()
+        for key in list(self._predicted):
+            self._drop_prediction(key)
         while self._dropped:
             self._link.wait(self._dropped[0], self._dropped[0].size)
             self._collect_dropped()
@@ -236,11 +236,16 @@ class ChannelMover:
             self._tiles.stop_background_order()
             return
         if self._predicted:
-            self._drop(self._predicted.pop(next(reversed(self._predicted))))
+            self._drop_prediction(next(reversed(self._predicted)))
         if not self._dropped:
             raise AssertionError("no slot is free, and none can be freed")
         self._link.wait(self._dropped[0], self._dropped[0].size)
         self._collect_dropped()
+
+    def _drop_prediction(self, key: Key) -> None:
+        order = self._predicted.pop(key)
+        self._unneeded.add(order.id)
+        self._drop(order)
 
     def _drop(self, order: Order) -> None:
         """Cancel an order; its slots are free once it is final."""
@@ -258,6 +263,9 @@ class ChannelMover:
     def _give_back(self, order: Order) -> None:
         """The slots of a final order become free, behind what the device reads of them."""
         self.counters.moved += order.landed
+        if order.id in self._unneeded:
+            self._unneeded.remove(order.id)
+            self.counters.wasted += order.landed
         for slot in order.slots:
             self._cache.release_loading(slot)
         order.slots = []

@@ -6,77 +6,32 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.arrays import IntArray
 from pipeline.counters import PhaseCounters, StepClock
 from pipeline.device import SlabMemory
 from pipeline.device.base import DeviceKernel
-from pipeline.errors import PlanError
+from pipeline.experts.device_work import DeviceWork, Landed, rows_of
 from pipeline.experts.fetch_link import Order
 from pipeline.experts.shares import Missing, Share
 from pipeline.experts.tile_mover import TileMover
 from pipeline.policies.view import Target
-
-
-class DeviceWork(NamedTuple):
-    """One layer's device share; its missing tiles are ordered. `missing`: those that cannot be fetched
-    because the prefetcher is down; complete once `landing` is exhausted."""
-
-    layer: int
-    share: Share
-    landing: Iterator[tuple[int, int]]  # (expert, slot), as `TileMover.stream` yields them
-    missing: list[Missing]
-
-
-class EmptyDeviceMemory:
-    """An engine without a slab: its capacity is 0, and no tile is ever resident."""
-
-    exists: Literal[False] = False
-    capacity = staging = 0
-    idle = True
-    resident_marks: tuple[object, object] = (0.0, 0.0)
-
-    def __init__(self, layers: int, experts: int) -> None:
-        self.residency: IntArray = np.zeros((layers, experts), np.int32)
-        self.target = self.ordered = self.residency
-
-    def _nothing(self, *_: object) -> None:
-        """Replaces methods of DeviceMemory that act on tiles."""
-
-    audit = count_in = poll = collect_landings = retarget = prefetch = end_layer = _nothing
-
-    def wait_idle(self) -> bool:
-        return True
-
-    def under_way(self) -> tuple[list[Order], float]:
-        return [], 0.0
-
-    def copied(self) -> tuple[int, float]:
-        return 0, 0.0
-
-    def begin(self, layer: int, share: Share) -> DeviceWork:
-        """Raises PlanError where the share is not empty."""
-        if len(share.items):
-            raise PlanError("the policy gave work to a device without a slab")
-        return DeviceWork(layer, share, iter(()), [])
-
-    def compute(self, work: DeviceWork, kernel: DeviceKernel, x: Tensor, clock: StepClock) -> Tensor:
-        return torch.zeros_like(x)
+from shm.mask import NOTHING, Mask, Tally
 
 
 class DeviceMemory:
     """The slab, and the mover that keeps its residency at the policy's targets."""
 
     exists: Literal[True] = True
+    kernel: Any  # of the experts' format
 
-    def __init__(self, mover: TileMover, slab: SlabMemory) -> None:
+    def __init__(self, mover: TileMover, slab: SlabMemory, kernel: DeviceKernel) -> None:
         self.mover = mover
         self.slab = slab
+        self.kernel = kernel
         self.capacity = mover.cache.capacity  # tiles
         self.staging = mover.cache.slots - self.capacity
         self.residency = mover.cache.residency  # [L, E], live
@@ -85,10 +40,9 @@ class DeviceMemory:
         self.resident_marks: tuple[object, object] = (0.0, 0.0)  # when `compute` began and ended with them
         # the mover's own, which EmptyDeviceMemory has too
         self.audit = partial(mover.cache.audit, idle=True)
-        self.poll = mover.poll_prefetcher
         self.collect_landings = mover.collect_landings
         self.retarget = mover.retarget
-        self.wait_idle = mover.wait_idle
+        self.poll, self.wait_idle = mover.poll_prefetcher, mover.wait_idle
 
     @property
     def idle(self) -> bool:
@@ -113,56 +67,81 @@ class DeviceMemory:
         self.mover.retarget(targets, predicted=True)
         self.mover.fetch_missing()
 
+    def prefetch_channels(self, layer: int, share: Share, x: Tensor, mask: Mask) -> None:
+        """Order the channels of missing tiles that the mask of a later layer would keep if its input were x;
+        nothing in formats without heads."""
+
     def end_layer(self, targets: Iterable[Target]) -> None:
         """Apply the targets that follow the layer, and order tiles below their target."""
         self.mover.retarget(targets)
         self.mover.update()
 
-    def begin(self, layer: int, share: Share) -> DeviceWork:
-        """Order the share's missing tiles, before all else."""
-        if not len(share.items):
-            return DeviceWork(layer, share, iter(()), [])
-        items = share.items.tolist()
-        for expert, resident, _ in items:
+    def begin(self, layer: int, share: Share, x: Tensor, mask: Mask, clock: StepClock) -> DeviceWork:
+        """Order the share's missing tiles, before all else. x: float32 [R, H], the experts' input."""
+        self._use(layer, share)
+        wanted = [Missing(*item) for item in share.items.tolist() if item[1] < item[2]]
+        missing: list[Missing] = []
+        return DeviceWork(layer, share, self._stream(layer, wanted, missing), missing)
+
+    def _use(self, layer: int, share: Share) -> None:
+        """The share's resident tiles are computed."""
+        for expert, resident, _ in share.items.tolist():
             if resident:
                 self.mover.used(layer, expert, resident)
-        wanted = [Missing(*item) for item in items if item[1] < item[2]]
-        missing: list[Missing] = []
-        return DeviceWork(layer, share, self.mover.stream(layer, wanted, missing), missing)
 
-    def compute(self, work: DeviceWork, kernel: DeviceKernel, x: Tensor, clock: StepClock) -> Tensor:
+    def _stream(self, layer: int, wanted: list[Missing], missing: list[Missing]) -> Iterator[Landed]:
+        """Order whole tiles, at once."""
+        landing = self.mover.stream(layer, wanted, missing) if wanted else iter(())
+        tiles = {item.expert: iter(range(item.lo, item.hi)) for item in wanted}
+
+        def give() -> Iterator[Landed]:
+            for expert, slot in landing:
+                self.mover.counters.fetched_tiles += 1
+                yield Landed(expert, next(tiles[expert]), self.slab.slot(slot))
+
+        return give()
+
+    def compute(self, work: DeviceWork, x: Tensor, clock: StepClock) -> Tensor:
         """The weighted sum of the share, float32 [R, H]. Resident tiles are an expert's first, so each
         expert sums its tiles in tile order, and then experts are added in theirs: the bits depend on the cuts
         and not on which tiles happened to be resident."""
         counters, device = self.mover.counters, self.mover.device
         began = device.time_mark()
-        inputs = kernel.activations(x)
+        inputs = self.kernel.activations(x)
         items, offsets = work.share.items.tolist(), work.share.offsets.tolist()
-        every = torch.from_numpy(work.share.rows.astype(np.int64)).to(x.device)
+        rows = rows_of(work.share, x)
         weights = torch.from_numpy(work.share.weights[:, None]).to(x.device)
-        places = [slice(start, end) for start, end in pairwise(offsets)]
-        rows = {expert: every[place] for (expert, _, _), place in zip(items, places, strict=True)}
         sums: dict[int, Tensor] = {}
 
-        def add(expert: int, slot: int) -> None:
-            part = kernel.compute(self.slab.slot(slot), inputs, rows[expert])
+        def add(expert: int, tile: int, data: Tensor) -> None:
+            part = self.output(work, expert, tile, data, inputs, rows[expert])
             sums[expert] = sums[expert].add_(part) if expert in sums else part
 
         for expert, resident, _ in items:
-            for slot in self.mover.cache.slots_of(work.layer, expert)[:resident]:
-                add(expert, slot)
+            for tile, slot in enumerate(self.mover.cache.slots_of(work.layer, expert)[:resident]):
+                add(expert, tile, self.slab.slot(slot))
                 counters.resident_tiles += 1
         self.resident_marks = began, device.time_mark()
         clock.mark("device")
-        for expert, slot in work.landing:
+        for landed in work.landing:
             clock.mark("link")
-            add(expert, slot)
-            counters.fetched_tiles += 1
+            add(*landed)
             clock.mark("device")
         clock.mark("link")
         y = torch.zeros_like(x)
-        for (expert, _, _), place in zip(items, places, strict=True):
+        for (expert, _, _), (start, end) in zip(items, pairwise(offsets), strict=True):
             if expert in sums:
-                y.index_add_(0, rows[expert], sums[expert] * weights[place])
+                y.index_add_(0, rows[expert], sums[expert] * weights[start:end])
         clock.mark("device")
         return y
+
+    def output(
+        self, work: DeviceWork, expert: int, tile: int, data: Tensor, inputs: Any, rows: Tensor
+    ) -> Tensor:
+        """A tile's output for the rows inputs[rows]: float32 [n, H], a new tensor."""
+        part: Tensor = self.kernel.compute(data, inputs, rows)
+        return part
+
+    def tally(self, work: DeviceWork) -> Tally:
+        """What the masks of a computed share have left out, without the tiles that could not be fetched."""
+        return NOTHING

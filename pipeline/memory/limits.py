@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import ceil
 
 from pipeline.config import DEFAULT_CONTEXT, KV_CONTEXTS
 from pipeline.errors import UsageError
@@ -11,6 +12,12 @@ from pipeline.models.spec import ModelSpec
 
 STAGING_TILES = 4  # slots beside the cache's: two to stream through, two so that neither side waits
 CHUNK_MAX = 1024  # rows of a step, where --chunk does not say otherwise
+
+
+def staging_tiles(tiles: int, top_k: int, heads: bool) -> int:
+    """Slots beside the cache's, for experts of so many tiles, k of them a token. A format with `heads`
+    streams channels: there is room for a third of two layers' experts, this one's and the next one's."""
+    return max(STAGING_TILES, 2 * top_k * ceil(tiles / 3) + 2) if heads else STAGING_TILES
 
 
 def cache_tiles(share: float, tiles: int) -> int:

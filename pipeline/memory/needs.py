@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import DEFAULT_CONTEXT, EXPANDED_KV_BYTES, EngineConfig, FormatName
 from pipeline.device.base import SLOT_ALIGNMENT
-from pipeline.memory.limits import CHUNK_MAX
+from pipeline.memory.limits import CHUNK_MAX, staging_tiles
 from pipeline.models.architecture import TensorSpec
 from pipeline.models.registry import architecture_of, expert_shape, model_spec
 from pipeline.models.spec import Latent, ModelSpec
@@ -43,6 +43,7 @@ class Needs:
     heads: int  # of all experts, on a GPU; 0 on the host, which reads them in the store
     slot: int  # a tile on the device, without its head
     tiles: int  # number of tiles of all experts
+    staging: int  # slots beside those of the cache
     backbone: int
     backbone_file: int  # its quantized matrices, which the disk cache keeps; 0 where none are quantized
     position: int  # cosines and sines of one position
@@ -61,7 +62,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     manifest = StoreManifest(fingerprint, shape, format, source.name)
     store = store_bytes(manifest)
     cuda = config.device == "cuda"
-    slot, heads = manifest.layout.tile_bytes, manifest.layout.head_bytes
+    slot, heads = manifest.layout.tile_bytes, manifest.layout.head_stride
     tiles = shape.layers * shape.experts * shape.tiles
     tensors = list(backbone_tensors(source, spec))
     rows = min(config.chunk or CHUNK_MAX, config.context or spec.max_positions)
@@ -79,9 +80,10 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
         format=format,
         store=store,
         present=min(store, _allocated(store_name(fingerprint))),
-        heads=tiles * heads if cuda else 0,
+        heads=shape.layers * shape.experts * heads if cuda else 0,
         slot=-(-slot // SLOT_ALIGNMENT) * SLOT_ALIGNMENT if cuda else slot,
         tiles=tiles,
+        staging=staging_tiles(shape.tiles, spec.top_k, heads > 0),
         backbone=backbone_bytes(tensors, spec, config),
         backbone_file=quantized_bytes(tensors, spec, config),
         position=8 * spec.attention.rope_dim * (1 if spec.rope.switch is None else 2),

@@ -22,7 +22,7 @@ from math import ceil, floor
 
 from pipeline.config import DEFAULT_CACHE, KV_BLOCK, KV_CONTEXTS, EngineConfig, FormatName, ResolvedConfig
 from pipeline.device.base import SPARE_BYTES
-from pipeline.memory.limits import STAGING_TILES, cache_tiles, choose_context, kv_budget
+from pipeline.memory.limits import cache_tiles, choose_context, kv_budget
 from pipeline.memory.needs import Needs
 
 FREE_BYTES = 2_000_000_000  # left for the rest of the machine
@@ -79,7 +79,7 @@ class Plan:
         """Needed and free bytes of each pool. Experts that are in shared memory already need no others."""
         needs = self.needs
         new = needs.store - needs.present
-        tiles = cache_tiles(self.expert_cache, needs.tiles) + STAGING_TILES if self.slab else 0
+        tiles = cache_tiles(self.expert_cache, needs.tiles) + needs.staging if self.slab else 0
         device = {
             "slab": tiles * needs.slot,
             "KV cache": self.kv_tokens * needs.kv_token,

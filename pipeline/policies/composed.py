@@ -101,6 +101,12 @@ class Prediction(Part):
         """As `Policy.probes`; by default the next layer."""
         return (layer + 1,) if layer + 1 < view.shape.layers else ()
 
+    names_channels: ClassVar[bool] = False  # True: it predicts a routing and no experts, and needs no reserve
+
+    def routing(self, layer: int, signals: Signals, view: View) -> Routing | None:
+        """Where `names_channels`: as `Policy.channels_ahead`."""
+        return None
+
     @abstractmethod
     def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
         """Experts that should be fetched because they will be needed: no target keeps them yet (`view.target`
@@ -209,6 +215,8 @@ class Composed(Policy):
             sizes = self.parts.replacement.room(view, cacheable(view)).sizes or ()
             if empty := sum(not size for size in sizes):
                 notes.append(f"{self.name}: {empty} of {len(sizes)} layers have no cache to prefetch into")
+        elif predicts.names_channels and self.sparsity.dense:
+            notes.append(f"{self.name}: prediction={predicts.name} is off: no channel is left out")
         elif reserve.note:
             notes.append(f"{self.name}: {reserve.note}")
         unused = () if self.parts.replacement.splits else unused_tiles_note(self.name, view)
@@ -238,9 +246,20 @@ class Composed(Policy):
         return np.where(chosen, np.array(room.kept, np.int32)[:, None], 0).astype(np.int32)
 
     def probes(self, layer: int, view: View) -> tuple[int, ...]:
-        if not (self._predicts and view.prefetching):
+        if not view.prefetching or not (self._predicts or self._names_channels(view)):
             return ()
         return self.parts.prediction.probes(layer, view)
+
+    def _names_channels(self, view: View) -> bool:
+        """In this step."""
+        masked = not self.sparsity.dense and self.sparsity.acts_in(view.phase)
+        return masked and self.parts.prediction.names_channels
+
+    def channels_ahead(self, layer: int, signals: Signals, view: View) -> Routing | None:
+        if not (view.prefetching and self._names_channels(view)):
+            return None
+        routing = self.parts.prediction.routing(layer, signals, view)
+        return None if routing is None else self.parts.gate.apply_gate(layer + 1, routing, view)
 
     def gate(self, layer: int, signals: Signals, view: View) -> Gated:
         self.parts.replacement.observe(layer, signals, view)

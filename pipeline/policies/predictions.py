@@ -85,6 +85,27 @@ class NextGate(Prediction):
         return _needed(following, signals.probes[following], view, apply_gate)[: view.shape.top_k]
 
 
+class NextChannels(Prediction):
+    """FloE's: the next layer's router on this layer's x names experts, and the next layer's up matrices on
+    this layer's x the channels of them that its mask will probably keep."""
+
+    name: ClassVar[str] = "next-channels"
+    help: ClassVar[str] = "channels of the next layer's experts, by its router and up matrices on this input"
+    names_channels: ClassVar[bool] = True
+
+    def reserve(self, view: View) -> int:
+        return 0  # channels lie in staging slots
+
+    def routing(self, layer: int, signals: Signals, view: View) -> Routing | None:
+        if layer + 1 not in signals.probes:
+            return None
+        assert view.router is not None
+        return view.router(signals.probes[layer + 1])
+
+    def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
+        return []
+
+
 class WholeLayer(Prediction):
     """The baseline of AdapMoE's figure 8, as DeepSpeed and FlexGen load: all experts of the next layer, those
     of the first layer after the last one."""

@@ -3,6 +3,7 @@ later.
 
 A wrongly predicted tile takes the memory's and the link's time from demanded tiles. So over a window of
 steps, at least USEFUL_SHARE of the prefetched tiles that landed must have been used before they were evicted.
+The same holds where single channels are predicted.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class PrefetchMeter:
             self._pause, self.status = PAUSE, ""
         else:
             self.status = (
-                f"prefetching pauses for {self._pause} steps: of {arrived} tiles fetched in {self._steps}"
-                f" steps, {used} were used"
+                f"prefetching pauses for {self._pause} steps: of {arrived} tiles or channels fetched in"
+                f" {self._steps} steps, {used} were used"
             )
             self._pausing, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
         self._begin(landed, useful)

@@ -39,6 +39,7 @@ PARTS: dict[str, dict[str, type[Part]]] = {
     "prediction": _named(
         predictions.NoPrediction,
         predictions.NextGate,
+        predictions.NextChannels,
         predictions.WholeLayer,
         predictions.Residual,
         predictions.Lookahead,
@@ -263,7 +264,7 @@ PRESETS: dict[str, Preset] = {
         ComposedPreset(
             "floe",
             "The channels that matter, on the device",
-            ("known", "own", "none", "device", "keep"),
+            ("known", "own", "next-channels", "device", "keep"),
             sparsity=0.8,
         ),
         ComposedPreset(

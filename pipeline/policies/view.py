@@ -228,6 +228,11 @@ class Policy(ABC):
         tiles, in the order given, and counted as predictions. They must not evict tiles of this layer."""
         return ()
 
+    def channels_ahead(self, layer: int, signals: Signals, view: View) -> Routing | None:
+        """The routing that the next layer will probably have: of its experts the channels that its mask would
+        keep for this layer's input are fetched, behind all demands. None: no channels."""
+        return None
+
     def after(self, layer: int, routing: Routing, view: View) -> tuple[Target, ...]:
         """Targets to change once the layer has been computed."""
         return ()

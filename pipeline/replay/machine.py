@@ -200,6 +200,9 @@ class Replay:
         self.cache.retarget(targets, predicted=True)
         self.cache.update(self.now)
 
+    def prefetch_channels(self, layer: int, routing: Routing, mask: Mask) -> None:
+        """See _demand."""
+
     def compute(self, decision: LayerDecision[float]) -> None:
         """End the layer when both the device and the host are done."""
         counters, at = self._counters, self.now + self._begun_seconds

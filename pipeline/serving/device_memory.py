@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pipeline.errors import PeerLost
+from pipeline.experts.channel_share import ChannelMemory
 from pipeline.experts.copy_thread import start_copy_thread
 from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.expert_cache import ExpertCache
 from pipeline.experts.fetch_link import FetchLink
 from pipeline.experts.tile_mover import TileMover
-from pipeline.memory.limits import STAGING_TILES, cache_tiles
+from pipeline.memory.limits import cache_tiles, staging_tiles
 from pipeline.serving.engine_parts import CHILD_LIMIT, EngineParts
 from protocol.messages import Needed
-from shm.segment import engine_prefix
+from shm.segment import byte_size, engine_prefix
 from workers.copiers import paced
 
 
@@ -21,8 +22,10 @@ def open_device_memory(parts: EngineParts) -> DeviceMemory:
     config, device, engine = parts.config, parts.device, parts.engine
     layout, shape = engine.layout, engine.layout.shape
     capacity = cache_tiles(config.options.expert_cache, shape.layers * shape.experts * shape.tiles)
-    slots = capacity + STAGING_TILES
-    device.check_memory(slots * layout.tile_bytes, parts.kv_bytes, engine.backbone.pending_bytes)
+    staging = staging_tiles(shape.tiles, engine.shape.top_k, layout.head_bytes > 0)
+    slots = capacity + staging
+    beside = engine.backbone.pending_bytes + device.heads_bytes(layout)
+    device.check_memory(slots * layout.tile_bytes, parts.kv_bytes, beside)
     name = f"{engine_prefix(config.runtime)}slab-{config.incarnation}"
     slab = device.open_slab(name, slots, layout.tile_bytes, parts.tick)
     parts.closing.callback(slab.close)
@@ -43,6 +46,12 @@ def open_device_memory(parts: EngineParts) -> DeviceMemory:
         raise PeerLost(f"no prefetcher was ready after {CHILD_LIMIT:.0f} s")
 
     parts.notes.extend(link.notes)
-    parts.notes.append(f"slab: {capacity} tiles and {STAGING_TILES} for streaming")
+    parts.notes.append(f"slab: {capacity} tiles and {staging} for streaming")
     cache = ExpertCache(shape.layers, shape.experts, shape.tiles, capacity, slots, device.fence)
-    return DeviceMemory(TileMover(cache, link, device), slab)
+    mover = TileMover(cache, link, device)
+    if not layout.head_bytes:
+        return DeviceMemory(mover, slab, device.expert_kernel(layout))
+    heads = device.load_heads(parts.store, parts.tick)
+    parts.closing.callback(heads.clear)
+    parts.notes.append(f"up matrices: {byte_size(layout.head_stride * len(heads) * shape.experts)} resident")
+    return ChannelMemory(mover, slab, device.channel_kernel(layout), heads, layout)

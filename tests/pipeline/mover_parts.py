@@ -135,17 +135,35 @@ def random_store(shape: ExpertShape, source: str) -> Iterator[Store]:
 
 
 @contextmanager
-def model_store(shape: ExpertShape, model: ModelSource) -> Iterator[Store]:
-    """An f32 store of a model's experts, attached; removed at the end."""
-    with _filled(shape, model.name, lambda builder: model.fill(builder, lambda done: None)) as store:
+def encoded_store(shape: ExpertShape, source: str, format: str) -> Iterator[Store]:
+    """A store of random experts in any format, attached; removed at the end."""
+
+    def fill(builder: StoreBuilder) -> None:
+        random, wide, high = np.random.default_rng(0), shape.hidden, shape.intermediate
+        for place in np.ndindex(shape.layers, shape.experts):
+            gate, up = (random.standard_normal((high, wide)).astype(np.float32) * 0.2 for _ in range(2))
+            down = random.standard_normal((wide, high)).astype(np.float32) * 0.2
+            builder.layout.encode_expert(gate, up, down, builder.expert(*place), builder.heads(*place))
+
+    with _filled(shape, source + format, fill, format) as store:
         yield store
 
 
 @contextmanager
-def _filled(shape: ExpertShape, source: str, fill: Callable[[StoreBuilder], object]) -> Iterator[Store]:
+def model_store(shape: ExpertShape, model: ModelSource, format: str = "f32") -> Iterator[Store]:
+    """A store of a model's experts, attached; removed at the end."""
+    name = model.name if format == "f32" else model.name + format
+    with _filled(shape, name, lambda builder: model.fill(builder, lambda done: None), format) as store:
+        yield store
+
+
+@contextmanager
+def _filled(
+    shape: ExpertShape, source: str, fill: Callable[[StoreBuilder], object], format: str = "f32"
+) -> Iterator[Store]:
     fingerprint = _fingerprint(source)
     name = store_name(fingerprint)
-    builder = StoreBuilder.create(name, StoreManifest(fingerprint, shape, "f32", source))
+    builder = StoreBuilder.create(name, StoreManifest(fingerprint, shape, format, source))
     fill(builder)
     builder.finish()
     try:

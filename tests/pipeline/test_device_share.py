@@ -13,10 +13,13 @@ from test_tile_mover_orders import LAYERS, TILES, ManualLink, mover_of
 
 from pipeline.counters import PhaseCounters, StepClock
 from pipeline.errors import PlanError
-from pipeline.experts.device_share import DeviceMemory, EmptyDeviceMemory
+from pipeline.experts.device_share import DeviceMemory
+from pipeline.experts.device_work import DeviceWork
+from pipeline.experts.empty_memory import EmptyDeviceMemory
 from pipeline.experts.fetch_link import PLACED, PREDICTED
 from pipeline.experts.shares import NOTHING, Missing, Share
 from pipeline.policies.view import Target
+from shm.mask import DENSE
 from workers.kernels.reference import ReferenceKernel
 
 X = torch.from_numpy(np.random.default_rng(1).standard_normal((3, SHAPE.hidden)).astype(np.float32))
@@ -34,10 +37,15 @@ def computed(parts: MoverParts, memory: DeviceMemory, share: Share) -> tuple[tor
     memory.count_in(counters)
     clock = StepClock(counters)
     clock.layer = 1
-    work = memory.begin(1, share)
-    y = memory.compute(work, parts.device.expert_kernel(parts.store.layout), X, clock)
+    work = memory.begin(1, share, X, DENSE, clock)
+    y = memory.compute(work, X, clock)
     assert work.missing == []
     return y, counters
+
+
+def memory_on(parts: MoverParts, capacity: int) -> DeviceMemory:
+    kernel = parts.device.expert_kernel(parts.store.layout)
+    return DeviceMemory(parts.mover(capacity, 2), parts.slab, kernel)
 
 
 def by_hand(parts: MoverParts, share: Share) -> torch.Tensor:
@@ -54,7 +62,7 @@ def by_hand(parts: MoverParts, share: Share) -> torch.Tensor:
 
 def test_resident_and_fetched_tiles_are_summed_and_counted(parts: MoverParts) -> None:
     """The bits depend on the cuts alone."""
-    memory = DeviceMemory(parts.mover(2 * SHAPE.tiles, 2), parts.slab)
+    memory = memory_on(parts, 2 * SHAPE.tiles)
     assert (memory.exists, memory.capacity) == (True, 2 * SHAPE.tiles)
     cuts = {0: 4, 2: 3}
     found = []
@@ -80,7 +88,7 @@ def test_resident_and_fetched_tiles_are_summed_and_counted(parts: MoverParts) ->
 
 
 def test_rows_without_a_share_are_zero(parts: MoverParts) -> None:
-    memory = DeviceMemory(parts.mover(0, 2), parts.slab)
+    memory = memory_on(parts, 0)
     y, counters = computed(parts, memory, share_of([(1, 0, 1)], [[1]]))
     assert y[1].any()
     assert not y[[0, 2]].any()
@@ -89,7 +97,18 @@ def test_rows_without_a_share_are_zero(parts: MoverParts) -> None:
 
 def memory_of(capacity: int) -> tuple[DeviceMemory, ManualLink]:
     mover, link, _ = mover_of(capacity, 2)
-    return DeviceMemory(mover, slab=None), link
+    return DeviceMemory(mover, SlotNumbers(), kernel=None), link
+
+
+class SlotNumbers:
+    """A slab of which only the slots' numbers matter."""
+
+    def slot(self, index: int) -> int:
+        return index
+
+
+def begun(memory: DeviceMemory | EmptyDeviceMemory, layer: int, share: Share) -> DeviceWork:
+    return memory.begin(layer, share, X, DENSE, StepClock(PhaseCounters(LAYERS)))
 
 
 def orders(link: ManualLink) -> list[tuple[int, int, int, int]]:
@@ -123,10 +142,10 @@ def test_only_items_with_resident_tiles_use_a_prediction() -> None:
     for order in link.sent:
         link.land(order, 2)
     memory.collect_landings()
-    work = memory.begin(0, share_of([(0, 2, 2), (1, 0, 1), (3, 0, 3)], [[0], [0], [0]]))
+    work = begun(memory, 0, share_of([(0, 2, 2), (1, 0, 1), (3, 0, 3)], [[0], [0], [0]]))
     assert (counters.predicted_tiles, counters.useful_tiles) == (6, 2)
     assert orders(link)[3:] == [(1, 0, 1, 0), (3, 0, 3, 0)]
-    assert [expert for expert, _ in work.landing] == [1, 3, 3, 3]
+    assert [landed[:2] for landed in work.landing] == [(1, 0), (3, 0), (3, 1), (3, 2)]
     assert work.missing == []
 
 
@@ -135,7 +154,7 @@ def test_tiles_that_cannot_be_fetched_are_missing() -> None:
     memory.retarget([Target(0, 1, 1)])
     assert memory.wait_idle()
     link.up = False
-    work = memory.begin(0, share_of([(1, 1, 3), (2, 0, 2)], [[0], [0]]))
+    work = begun(memory, 0, share_of([(1, 1, 3), (2, 0, 2)], [[0], [0]]))
     assert list(work.landing) == []
     assert work.missing == [Missing(1, 1, 3), Missing(2, 0, 2)]
     assert work.layer == 0
@@ -162,10 +181,10 @@ def test_engine_without_a_slab_has_an_empty_memory() -> None:
     memory.poll()
     memory.collect_landings()
     memory.audit()
-    work = memory.begin(1, NOTHING)
+    work = begun(memory, 1, NOTHING)
     assert (work.layer, list(work.landing), work.missing) == (1, [], [])
     counters = PhaseCounters(2)
     memory.count_in(counters)
-    assert torch.equal(memory.compute(work, None, X, StepClock(counters)), torch.zeros_like(X))
+    assert torch.equal(memory.compute(work, X, StepClock(counters)), torch.zeros_like(X))
     with pytest.raises(PlanError, match="gave work to a device without a slab"):
-        memory.begin(1, share_of([(0, 0, 1)], [[0]]))
+        begun(memory, 1, share_of([(0, 0, 1)], [[0]]))

@@ -14,7 +14,7 @@ from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
 from pipeline.device.cpu import CpuDevice
 from pipeline.errors import PolicyError
-from pipeline.experts.device_share import EmptyDeviceMemory
+from pipeline.experts.empty_memory import EmptyDeviceMemory
 from pipeline.experts.fetch_link import FetchLink
 from pipeline.models.registry import model_spec
 from pipeline.policies.presets import make_policy

@@ -107,6 +107,8 @@ def test_up_matrices_are_resident_on_a_gpu_while_a_policy_keeps_experts_there() 
     on_gpu, on_host = needs(source, gpu, "floe-int4"), needs(source, MIXTRAL, "floe-int4")
     ups = 32 * 8 * 14336 * 4096 * 5 // 16  # 2.5 bits a weight
     assert (on_gpu.heads, on_host.heads, needs(source, gpu, "int4").heads) == (ups, 0, 0)
+    assert on_gpu.staging == 2 * 2 * 6 + 2  # of 16 tiles a third, of 2 experts in 2 layers
+    assert needs(source, gpu, "int4").staging == STAGING_TILES
     assert on_gpu.slot * on_gpu.tiles == 32 * 8 * 14336 * 2 * 4096 * 9 // 16  # in slots: gate and down
     assert on_gpu.store - ups - on_gpu.slot * on_gpu.tiles < 1 << 14  # the store's head
     machine = Machine(1 << 40, 1 << 40, 24_000_000_000)
@@ -115,7 +117,7 @@ def test_up_matrices_are_resident_on_a_gpu_while_a_policy_keeps_experts_there() 
         assert plan is not None
         pool = plan.pools(machine)[-1]
         assert pool.parts.get("up matrices", 0) == (ups if slab else 0)
-        assert pool.parts["slab"] == (plan.slab and (int(0.1 * on_gpu.tiles) + STAGING_TILES) * on_gpu.slot)
+        assert pool.parts["slab"] == (plan.slab and (int(0.1 * on_gpu.tiles) + on_gpu.staging) * on_gpu.slot)
     assert plan_format(on_gpu, gpu, replace(machine, gpu=ups), slab=True) is None
 
 

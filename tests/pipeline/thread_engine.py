@@ -12,7 +12,7 @@ import pytest
 import torch
 from child_messages import LIMIT, child_endpoint, child_socket, control_segment
 from failing_prefetcher import FailingPrefetcher
-from mover_parts import mover_parts, random_store
+from mover_parts import MoverParts, mover_parts, random_store
 
 from pipeline.arrays import IntArray
 from pipeline.backbone.backbone import Backbone
@@ -22,6 +22,7 @@ from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
 from pipeline.coordinator_config import WorkerCores
 from pipeline.engine.engine import Engine
+from pipeline.experts.channel_share import ChannelMemory
 from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.worker_pool import WorkerPool
 from pipeline.models.registry import expert_shape, model_spec
@@ -40,7 +41,7 @@ TOKEN = 11
 
 @contextmanager
 def engine_in_threads(
-    model: Path, folder: Path, capacity: int = 6, store: Store | None = None
+    model: Path, folder: Path, capacity: int = 6, store: Store | None = None, staging: int = 4
 ) -> Iterator[tuple[Engine, FailingPrefetcher]]:
     """With a DeviceMemory for `capacity` tiles, of a store's experts or of random ones, of 24 tiles in
     all."""
@@ -50,7 +51,7 @@ def engine_in_threads(
         if store is None:
             shape = expert_shape(source.config, 32, format_named("bf16"))
             store = stack.enter_context(random_store(shape, "thread_engine"))
-        parts = stack.enter_context(mover_parts(folder, store, capacity + 4))
+        parts = stack.enter_context(mover_parts(folder, store, capacity + staging))
         socket = stack.enter_context(child_socket(folder, "work.sock", "worker", store.fingerprint))
 
         control = stack.enter_context(control_segment(1))
@@ -69,13 +70,22 @@ def engine_in_threads(
         backbone = Backbone(source, model_spec(source.config), Precision("f32", parts.device), CONTEXT)
         try:
             engine = Engine(backbone, store.layout, parts.device, pool)
-            engine.memory = DeviceMemory(parts.mover(capacity=capacity, staging=4), parts.slab)
+            engine.memory = device_memory(parts, capacity, staging)
             yield engine, parts.prefetcher
         finally:
             socket.send(0, Shutdown())
             thread.join(LIMIT)
             assert not thread.is_alive()
             torch.set_num_threads(torch_threads)
+
+
+def device_memory(parts: MoverParts, capacity: int, staging: int) -> DeviceMemory:
+    """Of the store's format."""
+    mover, layout = parts.mover(capacity=capacity, staging=staging), parts.store.layout
+    if not layout.head_bytes:
+        return DeviceMemory(mover, parts.slab, parts.device.expert_kernel(layout))
+    heads, kernel = parts.device.load_heads(parts.store), parts.device.channel_kernel(layout)
+    return ChannelMemory(mover, parts.slab, kernel, heads, layout)
 
 
 class Placed(Policy):

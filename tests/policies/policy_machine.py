@@ -118,6 +118,7 @@ class Machine:
     masks: list[Mask] = field(default_factory=list)
     predicted: int = 0  # experts
     wanted: int = 0  # experts that predictions named
+    named_channels: int = 0  # experts of which predictions named channels
     early: int = 0  # layers with a host share that began one layer early
     failing: int | None = None  # a layer with a host share that cannot be computed
 
@@ -245,8 +246,15 @@ class Machine:
         self.wanted += len(fetched) + no_room
         self.apply(targets)
 
+    def prefetch_channels(self, layer: int, routing: Routing, mask: Mask) -> None:
+        self._next("begin begin_early prefetch", "prefetch_channels")
+        assert self.driver.view.prefetching
+        assert layer == self._decision.layer + 1 < self.given.shape.layers
+        assert mask != DENSE
+        self.named_channels += len(routing.active.experts)
+
     def compute(self, decision: LayerDecision[str]) -> None:
-        self._next("begin begin_early prefetch", "compute")
+        self._next("begin begin_early prefetch prefetch_channels", "compute")
         if decision.layer == self.failing:
             raise ShardFailed("the test fails this layer")
         self.land()

@@ -221,7 +221,31 @@ def test_predicted_experts_are_fetched_unless_prefetching_pauses(name: str) -> N
     assert not any(signals.probes or named for _, signals, _, named in machine.layers)
 
 
-PREDICTING = [name for name, preset in PRESETS.items() if preset.parts.get("prediction", "none") != "none"]
+NO_EXPERTS = "none", "next-channels"
+PREDICTING = [name for name, p in PRESETS.items() if p.parts.get("prediction", "none") not in NO_EXPERTS]
+
+
+def test_channels_are_predicted_of_the_next_layers_experts_while_they_are_left_out() -> None:
+    shape = ModelShape(layers=6, experts=16, tiles=2, top_k=2)
+    for options, phases in (
+        ({"sparsity": "0.5"}, ["decode"]),
+        ({"sparsity": "0.5", "masked": "all"}, ["decode", "prefill"]),
+        ({"sparsity": "0"}, []),
+    ):
+        machine = Machine(make("floe", **options), make_view(shape, 24), np.random.default_rng(1))
+        off = "floe: prediction=next-channels is off: no channel is left out"
+        assert (off in machine.policy.notes(machine.given)) == (not phases)
+        machine.start()
+        run(machine, [1] * 4)
+        assert machine.named_channels == (4 * 5 * 2 if phases else 0)
+        assert machine.predicted == machine.wanted == 0
+        machine.named_channels = 0
+        run(machine, [3] * 2)
+        assert (machine.named_channels > 0) == ("prefill" in phases)
+        machine.rest_prefetching()
+        machine.named_channels = 0
+        run(machine, [1] * 3)
+        assert machine.named_channels == 0
 
 
 @pytest.mark.parametrize("name", PREDICTING)
@@ -514,7 +538,7 @@ def test_parts_and_defaults_of_the_presets() -> None:
         "dali": ("random", "own", "residual", "greedy", "workload"),
         "adapmoe": ("sized", "adaptive", "lookahead", "device", "lru"),
         "moepic": ("sized", "own", "next-gate", "device", "split"),
-        "floe": ("known", "own", "none", "device", "keep"),
+        "floe": ("known", "own", "next-channels", "device", "keep"),
         "floe-host": ("empty", "own", "none", "host", "keep"),
     }
     found = {
@@ -536,6 +560,7 @@ def test_parts_and_defaults_of_the_presets() -> None:
         "moepic": pause | {"theta": None, "priority": "lcp", "rho": 0.25, "omega": 128},
         "daop": found["daop"],
         "tandem": {"prefetch": "1"} | pause,
+        "floe": pause,
         "random": {"seed": None, "churn": "0"},
     }
     daop = {"placement": "calibrated", "first_layer": 4, "swap": 1.05, "early": "1", "predict": "1"}

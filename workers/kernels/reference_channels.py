@@ -18,6 +18,8 @@ from shm.layout import StoreLayout
 from shm.mask import Mask, Tally
 from workers.kernels.unpack import dequantize, int8_steps, row_numbers
 
+TOGETHER = 1 << 23  # numbers of up that are float32 at a time, a few times over
+
 
 class ChannelInputs(NamedTuple):
     """Rows of x as up and as gate take them: float32 [R, H padded to whole groups], and [R, H]."""
@@ -45,8 +47,11 @@ class ReferenceChannels:
 
     def up(self, heads: Tensor, x: ChannelInputs, rows: Tensor) -> Tensor:
         """u of all channels of consecutive heads, float32 [n, channels]. rows: int64 [n]."""
-        channels = len(heads) // self._format.head_bytes(self._hidden, 16) * 16
-        return functional.linear(x.up[rows], dequantize(self._format.up, heads, channels, self._hidden))
+        block, inputs, parts = self._format.head_bytes(self._hidden, 16), x.up[rows], []
+        for part in torch.split(heads, max(1, TOGETHER // (16 * self._hidden)) * block):
+            matrix = dequantize(self._format.up, part, len(part) // block * 16, self._hidden)
+            parts.append(functional.linear(inputs, matrix))
+        return torch.cat(parts, dim=1)
 
     def keeps(self, u: Tensor, mask: Mask) -> Tensor:
         """bool [n, channels]: `Mask.keeps` of each tile."""

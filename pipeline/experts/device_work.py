@@ -1,0 +1,39 @@
+"""A layer's device share while it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.experts.shares import Missing, Share
+
+
+class Landed(NamedTuple):
+    """A tile that was fetched. It may be read until the iterator that gave it advances."""
+
+    expert: int
+    tile: int
+    data: Tensor  # uint8, its bytes; with a mask, of the channels that some row keeps
+
+
+class DeviceWork(NamedTuple):
+    """One layer's device share; its missing tiles are ordered. `missing`: those that cannot be fetched
+    because the prefetcher is down; complete once `landing` is exhausted."""
+
+    layer: int
+    share: Share
+    landing: Iterator[Landed]
+    missing: list[Missing]
+    masked: Any = None  # what the memory has found of the layer's masks, for itself
+
+
+def rows_of(share: Share, x: Tensor) -> dict[int, Tensor]:
+    """Of each expert of a share: its rows, int64, where x is."""
+    every = torch.from_numpy(share.rows.astype(np.int64)).to(x.device)
+    experts, places = share.items[:, 0].tolist(), pairwise(share.offsets.tolist())
+    return {expert: every[start:end] for expert, (start, end) in zip(experts, places, strict=True)}

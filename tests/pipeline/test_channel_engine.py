@@ -1,0 +1,93 @@
+"""A whole engine on a format that keeps up apart: the device's presets give what the host's do, with the same
+masks or without any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from mover_parts import model_store
+from thread_engine import engine_in_threads
+
+from pipeline.arrays import FloatArray
+from pipeline.backbone.batch import StepInput, TokenSpan
+from pipeline.backbone.kv_cache import KVCache
+from pipeline.checkpoint.open import open_model
+from pipeline.counters import difference
+from pipeline.models.registry import expert_shape
+from pipeline.policies.costs import Costs
+from pipeline.policies.presets import make_policy
+from pipeline.policies.view import PolicyRequest
+from shm.layout import format_named
+
+FORMAT = "floe-u8-int8"
+COSTS = Costs(rows=(1,), host=(1.0,), device=(0.1,), link=0.5, round_trip=0.1)
+TOKENS = range(100, 124)
+
+
+class Run:
+    """Tokens in prefill and decode under a preset."""
+
+    def __init__(self, engine, prefetcher) -> None:
+        self.engine, self.prefetcher = engine, prefetcher
+        self.kv = KVCache(engine.backbone.spec, torch.float32, torch.device("cpu"), 1024)
+
+    def __call__(self, preset: str, fault_at: int = -1, **options: str) -> tuple[FloatArray, dict]:
+        engine = self.engine
+        engine.set_policy(make_policy(PolicyRequest(preset, options), 0), COSTS)
+        sequence = self.kv.allocate(len(TOKENS) + 8)
+        before = engine.counters.snapshot()
+        found = engine.step([StepInput(TokenSpan(sequence, [5, 6, 7, 8, 9]), "all")], "prefill")
+        for place, token in enumerate(TOKENS):
+            if place == fault_at:
+                self.prefetcher.exit_after(3, restarted=True)
+            found += engine.step([StepInput(TokenSpan(sequence, [token]), "last")], "decode")
+        self.kv.release(sequence)
+        engine.memory.poll()
+        engine.memory.audit()
+        return np.concatenate(found), difference(engine.counters.snapshot(), before)["decode"]
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model, tmp_path_factory) -> Iterator[Run]:
+    model, folder = open_model(tiny_model), tmp_path_factory.mktemp("channels")
+    shape = expert_shape(model.config, 32, format_named(FORMAT))
+    with (
+        model_store(shape, model, FORMAT) as store,
+        engine_in_threads(tiny_model, folder, 7, store, staging=12) as (engine, prefetcher),
+    ):
+        yield Run(engine, prefetcher)
+
+
+@pytest.mark.parametrize("preset", ["floe", "on-demand", "mixtral-offloading", "tandem", "random"])
+def test_without_sparsity_the_device_computes_what_the_host_does(run: Run, preset: str) -> None:
+    wanted, _ = run("all-host")
+    found, counted = run(preset, sparsity="0")
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    assert counted["resident_tiles"] + counted["fetched_tiles"] > 0
+    assert counted["channels"]["moved"] == 0
+
+
+@pytest.mark.parametrize("preset", ["floe", "on-demand", "mixtral-offloading", "tandem", "random"])
+def test_masks_leave_out_the_same_on_both_sides(run: Run, preset: str) -> None:
+    wanted, on_host = run("floe-host", sparsity="0.5")
+    dense, _ = run("all-host")
+    assert np.abs(wanted - dense).max() > 0.01
+    found, counted = run(preset, sparsity="0.5")
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    assert counted["fidelity"]["left"] == pytest.approx(on_host["fidelity"]["left"], rel=1e-4)
+    assert counted["kept_channels"] == on_host["kept_channels"]
+    assert counted["masked_channels"] == on_host["masked_channels"]
+    if preset == "floe":
+        assert 0 < counted["channels"]["moved"] < counted["kept_channels"], "some are resident"
+        assert counted["fetched_tiles"] == 0
+
+
+@pytest.mark.parametrize("fault_at", [2, 9])
+def test_prefetcher_that_exits_while_it_gathers_changes_nothing(run: Run, fault_at: int) -> None:
+    wanted, _ = run("floe", sparsity="0.5")
+    found, counted = run("floe", fault_at=fault_at, sparsity="0.5")
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    assert counted["host_tiles"] > 0
