@@ -1,5 +1,5 @@
 """The device's share in formats that keep up apart: whatever is resident, predicted or fetched as channels,
-it is what a worker computes with the same mask, bit by bit on the same kernels, and only kept channels move."""
+it is what a worker computes with the same mask, and only kept channels move."""
 
 from __future__ import annotations
 
