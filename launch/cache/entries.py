@@ -4,6 +4,7 @@
                                     about.json: `shm/cache_record.py`; *.tmp and .NAME.*: being written
     <cache folder>/costs/*.json     measured costs; .NAME.*: being written
     <cache folder>/kernels/*.json   which kernels are the fastest here; .NAME.*: being written
+    <cache folder>/kernels/*.cubin  kernels compiled for a GPU
     <cache folder>/.locks           the engines' leases of entries: `shm/cache_lease.py`
     /dev/shm/tandem-store-*         stores, in use or left by --keep-store
 
@@ -34,6 +35,7 @@ from shm.locks import unused_store
 from shm.segment import is_segment
 from shm.store import Store, store_key
 from workers.kernels import tuning_file
+from workers.kernels.cuda.sources import FILE_NAME as GPU_KERNELS
 
 UNKNOWN = "unknown"
 KINDS = {STORE_FILE: "store", backbone_cache.NAME: "backbone", calibration_file.NAME: "calibration"}
@@ -172,6 +174,8 @@ def _kernels(path: Path) -> Entry:
     size, used = _size_and_time(path)
     if TEMPORARY.fullmatch(path.name):
         return Entry("unfinished", path, size, used, in_use=writer_of(path))
+    if GPU_KERNELS.fullmatch(path.name):
+        return Entry("kernels", path, size, used, model="every model", setting="GPU")
     if not tuning_file.FILE_NAME.fullmatch(path.name):
         return _unknown(path)
     try:

@@ -1,0 +1,109 @@
+"""Registers and spills of the CUDA kernels, for each architecture and format; needs no GPU.
+
+    python -m benchmarks.gpu.registers [--format int4] [--json]
+
+Compiles with NVRTC where cuda-bindings finds it, otherwise with nvcc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from shm.blocks import BlockFormat
+from shm.layout import format_named
+from workers.cuda import CudaError
+from workers.kernels.cuda import sources
+from workers.kernels.cuda.compiler import Nvrtc
+from workers.kernels.cuda.sources import OPTIONS, Program
+
+ARCHITECTURES = (80, 86, 89, 90, 120)
+ENTRY = re.compile(
+    r"Compiling entry function '(\w+)' for 'sm_(\d+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores,"
+    r" (\d+) bytes spill loads.*?Used (\d+) registers",
+    re.DOTALL,
+)
+
+
+class NoCompiler(Exception):
+    """Neither NVRTC nor nvcc is here."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What ptxas says of a kernel."""
+
+    architecture: int
+    kernel: str
+    registers: int
+    spilled: int  # bytes, stores and loads
+
+
+def usages(program: Program, architectures: tuple[int, ...] = ARCHITECTURES) -> list[Usage]:
+    """Compile a program. Raises NoCompiler, and CudaError where it does not compile."""
+    try:
+        nvrtc = Nvrtc()
+    except CudaError as e:
+        if (nvcc := shutil.which("nvcc")) is None:
+            raise NoCompiler(f"{e}; and there is no nvcc") from None
+        messages = _by_nvcc(nvcc, program, architectures)
+    else:
+        targets = [f"--gpu-architecture=sm_{one}" for one in architectures]
+        options = (*OPTIONS, *program.defines, "--ptxas-options=-v")
+        messages = "".join(nvrtc.compile(program, (*options, target))[1] for target in targets)
+    return [
+        Usage(int(architecture), kernel, int(registers), int(stores) + int(loads))
+        for kernel, architecture, _, stores, loads, registers in ENTRY.findall(messages)
+    ]
+
+
+def _by_nvcc(nvcc: str, program: Program, architectures: tuple[int, ...]) -> str:
+    targets = [f"-gencode=arch=compute_{one},code=sm_{one}" for one in architectures]
+    with TemporaryDirectory() as folder:
+        command = [nvcc, "-fatbin", *targets, *OPTIONS, *program.defines, "-Xptxas", "-v"]
+        command += ["-o", str(Path(folder) / "kernels.fatbin"), str(sources.FOLDER / program.file)]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise CudaError(f"nvcc: {done.stderr[:2000]}")
+    return done.stdout + done.stderr
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--format", action="append", choices=("int4", "int4-g128", "int8"))
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    found: dict[str, list[Usage]] = {}
+    try:
+        for name in arguments.format or ("int4", "int4-g128", "int8"):
+            format = format_named(name)
+            assert isinstance(format, BlockFormat)
+            found[name] = usages(Program.of_blocks(format, fused=True))
+    except (NoCompiler, CudaError) as e:
+        print(e, file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(json.dumps({name: [asdict(one) for one in each] for name, each in found.items()}))
+        return 0
+    for name, each in found.items():
+        print(f"{name}: registers of a thread (bytes spilled)")
+        print(f"{'':12}" + "".join(f"{f'sm_{one}':>12}" for one in ARCHITECTURES))
+        for kernel in dict.fromkeys(one.kernel for one in each):
+            cells = [
+                f"{one.registers}" + (f" ({one.spilled})" if one.spilled else "")
+                for one in each
+                if one.kernel == kernel
+            ]
+            print(f"{kernel:12}" + "".join(f"{cell:>12}" for cell in cells))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

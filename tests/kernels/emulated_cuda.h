@@ -1,0 +1,268 @@
+/* A GPU on one thread of the host: the kernels of workers/kernels/cuda, compiled as C++ with
+ * -DTANDEM_EMULATED='"emulated_cuda.h"', and `emulated_launch`, which runs one.
+ *
+ * Each thread of a block is a fiber. Fibers run one after the other, in an order drawn anew for every block, and only
+ * change at barriers, shuffles and matrix instructions; so a missing barrier gives wrong numbers in some orders. Memory
+ * of a block begins as NaN. What a GPU leaves undefined ends the process with a reason: a lane that has ended or never
+ * arrives at a barrier, a block of another size than the kernel's, reads that are not aligned. */
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <random>
+#include <setjmp.h>
+#include <string>
+#include <ucontext.h>
+#include <utility>
+#include <vector>
+
+#define DEVICE static inline
+#define METHOD inline
+#define ALL_LANES 0xFFFFFFFFu
+
+namespace emulation {
+
+enum { LANES_OF_WARP = 32, STACK = 1 << 17, MOST_SHARED = 48 << 10 };
+
+struct position {
+    unsigned x;
+};
+
+[[noreturn]] static void refuse(const char *what) {
+    std::fprintf(stderr, "emulated GPU: %s\n", what);
+    std::abort();
+}
+
+/* Where threads wait for each other. What they hand over is kept twice, because the first thread that goes on may arrive
+ * at the next barrier before the last one has read. */
+struct barrier {
+    int members = 0, arrived = 0;
+    unsigned turn = 0;
+    uint32_t given[2][LANES_OF_WARP][8] = {};
+};
+
+struct fiber {
+    std::vector<char> stack = std::vector<char>(STACK);
+    ucontext_t start;
+    jmp_buf state;
+    bool begun, ended;
+    size_t shared;
+};
+
+static std::vector<fiber> fibers;
+static std::vector<barrier> warps;
+static barrier whole;
+static std::vector<unsigned> order;
+static std::vector<char> shared;
+static std::function<void()> body;
+static jmp_buf scheduler;
+static ucontext_t origin;
+static unsigned running, moves; /* `moves`: whether a round of all fibers has changed anything */
+static position thread, block, size, grid;
+static std::mt19937 random_order;
+
+static void give_way() {
+    if (!_setjmp(fibers[running].state)) _longjmp(scheduler, 1);
+}
+
+static unsigned arrive(barrier &at) {
+    unsigned turn = at.turn;
+    moves++;
+    if (++at.arrived == at.members)
+        at.arrived = 0, at.turn++;
+    else
+        while (at.turn == turn) give_way();
+    return turn;
+}
+
+static void leave(barrier &at) {
+    if (--at.members > 0 && at.arrived == at.members) at.arrived = 0, at.turn++;
+}
+
+static void run_fiber() {
+    body();
+    fibers[running].ended = true, moves++;
+    leave(whole);
+    barrier &warp = warps[running / LANES_OF_WARP];
+    warp.members--;
+    if (warp.arrived) refuse("a lane has ended that others of its warp wait for");
+    _longjmp(scheduler, 1);
+}
+
+static void run_block() {
+    volatile unsigned left = size.x;
+    whole.members = (int)size.x, whole.arrived = 0;
+    for (auto &warp : warps) warp.members = LANES_OF_WARP, warp.arrived = 0;
+    for (auto &f : fibers) f.begun = f.ended = false, f.shared = 0;
+    std::memset(shared.data(), 0xFF, shared.size());
+    for (unsigned i = size.x - 1; i > 0; i--) std::swap(order[i], order[random_order() % (i + 1)]);
+    while (left) {
+        moves = 0;
+        for (unsigned at = 0; at < size.x; at++) {
+            volatile unsigned next = at; /* kept over the jump */
+            fiber &f = fibers[order[at]];
+            if (f.ended) continue;
+            running = thread.x = order[at];
+            if (!_setjmp(scheduler)) {
+                if (f.begun) _longjmp(f.state, 1);
+                f.begun = true;
+                getcontext(&f.start);
+                f.start.uc_stack.ss_sp = f.stack.data(), f.start.uc_stack.ss_size = f.stack.size();
+                f.start.uc_link = &origin;
+                makecontext(&f.start, run_fiber, 0);
+                setcontext(&f.start);
+            }
+            at = next;
+            if (fibers[order[at]].ended) left = left - 1;
+        }
+        if (!moves && left) refuse("threads wait for others that never arrive");
+    }
+}
+
+/* Memory of the block; every thread asks in the same order. */
+static void *block_memory(size_t bytes) {
+    fiber &f = fibers[running];
+    size_t at = f.shared;
+    f.shared += (bytes + 15) / 16 * 16;
+    if (f.shared > MOST_SHARED) refuse("more memory of a block than every GPU has");
+    return shared.data() + at;
+}
+
+static barrier &here() { return warps[running / LANES_OF_WARP]; }
+
+template <class T> T exchanged(T value, unsigned from) {
+    barrier &warp = here();
+    if (warp.members != LANES_OF_WARP) refuse("a shuffle with a lane that has ended");
+    std::memcpy(warp.given[warp.turn % 2][running % LANES_OF_WARP], &value, sizeof value);
+    unsigned turn = arrive(warp);
+    T taken;
+    std::memcpy(&taken, warp.given[turn % 2][from % LANES_OF_WARP], sizeof taken);
+    return taken;
+}
+
+struct kernel {
+    unsigned threads;
+    std::function<void(void **)> call;
+};
+
+static std::map<std::string, kernel> &kernels() {
+    static std::map<std::string, kernel> all;
+    return all;
+}
+
+template <class... A, size_t... I>
+static std::function<void(void **)> unpacked(void (*f)(A...), std::index_sequence<I...>) {
+    static_assert(((sizeof(A) == 8) && ...), "every argument has 8 bytes");
+    return [f](void **arguments) { f(*static_cast<A *>(arguments[I])...); };
+}
+
+template <class... A> static bool define(const char *name, unsigned threads, void (*f)(A...)) {
+    kernels()[name] = {threads, unpacked(f, std::index_sequence_for<A...>())};
+    return true;
+}
+
+template <class T> static T aligned(const T *from) {
+    if (reinterpret_cast<uintptr_t>(from) % sizeof(T)) refuse("a read that is not aligned");
+    return *from;
+}
+
+static void launch(const std::string &name, unsigned blocks, unsigned threads, void **arguments) {
+    auto found = kernels().find(name);
+    if (found == kernels().end()) refuse("no such kernel");
+    if (threads != found->second.threads || threads % LANES_OF_WARP) refuse("another size of blocks than the kernel's");
+    size.x = threads, grid.x = blocks;
+    while (fibers.size() < threads) fibers.emplace_back();
+    warps.resize(threads / LANES_OF_WARP), order.resize(threads), shared.resize(MOST_SHARED);
+    std::vector<fiber> rest;
+    while (fibers.size() > threads) rest.push_back(std::move(fibers.back())), fibers.pop_back();
+    for (unsigned i = 0; i < threads; i++) order[i] = i;
+    body = [&] { found->second.call(arguments); };
+    for (unsigned b = 0; b < blocks; b++) block.x = b, run_block();
+    for (auto &f : rest) fibers.push_back(std::move(f));
+}
+
+} // namespace emulation
+
+extern "C" void emulated_launch(const char *name, int64_t blocks, int64_t threads, void **arguments) {
+    emulation::launch(name, (unsigned)blocks, (unsigned)threads, arguments);
+}
+
+#define threadIdx emulation::thread
+#define blockIdx emulation::block
+#define blockDim emulation::size
+#define gridDim emulation::grid
+#define SHARED(type, name, count) type *name = static_cast<type *>(emulation::block_memory(sizeof(type) * (count)))
+#define KERNEL(threads, name, ...)                                                                               \
+    static void name(__VA_ARGS__);                                                                               \
+    [[maybe_unused]] static bool defined_##name = emulation::define(#name, threads, name);                       \
+    static void name(__VA_ARGS__)
+
+struct int2 {
+    int x, y;
+};
+struct int4 {
+    int x, y, z, w;
+};
+struct float2 {
+    float x, y;
+};
+struct float4 {
+    float x, y, z, w;
+};
+
+DEVICE void __syncthreads() { emulation::arrive(emulation::whole); }
+template <class T> static T __shfl_xor_sync(uint32_t, T value, int other) {
+    return emulation::exchanged(value, threadIdx.x ^ (unsigned)other);
+}
+template <class T> static T __shfl_down_sync(uint32_t, T value, unsigned far) {
+    unsigned lane = threadIdx.x % 32;
+    return emulation::exchanged(value, lane + far < 32 ? lane + far : lane);
+}
+DEVICE float __uint_as_float(uint32_t bits) {
+    float number;
+    std::memcpy(&number, &bits, 4);
+    return number;
+}
+DEVICE float __int_as_float(int32_t bits) { return __uint_as_float((uint32_t)bits); }
+DEVICE uint32_t __float_as_uint(float number) {
+    uint32_t bits;
+    std::memcpy(&bits, &number, 4);
+    return bits;
+}
+DEVICE int32_t __float_as_int(float number) { return (int32_t)__float_as_uint(number); }
+DEVICE int __dp4a(int a, int b, int sum) {
+    for (int k = 0; k < 4; k++) sum += (int8_t)(a >> 8 * k) * (int8_t)(b >> 8 * k);
+    return sum;
+}
+template <class T> static T __ldg(const T *from) { return emulation::aligned(from); }
+DEVICE uint32_t read_once(const uint32_t *from) { return emulation::aligned(from); }
+DEVICE uint32_t read_once(const uint16_t *from) { return emulation::aligned(from); }
+DEVICE float __fadd_rn(float a, float b) { return a + b; }
+DEVICE float __fsub_rn(float a, float b) { return a - b; }
+DEVICE float __fmul_rn(float a, float b) { return a * b; }
+DEVICE float __fdiv_rn(float a, float b) { return a / b; }
+DEVICE float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+
+/* PTX's m16n8k32 of int8. Lane 4 g + t holds of A the rows g (registers 0 and 2) and g + 8 (1 and 3), of each the columns
+ * 4 t.. (0 and 1) and 16 + 4 t.. (2 and 3); of B column g, rows 4 t.. and 16 + 4 t..; of D rows g (0 and 1) and g + 8,
+ * columns 2 t and 2 t + 1. */
+DEVICE void multiply_add(int32_t *d, const uint32_t *a, const uint32_t *b) {
+    emulation::barrier &warp = emulation::here();
+    if (warp.members != 32) emulation::refuse("a product with a lane that has ended");
+    unsigned lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    uint32_t *given = warp.given[warp.turn % 2][lane];
+    std::memcpy(given, a, 16), std::memcpy(given + 4, b, 8);
+    unsigned turn = emulation::arrive(warp);
+    for (unsigned c = 0; c < 4; c++)
+        for (unsigned k = 0; k < 8; k++) { /* four columns of A each */
+            unsigned of_a = 4 * g + k % 4, of_b = 4 * (2 * t + c % 2) + k % 4;
+            uint32_t left = warp.given[turn % 2][of_a][c / 2 + 2 * (k / 4)];
+            uint32_t right = warp.given[turn % 2][of_b][4 + k / 4];
+            d[c] = __dp4a((int)left, (int)right, d[c]);
+        }
+}

@@ -1,0 +1,74 @@
+"""The CUDA kernels are compiled for GPUs that are not here, and kept."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.registers import ARCHITECTURES, NoCompiler, usages
+from launch.cache.entries import scan
+from shm.blocks import BlockFormat
+from shm.layout import format_named
+from workers.cuda import CudaError
+from workers.kernels.cuda import compiler
+from workers.kernels.cuda.sources import Program
+
+
+def program(name: str = "int4") -> Program:
+    format = format_named(name)
+    assert isinstance(format, BlockFormat)
+    return Program.of_blocks(format, fused=True)
+
+
+@pytest.fixture
+def nvrtc() -> None:
+    try:
+        compiler.Nvrtc()
+    except CudaError as e:
+        pytest.skip(str(e))
+
+
+def test_no_kernel_of_one_row_spills_on_any_architecture() -> None:
+    """Nor do those of a few rows; none takes more registers than there are for its threads."""
+    try:
+        found = usages(program())
+    except NoCompiler as e:
+        pytest.skip(str(e))
+    assert {one.architecture for one in found} == set(ARCHITECTURES)
+    spilled = {one.kernel: one.spilled for one in found if one.spilled}
+    assert not {"quantize", "gate_up_1", "down_1", "combine"} & set(spilled)
+    assert max(spilled.values(), default=0) <= 32
+    assert max(one.registers for one in found) <= 255
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_compiled_kernels_are_kept_and_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cubin = compiler.compiled(program(), (9, 0), tmp_path)
+    assert cubin.startswith(b"\x7fELF")
+    (kept,) = (tmp_path / "kernels").iterdir()
+    assert (kept.stat().st_mode & 0o777, kept.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    kept.write_bytes(b"\x7fELF and more")
+    assert compiler.compiled(program(), (9, 0), tmp_path) == b"\x7fELF and more"
+    kept.chmod(0o666)
+    with caplog.at_level(logging.WARNING):
+        assert compiler.compiled(program(), (9, 0), tmp_path) == cubin
+    assert "compiled again" in caplog.text
+    kept.write_bytes(b"")
+    assert compiler.compiled(program(), (9, 0), tmp_path) == cubin
+    (entry,) = [one for one in scan(tmp_path) if one.on_disk]
+    assert (entry.kind, entry.size) == ("kernels", len(cubin))
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_what_does_not_compile_is_refused_with_the_compilers_words() -> None:
+    with pytest.raises(CudaError, match="error: identifier"):
+        compiler.compiled(Program("tiles.cu", (("BITS", 4), ("GROUP", 64))), (9, 0), None)
+    with pytest.raises(CudaError, match="INVALID_OPTION"):
+        compiler.compiled(program(), (12, 9), None)
+
+
+def test_an_older_gpu_is_refused() -> None:
+    with pytest.raises(CudaError, match=r"compute capability 8\.0 or newer"):
+        compiler.compiled(program(), (7, 5), None)

@@ -1,0 +1,127 @@
+"""Compiles the CUDA kernels with NVRTC, which comes with torch's CUDA build, and keeps what it made.
+
+`<cache folder>/kernels/<key>.cubin`: the key is a hash of the sources, the options, the GPU's architecture
+and NVRTC's version. Files are 0600 in 0700 folders; one that another user can have written is not used. A
+second start reads the file in a millisecond, where compiling takes some seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import NotPrivate
+from protocol.private_files import check_private, make_folders
+from protocol.small_files import read_small
+from shm.atomic_file import atomic_file
+from workers.cuda import CudaError
+from workers.kernels.cuda import sources
+from workers.kernels.cuda.sources import OPTIONS, Program
+from workers.kernels.tuning_file import FOLDER
+
+LEAST_ARCHITECTURE = (8, 0)  # the first with the matrix instruction that the kernels use
+MAX_BYTES = 1 << 24
+MAX_LOG = 2000  # characters of the compiler's messages
+
+log = logging.getLogger(__name__)
+
+
+def compiled(program: Program, architecture: tuple[int, int], cache: Path | None) -> bytes:
+    """The program as a cubin for a GPU of this compute capability; from the cache folder, if that is given
+    and has it. Raises CudaError where the kernels cannot be compiled for it."""
+    if architecture < LEAST_ARCHITECTURE:
+        major, minor = LEAST_ARCHITECTURE
+        raise CudaError(f"the kernels need compute capability {major}.{minor} or newer")
+    nvrtc = Nvrtc()
+    target = f"sm_{architecture[0]}{architecture[1]}"
+    options = (*OPTIONS, *program.defines, f"--gpu-architecture={target}")
+    path = None if cache is None else cache / FOLDER / f"{_key(program, options, nvrtc.version)}.cubin"
+    if path is not None and (kept := _read(path)):
+        return kept
+    cubin, _ = nvrtc.compile(program, options)
+    if path is not None:
+        _keep(path, cubin)
+    return cubin
+
+
+def _key(program: Program, options: tuple[str, ...], version: tuple[int, int]) -> str:
+    """16 digits."""
+    parts = [program.file, *options, str(version)]
+    files = [sources.text(name) for name in (program.file, *sources.headers())]
+    digest = hashlib.sha256("\0".join(parts).encode())
+    for file in files:
+        digest.update(len(file).to_bytes(8, "little") + file)
+    return digest.hexdigest()[:16]
+
+
+def _read(path: Path) -> bytes:
+    """A kept cubin; empty without one."""
+    try:
+        cubin = read_small(path, MAX_BYTES, flags=os.O_NOFOLLOW, check=check_private)
+    except FileNotFoundError:
+        return b""
+    except (OSError, ValueError, NotPrivate) as e:
+        log.warning(f"{path} is not used, the kernels are compiled again: {e}")
+        with suppress(OSError):
+            path.unlink()
+        return b""
+    with suppress(OSError):
+        os.utime(path)
+    return cubin if cubin.startswith(b"\x7fELF") else b""
+
+
+def _keep(path: Path, cubin: bytes) -> None:
+    try:
+        make_folders(path.parent)
+        with atomic_file(path) as file:
+            file.write(cubin)
+    except OSError as e:
+        log.warning(f"compiled kernels could not be kept in {path.parent}: {e.strerror}")
+
+
+class Nvrtc:
+    """NVRTC by cuda-bindings. Raises CudaError where it is not installed."""
+
+    def __init__(self) -> None:
+        try:
+            self._library = importlib.import_module("cuda.bindings.nvrtc")
+            self.version: tuple[int, int] = tuple(self._call("nvrtcVersion"))
+        except (ImportError, RuntimeError, OSError) as e:
+            raise CudaError(f"NVRTC is not installed: {' '.join(str(e).split())[:200]}") from None
+
+    def compile(self, program: Program, options: tuple[str, ...]) -> tuple[bytes, str]:
+        """The cubin, and the compiler's messages. Raises CudaError with them where it fails."""
+        names = sources.headers()
+        handle = self._call(
+            "nvrtcCreateProgram",
+            sources.text(program.file), program.file.encode(),
+            len(names), [sources.text(name) for name in names], [name.encode() for name in names],
+        )  # fmt: skip
+        try:
+            try:
+                self._call("nvrtcCompileProgram", handle, len(options), [one.encode() for one in options])
+            except CudaError as e:
+                raise CudaError(f"{e}: {self._messages(handle)[:MAX_LOG]}") from None
+            return self._bytes(handle, "nvrtcGetCUBIN"), self._messages(handle)
+        finally:
+            self._call("nvrtcDestroyProgram", handle)
+
+    def _messages(self, handle: Any) -> str:
+        return self._bytes(handle, "nvrtcGetProgramLog").rstrip(b"\0").decode(errors="replace")
+
+    def _bytes(self, handle: Any, getter: str) -> bytes:
+        data = bytearray(self._call(f"{getter}Size", handle))
+        filled = bytes(data)  # the bindings write into the memory of a bytes object
+        self._call(getter, handle, filled)
+        return filled
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        status, *results = getattr(self._library, name)(*arguments)
+        if int(status) != 0:
+            raise CudaError(f"{name}: {status.name}")
+        return results[0] if len(results) == 1 else tuple(results)

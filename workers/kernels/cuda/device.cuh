@@ -1,0 +1,53 @@
+/* What the kernels need of CUDA and of a GPU's instructions, under names of ours: the tests replace this file's second
+ * half by an emulation on the host, and run the same kernels there.
+ *
+ * A kernel takes only pointers and 64-bit numbers, so that every argument has 8 bytes. It is defined by
+ *
+ *     KERNEL(threads, name, arguments) { ... }
+ *
+ * and always launched with blocks of so many threads. SHARED(type, name, count) is memory of a block. */
+#pragma once
+
+#ifdef TANDEM_EMULATED
+#include TANDEM_EMULATED
+#else
+
+#ifdef __CUDACC_RTC__
+typedef signed char int8_t;
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long long int64_t;
+typedef unsigned long long uint64_t;
+#else
+#include <stdint.h>
+#endif
+
+#define DEVICE static __device__ __forceinline__
+#define METHOD __device__ __forceinline__
+#define KERNEL(threads, name, ...) extern "C" __global__ void __launch_bounds__(threads) name(__VA_ARGS__)
+#define SHARED(type, name, count) __shared__ type name[count]
+#define ALL_LANES 0xFFFFFFFFu
+
+/* Weights are read once: they do not displace activations from the first cache. */
+DEVICE uint32_t read_once(const uint32_t *from) {
+    uint32_t word;
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(word) : "l"(from));
+    return word;
+}
+DEVICE uint32_t read_once(const uint16_t *from) {
+    uint16_t half;
+    asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(half) : "l"(from));
+    return half;
+}
+
+/* d += A B for a warp: A int8 [16, 32] and B int8 [32, 8] in fragments as PTX defines them for mma.m16n8k32. */
+DEVICE void multiply_add(int32_t *d, const uint32_t *a, const uint32_t *b) {
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+#endif

@@ -1,0 +1,181 @@
+"""The device's share of a layer by the CUDA kernels: all tiles that are there in one launch of gate and up
+and one of down, wherever they lie.
+
+For few rows each tile has outputs of its own, so that many blocks of threads compute; for more, tiles of an
+expert are added up as they are computed. Either way `combine` or the order of the tiles gives the order of
+sums that the host has, so who computes a tile changes no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shm.blocks import BlockFormat
+from shm.layout import StoreLayout
+from workers.kernels.cuda.buffers import Scratch, Uploaded
+from workers.kernels.cuda.launcher import Launcher
+from workers.kernels.cuda.products import ITEM, TERM, Codes, Items, Products, in_chunks, limit_of
+
+FEW = 8  # most rows of an expert for which its tiles have outputs of their own
+FLOAT = 4  # bytes
+
+Numbers = NDArray[np.int32]
+
+
+class Places:
+    """Where the rows of a share's items are: item i has the rows rows[offsets[i]:offsets[i + 1]] of x, with
+    the weights at the same places, and up to cuts[i] tiles."""
+
+    def __init__(self, cuts: Numbers, offsets: Numbers, rows: Numbers, weights: NDArray[np.float32]) -> None:
+        self.rows, self.weights = rows, weights
+        self.first = offsets[:-1].astype(np.int64)
+        self.number = np.diff(offsets).astype(np.int64)  # of an item's rows
+        self.few = int(self.number.max(initial=0)) <= FEW
+        # The entries of an item: one for each tile and row, tile after tile.
+        entries = cuts * self.number
+        self.entry = np.cumsum(entries) - entries
+        self.entries = int(entries.sum())
+        self.outputs = self.entries if self.few else len(rows)
+
+    def items(self, of: NDArray[np.int64], tile: NDArray[np.int64], at: int = 0) -> tuple[Items, Items]:
+        """For tiles of an item each (`of`), in the order of a table of addresses, whose numbers within their
+        items are `tile`: the items of gate and up, and of down."""
+        table = np.arange(len(of))
+        chunk, lo, rows = in_chunks(self.number[of])
+        inner = self._made(table[chunk], of[chunk], tile[chunk], lo, rows)
+        if self.few:
+            return inner, inner
+        starts = np.flatnonzero(np.append(True, of[1:] != of[:-1]))
+        lengths = np.diff(np.append(starts, len(of)))
+        of, tile = of[starts], tile[starts]
+        chunk, lo, rows = in_chunks(self.number[of])
+        down = self._made(table[starts][chunk], of[chunk], tile[chunk], lo, rows)
+        down["tiles"], down["step"] = lengths[chunk], self.number[of][chunk]
+        down["out"], down["add"] = self.first[of][chunk] + lo, tile[chunk] > 0
+        return inner, down
+
+    def _made(
+        self,
+        table: NDArray[np.int64],
+        of: NDArray[np.int64],
+        tile: NDArray[np.int64],
+        lo: NDArray[np.int64],
+        rows: NDArray[np.int64],
+    ) -> Items:
+        made = np.zeros(len(of), ITEM)
+        made["tile"], made["tiles"], made["rows"] = table, 1, rows
+        made["entry"] = made["out"] = self.entry[of] + tile * self.number[of] + lo
+        made["row"] = self.first[of] + lo
+        return made
+
+    def terms(self, computed: Numbers, x_rows: int) -> tuple[NDArray[np.void], Numbers]:
+        """What each row of x adds up, row by row, and where each row's terms begin. computed: tiles of each
+        item."""
+        of = np.repeat(np.arange(len(self.number)), self.number)
+        place = np.arange(len(self.rows))
+        terms = np.zeros(len(place), TERM)
+        if self.few:
+            terms["first"] = self.entry[of] + place - self.first[of]
+            terms["parts"], terms["stride"] = computed[of], self.number[of]
+        else:
+            terms["first"], terms["parts"] = place, 1
+        terms["weight"] = self.weights
+        order = np.argsort(self.rows, kind="stable")  # experts stay in their order
+        order = order[computed[of[order]] > 0]
+        offsets = np.searchsorted(self.rows[order], np.arange(x_rows + 1)).astype(np.int32)
+        return terms[order], offsets
+
+
+class LayerOnDevice:
+    """One layer's share while it is computed."""
+
+    def __init__(self, experts: CudaExperts, x: Tensor, cuts: Numbers, places: Places) -> None:
+        """Use `CudaExperts.begin`."""
+        self._experts, self._places, self._cuts = experts, places, cuts
+        self._computed = np.zeros(len(cuts), np.int32)
+        self._x = x = x.contiguous()
+        products, shape = experts.products, experts.shape
+        groups, parts = products.groups(shape.hidden), shape.tile // products.format.group
+        group = products.format.group
+        self._scratch = Scratch(
+            products.launcher,
+            *Codes.sizes(len(x), groups, group),
+            *Codes.sizes(places.entries, parts, group),
+            places.outputs * shape.hidden * FLOAT,
+        )
+        codes, factors, inner, inner_factors, self._out = self._scratch.addresses
+        self._codes, self._inner = Codes(codes, factors, groups), Codes(inner, inner_factors, parts)
+        self._row_list: int | None = None
+        self._uploads: list[Uploaded] = []
+        products.quantize(x.data_ptr(), len(x), shape.hidden, self._codes)
+
+    def add(self, tiles: Sequence[tuple[int, Tensor]]) -> None:
+        """Compute tiles: the place of their item among the share's, and their bytes on the device; an item's
+        tiles in their order, also from one call to the next."""
+        if not tiles:
+            return
+        places, experts = self._places, self._experts
+        of = np.array([item for item, _ in tiles], np.int64)
+        table = np.array([tile.data_ptr() for _, tile in tiles], np.int64)
+        starts = np.flatnonzero(np.append(True, of[1:] != of[:-1]))
+        lengths = np.diff(np.append(starts, len(of)))
+        numbers = np.arange(len(of)) - np.repeat(starts, lengths) + self._computed[of]
+        self._computed[of[starts]] += lengths.astype(np.int32)
+        inner, down = places.items(of, numbers)
+        limit = limit_of(int(inner["rows"].max()))
+        arrays = [
+            inner,
+            table,
+            *([] if down is inner else [down]),
+            *([places.rows] if self._row_list is None else []),
+        ]
+        upload = Uploaded(experts.products.launcher, *arrays)
+        self._uploads.append(upload)
+        items, addresses, *rest = upload.addresses
+        down_items = items if down is inner else rest.pop(0)
+        if self._row_list is None:
+            self._row_list = rest.pop(0)
+        products = experts.products
+        products.gate_up(items, len(inner), limit, addresses, self._row_list, self._codes, self._inner)
+        products.down(
+            down_items,
+            len(down),
+            limit,
+            addresses,
+            experts.skipped,
+            self._inner,
+            experts.shape.hidden,
+            self._out,
+        )
+
+    def result(self) -> Tensor:
+        """The weighted sum of the tiles that were added, float32 [R, H]."""
+        experts, rows = self._experts, len(self._x)
+        y = torch.empty_like(self._x)
+        upload = Uploaded(experts.products.launcher, *self._places.terms(self._computed, rows))
+        terms, offsets = upload.addresses
+        experts.products.combine(self._out, terms, offsets, rows, experts.shape.hidden, y.data_ptr())
+        return y
+
+
+class CudaExperts:
+    """Computes tiles of a quantized format."""
+
+    def __init__(self, launcher: Launcher, layout: StoreLayout) -> None:
+        """`launcher` has the format's program (`Program.of_blocks`)."""
+        assert isinstance(layout.format, BlockFormat)
+        self.shape = layout.shape
+        self.products = Products(launcher, layout.format)
+        self.skipped = 2 * layout.format.matrix_bytes(layout.shape.tile, layout.shape.hidden)
+
+    def begin(
+        self, x: Tensor, cuts: Numbers, offsets: Numbers, rows: Numbers, weights: NDArray[np.float32]
+    ) -> LayerOnDevice:
+        """The share whose item i has the rows rows[offsets[i]:offsets[i + 1]] of x, float32 [R, H] on the
+        device, with the weights at the same places, and cuts[i] tiles at most."""
+        return LayerOnDevice(self, x, cuts, Places(cuts, offsets, rows, weights))

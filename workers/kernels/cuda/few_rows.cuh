@@ -1,0 +1,66 @@
+/* Products for one to four rows: a half-warp is a block, lane i its output i, and each word of a record is an operand of
+ * a product of four bytes. No sum crosses lanes. Several records are under way, because a GPU's memory answers late. */
+#pragma once
+
+#include "groups.cuh"
+
+struct record {
+    uint32_t words[WORDS];
+    scaling scales;
+
+    METHOD void load(const uint8_t *from, int i) {
+        scales.load(from, i);
+#pragma unroll
+        for (int j = 0; j < WORDS; j++) words[j] = read_once((const uint32_t *)(from + 64) + LANES * j + i);
+    }
+
+    /* x: the group's codes, 16-byte aligned. */
+    METHOD int32_t times(const int8_t *x) const {
+        int32_t dot = 0;
+#pragma unroll
+        for (int part = 0; part < GROUP / 16; part++) {
+            int4 codes = __ldg((const int4 *)x + part);
+            if (BITS == 4) {
+                uint32_t one = words[2 * part], two = words[2 * part + 1];
+                dot = __dp4a((int)(one & 0x0F0F0F0Fu), codes.x, dot);
+                dot = __dp4a((int)(one >> 4 & 0x0F0F0F0Fu), codes.y, dot);
+                dot = __dp4a((int)(two & 0x0F0F0F0Fu), codes.z, dot);
+                dot = __dp4a((int)(two >> 4 & 0x0F0F0F0Fu), codes.w, dot);
+            } else {
+                dot = __dp4a((int)centred_bytes(words[4 * part]), codes.x, dot);
+                dot = __dp4a((int)centred_bytes(words[4 * part + 1]), codes.y, dot);
+                dot = __dp4a((int)centred_bytes(words[4 * part + 2]), codes.z, dot);
+                dot = __dp4a((int)centred_bytes(words[4 * part + 3]), codes.w, dot);
+            }
+        }
+        return dot;
+    }
+};
+
+/* y[r] = output i of a block for `rows` (at most ROWS) rows: codes x[r] and factors of[r], groups in their order. */
+template <int ROWS>
+DEVICE void multiply_block(const uint8_t *block, int i, int64_t groups, const int8_t *const *x,
+                           const factors *const *of, int rows, float *y) {
+    const int AHEAD = ROWS == 1 && WORDS <= 16 ? 32 / WORDS : WORDS <= 8 ? 2 : 1; /* records */
+    record next[AHEAD];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) y[r] = 0.0f;
+#pragma unroll
+    for (int a = 0; a < AHEAD; a++)
+        if (a < groups) next[a].load(block + a * RECORD, i);
+    for (int64_t first = 0; first < groups; first += AHEAD) {
+#pragma unroll
+        for (int a = 0; a < AHEAD; a++) {
+            int64_t g = first + a;
+            if (g >= groups) break;
+#pragma unroll
+            for (int r = 0; r < ROWS; r++)
+                if (r < rows) {
+                    float2 both = __ldg((const float2 *)(of[r] + g));
+                    factors here = {both.x, both.y};
+                    y[r] = next[a].scales.added(next[a].times(x[r] + g * GROUP), here, y[r]);
+                }
+            if (g + AHEAD < groups) next[a].load(block + (g + AHEAD) * RECORD, i);
+        }
+    }
+}

@@ -1,0 +1,95 @@
+"""Starts compiled kernels on a GPU: on torch's current stream, so behind what torch has computed."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from workers.cuda import CudaError, call
+from workers.kernels.cuda.compiler import compiled
+from workers.kernels.cuda.sources import Program
+
+MOST_BLOCKS = (1 << 31) - 1  # of one launch
+MOST_ARGUMENTS = 16
+
+
+class Launcher(Protocol):
+    """The kernels of one program, on one device."""
+
+    device: torch.device
+
+    def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
+        """Start a kernel. Arguments are addresses on the device and numbers, 64 bits each."""
+
+    def upload(self, data: NDArray[np.uint8]) -> Tensor:
+        """A copy on the device, uint8; the kernels that are launched afterwards may read it."""
+
+
+class Arguments:
+    """A kernel's arguments as the driver takes them: an array of addresses of 64-bit numbers."""
+
+    def __init__(self) -> None:
+        self._numbers = (ctypes.c_int64 * MOST_ARGUMENTS)()
+        first, size = ctypes.addressof(self._numbers), ctypes.sizeof(ctypes.c_int64)
+        self._addresses = (ctypes.c_void_p * MOST_ARGUMENTS)(
+            *(first + i * size for i in range(MOST_ARGUMENTS))
+        )
+        self.address = ctypes.addressof(self._addresses)
+
+    def fill(self, arguments: tuple[int, ...]) -> None:
+        """The driver copies them before a launch returns, so that the same memory serves the next one."""
+        self._numbers[: len(arguments)] = list(arguments)
+
+
+class CudaLauncher:
+    """A program on a CUDA device. Used by one thread at a time."""
+
+    def __init__(self, program: Program, device: torch.device, cache: Path | None) -> None:
+        """Compiles it, or takes it from the cache folder. Raises CudaError where that fails."""
+        self.device = device
+        self._arguments = Arguments()
+        try:
+            self._driver: Any = importlib.import_module("cuda.bindings.driver")
+        except ImportError as e:
+            raise CudaError(f"cuda-bindings is not installed ({e})") from None
+        call("cudaSetDevice", device.index)
+        call("cudaFree", 0)  # the device's context, the one that torch uses, becomes this thread's
+        cubin = compiled(program, torch.cuda.get_device_capability(device), cache)
+        try:
+            self._module = self._call("cuModuleLoadData", np.frombuffer(cubin, np.uint8).ctypes.data)
+        except RuntimeError as e:  # the bindings find no driver
+            raise CudaError(str(e)) from None
+        self._functions: dict[str, Any] = {}
+
+    def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
+        if blocks == 0:
+            return
+        if blocks > MOST_BLOCKS:
+            raise CudaError(f"{kernel}: {blocks} blocks of threads are more than one launch can have")
+        if (function := self._functions.get(kernel)) is None:
+            function = self._call("cuModuleGetFunction", self._module, kernel.encode())
+            self._functions[kernel] = function
+        self._arguments.fill(arguments)
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        self._call(
+            "cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, 0, stream, self._arguments.address, 0
+        )
+
+    def upload(self, data: NDArray[np.uint8]) -> Tensor:
+        # Memory of torch's pinned allocator is not used again before this copy has ended.
+        pinned = torch.empty(len(data), dtype=torch.uint8, pin_memory=True)
+        pinned.numpy()[:] = data
+        return pinned.to(self.device, non_blocking=True)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        status, *results = getattr(self._driver, name)(*arguments)
+        if int(status) != 0:
+            raise CudaError(f"{name}: {status.name}")
+        return results[0] if results else None

@@ -1,0 +1,62 @@
+"""Matrices of a quantized format on a GPU: y = x @ W.T by the same kernels as an expert's down."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shm.blocks import BlockFormat
+from shm.formats import Bytes
+from workers.kernels.cuda.buffers import Scratch, Uploaded
+from workers.kernels.cuda.launcher import Launcher
+from workers.kernels.cuda.products import ITEM, Codes, Products, in_chunks, limit_of
+
+KEPT = 64  # numbers of rows whose items are kept
+
+
+class CudaMatrix:
+    """A matrix [outputs, inputs]; its bytes are copied to the device."""
+
+    def __init__(self, launcher: Launcher, format: BlockFormat, data: Bytes, shape: tuple[int, int]) -> None:
+        """data: uint8 [matrix_bytes], as `BlockFormat.encode_matrix` writes it."""
+        self.outputs, self.inputs = shape
+        if data.shape != (format.matrix_bytes(*shape),):
+            raise ValueError(f"{data.shape} bytes are no matrix {shape} of {format.name}")
+        self._products = Products(launcher, format)
+        self._data = launcher.upload(data)
+        self._items: dict[int, tuple[Uploaded, int, int]] = {}  # by rows: number and limit, too
+
+    @property
+    def bytes(self) -> int:
+        return self._data.nbytes
+
+    def product(self, x: Tensor) -> Tensor:
+        """x float32 [R, inputs] on the device: float32 [R, outputs]."""
+        x = x.contiguous()
+        products, groups = self._products, self._products.groups(self.inputs)
+        y = torch.empty((len(x), self.outputs), dtype=torch.float32, device=x.device)
+        if len(x) == 0:
+            return y
+        scratch = Scratch(products.launcher, *Codes.sizes(len(x), groups, products.format.group))
+        codes, factors = scratch.addresses
+        of_x = Codes(codes, factors, groups)
+        products.quantize(x.data_ptr(), len(x), self.inputs, of_x)
+        upload, number, limit = self._items_of(len(x))
+        items, table = upload.addresses
+        products.down(items, number, limit, table, 0, of_x, self.outputs, y.data_ptr())
+        return y
+
+    def _items_of(self, rows: int) -> tuple[Uploaded, int, int]:
+        """The items of a product with so many rows, kept for the next one."""
+        found = self._items.get(rows)
+        if found is None:
+            _, lo, number = in_chunks(np.array([rows]))
+            made = np.zeros(len(lo), ITEM)
+            made["tiles"], made["rows"], made["entry"], made["out"] = 1, number, lo, lo
+            table = np.array([self._data.data_ptr()], np.int64)
+            upload = Uploaded(self._products.launcher, made, table)
+            if len(self._items) >= KEPT:
+                self._items.pop(next(iter(self._items)))
+            self._items[rows] = found = upload, len(made), limit_of(int(number.max()))
+        return found

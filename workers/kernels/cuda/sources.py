@@ -1,0 +1,44 @@
+"""The sources of the CUDA kernels, and the options that they are compiled with."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from shm.blocks import BlockFormat
+
+FOLDER = Path(__file__).parent
+FILE_NAME = re.compile(r"[0-9a-f]{16}\.cubin")  # of a compiled program in the disk cache
+OPTIONS = ("--std=c++17", "--fmad=false")  # every fused addition is written as one
+
+
+@dataclass(frozen=True)
+class Program:
+    """One file and the constants of its compilation."""
+
+    file: str
+    constants: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def of_blocks(cls, format: BlockFormat, fused: bool) -> Program:
+        """Tiles and matrices of a quantized format. `fused`: with the bits of the host's variants whose
+        additions are fused; else with those of `portable`."""
+        return cls("tiles.cu", (("BITS", format.bits), ("GROUP", format.group), ("FUSED", int(fused))))
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """Options of any compiler."""
+        return tuple(f"-D{name}={value}" for name, value in self.constants)
+
+
+@cache
+def text(file: str) -> bytes:
+    return (FOLDER / file).read_bytes()
+
+
+@cache
+def headers() -> tuple[str, ...]:
+    """Names of the files that others include."""
+    return tuple(sorted(path.name for path in FOLDER.glob("*.cuh")))
