@@ -287,7 +287,7 @@ class Ready:
     Peers refuse another `version` or `fingerprint`."""
 
     version: int
-    role: str  # loader | coordinator | worker | prefetcher | tokenizer | door
+    role: str  # loader | coordinator | worker | prefetcher | tokenizer | door | gateway
     index: int
     incarnation: int
     pid: int

@@ -8,6 +8,7 @@ import math
 import os
 import socket
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,6 +37,8 @@ from shm.layout import format_named
 
 T = TypeVar("T")
 
+HTTP_PACKAGES = ("starlette", "uvicorn", "httptools", "prometheus_client")  # of the extra `serve`
+
 MAX_TEXT_BYTES = 64 << 20  # of a text or a list of ids: far more than any context holds
 
 
@@ -55,6 +58,8 @@ def check_engine(config: EngineConfig, source: ModelSource | None = None) -> Non
     expert_shape(source.config, config.tile, format_named(config.format or AUTOMATIC[0]))
     if config.listen is not None:
         check_listening(config.listen, config.key or keys_folder() / ENGINE_FILE)
+    if config.http is not None:
+        check_http(config.http, config.http_keys)
 
 
 def check_calibration(config: EngineConfig, policies: Sequence[PolicyRequest]) -> None:
@@ -106,6 +111,26 @@ def check_listening(endpoint: str, key: Path) -> None:
             probe.listen()
     except OSError as e:
         raise WrongUsage(f"--listen {endpoint}: cannot be bound: {e.strerror}") from None
+
+
+def check_http(address: str, keys: Path | None) -> None:
+    """Raises WrongUsage unless a gateway with this file of API keys can serve there."""
+    missing = [name for name in HTTP_PACKAGES if find_spec(name) is None]
+    if missing:
+        raise WrongUsage(
+            f"--http needs the Python package {missing[0]}: in Tandem's folder run pip install '.[serve]'"
+        )
+    from pipeline.gateway.access import is_loopback, read_api_keys
+    from pipeline.gateway.server import bind, split_address
+
+    if keys is None and not is_loopback(split_address(address)[0]):
+        raise WrongUsage(f"--http {address}: other machines reach it, so give API keys with --http-keys FILE")
+    try:
+        if keys is not None:
+            read_api_keys(keys)
+        bind(address).close()
+    except ProtocolError as e:
+        raise WrongUsage(str(e)) from None
 
 
 def client_address(endpoint: str, key: Path | None) -> Address:

@@ -20,6 +20,7 @@ from launch.command_line.values import (
     at_least,
     between,
     client_name,
+    http_address,
     model_path,
     not_empty,
     size,
@@ -43,6 +44,7 @@ from protocol.keys import RIGHTS
 from protocol.messages import Calibrate, Sampling
 
 MAX_DAYS = 1e6
+DEFAULT_HTTP = "127.0.0.1:8000"
 MOST_LOSS = 1000  # percent
 MAX_ERROR = 1000  # characters
 LOG_LEVELS = ("debug", "info", "notice", "warning", "error")
@@ -159,6 +161,12 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     serve.add_argument(
         "--listen", metavar="tcp://ADDRESS:PORT", help="also accept clients that have a key at this address"
     )
+    over_http = f"also serve OpenAI's and Anthropic's API over HTTP (default address {DEFAULT_HTTP})"
+    serve.add_argument(
+        "--http", nargs="?", const=DEFAULT_HTTP, type=http_address, metavar="HOST:PORT", help=over_http
+    )
+    keys_file = "API keys for --http, one a line: a name and a key; needed beyond this machine"
+    serve.add_argument("--http-keys", type=Path, metavar="FILE", help=keys_file)
 
     chat = subparsers.add_parser("chat", help="chat with a running engine (--connect NAME to choose one)")
     _add_common(chat)

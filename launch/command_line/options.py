@@ -210,6 +210,8 @@ def parse(arguments: list[str]) -> Options:
     options = Options(command, written)
     if "key" in written and "listen" not in written and options.remote is None:
         raise WrongUsage("--key is for tcp: --connect tcp://HOST:PORT, or serve --listen tcp://ADDRESS:PORT")
+    if "http_keys" in written and "http" not in written:
+        raise WrongUsage("--http-keys belongs to serve --http; give both or neither")
     if "energy" in written and options.remote is not None:
         raise WrongUsage("--energy reads the counters of this machine; run bench where the engine runs")
     if options.connect:

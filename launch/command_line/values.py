@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import math
 import re
 from collections.abc import Callable
@@ -52,6 +53,21 @@ def _number(allowed: Callable[[float], bool], bound: str) -> Callable[[str], flo
         return value
 
     return number
+
+
+def http_address(text: str) -> str:
+    """HOST:PORT or PORT, with an IP address or localhost; the port 0 is any free one."""
+    host, _, port = text.rpartition(":")
+    host = {"": "127.0.0.1", "localhost": "127.0.0.1", "*": "0.0.0.0"}.get(host.strip("[]"), host.strip("[]"))
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        host = ""
+    if not host or not port.isdecimal() or not port.isascii() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write it as HOST:PORT, with an IP address of this machine"
+        )
+    return f"[{host}]:{int(port)}" if ":" in host else f"{host}:{int(port)}"
 
 
 def size(text: str) -> int:

@@ -50,4 +50,6 @@ async def started(options: Options, interrupts: Interrupts) -> AsyncIterator[Sup
     async with supervisor:
         if config.listen is not None:
             notice(f"clients with a key are taken at {config.listen}")
+        if supervisor.http:
+            notice(f"HTTP is served at {supervisor.http} (for OpenAI's clients: {supervisor.http}/v1)")
         yield supervisor

@@ -86,6 +86,14 @@ class ChildConfigs:
             "key": self.key,
         }
 
+    def for_gateway(self, fingerprint: str) -> dict[str, Any]:
+        keys = self.config.http_keys
+        return self._engine() | {
+            "fingerprint": fingerprint,
+            "http": self.config.http,
+            "http_keys": None if keys is None else str(keys.absolute()),
+        }
+
     def _store(self, fingerprint: str) -> dict[str, Any]:
         store = {"store": store_name(fingerprint), "fingerprint": fingerprint}
         return self._engine() | store | {"control": self.control_name}

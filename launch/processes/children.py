@@ -26,6 +26,7 @@ MODULES = {
     "prefetcher": "workers.prefetcher",
     "door": "pipeline.door.process",
     "tokenizer": "pipeline.text.encoder_process",
+    "gateway": "pipeline.gateway.process",
 }
 
 

@@ -16,7 +16,7 @@ from protocol.sockets import Identity
 
 KILL_LIMIT = 2.0  # seconds for the kernel to end a killed child
 LAST_MESSAGE_LIMIT = 0.5  # seconds that the last message of an exited child may still be under way
-STOP_ORDER = (("coordinator",), ("worker", "prefetcher", "tokenizer", "door"), ("loader",))
+STOP_ORDER = (("gateway",), ("coordinator",), ("worker", "prefetcher", "tokenizer", "door"), ("loader",))
 
 
 class ProcessGroup:
@@ -71,7 +71,8 @@ class ProcessGroup:
         await wait_exits(self._of(*roles), KILL_LIMIT)
 
     async def stop(self, orderly: bool) -> None:
-        """In order: the coordinator needs the others to end its requests. `orderly`: the engine was ready."""
+        """In order: the gateway lets answers end, the coordinator needs the others to end its requests.
+        `orderly`: the engine was ready."""
         self._stopped = True
         for roles in STOP_ORDER:
             children = self._of(*roles)

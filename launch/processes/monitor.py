@@ -1,9 +1,10 @@
 """Restarts an engine's processes when they exit or hang; where that is no use, ends the engine with one line.
 A worker or the prefetcher is restarted at once at first, then after growing pauses; the coordinator receives
 a WorkerDied and gives its work to others. Exits before any work, or by a crash before anything was computed,
-end the engine where no worker computes anything between them. The door for tcp is restarted for ever: another
-program may have its port for a while, and only clients over tcp notice. When the coordinator exits or hangs,
-all are killed and restarted on the same store."""
+end the engine where no worker computes anything between them. The door for tcp and the gateway for HTTP are
+restarted for ever: another program may have their port for a while, and only their clients notice. When the
+coordinator exits or hangs, all are killed and restarted on the same store, but for the gateway: its clients'
+answers go on when the coordinator is back."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ log = logging.getLogger("tandem")
 
 COORDINATOR = "coordinator"
 DOOR = "door"
-ALONE = (COORDINATOR, DOOR)  # roles that no other process waits for: they send heartbeats
+GATEWAY = "gateway"
+PORTS = (DOOR, GATEWAY)  # roles that other machines' or programs' clients connect to
+ALONE = (COORDINATOR, *PORTS)  # roles that no other process waits for: they send heartbeats
 COUNTED = ("coordinator", "worker", "prefetcher")  # roles with a line in the control segment
 
 
@@ -96,7 +99,7 @@ class ProcessMonitor:
                 slot = self._slot_of(child)
                 if slot is not None and not slot.ready.done():
                     slot.ready.set_result(None)
-                if slot is not None and slot.role == DOOR:  # the others begin when the coordinator says so
+                if slot is not None and slot.role in PORTS:  # the others begin when the coordinator says so
                     self._on_worker_up(slot, child)
             case WorkerUp() | Hung():
                 slot = self._slots.get((message.role, message.index))
@@ -129,7 +132,8 @@ class ProcessMonitor:
 
     async def _start_children(self, after_ready: bool) -> None:
         for slot in list(self._slots.values()):
-            if slot.after_ready == after_ready and not self._stopping:
+            running = slot.role == GATEWAY and slot.child is not None
+            if slot.after_ready == after_ready and not self._stopping and not running:
                 await self._start_child(slot)
 
     async def _start_child(self, slot: ProcessSlot) -> None:
@@ -150,11 +154,11 @@ class ProcessMonitor:
             child.kill()
 
     async def _wait_ready(self) -> None:
-        # A restart replaces the futures. Local clients do not wait for a restarted door.
+        # A restart replaces the futures. Local clients do not wait for a restarted door or gateway.
         slots = {
             slot.ready: slot
             for slot in self._slots.values()
-            if not slot.after_ready and not (slot.role == DOOR and self._started)
+            if not slot.after_ready and not (slot.role in PORTS and self._started)
         }
         limit = self._limits.ready
         done, pending = await asyncio.wait(slots, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
@@ -168,7 +172,7 @@ class ProcessMonitor:
         slot.exited_at = time.monotonic()
         crashed = child.hung or code not in (-signal.SIGKILL, -signal.SIGTERM)
         seq = self._control.line(slot.role, slot.index).seq if slot.role in COUNTED else -1
-        if slot.role != DOOR:
+        if slot.role not in PORTS:
             coordinator = Identity(COORDINATOR, 0, self._slots[COORDINATOR, 0].incarnation)
             died = WorkerDied(slot.role, slot.index, slot.incarnation, crashed, seq)
             await self._group.send(coordinator, died)
@@ -177,8 +181,8 @@ class ProcessMonitor:
         slot.count_exit(not child.up or (crashed and idle), self._progress())
         reason = _exit_line(child, code)
         engine_restarts = self._engine_restarts
-        while slot.role == DOOR or slot.futile_exits < self._limits.futile_exits:
-            if slot.role != DOOR or slot.early_exits == 0:
+        while slot.role in PORTS or slot.futile_exits < self._limits.futile_exits:
+            if slot.role not in PORTS or slot.early_exits == 0:
                 log.warning(f"{reason}; it is being restarted")
             elif reason != slot.reported:
                 log.warning(f"{reason}; until it can, it is tried again every few seconds")
@@ -228,12 +232,15 @@ class ProcessMonitor:
 
     async def _restart_all(self, pause: float) -> None:
         self._engine_restarts += 1
-        others = dict.fromkeys(slot.role for slot in self._slots.values() if slot.role != COORDINATOR)
+        kept = (COORDINATOR, GATEWAY)
+        others = dict.fromkeys(slot.role for slot in self._slots.values() if slot.role not in kept)
         self._group.kill(*others)
         await self._group.wait_killed(*others)
         self._on_restart()
         await asyncio.sleep(pause)
         for slot in self._slots.values():
+            if slot.role == GATEWAY and slot.child is not None:
+                continue
             if not slot.ready.done():
                 slot.ready.set_result(None)  # a task that waits for this incarnation must not wait for ever
             slot.ready = asyncio.get_running_loop().create_future()

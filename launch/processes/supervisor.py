@@ -72,6 +72,7 @@ class Supervisor:
         self.name = config.name or f"e{os.getpid()}"
         self.model: Path = config.model or model_dir()
         self.endpoint = ""  # where clients connect, once the engine is ready
+        self.http = ""  # where clients over HTTP do, where they can
         self._limits = limits or Limits()
         self._fingerprint = ""  # of the store, once it is loaded
         self._exchange = ""  # what carries work to the workers
@@ -237,8 +238,10 @@ class Supervisor:
             monitor.add_slot("tokenizer", 0, tokenizer, 1, after_ready=True)
         if self.config.listen is not None:
             monitor.add_slot("door", 0, lambda: self._configs.for_door(self._fingerprint), 1)
+        if self.config.http is not None:
+            monitor.add_slot("gateway", 0, lambda: self._configs.for_gateway(self._fingerprint), 1)
         workers = count(number, "worker") if number else "which computes experts itself"
-        others = "".join(f", {role}" for role in ("prefetcher", "door") if monitor.has(role))
+        others = "".join(f", {role}" for role in ("prefetcher", "door", "gateway") if monitor.has(role))
         log.info(f"processes: coordinator, {workers}{others}")
         await monitor.start()
 
@@ -294,6 +297,11 @@ class Supervisor:
             if not self._loaded.done():
                 self._loaded.set_result(ready)
         elif self._monitor is not None:
+            if ready.role == "gateway":  # port 0 is any free one; a restarted gateway has the same
+                self._configs = replace(
+                    self._configs, config=replace(self._configs.config, http=ready.notes[0])
+                )
+                self.http = f"http://{ready.notes[0]}"
             self._monitor.on_message(child, ready)
 
     def _on_policy(self, message: SetPolicy) -> None:

@@ -1,0 +1,135 @@
+"""Who may send requests: API keys from a file, and which hosts and pages a browser may name."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+import re
+import time
+from functools import partial
+from pathlib import Path
+
+from pipeline.gateway.errors import ApiError
+from pipeline.gateway.types import Scope, header_of
+from protocol.errors import NotPrivate, ProtocolError
+from protocol.private_files import check_private
+from protocol.small_files import read_small
+
+log = logging.getLogger(__name__)
+
+LEAST_KEY, MOST_KEY = 16, 256  # characters
+LARGEST = 1 << 20  # bytes of the file
+CHECK_SECONDS = 1.0  # between looks at the file
+OTHERS = 0o077
+LINE = re.compile(r"([A-Za-z0-9._-]{1,64})[ \t]+([\x21-\x7e]+)")
+
+
+def read_api_keys(path: Path) -> dict[bytes, str]:
+    """The names of clients by the SHA-256 of their keys. A line of the file is a name and a key; empty lines
+    and those that begin with # are left out. Raises ProtocolError, one line, which holds no key."""
+    try:
+        check = partial(check_private, forbidden=OTHERS, remedies={"mode": f"; run: chmod 600 {path}"})
+        text = read_small(path, LARGEST, check=check).decode("ascii")
+    except NotPrivate as e:
+        raise ProtocolError(f"{path} {e}") from None
+    except UnicodeDecodeError:
+        raise ProtocolError(f"{path}: keys are of ASCII characters") from None
+    except OSError as e:
+        raise ProtocolError(f"the file of API keys {path} cannot be read: {e.strerror}") from None
+    keys: dict[bytes, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        match = LINE.fullmatch(line.strip())
+        if match is None or not LEAST_KEY <= len(match[2]) <= MOST_KEY:
+            form = f"a name (letters, digits, . _ -) and a key of {LEAST_KEY} to {MOST_KEY} characters"
+            raise ProtocolError(f"{path}, line {number}: write {form}, with a space between them")
+        if _digest(match[2]) in keys or match[1] in keys.values():
+            raise ProtocolError(f"{path}, line {number}: its name or key is in the file twice")
+        keys[_digest(match[2])] = match[1]
+    if not keys:
+        raise ProtocolError(f"{path} has no keys; write one a line: a name and a key")
+    return keys
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("latin-1", "replace")).digest()
+
+
+class Access:
+    """`path`: of the API keys; without it, whoever reaches the address may send requests."""
+
+    def __init__(self, path: Path | None, host: str) -> None:
+        """`host`: the address that the gateway listens at. Raises ProtocolError."""
+        self._path = path
+        self._keys = {} if path is None else read_api_keys(path)
+        self._stamp = self._look()
+        self._next_look = 0.0
+        self._local = is_loopback(host)
+
+    def check_page(self, scope: Scope) -> None:
+        """Refuse what a page of another site has a browser send. Such pages reach a loopback address, also
+        under a name of their own (DNS rebinding). Raises ApiError."""
+        host = header_of(scope, b"host")
+        name = _host_name(host)
+        if self._local and self._path is None and not is_loopback(name):
+            raise ApiError(403, f"the Host {host[:80]!r} is not this machine")
+        origin = header_of(scope, b"origin")
+        if origin and origin.partition("://")[2] != host:
+            raise ApiError(403, f"pages of {origin[:80]!r} may not send requests here")
+
+    def client(self, scope: Scope) -> str:
+        """The name of the client whose key the request has, "" where none is needed. Raises ApiError."""
+        if self._path is None:
+            return ""
+        self._read_again()
+        scheme, _, key = header_of(scope, b"authorization").partition(" ")
+        if scheme.lower() != "bearer":
+            key = header_of(scope, b"x-api-key")
+        given, name = _digest(key.strip()), ""
+        for digest, client in self._keys.items():  # all of them, so that no time depends on the key
+            if hmac.compare_digest(digest, given):
+                name = client
+        if not name:
+            text = "this API key is not known" if key else "an API key is needed: Authorization: Bearer KEY"
+            raise ApiError(401, text, code="invalid_api_key")
+        return name
+
+    def _read_again(self) -> None:
+        """Where the file has changed. Where it cannot be read, the keys stay as they were."""
+        assert self._path is not None
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + CHECK_SECONDS
+        stamp = self._look()
+        if stamp != self._stamp:
+            self._stamp = stamp
+            try:
+                self._keys = read_api_keys(self._path)
+            except ProtocolError as e:
+                log.warning("%s; the keys that were known before still are", e)
+
+    def _look(self) -> tuple[int, int, int] | None:
+        try:
+            found = self._path.stat() if self._path is not None else None
+        except OSError:
+            return None
+        return None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _host_name(host: str) -> str:
+    """Without the port and an IPv6 address's brackets."""
+    match = re.fullmatch(r"\[([0-9a-fA-F:.]+)\](?::\d+)?|([^:\[\]]+)(?::\d+)?", host)
+    return "" if match is None else (match[1] or match[2]).lower()

@@ -1,0 +1,54 @@
+"""One request on its way through the gateway, with what its handler needs."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.gateway.body import Fields, read_json
+from pipeline.gateway.engine_links import EngineLinks
+from pipeline.gateway.responses import EventStream, send_json, unless_gone
+from pipeline.gateway.types import Receive, Scope, Send
+from protocol.client import Client
+
+
+@dataclass
+class Service:
+    """What all requests share."""
+
+    links: EngineLinks
+    started: float = field(default_factory=time.time)
+    draining: bool = False
+
+
+@dataclass
+class Call:
+    """A request. `account`: the name of its API key, "" without keys."""
+
+    service: Service
+    scope: Scope
+    receive: Receive
+    send: Send
+    account: str
+    anthropic: bool
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    async def client(self) -> Client:
+        """The account's connection to the engine. Raises ApiError."""
+        return await self.service.links.client(self.account)
+
+    async def fields(self) -> Fields:
+        """The body's. Raises ApiError, ConnectionError."""
+        return Fields(await read_json(self.scope, self.receive))
+
+    async def answer(self, work: Coroutine[Any, Any, dict[str, Any]]) -> None:
+        """Send the object that `work` makes; it is cancelled where the client disconnects."""
+        await send_json(self.send, await unless_gone(self.receive, work))
+
+    async def stream(self, events: AsyncIterator[bytes]) -> None:
+        """Send events; the generator is ended where the client disconnects."""
+        await EventStream(events, self.anthropic).send(self.receive, self.send)

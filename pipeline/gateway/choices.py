@@ -1,0 +1,93 @@
+"""The choices of one request: answers of the engine that run at once, as one sequence of events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from pipeline.gateway.errors import ApiError
+from protocol.answer import Answer
+from protocol.errors import ProtocolError
+from protocol.messages import Done, Token
+
+Event = tuple[int, Token | Done]
+
+
+async def events_of(answers: Sequence[Answer]) -> AsyncGenerator[Event, None]:
+    """Tokens, and at the end of each answer its Done, with the answer's place. Leaving the loop cancels them
+    all. Raises ProtocolError as the first that fails, ApiError where the engine has cancelled one."""
+    try:
+        if len(answers) == 1:
+            async for token in answers[0]:
+                yield 0, token
+            yield 0, _done_of(answers[0])
+            return
+        queue: asyncio.Queue[Event | ProtocolError | ApiError] = asyncio.Queue()
+        tasks = [asyncio.create_task(_feed(queue, place, answer)) for place, answer in enumerate(answers)]
+        try:
+            left = len(answers)
+            while left:
+                event = await queue.get()
+                if not isinstance(event, tuple):
+                    raise event
+                left -= isinstance(event[1], Done)
+                yield event
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    finally:
+        for answer in answers:
+            with suppress(ProtocolError):
+                await answer.cancel()
+
+
+async def _feed(queue: asyncio.Queue[Any], place: int, answer: Answer) -> None:
+    try:
+        async for token in answer:
+            queue.put_nowait((place, token))
+        queue.put_nowait((place, _done_of(answer)))
+    except (ProtocolError, ApiError) as e:
+        queue.put_nowait(e)
+
+
+def _done_of(answer: Answer) -> Done:
+    assert answer.done is not None
+    if answer.done.reason == "cancelled":  # by the engine: a client that cancels does not read on
+        raise ApiError(503, "the engine cancelled this answer: it is shutting down")
+    return answer.done
+
+
+class Usage:
+    """Tokens of all answers of a request."""
+
+    def __init__(self) -> None:
+        self.prompt = 0
+        self.cached = 0
+        self.completion = 0
+        self.reasoning = 0
+        self.fidelity: dict[str, Any] | None = None
+
+    def add(self, answer: Answer, *, new_prompt: bool = True) -> None:
+        """`new_prompt`: not another choice for the same one."""
+        done = answer.done
+        assert done is not None
+        if new_prompt:
+            self.prompt += int(done.stats.get("prompt_tokens", 0))
+            self.cached += int(done.stats.get("kv_reused_tokens", 0))
+        self.completion += len(answer.token_ids)
+        self.fidelity = done.stats.get("fidelity", self.fidelity)
+
+    def openai(self) -> dict[str, Any]:
+        usage: dict[str, Any] = {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
+        }
+        if self.fidelity is not None:
+            usage["fidelity"] = self.fidelity
+        return usage

@@ -1,0 +1,59 @@
+"""Refusals and failures as HTTP answers, in OpenAI's shape or Anthropic's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from protocol.errors import EngineGone, MalformedMessage, ProtocolError, RequestFailed
+
+# by status: what OpenAI's and what Anthropic's clients are told
+KINDS = {
+    400: ("invalid_request_error", "invalid_request_error"),
+    401: ("authentication_error", "authentication_error"),
+    403: ("permission_error", "permission_error"),
+    404: ("not_found_error", "not_found_error"),
+    405: ("invalid_request_error", "invalid_request_error"),
+    408: ("timeout_error", "timeout_error"),
+    413: ("invalid_request_error", "request_too_large"),
+    415: ("invalid_request_error", "invalid_request_error"),
+    429: ("rate_limit_error", "rate_limit_error"),
+    500: ("server_error", "api_error"),
+    503: ("service_unavailable_error", "overloaded_error"),
+}
+
+
+class ApiError(Exception):
+    """A request that is not served. `param`: the field that is at fault; `code`: a word for programs."""
+
+    def __init__(self, status: int, text: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self, anthropic: bool = False) -> dict[str, Any]:
+        kind = KINDS.get(self.status, KINDS[500])[anthropic]
+        if anthropic:
+            return {"type": "error", "error": {"type": kind, "message": str(self)}}
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def bad(param: str, text: str, code: str | None = None) -> ApiError:
+    """A field's value cannot be served."""
+    return ApiError(400, f"{param}: {text}", param, code)
+
+
+def of_engine(error: ProtocolError) -> ApiError:
+    """What a client sees of an error of the client library."""
+    match error:
+        case RequestFailed(usage=True):
+            code = "context_length_exceeded" if "the context is" in str(error) else None
+            return ApiError(400, str(error), code=code)
+        case MalformedMessage():
+            return ApiError(400, f"the request cannot be sent to the engine: {error}")
+        case EngineGone():
+            return ApiError(503, str(error))
+        case RequestFailed():
+            return ApiError(503 if "try again" in str(error) else 500, str(error))
+    return ApiError(500, str(error))

@@ -1,0 +1,97 @@
+"""The gateway as an ASGI application: finds a request's endpoint, checks who sends it, answers errors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from starlette.routing import Match, Route
+
+from pipeline.gateway.access import Access
+from pipeline.gateway.call import Call, Service
+from pipeline.gateway.errors import ApiError, of_engine
+from pipeline.gateway.responses import send_error
+from pipeline.gateway.routes import ENDPOINTS, Endpoint
+from pipeline.gateway.types import Receive, Scope, Send
+from protocol.errors import ProtocolError
+
+log = logging.getLogger(__name__)
+
+MOST_CALLS = 1024  # requests at once; the engine itself decides which of them run
+
+
+class Front:
+    """An ASGI application."""
+
+    def __init__(self, service: Service, access: Access) -> None:
+        self._service = service
+        self._access = access
+        self._routes = [(Route(e.path, _unused, methods=[e.method]), e) for e in ENDPOINTS]
+        self._exact = {(e.method, e.path): e for e in ENDPOINTS if "{" not in e.path}
+        self.running = 0  # requests
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        started = False
+
+        async def watched(message: Any) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        anthropic = scope["path"].startswith("/v1/messages")
+        self.running += 1
+        self.idle.clear()
+        try:
+            await self._serve(scope, receive, watched, anthropic)
+            return
+        except ApiError as e:
+            error = e
+        except ProtocolError as e:
+            error = of_engine(e)
+        except ConnectionError:
+            return  # the client has gone
+        except Exception:
+            log.exception("a request failed")
+            error = ApiError(500, "the gateway failed; its log has the reason")
+        finally:
+            self.running -= 1
+            if not self.running:
+                self.idle.set()
+        if not started:
+            await send_error(send, error, anthropic)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, anthropic: bool) -> None:
+        endpoint = self._endpoint(scope)
+        self._access.check_page(scope)
+        account = "" if endpoint.public else self._access.client(scope)
+        if endpoint.method == "POST":
+            if self._service.draining:
+                raise ApiError(503, "the server is shutting down")
+            if self.running > MOST_CALLS:
+                raise ApiError(429, f"{MOST_CALLS} requests are running; try again later")
+        await endpoint.handler(Call(self._service, scope, receive, send, account, anthropic))
+
+    def _endpoint(self, scope: Scope) -> Endpoint:
+        method, path = scope["method"], scope["path"]
+        if found := self._exact.get((method, path)):
+            return found
+        allowed = []
+        for route, endpoint in self._routes:
+            match, inner = route.matches({**scope, "method": endpoint.method})
+            if match is Match.FULL:
+                if endpoint.method == method:
+                    scope.update(inner)
+                    return endpoint
+                allowed.append(endpoint.method)
+        if allowed:
+            raise ApiError(405, f"{method[:20]} is not served at {path[:80]}, but {', '.join(allowed)}")
+        raise ApiError(404, f"nothing is served at {path[:80]!r}")
+
+
+async def _unused() -> None:
+    """A Route has an endpoint; only its pattern is used."""

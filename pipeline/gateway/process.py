@@ -1,0 +1,99 @@
+"""Process entry: the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import uvloop
+import zmq.asyncio
+
+from pipeline.gateway.access import Access
+from pipeline.gateway.call import Service
+from pipeline.gateway.engine_links import EngineLinks
+from pipeline.gateway.front import Front
+from pipeline.gateway.server import bind, make_server, split_address
+from protocol.codec import decode, encode
+from protocol.connection import HEARTBEAT_SECONDS
+from protocol.errors import MalformedMessage, ProtocolError
+from protocol.messages import VERSION, Failed, Heartbeat, Ready, Shutdown
+from protocol.sockets import connect_dealer, ipc_endpoint
+
+log = logging.getLogger(__name__)
+
+DRAIN_SECONDS = 3.0  # for answers that run when the engine is stopped
+LAST_SECONDS = 0.5  # for the error that ends the others
+
+
+async def _run(config: dict[str, Any]) -> int:
+    runtime = Path(config["runtime"])
+    context = zmq.asyncio.Context()
+    supervisor = connect_dealer(context, ipc_endpoint(runtime, "control.sock"), identity=config["identity"])
+    try:
+        host, _ = split_address(config["http"])
+        keys = config["http_keys"]
+        access = Access(None if keys is None else Path(keys), host)
+        bound = bind(config["http"])
+        links = EngineLinks(ipc_endpoint(runtime, "client.sock"))
+        service = Service(links)
+        front = Front(service, access)
+        server = make_server(front)
+        links.start()
+        serving = asyncio.create_task(server.serve(sockets=[bound]))
+        where = f"[{host}]" if ":" in host else host
+        notes = (f"{where}:{bound.getsockname()[1]}",)
+        ready = Ready(VERSION, "gateway", 0, config["incarnation"], os.getpid(), config["fingerprint"], notes)
+        await supervisor.send_multipart(encode(ready))
+        heart = asyncio.create_task(_send_heartbeats(supervisor))
+        stop = asyncio.create_task(_wait_for_shutdown(supervisor))
+        await asyncio.wait((serving, heart, stop), return_when=asyncio.FIRST_COMPLETED)
+        service.draining = True
+        await _until_idle(front, DRAIN_SECONDS)
+        await links.close()  # the answers that still run end with an error
+        await _until_idle(front, LAST_SECONDS)
+        server.should_exit = server.force_exit = True
+        for task in (heart, stop):
+            task.cancel()
+        await asyncio.gather(serving, heart, stop, return_exceptions=True)
+    except ProtocolError as e:  # for example, the port is in use
+        await supervisor.send_multipart(encode(Failed("gateway", str(e), usage=True)))
+        return 2
+    finally:
+        supervisor.close()
+        context.term()
+    return 0
+
+
+async def _until_idle(front: Front, seconds: float) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await front.idle.wait()
+
+
+async def _send_heartbeats(supervisor: zmq.asyncio.Socket) -> None:
+    while True:
+        await supervisor.send_multipart(encode(Heartbeat(time.monotonic())))
+        await asyncio.sleep(HEARTBEAT_SECONDS)
+
+
+async def _wait_for_shutdown(supervisor: zmq.asyncio.Socket) -> None:
+    while True:
+        try:
+            message = decode(await supervisor.recv_multipart())
+        except MalformedMessage as e:
+            log.warning("dropped a malformed message of the supervisor: %s", e)
+            continue
+        if isinstance(message, Shutdown):
+            return
+
+
+def main(config: dict[str, Any]) -> int:
+    """Serve until Shutdown. Returns the exit code."""
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    code: int = uvloop.run(_run(config))
+    return code

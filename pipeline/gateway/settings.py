@@ -1,0 +1,86 @@
+"""The fields that all endpoints with an answer have: how long it is, how tokens are chosen, where it ends."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipeline.gateway.body import Fields
+from protocol.messages import Sampling, Welcome
+
+log = logging.getLogger(__name__)
+
+MOST_CHOICES = 16
+MOST_SEED = (1 << 63) - 1
+MOST_STOPS = 16
+MOST_TOP_K = 1 << 31
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`sampling`, `stop`, ...: as of `Client.generate`."""
+
+    max_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    choices: int
+    stream: bool
+    include_usage: bool
+
+    def of_choice(self, index: int) -> dict[str, Any]:
+        """Arguments of `Client.generate` for one of the choices: each has a seed of its own."""
+        sampling, seed = self.sampling, self.sampling.seed
+        if seed is not None and index:
+            sampling = replace(sampling, seed=(seed + index) & MOST_SEED)
+        return {
+            "max_tokens": self.max_tokens,
+            "sampling": sampling,
+            "stop": self.stop,
+            "ignore_eos": self.ignore_eos,
+        }
+
+
+def take_sampling(fields: Fields, welcome: Welcome) -> Sampling:
+    """What is not given is as the model's makers recommend."""
+    default = welcome.sampling
+    top_k = fields.integer("top_k", -1, MOST_TOP_K, default.top_k)
+    seed = fields.integer("seed", -MOST_SEED, MOST_SEED, None)
+    return replace(
+        default,
+        temperature=fields.number("temperature", 0.0, 100.0, default.temperature),
+        top_k=max(top_k, 0),  # -1: no limit, as other servers have it
+        top_p=fields.number("top_p", 1e-9, 1.0, default.top_p),
+        min_p=fields.number("min_p", 0.0, 1.0, default.min_p),
+        repetition_penalty=fields.number("repetition_penalty", 0.01, 100.0, default.repetition_penalty),
+        seed=None if seed is None else seed & MOST_SEED,
+    )
+
+
+def take_settings(fields: Fields, welcome: Welcome, max_tokens: int) -> Settings:
+    """`max_tokens`: where the request gives none."""
+    stop = fields.strings("stop")
+    if len(stop) > MOST_STOPS or "" in stop:
+        fields.refuse("stop", f"takes up to {MOST_STOPS} texts, none of them empty")
+    stream = fields.flag("stream")
+    options = fields.within("stream_options")
+    include_usage = options is not None and options.flag("include_usage")
+    if options is not None and not stream:
+        fields.refuse("stream_options", "belongs to stream: true")
+    return Settings(
+        max_tokens=max_tokens,
+        sampling=take_sampling(fields, welcome),
+        stop=stop,
+        ignore_eos=fields.flag("ignore_eos"),
+        choices=fields.integer("n", 1, MOST_CHOICES, 1),
+        stream=stream,
+        include_usage=include_usage,
+    )
+
+
+def note_unknown(fields: Fields, endpoint: str) -> None:
+    """Fields of other servers are accepted: clients send them by habit."""
+    if unknown := fields.unknown:
+        names = ", ".join(name[:40] for name in unknown[:8])
+        log.info("%s: fields without a meaning here: %s", endpoint, names)
