@@ -5,14 +5,19 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any
 
+from pipeline.assets import model_dir
 from pipeline.gateway.call import Call
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.responses import send_json
 from protocol.messages import Welcome
 
+EMBEDDED = "tandem-embedded"
+
 
 def model_name(welcome: Welcome) -> str:
     """The model as clients know it: without the folders before its name."""
+    if PurePath(welcome.model) == model_dir():
+        return EMBEDDED
     return PurePath(welcome.model).name or welcome.model
 
 

@@ -1,0 +1,169 @@
+"""Chat completions over HTTP, as OpenAI's own client reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from conftest import Served
+
+from protocol.client import Client
+from protocol.messages import ChatMessage
+
+openai = pytest.importorskip("openai")
+QUESTION = [{"role": "user", "content": "What is a list?"}]
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Any:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+
+
+def engine_answer(served: Served, **arguments: Any) -> tuple[str, str]:
+    """Text and reason of the engine's own answer to QUESTION."""
+
+    async def ask() -> tuple[str, str]:
+        async with Client.connect(served.endpoint) as own:
+            sampling = own.welcome.sampling
+            found = await own.generate(
+                messages=[ChatMessage("user", "What is a list?")], sampling=sampling, **arguments
+            ).result()
+            return found.text, found.done.reason
+
+    return asyncio.run(ask())
+
+
+def engine_stats(served: Served) -> dict[str, Any]:
+    async def ask() -> dict[str, Any]:
+        async with Client.connect(served.endpoint) as own:
+            return await own.stats()
+
+    return asyncio.run(ask())
+
+
+def test_an_answer_is_the_engines(served: Served, client: Any) -> None:
+    text, reason = engine_answer(served, max_tokens=24)
+    found = client.chat.completions.create(model="tandem-embedded", messages=QUESTION, max_tokens=24)
+    assert found.choices[0].message.content == text
+    assert found.choices[0].finish_reason == reason
+    assert found.usage.completion_tokens <= 24
+    assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
+
+
+def test_a_stream_adds_up_to_the_whole_answer(served: Served, client: Any) -> None:
+    text, reason = engine_answer(served, max_tokens=24)
+    options = {"include_usage": True}
+    chunks = list(
+        client.chat.completions.create(
+            model="tandem-embedded", messages=QUESTION, max_tokens=24, stream=True, stream_options=options
+        )
+    )
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == reason
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens <= 24
+
+
+def test_choices_have_places_and_seeds_of_their_own(client: Any) -> None:
+    def ask() -> list[tuple[int, str]]:
+        found = client.chat.completions.create(
+            model="tandem-embedded", messages=QUESTION, max_tokens=12, n=3, temperature=1.5, seed=7
+        )
+        return [(choice.index, choice.message.content) for choice in found.choices]
+
+    first = ask()
+    assert [index for index, _ in first] == [0, 1, 2]
+    assert len({text for _, text in first}) > 1
+    assert ask() == first
+
+
+def test_the_next_turn_reuses_what_was_computed(client: Any) -> None:
+    question = [{"role": "user", "content": "What is a generator, and why would one use it?"}]
+    first = client.chat.completions.create(model="tandem-embedded", messages=question, max_tokens=8)
+    turns = [
+        *question,
+        {"role": "assistant", "content": first.choices[0].message.content},
+        {"role": "user", "content": "And a list?"},
+    ]
+    second = client.chat.completions.create(model="tandem-embedded", messages=turns, max_tokens=8)
+    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 1
+
+
+def test_a_client_that_disconnects_cancels_its_answer(served: Served) -> None:
+    before = engine_stats(served)["scheduler"]["ended"]
+    body = {"messages": QUESTION, "max_tokens": 900, "stream": True, "ignore_eos": True}
+    with served.http() as http:
+        for stream in (True, False):
+            try:
+                with http.stream(
+                    "POST", "/v1/chat/completions", json=body | {"stream": stream}, timeout=0.5
+                ) as answer:
+                    next(answer.iter_lines())
+            except httpx.TimeoutException:
+                assert not stream
+    until = time.monotonic() + 20
+    while (stats := engine_stats(served)["scheduler"])["ended"] < before + 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert stats["ended"] == before + 2
+    assert stats["running"] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
+        ({"messages": ["hello"]}, "messages[0]"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": 1e400}, None),
+        ({"n": 99}, "n"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ],
+)
+def test_a_wrong_value_is_a_400_that_names_the_field(
+    served: Served, change: dict[str, Any], param: str | None
+) -> None:
+    body = json.dumps({"messages": QUESTION, "max_tokens": 4} | change)
+    with served.http() as http:
+        found = http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert found.status_code == 400
+    assert found.json()["error"]["param"] == param
+    assert found.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_refusals_have_the_status_that_fits(served: Served) -> None:
+    kind = {"content-type": "application/json"}
+    with served.http() as http:
+        assert http.get("/health").json() == {"status": "ok"}
+        assert http.get("/nowhere").status_code == 404
+        assert http.delete("/v1/models").status_code == 405
+        assert http.post("/v1/chat/completions", content=b"{}").status_code == 415
+        assert http.get("/health", headers={"host": "evil.example"}).status_code == 403
+        assert http.get("/health", headers={"origin": "http://evil.example"}).status_code == 403
+        for wrong in (b"{", b"[]", b'{"a":NaN}', b"[" * 100000, b"\xff"):
+            assert http.post("/v1/chat/completions", content=wrong, headers=kind).status_code == 400
+        large = b'{"a":"' + b"x" * (9 << 20) + b'"}'
+        assert http.post("/v1/chat/completions", content=large, headers=kind).status_code == 413
+        model = http.post("/v1/chat/completions", json={"messages": QUESTION, "model": "gpt-9"})
+        assert (model.status_code, model.json()["error"]["code"]) == (404, "model_not_found")
+        long = [{"role": "user", "content": "word " * 5000}]
+        for stream in (False, True):
+            refused = http.post("/v1/chat/completions", json={"messages": long, "stream": stream})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["code"] == "context_length_exceeded"
