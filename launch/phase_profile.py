@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.counters import fidelity
 
@@ -32,6 +32,15 @@ class LayerTime:
     layer: int
     seconds: float
     causes: dict[str, float]
+
+
+class ChannelFigures(NamedTuple):
+    """Channels copied to the device, and shares of what was predicted of them, None without predictions."""
+
+    moved: int
+    experts: float | None  # of the experts that layers used: predicted by the layer before
+    recall: float | None  # of the channels that masks kept in these: predicted
+    used: float | None  # of the predicted channels that were copied: kept by a mask
 
 
 @dataclass(frozen=True)
@@ -129,6 +138,19 @@ class PhaseProfile:
         """Share of the channels that were read in layers with a mask, if there were any."""
         channels = int(self.tree["masked_channels"])
         return int(self.tree["kept_channels"]) / channels if channels else None
+
+    @property
+    def channels(self) -> ChannelFigures | None:
+        """Of moved channels, if there were any."""
+        c = self.tree["channels"]
+        if not c["moved"]:
+            return None
+        share = {
+            "experts": (c["right_experts"], c["used_experts"]),
+            "recall": (c["right"], c["kept"]),
+            "used": (c["right"], c["guessed"] + c["wasted"]),
+        }
+        return ChannelFigures(c["moved"], **{name: a / b if b else None for name, (a, b) in share.items()})
 
     @property
     def layers(self) -> list[LayerTime]:

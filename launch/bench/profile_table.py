@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.bench.result import PolicyResult
-from launch.phase_profile import PhaseProfile
+from launch.phase_profile import ChannelFigures, PhaseProfile
 from launch.terminal.format import MISSING, alike, percent
 from launch.terminal.tables import make_table
 from pipeline.models.shapes import is_shape
@@ -72,9 +72,21 @@ def _approximation_table(
     }
     if masked:
         columns["channels\nread"] = [percent(profile.kept_share) for _, profile in approximate]
+        columns |= _predicted_channels([profile.channels for _, profile in approximate])
     if any(result.perplexity for result, _ in approximate):
         columns["added\nperplexity"] = [_added(result) for result, _ in approximate]
     yield _rows([result for result, _ in approximate], columns)
+
+
+def _predicted_channels(figures: Sequence[ChannelFigures | None]) -> dict[str, list[str]]:
+    """Columns, where any were predicted."""
+    if not any(found is not None and found.experts is not None for found in figures):
+        return {}
+    named = {"experts": "experts\npredicted", "recall": "channels\npredicted", "used": "of these\nused"}
+    return {
+        column: [percent(None if found is None else getattr(found, name)) for found in figures]
+        for name, column in named.items()
+    }
 
 
 def _rows(results: Sequence[PolicyResult], columns: dict[str, list[str]]) -> Table:
@@ -110,6 +122,9 @@ def legend(results: Sequence[PolicyResult], profiles: Sequence[PhaseProfile], te
         lines.append(f"{', '.join(APPROXIMATE[: None if masked else -1])}: shares of the routed weight")
         if masked:
             lines.append("left: in channels that were left out, by |u|; channels read: the share of them")
+        if _predicted_channels([profile.channels for profile in profiles]):
+            lines.append("experts, channels predicted: shares of those that a layer used, named by the layer")
+            lines.append("before; of these used: share of the channels that predictions copied")
     judged = next((result.perplexity for result in results if result.perplexity), None)
     if judged is not None:
         lines.append(f"perplexity: relative to {judged.policy}, {judged.tokens} decoded tokens, {text}")
@@ -142,6 +157,7 @@ def profile_to_map(profile: PhaseProfile, result: PolicyResult) -> dict[str, Any
         "shares": profile.shares,
         "fidelity": {"exact": result.exact, **profile.fidelity},
         "channels_read": profile.kept_share,
+        "channels": None if profile.channels is None else profile.channels._asdict(),
         "perplexity": None if result.perplexity is None else result.perplexity.to_map(),
     }
 

@@ -100,6 +100,13 @@ def facts(profile: PhaseProfile, answer: dict[str, Any], prefetch: dict[str, Any
         lines.append(prefetch["status"])
     if profile.kept_share is not None:
         lines.append(f"channels: {percent(profile.kept_share)} of the experts' were read")
+    if (channels := profile.channels) is not None:
+        found = f"channels copied: {channels.moved / rows:.0f} per token"
+        if channels.experts is not None:
+            named, of_them = percent(channels.experts), percent(channels.recall)
+            found += f"; predicted were {named} of the experts, and {of_them} of their channels;"
+            found += f" {percent(channels.used)} of the predicted channels were used"
+        lines.append(found)
     return [*lines, f"fidelity: {_fidelity(answer.get('fidelity', {}))}"]
 
 
