@@ -1,0 +1,65 @@
+"""Processes that are killed or stopped while channels are gathered and masks leave others out: answers are
+the same to rounding. The engine's link is so slow that most of a step is gathering."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from fault_engines import KILL, STOP, State, answer, config, same
+
+from protocol.client import Client
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+FLOE = {"sparsity": "0.5", "pause": "0"}
+FAULTS = [(KILL, ["prefetcher"]), (STOP, ["prefetcher"]), (KILL, ["prefetcher", "worker"])]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def state(start_engine, tiny_model) -> AsyncIterator[State]:
+    settings = {"format": "floe-u8-int8", "policy": "floe", "policy_options": FLOE}
+    settings |= {"expert_cache": 0.3, "link_gbps": 0.002, "host_slowdown": 1.0}
+    async with start_engine(config(tiny_model, **settings)) as (supervisor, client):
+        state = State(supervisor, client)
+        await state.wait_recovered()
+        yield state
+
+
+@pytest.mark.parametrize(("number", "roles"), FAULTS, ids=["killed", "stopped", "with a worker"])
+async def test_exits_during_gathers_change_no_token(state, number, roles) -> None:
+    reference = await answer(state.client)
+    before = {role: await state.exits(role) for role in roles}
+    counters = (await state.client.stats())["engine"]["decode"]
+    assert counters["channels"]["moved"] > 0
+    assert counters["channels"]["guessed"] > 0
+    assert counters["kept_channels"] < counters["masked_channels"]
+
+    def fault() -> None:
+        for role in roles:
+            state.send(number, role)
+
+    assert same(await answer(state.client, fault=fault), reference)
+    for role in roles:
+        stats = await state.wait_recovered(role, before[role] + 1)
+    after = stats["engine"]["decode"]
+    assert (
+        after["host_tiles"] > counters["host_tiles"]
+    )  # what was not gathered; under this policy, nothing else
+    assert same(await answer(state.client), reference)
+    final = (await state.client.stats())["engine"]["decode"]
+    assert final["channels"]["moved"] > after["channels"]["moved"]
+    assert final["host_tiles"] == after["host_tiles"]
+
+
+async def test_restarted_coordinator_gives_the_same_answer(state) -> None:
+    """The store's up matrices are attached again, and the new slab holds the same experts."""
+    reference = await answer(state.client)
+    state.send(KILL, "coordinator")
+    await state.client.lost()
+    async with Client.connect(state.supervisor.endpoint, timeout=60.0) as client:
+        assert client.welcome.policy == "floe"
+        assert same(await answer(client), reference)
+        counters = (await client.stats())["engine"]["decode"]
+    assert counters["channels"]["moved"] > 0
