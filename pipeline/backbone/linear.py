@@ -16,6 +16,7 @@ from pipeline.errors import ModelError
 from shm.blocks import BlockFormat
 from shm.errors import WeightsUnusable
 from shm.layout import FORMATS, Bytes, Float32
+from workers.kernels.cuda.matrix import CudaMatrix
 from workers.kernels.layer import Projection
 from workers.kernels.matrix import DenseMatrix, HostMatrix, quantized
 from workers.kernels.reference import DTYPES
@@ -84,15 +85,17 @@ class BiasedLinear:
 
 @dataclass(frozen=True)
 class QuantizedLinear:
-    """A matrix of a quantized format, multiplied by the host's expert kernels."""
+    """A matrix of a quantized format, multiplied by the expert kernels of the host or the device."""
 
-    matrix: HostMatrix
+    matrix: HostMatrix | CudaMatrix
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.from_numpy(self.matrix.product(x.numpy()))
+        if isinstance(self.matrix, HostMatrix):
+            return torch.from_numpy(self.matrix.product(x.numpy()))
+        return self.matrix.product(x)
 
     def on_host(self) -> Projection | None:
-        return Projection(self.matrix)
+        return Projection(self.matrix) if isinstance(self.matrix, HostMatrix) else None
 
 
 class Precision:
@@ -106,7 +109,7 @@ class Precision:
         self._format = format if isinstance(format, BlockFormat) else None
         self.cache = cache
         if self._format is not None:
-            device.check_quantized()
+            device.check_quantized(self._format)
         self.dtype = DTYPES.get(name, torch.bfloat16)  # of embeddings and of the KV cache
         self.pending: list[FileBacked] = []  # weights still used from their files
 
@@ -120,13 +123,13 @@ class Precision:
         shape: tuple[int, int],
         numbers: Callable[[], Float32],
         ready: Callable[[BlockFormat], Bytes | None],
-    ) -> HostMatrix:
+    ) -> HostMatrix | CudaMatrix:
         """A quantized matrix [outputs, inputs]: from `ready` if that is not None, else from the cache under
         `name`, else from its float32 `numbers`. Raises ModelError where the numbers cannot be quantized."""
         assert self._format is not None
         data = ready(self._format)
         if data is not None:
-            return HostMatrix(self._format, data, shape, self.device.team, self.device.kernels)
+            return self.device.quantized_matrix(self._format, data, shape)
         if self.cache is not None:
             data = self.cache.take(name, self._format.matrix_bytes(*shape))
         cached = data is not None
@@ -137,7 +140,7 @@ class Precision:
                 raise ModelError(f"{name}: {e}") from None
             if self.cache is not None:
                 self.cache.keep(name, data)
-        matrix = HostMatrix(self._format, data, shape, self.device.team, self.device.kernels)
-        if cached:
+        matrix = self.device.quantized_matrix(self._format, data, shape)
+        if cached and isinstance(matrix, HostMatrix):
             self.pending.append(matrix)
         return matrix

@@ -17,6 +17,7 @@ from pipeline.checkpoint.model_source import Tensors
 from pipeline.errors import ModelError
 from pipeline.models.architecture import TensorSpec
 from shm.layout import Float32
+from workers.kernels.cuda.matrix import CudaMatrix
 from workers.kernels.matrix import HostMatrix
 
 RowOrder = Mapping[str, NDArray[np.int64]]  # role -> a permutation of its matrix's rows
@@ -78,7 +79,7 @@ class Weights:
         biases = np.concatenate([self._bias(role, order) for role in roles])
         return BiasedLinear(linear, self._keep(torch.from_numpy(biases), torch.float32))
 
-    def _quantized(self, roles: tuple[str, ...], order: RowOrder) -> HostMatrix:
+    def _quantized(self, roles: tuple[str, ...], order: RowOrder) -> HostMatrix | CudaMatrix:
         def numbers() -> Float32:
             parts = [_ordered(self._float32(role), role, order) for role in roles]
             return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -132,23 +132,23 @@ class _Probe:
 
     def device(self, rows: int, seconds: float) -> float:
         """One tile at `rows` rows from the slab, while the pool computes."""
-        engine = self._engine
-        where = engine.device.torch_device
-        memory = self._memory
-        x = memory.kernel.activations(self._activations(rows).to(where))
-        every = torch.arange(rows, device=where)
-        count, tiles = min(8, memory.slab.slots), engine.shape.tiles
-        items = np.array([[0, tiles, tiles]], np.int32)
-        numbers = np.arange(rows, dtype=np.int32)
-        share = Share(items, np.array([0, rows], np.int32), numbers, np.ones(rows, np.float32))
+        engine, memory, shape = self._engine, self._memory, self._engine.shape
+        x = self._activations(rows).to(engine.device.torch_device)
+        experts = min(-(-min(8, memory.slab.slots) // shape.tiles), shape.experts)
+        count = min(8, memory.slab.slots, experts * shape.tiles)
+        items = np.array([[expert, shape.tiles, shape.tiles] for expert in range(experts)], np.int32)
+        numbers = np.tile(np.arange(rows, dtype=np.int32), experts)
+        offsets = np.arange(experts + 1, dtype=np.int32) * rows
+        share = Share(items, offsets, numbers, np.ones(len(numbers), np.float32))
+        slots = [(slot // shape.tiles, slot % shape.tiles, memory.slab.slot(slot)) for slot in range(count)]
 
         def once() -> float:
             ticket = self._submit(rows)
-            clock = StepClock(PhaseCounters(engine.shape.layers))
-            expert = [memory.begin(0, share, x, DENSE, clock) for _ in range(-(-count // tiles))]
+            clock = StepClock(PhaseCounters(shape.layers))
+            layer = memory.begin_sum(memory.begin(0, share, x, DENSE, clock), x)
             started = time.perf_counter()
-            for slot in range(count):
-                memory.output(expert[slot // tiles], 0, slot % tiles, memory.slab.slot(slot), x, every)
+            layer.add(slots)
+            layer.result()
             engine.device.wait(engine.device.fence())
             elapsed = time.perf_counter() - started
             ticket.result()

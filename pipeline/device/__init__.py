@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pipeline.device.base import Device, SlabMemory
 from pipeline.errors import UsageError
 from workers.kernels.choice import DEFAULT, Choice
@@ -9,9 +11,10 @@ from workers.kernels.choice import DEFAULT, Choice
 __all__ = ["Device", "SlabMemory", "open_device"]
 
 
-def open_device(name: str, kernels: Choice = DEFAULT) -> Device:
-    """The device `cpu`, which computes with these kernels, or `cuda`; `auto`: cuda where torch sees such a
-    device. Raises UsageError for a cuda that torch does not see."""
+def open_device(name: str, kernels: Choice = DEFAULT, cache: Path | None = None) -> Device:
+    """The device `cpu`, which computes with these kernels, or `cuda`, which keeps compiled ones in the
+    `cache` folder; `auto`: cuda where torch sees such a device. Raises UsageError for a cuda that torch does
+    not see."""
     import torch
 
     if name == "auto":
@@ -21,7 +24,7 @@ def open_device(name: str, kernels: Choice = DEFAULT) -> Device:
             raise UsageError("--device cuda: torch sees no CUDA device here; use --device cpu")
         from pipeline.device.cuda import CudaDevice
 
-        return CudaDevice()
+        return CudaDevice(kernels, cache)
     from pipeline.device.cpu import CpuDevice
 
     return CpuDevice(kernels)

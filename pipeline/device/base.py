@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -16,11 +16,15 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from pipeline.arrays import IntArray
+    from pipeline.arrays import FloatArray, IntArray
+    from shm.blocks import BlockFormat
+    from shm.formats import Bytes
     from shm.layout import StoreLayout
     from shm.mask import Mask
     from shm.store import Store
     from workers.copiers import Copier
+    from workers.kernels.cuda.matrix import CudaMatrix
+    from workers.kernels.matrix import HostMatrix
     from workers.kernels.native import Library, Team
 
 SPARE_BYTES = 500_000_000  # beside slab and KV cache, for the allocations of a step and of the libraries
@@ -69,15 +73,27 @@ class SlabMemory(ABC):
         """Free the memory. No kernel and no copier may use it any more."""
 
 
+class LayerSum(Protocol):
+    """One layer's share on the device while it is computed."""
+
+    def add(self, tiles: Sequence[tuple[int, int, Tensor]]) -> None:
+        """Compute tiles: of each its item among the share's, its number within its expert, and its bytes
+        in the slab, uint8. Of one item they come in their order, also from one call to the next."""
+
+    def result(self) -> Tensor:
+        """The sum, item after item, of the items' weights times the sums of their tiles so far: float32
+        [R, H]. Called once."""
+
+
 class DeviceKernel(Protocol):
     """Computes tiles in the slab."""
 
-    def activations(self, x: Tensor) -> Any:
-        """The experts' input x, float32 [R, H], in the form that `compute` reads; once per layer."""
-
-    def compute(self, tiles: Tensor, x: Any, rows: Tensor) -> Tensor:
-        """The sum of the outputs of consecutive tiles (uint8 [number * tile_bytes]) for the rows x[rows]
-        (int64 [n]): float32 [n, H], a new tensor."""
+    def begin(
+        self, x: Tensor, cuts: IntArray, offsets: IntArray, rows: IntArray, weights: FloatArray
+    ) -> LayerSum:
+        """A share whose item i has the rows rows[offsets[i]:offsets[i + 1]] of x, float32 [R, H], with the
+        weights at the same places, and at most cuts[i] tiles. The result's bits depend on these and on
+        the tiles alone, not on how many are added together."""
 
 
 class DeviceChannelKernel(Protocol):
@@ -85,7 +101,7 @@ class DeviceChannelKernel(Protocol):
     bits depend on that row and on the channels that it keeps alone, or on the device's matrix products."""
 
     def activations(self, x: Tensor) -> Any:
-        """As in DeviceKernel."""
+        """The experts' input x, float32 [R, H], in the form that the others read."""
 
     def up(self, heads: Tensor, x: Any, rows: Tensor) -> Tensor:
         """u of all channels of consecutive heads for the rows x[rows] (int64 [n]): float32 [n, channels]."""
@@ -127,8 +143,14 @@ class Device(ABC):
         be used once the store is closed. `tick` is called after each layer."""
 
     @abstractmethod
-    def check_quantized(self) -> None:
-        """Raise UsageError unless a quantized backbone can be computed here."""
+    def check_quantized(self, format: BlockFormat) -> None:
+        """Raise UsageError unless a backbone quantized like this can be computed here."""
+
+    @abstractmethod
+    def quantized_matrix(
+        self, format: BlockFormat, data: Bytes, shape: tuple[int, int]
+    ) -> HostMatrix | CudaMatrix:
+        """The matrix [outputs, inputs] of this shape in the format's bytes, where the device reads it."""
 
     @abstractmethod
     def prepare(self, multiply_adds: int) -> None:

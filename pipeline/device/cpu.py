@@ -21,9 +21,12 @@ from pipeline.device.base import (
     SlabMemory,
     heads_of,
 )
+from pipeline.device.tile_sums import TileByTile
 from pipeline.errors import UsageError
 from protocol.messages import AttachSlab
+from shm.blocks import BlockFormat
 from shm.floe import FloeFormat
+from shm.formats import Bytes
 from shm.layout import StoreLayout
 from shm.segment import SHM_FOLDER, available_memory, byte_size, free_shm_bytes, unlink
 from shm.slab import Slab
@@ -32,6 +35,7 @@ from workers.copiers import ShmCopier
 from workers.kernels.channels import ChannelInputs, ChannelKernel
 from workers.kernels.choice import DEFAULT, Choice
 from workers.kernels.host import Activations, HostKernel
+from workers.kernels.matrix import HostMatrix
 from workers.kernels.native import Library, Team, chosen
 from workers.kernels.reference_channels import ReferenceChannels
 
@@ -70,7 +74,7 @@ class CpuSlab(SlabMemory):
         unlink(self._name)
 
 
-class CpuKernel:
+class CpuKernel(TileByTile):
     """The expert workers' kernel, for tensors."""
 
     def __init__(self, layout: StoreLayout, team: Team | None, kernels: Choice) -> None:
@@ -134,8 +138,11 @@ class CpuDevice(Device):
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return [torch.from_numpy(heads_of(store, layer)) for layer in range(store.layout.shape.layers)]
 
-    def check_quantized(self) -> None:
+    def check_quantized(self, format: BlockFormat) -> None:
         """The host's kernels compute quantized backbones."""
+
+    def quantized_matrix(self, format: BlockFormat, data: Bytes, shape: tuple[int, int]) -> HostMatrix:
+        return HostMatrix(format, data, shape, self.team, self.kernels)
 
     def prepare(self, multiply_adds: int) -> None:
         torch.set_num_threads(self._all_threads if multiply_adds >= WORTH_SHARING else 1)

@@ -7,7 +7,9 @@ its landing was reported, and a slot is given to the prefetcher again only after
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,18 +17,38 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.device.base import SLOT_ALIGNMENT, SPARE_BYTES, Device, Fence, SlabMemory, heads_of
+from pipeline.device.base import (
+    SLOT_ALIGNMENT,
+    SPARE_BYTES,
+    Device,
+    DeviceKernel,
+    Fence,
+    SlabMemory,
+    heads_of,
+)
+from pipeline.device.tile_sums import TileByTile
 from pipeline.errors import UsageError
 from protocol.messages import AttachSlab
+from shm.blocks import BlockFormat
+from shm.formats import Bytes
 from shm.layout import StoreLayout
 from shm.segment import byte_size
 from shm.store import Store
 from workers.copiers import CudaCopier
-from workers.cuda import call, ipc_handle
+from workers.cuda import CudaError, call, ipc_handle
+from workers.kernels.choice import DEFAULT, Choice
+from workers.kernels.cuda.experts import CudaExperts
+from workers.kernels.cuda.launcher import CudaLauncher
+from workers.kernels.cuda.matrix import CudaMatrix
+from workers.kernels.cuda.sources import Program
+from workers.kernels.native import chosen
 from workers.kernels.reference import ReferenceKernel
 from workers.kernels.reference_channels import ReferenceChannels
 
 BLOCK = 1 << 21  # cudaMalloc places smaller allocations in a shared block, and IPC exports whole blocks
+
+
+log = logging.getLogger(__name__)
 
 
 class _Allocation:
@@ -80,18 +102,41 @@ class CudaSlab(SlabMemory):
         # exported slab until it exits, and the driver frees it.
 
 
+class TorchKernel(ReferenceKernel, TileByTile):
+    """Plain torch operations, tile by tile: formats without CUDA kernels, and where those cannot be had."""
+
+
 class CudaDevice(Device):
     """The first CUDA device. Large copies to the host go through one pinned buffer."""
 
     name = "cuda"
     on_host = False
 
-    def __init__(self) -> None:
+    def __init__(
+        self, kernels: Choice = DEFAULT, cache: Path | None = None, *, in_torch: bool = False
+    ) -> None:
+        """Quantized tiles have the bits of the host's `kernels`. `cache`: a folder of compiled kernels.
+        `in_torch`: torch computes all tiles, for comparison."""
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self._pinned = torch.empty(0, dtype=torch.float32, pin_memory=True)
+        self._host, self._cache, self._in_torch = kernels, cache, in_torch
+        self._launchers: dict[str, CudaLauncher] = {}  # by format
 
-    def expert_kernel(self, layout: StoreLayout) -> ReferenceKernel:
-        return ReferenceKernel(layout)
+    def expert_kernel(self, layout: StoreLayout) -> DeviceKernel:
+        if isinstance(layout.format, BlockFormat) and not self._in_torch:
+            try:
+                return CudaExperts(self._launcher(layout.format), layout)
+            except CudaError as e:
+                log.warning(f"torch computes experts on the GPU, which takes many times as long: {e}")
+        return TorchKernel(layout)
+
+    def _launcher(self, format: BlockFormat) -> CudaLauncher:
+        """The format's compiled kernels. Raises CudaError."""
+        if format.name not in self._launchers:
+            host = chosen(self._host)
+            program = Program.of_blocks(format, fused=host is None or host.variant != "portable")
+            self._launchers[format.name] = CudaLauncher(program, self.torch_device, self._cache)
+        return self._launchers[format.name]
 
     def channel_kernel(self, layout: StoreLayout) -> ReferenceChannels:
         return ReferenceChannels(layout)
@@ -109,11 +154,16 @@ class CudaDevice(Device):
             tick()
         return found
 
-    def check_quantized(self) -> None:
-        raise UsageError(
-            "--backbone-dtype int8 and int4 are computed by the processor's kernels: use them with"
-            " --device cpu, or bf16 here"
-        )
+    def check_quantized(self, format: BlockFormat) -> None:
+        try:
+            self._launcher(format)
+        except CudaError as e:
+            raise UsageError(
+                f"--backbone-dtype {format.name} needs kernels that cannot be had here: {e}; use bf16"
+            ) from None
+
+    def quantized_matrix(self, format: BlockFormat, data: Bytes, shape: tuple[int, int]) -> CudaMatrix:
+        return CudaMatrix(self._launcher(format), format, data, shape)
 
     def prepare(self, multiply_adds: int) -> None:
         """A GPU needs no setup."""

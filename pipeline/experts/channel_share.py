@@ -22,6 +22,7 @@ from pipeline.arrays import IntArray
 from pipeline.counters import PhaseCounters, StepClock
 from pipeline.device import SlabMemory
 from pipeline.device.base import DeviceChannelKernel
+from pipeline.device.tile_sums import TileSums
 from pipeline.experts.channel_mover import ChannelMover, Wanted
 from pipeline.experts.channel_mover import Landed as LandedChannels
 from pipeline.experts.device_share import DeviceMemory
@@ -183,9 +184,18 @@ class ChannelMemory(DeviceMemory):
         """The heads of an expert's first tiles."""
         return self._heads[layer][expert, : tiles * self._layout.head_bytes]
 
-    def output(
+    def begin_sum(self, work: DeviceWork, x: Tensor) -> TileSums:
+        inputs, experts, share = self.kernel.activations(x), work.share.items[:, 0].tolist(), work.share
+
+        def output(item: int, tile: int, data: Tensor, rows: Tensor) -> Tensor:
+            return self._output(work, experts[item], tile, data, inputs, rows)
+
+        return TileSums(x, share.offsets, share.rows, share.weights, output)
+
+    def _output(
         self, work: DeviceWork, expert: int, tile: int, data: Tensor, inputs: Any, rows: Tensor
     ) -> Tensor:
+        """A tile's output for the rows inputs[rows]: float32 [n, H], a new tensor."""
         masked: MaskedLayer = work.masked
         whole = slice(tile * self._tile, (tile + 1) * self._tile)
         found = masked.experts.get(expert)

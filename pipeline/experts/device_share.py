@@ -5,16 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import pairwise
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from pipeline.counters import PhaseCounters, StepClock
 from pipeline.device import SlabMemory
-from pipeline.device.base import DeviceKernel
-from pipeline.experts.device_work import DeviceWork, Landed, rows_of
+from pipeline.device.base import DeviceKernel, LayerSum
+from pipeline.experts.device_work import DeviceWork, Landed
 from pipeline.experts.fetch_link import Order
 from pipeline.experts.shares import Missing, Share
 from pipeline.experts.tile_mover import TileMover
@@ -105,42 +103,33 @@ class DeviceMemory:
         """The weighted sum of the share, float32 [R, H]. Resident tiles are an expert's first, so each
         expert sums its tiles in tile order, and then experts are added in theirs: the bits depend on the cuts
         and not on which tiles happened to be resident."""
-        counters, device = self.mover.counters, self.mover.device
-        began = device.time_mark()
-        inputs = self.kernel.activations(x)
-        items, offsets = work.share.items.tolist(), work.share.offsets.tolist()
-        rows = rows_of(work.share, x)
-        weights = torch.from_numpy(work.share.weights[:, None]).to(x.device)
-        sums: dict[int, Tensor] = {}
-
-        def add(expert: int, tile: int, data: Tensor) -> None:
-            part = self.output(work, expert, tile, data, inputs, rows[expert])
-            sums[expert] = sums[expert].add_(part) if expert in sums else part
-
-        for expert, resident, _ in items:
-            for tile, slot in enumerate(self.mover.cache.slots_of(work.layer, expert)[:resident]):
-                add(expert, tile, self.slab.slot(slot))
-                counters.resident_tiles += 1
+        counters, device, items = self.mover.counters, self.mover.device, work.share.items.tolist()
+        began, slots_of = device.time_mark(), self.mover.cache.slots_of
+        layer = self.begin_sum(work, x)
+        resident = [
+            (item, tile, self.slab.slot(slot))
+            for item, (expert, number, _) in enumerate(items)
+            for tile, slot in enumerate(slots_of(work.layer, expert)[:number])
+        ]
+        layer.add(resident)
+        counters.resident_tiles += len(resident)
         self.resident_marks = began, device.time_mark()
         clock.mark("device")
-        for landed in work.landing:
+        place = {expert: item for item, (expert, _, _) in enumerate(items)}
+        for expert, tile, data in work.landing:
             clock.mark("link")
-            add(*landed)
+            layer.add([(place[expert], tile, data)])
             clock.mark("device")
         clock.mark("link")
-        y = torch.zeros_like(x)
-        for (expert, _, _), (start, end) in zip(items, pairwise(offsets), strict=True):
-            if expert in sums:
-                y.index_add_(0, rows[expert], sums[expert] * weights[start:end])
+        y = layer.result()
         clock.mark("device")
         return y
 
-    def output(
-        self, work: DeviceWork, expert: int, tile: int, data: Tensor, inputs: Any, rows: Tensor
-    ) -> Tensor:
-        """A tile's output for the rows inputs[rows]: float32 [n, H], a new tensor."""
-        part: Tensor = self.kernel.compute(data, inputs, rows)
-        return part
+    def begin_sum(self, work: DeviceWork, x: Tensor) -> LayerSum:
+        """Of the share, which has no tiles yet."""
+        share = work.share
+        sum_: LayerSum = self.kernel.begin(x, share.items[:, 2], share.offsets, share.rows, share.weights)
+        return sum_
 
     def tally(self, work: DeviceWork) -> Tally:
         """What the masks of a computed share have left out, without the tiles that could not be fetched."""

@@ -116,9 +116,9 @@ def backbone_bytes(tensors: list[TensorSpec], spec: ModelSpec, config: EngineCon
 
 
 def quantized_bytes(tensors: list[TensorSpec], spec: ModelSpec, config: EngineConfig) -> int:
-    """Bytes of the matrices that the host keeps quantized; 0 where it keeps none so."""
+    """Bytes of the matrices that are quantized; 0 where none are."""
     tile_format = FORMATS[config.backbone_dtype]
-    if not isinstance(tile_format, BlockFormat) or config.device == "cuda":
+    if not isinstance(tile_format, BlockFormat):
         return 0
     total = sum(tile_format.matrix_bytes(*tensor.shape) for tensor in tensors if tensor.kind == "matrix")
     if spec.tied_embeddings:  # a plain table cannot serve as the quantized head

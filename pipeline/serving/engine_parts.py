@@ -67,7 +67,7 @@ class EngineParts:
         self.source = open_model(config.model)
         spec = model_spec(self.source.config)
         self.context = choose_context(options.context, spec)  # tokens of prompt and answer together
-        self.device = device = open_device(options.device, config.kernels)
+        self.device = device = open_device(options.device, config.kernels, config.cache)
         closing.callback(device.close)
         self.control = ControlSegment.attach(config.control)
         closing.callback(self.control.close)

@@ -16,6 +16,7 @@ from pipeline.device.base import SPARE_BYTES
 from pipeline.device.cpu import WORTH_SHARING, CpuDevice
 from pipeline.errors import UsageError
 from protocol.messages import AttachSlab
+from shm.layout import format_named
 from shm.slab import Slab
 
 THREADS = 3
@@ -73,7 +74,7 @@ def test_arrays_share_the_tensors_memory_and_no_work_is_pending(device: CpuDevic
     assert array.tolist() == [[0.0, 5.0], [0.0, 0.0]]
     assert device.fence() is None
     device.wait(None)
-    device.check_quantized()
+    device.check_quantized(format_named("int4"))
 
 
 @pytest.mark.parametrize(

@@ -114,18 +114,16 @@ class LayerOnDevice:
         self._uploads: list[Uploaded] = []
         products.quantize(x.data_ptr(), len(x), shape.hidden, self._codes)
 
-    def add(self, tiles: Sequence[tuple[int, Tensor]]) -> None:
-        """Compute tiles: the place of their item among the share's, and their bytes on the device; an item's
-        tiles in their order, also from one call to the next."""
+    def add(self, tiles: Sequence[tuple[int, int, Tensor]]) -> None:
+        """Compute tiles: of each its item among the share's, its number within its expert, and its bytes on
+        the device; of one item in their order, also from one call to the next."""
         if not tiles:
             return
         places, experts = self._places, self._experts
-        of = np.array([item for item, _ in tiles], np.int64)
-        table = np.array([tile.data_ptr() for _, tile in tiles], np.int64)
-        starts = np.flatnonzero(np.append(True, of[1:] != of[:-1]))
-        lengths = np.diff(np.append(starts, len(of)))
-        numbers = np.arange(len(of)) - np.repeat(starts, lengths) + self._computed[of]
-        self._computed[of[starts]] += lengths.astype(np.int32)
+        of = np.array([item for item, _, _ in tiles], np.int64)
+        numbers = np.array([tile for _, tile, _ in tiles], np.int64)
+        table = np.array([data.data_ptr() for _, _, data in tiles], np.int64)
+        np.add.at(self._computed, of, 1)
         inner, down = places.items(of, numbers)
         limit = limit_of(int(inner["rows"].max()))
         arrays = [

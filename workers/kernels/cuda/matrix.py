@@ -24,7 +24,8 @@ class CudaMatrix:
         if data.shape != (format.matrix_bytes(*shape),):
             raise ValueError(f"{data.shape} bytes are no matrix {shape} of {format.name}")
         self._products = Products(launcher, format)
-        self._data = launcher.upload(data)
+        writable = np.require(data, requirements=["C", "W"])  # torch refuses others
+        self._data = torch.from_numpy(writable).to(launcher.device)
         self._items: dict[int, tuple[Uploaded, int, int]] = {}  # by rows: number and limit, too
 
     @property

@@ -1,0 +1,68 @@
+"""A layer's share on the device, computed one tile after the other: by kernels that take a single tile."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.arrays import FloatArray, IntArray
+
+TileOutput = Callable[[int, int, Tensor, Tensor], Tensor]
+
+
+class TileSums:
+    """The sum so far."""
+
+    def __init__(
+        self, x: Tensor, offsets: IntArray, rows: IntArray, weights: FloatArray, output: TileOutput
+    ) -> None:
+        """Arguments as of `DeviceKernel.begin`. `output`: of an item's tile with these bytes for rows of x
+        (int64 [n]), float32 [n, H], a new tensor."""
+        every = torch.from_numpy(rows.astype(np.int64)).to(x.device)
+        self._x, self._output = x, output
+        self._weights = torch.from_numpy(weights[:, None]).to(x.device)
+        self._places = list(pairwise(offsets.tolist()))
+        self._rows = [every[start:end] for start, end in self._places]
+        self._sums: dict[int, Tensor] = {}  # of an item
+
+    def add(self, tiles: Sequence[tuple[int, int, Tensor]]) -> None:
+        """As of LayerSum."""
+        for item, tile, data in tiles:
+            part = self._output(item, tile, data, self._rows[item])
+            self._sums[item] = self._sums[item].add_(part) if item in self._sums else part
+
+    def result(self) -> Tensor:
+        """As of LayerSum."""
+        y = torch.zeros_like(self._x)
+        for item, (start, end) in enumerate(self._places):
+            if item in self._sums:
+                y.index_add_(0, self._rows[item], self._sums[item] * self._weights[start:end])
+        return y
+
+
+class TileByTile(ABC):
+    """A DeviceKernel that computes one tile at a time."""
+
+    @abstractmethod
+    def activations(self, x: Tensor) -> Any:
+        """x, float32 [R, H], in the form that `compute` reads; once per layer."""
+
+    @abstractmethod
+    def compute(self, tiles: Tensor, x: Any, rows: Tensor) -> Tensor:
+        """The sum of the outputs of consecutive tiles (uint8 [number * tile_bytes]) for the rows x[rows]
+        (int64 [n]): float32 [n, H], a new tensor."""
+
+    def begin(
+        self, x: Tensor, cuts: IntArray, offsets: IntArray, rows: IntArray, weights: FloatArray
+    ) -> TileSums:
+        """As of DeviceKernel."""
+        inputs = self.activations(x)
+        return TileSums(
+            x, offsets, rows, weights, lambda _item, _tile, data, chosen: self.compute(data, inputs, chosen)
+        )

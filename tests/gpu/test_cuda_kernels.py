@@ -1,0 +1,78 @@
+"""The CUDA kernels on a GPU: bits of the host's kernels, and numbers near those of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from device_layers import host, made, on_device, on_host, same
+from quantized_cases import QUANTIZED
+
+from pipeline.device.cuda import CudaDevice
+from shm.blocks import BlockFormat
+from shm.layout import format_named
+from workers.kernels.cuda.experts import CudaExperts
+from workers.kernels.geometry import Geometry
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+SHAPES = [(4096, 7), (2048, 3), (300, 2), (1, 1)]  # hidden, groups of a tile's channels
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[CudaDevice]:
+    device = CudaDevice(host("fused").choice)
+    yield device
+    device.close()
+
+
+@pytest.mark.parametrize("format", QUANTIZED)
+@pytest.mark.parametrize(("hidden", "groups"), SHAPES)
+def test_layers_have_the_bits_of_the_host(device: CudaDevice, format: str, hidden: int, groups: int) -> None:
+    for number in (1, 2, 3, 4, 5, 8, 9, 31, 33, 64, 200):
+        layer = made(format, hidden, groups, 3, number, 5, "random", "normal", "normal", seed=number)
+        kernel = device.expert_kernel(layer.layout)
+        assert isinstance(kernel, CudaExperts)
+        random, computed = np.random.default_rng(number), [cut for _, cut in layer.items]
+        resident = [int(random.integers(0, cut + 1)) for cut in computed]
+        found = on_device(kernel, device.torch_device, layer, resident, computed, number)
+        same(found, on_host(host("fused"), layer, computed))
+
+
+@pytest.mark.parametrize("kind", ["zero", "huge", "tiny", "denormal", "spikes"])
+def test_extreme_numbers_have_the_bits_of_the_host(device: CudaDevice, kind: str) -> None:
+    for format in QUANTIZED:
+        layer = made(format, 200, 2, 2, 20, 3, "either", "mixed", kind, seed=1)
+        computed = [cut for _, cut in layer.items]
+        kernel = device.expert_kernel(layer.layout)
+        found = on_device(kernel, device.torch_device, layer, computed, computed, 1)
+        same(found, on_host(host("fused"), layer, computed))
+
+
+@pytest.mark.parametrize("format", QUANTIZED)
+def test_torch_computes_nearly_the_same(device: CudaDevice, format: str) -> None:
+    in_torch = CudaDevice(device.kernels, in_torch=True)
+    layer = made(format, 512, 2, 2, 12, 4, "random", "normal", "normal", seed=2)
+    computed = [cut for _, cut in layer.items]
+    found, expected = (
+        on_device(each.expert_kernel(layer.layout), each.torch_device, layer, computed, computed, 2)
+        for each in (device, in_torch)
+    )
+    assert np.abs(found - expected).max() <= 0.02 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("format", QUANTIZED)
+@pytest.mark.parametrize("shape", [(5120, 4096), (151, 70), (1, 1)])
+def test_matrices_have_the_bits_of_the_host(device: CudaDevice, format: str, shape: tuple[int, int]) -> None:
+    form, random = format_named(format), np.random.default_rng(3)
+    assert isinstance(form, BlockFormat)
+    data = np.empty(form.matrix_bytes(*shape), np.uint8)
+    form.encode_matrix(random.standard_normal(shape).astype(np.float32), data)
+    matrix = device.quantized_matrix(form, data, shape)
+    kernel = host("fused").kernel(Geometry(form, shape[1], shape[0]))
+    for rows in (1, 2, 5, 33, 100):
+        x = random.standard_normal((rows, shape[1])).astype(np.float32)
+        found = matrix.product(torch.from_numpy(x).to(device.torch_device)).cpu().numpy()
+        same(found, kernel.matmul(data, kernel.quantize(x)))

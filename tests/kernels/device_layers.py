@@ -1,0 +1,125 @@
+"""Layers of experts with any bytes, computed on the host and on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from kernel_runs import bits, kernel_of
+from numpy.typing import NDArray
+from quantized_cases import records, states
+
+from pipeline.device.base import DeviceKernel
+from shm.blocks import BlockFormat
+from shm.layout import Bytes, ExpertShape, Float32, StoreLayout, format_named
+from workers.kernels.native import Library, best, load
+
+
+def host(name: str) -> Library:
+    """The machine's own library, or the portable one."""
+    found = load("portable") if name == "portable" else best()
+    if not isinstance(found, Library) or (name == "fused" and found.variant == "portable"):
+        pytest.skip(f"no {name} library here")
+    return found
+
+
+def same(found: Float32, expected: Float32) -> None:
+    """Equal bits; a number that is none may be another one that is none."""
+    np.testing.assert_array_equal(found, expected)
+    numbers = ~np.isnan(expected)
+    np.testing.assert_array_equal(bits(found)[numbers], bits(expected)[numbers])
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Experts of one layer, hidden states, and which experts compute which of them."""
+
+    layout: StoreLayout
+    data: Bytes  # [experts, expert_bytes]
+    x: Float32
+    items: tuple[tuple[int, int], ...]  # expert, cut
+    rows: tuple[NDArray[np.int32], ...]  # of each item, ascending
+    weights: tuple[Float32, ...]
+
+    @property
+    def format(self) -> BlockFormat:
+        assert isinstance(self.layout.format, BlockFormat)
+        return self.layout.format
+
+    def tile(self, expert: int, tile: int) -> Bytes:
+        size = self.layout.tile_bytes
+        return self.data[expert, tile * size : (tile + 1) * size]
+
+
+def made(
+    name: str, hidden: int, groups: int, tiles: int, number: int, experts: int, *kinds: str, seed: int
+) -> Layer:
+    random, format = np.random.default_rng(seed), format_named(name)
+    assert isinstance(format, BlockFormat)
+    tile = groups * format.group
+    layout = StoreLayout(ExpertShape(1, experts, hidden, tiles * tile, tile), format)
+    codes, head, kind = kinds
+    size = experts * tiles * layout.tile_bytes // format.record_bytes
+    data = records(random, format, size, codes, head).reshape(experts, -1)
+    items, rows = [], []
+    for expert in range(experts):
+        some = np.flatnonzero(random.random(number) < random.choice([0.1, 0.5, 1.0])).astype(np.int32)
+        if len(some):
+            items.append((expert, int(random.integers(1, tiles + 1))))
+            rows.append(some)
+    weights = [random.standard_normal(len(some)).astype(np.float32) for some in rows]
+    return Layer(
+        layout, data, states(random, kind, number, hidden), tuple(items), tuple(rows), tuple(weights)
+    )
+
+
+def on_host(library: Library, layer: Layer, computed: Sequence[int]) -> Float32:
+    """`computed`: tiles of each item."""
+    kernel, y = kernel_of(library, layer.layout), np.zeros_like(layer.x)
+    x = kernel.quantize(layer.x)
+    for (expert, _), tiles, rows, weights in zip(
+        layer.items, computed, layer.rows, layer.weights, strict=True
+    ):
+        if tiles:
+            part = kernel.tiles(layer.data[expert, : tiles * layer.layout.tile_bytes], x, rows)
+            y[rows] += part * weights[:, None]
+    return y
+
+
+def on_device(
+    experts: DeviceKernel,
+    device: torch.device,
+    layer: Layer,
+    resident: Sequence[int],
+    computed: Sequence[int],
+    seed: int,
+) -> Float32:
+    """Tiles in slots in any order: `resident` of each item at once, the rest one by one."""
+    random, size = np.random.default_rng(seed), layer.layout.tile_bytes
+    wanted = [(item, tile) for item, number in enumerate(computed) for tile in range(number)]
+    slots = random.permutation(len(wanted) + 2)[: len(wanted)]
+    slab = torch.full((len(wanted) + 2, -(-size // 256) * 256), 0xFF, dtype=torch.uint8, device=device)
+    places = {}
+    for (item, tile), slot in zip(wanted, slots.tolist(), strict=True):
+        slab[slot, :size] = torch.from_numpy(layer.tile(layer.items[item][0], tile).copy())
+        places[item, tile] = slab[slot, :size]
+    offsets = np.cumsum([0, *map(len, layer.rows)]).astype(np.int32)
+    cuts = np.array([cut for _, cut in layer.items], np.int32)
+    share = experts.begin(
+        torch.from_numpy(layer.x).to(device),
+        cuts,
+        offsets,
+        np.concatenate(layer.rows),
+        np.concatenate(layer.weights),
+    )
+    share.add([(item, tile, places[item, tile]) for item, tile in wanted if tile < resident[item]])
+    landing = [(item, tile) for item, tile in wanted if tile >= resident[item]]
+    while landing:
+        next_of = {item: tile for item, tile in reversed(landing)}
+        item = int(random.choice(list(next_of)))
+        landing.remove((item, next_of[item]))
+        share.add([(item, next_of[item], places[item, next_of[item]])])
+    return share.result().cpu().numpy()
