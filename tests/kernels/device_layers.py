@@ -108,13 +108,8 @@ def on_device(
         places[item, tile] = slab[slot, :size]
     offsets = np.cumsum([0, *map(len, layer.rows)]).astype(np.int32)
     cuts = np.array([cut for _, cut in layer.items], np.int32)
-    share = experts.begin(
-        torch.from_numpy(layer.x).to(device),
-        cuts,
-        offsets,
-        np.concatenate(layer.rows),
-        np.concatenate(layer.weights),
-    )
+    x, rows, weights = torch.from_numpy(layer.x).to(device), *map(np.concatenate, (layer.rows, layer.weights))
+    share = experts.begin(x, cuts, offsets, rows, weights)
     share.add([(item, tile, places[item, tile]) for item, tile in wanted if tile < resident[item]])
     landing = [(item, tile) for item, tile in wanted if tile >= resident[item]]
     while landing:

@@ -4,6 +4,7 @@ number of rows, the slots, the cuts and the order in which tiles land."""
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from device_layers import Layer, host, made, on_device, on_host, same
 from emulated_cuda import EmulatedLauncher, library
