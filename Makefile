@@ -23,7 +23,7 @@ dotted = { while sleep 2 && kill -0 $$$$ 2> /dev/null; do printf .; done & } >&2
   $(1); code=$$?; kill $$dots; echo >&2; test $$code = 0
 
 .SILENT:
-.PHONY: run test test-without-compiler
+.PHONY: run test test-without-compiler gpu
 
 run: $(READY)
 	exec $(BIN)/python launch.py
@@ -41,6 +41,10 @@ test: $(TEST_TOOLS)
 # The kernels' tests where nothing was compiled: installation must not need a compiler.
 test-without-compiler: $(TEST_TOOLS)
 	echo "without a compiler ..." && .ci/without-compiler $(BIN)/python
+
+# Everything that only a GPU can show, in the folder gpu-report: some minutes, no network.
+gpu: $(TEST_TOOLS)
+	exec $(BIN)/python -m benchmarks.gpu
 
 $(READY): pyproject.toml $(wildcard workers/kernels/c/*) $(wildcard shm/*.c)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
