@@ -197,11 +197,11 @@ def show(found: dict[str, object]) -> None:
     print(f"{found['device']}; device memory {found['memory_gigabytes']:.0f} GB/s at best")
     for name, same in found["equals_the_host"].items():  # type: ignore[attr-defined]
         print(f"{name}: bits {'as the host' if same else 'DIFFER from the host'}")
-    columns = "shape format by rows us host GB/s share TFLOP/s".split()
+    columns = "shape format rows by us host GB/s share TFLOP/s".split()
     print(f"{columns[0]:14} {columns[1]:10}" + "".join(f"{name:>9}" for name in columns[2:]))
     for one in found["paces"]:  # type: ignore[attr-defined]
-        shape, format, by, rows, *numbers = one.values()
-        print(f"{shape:14} {format:10}{by:>9}{rows:9}" + "".join(f"{number:9.2f}" for number in numbers))
+        shape, format, rows, by, *numbers = one.values()
+        print(f"{shape:14} {format:10}{rows:9}{by:>9}" + "".join(f"{number:9.2f}" for number in numbers))
 
 
 def main() -> int:
