@@ -69,7 +69,7 @@ async def test_figures_lie_between_the_engine_s_own_and_the_wall_clock(engine: s
         assert alone.moved_bytes > 0
 
         await client.set_policy("all-host")
-        together, ends = await measure(client, prompts, 24)
+        together, ends = await measure(client, prompts, 100)
         assert len(ends) == 3
         assert together.host_share == 1
         assert together.moved_bytes == together.moved_bytes_per_token == 0

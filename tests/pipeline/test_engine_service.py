@@ -283,12 +283,12 @@ def test_costs_are_measured_once_and_leased(whole: WholeEngine, monkeypatch: pyt
     policies.set(PolicyRequest("fiddler"))
     first = policies.costs
     assert first is not None
-    assert engine.driver.view.costs is first
+    assert engine.driver.view.costs == first
     assert len(list(leases.iterdir())) == 1
     policies.set(PolicyRequest("all-host"))
     assert engine.driver.view.costs is None
     policies.set(PolicyRequest("bandwidth-split"))
-    assert engine.driver.view.costs is policies.costs is first
+    assert engine.driver.view.costs == policies.costs == first
     whole.parts.closing.close()
     assert not leases.exists()
 
