@@ -45,30 +45,6 @@ def test_what_is_measured_can_be_used_here(monkeypatch: pytest.MonkeyPatch) -> N
     assert tuning.tune() is None
 
 
-@pytest.mark.skipif(best() is None, reason="nothing compiled")
-@pytest.mark.parametrize(("faster", "replaced"), [(0.96, False), (0.9, True)])
-def test_a_candidate_must_be_clearly_faster(
-    monkeypatch: pytest.MonkeyPatch, faster: float, replaced: bool
-) -> None:
-    """With a clock that runs slower for one hint."""
-    now = 0.0
-    wanted = Prefetch("nta", 2048)
-
-    def compute(choice: Choice, name: str, rows: int) -> tuple[Callable[[Any], None], int]:
-        def one(data: Any) -> None:
-            nonlocal now
-            now += faster if choice.prefetch == wanted else 1.0
-
-        return one, 64
-
-    monkeypatch.setattr(tuning, "_compute", compute)
-    monkeypatch.setattr(tuning.time, "perf_counter", lambda: now)
-    found = tuning.tune()
-    assert found is not None
-    assert (found.choice.prefetch == wanted) is replaced
-    assert found.choice.prefetch in (wanted, DEFAULT.prefetch)
-
-
 def faked(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[Choice, int], float]) -> Callable[[], float]:
     """A clock that a computation moves by `seconds` of its choice and rows, and no other."""
     now = 0.0
@@ -86,7 +62,23 @@ def faked(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[Choice, int], floa
 
 
 @pytest.mark.skipif(not isinstance(load("avx2"), Library), reason="another variant is needed")
-@pytest.mark.parametrize(("with_32_rows", "replaced"), [(0.9, True), (1.1, False)])
+@pytest.mark.parametrize(("kind", "faster", "replaced"), [
+    ("prefetch", 0.99, False), ("prefetch", 0.97, True), ("variant", 0.97, False), ("variant", 0.94, True),
+])  # fmt: skip
+def test_a_candidate_must_be_clearly_faster(
+    monkeypatch: pytest.MonkeyPatch, kind: str, faster: float, replaced: bool
+) -> None:
+    """A variant, which changes bits, by more than a prefetch, which changes none."""
+    wanted = {"prefetch": Prefetch("nta", 2048), "variant": "portable"}[kind]
+    faked(monkeypatch, lambda choice, rows: faster if getattr(choice, kind) == wanted else 1.0)
+    found = tuning.tune()
+    assert found is not None
+    assert (getattr(found.choice, kind) == wanted) is replaced
+    assert found.choice.prefetch in (wanted, DEFAULT.prefetch)
+
+
+@pytest.mark.skipif(not isinstance(load("avx2"), Library), reason="another variant is needed")
+@pytest.mark.parametrize(("with_32_rows", "replaced"), [(0.9, True), (1.02, True), (1.1, False)])
 def test_a_variant_must_be_as_fast_with_more_rows(
     monkeypatch: pytest.MonkeyPatch, with_32_rows: float, replaced: bool
 ) -> None:

@@ -35,6 +35,7 @@ from workers.round_trips import round_trips
 
 FORMATS = ("int4", "int8", "bf16")
 HIDDEN, CHANNELS = 4096, 256  # of a tile
+PART = 1 << 23  # bytes from one computation to the next, and the most of one
 AHEAD = (1024, 2048, 4096, 8192, 16384)  # bytes
 SMALLEST, LARGEST = 1 << 27, 1 << 29  # bytes of the memory
 SHARE = 8  # it takes at most 1 / SHARE of what is available
@@ -43,8 +44,11 @@ ROUNDS = 9
 SECONDS = 0.3  # for each comparison; then fewer rounds have to do
 UNIT_SECONDS = 0.03  # for each number of rows of matrix units
 FEWEST = 2  # rounds
-CLEARLY = 0.95  # of the default's time: a candidate that takes less replaces it
-MORE_ROWS = (4, 32)  # of a batch and of an expert in a prompt: another choice must not be slower there
+# Of the default's time: a candidate that takes less replaces it. A prefetch changes no bit, so that all that
+# counts is that two comparisons do not both show it by chance.
+CLEARLY, CLEARLY_PREFETCHED = 0.95, 0.98
+MORE_ROWS = (4, 32)  # of a batch and of an expert in a prompt: another choice must not be slower there ...
+AS_FAST = 1.03  # ... by more than two choices of the same speed differ in a measurement
 MATRIX_UNITS = ("amx",)  # variants
 UNIT_ROWS = (2, 4, 6, 8, 9, 12, 16, 17, 24, 32)  # rows of products for which units and vectors are compared
 FILL = 0x3C  # of all bytes: in every format numbers of usual size
@@ -104,13 +108,13 @@ def tune() -> Tuning | None:
         return None
     memory = private(size)
     memory[:] = FILL
-    parts = walk(memory, 1 << 23)
+    parts = walk(memory, PART)
     default = first.choice
     ways = [default.prefetch, Prefetch("none", 0)]
     ways += [way for hint in HINTS[1:] for ahead in AHEAD if (way := Prefetch(hint, ahead)) not in ways]
-    prefetched = _confirmed(parts, [replace(default, prefetch=way) for way in ways])
+    prefetched = _confirmed(parts, [replace(default, prefetch=way) for way in ways], CLEARLY_PREFETCHED)
     usable = [name for name in VARIANTS if isinstance(load(name), Library)]
-    choice = _confirmed(parts, [replace(prefetched, variant=name) for name in usable])
+    choice = _confirmed(parts, [replace(prefetched, variant=name) for name in usable], CLEARLY)
     if choice.variant in MATRIX_UNITS:
         choice = replace(choice, matrix_rows=matrix_rows(parts, choice))
     compared = _times(parts, [default, choice])
@@ -123,15 +127,15 @@ def tune() -> Tuning | None:
 Times = dict[str, float]  # by format, seconds for a byte
 
 
-def _confirmed(parts: Iterator[Bytes], candidates: Sequence[Choice]) -> Choice:
-    """The candidate that computes all formats in the least time; the first one unless another is clearly
-    faster, twice."""
+def _confirmed(parts: Iterator[Bytes], candidates: Sequence[Choice], clearly: float) -> Choice:
+    """The candidate that computes all formats in the least time; the first one unless another takes less than
+    `clearly` of its time, twice."""
     times = _totals(parts, candidates)
     first, best = candidates[0], min(candidates, key=times.__getitem__)
-    if times[best] >= CLEARLY * times[first]:
+    if times[best] >= clearly * times[first]:
         return first
     again = _totals(parts, [first, best])
-    if again[best] >= CLEARLY * again[first]:
+    if again[best] >= clearly * again[first]:
         return first
     # One row waits for memory; with more rows the candidates differ by what they compute.
     return best if all(_as_fast(parts, best, first, rows) for rows in MORE_ROWS) else first
@@ -139,7 +143,7 @@ def _confirmed(parts: Iterator[Bytes], candidates: Sequence[Choice]) -> Choice:
 
 def _as_fast(parts: Iterator[Bytes], choice: Choice, other: Choice, rows: int) -> bool:
     times = _totals(parts, [choice, other], rows)
-    return times[choice] <= times[other]
+    return times[choice] <= AS_FAST * times[other]
 
 
 def matrix_rows(parts: Iterator[Bytes], choice: Choice) -> int:
@@ -184,9 +188,11 @@ def _times(
 
 
 def _compute(choice: Choice, name: str, rows: int) -> tuple[Compute, int]:
-    """What computes a tile of this format for so many rows, and the tile's bytes."""
+    """What computes tiles of this format for so many rows, and the tiles' bytes: one row as many as are in
+    PART, because its call takes about as long as 100 KB."""
     library, format = chosen(choice), ALL_FORMATS[name]
     assert library is not None
     kernel = library.kernel(Geometry(format, HIDDEN, HIDDEN, CHANNELS))
     x, every = kernel.quantize(np.full((rows, HIDDEN), 0.5, np.float32)), np.arange(rows, dtype=np.int32)
-    return lambda data: kernel.tiles(data, x, every), format.tile_bytes(HIDDEN, CHANNELS)
+    size = format.tile_bytes(HIDDEN, CHANNELS)
+    return lambda data: kernel.tiles(data, x, every), size * (PART // size if rows == 1 else 1)
