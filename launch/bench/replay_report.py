@@ -156,7 +156,7 @@ class Report:
         most = max(d.moved * self.header.tile_bytes / max(d.rows, 1) for d in decodes)
         return ("MB", 1e6) if most >= 1e6 else ("kB", 1e3)
 
-    def _bytes(self, tiles: Callable[[PhaseOutcome], int]) -> list[str]:
+    def _bytes(self, tiles: Callable[[PhaseOutcome], float]) -> list[str]:
         """A column: of each result, the bytes a token of these tiles in decode."""
         size = self.header.tile_bytes / self._unit[1]
         decodes = [result.outcome.decode for result in self.results]

@@ -10,8 +10,9 @@ decisions:
   behind a layer without one, and the Work of a layer that was decided early is sent one layer earlier.
 
 A layer ends when its device and host shares are computed, `both` later where it has the two. Embedding and
-head cost nothing here. Where channels are left out, a tile on the host takes the share of its time that is
-the share of its bytes which are read, as if each row's channels were drawn independently of the others'.
+head cost nothing here. Where channels are left out, a tile on the host or the device takes the share of its
+time that is the share of its bytes which are read, as if each row's channels were drawn independently of the
+others', and the link moves that share of it (`channels.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import PHASES, FloatArray, IntArray, Phase
 from pipeline.engine.driver import LayerDecision, PolicyDriver
-from pipeline.errors import PlanError, PolicyError, TraceError
+from pipeline.errors import PlanError, TraceError
 from pipeline.memory.limits import STAGING_TILES
 from pipeline.policies.backlog import Landing
 from pipeline.policies.calibration import Calibration
@@ -40,6 +41,7 @@ from pipeline.policies.view import (
     View,
 )
 from pipeline.replay.cache import SimulatedCache
+from pipeline.replay.channels import NOTE, ChannelLink, Chosen
 from pipeline.replay.outcome import Outcome, PhaseOutcome
 from pipeline.replay.step_inputs import StepInputs
 from pipeline.traces.header import Header
@@ -78,7 +80,8 @@ class Replay:
         self._seconds: dict[int, tuple[float, float, float]] = {}  # by rows: see _tile
         capacity = capacity if policy.uses_device else 0
         self.cache = SimulatedCache(shape, capacity, self._costs.link, self._costs.fetch)
-        self.cache.counters = self._counters
+        self._channels = ChannelLink(self.cache, self._costs.link, self._costs.fetch)
+        self.cache.counters = self._channels.counters = self._counters
         self.now = 0.0  # seconds
         self._host_free = 0.0
         self._wake = 0.0  # `Costs.wake` where the layer before had no host share
@@ -102,12 +105,9 @@ class Replay:
         self._driver = PolicyDriver[float](policy, view)
         self.cache.place(self._driver.placement)
         self._notes = list(self._driver.notes)
-        if policy.uses_device and not policy.sparsity.dense:
-            raise PolicyError(
-                f"policy {policy.name}: a replay does not simulate fetches of channels; replay floe-host, or"
-                f" give --set {policy.name}.sparsity=0"
-            )
         self._left = policy.sparsity.left(header.up, calibration)
+        self._up_share = header.up_bytes / (header.up_bytes + header.tile_bytes)  # of a tile's bytes
+        self._named = False  # channels were predicted
         self._sparsity = 0.0 if policy.sparsity.dense else policy.sparsity.share(calibration)
 
     def run(self, steps: Iterable[TracedStep]) -> Outcome:
@@ -123,6 +123,8 @@ class Replay:
         notes = list(self._notes)
         if paused := pause_note(decode.paused_steps, decode.steps):
             notes.append(f"{self._policy.name}: {paused}")
+        if self._named:
+            notes.append(f"{self._policy.name}: {NOTE}")
         return Outcome(prefill, decode, self._policy.exact, notes)
 
     @property
@@ -143,6 +145,7 @@ class Replay:
         """One step of the engine."""
         driver, began = self._driver, self.now
         counters = self._counters = self.cache.counters = self._phases[step.phase]
+        self._channels.counters = counters
         self.cache.update(self.now)
         self._live.update(step.sequences)
         driver.begin_step(step.phase, step.sequences, self._live)
@@ -162,7 +165,7 @@ class Replay:
         other = (self._seconds.get(rows) or self._tile(rows))[2]
         self._counters.device_busy += other
         self.now += other
-        self.cache.advance(self.now)
+        self._advance()
         self._logits = logits = self._inputs.own[layer] if own else None
         return Signals(logits, {target: self._probe(layer, traced, target) for target in probes})
 
@@ -189,7 +192,7 @@ class Replay:
         if decision.mask != DENSE:
             weight = decision.gated.routing.total_weight
             counters.fidelity.left += weight * (nan if self._left is None else self._left[layer])
-        self._demand(layer, active.experts.tolist(), rows, cuts, resident)
+        self._demand(layer, active.experts.tolist(), rows, cuts, resident, decision.mask)
 
     def begin_early(self, layer: int, ahead: Ahead, mask: Mask) -> float:
         active = ahead.gated.routing.active
@@ -201,7 +204,17 @@ class Replay:
         self.cache.update(self.now)
 
     def prefetch_channels(self, layer: int, routing: Routing, mask: Mask) -> None:
-        """See _demand."""
+        if mask == DENSE:
+            return
+        active, chosen = routing.active, []
+        for expert, row in zip(active.experts.tolist(), active.counts.tolist(), strict=True):
+            if missing := self._header.shape.tiles - int(self.cache.target[layer, expert]):
+                chosen.append(Chosen(expert, missing, missing * self._kept_share(row)))
+                self._begun_seconds += (
+                    (self._seconds.get(row) or self._tile(row))[1] * missing * self._up_share
+                )
+        self._channels.predict(layer, chosen, self.now + self._begun_seconds)
+        self._named = True
 
     def compute(self, decision: LayerDecision[float]) -> None:
         """End the layer when both the device and the host are done."""
@@ -218,7 +231,7 @@ class Replay:
         self.now = max(at, self._host_done) + (self._costs.both if divided else 0.0)
 
     def end(self, targets: Sequence[Target]) -> None:
-        self.cache.advance(self.now)
+        self._advance()
         if targets:
             self.cache.retarget(targets)
         self.cache.update(self.now)
@@ -251,10 +264,21 @@ class Replay:
         self._counters.host_tiles += count
         return self._host_free
 
+    def _advance(self) -> None:
+        self.cache.advance(self.now)
+        self._channels.advance(self.now)
+
     def _demand(
-        self, layer: int, experts: list[int], rows: list[int], cuts: list[int], resident: list[int]
+        self,
+        layer: int,
+        experts: list[int],
+        rows: list[int],
+        cuts: list[int],
+        resident: list[int],
+        mask: Mask,
     ) -> None:
-        """Divide the device's share into resident and fetched tiles."""
+        """Divide the device's share into resident and fetched tiles. With a mask the device computes u of all
+        tiles first, and tiles beyond their target are fetched as channels."""
         self._device_seconds: dict[int, float] = {}  # a tile of each expert that lacks one
         self._begun_seconds = 0.0  # of the launch and the resident tiles
         self._landings: list[tuple[int, float]] = []
@@ -262,22 +286,33 @@ class Replay:
             return
         self._counters.device_tiles += sum(cuts)
         missing, begun, known = [], self._costs.launch, self._seconds
-        predicted = self.cache.predicted
+        predicted, dense, chosen, ups = self.cache.predicted, mask == DENSE, [], 0.0
         for expert, row, p, there in zip(experts, rows, cuts, resident, strict=True):
             if not p:
                 continue
             tile = (known.get(row) or self._tile(row))[1]
-            here = p if p < there else there
+            here = whole = p if p < there else there
+            if dense:
+                whole = p
+            else:
+                ups += tile * p * self._up_share
+                tile *= self._kept_share(row) * (1 - self._up_share)
+                whole = max(here, min(p, int(self.cache.target[layer, expert])))
             if here:
                 begun += tile * here
                 if (layer, expert) in predicted:
                     self.cache.used((layer, expert), here)
             if here < p:
-                missing.append((expert, here, p))
                 self._device_seconds[expert] = tile
-        self._begun_seconds = begun
+            if here < whole:
+                missing.append((expert, here, whole))
+            if whole < p:
+                chosen.append(Chosen(expert, p - whole, (p - whole) * self._kept_share(row)))
+        self._begun_seconds = begun + ups
         if missing:
             self._landings = self.cache.demand(layer, missing, self.now)
+        if not dense:
+            self._landings += self._channels.demand(layer, chosen, self.now + self._costs.launch + ups)
 
     def _probe(self, layer: int, traced: LayerTrace, target: int) -> FloatArray:
         """The recorded logits of a later layer's router, or of the gate for the next token's first layer."""
@@ -299,8 +334,11 @@ class Replay:
 
     def _read_share(self, rows: int) -> float:
         """Of a tile's bytes, where channels that none of the rows keeps are not read."""
-        up, rest = self._header.up_bytes, self._header.tile_bytes
-        return (up + (1 - self._sparsity**rows) * rest) / (up + rest)
+        return self._up_share + self._kept_share(rows) * (1 - self._up_share)
+
+    def _kept_share(self, rows: int) -> float:
+        """Of the channels, that some row keeps."""
+        return float(1 - self._sparsity**rows)
 
     def _tile(self, rows: int) -> tuple[float, float, float]:
         """Seconds at `rows` rows: of a tile on the host, of a tile on the device, of a layer's other work."""

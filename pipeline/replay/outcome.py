@@ -35,6 +35,7 @@ class PhaseOutcome(Hits):
     late: int = 0  # demanded before their predicted fetch had landed
     wasted: int = 0
     placed: int = 0
+    channel_tiles: float = 0.0  # single channels that crossed the link, in tiles
     host_tiles: int = 0
     device_tiles: int = 0
     fidelity: Fidelity = field(default_factory=Fidelity)
@@ -60,9 +61,9 @@ class PhaseOutcome(Hits):
         return self.issued_experts / self.wanted_experts if self.wanted_experts else None
 
     @property
-    def moved(self) -> int:
-        """Tiles that crossed the link."""
-        return self.demanded + self.predicted + self.placed
+    def moved(self) -> float:
+        """Tiles that crossed the link, and channels in tiles."""
+        return self.demanded + self.predicted + self.placed + self.channel_tiles
 
     @property
     def host_share(self) -> float:

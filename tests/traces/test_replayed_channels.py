@@ -1,0 +1,86 @@
+"""Layers whose masks leave channels out, replayed: sums by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from replay_cases import COSTS, preset, run
+from trace_files import drawn_steps, make_header
+
+from pipeline.policies.view import ModelShape
+from pipeline.replay.cache import SimulatedCache
+from pipeline.replay.channels import NOTE, RIGHT, ChannelLink, Chosen
+from pipeline.replay.machine import Replay
+from pipeline.replay.outcome import PhaseOutcome
+
+SHAPE = ModelShape(layers=2, experts=4, tiles=4, top_k=1)
+PLAIN = make_header(SHAPE)
+HEADER = replace(PLAIN, up="int2-g64", up_bytes=PLAIN.tile_bytes // 4)  # a fifth of a tile's bytes
+MASKED = {"sparsity": "0.75", "prediction": "none"}
+
+
+def test_a_layer_takes_its_up_matrices_and_then_each_kept_quarter_as_it_lands() -> None:
+    """Other 2, up 4 x 0.2, then a quarter of 4 tiles on the link, and of the last one on the device."""
+    _, outcome = run(HEADER, preset("floe", **MASKED), [[[0], [1]]])
+    each = 2 + 0.8 + 4 * 5 / 4 + 0.8 / 4
+    assert outcome.decode.seconds == pytest.approx(2 * each)
+    assert outcome.decode.link_busy == pytest.approx(10)
+    assert outcome.decode.moved == outcome.decode.channel_tiles == pytest.approx(2)
+    assert outcome.notes[-1:] != [f"floe: {NOTE}"]
+
+
+def test_resident_tiles_are_not_moved() -> None:
+    """Both experts fit; of them the device reads up and a quarter of the rest."""
+    counts = [[1, 0, 0, 0], [0, 1, 0, 0]]
+    policy = preset("floe", **MASKED)
+    _, outcome = run(HEADER, policy, [[[0], [1]]], capacity=8, popularity=counts)
+    assert outcome.decode.seconds == pytest.approx(2 * (2 + 4 * (0.2 + 0.8 / 4)))
+    assert outcome.decode.moved == 0
+
+
+def test_tiles_that_stay_are_fetched_whole() -> None:
+    policy = preset("on-demand", sparsity="0.75")
+    _, outcome = run(HEADER, policy, [[[0], [1]]], capacity=8)
+    assert (outcome.decode.demanded, outcome.decode.channel_tiles) == (8, 0)
+
+
+def test_the_host_reads_the_same_share() -> None:
+    _, outcome = run(HEADER, preset("floe-host", sparsity="0.75"), [[[0], [1]]])
+    assert outcome.decode.host_busy == pytest.approx(2 * 3 * 4 * (0.2 + 0.8 / 4))
+
+
+def test_predicted_channels_go_on_where_they_are_needed() -> None:
+    cache = SimulatedCache(SHAPE, 0, 5.0)
+    link, counters = ChannelLink(cache, 5.0, 0.5), PhaseOutcome(2)
+    cache.counters = link.counters = counters
+    link.predict(1, [Chosen(2, 4, 1.0), Chosen(0, 4, 1.0)], 1.0)
+    link.advance(4.0)
+    assert counters.link_busy == pytest.approx(3)
+    landings = link.demand(1, [Chosen(2, 2, 1.0), Chosen(3, 1, 0.2)], 5.0)
+    ends = 5 + 1.5 + (1 - RIGHT) * 5 + 0.5  # its rest, and what it had not named
+    assert [expert for expert, _ in landings] == [2, 2, 3]
+    assert [at for _, at in landings] == pytest.approx([(5 + ends) / 2, ends, ends + 1.5])
+    link.advance(99.0)  # what was predicted wrongly is dropped
+    assert counters.link_busy == pytest.approx(4 + (ends - 5) + 1.5)
+    assert cache.free == pytest.approx(ends + 1.5)
+
+
+def test_prediction_helps_while_the_link_would_be_idle() -> None:
+    header = replace(make_header(ModelShape(6, 4, 4, 1)), up="int2-g64", up_bytes=100)
+    seconds = {}
+    for name in ("none", "next-channels"):
+        policy = preset("floe", sparsity="0.75", prediction=name)
+        machine = Replay(header, policy, replace(COSTS, other=(20.0,)), 0)
+        for step in drawn_steps(header, 3, 20):
+            machine.step(step)
+        outcome = machine.outcome
+        seconds[name] = outcome.decode.seconds
+        assert (f"floe: {NOTE}" in outcome.notes) == (name == "next-channels")
+        assert machine.now == pytest.approx(sum(phase.seconds for phase in outcome.phases.values()))
+        assert np.isclose(
+            sum(p.link_busy for p in outcome.phases.values()) / COSTS.link,
+            sum(p.moved for p in outcome.phases.values()),
+        )
+    assert seconds["next-channels"] < seconds["none"]
