@@ -15,7 +15,7 @@ never learn that it has recovered.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import exp, inf, isfinite, log, sqrt
 from statistics import median
@@ -69,8 +69,9 @@ class _Ratios:
 class CostUpdates:
     """The costs in force, from those measured at first and the steps since. Used by the engine's thread."""
 
-    def __init__(self, costs: Costs) -> None:
-        """`costs`: measured, per tile."""
+    def __init__(self, costs: Costs, factors: Mapping[Side, Sequence[float]] | None = None) -> None:
+        """`costs`: measured, per tile. `factors`: those in force at first, as if ENOUGH steps had shown
+        them."""
         self.measured = self.costs = costs
         self._step = 0
         # by contention and grid point, only those with steps
@@ -78,6 +79,12 @@ class CostUpdates:
         self._factors: dict[Side, list[float]] = {  # logarithms of those in force
             side: [0.0] * (1 if side == "link" else len(costs.rows)) for side in SIDES
         }
+        if factors:
+            for side in SIDES:
+                self._factors[side] = [log(factor) for factor in factors[side]]
+                for point, factor in enumerate(self._factors[side]):
+                    self._ratios[side][True, point] = _Ratios(deque([factor] * ENOUGH, WINDOW))
+            self.costs = self._corrected()
 
     def end_step(self, work: Mapping[Side, Work], contended: Mapping[Side, bool]) -> bool:
         """Note a step. True where the costs in force changed."""
@@ -93,16 +100,21 @@ class CostUpdates:
             self.costs = self._corrected()
         return any(changed)
 
+    @property
+    def factors(self) -> dict[Side, tuple[float, ...]]:
+        """In force, of each side at each row count."""
+        return {side: tuple(exp(factor) for factor in self._factors[side]) for side in SIDES}
+
     def report(self) -> dict[str, Any]:
         """For stats: of each side the factors in force at each row count, and the latest ratio in either
         case, or None. May be called by other threads."""
         return {
             side: {
-                "factors": [exp(factor) for factor in self._factors[side]],
+                "factors": list(factors),
                 "alone": self._latest(side, False),
                 "contended": self._latest(side, True),
             }
-            for side in SIDES
+            for side, factors in self.factors.items()
         }
 
     def _point(self, rows: float) -> int:

@@ -19,9 +19,10 @@ from pipeline.backbone.batch import StepInput, logit_rows
 from pipeline.counters import Counters, StepClock
 from pipeline.device import Device
 from pipeline.engine.driver import PolicyDriver
+from pipeline.engine.learned_costs import Learned
 from pipeline.engine.observer import Observer, Probing
 from pipeline.engine.tensor_executor import TensorExecutor
-from pipeline.engine.timing import Learned, Timing
+from pipeline.engine.timing import Timing
 from pipeline.errors import PolicyError, ShardFailed
 from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.empty_memory import EmptyDeviceMemory
@@ -44,8 +45,7 @@ class Engine:
     def __init__(self, backbone: Backbone, layout: StoreLayout, device: Device, pool: HostPool) -> None:
         """Without a slab: set `memory` before a policy with `uses_device`."""
         s = layout.shape
-        self.backbone = backbone
-        self.layout = layout
+        self.backbone, self.layout = backbone, layout
         self.device = device
         self.pool = pool
         self.memory: DeviceMemory | EmptyDeviceMemory = EmptyDeviceMemory(s.layers, s.experts)
@@ -55,10 +55,10 @@ class Engine:
         self.observers: list[Observer] = []
         self.tick: Callable[[], None] = lambda: None  # at each layer: progress that the supervisor watches
         self.up = layout.format.up.name if isinstance(layout.format, FloeFormat) else ""  # as in View
-        # Rows routed to each expert by the steps that count; lasts longer than a policy.
+        # Both outlast policies; of popularity, the rows routed to each expert, only some steps count.
         self.popularity = np.zeros((s.layers, s.experts), np.int64)
+        self.learned: Learned | None = None
         self.probing = Probing(backbone, device.torch_device, None)
-        self._learned: Learned | None = None  # lasts longer than a policy, too
         self._only_waits = [True] * s.layers  # as in TensorExecutor
 
     @property
@@ -81,8 +81,8 @@ class Engine:
         memory, decode = self.memory, self.counters.phases["decode"]
         if policy.uses_device and not memory.exists:
             raise PolicyError(f"policy {policy.name} keeps experts on the device, and the engine has no slab")
-        self._learned = Learned.of(costs, self._learned)
-        timing = Timing(memory, self.device, costs, self._learned if follow else None)
+        self.learned = Learned.of(costs, self.learned)
+        timing = Timing(memory, self.device, costs, self.learned if follow else None)
         view = View(
             shape=self.shape,
             phase="decode",

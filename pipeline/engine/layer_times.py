@@ -15,6 +15,7 @@ the next one is twice as far away.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import sqrt
 from statistics import median
@@ -52,11 +53,12 @@ class _Beyond:
 class LayerTimes:
     """Used by the engine's thread."""
 
-    def __init__(self, rows: int = 1) -> None:
-        """`rows`: of a step."""
+    def __init__(self, rows: int = 1, corrections: Mapping[Kind, float] | None = None) -> None:
+        """`rows`: of a step. `corrections`: those in force at first."""
         self._enough = ENOUGH if rows < LONG else LONG_ENOUGH
         self._step = 0
-        self._kinds: dict[Kind, _Beyond] = {kind: _Beyond() for kind in KINDS}
+        known = corrections or {}
+        self._kinds: dict[Kind, _Beyond] = {kind: _Beyond(known.get(kind, 0.0)) for kind in KINDS}
         self._typical = 0.0  # seconds of a layer
 
     def begin_step(self) -> None:
@@ -103,8 +105,9 @@ class LayerTimes:
         for kind in self._kinds.values():
             kind.steps.clear()
 
-    def report(self) -> dict[str, float]:
-        """The correction of each kind in seconds. May be called by other threads."""
+    @property
+    def corrections(self) -> dict[Kind, float]:
+        """Of each kind in seconds. May be called by other threads."""
         return {name: kind.correction for name, kind in self._kinds.items()}
 
     def corrected(self, costs: Costs) -> Costs:

@@ -7,11 +7,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
 
 from pipeline.device import Device
-from pipeline.engine.cost_updates import CostUpdates, Side, Work
-from pipeline.engine.layer_times import LONG, Kind, LayerTimes
+from pipeline.engine.cost_updates import Side, Work
+from pipeline.engine.layer_times import Kind
+from pipeline.engine.learned_costs import Learned, tables
 from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.empty_memory import EmptyDeviceMemory
 from pipeline.experts.fetch_link import Order
@@ -19,74 +19,6 @@ from pipeline.experts.shares import Share, Split
 from pipeline.policies.active_costs import SecondsTable
 from pipeline.policies.backlog import Landing
 from pipeline.policies.costs import Costs
-
-FIRST, SAMPLED = 64, 4  # steps of which each is measured; of later ones every so many
-
-
-class InForce(NamedTuple):
-    """Costs with tables of a tile's seconds."""
-
-    costs: Costs
-    host: SecondsTable
-    device: SecondsTable
-
-
-class Learned:
-    """What steps have shown of an engine's costs, under whatever policy. What a layer takes beside its tiles
-    is kept apart for 1 row, 2 and 3, 4 to 7 and so on, as it grows with them. Measuring takes time itself, so
-    that of short steps each is measured at first, and then every SAMPLEDth."""
-
-    def __init__(self, measured: Costs) -> None:
-        """`measured`: at first, per tile."""
-        self.updates = CostUpdates(measured)
-        self._layers: dict[int, LayerTimes] = {}  # by the power of two
-        self._found: dict[int, InForce] = {}
-        self._steps: dict[int, int] = {}
-
-    @classmethod
-    def of(cls, measured: Costs | None, before: Learned | None) -> Learned | None:
-        """What was learned `before`, where that is about these costs or there are none now."""
-        if measured is None or (before is not None and before.updates.measured == measured):
-            return before
-        return cls(measured)
-
-    def begin_step(self, rows: int) -> bool:
-        """Whether this step is measured."""
-        count = self._steps[rows.bit_length()] = self._steps.get(rows.bit_length(), 0) + 1
-        return rows >= LONG or count < FIRST or not count % SAMPLED
-
-    def layers(self, rows: int) -> LayerTimes:
-        """Of steps of so many rows."""
-        found = self._layers.get(rows.bit_length())
-        if found is None:
-            found = self._layers[rows.bit_length()] = LayerTimes(rows)
-        return found
-
-    def in_force(self, rows: int) -> InForce:
-        """In a step of so many rows."""
-        found = self._found.get(rows.bit_length())
-        if found is None:
-            found = self._found[rows.bit_length()] = tables(self.layers(rows).corrected(self.updates.costs))
-        return found
-
-    def tiles_changed(self, rows: int) -> None:
-        """Of `updates`, after a step of so many rows: what was measured beyond them then does not count."""
-        self._found.clear()
-        self.layers(rows).restart()
-
-    def layers_changed(self, rows: int) -> None:
-        """Of `layers`."""
-        self._found.pop(rows.bit_length(), None)
-
-    def report(self) -> dict[str, Any]:
-        """For stats: what changed, of tiles, and of one row's layers beside them. May be called by other
-        threads."""
-        beside = self._layers.get(1)
-        return self.updates.report() | {"beside": beside.report() if beside else {}}
-
-
-def tables(costs: Costs) -> InForce:
-    return InForce(costs, SecondsTable(costs.host_seconds, 1), SecondsTable(costs.device_seconds, 1))
 
 
 class Timing:

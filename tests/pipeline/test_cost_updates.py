@@ -3,6 +3,8 @@ ones, with noise. No time is measured."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import pytest
 
@@ -19,8 +21,8 @@ ALONE = {"host": False, "device": False, "link": False}
 class Machine:
     """Steps in which each side computes or moves 10 tiles, at `speed` times the measured seconds."""
 
-    def __init__(self, noise: float = 0.0) -> None:
-        self.updates = CostUpdates(COSTS)
+    def __init__(self, noise: float = 0.0, factors: Mapping[Side, Sequence[float]] | None = None) -> None:
+        self.updates = CostUpdates(COSTS, factors)
         self.speed: dict[Side, float] = {"host": 1.0, "device": 1.0, "link": 1.0}
         self._rng, self._noise = np.random.default_rng(1), noise
 
@@ -167,3 +169,25 @@ def test_plans_that_follow_a_slowed_host_settle(slowed: list[int]) -> None:
     assert max(before) - min(before) <= 2
     assert max(after) - min(after) <= 2
     assert max(after) < min(before) / 2
+
+
+def test_factors_of_an_earlier_engine_hold_until_steps_show_others() -> None:
+    first = Machine()
+    first.speed = {"host": 3.0, "device": 1.0, "link": 0.5}
+    first.steps(WINDOW)
+    machine = Machine(factors=first.updates.factors)
+    assert machine.updates.costs == first.updates.costs != COSTS
+    machine.speed = first.speed
+    assert machine.steps(2 * WINDOW) == []
+    machine.speed = {"host": 1.0, "device": 1.0, "link": 0.5}
+    machine.steps(WINDOW)
+    assert machine.updates.costs.host == pytest.approx((2.0, 12.0)), "of many rows it is not known"
+    assert machine.updates.costs.link == pytest.approx(COSTS.link / 2)
+
+
+def test_factors_of_an_earlier_engine_are_forgotten_without_steps() -> None:
+    machine = Machine(factors={"host": (3.0, 3.0), "device": (1.0, 1.0), "link": (1.0,)})
+    machine.steps(FORGOTTEN, sides=("device",))
+    assert machine.updates.costs.host == pytest.approx((6.0, 12.0))
+    machine.steps(1, sides=("device",))
+    assert machine.updates.costs.host == COSTS.host

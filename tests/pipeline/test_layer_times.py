@@ -66,3 +66,13 @@ def test_a_trial_that_finds_the_same_again_makes_the_next_one_rarer() -> None:
 def test_long_steps_count_after_fewer() -> None:
     assert steps(LayerTimes(LONG), "both", LONG_ENOUGH, 2.0, 3.0) == 1
     assert steps(LayerTimes(LONG - 1), "both", LONG_ENOUGH, 2.0, 3.0) == 0
+
+
+def test_corrections_of_an_earlier_engine_go_on() -> None:
+    first = LayerTimes()
+    steps(first, "both", ENOUGH, 2.0, 3.0)
+    times = LayerTimes(1, first.corrections)
+    assert times.corrected(COSTS) == first.corrected(COSTS) != COSTS
+    steps(times, "both", ENOUGH, 3.0, 2.5)
+    assert times.corrected(COSTS).both == pytest.approx(0.5)
+    assert steps(times, "host", FORGOTTEN + 1, 2.0, 2.0) == 1, "a kind that no plan chooses is tried again"

@@ -13,7 +13,7 @@ import torch
 from thread_engine import decode, engine_in_threads, prefilled
 
 from pipeline.backbone.kv_cache import KVCache
-from pipeline.engine import timing
+from pipeline.engine import learned_costs
 from pipeline.engine.cost_updates import WINDOW
 from pipeline.engine.engine import Engine
 from pipeline.policies.costs import Costs
@@ -93,7 +93,7 @@ def test_costs_of_a_file_stay_and_measured_ones_follow_a_slowed_host(running, mo
         return y
 
     monkeypatch.setattr(type(engine.pool), "result", slowed)
-    monkeypatch.setattr(timing, "SAMPLED", 1)  # every step is measured
+    monkeypatch.setattr(learned_costs, "SAMPLED", 1)  # every step is measured
     per_tile = 1e-3 / 4  # of four tiles a layer
     measured = replace(COSTS, host=(per_tile,))
     policy = Halves()
