@@ -2,8 +2,8 @@
 
     python -m benchmarks.evidence FOLDER [--only traces,presets,...] [--json]
 
-The steps, in order: `traces` calibrates and records; `presets`, `daop`, `dali`, `adapmoe`, `moepic` replay
-the recorded routing with a paper's costs; `quality` scores held-out text; `accuracy` answers items;
+The steps, in order: `traces` calibrates and records; `presets`, `daop`, `dali`, `adapmoe`, `moepic` and
+`floe` replay routing with a paper's costs; `quality` scores held-out text; `accuracy` answers items;
 `emulated` and `links` run engines whose link and workers are paced to a paper's ratios, for half an hour.
 FOLDER has a cache of its own, so that no other calibration is replaced; the answers of commands are kept
 there and not made again.
@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.evidence_commands import COSTS, ROWS, TABLE_1, Commands, Row, label, paces, relative
+from benchmarks.floe import floe
 from benchmarks.moepic import moepic
 from pipeline.assets import heldout
 from pipeline.policies.calibration import Calibration, at_limits
@@ -238,7 +239,7 @@ def links(c: Commands) -> dict[str, list[Row]]:
 
 STEPS: dict[str, Callable[[Commands], dict[str, list[Row]]]] = {
     step.__name__: step
-    for step in (traces, presets, daop, dali, adapmoe, moepic, quality, accuracy, emulated, links)
+    for step in (traces, presets, daop, dali, adapmoe, moepic, floe, quality, accuracy, emulated, links)
 }
 
 

@@ -2,7 +2,7 @@
 predicted a layer earlier.
 
 They cross the link behind whole tiles and in the order of their experts. Which channels a prediction names is
-in no trace: of the predicted ones RIGHT are taken to be kept, and as many are kept as are predicted.
+in no trace: RIGHT of them are taken to be kept, and as many are kept as are predicted.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ class _Guess:
 class ChannelLink:
     """Shares the link of a simulated cache. Times are seconds and never decrease."""
 
-    def __init__(self, cache: SimulatedCache, tile_seconds: float, fetch_seconds: float) -> None:
-        """The seconds are those of `SimulatedCache`."""
+    def __init__(
+        self, cache: SimulatedCache, tile_seconds: float, fetch_seconds: float, right: float = RIGHT
+    ) -> None:
+        """The seconds are those of `SimulatedCache`. `right`: of the predicted channels, kept."""
+        self._right = right
         self.counters: PhaseOutcome  # of the present phase
         self._cache = cache
         self._tile = tile_seconds
@@ -75,7 +78,7 @@ class ChannelLink:
             if guess is None or guess.left == guess.whole:  # none, or one that did not begin
                 seconds += self._fetch
             else:
-                missed = (1 - RIGHT) * seconds
+                missed = (1 - self._right) * seconds
                 seconds = guess.left + missed + (self._fetch if missed else 0.0)
             start = max(self._cache.free, now)
             self._occupy(start, seconds)

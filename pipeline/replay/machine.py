@@ -41,7 +41,7 @@ from pipeline.policies.view import (
     View,
 )
 from pipeline.replay.cache import SimulatedCache
-from pipeline.replay.channels import NOTE, ChannelLink, Chosen
+from pipeline.replay.channels import NOTE, RIGHT, ChannelLink, Chosen
 from pipeline.replay.outcome import Outcome, PhaseOutcome
 from pipeline.replay.step_inputs import StepInputs
 from pipeline.traces.header import Header
@@ -63,11 +63,12 @@ class Replay:
         calibration: Calibration | None = None,
         popularity: NDArray[np.int64] | None = None,
         last_steps: Mapping[int, int] | None = None,
+        right: float = RIGHT,
     ) -> None:
         """`capacity`: tiles. `last_steps`: the number of each sequence's last step, with which it ends;
         without it, sequences end with each step. `calibration`: as in an engine, but without the gate for the
         next token's first layer where the trace has no logits of it. `popularity` [L, E]: the counts of
-        earlier requests. Raises PolicyError where the policy lacks an input."""
+        earlier requests. `right`: as in ChannelLink. Raises PolicyError where the policy lacks an input."""
         shape = header.shape
         self._header = header
         self._policy = policy
@@ -80,7 +81,7 @@ class Replay:
         self._seconds: dict[int, tuple[float, float, float]] = {}  # by rows: see _tile
         capacity = capacity if policy.uses_device else 0
         self.cache = SimulatedCache(shape, capacity, self._costs.link, self._costs.fetch)
-        self._channels = ChannelLink(self.cache, self._costs.link, self._costs.fetch)
+        self._channels = ChannelLink(self.cache, self._costs.link, self._costs.fetch, right)
         self.cache.counters = self._channels.counters = self._counters
         self.now = 0.0  # seconds
         self._host_free = 0.0

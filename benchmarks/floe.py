@@ -1,0 +1,189 @@
+"""FloE's figures for Mixtral-8x7B on a GPU of 11 and of 24 GB, by replay, and on an engine that emulates one.
+
+    python -m benchmarks.floe [--tokens N] [--accuracy A] [--right R]
+
+Routing is drawn for Mixtral's shape as in `benchmarks/moepic.py`. The costs are those of the paper's RTX 3090
+where it has any: an expert's 300 MB in 15 ms over the link, and in 5 ms on the device. Its processor is not
+named: the host reads 100 GB/s, or 40. Every preset has the GPU's whole memory: up matrices, staging and
+reserve are taken from the cache. Times are of the layers alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.evidence_commands import Commands, Row, paces, relative
+from pipeline.memory.limits import staging_tiles
+from pipeline.models.routing import Softmax
+from pipeline.policies.costs import Costs
+from pipeline.policies.presets import make_policy
+from pipeline.policies.view import ModelShape, PolicyRequest
+from pipeline.replay.channels import RIGHT
+from pipeline.replay.machine import Replay
+from pipeline.traces.header import Header
+from pipeline.traces.steps import TracedStep
+from pipeline.traces.synthetic import EMBEDDED, SyntheticText
+from shm.layout import ExpertShape, StoreLayout, format_named
+
+MIXTRAL = ExpertShape(32, 8, 4096, 14336, 896)
+TOP_K = 2
+LINK, DEVICE = 300e6 / 15e-3, 300e6 / 5e-3  # bytes a second
+HOSTS = (100e9, 40e9)
+BESIDE = 2 * 42e6  # bytes of a layer beside its experts
+MEMORY = {"11 GB": 11e9, "24 GB": 24e9}
+RESIDENT = 3.2e9 + 1.5e9  # the backbone in bf16; KV cache, a step's allocations, the context
+ROWS = (1, 2, 4)
+WARM = 40  # tokens before those that are measured
+
+
+@dataclass(frozen=True)
+class Case:
+    """A preset in the format that it is usually run in."""
+
+    name: str
+    format: str
+    preset: str
+    options: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def layout(self) -> StoreLayout:
+        return StoreLayout(MIXTRAL, format_named(self.format))
+
+    def costs(self, host: float) -> Costs:
+        """Of a tile, with so many bytes a second on the host."""
+        layout = self.layout
+        read = layout.head_bytes + layout.tile_bytes
+        return Costs(
+            rows=ROWS,
+            host=(read / host,) * len(ROWS),
+            device=(read / DEVICE,) * len(ROWS),
+            link=layout.tile_bytes / LINK,
+            round_trip=6e-5,
+            other=(BESIDE / DEVICE,) * len(ROWS),
+            fetch=1e-5,
+        )
+
+    def capacity(self, memory: float) -> int:
+        """Tiles of the cache; below 0 where the up matrices alone do not fit."""
+        layout = self.layout
+        heads = layout.head_stride * MIXTRAL.experts * MIXTRAL.layers
+        staging = staging_tiles(MIXTRAL.tiles, TOP_K, layout.head_bytes > 0)
+        return int((memory - RESIDENT - heads) // layout.tile_bytes) - staging
+
+
+NO_GUESS = (("prediction", "none"),)
+CASES = (
+    Case("whole-layer (DeepSpeed)", "bf16", "whole-layer"),
+    Case("on-demand", "bf16", "on-demand"),
+    Case("mixtral-offloading", "bf16", "mixtral-offloading"),
+    Case("mixtral-offloading", "int4", "mixtral-offloading"),
+    Case("fiddler", "bf16", "fiddler"),
+    Case("tandem", "bf16", "tandem"),
+    Case("tandem", "int4", "tandem"),
+    Case("floe", "floe", "floe"),
+    Case("floe, no prediction", "floe", "floe", NO_GUESS),
+    Case("floe, 0.9", "floe", "floe", (("sparsity", "0.9"),)),
+    Case("floe", "floe-int4", "floe"),
+    Case("floe-host", "floe", "floe-host"),
+    Case("floe-host", "floe-int4", "floe-host"),
+)
+
+
+def header_of(case: Case) -> Header:
+    layout = case.layout
+    shape = ModelShape(MIXTRAL.layers, MIXTRAL.experts, MIXTRAL.tiles, TOP_K)
+    up = "int2" if layout.head_bytes else ""
+    router = Softmax(TOP_K, rescaled=True)
+    return Header(
+        "drawn", "0" * 64, "0" * 64, shape, layout.tile_bytes, router, 1, up=up, up_bytes=layout.head_bytes
+    )
+
+
+def speed(case: Case, host: float, memory: float, steps: Sequence[TracedStep], right: float) -> Row:
+    """Tokens a second, without the first WARM, and bytes a token over the link."""
+    capacity = case.capacity(memory)
+    if capacity < 0:
+        return {"tok_s": None, "mb": None, "hits": None}
+    text = SyntheticText(header_of(case), EMBEDDED)
+    policy = make_policy(PolicyRequest(case.preset, dict(case.options)), 0)
+    machine = Replay(
+        header_of(case), policy, case.costs(host), capacity, popularity=text.counts(400), right=right
+    )
+    began = moved = 0.0
+    decode = machine.outcome.decode
+    for place, step in enumerate(steps):
+        if place == WARM:
+            began, moved = machine.now, decode.moved
+        machine.step(step)
+    tokens = len(steps) - WARM
+    each = case.layout.tile_bytes / 1e6
+    return {
+        "tok_s": tokens / (machine.now - began),
+        "mb": (decode.moved - moved) * each / tokens,
+        "hits": decode.hit_rate,
+    }
+
+
+def replayed(tokens: int, accuracy: float, right: float) -> list[Row]:
+    """A row for each case: tokens a second by memory and host."""
+    skew = replace(EMBEDDED, accuracy=accuracy)
+    rows = []
+    for case in CASES:
+        row: Row = {"preset": case.name, "format": case.format}
+        steps = SyntheticText(header_of(case), skew).steps(prompt=0, chunk=1, tokens=tokens + WARM)
+        for label, memory in MEMORY.items():
+            for host in HOSTS:
+                found = speed(case, host, memory, steps, right)
+                row[f"{label}, host {host / 1e9:.0f}"] = found["tok_s"]
+            row[f"{label}, MB"] = found["mb"]
+        rows.append(row)
+        print(json.dumps(row), file=sys.stderr, flush=True)
+    return rows
+
+
+EMULATED = "whole-layer,on-demand,mixtral-offloading,fiddler"
+SPARSE = "floe,floe:prediction=none,floe:sparsity=0.9"
+
+
+def floe(c: Commands) -> dict[str, list[Row]]:
+    """Also engines of the embedded model, whose link and workers are paced to these costs: experts in bf16 for
+    the baselines, and in `floe` with an equal memory, up matrices included."""
+    dense, sparse = CASES[1].layout, next(case for case in CASES if case.format == "floe").layout
+    bytes_of = MIXTRAL.experts * MIXTRAL.tiles * MIXTRAL.layers
+    block = 2 * dense.expert_bytes / DEVICE + BESIDE / DEVICE
+    pace = paces(c, dense.expert_bytes / LINK, dense.expert_bytes / HOSTS[0], block)
+    short = ("--prompt-len", "32", "--gen-len", "32", "--rounds", "2", *pace)
+    rows = []
+    for label, memory in MEMORY.items():
+        for format, policies, layout in (("bf16", EMULATED, dense), ("floe", SPARSE, sparse)):
+            case = Case("", format, "")
+            share = max(0.0, case.capacity(memory) / bytes_of)
+            assert layout.format.name == format
+            words = ("--format", format, "--expert-cache", f"{share:.3f}", *short)
+            found = c.measure(f"floe-{format}-{label.split()[0]}", policies, *words)
+            rows += [{"memory": label, "format": format, "cache": share} | row for row in found]
+    relative(rows, "on-demand", "memory")
+    tables = {
+        f"FloE, replayed, {a:g} and {r:g}": replayed(200, a, r) for a, r in ((0.79, RIGHT), (0.95, 0.95))
+    }
+    return {**tables, "FloE, emulated": rows}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=200, help="measured")
+    parser.add_argument("--accuracy", type=float, default=EMBEDDED.accuracy, help="of predicted experts")
+    parser.add_argument(
+        "--right", type=float, default=RIGHT, help="share of predicted channels that are kept"
+    )
+    arguments = parser.parse_args()
+    print(json.dumps(replayed(arguments.tokens, arguments.accuracy, arguments.right), indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
