@@ -150,8 +150,8 @@ SPARSE = "floe,floe:prediction=none,floe:sparsity=0.9"
 
 
 def floe(c: Commands) -> dict[str, list[Row]]:
-    """Also engines of the embedded model, whose link and workers are paced to these costs: experts in bf16 for
-    the baselines, and in `floe` with an equal memory, up matrices included."""
+    """Also engines of the embedded model, whose link and workers are paced to these costs: experts in bf16
+    for the baselines, and in `floe` with an equal memory, up matrices included."""
     dense, sparse = CASES[1].layout, next(case for case in CASES if case.format == "floe").layout
     bytes_of = MIXTRAL.experts * MIXTRAL.tiles * MIXTRAL.layers
     block = 2 * dense.expert_bytes / DEVICE + BESIDE / DEVICE
