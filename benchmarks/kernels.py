@@ -168,7 +168,7 @@ def _layout(format: TileFormat, shape: tuple[int, int]) -> StoreLayout:
 def measure(quick: bool, show: Callable[[str], None]) -> dict[str, Any]:
     """All cases, as the JSON object that `--json` prints; a case's shape is an expert's [I, H]."""
     all_cores = len(os.sched_getaffinity(0))
-    with _weights() as memory, torch.inference_mode():
+    with weights_memory() as memory, torch.inference_mode():
         show("choosing the kernels")
         tuned = tune()
         bench = Bench(memory, quick, DEFAULT if tuned is None else tuned.choice)
@@ -212,7 +212,7 @@ def _plan(format: TileFormat, shape: tuple[int, int], quick: bool) -> Iterator[t
 
 
 @contextmanager
-def _weights() -> Iterator[Bytes]:
+def weights_memory() -> Iterator[Bytes]:
     """Shared memory mapped like a store."""
     name = f"/tandem-bench-{os.getpid()}"
     segment = Segment.create(name, MEMORY)

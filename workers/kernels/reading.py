@@ -56,9 +56,9 @@ def fastest(rates: Mapping[str, Sequence[float]]) -> Reading:
     return Reading(way, median(rates[way]))
 
 
-def fastest_way(memory: Bytes, library: Library | None) -> Read:
-    """The way that reads this memory fastest, by some rounds of all."""
-    parts, found = walk(memory), ways(library)
+def fastest_way(memory: Bytes, library: Library | None, team: Team | None = None) -> Read:
+    """The way that reads this memory fastest on the team's cores, by some rounds of all."""
+    parts, found = walk(memory), ways(library, team)
     rates = {name: [timed(read, next(parts)) for _ in range(ROUNDS)] for name, read in found.items()}
     return found[fastest(rates).way]
 

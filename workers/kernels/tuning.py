@@ -21,20 +21,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from shm.formats import Bytes
+from shm.floe import FloeFormat
+from shm.formats import Bytes, Float32
 from shm.huge import private
 from shm.kernel_files import contents, entries
 from shm.layout import FORMATS as ALL_FORMATS
 from shm.segment import available_memory
+from workers.kernels.channels import ChannelKernel
 from workers.kernels.choice import HINTS, MOST_ROWS, Choice, Prefetch
 from workers.kernels.geometry import Geometry
 from workers.kernels.native import VARIANTS, Library, chosen, load
 from workers.kernels.reading import walk
 from workers.round_trips import round_trips
 
-FORMATS = ("int4", "int8", "bf16")
+FORMATS = ("int4", "int8", "bf16", "floe-int4")
 HIDDEN, CHANNELS = 4096, 256  # of a tile
+MASKED_CHANNELS, KEPT = 1024, 5  # of a tile by channel, of which one channel in KEPT is computed
 PART = 1 << 23  # bytes from one computation to the next, and the most of one
 AHEAD = (1024, 2048, 4096, 8192, 16384)  # bytes
 SMALLEST, LARGEST = 1 << 27, 1 << 29  # bytes of the memory
@@ -173,14 +177,14 @@ def _times(
     limit = SECONDS if seconds is None else seconds
     works = {(choice, name): _compute(choice, name, rows) for choice in candidates for name in FORMATS}
     best = dict.fromkeys(works, float("inf"))
-    for compute, size in works.values():
-        compute(next(parts)[:size])  # allocates scratch
+    for compute, _ in works.values():
+        compute(next(parts))  # allocates scratch
     began = time.perf_counter()
     for done in range(ROUNDS):
         if done >= FEWEST and time.perf_counter() - began > limit:
             break
         for key, (compute, size) in works.items():
-            data = next(parts)[:size]
+            data = next(parts)
             started = time.perf_counter()
             compute(data)
             best[key] = min(best[key], (time.perf_counter() - started) / size)
@@ -188,11 +192,31 @@ def _times(
 
 
 def _compute(choice: Choice, name: str, rows: int) -> tuple[Compute, int]:
-    """What computes tiles of this format for so many rows, and the tiles' bytes: one row as many as are in
-    PART, because its call takes about as long as 100 KB."""
+    """What computes tiles of this format for so many rows, and the bytes that it reads: one row as many tiles
+    as are in PART, because its call takes about as long as 100 KB."""
     library, format = chosen(choice), ALL_FORMATS[name]
     assert library is not None
+    x, every = np.full((rows, HIDDEN), 0.5, np.float32), np.arange(rows, dtype=np.int32)
+    if isinstance(format, FloeFormat):
+        return _compute_channels(library, format, x, every)
     kernel = library.kernel(Geometry(format, HIDDEN, HIDDEN, CHANNELS))
-    x, every = kernel.quantize(np.full((rows, HIDDEN), 0.5, np.float32)), np.arange(rows, dtype=np.int32)
-    size = format.tile_bytes(HIDDEN, CHANNELS)
-    return lambda data: kernel.tiles(data, x, every), size * (PART // size if rows == 1 else 1)
+    quantized, size = kernel.quantize(x), format.tile_bytes(HIDDEN, CHANNELS)
+    size *= PART // size if rows == 1 else 1
+    return lambda data: kernel.tiles(data[:size], quantized, every), size
+
+
+def _compute_channels(
+    library: Library, format: FloeFormat, x: Float32, every: NDArray[np.int32]
+) -> tuple[Compute, int]:
+    """The same with few channels: they lie among others that are not read."""
+    kernel = ChannelKernel(library, format, HIDDEN, None)
+    inputs, u = kernel.activations(x), np.zeros((len(x), MASKED_CHANNELS), np.float32)
+    u[:, ::KEPT] = 1
+    head, channel = format.head_bytes(HIDDEN, MASKED_CHANNELS), format.channel_bytes(HIDDEN)
+    end = head + MASKED_CHANNELS * channel
+
+    def compute(data: Bytes) -> object:
+        kernel.up(data[:head], inputs, every)
+        return kernel.channels(data[head:end], u, inputs, every)
+
+    return compute, head + -(-MASKED_CHANNELS // KEPT) * channel

@@ -36,7 +36,7 @@ FILE_NAME = re.compile(r"[0-9a-f]{16}\.json")  # others in the folder are not to
 LATEST = 1 << 40  # seconds since the epoch
 RETRY = 86400.0  # seconds after which a measurement that failed is tried again
 MAX_REASON = 1000  # characters
-VERSION = 3  # of the files, and of how is measured
+VERSION = 4  # of the files, and of how is measured
 
 
 @dataclass(frozen=True)

@@ -55,27 +55,38 @@ INLINE __m512 grown(__m512 y, __m512i dot, __m512 scale, __m512 zero, const floa
     return _mm512_fmadd_ps(centred, _mm512_mul_ps(scale, _mm512_set1_ps(factors[0])), y);
 }
 
+enum { IN_PLACE = 4 }; /* rows with four sums each: as many as registers hold */
+
 INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const int8_t *codes, const float *factors,
                      const int bits, const int rows, const int hint, int64_t ahead, float *y) {
     const __m512i low = _mm512_set1_epi8(15);
     const int step = 32 / bits; /* inputs of a line */
+    const int in_place = rows <= IN_PLACE; /* INT2: codes are not shifted to the lowest bits of their byte */
     __m512 sum[ROWS];
     for (int r = 0; r < rows; r++) sum[r] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; g++) {
         const uint8_t *data = block + 64;
-        __m512i dot[ROWS], more[ROWS];
+        __m512i dot[ROWS], more[ROWS], dots[IN_PLACE][4];
         for (int r = 0; r < rows; r++) dot[r] = more[r] = _mm512_setzero_si512();
+        for (int r = 0; r < IN_PLACE; r++)
+            for (int f = 0; f < 4; f++) dots[r][f] = _mm512_setzero_si512();
         PREFETCH(block + ahead, hint);
         for (int64_t j = 0; j < group; j += step) {
             __m512i line = _mm512_loadu_si512(data + 64 / step * j);
             PREFETCH(data + 64 / step * j + ahead, hint);
+            if (bits == INT2 && in_place) {
+                for (int f = 0; f < 4; f++) {
+                    __m512i part = _mm512_and_si512(line, _mm512_set1_epi8((char)(3 << 2 * f)));
+                    for (int r = 0; r < rows; r++)
+                        dots[r][f] = _mm512_dpbusd_epi32(dots[r][f], part, four(codes + r * group + j + 4 * f));
+                }
+                continue;
+            }
             if (bits == INT2) {
                 for (int f = 0; f < 4; f++) {
                     __m512i part = _mm512_and_si512(_mm512_srli_epi16(line, 2 * f), _mm512_set1_epi8(3));
-                    for (int r = 0; r < rows; r++) {
-                        __m512i *to = f % 2 && rows <= 4 ? more + r : dot + r;
-                        *to = _mm512_dpbusd_epi32(*to, part, four(codes + r * group + j + 4 * f));
-                    }
+                    for (int r = 0; r < rows; r++)
+                        dot[r] = _mm512_dpbusd_epi32(dot[r], part, four(codes + r * group + j + 4 * f));
                 }
                 continue;
             }
@@ -93,7 +104,13 @@ INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const 
         __m512 scale = bits == INT8 ? _mm512_loadu_ps((const float *)block) : sixteen_bf16(block);
         __m512 zero = bits == INT8 ? _mm512_set1_ps(128.0f) : sixteen_bf16(block + 32);
         for (int r = 0; r < rows; r++) {
-            if (bits != INT8 && rows <= 4) dot[r] = _mm512_add_epi32(dot[r], more[r]);
+            if (bits == INT2 && in_place) { /* sums of codes times 4^f: exact */
+                __m512i even = _mm512_add_epi32(dots[r][0], _mm512_srai_epi32(dots[r][2], 4));
+                __m512i odd = _mm512_add_epi32(_mm512_srai_epi32(dots[r][1], 2), _mm512_srai_epi32(dots[r][3], 6));
+                dot[r] = _mm512_add_epi32(even, odd);
+            } else if (bits == INT4 && rows <= 4) {
+                dot[r] = _mm512_add_epi32(dot[r], more[r]);
+            }
             sum[r] = grown(sum[r], dot[r], scale, zero, factors + 2 * r);
         }
         block = data + 64 / step * group;

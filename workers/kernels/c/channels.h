@@ -206,10 +206,12 @@ INLINE const uint8_t *line_of(const uint8_t *row, const struct row_shape *s, con
     return row + s->codes + (bits == INT4 ? g / 2 : g) * 64;
 }
 
-/* y [whole groups] += the sum of a[i] * row i, one row after the other, for `number` (a constant) rows. Other records
- * next[i] bytes further are prefetched. y has whole groups; of a bf16 row no more than `numbers` are read. */
-INLINE void add_rows(const uint8_t *const *rows, const float *a, const int number, const struct row_shape *s,
-                     const int bits, const int hint, const int64_t *next, float *y) {
+/* Of `outputs` (a constant) rows of y: y[o] += the sum of a[o][i] * row i, one row after the other, for `number` (a
+ * constant) rows. Other records next[i] bytes further are prefetched. y has whole groups, and `stride` numbers from one
+ * row to the next; of a bf16 row no more than `numbers` are read. */
+INLINE void add_rows(const uint8_t *const *rows, const float (*a)[SUMMED], const int outputs, const int number,
+                     const struct row_shape *s, const int bits, const int hint, const int64_t *next, float *y,
+                     int64_t stride) {
     int64_t groups = bits == BF16 ? s->numbers / GROUP : s->groups;
     if (bits != BF16)
         for (int i = 0; i < number; i++)
@@ -221,16 +223,20 @@ INLINE void add_rows(const uint8_t *const *rows, const float *a, const int numbe
         int64_t end = least(start + SEGMENT, groups);
 #define ADD_GROUP(g, half)                                                                                       \
     do {                                                                                                         \
-        vector sum[PARTS], numbers[PARTS];                                                                       \
-        for (int p = 0; p < PARTS; p++) sum[p] = loaded(y + (g) * GROUP + p * LANES);                            \
+        vector sums[GATES][PARTS], numbers[PARTS];                                                               \
+        for (int o = 0; o < outputs; o++)                                                                        \
+            for (int p = 0; p < PARTS; p++) sums[o][p] = loaded(y + o * stride + (g) * GROUP + p * LANES);       \
         for (int i = 0; i < number; i++) {                                                                       \
             const uint8_t *line = line_of(rows[i], s, bits, g);                                                  \
             if (!(half)) PREFETCH(line + next[i], hint);                                                         \
             if (bits == BF16) PREFETCH(line + 64 + next[i], hint);                                               \
             row_numbers(line, bits, half, scales[i][(g) - start], zeros[i][(g) - start], numbers);               \
-            for (int p = 0; p < PARTS; p++) sum[p] = VFMA(numbers[p], splat(a[i]), sum[p]);                      \
+            for (int o = 0; o < outputs; o++)                                                                    \
+                for (int p = 0; p < PARTS; p++) sums[o][p] = VFMA(numbers[p], splat(a[o][i]), sums[o][p]);       \
         }                                                                                                        \
-        for (int p = 0; p < PARTS; p++) memcpy(y + (g) * GROUP + p * LANES, sum + p, sizeof *sum);               \
+        for (int o = 0; o < outputs; o++)                                                                        \
+            for (int p = 0; p < PARTS; p++)                                                                      \
+                memcpy(y + o * stride + (g) * GROUP + p * LANES, &sums[o][p], sizeof(vector));                   \
     } while (0)
         EACH_GROUP(start, end, bits, ADD_GROUP)
     }
@@ -239,22 +245,31 @@ INLINE void add_rows(const uint8_t *const *rows, const float *a, const int numbe
         float rest[GROUP] = {0}; /* the last numbers */
         for (int64_t at = groups * GROUP; at < s->numbers; at++)
             rest[at - groups * GROUP] = widened(((const uint16_t *)rows[i])[at]);
-        for (int p = 0; p < PARTS; p++) {
-            float *to = y + groups * GROUP + p * LANES;
-            vector sum = VFMA(loaded(rest + p * LANES), splat(a[i]), loaded(to));
-            memcpy(to, &sum, sizeof sum);
-        }
+        for (int o = 0; o < outputs; o++)
+            for (int p = 0; p < PARTS; p++) {
+                float *to = y + o * stride + groups * GROUP + p * LANES;
+                vector sum = VFMA(loaded(rest + p * LANES), splat(a[o][i]), loaded(to));
+                memcpy(to, &sum, sizeof sum);
+            }
     }
 }
 
-#define ADD_INT4(hint) add_rows(rows, a, SUMMED, s, INT4, hint, next, y)
-#define ADD_INT8(hint) add_rows(rows, a, SUMMED, s, INT8, hint, next, y)
-#define ADD_BF16(hint) add_rows(rows, a, SUMMED, s, BF16, hint, next, y)
+#define ADD_INT4(hint) add_rows(rows, a, 1, SUMMED, s, INT4, hint, next, y, stride)
+#define ADD_INT8(hint) add_rows(rows, a, 1, SUMMED, s, INT8, hint, next, y, stride)
+#define ADD_BF16(hint) add_rows(rows, a, 1, SUMMED, s, BF16, hint, next, y, stride)
+/* Several rows of y take longer than a look at the hint. */
+#define ADD_TO_SOME(bits)                                                                                        \
+    switch (outputs) {                                                                                           \
+    case 2: add_rows(rows, a, 2, SUMMED, s, bits, (int)w->hint, next, y, stride); break;                         \
+    case 3: add_rows(rows, a, 3, SUMMED, s, bits, (int)w->hint, next, y, stride); break;                         \
+    default: add_rows(rows, a, 4, SUMMED, s, bits, (int)w->hint, next, y, stride);                               \
+    }
 
-/* The same for any format and up to SUMMED rows. */
-static void add_down(const struct weights *w, const struct row_shape *s, const uint8_t *const *rows, const float *a,
-                     int64_t number, const int64_t *next, float *y) {
-    if (number == SUMMED) {
+/* The same for any format and up to SUMMED rows, for up to GATES rows of y. */
+static void add_down(const struct weights *w, const struct row_shape *s, const uint8_t *const *rows,
+                     const float (*a)[SUMMED], int64_t outputs, int64_t number, const int64_t *next, float *y,
+                     int64_t stride) {
+    if (number == SUMMED && outputs == 1) {
         if (s->bits == INT4) {
             EACH_HINT(w->hint, ADD_INT4)
         } else if (s->bits == INT8) {
@@ -264,17 +279,29 @@ static void add_down(const struct weights *w, const struct row_shape *s, const u
         }
         return;
     }
-    for (int64_t i = 0; i < number; i++) {
-        if (s->bits == INT4)
-            add_rows(rows + i, a + i, 1, s, INT4, NO_HINT, next + i, y);
-        else if (s->bits == INT8)
-            add_rows(rows + i, a + i, 1, s, INT8, NO_HINT, next + i, y);
-        else
-            add_rows(rows + i, a + i, 1, s, BF16, NO_HINT, next + i, y);
+    if (number == SUMMED) {
+        if (s->bits == INT4) {
+            ADD_TO_SOME(INT4)
+        } else if (s->bits == INT8) {
+            ADD_TO_SOME(INT8)
+        } else {
+            ADD_TO_SOME(BF16)
+        }
+        return;
     }
+    for (int64_t o = 0; o < outputs; o++)
+        for (int64_t i = 0; i < number; i++) {
+            const float last[1][SUMMED] = {{a[o][i]}};
+            if (s->bits == INT4)
+                add_rows(rows + i, last, 1, 1, s, INT4, NO_HINT, next + i, y + o * stride, stride);
+            else if (s->bits == INT8)
+                add_rows(rows + i, last, 1, 1, s, INT8, NO_HINT, next + i, y + o * stride, stride);
+            else
+                add_rows(rows + i, last, 1, 1, s, BF16, NO_HINT, next + i, y + o * stride, stride);
+        }
 }
 
-/* --- down for several rows of x: WIDTH numbers of some rows at a time, as float32 ------------------------------- */
+/* --- down for many rows of x: WIDTH numbers of some rows at a time, as float32 ------------------------------- */
 
 INLINE void decode_as(const uint8_t *row, const struct row_shape *s, const int bits, int64_t first, float *to) {
     int64_t start = first / GROUP, whole = bits == BF16 ? s->numbers / GROUP : s->groups;

@@ -12,7 +12,6 @@
 #include "ranges.h"
 
 enum { CHUNK = 64 };    /* channels whose down is decoded together: with their WIDTH numbers in a core's first cache */
-enum { BATCH = 16 };    /* the same for few rows */
 enum { MASK_STRIP = STRIP }; /* rows whose x stays in a core's cache while gates are multiplied */
 
 struct kept { /* of rows: the channels that each keeps */
@@ -69,44 +68,32 @@ static void few_rows(const struct weights *w, const struct row_shape *shape, con
     int64_t rows = k->count, number = 0, record = 2 * shape->bytes, at[GATES] = {0};
     int32_t *all = s->sizes; /* the channels that some row keeps */
     for (int64_t c = 0; c < k->channels; c++) all[number] = (int32_t)c, number += k->any[c];
-    int64_t together = rows == 1 ? SUMMED : BATCH;
-    for (int64_t first = 0; first < number; first += together) {
-        int64_t taken = least(together, number - first), next[BATCH];
-        const uint8_t *down[BATCH];
-        float gates[GATES][BATCH], numbers[BATCH][WIDTH];
+    for (int64_t first = 0; first < number; first += SUMMED) {
+        int64_t taken = least(SUMMED, number - first), next[SUMMED], counts[GATES] = {0};
+        const uint8_t *down[SUMMED];
+        float a[GATES][SUMMED] = {{0}}, gates[GATES][SUMMED], u[GATES][SUMMED]; /* of a row's own, the latter two */
+        int32_t places[GATES][SUMMED];
         for (int64_t i = 0; i < taken; i++) {
-            const uint8_t *gate = records + all[first + i] * record;
-            int64_t later = first + i + together;
-            next[i] = later < number ? (all[later] - all[first + i]) * record : FAR;
+            int32_t channel = all[first + i];
+            const uint8_t *gate = records + channel * record, *x[GATES];
+            int64_t later = first + i + SUMMED, which[GATES], n = 0;
+            next[i] = later < number ? (all[later] - channel) * record : FAR;
+            for (int64_t r = 0; r < rows; r++) {
+                int64_t place = r * k->channels + at[r];
+                if (at[r] == k->number[r] || k->which[place] != channel) continue;
+                which[n] = r, x[n++] = s->gate_x[r];
+                places[r][counts[r]] = (int32_t)i, u[r][counts[r]] = k->a[place], at[r]++;
+            }
             float dots[GATES];
-            gate_products(w, shape, gate, s->gate_x, rows, next[i], dots);
-            for (int64_t r = 0; r < rows; r++) gates[r][i] = dots[r];
+            gate_products(w, shape, gate, x, n, next[i], dots);
+            for (int64_t j = 0; j < n; j++) gates[which[j]][counts[which[j]]++] = dots[j];
             down[i] = gate + shape->bytes;
         }
-        if (rows == 1) {
-            silu_times(gates[0], k->a + first, taken);
-            add_down(w, shape, down, gates[0], taken, next, y);
-            continue;
-        }
-        int32_t which[GATES][BATCH];
-        float a[GATES][BATCH];
-        int64_t counts[GATES];
         for (int64_t r = 0; r < rows; r++) {
-            int64_t n = 0;
-            for (int64_t i = 0; i < taken; i++) {
-                int64_t place = r * k->channels + at[r];
-                if (at[r] == k->number[r] || k->which[place] != all[first + i]) continue;
-                which[r][n] = (int32_t)i, a[r][n] = k->a[place], gates[r][n++] = gates[r][i];
-                at[r]++;
-            }
-            silu_times(gates[r], a[r], n);
-            counts[r] = n;
+            silu_times(gates[r], u[r], counts[r]);
+            for (int64_t i = 0; i < counts[r]; i++) a[r][places[r][i]] = gates[r][i];
         }
-        for (int64_t h = 0; h < shape->numbers; h += WIDTH) {
-            for (int64_t i = 0; i < taken; i++) decode_down(shape, down[i], h, numbers[i]);
-            for (int64_t r = 0; r < rows; r++)
-                add_decoded((const float (*)[WIDTH])numbers, which[r], gates[r], counts[r], y + r * stride + h);
-        }
+        add_down(w, shape, down, (const float (*)[SUMMED])a, rows, taken, next, y, stride);
     }
 }
 
