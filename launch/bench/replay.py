@@ -185,4 +185,5 @@ def _calibration(header: Header, first: bool) -> Calibration | None:
         return None
     if found.decode_counts.shape != (header.shape.layers, header.shape.experts):
         raise WrongUsage(f"{path} calibrates a model of another shape than the trace's")
+    found = replace(found, mlp_inner=None, mlp_outer=None, mlp_accuracy=None)  # traces hold no probe of them
     return found if first else replace(found, first_gate=None)

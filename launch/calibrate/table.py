@@ -82,6 +82,7 @@ def _means(found: dict[str, Any]) -> Text:
         *_hits(found.get("hits") or {}),
         f"next layer's experts predicted: {percent(accuracy['raw'], 1)} by its router on this layer's input,"
         f" {percent(accuracy['residual'], 1)} with the mean residual added",
+        *_corrected(accuracy.get("mlp"), found.get("channels") or {}),
         *_cosines(found.get("prefetch")),
         f"first layer's experts (*) predicted from the previous token by a trained gate:"
         f" {percent(accuracy['first'], 1)}",
@@ -108,6 +109,22 @@ def _bounded(found: dict[str, Any]) -> list[str]:
         *lines,
         *[f"perplexity by sparsity (--set sparsity=auto takes the largest): {curve}"] * bool(curve),
     ]
+
+
+def _corrected(accuracy: float | None, channels: dict[str, Any]) -> list[str]:
+    """FloE's two predictors."""
+    lines = []
+    if accuracy is not None:
+        lines.append(
+            f"the same with the first layers' routers corrected by trained MLPs (--set"
+            f" POLICY.prediction=mlp): {percent(accuracy, 1)}"
+        )
+    if channels:
+        lines.append(
+            f"of the {percent(channels['kept'])} of an expert's channels with the largest |u|,"
+            f" {percent(fmean(channels['recall']), 1)} are named by the layer before"
+        )
+    return lines
 
 
 def _cosines(prefetch: dict[str, Any] | None) -> list[str]:

@@ -38,8 +38,8 @@ from shm.atomic_file import atomic_file
 from shm.cache_record import CacheRecord, note_use
 
 NAME, READABLE = "calibration.safetensors", "calibration.txt"
-VERSION = 4
-READABLE_VERSIONS = (2, 3, VERSION)  # those of 2 lack the hit rates, of 2 and 3 the magnitudes
+VERSION = 5
+READABLE_VERSIONS = (2, 3, 4, VERSION)  # those of 2 lack the hit rates, to 3 the magnitudes, to 4 the MLPs
 KEY = "tandem"  # of the metadata
 PREDICTORS = ("raw", "residual", "first")
 MOST_BYTES = 1 << 28
@@ -172,6 +172,8 @@ def _checked(tensors: dict[str, Array], facts: dict[str, Any]) -> Calibration:
     if kept is None or kept.ndim != 3 or kept.shape[1] < 2:
         raise ValueError("kept is missing or has no steps")
     steps, most = kept.shape[1:]
+    inner = tensors.get("mlp_inner")
+    predicted, wide = inner.shape[:2] if inner is not None and inner.ndim == 3 else (0, 0)
     result = Calibration(
         prefill_counts=take("prefill_counts", (layers, experts), "int64"),
         decode_counts=take("decode_counts", (layers, experts), "int64"),
@@ -191,6 +193,9 @@ def _checked(tensors: dict[str, Array], facts: dict[str, Any]) -> Calibration:
         },
         magnitudes=optional("magnitudes", layers, sizes := width("magnitudes", 2)),
         left_mass=optional("left_mass", layers, sizes),
+        mlp_inner=optional("mlp_inner", predicted, wide, hidden),
+        mlp_outer=optional("mlp_outer", predicted, experts, wide),
+        mlp_accuracy=optional("mlp_accuracy", predicted),
         up=str(facts.get("up", "")),
         max_loss=_number(facts, "max_loss"),
         sparsity=_number(facts, "sparsity"),
@@ -201,6 +206,11 @@ def _checked(tensors: dict[str, Array], facts: dict[str, Any]) -> Calibration:
         raise ValueError("a count is below 0")
     tables = (result.accuracy, result.gated_accuracy, result.hit_rates)
     rates = [array for table in tables for array in table.values()]
+    mlps = (result.mlp_inner, result.mlp_outer, result.mlp_accuracy)
+    if result.mlp_accuracy is not None:
+        rates.append(result.mlp_accuracy)
+    if len({array is None for array in mlps}) > 1 or (mlps[0] is not None and len(mlps[0]) >= layers):
+        raise ValueError("mlp_inner, mlp_outer and mlp_accuracy are not all there, or of too many layers")
     if any((array < 0).any() or (array > 1).any() for array in rates):
         raise ValueError("an accuracy or a hit rate is outside 0..1")
     _check_magnitudes(result)

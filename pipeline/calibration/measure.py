@@ -21,9 +21,11 @@ import torch
 
 from pipeline.calibration.approximations import EXACT, Approximations
 from pipeline.calibration.batches import MOST_ROWS, BatchedPredictions
+from pipeline.calibration.channel_recall import ChannelRecall
 from pipeline.calibration.collector import TrainPass, ValidationPass
 from pipeline.calibration.context import CalibrationContext, Findings, Progress
 from pipeline.calibration.first_gate import train_first_gate
+from pipeline.calibration.gate_mlp import GateMlps, GatePairs, MlpAccuracy, predicted_layers
 from pipeline.calibration.hit_rates import TokenOrder
 from pipeline.calibration.lanes import TokenCount, lanes, observed, separate_counters
 from pipeline.calibration.magnitudes import Magnitudes
@@ -45,6 +47,7 @@ from pipeline.policies.parts import (
 from pipeline.policies.presets import make_policy
 
 PAIR_BYTES = 64 << 20  # of the pairs that the first gate is trained on
+MLP_BYTES = 192 << 20  # of what the MLPs of the next gate are trained on
 UP_WEIGHTS = 1 << 30  # of a layer's up matrices that are multiplied to find the sizes of u
 SENSITIVITY_WINDOWS = 4  # of the training windows, evenly spaced: each needs a backward pass of every layer
 
@@ -93,8 +96,11 @@ class _Measurement:
         pair = 4 * (hidden + shape.experts)
         count = sum(len(window.tokens) for window in windows)
         train_pass = TrainPass(shape, hidden, every=1 + count * pair // PAIR_BYTES)
+        mlp_pair = predicted_layers(engine.shape) * (pair + 4 * shape.experts)
+        ahead = GatePairs(shape, every=1 + count * mlp_pair // MLP_BYTES)
         sizes = self._magnitudes()
         with self._findings.timed("reading"), observed(engine, self._order), ExitStack() as also:
+            also.enter_context(observed(engine, ahead))
             if sizes is not None:
                 also.enter_context(observed(engine, sizes))
             self._read(windows, train_pass, done=0)
@@ -104,6 +110,9 @@ class _Measurement:
             self._progress("training the first gate", 0, 1)
             pairs, router = train_pass.pairs(), self._spec.router
             gate = train_first_gate(*pairs, router, self._ctx.seed, engine.tick)
+        with self._findings.timed("gate MLPs"):
+            self._progress("training the MLPs of the next gate", 0, 1)
+            mlps = ahead.train(self._ctx.seed, engine.tick)
         return train_pass, Calibration(
             prefill_counts=train_pass.counts("prefill"),
             decode_counts=train_pass.counts("decode"),
@@ -120,18 +129,23 @@ class _Measurement:
             magnitudes=magnitudes,
             left_mass=left_mass,
             up="" if magnitudes is None else engine.up,
+            mlp_inner=None if mlps is None else mlps.inner,
+            mlp_outer=None if mlps is None else mlps.outer,
             max_loss=self._ctx.max_loss,
         )
 
     def _magnitudes(self) -> Magnitudes | None:
         """An observer of |u|; None where the format keeps no up matrices apart."""
-        up, engine, windows = self._ctx.up, self._ctx.engine, self._division.training
-        if up is None:
-            return None
+        up = self._ctx.up
+        every = self._every(self._division.training)
+        return None if up is None else Magnitudes(self._ctx.engine.shape, up, every)
+
+    def _every(self, windows: Sequence[Window]) -> int:
+        """Of that many decode steps one is multiplied with up matrices once more."""
+        engine = self._ctx.engine
         experts = engine.layout.shape
         decoded = sum(len(window.tokens) - window.prefill for window in windows)
-        weights = decoded * engine.shape.top_k * experts.padded * experts.hidden
-        return Magnitudes(engine.shape, up, every=1 + weights // UP_WEIGHTS)
+        return 1 + decoded * engine.shape.top_k * experts.padded * experts.hidden // UP_WEIGHTS
 
     def _sensitivity(self) -> Floats | None:
         ctx = self._ctx
@@ -154,14 +168,20 @@ class _Measurement:
         router, held_out = self._spec.router, self._division.validation
         every = 1 + sum(len(window.tokens) for window in held_out) // MOST_ROWS
         batched = BatchedPredictions(shape, router, trained.residuals, trained.residual_logits, every)
+        corrected, channels = self._predictors(trained)
         with (
             self._findings.timed("reading"),
             observed(self._ctx.engine, batched),
             observed(engine, self._order),
+            ExitStack() as also,
         ):
+            for observer in (corrected, channels):
+                if observer is not None:
+                    also.enter_context(observed(engine, observer))
             read = sum(len(window.tokens) for window in self._division.training)
             self._read(held_out, validation, done=read)
         self._findings.prefetch = batched.measured(self._ctx.seed)
+        self._findings.channels = {} if channels is None else channels.measured()
         counts = validation.counts("prefill"), validation.counts("decode")
         similarity = np.concatenate((train_pass.similarities(), validation.similarities()))
         validated = replace(
@@ -173,9 +193,20 @@ class _Measurement:
             gated_accuracy=validation.drops.accuracy(),
             similarity=similarity.mean(axis=0).astype(np.float32),
             hit_rates=self._order.hit_rates(),
+            mlp_accuracy=None if corrected is None else corrected.accuracy(),
         )
         self._findings.hits = self._hits(trained.decode_counts, counts[0] + counts[1], validated)
         return validated, validation
+
+    def _predictors(self, trained: Calibration) -> tuple[MlpAccuracy | None, ChannelRecall | None]:
+        """Observers of FloE's two predictors; None where there is none."""
+        ctx, shape, corrected, channels = self._ctx, self._ctx.engine.shape, None, None
+        if trained.mlp_inner is not None and trained.mlp_outer is not None:
+            mlps = GateMlps(trained.mlp_inner, trained.mlp_outer)
+            corrected = MlpAccuracy(shape, self._spec.router, mlps)
+        if ctx.up is not None:
+            channels = ChannelRecall(shape, ctx.up, 2 * self._every(self._division.validation))
+        return corrected, channels
 
     def _hits(self, used: Counts, heldout: Counts, validated: Calibration) -> dict[str, float | int | None]:
         """`Findings.hits`."""

@@ -13,7 +13,7 @@ from pipeline.policies.calibration import Calibration, Floats, quantiles
 def summary(calibration: Calibration, about: dict[str, Any]) -> dict[str, Any]:
     """The answer to a client: `about`, and means over the layers."""
     found: dict[str, Any] = {
-        "accuracy": {name: mean_accuracy(calibration, name) for name in ("raw", "residual", "first")},
+        "accuracy": {name: mean_accuracy(calibration, name) for name in ("raw", "residual", "first", "mlp")},
         "similarity": float(calibration.similarity.mean()),
         "threshold": calibration.threshold,
         "up": calibration.up,
@@ -32,6 +32,12 @@ def mean_accuracy(calibration: Calibration, predictor: str) -> float | None:
     """Mean over the layers that the predictor predicts; None without any."""
     if predictor == "first":
         return None if calibration.first_gate is None else float(calibration.accuracy["first"][0])
+    if predictor == "mlp":  # as `prediction=mlp` predicts: by the next gate where that is better
+        mlps = calibration.mlp_accuracy
+        raw = calibration.accuracy["raw"][1:]
+        if mlps is None:
+            return None
+        return float(np.concatenate((np.maximum(mlps, raw[: len(mlps)]), raw[len(mlps) :])).mean())
     predicted = calibration.accuracy[predictor][1:]
     return float(predicted.mean()) if len(predicted) else None
 

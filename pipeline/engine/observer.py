@@ -8,11 +8,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from pipeline.arrays import FloatArray, Phase
 from pipeline.backbone.backbone import Backbone
 from pipeline.engine.driver import LayerDecision
+from pipeline.engine.trained_gates import trained_gates
 from pipeline.errors import PlanError
 from pipeline.policies.calibration import Calibration
 
@@ -35,25 +35,24 @@ class Observer(Protocol):
 
 
 class Probing:
-    """A model's routers, and its calibration's gate for the next token's first layer, if it has one."""
+    """A model's routers, and the gates that its calibration has trained."""
 
     def __init__(self, backbone: Backbone, device: torch.device, calibration: Calibration | None) -> None:
         self._backbone = backbone
-        gate = None if calibration is None else calibration.first_gate
-        self._first_gate = None if gate is None else torch.tensor(gate, device=device)
+        self._trained = trained_gates(calibration, device)
 
     @property
     def has_first_gate(self) -> bool:
         """Whether the last layer can probe the next token's first layer."""
-        return self._first_gate is not None
+        return 0 in self._trained
 
     def logits(self, target: int, x: Tensor) -> Tensor:
-        """Float32 [R, E] of a later layer, or (0) of the next token's first. Raises PlanError."""
+        """Float32 [R, E] of a later layer, or of a trained gate (`trained_gates`). Raises PlanError."""
         if target > 0:
             return self._backbone.router(target, x)
-        if self._first_gate is None:
-            raise PlanError("a probe of the next token's first layer needs a calibration")
-        return functional.linear(x, self._first_gate)
+        if (gate := self._trained.get(target)) is None:
+            raise PlanError(f"a probe of the trained gate {target} needs a calibration that has it")
+        return gate(x)
 
 
 def with_observers(layer: int, probes: Sequence[int], observers: Sequence[Observer]) -> list[int]:

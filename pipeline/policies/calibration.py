@@ -45,10 +45,21 @@ class Calibration:
     # shares 0, 1/S, 2/S, ... None unless it was made with a format that keeps up apart
     left_mass: Floats | None = None  # [L, S] share of the sum of |u| that lies below each of them
     up: str = ""  # the format of the up matrices that u was computed with
+    mlp_inner: Floats | None = None  # [P, W, H] and [P, E, W]: MLPs that correct the next gate's prediction
+    mlp_outer: Floats | None = None  # of the layers 1 to P (FloE); None in files of earlier versions
+    mlp_accuracy: Floats | None = None  # [P] share of those layers' experts that were named, as `accuracy`
     max_loss: float | None = (
         None  # percent that an approximation may add to the perplexity, where it was given
     )
     sparsity: float | None = None  # the largest within it; 0: none is
+
+
+def corrected(calibration: Calibration | None, layer: int) -> bool:
+    """Whether a trained MLP predicts this layer's experts better than the next gate alone."""
+    if calibration is None or calibration.mlp_accuracy is None:
+        return False
+    known = calibration.mlp_accuracy
+    return 0 < layer <= len(known) and bool(known[layer - 1] > calibration.accuracy["raw"][layer])
 
 
 def at_limits(table: Floats, limits: Sequence[float]) -> NDArray[np.float64]:

@@ -39,6 +39,7 @@ PARTS: dict[str, dict[str, type[Part]]] = {
     "prediction": _named(
         predictions.NoPrediction,
         predictions.NextGate,
+        predictions.CorrectedGate,
         predictions.NextChannels,
         predictions.WholeLayer,
         predictions.Residual,

@@ -91,7 +91,8 @@ class Signals(NamedTuple):
     E]."""
 
     logits: FloatArray | None  # of the layer's own router; None where a prediction took its place
-    probes: Mapping[int, FloatArray]  # of the layers that `Policy.probes` named, their routers on this x
+    probes: Mapping[int, FloatArray]  # of the layers that `Policy.probes` named, their routers on this x; a
+    # target 0 or below is a trained gate of the calibration
 
 
 class Gated(NamedTuple):

@@ -168,6 +168,7 @@ class CalibrationService:
             "windows": findings.windows,
             "hits": findings.hits,
             "prefetch": findings.prefetch,
+            "channels": findings.channels,
             "experts_of_a_token": self._parts.engine.shape.top_k,
             "loss": findings.losses or None,
             "bounded": findings.bounded,

@@ -28,7 +28,7 @@ def calibrations(draw: st.DrawFn) -> Calibration:
     steps = draw(st.integers(2, 5))
     kept = draw(arrays((layers, steps, used + 1), st.floats(0.125, 1, width=32)))
     known, sparse, bounded = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
-    table = (layers, draw(st.integers(2, 5)))
+    table, mlps = (layers, draw(st.integers(2, 5))), draw(st.integers(0, layers - 1))
     return Calibration(
         prefill_counts=draw(counts),
         decode_counts=draw(counts),
@@ -46,6 +46,9 @@ def calibrations(draw: st.DrawFn) -> Calibration:
         magnitudes=np.sort(draw(arrays(table, st.floats(0, 1e6, width=32))), axis=1) if sparse else None,
         left_mass=np.sort(draw(arrays(table, shares)), axis=1) if sparse else None,
         up="int4" if sparse else "",
+        mlp_inner=draw(arrays((mlps, 3, hidden))) if mlps else None,
+        mlp_outer=draw(arrays((mlps, experts, 3))) if mlps else None,
+        mlp_accuracy=draw(arrays((mlps,), shares)) if mlps else None,
         max_loss=draw(st.floats(0, 1e3)) if bounded else None,
         sparsity=draw(st.floats(0, 0.95)) if bounded else None,
     )

@@ -27,6 +27,11 @@ from shm.cache_record import RECORD, CacheRecord, read_record
 
 SMALL = plain_calibration(2, 3, threshold=0.005, first_gate=np.ones((3, 4), np.float32), hit_rates={})
 STEPS = np.array([[0, 0.25, 0.5], [0, 0.5, 0.5]], np.float32)
+MLPS = {
+    "mlp_inner": np.ones((1, 5, 4), np.float32),
+    "mlp_outer": np.ones((1, 3, 5), np.float32),
+    "mlp_accuracy": np.ones(1, np.float32),
+}
 SPARSE = {"magnitudes": STEPS, "left_mass": STEPS, "up": "int2"}
 
 
@@ -203,6 +208,11 @@ def rewrite(path: Path, changes: dict) -> None:
         (SPARSE | {"left_mass": STEPS * 9}, "left_mass does not consist of shares"),
         (SPARSE | {"magnitudes": -STEPS}, "do not rise from 0 on"),
         (SPARSE | {"magnitudes": STEPS[:, ::-1].copy()}, "do not rise from 0 on"),
+        ({"mlp_accuracy": np.ones(1, np.float32)}, "mlp_accuracy is float32"),
+        (MLPS | {"mlp_accuracy": np.full(1, 2, np.float32)}, "outside 0..1"),
+        (MLPS | {"mlp_accuracy": None}, "mlp_inner, mlp_outer and mlp_accuracy are not all there"),
+        (MLPS | {"mlp_outer": np.ones((1, 3, 6), np.float32)}, "mlp_outer is float32"),
+        ({name: np.concatenate((part, part)) for name, part in MLPS.items()}, "or of too many layers"),
         ({"sparsity": 0.5}, "its sparsity is not that of a bound"),
         ({"sparsity": 0.96, "max_loss": 2.0}, "its sparsity is not that of a bound"),
         ({"max_loss": "2"}, "its max_loss is not a number"),

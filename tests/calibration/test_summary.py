@@ -30,7 +30,7 @@ def test_each_number_of_a_summary() -> None:
     """Raw and residual predictions begin with the second layer, the first gate's are of the first alone."""
     assert summary(FOUND, {"model": "m"}) == {
         "model": "m",
-        "accuracy": {"raw": 0.5, "residual": 0.5, "first": pytest.approx(0.7)},
+        "accuracy": {"raw": 0.5, "residual": 0.5, "first": pytest.approx(0.7), "mlp": None},
         "similarity": pytest.approx(1.75 / 3),
         "threshold": 0.0625,
         "up": "",
@@ -47,9 +47,16 @@ def test_numbers_that_were_not_measured_are_none() -> None:
     found = summary(BARE, {})
     names = ("threshold", "single_expert_share", "experts_per_token")
     assert [found[name] for name in names] == [None] * 3
-    assert found["accuracy"] == {"raw": 0.5, "residual": 0.5, "first": None}
+    assert found["accuracy"] == {"raw": 0.5, "residual": 0.5, "first": None, "mlp": None}
     one = plain_calibration(1, 2, first_gate=np.ones((2, 4), np.float32))
-    assert summary(one, {})["accuracy"] == {"raw": None, "residual": None, "first": 1.0}
+    assert summary(one, {})["accuracy"] == {"raw": None, "residual": None, "first": 1.0, "mlp": None}
+
+
+def test_accuracy_with_mlps_is_that_of_the_better_gate_of_each_layer() -> None:
+    """Raw: 0.25 and 0.75."""
+    for found, mean in (([0.75], 0.75), ([0.125], 0.5), ([0.5, 0.875], 0.6875)):
+        mlps = replace(FOUND, mlp_accuracy=np.array(found, np.float32))
+        assert summary(mlps, {})["accuracy"]["mlp"] == mean
 
 
 ABOUT = {"model": "m", "loss": None, "hits": {"own": 0.123456, "of": 7}, "notes": ["a", "b"], "empty": []}
@@ -77,7 +84,7 @@ rows by expert in decode, a line for each layer
 
 def test_text_file_of_a_calibration() -> None:
     numbers = """\
-accuracy: raw 0.5, residual 0.5, first 0.7
+accuracy: raw 0.5, residual 0.5, first 0.7, mlp none
 similarity: 0.5833
 threshold: 0.0625
 up: int2
@@ -117,7 +124,7 @@ rows        top 1        top 2
 
 def test_text_file_of_a_calibration_without_gates() -> None:
     numbers = """\
-accuracy: raw 0.5, residual 0.5, first none
+accuracy: raw 0.5, residual 0.5, first none, mlp none
 similarity: 0.5833
 threshold: none
 up: none

@@ -20,6 +20,7 @@ from pipeline.backbone.batch import StepInput, TokenSpan, logit_rows
 from pipeline.backbone.kv_cache import KVCache, TransientKV
 from pipeline.backbone.linear import FEW_ROWS, BiasedLinear, DenseLinear, Precision
 from pipeline.backbone.rope import RopeTables, rotate
+from pipeline.calibration.gate_mlp import GateMlps
 from pipeline.checkpoint.open import open_model
 from pipeline.device.cpu import CpuDevice
 from pipeline.engine.observer import Probing, with_observers
@@ -163,8 +164,21 @@ def test_probes_are_routers_and_the_calibrations_first_gate(backbone: Backbone) 
     assert torch.equal(plain.logits(1, x), backbone.router(1, x))
     assert torch.equal(gated.logits(1, x), backbone.router(1, x))
     np.testing.assert_allclose(gated.logits(0, x), x.numpy() @ gate.T, rtol=1e-4, atol=1e-4)
-    with pytest.raises(PlanError, match="next token's first layer needs a calibration"):
+    with pytest.raises(PlanError, match="trained gate 0 needs a calibration"):
         plain.logits(0, x)
+
+
+def test_probes_of_an_mlp_are_what_it_adds_to_the_next_gate(backbone: Backbone) -> None:
+    random = np.random.default_rng(0)
+    x = torch.from_numpy(random.standard_normal((3, 64)).astype(np.float32))
+    inner, outer = (random.standard_normal(shape).astype(np.float32) for shape in ((1, 5, 64), (1, 4, 5)))
+    found = Probing(backbone, CPU, plain_calibration(2, 4, hidden=64, mlp_inner=inner, mlp_outer=outer))
+    hidden = x.numpy().astype(np.float64) @ inner[0].T
+    wanted = (hidden / (1 + np.exp(-hidden))) @ outer[0].T
+    np.testing.assert_allclose(found.logits(-1, x), wanted, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(GateMlps(inner, outer).logits(1, x.numpy()), wanted, rtol=1e-3, atol=1e-3)
+    with pytest.raises(PlanError, match="trained gate -2 needs a calibration"):
+        found.logits(-2, x)
 
 
 def test_observers_add_the_probes_that_the_policy_lacks() -> None:

@@ -122,7 +122,7 @@ def test_calibration_says_how_it_was_measured(whole: WholeEngine) -> None:
     assert machine.startswith(f"{platform.node()}: ")
     assert machine.endswith(whole.parts.device.describe())
     seconds = about.pop("seconds")
-    assert seconds.keys() == {"reading", "first gate", "sensitivities", "threshold", "all"}
+    assert seconds.keys() == {"reading", "first gate", "gate MLPs", "sensitivities", "threshold", "all"}
     assert elapsed >= seconds.pop("all") >= sum(seconds.values())
     loss, hits, windows = about.pop("loss"), about.pop("hits"), about.pop("windows")
     assert loss["bound"] == BOUND
@@ -145,6 +145,7 @@ def test_calibration_says_how_it_was_measured(whole: WholeEngine) -> None:
         "notes": ["the threshold was found on 30 tokens alone; give a text of some thousand tokens"],
         "bounded": {},
         "sparsities": [],
+        "channels": {},
         "share": 0.5 * 300 / len(IDS),
         "costs": COSTS.to_json(),
     }
@@ -152,7 +153,8 @@ def test_calibration_says_how_it_was_measured(whole: WholeEngine) -> None:
     assert found.summary["threshold"] == calibration.threshold
     assert all(isinstance(far, Calibrating) and far.request == 1 for far in stages)
     names = list(dict.fromkeys(far.stage for far in stages))
-    assert names == ["reading the text", "training the first gate", "sensitivities", "threshold"]
+    trained = ["training the first gate", "training the MLPs of the next gate"]
+    assert names == ["reading the text", *trained, "sensitivities", "threshold"]
 
 
 def test_excerpts_of_a_text_are_encoded_by_themselves(whole: WholeEngine) -> None:
@@ -259,6 +261,7 @@ class Ticks:
 def test_each_report_counts_on_to_its_total(whole: WholeEngine) -> None:
     whole.serve(CALIBRATE)
     totals = {"reading the text": 256, "training the first gate": 1, "sensitivities": None, "threshold": None}
+    totals |= {"training the MLPs of the next gate": 1}
     stages: dict[str, list[Calibrating]] = {name: [] for name in totals}
     for message in whole.sent():
         if isinstance(message, Calibrating):
@@ -527,7 +530,8 @@ def test_stages_are_timed_and_sensitivities_are_of_windows_of_all_the_text(
     whole.policies()
     ids = np.random.default_rng(2).integers(3, 4000, 640).tolist()
     seconds = calibrated(whole, ids, most=640)[1].seconds
-    assert seconds == {"reading": 2.0, "first gate": 1.0, "sensitivities": 1.0, "threshold": 1.0}
+    once = dict.fromkeys(("first gate", "gate MLPs", "sensitivities", "threshold"), 1.0)
+    assert seconds == {"reading": 2.0} | once
     training = Division.of([ids], CONTEXT, 640).training
     assert len(training) == 8
     assert read == [[training[place].tokens for place in (0, 2, 5, 7)]]

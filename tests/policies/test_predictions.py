@@ -9,7 +9,7 @@ import pytest
 from policy_machine import make_calibration, make_view
 
 from pipeline.arrays import FloatArray
-from pipeline.policies.predictions import Lookahead, NextGate, Residual, by_probability
+from pipeline.policies.predictions import CorrectedGate, Lookahead, NextGate, Residual, by_probability
 from pipeline.policies.view import ModelShape, Routing, Signals, View
 
 SHAPE = ModelShape(layers=4, experts=6, tiles=2, top_k=2)
@@ -47,6 +47,28 @@ def test_next_gate_names_missing_experts_best_first() -> None:
     assert part.experts(1, signals, view_with((2, 3), (2, 2)), as_it_is) == []
     assert part.experts(3, Signals(None, {}), view_with(), as_it_is) == []
     assert part.reserve(view_with()) == 4
+
+
+def test_an_mlp_corrects_the_next_gate_where_it_is_better() -> None:
+    """Of layers 1 and 2 there is one; only for layer 2 it predicts more than the router's 0.5."""
+    view = view_with()
+    assert view.calibration is not None
+    accuracy = view.calibration.accuracy | {"raw": np.full(4, 0.5, np.float32)}
+    mlps = np.zeros((2, 3, 4), np.float32), np.zeros((2, 6, 3), np.float32), np.array([0.5, 0.6], np.float32)
+    fields = dict(zip(("mlp_inner", "mlp_outer", "mlp_accuracy"), mlps, strict=True))
+    trained = replace(view, calibration=replace(view.calibration, accuracy=accuracy, **fields))
+    part = CorrectedGate()
+    assert [part.probes(layer, trained) for layer in range(4)] == [(1,), (2, -2), (3,), ()]
+    assert [part.probes(layer, view) for layer in range(4)] == [(1,), (2,), (3,), ()]
+    assert [bool(part.notes(each)) for each in (trained, view, replace(view, calibration=None))] == [
+        False,
+        True,
+        True,
+    ]
+    both = Signals(None, {2: FAVOURS_2_3, -2: 9 * (FAVOURS_1_4 > 3)})
+    assert part.experts(1, both, trained, as_it_is) == [(2, 1), (2, 4)]
+    assert part.experts(1, Signals(None, {2: FAVOURS_2_3}), view, as_it_is) == [(2, 3), (2, 2)]
+    assert part.experts(3, Signals(None, {}), trained, as_it_is) == []
 
 
 def test_gate_is_applied_to_predicted_routing() -> None:
