@@ -9,7 +9,14 @@ import pytest
 from policy_machine import make_calibration, make_view
 
 from pipeline.arrays import FloatArray
-from pipeline.policies.predictions import CorrectedGate, Lookahead, NextGate, Residual, by_probability
+from pipeline.policies.predictions import (
+    CorrectedGate,
+    Lookahead,
+    NextChannels,
+    NextGate,
+    Residual,
+    by_probability,
+)
 from pipeline.policies.view import ModelShape, Routing, Signals, View
 
 SHAPE = ModelShape(layers=4, experts=6, tiles=2, top_k=2)
@@ -69,6 +76,9 @@ def test_an_mlp_corrects_the_next_gate_where_it_is_better() -> None:
     assert part.experts(1, both, trained, as_it_is) == [(2, 1), (2, 4)]
     assert part.experts(1, Signals(None, {2: FAVOURS_2_3}), view, as_it_is) == [(2, 3), (2, 2)]
     assert part.experts(3, Signals(None, {}), trained, as_it_is) == []
+    named = NextChannels().routing(1, both, trained)
+    assert named is not None
+    assert named.experts.tolist() == [[1, 4]]
 
 
 def test_gate_is_applied_to_predicted_routing() -> None:
