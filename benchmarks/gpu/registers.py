@@ -17,13 +17,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from shm.blocks import BlockFormat
 from shm.layout import format_named
 from workers.cuda import CudaError
 from workers.kernels.cuda import sources
 from workers.kernels.cuda.compiler import Nvrtc
 from workers.kernels.cuda.sources import OPTIONS, Program
 
+FORMATS = ("int4", "int4-g128", "int8", "bf16")
 ARCHITECTURES = (80, 86, 89, 90, 120)
 ENTRY = re.compile(
     r"Compiling entry function '(\w+)' for 'sm_(\d+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores,"
@@ -77,15 +77,15 @@ def _by_nvcc(nvcc: str, program: Program, architectures: tuple[int, ...]) -> str
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--format", action="append", choices=("int4", "int4-g128", "int8"))
+    parser.add_argument("--format", action="append", choices=FORMATS)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     found: dict[str, list[Usage]] = {}
     try:
-        for name in arguments.format or ("int4", "int4-g128", "int8"):
-            format = format_named(name)
-            assert isinstance(format, BlockFormat)
-            found[name] = usages(Program.of_blocks(format, fused=True))
+        for name in arguments.format or FORMATS:
+            program = Program.of_format(format_named(name), fused=True)
+            assert program is not None
+            found[name] = usages(program)
     except (NoCompiler, CudaError) as e:
         print(e, file=sys.stderr)
         return 1

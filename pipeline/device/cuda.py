@@ -17,12 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pipeline.arrays import FloatArray, IntArray
 from pipeline.device.base import (
     SLOT_ALIGNMENT,
     SPARE_BYTES,
     Device,
     DeviceKernel,
     Fence,
+    LayerSum,
     SlabMemory,
     heads_of,
 )
@@ -30,14 +32,14 @@ from pipeline.device.tile_sums import TileByTile
 from pipeline.errors import UsageError
 from protocol.messages import AttachSlab
 from shm.blocks import BlockFormat
-from shm.formats import Bytes
+from shm.formats import Bytes, TileFormat
 from shm.layout import StoreLayout
 from shm.segment import byte_size
 from shm.store import Store
 from workers.copiers import CudaCopier
 from workers.cuda import CudaError, call, ipc_handle
 from workers.kernels.choice import DEFAULT, Choice
-from workers.kernels.cuda.experts import CudaExperts
+from workers.kernels.cuda.experts import NO_LIMIT, CudaExperts
 from workers.kernels.cuda.launcher import CudaLauncher
 from workers.kernels.cuda.matrix import CudaMatrix
 from workers.kernels.cuda.sources import Program
@@ -106,6 +108,20 @@ class TorchKernel(ReferenceKernel, TileByTile):
     """Plain torch operations, tile by tile: formats without CUDA kernels, and where those cannot be had."""
 
 
+class FewRows:
+    """CUDA kernels where an expert's rows are few; torch's matrix products where they are more."""
+
+    def __init__(self, few: CudaExperts, many: TorchKernel) -> None:
+        self._few, self._many = few, many
+
+    def begin(
+        self, x: Tensor, cuts: IntArray, offsets: IntArray, rows: IntArray, weights: FloatArray
+    ) -> LayerSum:
+        """As of DeviceKernel."""
+        few = np.diff(offsets).max(initial=0) <= self._few.most_rows
+        return (self._few if few else self._many).begin(x, cuts, offsets, rows, weights)
+
+
 class CudaDevice(Device):
     """The first CUDA device. Large copies to the host go through one pinned buffer."""
 
@@ -120,23 +136,29 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self._pinned = torch.empty(0, dtype=torch.float32, pin_memory=True)
         self._host, self._cache, self._in_torch = kernels, cache, in_torch
-        self._launchers: dict[str, CudaLauncher] = {}  # by format
+        self._launchers: dict[Program, CudaLauncher] = {}
 
     def expert_kernel(self, layout: StoreLayout) -> DeviceKernel:
-        if isinstance(layout.format, BlockFormat) and not self._in_torch:
-            try:
-                return CudaExperts(self._launcher(layout.format), layout)
-            except CudaError as e:
-                log.warning(f"torch computes experts on the GPU, which takes many times as long: {e}")
-        return TorchKernel(layout)
+        in_torch, program = TorchKernel(layout), self._program(layout.format)
+        if program is None or self._in_torch:
+            return in_torch
+        try:
+            experts = CudaExperts(self._launcher(program), layout)
+        except CudaError as e:
+            log.warning(f"torch computes experts on the GPU, which takes many times as long: {e}")
+            return in_torch
+        return experts if experts.most_rows == NO_LIMIT else FewRows(experts, in_torch)
 
-    def _launcher(self, format: BlockFormat) -> CudaLauncher:
-        """The format's compiled kernels. Raises CudaError."""
-        if format.name not in self._launchers:
-            host = chosen(self._host)
-            program = Program.of_blocks(format, fused=host is None or host.variant != "portable")
-            self._launchers[format.name] = CudaLauncher(program, self.torch_device, self._cache)
-        return self._launchers[format.name]
+    def _program(self, format: TileFormat) -> Program | None:
+        """Without it torch computes the format."""
+        host = chosen(self._host)
+        return Program.of_format(format, fused=host is None or host.variant != "portable")
+
+    def _launcher(self, program: Program) -> CudaLauncher:
+        """The compiled kernels. Raises CudaError."""
+        if program not in self._launchers:
+            self._launchers[program] = CudaLauncher(program, self.torch_device, self._cache)
+        return self._launchers[program]
 
     def channel_kernel(self, layout: StoreLayout) -> ReferenceChannels:
         return ReferenceChannels(layout)
@@ -155,15 +177,19 @@ class CudaDevice(Device):
         return found
 
     def check_quantized(self, format: BlockFormat) -> None:
+        program = self._program(format)
+        assert program is not None
         try:
-            self._launcher(format)
+            self._launcher(program)
         except CudaError as e:
             raise UsageError(
                 f"--backbone-dtype {format.name} needs kernels that cannot be had here: {e}; use bf16"
             ) from None
 
     def quantized_matrix(self, format: BlockFormat, data: Bytes, shape: tuple[int, int]) -> CudaMatrix:
-        return CudaMatrix(self._launcher(format), format, data, shape)
+        program = self._program(format)
+        assert program is not None
+        return CudaMatrix(self._launcher(program), format, data, shape)
 
     def prepare(self, multiply_adds: int) -> None:
         """A GPU needs no setup."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import brute_force
 import numpy as np
 import pytest
 import torch
 from device_layers import host, made, on_device, on_host, same
+from kernel_runs import bf16_expert
 from quantized_cases import QUANTIZED
 
-from pipeline.device.cuda import CudaDevice
+from pipeline.device.cuda import CudaDevice, FewRows
 from shm.blocks import BlockFormat
 from shm.layout import format_named
 from workers.kernels.cuda.experts import CudaExperts
@@ -39,6 +41,27 @@ def test_layers_have_the_bits_of_the_host(device: CudaDevice, format: str, hidde
         resident = [int(random.integers(0, cut + 1)) for cut in computed]
         found = on_device(kernel, device.torch_device, layer, resident, computed, number)
         same(found, on_host(host("fused"), layer, computed))
+
+
+@pytest.mark.parametrize(("hidden", "tile"), [(4096, 448), (300, 100), (63, 7)])
+def test_plain_tiles_are_near_the_exact_numbers(device: CudaDevice, hidden: int, tile: int) -> None:
+    """By our kernels for few rows, and by torch for more."""
+    random = np.random.default_rng(1)
+    layout, (gate, up, down), data = bf16_expert(random, hidden, tile, 2)
+    kernel, size = device.expert_kernel(layout), layout.tile_bytes
+    assert isinstance(kernel, FewRows)
+    tiles = [(0, i, torch.from_numpy(data[i * size :][:size]).to(device.torch_device)) for i in range(2)]
+    found = {}
+    for number in (1, 3, 8, 9, 64):
+        x = np.random.default_rng(2).standard_normal((64, hidden)).astype(np.float32)
+        every, weights = np.arange(number, dtype=np.int32), np.ones(number, np.float32)
+        offsets, cuts = np.array([0, number], np.int32), np.array([2], np.int32)
+        share = kernel.begin(torch.from_numpy(x).to(device.torch_device), cuts, offsets, every, weights)
+        share.add(tiles)
+        found[number] = share.result().cpu().numpy()[:number]
+        assert brute_force.expert(gate, up, down, x[:number], "bf16").agrees(found[number])
+    np.testing.assert_array_equal(found[1], found[8][:1])
+    np.testing.assert_array_equal(found[3], found[8][:3])
 
 
 @pytest.mark.parametrize("kind", ["zero", "huge", "tiny", "denormal", "spikes"])

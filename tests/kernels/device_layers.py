@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,6 +91,21 @@ def on_host(library: Library, layer: Layer, computed: Sequence[int]) -> Float32:
     return y
 
 
+def slots_of(device: torch.device, number: int, size: int) -> list[torch.Tensor]:
+    """Slots of so many bytes. On the host each ends where memory does: to read further ends the process."""
+    if device.type != "cpu":
+        slab = torch.full((number, -(-size // 256) * 256), 0xFF, dtype=torch.uint8, device=device)
+        return [slot[:size] for slot in slab]
+    whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    slots = []
+    for _ in range(number):
+        memory = np.frombuffer(mmap.mmap(-1, whole + mmap.PAGESIZE), np.uint8)
+        guard = ctypes.c_void_p(memory.ctypes.data + whole)
+        assert ctypes.CDLL(None).mprotect(guard, mmap.PAGESIZE, 0) == 0
+        slots.append(torch.from_numpy(memory[whole - size : whole]))
+    return slots
+
+
 def on_device(
     experts: DeviceKernel,
     device: torch.device,
@@ -101,11 +118,10 @@ def on_device(
     random, size = np.random.default_rng(seed), layer.layout.tile_bytes
     wanted = [(item, tile) for item, number in enumerate(computed) for tile in range(number)]
     slots = random.permutation(len(wanted) + 2)[: len(wanted)]
-    slab = torch.full((len(wanted) + 2, -(-size // 256) * 256), 0xFF, dtype=torch.uint8, device=device)
-    places = {}
+    places, slab = {}, slots_of(device, len(wanted) + 2, size)
     for (item, tile), slot in zip(wanted, slots.tolist(), strict=True):
-        slab[slot, :size] = torch.from_numpy(layer.tile(layer.items[item][0], tile).copy())
-        places[item, tile] = slab[slot, :size]
+        places[item, tile] = slab[slot]
+        slab[slot].copy_(torch.from_numpy(layer.tile(layer.items[item][0], tile).copy()))
     offsets = np.cumsum([0, *map(len, layer.rows)]).astype(np.int32)
     cuts = np.array([cut for _, cut in layer.items], np.int32)
     x, rows, weights = torch.from_numpy(layer.x).to(device), *map(np.concatenate, (layer.rows, layer.weights))

@@ -202,17 +202,17 @@ extern "C" void emulated_launch(const char *name, int64_t blocks, int64_t thread
     [[maybe_unused]] static bool defined_##name = emulation::define(#name, threads, name);                       \
     static void name(__VA_ARGS__)
 
-struct int2 {
+struct alignas(8) int2 {
     int x, y;
 };
-struct int4 {
+struct alignas(16) int4 {
     int x, y, z, w;
 };
-struct float2 {
-    float x, y;
+struct alignas(16) uint4 {
+    uint32_t x, y, z, w;
 };
-struct float4 {
-    float x, y, z, w;
+struct alignas(8) float2 {
+    float x, y;
 };
 
 DEVICE void __syncthreads() { emulation::arrive(emulation::whole); }
@@ -240,6 +240,7 @@ DEVICE int __dp4a(int a, int b, int sum) {
     return sum;
 }
 template <class T> static T __ldg(const T *from) { return emulation::aligned(from); }
+DEVICE uint4 read_once(const uint4 *from) { return emulation::aligned(from); }
 DEVICE uint32_t read_once(const uint32_t *from) { return emulation::aligned(from); }
 DEVICE uint32_t read_once(const uint16_t *from) { return emulation::aligned(from); }
 DEVICE float __fadd_rn(float a, float b) { return a + b; }

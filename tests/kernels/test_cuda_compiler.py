@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks.gpu.registers import ARCHITECTURES, NoCompiler, usages
 from launch.cache.entries import scan
-from shm.blocks import BlockFormat
 from shm.layout import format_named
 from workers.cuda import CudaError
 from workers.kernels.cuda import compiler
@@ -17,9 +16,9 @@ from workers.kernels.cuda.sources import Program
 
 
 def program(name: str = "int4") -> Program:
-    format = format_named(name)
-    assert isinstance(format, BlockFormat)
-    return Program.of_blocks(format, fused=True)
+    found = Program.of_format(format_named(name), fused=True)
+    assert found is not None
+    return found
 
 
 @pytest.fixture
@@ -30,10 +29,11 @@ def nvrtc() -> None:
         pytest.skip(str(e))
 
 
-def test_no_kernel_of_one_row_spills_on_any_architecture() -> None:
+@pytest.mark.parametrize("format", ["int4", "bf16"])
+def test_no_kernel_of_one_row_spills_on_any_architecture(format: str) -> None:
     """Nor do those of a few rows; none takes more registers than there are for its threads."""
     try:
-        found = usages(program())
+        found = usages(program(format))
     except NoCompiler as e:
         pytest.skip(str(e))
     assert {one.architecture for one in found} == set(ARCHITECTURES)

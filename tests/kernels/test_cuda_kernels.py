@@ -11,7 +11,7 @@ from emulated_cuda import EmulatedLauncher, library
 from hypothesis import example, given
 from hypothesis import strategies as st
 from kernel_runs import quick
-from quantized_cases import CODES, HEADS, QUANTIZED, ROWS
+from quantized_cases import CODES, HEADS, QUANTIZED, ROWS, records
 
 from shm.blocks import BlockFormat
 from shm.layout import Float32, format_named
@@ -74,6 +74,30 @@ def test_every_number_of_rows(format: str) -> None:
         layer = Layer(layer.layout, layer.data, layer.x, ((0, 2),), (every,), (np.ones(number, np.float32),))
         found = emulated(launcher(layer.format, "fused"), layer, [2], [2], number)
         same(found, on_host(library, layer, [2]))
+
+
+def test_tiles_that_land_beside_experts_of_many_rows() -> None:
+    """Their sums are added to what earlier tiles have written, by the kernels for few rows too."""
+    layer = made("int4", 100, 1, 3, 40, 3, "random", "normal", "normal", seed=5)
+    rows = tuple(np.arange(number, dtype=np.int32) for number in (40, 3, 7))
+    weights = tuple(np.full(len(some), 0.5, np.float32) for some in rows)
+    layer = Layer(layer.layout, layer.data, layer.x, ((0, 3), (1, 3), (2, 3)), rows, weights)
+    for resident in ([0, 0, 0], [3, 1, 2], [3, 3, 0]):
+        found = emulated(launcher(layer.format, "fused"), layer, resident, [3] * 3, 1)
+        same(found, on_host(host("fused"), layer, [3] * 3))
+
+
+def test_the_smallest_numbers_have_the_codes_of_the_host() -> None:
+    """Where a step is rounded by much, a number may be more than 127 of them."""
+    form, random = format_named("int4"), np.random.default_rng(1)
+    assert isinstance(form, BlockFormat)
+    data = records(random, form, 2 * 2, "random", "huge").reshape(-1)
+    x = np.concatenate([random.integers(-top, top + 1, (4, 128)) for top in (1, 63, 64, 130, 190, 300)])
+    x = (x * 2.0**-149).astype(np.float32)
+    kernel = host("fused").kernel(Geometry(form, 128, 32))
+    found = CudaMatrix(launcher(form, "fused"), form, data, (32, 128)).product(torch.from_numpy(x))
+    same(found.numpy(), kernel.matmul(data, kernel.quantize(x)))
+    assert found.any()
 
 
 def test_decode_step_launches_four_kernels() -> None:

@@ -36,6 +36,13 @@ DEVICE uint32_t read_once(const uint32_t *from) {
     asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(word) : "l"(from));
     return word;
 }
+DEVICE uint4 read_once(const uint4 *from) {
+    uint4 words;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "l"(from));
+    return words;
+}
 DEVICE uint32_t read_once(const uint16_t *from) {
     uint16_t half;
     asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(half) : "l"(from));

@@ -19,10 +19,21 @@ from shm.blocks import BlockFormat
 from shm.layout import StoreLayout
 from workers.kernels.cuda.buffers import Scratch, Uploaded
 from workers.kernels.cuda.launcher import Launcher
-from workers.kernels.cuda.products import ITEM, TERM, Codes, Items, Products, in_chunks, limit_of
+from workers.kernels.cuda.products import (
+    ITEM,
+    TERM,
+    BlockProducts,
+    Codes,
+    Items,
+    PlainProducts,
+    Products,
+    in_chunks,
+    limit_of,
+)
 
 FEW = 8  # most rows of an expert for which its tiles have outputs of their own
 FLOAT = 4  # bytes
+NO_LIMIT = 1 << 31
 
 Numbers = NDArray[np.int32]
 
@@ -94,86 +105,68 @@ class Places:
 class LayerOnDevice:
     """One layer's share while it is computed."""
 
-    def __init__(self, experts: CudaExperts, x: Tensor, cuts: Numbers, places: Places) -> None:
+    def __init__(self, products: Products, x: Tensor, places: Places) -> None:
         """Use `CudaExperts.begin`."""
-        self._experts, self._places, self._cuts = experts, places, cuts
-        self._computed = np.zeros(len(cuts), np.int32)
+        self._products, self._places = products, places
+        self._computed = np.zeros(len(places.number), np.int32)  # tiles of each item
         self._x = x = x.contiguous()
-        products, shape = experts.products, experts.shape
-        groups, parts = products.groups(shape.hidden), shape.tile // products.format.group
-        group = products.format.group
+        hidden, channels = products.hidden, products.channels
         self._scratch = Scratch(
             products.launcher,
-            *Codes.sizes(len(x), groups, group),
-            *Codes.sizes(places.entries, parts, group),
-            places.outputs * shape.hidden * FLOAT,
+            *products.sizes(len(x), hidden),
+            *products.sizes(places.entries, channels),
+            places.outputs * hidden * FLOAT,
         )
         codes, factors, inner, inner_factors, self._out = self._scratch.addresses
-        self._codes, self._inner = Codes(codes, factors, groups), Codes(inner, inner_factors, parts)
-        self._row_list: int | None = None
-        self._uploads: list[Uploaded] = []
-        products.quantize(x.data_ptr(), len(x), shape.hidden, self._codes)
+        self._codes = Codes(codes, factors, products.units(hidden))
+        self._inner = Codes(inner, inner_factors, products.units(channels))
+        self._row_list = Uploaded(products.launcher, places.rows.astype(np.int32))
+        products.quantize(x.data_ptr(), len(x), hidden, self._codes)
 
     def add(self, tiles: Sequence[tuple[int, int, Tensor]]) -> None:
         """Compute tiles: of each its item among the share's, its number within its expert, and its bytes on
         the device; of one item in their order, also from one call to the next."""
         if not tiles:
             return
-        places, experts = self._places, self._experts
+        products = self._products
         of = np.array([item for item, _, _ in tiles], np.int64)
         numbers = np.array([tile for _, tile, _ in tiles], np.int64)
         table = np.array([data.data_ptr() for _, _, data in tiles], np.int64)
         np.add.at(self._computed, of, 1)
-        inner, down = places.items(of, numbers)
-        limit = limit_of(int(inner["rows"].max()))
-        arrays = [
-            inner,
-            table,
-            *([] if down is inner else [down]),
-            *([places.rows] if self._row_list is None else []),
-        ]
-        upload = Uploaded(experts.products.launcher, *arrays)
-        self._uploads.append(upload)
-        items, addresses, *rest = upload.addresses
-        down_items = items if down is inner else rest.pop(0)
-        if self._row_list is None:
-            self._row_list = rest.pop(0)
-        products = experts.products
-        products.gate_up(items, len(inner), limit, addresses, self._row_list, self._codes, self._inner)
-        products.down(
-            down_items,
-            len(down),
-            limit,
-            addresses,
-            experts.skipped,
-            self._inner,
-            experts.shape.hidden,
-            self._out,
-        )
+        inner, down = self._places.items(of, numbers)
+        limit = limit_of(int(inner["rows"].max()), products.limits)
+        upload = Uploaded(products.launcher, table, inner, down)
+        addresses, to_inner, to_down = upload.addresses
+        (rows,) = self._row_list.addresses
+        products.gate_up(to_inner, len(inner), limit, addresses, rows, self._codes, self._inner)
+        products.down(to_down, len(down), limit, addresses, self._inner, self._out)
 
     def result(self) -> Tensor:
         """The weighted sum of the tiles that were added, float32 [R, H]."""
-        experts, rows = self._experts, len(self._x)
         y = torch.empty_like(self._x)
-        upload = Uploaded(experts.products.launcher, *self._places.terms(self._computed, rows))
+        upload = Uploaded(self._products.launcher, *self._places.terms(self._computed, len(y)))
         terms, offsets = upload.addresses
-        experts.products.combine(self._out, terms, offsets, rows, experts.shape.hidden, y.data_ptr())
+        self._products.combine(self._out, terms, offsets, len(y), y.data_ptr())
         return y
 
 
 class CudaExperts:
-    """Computes tiles of a quantized format."""
+    """Computes tiles of a quantized format, or of bf16 where no expert has more than `most_rows` rows."""
 
     def __init__(self, launcher: Launcher, layout: StoreLayout) -> None:
-        """`launcher` has the format's program (`Program.of_blocks`)."""
-        assert isinstance(layout.format, BlockFormat)
-        self.shape = layout.shape
-        self.products = Products(launcher, layout.format)
-        self.skipped = 2 * layout.format.matrix_bytes(layout.shape.tile, layout.shape.hidden)
+        """`launcher` has the format's program."""
+        shape, format = (layout.shape.hidden, layout.shape.tile), layout.format
+        self._products: Products
+        if isinstance(format, BlockFormat):
+            self.most_rows = NO_LIMIT
+            self._products = BlockProducts(launcher, format, shape)
+        else:
+            self.most_rows = FEW
+            self._products = PlainProducts(launcher, shape)
 
     def begin(
         self, x: Tensor, cuts: Numbers, offsets: Numbers, rows: Numbers, weights: NDArray[np.float32]
     ) -> LayerOnDevice:
         """The share whose item i has the rows rows[offsets[i]:offsets[i + 1]] of x, float32 [R, H] on the
         device, with the weights at the same places, and cuts[i] tiles at most."""
-        return LayerOnDevice(self, x, cuts, Places(cuts, offsets, rows, weights))
+        return LayerOnDevice(self._products, x, Places(cuts, offsets, rows, weights))

@@ -52,7 +52,7 @@ DEVICE void load_codes(const int8_t *x, int s, int t, uint32_t *b) {
 /* y[m][n][0..4): of block m of two and of rows from UNIT_ROWS * n on. x[n] are codes of row UNIT_ROWS * n + g; of[n][c]
  * the factors of row UNIT_ROWS * n + 2 t + c. */
 template <int UNITS>
-DEVICE void multiply_blocks(const uint8_t *const *blocks, int64_t groups, const int8_t *const *x,
+DEVICE void multiply_blocks(const uint8_t *const *blocks, int groups, const int8_t *const *x,
                             const factors *const (*of)[2], float (*y)[UNITS][4]) {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -61,7 +61,7 @@ DEVICE void multiply_blocks(const uint8_t *const *blocks, int64_t groups, const 
         for (int n = 0; n < UNITS; n++)
 #pragma unroll
             for (int c = 0; c < 4; c++) y[m][n][c] = 0.0f;
-    for (int64_t group = 0; group < groups; group++) {
+    for (int group = 0; group < groups; group++) {
         fragments of_a[2];
         of_a[0].load(blocks[0] + group * RECORD, g, t), of_a[1].load(blocks[1] + group * RECORD, g, t);
 #pragma unroll

@@ -10,7 +10,7 @@ from shm.blocks import BlockFormat
 from shm.formats import Bytes
 from workers.kernels.cuda.buffers import Scratch, Uploaded
 from workers.kernels.cuda.launcher import Launcher
-from workers.kernels.cuda.products import ITEM, Codes, Products, in_chunks, limit_of
+from workers.kernels.cuda.products import ITEM, BlockProducts, Codes, in_chunks, limit_of
 
 KEPT = 64  # numbers of rows whose items are kept
 
@@ -23,7 +23,7 @@ class CudaMatrix:
         self.outputs, self.inputs = shape
         if data.shape != (format.matrix_bytes(*shape),):
             raise ValueError(f"{data.shape} bytes are no matrix {shape} of {format.name}")
-        self._products = Products(launcher, format)
+        self._products = BlockProducts(launcher, format, shape, tiles=False)
         writable = np.require(data, requirements=["C", "W"])  # torch refuses others
         self._data = torch.from_numpy(writable).to(launcher.device)
         self._items: dict[int, tuple[Uploaded, int, int]] = {}  # by rows: number and limit, too
@@ -35,17 +35,17 @@ class CudaMatrix:
     def product(self, x: Tensor) -> Tensor:
         """x float32 [R, inputs] on the device: float32 [R, outputs]."""
         x = x.contiguous()
-        products, groups = self._products, self._products.groups(self.inputs)
+        products = self._products
         y = torch.empty((len(x), self.outputs), dtype=torch.float32, device=x.device)
         if len(x) == 0:
             return y
-        scratch = Scratch(products.launcher, *Codes.sizes(len(x), groups, products.format.group))
+        scratch = Scratch(products.launcher, *products.sizes(len(x), self.inputs))
         codes, factors = scratch.addresses
-        of_x = Codes(codes, factors, groups)
+        of_x = Codes(codes, factors, products.units(self.inputs))
         products.quantize(x.data_ptr(), len(x), self.inputs, of_x)
         upload, number, limit = self._items_of(len(x))
         items, table = upload.addresses
-        products.down(items, number, limit, table, 0, of_x, self.outputs, y.data_ptr())
+        products.down(items, number, limit, table, of_x, y.data_ptr())
         return y
 
     def _items_of(self, rows: int) -> tuple[Uploaded, int, int]:

@@ -1,7 +1,8 @@
-"""Launches of the kernels in `tiles.cu`: quantization, gate and up, down."""
+"""Launches of the kernels in `tiles.cu` and `plain.cu`: activations rounded, gate and up, down, combine."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +12,12 @@ from shm.blocks import LANES, BlockFormat
 from workers.kernels.cuda.launcher import Launcher
 
 LIMITS = (1, 2, 4, 8, 32)  # most rows of an item, of the kernels that there are
-MOST_ROWS = LIMITS[-1]
-QUANTIZE_THREADS, DOWN_THREADS, COMBINE_THREADS, WARP = 128, 128, 256, 32
+PLAIN_LIMITS = LIMITS[:-1]
+WARP = 32
+QUANTIZE_THREADS, DOWN_THREADS, COMBINE_THREADS = 128, 128, 256
 DOWN_OUTPUTS = DOWN_THREADS // WARP * 2 * LANES  # of one block of threads
+ROUND_THREADS, PLAIN_INNER_THREADS, PLAIN_DOWN_THREADS = 256, 128, 256  # of plain.cu
+PLAIN_CHANNELS, PLAIN_COLUMNS = PLAIN_INNER_THREADS // WARP, 64  # of one block of threads
 FACTORS = 8  # bytes of a group's step and sum
 
 ITEM = np.dtype([(name, np.int32) for name in "tile tiles rows entry step row out add".split()])
@@ -24,70 +28,137 @@ Items = NDArray[np.void]
 
 @dataclass(frozen=True)
 class Codes:
-    """Activations of some rows by groups: their addresses on the device."""
+    """Activations of some rows: their addresses on the device."""
 
     codes: int
     factors: int
-    groups: int  # of a row
-
-    @staticmethod
-    def sizes(rows: int, groups: int, group: int) -> tuple[int, int]:
-        """Bytes of codes and factors."""
-        return rows * groups * group, rows * groups * FACTORS
+    units: int  # of a row: its groups; in bf16 its numbers
 
 
-def limit_of(rows: int) -> int:
+def limit_of(rows: int, limits: tuple[int, ...] = LIMITS) -> int:
     """The least limit of a kernel that takes items of so many rows."""
-    return next(limit for limit in LIMITS if rows <= limit)
+    return next(limit for limit in limits if rows <= limit)
 
 
-def in_chunks(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Items of so many rows each, in parts of at most MOST_ROWS: of each part the item, its first row and
-    its number of rows."""
-    numbers = -(-rows // MOST_ROWS)
+def in_chunks(
+    rows: NDArray[np.int64], most: int = LIMITS[-1]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Items of so many rows each, in parts of at most `most`: of each part the item, its first row and its
+    number of rows."""
+    numbers = -(-rows // most)
     of = np.repeat(np.arange(len(rows)), numbers)
-    first = (np.arange(len(of)) - np.repeat(np.cumsum(numbers) - numbers, numbers)) * MOST_ROWS
-    return of, first, np.minimum(rows[of] - first, MOST_ROWS)
+    first = (np.arange(len(of)) - np.repeat(np.cumsum(numbers) - numbers, numbers)) * most
+    return of, first, np.minimum(rows[of] - first, most)
 
 
-class Products:
-    """The kernels of one format."""
+class Products(ABC):
+    """The kernels of one format, whose program the launcher has."""
 
-    def __init__(self, launcher: Launcher, format: BlockFormat) -> None:
+    limits: tuple[int, ...] = LIMITS
+
+    def __init__(self, launcher: Launcher, shape: tuple[int, int]) -> None:
+        """`shape`: H and channels of the tiles; of a matrix, outputs and inputs."""
         self.launcher = launcher
-        self.format = format
+        self.hidden, self.channels = shape
 
-    def groups(self, inputs: int) -> int:
-        return -(-inputs // self.format.group)
+    @abstractmethod
+    def units(self, inputs: int) -> int:
+        """Of a row of activations."""
 
+    @abstractmethod
+    def sizes(self, rows: int, inputs: int) -> tuple[int, int]:
+        """Bytes of codes and factors."""
+
+    @abstractmethod
     def quantize(self, x: int, rows: int, inputs: int, to: Codes) -> None:
         """x: address of float32 [rows, inputs]."""
-        number = rows * to.groups
+
+    @abstractmethod
+    def gate_up(
+        self, items: int, number: int, limit: int, tiles: int, rows: int, x: Codes, inner: Codes
+    ) -> None:
+        """`number` items at an address, of at most `limit` rows; tiles: table of addresses; rows: of x."""
+
+    @abstractmethod
+    def down(self, items: int, number: int, limit: int, tiles: int, inner: Codes, out: int) -> None:
+        """Items as of gate_up; out: float32 [.., H]."""
+
+    def combine(self, out: int, terms: int, offsets: int, rows: int, y: int) -> None:
+        """y: float32 [rows, H]."""
+        wide = -(-self.hidden // COMBINE_THREADS)
+        self.launcher.launch(
+            "combine", rows * wide, COMBINE_THREADS, out, terms, offsets, self.hidden, wide, y
+        )
+
+
+class BlockProducts(Products):
+    """`tiles.cu`: the quantized formats."""
+
+    def __init__(
+        self, launcher: Launcher, format: BlockFormat, shape: tuple[int, int], *, tiles: bool = True
+    ) -> None:
+        """Without `tiles`: of a single matrix."""
+        super().__init__(launcher, shape)
+        self.group = format.group
+        self._skipped = 2 * format.matrix_bytes(self.channels, self.hidden) if tiles else 0
+
+    def units(self, inputs: int) -> int:
+        return -(-inputs // self.group)
+
+    def sizes(self, rows: int, inputs: int) -> tuple[int, int]:
+        groups = rows * self.units(inputs)
+        return groups * self.group, groups * FACTORS
+
+    def quantize(self, x: int, rows: int, inputs: int, to: Codes) -> None:
+        number = rows * to.units
         blocks = -(-number * WARP // QUANTIZE_THREADS)
         self.launcher.launch(
-            "quantize", blocks, QUANTIZE_THREADS, x, inputs, to.groups, number, to.codes, to.factors
+            "quantize", blocks, QUANTIZE_THREADS, x, inputs, to.units, number, to.codes, to.factors
         )
 
     def gate_up(
         self, items: int, number: int, limit: int, tiles: int, rows: int, x: Codes, inner: Codes
     ) -> None:
-        """`number` items at an address, of at most `limit` rows; tiles: table of addresses; rows: of x."""
         self.launcher.launch(
-            f"gate_up_{limit}", number * inner.groups, self.format.group // LANES * WARP,
-            items, tiles, rows, x.codes, x.factors, x.groups, inner.groups, inner.codes, inner.factors,
+            f"gate_up_{limit}", number * inner.units, self.group // LANES * WARP,
+            items, tiles, rows, x.codes, x.factors, x.units, inner.units, inner.codes, inner.factors,
         )  # fmt: skip
 
-    def down(
-        self, items: int, number: int, limit: int, tiles: int, skipped: int, x: Codes, outputs: int, out: int
-    ) -> None:
-        """The matrix begins `skipped` bytes behind each address in `tiles`. out: float32 [.., outputs]."""
-        wide = -(-outputs // DOWN_OUTPUTS)
+    def down(self, items: int, number: int, limit: int, tiles: int, inner: Codes, out: int) -> None:
+        wide = -(-self.hidden // DOWN_OUTPUTS)
         self.launcher.launch(
             f"down_{limit}", number * wide, DOWN_THREADS,
-            items, tiles, skipped, x.codes, x.factors, x.groups, outputs, wide, out,
+            items, tiles, self._skipped, inner.codes, inner.factors, inner.units, self.hidden, wide, out,
         )  # fmt: skip
 
-    def combine(self, out: int, terms: int, offsets: int, rows: int, width: int, y: int) -> None:
-        """y: float32 [rows, width]."""
-        wide = -(-width // COMBINE_THREADS)
-        self.launcher.launch("combine", rows * wide, COMBINE_THREADS, out, terms, offsets, width, wide, y)
+
+class PlainProducts(Products):
+    """`plain.cu`: bf16, for few rows."""
+
+    limits = PLAIN_LIMITS
+
+    def units(self, inputs: int) -> int:
+        return inputs
+
+    def sizes(self, rows: int, inputs: int) -> tuple[int, int]:
+        return 2 * rows * inputs, 0
+
+    def quantize(self, x: int, rows: int, inputs: int, to: Codes) -> None:
+        number = rows * inputs
+        self.launcher.launch("quantize", -(-number // ROUND_THREADS), ROUND_THREADS, x, number, to.codes)
+
+    def gate_up(
+        self, items: int, number: int, limit: int, tiles: int, rows: int, x: Codes, inner: Codes
+    ) -> None:
+        wide = -(-self.channels // PLAIN_CHANNELS)
+        self.launcher.launch(
+            f"gate_up_{limit}", number * wide, PLAIN_INNER_THREADS,
+            items, tiles, rows, x.codes, self.hidden, self.channels, wide, inner.codes,
+        )  # fmt: skip
+
+    def down(self, items: int, number: int, limit: int, tiles: int, inner: Codes, out: int) -> None:
+        wide = -(-self.hidden // PLAIN_COLUMNS)
+        self.launcher.launch(
+            f"down_{limit}", number * wide, PLAIN_DOWN_THREADS,
+            items, tiles, inner.codes, self.hidden, self.channels, wide, out,
+        )  # fmt: skip

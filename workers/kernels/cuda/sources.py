@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from shm.blocks import BlockFormat
+from shm.formats import BF16, TileFormat
 
 FOLDER = Path(__file__).parent
 FILE_NAME = re.compile(r"[0-9a-f]{16}\.cubin")  # of a compiled program in the disk cache
@@ -26,6 +27,13 @@ class Program:
         """Tiles and matrices of a quantized format. `fused`: with the bits of the host's variants whose
         additions are fused; else with those of `portable`."""
         return cls("tiles.cu", (("BITS", format.bits), ("GROUP", format.group), ("FUSED", int(fused))))
+
+    @classmethod
+    def of_format(cls, format: TileFormat, fused: bool) -> Program | None:
+        """Tiles of a format; None without kernels for it."""
+        if isinstance(format, BlockFormat):
+            return cls.of_blocks(format, fused)
+        return cls("plain.cu") if isinstance(format, BF16) else None
 
     @property
     def defines(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@
  *
  * Rows do not mix, and sums have one order: a row's bits are those of the host's kernels, whatever is computed beside it
  * and by which of these kernels. A matrix [outputs, inputs] is multiplied by quantize and down_N. */
+#include "combine.cuh"
 #include "few_rows.cuh"
 #include "items.cuh"
 #include "many_rows.cuh"
@@ -14,7 +15,6 @@
 enum { INNER_WARPS = GROUP / LANES };  /* of gate and up: each takes the same 16 channels of both */
 enum { INNER_THREADS = INNER_WARPS * WARP };
 enum { DOWN_WARPS = 4, DOWN_THREADS = DOWN_WARPS * WARP }; /* each takes two blocks of outputs */
-enum { COMBINE_THREADS = 256 };
 
 /* x float32 [.., inputs] -> codes [.., groups * GROUP] and factors [.., groups]; `number` of groups. One warp each. */
 KERNEL(128, quantize, const float *x, int64_t inputs, int64_t groups, int64_t number, int8_t *codes, factors *to) {
@@ -54,7 +54,7 @@ template <int ROWS> DEVICE void few_inner(INNER_ARGUMENTS) {
     }
     int64_t block = (up * parts + part) * INNER_WARPS + warp; /* a tile is whole blocks */
     float y[ROWS];
-    multiply_block<ROWS>(tiles[it.tile] + block * block_bytes, i, groups, x, x_factors, it.rows, y);
+    multiply_block<ROWS>(tiles[it.tile] + block * block_bytes, i, (int)groups, x, x_factors, it.rows, y);
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         float other = __shfl_down_sync(ALL_LANES, y[r], LANES);
@@ -83,7 +83,7 @@ template <int UNITS> DEVICE void many_inner(INNER_ARGUMENTS) {
     const uint8_t *gate = tiles[it.tile] + (part * INNER_WARPS + warp) * block_bytes;
     const uint8_t *blocks[2] = {gate, gate + parts * INNER_WARPS * block_bytes};
     float y[2][UNITS][4];
-    multiply_blocks<UNITS>(blocks, groups, x, x_factors, y);
+    multiply_blocks<UNITS>(blocks, (int)groups, x, x_factors, y);
 #pragma unroll
     for (int n = 0; n < UNITS; n++)
 #pragma unroll
@@ -116,7 +116,7 @@ template <int ROWS> DEVICE void few_down(DOWN_ARGUMENTS) {
             x[r] = inner + at * GROUP, x_factors[r] = of + at;
         }
         float y[ROWS];
-        multiply_block<ROWS>(tiles[it.tile + tile] + skipped + block * groups * RECORD, i, groups, x, x_factors,
+        multiply_block<ROWS>(tiles[it.tile + tile] + skipped + block * groups * RECORD, i, (int)groups, x, x_factors,
                              it.rows, y);
 #pragma unroll
         for (int r = 0; r < ROWS; r++)
@@ -148,7 +148,7 @@ template <int UNITS> DEVICE void many_down(DOWN_ARGUMENTS) {
         const uint8_t *matrix = tiles[it.tile + tile] + skipped;
         const uint8_t *blocks[2] = {matrix + first * groups * RECORD, matrix + second * groups * RECORD};
         float y[2][UNITS][4];
-        multiply_blocks<UNITS>(blocks, groups, x, x_factors, y);
+        multiply_blocks<UNITS>(blocks, (int)groups, x, x_factors, y);
 #pragma unroll
         for (int m = 0; m < 2; m++)
 #pragma unroll
@@ -176,20 +176,3 @@ KERNEL(DOWN_THREADS, down_2, DOWN_ARGUMENTS) { few_down<2> DOWN_CALL; }
 KERNEL(DOWN_THREADS, down_4, DOWN_ARGUMENTS) { few_down<4> DOWN_CALL; }
 KERNEL(DOWN_THREADS, down_8, DOWN_ARGUMENTS) { many_down<1> DOWN_CALL; }
 KERNEL(DOWN_THREADS, down_32, DOWN_ARGUMENTS) { many_down<4> DOWN_CALL; }
-
-/* y [rows, hidden] = for each row the sum of its terms [offsets[row], offsets[row + 1]), in their order; `wide` blocks of
- * threads a row. */
-KERNEL(COMBINE_THREADS, combine, const float *out, const term *terms, const int32_t *offsets, int64_t hidden,
-       int64_t wide, float *y) {
-    int64_t row = blockIdx.x / wide, h = blockIdx.x % wide * COMBINE_THREADS + threadIdx.x;
-    if (h >= hidden) return;
-    float sum = 0.0f;
-    for (int at = offsets[row]; at < offsets[row + 1]; at++) {
-        const term one = terms[at];
-        float part = out[(int64_t)one.first * hidden + h];
-        for (int n = 1; n < one.parts; n++)
-            part = __fadd_rn(part, out[((int64_t)one.first + (int64_t)n * one.stride) * hidden + h]);
-        sum = __fadd_rn(sum, __fmul_rn(part, one.weight));
-    }
-    y[row * hidden + h] = sum;
-}

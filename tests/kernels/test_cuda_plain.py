@@ -1,0 +1,60 @@
+"""The CUDA kernels of bf16, emulated on the host: near the exact numbers, and a row's bits do not depend on
+other rows, on the tiles' slots or on when they land."""
+
+from __future__ import annotations
+
+import brute_force
+import numpy as np
+import torch
+from emulated_cuda import EmulatedLauncher, library
+from hypothesis import example, given
+from hypothesis import strategies as st
+from kernel_runs import bf16_expert, quick
+from numpy.typing import NDArray
+
+from shm.layout import Bytes, Float32, StoreLayout
+from workers.kernels.cuda.experts import FEW, CudaExperts
+from workers.kernels.cuda.sources import Program
+
+
+def computed(layout: StoreLayout, data: Bytes, x: Float32, rows: NDArray[np.int32], parts: int) -> Float32:
+    """The expert's output for x[rows]; its tiles are added in so many calls."""
+    launcher = EmulatedLauncher(library(Program("plain.cu")))
+    experts = CudaExperts(launcher, layout)
+    offsets, cuts = np.array([0, len(rows)], np.int32), np.array([layout.shape.tiles], np.int32)
+    share = experts.begin(torch.from_numpy(x), cuts, offsets, rows, np.ones(len(rows), np.float32))
+    size = -(-layout.tile_bytes // 256) * 256
+    slab = torch.full((layout.shape.tiles + 1, size), 0xFF, dtype=torch.uint8)
+    slots = np.random.default_rng(1).permutation(layout.shape.tiles + 1)[: layout.shape.tiles]
+    tiles = []
+    for tile, slot in enumerate(slots.tolist()):
+        place = slab[slot, : layout.tile_bytes]
+        place[:] = torch.from_numpy(data[tile * layout.tile_bytes :][: layout.tile_bytes])
+        tiles.append((0, tile, place))
+    for part in np.array_split(np.arange(len(tiles)), parts):
+        share.add([tiles[i] for i in part])
+    assert launcher.launched["quantize"] == 1
+    assert launcher.launched.total() <= 2 + 2 * parts
+    return share.result().numpy()[rows]
+
+
+@quick(20)
+@given(
+    hidden=st.integers(1, 300),
+    tile=st.integers(1, 100),
+    tiles=st.integers(1, 3),
+    number=st.integers(1, FEW),
+    seed=st.integers(0, 2**32 - 1),
+)
+@example(hidden=264, tile=33, tiles=2, number=8, seed=0)
+@example(hidden=63, tile=7, tiles=1, number=3, seed=0)
+def test_experts(hidden: int, tile: int, tiles: int, number: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    layout, (gate, up, down), data = bf16_expert(random, hidden, tile, tiles)
+    x = random.standard_normal((number + 2, hidden)).astype(np.float32)
+    rows = np.sort(random.permutation(number + 2)[:number]).astype(np.int32)
+    together = computed(layout, data, x, rows, 1)
+    assert brute_force.expert(gate, up, down, x[rows], "bf16").agrees(together)
+    np.testing.assert_array_equal(computed(layout, data, x, rows, tiles), together)
+    alone = [computed(layout, data, x, rows[i : i + 1], 1) for i in range(number)]
+    np.testing.assert_array_equal(np.concatenate(alone), together)
