@@ -228,7 +228,7 @@ class Replay:
             at += self._device_seconds[expert]
             counters.device_busy += self._device_seconds[expert]
         counters.wait_host += max(0.0, self._host_done - at)
-        divided = self._host_done and self._device_seconds
+        divided = self._host_done and self._on_device
         self.now = max(at, self._host_done) + (self._costs.both if divided else 0.0)
 
     def end(self, targets: Sequence[Target]) -> None:
@@ -283,7 +283,8 @@ class Replay:
         self._device_seconds: dict[int, float] = {}  # a tile of each expert that lacks one
         self._begun_seconds = 0.0  # of the launch and the resident tiles
         self._landings: list[tuple[int, float]] = []
-        if not any(cuts):
+        self._on_device = any(cuts)
+        if not self._on_device:
             return
         self._counters.device_tiles += sum(cuts)
         missing, begun, known = [], self._costs.launch, self._seconds
