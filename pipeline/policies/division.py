@@ -52,10 +52,14 @@ class Balanced:
         return any([group.taken < group.resident for group in self.groups])
 
     @cached_property
+    def there(self) -> float:
+        """Until it would end on the device alone, with every tile there."""
+        return self.fixed.launch + sum([group.device * group.tiles for group in self.groups])
+
+    @cached_property
     def pays(self) -> bool:
         """Whether the device alone, with every tile there, saves more than ordering an expert takes."""
-        there = self.fixed.launch + sum([group.device * group.tiles for group in self.groups])
-        return self.alone - there > self.fixed.fetch
+        return self.alone - self.there > self.fixed.fetch
 
     @cached_property
     def gain(self) -> float:
@@ -112,6 +116,11 @@ class Divider:
     def tile(self) -> float:
         """Seconds of a tile on the link; infinite where none can be moved."""
         return self._used.tile
+
+    @property
+    def wake(self) -> float:
+        """Seconds by which a host share behind a layer without one begins later."""
+        return self._used.costs.wake
 
     def host(self, rows: int) -> float:
         """Seconds of a tile on the host."""

@@ -15,6 +15,7 @@ from pipeline.policies.host_trial import HOPELESS, HostTrial
 from pipeline.policies.options import PAUSE, Choice, Option
 from pipeline.policies.predictions import by_probability
 from pipeline.policies.view import Gated, Plan, Policy, Routing, Signals, Target, View
+from pipeline.policies.whole_layers import WholeLayers
 from pipeline.policies.worth import Worth
 
 PAYS_WITHIN = 64  # steps in which a move in the background saves as much time as it takes of the link
@@ -61,6 +62,9 @@ class Tandem(Policy):
         self._alone = self._divided = 0.0  # its layers' seconds so far, on the host alone and as planned
         self._rested = False  # the layer before had no host share
         self._moving = None
+        self._layers = WholeLayers(view.shape, view.capacity)
+        self._by_use = self._worth.target.copy()  # as it would be now without whole layers
+        self._apart = False  # the layer before would then have had no host share
         return self._worth.target.copy()
 
     def probes(self, layer: int, view: View) -> tuple[int, ...]:
@@ -82,6 +86,7 @@ class Tandem(Policy):
         if trial is not None and view.seconds:
             trial.note(view.seconds, self._alone > HOPELESS * self._divided)
         self._alone = self._divided = 0.0
+        self._layers.begin_step()
         if view.phase == "decode" and view.capacity:
             self._trial = self._trials.setdefault(len(view.sequences).bit_length(), HostTrial())
 
@@ -104,10 +109,12 @@ class Tandem(Policy):
         kept = worth.target[layer].take(active.experts)
         resident = np.minimum(view.residency[layer].take(active.experts), kept)  # the others are evicted
         balanced = self._balanced = divider.balanced(active, resident, tiles, self._rested, busy)
+        if view.phase == "decode":
+            self._compare(layer, routing, balanced, view)
         self._rested = not balanced.sides.host
         self._alone += balanced.alone
         self._divided += balanced.seconds
-        if balanced.leaves or not balanced.pays:
+        if balanced.leaves or not balanced.pays or self._layers.used:
             self._ahead[layer] = 0
         else:
             free = balanced.spare + divider.other(len(routing.experts))
@@ -120,7 +127,7 @@ class Tandem(Policy):
         own = cuts(balanced, active, resident, tiles, values)
         cut = np.zeros(view.shape.experts, np.int32)
         cut.put(active.experts, own)
-        if not (balanced.moved and view.capacity):
+        if not (balanced.moved and view.capacity) or self._layers.used:
             return Plan(cut)
         targets: list[Target] = []
         worth.protect(layer, active.experts)
@@ -134,6 +141,26 @@ class Tandem(Policy):
             targets += grown
         worth.release(layer)
         return Plan(cut, tuple(targets))
+
+    def _compare(self, layer: int, routing: Routing, balanced: Balanced, view: View) -> None:
+        """Count a layer for the comparison of experts by use with whole layers."""
+        divider, seconds, wake = self._divider, balanced.seconds, self._divider.wake
+        if self._layers.used:
+            active = routing.active
+            resident = self._by_use[layer].take(active.experts)
+            other = divider.balanced(active, resident, view.shape.tiles, self._apart)
+            self._apart, seconds = not other.sides.host, other.seconds
+        alone = balanced.alone - wake * self._rested
+        self._layers.note(layer, seconds, balanced.there, alone, wake)
+
+    def _rearranged(self, view: View) -> list[Target]:
+        """At the end of a step: the other arrangement's targets, where it is faster."""
+        worth, layers = self._worth, self._layers
+        if not layers.end_step(view.capacity, self._divider.tile):
+            return []
+        self._moving = None
+        self._by_use = worth.filled(worth.value)
+        return worth.place(worth.filled(worth.value, layers.count) if layers.used else self._by_use)
 
     def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
         self.no_room = 0
@@ -161,7 +188,9 @@ class Tandem(Policy):
 
     def after(self, layer: int, routing: Routing, view: View) -> tuple[Target, ...]:
         worth = self._worth
-        balanced = self._balanced
+        if layer == view.shape.layers - 1 and (targets := self._rearranged(view)):
+            return tuple(targets)
+        balanced = None if self._layers.used else self._balanced
         if balanced is None or balanced.moved or not view.capacity or view.phase != "decode":
             return ()
         if self._moving is not None:

@@ -37,14 +37,9 @@ class Worth:
         share = (counts / np.maximum(rows, 1)).astype(np.float32)
         self._averages: FloatArray = np.stack((share, share), axis=1)  # [L, 2, E], fresh and lasting
         self.value: FloatArray = share * np.float32(1 + LASTING_WEIGHT)  # [L, E]
-        self.target: IntArray = np.zeros(share.shape, np.int32)
-        held = min(capacity, share.size * shape.tiles)
-        whole, part = divmod(held, shape.tiles)
-        order = np.argsort(-share, axis=None, kind="stable")
-        self.target.reshape(-1)[order[:whole]] = shape.tiles
-        if part:
-            self.target.reshape(-1)[order[whole]] = part
-        self._free = capacity - held
+        self._tiles, self._capacity = shape.tiles, capacity
+        self.target: IntArray = self.filled(share)
+        self._free = capacity - int(self.target.sum())
         # added to `value`: infinite where nothing can leave
         self._empty = np.where(self.target > 0, np.float32(0), np.float32(inf))
         self._rank: FloatArray = self.value + self._empty
@@ -57,6 +52,30 @@ class Worth:
         every = range(len(share))
         self._places = [[self._before(near, within) for near in every] for within in (False, True)]
         self._kept = self.target.data  # the same memory, of which Python reads single numbers sooner
+
+    def filled(self, value: FloatArray, whole: int = 0) -> IntArray:
+        """Targets [L, E]: all of the first `whole` layers, and of the others the tiles of the most valuable
+        experts, until the cache is full."""
+        target = np.zeros(value.shape, np.int32)
+        target[:whole] = self._tiles
+        left = min(self._capacity - int(target.sum()), target[whole:].size * self._tiles)
+        experts, part = divmod(left, self._tiles)
+        order = np.argsort(-value[whole:], axis=None, kind="stable")
+        target[whole:].reshape(-1)[order[:experts]] = self._tiles
+        if part:
+            target[whole:].reshape(-1)[order[experts]] = part
+        return target
+
+    def place(self, target: IntArray) -> list[Target]:
+        """Keep these tiles [L, E] from now on. What changes, evictions first."""
+        changed = np.argwhere(target != self.target)
+        targets = [Target(int(i), int(e), int(target[i, e])) for i, e in changed]
+        targets.sort(key=lambda change: change.tiles > self.target[change.layer, change.expert])
+        self.target[...] = target
+        self._free = self._capacity - int(target.sum())
+        self._empty[...] = np.where(target > 0, np.float32(0), np.float32(inf))
+        np.add(self.value, self._empty, out=self._rank)
+        return targets
 
     def note(self, layer: int, logits: FloatArray, phase: Phase) -> None:
         """Take note of a layer's router logits [R, E]. They count from `observe` on, at the latest from the
