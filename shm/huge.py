@@ -34,6 +34,7 @@ MADV_HUGEPAGE, MADV_POPULATE_WRITE, MADV_COLLAPSE = (
 MAP_FIXED = 0x10
 PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE
 COPY_BYTES = 1 << 22  # copied at a time: between two of them, it can be stopped
+MOST_ADDED = 1 / 3  # of private memory: so much more, at most, for its last page to be huge too
 FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -58,9 +59,11 @@ def private(size: int) -> Bytes:
     pages if the system has them. Raises OSError."""
     if size < HUGE:
         return np.frombuffer(mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE), np.uint8)[:size]
-    memory = _place(size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, True)
-    _libc.madvise(ctypes.addressof(memory), size, MADV_HUGEPAGE)  # some kernels have none
-    return np.frombuffer(memoryview(memory), np.uint8)
+    whole = -(-size // HUGE) * HUGE
+    length = whole if whole - size <= size * MOST_ADDED else size
+    memory = _place(length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, True)
+    _libc.madvise(ctypes.addressof(memory), length, MADV_HUGEPAGE)  # some kernels have none
+    return np.frombuffer(memoryview(memory), np.uint8)[:size]
 
 
 def map_file(descriptor: int, offset: int, size: int) -> Bytes:

@@ -94,6 +94,16 @@ def test_private_memory_is_new_writable_and_as_large_as_asked_for(size: int) -> 
         assert not mapped(address + size - 1)
 
 
+@pytest.mark.parametrize(("size", "pages"), [(3 * HUGE - 99, 3), (2 * HUGE + HUGE // 2, 3), (HUGE + 4096, 1)])
+def test_the_last_page_of_private_memory_is_huge_too_where_that_adds_little(size: int, pages: int) -> None:
+    """A huge page is mapped only as a whole: weights would be read more slowly at the end of each matrix."""
+    array = private(size)
+    end = array.ctypes.data + max(size, pages * HUGE)
+    assert mapped(end - 1)
+    assert not mapped(-(-end // 4096) * 4096)
+    assert len(array) == size
+
+
 def test_private_memory_without_end_is_an_error() -> None:
     with pytest.raises(OSError, match="memory"):
         private(1 << 60)
