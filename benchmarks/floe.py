@@ -16,8 +16,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.evidence_commands import Commands, Row, paces, relative
+from benchmarks.evidence_commands import Commands, Row, relative
+from pipeline.assets import model_dir
+from pipeline.checkpoint.open import open_model
 from pipeline.memory.limits import staging_tiles
+from pipeline.models.registry import expert_shape
 from pipeline.models.routing import Softmax
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
@@ -150,27 +153,35 @@ SPARSE = "floe,floe:prediction=none,floe:sparsity=0.9"
 
 
 def floe(c: Commands) -> dict[str, list[Row]]:
-    """Also engines of the embedded model, whose link and workers are paced to these costs: experts in bf16
-    for the baselines, and in `floe` with an equal memory, up matrices included."""
-    dense, sparse = CASES[1].layout, next(case for case in CASES if case.format == "floe").layout
-    bytes_of = MIXTRAL.experts * MIXTRAL.tiles * MIXTRAL.layers
-    block = 2 * dense.expert_bytes / DEVICE + BESIDE / DEVICE
-    pace = paces(c, dense.expert_bytes / LINK, dense.expert_bytes / HOSTS[0], block)
-    short = ("--prompt-len", "32", "--gen-len", "32", "--rounds", "2", *pace)
+    """Also engines of the embedded model: experts in bf16 for the baselines, and in `floe` with an equal
+    memory, up matrices included. The link is paced to these costs; the workers are as fast as they are."""
+    tiles = MIXTRAL.experts * MIXTRAL.tiles * MIXTRAL.layers
+    words = ("--workers", "1", "--ppl-tokens", "0", "--prompt-len", "32", "--gen-len", "32", "--rounds", "2")
+    pace = ("--link-gbps", f"{_emulated_link(c, words):.3g}")
     rows = []
     for label, memory in MEMORY.items():
-        for format, policies, layout in (("bf16", EMULATED, dense), ("floe", SPARSE, sparse)):
-            case = Case("", format, "")
-            share = max(0.0, case.capacity(memory) / bytes_of)
-            assert layout.format.name == format
-            words = ("--format", format, "--expert-cache", f"{share:.3f}", *short)
-            found = c.measure(f"floe-{format}-{label.split()[0]}", policies, *words)
+        for format, policies in (("bf16", EMULATED), ("floe", SPARSE)):
+            share = max(0.0, Case("", format, "").capacity(memory) / tiles)
+            given = ("--format", format, "--expert-cache", f"{share:.3f}", *words, *pace)
+            found = c.measure(f"floe-{format}-{label.split()[0]}", policies, *given)
             rows += [{"memory": label, "format": format, "cache": share} | row for row in found]
     relative(rows, "on-demand", "memory")
     tables = {
         f"FloE, replayed, {a:g} and {r:g}": replayed(200, a, r) for a, r in ((0.79, RIGHT), (0.95, 0.95))
     }
     return {**tables, "FloE, emulated": rows}
+
+
+def _emulated_link(c: Commands, words: Sequence[str]) -> float:
+    """GB/s at which an expert of the embedded model, compared with a layer whose experts are resident, takes
+    as long as one of Mixtral's in bf16 does with these costs."""
+    shape = expert_shape(open_model(model_dir()).config, None, format_named("bf16"))
+    whole = ("--policy", "layerwise", "--expert-cache", "1", "--format", "bf16")
+    resident = c.run("floe-resident", "bench", *whole, *words)
+    layer = 1 / resident["policies"][0]["decode_tok_s"]["max"] / shape.layers  # s; the least disturbed run's
+    expert = CASES[1].layout.expert_bytes
+    ratio = (expert / LINK) / (TOP_K * expert / DEVICE + BESIDE / DEVICE)
+    return StoreLayout(shape, format_named("bf16")).expert_bytes / (ratio * layer) / 1e9
 
 
 def main() -> int:

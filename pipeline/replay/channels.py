@@ -18,6 +18,23 @@ RIGHT = 0.74
 NOTE = f"of the channels that a prediction names, {RIGHT:.0%} are taken to be kept by their layer"
 
 
+class MaskedTile:
+    """What is read of a tile with a mask, as if each row's channels were drawn independently."""
+
+    def __init__(self, up_bytes: int, tile_bytes: int, sparsity: float) -> None:
+        """`tile_bytes`: beside those of up."""
+        self.up = up_bytes / (up_bytes + tile_bytes)  # of all bytes
+        self._sparsity = sparsity
+
+    def kept(self, rows: int) -> float:
+        """The share of the channels that some row keeps."""
+        return float(1 - self._sparsity**rows)
+
+    def share(self, rows: int) -> float:
+        """Of all bytes."""
+        return self.up + self.kept(rows) * (1 - self.up)
+
+
 class Chosen(NamedTuple):
     """Channels of some tiles of an expert, in tiles' worth of the link."""
 

@@ -41,7 +41,7 @@ from pipeline.policies.view import (
     View,
 )
 from pipeline.replay.cache import SimulatedCache
-from pipeline.replay.channels import NOTE, RIGHT, ChannelLink, Chosen
+from pipeline.replay.channels import NOTE, RIGHT, ChannelLink, Chosen, MaskedTile
 from pipeline.replay.outcome import Outcome, PhaseOutcome
 from pipeline.replay.step_inputs import StepInputs
 from pipeline.traces.header import Header
@@ -107,9 +107,9 @@ class Replay:
         self.cache.place(self._driver.placement)
         self._notes = list(self._driver.notes)
         self._left = policy.sparsity.left(header.up, calibration)
-        self._up_share = header.up_bytes / (header.up_bytes + header.tile_bytes)  # of a tile's bytes
         self._named = False  # channels were predicted
-        self._sparsity = 0.0 if policy.sparsity.dense else policy.sparsity.share(calibration)
+        sparsity = 0.0 if policy.sparsity.dense else policy.sparsity.share(calibration)
+        self._read = MaskedTile(header.up_bytes, header.tile_bytes, sparsity)
 
     def run(self, steps: Iterable[TracedStep]) -> Outcome:
         """Replay all steps. Raises PlanError for decisions that break a policy's contract."""
@@ -210,9 +210,9 @@ class Replay:
         active, chosen = routing.active, []
         for expert, row in zip(active.experts.tolist(), active.counts.tolist(), strict=True):
             if missing := self._header.shape.tiles - int(self.cache.target[layer, expert]):
-                chosen.append(Chosen(expert, missing, missing * self._kept_share(row)))
+                chosen.append(Chosen(expert, missing, missing * self._read.kept(row)))
                 self._begun_seconds += (
-                    (self._seconds.get(row) or self._tile(row))[1] * missing * self._up_share
+                    (self._seconds.get(row) or self._tile(row))[1] * missing * self._read.up
                 )
         self._channels.predict(layer, chosen, self.now + self._begun_seconds)
         self._named = True
@@ -257,7 +257,7 @@ class Replay:
             return 0.0
         for row, p in zip(rows, cuts, strict=True):
             if p < tiles:
-                read = 1.0 if mask == DENSE else self._read_share(row)
+                read = 1.0 if mask == DENSE else self._read.share(row)
                 seconds += (known.get(row) or self._tile(row))[0] * (tiles - p) * read
         self._host_free = max(self._host_free, self.now + self._costs.round_trip + self._wake) + seconds
         self._wake = 0.0
@@ -297,8 +297,8 @@ class Replay:
             if dense:
                 whole = p
             else:
-                ups += tile * p * self._up_share
-                tile *= self._kept_share(row) * (1 - self._up_share)
+                ups += tile * p * self._read.up
+                tile *= self._read.kept(row) * (1 - self._read.up)
                 whole = max(here, min(p, int(self.cache.target[layer, expert])))
             if here:
                 begun += tile * here
@@ -309,7 +309,7 @@ class Replay:
             if here < whole:
                 missing.append((expert, here, whole))
             if whole < p:
-                chosen.append(Chosen(expert, p - whole, (p - whole) * self._kept_share(row)))
+                chosen.append(Chosen(expert, p - whole, (p - whole) * self._read.kept(row)))
         self._begun_seconds = begun + ups
         if missing:
             self._landings = self.cache.demand(layer, missing, self.now)
@@ -333,14 +333,6 @@ class Replay:
                 f" is not in the trace: it has {self._header.depth} layers ahead"
             )
         return found.astype(np.float32)
-
-    def _read_share(self, rows: int) -> float:
-        """Of a tile's bytes, where channels that none of the rows keeps are not read."""
-        return self._up_share + self._kept_share(rows) * (1 - self._up_share)
-
-    def _kept_share(self, rows: int) -> float:
-        """Of the channels, that some row keeps."""
-        return float(1 - self._sparsity**rows)
 
     def _tile(self, rows: int) -> tuple[float, float, float]:
         """Seconds at `rows` rows: of a tile on the host, of a tile on the device, of a layer's other work."""
