@@ -53,6 +53,7 @@ from protocol.messages import (
     Shutdown,
     Stats,
     StatsReply,
+    Tokenize,
     Welcome,
     WorkerDied,
 )
@@ -212,6 +213,7 @@ class Coordinator:
 
     def _pass_on(self, client: bytes, message: QueuedMessage) -> None:
         """To the engine's thread: texts have been encoded."""
+        assert not isinstance(message, Tokenize)  # the queue answers it
         if not self._inbox.put(client, message):
             self._refuse(client, message)
 
@@ -228,7 +230,7 @@ class Coordinator:
         match message:
             case SetPolicy() | Calibrate() if refusal := denial(message, right):
                 self._clients.send(client, refusal)
-            case Generate() | Score() | Calibrate() | SetPolicy():
+            case Generate() | Score() | Calibrate() | Tokenize() | SetPolicy():
                 if not self._texts.put(client, message):
                     self._refuse(client, message)
             case Cancel():

@@ -40,8 +40,11 @@ from protocol.messages import (
     Score,
     Scores,
     SetPolicy,
+    Shaping,
     Stats,
     StatsReply,
+    Tokenize,
+    Tokenized,
     Welcome,
 )
 from protocol.pending import Pending, copy_of
@@ -130,6 +133,9 @@ class Client:
         resume: Sequence[int] = (),
         rival: int = -1,
         reserve: int = 1,
+        shaping: Shaping = Shaping(),  # noqa: B008 - frozen
+        logprobs: int = -1,
+        template: str = "",
     ) -> Answer:
         """Request an answer to exactly one of `prompt`, `token_ids`, `messages`; the request is sent at once.
 
@@ -151,6 +157,9 @@ class Client:
                 tuple(resume),
                 rival,
                 reserve=reserve,
+                shaping=shaping,
+                logprobs=logprobs,
+                template=template,
             )
         )
 
@@ -162,6 +171,7 @@ class Client:
         stepwise: bool = False,
         prefill: int = 1,
         full: bool = False,
+        top: int = 0,
     ) -> AsyncGenerator[Scores, None]:
         """Log-probabilities of exactly one of `text`, `token_ids`, block by block; see messages.Score.
 
@@ -169,10 +179,26 @@ class Client:
         engine's reason, or where the engine cancelled the request; EngineGone, MalformedMessage.
         """
         ids = None if token_ids is None else tuple(token_ids)
-        asked = Score(self._next_request(), text, ids, stepwise, prefill, full)
+        asked = Score(self._next_request(), text, ids, stepwise, prefill, full, top)
         async with aclosing(score_blocks(asked, self._options, self.welcome)) as blocks:
             async for block in blocks:
                 yield block
+
+    async def tokenize(
+        self,
+        *,
+        text: str | None = None,
+        messages: Sequence[ChatMessage] | None = None,
+        template: str = "",
+        token_ids: Sequence[int] | None = None,
+    ) -> Tokenized:
+        """Token ids of a text or a conversation, or the text of ids; see messages.Tokenize. Raises
+        RequestFailed with the engine's reason, EngineGone, MalformedMessage."""
+        ids = None if token_ids is None else tuple(token_ids)
+        turns = None if messages is None else tuple(messages)
+        asked = Tokenize(self._next_request(), text, turns, template, ids)
+        reply: Tokenized = await self._ask(asked, REPLY_SECONDS)
+        return reply
 
     async def stats(self) -> dict[str, Any]:
         """The engine's counters. Raises RequestFailed, EngineGone."""
@@ -220,7 +246,7 @@ class Client:
             raise copy_of(self._ended)
         return next(self._requests)
 
-    async def _ask(self, message: Stats | SetPolicy, limit: float) -> Any:
+    async def _ask(self, message: Stats | SetPolicy | Tokenize, limit: float) -> Any:
         limit += self._options.retry
         try:
             async with asyncio.timeout(limit):

@@ -48,13 +48,16 @@ and its children.
     sampling Sampling = {}, format str = "", backbone_dtype str = ""
   3 Generate: request int, prompt str? = nil, token_ids [int]? = nil, messages [ChatMessage]? = nil,
     max_tokens int = 128, sampling Sampling = {}, stop [str] = [], ignore_eos bool = false,
-    conversation str? = nil, resume [int] = [], rival int = -1, reserve int = 1
-  4 Token: request int, index int, token int, text str, margin float = 0.0, runner_up int = -1
+    conversation str? = nil, resume [int] = [], rival int = -1, reserve int = 1,
+    shaping Shaping = {}, logprobs int = -1, template str = ""
+  4 Token: request int, index int, token int, text str, margin float = 0.0, runner_up int = -1,
+    logprob float = 0.0, top_tokens [int] = [], top_logprobs [float] = []
   5 Done: request int, reason str, error str = "", text str = "", stats map = {}, usage bool = false
   6 Cancel: request int
   7 Score: request int, text str? = nil, token_ids [int]? = nil, stepwise bool = false, prefill int = 1,
-    full bool = false
-  8 Scores: request int, start int, tokens int32[1d], chosen float32[1d], logprobs float32[2d]
+    full bool = false, top int = 0
+  8 Scores: request int, start int, tokens int32[1d], chosen float32[1d], logprobs float32[2d],
+    top_tokens int32[2d], top_logprobs float32[2d]
   9 Stats: request int
   10 StatsReply: request int, stats map
   11 SetPolicy: request int, policy str, options map = {}, counted bool = true
@@ -66,6 +69,9 @@ and its children.
     starts [int] = [], share float = 1.0, max_loss float? = nil
   17 Calibrating: request int, stage str, done int, total int
   18 Calibrated: request int, path str, summary map
+  19 Tokenize: request int, text str? = nil, messages [ChatMessage]? = nil, template str = "",
+    token_ids [int]? = nil
+  20 Tokenized: request int, ids int32[1d], text str = "", pieces [bytes] = []
 
   32 Ready: version int, role str, index int, incarnation int, pid int, fingerprint str, notes [str] = []
   33 Work: seq int, layer int, items int32[2d], offsets int32[1d], rows int32[1d], weights float32[1d],
@@ -84,8 +90,10 @@ and its children.
   44 Gather: id int, layer int, expert int, channels int32[1d], slots [int], urgency int
 
   48 RemoteClient: account str, right str, address str
-  49 Encode: job int, texts [str] = [], messages [ChatMessage]? = nil
-  50 Encoded: job int, ids int32[1d], lengths [int] = [], error str = ""
+  49 Encode: job int, texts [str] = [], messages [ChatMessage]? = nil, template str = "",
+    token_ids [int]? = nil, grammar str = ""
+  50 Encoded: job int, ids int32[1d], lengths [int] = [], error str = "", text str = "",
+    pieces [bytes] = []
 
   64 Progress: stage str, done int, total int
   65 Failed: role str, text str, usage bool
@@ -97,7 +105,10 @@ and its children.
 
   Sampling: temperature float = 0.0, top_k int = 0, top_p float = 1.0, min_p float = 0.0,
     repetition_penalty float = 1.0, seed int? = nil
-  ChatMessage: role str, content str
+  TokenBias: token int, bias float
+  Shaping: presence_penalty float = 0.0, frequency_penalty float = 0.0, bias [TokenBias] = [],
+    grammar str = ""
+  ChatMessage: role str, content str, extra str = ""
 
 A conversation
 --------------
@@ -118,6 +129,7 @@ A conversation
      Score     -> Queued, any number -> Scores in order of `start`  -> Done
      Stats     -> StatsReply
      SetPolicy -> PolicyChanged; other clients get it too, with request -1
+     Tokenize  -> Tokenized; or Done, where it cannot be done
      Calibrate -> Calibrating, any number -> Calibrated; or Done, where it was cancelled or cannot be done
    Exactly one Done ends a Generate or a Score; where one cannot even begin, and instead of a StatsReply
    or PolicyChanged, there may be one Error with that request number. Requests overlap freely; answers to
@@ -162,20 +174,23 @@ Queued(request=7, position=2) is two frames: tag 15 and version 6, then a map of
 >>> from protocol.messages import Queued
 >>> for frame in encode(Queued(request=7, position=2)):
 ...     print(frame.hex(" "))
-0f 06
+0f 07
 82 a7 72 65 71 75 65 73 74 07 a8 70 6f 73 69 74 69 6f 6e 02
->>> decode([bytes([15, 6]), bytes.fromhex("82a77265717565737407a8706f736974696f6e02")])
+>>> decode([bytes([15, 7]), bytes.fromhex("82a77265717565737407a8706f736974696f6e02")])
 Queued(request=7, position=2)
 
-A block of scores has three arrays, so five frames; here tokens [5, 6], chosen [-0.5], logprobs [0, 0]:
+A block of scores has five arrays, so seven frames; here tokens [5, 6], chosen [-0.5], the others empty:
 
 >>> import numpy as np
 >>> from protocol.messages import Scores
 >>> tokens, chosen = np.array([5, 6], np.int32), np.array([-0.5], np.float32)
->>> for frame in encode(Scores(0, 1, tokens, chosen, np.empty((0, 0), np.float32)))[2:]:
+>>> none, ids = np.empty((0, 0), np.float32), np.empty((0, 0), np.int32)
+>>> for frame in encode(Scores(0, 1, tokens, chosen, none, ids, none))[2:]:
 ...     print(frame.hex(" ") or "(empty)")
 05 00 00 00 06 00 00 00
 00 00 00 bf
+(empty)
+(empty)
 (empty)
 """
 

@@ -51,11 +51,33 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class TokenBias:
+    """Added to a token's logit."""
+
+    token: int
+    bias: float
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """Changes of the logits before a token is sampled. The penalties are subtracted from those of tokens that
+    the answer has already: `presence_penalty` once, `frequency_penalty` for each time. A `grammar`, in
+    llguidance's form, excludes tokens that cannot continue the answer."""
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias: tuple[TokenBias, ...] = ()
+    grammar: str = ""  # "": none
+
+
+@dataclass(frozen=True)
 class ChatMessage:
-    """One turn of a conversation, rendered by the model's chat template."""
+    """One turn of a conversation, rendered by the model's chat template. `extra`: a JSON object of what else
+    the template reads of a message, such as `tool_calls`; "" without."""
 
     role: str
     content: str
+    extra: str = ""
 
 
 @dataclass(frozen=True)
@@ -105,6 +127,9 @@ class Generate:
 
     A prompt that leaves fewer than `reserve` tokens of the context for the answer is refused; the refusal's
     stats have its length as `prompt_tokens`.
+
+    `template`: a JSON object of what the chat template reads beside the messages, such as `tools`; or "".
+    With `logprobs` of 0 or more each Token has its log-probability and those of so many best tokens.
     """
 
     request: int
@@ -119,6 +144,9 @@ class Generate:
     resume: tuple[int, ...] = ()
     rival: int = -1  # -1: the second best token of each step
     reserve: int = 1
+    shaping: Shaping = field(default_factory=Shaping)
+    logprobs: int = -1
+    template: str = ""
 
 
 @dataclass(frozen=True)
@@ -140,6 +168,9 @@ class Token:
     text: str
     margin: float = 0.0  # the model's largest logit above that of `runner_up`, before any penalty or filter
     runner_up: int = -1  # the token of the second largest, -1 where there is none; or the Generate's `rival`
+    logprob: float = 0.0  # natural, of the model's own logits; 0 unless the Generate wants `logprobs`
+    top_tokens: tuple[int, ...] = ()  # the best tokens of this step, the best first
+    top_logprobs: tuple[float, ...] = ()  # theirs
 
 
 @dataclass(frozen=True)
@@ -166,7 +197,7 @@ class Score:
     """Request log-probabilities of a given text; exactly one of `text`, `token_ids`. Answered by Scores
     blocks in order, each row once, then Done. `stepwise`: the first `prefill` tokens (at least 1) as a
     prefill, the rest one token at a time by the decode path. `full`: send the whole [rows, vocabulary]
-    matrix too."""
+    matrix too. `top`: send so many best tokens of each row."""
 
     request: int
     text: str | None = None
@@ -174,6 +205,7 @@ class Score:
     stepwise: bool = False
     prefill: int = 1
     full: bool = False
+    top: int = 0
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no one truth value to compare by
@@ -181,13 +213,39 @@ class Scores:
     """Rows [start, start+n) of a Score's answer. Row i predicts token i+1 and is natural-log
     probabilities; `tokens` holds the n tokens at those positions; `chosen[j]` is the log-probability
     that row start+j gives to the following token (the text's last row has none, so the last block's
-    chosen is one shorter). `logprobs` is [n, vocabulary], or [0, 0] unless `full`."""
+    chosen is one shorter). `logprobs` is [n, vocabulary], or [0, 0] unless `full`. `top_tokens` and
+    `top_logprobs` are [n, top], the best first."""
 
     request: int
     start: int
     tokens: I32Vector
     chosen: F32Vector
     logprobs: F32Matrix
+    top_tokens: I32Matrix
+    top_logprobs: F32Matrix
+
+
+@dataclass(frozen=True)
+class Tokenize:
+    """Request token ids of exactly one of `text`, `messages` (with `template` as in Generate); or, of neither
+    but `token_ids`, their text. Answered by Tokenized, or by a Done with the reason why not."""
+
+    request: int
+    text: str | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+    template: str = ""
+    token_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, eq=False)  # arrays have no one truth value to compare by
+class Tokenized:
+    """A Tokenize's answer. `text`: of given ids, without special tokens; `pieces`: the bytes of each of them,
+    the spelling of a special one; both empty where text or messages were given."""
+
+    request: int
+    ids: I32Vector
+    text: str = ""
+    pieces: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -438,21 +496,27 @@ class RemoteClient:
 @dataclass(frozen=True)
 class Encode:
     """Request the token ids of texts, each encoded by itself, or of one conversation, rendered by the model's
-    chat template."""
+    chat template with `template` as in Generate; or the text of `token_ids`. A `grammar` is checked."""
 
     job: int
     texts: tuple[str, ...] = ()
     messages: tuple[ChatMessage, ...] | None = None
+    template: str = ""
+    token_ids: tuple[int, ...] | None = None
+    grammar: str = ""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """The answer to an Encode: the ids of all texts, one after the other, and their lengths; or why not."""
+    """The answer to an Encode: the ids of all texts, one after the other, and their lengths; or text and
+    pieces of given ids, as in Tokenized; or why not."""
 
     job: int
     ids: I32Vector
     lengths: tuple[int, ...] = ()
     error: str = ""
+    text: str = ""
+    pieces: tuple[bytes, ...] = ()
 
 
 # --- supervisor <-> children ---------------------------------------------------------------------------
@@ -539,6 +603,8 @@ TAGS: dict[int, type] = {
     16: Calibrate,
     17: Calibrating,
     18: Calibrated,
+    19: Tokenize,
+    20: Tokenized,
     32: Ready,
     33: Work,
     34: Partial,
@@ -563,5 +629,5 @@ TAGS: dict[int, type] = {
     69: Needed,
     70: Hung,
 }
-VERSION = 6
+VERSION = 7
 SAY_HELLO = "say Hello first"  # the text of the Error that answers a peer without a Welcome

@@ -23,6 +23,8 @@ from protocol.messages import (
     Stats,
     StatsReply,
     Token,
+    Tokenize,
+    Tokenized,
 )
 
 
@@ -38,9 +40,9 @@ class _PendingAnswer:
 
 @dataclass
 class _PendingReply:
-    """A Stats, SetPolicy or Calibrate that has not been answered."""
+    """A Stats, SetPolicy, Tokenize or Calibrate that has not been answered."""
 
-    message: Stats | SetPolicy | Calibrate
+    message: Stats | SetPolicy | Calibrate | Tokenize
     reply: asyncio.Future[Any]
     on_progress: Callable[[Calibrating], None] | None = None
     retries: RetryBudget = field(default_factory=RetryBudget)
@@ -73,7 +75,9 @@ class Pending:
         return answer
 
     async def request(
-        self, message: Stats | SetPolicy | Calibrate, on_progress: Callable[[Calibrating], None] | None = None
+        self,
+        message: Stats | SetPolicy | Calibrate | Tokenize,
+        on_progress: Callable[[Calibrating], None] | None = None,
     ) -> Any:
         """Send the message and return its reply. `on_progress` is called in the event loop with each
         Calibrating. If the caller is cancelled, so is its Calibrate. Raises as `generate`, RequestFailed
@@ -101,7 +105,10 @@ class Pending:
             case Error(request=request, text=text) if pending := self._answers.pop(request, None):
                 pending.answer.feed(RequestFailed(text, usage=True))
             case (
-                StatsReply(request=request) | PolicyChanged(request=request) | Calibrated(request=request)
+                StatsReply(request=request)
+                | PolicyChanged(request=request)
+                | Calibrated(request=request)
+                | Tokenized(request=request)
             ) if request in self._replies:
                 self._replies[request].resolve(message)
             case Calibrating(request=request):

@@ -68,4 +68,6 @@ def _without(block: Scores, count: int) -> Scores:
         tokens=block.tokens[count:],
         chosen=block.chosen[count:],
         logprobs=block.logprobs[count:],
+        top_tokens=block.top_tokens[count:],
+        top_logprobs=block.top_logprobs[count:],
     )

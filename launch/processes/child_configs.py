@@ -90,6 +90,7 @@ class ChildConfigs:
         keys = self.config.http_keys
         return self._engine() | {
             "fingerprint": fingerprint,
+            "model": str(self.model),
             "http": self.config.http,
             "http_keys": None if keys is None else str(keys.absolute()),
         }

@@ -10,7 +10,9 @@ from typing import Any
 
 from pipeline.gateway.body import Fields, read_json
 from pipeline.gateway.engine_links import EngineLinks
+from pipeline.gateway.meter import Meter
 from pipeline.gateway.responses import EventStream, send_json, unless_gone
+from pipeline.gateway.template import TemplateKind
 from pipeline.gateway.types import Receive, Scope, Send
 from protocol.client import Client
 
@@ -22,6 +24,10 @@ class Service:
     links: EngineLinks
     started: float = field(default_factory=time.time)
     draining: bool = False
+    template: TemplateKind = TemplateKind()  # noqa: RUF009 - frozen
+    meter: Meter = field(default_factory=Meter)
+    pieces: dict[int, bytes] = field(default_factory=dict)  # of tokens
+    openings: dict[str, bool] = field(default_factory=dict)  # by variables: does the prompt open reasoning
 
 
 @dataclass

@@ -4,113 +4,131 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
+from pipeline.gateway.body import Fields
 from pipeline.gateway.call import Call
-from pipeline.gateway.choices import Usage, events_of
-from pipeline.gateway.conversation import cache_name, take_messages
+from pipeline.gateway.chat_output import Part, ToolCall
+from pipeline.gateway.chat_run import ChatRequest, ChatRun, End, Whole, whole_choices
+from pipeline.gateway.conversation import take_messages
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.responses import event_of
-from pipeline.gateway.settings import Settings, note_unknown, take_settings
+from pipeline.gateway.settings import note_unknown, take_settings
 from pipeline.gateway.status import check_model, model_name
-from protocol.answer import Answer
-from protocol.client import Client
-from protocol.messages import ChatMessage, Done
+from pipeline.gateway.template import TemplateKind
+from pipeline.gateway.tools import take_format, take_tools
+from protocol.messages import Welcome
 
 DONE = b"data: [DONE]\n\n"
+MOST_TOP = 20
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+MOST_TOKENS = 1 << 31
 
 
-@dataclass(frozen=True)
-class ChatRequest:
-    messages: tuple[ChatMessage, ...]
-    settings: Settings
-    conversation: str
+def check_chats(welcome: Welcome) -> None:
+    if not welcome.has_chat_template:
+        raise ApiError(400, "this model has no chat template; use /v1/completions")
 
-    def ask(self, client: Client) -> list[Answer]:
-        """Send one request for each choice."""
-        return [
-            client.generate(
-                messages=self.messages,
-                conversation=f"{self.conversation}/{index}",
-                **self.settings.of_choice(index),
-            )
-            for index in range(self.settings.choices)
-        ]
+
+def take_variables(fields: Fields, kind: TemplateKind) -> dict[str, Any]:
+    """Of the chat template. Raises ApiError."""
+    variables = dict(fields.object("chat_template_kwargs", None) or {})
+    effort = fields.choice("reasoning_effort", EFFORTS, None)
+    if effort is not None:
+        if not kind.thinks:
+            fields.refuse("reasoning_effort", "this model's chat template has no reasoning")
+        variables |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return variables
+
+
+def take_chat(fields: Fields, welcome: Welcome, kind: TemplateKind) -> ChatRequest:
+    """Raises ApiError."""
+    check_model(fields.text("model", None), welcome)
+    check_chats(welcome)
+    messages = take_messages(fields)
+    most = fields.integer("max_tokens", 1, MOST_TOKENS, welcome.context)
+    most = fields.integer("max_completion_tokens", 1, MOST_TOKENS, most)
+    tools = take_tools(fields, kind)
+    grammar, forced = take_format(fields), tools.grammar(kind)
+    if grammar and forced:
+        fields.refuse("tool_choice", "an answer follows response_format or calls a tool; give one of them")
+    top = fields.integer("top_logprobs", 0, MOST_TOP, None)
+    logprobs = fields.flag("logprobs")
+    if top is not None and not logprobs:
+        fields.refuse("top_logprobs", "belongs to logprobs: true")
+    settings = take_settings(
+        fields, welcome, most, grammar=grammar or forced, logprobs=(top or 0) if logprobs else -1
+    )
+    return ChatRequest(messages, settings, tools, take_variables(fields, kind))
 
 
 async def completions(call: Call) -> None:
     client = await call.client()
     fields = await call.fields()
-    welcome = client.welcome
-    check_model(fields.text("model", None), welcome)
-    if not welcome.has_chat_template:
-        raise ApiError(400, "this model has no chat template; use /v1/completions")
-    messages = take_messages(fields)
-    most = fields.integer("max_tokens", 1, 1 << 31, welcome.context)
-    most = fields.integer("max_completion_tokens", 1, 1 << 31, most)
-    settings = take_settings(fields, welcome, most)
-    request = ChatRequest(messages, settings, cache_name(messages))
+    request = take_chat(fields, client.welcome, call.service.template)
+    fields.any("user")
     note_unknown(fields, "/v1/chat/completions")
-    maker = _Maker(call, client, request)
-    if settings.stream:
-        await call.stream(maker.stream())
+    run = ChatRun(call, client, request)
+    head = {"id": f"chatcmpl-{call.id}", "created": call.created, "model": model_name(client.welcome)}
+    if request.settings.stream:
+        await call.stream(_chunks(run, request, head))
     else:
-        await call.answer(maker.whole())
+        await call.answer(_whole(run, request, head))
 
 
-class _Maker:
-    """The answer to one request, in chunks or as a whole."""
-
-    def __init__(self, call: Call, client: Client, request: ChatRequest) -> None:
-        self._client = client
-        self._request = request
-        self._head = {
-            "id": f"chatcmpl-{call.id}",
-            "created": call.created,
-            "model": model_name(client.welcome),
-        }
-
-    async def whole(self) -> dict[str, Any]:
-        answers = self._request.ask(self._client)
-        usage, choices = Usage(), []
-        async with aclosing(events_of(answers)) as events:
-            async for place, event in events:
-                if isinstance(event, Done):
-                    answer = answers[place]
-                    usage.add(answer, new_prompt=place == 0)
-                    choices.append((place, _choice(place, (await answer.result()).text, event)))
-        choices.sort(key=lambda choice: choice[0])
-        found = [choice for _, choice in choices]
-        return self._head | {"object": "chat.completion", "choices": found, "usage": usage.openai()}
-
-    async def stream(self) -> AsyncIterator[bytes]:
-        answers = self._request.ask(self._client)
-        usage = Usage()
-        begun: set[int] = set()
-        async with aclosing(events_of(answers)) as events:
-            async for place, event in events:
-                if place not in begun:
-                    begun.add(place)
-                    yield self._chunk(place, {"role": "assistant", "content": ""})
-                if event.text:
-                    yield self._chunk(place, {"content": event.text})
-                if isinstance(event, Done):
-                    usage.add(answers[place], new_prompt=place == 0)
-                    yield self._chunk(place, {}, event.reason)
-        if self._request.settings.include_usage:
-            yield self._event({"choices": [], "usage": usage.openai()})
-        yield DONE
-
-    def _chunk(self, place: int, delta: dict[str, Any], reason: str | None = None) -> bytes:
-        return self._event(
-            {"choices": [{"index": place, "delta": delta, "logprobs": None, "finish_reason": reason}]}
-        )
-
-    def _event(self, content: dict[str, Any]) -> bytes:
-        return event_of(self._head | {"object": "chat.completion.chunk"} | content)
+async def _whole(run: ChatRun, request: ChatRequest, head: dict[str, Any]) -> dict[str, Any]:
+    choices = [
+        _choice(place, whole, request)
+        for place, whole in enumerate(await whole_choices(run, request.settings.choices))
+    ]
+    return head | {"object": "chat.completion", "choices": choices, "usage": run.usage.openai()}
 
 
-def _choice(place: int, text: str, done: Done) -> dict[str, Any]:
-    message = {"role": "assistant", "content": text, "refusal": None}
-    return {"index": place, "message": message, "logprobs": None, "finish_reason": done.reason}
+def _choice(place: int, whole: Whole, request: ChatRequest) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": whole.content, "refusal": None}
+    if whole.reasoning:
+        message["reasoning_content"] = whole.reasoning
+    if whole.calls:
+        message["content"] = whole.content or None
+        message["tool_calls"] = [_call(call) for call in whole.calls]
+    logprobs = {"content": whole.logprobs, "refusal": None} if request.settings.logprobs >= 0 else None
+    return {"index": place, "message": message, "logprobs": logprobs, "finish_reason": whole.reason}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+async def _chunks(run: ChatRun, request: ChatRequest, head: dict[str, Any]) -> AsyncIterator[bytes]:
+    head = head | {"object": "chat.completion.chunk"}
+    if request.settings.include_usage:
+        head["usage"] = None
+    calls = [0] * request.settings.choices
+    begun: set[int] = set()
+
+    def chunk(
+        place: int, delta: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None
+    ) -> bytes:
+        choice = {"index": place, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return event_of(head | {"choices": [choice]})
+
+    async with aclosing(run.events()) as events:
+        async for place, event in events:
+            if place not in begun:
+                begun.add(place)
+                yield chunk(place, {"role": "assistant", "content": ""})
+            match event:
+                case Part(kind="content", text=text):
+                    yield chunk(place, {"content": text})
+                case Part(kind="reasoning", text=text):
+                    yield chunk(place, {"reasoning_content": text})
+                case Part(call=tool) if tool is not None:
+                    yield chunk(place, {"tool_calls": [{"index": calls[place]} | _call(tool)]})
+                    calls[place] += 1
+                case End(reason=reason):
+                    yield chunk(place, {}, reason)
+                case dict():
+                    yield chunk(place, {}, logprobs={"content": [event], "refusal": None})
+    if request.settings.include_usage:
+        yield event_of(head | {"choices": [], "usage": run.usage.openai()})
+    yield DONE

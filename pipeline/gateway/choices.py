@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from typing import Any
 
 from pipeline.gateway.errors import ApiError
+from pipeline.gateway.meter import Meter
 from protocol.answer import Answer
 from protocol.errors import ProtocolError
 from protocol.messages import Done, Token
@@ -61,24 +63,40 @@ def _done_of(answer: Answer) -> Done:
 
 
 class Usage:
-    """Tokens of all answers of a request."""
+    """Tokens of all answers of a request, which the meter counts as well."""
 
-    def __init__(self) -> None:
+    def __init__(self, meter: Meter) -> None:
         self.prompt = 0
         self.cached = 0
         self.completion = 0
         self.reasoning = 0
         self.fidelity: dict[str, Any] | None = None
+        self._meter = meter
+        self._began = time.perf_counter()
+        self._first = False  # the first token has come
+
+    def note_token(self) -> None:
+        if not self._first:
+            self._first = True
+            self._meter.first_token.add(time.perf_counter() - self._began)
 
     def add(self, answer: Answer, *, new_prompt: bool = True) -> None:
         """`new_prompt`: not another choice for the same one."""
         done = answer.done
         assert done is not None
+        cached = int(done.stats.get("kv_reused_tokens", 0))
+        prompt = int(done.stats.get("prompt_tokens", 0))
         if new_prompt:
-            self.prompt += int(done.stats.get("prompt_tokens", 0))
-            self.cached += int(done.stats.get("kv_reused_tokens", 0))
-        self.completion += len(answer.token_ids)
+            self.prompt += prompt
+            self.cached += cached
+        tokens = len(answer.token_ids)
+        self.completion += tokens
         self.fidelity = done.stats.get("fidelity", self.fidelity)
+        self._meter.prompt_tokens += prompt
+        self._meter.cached_tokens += cached
+        self._meter.answer_tokens += tokens
+        self._meter.reasons[done.reason] += 1
+        self._meter.whole.add(time.perf_counter() - self._began)
 
     def openai(self) -> dict[str, Any]:
         usage: dict[str, Any] = {

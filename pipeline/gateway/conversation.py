@@ -34,7 +34,43 @@ def _message(value: Any, where: str) -> ChatMessage:
     content = text_of(fields.any("content"), fields.name("content"))
     if role in ("system", "developer"):
         role, content = "system", CHANGING.sub("", content)
-    return ChatMessage(role, content)
+    extra: dict[str, Any] = {}
+    if calls := fields.array("tool_calls", None):
+        extra["tool_calls"] = [
+            tool_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(calls)
+        ]
+    reasoning = fields.text("reasoning_content", None)
+    if (reasoning := fields.text("reasoning", None) or reasoning) is not None:
+        extra["reasoning_content"] = reasoning
+    for name in ("tool_call_id", "name"):
+        if (text := fields.text(name, None)) is not None:
+            extra[name] = text
+    return message_of(role, content, extra)
+
+
+def message_of(role: str, content: str, extra: dict[str, Any]) -> ChatMessage:
+    return ChatMessage(role, content, json.dumps(extra, ensure_ascii=False) if extra else "")
+
+
+def tool_call(value: Any, where: str) -> dict[str, Any]:
+    """As chat templates read it: the arguments are an object. Raises ApiError."""
+    if not isinstance(value, dict):
+        raise bad(where, f"must be an object, not {kind_of(value)}")
+    fields = Fields(value, where)
+    fields.choice("type", ("function",), "function")
+    function = fields.within("function")
+    if function is None:
+        fields.refuse("function", "is required: an object")
+    arguments = function.any("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            function.refuse("arguments", "is no valid JSON")
+    if not isinstance(arguments, dict):
+        function.refuse("arguments", "must be a JSON object as a string")
+    call = {"name": function.text("name"), "arguments": arguments}
+    return {"id": fields.text("id", ""), "type": "function", "function": call}
 
 
 def text_of(content: Any, name: str) -> str:
@@ -61,7 +97,7 @@ def cache_name(messages: Sequence[ChatMessage], *others: Any) -> str:
     `others`: whatever else stands before that in the rendered text."""
     opening = []
     for message in messages:
-        opening.append((message.role, message.content))
+        opening.append((message.role, message.content, message.extra))
         if message.role == "user":
             break
     return hashed([opening, *others])

@@ -36,11 +36,11 @@ class Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        started = False
+        status = 0  # of the answer, once it has begun
 
         async def watched(message: Any) -> None:
-            nonlocal started
-            started = True
+            nonlocal status
+            status = status or message["status"]
             await send(message)
 
         anthropic = scope["path"].startswith("/v1/messages")
@@ -54,7 +54,8 @@ class Front:
         except ProtocolError as e:
             error = of_engine(e)
         except ConnectionError:
-            return  # the client has gone
+            self._service.meter.disconnects += 1
+            return
         except Exception:
             log.exception("a request failed")
             error = ApiError(500, "the gateway failed; its log has the reason")
@@ -62,8 +63,16 @@ class Front:
             self.running -= 1
             if not self.running:
                 self.idle.set()
-        if not started:
+            if status:
+                self._count(scope, status)
+        if not status:
+            self._count(scope, error.status)
             await send_error(send, error, anthropic)
+
+    def _count(self, scope: Scope, status: int) -> None:
+        """By the table's paths, so that strangers cannot add any."""
+        known = (scope["method"], scope["path"]) in self._exact
+        self._service.meter.requests[scope["path"] if known else "other", status] += 1
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, anthropic: bool) -> None:
         endpoint = self._endpoint(scope)

@@ -18,6 +18,7 @@ from pipeline.gateway.call import Service
 from pipeline.gateway.engine_links import EngineLinks
 from pipeline.gateway.front import Front
 from pipeline.gateway.server import bind, make_server, split_address
+from pipeline.gateway.template import read_template
 from protocol.codec import decode, encode
 from protocol.connection import HEARTBEAT_SECONDS
 from protocol.errors import MalformedMessage, ProtocolError
@@ -40,7 +41,7 @@ async def _run(config: dict[str, Any]) -> int:
         access = Access(None if keys is None else Path(keys), host)
         bound = bind(config["http"])
         links = EngineLinks(ipc_endpoint(runtime, "client.sock"))
-        service = Service(links)
+        service = Service(links, template=read_template(Path(config["model"])))
         front = Front(service, access)
         server = make_server(front)
         links.start()

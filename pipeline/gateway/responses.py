@@ -94,6 +94,8 @@ class EventStream:
                 if self._sent == sent and not producer.done():
                     self._sent += 1
                     await send(_chunk(PING))
+            if not producer.done():
+                raise ConnectionResetError
         finally:
             gone.cancel()
             with suppress(asyncio.CancelledError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from pipeline.gateway import chat, status
+from pipeline.gateway import chat, completions, messages, metrics, responses_api, status, tokens
 from pipeline.gateway.call import Call
 
 Handler = Callable[[Call], Awaitable[None]]
@@ -28,4 +28,12 @@ ENDPOINTS = (
     Endpoint("GET", "/v1/models", status.models),
     Endpoint("GET", "/v1/models/{name:path}", status.model),
     Endpoint("POST", "/v1/chat/completions", chat.completions),
+    Endpoint("POST", "/v1/completions", completions.completions),
+    Endpoint("POST", "/v1/responses", responses_api.create),
+    Endpoint("POST", "/v1/messages", messages.create, anthropic=True),
+    Endpoint("POST", "/v1/messages/count_tokens", messages.count_tokens, anthropic=True),
+    Endpoint("POST", "/tokenize", tokens.tokenize),
+    Endpoint("POST", "/detokenize", tokens.detokenize),
+    Endpoint("GET", "/tokenizer_info", tokens.tokenizer_info),
+    Endpoint("GET", "/metrics", metrics.metrics),
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.gateway.body import Fields
-from protocol.messages import Sampling, Welcome
+from protocol.messages import Sampling, Shaping, TokenBias, Welcome
 
 log = logging.getLogger(__name__)
 
@@ -15,6 +15,8 @@ MOST_CHOICES = 16
 MOST_SEED = (1 << 63) - 1
 MOST_STOPS = 16
 MOST_TOP_K = 1 << 31
+MOST_BIASES = 1024
+MOST_BIAS = 100
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Settings:
     choices: int
     stream: bool
     include_usage: bool
+    shaping: Shaping = Shaping()  # noqa: RUF009 - frozen
+    logprobs: int = -1
 
     def of_choice(self, index: int) -> dict[str, Any]:
         """Arguments of `Client.generate` for one of the choices: each has a seed of its own."""
@@ -39,6 +43,8 @@ class Settings:
             "sampling": sampling,
             "stop": self.stop,
             "ignore_eos": self.ignore_eos,
+            "shaping": self.shaping,
+            "logprobs": self.logprobs,
         }
 
 
@@ -58,7 +64,32 @@ def take_sampling(fields: Fields, welcome: Welcome) -> Sampling:
     )
 
 
-def take_settings(fields: Fields, welcome: Welcome, max_tokens: int) -> Settings:
+def take_shaping(fields: Fields, welcome: Welcome, grammar: str) -> Shaping:
+    return Shaping(
+        presence_penalty=fields.number("presence_penalty", -2.0, 2.0, 0.0),
+        frequency_penalty=fields.number("frequency_penalty", -2.0, 2.0, 0.0),
+        bias=_biases(fields, welcome.vocabulary),
+        grammar=grammar,
+    )
+
+
+def _biases(fields: Fields, vocabulary: int) -> tuple[TokenBias, ...]:
+    given = fields.object("logit_bias", None) or {}
+    if len(given) > MOST_BIASES:
+        fields.refuse("logit_bias", f"has {len(given)} tokens; {MOST_BIASES} is the most")
+    biases = []
+    for token, bias in given.items():
+        if not (token.isascii() and token.isdecimal()) or len(token) > 10 or int(token) >= vocabulary:
+            fields.refuse("logit_bias", f"{token[:40]!r} is no token id; they end at {vocabulary - 1}")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not abs(bias) <= MOST_BIAS:
+            fields.refuse("logit_bias", f"the bias of token {token} must be from -{MOST_BIAS} to {MOST_BIAS}")
+        biases.append(TokenBias(int(token), float(bias)))
+    return tuple(biases)
+
+
+def take_settings(
+    fields: Fields, welcome: Welcome, max_tokens: int, *, grammar: str = "", logprobs: int = -1
+) -> Settings:
     """`max_tokens`: where the request gives none."""
     stop = fields.strings("stop")
     if len(stop) > MOST_STOPS or "" in stop:
@@ -76,6 +107,8 @@ def take_settings(fields: Fields, welcome: Welcome, max_tokens: int) -> Settings
         choices=fields.integer("n", 1, MOST_CHOICES, 1),
         stream=stream,
         include_usage=include_usage,
+        shaping=take_shaping(fields, welcome, grammar),
+        logprobs=logprobs,
     )
 
 

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from pipeline.errors import PromptTooLong, RequestError
 from pipeline.scheduling.jobs import Emit, GenerateJob, Job
 from pipeline.scheduling.score_job import ScoreJob
-from pipeline.text.generation_defaults import validate
+from pipeline.text.generation_defaults import MOST_LOGPROBS, validate, validate_shaping
+from pipeline.text.grammar import GrammarCompiler
 from pipeline.text.sampler import Sampler
+from pipeline.text.token_choice import TokenChooser
 from pipeline.text.tokenizer import Tokenizer
 from protocol.messages import Generate, Score
 
@@ -39,6 +41,7 @@ class JobFactory:
         self._eos = eos
         self._vocabulary = vocabulary
         self._seeds = itertools.count(seed)
+        self._grammars = None if tokenizer is None else GrammarCompiler(tokenizer, vocabulary, sorted(eos))
 
     def generate(self, client: bytes, message: Generate, emit: Emit) -> Job:
         """Raises RequestError."""
@@ -68,6 +71,16 @@ class JobFactory:
         check_ids(message.resume, self._vocabulary)
         if message.rival != -1:
             check_ids([message.rival], self._vocabulary)
+        shaping = message.shaping
+        validate_shaping(shaping, message.logprobs)
+        check_ids([bias.token for bias in shaping.bias], self._vocabulary)
+        if shaping.grammar and (self._grammars is None or message.ignore_eos):
+            raise RequestError("a grammar needs a tokenizer, and ends the answer: not with ignore_eos")
+        grammar = (
+            self._grammars.start(shaping.grammar, message.resume)
+            if shaping.grammar and self._grammars is not None
+            else None
+        )
         seed = message.sampling.seed
         seed = next(self._seeds) if seed is None else seed
         return GenerateJob(
@@ -77,11 +90,17 @@ class JobFactory:
             emit,
             resume=message.resume,
             max_tokens=limit,
-            sampler=Sampler(message.sampling, seed, drawn=len(message.resume)),
+            chooser=TokenChooser(
+                Sampler(message.sampling, seed, drawn=len(message.resume)),
+                shaping,
+                prompt=len(prompt),
+                grammar=grammar,
+                logprobs=message.logprobs,
+                rival=None if message.rival == -1 else message.rival,
+            ),
             text=None if self._tokenizer is None else self._tokenizer.stream(message.stop),
             eos=frozenset() if message.ignore_eos else self._eos,
             conversation=message.conversation,
-            rival=None if message.rival == -1 else message.rival,
         )
 
     def score(self, client: bytes, message: Score, emit: Emit) -> Job:
@@ -95,8 +114,11 @@ class JobFactory:
             )
         if not 1 <= message.prefill <= len(tokens):
             raise RequestError(f"prefill must be in 1..{len(tokens)}, it is {message.prefill}")
+        if not 0 <= message.top <= min(MOST_LOGPROBS, self._vocabulary):
+            raise RequestError(f"top must be in 0..{MOST_LOGPROBS}, it is {message.top}")
         prefill = message.prefill if message.stepwise else len(tokens)
-        return ScoreJob(client, message.request, tokens, emit, prefill=prefill, full=message.full)
+        full, top = message.full, message.top
+        return ScoreJob(client, message.request, tokens, emit, prefill=prefill, full=full, top=top)
 
     def _checked(self, tokens: Sequence[int]) -> list[int]:
         check_ids(tokens, self._vocabulary)

@@ -13,9 +13,8 @@ from pipeline.arrays import FloatArray, Phase
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import SequenceKV
 from pipeline.scheduling.prefix_cache import PrefixKey
-from pipeline.text.logprobs import best_margin
-from pipeline.text.sampler import Sampler
 from pipeline.text.text_stream import TextStream
+from pipeline.text.token_choice import TokenChooser
 from protocol.messages import Done, Queued, Token
 
 REPORT_AGAIN = 10.0  # seconds after which an unchanged queue position is sent again, as a heartbeat
@@ -53,6 +52,11 @@ class Job(ABC):
         self._reported = 0.0  # time of that report
         self._queued = 0.0  # seconds until the first admission
         self._first_answer: float | None = None
+
+    @property
+    def ready(self) -> bool:
+        """False while the next step would have to wait for what this job needs."""
+        return True
 
     @property
     def prefilling(self) -> bool:
@@ -150,25 +154,26 @@ class GenerateJob(Job):
         *,
         resume: Sequence[int],
         max_tokens: int,
-        sampler: Sampler,
+        chooser: TokenChooser,
         text: TextStream | None,
         eos: frozenset[int],
         conversation: str | None,
-        rival: int | None,
     ) -> None:
-        """`resume`: the answer's first tokens, which the client has; `sampler` has drawn them. `rival`: the
-        token whose distance to the best is reported; None for the second best of each step."""
+        """`resume`: the answer's first tokens, which the client has; the `chooser` has drawn them."""
         tokens = [*prompt, *resume]
         super().__init__(client, request, tokens, len(prompt), len(prompt) + max_tokens, emit)
         self.prefill_end = len(tokens)
         self.prefix_key = None if conversation is None else (client, conversation)
-        self._sampler = sampler
+        self._chooser = chooser
         self._text = text
         if text is not None:
             text.resume(resume)
         self._eos = eos
-        self._rival = rival
         self._end: dict[str, Any] = {}  # content for the missing Token message of an end token
+
+    @property
+    def ready(self) -> bool:
+        return self._chooser.ready
 
     def step_input(self, chunk: int) -> StepInput:
         new = self._next_tokens(chunk)
@@ -181,24 +186,24 @@ class GenerateJob(Job):
         self.reason = self._end_reason()
         if self.reason is not None:  # the resumed answer lacks only its Done
             return
-        token = self._sampler.next(logits[0], self.tokens)
-        margin, runner_up = best_margin(logits[0], self._rival)
+        choice = self._chooser.next(logits[0], self.tokens)
+        token = choice.token
         if token in self._eos:
             self.reason = "stop"
-            self._end = {"end": {"token": token, "margin": margin, "runner_up": runner_up}}
+            self._end = {"end": {"token": token, "margin": choice.margin, "runner_up": choice.runner_up}}
             return
         self.tokens.append(token)
+        self._chooser.accept(token)
         if self.kv is not None and not self.kv.select_rope(len(self.tokens)):
             self.prefill_end = len(self.tokens)  # their KV was dropped: prefill them again
         shown = self._text.push(token) if self._text is not None else ""
-        self._emit(
-            Token(self.request, len(self.tokens) - self.prompt_length - 1, token, shown, margin, runner_up)
-        )
+        index = len(self.tokens) - self.prompt_length - 1
+        self._emit(Token(self.request, index, text=shown, **vars(choice)))
         self.reason = self._end_reason()
 
     def _end_reason(self) -> str | None:
         """The reason why the answer ends here; None where more tokens follow."""
-        if self._text is not None and self._text.stopped:
+        if self._chooser.complete or (self._text is not None and self._text.stopped):
             return "stop"
         return "length" if len(self.tokens) == self.max_kv_tokens else None
 
@@ -207,4 +212,6 @@ class GenerateJob(Job):
             text = self._text.finish()
             if reason == "length" and self._text.stopped:
                 reason = "stop"  # the text held back completed a stop string
+            if self._text.stopped:
+                self._end = {"stop": self._text.matched}
         super().finish(reason, stats | self._end, error, text)

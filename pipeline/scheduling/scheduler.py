@@ -1,13 +1,12 @@
 """The scheduler: decides which requests run in each step, by continuous batching with chunked prefill.
 
-One round is a prefill chunk of one request that is still prefilling (accounts take turns, and the clients of
-each), then one decode
-step of all other running requests. A request is admitted when its prompt and a few more tokens fit the KV
-cache; the others wait in the `FairQueue`. A sequence grows while it is decoded. When the cache is full, kept
-conversations are evicted first; then the request that was admitted last is preempted: it waits again, its
-tokens are prefilled again, and it continues where it was. Requests whose clients do not read pause; they are
-preempted first, and admitted last. Every request ends with exactly one Done. Used by
-the engine's thread alone."""
+One round is a prefill chunk of one request that is still prefilling (accounts take turns, and the clients
+of each), then one decode step of all other running requests. A request is admitted when its prompt and a
+few more tokens fit the KV cache; the others wait in the `FairQueue`. A sequence grows while it is decoded.
+When the cache is full, kept conversations are evicted first; then the request that was admitted last is
+preempted: it waits again, its tokens are prefilled again, and it continues where it was. Requests whose
+clients do not read pause; they are preempted first, and admitted last. Every request ends with exactly one
+Done. Used by the engine's thread alone."""
 
 from __future__ import annotations
 
@@ -117,7 +116,7 @@ class Scheduler:
         """Admit, run a prefill chunk and a decode step. False where all requests wait for their clients."""
         self._admit()
         self._report_positions()
-        ready = [job for job in self._running if not self._congested(job.client)]
+        ready = [job for job in self._running if job.ready and not self._congested(job.client)]
         self._step(self._turns.next(ready, self._running), "prefill")
         decoding = [job for job in ready if not job.prefilling and job.reason is None]
         self._step(self._with_capacity(decoding), "decode")

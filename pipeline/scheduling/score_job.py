@@ -8,7 +8,7 @@ from pipeline.arrays import FloatArray
 from pipeline.backbone.batch import StepInput
 from pipeline.backbone.kv_cache import SequenceKV
 from pipeline.scheduling.jobs import Emit, Job
-from pipeline.text.logprobs import log_softmax
+from pipeline.text.logprobs import log_softmax, top_of_rows
 from protocol.messages import Scores
 
 BLOCK_BYTES = 4 << 20  # log-probabilities of one Scores message
@@ -19,10 +19,19 @@ class ScoreJob(Job):
     the tokens whose rows were sent are prefilled without logits, and the next row is sent next."""
 
     def __init__(
-        self, client: bytes, request: int, tokens: list[int], emit: Emit, *, prefill: int, full: bool
+        self,
+        client: bytes,
+        request: int,
+        tokens: list[int],
+        emit: Emit,
+        *,
+        prefill: int,
+        full: bool,
+        top: int = 0,
     ) -> None:
         super().__init__(client, request, tokens, prefill, len(tokens), emit)
         self._full = full
+        self._top = top
         self._sent = 0  # rows
 
     def preempt(self) -> SequenceKV:
@@ -53,4 +62,4 @@ class ScoreJob(Job):
         chosen = logprobs[np.arange(len(following)), following]
         tokens = np.array(self.tokens[start:end], np.int32)
         full = logprobs if self._full else np.empty((0, 0), np.float32)
-        self._emit(Scores(self.request, start, tokens, chosen, full))
+        self._emit(Scores(self.request, start, tokens, chosen, full, *top_of_rows(logprobs, self._top)))

@@ -103,7 +103,8 @@ def held_bytes(value: object) -> int:
         case str() | bytes():
             return sys.getsizeof(value)
         case ChatMessage():  # there may be many
-            return MESSAGE_BYTES + sys.getsizeof(value.role) + sys.getsizeof(value.content)
+            texts = (value.role, value.content, value.extra)
+            return MESSAGE_BYTES + sum(map(sys.getsizeof, texts))
         case tuple() if value and type(value[0]) is int:  # then all are
             return ID_BYTES * len(value)
         case tuple() | list():

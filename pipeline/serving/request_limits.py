@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from protocol.codec import decode, outline
-from protocol.messages import TAGS, Calibrate, Done, Error, Generate, Score, SetPolicy
+from protocol.messages import TAGS, Calibrate, Done, Error, Generate, Score, SetPolicy, Tokenize
 
 OUTLINED = 1 << 14  # bytes of a message whose lists are counted before it is decoded
 ROLE_LIMIT = 256  # characters of a turn's role
+GRAMMAR_LIMIT = 1 << 18  # characters
 OPTIONS_LIMIT = 64  # options of a policy
 OPTION_LIMIT = 1024  # characters of a policy's name, and of an option's name and value
 EXCERPTS_LIMIT = 1 << 16  # of a calibration
@@ -41,7 +42,7 @@ class RequestReader:
             self._check_lists(frames)
         message = decode(frames)
         match message:
-            case Generate() | Score() | Calibrate():
+            case Generate() | Score() | Calibrate() | Tokenize():
                 if reason := _too_much(message):
                     raise RequestRefused(Done(message.request, "error", reason, usage=True))
             case SetPolicy():
@@ -62,13 +63,15 @@ class RequestReader:
                 raise RequestRefused(Done(found["request"], "error", reason, stats=stats, usage=True))
 
 
-def _too_much(message: Generate | Score | Calibrate) -> str:
+def _too_much(message: Generate | Score | Calibrate | Tokenize) -> str:
     """Which text of a request is too long; "" where none is."""
     if isinstance(message, Calibrate):
         excerpts = len(message.starts)
         return f"starts has {excerpts} entries, at most {EXCERPTS_LIMIT} can be" * (excerpts > EXCERPTS_LIMIT)
     if isinstance(message, Score):
         return ""
+    if isinstance(message, Generate) and len(message.shaping.grammar) > GRAMMAR_LIMIT:
+        return f"a grammar has {GRAMMAR_LIMIT} characters at most"
     if any(len(turn.role) > ROLE_LIMIT for turn in message.messages or ()):
         return f"a turn's role has {ROLE_LIMIT} characters at most"
     return ""

@@ -10,9 +10,9 @@ import numpy as np
 
 from pipeline.errors import PromptTooLong, RequestError
 from pipeline.text.tokenizer import Tokenizer
-from protocol.messages import Calibrate, Encode, Encoded, Generate, Score
+from protocol.messages import Calibrate, ChatMessage, Encode, Encoded, Generate, Score, Tokenize
 
-TextMessage = Generate | Score | Calibrate
+TextMessage = Generate | Score | Calibrate | Tokenize
 
 
 class TextMessages:
@@ -32,19 +32,37 @@ class TextMessages:
                 if sum(given) + (message.messages is not None) != 1:
                     raise RequestError("give exactly one of prompt, token_ids and messages")
                 if message.messages is None:
-                    return self._of_text(message.prompt, job)
-                turns = len(message.messages)
-                tokenizer = self._need_tokenizer("messages")
-                if turns > self._context:  # each is a token at least
-                    raise PromptTooLong(f"{turns} turns do not fit the context of {self._context}", turns)
-                self._check_length(tokenizer, sum(len(turn.content) for turn in message.messages))
-                return Encode(job, messages=message.messages)
+                    text = self._of_text(message.prompt, job)
+                else:
+                    text = self._of_messages(message.messages, message.template, job)
+                if grammar := message.shaping.grammar:
+                    self._need_tokenizer("a grammar")
+                    text = replace(text or Encode(job), grammar=grammar)
+                return text
+            case Tokenize():
+                given = [message.text is not None, message.token_ids is not None]
+                if sum(given) + (message.messages is not None) != 1:
+                    raise RequestError("give exactly one of text, messages and token_ids")
+                self._need_tokenizer("a text")
+                if message.messages is not None:
+                    return self._of_messages(message.messages, message.template, job)
+                if message.token_ids is not None:
+                    return Encode(job, token_ids=message.token_ids)
+                return Encode(job, (message.text or "",))
             case Score() | Calibrate():
                 if (message.text is None) == (message.token_ids is None):
                     raise RequestError("give exactly one of text and token_ids")
                 if isinstance(message, Score):
                     return self._of_text(message.text, job)
                 return None if message.text is None else self._of_excerpts(message.text, message.starts, job)
+
+    def _of_messages(self, messages: tuple[ChatMessage, ...], template: str, job: int) -> Encode:
+        turns = len(messages)
+        tokenizer = self._need_tokenizer("messages")
+        if turns > self._context:  # each is a token at least
+            raise PromptTooLong(f"{turns} turns do not fit the context of {self._context}", turns)
+        self._check_length(tokenizer, sum(len(turn.content) for turn in messages))
+        return Encode(job, messages=messages, template=template)
 
     def _of_text(self, text: str | None, job: int) -> Encode | None:
         if text is None:
@@ -81,10 +99,12 @@ def check_starts(places: list[int]) -> None:
         raise RequestError("starts must ascend, within the text")
 
 
-def with_ids(message: TextMessage, answer: Encoded) -> TextMessage:
+def with_ids(message: Generate | Score | Calibrate, answer: Encoded) -> Generate | Score | Calibrate:
     """The message with the ids of its text."""
     ids = tuple(answer.ids.tolist())
     match message:
+        case Generate(token_ids=given) if given is not None:  # only its grammar was checked
+            return message
         case Generate():
             return replace(message, prompt=None, messages=None, token_ids=ids)
         case Score():
@@ -96,6 +116,8 @@ def with_ids(message: TextMessage, answer: Encoded) -> TextMessage:
 
 def answers(asked: Encode, answer: Encoded) -> bool:
     """Whether it is this job's answer, complete and consistent."""
+    if asked.token_ids is not None:
+        return answer.job == asked.job and (bool(answer.error) or len(answer.pieces) == len(asked.token_ids))
     count = len(asked.texts) if asked.messages is None else 1
     complete = len(answer.lengths) == count and min(answer.lengths, default=0) >= 0
     return answer.job == asked.job and (

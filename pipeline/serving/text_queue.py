@@ -18,7 +18,7 @@ from pipeline.serving.encoder_link import EncoderExited, EncoderLink, limit_of
 from pipeline.serving.engine_inbox import LIMIT, held_bytes
 from pipeline.serving.text_messages import TextMessage, TextMessages, with_ids
 from protocol.errors import MalformedMessage
-from protocol.messages import Done, Encode, Error, SetPolicy
+from protocol.messages import Done, Encode, Error, SetPolicy, Tokenize, Tokenized
 
 MOST_CRASHES = 2  # of the process while it encoded one text
 MOST_EXITS = 8  # the same by any cause: the system may kill it when memory is short
@@ -156,6 +156,8 @@ class TextQueue:
         self._end(client, waiting)
         if failure:
             self._refuse(client, message, RequestError(failure))
+        elif isinstance(message, Tokenize):
+            self._send(client, Tokenized(message.request, answer.ids, answer.text, answer.pieces))
         else:
             self._forward(client, with_ids(message, answer))
         self._advance(client)

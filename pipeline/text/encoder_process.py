@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from pipeline.errors import ModelError, RequestError
+from pipeline.text.grammar import check_grammar
 from pipeline.text.guarded import limit_memory
 from pipeline.text.tokenizer import Tokenizer
 from protocol.messages import Encode, Encoded
@@ -31,8 +32,13 @@ MOST_IDS = 1 << 22  # of one answer: as many as a message has bytes
 def encoded(tokenizer: Tokenizer, asked: Encode) -> Encoded:
     """The answer to an Encode."""
     try:
+        if asked.grammar:
+            check_grammar(asked.grammar)
+        if asked.token_ids is not None:
+            text, pieces = tokenizer.decode(asked.token_ids), tokenizer.pieces(asked.token_ids)
+            return Encoded(asked.job, np.empty(0, np.int32), text=text, pieces=pieces)
         if asked.messages is not None:
-            parts = [tokenizer.render_chat(asked.messages)]
+            parts = [tokenizer.render_chat(asked.messages, asked.template)]
         else:
             parts = [tokenizer.encode(text) for text in asked.texts]
         lengths = tuple(map(len, parts))

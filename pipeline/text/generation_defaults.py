@@ -9,8 +9,12 @@ from typing import Any
 from pipeline.checkpoint.index import read_fields
 from pipeline.errors import ModelError, RequestError
 from pipeline.models.config_keys import MAX_FLOAT, MAX_INT, shown
-from protocol.messages import Sampling
+from protocol.messages import Sampling, Shaping
 
+MOST_PENALTY = 100
+MOST_BIAS = 1000
+MOST_BIASES = 4096
+MOST_LOGPROBS = 64
 DRAWING = ("temperature", "top_k", "top_p", "min_p")  # apply only where the file sets do_sample
 
 
@@ -34,6 +38,26 @@ def validate(sampling: Sampling) -> None:
             raise RequestError(f"{name} is {value}; it must be {allowed}")
     if sampling.seed is not None and sampling.seed < 0:
         raise RequestError(f"seed is {sampling.seed}; it must be 0 or more")
+
+
+def validate_shaping(shaping: Shaping, logprobs: int) -> None:
+    """The same for what changes the logits, but for the ids and the grammar."""
+    penalties = (
+        ("presence_penalty", shaping.presence_penalty),
+        ("frequency_penalty", shaping.frequency_penalty),
+    )
+    for name, value in penalties:
+        if not abs(value) <= MOST_PENALTY:
+            raise RequestError(f"{name} is {value}; it must be from -{MOST_PENALTY} to {MOST_PENALTY}")
+    if len(shaping.bias) > MOST_BIASES:
+        raise RequestError(f"{len(shaping.bias)} biases are too many; at most {MOST_BIASES} are allowed")
+    for bias in shaping.bias:
+        if not abs(bias.bias) <= MOST_BIAS:
+            raise RequestError(
+                f"the bias of token {bias.token} is {bias.bias}; at most {MOST_BIAS} is allowed"
+            )
+    if not -1 <= logprobs <= MOST_LOGPROBS:
+        raise RequestError(f"logprobs must be in 0..{MOST_LOGPROBS}, or -1 for none; it is {logprobs}")
 
 
 def sampling_defaults(model_dir: Path) -> Sampling:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray
+
+Scores = NDArray[np.float32] | NDArray[np.float64]  # [V], or of the remaining candidates
 
 MOST = float(np.finfo(np.float32).max)  # a margin to a token that a model excludes, with a logit of -infinity
 
@@ -29,3 +32,45 @@ def best_margin(logits: FloatArray, rival: int | None = None) -> tuple[float, in
         return 0.0, -1
     place = max(rest, key=lambda found: logits[found])
     return min(float(logits[best]) - float(logits[place]), MOST), place
+
+
+def top_logprobs(
+    logits: FloatArray, token: int, count: int
+) -> tuple[float, tuple[int, ...], tuple[float, ...]]:
+    """The natural-log probability of a token by logits [vocabulary]; and the `count` most probable tokens
+    with theirs, the most probable first. None is below -MOST."""
+    shifted = logits - logits.max()
+    total = float(np.log(np.exp(shifted).sum(dtype=np.float64)))
+    ids = largest(shifted, count)
+    ids = ids[np.argsort(-shifted[ids], kind="stable")][:count]
+    found = np.maximum(shifted[[token, *ids]] - total, -MOST).tolist()
+    return found[0], tuple(ids.tolist()), tuple(found[1:])
+
+
+def top_of_rows(logprobs: FloatArray, count: int) -> tuple[NDArray[np.int32], FloatArray]:
+    """The `count` largest of each row of log-probabilities [n, vocabulary], the largest first: ids and values
+    [n, count]."""
+    ids = np.empty((len(logprobs), count), np.int32)
+    for row, values in enumerate(logprobs):
+        found = largest(values, count)
+        ids[row] = found[np.argsort(-values[found], kind="stable")][:count]
+    return ids, np.maximum(np.take_along_axis(logprobs, ids.astype(np.int64), 1), -MOST)
+
+
+def largest(scores: Scores, k: int) -> NDArray[np.int64]:
+    """Indices of the k largest scores, ascending, with all ties of the smallest."""
+    if k >= len(scores):
+        return np.arange(len(scores))
+    if k == 0:
+        return np.arange(0)
+    places = None
+    groups = max(256, 4 * k)
+    if len(scores) >= 2 * groups:
+        # k groups have a score of at least the k-th largest of the groups' maxima, so no smaller score is
+        # among the k largest. Many times faster than partitioning a vocabulary.
+        rows = len(scores) // groups
+        maxima = scores[: rows * groups].reshape(rows, groups).max(axis=0)
+        places = np.flatnonzero(scores >= np.partition(maxima, groups - k)[groups - k])
+        scores = scores[places]
+    kept = np.flatnonzero(scores >= np.partition(scores, len(scores) - k)[len(scores) - k])
+    return kept if places is None else places[kept]

@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import PipelineError
+from pipeline.text.logprobs import Scores, largest
 from protocol.messages import Sampling
-
-Scores = NDArray[np.float32] | NDArray[np.float64]  # [V], or of the remaining candidates
 
 GROUP = 256  # tokens that are summed together
 
@@ -74,7 +73,7 @@ class Sampler:
         best = _finite_best(scores)
         ids = np.arange(len(scores))
         if 0 < sampling.top_k < len(scores):
-            ids = _largest(scores, sampling.top_k)
+            ids = largest(scores, sampling.top_k)
             scores = scores[ids]
         # subtract before dividing, so that no temperature overflows the best token
         weights = scores.astype(np.float64)
@@ -123,30 +122,13 @@ def _place(weights: Scores, drawn: float) -> tuple[int, float]:
     return place, (at - before) / (float(total[place]) - before)
 
 
-def _largest(scores: Scores, k: int) -> NDArray[np.int64]:
-    """Indices of the k largest scores, ascending, with all ties of the smallest."""
-    if k >= len(scores):
-        return np.arange(len(scores))
-    places = None
-    groups = max(256, 4 * k)
-    if len(scores) >= 2 * groups:
-        # k groups have a score of at least the k-th largest of the groups' maxima, so no smaller score is
-        # among the k largest. Many times faster than partitioning a vocabulary.
-        rows = len(scores) // groups
-        maxima = scores[: rows * groups].reshape(rows, groups).max(axis=0)
-        places = np.flatnonzero(scores >= np.partition(maxima, groups - k)[groups - k])
-        scores = scores[places]
-    kept = np.flatnonzero(scores >= np.partition(scores, len(scores) - k)[len(scores) - k])
-    return kept if places is None else places[kept]
-
-
 def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
     """Indices of the largest weights, ascending, up to and including the one with which their sum reaches the
     share `top_p` of the total; at least one."""
     goal = top_p * weights.sum()
     size = 256  # sorting a whole vocabulary is slow; a few tokens usually reach the goal
     while True:
-        places = _largest(weights, size)
+        places = largest(weights, size)
         falling = -np.sort(-weights[places])
         total = np.cumsum(falling)
         if total[-1] >= goal or len(places) == len(weights):

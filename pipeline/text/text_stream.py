@@ -78,6 +78,7 @@ class StopStrings:
         self._states = [0] * len(stop)
         self._held = ""
         self.found = False
+        self.matched = ""  # the stop string that was found
 
     def push(self, text: str) -> str:
         """The text that is certain to be before any stop string, and was not returned yet."""
@@ -107,8 +108,8 @@ class StopStrings:
             while state and stop[state] != character:
                 state = borders[state]
             state += stop[state] == character
-            if state == len(stop):
-                complete = max(complete, state)
+            if state == len(stop) and state > complete:
+                complete, self.matched = state, stop
             self._states[index] = state
         return complete
 
@@ -136,6 +137,11 @@ class TextStream:
     @property
     def stopped(self) -> bool:
         return self._stop.found
+
+    @property
+    def matched(self) -> str:
+        """The stop string that is complete, "" before."""
+        return self._stop.matched
 
     def push(self, token: int) -> str:
         """The text that becomes certain with this token. Special tokens and unknown ids have none."""

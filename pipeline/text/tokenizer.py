@@ -25,6 +25,11 @@ MAX_TOKENIZER_BYTES = 1 << 28  # of each file; the largest known one has an eigh
 MAX_STOP_STRINGS = 16
 QUICK = 65536  # characters; shorter texts are encoded in less time than a step
 MAX_STOP_CHARACTERS = 512
+# Arguments of the library's function that are no variables of a template.
+RESERVED = {
+    *("conversation", "tokenize", "chat_template", "padding", "truncation", "max_length", "return_tensors"),
+    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "messages"),
+}
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -139,16 +144,34 @@ class Tokenizer:
             return "\ufffd"
         return text
 
-    def render_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Ids of a conversation up to the beginning of the model's answer. Raises RequestError where the
-        model has no chat template, or the template refuses the conversation."""
+    def pieces(self, ids: Sequence[int]) -> tuple[bytes, ...]:
+        """The bytes of each token by itself, the spelling of a special one; none for an unknown id."""
+        return tuple(map(self._piece, ids))
+
+    def _piece(self, token: int) -> bytes:
+        if token in self._special:
+            return (self._backend.id_to_token(token) or "").encode()
+        return self._token_bytes(token) if self._byte_level else self.decode((token,)).encode()
+
+    def for_grammars(self, vocabulary: int, ends: Sequence[int]) -> Any:
+        """llguidance's form of this tokenizer, for logits of this size; takes up to a second."""
+        from llguidance.hf import from_tokenizer
+
+        return from_tokenizer(self._tokenizer, n_vocab=vocabulary, eos_token=list(ends) or None)
+
+    def render_chat(self, messages: Sequence[ChatMessage], template: str = "") -> list[int]:
+        """Ids of a conversation up to the beginning of the model's answer. `template`: as in Generate. Raises
+        RequestError where the model has no chat template, or the template refuses the conversation."""
         if not self.has_chat_template:
             raise RequestError("this model has no chat template; send a plain prompt instead")
         if not messages:
             raise RequestError("the conversation is empty; send at least one message")
-        turns = [{"role": message.role, "content": message.content} for message in messages]
+        turns = [{"role": m.role, "content": m.content} | _json_object(m.extra) for m in messages]
+        variables = {"add_generation_prompt": True} | _json_object(template)
+        if reserved := variables.keys() & RESERVED:
+            raise RequestError(f"{min(reserved)} is no variable of a chat template")
         try:
-            text = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            text = self._tokenizer.apply_chat_template(turns, tokenize=False, **variables)
         except Exception as error:  # a template is a program, which may raise anything
             raise RequestError(f"the model's chat template refuses this: {_one_line(error)}") from error
         # The template has written the special tokens.
@@ -280,6 +303,16 @@ def _valid(text: str) -> str:
     except UnicodeEncodeError as error:
         raise RequestError(f"the text is no valid Unicode at character {error.start}") from error
     return text
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise RequestError("what the chat template is given must be a JSON object")
+    return value
 
 
 def _one_line(error: BaseException) -> str:

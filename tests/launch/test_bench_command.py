@@ -27,6 +27,8 @@ from protocol.messages import VERSION, Done, PolicyChanged, Scores, Welcome
 WELCOME = Welcome(
     VERSION, "e", "/m", "f", "cuda", "dali", True, 50, 256, False, False, format="int8", backbone_dtype="bf16"
 )
+
+NONE = tuple(np.zeros((0, 0), kind) for kind in ("float32", "int32", "float32"))  # of a block of scores
 NLL = {"all-host": 1.0, "fiddler": 2.0, "daop": 3.0}  # nats of each token
 
 
@@ -72,7 +74,13 @@ class StandInEngine:
         self.events.append("score")
         count = len(fields["token_ids"])
         chosen = np.full(count - 1, -NLL[self.policy], np.float32)
-        yield Scores(0, 0, np.zeros(count, np.int32), chosen, np.zeros((0, 0), np.float32))
+        yield Scores(
+            0,
+            0,
+            np.zeros(count, np.int32),
+            chosen,
+            *NONE,
+        )
 
     async def measure(self, prompts: Any, gen_len: int) -> tuple[Run, list[Done]]:
         self.runs += 1

@@ -27,6 +27,8 @@ from pipeline.assets import heldout, items, model_dir
 from protocol.errors import RequestFailed
 from protocol.messages import PolicyChanged, Scores
 
+NONE = tuple(np.zeros((0, 0), kind) for kind in ("float32", "int32", "float32"))  # of a block of scores
+
 GOOD: dict[str, Any] = {"context": "a b", "choices": [" c", " d"], "answer": 1}
 
 
@@ -160,7 +162,13 @@ class ScoringEngine(StandInEngine):
         chosen = np.array(given or [0.0] * (len(tokens) - 1), np.float32)
         if self.other and self.on_policy is not None:
             self.on_policy(PolicyChanged(0, self.other, True, ()))
-        yield Scores(0, 0, np.array(tokens, np.int32), chosen, np.zeros((0, 0), np.float32))
+        yield Scores(
+            0,
+            0,
+            np.array(tokens, np.int32),
+            chosen,
+            *NONE,
+        )
 
 
 @pytest.fixture

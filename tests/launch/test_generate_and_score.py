@@ -62,7 +62,8 @@ class StandInEngine:
         for start in range(0, len(ids), self.block):
             stop = start + self.block
             self.scored += len(ids[start:stop])
-            yield Scores(0, start, ids[start:stop], chosen[start:stop], rows[start:stop])
+            none = np.empty((0, 0), np.int32), np.empty((0, 0), np.float32)
+            yield Scores(0, start, ids[start:stop], chosen[start:stop], rows[start:stop], *none)
 
     async def stats(self) -> dict[str, Any]:
         return {"policy": "dali", "engine": {"decode": self._decode()}}

@@ -167,7 +167,8 @@ class Engine:
             start = block * self.rows
             rows = np.arange(start, start + self.rows, dtype=np.int32)
             logprobs = np.full((self.rows, BLOCK[1]) if ask.full else (0, 0), -block, np.float32)
-            await self.send(peer, Scores(ask.request, start, rows, rows.astype(np.float32), logprobs))
+            none = np.empty((0, 0), np.int32), np.empty((0, 0), np.float32)
+            await self.send(peer, Scores(ask.request, start, rows, rows.astype(np.float32), logprobs, *none))
             self.blocks_sent += 1
         reason = ask.text or "stop"
         error = "no such token" if reason == "error" else ""

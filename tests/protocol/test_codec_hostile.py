@@ -105,13 +105,13 @@ PARTIAL = Partial(1, 2, 0.5, np.zeros((2, 3), np.float32))
 Y = bytes(24)
 REFUSED = {
     "no frames": ([], "the first frame is not two bytes"),
-    "one frame": ([b"\x04\x06"], "Token has 2 frames, not 1"),
+    "one frame": ([b"\x04\x07"], "Token has 2 frames, not 1"),
     "a frame too many": ([*encode(TOKEN), b""], "Token has 2 frames, not 3"),
     "an array missing": (encode(PARTIAL)[:2], "Partial has 3 frames, not 2"),
-    "unknown tag": ([b"\xfa\x06", b"\x80"], "unknown tag 250"),
-    "another version": ([b"\x04\x01", b"\x80"], "a message of wire version 1; this side speaks version 6"),
-    "no msgpack": ([b"\x04\x06", b"\xc1"], "not plain msgpack"),
-    "empty header": ([b"\x04\x06", b""], "not plain msgpack"),
+    "unknown tag": ([b"\xfa\x07", b"\x80"], "unknown tag 250"),
+    "another version": ([b"\x04\x01", b"\x80"], "a message of wire version 1; this side speaks version 7"),
+    "no msgpack": ([b"\x04\x07", b"\xc1"], "not plain msgpack"),
+    "empty header": ([b"\x04\x07", b""], "not plain msgpack"),
     "rest after the header": (framed(TOKEN, header_of(TOKEN) + b"\x00"), "not plain msgpack"),
     "not a map": (framed(TOKEN, b"\x94\x01\x02\x03\xa0"), "Token: the header is not a map"),
     "missing field": (framed(TOKEN, msgpack.packb({"request": 1})), "Token.index is missing"),
@@ -184,7 +184,7 @@ def test_deep_nesting(kind, levels):
     stats = b"\x82\xa7request\x01\xa5stats" + nested(levels, kind)
     slots = b"\x81\xa5slots" + nested(levels, kind)
     shape = b"\x84\xa3seq\x01\xabincarnation\x01\xa4busy\x01\xa1y\x93\xa7float32\x01" + nested(levels, kind)
-    for frames in ([b"\x0a\x06", stats], [b"\x27\x06", slots], [b"\x22\x06", shape, b""]):
+    for frames in ([b"\x0a\x07", stats], [b"\x27\x07", slots], [b"\x22\x07", shape, b""]):
         assert attempt(frames) is None
 
 
@@ -194,9 +194,9 @@ def test_a_list_of_very_many_containers_is_refused_before_most_are_made(containe
     count = 800_000
     header = b"\x82\xa7request\x01\xa5stats\x81\xa1a\xdd" + count.to_bytes(4, "big") + container * count
     with pytest.raises(MalformedMessage, match="more than 16384 lists and maps"):
-        decode([b"\x0a\x06", header])
+        decode([b"\x0a\x07", header])
     few = b"\x82\xa7request\x01\xa5stats\x81\xa1a\xdd" + (9000).to_bytes(4, "big") + container * 9000
-    assert len(decode([b"\x0a\x06", few]).stats["a"]) == 9000
+    assert len(decode([b"\x0a\x07", few]).stats["a"]) == 9000
 
 
 def test_sixteen_levels_are_accepted():
@@ -251,4 +251,4 @@ def test_each_limit_is_the_most_that_is_accepted(message, limit, exactly):
 @pytest.mark.parametrize("claim", [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"])
 def test_a_claim_of_four_gigabytes_allocates_nothing(claim):
     with pytest.raises(MalformedMessage, match="not plain msgpack"):
-        decode([b"\x0d\x06", b"\x81\xa4time" + claim])
+        decode([b"\x0d\x07", b"\x81\xa4time" + claim])

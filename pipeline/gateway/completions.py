@@ -1,0 +1,307 @@
+"""POST /v1/completions: texts and token ids to continue, several at once; their own log-probabilities."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.gateway.body import Fields, kind_of, valid_text
+from pipeline.gateway.call import Call
+from pipeline.gateway.choices import Usage, events_of
+from pipeline.gateway.conversation import hashed
+from pipeline.gateway.errors import ApiError
+from pipeline.gateway.responses import event_of
+from pipeline.gateway.settings import Settings, note_unknown, take_settings
+from pipeline.gateway.status import check_model, model_name
+from pipeline.gateway.token_texts import TokenTexts
+from pipeline.gateway.tools import take_format
+from protocol.client import Client
+from protocol.messages import Done, Scores, Token, Welcome
+
+DONE = b"data: [DONE]\n\n"
+MOST_PROMPTS = 512
+MOST_TOP = 20
+DEFAULT_TOKENS = 16
+OPENING = 64  # ids or characters by which a prompt's KV is found again
+
+Prompt = str | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    prompts: tuple[Prompt, ...]
+    settings: Settings
+    echo: bool
+
+    @property
+    def only_scored(self) -> bool:
+        """The log-probabilities of the prompt already say its one greedy next token."""
+        settings = self.settings
+        return (
+            self.echo
+            and settings.logprobs >= 0
+            and settings.max_tokens <= 1
+            and (settings.max_tokens == 0 or settings.sampling.temperature == 0)
+            and settings.sampling.repetition_penalty == 1
+            and not (settings.shaping.bias or settings.shaping.grammar or settings.stop)
+            and settings.choices == 1
+        )
+
+
+def take_completion(fields: Fields, welcome: Welcome) -> CompletionRequest:
+    """Raises ApiError."""
+    check_model(fields.text("model", None), welcome)
+    prompts = _prompts(fields, welcome)
+    echo = fields.flag("echo")
+    logprobs = fields.integer("logprobs", 0, MOST_TOP, None)
+    if isinstance(fields.any("logprobs"), bool):
+        fields.refuse("logprobs", "must be a number of tokens")
+    most = fields.integer("max_tokens", 0 if echo else 1, 1 << 31, DEFAULT_TOKENS)
+    if fields.text("suffix", None):
+        fields.refuse("suffix", "is not supported: the model continues texts at their end")
+    settings = take_settings(
+        fields, welcome, most, grammar=take_format(fields), logprobs=-1 if logprobs is None else logprobs
+    )
+    if fields.integer("best_of", 1, 16, settings.choices) != settings.choices:
+        fields.refuse("best_of", "must be n: all answers are returned")
+    return CompletionRequest(prompts, settings, echo)
+
+
+def _prompts(fields: Fields, welcome: Welcome) -> tuple[Prompt, ...]:
+    """A text, texts, token ids, or lists of these."""
+    given = fields.any("prompt")
+    if isinstance(given, str) or (isinstance(given, list) and given and _is_ids(given)):
+        given = [given]
+    if not isinstance(given, list) or not 1 <= len(given) <= MOST_PROMPTS:
+        fields.refuse("prompt", f"must be a string or token ids, or an array of up to {MOST_PROMPTS} of them")
+    prompts: list[Prompt] = []
+    for value in given:
+        if isinstance(value, str):
+            prompts.append(valid_text(value, "prompt"))
+        elif isinstance(value, list) and _is_ids(value):
+            if value and not 0 <= min(value) <= max(value) < welcome.vocabulary:
+                fields.refuse("prompt", f"has an id outside the vocabulary of {welcome.vocabulary}")
+            prompts.append(tuple(value))
+        else:
+            fields.refuse("prompt", f"has {kind_of(value)} where a string or token ids belong")
+        if not prompts[-1]:
+            fields.refuse("prompt", "must not be empty")
+    if any(isinstance(prompt, str) for prompt in prompts) and not welcome.has_tokenizer:
+        fields.refuse("prompt", "this model has no tokenizer; give token ids")
+    return tuple(prompts)
+
+
+def _is_ids(values: list[Any]) -> bool:
+    return all(type(value) is int for value in values)
+
+
+async def completions(call: Call) -> None:
+    client = await call.client()
+    fields = await call.fields()
+    request = take_completion(fields, client.welcome)
+    fields.any("user")
+    note_unknown(fields, "/v1/completions")
+    maker = _Maker(call, client, request)
+    if request.settings.stream:
+        await call.stream(maker.stream())
+    else:
+        await call.answer(maker.whole())
+
+
+@dataclass
+class _Logprobs:
+    """OpenAI's legacy shape."""
+
+    tokens: list[str] = field(default_factory=list)
+    token_logprobs: list[float | None] = field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
+    text_offset: list[int] = field(default_factory=list)
+
+    def add(self, text: str, logprob: float | None, best: dict[str, float] | None, offset: int) -> None:
+        self.tokens.append(text)
+        self.token_logprobs.append(logprob)
+        self.top_logprobs.append(best)
+        self.text_offset.append(offset)
+
+    def body(self, top: int) -> dict[str, Any]:
+        return vars(self) | ({} if top else {"top_logprobs": None})
+
+
+class _Maker:
+    """The answer to one request, in chunks or as a whole."""
+
+    def __init__(self, call: Call, client: Client, request: CompletionRequest) -> None:
+        self._client = client
+        self._request = request
+        self._account = call.account
+        self._texts = TokenTexts(client, call.service.pieces)
+        self._usage = Usage(call.service.meter)
+        self._head = {
+            "id": f"cmpl-{call.id}",
+            "object": "text_completion",
+            "created": call.created,
+            "model": model_name(client.welcome),
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        request = self._request
+        choices = [_Choice(index) for index in range(len(request.prompts) * request.settings.choices)]
+        if request.echo:
+            # Each on a connection of its own, so a few at a time; all of them wait in the engine.
+            gate = asyncio.Semaphore(4)
+            async with asyncio.TaskGroup() as group:
+                for choice in choices[:: request.settings.choices]:
+                    group.create_task(self._echo(choice, gate))
+        for choice in choices:  # of one prompt
+            first = choices[choice.index - choice.index % request.settings.choices]
+            if choice is not first:
+                choice.text, choice.logprobs = first.text, _copied(first.logprobs)
+        if request.settings.max_tokens and not request.only_scored:
+            async with aclosing(self._events()) as events:
+                async for place, event in events:
+                    choices[place].text += event.text
+                    if isinstance(event, Token):
+                        await self._note(choices[place], event)
+                    else:
+                        choices[place].reason = event.reason
+        return self._head | {
+            "choices": [choice.body(self._request.settings.logprobs) for choice in choices],
+            "usage": self._usage.openai(),
+        }
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        request = self._request
+        if request.echo and (request.settings.logprobs >= 0 or not request.settings.max_tokens):
+            raise ApiError(400, "echo: with logprobs or without new tokens it is not streamed", "echo")
+        usage = {"usage": None} if request.settings.include_usage else {}
+        if request.echo:
+            for index in range(len(request.prompts) * request.settings.choices):
+                text, _ = await self._prompt_text(request.prompts[index // request.settings.choices])
+                yield self._chunk(index, text, None, None, usage)
+        async with aclosing(self._events()) as events:
+            async for place, event in events:
+                logprobs = None
+                if isinstance(event, Token) and request.settings.logprobs >= 0:
+                    choice = _Choice(place)
+                    await self._note(choice, event)
+                    logprobs = choice.logprobs.body(request.settings.logprobs)
+                reason = event.reason if isinstance(event, Done) else None
+                if event.text or reason or logprobs:
+                    yield self._chunk(place, event.text, logprobs, reason, usage)
+        if request.settings.include_usage:
+            yield event_of(self._head | {"choices": [], "usage": self._usage.openai()})
+        yield DONE
+
+    def _chunk(
+        self,
+        place: int,
+        text: str,
+        logprobs: dict[str, Any] | None,
+        reason: str | None,
+        usage: dict[str, Any],
+    ) -> bytes:
+        choice = {"index": place, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return event_of(self._head | usage | {"choices": [choice]})
+
+    async def _events(self) -> AsyncGenerator[tuple[int, Token | Done], None]:
+        settings = self._request.settings
+        answers = []
+        for prompt in self._request.prompts:
+            what = {"prompt": prompt} if isinstance(prompt, str) else {"token_ids": prompt}
+            name = hashed([self._account, prompt[:OPENING]])
+            for index in range(settings.choices):
+                keep = {"conversation": f"{name}/{index}"} if len(self._request.prompts) == 1 else {}
+                answers.append(self._client.generate(**what, **keep, **settings.of_choice(index)))  # type: ignore[arg-type]
+        async with aclosing(events_of(answers)) as events:
+            async for place, event in events:
+                if isinstance(event, Token):
+                    self._usage.note_token()
+                else:
+                    self._usage.add(answers[place], new_prompt=place % settings.choices == 0)
+                yield place, event
+
+    async def _note(self, choice: _Choice, token: Token) -> None:
+        """The log-probabilities of a new token."""
+        if self._request.settings.logprobs >= 0:
+            await self._texts.learn((token.token, *token.top_tokens))
+            text = self._texts.text(token.token)
+            best = self._texts.best(token.top_tokens, token.top_logprobs)
+            choice.logprobs.add(text, token.logprob, best, choice.offset)
+            choice.offset += len(text)
+
+    # --- echo ------------------------------------------------------------------------------------------
+
+    async def _prompt_text(self, prompt: Prompt) -> tuple[str, Sequence[int]]:
+        """Text and ids."""
+        if isinstance(prompt, str):
+            return prompt, (await self._client.tokenize(text=prompt)).ids.tolist()
+        if not self._client.welcome.has_tokenizer:
+            return "", prompt
+        return (await self._client.tokenize(token_ids=prompt)).text, prompt
+
+    async def _echo(self, choice: _Choice, gate: asyncio.Semaphore) -> None:
+        """The prompt and, if wanted, the log-probabilities of its tokens; of a scored request also its one
+        new token."""
+        request = self._request
+        top = request.settings.logprobs
+        text, ids = await self._prompt_text(request.prompts[choice.index // request.settings.choices])
+        choice.text = text
+        if request.only_scored or not request.settings.max_tokens:
+            choice.reason = "length"
+            self._usage.prompt += len(ids)
+        if top < 0:
+            return
+        async with gate:
+            blocks = [block async for block in self._client.score(token_ids=ids, top=max(top, 1))]
+        await self._texts.learn((*ids, *(int(t) for block in blocks for t in block.top_tokens.ravel())))
+        choice.logprobs.add(self._texts.text(ids[0]), None, None, 0)
+        choice.offset = len(self._texts.text(ids[0]))
+        for token, logprob, best in _rows(blocks, ids):
+            chosen = self._texts.text(token)
+            row = self._texts.best([t for t, _ in best[:top]], [value for _, value in best[:top]])
+            row.setdefault(chosen, logprob)
+            choice.logprobs.add(chosen, logprob, row, choice.offset)
+            choice.offset += len(chosen)
+        if request.only_scored and request.settings.max_tokens:
+            last = blocks[-1]
+            token = int(last.top_tokens[-1, 0])
+            values = last.top_logprobs[-1].tolist()
+            others = self._texts.best(last.top_tokens[-1].tolist()[:top], values[:top])
+            choice.logprobs.add(self._texts.text(token), values[0], others, choice.offset)
+            choice.text += (await self._client.tokenize(token_ids=[token])).text
+            self._usage.completion += 1
+
+
+def _rows(blocks: Sequence[Scores], ids: Sequence[int]) -> list[tuple[int, float, list[tuple[int, float]]]]:
+    """For each token after the first: its log-probability, and the best tokens of its place with theirs."""
+    rows = []
+    for block in blocks:
+        for row, logprob in enumerate(block.chosen.tolist()):
+            best = zip(block.top_tokens[row].tolist(), block.top_logprobs[row].tolist(), strict=True)
+            rows.append((ids[block.start + row + 1], logprob, list(best)))
+    return rows
+
+
+@dataclass
+class _Choice:
+    index: int
+    text: str = ""
+    reason: str = "length"
+    offset: int = 0
+    logprobs: _Logprobs = field(default_factory=_Logprobs)
+
+    def body(self, top: int) -> dict[str, Any]:
+        logprobs = self.logprobs.body(top) if top >= 0 else None
+        return {
+            "index": self.index,
+            "text": self.text,
+            "logprobs": logprobs,
+            "finish_reason": self.reason,
+        }
+
+
+def _copied(logprobs: _Logprobs) -> _Logprobs:
+    return _Logprobs(*(list(values) for values in vars(logprobs).values()))
