@@ -19,12 +19,13 @@ from pipeline.gateway.status import check_model, model_name
 from pipeline.gateway.token_texts import TokenTexts
 from pipeline.gateway.tools import take_format
 from protocol.client import Client
-from protocol.messages import Done, Scores, Token, Welcome
+from protocol.messages import Done, Sampling, Scores, Token, Welcome
 
 DONE = b"data: [DONE]\n\n"
 MOST_PROMPTS = 512
 MOST_TOP = 20
 DEFAULT_TOKENS = 16
+DEFAULT_SAMPLING = Sampling(temperature=1.0)  # OpenAI's; a model's makers recommend theirs for chats
 OPENING = 64  # ids or characters by which a prompt's KV is found again
 
 Prompt = str | tuple[int, ...]
@@ -63,7 +64,12 @@ def take_completion(fields: Fields, welcome: Welcome) -> CompletionRequest:
     if fields.text("suffix", None):
         fields.refuse("suffix", "is not supported: the model continues texts at their end")
     settings = take_settings(
-        fields, welcome, most, grammar=take_format(fields), logprobs=-1 if logprobs is None else logprobs
+        fields,
+        welcome,
+        most,
+        default=DEFAULT_SAMPLING,
+        grammar=take_format(fields),
+        logprobs=-1 if logprobs is None else logprobs,
     )
     if fields.integer("best_of", 1, 16, settings.choices) != settings.choices:
         fields.refuse("best_of", "must be n: all answers are returned")

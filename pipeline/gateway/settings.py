@@ -48,9 +48,8 @@ class Settings:
         }
 
 
-def take_sampling(fields: Fields, welcome: Welcome) -> Sampling:
-    """What is not given is as the model's makers recommend."""
-    default = welcome.sampling
+def take_sampling(fields: Fields, default: Sampling) -> Sampling:
+    """`default`: what is not given."""
     top_k = fields.integer("top_k", -1, MOST_TOP_K, default.top_k)
     seed = fields.integer("seed", -MOST_SEED, MOST_SEED, None)
     return replace(
@@ -88,9 +87,15 @@ def _biases(fields: Fields, vocabulary: int) -> tuple[TokenBias, ...]:
 
 
 def take_settings(
-    fields: Fields, welcome: Welcome, max_tokens: int, *, grammar: str = "", logprobs: int = -1
+    fields: Fields,
+    welcome: Welcome,
+    max_tokens: int,
+    *,
+    default: Sampling | None = None,
+    grammar: str = "",
+    logprobs: int = -1,
 ) -> Settings:
-    """`max_tokens`: where the request gives none."""
+    """`max_tokens`, `default`: where not given; sampling is then as the model's makers recommend."""
     stop = fields.strings("stop")
     if len(stop) > MOST_STOPS or "" in stop:
         fields.refuse("stop", f"takes up to {MOST_STOPS} texts, none of them empty")
@@ -101,7 +106,7 @@ def take_settings(
         fields.refuse("stream_options", "belongs to stream: true")
     return Settings(
         max_tokens=max_tokens,
-        sampling=take_sampling(fields, welcome),
+        sampling=take_sampling(fields, default or welcome.sampling),
         stop=stop,
         ignore_eos=fields.flag("ignore_eos"),
         choices=fields.integer("n", 1, MOST_CHOICES, 1),

@@ -15,6 +15,7 @@ from pipeline.gateway.template import TemplateKind
 
 MOST_TOOLS = 512
 MOST_CHOICES = 256
+WHITESPACE = r" |\n {0,32}"  # of JSON: a model that is not sure may otherwise write nothing else
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Tools:
             return ""
         calls, rules = [], []
         for place, name in enumerate(self.wanted):
-            schema = json.dumps(self.schemas[name] or {"type": "object"})
+            compact = {"x-guidance": {"whitespace_flexible": False}}
+            schema = json.dumps((self.schemas[name] or {"type": "object"}) | compact)
             rules.append(f"arguments{place}: %json {schema}")
             head = json.dumps(f'{OPEN_CALL}\n{{"name": {json.dumps(name)}, "arguments": ')
             calls.append(f"{head} arguments{place} " + json.dumps(f"}}\n{CLOSE_CALL}"))
@@ -142,20 +144,21 @@ def _schema(fields: Fields, name: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def _made(kind: str, value: str, param: str) -> str:
+def _made(kind: str, value: str, param: str, **options: Any) -> str:
     if find_spec("llguidance") is None:
         raise bad(param, "grammars need the Python package llguidance: pip install '.[serve]'")
     from llguidance import LLMatcher
 
     try:
-        made: str = getattr(LLMatcher, f"grammar_from_{kind}")(value)
+        made: str = getattr(LLMatcher, f"grammar_from_{kind}")(value, **options)
     except ValueError as e:
         raise bad(param, f"cannot be used: {' '.join(str(e).split())[:300]}") from None
     return made
 
 
 def json_schema(schema: dict[str, Any]) -> str:
-    return _made("json_schema", json.dumps(schema), "response_format")
+    options = {"whitespace_pattern": WHITESPACE}
+    return _made("json_schema", json.dumps(schema), "response_format", defaults=options)
 
 
 def regex(pattern: str) -> str:

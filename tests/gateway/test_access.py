@@ -1,0 +1,110 @@
+"""Who may send requests, and what is refused at the door."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Served, serve
+
+from pipeline.gateway.access import read_api_keys
+from protocol.errors import ProtocolError
+
+ANNA, BERT = "k" * 20, "b" * 20
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "http.keys"
+    path.touch(mode=0o600)
+    path.write_text(f"# comment\nanna {ANNA}\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(keys: Path, tiny_model: Path) -> Iterator[Served]:
+    with serve("--http-keys", str(keys), "--model", str(tiny_model)) as running:
+        yield running
+
+
+def test_requests_need_a_known_key(served: Served, keys: Path) -> None:
+    body = {"prompt": [5, 6], "max_tokens": 2}
+
+    def status(**headers: str) -> int:
+        with served.http() as http:
+            return http.post("/v1/completions", json=body, headers=headers).status_code
+
+    with served.http() as http:
+        assert http.get("/health").status_code == 200  # needs none
+        assert http.get("/metrics").status_code == 401
+    assert status() == 401
+    assert status(authorization=f"Bearer {ANNA}x") == 401
+    assert status(authorization=f"Bearer {ANNA}") == 200
+    assert status(**{"x-api-key": ANNA}) == 200
+    assert status(authorization=f"Bearer {BERT}") == 401
+    keys.write_text(f"bert {BERT}\n")
+    until = time.monotonic() + 10
+    while status(authorization=f"Bearer {BERT}") != 200 and time.monotonic() < until:
+        time.sleep(0.1)
+    assert status(authorization=f"Bearer {ANNA}") == 401
+    keys.write_text("")  # cannot be read: those that were known stay
+    time.sleep(1.2)
+    assert status(authorization=f"Bearer {BERT}") == 200
+    keys.write_text(f"anna {ANNA}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no keys"),
+        ("anna short", "16 to 256"),
+        (f"anna {ANNA}\nanna {BERT}", "twice"),
+        (f"anna {ANNA}\nbert {ANNA}", "twice"),
+        (ANNA, "a name"),
+        (f"änna {ANNA}", "ASCII"),
+    ],
+)
+def test_a_file_of_keys_that_cannot_be_used(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "keys"
+    path.touch(mode=0o600)
+    path.write_text(text)
+    with pytest.raises(ProtocolError, match=words) as refused:
+        read_api_keys(path)
+    assert ANNA not in str(refused.value)
+
+
+def test_keys_that_others_can_read_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"anna {ANNA}\n")
+    path.chmod(0o644)
+    with pytest.raises(ProtocolError, match="chmod 600"):
+        read_api_keys(path)
+
+
+def test_heads_without_an_end_and_garbage_end_only_their_connection(served: Served) -> None:
+    host, port = served.url.removeprefix("http://").split(":")
+    for written in (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20000, b"\x00\xff" * 100, b"GET " + b"/" * 100000):
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            try:
+                connection.sendall(written)
+                answer = connection.recv(1 << 16)
+            except OSError:
+                continue
+            assert answer == b"" or b" 400 " in answer.partition(b"\r\n")[0] + b" "
+    with served.http() as http:
+        assert http.get("/health").status_code == 200
+
+
+def test_an_engine_stops_in_order_while_answers_run(keys: Path, tiny_model: Path) -> None:
+    """A stream that does not end in time ends with an error, and not with a broken connection."""
+    with serve("--model", str(tiny_model)) as running, running.http() as http:
+        body = {"prompt": [5, 6], "max_tokens": 200, "stream": True, "ignore_eos": True, "temperature": 1.0}
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            running.process.terminate()
+            rest = [line for line in lines if line]
+            assert rest[-1] == "data: [DONE]" or '"error"' in rest[-1]
