@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Served, serve
+from gateway_engine import Served, serve
 
 from pipeline.gateway.access import read_api_keys
 from protocol.errors import ProtocolError

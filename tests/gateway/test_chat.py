@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from conftest import Served
+from gateway_engine import Served
 
 from protocol.client import Client
 from protocol.messages import ChatMessage

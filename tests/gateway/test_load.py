@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import httpx2 as httpx
 import pytest
-from conftest import Served, serve
+from gateway_engine import Served, serve
 
 STREAMS = 64
 TOKENS = 80

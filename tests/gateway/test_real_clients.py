@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Served, serve
+from gateway_engine import Served, serve
 
 from pipeline.assets import model_dir
 from protocol.client import Client
