@@ -47,6 +47,8 @@ def bad(param: str, text: str, code: str | None = None) -> ApiError:
 def of_engine(error: ProtocolError) -> ApiError:
     """What a client sees of an error of the client library."""
     match error:
+        case RequestFailed() if "try again later" in str(error):
+            return ApiError(429, str(error))
         case RequestFailed(usage=True):
             code = "context_length_exceeded" if "the context is" in str(error) else None
             return ApiError(400, str(error), code=code)
@@ -54,6 +56,4 @@ def of_engine(error: ProtocolError) -> ApiError:
             return ApiError(400, f"the request cannot be sent to the engine: {error}")
         case EngineGone():
             return ApiError(503, str(error))
-        case RequestFailed():
-            return ApiError(503 if "try again" in str(error) else 500, str(error))
     return ApiError(500, str(error))
