@@ -33,6 +33,11 @@ def check_chats(welcome: Welcome) -> None:
 def take_variables(fields: Fields, kind: TemplateKind) -> dict[str, Any]:
     """Of the chat template. Raises ApiError."""
     variables = dict(fields.object("chat_template_kwargs", None) or {})
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if fields.any(name) is not None:
+            variables[name] = fields.flag(name)
+    if variables.get("continue_final_message") and variables.setdefault("add_generation_prompt", False):
+        fields.refuse("continue_final_message", "belongs to add_generation_prompt: false")
     effort = fields.choice("reasoning_effort", EFFORTS, None)
     if effort is not None:
         if not kind.thinks:

@@ -19,6 +19,22 @@ MOST_BIASES = 1024
 MOST_BIAS = 100
 
 
+# Fields of OpenAI's, Anthropic's and other servers' that would change the answer, and the values that do not.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("functions", "function_call", "audio", "web_search_options", "mcp_servers"), ([],)),
+    **dict.fromkeys(("stop_token_ids", "bad_words", "allowed_token_ids", "prompt_logprobs"), ([], 0)),
+    **dict.fromkeys(("truncate_prompt_tokens", "documents", "chat_template"), ([],)),
+    **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "return_token_ids"), (False,)),
+    "modalities": (["text"],),
+    "length_penalty": (1, 1.0),
+    "min_tokens": (0,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "typical_p": (1, 1.0),
+    "mirostat": (0,),
+}
+
+
 @dataclass(frozen=True)
 class Settings:
     """`sampling`, `stop`, ...: as of `Client.generate`."""
@@ -118,7 +134,12 @@ def take_settings(
 
 
 def note_unknown(fields: Fields, endpoint: str) -> None:
-    """Fields of other servers are accepted: clients send them by habit."""
+    """Fields of other servers are accepted, as clients send them by habit, but not those that change answers.
+    Raises ApiError."""
+    for name, harmless in UNSUPPORTED.items():
+        value = fields.any(name)
+        if value is not None and value not in harmless:
+            fields.refuse(name, "is not supported here")
     if unknown := fields.unknown:
         names = ", ".join(name[:40] for name in unknown[:8])
         log.info("%s: fields without a meaning here: %s", endpoint, names)

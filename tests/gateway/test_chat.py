@@ -132,6 +132,19 @@ def test_a_client_that_disconnects_cancels_its_answer(served: Served) -> None:
         ({"stop": [""]}, "stop"),
         ({"stop": [1]}, "stop"),
         ({"stream": "yes"}, "stream"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"min_tokens": 3}, "min_tokens"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 500}}, "logit_bias"),
+        ({"frequency_penalty": 3}, "frequency_penalty"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "web"}]}, "tools[0].type"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.schema"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ],
@@ -160,6 +173,8 @@ def test_refusals_have_the_status_that_fits(served: Served) -> None:
             assert http.post("/v1/chat/completions", content=wrong, headers=kind).status_code == 400
         large = b'{"a":"' + b"x" * (9 << 20) + b'"}'
         assert http.post("/v1/chat/completions", content=large, headers=kind).status_code == 413
+        harmless = {"messages": QUESTION, "max_tokens": 1, "service_tier": "auto", "min_tokens": 0, "x": [1]}
+        assert http.post("/v1/chat/completions", json=harmless).status_code == 200
         model = http.post("/v1/chat/completions", json={"messages": QUESTION, "model": "gpt-9"})
         assert (model.status_code, model.json()["error"]["code"]) == (404, "model_not_found")
         long = [{"role": "user", "content": "word " * 5000}]
