@@ -2,6 +2,8 @@
 
     python -m benchmarks.gateway [--model DIR] [--streams 16] [--tokens 128] [--rounds 7] [OPTIONS OF SERVE]
 
+Also shown is the processor time of the gateway, which other programs disturb less.
+
 `alone`: seconds of a request for one token, one after the other. `streams`: tokens a second of so many
 answers at once, streamed. Pairs of both are measured in turns; shown are medians and the median of the pairs'
 ratios. The HTTP client here parses no events, because one that does costs more than the gateway.
@@ -18,6 +20,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+import psutil
 
 from protocol.client import Client
 from protocol.messages import Sampling
@@ -101,15 +105,28 @@ async def streams_direct(client: Client, streams: int, tokens: int) -> float:
     return streams * tokens / (time.perf_counter() - began)
 
 
-async def measure(port: int, endpoint: str, streams: int, tokens: int, rounds: int) -> None:
+def gateway_seconds(supervisor: int) -> float:
+    """Processor time that the gateway has used."""
+    for child in psutil.Process(supervisor).children(recursive=True):
+        if "pipeline.gateway.process" in child.cmdline():
+            times = child.cpu_times()
+            return times.user + times.system
+    raise LookupError("no gateway")
+
+
+async def measure(port: int, endpoint: str, supervisor: int, streams: int, tokens: int, rounds: int) -> None:
     async with Client.connect(endpoint) as client:
         await streams_http(port, streams, 8)
         await streams_direct(client, streams, 8)
+        before = gateway_seconds(supervisor)
         alone = [(await alone_direct(client), await alone_http(port)) for _ in range(rounds)]
         direct, over = (statistics.median(times) * 1e3 for times in zip(*alone, strict=True))
         added = statistics.median(b - a for a, b in alone) * 1e3
+        used = (gateway_seconds(supervisor) - before) / (rounds * ALONE) * 1e3
+        print(f"gateway's processor time: {used:.2f} ms a request")
         print(f"alone: {direct:.2f} ms, over HTTP {over:.2f} ms, {added:+.2f} ms a request")
         many = []
+        before = gateway_seconds(supervisor)
         for round_ in range(rounds):
             if round_ % 2:
                 own = await streams_direct(client, streams, tokens)
@@ -119,6 +136,8 @@ async def measure(port: int, endpoint: str, streams: int, tokens: int, rounds: i
                 many.append((await streams_direct(client, streams, tokens), by_http))
         direct, over = (statistics.median(speeds) for speeds in zip(*many, strict=True))
         ratio = statistics.median(b / a for a, b in many)
+        used = (gateway_seconds(supervisor) - before) / (rounds * streams * tokens) * 1e6
+        print(f"gateway's processor time: {used:.0f} us a token")
         print(f"{streams} streams: {direct:.0f} tokens/s, over HTTP {over:.0f}, ratio {ratio:.3f}")
         print("pairs: " + ", ".join(f"{b / a:.3f}" for a, b in many))
 
@@ -141,7 +160,9 @@ def main() -> None:
                 if process.poll() is not None:
                     sys.exit("the engine has not started")
             endpoint = line.split()[1]
-            asyncio.run(measure(int(found[1]), endpoint, given.streams, given.tokens, given.rounds))
+            asyncio.run(
+                measure(int(found[1]), endpoint, process.pid, given.streams, given.tokens, given.rounds)
+            )
         finally:
             process.terminate()
             process.wait(60)
