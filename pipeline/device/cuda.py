@@ -22,6 +22,7 @@ from pipeline.device.base import (
     SLOT_ALIGNMENT,
     SPARE_BYTES,
     Device,
+    DeviceChannelKernel,
     DeviceKernel,
     Fence,
     LayerSum,
@@ -32,6 +33,7 @@ from pipeline.device.tile_sums import TileByTile
 from pipeline.errors import UsageError
 from protocol.messages import AttachSlab
 from shm.blocks import BlockFormat
+from shm.floe import FloeFormat
 from shm.formats import Bytes, TileFormat
 from shm.layout import StoreLayout
 from shm.segment import byte_size
@@ -39,6 +41,7 @@ from shm.store import Store
 from workers.copiers import CudaCopier
 from workers.cuda import CudaError, call, ipc_handle
 from workers.kernels.choice import DEFAULT, Choice
+from workers.kernels.cuda.channels import CudaChannels
 from workers.kernels.cuda.experts import NO_LIMIT, CudaExperts
 from workers.kernels.cuda.launcher import CudaLauncher
 from workers.kernels.cuda.matrix import CudaMatrix
@@ -160,8 +163,16 @@ class CudaDevice(Device):
             self._launchers[program] = CudaLauncher(program, self.torch_device, self._cache)
         return self._launchers[program]
 
-    def channel_kernel(self, layout: StoreLayout) -> ReferenceChannels:
-        return ReferenceChannels(layout)
+    def channel_kernel(self, layout: StoreLayout) -> DeviceChannelKernel:
+        assert isinstance(layout.format, FloeFormat)
+        program = self._program(layout.format.up)
+        if program is None or self._in_torch:
+            return ReferenceChannels(layout)
+        try:
+            return CudaChannels(self._launcher(program), layout)
+        except CudaError as e:
+            log.warning(f"torch computes up matrices on the GPU, which takes many times as long: {e}")
+            return ReferenceChannels(layout)
 
     def heads_bytes(self, layout: StoreLayout) -> int:
         return layout.head_stride * layout.shape.experts * layout.shape.layers

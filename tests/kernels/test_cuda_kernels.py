@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kernel_runs import quick
 from quantized_cases import CODES, HEADS, QUANTIZED, ROWS, records
 
-from shm.blocks import BlockFormat
+from shm.blocks import BlockFormat, Int2, Int8
 from shm.layout import Float32, format_named
 from workers.kernels.cuda.experts import CudaExperts
 from workers.kernels.cuda.matrix import CudaMatrix
@@ -120,19 +120,23 @@ def test_decode_step_launches_four_kernels() -> None:
     assert gpu.launched == {"quantize": 1, "gate_up_1": 4, "down_1": 4, "combine": 1}
 
 
+MATRICES = (*map(format_named, QUANTIZED), Int2(64), Int8(64))
+
+
 @quick(25)
 @given(
-    format=st.sampled_from(QUANTIZED),
+    form=st.sampled_from(MATRICES),
     outputs=st.integers(1, 300),
     inputs=st.integers(1, 400),
     rows=st.integers(1, 70),
     seed=st.integers(0, 2**32 - 1),
 )
-@example("int4", 17, 65, 33, 0)
-@example("int8", 1, 1, 1, 0)
-def test_matrices(format, outputs, inputs, rows, seed) -> None:
-    form, random, library = format_named(format), np.random.default_rng(seed), host("fused")
-    assert isinstance(form, BlockFormat)
+@example(MATRICES[0], 17, 65, 33, 0)
+@example(MATRICES[2], 1, 1, 1, 0)
+@example(MATRICES[3], 40, 200, 40, 0)
+@example(MATRICES[4], 40, 200, 40, 0)
+def test_matrices(form, outputs, inputs, rows, seed) -> None:
+    random, library = np.random.default_rng(seed), host("fused")
     data = np.empty(form.matrix_bytes(outputs, inputs), np.uint8)
     form.encode_matrix(random.standard_normal((outputs, inputs)).astype(np.float32), data)
     x = random.standard_normal((rows, inputs)).astype(np.float32)

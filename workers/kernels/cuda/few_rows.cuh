@@ -20,7 +20,13 @@ struct record {
 #pragma unroll
         for (int part = 0; part < GROUP / 16; part++) {
             int4 codes = __ldg((const int4 *)x + part);
-            if (BITS == 4) {
+            if (BITS == 2) {
+                uint32_t one = words[part];
+                dot = __dp4a((int)(one & 0x03030303u), codes.x, dot);
+                dot = __dp4a((int)(one >> 2 & 0x03030303u), codes.y, dot);
+                dot = __dp4a((int)(one >> 4 & 0x03030303u), codes.z, dot);
+                dot = __dp4a((int)(one >> 6 & 0x03030303u), codes.w, dot);
+            } else if (BITS == 4) {
                 uint32_t one = words[2 * part], two = words[2 * part + 1];
                 dot = __dp4a((int)(one & 0x0F0F0F0Fu), codes.x, dot);
                 dot = __dp4a((int)(one >> 4 & 0x0F0F0F0Fu), codes.y, dot);

@@ -1,9 +1,11 @@
 /* Activations as int8 codes by groups, and what one group of a block adds to its outputs: workers/kernels/c/kernels.h
- * has the formula. The format is a constant of the compilation: BITS (4 or 8), GROUP (64 or 128), and FUSED (1: the bits
+ * has the formula. The format is a constant of the compilation: BITS (2, 4 or 8), GROUP (64 or 128), and FUSED (1: the bits
  * of the host's variants with fused additions; 0: those of `portable`). */
 #pragma once
 
 #include "numbers.cuh"
+
+static_assert(BITS != 2 || GROUP == 64, "int2 has groups of 64");
 
 enum { LANES = 16 };                        /* outputs of a block, interleaved */
 enum { WORDS = GROUP * BITS / 32 };         /* of a record, for each of its outputs */
@@ -52,7 +54,7 @@ struct scaling {
     float scale, zero;
 
     METHOD void load(const uint8_t *record, int i) {
-        if (BITS == 4) {
+        if (BITS < 8) {
             scale = widened(read_once((const uint16_t *)record + i));
             zero = widened(read_once((const uint16_t *)record + LANES + i));
         } else {
@@ -65,10 +67,10 @@ struct scaling {
     METHOD float added(int32_t dot, factors of, float y) const {
         float factor = __fmul_rn(scale, of.step);
         if (FUSED) {
-            float centred = BITS == 4 ? __fmaf_rn(-zero, of.sum, (float)dot) : (float)dot;
+            float centred = BITS < 8 ? __fmaf_rn(-zero, of.sum, (float)dot) : (float)dot;
             return __fmaf_rn(centred, factor, y);
         }
-        float centred = BITS == 4 ? __fsub_rn((float)dot, __fmul_rn(zero, of.sum)) : (float)dot;
+        float centred = BITS < 8 ? __fsub_rn((float)dot, __fmul_rn(zero, of.sum)) : (float)dot;
         return __fadd_rn(y, __fmul_rn(centred, factor));
     }
 };

@@ -3,7 +3,8 @@
  *
  * The words of a record are the fragments of A (16 outputs x 32 inputs) as they lie: lane 4 g + t of a warp has outputs g
  * and g + 8. Of int4 a word's lower and upper halves are 8 consecutive inputs, so B's fragment of a row is 8 consecutive
- * codes; which inputs meet is the same permutation on both sides. Lane 4 g + t gets outputs g and g + 8 of rows 2 t and
+ * codes; which inputs meet is the same permutation on both sides. Of int2 a word has the codes of 16 consecutive inputs,
+ * which are the operands of two instructions. Lane 4 g + t gets outputs g and g + 8 of rows 2 t and
  * 2 t + 1. */
 #pragma once
 
@@ -28,7 +29,10 @@ struct fragments {
     }
 
     METHOD void step(int s, uint32_t *a) const {
-        if (BITS == 4) {
+        if (BITS == 2) { /* words 0 and 1 serve both steps */
+            a[0] = words[0] >> 4 * s & 0x03030303u, a[1] = words[1] >> 4 * s & 0x03030303u;
+            a[2] = words[0] >> (4 * s + 2) & 0x03030303u, a[3] = words[1] >> (4 * s + 2) & 0x03030303u;
+        } else if (BITS == 4) {
             a[0] = words[2 * s] & 0x0F0F0F0Fu, a[1] = words[2 * s + 1] & 0x0F0F0F0Fu;
             a[2] = words[2 * s] >> 4 & 0x0F0F0F0Fu, a[3] = words[2 * s + 1] >> 4 & 0x0F0F0F0Fu;
         } else {
@@ -40,8 +44,8 @@ struct fragments {
 
 /* B's fragment of a row's group. */
 DEVICE void load_codes(const int8_t *x, int s, int t, uint32_t *b) {
-    if (BITS == 4) {
-        int2 both = __ldg((const int2 *)(x + 32 * s + 8 * t));
+    if (BITS < 8) {
+        int2 both = __ldg((const int2 *)(x + (BITS == 2 ? 16 * t + 8 * s : 32 * s + 8 * t)));
         b[0] = (uint32_t)both.x, b[1] = (uint32_t)both.y;
     } else {
         b[0] = (uint32_t)__ldg((const int *)(x + 32 * s + 4 * t));

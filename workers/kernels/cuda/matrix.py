@@ -10,9 +10,17 @@ from shm.blocks import BlockFormat
 from shm.formats import Bytes
 from workers.kernels.cuda.buffers import Scratch, Uploaded
 from workers.kernels.cuda.launcher import Launcher
-from workers.kernels.cuda.products import ITEM, BlockProducts, Codes, in_chunks, limit_of
+from workers.kernels.cuda.products import ITEM, BlockProducts, Codes, Items, in_chunks, limit_of
 
 KEPT = 64  # numbers of rows whose items are kept
+
+
+def row_items(rows: int) -> tuple[Items, int]:
+    """The items of a product of one matrix with so many rows, and the limit of its kernel."""
+    _, lo, number = in_chunks(np.array([rows]))
+    made = np.zeros(len(lo), ITEM)
+    made["tiles"], made["rows"], made["entry"], made["out"] = 1, number, lo, lo
+    return made, limit_of(int(number.max()))
 
 
 class CudaMatrix:
@@ -52,12 +60,10 @@ class CudaMatrix:
         """The items of a product with so many rows, kept for the next one."""
         found = self._items.get(rows)
         if found is None:
-            _, lo, number = in_chunks(np.array([rows]))
-            made = np.zeros(len(lo), ITEM)
-            made["tiles"], made["rows"], made["entry"], made["out"] = 1, number, lo, lo
+            made, limit = row_items(rows)
             table = np.array([self._data.data_ptr()], np.int64)
             upload = Uploaded(self._products.launcher, made, table)
             if len(self._items) >= KEPT:
                 self._items.pop(next(iter(self._items)))
-            self._items[rows] = found = upload, len(made), limit_of(int(number.max()))
+            self._items[rows] = found = upload, len(made), limit
         return found
