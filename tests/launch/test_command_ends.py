@@ -217,7 +217,7 @@ async def test_running_engine_is_found_by_its_name_and_another_is_started() -> N
 class StandInSupervisor:
     """Notes its life."""
 
-    endpoint = "ipc:///started/client.sock"
+    endpoint, http = "ipc:///started/client.sock", ""
     notes: list[Any]
 
     def __init__(self, config: Any, *, log_level: str) -> None:
