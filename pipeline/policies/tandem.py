@@ -109,7 +109,7 @@ class Tandem(Policy):
         kept = worth.target[layer].take(active.experts)
         resident = np.minimum(view.residency[layer].take(active.experts), kept)  # the others are evicted
         balanced = self._balanced = divider.balanced(active, resident, tiles, self._rested, busy)
-        if view.phase == "decode":
+        if self._layers.possible:
             self._compare(layer, routing, balanced, view)
         self._rested = not balanced.sides.host
         self._alone += balanced.alone
@@ -144,19 +144,21 @@ class Tandem(Policy):
 
     def _compare(self, layer: int, routing: Routing, balanced: Balanced, view: View) -> None:
         """Count a layer for the comparison of experts by use with whole layers."""
-        divider, seconds, wake = self._divider, balanced.seconds, self._divider.wake
-        if self._layers.used:
-            active = routing.active
+        divider, active, tiles, layers = self._divider, routing.active, view.shape.tiles, self._layers
+        by_use, by_layer = balanced.seconds, balanced.there
+        if layers.used:
             resident = self._by_use[layer].take(active.experts)
-            other = divider.balanced(active, resident, view.shape.tiles, self._apart)
-            self._apart, seconds = not other.sides.host, other.seconds
-        alone = balanced.alone - wake * self._rested
-        self._layers.note(layer, seconds, balanced.there, alone, wake)
+            other = divider.balanced(active, resident, tiles, self._apart)
+            self._apart, by_use = not other.sides.host, other.seconds
+        if layer >= layers.count:
+            nothing = np.zeros(len(active.experts), np.int32)
+            by_layer = divider.balanced(active, nothing, tiles, rested=layer == layers.count).seconds
+        layers.note(by_use, by_layer)
 
     def _rearranged(self, view: View) -> list[Target]:
         """At the end of a step: the other arrangement's targets, where it is faster."""
         worth, layers = self._worth, self._layers
-        if not layers.end_step(view.capacity, self._divider.tile):
+        if not layers.end_step(view.phase == "decode", view.capacity, self._divider.tile):
             return []
         self._moving = None
         self._by_use = worth.filled(worth.value)

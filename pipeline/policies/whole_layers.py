@@ -23,7 +23,7 @@ class WholeLayers:
         """`capacity`: tiles."""
         self.count = min(capacity // (shape.experts * shape.tiles), shape.layers)
         self.used = False
-        self._possible = 0 < self.count < shape.layers
+        self.possible = 0 < self.count < shape.layers
         self._layers = shape.layers
         self._period = WINDOW
         self._begin()
@@ -38,23 +38,21 @@ class WholeLayers:
         self._noted = 0
         self._used = self._whole = 0.0  # seconds of this step
 
-    def note(self, layer: int, by_use: float, there: float, alone: float, wake: float) -> None:
-        """A layer's seconds: with experts by use, with all of its own on the device, with none there. `wake`:
-        what a host share takes more behind a layer without one."""
+    def note(self, by_use: float, by_layer: float) -> None:
+        """A layer's seconds with either arrangement."""
         self._used += by_use
-        self._whole += there if layer < self.count else alone
-        if layer == self.count:
-            self._whole += wake
+        self._whole += by_layer
         self._noted += 1
 
-    def end_step(self, moved: int, tile: float) -> bool:
-        """Whether to change now: `used` is then the other one. `moved`: about as many tiles would have to
-        move, in `tile` seconds each."""
-        if not self._possible or self._noted != self._layers:
+    def end_step(self, decoded: bool, moved: int, tile: float) -> bool:
+        """Whether to change now: `used` is then the other one. Prompts' seconds count like those of other
+        steps, but only steps that `decoded` are counted. `moved`: about as many tiles would have to move, in
+        `tile` seconds each."""
+        if not self.possible or self._noted != self._layers:
             return False
         self._by_use += self._used
         self._by_layer += self._whole
-        self._steps += 1
+        self._steps += decoded
         if self._steps < self._period:
             return False
         present, other = self._by_use, self._by_layer

@@ -27,13 +27,13 @@ COSTS = Costs((1, 64), (50e-6, 1e-3), (10e-6, 20e-6), 200e-6, 50e-6, launch=20e-
 APART = replace(COSTS, both=400e-6, wake=100e-6)
 
 
-def steps(layers: WholeLayers, count: int, by_use: float, there: float = 1.0, alone: float = 4.0) -> int:
-    """Steps until it changes, `count` at most. A step takes 3 there + 3 alone + 1 by whole layers."""
+def steps(layers: WholeLayers, count: int, by_use: float) -> int:
+    """Steps until it changes, `count` at most. A step takes 16 seconds by whole layers."""
     for step in range(count):
         layers.begin_step()
-        for layer in range(SHAPE.layers):
-            layers.note(layer, by_use / SHAPE.layers, there, alone, wake=1.0)
-        if layers.end_step(moved=10, tile=1.0):
+        for _ in range(SHAPE.layers):
+            layers.note(by_use / SHAPE.layers, 16.0 / SHAPE.layers)
+        if layers.end_step(True, moved=10, tile=1.0):
             return step + 1
     return count
 
@@ -59,9 +59,9 @@ def test_a_change_that_moves_more_than_it_saves_soon_is_left_out() -> None:
     layers = WholeLayers(SHAPE, HALF)
     for _ in range(4 * WINDOW):
         layers.begin_step()
-        for layer in range(SHAPE.layers):
-            layers.note(layer, 17.0 / SHAPE.layers, 1.0, 4.0, wake=1.0)
-        assert not layers.end_step(moved=HALF, tile=1e3)
+        for _ in range(SHAPE.layers):
+            layers.note(17.0 / SHAPE.layers, 16.0 / SHAPE.layers)
+        assert not layers.end_step(True, moved=HALF, tile=1e3)
 
 
 @pytest.mark.parametrize("capacity", [0, 16 * 4 - 1, 6 * 16 * 4])
@@ -73,8 +73,19 @@ def test_steps_that_were_not_noted_as_a_whole_do_not_count() -> None:
     layers = WholeLayers(SHAPE, HALF)
     for _ in range(4 * WINDOW):
         layers.begin_step()
-        layers.note(0, 1e3, 1.0, 4.0, wake=1.0)
-        assert not layers.end_step(moved=10, tile=1.0)
+        layers.note(1e3, 1.0)
+        assert not layers.end_step(True, moved=10, tile=1.0)
+
+
+def test_prompts_count_by_their_seconds_and_not_as_steps() -> None:
+    layers = WholeLayers(SHAPE, HALF)
+    for decoded in [True] * (WINDOW - 1) + [False] * WINDOW:
+        layers.begin_step()
+        for _ in range(SHAPE.layers):
+            layers.note(*((17.0, 16.0) if decoded else (1.0, 100.0)))
+        assert not layers.end_step(decoded, moved=10, tile=1.0)
+    assert steps(layers, 10, by_use=17.0) == 10, "the prompts would lose more"
+    assert not layers.used
 
 
 def test_the_cache_is_rearranged_to_its_last_tile_and_evictions_come_first() -> None:
