@@ -16,6 +16,11 @@ from waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
+MASKED = {  # half of the channels, in prompts too
+    "format": "floe-u4-int4",
+    "policy": "floe-host",
+    "policy_options": {"sparsity": "0.5", "masked": "all"},
+}
 FAULTS = {
     "one killed": [(KILL, 0)],
     "both killed": [(KILL, 0), (KILL, 1)],
@@ -33,8 +38,8 @@ async def state(start_engine, tiny_model) -> AsyncIterator[State]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def alone(start_engine, tiny_model) -> AsyncIterator[State]:
-    """An engine with a single worker."""
-    async with start_engine(config(tiny_model, workers=1)) as (supervisor, client):
+    """An engine with a single worker, which leaves channels out."""
+    async with start_engine(config(tiny_model, workers=1, **MASKED)) as (supervisor, client):
         state = State(supervisor, client)
         await state.wait_recovered()
         yield state
@@ -47,6 +52,12 @@ async def over_zmq(start_engine, tiny_model) -> AsyncIterator[State]:
         state = State(supervisor, client)
         await state.wait_recovered()
         yield state
+
+
+async def leaves_out(state: State) -> bool:
+    """Whether masks have left channels out, in prompts and while decoding."""
+    phases = (await state.client.stats())["engine"]
+    return all(0 < phases[p]["kept_channels"] < phases[p]["masked_channels"] for p in ("prefill", "decode"))
 
 
 async def recovered(state: State, before: int, faults: int) -> None:
@@ -141,10 +152,11 @@ async def test_only_worker_exits_in_decode(alone, number) -> None:
     assert bits(tokens) == bits(reference)
     await recovered(alone, before, 1)
     assert bits(await answer(alone.client)) == bits(reference)
+    assert await leaves_out(alone)
 
 
 async def test_ten_kills_a_second_change_no_token(start_engine, tiny_model) -> None:
-    """Of any of three workers, also of those that have just been started."""
+    """Of any of three workers, also of those that have just been started; masks leave channels out."""
     draws, kills = random.Random(19), []
 
     async def kill_for_ever(state: State) -> None:
@@ -155,7 +167,7 @@ async def test_ten_kills_a_second_change_no_token(start_engine, tiny_model) -> N
                 os.kill(draws.choice(workers), KILL)
                 kills.append(time.monotonic())
 
-    async with start_engine(config(tiny_model, workers=3, format="bf16", chunk=64)) as (supervisor, client):
+    async with start_engine(config(tiny_model, workers=3, chunk=64, **MASKED)) as (supervisor, client):
         state = State(supervisor, client)
         reference = [bits(await answer(client, prompt)) for prompt in (PROMPT, LONG)]
         killing = asyncio.create_task(kill_for_ever(state))
@@ -163,3 +175,4 @@ async def test_ten_kills_a_second_change_no_token(start_engine, tiny_model) -> N
             assert [bits(await answer(client, prompt)) for prompt in (PROMPT, LONG)] == reference
         killing.cancel()
         await state.wait_recovered()
+        assert await leaves_out(state)
