@@ -29,6 +29,8 @@ from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import EngineConfig, FormatName
 from pipeline.memory.needs import Needs, backbone_tensors, quantized_bytes
 from pipeline.models.registry import expert_shape
+from pipeline.policies.presets import make_policy
+from pipeline.policies.view import PolicyRequest
 from protocol.user_folders import user_folder
 from shm.layout import FORMATS, BlockFormat, FloeFormat, StoreLayout, format_named
 from shm.segment import available_memory, byte_size
@@ -36,6 +38,7 @@ from shm.segment import available_memory, byte_size
 CHILD = "launch.doctor.kernel_rates"
 SECONDS = 0.4  # of each measurement
 CONTEXT = 1000  # tokens that an expected token attends to
+SPARSE = PolicyRequest("floe-host")  # of which floe formats are expected, where no sparsity is asked for
 QUANTILES = (0.1, 0.5, 0.9)  # of measured rates: the slow, the usual and the fast ones
 MARGIN = 0.2  # of the range at least: how evenly a token's experts divide over the workers is not measured
 
@@ -127,7 +130,7 @@ async def measure_speeds(
         part = size // len(cores) // 4096 * 4096
         parts = [{"cores": [core], "lo": i * part, "hi": (i + 1) * part} for i, core in enumerate(cores)]
         backbone_format = [] if plain else [(asked.backbone_dtype, shapes[0][1])]
-        base |= {"experts": [*shapes, *backbone_format], "matrix": None}
+        base |= {"experts": [*shapes, *backbone_format], "matrix": None, "left_out": left_out(asked)}
         kinds = zip(*await run_children(CHILD, [base | each for each in parts], fd), strict=True)
         reads, *spreads = [Spread.of(together) for together in kinds]
         if plain:
@@ -144,8 +147,18 @@ async def measure_speeds(
     return Speeds(memory, dict(zip(names, spreads, strict=False)), spreads[-1], layer, load, len(cores))
 
 
+def left_out(asked: EngineConfig) -> float:
+    """The share of an expert's channels that a token leaves out in a floe format: the policy's, where it has
+    a number, else that of SPARSE."""
+    if asked.policy is not None:
+        wished = make_policy(PolicyRequest(asked.policy, asked.policy_options), 0).sparsity.wished
+        if wished is not None and (wished or "sparsity" in asked.policy_options):
+            return wished
+    return make_policy(SPARSE, 0).sparsity.wished or 0.0
+
+
 def bytes_read(source: ModelSource, asked: EngineConfig, needs: Needs) -> Bytes:
-    """Of one token after CONTEXT others, in this format."""
+    """Of one token after CONTEXT others, in this format; of a floe format without what is left out."""
     tile_format = format_named(needs.format)
     shape = expert_shape(source.config, asked.tile, tile_format)
     layout = StoreLayout(shape, tile_format)
@@ -153,8 +166,10 @@ def bytes_read(source: ModelSource, asked: EngineConfig, needs: Needs) -> Bytes:
     backbone = needs.backbone
     if not needs.spec.tied_embeddings or quantized_bytes(tensors, needs.spec, asked):
         backbone -= needs.spec.vocabulary * needs.spec.hidden * (4 if asked.backbone_dtype == "f32" else 2)
-    active = shape.layers * needs.spec.top_k * layout.expert_bytes
-    return Bytes(active, backbone, CONTEXT * needs.kv_token)
+    expert = layout.expert_bytes
+    if isinstance(tile_format, FloeFormat):
+        expert -= round(left_out(asked) * layout.tile_bytes * shape.tiles)
+    return Bytes(shape.layers * needs.spec.top_k * expert, backbone, CONTEXT * needs.kv_token)
 
 
 def forecast(reads: Bytes, needs: Needs, speeds: Speeds) -> Forecast:
@@ -170,16 +185,17 @@ def forecast(reads: Bytes, needs: Needs, speeds: Speeds) -> Forecast:
     return Forecast(reads, limit, slow, usual, min(fast, limit))
 
 
-def explain(forecasts: Mapping[FormatName, Forecast], speeds: Speeds, dtype: str) -> list[str]:
-    """How the expected speeds were found, in lines. `dtype`: of the backbone."""
+def explain(forecasts: Mapping[FormatName, Forecast], speeds: Speeds, asked: EngineConfig) -> list[str]:
+    """How the expected speeds were found, in lines."""
+    dtype = asked.backbone_dtype
     kernels = ", ".join(
         f"{name} {percent(spread.usual / speeds.memory)}" for name, spread in speeds.experts.items()
     )
     first = next(iter(forecasts.values()))
     sparse = any(isinstance(format_named(name), FloeFormat) for name in forecasts)
-    whole = (
-        " In floe formats no channel is left out here: with sparsity fewer bytes are read." if sparse else ""
-    )
+    share = left_out(asked)
+    masked = f" In floe formats it leaves out {percent(share)} of an expert's channels (floe-host, --set"
+    whole = f"{masked} floe-host.sparsity=X)." if sparse else ""
     lines = [finding.found + "; " + finding.means for finding in busy(speeds.load, speeds.cores)]
     return [
         *lines,

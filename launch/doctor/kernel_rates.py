@@ -10,12 +10,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from protocol import messages
+from shm.floe import FloeFormat
 from shm.layout import Bytes, ExpertShape, StoreLayout, format_named
+from shm.mask import Mask
 from shm.store import Store
 from workers.kernels import reading
 from workers.kernels.choice import Choice
@@ -28,45 +30,59 @@ MATRIX_ROWS = 2048
 ALIGNMENT = 4096  # of what is computed with
 SAMPLE = 0.02  # seconds; the same for all kinds, because other programs interrupt longer ones more often
 
-Work = Callable[[Bytes], object]
+
+class Work(NamedTuple):
+    """What computes with `size` bytes of the buffer, of which it reads `read`."""
+
+    compute: Callable[[Bytes], object]
+    size: int
+    read: int
 
 
 def main(config: dict[str, Any]) -> None:
     """Configuration: `fd`, `size`, `lo`, `hi`, `cores` and `seconds` (of each kind) as for
-    `launch/doctor/reader.py`; `experts`: (format, fields of its ExpertShape) of each kind; `matrix`: (dtype,
-    width, threads), or None; `kernels`: the Choice. Writes "ready", waits for a line, then writes for the
-    reads, each of the experts and the matrix a list of bytes a second."""
+    `launch/doctor/reader.py`; `experts`: (format, fields of its ExpertShape) of each kind; `left_out`: the
+    share of an expert's channels that formats with heads leave out; `matrix`: (dtype, width, threads), or
+    None; `kernels`: the Choice. Writes "ready", waits for a line, then writes for the reads, each of the
+    experts and the matrix a list of bytes a second."""
     pin(config["cores"])
     shared = np.frombuffer(mmap.mmap(config["fd"], config["size"], mmap.MAP_SHARED), np.uint8)
     part = shared[config["lo"] : config["hi"]]
     part.view(np.uint64).max()  # maps every page
-    works: list[tuple[Work, int]] = [(reading.fastest_way(part, best()), reading.SAMPLE)]
-    kernels = Choice.from_map(config["kernels"])
-    works += [_expert(name, ExpertShape(*shape), len(part), kernels) for name, shape in config["experts"]]
+    works = [Work(reading.fastest_way(part, best()), reading.SAMPLE, reading.SAMPLE)]
+    kernels, share = Choice.from_map(config["kernels"]), 1 - config["left_out"]
+    for name, shape in config["experts"]:
+        works.append(_expert(name, ExpertShape(*shape), len(part), kernels, share))
     if config["matrix"] is not None:
         works.append(_matrix(*config["matrix"]))
-    for work, size in works:
-        work(part[:size])  # allocates scratch, and imports what it needs
+    for work in works:
+        work.compute(part[: work.size])  # allocates scratch, and imports what it needs
     print(json.dumps("ready"), flush=True)
     if sys.stdin.readline():
         print(json.dumps(_rates(works, part, config["seconds"])), flush=True)
 
 
-def _expert(name: str, shape: ExpertShape, most: int, kernels: Choice) -> tuple[Work, int]:
-    """The work on one expert, and its bytes; on fewer of its tiles where it exceeds `most` bytes."""
+def _expert(name: str, shape: ExpertShape, most: int, kernels: Choice, share: float) -> Work:
+    """One expert; fewer of its tiles where it exceeds `most` bytes. `share`: of the channels of a format with
+    heads that are kept. The buffer's weights are alike, so that these are the first ones of each tile."""
     layout = StoreLayout(shape, format_named(name))
     kernel = HostKernel(layout, kernels=kernels)
     x = np.full((1, shape.hidden), 0.5, np.float32)
     row = np.zeros(1, np.int32)
     tiles = max(1, min(shape.tiles, most * shape.tiles // layout.expert_bytes))
     size = layout.tile_bytes * tiles
-    if layout.head_bytes:  # tiles with heads are computed as Works on a store, here without a mask
+    if isinstance(layout.format, FloeFormat):  # computed as Works on a store
         one = replace(shape, layers=1, experts=1, intermediate=tiles * shape.tile)
         layout = StoreLayout(one, layout.format)
         items, offsets = np.array([[0, 0, tiles]], np.int32), np.array([0, 1], np.int32)
-        order = messages.Work(0, 0, items, offsets, row, np.ones(1, np.float32), x)
-        return lambda data: kernel.compute_work(order, _Buffer(layout, data)), layout.total_bytes
-    return lambda data: kernel.compute(data, Activations(x), row), size
+        mask = Mask(share=share)
+        order = messages.Work(
+            0, 0, items, offsets, row, np.ones(1, np.float32), x, mask.threshold, mask.share
+        )
+        kept = mask.number(shape.tile) if share < 1 else shape.tile
+        read = tiles * (layout.head_bytes + kept * layout.format.channel_bytes(shape.hidden))
+        return Work(lambda data: kernel.compute_work(order, _Buffer(layout, data)), layout.total_bytes, read)
+    return Work(lambda data: kernel.compute(data, Activations(x), row), size, size)
 
 
 class _Buffer(Store):
@@ -78,34 +94,35 @@ class _Buffer(Store):
         self._tile_bytes = layout.tile_bytes
 
 
-def _matrix(dtype: str, width: int, threads: int) -> tuple[Work, int]:
+def _matrix(dtype: str, width: int, threads: int) -> Work:
     import torch
 
     torch.set_num_threads(threads)
     kind = {"bf16": torch.bfloat16, "f32": torch.float32}[dtype]
     x = torch.full((1, width), 0.5, dtype=kind)
 
-    def work(data: Bytes) -> object:
+    def multiply(data: Bytes) -> object:
         weight = torch.from_numpy(data).view(kind).view(MATRIX_ROWS, width)
         with torch.inference_mode():
             return torch.nn.functional.linear(x, weight)
 
-    return work, MATRIX_ROWS * width * kind.itemsize
+    size = MATRIX_ROWS * width * kind.itemsize
+    return Work(multiply, size, size)
 
 
-def _rates(works: list[tuple[Work, int]], buffer: Bytes, seconds: float) -> list[list[float]]:
+def _rates(works: list[Work], buffer: Bytes, seconds: float) -> list[list[float]]:
     rates: list[list[float]] = [[] for _ in works]
     offset = 0
     began = now = time.perf_counter()
     while now - began < seconds * len(works) or len(rates[-1]) < FEWEST:
-        for (work, size), its in zip(works, rates, strict=True):
+        for (compute, size, read), its in zip(works, rates, strict=True):
             started = now = time.perf_counter()
             done = 0
             while now - started < SAMPLE:
                 offset = offset if offset + size <= len(buffer) else 0
-                work(buffer[offset : offset + size])
+                compute(buffer[offset : offset + size])
                 offset += -(-size // ALIGNMENT) * ALIGNMENT
-                done += size
+                done += read
                 now = time.perf_counter()
             its.append(done / (now - started))
     return rates

@@ -77,7 +77,7 @@ async def _expected(
     except TrialFailed as e:
         return None, {}, [f"The expected tok/s are unknown: {e}"]
     found = {name: forecast(bytes_read(source, config, needs), needs, speeds) for name, needs in each.items()}
-    return speeds, found, explain(found, speeds, config.backbone_dtype)
+    return speeds, found, explain(found, speeds, config)
 
 
 def _row(now: Situation, needs: Needs, chosen: Plan | None) -> Plan:

@@ -67,14 +67,32 @@ def test_smaller_formats_are_faster_and_uneven_rates_widen_the_range() -> None:
     assert quick.usual == pytest.approx(quick.fast) == pytest.approx(quick.limit)
 
 
+def test_floe_formats_are_expected_without_the_channels_that_are_left_out() -> None:
+    """Of 2.5 bits of up and 9 of gate and down; the policy's share, or that of floe-host."""
+    numbers, speeds = 2 * 2 * 14336 * 4096, replace(SPEEDS, experts=SPEEDS.experts | {"floe-int4": EVEN})
+    for changes, share in (
+        ({}, 0.8),
+        ({"policy": "all-host"}, 0.8),
+        ({"policy": "all-host", "policy_options": {"sparsity": "0"}}, 0.0),
+        ({"policy": "floe-host", "policy_options": {"sparsity": "0.5"}}, 0.5),
+        ({"policy": "floe-host", "policy_options": {"sparsity": "auto"}}, 0.8),
+    ):
+        config: EngineConfig = replace(CONFIG, **changes)  # type: ignore[arg-type]
+        found = expected("floe-int4", speeds, config)
+        assert found.reads.experts == pytest.approx(numbers * (2.5 + (1 - share) * 9) / 8, rel=1e-6)
+        text = "\n".join(explain({"floe-int4": found}, speeds, config))
+        assert f"leaves out {share:.0%} of an expert's channels" in text
+    assert expected("int4").reads.experts == numbers * 13.5 / 8
+
+
 def test_the_explanation_says_what_was_measured_and_that_the_machine_was_busy() -> None:
     found = {"bf16": expected("bf16")}
-    text = "\n".join(explain(found, SPEEDS, "bf16"))  # type: ignore[arg-type]
+    text = "\n".join(explain(found, SPEEDS, CONFIG))  # type: ignore[arg-type]
     assert "all cores read up to 25 GB/s" in text
     assert "bf16 80%" in text
     assert "the rest of a layer takes 1 ms" in text
     assert "other programs" not in text
-    busy = "\n".join(explain(found, replace(SPEEDS, load=3.0), "bf16"))  # type: ignore[arg-type]
+    busy = "\n".join(explain(found, replace(SPEEDS, load=3.0), CONFIG))  # type: ignore[arg-type]
     assert "load average 3.0 before measuring: other programs are computing" in busy
 
 
