@@ -16,6 +16,11 @@ the codes are made, and errors are those of the numbers that would be stored; th
 to nearest, so the result is never worse than that. Errors are in units of the group's first scale: the
 thresholds of a group do not depend on how large its weights are.
 
+With 2 bits (SQUARED) the error is the squared one, p = 2, and so e = 0: of four levels each is used by many
+weights, and a norm that forgives large errors costs a model more than it gains. Alternating then ends in
+one of several minima: it starts twice, the second time with a narrower grid around the mean, and the better
+end counts.
+
 `shm/quantize.c` computes the same, number for number: both give the same bytes. That is why the power is
 computed as it is, and why every sum runs over the inputs one after the other (numpy adds the rows of a matrix
 in order).
@@ -32,6 +37,8 @@ STEPS = 20
 NORM = np.float32(0.7)  # p
 BETA = np.float32(10)
 KAPPA = np.float32(1.01)
+SQUARED = 3  # the largest code with which squared errors are minimised
+NARROWER = np.float32(0.7)  # the second start's scale, of the first one's
 SCALE_DRIFT = np.float32(4)  # the most that the scale moves away from its start, either way
 SMALLEST = np.float32(2.0**-120)  # a group with a scale below is all zeros
 LARGEST = np.float32(2.0**120)  # weights are below
@@ -57,18 +64,27 @@ def coded_groups(
     zero = _bf16((0 - low * inverse) / scale)
     best = np.full_like(scale, 3e38)
     best_scale, best_zero = scale, zero
-    beta = BETA
-    for _ in range(steps + 1):
-        error, mean_q, mean_t, slope = _examine(x, most, scale, zero, 1 / beta)
-        live = live & (error < best)
-        best = np.where(live, error, best)
-        best_scale, best_zero = np.where(live, scale, best_scale), np.where(live, zero, best_zero)
-        if not live.any():
-            break
-        usable = (slope >= 1 / SCALE_DRIFT) & (slope <= SCALE_DRIFT) & (start > 0)
-        scale = np.where(usable, _bf16(slope * start) / grid, scale)
-        zero = _bf16(mean_q - mean_t / scale)
-        beta = beta * KAPPA
+    squared = most == SQUARED and steps > 0
+    for again in range(2 if squared else 1):
+        if again:
+            live = start > 0
+            mean = np.add.reduce(x, axis=0) / np.float32(len(x))
+            scale = np.where(live, _bf16(NARROWER * start) / grid, np.float32(1))
+            zero = _bf16(np.float32(most) / 2 - mean / scale)
+        least, beta = np.full_like(scale, 3e38), BETA
+        for _ in range(steps + 1):
+            error, mean_q, mean_t, slope = _examine(x, most, scale, zero, None if squared else 1 / beta)
+            live = live & (error < least)
+            least = np.where(live, error, least)
+            better = live & (error < best)
+            best = np.where(better, error, best)
+            best_scale, best_zero = np.where(better, scale, best_scale), np.where(better, zero, best_zero)
+            if not live.any():
+                break
+            usable = (slope >= 1 / SCALE_DRIFT) & (slope <= SCALE_DRIFT) & (start > 0)
+            scale = np.where(usable, _bf16(slope * start) / grid, scale)
+            zero = _bf16(mean_q - mean_t / scale)
+            beta = beta * KAPPA
     codes = _codes(x, most, best_scale, best_zero).astype(np.uint8)
     return round_to_bf16(best_scale * start), round_to_bf16(best_zero), codes
 
@@ -82,16 +98,19 @@ def int8_groups(x: Float32) -> tuple[Float32, Bytes]:
 
 
 def _examine(
-    x: Float32, most: int, scale: Float32, zero: Float32, threshold: np.float32
+    x: Float32, most: int, scale: Float32, zero: Float32, threshold: np.float32 | None
 ) -> tuple[Float32, Float32, Float32, Float32]:
     """The groups' errors with this scale and zero, and for the next ones: the mean code, the mean of
-    t = w - e, and the slope of t over the codes."""
+    t = w - e, and the slope of t over the codes. `threshold`: 1 / beta; None: of squared errors."""
     code = _codes(x, most, scale, zero)
     rest = x - (code - zero) * scale
-    size = np.abs(rest)
-    slope = _power(size)
-    target = x - np.copysign(np.maximum(size - slope * threshold, 0), rest)
-    sums = [np.add.reduce(v, axis=0) for v in (size * slope, code, code * code, target, code * target)]
+    if threshold is None:
+        errors, target = rest * rest, x
+    else:
+        size = np.abs(rest)
+        slope = _power(size)
+        errors, target = size * slope, x - np.copysign(np.maximum(size - slope * threshold, 0), rest)
+    sums = [np.add.reduce(v, axis=0) for v in (errors, code, code * code, target, code * target)]
     error, sum_q, sum_qq, sum_t, sum_qt = sums
     total = np.float32(len(x))
     mean_q, mean_t = sum_q / total, sum_t / total

@@ -19,6 +19,8 @@
 #define NORM 0.7f        /* p */
 #define BETA 10.0f       /* of the first step */
 #define KAPPA 1.01f      /* its growth */
+#define SQUARED 3.0f     /* the largest code with which squared errors are minimised */
+#define NARROWER 0.7f    /* the second start's scale, of the first one's */
 #define SCALE_DRIFT 4.0f /* the most that the scale moves away from its start, either way */
 
 #define LARGEST 0x7b800000u         /* 2^120: a weight beyond, infinite or not a number is refused */
@@ -102,7 +104,8 @@ EVERY_PROCESSOR static void coded_group(float x[][LANES], int count, float large
     float best[LANES], best_scale[LANES], best_zero[LANES];
     float low[LANES], high[LANES];
     int32_t live[LANES];
-    float total = (float)count, beta = BETA;
+    float total = (float)count, sum[LANES] = {0};
+    int squared = largest == SQUARED && steps > 0;
 
     for (int l = 0; l < LANES; l++) low[l] = high[l] = 0.0f;
     for (int j = 0; j < count; j++)
@@ -118,7 +121,10 @@ EVERY_PROCESSOR static void coded_group(float x[][LANES], int count, float large
         inverse[l] = live[l] ? 1.0f / grid[l] : 0.0f;
     }
     for (int j = 0; j < count; j++)
-        for (int l = 0; l < LANES; l++) x[j][l] *= inverse[l];
+        for (int l = 0; l < LANES; l++) {
+            x[j][l] *= inverse[l];
+            sum[l] += x[j][l];
+        }
     for (int l = 0; l < LANES; l++) {
         scale[l] = live[l] ? bf16_of(start[l]) / grid[l] : 1.0f;
         /* 0 - x, not -x: there is one 0 */
@@ -128,46 +134,61 @@ EVERY_PROCESSOR static void coded_group(float x[][LANES], int count, float large
         best_zero[l] = zero[l];
     }
 
-    for (int step = 0; step <= steps; step++) {
-        float error[LANES] = {0}, sum_q[LANES] = {0}, sum_qq[LANES] = {0}, sum_t[LANES] = {0},
-              sum_qt[LANES] = {0};
-        float threshold = 1.0f / beta;
-        int32_t any = 0;
-        for (int l = 0; l < LANES; l++) inverse[l] = 1.0f / scale[l];
-        for (int j = 0; j < count; j++)
+    for (int again = 0; again <= squared; again++) {
+        float least[LANES], beta = BETA;
+        for (int l = 0; again && l < LANES; l++) {
+            live[l] = start[l] > 0.0f;
+            scale[l] = live[l] ? bf16_of(NARROWER * start[l]) / grid[l] : 1.0f;
+            zero[l] = bf16_of(largest / 2.0f - sum[l] / total / scale[l]);
+        }
+        for (int l = 0; l < LANES; l++) least[l] = 3e38f;
+        for (int step = 0; step <= steps; step++) {
+            float error[LANES] = {0}, sum_q[LANES] = {0}, sum_qq[LANES] = {0}, sum_t[LANES] = {0},
+                  sum_qt[LANES] = {0};
+            float threshold = 1.0f / beta;
+            int32_t any = 0;
+            for (int l = 0; l < LANES; l++) inverse[l] = 1.0f / scale[l];
+            for (int j = 0; j < count; j++)
+                for (int l = 0; l < LANES; l++) {
+                    float code = clamped(x[j][l] * inverse[l] + zero[l], 0.0f, largest);
+                    code = (code + ROUNDER) - ROUNDER;
+                    float rest = x[j][l] - (code - zero[l]) * scale[l];
+                    float target = x[j][l];
+                    if (squared) {
+                        error[l] += rest * rest;
+                    } else {
+                        float size = float_of(bits_of(rest) & 0x7fffffffu);
+                        float slope = power(size);
+                        float kept = size - slope * threshold;
+                        kept = kept > 0.0f ? kept : 0.0f;
+                        target -= float_of(bits_of(kept) | (bits_of(rest) & 0x80000000u));
+                        error[l] += size * slope;
+                    }
+                    sum_q[l] += code;
+                    sum_qq[l] += code * code;
+                    sum_t[l] += target;
+                    sum_qt[l] += code * target;
+                }
             for (int l = 0; l < LANES; l++) {
-                float code = clamped(x[j][l] * inverse[l] + zero[l], 0.0f, largest);
-                code = (code + ROUNDER) - ROUNDER;
-                float rest = x[j][l] - (code - zero[l]) * scale[l];
-                float size = float_of(bits_of(rest) & 0x7fffffffu);
-                float slope = power(size);
-                float kept = size - slope * threshold;
-                kept = kept > 0.0f ? kept : 0.0f;
-                float target = x[j][l] - float_of(bits_of(kept) | (bits_of(rest) & 0x80000000u));
-                error[l] += size * slope;
-                sum_q[l] += code;
-                sum_qq[l] += code * code;
-                sum_t[l] += target;
-                sum_qt[l] += code * target;
+                int32_t less = live[l] & (error[l] < least[l]), better = less & (error[l] < best[l]);
+                least[l] = less ? error[l] : least[l];
+                best[l] = better ? error[l] : best[l];
+                best_scale[l] = better ? scale[l] : best_scale[l];
+                best_zero[l] = better ? zero[l] : best_zero[l];
+                live[l] = less;
+                any |= less;
             }
-        for (int l = 0; l < LANES; l++) {
-            int32_t better = live[l] & (error[l] < best[l]);
-            best[l] = better ? error[l] : best[l];
-            best_scale[l] = better ? scale[l] : best_scale[l];
-            best_zero[l] = better ? zero[l] : best_zero[l];
-            live[l] = better;
-            any |= better;
+            if (!any) break;
+            for (int l = 0; l < LANES; l++) {
+                float mean_q = sum_q[l] / total, mean_t = sum_t[l] / total;
+                float spread = sum_qq[l] - sum_q[l] * mean_q;
+                float slope = (sum_qt[l] - sum_q[l] * mean_t) / (spread > 0.5f ? spread : 0.5f);
+                int32_t usable = (slope >= 1.0f / SCALE_DRIFT) & (slope <= SCALE_DRIFT) & (start[l] > 0.0f);
+                scale[l] = usable ? bf16_of(slope * start[l]) / grid[l] : scale[l];
+                zero[l] = bf16_of(mean_q - mean_t / scale[l]);
+            }
+            beta *= KAPPA;
         }
-        if (!any) break;
-        for (int l = 0; l < LANES; l++) {
-            float mean_q = sum_q[l] / total, mean_t = sum_t[l] / total;
-            float spread = sum_qq[l] - sum_q[l] * mean_q;
-            float slope = (sum_qt[l] - sum_q[l] * mean_t) / (spread > 0.5f ? spread : 0.5f);
-            int32_t usable = (slope >= 1.0f / SCALE_DRIFT) & (slope <= SCALE_DRIFT) & (start[l] > 0.0f);
-            scale[l] = usable ? bf16_of(slope * start[l]) / grid[l] : scale[l];
-            zero[l] = bf16_of(mean_q - mean_t / scale[l]);
-        }
-        beta *= KAPPA;
     }
 
     for (int l = 0; l < LANES; l++) {
@@ -239,7 +260,7 @@ static void pack_row(uint8_t q[][LANES], int lane, int64_t g, int bits, uint8_t 
         }
 }
 
-int tandem_quantize_version(void) { return 2; }
+int tandem_quantize_version(void) { return 3; }
 
 /* w: float32 [n, k], strides in numbers. bits: 2, 4 or 8. steps: of the optimisation, not of 8 bits. Both
  * return 0, or 1 where a weight is not a number below 2^120: then out is unfinished. */

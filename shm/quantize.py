@@ -24,7 +24,7 @@ LANES = 16  # outputs of a block
 HEAD_BYTES = 64  # of a record: scales, and zeros where there are some
 MAX_GROUP = 256
 ROW_GROUP = 64  # numbers of a row that share a scale
-VERSION = 2  # of the library's functions: one that an older checkout left behind is not used
+VERSION = 3  # of the library's functions: one that an older checkout left behind is not used
 UNUSABLE = "some weights are infinite, not a number, or beyond 1e36: they cannot be quantized"
 NUMPY_NUMBERS = 1 << 18  # quantized at a time by numpy, which needs some twenty times their memory
 

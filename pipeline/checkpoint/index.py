@@ -17,6 +17,7 @@ import msgpack
 from pipeline.checkpoint.header import MAX_TENSORS, Shard, TensorEntry, read_shard
 from pipeline.errors import ModelError
 from protocol.small_files import MAX_SETTINGS, read_json
+from shm.layout import FORMATS, FloeFormat
 
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
@@ -26,6 +27,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 QUANTIZED = ("quantization_config", "compression_config")  # keys of config.json
 # Part of every fingerprint; incremented when the same weights would get other bytes in the store.
 ENCODER_VERSION = 2
+TWO_BITS_VERSION = 3  # the same of formats with matrices in 2 bits
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,18 @@ def fingerprint(index: CheckpointIndex, format_name: str, tile: int) -> str:
     """64 hex digits that change whenever the store's bytes would: a hash of config, headers, sizes and times
     of the files, format, tile size in channels, and encoder. Reads no weights."""
     facts = {
-        "encoder": ENCODER_VERSION,
+        "encoder": TWO_BITS_VERSION if _has_two_bits(format_name) else ENCODER_VERSION,
         "format": format_name,
         "tile": tile,
         "config": json.dumps(index.config, sort_keys=True),
         "shards": [(s.path.name, s.size, s.mtime_ns, s.header_digest) for s in index.shards],
     }
     return hashlib.blake2b(msgpack.packb(facts), digest_size=32).hexdigest()
+
+
+def _has_two_bits(format_name: str) -> bool:
+    tile_format = FORMATS.get(format_name)
+    return isinstance(tile_format, FloeFormat) and tile_format.up.bits == 2
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
