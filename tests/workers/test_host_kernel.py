@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -12,11 +13,15 @@ import torch
 from child_harness import SHAPE, small_store, surroundings
 from kernel_runs import bits, kernel_of, reference
 from numpy.typing import NDArray
+from test_masked_kernels import made
 
 from pipeline.device import open_device
 from protocol.messages import Partial, Work
-from shm.control import ControlSegment
+from shm.control import ControlLine, ControlSegment
+from shm.floe import FLOE_FORMATS
 from shm.layout import DENSE, BlockFormat, ExpertShape, Float32, StoreLayout, format_named
+from shm.mask import DENSE as DENSE_MASK
+from shm.mask import Mask
 from shm.segment import unlink
 from shm.store import Store, store_name
 from workers.kernels.host import Activations, HostKernel
@@ -106,6 +111,50 @@ def test_progress_is_counted_by_tiles(name: str) -> None:
         del kernel, line
         segment.close()
         unlink(segment.segment.name)
+
+
+@pytest.mark.skipif(best() is None, reason="nothing compiled")
+@pytest.mark.parametrize("name", [format.name for format in FLOE_FORMATS])
+@pytest.mark.parametrize("mask", [DENSE_MASK, Mask(share=0.25), Mask(threshold=0.4), Mask(threshold=1e6)])
+def test_works_that_leave_channels_out_are_the_same_in_c_and_in_torch(
+    name: str, mask: Mask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two experts, with weights; tallies too, and a tick for each tile."""
+    expert = made(name, HIDDEN, 32, TILES, 5, seed=len(name), experts=2)
+    layout, tick = expert.layout, SimpleNamespace(ticks=0)
+    store = cast(
+        Store,
+        SimpleNamespace(
+            all_tiles=lambda: expert.data,
+            tiles=lambda layer, e, lo, hi: expert.part(e, lo, hi)[1],
+            heads=lambda layer, e, lo, hi: expert.part(e, lo, hi)[0],
+        ),
+    )
+    rows, weights = np.array([0, 2, 4, 1, 2], np.int32), np.linspace(-1, 2, 5, dtype=np.float32)
+    items, ends = np.array([[0, 0, TILES], [1, 1, 2]], np.int32), np.array([0, 3, 5], np.int32)
+    work = Work(1, 0, items, ends, rows, weights, expert.x, mask.threshold, mask.share)
+    native = HostKernel(layout)
+    assert native.native
+    in_c = native.compute_work(work, store)
+    monkeypatch.setattr("workers.kernels.host.chosen", lambda kernels: None)
+    line = cast(
+        ControlLine, SimpleNamespace(address=None, tick=lambda: setattr(tick, "ticks", tick.ticks + 1))
+    )
+    kernel = HostKernel(layout, line=line)
+    assert not kernel.native
+    in_torch = kernel.compute_work(work, store)
+    assert tick.ticks == TILES + 1
+    np.testing.assert_allclose(in_c.y, in_torch.y, rtol=1e-3, atol=2e-3)
+    assert (in_c.kept, in_c.channels) == (in_torch.kept, in_torch.channels)
+    assert in_c.channels == 32 * (TILES + 1)
+    assert (in_c.mass, in_c.left) == pytest.approx((in_torch.mass, in_torch.left), rel=1e-4)
+    if mask.threshold == 1e6:
+        assert in_c.left == in_c.mass > 0
+        assert not in_c.y.any()
+    for wrong in (replace(work, share=2.0), replace(work, threshold=-1.0)):
+        for each in (native, kernel):
+            with pytest.raises(IndexError, match="mask"):
+                each.compute_work(wrong, store)
 
 
 @pytest.mark.parametrize("name", [name for name, f in DENSE.items() if isinstance(f, BlockFormat)])
