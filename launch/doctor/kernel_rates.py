@@ -71,16 +71,16 @@ def _expert(name: str, shape: ExpertShape, most: int, kernels: Choice, share: fl
     row = np.zeros(1, np.int32)
     tiles = max(1, min(shape.tiles, most * shape.tiles // layout.expert_bytes))
     size = layout.tile_bytes * tiles
-    if isinstance(layout.format, FloeFormat):  # computed as Works on a store
+    if isinstance(format := layout.format, FloeFormat):  # computed as Works on a store
         one = replace(shape, layers=1, experts=1, intermediate=tiles * shape.tile)
-        layout = StoreLayout(one, layout.format)
+        layout = StoreLayout(one, format)
         items, offsets = np.array([[0, 0, tiles]], np.int32), np.array([0, 1], np.int32)
         mask = Mask(share=share)
         order = messages.Work(
             0, 0, items, offsets, row, np.ones(1, np.float32), x, mask.threshold, mask.share
         )
         kept = mask.number(shape.tile) if share < 1 else shape.tile
-        read = tiles * (layout.head_bytes + kept * layout.format.channel_bytes(shape.hidden))
+        read = tiles * (layout.head_bytes + kept * format.channel_bytes(shape.hidden))
         return Work(lambda data: kernel.compute_work(order, _Buffer(layout, data)), layout.total_bytes, read)
     return Work(lambda data: kernel.compute(data, Activations(x), row), size, size)
 
