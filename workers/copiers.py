@@ -31,7 +31,7 @@ from workers.cuda import (
 from workers.emulation import sleep_until
 
 Tick = Callable[[], None]
-GATHER_THREADS = 4  # at most: that many gather as fast as a link takes it (docs/evidence.md)
+GATHER_THREADS = 4  # at most, so that a link is not slower than what is gathered for it
 
 
 class Copier(Protocol):

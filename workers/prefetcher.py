@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 DEMANDED = 0  # urgency
 # Of channels that are gathered for one copy: FloE's 50 of Mixtral, in bf16. Fewer cost more in the starts of
-# copies, more let a demanded order wait (docs/evidence.md).
+# copies, more let a demanded order wait.
 CHUNK_BYTES = 50 * 16384
 
 
