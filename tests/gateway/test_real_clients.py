@@ -129,6 +129,10 @@ def test_grammars_of_other_kinds(client: Any) -> None:
 
     assert ask(guided_choice=["yes", "no"]) in ("yes", "no")
     assert ask(guided_regex="[0-9]{3}-[a-z]{2}")[3] == "-"
+    ids = client.completions.create(
+        model=MODEL, prompt=[5, 6, 7], max_tokens=9, extra_body={"guided_regex": "[a-c]{3}x"}
+    )
+    assert ids.choices[0].text[3:] == "x"
     assert set(ask(structured_outputs={"grammar": 'start: ("ab" | "c")+ "."'})) <= set("abc.")
 
 
