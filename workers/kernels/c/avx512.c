@@ -41,13 +41,15 @@ INLINE __m512 sixteen_bf16(const void *numbers) {
 
 #ifndef TANDEM_WITHOUT_PAIRS
 /* VDPBF16PS, which not all of these processors have, nor all compilers: sum += the products of the pairs' upper
- * numbers, then those of the lower ones, each rounded as a fused addition is. Denormal numbers count as 0. */
+ * numbers, then those of the lower ones, each rounded as a fused addition is. Denormal numbers count as 0. Not on
+ * Intel's processors: on a Xeon of model 207 two fused additions are 1.5 times as fast with 128 rows, and as fast
+ * with one; a process that measured this itself could have other bits of denormal numbers than the next one. */
 INLINE __m512 with_pairs(__m512 sum, __m512i a, __m512i b) {
     __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
     return sum;
 }
 #define WITH_PAIRS(a, b, c) ((vector)with_pairs((__m512)(c), (__m512i)(a), (__m512i)(b)))
-#define HAS_PAIRS() (__builtin_cpu_supports("avx512bf16") > 0)
+#define HAS_PAIRS() (__builtin_cpu_supports("avx512bf16") > 0 && !__builtin_cpu_is("intel"))
 #endif
 
 INLINE __m512 grown(__m512 y, __m512i dot, __m512 scale, __m512 zero, const float *factors) {
