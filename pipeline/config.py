@@ -13,6 +13,7 @@ DEFAULT_CACHE = 0.25  # share of all expert tiles, where it fits; a GPU takes as
 # Sizes that the memory plan and the code it plans for have in common.
 KV_BLOCK = 64  # tokens: the KV cache grows in whole blocks
 EXPANDED_KV_BYTES = 1 << 27  # keys and values that latent attention expands at a time
+SCORE_BYTES = 1 << 24  # scores of attention that a GPU computes at a time, where it has no flash attention
 BACKGROUND_ORDERS = 64  # most background fetches under way: more would only fill the prefetcher's socket
 
 DeviceName = Literal["auto", "cpu", "cuda"]

@@ -9,6 +9,10 @@ class UsageError(PipelineError):
     """The user's input is at fault: exit code 2, or an Error message on the wire."""
 
 
+class NoRoom(UsageError):
+    """What an engine is to hold does not fit the device's free memory."""
+
+
 class ModelError(UsageError):
     """A model directory is missing, incomplete, damaged, or of an architecture that is not supported."""
 
@@ -46,7 +50,19 @@ class PeerLost(PipelineError):
     """A worker or the prefetcher did not announce itself or answer in time, or waits were given up."""
 
 
-class ShardFailed(PipelineError):
+class PrefetcherLost(PeerLost):
+    """No prefetcher was ready in time. A later attempt may find one."""
+
+
+class StepFailed(PipelineError):
+    """A step could not be computed because of one of its requests. Others go on."""
+
+
+class OutOfDeviceMemory(StepFailed):
+    """An allocation on the device failed in a step, or of a sequence's KV."""
+
+
+class ShardFailed(StepFailed):
     """A shard of a step cannot be computed: it crashed the workers that tried, or a worker refused it. The
     cause is a request with rows in the shard, or the experts' bytes; the workers are restarted."""
 

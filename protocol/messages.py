@@ -424,8 +424,11 @@ class AttachSlab:
 
 @dataclass(frozen=True)
 class SlabAttached:
+    """Sent again when its notes change. `error`: why the slab cannot be attached by this process."""
+
     incarnation: int
     notes: tuple[str, ...] = ()
+    error: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Copies into slots, of whole tiles or of gathered channels: within host memory, or over the link to a GPU.
 
 `start` and `gather` begin a copy and `finish` returns when it has completed. Copies complete in the order of
-their start; at most `depth` may be under way, or `gather_depth` of gathered channels.
+their start; at most `depth` may be under way, or `gather_depth` of gathered channels. `depth` may change.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,26 +22,39 @@ from shm.layout import Bytes
 from shm.slab import Slab
 from shm.store import Store
 from workers.cuda import (
+    CudaError,
+    PageLocks,
     PinnedBuffer,
+    blocking_event,
     call,
     constant,
     open_ipc_handle,
-    page_lock,
-    page_unlock,
+    passed,
     registered_parts,
 )
 from workers.emulation import sleep_until
 
 Tick = Callable[[], None]
 GATHER_THREADS = 4  # at most, so that a link is not slower than what is gathered for it
+# Copies are started ahead for so many seconds of the link: starting one and waiting for it takes about 70 us,
+# in which a fast link would idle. A demand waits for what was started.
+AHEAD_SECONDS = 150e-6
+MOST_AHEAD = 16
+FIRST_RATE = 12e9  # bytes a second, of a link that was not timed yet
 
 
 class Copier(Protocol):
     """Copies store tiles into slab slots."""
 
-    depth: int
     gather_depth: int
-    notes: tuple[str, ...]
+
+    @property
+    def depth(self) -> int:
+        """Copies of tiles that may be under way."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for a person; they may change."""
 
     def start(self, tile: Bytes, slot: int) -> None:
         """Begin to copy one tile."""
@@ -48,8 +63,9 @@ class Copier(Protocol):
         """Begin to copy the chosen ones of an expert's records [channels, bytes] to the slot's records from
         `place` on."""
 
-    def finish(self) -> None:
-        """Wait for the oldest copy that was started and not yet finished."""
+    def finish(self) -> int:
+        """Wait for the oldest copy that was started and not yet finished. Returns how many of them, at least
+        that one, have completed; they are finished."""
 
     def close(self) -> None:
         """Wait for all copies and release the slab."""
@@ -72,8 +88,9 @@ class ShmCopier:
         out = self._slab.slot(slot)[place * size : (place + len(chosen)) * size]
         take_records(records, chosen, out)
 
-    def finish(self) -> None:
+    def finish(self) -> int:
         """The copy was complete when `start` returned."""
+        return 1
 
     def close(self) -> None:
         self._slab.close()
@@ -90,12 +107,21 @@ def gather_threads() -> int:
     return max(1, min(GATHER_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 
-class CudaCopier:
-    """Host to GPU on a stream of its own, two copies under way so that the link never idles between them.
-    Channels are gathered by several threads into page-locked buffers, each of which goes over the link in one
-    copy."""
+@dataclass
+class _Copy:
+    """One that is under way."""
 
-    depth = 2
+    event: Any
+    bytes: int
+    began: float
+    gathering: Future[None] | None = None
+    buffer: PinnedBuffer | None = None  # that it reads
+
+
+class CudaCopier:
+    """Host to GPU on a stream of its own, with copies under way ahead so that the link never idles between
+    them. The store is page-locked meanwhile (`PageLocks`). Channels are gathered by several threads into
+    page-locked buffers, each of which goes over the link in one copy."""
 
     def __init__(self, store: Store, device: int, address: int, slot_bytes: int, owned: bool) -> None:
         """`address`: the slab in this process; `owned`: it was opened from an IPC handle, close it."""
@@ -108,35 +134,41 @@ class CudaCopier:
         self.gather_depth = threads + 1  # one of them on the link
         self._device = device
         self._threads = ThreadPoolExecutor(threads, "gather")
-        self._chunks: list[Any] = []  # page-locked buffers that no copy uses
-        self._spare = [self._new_event() for _ in range(self.gather_depth)]
-        self._running: deque[tuple[Any, Future[None] | None, Any]] = deque()  # event, gathering, its buffer
+        self._chunks: list[PinnedBuffer] = []  # that no copy uses
+        self._spare: list[Any] = []  # events
+        self._running: deque[_Copy] = deque()
+        self._rate, self._ended = FIRST_RATE, 0.0  # of the link; when the last copy ended
         self._memory = store.segment.array
-        self._locked, reason = page_lock(self._memory)
-        share = self._locked / self._memory.nbytes
-        self.notes: tuple[str, ...] = (f"page-locked {share:.0%} of the store: {reason}",) if reason else ()
+        self.locks = PageLocks(self._memory, device)
 
-    @staticmethod
-    def _new_event() -> Any:
-        # Blocking: by default a wait for an event spins, on a core that a worker needs.
-        flags = constant("cudaEventDisableTiming") | constant("cudaEventBlockingSync")
-        return call("cudaEventCreateWithFlags", flags)
+    @property
+    def notes(self) -> tuple[str, ...]:
+        note = self.locks.note
+        return (note,) if note else ()
+
+    @property
+    def depth(self) -> int:
+        ahead = int(AHEAD_SECONDS * self._rate / self._slot_bytes)
+        return min(MOST_AHEAD, max(2, 1 + ahead))
+
+    def _event(self) -> Any:
+        return self._spare.pop() if self._spare else blocking_event()
 
     def start(self, tile: Bytes, slot: int) -> None:
         target = self._address + slot * self._slot_bytes
         source = tile.ctypes.data
         kind = constant("cudaMemcpyKind").cudaMemcpyHostToDevice
+        copy = _Copy(self._event(), tile.nbytes, time.perf_counter())
         for lo, hi in registered_parts(self._memory, source, tile.nbytes):
             call("cudaMemcpyAsync", target + lo, source + lo, hi - lo, kind, self._stream)
-        event = self._spare.pop()
-        call("cudaEventRecord", event, self._stream)
-        self._running.append((event, None, None))
+        call("cudaEventRecord", copy.event, self._stream)
+        self._running.append(copy)
 
     def gather(self, records: Bytes, chosen: I32Vector, slot: int, place: int) -> None:
         size = records.shape[1]
         target = self._address + slot * self._slot_bytes + place * size
         buffer = self._chunks.pop() if self._chunks else PinnedBuffer()
-        event = self._spare.pop()
+        event = self._event()
 
         def copy() -> None:
             call("cudaSetDevice", self._device)
@@ -146,27 +178,42 @@ class CudaCopier:
             call("cudaMemcpyAsync", target, out.ctypes.data, out.nbytes, kind, self._stream)
             call("cudaEventRecord", event, self._stream)
 
-        self._running.append((event, self._threads.submit(copy), buffer))
+        began = time.perf_counter()
+        self._running.append(_Copy(event, len(chosen) * size, began, self._threads.submit(copy), buffer))
 
-    def finish(self) -> None:
-        event, gathering, buffer = self._running.popleft()
-        if gathering is not None:
-            gathering.result()
-        call("cudaEventSynchronize", event)
-        self._spare.append(event)
-        if buffer is not None:
-            self._chunks.append(buffer)
+    def finish(self) -> int:
+        self._wait()
+        count = 1
+        while self._running and self._running[0].gathering is None and passed(self._running[0].event):
+            self._wait()
+            count += 1
+        return count
+
+    def _wait(self) -> None:
+        copy = self._running[0]
+        if copy.gathering is not None:
+            copy.gathering.result()
+        call("cudaEventSynchronize", copy.event)
+        self._running.popleft()
+        self._spare.append(copy.event)
+        if copy.buffer is not None:
+            self._chunks.append(copy.buffer)
+        elif self._running and copy.began < self._ended:  # the link was busy before and after it
+            took = time.perf_counter() - self._ended
+            self._rate += (copy.bytes / max(took, 1e-6) - self._rate) / 8
+        self._ended = time.perf_counter()
 
     def close(self) -> None:
+        """The pages stay locked: the process ends next, which is far faster than unlocking them."""
         while self._running:
-            self.finish()
+            self._wait()
         self._threads.shutdown()
+        self.locks.stop()
         for buffer in self._chunks:
             buffer.close()
         for event in self._spare:
             call("cudaEventDestroy", event)
         call("cudaStreamDestroy", self._stream)
-        page_unlock(self._memory, self._locked)
         if self._owned:
             call("cudaIpcCloseMemHandle", self._address)
 
@@ -181,8 +228,15 @@ class PacedCopier:
         self._rate = gbps * 1e9
         self._due: deque[float] = deque()
         self._free_at = 0.0  # when the emulated link has finished what was started
-        self.depth, self.gather_depth = inner.depth, inner.gather_depth
-        self.notes = inner.notes
+        self.gather_depth = inner.gather_depth
+
+    @property
+    def depth(self) -> int:
+        return self._inner.depth
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self._inner.notes
 
     def start(self, tile: Bytes, slot: int) -> None:
         self._occupy(tile.nbytes)
@@ -196,10 +250,11 @@ class PacedCopier:
         self._free_at = max(self._free_at, time.perf_counter()) + size / self._rate
         self._due.append(self._free_at)
 
-    def finish(self) -> None:
-        self._inner.finish()
-        due = self._due.popleft()
-        sleep_until(due, self._tick)
+    def finish(self) -> int:
+        count = self._inner.finish()
+        for _ in range(count):
+            sleep_until(self._due.popleft(), self._tick)
+        return count
 
     def close(self) -> None:
         self._inner.close()
@@ -209,7 +264,12 @@ def open_copier(order: AttachSlab, store: Store, link_gbps: float | None, tick: 
     """The copier for a slab of another process. Raises ShmError or CudaError if it cannot be attached."""
     copier: Copier
     if order.kind == "cuda":
-        address = open_ipc_handle(order.device, order.handle)
+        try:
+            address = open_ipc_handle(order.device, order.handle)
+        except CudaError:
+            with suppress(CudaError):
+                call("cudaDeviceReset")  # its context takes half a gigabyte of the device's memory
+            raise
         copier = CudaCopier(store, order.device, address, order.slot_bytes, owned=True)
     else:
         copier = ShmCopier(Slab.attach(order.handle.decode(), order.slots, order.slot_bytes))

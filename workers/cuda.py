@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 IPC_HANDLE_BYTES = 64
-REGISTER_CHUNK = 1 << 30  # one refusal then costs at most a GiB of pinned memory, not the whole store
+ALIGNMENT = 256  # bytes, of a part of an arena
+# Of one registration: a refusal costs at most so much pinned memory, and copies wait for one at most.
+REGISTER_CHUNK = 1 << 28
+NOT_READY = 600  # cudaErrorNotReady
 
 
 class CudaError(Exception):
@@ -38,6 +42,22 @@ def call(name: str, *arguments: Any) -> Any:
         _, text = runtime.cudaGetErrorString(status)
         raise CudaError(f"{name}: {text.decode() if isinstance(text, bytes) else text}")
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def passed(event: Any) -> bool:
+    """Whether all work before the event has completed. Raises CudaError where some has failed."""
+    runtime = _runtime()
+    (status,) = runtime.cudaEventQuery(event)
+    if int(status) == NOT_READY:
+        return False
+    call("cudaEventQuery", event)
+    return True
+
+
+def blocking_event() -> Any:
+    """A new event. By default a wait for one spins, on a core that a worker needs; this one's sleeps."""
+    flags = constant("cudaEventDisableTiming") | constant("cudaEventBlockingSync")
+    return call("cudaEventCreateWithFlags", flags)
 
 
 def constant(name: str) -> Any:
@@ -83,17 +103,103 @@ class PinnedBuffer:
             self._memory = np.empty(0, np.uint8)
 
 
-def page_lock(memory: NDArray[np.uint8]) -> tuple[int, str]:
-    """Register host memory (a read-write mapping) with CUDA, in chunks, so that copies from it are
-    asynchronous. Returns the bytes that were locked and, where not all were, why."""
+class PinnedArena:
+    """Page-locked host memory for copies to the device: parts of it are taken one after the other, until all
+    copies from them have ended."""
+
+    def __init__(self) -> None:
+        self._buffer = PinnedBuffer()
+        self._full: list[PinnedBuffer] = []  # too small for all parts together, and still in use
+        self._size = self._taken = 0
+
+    def take(self, size: int) -> NDArray[np.uint8]:
+        """uint8 [size], in use until `restart`."""
+        start = self._taken
+        if start + size > self._size:
+            if start:
+                self._full.append(self._buffer)
+                self._buffer = PinnedBuffer()
+            start, self._size = 0, max(size, 2 * self._size)
+        self._taken = start + -(-size // ALIGNMENT) * ALIGNMENT
+        return self._buffer.array(self._size)[start : start + size]
+
+    def restart(self) -> None:
+        """All copies from its parts have ended."""
+        self._taken = 0
+        while self._full:
+            self._full.pop().close()
+
+    def close(self) -> None:
+        """Free the memory."""
+        self.restart()
+        self._buffer.close()
+        self._size = 0
+
+
+class PageLocks:
+    """Registers host memory (a read-write mapping) with CUDA, so that copies from it are asynchronous: chunk
+    by chunk in a thread, because that takes 6 to 100 s for 100 GB. Copies from what is not locked yet are
+    slower and just as right."""
+
+    def __init__(self, memory: NDArray[np.uint8], device: int) -> None:
+        """Begins."""
+        self.locked = 0  # bytes, from the first on
+        self.reason = ""  # why the others will not be
+        self._memory, self._device = memory, device
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._lock, name="page-lock", daemon=True)
+        self._thread.start()
+
+    @property
+    def note(self) -> str:
+        """A line for a person where the memory cannot be locked; else ""."""
+        share = self.locked / max(1, self._memory.nbytes)
+        return f"page-locked {share:.0%} of the store: {self.reason}" if self.reason else ""
+
+    def _lock(self) -> None:
+        try:
+            call("cudaSetDevice", self._device)
+            for end in _lock_chunks(self._memory):
+                self.locked = end
+                if self._stop.is_set():
+                    return
+        except CudaError as e:
+            self.reason = str(e)
+
+    def wait(self) -> None:
+        """Until all is locked that can be."""
+        self._thread.join()
+
+    def stop(self) -> None:
+        """Lock no more; what is locked stays so. The process's exit unlocks it faster than `undo`."""
+        self._stop.set()
+        self._thread.join()
+
+    def undo(self) -> None:
+        """`stop`, and unlock."""
+        self.stop()
+        page_unlock(self._memory, self.locked)
+        self.locked = 0
+
+
+def _lock_chunks(memory: NDArray[np.uint8]) -> Iterator[int]:
+    """Register the memory. Yields how many of its first bytes are. Raises CudaError where no more can be."""
     start = memory.ctypes.data
     for offset in range(0, memory.nbytes, REGISTER_CHUNK):
         size = min(REGISTER_CHUNK, memory.nbytes - offset)
-        try:
-            call("cudaHostRegister", start + offset, size, constant("cudaHostRegisterDefault"))
-        except CudaError as e:
-            return offset, str(e)
-    return memory.nbytes, ""
+        call("cudaHostRegister", start + offset, size, constant("cudaHostRegisterDefault"))
+        yield offset + size
+
+
+def page_lock(memory: NDArray[np.uint8]) -> tuple[int, str]:
+    """Register host memory at once. Returns the bytes that were locked and, where not all were, why."""
+    locked = 0
+    try:
+        for end in _lock_chunks(memory):
+            locked = end
+    except CudaError as e:
+        return locked, str(e)
+    return locked, ""
 
 
 def page_unlock(memory: NDArray[np.uint8], locked: int) -> None:

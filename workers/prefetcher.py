@@ -7,8 +7,9 @@ two of these, and so does a predicted one that is demanded now. Tiles and channe
 and a cancelled order is truncated, so what has landed of it is always a prefix. A landed tile is reported at
 once, channels when their slot is full or the order ends.
 
-Only demanded tiles begin while another is being copied, where the link can do that: so a demanded one waits
-for the rest of one other tile at most. Chunks are small: several may always be under way.
+A demanded tile waits for the copies that are under way: so these are one other tile at most, or on a GPU's
+link as many small ones as move in 150 us (`workers/copiers.py`). Chunks are small: several may always be
+under way.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class CopyLoop:
         self._store = store
         self._link_gbps = link_gbps
         self._copier: Copier | None = None
+        self._notes: tuple[str, ...] = ()  # that the coordinator knows
         self._orders: dict[int, Order] = {}  # those without a final Fetched so far
         self._queue: list[Order] = []  # heap
         self._running: deque[tuple[Order, int, float]] = deque()  # how many of the order's, since when
@@ -80,7 +82,9 @@ class CopyLoop:
             self._tick()
             self._start_copies()
             if self._running:
-                self._finish_copy()
+                self._finish_copies()
+            if self._copier is not None and self._copier.notes != self._notes:
+                self._announce(self._copier)
         if self._copier is not None:
             self._copier.close()
 
@@ -91,9 +95,13 @@ class CopyLoop:
     def _accept(self, message: object) -> None:
         match message:
             case AttachSlab():
-                self.attach(open_copier(message, self._store, self._link_gbps, self._tick))
-                assert self._copier is not None
-                self._peer.send(SlabAttached(self._peer.incarnation, self._copier.notes))
+                try:
+                    copier = open_copier(message, self._store, self._link_gbps, self._tick)
+                except CudaError as e:  # another process's GPU memory cannot be mapped everywhere
+                    self._peer.send(SlabAttached(self._peer.incarnation, error=str(e)))
+                    return
+                self.attach(copier)
+                self._announce(copier)
             case Fetch():
                 self._take(Order(message.urgency, self._age, message, len(message.slots)))
             case Gather():
@@ -110,6 +118,10 @@ class CopyLoop:
                 self._truncate(demanded, message.tiles)
             case _:
                 log.warning("unexpected %s", type(message).__name__)
+
+    def _announce(self, copier: Copier) -> None:
+        self._notes = copier.notes
+        self._peer.send(SlabAttached(self._peer.incarnation, self._notes))
 
     def _take(self, order: Order) -> None:
         self._age += 1
@@ -148,7 +160,7 @@ class CopyLoop:
         running = len(self._running)
         if isinstance(order.fetch, Gather):
             return running < copier.gather_depth
-        return running < copier.depth and not (running and order.urgency > DEMANDED)
+        return running < (copier.depth if order.urgency == DEMANDED else max(1, copier.depth - 1))
 
     def _start_copy(self, order: Order, copier: Copier) -> int:
         """Begin with the order's next tile or chunk. Returns the tiles or channels in it."""
@@ -165,16 +177,24 @@ class CopyLoop:
         copier.gather(records, fetch.channels[index : index + count], fetch.slots[slot], place)
         return count
 
-    def _finish_copy(self) -> None:
+    def _finish_copies(self) -> None:
         assert self._copier is not None
-        order, count, began = self._running.popleft()
-        self._copier.finish()
-        now = time.perf_counter()
-        order.landed += count
-        order.seconds += now - max(began, self._copied_at)  # it may have waited for the previous copy
+        count = self._copier.finish()
+        now, last = time.perf_counter(), self._copied_at
+        finished = [self._running.popleft() for _ in range(count)]
+        # the first may have waited for the copy before it
+        seconds = (now - max(finished[0][2], last)) / count
+        reported = {}
+        for order, number, _ in finished:
+            before = order.landed
+            order.landed += number
+            order.seconds += seconds
+            full = self._store.layout.shape.tile  # channels, of a slot
+            slot_full = isinstance(order.fetch, Fetch) or order.landed // full > before // full
+            if slot_full or (order.exhausted and order.landed == order.started):
+                reported[order.fetch.id] = order
         self._copied_at = now
-        slot_full = isinstance(order.fetch, Fetch) or order.landed % self._store.layout.shape.tile == 0
-        if slot_full or (order.exhausted and order.landed == order.started):
+        for order in reported.values():
             self._report(order)
 
     def _report(self, order: Order) -> None:

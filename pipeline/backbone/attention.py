@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeline.backbone.batch import Batch
+from pipeline.backbone.causal import attend_span
 from pipeline.backbone.linear import Linear, Precision
 from pipeline.backbone.rope import rotate
 from pipeline.backbone.span_attention import SpanAttention
@@ -85,11 +86,11 @@ class GroupedQueryAttention:
         qk = rotate(heads[:, :qk_heads], batch.cos_sin).to(self._dtype)
         q, k, v = qk[:, : s.heads], qk[:, s.heads :], heads[:, qk_heads:].to(self._dtype)
         outputs, start = [], 0
-        for span, mask in zip(batch.spans, batch.masks[self._window], strict=True):
+        for number, span in enumerate(batch.spans):
             rows = slice(start, start + len(span.tokens))
             start = rows.stop
             keys, values = span.kv.write(layer, k[rows].transpose(0, 1), v[rows].transpose(0, 1))
-            outputs.append(self._attend(q[rows].transpose(0, 1), keys, values, mask))
+            outputs.append(self._attend(q[rows].transpose(0, 1), keys, values, batch, number))
         return self._output(_joined(outputs).float())
 
     def on_host(self) -> HostAttention:
@@ -122,17 +123,17 @@ class GroupedQueryAttention:
         pairs = zip((q, k), self._norms, strict=True)
         return torch.cat((*(functional.rms_norm(x, w.shape, w, self._eps) for x, w in pairs), v), dim=1)
 
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """q [heads, T, head_dim], the last T of the N tokens of keys and values [kv_heads, N, head_dim]:
-        [T, heads * head_dim]."""
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, batch: Batch, number: int) -> Tensor:
+        """q [heads, T, head_dim], the last T of the N tokens of keys and values [kv_heads, N, head_dim], of
+        the batch's span of this number: [T, heads * head_dim]."""
         new = q.shape[1]
-        if new == 1:
-            # Query heads of a group become rows of one product: repeating the keys takes ten times as long.
-            q = q.view(self._spec.kv_heads, -1, self._spec.head_dim)
-        out = functional.scaled_dot_product_attention(
-            q[None], keys[None], values[None], attn_mask=mask, enable_gqa=new > 1
-        )
-        return out[0].view(1, -1) if new == 1 else out[0].transpose(0, 1).reshape(new, -1)
+        if new > 1:
+            return attend_span(q, keys, values, batch, number, self._window).reshape(new, -1)
+        # Query heads of a group become rows of one product: repeating the keys takes ten times as long.
+        q = q.view(self._spec.kv_heads, -1, self._spec.head_dim)
+        if self._window is not None:
+            keys, values = keys[:, -self._window :], values[:, -self._window :]
+        return functional.scaled_dot_product_attention(q[None], keys[None], values[None])[0].view(1, -1)
 
 
 class LatentAttention:
@@ -176,12 +177,14 @@ class LatentAttention:
         key_rope = rotate(key_rope[:, None], batch.cos_sin)[:, 0]
         new = torch.cat((latent, key_rope), dim=1).to(self._dtype)
         outputs, start = [], 0
-        for span, mask in zip(batch.spans, batch.masks[None], strict=True):
+        for number, span in enumerate(batch.spans):
             rows = slice(start, start + len(span.tokens))
             start = rows.stop
             (cached,) = span.kv.write(layer, new[rows][None])
-            attend = self._attend_one if len(span.tokens) == 1 else self._attend
-            outputs.append(attend(q_nope[rows], q_rope[rows], cached[0], mask))
+            if len(span.tokens) == 1:
+                outputs.append(self._attend_one(q_nope[rows], q_rope[rows], cached[0]))
+            else:
+                outputs.append(self._attend(q_nope[rows], q_rope[rows], cached[0], batch, number))
         return self._output(_joined(outputs).float())
 
     def on_host(self) -> HostAttention:
@@ -195,7 +198,7 @@ class LatentAttention:
         query = None if self._query is None else _host(self._query)
         return HostAttention(latent, _host(self._down), query, _host(self._output))
 
-    def _attend_one(self, q_nope: Tensor, q_rope: Tensor, cached: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend_one(self, q_nope: Tensor, q_rope: Tensor, cached: Tensor) -> Tensor:
         """q_nope [1, heads, nope_dim], q_rope [1, heads, rope_dim], cached [N, rank + rope_dim]:
         [1, heads * value_dim]."""
         s = self._spec
@@ -206,22 +209,22 @@ class LatentAttention:
         attended = out[0, 0][:, None]  # [heads, 1, rank]
         return torch.bmm(attended, self._expansion[:, s.nope_dim :].transpose(1, 2)).view(1, -1)
 
-    def _attend(self, q_nope: Tensor, q_rope: Tensor, cached: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(self, q_nope: Tensor, q_rope: Tensor, cached: Tensor, batch: Batch, number: int) -> Tensor:
         """As `_attend_one`, for T rows, the last of the N cached: [T, heads * value_dim]. Heads are expanded
         a few at a time: all of them together would take far more memory than the cache."""
         s = self._spec
         bytes_per_token = 2 * s.qk_dim * cached.element_size()  # of one head's key and value, expanded
         step = max(1, EXPANDED_KV_BYTES // (bytes_per_token * len(cached)))
         outputs = [
-            self._attend_heads(slice(lo, lo + step), q_nope, q_rope, cached, mask)
+            self._attend_heads(slice(lo, lo + step), q_nope, q_rope, cached, batch, number)
             for lo in range(0, s.heads, step)
         ]
-        return _joined(outputs).transpose(0, 1).reshape(len(q_nope), -1)
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).reshape(len(q_nope), -1)
 
     def _attend_heads(
-        self, heads: slice, q_nope: Tensor, q_rope: Tensor, cached: Tensor, mask: Tensor | None
+        self, heads: slice, q_nope: Tensor, q_rope: Tensor, cached: Tensor, batch: Batch, number: int
     ) -> Tensor:
-        """The output of n heads, [n, T, value_dim]."""
+        """The output of n heads, [T, n, value_dim]."""
         s = self._spec
         expansion = self._expansion[heads]
         expanded = functional.linear(cached[:, : s.rank], expansion.reshape(-1, s.rank))
@@ -231,10 +234,7 @@ class LatentAttention:
         q = torch.cat((q_nope[:, heads], q_rope[:, heads]), dim=2).transpose(0, 1)
         # Values padded to the width of keys: only then torch computes block by block, without all scores.
         values = functional.pad(expanded[..., s.nope_dim :], (0, max(0, s.qk_dim - s.value_dim)))
-        out = functional.scaled_dot_product_attention(
-            q[None], keys[None], values[None], attn_mask=mask, scale=s.scale
-        )
-        return out[0, :, :, : s.value_dim]
+        return attend_span(q, keys, values, batch, number, None, s.scale)[..., : s.value_dim]
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -158,7 +158,8 @@ class Backbone:
         tokens = [t for s in spans for t in s.tokens]
         positions = [(range(s.kv.length, s.kv.length + len(s.tokens)), s.kv.long) for s in spans]
         placed = torch.tensor(tokens, device=self._device)
-        return Batch(spans, len(tokens), placed, self._rope, self._rope.rows(positions), self._masks)
+        rope_rows, flash = self._rope.rows(positions), self._precision.device.flash
+        return Batch(spans, len(tokens), placed, self._rope, rope_rows, self._masks, flash)
 
     def _masks(self, spans: Sequence[TokenSpan]) -> Masks:
         return {
@@ -167,8 +168,9 @@ class Backbone:
         }
 
     def _mask(self, new: int, total: int, window: int | None) -> Tensor | None:
-        """The tokens that the last `new` of `total` attend to, [new, total] bool; None where it is all."""
-        if new == 1 and (window is None or total <= window):
+        """The tokens that the last `new` of `total` attend to, [new, total] bool; None for one token, which
+        attends to the last `window`."""
+        if new == 1:
             return None
         positions = torch.arange(total, device=self._device)
         distance = positions[total - new :, None] - positions

@@ -45,6 +45,7 @@ class Batch:
     rope: RopeTables
     rope_rows: list[int]  # of these tables, of the rows' positions
     find_masks: Callable[[Sequence[TokenSpan]], Masks]
+    flash: bool  # as of the device
 
     @cached_property
     def cos_sin(self) -> tuple[Tensor, Tensor]:

@@ -7,13 +7,16 @@ capacity, filled or not; the scheduler decides which sequence to preempt when it
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.config import KV_BLOCK
-from pipeline.errors import RequestError
+from pipeline.errors import OutOfDeviceMemory, RequestError
+from pipeline.memory.limits import out_of_memory
 from pipeline.models.spec import ModelSpec
 
 GROWTH = 1.25  # factor by which a sequence grows, so that it is seldom copied
@@ -39,6 +42,7 @@ class SequenceKV:
         self.id = next(self._ids)
 
     def _find_streams(self) -> None:
+        self.capacity = min((s.shape[1] for streams in self.layers for s in streams), default=0)
         self._addresses = np.array([[s.data_ptr() for s in streams] for streams in self.layers], np.uint64)
 
     @property
@@ -46,10 +50,6 @@ class SequenceKV:
         """Address of an array of the streams' addresses, [layers, streams]; valid until `resize`."""
         address: int = self._addresses.ctypes.data
         return address
-
-    @property
-    def capacity(self) -> int:
-        return self.layers[0][0].shape[1]
 
     def write(self, layer: int, *new: Tensor) -> list[Tensor]:
         """Append T tokens to one layer, [heads, T, numbers] for each stream; returns the layer's streams
@@ -77,13 +77,16 @@ class SequenceKV:
         return not dropped
 
     def resize(self, capacity: int) -> None:
-        """Copy to streams of another capacity, one by one: memory holds only one stream twice."""
-        for streams in self.layers:
-            for n, old in enumerate(streams):
-                new = old.new_empty((old.shape[0], capacity, old.shape[2]))
-                new[:, : self.length] = old[:, : self.length]
-                streams[n] = new
-        self._find_streams()
+        """Copy to streams of another capacity, one by one: memory holds only one stream twice. Where that
+        fails, `capacity` is the smaller of the two."""
+        try:
+            for streams in self.layers:
+                for n, old in enumerate(streams):
+                    new = old.new_empty((old.shape[0], capacity, old.shape[2]))
+                    new[:, : self.length] = old[:, : self.length]
+                    streams[n] = new
+        finally:
+            self._find_streams()
 
 
 class TransientKV(SequenceKV):
@@ -112,28 +115,44 @@ class KVCache:
         return self.budget - self.used
 
     def allocate(self, tokens: int) -> SequenceKV:
-        """A sequence of this capacity. Raises RequestError where fewer tokens are `free`."""
-        self._take(tokens)
+        """A sequence of this capacity. Raises RequestError where fewer tokens are `free`, OutOfDeviceMemory
+        where the device has no memory for them."""
 
         def streams() -> list[Tensor]:
             shapes = [(heads, tokens, width) for heads, width in self._spec.attention.kv_streams]
             return [torch.empty(shape, dtype=self._dtype, device=self._device) for shape in shapes]
 
-        return SequenceKV([streams() for _ in range(self._spec.layers)], self._spec.rope.switch)
+        self._check(tokens)
+        with _one_line():
+            sequence = SequenceKV([streams() for _ in range(self._spec.layers)], self._spec.rope.switch)
+        self.used += tokens
+        return sequence
 
     def resize(self, sequence: SequenceKV, capacity: int) -> None:
-        """Change a sequence's capacity. Raises RequestError where it would grow by more than is `free`."""
-        self._take(capacity - sequence.capacity)
-        sequence.resize(capacity)
+        """Change a sequence's capacity. Raises as `allocate`; its tokens are then as they were."""
+        before = sequence.capacity
+        self._check(capacity - before)
+        try:
+            with _one_line():
+                sequence.resize(capacity)
+        finally:
+            self.used += sequence.capacity - before
 
     def release(self, sequence: SequenceKV) -> None:
         """Return a sequence's capacity to the budget."""
         self.used -= sequence.capacity
 
-    def _take(self, tokens: int) -> None:
+    def _check(self, tokens: int) -> None:
         if tokens > self.free:
             raise RequestError(f"{tokens} tokens do not fit the KV cache, {self.free} are free")
-        self.used += tokens
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as e:
+        raise OutOfDeviceMemory(out_of_memory(e)) from e
 
 
 def capacity_for(tokens: int, limit: int) -> int:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from workers.kernels.native import Library, Team
 
 SPARE_BYTES = 500_000_000  # beside slab and KV cache, for the allocations of a step and of the libraries
+CONTEXT_BYTES = 600_000_000  # of GPU memory, which a second process takes for itself
 SLOT_ALIGNMENT = 256  # bytes, of a slot in GPU memory: as cudaMalloc aligns, and enough for vector loads
 Fence = Any  # what `Device.fence` returns; None where the device computes synchronously
 
@@ -120,6 +121,8 @@ class Device(ABC):
     name: str
     torch_device: torch.device
     on_host: bool  # it computes on the workers' cores
+    flash: bool = False  # torch has flash attention of 16-bit numbers there
+    process_bytes: int = 0  # of its memory, that each other process takes which uses it
     # The host's kernels and their threads, on a device that uses them and where they were compiled.
     kernels: Choice = DEFAULT  # of matrices that the host computes
     library: Library | None = None
@@ -165,6 +168,9 @@ class Device(ABC):
     @abstractmethod
     def from_host(self, array: NDArray[np.float32]) -> Tensor:
         """A float32 array on the device. The array must not change until the next `to_host`."""
+
+    def free_cached(self) -> None:  # noqa: B027 - a device without an allocator of its own keeps nothing
+        """After an allocation failed: return memory that the device's allocator keeps for later ones."""
 
     @abstractmethod
     def fence(self) -> Fence:

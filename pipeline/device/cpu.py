@@ -22,7 +22,7 @@ from pipeline.device.base import (
     heads_of,
 )
 from pipeline.device.tile_sums import TileByTile
-from pipeline.errors import UsageError
+from pipeline.errors import NoRoom
 from protocol.messages import AttachSlab
 from shm.blocks import BlockFormat
 from shm.floe import FloeFormat
@@ -168,7 +168,7 @@ class CpuDevice(Device):
     def check_memory(self, slab: int, kv: int, weights: int) -> None:
         shm, memory = free_shm_bytes(), available_memory()
         if slab > shm or slab + kv + weights + SPARE_BYTES > memory:
-            raise UsageError(
+            raise NoRoom(
                 f"the slab needs {byte_size(slab)} of shared memory, the KV cache {byte_size(kv)} and the"
                 f" rest {byte_size(weights + SPARE_BYTES)}, but {SHM_FOLDER} has {byte_size(shm)} and the"
                 f" machine {byte_size(memory)} free: use a smaller --expert-cache or --context"

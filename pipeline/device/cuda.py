@@ -3,6 +3,7 @@
 torch computes on its current stream; the prefetcher copies on a stream of its own, in its own process
 (through CUDA IPC) or in a thread of this one. The two are ordered by messages: a tile is computed after
 its landing was reported, and a slot is given to the prefetcher again only after the fence of its last reader.
+Between the host and the device go page-locked buffers: only `to_host` waits for the stream, once a layer.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from torch import Tensor
 
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.device.base import (
+    CONTEXT_BYTES,
     SLOT_ALIGNMENT,
     SPARE_BYTES,
     Device,
     DeviceChannelKernel,
     DeviceKernel,
-    Fence,
     LayerSum,
     SlabMemory,
     heads_of,
 )
 from pipeline.device.tile_sums import TileByTile
-from pipeline.errors import UsageError
+from pipeline.errors import NoRoom, UsageError
 from protocol.messages import AttachSlab
 from shm.blocks import BlockFormat
 from shm.floe import FloeFormat
@@ -39,7 +40,15 @@ from shm.layout import StoreLayout
 from shm.segment import byte_size
 from shm.store import Store
 from workers.copiers import CudaCopier
-from workers.cuda import CudaError, call, ipc_handle
+from workers.cuda import (
+    CudaError,
+    PinnedArena,
+    PinnedBuffer,
+    blocking_event,
+    call,
+    constant,
+    ipc_handle,
+)
 from workers.kernels.choice import DEFAULT, Choice
 from workers.kernels.cuda.channels import CudaChannels
 from workers.kernels.cuda.experts import NO_LIMIT, CudaExperts
@@ -51,7 +60,8 @@ from workers.kernels.reference import ReferenceKernel
 from workers.kernels.reference_channels import ReferenceChannels
 
 BLOCK = 1 << 21  # cudaMalloc places smaller allocations in a shared block, and IPC exports whole blocks
-
+FLASH = (8, 0)  # the least compute capability with flash attention
+FLOAT = 4  # bytes
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +78,11 @@ class _Allocation:
         }
 
 
+def _allocated(address: int, size: int, device: int) -> Tensor:
+    """An allocation on the device as a tensor, uint8 [size]."""
+    return torch.as_tensor(_Allocation(address, size), device=f"cuda:{device}")
+
+
 class CudaSlab(SlabMemory):
     """One cudaMalloc, so that its IPC handle exports this slab and nothing else."""
 
@@ -79,7 +94,7 @@ class CudaSlab(SlabMemory):
         self._exported = False
         call("cudaSetDevice", device)
         self._address = int(call("cudaMalloc", -(-slots * self.slot_bytes // BLOCK) * BLOCK))
-        whole = torch.as_tensor(_Allocation(self._address, slots * self.slot_bytes), device=f"cuda:{device}")
+        whole = _allocated(self._address, slots * self.slot_bytes, device)
         self._all = whole.view(slots, self.slot_bytes)
         self._tensors = [whole[i * self.slot_bytes :][: self._used] for i in range(slots)]
 
@@ -91,14 +106,15 @@ class CudaSlab(SlabMemory):
         return self._tensors[index]
 
     def address(self) -> AttachSlab:
+        handle = ipc_handle(self._address)
         self._exported = True
-        return AttachSlab("cuda", ipc_handle(self._address), self._device, self.slots, self.slot_bytes)
+        return AttachSlab("cuda", handle, self._device, self.slots, self.slot_bytes)
 
     def local_copier(self, store: Store) -> CudaCopier:
         return CudaCopier(store, self._device, self._address, self.slot_bytes, owned=False)
 
     def close(self) -> None:
-        torch.cuda.synchronize(self._device)
+        call("cudaDeviceSynchronize")
         self._tensors.clear()
         del self._all
         if not self._exported:
@@ -125,11 +141,20 @@ class FewRows:
         return (self._few if few else self._many).begin(x, cuts, offsets, rows, weights)
 
 
+class _Fence:
+    """An event behind the work of its moment; None once that has completed."""
+
+    def __init__(self, event: Any, reads: int) -> None:
+        self.event = event
+        self.reads = reads  # of the device, before that moment
+
+
 class CudaDevice(Device):
-    """The first CUDA device. Large copies to the host go through one pinned buffer."""
+    """The first CUDA device."""
 
     name = "cuda"
     on_host = False
+    process_bytes = CONTEXT_BYTES
 
     def __init__(
         self, kernels: Choice = DEFAULT, cache: Path | None = None, *, in_torch: bool = False
@@ -137,7 +162,15 @@ class CudaDevice(Device):
         """Quantized tiles have the bits of the host's `kernels`. `cache`: a folder of compiled kernels.
         `in_torch`: torch computes all tiles, for comparison."""
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
-        self._pinned = torch.empty(0, dtype=torch.float32, pin_memory=True)
+        self.flash = torch.cuda.get_device_capability(self.torch_device) >= FLASH
+        # cuDNN's attention makes a plan for each length of a sequence: 40 to 400 ms a token.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        self._to_host = PinnedBuffer()
+        self._from_host = PinnedArena()
+        self._made: list[Any] = []  # all events of fences
+        self._events: list[Any] = []  # of them, those that no fence uses
+        self._reads = 0  # calls of `to_host`, each of which waits for all work before it
         self._host, self._cache, self._in_torch = kernels, cache, in_torch
         self._launchers: dict[Program, CudaLauncher] = {}
 
@@ -205,30 +238,50 @@ class CudaDevice(Device):
     def prepare(self, multiply_adds: int) -> None:
         """A GPU needs no setup."""
 
+    @property
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self.torch_device).cuda_stream
+
     def to_host(self, *tensors: Tensor) -> tuple[NDArray[np.float32], ...]:
         joined = torch.cat([t.reshape(len(t), -1) for t in tensors], dim=1)
-        if self._pinned.numel() < joined.numel():
-            self._pinned = torch.empty(joined.numel(), dtype=torch.float32, pin_memory=True)
-        pinned = self._pinned[: joined.numel()].view(joined.shape)
-        pinned.copy_(joined, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
+        # An array, not a tensor: a tensor that inference mode has made cannot be written outside it.
+        pinned = self._to_host.array(joined.numel() * FLOAT)
+        kind, stream = constant("cudaMemcpyKind").cudaMemcpyDeviceToHost, self._stream
+        call("cudaMemcpyAsync", pinned.ctypes.data, joined.data_ptr(), pinned.nbytes, kind, stream)
+        call("cudaStreamSynchronize", stream)
+        self._reads += 1
+        self._from_host.restart()
         # Copied, because the next call uses the pinned buffer again.
         columns = np.cumsum([t[0].numel() for t in tensors])[:-1]
-        parts = np.split(pinned.numpy().copy(), columns, axis=1)
+        parts = np.split(pinned.view(np.float32).reshape(joined.shape).copy(), columns, axis=1)
         return tuple(np.ascontiguousarray(p).reshape(t.shape) for p, t in zip(parts, tensors, strict=True))
 
     def from_host(self, array: NDArray[np.float32]) -> Tensor:
-        return torch.from_numpy(array).to(self.torch_device, non_blocking=True)
+        pinned = self._from_host.take(array.nbytes)
+        pinned.view(np.float32)[:] = array.reshape(-1)
+        tensor = torch.empty(array.shape, dtype=torch.float32, device=self.torch_device)
+        kind = constant("cudaMemcpyKind").cudaMemcpyHostToDevice
+        call("cudaMemcpyAsync", tensor.data_ptr(), pinned.ctypes.data, pinned.nbytes, kind, self._stream)
+        return tensor
 
-    def fence(self) -> Fence:
-        # Blocking: a wait sleeps, where it would otherwise spin on a core that workers compute on.
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch has no annotation
-        event.record()
-        return event
+    def free_cached(self) -> None:
+        torch.cuda.empty_cache()
 
-    def wait(self, fence: Fence) -> None:
-        if fence is not None:
-            fence.synchronize()
+    def fence(self) -> _Fence:
+        if not self._events:
+            self._made.append(blocking_event())
+            self._events.append(self._made[-1])
+        event = self._events.pop()
+        call("cudaEventRecord", event, self._stream)
+        return _Fence(event, self._reads)
+
+    def wait(self, fence: _Fence | None) -> None:
+        if fence is None or fence.event is None:
+            return
+        if fence.reads == self._reads:  # otherwise `to_host` has waited since
+            call("cudaEventSynchronize", fence.event)
+        self._events.append(fence.event)
+        fence.event = None
 
     def time_mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -239,9 +292,9 @@ class CudaDevice(Device):
         return float(earlier.elapsed_time(later)) / 1e3 if later.query() else 0.0
 
     def check_memory(self, slab: int, kv: int, weights: int) -> None:
-        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        free, _ = call("cudaMemGetInfo")
         if slab + kv + weights + SPARE_BYTES > free:
-            raise UsageError(
+            raise NoRoom(
                 f"the slab needs {byte_size(slab)}, the KV cache {byte_size(kv)} and the rest"
                 f" {byte_size(weights + SPARE_BYTES)} of device memory, but {byte_size(free)} are free:"
                 " use a smaller --expert-cache or --context"
@@ -253,7 +306,13 @@ class CudaDevice(Device):
         return CudaSlab(self.torch_device.index, slots, slot_bytes)
 
     def close(self) -> None:
-        """torch has no threads to end."""
+        call("cudaDeviceSynchronize")
+        self._to_host.close()
+        self._from_host.close()
+        for event in self._made:
+            call("cudaEventDestroy", event)
+        self._made.clear()
+        self._events.clear()
 
     def describe(self) -> str:
         properties = torch.cuda.get_device_properties(self.torch_device)

@@ -19,11 +19,12 @@ from pipeline.backbone.batch import StepInput, logit_rows
 from pipeline.counters import Counters, StepClock
 from pipeline.device import Device
 from pipeline.engine.driver import PolicyDriver
+from pipeline.engine.failures import restoring_sequences
 from pipeline.engine.learned_costs import Learned
 from pipeline.engine.observer import Observer, Probing
 from pipeline.engine.tensor_executor import TensorExecutor
 from pipeline.engine.timing import Timing
-from pipeline.errors import PolicyError, ShardFailed
+from pipeline.errors import PolicyError, StepFailed
 from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.empty_memory import EmptyDeviceMemory
 from pipeline.experts.host_pool import HostPool, Ticket
@@ -118,11 +119,12 @@ class Engine:
         self.pool.update(0)
         self.memory.poll()
 
+    @restoring_sequences
     @torch.inference_mode()
     def step(self, inputs: Sequence[StepInput], phase: Phase, live: Iterable[int] = ()) -> list[FloatArray]:
         """Run the tokens of `inputs` through the model, and advance their KV. `live`: the sequences that have
         begun and not ended, without which those of `inputs` are taken to be all. Returns the wanted logits of
-        each, float32 [n, vocabulary]. Raises ShardFailed; the sequences are then as they were."""
+        each, float32 [n, vocabulary]. Raises StepFailed; the sequences are then as they were."""
         backbone, driver = self.backbone, self.driver
         counters = self.counters.phases[phase]
         self.memory.count_in(counters)
@@ -157,9 +159,8 @@ class Engine:
                 clock.layer = layer
                 self.tick()
                 driver.layer(layer, executor)
-        except ShardFailed:
-            if (ticket := driver.cancel_early()) is not None:
-                ticket.abandon()
+        except (StepFailed, torch.OutOfMemoryError):
+            executor.abandon(driver.cancel_early())
             raise
         clock.layer = self.shape.layers
         self.tick()

@@ -143,6 +143,13 @@ class TensorExecutor:
         self.timing.layer_ends()
         self.clock.mark("combine")
 
+    def abandon(self, early: Ticket | None) -> None:
+        """The step fails: end what its layer has begun, and the next one's early share."""
+        for _ in self._device_work.landing if hasattr(self, "_device_work") else ():
+            pass  # orders end, and slots become free
+        for ticket in filter(None, (early, getattr(self, "_ticket", None))):
+            ticket.abandon()
+
     def _compute_shared_experts(self) -> None:
         if (y := self._attended.shared()) is not None:
             self._outputs.append(y)

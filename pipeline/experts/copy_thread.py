@@ -21,15 +21,21 @@ JOIN_LIMIT = 5.0  # seconds for the thread to end
 
 
 def start_copy_thread(
-    config: CoordinatorConfig, store: Store, copier: Copier, socket: ChildServerSocket, exits: ExitEvents
+    config: CoordinatorConfig,
+    store: Store,
+    copier: Copier,
+    socket: ChildServerSocket,
+    exits: ExitEvents,
+    index: int = 0,
 ) -> Callable[[], None]:
-    """Start the thread, which announces itself to `socket`. Returns the function that stops it."""
+    """Start the thread, which announces itself to `socket` as the prefetcher of this index. Returns the
+    function that stops it."""
 
     def no_tick() -> None:
         """Does nothing: a thread of the coordinator needs no progress counter of its own."""
 
     def copy() -> None:
-        identity = Identity("prefetcher", 0, config.incarnation)
+        identity = Identity("prefetcher", index, config.incarnation)
         endpoint = ChildEndpoint(
             {
                 **asdict(identity),
@@ -51,7 +57,7 @@ def start_copy_thread(
             endpoint.close()
 
     def stop() -> None:
-        socket.send(0, Shutdown())
+        socket.send(index, Shutdown())
         thread.join(JOIN_LIMIT)
 
     thread = threading.Thread(target=copy, name="prefetcher", daemon=True)

@@ -5,6 +5,7 @@ While the prefetcher is being restarted the link is not `up`; orders of the one 
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 
@@ -24,9 +25,11 @@ from protocol.messages import (
 )
 from shm.control import ControlLine
 
+log = logging.getLogger(__name__)
+
 DEMANDED, PREDICTED, PLACED = 0, 1, 2  # urgency; smaller overtakes
 STALL_LIMIT = 3.0  # seconds without a tile after which a prefetcher with orders is hung
-ATTACH_LIMIT = 60.0  # the same while it maps the slab and page-locks the store
+ATTACH_LIMIT = 60.0  # the same while it maps the slab
 
 
 @dataclass
@@ -65,13 +68,17 @@ class FetchLink:
         slab: AttachSlab | None,
         line: ControlLine | None,
         *,
+        index: int = 0,
         stall_limit: float = STALL_LIMIT,
         attach_limit: float = ATTACH_LIMIT,
     ) -> None:
         """`slab`: the slab that every new prefetcher maps; None for a prefetcher thread, which has it.
-        `line`: the prefetcher's progress counter; None for a thread. Limits are seconds without progress."""
+        `line`: the prefetcher's progress counter; None for a thread. `index`: which prefetcher it is, of
+        those that the socket knows. Limits are seconds without progress."""
         self.notes: tuple[str, ...] = ()  # of the latest prefetcher
+        self.refusal = ""  # why it cannot map the slab
         self._socket = socket
+        self._index = index
         self._slab = slab
         self._line = line
         self._stall_limit = stall_limit
@@ -86,12 +93,12 @@ class FetchLink:
     @property
     def up(self) -> bool:
         """A prefetcher has mapped the slab and takes orders."""
-        return self._socket.is_up(0)
+        return self._socket.is_up(self._index)
 
     def wait_up(self, limit: float) -> bool:
-        """Wait until the link is up; False after `limit` seconds."""
+        """Wait until the link is up; False after `limit` seconds, or once the slab cannot be mapped."""
         deadline = time.monotonic() + limit
-        while not self.up and time.monotonic() < deadline:
+        while not self.up and not self.refusal and time.monotonic() < deadline:
             self.update(100)
         return self.up
 
@@ -114,7 +121,7 @@ class FetchLink:
         if not self._orders:
             self._moving_since = time.monotonic()
         self._orders[order.id] = order
-        self._socket.send(0, message)
+        self._socket.send(self._index, message)
         return order
 
     def cancel(self, order: Order) -> None:
@@ -122,7 +129,7 @@ class FetchLink:
         if not (order.cancelled or order.final):
             order.cancelled = True
             order.reach = order.landed
-            self._socket.send(0, CancelFetch(order.id))
+            self._socket.send(self._index, CancelFetch(order.id))
 
     def demand(self, order: Order, tiles: int) -> None:
         """The first `tiles` tiles of the order (or channels) are demanded now: they move before all else, and
@@ -130,7 +137,7 @@ class FetchLink:
         if not order.final:
             order.urgency = DEMANDED
             order.reach = max(tiles, order.landed)
-            self._socket.send(0, DemandFetch(order.id, tiles))
+            self._socket.send(self._index, DemandFetch(order.id, tiles))
 
     def under_way(self) -> list[Order]:
         """The orders of which tiles will land, in the order in which the prefetcher takes them."""
@@ -144,18 +151,24 @@ class FetchLink:
     def update(self, wait_ms: int) -> None:
         """Apply the messages that are here; wait at most `wait_ms` for the first."""
         messages = self._socket.receive(wait_ms)
-        for _, message in messages:
+        for index, message in messages:
+            if index != self._index:
+                continue
             match message:
                 case Fetched(id=id) if id in self._orders:
                     self._landed(self._orders[id], message)
                 case Ready() if self._slab is not None:
                     self._attaching = True
-                    self._socket.send(0, self._slab)
+                    self._socket.send(self._index, self._slab)
                 case Ready():
                     self._attached(message.incarnation)
-                case SlabAttached():
+                case SlabAttached(error=""):
                     self.notes = message.notes
+                    for note in message.notes:
+                        log.info(note)
                     self._attached(message.incarnation)
+                case SlabAttached():
+                    self._attaching, self.refusal = False, message.error
                 case WorkerDied():
                     self._attaching = False
                     self._watch.reset()
@@ -172,7 +185,7 @@ class FetchLink:
 
     def _landed(self, order: Order, report: Fetched) -> None:
         if not order.landed <= report.landed <= order.size:
-            self._socket.report_hung(0)  # its reports contradict each other: have it replaced
+            self._socket.report_hung(self._index)  # its reports contradict each other: have it replaced
             return
         if report.landed > order.landed and order.channels is None:
             tiles, seconds = self.copied
@@ -186,10 +199,10 @@ class FetchLink:
     def _attached(self, incarnation: int) -> None:
         self._attaching = False
         self._watch.reset()
-        self._socket.mark_up(0, incarnation)
+        self._socket.mark_up(self._index, incarnation)
 
     def _check_progress(self) -> None:
         if self._line is None or not (self._orders or self._attaching):
             self._watch.reset()
         elif self._watch.stalled(self._line.ticks) > (self._stall_limit if self.up else self._attach_limit):
-            self._socket.report_hung(0)
+            self._socket.report_hung(self._index)

@@ -53,5 +53,10 @@ def full_memory_in_one_line() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as e:
-        what = ". ".join(str(e).split(". ")[:2])  # the rest of the message is about torch's allocator
-        raise UsageError(f"{what}: use a smaller --expert-cache, --context or --chunk") from e
+        raise UsageError(out_of_memory(e)) from e
+
+
+def out_of_memory(error: Exception) -> str:
+    """A failed device allocation in one line for a person, with what to change."""
+    what = ". ".join(str(error).split(". ")[:2])  # the rest of the message is about torch's allocator
+    return f"{what}: use a smaller --expert-cache, --context or --chunk"

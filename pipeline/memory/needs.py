@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeline.checkpoint.model_source import ModelSource
-from pipeline.config import DEFAULT_CONTEXT, EXPANDED_KV_BYTES, EngineConfig, FormatName
-from pipeline.device.base import SLOT_ALIGNMENT
+from pipeline.config import DEFAULT_CONTEXT, EXPANDED_KV_BYTES, SCORE_BYTES, EngineConfig, FormatName
+from pipeline.device.base import CONTEXT_BYTES, SLOT_ALIGNMENT
 from pipeline.memory.limits import CHUNK_MAX, staging_tiles
 from pipeline.models.architecture import TensorSpec
 from pipeline.models.registry import architecture_of, expert_shape, model_spec
@@ -27,9 +27,9 @@ COORDINATOR = {"cpu": 320_000_000, "cuda": 1_500_000_000}  # bytes; measured: 29
 WORKER = 80_000_000  # measured: 70 MB, including a wide step; its ring has 1 to 3 MB
 TOKENIZER = 60_000_000  # measured: 46 MB with a small vocabulary, before its first text
 PREFETCHER = {"cpu": 50_000_000, "cuda": 500_000_000}
-GPU_CONTEXT = 600_000_000  # GPU memory of a second process; the coordinator's is not part of the free memory
 HIDDEN_COPIES = 8  # float32 hidden states of a step that exist at once, about
 MASK_BYTES = 5  # for a row and a token that it may attend to: a bool, and torch's float copy of it
+SCORE_COPIES = 4  # of the scores of attention: themselves, masked, their softmax, and that in 16 bits
 EXPANDED_COPIES = 4  # of the keys and values that latent attention expands
 
 
@@ -68,6 +68,8 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     rows = min(config.chunk or CHUNK_MAX, config.context or spec.max_positions)
     activations = 4 * rows * (spec.vocabulary + HIDDEN_COPIES * spec.hidden)
     activations += MASK_BYTES * rows * (config.context or min(spec.max_positions, DEFAULT_CONTEXT))
+    if cuda and config.backbone_dtype == "f32":  # flash attention is of 16-bit numbers
+        activations += SCORE_COPIES * SCORE_BYTES
     if isinstance(spec.attention, Latent):
         activations += EXPANDED_COPIES * EXPANDED_KV_BYTES
     # Each weight is read as float32, whatever its dtype in memory, before activations are allocated.
@@ -75,7 +77,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     device = "cuda" if cuda else "cpu"
     workers = 1 if config.workers is None else config.workers
     processes = COORDINATOR[device] + workers * WORKER + PREFETCHER[device] + TOKENIZER
-    second = GPU_CONTEXT if config.prefetcher == "process" else 0
+    second = CONTEXT_BYTES if config.prefetcher == "process" else 0
     return Needs(
         format=format,
         store=store,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.backbone.kv_cache import KVCache, SequenceKV
+from pipeline.errors import OutOfDeviceMemory
 
 PrefixKey = tuple[bytes, str]  # of a conversation: its client, and the client's name for it
 
@@ -44,14 +45,21 @@ class PrefixCache:
             self.evict_for(capacity)
             return self._kv.allocate(capacity)
         self.evict_for(capacity - kept.capacity)
-        self._kv.resize(kept, capacity)
+        try:
+            self._kv.resize(kept, capacity)
+        except OutOfDeviceMemory:
+            self._kv.release(kept)
+            raise
         return kept
 
     def grow(self, kv: SequenceKV, capacity: int) -> bool:
         """Grow a sequence's capacity. False where the capacity is not available."""
         if not self.evict_for(capacity - kv.capacity):
             return False
-        self._kv.resize(kv, capacity)
+        try:
+            self._kv.resize(kv, capacity)
+        except OutOfDeviceMemory:
+            return False
         return True
 
     def keep(self, key: PrefixKey, tokens: Sequence[int], kv: SequenceKV) -> None:

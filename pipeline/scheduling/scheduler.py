@@ -21,7 +21,7 @@ from pipeline.backbone.kv_cache import GROWTH, KVCache, SequenceKV, capacity_for
 from pipeline.config import KV_BLOCK
 from pipeline.counters import fidelity
 from pipeline.engine.engine import Engine
-from pipeline.errors import NumberInUse, PipelineError, RequestError, ShardFailed
+from pipeline.errors import NumberInUse, OutOfDeviceMemory, PipelineError, RequestError, StepFailed
 from pipeline.scheduling.account_book import AccountBook, counted_for
 from pipeline.scheduling.fair_queue import FairQueue
 from pipeline.scheduling.job_factory import JobFactory
@@ -158,7 +158,11 @@ class Scheduler:
             job = job or next(self._waiting.in_order(self._running))
             running = {j.client for j in self._running}
             slots = self._max_sequences + (job.client not in running)
-            kv = self._allocate(job) if len(self._running) < slots else None
+            try:
+                kv = self._allocate(job) if len(self._running) < slots else None
+            except OutOfDeviceMemory as e:
+                self._end(job, "error", str(e))
+                continue
             if kv is not None:
                 self._waiting.admit(job)
                 self._reused += kv.length
@@ -226,7 +230,7 @@ class Scheduler:
             # a preempted request is live too: it will go on
             live = [job.sequence for job in self._live.values() if job.sequence is not None]
             logits = self.engine.step(inputs, phase, live)
-        except ShardFailed as e:
+        except StepFailed as e:
             if len(jobs) == 1:
                 self._end(jobs[0], "error", str(e))
             else:  # run each by itself, so that only the job that causes the failure ends

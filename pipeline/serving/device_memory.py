@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from pipeline.errors import PeerLost
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pipeline.device import SlabMemory
+from pipeline.errors import NoRoom, PrefetcherLost
 from pipeline.experts.channel_share import ChannelMemory
 from pipeline.experts.copy_thread import start_copy_thread
 from pipeline.experts.device_share import DeviceMemory
@@ -11,47 +17,113 @@ from pipeline.experts.fetch_link import FetchLink
 from pipeline.experts.tile_mover import TileMover
 from pipeline.memory.limits import cache_tiles, staging_tiles
 from pipeline.serving.engine_parts import CHILD_LIMIT, EngineParts
-from protocol.messages import Needed
+from protocol.messages import AttachSlab, Needed
 from shm.segment import byte_size, engine_prefix
 from workers.copiers import paced
+from workers.cuda import CudaError
+
+# Seconds that a restarted coordinator waits for the memory of the engine before it: its prefetcher may take
+# so long to unlock its pages after it was killed, and keeps the old slab until then.
+ROOM_LIMIT = 90.0
+
+log = logging.getLogger(__name__)
 
 
-def open_device_memory(parts: EngineParts) -> DeviceMemory:
-    """Memory for the configured share of all expert tiles, and slots to stream through. Raises UsageError
-    where it does not fit, PeerLost where no prefetcher announces itself."""
+@dataclass
+class SlabAndLink:
+    """The slab and the link to its prefetcher, which may not be up yet."""
+
+    slab: SlabMemory
+    capacity: int  # tiles that may be kept
+    link: FetchLink
+
+
+class DeviceMemoryOpener:
+    """Opens one engine's. What a failed attempt has opened serves the next one: memory that another process
+    may have mapped cannot be freed."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._opened: SlabAndLink | None = None
+
+    def open(self) -> DeviceMemory:
+        """Memory for the configured share of all expert tiles, and slots to stream through. Raises NoRoom
+        where it does not fit, CudaError, or PrefetcherLost where no prefetcher announces itself."""
+        parts = self._parts
+        device, engine = parts.device, parts.engine
+        layout, shape = engine.layout, engine.layout.shape
+        opened = self._opened = self._opened or _open(parts)
+        slab, link = opened.slab, opened.link
+        up = link.wait_up(CHILD_LIMIT)
+        if link.refusal:
+            log.warning(f"the prefetcher is a thread, because a process cannot map the slab: {link.refusal}")
+            link = opened.link = _thread_link(parts, slab, index=1)  # 0 is the process, which stays idle
+            up = link.wait_up(CHILD_LIMIT)
+        if not up:
+            raise PrefetcherLost(f"no prefetcher was ready after {CHILD_LIMIT:.0f} s")
+
+        parts.notes.extend(link.notes)
+        staging = slab.slots - opened.capacity
+        parts.notes.append(f"slab: {opened.capacity} tiles and {staging} for streaming")
+        sizes = shape.layers, shape.experts, shape.tiles
+        mover = TileMover(ExpertCache(*sizes, opened.capacity, slab.slots, device.fence), link, device)
+        if not layout.head_bytes:
+            return DeviceMemory(mover, slab, device.expert_kernel(layout))
+        heads = device.load_heads(parts.store, parts.tick)
+        parts.closing.callback(heads.clear)
+        resident = byte_size(layout.head_stride * len(heads) * shape.experts)
+        parts.notes.append(f"up matrices: {resident} resident")
+        return ChannelMemory(mover, slab, device.channel_kernel(layout), heads, layout)
+
+
+def _open(parts: EngineParts) -> SlabAndLink:
     config, device, engine = parts.config, parts.device, parts.engine
     layout, shape = engine.layout, engine.layout.shape
     capacity = cache_tiles(config.options.expert_cache, shape.layers * shape.experts * shape.tiles)
-    staging = staging_tiles(shape.tiles, engine.shape.top_k, layout.head_bytes > 0)
-    slots = capacity + staging
-    beside = engine.backbone.pending_bytes + device.heads_bytes(layout)
-    device.check_memory(slots * layout.tile_bytes, parts.kv_bytes, beside)
+    slots = capacity + staging_tiles(shape.tiles, engine.shape.top_k, layout.head_bytes > 0)
+    own_process = config.options.prefetcher == "process"
+    beside = engine.backbone.pending_bytes + device.heads_bytes(layout) + own_process * device.process_bytes
+
+    def check() -> None:
+        device.check_memory(slots * layout.tile_bytes, parts.kv_bytes, beside)
+
+    wait_for_room(check, ROOM_LIMIT if config.incarnation > 0 else 0.0, parts.tick)
     name = f"{engine_prefix(config.runtime)}slab-{config.incarnation}"
     slab = device.open_slab(name, slots, layout.tile_bytes, parts.tick)
     parts.closing.callback(slab.close)
-
-    own_process = config.options.prefetcher == "process"
-    if "prefetcher" not in parts.sockets:
-        parts.bind_socket("prefetcher")
-        if own_process:
-            parts.to_supervisor(Needed("prefetcher"))
-    socket = parts.sockets["prefetcher"]
+    address: AttachSlab | None = None
     if own_process:
-        link = FetchLink(socket, slab.address(), parts.control.line("prefetcher", 0))
-    else:
-        link = FetchLink(socket, None, None)
-        copier = paced(slab.local_copier(parts.store), config.options.link_gbps, lambda: None)
-        parts.closing.callback(start_copy_thread(config, parts.store, copier, socket, parts.exits))
-    if not link.wait_up(CHILD_LIMIT):
-        raise PeerLost(f"no prefetcher was ready after {CHILD_LIMIT:.0f} s")
+        try:
+            address = slab.address()
+        except CudaError as e:
+            log.warning(f"the prefetcher is a thread, because the slab cannot be shared: {e}")
+    known = "prefetcher" in parts.sockets
+    if not known:
+        parts.bind_socket("prefetcher")
+    if address is None:
+        return SlabAndLink(slab, capacity, _thread_link(parts, slab, index=0))
+    if not known:
+        parts.to_supervisor(Needed("prefetcher"))
+    line = parts.control.line("prefetcher", 0)
+    return SlabAndLink(slab, capacity, FetchLink(parts.sockets["prefetcher"], address, line))
 
-    parts.notes.extend(link.notes)
-    parts.notes.append(f"slab: {capacity} tiles and {staging} for streaming")
-    cache = ExpertCache(shape.layers, shape.experts, shape.tiles, capacity, slots, device.fence)
-    mover = TileMover(cache, link, device)
-    if not layout.head_bytes:
-        return DeviceMemory(mover, slab, device.expert_kernel(layout))
-    heads = device.load_heads(parts.store, parts.tick)
-    parts.closing.callback(heads.clear)
-    parts.notes.append(f"up matrices: {byte_size(layout.head_stride * len(heads) * shape.experts)} resident")
-    return ChannelMemory(mover, slab, device.channel_kernel(layout), heads, layout)
+
+def _thread_link(parts: EngineParts, slab: SlabMemory, index: int) -> FetchLink:
+    socket, exits = parts.sockets["prefetcher"], parts.exits
+    copier = paced(slab.local_copier(parts.store), parts.config.options.link_gbps, lambda: None)
+    parts.closing.callback(start_copy_thread(parts.config, parts.store, copier, socket, exits, index))
+    return FetchLink(socket, None, None, index=index)
+
+
+def wait_for_room(check: Callable[[], None], limit: float, tick: Callable[[], None]) -> None:
+    """Return when `check` raises no NoRoom any more; raises it after `limit` seconds."""
+    deadline = time.monotonic() + limit
+    while True:
+        try:
+            return check()
+        except NoRoom as e:
+            if time.monotonic() >= deadline:
+                raise
+            log.info(f"waiting for the engine before this one to release its memory: {e}")
+        tick()
+        time.sleep(0.5)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from pipeline.backbone.materialize import start_materializing
-from pipeline.errors import NumberInUse, PromptTooLong, UsageError
+from pipeline.errors import NumberInUse, PrefetcherLost, PromptTooLong, UsageError
 from pipeline.policies.view import PolicyRequest
 from pipeline.rate_limit import TimeShare
 from pipeline.scheduling.job_factory import JobFactory
@@ -23,7 +23,8 @@ from pipeline.serving.prefill_chunk import TRIAL_TOKENS, measure_chunks
 from pipeline.text.tokenizer import eos_ids
 from pipeline.traces.recorder import recorder_of
 from protocol.messages import Calibrate, Cancel, Done, Error, Generate, PolicyChanged, Score, SetPolicy
-from shm.errors import NotEnoughMemory
+from shm.errors import ShmError
+from workers.cuda import CudaError
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ class EngineService:
         options = {name: str(value) for name, value in message.options.items()}
         try:
             notes = self._policies.set(PolicyRequest(message.policy, options), message.counted)
-        except (UsageError, NotEnoughMemory) as e:
+        except (UsageError, ShmError, CudaError, PrefetcherLost) as e:
             self._send(client, Error(message.request, str(e)))
             return
         self._post(ToSupervisor(message))  # a restarted coordinator begins with this policy

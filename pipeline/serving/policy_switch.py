@@ -14,7 +14,7 @@ from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import canonical, make_policy
 from pipeline.policies.view import Policy, PolicyRequest
-from pipeline.serving.device_memory import open_device_memory
+from pipeline.serving.device_memory import DeviceMemoryOpener
 from pipeline.serving.engine_parts import EngineParts
 from shm.cache_lease import CacheLease
 
@@ -26,7 +26,7 @@ class PolicySwitch:
 
     def __init__(self, parts: EngineParts) -> None:
         """Sets the configured policy; errors as in `set`."""
-        self._parts = parts
+        self._parts, self._opener = parts, DeviceMemoryOpener(parts)
         self.costs: Costs | None = None  # None until a policy has needed them
         self._calibration_file = calibration_path(parts.config.cache, parts.source)
         options = parts.config.options
@@ -36,12 +36,13 @@ class PolicySwitch:
     @full_memory_in_one_line()
     def set(self, request: PolicyRequest, counted: bool = True) -> tuple[str, ...]:
         """Use this policy from the next step on; the first that keeps experts on the device opens the memory
-        for them. Without `counted` the routing of its steps is not counted. Returns notes. Raises UsageError
-        or PeerLost; the policy in use is kept then."""
+        for them. Without `counted` the routing of its steps is not counted. Returns notes. Raises UsageError,
+        ShmError, CudaError or PrefetcherLost; the policy in use is kept then. Raises PeerLost where the
+        engine cannot go on."""
         engine = self._parts.engine
         policy: Policy = make_policy(request, self._parts.config.options.seed)
         if policy.uses_device and not engine.memory.exists:
-            engine.memory = open_device_memory(self._parts)
+            engine.memory = self._opener.open()
         costs, calibration = self._costs_for(policy), self._calibration_for(policy)
         follow = self._parts.config.options.costs is None  # those of a file are meant as they are
         notes = engine.set_policy(policy, costs, calibration, counted=counted, follow=follow)

@@ -4,6 +4,7 @@ two tiles. The test reports the exit, as the supervisor would, and restarts the 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from child_messages import LIMIT, child_endpoint
@@ -12,7 +13,7 @@ from pipeline.experts.peers import ChildServerSocket, ExitEvents
 from protocol.messages import CancelFetch, I32Vector, Shutdown, WorkerDied
 from shm.layout import Bytes
 from shm.store import Store
-from workers.copiers import Copier
+from workers.copiers import Copier, paced
 from workers.prefetcher import CopyLoop
 
 NEVER = 1 << 30  # tiles
@@ -50,8 +51,17 @@ class _FailingCopier:
     """A copier that exits with its incarnation; the last tile is half written."""
 
     def __init__(self, inner: Copier, incarnation: Incarnation) -> None:
-        self.depth, self.gather_depth, self.notes = inner.depth, inner.gather_depth, inner.notes
+        self.gather_depth = inner.gather_depth
         self._inner, self._incarnation = inner, incarnation
+        self._kept: list[Bytes] = []  # copies may read them after `start`
+
+    @property
+    def depth(self) -> int:
+        return self._inner.depth
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self._inner.notes
 
     def start(self, tile: Bytes, slot: int) -> None:
         if self._incarnation.may_copy():
@@ -59,6 +69,7 @@ class _FailingCopier:
             return
         half = tile.copy()
         half[len(tile) // 2 :] ^= 0xFF
+        self._kept.append(half)
         self._inner.start(half, slot)
         raise _Exit
 
@@ -68,8 +79,8 @@ class _FailingCopier:
             raise _Exit
         self._inner.gather(records, chosen, slot, place)
 
-    def finish(self) -> None:
-        self._inner.finish()
+    def finish(self) -> int:
+        return self._inner.finish()
 
     def close(self) -> None:
         self._inner.close()
@@ -94,7 +105,10 @@ class FailingPrefetcher:
         socket: ChildServerSocket,
         exits: ExitEvents,
         link_gbps: float | None,
+        copier: Callable[[], Copier] | None = None,
     ) -> None:
+        """`copier`: opens that of each incarnation; None: it attaches the slab that the coordinator names."""
+        self._copier = copier
         self._runtime, self._store, self._socket, self._exits = runtime, store, socket, exits
         self._link_gbps = link_gbps
         self._lock = threading.Lock()
@@ -151,10 +165,15 @@ class FailingPrefetcher:
         endpoint = child_endpoint(self._runtime, "prefetcher", "fetch.sock", print_, 0, number)
         loop = _FailingLoop(endpoint, self._store, self._link_gbps, incarnation.tick)
         loop.incarnation = incarnation
+        copier = None if self._copier is None else paced(self._copier(), self._link_gbps, incarnation.tick)
         try:
+            if copier is not None:
+                loop.attach(copier)
             endpoint.announce()
             loop.serve()
         except _Exit:
+            if copier is not None:
+                copier.close()  # an exited process's copies have stopped
             with self._lock:
                 self.present = None
                 self._exits.put(WorkerDied("prefetcher", 0, number, False, -1))

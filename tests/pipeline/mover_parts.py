@@ -186,21 +186,31 @@ def _fingerprint(source: str) -> str:
 
 @contextmanager
 def mover_parts(
-    runtime: Path, store: Store, slots: int, link_gbps: float | None = None
+    runtime: Path,
+    store: Store,
+    slots: int,
+    link_gbps: float | None = None,
+    device: Device | None = None,
 ) -> Iterator[MoverParts]:
-    """A slab of `slots` slots beside a store, and a running prefetcher at `link_gbps` or at full speed."""
+    """A slab of `slots` slots beside a store, and a running prefetcher at `link_gbps` or at full speed. A
+    `device` other than `cpu` is given the prefetcher's thread as the coordinator does."""
     runtime.chmod(0o700)
     exits = ExitEvents()
     with ExitStack() as stack:
-        device = open_device("cpu")
+        attached = device is not None
+        device = device or open_device("cpu")
         control = stack.enter_context(control_segment(1))
         slab = device.open_slab(f"{control.segment.name}-slab", slots, store.layout.tile_bytes)
         stack.callback(slab.close)
         socket = stack.enter_context(
             child_socket(runtime, "fetch.sock", "prefetcher", store.fingerprint, exits)
         )
-        link = FetchLink(socket, slab.address(), control.line("prefetcher", 0))
-        prefetcher = FailingPrefetcher(runtime, store, socket, exits, link_gbps)
+        if attached:
+            link = FetchLink(socket, None, None)
+        else:
+            link = FetchLink(socket, slab.address(), control.line("prefetcher", 0))
+        copier = (lambda: slab.local_copier(store)) if attached else None
+        prefetcher = FailingPrefetcher(runtime, store, socket, exits, link_gbps, copier)
         prefetcher.start()
         assert link.wait_up(LIMIT)
         stack.callback(prefetcher.shut_down)

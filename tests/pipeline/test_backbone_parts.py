@@ -65,7 +65,7 @@ def test_batch_has_positions_and_masks_of_each_span(backbone: Backbone) -> None:
     assert (batch.rows, batch.single, batch.tokens.tolist()) == (5, False, [1, 2, 7, 8, 5])
     no, yes = False, True
     two = [[no, no, yes, yes, yes, no], [no, no, no, yes, yes, yes]]
-    windowed = [two, None, [[no, yes, yes, yes]], None]  # of 3 of its 3 tokens each, a row needs no mask
+    windowed = [two, None, None, None]  # a single token needs none: it is given the last 3 of its tokens
     assert [None if m is None else m.tolist() for m in batch.masks[3]] == windowed
     causal = [[[yes] * 5 + [no], [yes] * 6], None, None, None]
     assert [None if m is None else m.tolist() for m in batch.masks[None]] == causal

@@ -136,7 +136,7 @@ def test_failed_layer_abandons_the_next_layers_early_share(parts, monkeypatch) -
         patch.setattr(engine.pool, "abandon", lambda ticket: (abandoned.append(ticket), abandon(ticket)))
         with pytest.raises(ShardFailed):
             engine.step([StepInput(new, "last")], "decode")
-    assert len(abandoned) == 1
+    assert len(abandoned) == 2  # the early share, and the failed one
     assert new.kv.length == len(PROMPT)
     (logits,) = engine.step([StepInput(new, "last")], "decode")
     assert np.isfinite(logits).all()

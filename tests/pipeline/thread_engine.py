@@ -21,6 +21,7 @@ from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
 from pipeline.coordinator_config import WorkerCores
+from pipeline.device import Device
 from pipeline.engine.engine import Engine
 from pipeline.experts.channel_share import ChannelMemory
 from pipeline.experts.device_share import DeviceMemory
@@ -41,7 +42,12 @@ TOKEN = 11
 
 @contextmanager
 def engine_in_threads(
-    model: Path, folder: Path, capacity: int = 6, store: Store | None = None, staging: int = 4
+    model: Path,
+    folder: Path,
+    capacity: int = 6,
+    store: Store | None = None,
+    staging: int = 4,
+    device: Device | None = None,
 ) -> Iterator[tuple[Engine, FailingPrefetcher]]:
     """With a DeviceMemory for `capacity` tiles, of a store's experts or of random ones, of 24 tiles in
     all."""
@@ -51,7 +57,7 @@ def engine_in_threads(
         if store is None:
             shape = expert_shape(source.config, 32, format_named("bf16"))
             store = stack.enter_context(random_store(shape, "thread_engine"))
-        parts = stack.enter_context(mover_parts(folder, store, capacity + staging))
+        parts = stack.enter_context(mover_parts(folder, store, capacity + staging, device=device))
         socket = stack.enter_context(child_socket(folder, "work.sock", "worker", store.fingerprint))
 
         control = stack.enter_context(control_segment(1))

@@ -1,0 +1,114 @@
+"""The device `cuda` on the stand-in for a GPU: its own code, with torch on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from fake_runtime import FakeRuntime
+from torch import Tensor
+
+from pipeline.device import cuda
+from pipeline.device.base import DeviceKernel
+from shm.layout import StoreLayout
+
+PACKAGES = Path(__file__).parent / "packages"  # for the PYTHONPATH of child processes
+_keys = itertools.count()
+
+
+@contextmanager
+def fake_runtime(seed: int = 0) -> Iterator[FakeRuntime]:
+    """In place of cuda-bindings. At the end no stream is stuck and all memory of the device is back."""
+    runtime = FakeRuntime(f"{os.getpid()}-{next(_keys)}", seed)
+    module = cast(Any, ModuleType("cuda.bindings.runtime"))
+    module.__getattr__ = lambda name: getattr(runtime, name)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("cuda", "cuda.bindings"):
+            patch.setitem(sys.modules, name, ModuleType(name))
+        patch.setitem(sys.modules, "cuda.bindings.runtime", module)
+        patch.setenv("FAKE_CUDA", f"{runtime.key}:{seed + 1}")
+        yield runtime
+        runtime.exit()
+        assert runtime.cudaMemGetInfo() == (0, runtime.total, runtime.total)
+
+
+class LateSum:
+    """A LayerSum whose tiles are read some time after `add` has returned, as on a GPU."""
+
+    def __init__(self, inner: Any, runtime: FakeRuntime) -> None:
+        self._inner, self._runtime = inner, runtime
+
+    def add(self, tiles: Sequence[tuple[int, int, Tensor]]) -> None:
+        self._runtime.launch(lambda: self._inner.add(tiles))
+
+    def result(self) -> Tensor:
+        self._runtime.torch_stream.drain()
+        y: Tensor = self._inner.result()
+        return y
+
+
+class LateKernel:
+    """A DeviceKernel on the stand-in's stream."""
+
+    def __init__(self, inner: DeviceKernel, runtime: FakeRuntime) -> None:
+        self._inner, self._runtime = inner, runtime
+
+    def begin(self, *arguments: Any) -> LateSum:
+        return LateSum(self._inner.begin(*arguments), self._runtime)
+
+
+class FakeCudaDevice(cuda.CudaDevice):
+    """With tensors on the CPU."""
+
+    def __init__(self, runtime: FakeRuntime) -> None:
+        super().__init__(in_torch=True)
+        self.torch_device = torch.device("cpu", 0)
+        self._runtime = runtime
+
+    def expert_kernel(self, layout: StoreLayout) -> DeviceKernel:
+        return LateKernel(super().expert_kernel(layout), self._runtime)
+
+    def time_mark(self) -> float:
+        return 0.0
+
+    def seconds_between(self, earlier: Any, later: Any) -> float:
+        return 0.0
+
+    def describe(self) -> str:
+        return "a stand-in"
+
+
+def _allocated(address: int, size: int, device: int) -> Tensor:
+    return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)))
+
+
+@contextmanager
+def fake_device(seed: int = 0) -> Iterator[tuple[FakeCudaDevice, FakeRuntime]]:
+    """The device, and its runtime."""
+    with fake_runtime(seed) as runtime, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+        patch.setattr(cuda, "_allocated", _allocated)
+        flags = torch.backends.cuda
+        before = flags.cudnn_sdp_enabled(), flags.matmul.allow_bf16_reduced_precision_reduction
+        device = FakeCudaDevice(runtime)
+        try:
+            yield device, runtime
+            device.close()
+            left = {"registered"}  # the process's exit unlocks pages, and frees memory that others may map
+            left |= {"device"} if runtime.calls["cudaIpcGetMemHandle"] else set()
+            assert runtime.leftovers().keys() <= left
+        finally:
+            flags.enable_cudnn_sdp(before[0])
+            flags.matmul.allow_bf16_reduced_precision_reduction = before[1]

@@ -1,0 +1,368 @@
+"""A stand-in for a GPU at the level of `cuda.bindings.runtime`, on real threads and real shared memory.
+
+It is stricter than a GPU, so that what would be wrong now and then there is wrong here:
+
+- an allocation is a shared-memory segment, its IPC handle the segment's name; another process maps it;
+- a stream is a thread that takes its time; a copy lands piece by piece, in any order, and its target is
+  poisoned when it is started; new and freed memory is poisoned too;
+- a copy must not run from one registration of host memory into another or out of it;
+- memory is back once no process maps it, also where these were killed: each holds a lock on the segment.
+
+Stream 0 stands for torch's: torch computes on the CPU here, at once, so what is put into that stream is done
+at once, behind what `launch` has put there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import queue
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+SHM = Path("/dev/shm")
+LIMIT = 20.0  # seconds after which a wait is stuck
+PAGE = mmap.PAGESIZE
+POISON, FREED = 0xCB, 0xDD
+INVALID, OUT_OF_MEMORY, INVALID_CONTEXT, REGISTERED, NOT_REGISTERED, NOT_READY = 1, 2, 201, 712, 713, 600
+PIECES = 5  # of a copy
+
+
+class Stuck(Exception):
+    """A wait for a stream or an event has not ended."""
+
+
+@dataclass
+class Allocation:
+    name: str
+    address: int
+    size: int
+    lock: int  # a descriptor
+    memory: mmap.mmap  # kept after it was freed, so that a late reader finds poison
+    freed: bool = False
+
+
+@dataclass
+class Event:
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.done.set()  # one that was never recorded has passed
+
+
+class Stream:
+    """Work in its order, in a thread."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
+        self._thread.start()
+        self.failed: BaseException | None = None
+
+    def put(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+
+    def drain(self) -> None:
+        ended = threading.Event()
+        self.put(ended.set)
+        if not ended.wait(LIMIT):
+            raise Stuck("a stream")
+        if self.failed is not None:
+            raise self.failed
+
+    def end(self) -> None:
+        self._work.put(None)
+        self._thread.join(LIMIT)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            if self._chance.random() < 0.3:
+                time.sleep(self._chance.random() * 1e-3)
+            try:
+                work()
+            except BaseException as e:
+                self.failed = e
+
+
+class Handle:
+    """A cudaIpcMemHandle_t."""
+
+    def __init__(self) -> None:
+        self.data = ctypes.create_string_buffer(64)
+
+    def getPtr(self) -> int:
+        return ctypes.addressof(self.data)
+
+
+class FakeRuntime:
+    """The functions return their status and results as cuda-bindings do."""
+
+    cudaStreamNonBlocking, cudaHostRegisterDefault, cudaIpcMemLazyEnablePeerAccess = 1, 0, 1
+    cudaEventDisableTiming, cudaEventBlockingSync = 2, 1
+    cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2)
+    cudaIpcMemHandle_t = Handle
+
+    def __init__(self, key: str, seed: int = 0, total: int = 1 << 28) -> None:
+        """`key`: of all processes that see this GPU."""
+        self.key, self.total = key, total
+        self.exited = False
+        self._chance = random.Random(seed)
+        self._made = 0
+        self._lock = threading.Lock()
+        self.allocations: list[Allocation] = []
+        self.mapped: list[Allocation] = []  # of other processes
+        self.registered: dict[int, int] = {}  # start -> end, whole pages
+        self.lockable = 1 << 60  # bytes that may be registered
+        self.pinned: dict[int, ctypes.Array[ctypes.c_uint8]] = {}
+        self.torch_stream = Stream(self._chance)
+        self.streams: dict[int, Stream] = {}
+        self.events: dict[int, Event] = {}
+        self.calls: Counter[str] = Counter()
+        self.failures: dict[str, int] = {}  # the calls until one fails, by name
+
+    # --- for the tests -----------------------------------------------------------------------------------
+
+    def launch(self, work: Callable[[], None]) -> None:
+        """A kernel on torch's stream: it runs some time later."""
+        self.torch_stream.put(work)
+
+    def drain(self) -> None:
+        for stream in [self.torch_stream, *self.streams.values()]:
+            stream.drain()
+
+    def leftovers(self) -> dict[str, int]:
+        """What was not given back, by kind; nothing is left out."""
+        live = sum(not a.freed for a in self.allocations)
+        held = {
+            "device": live, "mapped": len(self.mapped), "pinned": len(self.pinned),
+            "streams": len(self.streams), "events": len(self.events), "registered": len(self.registered),
+        }  # fmt: skip
+        return {kind: count for kind, count in held.items() if count}
+
+    def exit(self) -> None:
+        """As the process's end: everything is given back."""
+        if self.exited:
+            return
+        self.exited = True
+        self.drain()
+        for stream in [self.torch_stream, *self.streams.values()]:
+            stream.end()
+        self.streams.clear()
+        for allocation in [*self.allocations, *self.mapped]:
+            if not allocation.freed:
+                os.close(allocation.lock)
+                allocation.freed = True
+        self.mapped.clear()
+        self.cudaMemGetInfo()  # removes what nobody maps
+
+    def _fails(self, name: str) -> bool:
+        self.calls[name] += 1
+        if name not in self.failures:
+            return False
+        self.failures[name] -= 1
+        return self.failures[name] < 0
+
+    # --- memory of the device ----------------------------------------------------------------------------
+
+    def cudaSetDevice(self, device: int) -> tuple[int]:
+        return (0,)
+
+    def cudaFree(self, address: int) -> tuple[int]:
+        self.calls["cudaFree"] += 1
+        if not address:
+            return (0,)
+        for allocation in self.allocations:
+            if allocation.address == address and not allocation.freed:
+                allocation.freed = True
+                ctypes.memset(address, FREED, allocation.size)
+                os.close(allocation.lock)
+                (SHM / allocation.name).unlink()
+                return (0,)
+        return (INVALID,)
+
+    def cudaMalloc(self, size: int) -> tuple[int, int]:
+        free = self.cudaMemGetInfo()[1]
+        if self._fails("cudaMalloc") or size > free:
+            return OUT_OF_MEMORY, 0
+        self._made += 1
+        name = f"tandem-fakegpu-{self.key}-{os.getpid()}-{self._made}"
+        with (SHM / name).open("xb") as file:
+            file.truncate(size)
+        allocation = self._map(name)
+        self.allocations.append(allocation)
+        ctypes.memset(allocation.address, POISON, size)
+        return 0, allocation.address
+
+    def _map(self, name: str) -> Allocation:
+        lock = os.open(SHM / name, os.O_RDWR)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        size = os.fstat(lock).st_size
+        with (SHM / name).open("r+b") as file:  # not `lock`, which a mapping would keep open
+            memory = mmap.mmap(file.fileno(), size)
+        address = ctypes.addressof(ctypes.c_uint8.from_buffer(memory))
+        return Allocation(name, address, size, lock, memory)
+
+    def cudaMemGetInfo(self) -> tuple[int, int, int]:
+        used = 0
+        for path in SHM.glob(f"tandem-fakegpu-{self.key}-*"):
+            try:
+                lock = os.open(path, os.O_RDWR)
+            except FileNotFoundError:
+                continue
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            except BlockingIOError:
+                used += path.stat().st_size
+            finally:
+                os.close(lock)
+        return 0, self.total - used, self.total
+
+    def cudaDeviceReset(self) -> tuple[int]:
+        return (0,)
+
+    def cudaIpcGetMemHandle(self, address: int) -> tuple[int, Handle | None]:
+        if self._fails("cudaIpcGetMemHandle"):
+            return INVALID, None
+        (allocation,) = (a for a in self.allocations if a.address == address and not a.freed)
+        handle = Handle()
+        handle.data.value = allocation.name.encode()
+        return 0, handle
+
+    def cudaIpcOpenMemHandle(self, handle: Handle, flags: int) -> tuple[int, int]:
+        name = handle.data.value.decode()
+        if self._fails("cudaIpcOpenMemHandle") or not name:
+            return INVALID, 0
+        if any(a.name == name for a in self.allocations):
+            return INVALID_CONTEXT, 0  # of this process
+        try:
+            allocation = self._map(name)
+        except FileNotFoundError:
+            return INVALID, 0
+        self.mapped.append(allocation)
+        return 0, allocation.address
+
+    def cudaIpcCloseMemHandle(self, address: int) -> tuple[int]:
+        (allocation,) = (a for a in self.mapped if a.address == address)
+        self.mapped.remove(allocation)
+        os.close(allocation.lock)
+        return (0,)
+
+    # --- memory of the host ------------------------------------------------------------------------------
+
+    def cudaHostRegister(self, start: int, size: int, flags: int) -> tuple[int]:
+        lo, hi = start // PAGE * PAGE, -(-(start + size) // PAGE) * PAGE
+        with self._lock:
+            locked = sum(end - begin for begin, end in self.registered.items())
+            if self._fails("cudaHostRegister") or locked + hi - lo > self.lockable:
+                return (OUT_OF_MEMORY,)
+            if any(lo < end and begin < hi for begin, end in self.registered.items()):
+                return (REGISTERED,)
+            self.registered[lo] = hi
+        return (0,)
+
+    def cudaHostUnregister(self, start: int) -> tuple[int]:
+        with self._lock:
+            return (0,) if self.registered.pop(start // PAGE * PAGE, None) else (NOT_REGISTERED,)
+
+    def cudaMallocHost(self, size: int) -> tuple[int, int]:
+        if self._fails("cudaMallocHost"):
+            return OUT_OF_MEMORY, 0
+        memory = (ctypes.c_uint8 * size)()
+        address = ctypes.addressof(memory)
+        self.pinned[address] = memory
+        return 0, address
+
+    def cudaFreeHost(self, address: int) -> tuple[int]:
+        memory = self.pinned.pop(address)
+        ctypes.memset(address, FREED, len(memory))
+        return (0,)
+
+    # --- streams, events, copies -------------------------------------------------------------------------
+
+    def _stream(self, number: int) -> Stream:
+        return self.streams[number] if number else self.torch_stream
+
+    def cudaStreamCreateWithFlags(self, flags: int) -> tuple[int, int]:
+        self._made += 1
+        self.streams[self._made] = Stream(self._chance)
+        return 0, self._made
+
+    def cudaStreamDestroy(self, stream: int) -> tuple[int]:
+        self.streams.pop(stream).end()
+        return (0,)
+
+    def cudaStreamSynchronize(self, stream: int) -> tuple[int]:
+        self.calls["cudaStreamSynchronize"] += 1
+        self._stream(stream).drain()
+        return (0,)
+
+    def cudaDeviceSynchronize(self) -> tuple[int]:
+        self.calls["cudaDeviceSynchronize"] += 1
+        self.drain()
+        return (0,)
+
+    def cudaMemcpyAsync(self, to: int, source: int, size: int, kind: int, stream: int) -> tuple[int]:
+        self.calls["cudaMemcpyAsync"] += 1
+        if kind == self.cudaMemcpyKind.cudaMemcpyHostToDevice and not self._one_piece(source, size):
+            return (INVALID,)
+        if not stream:
+            self.torch_stream.drain()
+            ctypes.memmove(to, source, size)
+            return (0,)
+        ctypes.memset(to, POISON, size)
+        step = -(-size // PIECES) or 1
+        starts = list(range(0, size, step))
+        self._chance.shuffle(starts)
+
+        def copy() -> None:
+            for start in starts:
+                if self._chance.random() < 0.1:
+                    time.sleep(2e-4)
+                ctypes.memmove(to + start, source + start, min(step, size - start))
+
+        self._stream(stream).put(copy)
+        return (0,)
+
+    def _one_piece(self, source: int, size: int) -> bool:
+        with self._lock:
+            touched = [(a, b) for a, b in self.registered.items() if a < source + size and source < b]
+        return not touched or (touched[0][0] <= source and source + size <= touched[0][1])
+
+    def cudaEventCreateWithFlags(self, flags: int) -> tuple[int, int]:
+        self.calls["cudaEventCreateWithFlags"] += 1
+        self._made += 1
+        self.events[self._made] = Event()
+        return 0, self._made
+
+    def cudaEventRecord(self, event: int, stream: int) -> tuple[int]:
+        self.calls["cudaEventRecord"] += 1
+        done = self.events[event].done = threading.Event()
+        self._stream(stream).put(done.set)
+        return (0,)
+
+    def cudaEventSynchronize(self, event: int) -> tuple[int]:
+        self.calls["cudaEventSynchronize"] += 1
+        if not self.events[event].done.wait(LIMIT):
+            raise Stuck("an event")
+        return (0,)
+
+    def cudaEventQuery(self, event: int) -> tuple[int]:
+        return (0,) if self.events[event].done.is_set() else (NOT_READY,)
+
+    def cudaEventDestroy(self, event: int) -> tuple[int]:
+        del self.events[event]
+        return (0,)
+
+    def cudaGetErrorString(self, status: int) -> tuple[int, bytes]:
+        return 0, f"error {status}".encode()

@@ -1,0 +1,159 @@
+"""The engine on the device `cuda`, on a stand-in for the GPU (`tests/fake_cuda`): what it computes while
+copies land late and prefetchers exit, and what it does not do for every expert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_gpu import fake_device
+from fake_runtime import FakeRuntime
+from mover_parts import random_store
+from thread_engine import CONTEXT, PROMPT, engine_in_threads
+
+from pipeline.backbone.batch import StepInput, TokenSpan
+from pipeline.backbone.kv_cache import KVCache
+from pipeline.checkpoint.open import open_model
+from pipeline.engine.engine import Engine
+from pipeline.errors import OutOfDeviceMemory
+from pipeline.models.registry import expert_shape
+from pipeline.policies.costs import Costs
+from pipeline.policies.presets import make_policy
+from pipeline.policies.view import PolicyRequest
+from shm.layout import format_named
+
+pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+
+COSTS = Costs(rows=(1,), host=(1.0,), device=(0.1,), link=0.5, round_trip=0.1)
+TOKENS = list(range(100, 112))
+LAYERS, TOP_K = 2, 2
+
+
+@contextmanager
+def cuda_engine(model: Path, folder: Path, seed: int = 0) -> Iterator[tuple[Engine, Any, FakeRuntime]]:
+    """The engine, its prefetcher's incarnations, and the stand-in."""
+    shape = expert_shape(open_model(model).config, 32, format_named("bf16"))
+    with (
+        fake_device(seed) as (device, runtime),
+        random_store(shape, "cuda_engine") as store,
+        engine_in_threads(model, folder, store=store, device=device) as (engine, prefetcher),
+    ):
+        yield engine, prefetcher, runtime
+
+
+def texts(engine: Engine, preset: str, each: Any = lambda number: None, **options: str) -> list[np.ndarray]:
+    """The logits of TOKENS, decoded after a prompt under a preset; `each` is called before each step."""
+    engine.set_policy(make_policy(PolicyRequest(preset, options), 0), COSTS)
+    kv = KVCache(engine.backbone.spec, torch.float32, torch.device("cpu"), CONTEXT)
+    sequence = kv.allocate(64)
+    found = engine.step([StepInput(TokenSpan(sequence, PROMPT), "last")], "prefill")
+    for number, token in enumerate(TOKENS):
+        each(number)
+        found += engine.step([StepInput(TokenSpan(sequence, [token]), "last")], "decode")
+    return found
+
+
+def agree(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_no_token_is_wrong_while_copies_land_late_and_prefetchers_exit(tiny_model, tmp_path, seed) -> None:
+    """Slots are poisoned until their tiles have landed, and kernels read them late: a tile that is computed
+    too early, or whose slot is filled again too early, changes the logits."""
+    with cuda_engine(tiny_model, tmp_path, seed) as (engine, prefetcher, _):
+        expected = texts(engine, "all-host")
+        for preset in ("on-demand", "mixtral-offloading", "layerwise", "fiddler", "hybrimoe", "random"):
+            agree(texts(engine, preset), expected)
+            assert engine.memory.wait_idle()
+        random = np.random.default_rng(seed)
+
+        def exits(number: int) -> None:
+            prefetcher.exit_after(int(random.integers(0, 6)), restarted=bool(random.random() < 0.7))
+            if number % 3 == 2:
+                prefetcher.start()
+
+        agree(texts(engine, "on-demand", exits), expected)
+        prefetcher.start()
+        assert engine.memory.wait_idle()
+        engine.memory.audit()
+
+
+def test_a_step_waits_once_a_layer_and_allocates_nothing(tiny_model, tmp_path) -> None:
+    with cuda_engine(tiny_model, tmp_path) as (engine, _, runtime):
+        for preset, every in (("on-demand", True), ("all-host", False)):
+            seen = []
+            texts(engine, preset, lambda number: seen.append(runtime.calls.copy()))  # noqa: B023
+            warm = len(TOKENS) // 2  # buffers, events and the link's pace are known by then
+            steps = len(seen) - 1 - warm
+            calls = seen[-1] - seen[warm]
+            assert calls["cudaStreamSynchronize"] == steps * (LAYERS + 1)  # a layer's read, and the logits
+            assert not {name for name in calls if "Malloc" in name or "Free" in name or "Create" in name}
+            assert calls["cudaDeviceSynchronize"] == calls["cudaMemGetInfo"] == 0
+            fetched = engine.counters.phases["decode"].fetched_tiles
+            assert (fetched > 0) == every or preset == "all-host"
+
+
+def test_step_without_memory_for_it_fails_alone(tiny_model, tmp_path, monkeypatch) -> None:
+    """Wherever in a step the device's memory is full, the sequence is as it was, and the next step right."""
+    with cuda_engine(tiny_model, tmp_path) as (engine, _, _runtime):
+        expected = texts(engine, "on-demand")
+        places = ((engine.device, "from_host"), (engine.memory.kernel, "begin"), (engine.backbone, "head"))
+        places += ((engine.device, "to_host"), (engine.backbone, "embed"), (engine.backbone, "attend"))
+        for number, (owner, name) in enumerate(places):
+            preset = "all-host" if name == "from_host" else "on-demand"
+            engine.set_policy(make_policy(PolicyRequest(preset), 0), COSTS)
+            kv = KVCache(engine.backbone.spec, torch.float32, torch.device("cpu"), CONTEXT)
+            sequence = kv.allocate(64)
+
+            def full(*_: Any, **__: Any) -> Any:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB. GPU 0 has. More")
+
+            for _ in range(2):
+                prompt = StepInput(TokenSpan(sequence, PROMPT), "last")
+                with monkeypatch.context() as patch:
+                    patch.setattr(owner, name, full)
+                    with pytest.raises(OutOfDeviceMemory, match="1 GiB: use a"):
+                        engine.step([prompt], "prefill")
+                assert sequence.length == 0, name
+            agree(engine.step([StepInput(TokenSpan(sequence, PROMPT), "last")], "prefill"), expected[:1])
+            assert engine.memory.wait_idle(), number
+            engine.memory.audit()
+
+
+def test_arrays_are_read_inside_and_outside_of_inference_mode() -> None:
+    """A buffer that inference mode has made must serve outside of it too: calibration computes gradients."""
+    with fake_device() as (device, _):
+        with torch.inference_mode():
+            (first,) = device.to_host(torch.arange(12.0).view(3, 4))
+        (again,) = device.to_host(torch.ones(3, 4))
+        np.testing.assert_array_equal(first, np.arange(12.0).reshape(3, 4))  # kept
+        np.testing.assert_array_equal(again, np.ones((3, 4)))
+
+
+def test_torch_is_set_up_for_a_gpu() -> None:
+    """cuDNN's attention plans anew for each length of a sequence; bf16 sums keep their bits."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    with fake_device():
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+
+
+def test_fences_use_their_events_again() -> None:
+    with fake_device() as (device, runtime):
+        for _ in range(10):
+            fences = [device.fence() for _ in range(5)]
+            device.wait(fences[3])
+            device.to_host(torch.ones(1, 1))  # waits for all work
+            before = runtime.calls["cudaEventSynchronize"]
+            for fence in [*fences, *fences]:
+                device.wait(fence)
+            assert runtime.calls["cudaEventSynchronize"] == before
+        assert runtime.calls["cudaEventCreateWithFlags"] == 5
