@@ -52,6 +52,7 @@ STAGES = (
     Stage("kernels-tests", tests("tests/gpu/test_cuda_tiles.py"), 400),
     Stage("kernels", module("benchmarks.gpu.kernels"), 400),
     Stage("device-tests", tests("tests/gpu/test_cuda.py"), 300),
+    Stage("quantized", tests("tests/gpu/test_cuda_quantized.py"), 480),
     Stage("parity", tests("tests/gpu/test_cuda_parity.py"), 480),
 )
 

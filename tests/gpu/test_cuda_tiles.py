@@ -14,7 +14,10 @@ from quantized_cases import QUANTIZED
 
 from pipeline.device.cuda import CudaDevice, FewRows
 from shm.blocks import BlockFormat
-from shm.layout import format_named
+from shm.floe import FloeFormat
+from shm.layout import ExpertShape, StoreLayout, format_named
+from workers.kernels.channels import ChannelKernel
+from workers.kernels.cuda.channels import CudaChannels
 from workers.kernels.cuda.experts import CudaExperts
 from workers.kernels.geometry import Geometry
 
@@ -84,6 +87,23 @@ def test_torch_computes_nearly_the_same(device: CudaDevice, format: str) -> None
         for each in (device, in_torch)
     )
     assert np.abs(found - expected).max() <= 0.02 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", ["floe-int4", "floe-u4", "floe-u8"])
+def test_up_matrices_have_the_bits_of_the_host(device: CudaDevice, name: str) -> None:
+    random, form = np.random.default_rng(4), format_named(name)
+    assert isinstance(form, FloeFormat)
+    layout = StoreLayout(ExpertShape(1, 1, 2048, 768, 768), form)
+    heads, body = np.empty(layout.head_bytes, np.uint8), np.empty(layout.tile_bytes, np.uint8)
+    form.fill_random(random, 2048, 768, 0.02, body, heads)
+    x = random.standard_normal((40, 2048)).astype(np.float32)
+    kernel, cpu = device.channel_kernel(layout), ChannelKernel(host("fused"), form, 2048, None)
+    assert isinstance(kernel, CudaChannels)
+    there, inputs = torch.from_numpy(heads).to(device.torch_device), cpu.activations(x)
+    on_device = kernel.activations(torch.from_numpy(x).to(device.torch_device))
+    for rows in ([7], [0, 3], list(range(40))):
+        u = kernel.up(there, on_device, torch.tensor(rows, device=device.torch_device))
+        same(u.cpu().numpy(), cpu.up(heads, inputs, np.array(rows, np.int32)))
 
 
 @pytest.mark.parametrize("format", QUANTIZED)

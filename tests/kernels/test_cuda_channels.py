@@ -18,7 +18,7 @@ from workers.kernels.cuda.sources import Program
 from workers.kernels.reference_channels import ReferenceChannels
 
 
-@pytest.mark.parametrize("name", ["floe-int4", "floe-u4", "floe-u8-int8"])
+@pytest.mark.parametrize("name", ["floe-int4", "floe-u4"])
 def test_up_and_masks_are_those_of_the_host(name: str) -> None:
     random, form = np.random.default_rng(1), format_named(name)
     assert isinstance(form, FloeFormat)

@@ -45,7 +45,7 @@ struct record {
 
 /* y[r] = output i of a block for `rows` (at most ROWS) rows: codes x[r] and factors of[r], groups in their order. */
 template <int ROWS>
-DEVICE void multiply_block(const uint8_t *block, int i, int groups, const int8_t *const *x,
+DEVICE void multiply_block(const uint8_t *block, int i, int64_t groups, const int8_t *const *x,
                            const factors *const *of, int rows, float *y) {
     const int AHEAD = ROWS == 1 && WORDS <= 16 ? 32 / WORDS : WORDS <= 8 ? 2 : 1; /* records */
     record next[AHEAD];
@@ -54,10 +54,10 @@ DEVICE void multiply_block(const uint8_t *block, int i, int groups, const int8_t
 #pragma unroll
     for (int a = 0; a < AHEAD; a++)
         if (a < groups) next[a].load(block + a * RECORD, i);
-    for (int first = 0; first < groups; first += AHEAD) {
+    for (int64_t first = 0; first < groups; first += AHEAD) {
 #pragma unroll
         for (int a = 0; a < AHEAD; a++) {
-            int g = first + a;
+            int64_t g = first + a;
             if (g >= groups) break;
 #pragma unroll
             for (int r = 0; r < ROWS; r++)

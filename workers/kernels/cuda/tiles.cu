@@ -54,7 +54,7 @@ template <int ROWS> DEVICE void few_inner(INNER_ARGUMENTS) {
     }
     int64_t block = (up * parts + part) * INNER_WARPS + warp; /* a tile is whole blocks */
     float y[ROWS];
-    multiply_block<ROWS>(tiles[it.tile] + block * block_bytes, i, (int)groups, x, x_factors, it.rows, y);
+    multiply_block<ROWS>(tiles[it.tile] + block * block_bytes, i, groups, x, x_factors, it.rows, y);
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         float other = __shfl_down_sync(ALL_LANES, y[r], LANES);
@@ -116,7 +116,7 @@ template <int ROWS> DEVICE void few_down(DOWN_ARGUMENTS) {
             x[r] = inner + at * GROUP, x_factors[r] = of + at;
         }
         float y[ROWS];
-        multiply_block<ROWS>(tiles[it.tile + tile] + skipped + block * groups * RECORD, i, (int)groups, x, x_factors,
+        multiply_block<ROWS>(tiles[it.tile + tile] + skipped + block * groups * RECORD, i, groups, x, x_factors,
                              it.rows, y);
 #pragma unroll
         for (int r = 0; r < ROWS; r++)
