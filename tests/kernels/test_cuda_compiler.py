@@ -31,7 +31,7 @@ def nvrtc() -> None:
 
 @pytest.mark.parametrize(("format", "architectures"), [("int4", ARCHITECTURES), ("bf16", (90, 120))])
 def test_no_kernel_of_one_row_spills(format: str, architectures: tuple[int, ...]) -> None:
-    """Those of more rows spill a few numbers at most, and none takes more registers than there are for its threads."""
+    """Those of more rows spill a few numbers at most."""
     try:
         found = usages(program(format), architectures)
     except NoCompiler as e:
