@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 NICENESS = 5  # a thread that computes gets three times as much of a core
 DRAIN_SECONDS = 3.0  # for answers that run when the engine is stopped
-LAST_SECONDS = 0.5  # for the error that ends the others
+LAST_SECONDS = 1.0  # for the error that ends the others
 
 
 async def _run(config: dict[str, Any]) -> int:
