@@ -44,6 +44,7 @@ from protocol.messages import (
     Cancel,
     Done,
     Error,
+    ExpertActivity,
     Failed,
     Generate,
     Heartbeat,
@@ -243,6 +244,10 @@ class Coordinator:
                 else:
                     stats = self._status.stats_of(account_of(client))
                 self._clients.send(client, StatsReply(message.request, stats))
+            case ExpertActivity() if refusal := denial(message, right):
+                self._clients.send(client, refusal)
+            case ExpertActivity():
+                self._clients.send(client, self._status.activity(message.request))
             case _:
                 self._clients.refuse(client, f"a client may not send {type(message).__name__}")
 

@@ -34,6 +34,8 @@ from protocol.messages import (
     Calibrated,
     Calibrating,
     ChatMessage,
+    ExpertActivity,
+    ExpertActivityReply,
     Generate,
     PolicyChanged,
     Sampling,
@@ -205,6 +207,11 @@ class Client:
         reply: StatsReply = await self._ask(Stats(self._next_request()), REPLY_SECONDS)
         return reply.stats
 
+    async def expert_activity(self) -> ExpertActivityReply:
+        """What happened to each expert since the first of these calls. Raises RequestFailed, EngineGone."""
+        reply: ExpertActivityReply = await self._ask(ExpertActivity(self._next_request()), REPLY_SECONDS)
+        return reply
+
     async def set_policy(
         self, name: str, options: dict[str, str] | None = None, *, counted: bool = True
     ) -> PolicyChanged:
@@ -246,7 +253,7 @@ class Client:
             raise copy_of(self._ended)
         return next(self._requests)
 
-    async def _ask(self, message: Stats | SetPolicy | Tokenize, limit: float) -> Any:
+    async def _ask(self, message: Stats | ExpertActivity | SetPolicy | Tokenize, limit: float) -> Any:
         limit += self._options.retry
         try:
             async with asyncio.timeout(limit):

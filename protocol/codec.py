@@ -37,10 +37,10 @@ anything of it.
 
 Messages
 --------
-A client sends Hello, Generate, Cancel, Score, Stats, SetPolicy, Calibrate and Heartbeat, and receives the
-others of the first block. The second block is between the coordinator and its workers and prefetcher, the
-third between the coordinator and the door for tcp or the tokenizer process, the fourth between the supervisor
-and its children.
+A client sends Hello, Generate, Cancel, Score, Stats, ExpertActivity, SetPolicy, Calibrate and Heartbeat,
+and receives the others of the first block. The second block is between the coordinator and its workers and
+prefetcher, the third between the coordinator and the door for tcp or the tokenizer process, the fourth
+between the supervisor and its children.
 
   1 Hello: version int, client str = ""
   2 Welcome: version int, engine str, model str, fingerprint str, device str, policy str, exact bool,
@@ -72,6 +72,9 @@ and its children.
   19 Tokenize: request int, text str? = nil, messages [ChatMessage]? = nil, template str = "",
     token_ids [int]? = nil
   20 Tokenized: request int, ids int32[1d], text str = "", pieces [bytes] = []
+  21 ExpertActivity: request int
+  22 ExpertActivityReply: request int, tiles int, resident int32[2d], used int32[2d], device int32[2d],
+    demanded int32[2d]
 
   32 Ready: version int, role str, index int, incarnation int, pid int, fingerprint str, notes [str] = []
   33 Work: seq int, layer int, items int32[2d], offsets int32[1d], rows int32[1d], weights float32[1d],
@@ -127,7 +130,7 @@ A conversation
 3. The client numbers its requests itself (`request` >= 0, unique among its live ones):
      Generate  -> Queued, any number -> Token with index 0, 1, 2... -> Done
      Score     -> Queued, any number -> Scores in order of `start`  -> Done
-     Stats     -> StatsReply
+     Stats     -> StatsReply; ExpertActivity -> ExpertActivityReply
      SetPolicy -> PolicyChanged; other clients get it too, with request -1
      Tokenize  -> Tokenized; or Done, where it cannot be done
      Calibrate -> Calibrating, any number -> Calibrated; or Done, where it was cancelled or cannot be done
@@ -154,17 +157,17 @@ A conversation
                `seed`, or greedy, the rest is the same as without the restart, to rounding; otherwise it is a
                new sample.
      Score     unchanged; rows received before are sent again, perhaps in blocks of other sizes
-     Stats, SetPolicy, Calibrate   unchanged; a Calibrate starts again
+     Stats, ExpertActivity, SetPolicy, Calibrate   unchanged; a Calibrate starts again
    It does not send cancelled requests, which get no Done any more, nor a request that was unfinished at
    several exits in a row without progress in between: it may be the cause of the exits. "say Hello first" on
    an unbroken transport means that a running coordinator has dropped the client (2, 6); such a client should
    not reconnect often.
 8. Over tcp a client speaks with the door, which closes its connection after any Error with request -1. Its
    key has a right: `use` for Generate, Score, Cancel and Stats, `tune` for SetPolicy too, `admin` for all. A
-   SetPolicy beyond it is answered by Error, a Calibrate by Done. Without `admin` paths on the engine's
-   machine are left out, and Welcome has the model's name; Stats describe the engine and the key's own
-   requests alone. What (6) limits and ignores is the key, on all connections, and a Done has the engine's
-   counters only of a request that ran alone.
+   SetPolicy or ExpertActivity beyond it is answered by Error, a Calibrate by Done. Without `admin` paths on
+   the engine's machine are left out, and Welcome has the model's name; Stats describe the engine and the
+   key's own requests alone. What (6) limits and ignores is the key, on all connections, and a Done has
+   the engine's counters only of a request that ran alone.
 
 Example
 -------

@@ -263,6 +263,27 @@ class StatsReply:
 
 
 @dataclass(frozen=True)
+class ExpertActivity:
+    """Request what happened to each expert; answered by ExpertActivityReply. It is counted from the first of
+    these on, until a few seconds after the last. Over tcp it needs the right `admin`."""
+
+    request: int
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertActivityReply:
+    """By layer and expert [L, E]: its resident tiles, of `tiles`; since the first request the steps that used
+    it, its tiles that the device computed, and those of them that had to be fetched first."""
+
+    request: int
+    tiles: int
+    resident: I32Matrix
+    used: I32Matrix
+    device: I32Matrix
+    demanded: I32Matrix
+
+
+@dataclass(frozen=True)
 class SetPolicy:
     """Change the policy between two steps; answered by PolicyChanged (sent to every client, with
     `request` -1 for all other clients) or by Error. The coordinator forwards it to the supervisor, so that a
@@ -608,6 +629,8 @@ TAGS: dict[int, type] = {
     18: Calibrated,
     19: Tokenize,
     20: Tokenized,
+    21: ExpertActivity,
+    22: ExpertActivityReply,
     32: Ready,
     33: Work,
     34: Partial,

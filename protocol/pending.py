@@ -16,6 +16,8 @@ from protocol.messages import (
     Calibrating,
     Done,
     Error,
+    ExpertActivity,
+    ExpertActivityReply,
     Generate,
     PolicyChanged,
     Queued,
@@ -40,9 +42,9 @@ class _PendingAnswer:
 
 @dataclass
 class _PendingReply:
-    """A Stats, SetPolicy, Tokenize or Calibrate that has not been answered."""
+    """A Stats, ExpertActivity, SetPolicy, Tokenize or Calibrate that has not been answered."""
 
-    message: Stats | SetPolicy | Calibrate | Tokenize
+    message: Stats | ExpertActivity | SetPolicy | Calibrate | Tokenize
     reply: asyncio.Future[Any]
     on_progress: Callable[[Calibrating], None] | None = None
     retries: RetryBudget = field(default_factory=RetryBudget)
@@ -76,7 +78,7 @@ class Pending:
 
     async def request(
         self,
-        message: Stats | SetPolicy | Calibrate | Tokenize,
+        message: Stats | ExpertActivity | SetPolicy | Calibrate | Tokenize,
         on_progress: Callable[[Calibrating], None] | None = None,
     ) -> Any:
         """Send the message and return its reply. `on_progress` is called in the event loop with each
@@ -106,6 +108,7 @@ class Pending:
                 pending.answer.feed(RequestFailed(text, usage=True))
             case (
                 StatsReply(request=request)
+                | ExpertActivityReply(request=request)
                 | PolicyChanged(request=request)
                 | Calibrated(request=request)
                 | Tokenized(request=request)

@@ -10,6 +10,7 @@ from typing import Any
 
 from launch.bench.report import Report
 from launch.bench.result import PolicyResult
+from launch.command_line.checks import check_extra
 from launch.errors import OutputFailed, WrongUsage
 from launch.phase_profile import PhaseProfile
 from launch.terminal.format import alike, count, percent
@@ -41,6 +42,7 @@ ROW = 0.42  # inches
 
 def check_picture(path: Path) -> None:
     """Raises WrongUsage unless a picture can be made there."""
+    check_extra("--plot", "plots", "matplotlib")
     if path.suffix.lower() not in KINDS:
         kinds = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
         raise WrongUsage(f"--plot {path}: a picture's name ends in {kinds}")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from launch.command_line.checks import check_extra
 from launch.errors import OutputFailed, WrongUsage
 from launch.terminal.format import percent
 from pipeline.calibration.summary import mean_accuracy
@@ -29,7 +30,8 @@ PAGE = "report"  # all figures together
 
 
 def check_folder(folder: Path) -> None:
-    """Create the folder. Raises WrongUsage where no file can be created in it."""
+    """Create the folder. Raises WrongUsage where no file can be created in it, or without matplotlib."""
+    check_extra("--report", "plots", "matplotlib")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         check_creatable(folder / "probe")

@@ -113,13 +113,18 @@ def check_listening(endpoint: str, key: Path) -> None:
         raise WrongUsage(f"--listen {endpoint}: cannot be bound: {e.strerror}") from None
 
 
-def check_http(address: str, keys: Path | None) -> None:
-    """Raises WrongUsage unless a gateway with this file of API keys can serve there."""
-    missing = [name for name in HTTP_PACKAGES if find_spec(name) is None]
+def check_extra(option: str, extra: str, *packages: str) -> None:
+    """Raises WrongUsage unless these packages, which are of one of pyproject.toml's extras, are installed."""
+    missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise WrongUsage(
-            f"--http needs the Python package {missing[0]}: in Tandem's folder run pip install '.[serve]'"
+            f"{option} needs the Python package {missing[0]}: in Tandem's folder run pip install '.[{extra}]'"
         )
+
+
+def check_http(address: str, keys: Path | None) -> None:
+    """Raises WrongUsage unless a gateway with this file of API keys can serve there."""
+    check_extra("--http", "serve", *HTTP_PACKAGES)
     from pipeline.gateway.access import is_loopback, read_api_keys
     from pipeline.gateway.server import bind, split_address
 

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.gateway.body import Fields, read_json
 from pipeline.gateway.engine_links import EngineLinks
@@ -15,6 +15,9 @@ from pipeline.gateway.responses import EventStream, send_json, unless_gone
 from pipeline.gateway.template import TemplateKind
 from pipeline.gateway.types import Receive, Scope, Send
 from protocol.client import Client
+
+if TYPE_CHECKING:
+    from pipeline.gateway.dashboard.feed import Feed
 
 
 @dataclass
@@ -28,6 +31,7 @@ class Service:
     meter: Meter = field(default_factory=Meter)
     pieces: dict[int, bytes] = field(default_factory=dict)  # of tokens
     openings: dict[str, bool] = field(default_factory=dict)  # by variables: does the prompt open reasoning
+    feed: Feed = field(init=False)  # of the dashboards
 
 
 @dataclass

@@ -15,6 +15,7 @@ import zmq.asyncio
 
 from pipeline.gateway.access import Access
 from pipeline.gateway.call import Service
+from pipeline.gateway.dashboard.feed import Feed
 from pipeline.gateway.engine_links import EngineLinks
 from pipeline.gateway.front import Front
 from pipeline.gateway.server import bind, make_server, split_address
@@ -43,6 +44,7 @@ async def _run(config: dict[str, Any]) -> int:
         bound = bind(config["http"])
         links = EngineLinks(ipc_endpoint(runtime, "client.sock"))
         service = Service(links, template=read_template(Path(config["model"])))
+        service.feed = Feed(links)
         front = Front(service, access)
         server = make_server(front)
         links.start()
@@ -55,6 +57,7 @@ async def _run(config: dict[str, Any]) -> int:
         stop = asyncio.create_task(_wait_for_shutdown(supervisor))
         await asyncio.wait((serving, heart, stop), return_when=asyncio.FIRST_COMPLETED)
         service.draining = True
+        service.feed.close()
         await _until_idle(front, DRAIN_SECONDS)
         await links.close()  # the answers that still run end with an error
         await _until_idle(front, LAST_SECONDS)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pipeline.gateway import chat, completions, messages, metrics, responses_api, status, tokens
 from pipeline.gateway.call import Call
+from pipeline.gateway.dashboard import pages
 
 Handler = Callable[[Call], Awaitable[None]]
 
@@ -23,6 +24,10 @@ class Endpoint:
 
 
 ENDPOINTS = (
+    Endpoint("GET", "/", pages.page, public=True),
+    Endpoint("GET", "/dashboard", pages.page, public=True),
+    Endpoint("GET", "/dashboard/events", pages.events),
+    Endpoint("GET", "/dashboard/{file}", pages.page, public=True),
     Endpoint("GET", "/health", status.health, public=True),
     Endpoint("GET", "/v1/health", status.health, public=True),
     Endpoint("GET", "/v1/models", status.models),

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from pipeline.assets import model_dir
+from pipeline.engine.activity import ActivityObserver
 from pipeline.models.shapes import short_name
 from pipeline.policies.parts import counted_tokens
 from pipeline.scheduling.scheduler import Scheduler
@@ -13,7 +16,7 @@ from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.policy_switch import PolicySwitch
 from pipeline.serving.rights import WithoutPaths, own_stats
 from pipeline.text.generation_defaults import sampling_defaults
-from protocol.messages import VERSION, Welcome
+from protocol.messages import VERSION, ExpertActivityReply, Welcome
 
 
 class EngineStatus:
@@ -24,6 +27,9 @@ class EngineStatus:
         self._parts = parts
         self._policies = policies
         self._scheduler = scheduler
+        shape = parts.engine.shape
+        self._activity = ActivityObserver(shape.layers, shape.experts, shape.tiles)
+        parts.engine.observers.append(self._activity)
         self._sampling = sampling_defaults(parts.config.model)
 
     @property
@@ -63,6 +69,14 @@ class EngineStatus:
         name = "the embedded model" if config.model == model_dir() else short_name(config.model)
         folders = {name: config.model, "the cache": config.cache, "the runtime directory": config.runtime}
         return WithoutPaths(name, folders)
+
+    def activity(self, request: int) -> ExpertActivityReply:
+        """What happened to each expert. It is recorded for some seconds from now on."""
+        seen = self._activity
+        seen.look()
+        resident = self._parts.engine.memory.residency.astype(np.int32)
+        sums = (seen.used.copy(), seen.device.copy(), seen.demanded.copy())  # sent while they change
+        return ExpertActivityReply(request, seen.tiles, resident, *sums)
 
     def stats(self) -> dict[str, Any]:
         """The counters as a JSON-like tree."""

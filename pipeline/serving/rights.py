@@ -12,23 +12,27 @@ from typing import Any
 
 from pipeline.accounts import allows
 from protocol.keys import RIGHTS
-from protocol.messages import Calibrate, Done, Error, PolicyChanged, SetPolicy, Welcome
+from protocol.messages import Calibrate, Done, Error, ExpertActivity, PolicyChanged, SetPolicy, Welcome
 
-_NEEDED = {SetPolicy: ("tune", "changing the policy"), Calibrate: ("admin", "calibrating")}
+_NEEDED = {
+    SetPolicy: ("tune", "changing the policy"),
+    Calibrate: ("admin", "calibrating"),
+    ExpertActivity: ("admin", "watching the experts"),
+}
 # Of the scheduler's counters, those that describe the engine and nobody's activity.
 _PLAIN = ("max_running", "kv_tokens", "prefill_chunk", "prefill_chunk_alone", "context")
 _PLAIN_STATS = ("policy", "policy_options", "emulation", "calibrated", "tiles_per_expert", "tile_bytes")
 
 
-def denial(message: SetPolicy | Calibrate, right: str) -> Done | Error | None:
+def denial(message: SetPolicy | Calibrate | ExpertActivity, right: str) -> Done | Error | None:
     """The refusal of a message that needs more than this right; None where it suffices."""
     needed, what = _NEEDED[type(message)]
     if allows(right, needed):
         return None
     reason = f"{what} needs a key with the right {needed}, and this one has {right}: python launch.py keys"
-    if isinstance(message, SetPolicy):
-        return Error(message.request, reason)
-    return Done(message.request, "error", reason, usage=True)
+    if isinstance(message, Calibrate):
+        return Done(message.request, "error", reason, usage=True)
+    return Error(message.request, reason)
 
 
 def sees_all(right: str) -> bool:

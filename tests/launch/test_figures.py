@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -130,6 +131,17 @@ def test_plot_that_cannot_be_made_is_refused_before_an_engine_starts(tmp_path: P
     with pytest.raises(WrongUsage, match="--plot"):
         plot.check_picture(tmp_path / name)
     plot.check_picture(tmp_path / "a.PDF")
+
+
+def test_figures_without_matplotlib_are_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
+    with pytest.raises(WrongUsage, match=r"--plot needs the Python package matplotlib.*'\.\[plots\]'"):
+        plot.check_picture(tmp_path / "a.png")
+    with pytest.raises(WrongUsage, match="--report needs the Python package matplotlib"):
+        figures.check_folder(tmp_path / "report")
+    assert not list(tmp_path.iterdir())
 
 
 def calibration(layers: int = 3, **changed: Any) -> Calibration:
