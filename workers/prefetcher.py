@@ -189,8 +189,10 @@ class CopyLoop:
             before = order.landed
             order.landed += number
             order.seconds += seconds
-            full = self._store.layout.shape.tile  # channels, of a slot
-            slot_full = isinstance(order.fetch, Fetch) or order.landed // full > before // full
+            slot_full = isinstance(order.fetch, Fetch)
+            if not slot_full:
+                channels = self._store.layout.shape.tile
+                slot_full = order.landed // channels > before // channels
             if slot_full or (order.exhausted and order.landed == order.started):
                 reported[order.fetch.id] = order
         self._copied_at = now

@@ -8,7 +8,7 @@ Questions and answers alternate, from the first question to the last answer.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,9 @@ class Transcript:
 
 def save(transcript: Transcript, path: Path) -> None:
     """Write the file, mode 0600, or replace it. Raises OutputFailed; an existing file is then unchanged."""
-    text = json.dumps(asdict(transcript), ensure_ascii=False, indent=1) + "\n"
+    messages = [{"role": message.role, "content": message.content} for message in transcript.messages]
+    value = {"model": transcript.model, "system": transcript.system, "messages": messages}
+    text = json.dumps(value, ensure_ascii=False, indent=1) + "\n"
     try:
         if path.is_dir():
             raise OutputFailed(f"{path} is a directory")

@@ -94,10 +94,11 @@ class TickedLink:
         self.began.append(tile)
         self._moving = True
 
-    def finish(self) -> None:
+    def finish(self) -> int:
         with self._changed:
             self._rest(lambda: self._ticked)
             self._ticked = self._moving = False
+        return 1
 
     def close(self) -> None:
         """Nothing is held."""
