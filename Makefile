@@ -23,7 +23,7 @@ dotted = { while sleep 2 && kill -0 $$$$ 2> /dev/null; do printf .; done & } >&2
   $(1); code=$$?; kill $$dots; echo >&2; test $$code = 0
 
 .SILENT:
-.PHONY: run test test-without-compiler gpu
+.PHONY: run test test-without-compiler test-wheel gpu
 
 run: $(READY)
 	exec $(BIN)/python launch.py
@@ -41,6 +41,10 @@ test: $(TEST_TOOLS)
 # The kernels' tests where nothing was compiled: installation must not need a compiler.
 test-without-compiler: $(TEST_TOOLS)
 	echo "without a compiler ..." && .ci/without-compiler $(BIN)/python
+
+# What `pip install .` installs, in an environment of its own: half a minute, nothing is downloaded or compiled.
+test-wheel: $(TEST_TOOLS)
+	echo "from a wheel ..." && .ci/wheel $(BIN)/python
 
 # Everything that only a GPU can show, in the folder gpu-report: some minutes, no network.
 gpu: $(TEST_TOOLS)
