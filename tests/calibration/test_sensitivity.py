@@ -164,6 +164,10 @@ LARGE = replace(CASES[2], options={**CASES[2].options, "moe_intermediate_size": 
         (LARGE, "bf16", "f32", 0.03),
         (LARGE, "int8", "f32", 0.03),
         (LARGE, "int4", "f32", 0.4),
+        (LARGE, "floe-u8", "f32", 0.03),  # heads apart, gate and down by channel
+        (LARGE, "floe-u8-int8", "f32", 0.03),
+        (LARGE, "floe-u4-int4", "f32", 0.4),
+        (CASES[0], "floe-u8", "f32", 0.03),  # channels and inputs that are no whole groups
         (replace(CASES[0], dtype=torch.bfloat16), "bf16", "bf16", 0.1),
     ],
 )
