@@ -22,6 +22,8 @@ REQUIRED := import sys, tomllib; project = tomllib.load(open("pyproject.toml", "
 dotted = { while sleep 2 && kill -0 $$$$ 2> /dev/null; do printf .; done & } >&2; dots=$$!; \
   $(1); code=$$?; kill $$dots; echo >&2; test $$code = 0
 
+comma := ,
+
 .SILENT:
 .PHONY: run test test-without-compiler test-wheel gpu
 
@@ -65,7 +67,7 @@ $(READY): pyproject.toml $(wildcard workers/kernels/c/*) $(wildcard shm/*.c)
 	    "$$($(BIN)/python -c '$(REQUIRED)' torch)" >&2); } || \
 	  echo "make: torch's CPU build cannot be had from $(CPU_BUILDS); taking the usual build" >&2; \
 	fi
-	$(call dotted,$(PIP) -e .$(if $(filter cuda,$(TORCH)),[cuda]) >&2)
+	$(call dotted,$(PIP) -e '.[serve$(if $(filter cuda,$(TORCH)),$(comma)cuda)]' >&2)
 	touch $@
 
 $(TEST_TOOLS): $(READY)

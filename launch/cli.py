@@ -15,6 +15,7 @@ from launch.command_line.options import Options, parse
 from launch.errors import LaunchError, system_reason
 from pipeline.errors import UsageError
 from protocol.errors import ProtocolError, RequestFailed
+from protocol.program import REPAIR
 from shm.errors import NotEnoughMemory, ShmError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ProtocolError, ShmError) as e:
         return _complain(str(e), 1)
     except ModuleNotFoundError as e:
-        return _complain(f"the Python package {e.name} is missing; in Tandem's folder run: make -B run", 1)
+        return _complain(f"the Python package {e.name} is missing; {REPAIR}", 1)
     except KeyboardInterrupt:
         return _complain("interrupted", 1)
     except BrokenPipeError:

@@ -26,16 +26,17 @@ from protocol.keys import (
     write_engine_keys,
 )
 from protocol.private_files import private_directory
+from protocol.program import COMMAND
 from protocol.visible import visible
 
 ADVICE = """\
 {engine}
-    stays here, with the engine: python launch.py serve --listen tcp://ADDRESS:PORT{here}
+    stays here, with the engine: {command} serve --listen tcp://ADDRESS:PORT{here}
 """
 CLIENT_ADVICE = """\
 {client}
     is for the client: move it to that machine, as ~/.config/tandem/keys/{default} or a file for --key, mode
-    0600, over a private connection (scp, say). There: python launch.py chat --connect tcp://HOST:PORT
+    0600, over a private connection (scp, say). There: {command} chat --connect tcp://HOST:PORT
 Every program with a copy of {name} can {right}.
 """
 MAY = {
@@ -61,14 +62,15 @@ async def keys(options: Options, interrupts: Interrupts) -> int:
         else:
             engine, client = make_keys(folder, right)
             here = "" if folder == keys_folder() else f" --key {engine}"
-            show(ADVICE.format(engine=engine, here=here) + _advice(client, right))
+            show(ADVICE.format(engine=engine, here=here, command=COMMAND) + _advice(client, right))
     except ProtocolError as e:
         raise WrongUsage(str(e)) from None
     return 0
 
 
 def _advice(client: Path, right: str) -> str:
-    return CLIENT_ADVICE.format(client=client, name=client.name, default=CLIENT_FILE, right=MAY[right])
+    words = {"name": client.name, "default": CLIENT_FILE, "right": MAY[right], "command": COMMAND}
+    return CLIENT_ADVICE.format(client=client, **words)
 
 
 def table(keys: EngineKeys) -> str:
@@ -103,7 +105,7 @@ def remove_client(folder: Path, which: str) -> str:
     removed = [client for client in keys.admitted if which and which in (client.name, client.key.decode())]
     kept = tuple(client for client in keys.admitted if client not in removed)
     if not removed:
-        raise ProtocolError(f"{path} has no client {visible(which)!r}; see python launch.py keys --list")
+        raise ProtocolError(f"{path} has no client {visible(which)!r}; see {COMMAND} keys --list")
     if not kept:
         raise ProtocolError(f"{which} is the only client of {path}; first --add the one that replaces it")
     replace_engine_keys(path, replace(keys, admitted=kept))

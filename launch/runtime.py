@@ -32,6 +32,7 @@ from pipeline.models.shapes import short_name
 from protocol.errors import ProtocolError
 from protocol.messages import VERSION
 from protocol.private_files import is_own_directory, private_directory
+from protocol.program import COMMAND, PROGRAM
 from protocol.small_files import read_small
 from protocol.sockets import ipc_endpoint, runtime_root
 from shm.atomic_file import atomic_file
@@ -164,7 +165,7 @@ def find_engine(name: str | None) -> EngineInfo:
         there = f"running: {', '.join(e.name for e in engines)}" if engines else "none is running"
         raise WrongUsage(f"--connect {name}: no engine of that name is ready ({there})")
     if not found:
-        raise WrongUsage("no engine is running; start one with `python launch.py serve`")
+        raise WrongUsage(f"no engine is running; start one with `{COMMAND} serve`")
     if len(found) > 1:
         which = ", ".join(f"{e.name} ({short_name(e.model)})" for e in found)
         raise WrongUsage(f"{len(found)} engines are running; choose one with --connect NAME: {which}")
@@ -172,7 +173,7 @@ def find_engine(name: str | None) -> EngineInfo:
     if engine.version != VERSION:
         raise WrongUsage(
             f"engine {engine.name} speaks protocol version {engine.version}, this program version {VERSION};"
-            " use the launch.py that it was started with"
+            f" use the {PROGRAM} that it was started with"
         )
     return engine
 

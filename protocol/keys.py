@@ -23,6 +23,7 @@ from zmq.utils import z85
 
 from protocol.errors import NotPrivate, ProtocolError
 from protocol.private_files import OTHERS_READ_OR_WRITE, check_private, sync_folder
+from protocol.program import COMMAND
 from protocol.small_files import read_small
 from protocol.user_folders import user_folder
 
@@ -196,7 +197,7 @@ def _read(path: Path, kind: str) -> dict[str, Any]:
     except NotPrivate as e:
         raise ProtocolError(f"{path} {e}") from None
     except FileNotFoundError:
-        missing = f"the key file {path} does not exist; make keys with: python launch.py keys"
+        missing = f"the key file {path} does not exist; make keys with: {COMMAND} keys"
         raise ProtocolError(missing) from None
     except OSError as e:
         raise ProtocolError(f"cannot read {path}: {e.strerror}") from None
@@ -205,7 +206,7 @@ def _read(path: Path, kind: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if type(found) is not dict or str(found.get("kind")) not in _KINDS:
-        raise ProtocolError(f"{path} is not a key file; make keys with: python launch.py keys")
+        raise ProtocolError(f"{path} is not a key file; make keys with: {COMMAND} keys")
     if found["kind"] != kind:
         raise ProtocolError(f"{path} is {_KINDS[found['kind']]}; use {_KINDS[kind]}")
     return found

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.program import COMMAND
+
 IPC_HANDLE_BYTES = 64
 ALIGNMENT = 256  # bytes, of a part of an arena
 # Of one registration: a refusal costs at most so much pinned memory, and copies wait for one at most.
@@ -30,7 +32,7 @@ def _runtime() -> Any:
     try:
         return importlib.import_module("cuda.bindings.runtime")
     except ImportError as e:
-        remedy = "python launch.py doctor has the command"
+        remedy = f"{COMMAND} doctor has the command"
         raise CudaError(f"cuda-bindings is not installed ({e}); {remedy}") from None
 
 

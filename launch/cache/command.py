@@ -12,6 +12,7 @@ from launch.cache.report import describe, entry_to_json, table, to_json
 from launch.command_line.options import Options
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
+from protocol.program import PROGRAM
 from protocol.user_folders import user_folder
 from protocol.visible import one_line
 from shm.errors import ShmError
@@ -78,5 +79,5 @@ def _calibrations(removed: Sequence[Entry], dry_run: bool) -> list[str]:
     goes = "would go" if dry_run else "is gone"
     return [
         f"warning: the calibration of {', '.join(models)} {goes}; no start makes it again, only"
-        " `launch.py calibrate --text FILE`, in minutes"
+        f" `{PROGRAM} calibrate --text FILE`, in minutes"
     ]

@@ -13,6 +13,7 @@ from pipeline.checkpoint.open import open_model
 from pipeline.config import ResolvedConfig
 from pipeline.memory.needs import Needs
 from pipeline.models.registry import expert_shape
+from protocol.program import COMMAND
 from shm.disk_cache import store_path
 from shm.layout import format_named
 from shm.segment import byte_size
@@ -56,4 +57,4 @@ def full_disk_line(folder: Path, missing: int) -> str:
     large = sorted(removable, key=lambda entry: -entry.size)[:MOST_NAMED]
     more = len(removable) - len(large)
     names = "; ".join(describe(entry) for entry in large) + f" and {more} more" * bool(more)
-    return line + f"`python launch.py cache --prune --to {target // 10**6}MB` would remove {names}"
+    return line + f"`{COMMAND} cache --prune --to {target // 10**6}MB` would remove {names}"

@@ -14,6 +14,7 @@ from launch.terminal import tables
 from launch.terminal.format import MISSING, percent
 from pipeline.calibration.summary import batched_accuracy, experts_per_token
 from pipeline.policies.calibration import Calibration
+from protocol.program import COMMAND
 from protocol.visible import visible
 
 PREDICTORS = ("raw", "residual")
@@ -38,7 +39,7 @@ def render(
     files = [f"saved: {path}\n", *(f"figure: {picture}\n" for picture in pictures)]
     # Without a calibration, by one where there is one, only with one that has a threshold.
     policies = "all-host,fiddler" + ",adapmoe" * (found["threshold"] is not None)
-    then = f"next: python launch.py bench --policy {policies}{engine} compares policies that use it\n"
+    then = f"next: {COMMAND} bench --policy {policies}{engine} compares policies that use it\n"
     return text + visible("".join([*files, then]))
 
 

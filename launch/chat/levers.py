@@ -14,6 +14,7 @@ from typing import Any
 from launch.phase_profile import PhaseProfile
 from pipeline.assets import model_dir
 from protocol.messages import Welcome
+from protocol.program import PROGRAM
 from shm.layout import format_named
 
 LEAST_GAIN = 0.05  # of the speed; less is not worth a restart, nor above the noise
@@ -23,7 +24,7 @@ POLICY = "policy"  # the kind of levers
 TOGETHER = 3  # levers that are combined, at most
 # The embedded model's perplexity above that of bf16 experts, on its held-out text (docs/kernels.md).
 EMBEDDED_COST = {"int8": 0.0002, "int4": 0.0069}
-SCORE = "changes answers; `launch.py score` measures by how much"
+SCORE = f"changes answers; `{PROGRAM} score` measures by how much"
 
 Parts = dict[str, float]  # seconds of a token by part of a step, see `_parts`
 

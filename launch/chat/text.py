@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 
+from protocol.program import COMMAND
+
 SEPARATOR = " · "
-CALIBRATE = "python launch.py calibrate --text FILE"
+CALIBRATE = f"{COMMAND} calibrate --text FILE"
 _CALIBRATE = re.compile(re.escape(CALIBRATE) + r"(?: \(and --model, if given\))?")
 _SET = re.compile(r"--set ([\w-]+)\.([\w-]+=[^\s)]+)((?: --set \1\.[\w-]+=[^\s)]+)*)")
 

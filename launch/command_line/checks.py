@@ -6,8 +6,11 @@ import ipaddress
 import json
 import math
 import os
+import shlex
 import socket
+import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
@@ -117,9 +120,18 @@ def check_extra(option: str, extra: str, *packages: str) -> None:
     """Raises WrongUsage unless these packages, which are of one of pyproject.toml's extras, are installed."""
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        raise WrongUsage(
-            f"{option} needs the Python package {missing[0]}: in Tandem's folder run pip install '.[{extra}]'"
-        )
+        raise WrongUsage(f"{option} needs the Python package {missing[0]}: run {_install_command(extra)}")
+
+
+def _install_command(extra: str) -> str:
+    """For the packages of this extra alone: with Tandem itself, pip would compile the C libraries again."""
+    try:
+        lines = requires("tandem") or []
+    except PackageNotFoundError:  # a checkout that was not installed
+        lines = []
+    marked = [line.partition(";") for line in lines]
+    own = [spec.strip() for spec, _, marker in marked if marker.strip() == f'extra == "{extra}"']
+    return shlex.join((sys.executable, "-m", "pip", "install", *(own or [f".[{extra}]"])))
 
 
 def check_http(address: str, keys: Path | None) -> None:

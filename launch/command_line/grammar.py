@@ -42,6 +42,7 @@ from pipeline.config import (
 from pipeline.models.shapes import PREFIX, SHAPES
 from protocol.keys import RIGHTS
 from protocol.messages import Calibrate, Sampling
+from protocol.program import PROGRAM
 
 MAX_DAYS = 1e6
 DEFAULT_HTTP = "127.0.0.1:8000"
@@ -82,7 +83,7 @@ class Parser(argparse.ArgumentParser):
             if choice[1] == "command" and choice[2] in habits.COMMANDS:
                 message = f"there is no command {choice[2]!r}: {habits.COMMANDS[choice[2]]}"
             elif choice[1] == "command" and " " in choice[2]:
-                message += "; a prompt follows a command: launch.py generate PROMPT"
+                message += f"; a prompt follows a command: {PROGRAM} generate PROMPT"
         if missing := re.fullmatch(r"one of the arguments (.*) is required", message):
             message = f"give {' or '.join(missing[1].split())}"
         message = message.removeprefix("argument ")
@@ -104,7 +105,7 @@ def _versions() -> str:
 
 def grammar() -> tuple[Parser, dict[str, Parser]]:
     parser = Parser(
-        prog="launch.py",
+        prog=PROGRAM,
         description="Mixture-of-experts models on one workstation. Without a command: chat in this terminal.",
     )
     parser.add_argument(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 
+from protocol.program import PROGRAM
+
 _LAYERWISE = "--policy layerwise --expert-cache RATIO"
 # Each option's own spelling here.
 OPTIONS = {
@@ -42,14 +44,14 @@ OF_COMMAND = {
     "score": {"-f": "--text FILE"},
 }
 COMMANDS = {
-    "run": "`launch.py --model DIR` chats with a model, `launch.py generate PROMPT` continues a text",
+    "run": f"`{PROGRAM} --model DIR` chats with a model, `{PROGRAM} generate PROMPT` continues a text",
     "pull": "`--model ORG/NAME` downloads a model of the Hub at its first use",
-    **dict.fromkeys(("list", "ls"), "`launch.py cache` lists what is kept of models"),
-    "rm": "`launch.py cache --prune` removes what is kept of models",
-    "show": "`launch.py doctor --model DIR` shows a model and whether it fits",
-    "perplexity": "`launch.py score --text FILE` has the perplexity",
-    "ps": "`launch.py chat --connect x`, or any name that no engine has, shows the names of those that run",
-    "stop": "Ctrl-C, or SIGTERM to `launch.py serve`, stops an engine",
+    **dict.fromkeys(("list", "ls"), f"`{PROGRAM} cache` lists what is kept of models"),
+    "rm": f"`{PROGRAM} cache --prune` removes what is kept of models",
+    "show": f"`{PROGRAM} doctor --model DIR` shows a model and whether it fits",
+    "perplexity": f"`{PROGRAM} score --text FILE` has the perplexity",
+    "ps": f"`{PROGRAM} chat --connect x`, or any name that no engine has, shows the names of those that run",
+    "stop": f"Ctrl-C, or SIGTERM to `{PROGRAM} serve`, stops an engine",
 }
 # Commands of other chats, by their names without the slash.
 CHAT_COMMANDS = {

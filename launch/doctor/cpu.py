@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.doctor.finding import Finding, Topic, binary, parse_size
+from protocol.program import COMMAND
 from shm.kernel_files import contents, entries, parse_cores, parse_cpuinfo
 
 TOPIC = Topic("cpu")
@@ -90,7 +91,7 @@ def _cores(
         yield TOPIC.ok(
             f"each core runs {logical / physical:g} threads",
             "the threads of a core share its memory bandwidth, so one thread of each core is used;"
-            f" `python launch.py bench --workers {usable}` measures all of them",
+            f" `{COMMAND} bench --workers {usable}` measures all of them",
         )
 
 

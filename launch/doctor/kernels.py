@@ -10,6 +10,7 @@ from launch.doctor.finding import Finding, Topic
 from launch.doctor.software import pip_install
 from launch.processes.kernel_choice import choice_of, exchange_of
 from launch.terminal.format import rate
+from protocol.program import PROGRAM
 from shm.blocks import BlockFormat
 from shm.formats import BF16
 from shm.layout import DENSE
@@ -36,7 +37,7 @@ def inspect(record: Record | None = None, cache: Path = Path()) -> list[Finding]
 
 def not_tuned(record: Record, path: Path) -> Finding:
     means = f"the usual choice is used, which may be slower; kept in {path}, tried again after a day"
-    do = "to try it now: launch.py doctor --tune"
+    do = f"to try it now: {PROGRAM} doctor --tune"
     return TOPIC.note(f"the kernels could not be measured: {record.failure}", means, do)
 
 
@@ -63,7 +64,7 @@ def tuned(record: Record, of: Tuning, path: Path) -> Finding:
     means += f"\nmeasured {day}, kept in {path}: doctor --tune measures again"
     if record.loaded:
         means = f"other programs were computing (load average {record.load:.1f}): it may be wrong\n{means}"
-        do = "a start at half of that load or less measures again; to do so now: launch.py doctor --tune"
+        do = f"a start at half of that load or less measures again; to do so now: {PROGRAM} doctor --tune"
         return TOPIC.note(found, means, do)
     return TOPIC.ok(found, means)
 

@@ -14,6 +14,7 @@ from launch.terminal.format import count
 from pipeline.models.shapes import short_name
 from protocol.errors import ProtocolError
 from protocol.private_files import make_folders
+from protocol.program import COMMAND
 from protocol.sockets import ipc_endpoint, runtime_root
 from protocol.user_folders import user_folder
 from shm.errors import ShmError
@@ -22,7 +23,7 @@ from shm.segment import byte_size
 
 TOPIC = Topic("places")
 LONGEST = "x" * 32  # an engine's name
-LISTED = "`python launch.py cache` lists and prunes"
+LISTED = f"`{COMMAND} cache` lists and prunes"
 OWN_FOLDER = "set XDG_RUNTIME_DIR to a folder of your own with a short name"
 
 
@@ -61,7 +62,7 @@ def _runtime_findings() -> Iterator[Finding]:
     if engines:
         names = ", ".join(f"{e.name} ({', '.join(_facts(e))})" for e in engines)
         means = "they use cores and memory, so the figures measured below are too low"
-        do = f"python launch.py chat --connect {engines[0].name}\nto stop it: kill {engines[0].pid}"
+        do = f"{COMMAND} chat --connect {engines[0].name}\nto stop it: kill {engines[0].pid}"
         yield TOPIC.note(f"running engines: {names}", means, do)
     else:
         yield TOPIC.ok("no engine is running", "none competes for cores and memory")

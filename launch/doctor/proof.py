@@ -18,6 +18,7 @@ from launch.terminal.format import percent
 from launch.terminal.interrupts import Interrupts
 from pipeline.errors import PipelineError
 from protocol.errors import ProtocolError
+from protocol.program import COMMAND
 from shm.errors import ShmError
 
 TOPIC = Topic("engine")
@@ -98,7 +99,7 @@ def explain(proof: Proof, ceiling: float | None, fits_cache: bool) -> Finding:
     if proof.failure:
         where = "" if proof.device == "auto" else f" with --device {proof.device}"
         means = "no engine can run on this machine until this is solved"
-        do = "solve the problems above\nshow the engine's log: python launch.py doctor --log-level debug"
+        do = f"solve the problems above\nshow the engine's log: {COMMAND} doctor --log-level debug"
         found = f"the engine failed{where}: {proof.failure}"
         return TOPIC.problem(found, means, do, prevents=True)
     found = (

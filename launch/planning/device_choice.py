@@ -8,6 +8,7 @@ from pathlib import Path
 
 from launch.errors import WrongUsage
 from pipeline.config import DeviceName
+from protocol.program import COMMAND
 from workers.interpreter import PYTHON, environment
 
 log = logging.getLogger("tandem")
@@ -26,7 +27,7 @@ def usable_device(asked: DeviceName) -> tuple[DeviceName, int | None]:
     if not driver:
         reason = "no NVIDIA driver is loaded"
     elif (free := _free_on_gpu()) is None:
-        reason = "this torch cannot use the GPU; python launch.py doctor shows why, and what to install"
+        reason = f"this torch cannot use the GPU; {COMMAND} doctor shows why, and what to install"
     else:
         return "cuda", free
     if asked == "cuda":

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from protocol.program import PROGRAM
 from protocol.visible import LineFormatter, one_line
 
 NOTICE = 25
@@ -26,7 +27,7 @@ def notice(text: str) -> None:
 
 def complain(error: object) -> None:
     """Print an error as one line on stderr."""
-    print(f"launch.py: {one_line(str(error))}", file=sys.stderr)
+    print(f"{PROGRAM}: {one_line(str(error))}", file=sys.stderr)
 
 
 @contextmanager

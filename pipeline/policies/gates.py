@@ -15,6 +15,7 @@ from pipeline.policies.calibration import Calibration, at_limits
 from pipeline.policies.composed import Gate
 from pipeline.policies.options import Choice, Option, Real
 from pipeline.policies.view import Routing, View
+from protocol.program import COMMAND
 
 FEW_ROWS = 8  # up to which plain numbers are quicker than arrays
 
@@ -89,9 +90,7 @@ class DroppingGate(Gate):
         rule = self._rule
         if rule is None or rule[0] is not view.calibration:
             if absent := self.missing(view.calibration):
-                raise PolicyError(
-                    f"gate {self.name} needs {absent}: run python launch.py calibrate --text FILE"
-                )
+                raise PolicyError(f"gate {self.name} needs {absent}: run {COMMAND} calibrate --text FILE")
             rule = self._rule = view.calibration, *self.rule(view.calibration, view.shape.layers)
         return rule[1:]
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 from pipeline.errors import PolicyError
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.view import View
+from protocol.program import COMMAND
 
 
 class NeedsInputs:
@@ -40,6 +41,6 @@ def require_calibration(policy: str, parts: Sequence[NeedsInputs], calibration: 
             dict.fromkeys(f"--set {policy}.{part.without}" for part, _ in incomplete if part.without)
         )
         raise PolicyError(
-            f"policy {policy} needs {needs}: run python launch.py calibrate --text FILE"
+            f"policy {policy} needs {needs}: run {COMMAND} calibrate --text FILE"
             " (and --model, if given)" + (f", or avoid that with {without}" if without else "")
         )

@@ -10,6 +10,7 @@ from pipeline.policies.composed import Chosen, Placement
 from pipeline.policies.options import Seed
 from pipeline.policies.parts import Room, evenly_counted, most_counted, other_text_note, whole_experts
 from pipeline.policies.view import View
+from protocol.program import COMMAND
 
 
 def _chooses(view: View) -> bool:
@@ -91,7 +92,7 @@ class Known(Placement):
             return ()
         return Popular().notes(view) or (
             "the model is not calibrated, so the experts used most since the engine started are resident "
-            "(python launch.py calibrate --text FILE counts them on a text)",
+            f"({COMMAND} calibrate --text FILE counts them on a text)",
         )
 
 

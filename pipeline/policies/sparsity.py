@@ -15,6 +15,7 @@ from pipeline.arrays import Phase
 from pipeline.errors import PolicyError
 from pipeline.policies.calibration import Calibration, quantiles
 from pipeline.policies.options import AUTO, Choice, Option, Real, Value
+from protocol.program import COMMAND
 from shm.mask import DENSE, Mask
 
 MOST = 0.95  # of the channels that are left out
@@ -69,7 +70,7 @@ class Sparsity:
                 " with a larger --max-loss"
             )
         raise PolicyError(
-            f"policy {policy}: sparsity=auto needs a calibration with a bound: run python launch.py calibrate"
+            f"policy {policy}: sparsity=auto needs a calibration with a bound: run {COMMAND} calibrate"
             " --text FILE --format floe-int4 --max-loss 2 (and --model, if given)"
         )
 
@@ -113,7 +114,7 @@ class Sparsity:
             return ()
         return (
             f"{policy}: no calibration has |u| of this format's up matrices, so the largest of each tile are"
-            " kept instead of those above a threshold (python launch.py calibrate --text FILE)",
+            f" kept instead of those above a threshold ({COMMAND} calibrate --text FILE)",
         )
 
 

@@ -27,6 +27,7 @@ from pipeline.models.registry import model_spec
 from pipeline.models.spec import ModelSpec
 from pipeline.text.tokenizer import Tokenizer
 from protocol.messages import Progress
+from protocol.program import COMMAND
 from shm.cache_record import CacheRecord
 from shm.control import ControlSegment
 from shm.doorbell import library
@@ -92,7 +93,7 @@ class EngineParts:
         self.engine = Engine(backbone, layout, device, pool)
         self.engine.tick = self.tick
         library = chosen(config.kernels)
-        missing = "torch; none were compiled: see python launch.py doctor"
+        missing = f"torch; none were compiled: see {COMMAND} doctor"
         self.notes = [
             f"store: {locked.result()}",
             f"backbone: {byte_size(backbone.bytes)} {options.backbone_dtype} on {device.describe()}",

@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.accounts import allows
 from protocol.keys import RIGHTS
 from protocol.messages import Calibrate, Done, Error, ExpertActivity, PolicyChanged, SetPolicy, Welcome
+from protocol.program import COMMAND
 
 _NEEDED = {
     SetPolicy: ("tune", "changing the policy"),
@@ -29,7 +30,7 @@ def denial(message: SetPolicy | Calibrate | ExpertActivity, right: str) -> Done 
     needed, what = _NEEDED[type(message)]
     if allows(right, needed):
         return None
-    reason = f"{what} needs a key with the right {needed}, and this one has {right}: python launch.py keys"
+    reason = f"{what} needs a key with the right {needed}, and this one has {right}: {COMMAND} keys"
     if isinstance(message, Calibrate):
         return Done(message.request, "error", reason, usage=True)
     return Error(message.request, reason)

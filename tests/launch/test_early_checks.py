@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from launch.command_line.checks import check_engine
+from launch.command_line.checks import check_engine, check_extra
+from launch.errors import WrongUsage
 from pipeline.config import EngineConfig
 from pipeline.errors import ModelError
 from pipeline.text.tokenizer import Tokenizer
+from workers.interpreter import ROOT
 
 
 @pytest.fixture
@@ -46,3 +51,15 @@ def test_settings_of_a_tokenizer_alone_are_no_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     assert (folder / "tokenizer_config.json").exists()
     assert Tokenizer.load(folder) is None
+
+
+def test_missing_package_is_named_with_the_command_that_installs_its_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extra = project["optional-dependencies"]["serve"]
+    check_extra("--http", "serve", "json")
+    with pytest.raises(
+        WrongUsage, match=r"^--http needs the Python package no_such_package: run "
+    ) as refused:
+        check_extra("--http", "serve", "json", "no_such_package")
+    command = str(refused.value).partition(": run ")[2]
+    assert shlex.split(command) == [sys.executable, "-m", "pip", "install", *extra]
