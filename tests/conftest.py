@@ -47,6 +47,8 @@ LONGEST = (
     "launch/test_calibrate.py",
     "launch/test_stress.py",
     "parity/test_families.py",
+    "gateway/test_dashboard.py",
+    "launch/test_doctor.py",
     "pipeline/test_many_clients.py",
     "pipeline/test_clients_hostile.py",
     "faults/test_worker_restart.py",

@@ -23,7 +23,7 @@ OPENING_SECONDS = 5.0  # that a request waits for its key's first connection
 @dataclass
 class _Link:
     client: Client | None = None
-    paused: bool = False  # the engine is restarting
+    paused: asyncio.Event = field(default_factory=asyncio.Event)  # the engine is restarting
     opened: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
@@ -40,7 +40,12 @@ class EngineLinks:
     def ready(self) -> bool:
         """Whether the engine answers now."""
         link = self._links.get("")
-        return link is not None and link.client is not None and not link.paused
+        return link is not None and link.client is not None and not link.paused.is_set()
+
+    async def lost(self) -> None:
+        """Return as soon as the engine does not answer: at once where it is not ready."""
+        if self.ready:
+            await self._links[""].paused.wait()
 
     def start(self) -> None:
         """Begin to connect."""
@@ -74,7 +79,8 @@ class EngineLinks:
                 ) as client:
                     client.on_pause = lambda reason: self._on_pause(link, reason)
                     client.on_reconnect = lambda: self._on_reconnect(name, link)
-                    link.client, link.paused = client, False
+                    link.client = client
+                    link.paused.clear()
                     link.opened.set()
                     reason = await client.lost()
                     log.warning("the connection to the engine has ended: %s", reason)
@@ -82,15 +88,16 @@ class EngineLinks:
                 log.debug("no connection to the engine: %s", e)
             finally:
                 link.client = None
+                link.paused.set()
                 link.opened.clear()
             await asyncio.sleep(PAUSE_SECONDS)
 
     def _on_pause(self, link: _Link, reason: ProtocolError) -> None:
-        link.paused = True
+        link.paused.set()
         log.info("waiting for the engine: %s", reason)
 
     def _on_reconnect(self, name: str, link: _Link) -> None:
-        link.paused = False
+        link.paused.clear()
         self.restarts += not name
 
     async def close(self) -> None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 
 from protocol.client import Client
@@ -124,8 +125,13 @@ def test_page_goes_on_after_a_worker_and_the_engine_are_killed(page: Any, served
         wait_until(page, f"/worker . \\({killed.pid}\\) has ended/.test(lives.textContent)")
         wait_until(page, "/worker . .* was started/.test(lives.textContent)")
         wait_for_frames(page, 3)
-        served.child("pipeline.coordinator").kill()
-        page.wait_for_selector("#state[data-state=away]")
+        supervisor = psutil.Process(served.process.pid)
+        supervisor.suspend()  # so that the restart waits until the page has shown the loss
+        try:
+            served.child("pipeline.coordinator").kill()
+            page.wait_for_selector("#state[data-state=away]")
+        finally:
+            supervisor.resume()
         page.wait_for_selector("#state[data-state=up]")
         assert "restarted once" in page.inner_text("#state")
         wait_for_frames(page, 3)

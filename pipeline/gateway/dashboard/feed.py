@@ -8,7 +8,7 @@ import asyncio
 import base64
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -87,7 +87,7 @@ class Feed:
                     client = await self._links.client()
                     self._publish("state", {"engine": "up", "restarts": self._links.restarts})
                     state = "up"
-                    await self._follow(client)
+                    await self._until_lost(self._follow(client))
             except (ApiError, ProtocolError, TimeoutError) as e:
                 log.debug("dashboard: the engine does not answer: %s", e)
             except Exception:
@@ -96,6 +96,18 @@ class Feed:
                 state = "away"
                 self._publish("state", {"engine": "away", "restarts": self._links.restarts})
             await asyncio.sleep(AWAY_PERIOD)
+
+    async def _until_lost(self, following: Coroutine[Any, Any, None]) -> None:
+        """Ends it when the engine is lost: its requests would wait for the next incarnation."""
+        tasks = [asyncio.create_task(work) for work in (following, self._links.lost())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow(self, client: Client) -> None:
         """One incarnation of the engine, while it answers. Raises ApiError, ProtocolError, TimeoutError."""
