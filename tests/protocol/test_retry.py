@@ -27,8 +27,8 @@ TEXT = "".join(f"t{i} " for i in range(LENGTH)) + "end"
 class Restarts:
     """Engines at one endpoint, one after the other, and a client that reconnects to each."""
 
-    def __init__(self, endpoint, retry=20.0):
-        self.endpoint, self.retry = endpoint, retry
+    def __init__(self, endpoint, retry=20.0, timeout=10.0):
+        self.endpoint, self.retry, self.timeout = endpoint, retry, timeout
         self.events = []  # calls of the client's hooks
 
     async def __aenter__(self):
@@ -36,7 +36,7 @@ class Restarts:
         self._engine = AsyncExitStack()
         self.server = await self._engine.enter_async_context(engine(self.endpoint))
         self.client = await self._stack.enter_async_context(
-            Client.connect(self.endpoint, name="test", timeout=1.0, retry=self.retry, silence=QUIET)
+            Client.connect(self.endpoint, name="test", timeout=self.timeout, retry=self.retry, silence=QUIET)
         )
         self.client.on_pause = lambda lost: self.events.append(str(lost))
         self.client.on_reconnect = lambda: self.events.append("back")
@@ -63,6 +63,12 @@ class Restarts:
 def all_sent(server, requests):
     """Whether this engine has received so many requests and sent all of its messages."""
     return lambda: len(server.jobs) == requests and all(job.done() for job in server.jobs.values())
+
+
+async def collect(asked, blocks):
+    """Append each block of a score as it comes."""
+    async for block in asked:
+        blocks.append(block)
 
 
 @settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -162,7 +168,7 @@ async def test_requests_that_have_ended_are_not_sent_again(endpoint):
 
 
 async def test_cancelled_requests_are_not_sent_again(endpoint):
-    async with Restarts(endpoint) as engines:
+    async with Restarts(endpoint, timeout=1.0) as engines:
         client = engines.client
         engines.server.shares = dict.fromkeys(range(3), 1)
         before, unnoticed, during = (client.generate(prompt="hi", max_tokens=LENGTH) for _ in range(3))
@@ -327,20 +333,25 @@ async def test_client_closed_while_it_waits_ends_its_requests(endpoint):
 
 
 async def test_scores_across_restarts_have_each_row_once_in_order(endpoint):
-    """From engines that cut the rows into blocks of different sizes, and exit after some of them."""
+    """From engines that cut the rows into blocks of different sizes, and exit after some of them. Each exits
+    when the client has its rows: rows that are still under way may be lost, and are then no progress."""
     async with Restarts(endpoint) as engines:
-        asked = engines.client.score(token_ids=range(12), full=True)
         engines.server.shares = {0: 2}
-        blocks = asyncio.create_task(drain(asked))
-        for rows, share in ((48, 1), (48, 5), (80, 0), (80, 4), (40, 9), (80, 12)):
+        blocks, known = [], 0
+        collecting = asyncio.create_task(
+            collect(engines.client.score(token_ids=range(12), full=True), blocks)
+        )
+        for rows, share in ((BLOCK[0], 2), (48, 1), (48, 5), (80, 0), (80, 4), (40, 9), (80, 11)):
+            engines.server.rows, engines.server.shares = rows, {0: share}
             await until(all_sent(engines.server, 1))
-            server = await engines.next(shares={0: share})
-            server.rows = rows
-        await until(all_sent(server, 1))
-        assert server.ever(Score) == [Score(0, token_ids=tuple(range(12)), full=True)]
-        (await engines.next()).rows = 80
+            assert engines.server.ever(Score) == [Score(0, token_ids=tuple(range(12)), full=True)]
+            known = max(known, rows * share)
+            await until(lambda known=known: sum(len(block.tokens) for block in blocks) == known)
+            await engines.next()
+        engines.server.rows = 80
+        await collecting
         came = 0
-        for block in await blocks:
+        for block in blocks:
             count = len(block.tokens)
             assert block.start == came
             assert np.array_equal(block.tokens, np.arange(came, came + count))
@@ -352,13 +363,15 @@ async def test_scores_across_restarts_have_each_row_once_in_order(endpoint):
 
 async def test_score_without_progress_over_three_exits_fails(endpoint):
     async with Restarts(endpoint) as engines:
-        blocks = asyncio.create_task(drain(engines.client.score(token_ids=range(3))))
+        engines.server.shares = {0: 1}
+        blocks = []
+        collecting = asyncio.create_task(collect(engines.client.score(token_ids=range(3)), blocks))
         for _ in range(3):
-            engines.server.shares = {0: 1}
             await until(all_sent(engines.server, 1))
+            await until(lambda: len(blocks) == 1)
             await engines.next(shares={0: 1})
         with pytest.raises(RequestFailed, match=GIVEN_UP):
-            await blocks
+            await collecting
         assert not engines.server.ever(Score)
 
 
