@@ -91,10 +91,12 @@ class PolicyDriver(Generic[Begun]):
         )
         self.placement = policy.placement(self.view)  # [L, E]
         self._masks = policy.sparsity.masks(policy.name, view.shape.layers, view.up, view.calibration)
+        self._masked = False  # in the present step
 
     def begin_step(self, phase: Phase, sequences: tuple[int, ...], live: Iterable[int] = ()) -> None:
         """`sequences`: that of each row; `live`: these and others that have begun and not ended."""
         self._early = None
+        self._masked = self.policy.sparsity.acts_in(phase)
         known, on = frozenset(sequences).union(live), self.prefetch.on
         self.view = replace(self.view, phase=phase, sequences=sequences, live=known, prefetching=on)
 
@@ -114,8 +116,7 @@ class PolicyDriver(Generic[Begun]):
             decision = LayerDecision(layer, signals, decided.gated, decided.cut, resident, (), begun, mask)
         executor.begin(decision)
         active = decision.gated.routing.active
-        popularity = self._popularity[layer]
-        popularity[active.experts.astype(np.intp)] += active.counts  # other indices take twice as long
+        self._popularity[layer][active.index] += active.counts
         # Where the policy decides the next layer now, the host's share of it may begin at once.
         if (following := policy.ahead(layer, signals, view)) is not None:
             next_layer = layer + 1, following, self._mask(layer + 1)
@@ -159,7 +160,7 @@ class PolicyDriver(Generic[Begun]):
 
     def _mask(self, layer: int) -> Mask:
         """In the present step."""
-        return self._masks[layer] if self.policy.sparsity.acts_in(self.view.phase) else DENSE
+        return self._masks[layer] if self._masked else DENSE
 
     def _check_prediction(self, targets: Sequence[Target], decision: LayerDecision[Begun]) -> None:
         for target in targets:

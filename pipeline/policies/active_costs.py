@@ -55,7 +55,7 @@ class LayerSeconds:
             self._device = SecondsTable(costs.device_seconds, tiles)
             self._host = SecondsTable(costs.host_seconds, tiles)
         rows = active.counts.tolist()
-        missing = (tiles - residency.take(active.experts)).tolist()
+        missing = (tiles - residency[active.index]).tolist()
         link = costs.link if view.staging else inf
         return ActiveCosts(
             rows,

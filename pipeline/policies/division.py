@@ -105,6 +105,8 @@ class Divider:
         """Plan with the view's costs from now on."""
         costs = view.costs
         assert costs is not None
+        if self._tables and self._used.costs is costs:
+            return
         found = self._tables.get(id(costs))
         if found is None or found.costs is not costs:
             if len(self._tables) == _TABLES:
@@ -150,21 +152,21 @@ class Divider:
         alike = len(active.rows) == len(rows)  # one row, or rows that share no expert
         fixed = self._used.resting if rested else self._used.fixed
         if alike:
-            missing = (tiles - resident).tolist()
-            total = sum(missing)
-            key = len(rows), tiles * len(rows) - total, total, len(rows) - missing.count(0)
+            kept: list[int] = resident.tolist()
+            total = sum(kept)
+            key = len(rows), total, tiles * len(rows) - total, len(rows) - kept.count(tiles)
             if busy <= fixed.host:
                 return self._single(*key, rested)
             groups = [self._group(1, *key[1:])]
         else:
             counted = np.bincount(rows)
-            kept = np.bincount(rows, resident).tolist()
+            here = np.bincount(rows, resident).tolist()
             lacking = np.bincount(rows, resident < tiles).tolist()
             groups = []
             for count in counted.nonzero()[0].tolist():
-                here = int(kept[count])
+                held = int(here[count])
                 groups.append(
-                    self._group(count, here, tiles * int(counted[count]) - here, int(lacking[count]))
+                    self._group(count, held, tiles * int(counted[count]) - held, int(lacking[count]))
                 )
         fixed = fixed if busy <= fixed.host else fixed._replace(host=busy)
         return Balanced(groups, fixed, balance(groups, fixed))

@@ -106,8 +106,8 @@ class Tandem(Policy):
         if worthless:
             self._ahead[layer], self._rested = 0, False
             return self._host_alone
-        kept = worth.target[layer].take(active.experts)
-        resident = np.minimum(view.residency[layer].take(active.experts), kept)  # the others are evicted
+        kept = worth.target[layer][active.index]
+        resident = np.minimum(view.residency[layer][active.index], kept)  # the others are evicted
         balanced = self._balanced = divider.balanced(active, resident, tiles, self._rested, busy)
         if self._layers.possible:
             self._compare(layer, routing, balanced, view)
@@ -123,15 +123,16 @@ class Tandem(Policy):
             return self._host_alone
         if balanced.moved:
             worth.observe(layer)
-        values: list[float] = worth.value[layer].take(active.experts).tolist()
+        values: list[float] = worth.value[layer][active.index].tolist()
         own = cuts(balanced, active, resident, tiles, values)
         cut = np.zeros(view.shape.experts, np.int32)
-        cut.put(active.experts, own)
+        cut[active.index] = own
         if not (balanced.moved and view.capacity) or self._layers.used:
             return Plan(cut)
         targets: list[Target] = []
-        worth.protect(layer, active.experts)
-        found = zip(values, active.experts.tolist(), (own - kept).tolist(), strict=True)
+        experts = active.experts.tolist()
+        worth.protect(layer, experts)
+        found = zip(values, experts, (own - kept).tolist(), strict=True)
         fetched = [one for one in found if one[2] > 0]
         fetched.sort(key=itemgetter(0), reverse=True)
         for value, expert, more in fetched:
@@ -147,7 +148,7 @@ class Tandem(Policy):
         divider, active, tiles, layers = self._divider, routing.active, view.shape.tiles, self._layers
         by_use, by_layer = balanced.seconds, balanced.there
         if layers.used:
-            resident = self._by_use[layer].take(active.experts)
+            resident = self._by_use[layer][active.index]
             other = divider.balanced(active, resident, tiles, self._apart)
             self._apart, by_use = not other.sides.host, other.seconds
         if layer >= layers.count:
@@ -172,8 +173,8 @@ class Tandem(Policy):
         assert view.router is not None
         worth, tiles = self._worth, view.shape.tiles
         named = by_probability(view.router(signals.probes[following]))
-        kept = worth.target[following].take(named).tolist()
-        wanted = [(expert, tiles - held) for expert, held in zip(named, kept, strict=True) if held < tiles]
+        kept = worth.kept[following]
+        wanted = [(expert, tiles - kept[expert]) for expert in named if kept[expert] < tiles]
         if not wanted:
             return ()
         targets: list[Target] = []

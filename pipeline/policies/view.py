@@ -45,6 +45,7 @@ class Active(NamedTuple):
     rows: IntArray  # [n], ascending for each expert
     weights: FloatArray  # [n], none of them 0
     counts: IntArray  # [m], rows of each expert
+    index: NDArray[np.intp]  # [m], the experts as numpy indexes with them soonest
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,14 @@ class Routing:
         ranked = chosen.take(order)
         if len(self.experts) == 1:  # which uses each of its experts once
             every, first, once = one_row(len(order))
-            return Active(ranked, every, first, weights.take(order), once)
+            return Active(ranked, every, first, weights.take(order), once, ranked.astype(np.intp))
         rows = (order // self.experts.shape[1]).astype(np.int32)
         workload = np.bincount(ranked)
         experts = np.flatnonzero(workload)
         offsets = np.zeros(len(experts) + 1, np.int32)
         workload.take(experts).cumsum(out=offsets[1:], dtype=np.int32)
         counts = offsets[1:] - offsets[:-1]
-        return Active(experts.astype(np.int32), offsets, rows, weights.take(order), counts)
+        return Active(experts.astype(np.int32), offsets, rows, weights.take(order), counts, experts)
 
     @cached_property
     def total_weight(self) -> float:

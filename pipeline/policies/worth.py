@@ -1,14 +1,32 @@
-"""What resident tiles are worth to the preset tandem, and which leave for others."""
+"""What resident tiles are worth to the preset tandem, and which leave for others.
+
+The loops of each layer are also in the C library `worth.c`, which is used where it was compiled: in numpy they
+are many calls on a few numbers.
+"""
 
 from __future__ import annotations
 
 from math import inf
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import PHASES, FloatArray, IntArray, Phase
 from pipeline.policies.view import ModelShape, Target
+
+if TYPE_CHECKING:
+    from pipeline.policies._worth import Table
+
+    COMPILED = True
+else:
+    try:
+        from pipeline.policies import _worth
+
+        COMPILED = _worth.VERSION == 1  # not one that an older checkout left behind
+        Table = _worth.Table
+    except (ImportError, AttributeError):
+        COMPILED = False
 
 # A step's weight in the two averages of the router's probabilities: what a text uses now, and what it uses on
 # the whole. A prompt's step has many tokens.
@@ -25,14 +43,20 @@ _WEIGHTS = {
     for phase in PHASES
 }
 _LASTING_WEIGHT = np.float32(LASTING_WEIGHT)
+_PLAIN = {  # the same as numbers
+    phase: ((1 - FRESH[phase], 1 - LASTING[phase]), (FRESH[phase], LASTING[phase])) for phase in PHASES
+}
 
 
 class Worth:
     """The tiles to keep, and how much each is expected to be used. All of an expert's tiles are worth the
     same, so of the least valuable expert the last tiles leave, and a part of it stays."""
 
-    def __init__(self, shape: ModelShape, capacity: int, counts: NDArray[np.int64]) -> None:
-        """`counts` [L, E]: rows that used each expert so far, by which the first targets are set."""
+    def __init__(
+        self, shape: ModelShape, capacity: int, counts: NDArray[np.int64], compiled: bool = COMPILED
+    ) -> None:
+        """`counts` [L, E]: rows that used each expert so far, by which the first targets are set. `compiled`:
+        by the library."""
         rows = counts.sum(axis=1, keepdims=True)
         share = (counts / np.maximum(rows, 1)).astype(np.float32)
         self._averages: FloatArray = np.stack((share, share), axis=1)  # [L, 2, E], fresh and lasting
@@ -51,7 +75,23 @@ class Worth:
         self._rows = list(zip(self.value, self._empty, self._rank, strict=True))
         every = range(len(share))
         self._places = [[self._before(near, within) for near in every] for within in (False, True)]
-        self._kept = self.target.data  # the same memory, of which Python reads single numbers sooner
+        # the same memory, of which Python reads single numbers sooner, and the part of each layer
+        self._kept = self.target.data
+        self.kept = [part.data for part in self.target]
+        self._table = self._compiled() if compiled else None
+
+    def _compiled(self) -> Table:
+        """The library's, on the same memory; it has its own count of free tiles."""
+        return Table(
+            value=self.value,
+            empty=self._empty,
+            rank=self._rank,
+            noted=self._noted,
+            averages=self._averages,
+            target=self.target,
+            free=self._free,
+            made=Target,
+        )
 
     def filled(self, value: FloatArray, whole: int = 0) -> IntArray:
         """Targets [L, E]: all of the first `whole` layers, and of the others the tiles of the most valuable
@@ -75,16 +115,20 @@ class Worth:
         self._free = self._capacity - int(target.sum())
         self._empty[...] = np.where(target > 0, np.float32(0), np.float32(inf))
         np.add(self.value, self._empty, out=self._rank)
+        if self._table is not None:
+            self._table.free = self._free
+            self._table.rank()
         return targets
 
     def note(self, layer: int, logits: FloatArray, phase: Phase) -> None:
         """Take note of a layer's router logits [R, E]. They count from `observe` on, at the latest from the
         next step on, when all layers together take little longer than one."""
-        if not layer:
+        single = len(logits) == 1
+        if not layer or single != self._single or phase != self._phase:
             self._observe_all()
-        self._phase, self._single = phase, len(logits) == 1
+            self._phase, self._single = phase, single
         # one row's softmax is computed with those of the other layers
-        self._noted[layer] = logits[0] if self._single else _softmax(logits).mean(axis=0)
+        self._noted[layer] = logits[0] if single else _softmax(logits).mean(axis=0)
         self._waiting[layer] = True
 
     def observe(self, layer: int) -> None:
@@ -97,6 +141,13 @@ class Worth:
             self._observe(layers)
 
     def _observe(self, layers: list[int]) -> None:
+        table = self._table
+        if table is not None:
+            phase = self._phase
+            for layer in layers:
+                table.observe(layer, self._single, *_PLAIN[phase], LASTING_WEIGHT, phase == "decode")
+                self._waiting[layer] = False
+            return
         # one layer is a slice, which is quicker and needs no copies
         part = slice(layers[0], layers[0] + 1) if len(layers) == 1 else np.array(layers)
         share = self._noted[part, None]
@@ -115,11 +166,17 @@ class Worth:
         for layer in layers:
             self._waiting[layer] = False
 
-    def protect(self, layer: int, experts: IntArray) -> None:
+    def protect(self, layer: int, experts: list[int]) -> None:
         """Until `release`, no tile of these experts leaves."""
-        self._rows[layer][2].put(experts, inf)
+        if self._table is not None:
+            self._table.protect(layer, experts)
+        else:
+            self._rows[layer][2].put(experts, inf)
 
     def release(self, layer: int) -> None:
+        if self._table is not None:
+            self._table.release(layer)
+            return
         value, empty, rank = self._rows[layer]
         np.add(value, empty, out=rank)
 
@@ -129,6 +186,8 @@ class Worth:
         """Keep up to `tiles` more tiles of an expert, in the place of tiles worth less than `least`. They are
         of layer `near`, if it is `within`, or of the half of all layers before it, whose next use is farthest
         away."""
+        if self._table is not None:
+            return self._table.grow(layer, expert, tiles, least, near, within)
         targets: list[Target] = []
         got = min(tiles, self._free)
         self._free -= got

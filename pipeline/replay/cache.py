@@ -51,16 +51,21 @@ class SimulatedCache:
         self._queues: tuple[deque[Order], deque[Order]] = (deque(), deque())  # predicted, placed
         self._number = 0  # of the next prediction
         self._flying: Order | None = None  # the order with a tile on the link, until `free`
-        self.predicted: dict[Key, Prediction] = {}  # experts that are kept for a prediction and not all used
+        self._predictions: dict[Key, Prediction] = {}
+
+    @property
+    def predicted(self) -> int:
+        """Experts that are kept for a prediction and not all used."""
+        return len(self._predictions)
 
     @property
     def unused(self) -> int:
         """Resident tiles that predictions fetched and that were not used yet."""
-        return sum(len(prediction.unused) for prediction in self.predicted.values())
+        return sum(len(prediction.unused) for prediction in self._predictions.values())
 
     def place(self, target: IntArray) -> None:
         """Make a placement resident before the clock runs. Raises PlanError."""
-        self.retarget(Target(int(i), int(e), int(target[i, e])) for i, e in np.argwhere(target))
+        self.retarget(targets_of(target))
         self.residency[...] = self.ordered[...] = self.target
         self._below_target.clear()
 
@@ -69,7 +74,7 @@ class SimulatedCache:
         capacity."""
         layers, experts, most = self._shape.layers, self._shape.experts, self._shape.tiles
         target, resident, below = self._targets, self._resident, self._below_target
-        background, predictions, kept = self._background, self.predicted, self._kept
+        background, predictions, kept = self._background, self._predictions, self._kept
         for change in changes:
             layer, expert, tiles = change
             if not (0 <= layer < layers and 0 <= expert < experts and 0 <= tiles <= most):
@@ -138,8 +143,8 @@ class SimulatedCache:
         missing = self._below_target.difference(self._background)
         if not missing:
             return
-        predicted = [key for key in missing if key in self.predicted]
-        predicted.sort(key=lambda key: self.predicted[key].number)
+        predicted = [key for key in missing if key in self._predictions]
+        predicted.sort(key=lambda key: self._predictions[key].number)
         del predicted[free:]
         for key in predicted:
             self._order(key, True, now)
@@ -148,14 +153,14 @@ class SimulatedCache:
 
     def used(self, key: Key, tiles: int) -> None:
         """The device computes with an expert's first `tiles` tiles, which are resident."""
-        if self.predicted and (prediction := self.predicted.get(key)) is not None:
+        if self._predictions and (prediction := self._predictions.get(key)) is not None:
             prediction.counters.useful += prediction.unused.use(tiles)
             self._drop_if_done(key, prediction)
 
     def _drop_if_done(self, key: Key, prediction: Prediction) -> None:
         """Drop a prediction that has no unused tile, where no other tile of it will land."""
         if not prediction.unused and self._resident[key] == self._targets[key]:
-            del self.predicted[key]
+            del self._predictions[key]
 
     def demand(self, layer: int, missing: list[tuple[int, int, int]], now: float) -> list[tuple[int, float]]:
         """Fetch tiles [lo, hi) of each (expert, lo, hi) before all else: each tile's (expert, landing), in
@@ -163,7 +168,7 @@ class SimulatedCache:
         self.advance(now)
         items = {expert: range(lo, hi) for expert, lo, hi in missing}
         for expert, tiles in items.items():
-            if self.predicted.pop((layer, expert), None) is not None:
+            if self._predictions.pop((layer, expert), None) is not None:
                 predicted = min(tiles.stop, self._targets[layer, expert])
                 self.counters.late += max(0, predicted - tiles.start)
         # expert, tiles, seconds beside them, and when the first lands if it moves
@@ -259,7 +264,7 @@ class SimulatedCache:
         count = self._targets[key] - lo
         booked = None
         if predicted:
-            prediction = self.predicted[key]
+            prediction = self._predictions[key]
             booked = prediction.counters
             booked.issued_experts += not prediction.ordered
             prediction.ordered = True
@@ -293,7 +298,7 @@ class SimulatedCache:
     def _book(self, order: Order, count: int, kept: bool) -> None:
         """The next `count` tiles of an order have landed."""
         key = order.key
-        prediction = None if order.predicted is None else self.predicted.get(key)
+        prediction = None if order.predicted is None else self._predictions.get(key)
         if kept:
             self._add_tiles(key, count)
         # A prediction that was dropped meanwhile is booked to the phase that made it, unless another target
@@ -308,3 +313,8 @@ class SimulatedCache:
             booked.wasted += 0 if kept else count
         if kept and prediction is not None:
             prediction.unused.land(self._resident[key] - count, count)
+
+
+def targets_of(target: IntArray) -> list[Target]:
+    """Those of a placement [L, E] that are not 0."""
+    return [Target(int(i), int(e), int(target[i, e])) for i, e in np.argwhere(target)]

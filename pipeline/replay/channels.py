@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipeline.replay.cache import SimulatedCache
+from pipeline.replay.compiled_cache import AnyCache
 from pipeline.replay.outcome import PhaseOutcome
 
 # As measured with `floe` on the embedded model at a sparsity of 0.8; 0.69 at 0.9, 0.80 at 0.5.
@@ -56,7 +56,7 @@ class ChannelLink:
     """Shares the link of a simulated cache. Times are seconds and never decrease."""
 
     def __init__(
-        self, cache: SimulatedCache, tile_seconds: float, fetch_seconds: float, right: float = RIGHT
+        self, cache: AnyCache, tile_seconds: float, fetch_seconds: float, right: float = RIGHT
     ) -> None:
         """The seconds are those of `SimulatedCache`. `right`: of the predicted channels, kept."""
         self._right = right

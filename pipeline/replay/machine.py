@@ -40,8 +40,8 @@ from pipeline.policies.view import (
     Target,
     View,
 )
-from pipeline.replay.cache import SimulatedCache
 from pipeline.replay.channels import NOTE, RIGHT, ChannelLink, Chosen, MaskedTile
+from pipeline.replay.compiled_cache import simulated_cache
 from pipeline.replay.outcome import Outcome, PhaseOutcome
 from pipeline.replay.step_inputs import StepInputs
 from pipeline.traces.header import Header
@@ -80,7 +80,7 @@ class Replay:
         self._counters = self._phases["decode"]
         self._seconds: dict[int, tuple[float, float, float]] = {}  # by rows: see _tile
         capacity = capacity if policy.uses_device else 0
-        self.cache = SimulatedCache(shape, capacity, self._costs.link, self._costs.fetch)
+        self.cache = simulated_cache(shape, capacity, self._costs.link, self._costs.fetch)
         self._channels = ChannelLink(self.cache, self._costs.link, self._costs.fetch, right)
         self.cache.counters = self._channels.counters = self._counters
         self.now = 0.0  # seconds
@@ -168,7 +168,10 @@ class Replay:
         self.now += other
         self._advance()
         self._logits = logits = self._inputs.own[layer] if own else None
-        return Signals(logits, {target: self._probe(layer, traced, target) for target in probes})
+        found = {}
+        for target in probes:
+            found[target] = self._probe(layer, traced, target)
+        return Signals(logits, found)
 
     def _route(self, logits: FloatArray) -> Routing:
         """The model's router. For a layer's own logits it returns the recorded routing: the logits are
@@ -181,16 +184,16 @@ class Replay:
     def begin(self, decision: LayerDecision[float]) -> None:
         layer, counters, tiles = decision.layer, self._counters, self._header.shape.tiles
         active = decision.gated.routing.active
-        resident: list[int] = decision.resident.take(active.experts).tolist()
+        resident: list[int] = decision.resident[active.index].tolist()
         counters.book_hits(layer, resident, tiles)
         counters.fidelity.book(decision.gated, decision.cut, tiles, decision.stale)
         if decision.targets:
             self.cache.retarget(decision.targets)
-            resident = decision.resident.take(active.experts).tolist()
+            resident = decision.resident[active.index].tolist()
         cuts, rows = self._checked(decision.cut, active), active.counts.tolist()
         begun = decision.begun
         self._host_done = self._submit(rows, cuts, decision.mask) if begun is None else begun
-        if decision.mask != DENSE:
+        if decision.mask is not DENSE:
             weight = decision.gated.routing.total_weight
             counters.fidelity.left += weight * (nan if self._left is None else self._left[layer])
         self._demand(layer, active.experts.tolist(), rows, cuts, resident, decision.mask)
@@ -205,7 +208,7 @@ class Replay:
         self.cache.update(self.now)
 
     def prefetch_channels(self, layer: int, routing: Routing, mask: Mask) -> None:
-        if mask == DENSE:
+        if mask is DENSE:
             return
         active, chosen = routing.active, []
         for expert, row in zip(active.experts.tolist(), active.counts.tolist(), strict=True):
@@ -219,27 +222,30 @@ class Replay:
 
     def compute(self, decision: LayerDecision[float]) -> None:
         """End the layer when both the device and the host are done."""
-        counters, at = self._counters, self.now + self._begun_seconds
-        counters.device_busy += self._begun_seconds
+        counters, at, of_tile = self._counters, self.now + self._begun_seconds, self._device_seconds
+        busy = counters.device_busy + self._begun_seconds
         for expert, landing in self._landings:
             if landing > at:
                 counters.wait_link += landing - at
                 at = landing
-            at += self._device_seconds[expert]
-            counters.device_busy += self._device_seconds[expert]
-        counters.wait_host += max(0.0, self._host_done - at)
+            seconds = of_tile[expert]
+            at += seconds
+            busy += seconds
+        counters.device_busy = busy
+        if self._host_done > at:
+            counters.wait_host += self._host_done - at
         divided = self._host_done and self._on_device
         self.now = max(at, self._host_done) + (self._costs.both if divided else 0.0)
 
     def end(self, targets: Sequence[Target]) -> None:
-        self._advance()
-        if targets:
+        if targets or self._named:
+            self._advance()
             self.cache.retarget(targets)
         self.cache.update(self.now)
 
     def _checked(self, cut: IntArray, active: Active) -> list[int]:
         """The active experts' cuts. Raises PlanError."""
-        cuts: list[int] = cut.take(active.experts).tolist()
+        cuts: list[int] = cut[active.index].tolist()
         tiles = self._header.shape.tiles
         if cuts and not 0 <= min(cuts) <= max(cuts) <= tiles:
             raise PlanError(f"a cut of policy {self._policy.name} is outside 0..{tiles}")
@@ -255,10 +261,11 @@ class Replay:
         if not count:
             self._wake = self._costs.wake
             return 0.0
+        dense = mask is DENSE
         for row, p in zip(rows, cuts, strict=True):
             if p < tiles:
-                read = 1.0 if mask == DENSE else self._read.share(row)
-                seconds += (known.get(row) or self._tile(row))[0] * (tiles - p) * read
+                found = (known.get(row) or self._tile(row))[0] * (tiles - p)
+                seconds += found if dense else found * self._read.share(row)
         self._host_free = max(self._host_free, self.now + self._costs.round_trip + self._wake) + seconds
         self._wake = 0.0
         self._counters.host_busy += seconds
@@ -267,7 +274,8 @@ class Replay:
 
     def _advance(self) -> None:
         self.cache.advance(self.now)
-        self._channels.advance(self.now)
+        if self._named:
+            self._channels.advance(self.now)
 
     def _demand(
         self,
@@ -278,8 +286,7 @@ class Replay:
         resident: list[int],
         mask: Mask,
     ) -> None:
-        """Divide the device's share into resident and fetched tiles. With a mask the device computes u of all
-        tiles first, and tiles beyond their target are fetched as channels."""
+        """Divide the device's share into resident and fetched tiles."""
         self._device_seconds: dict[int, float] = {}  # a tile of each expert that lacks one
         self._begun_seconds = 0.0  # of the launch and the resident tiles
         self._landings: list[tuple[int, float]] = []
@@ -287,34 +294,53 @@ class Replay:
         if not self._on_device:
             return
         self._counters.device_tiles += sum(cuts)
-        missing, begun, known = [], self._costs.launch, self._seconds
-        predicted, dense, chosen, ups = self.cache.predicted, mask == DENSE, [], 0.0
+        if mask is not DENSE:
+            self._demand_masked(layer, experts, rows, cuts, resident)
+            return
+        cache, known, missing, begun = self.cache, self._seconds, [], self._costs.launch
+        predicted = cache.predicted
         for expert, row, p, there in zip(experts, rows, cuts, resident, strict=True):
             if not p:
                 continue
             tile = (known.get(row) or self._tile(row))[1]
-            here = whole = p if p < there else there
-            if dense:
-                whole = p
-            else:
-                ups += tile * p * self._read.up
-                tile *= self._read.kept(row) * (1 - self._read.up)
-                whole = max(here, min(p, int(self.cache.target[layer, expert])))
+            here = p if p < there else there
             if here:
                 begun += tile * here
-                if (layer, expert) in predicted:
-                    self.cache.used((layer, expert), here)
+                if predicted:
+                    cache.used((layer, expert), here)
+            if here < p:
+                self._device_seconds[expert] = tile
+                missing.append((expert, here, p))
+        self._begun_seconds = begun
+        if missing:
+            self._landings = cache.demand(layer, missing, self.now)
+
+    def _demand_masked(
+        self, layer: int, experts: list[int], rows: list[int], cuts: list[int], resident: list[int]
+    ) -> None:
+        """The same with a mask: the device computes u of all tiles first, and tiles beyond their target are
+        fetched as channels."""
+        read, cache, launch = self._read, self.cache, self._costs.launch
+        missing, chosen, begun, ups = [], [], launch, 0.0
+        for expert, row, p, there in zip(experts, rows, cuts, resident, strict=True):
+            tile, kept = self._tile(row)[1], read.kept(row)
+            here = min(p, there)
+            whole = max(here, min(p, int(cache.target[layer, expert])))
+            ups += tile * p * read.up
+            tile *= kept * (1 - read.up)
+            begun += tile * here
+            if here:
+                cache.used((layer, expert), here)
             if here < p:
                 self._device_seconds[expert] = tile
             if here < whole:
                 missing.append((expert, here, whole))
             if whole < p:
-                chosen.append(Chosen(expert, p - whole, (p - whole) * self._read.kept(row)))
+                chosen.append(Chosen(expert, p - whole, (p - whole) * kept))
         self._begun_seconds = begun + ups
         if missing:
-            self._landings = self.cache.demand(layer, missing, self.now)
-        if not dense:
-            self._landings += self._channels.demand(layer, chosen, self.now + self._costs.launch + ups)
+            self._landings = cache.demand(layer, missing, self.now)
+        self._landings += self._channels.demand(layer, chosen, self.now + launch + ups)
 
     def _probe(self, layer: int, traced: LayerTrace, target: int) -> FloatArray:
         """The recorded logits of a later layer's router, or of the gate for the next token's first layer."""

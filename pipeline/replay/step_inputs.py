@@ -52,8 +52,9 @@ def _sort_together(routings: Sequence[Routing]) -> None:
     order += np.arange(0, experts.size, experts.shape[1])[:, None]
     every, first, once = one_row(experts.shape[1])
     sums = weights.sum(axis=1).tolist()
-    sorted_rows = zip(experts.take(order), weights.take(order), strict=True)
-    for routing, (used, by_expert), total in zip(routings, sorted_rows, sums, strict=True):
+    ranked = experts.take(order)
+    sorted_rows = zip(ranked, weights.take(order), ranked.astype(np.intp), strict=True)
+    for routing, (used, by_expert, index), total in zip(routings, sorted_rows, sums, strict=True):
         known = vars(routing)
-        known["active"] = Active(used, every, first, by_expert, once)
+        known["active"] = Active(used, every, first, by_expert, once, index)
         known["total_weight"] = total

@@ -116,6 +116,19 @@ def test_ties_choose_the_lower_expert(logits, k) -> None:
     np.testing.assert_allclose(ours.weights, weights, rtol=2e-6)
 
 
+@pytest.mark.parametrize("spread", [0.3, 1e30])
+def test_many_rows_are_chosen_as_one_by_one(spread: float) -> None:
+    """Also of equal logits, of -0 and 0, and of infinite ones."""
+    logits = np.random.default_rng(0).standard_normal((64, 40)).astype(np.float32) * np.float32(spread)
+    logits = (logits * 4).round() / np.float32(4)  # many are equal
+    logits[:, 3], logits[:, 5], logits[::2, 7] = -np.inf, 0.0, -0.0
+    router = Softmax(6, rescaled=True)
+    batch = router(logits)
+    for row, experts in zip(logits, batch.experts, strict=True):
+        assert experts.tolist() == sorted(range(40), key=lambda e: (-row[e], e))[:6]
+    assert (batch.weights == np.concatenate([router(row[None]).weights for row in logits])).all()
+
+
 def test_large_logits_do_not_overflow() -> None:
     routing = Softmax(2, rescaled=True)(np.array([[3e38, -3e38, 3e38]], np.float32))
     assert routing.experts.tolist() == [[0, 2]]

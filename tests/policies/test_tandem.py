@@ -6,14 +6,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from policy_machine import COSTS, Machine, make_view, policy
 
+from pipeline.arrays import Phase
 from pipeline.models.routing import Softmax
 from pipeline.policies.derived_costs import MACHINES, derived
 from pipeline.policies.division import Divider, cuts
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Active, ModelShape, PolicyRequest, Routing
-from pipeline.policies.worth import Worth
+from pipeline.policies.worth import COMPILED, Worth
 from pipeline.replay.machine import Replay
 from pipeline.replay.outcome import Outcome
 from pipeline.traces.header import Header
@@ -44,6 +47,36 @@ def test_a_valuable_expert_takes_the_last_tiles_of_the_least_valuable() -> None:
     assert worth.grow(0, 2, 3, least=0.0, near=0) == []  # nothing is worth less
     assert worth.grow(0, 2, 3, least=9.0, near=0) == [(0, 1, 1), (0, 2, 3)]
     assert worth.target.tolist() == [[4, 1, 3]]
+
+
+@pytest.mark.skipif(not COMPILED, reason="worth.c was not compiled")
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), free=st.integers(0, 9))
+def test_library_keeps_the_same_tiles(seed: int, free: int) -> None:
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 50, (6, 16))
+    both = [Worth(SHAPE, 190 + free, counts, compiled) for compiled in (False, True)]
+    for _ in range(40):
+        layer, near, expert, tiles = (int(number) for number in rng.integers((6, 6, 16, 5)))
+        logits = rng.standard_normal((int(rng.integers(1, 4)), 16), np.float32)
+        phase: Phase = "prefill" if rng.random() < 0.2 else "decode"
+        least, within = float(rng.choice([np.inf, rng.random()])), bool(rng.random() < 0.5)
+        protected = [int(one) for one in rng.permutation(16)[:4]]
+        rearranged, observed = rng.random() < 0.05, rng.random() < 0.5
+        grown = []
+        for worth in both:
+            worth.note(layer, logits, phase)
+            if observed:
+                worth.observe(layer)
+            worth.protect(layer, protected)
+            more = min(tiles, SHAPE.tiles - int(worth.target[layer, expert]))
+            grown.append(worth.grow(layer, expert, more, least, near, within))
+            worth.release(layer)
+            if rearranged:
+                grown[-1] += worth.place(worth.filled(worth.value, whole=2))
+        assert grown[0] == grown[1]
+        assert (both[0].target == both[1].target).all()
+        np.testing.assert_allclose(both[1].value, both[0].value, rtol=1e-5)
 
 
 def test_tiles_leave_layers_that_were_computed_last() -> None:

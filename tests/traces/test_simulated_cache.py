@@ -1,22 +1,38 @@
-"""The replay's cache and link by hand: an expert has four tiles, and a tile takes 5 seconds."""
+"""The replay's cache and link by hand, in Python and in the library: an expert has four tiles, and a tile takes
+5 seconds."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeline.config import BACKGROUND_ORDERS
 from pipeline.errors import PlanError
 from pipeline.policies.backlog import Landing
 from pipeline.policies.view import ModelShape, Target
 from pipeline.replay.cache import SimulatedCache
+from pipeline.replay.compiled_cache import AnyCache, CompiledCache, compiled
 from pipeline.replay.outcome import PhaseOutcome
 
 SHAPE = ModelShape(layers=2, experts=6, tiles=4, top_k=1)
+needs_library = pytest.mark.skipif(not compiled, reason="cache.c was not compiled")
+kinds: list[type[AnyCache]] = []  # of the present test
 
 
-def made(capacity: int = 48, shape: ModelShape = SHAPE, fetch: float = 0.0) -> SimulatedCache:
-    cache = SimulatedCache(shape, capacity, 5.0, fetch)
+@pytest.fixture(params=[SimulatedCache, pytest.param(CompiledCache, marks=needs_library)], autouse=True)
+def kind(request: pytest.FixtureRequest) -> Iterator[None]:
+    kinds.append(request.param)
+    yield
+    kinds.pop()
+
+
+def made(capacity: int = 48, shape: ModelShape = SHAPE, fetch: float = 0.0) -> AnyCache:
+    cache = kinds[-1](shape, capacity, 5.0, fetch)
     cache.counters = PhaseOutcome(shape.layers)
     return cache
 
@@ -328,3 +344,48 @@ def test_what_a_lowered_target_drops_is_not_on_order() -> None:
     assert (cache.ordered[0, 0], cache.landing(0, 7.0), cache.link_seconds(7.0)) == (1, [], 3.0)
     cache.demand(0, [(0, 1, 3)], 8.0)
     assert cache.ordered[0, 0] == cache.residency[0, 0] == 2
+
+
+def state(cache: AnyCache, now: float) -> list[object]:
+    arrays = [array.tolist() for array in (cache.residency, cache.target, cache.ordered)]
+    landing = [cache.landing(layer, now) for layer in range(SHAPE.layers)]
+    return [arrays, landing, cache.free, cache.unused, cache.predicted, cache.link_seconds(now)]
+
+
+@needs_library
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), fetch=st.sampled_from([0.0, 2.0]), steps=st.integers(1, 60))
+def test_library_does_the_same_call_by_call(seed: int, fetch: float, steps: int) -> None:
+    """Also the exceptions, and the counts of the phase that predicted."""
+    rng = np.random.default_rng(seed)
+    both: list[AnyCache] = [SimulatedCache(SHAPE, 40, 5.0, fetch), CompiledCache(SHAPE, 40, 5.0, fetch)]
+    phases = [[PhaseOutcome(2), PhaseOutcome(2)] for _ in both]
+    placement, now = rng.integers(0, 4, (2, 6)).astype(np.int32), 0.0
+    for cache, counters in zip(both, phases, strict=True):
+        cache.counters = counters[0]
+        cache.place(placement)
+    for _ in range(steps):
+        now += float(rng.exponential(6.0))
+        phase, call, layer = (int(number) for number in rng.integers((2, 5, 2)))
+        changes = [Target(*map(int, rng.integers((2, 6, 5)))) for _ in range(rng.integers(4))]
+        experts = [int(expert) for expert in rng.permutation(6)[: rng.integers(1, 4)]]
+        limits = [sorted(map(int, rng.integers(0, 5, 2))) for _ in experts]
+        missing = [(e, lo, hi) for e, (lo, hi) in zip(experts, limits, strict=True) if lo < hi]
+        answers: list[object] = []
+        for cache, counters in zip(both, phases, strict=True):
+            cache.counters = counters[phase]
+            answer: object = None
+            with suppress(PlanError):
+                if call == 0:
+                    answer = cache.demand(layer, missing, now)
+                elif call == 1:
+                    cache.used((layer, experts[0]), limits[0][1])
+                elif call == 2:
+                    cache.advance(now)
+                else:
+                    cache.retarget(changes, predicted=call == 3)
+                    answer = "no exception"
+                cache.update(now)
+            answers += [answer, state(cache, now)]
+        assert answers[:2] == answers[2:]
+        assert phases[0] == phases[1]

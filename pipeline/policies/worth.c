@@ -1,0 +1,243 @@
+/* The loops of worth.py, which specifies them. Arrays are float32 [layers, experts] unless said otherwise. Ranks are
+ * never negative, so that they compare like their bits. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <math.h>
+#include <stdint.h>
+#include <structmember.h>
+
+#define VERSION 1
+
+enum { VALUE, EMPTY, RANK, NOTED, AVERAGES, TARGET, ARRAYS };
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer buffers[ARRAYS];
+    float *value, *empty, *rank, *noted;
+    float *averages; /* [layers, 2, experts], fresh and lasting */
+    int32_t *target;
+    int layers, experts;
+    long free;       /* tiles */
+    int32_t *lowest; /* by layer: the bits of its lowest rank; negative where a rank has changed since */
+    PyTypeObject *made;
+} Table;
+
+static int layer_of(Table *t, PyObject *number) {
+    long layer = PyLong_AsLong(number);
+    if (layer >= 0 && layer < t->layers) return (int)layer;
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_IndexError, "no such layer");
+    return -1;
+}
+
+static void ranked(Table *t, int layer) {
+    const float *value = t->value + (size_t)layer * t->experts, *empty = t->empty + (size_t)layer * t->experts;
+    float *rank = t->rank + (size_t)layer * t->experts;
+    for (int i = 0; i < t->experts; i++) rank[i] = value[i] + empty[i];
+    t->lowest[layer] = -1;
+}
+
+/* observe(layer, single, (fresh kept, lasting kept), (fresh, lasting), weight of the lasting one, fresh counts) */
+static PyObject *table_observe(Table *t, PyObject *args) {
+    int layer, single, decode;
+    float kept[2], weight[2], lasting;
+    if (!PyArg_ParseTuple(args, "ip(ff)(ff)fp", &layer, &single, kept, kept + 1, weight, weight + 1, &lasting, &decode))
+        return NULL;
+    if (layer < 0 || layer >= t->layers) return PyErr_SetString(PyExc_IndexError, "no such layer"), NULL;
+    int count = t->experts;
+    float *share = t->noted + (size_t)layer * count, *value = t->value + (size_t)layer * count;
+    float *fresh = t->averages + 2 * (size_t)layer * count, *slow = fresh + count;
+    float factor = 1.0f, most = share[0];
+    if (single) { /* softmax */
+        float sum = 0.0f;
+        for (int i = 1; i < count; i++) most = share[i] > most ? share[i] : most;
+        for (int i = 0; i < count; i++) share[i] = expf(share[i] - most);
+        for (int i = 0; i < count; i++) sum += share[i];
+        factor = 1.0f / sum;
+    }
+    for (int i = 0; i < count; i++) {
+        float use = share[i] * factor;
+        fresh[i] = fresh[i] * kept[0] + weight[0] * use;
+        slow[i] = slow[i] * kept[1] + weight[1] * use;
+        value[i] = slow[i] * lasting + (decode ? fresh[i] : 0.0f);
+    }
+    ranked(t, layer);
+    Py_RETURN_NONE;
+}
+
+static PyObject *table_protect(Table *t, PyObject *const *args, Py_ssize_t count) {
+    if (count != 2 || !PyList_Check(args[1])) return PyErr_SetString(PyExc_TypeError, "protect(layer, list)"), NULL;
+    int layer = layer_of(t, args[0]);
+    if (layer < 0) return NULL;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[1]); i++) {
+        long expert = PyLong_AsLong(PyList_GET_ITEM(args[1], i));
+        if (expert < 0 || expert >= t->experts) {
+            if (!PyErr_Occurred()) PyErr_SetString(PyExc_IndexError, "no such expert");
+            return NULL;
+        }
+        t->rank[(size_t)layer * t->experts + expert] = INFINITY;
+    }
+    t->lowest[layer] = -1;
+    Py_RETURN_NONE;
+}
+
+static PyObject *table_release(Table *t, PyObject *number) {
+    int layer = layer_of(t, number);
+    if (layer < 0) return NULL;
+    ranked(t, layer);
+    Py_RETURN_NONE;
+}
+
+/* All ranks anew. */
+static PyObject *table_rank(Table *t, PyObject *nothing) {
+    (void)nothing;
+    for (int layer = 0; layer < t->layers; layer++) ranked(t, layer);
+    Py_RETURN_NONE;
+}
+
+static int32_t lowest(Table *t, int layer) {
+    if (t->lowest[layer] < 0) {
+        const int32_t *bits = (const int32_t *)(t->rank + (size_t)layer * t->experts);
+        int32_t least = INT32_MAX;
+        for (int i = 0; i < t->experts; i++) least = bits[i] < least ? bits[i] : least;
+        t->lowest[layer] = least;
+    }
+    return t->lowest[layer];
+}
+
+/* The expert of layers [begin, end) whose rank is lowest, where it is below `least`, which it replaces. */
+static void lower(Table *t, int begin, int end, double *least, Py_ssize_t *found) {
+    int at = -1;
+    int32_t bits = INT32_MAX;
+    for (int layer = begin; layer < end; layer++)
+        if (lowest(t, layer) < bits) bits = t->lowest[layer], at = layer;
+    if (at < 0) return;
+    const float *rank = t->rank + (size_t)at * t->experts;
+    int expert = 0;
+    while (((const int32_t *)rank)[expert] != bits) expert++;
+    if (rank[expert] < *least) *least = rank[expert], *found = (Py_ssize_t)at * t->experts + expert;
+}
+
+static void keep(Table *t, Py_ssize_t place, int tiles) {
+    int32_t before = t->target[place];
+    t->target[place] = tiles;
+    if ((before == 0) == (tiles == 0)) return;
+    t->empty[place] = tiles ? 0.0f : INFINITY;
+    if (!tiles) t->rank[place] = INFINITY, t->lowest[place / t->experts] = -1;
+}
+
+static int append(Table *t, PyObject *targets, Py_ssize_t place) {
+    PyObject *target = t->made->tp_alloc(t->made, 3);
+    if (!target) return -1;
+    PyTuple_SET_ITEM(target, 0, PyLong_FromSsize_t(place / t->experts));
+    PyTuple_SET_ITEM(target, 1, PyLong_FromSsize_t(place % t->experts));
+    PyTuple_SET_ITEM(target, 2, PyLong_FromLong(t->target[place]));
+    int failed = PyErr_Occurred() ? -1 : PyList_Append(targets, target);
+    Py_DECREF(target);
+    return failed;
+}
+
+/* grow(layer, expert, tiles, least, near, within) */
+static PyObject *table_grow(Table *t, PyObject *const *args, Py_ssize_t count) {
+    if (count != 6) return PyErr_SetString(PyExc_TypeError, "grow takes six arguments"), NULL;
+    int layer = layer_of(t, args[0]), near = layer < 0 ? -1 : layer_of(t, args[4]);
+    long expert = PyLong_AsLong(args[1]), tiles = PyLong_AsLong(args[2]);
+    double most = PyFloat_AsDouble(args[3]);
+    int within = PyObject_IsTrue(args[5]);
+    if (PyErr_Occurred()) return NULL;
+    if (expert < 0 || expert >= t->experts) return PyErr_SetString(PyExc_IndexError, "no such expert"), NULL;
+    int half = t->layers / 2 < t->layers - 2 ? t->layers / 2 : t->layers - 2;
+    int low = near - (half > 0 ? half : 0);
+    PyObject *targets = PyList_New(0);
+    if (!targets) return NULL;
+    long got = tiles < t->free ? tiles : t->free;
+    t->free -= got;
+    while (got < tiles) {
+        double least = most;
+        Py_ssize_t found = -1;
+        lower(t, low > 0 ? low : 0, near + within, &least, &found);
+        lower(t, t->layers + low, t->layers, &least, &found);
+        if (found < 0) break;
+        long held = t->target[found], lost = held < tiles - got ? held : tiles - got;
+        keep(t, found, (int)(held - lost));
+        got += lost;
+        if (append(t, targets, found)) goto failed;
+    }
+    if (got) {
+        Py_ssize_t place = (Py_ssize_t)layer * t->experts + expert;
+        keep(t, place, (int)(t->target[place] + got));
+        if (append(t, targets, place)) goto failed;
+    }
+    return targets;
+failed:
+    Py_DECREF(targets);
+    return NULL;
+}
+
+static int table_init(Table *t, PyObject *args, PyObject *words) {
+    static char *keywords[] = {"value", "empty", "rank", "noted", "averages", "target", "free", "made", NULL};
+    PyObject *arrays[ARRAYS], *made;
+    if (t->lowest) return PyErr_SetString(PyExc_TypeError, "made already"), -1;
+    if (!PyArg_ParseTupleAndKeywords(args, words, "OOOOOOlO!", keywords, arrays, arrays + 1, arrays + 2, arrays + 3,
+                                     arrays + 4, arrays + 5, &t->free, &PyType_Type, &made))
+        return -1;
+    for (int i = 0; i < ARRAYS; i++) {
+        Py_buffer *buffer = t->buffers + i;
+        if (PyObject_GetBuffer(arrays[i], buffer, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE)) return -1;
+        if (buffer->itemsize != 4 || buffer->len != (i == AVERAGES ? 2 : 1) * t->buffers->len)
+            return PyErr_SetString(PyExc_ValueError, "an array of another size"), -1;
+    }
+    if (t->buffers->ndim != 2) return PyErr_SetString(PyExc_ValueError, "value is [layers, experts]"), -1;
+    t->layers = (int)t->buffers->shape[0], t->experts = (int)t->buffers->shape[1];
+    t->value = t->buffers[VALUE].buf, t->empty = t->buffers[EMPTY].buf, t->rank = t->buffers[RANK].buf;
+    t->noted = t->buffers[NOTED].buf, t->averages = t->buffers[AVERAGES].buf, t->target = t->buffers[TARGET].buf;
+    t->made = (PyTypeObject *)Py_NewRef(made);
+    if (!PyType_IsSubtype(t->made, &PyTuple_Type)) return PyErr_SetString(PyExc_TypeError, "made is a tuple"), -1;
+    t->lowest = PyMem_Malloc((t->layers + 1) * sizeof(*t->lowest));
+    if (!t->lowest) return PyErr_NoMemory(), -1;
+    memset(t->lowest, 0xff, t->layers * sizeof(*t->lowest));
+    return 0;
+}
+
+static void table_dealloc(Table *t) {
+    PyTypeObject *type = Py_TYPE(t);
+    for (int i = 0; i < ARRAYS; i++) PyBuffer_Release(t->buffers + i);
+    PyMem_Free(t->lowest);
+    Py_XDECREF(t->made);
+    type->tp_free((PyObject *)t);
+    Py_DECREF(type);
+}
+
+static PyMethodDef methods[] = {
+    {"observe", (PyCFunction)table_observe, METH_VARARGS, NULL},
+    {"protect", (PyCFunction)(void (*)(void))table_protect, METH_FASTCALL, NULL},
+    {"release", (PyCFunction)table_release, METH_O, NULL},
+    {"rank", (PyCFunction)table_rank, METH_NOARGS, NULL},
+    {"grow", (PyCFunction)(void (*)(void))table_grow, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef members[] = {
+    {"free", T_LONG, offsetof(Table, free), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, PyType_GenericNew}, {Py_tp_init, table_init}, {Py_tp_dealloc, table_dealloc},
+    {Py_tp_methods, methods},       {Py_tp_members, members}, {0, NULL},
+};
+
+static PyType_Spec spec = {"pipeline.policies._worth.Table", sizeof(Table), 0, Py_TPFLAGS_DEFAULT, slots};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_worth", NULL, -1, NULL, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__worth(void) {
+    PyObject *made = PyModule_Create(&module), *type = PyType_FromSpec(&spec);
+    if (!made || !type || PyModule_AddObjectRef(made, "Table", type) ||
+        PyModule_AddIntConstant(made, "VERSION", VERSION)) {
+        Py_XDECREF(made);
+        Py_XDECREF(type);
+        return NULL;
+    }
+    Py_DECREF(type);
+    return made;
+}
