@@ -1,7 +1,7 @@
 """What resident tiles are worth to the preset tandem, and which leave for others.
 
-The loops of each layer are also in the C library `worth.c`, which is used where it was compiled: in numpy they
-are many calls on a few numbers.
+The loops of each layer are also in the C library `worth.c`, which is used where it was compiled: in numpy
+they are many calls on a few numbers.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The replay's cache and link by hand, in Python and in the library: an expert has four tiles, and a tile takes
-5 seconds."""
+"""The replay's cache and link by hand, in Python and in the library: an expert has four tiles, and a tile
+takes 5 seconds."""
 
 from __future__ import annotations
 
