@@ -116,7 +116,7 @@ class PolicyDriver(Generic[Begun]):
             decision = LayerDecision(layer, signals, decided.gated, decided.cut, resident, (), begun, mask)
         executor.begin(decision)
         active = decision.gated.routing.active
-        self._popularity[layer][active.index] += active.counts
+        self._popularity[layer][active.indices] += active.counts
         # Where the policy decides the next layer now, the host's share of it may begin at once.
         if (following := policy.ahead(layer, signals, view)) is not None:
             next_layer = layer + 1, following, self._mask(layer + 1)

@@ -132,7 +132,8 @@ def _largest(scores: FloatArray, k: int) -> NDArray[np.intp]:
     bits ^= (bits >> 31) & np.int32(0x7FFFFFFF)
     packed = bits.astype(np.int64) * count + np.arange(count - 1, -1, -1)
     packed.sort(axis=1)
-    return (count - 1 - packed[:, : -k - 1 : -1] % count).astype(np.intp)
+    best: NDArray[np.intp] = count - 1 - packed[:, : -k - 1 : -1] % count
+    return best
 
 
 def _chosen(scores: FloatArray, places: NDArray[np.intp]) -> FloatArray:

@@ -55,7 +55,7 @@ class LayerSeconds:
             self._device = SecondsTable(costs.device_seconds, tiles)
             self._host = SecondsTable(costs.host_seconds, tiles)
         rows = active.counts.tolist()
-        missing = (tiles - residency[active.index]).tolist()
+        missing = (tiles - residency[active.indices]).tolist()
         link = costs.link if view.staging else inf
         return ActiveCosts(
             rows,

@@ -68,7 +68,7 @@ class ByCosts(Assignment):
         active = routing.active
         cut = np.zeros(view.shape.experts, np.int32)
         if len(active.experts):
-            cut[active.index] = self.tiles(self._seconds.of(active, view.residency[layer], view), view)
+            cut[active.indices] = self.tiles(self._seconds.of(active, view.residency[layer], view), view)
         return cut
 
     @abstractmethod

@@ -106,8 +106,8 @@ class Tandem(Policy):
         if worthless:
             self._ahead[layer], self._rested = 0, False
             return self._host_alone
-        kept = worth.target[layer][active.index]
-        resident = np.minimum(view.residency[layer][active.index], kept)  # the others are evicted
+        kept = worth.target[layer][active.indices]
+        resident = np.minimum(view.residency[layer][active.indices], kept)  # the others are evicted
         balanced = self._balanced = divider.balanced(active, resident, tiles, self._rested, busy)
         if self._layers.possible:
             self._compare(layer, routing, balanced, view)
@@ -123,10 +123,10 @@ class Tandem(Policy):
             return self._host_alone
         if balanced.moved:
             worth.observe(layer)
-        values: list[float] = worth.value[layer][active.index].tolist()
+        values: list[float] = worth.value[layer][active.indices].tolist()
         own = cuts(balanced, active, resident, tiles, values)
         cut = np.zeros(view.shape.experts, np.int32)
-        cut[active.index] = own
+        cut[active.indices] = own
         if not (balanced.moved and view.capacity) or self._layers.used:
             return Plan(cut)
         targets: list[Target] = []
@@ -148,7 +148,7 @@ class Tandem(Policy):
         divider, active, tiles, layers = self._divider, routing.active, view.shape.tiles, self._layers
         by_use, by_layer = balanced.seconds, balanced.there
         if layers.used:
-            resident = self._by_use[layer][active.index]
+            resident = self._by_use[layer][active.indices]
             other = divider.balanced(active, resident, tiles, self._apart)
             self._apart, by_use = not other.sides.host, other.seconds
         if layer >= layers.count:

@@ -45,7 +45,7 @@ class Active(NamedTuple):
     rows: IntArray  # [n], ascending for each expert
     weights: FloatArray  # [n], none of them 0
     counts: IntArray  # [m], rows of each expert
-    index: NDArray[np.intp]  # [m], the experts as numpy indexes with them soonest
+    indices: NDArray[np.intp]  # [m], the experts as numpy indexes with them soonest
 
 
 @dataclass(frozen=True)

@@ -184,12 +184,12 @@ class Replay:
     def begin(self, decision: LayerDecision[float]) -> None:
         layer, counters, tiles = decision.layer, self._counters, self._header.shape.tiles
         active = decision.gated.routing.active
-        resident: list[int] = decision.resident[active.index].tolist()
+        resident: list[int] = decision.resident[active.indices].tolist()
         counters.book_hits(layer, resident, tiles)
         counters.fidelity.book(decision.gated, decision.cut, tiles, decision.stale)
         if decision.targets:
             self.cache.retarget(decision.targets)
-            resident = decision.resident[active.index].tolist()
+            resident = decision.resident[active.indices].tolist()
         cuts, rows = self._checked(decision.cut, active), active.counts.tolist()
         begun = decision.begun
         self._host_done = self._submit(rows, cuts, decision.mask) if begun is None else begun
@@ -245,7 +245,7 @@ class Replay:
 
     def _checked(self, cut: IntArray, active: Active) -> list[int]:
         """The active experts' cuts. Raises PlanError."""
-        cuts: list[int] = cut[active.index].tolist()
+        cuts: list[int] = cut[active.indices].tolist()
         tiles = self._header.shape.tiles
         if cuts and not 0 <= min(cuts) <= max(cuts) <= tiles:
             raise PlanError(f"a cut of policy {self._policy.name} is outside 0..{tiles}")
