@@ -82,7 +82,7 @@ class Tandem(Engine):
         welcome = client.welcome
         facts = {"policy": welcome.policy, "format": welcome.format, "backbone_dtype": welcome.backbone_dtype}
         super().__init__(name, facts)
-        self._pid, self._client, self._layers = pid, client, layers
+        self._pid, self.client, self._layers = pid, client, layers
 
     @property
     def pids(self) -> list[int]:
@@ -93,10 +93,10 @@ class Tandem(Engine):
         are fewer than the batch where requests start at different times; `tok_s` is of the time when all
         decode.
         """
-        per_expert = (await self._client.stats())["tiles_per_expert"]
+        per_expert = (await self.client.stats())["tiles_per_expert"]
         sent = time.perf_counter()
         answers = [
-            self._client.generate(
+            self.client.generate(
                 token_ids=prompt,
                 # The first token of an answer belongs to the prefill.
                 max_tokens=task.new + 1,
