@@ -13,8 +13,8 @@ from pipeline.gateway.chat_run import ChatRequest, ChatRun, End, Whole, whole_ch
 from pipeline.gateway.conversation import take_messages
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.responses import event_of
+from pipeline.gateway.served_model import check_model, model_name
 from pipeline.gateway.settings import note_unknown, take_settings
-from pipeline.gateway.status import check_model, model_name
 from pipeline.gateway.template import TemplateKind
 from pipeline.gateway.tools import take_format, take_tools
 from protocol.messages import Welcome

@@ -14,8 +14,8 @@ from pipeline.gateway.choices import Usage, events_of
 from pipeline.gateway.conversation import hashed
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.responses import event_of
+from pipeline.gateway.served_model import check_model, model_name
 from pipeline.gateway.settings import Settings, note_unknown, take_settings
-from pipeline.gateway.status import check_model, model_name
 from pipeline.gateway.token_texts import TokenTexts
 from pipeline.gateway.tools import take_format
 from protocol.client import Client

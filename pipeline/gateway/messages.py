@@ -15,8 +15,8 @@ from pipeline.gateway.chat_run import ChatRequest, ChatRun, End, whole_choices
 from pipeline.gateway.conversation import CHANGING, MOST_MESSAGES, message_of, text_of
 from pipeline.gateway.errors import bad
 from pipeline.gateway.responses import dumps, send_json
+from pipeline.gateway.served_model import check_model, model_name
 from pipeline.gateway.settings import note_unknown, take_settings
-from pipeline.gateway.status import check_model, model_name
 from pipeline.gateway.template import TemplateKind
 from pipeline.gateway.tools import MOST_TOOLS, Tools, chosen
 from protocol.messages import ChatMessage, Welcome

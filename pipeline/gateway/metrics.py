@@ -17,7 +17,7 @@ from pipeline.gateway.call import Call, Service
 from pipeline.gateway.errors import ApiError, of_engine
 from pipeline.gateway.meter import Histogram
 from pipeline.gateway.responses import send_bytes
-from pipeline.gateway.status import model_name
+from pipeline.gateway.served_model import model_name
 from protocol.errors import ProtocolError
 from protocol.messages import Welcome
 

@@ -14,8 +14,8 @@ from pipeline.gateway.chat_run import ChatRequest, ChatRun, End, Whole
 from pipeline.gateway.conversation import CHANGING, message_of, text_of, tool_call
 from pipeline.gateway.errors import bad
 from pipeline.gateway.responses import dumps
+from pipeline.gateway.served_model import check_model, model_name
 from pipeline.gateway.settings import note_unknown, take_settings
-from pipeline.gateway.status import check_model, model_name
 from pipeline.gateway.template import TemplateKind
 from pipeline.gateway.tools import chosen, take_format
 from protocol.messages import ChatMessage, Welcome

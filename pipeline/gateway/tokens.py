@@ -11,8 +11,8 @@ from pipeline.gateway.chat import check_chats, take_variables
 from pipeline.gateway.conversation import take_messages
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.responses import send_json
+from pipeline.gateway.served_model import check_model
 from pipeline.gateway.settings import note_unknown
-from pipeline.gateway.status import check_model
 from pipeline.gateway.tools import take_tools
 from pipeline.text.tokenizer import eos_ids
 from protocol.messages import Welcome

@@ -19,7 +19,7 @@ from pipeline.gateway.dashboard.processes import processes
 from pipeline.gateway.engine_links import EngineLinks
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.responses import dumps
-from pipeline.gateway.status import model_name
+from pipeline.gateway.served_model import model_name
 from protocol.client import Client
 from protocol.errors import ProtocolError
 from protocol.messages import ExpertActivityReply, Welcome
