@@ -14,14 +14,16 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("protocol", "shm", "workers", "pipeline", "launch", "benchmarks")
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
 PATH = re.compile(r"`((?:launch|pipeline|workers|shm|protocol|tests|benchmarks|docs)/[\w./-]*)`")
-LINK = re.compile(r"\]\(([^)#:]+)\)")
+LINK = re.compile(r"\]\(([^)#:]+)\)|(?:src|srcset)=\"([^\":]+)\"")
 COMMAND = re.compile(r"^(?:\$ )?python launch\.py(.*?)(?: {2,}.*)?$", re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_named_files_and_links_exist(page: Path) -> None:
     text = page.read_text()
-    named = {ROOT / path for path in PATH.findall(text)} | {page.parent / link for link in LINK.findall(text)}
+    named = {ROOT / path for path in PATH.findall(text)} | {
+        page.parent / (link or picture) for link, picture in LINK.findall(text)
+    }
     assert not [str(path.relative_to(ROOT)) for path in named if not path.exists()]
 
 

@@ -6,16 +6,17 @@ from pathlib import PurePath
 
 from pipeline.assets import model_dir
 from pipeline.gateway.errors import ApiError
+from pipeline.models.shapes import short_name
 from protocol.messages import Welcome
 
 EMBEDDED = "tandem-embedded"
 
 
 def model_name(welcome: Welcome) -> str:
-    """The model as clients know it: without the folders before its name."""
+    """The model as clients know it: a folder without those before it, of the Hub's cache ORG/NAME."""
     if PurePath(welcome.model) == model_dir():
         return EMBEDDED
-    return PurePath(welcome.model).name or welcome.model
+    return short_name(welcome.model) or welcome.model
 
 
 def check_model(name: str | None, welcome: Welcome) -> None:

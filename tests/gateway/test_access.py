@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 from gateway_engine import Served, serve
 
+from pipeline.assets import model_dir
 from pipeline.gateway.access import read_api_keys
+from pipeline.gateway.errors import ApiError
+from pipeline.gateway.served_model import check_model, model_name
 from protocol.errors import ProtocolError
+from protocol.messages import VERSION, Welcome
 
 ANNA, BERT = "k" * 20, "b" * 20
 
@@ -108,3 +112,21 @@ def test_an_engine_stops_in_order_while_answers_run(keys: Path, tiny_model: Path
             running.process.terminate()
             rest = [line for line in lines if line]
             assert rest[-1] == "data: [DONE]" or '"error"' in rest[-1]
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("/models/Mixtral-8x7B", "Mixtral-8x7B"),
+        ("/home/a/.cache/huggingface/hub/models--org--small-moe/snapshots/0123abcd", "org/small-moe"),
+        ("shape:qwen3-30b-a3b/8", "shape:qwen3-30b-a3b/8"),
+        (str(model_dir()), "tandem-embedded"),
+    ],
+)
+def test_model_has_the_name_that_a_person_would_give(model: str, name: str) -> None:
+    welcome = Welcome(VERSION, "e1", model, "f" * 64, "cpu", "all-host", True, 4096, 512, True, True)
+    assert model_name(welcome) == name
+    for known in (name, model, "e1", None):
+        check_model(known, welcome)
+    with pytest.raises(ApiError, match=f"it is '{name}'"):
+        check_model("8", welcome)

@@ -9,14 +9,14 @@ export const CAUSES = [
   ["messages and sums", ["submit", "combine"]],
   ["the head", ["head"]],
 ];
-const WHY = [
-  "The device waits while the workers compute the host's share of the experts: more cores, a smaller format or, with a GPU, a larger expert cache would help.",
-  "The device waits for tiles from host memory: a faster link, a larger expert cache or a policy that computes on the host would help.",
-  "The device computes experts for most of the time.",
-  "Attention and routers take most of the time.",
-  "Planning takes most of the time: a simpler policy would help.",
-  "Messages between the processes take most of the time: --workers 0 would help.",
-  "The head takes most of the time.",
+const HELP = [
+  "more cores, a smaller format or, with a GPU, a larger expert cache would help",
+  "a faster link, a larger expert cache or a policy that computes on the host would help",
+  "a smaller format would help",
+  "a smaller --backbone-dtype (int8, int4) or a shorter context would help",
+  "a simpler policy would help",
+  "fewer workers (--workers), or none, would help",
+  "a smaller --backbone-dtype (int8, int4) would help",
 ];
 
 export function bytes(n) {
@@ -51,7 +51,7 @@ export function timeParts(decode) {
 
 export function why(parts) {
   const most = parts.indexOf(Math.max(...parts));
-  return `${percent(parts[most])} ${CAUSES[most][0]}. ${WHY[most]}`;
+  return `Its largest part: ${CAUSES[most][0]}, ${percent(parts[most])}; ${HELP[most]}.`;
 }
 
 export class Line {

@@ -119,10 +119,14 @@ function showTime(parts, decode) {
   );
   const words = parts.map((part, i) => [part, i]).filter(([part]) => part >= 0.005);
   at("time-words").replaceChildren(
-    ...words.flatMap(([part, i]) => [make("span", undefined, `key k${i}`), `${CAUSES[i][0]} ${percent(part)}`]),
+    ...words.map(([part, i]) => {
+      const word = make("span");
+      word.append(make("span", undefined, `key k${i}`), `${CAUSES[i][0]} ${percent(part)}`);
+      return word;
+    }),
   );
   const spent = Object.values(decode.seconds).reduce((a, b) => a + b, 0);
-  at("why").textContent = `A step takes ${((spent / decode.steps) * 1e3).toPrecision(3)} ms: ${why(parts)}`;
+  at("why").textContent = `A step takes ${((spent / decode.steps) * 1e3).toPrecision(3)} ms. ${why(parts)}`;
 }
 
 function showProcesses(now) {
