@@ -43,7 +43,7 @@ from pipeline.policies.view import (
 from pipeline.replay.channels import NOTE, RIGHT, ChannelLink, Chosen, MaskedTile
 from pipeline.replay.compiled_cache import simulated_cache
 from pipeline.replay.outcome import Outcome, PhaseOutcome
-from pipeline.replay.step_inputs import StepInputs
+from pipeline.replay.step_inputs import inputs_of
 from pipeline.traces.header import Header
 from pipeline.traces.steps import LayerTrace, TracedStep
 from shm.mask import DENSE, Mask
@@ -75,7 +75,7 @@ class Replay:
         self._costs = costs.for_tiles(shape.tiles)
         self._last_steps = last_steps or {}
         self._live: set[int] = set()  # sequences that have begun and not ended
-        self._ahead: tuple[FloatArray, Routing] | None = None  # of the next layer, as it was asked for last
+        self._choices: dict[int, Routing] = {}  # of the logits of this layer's probes, by identity
         self._phases: dict[Phase, PhaseOutcome] = {phase: PhaseOutcome(shape.layers) for phase in PHASES}
         self._counters = self._phases["decode"]
         self._seconds: dict[int, tuple[float, float, float]] = {}  # by rows: see _tile
@@ -152,7 +152,7 @@ class Replay:
         driver.begin_step(step.phase, step.sequences, self._live)
         self._live -= {s for s in step.sequences if self._last_steps.get(s, step.number) <= step.number}
         counters.paused_steps += not driver.view.prefetching
-        self._inputs = StepInputs(step, self._header.router)
+        self._inputs = inputs_of(step, self._header.router)
         for index, layer in enumerate(step.layers):
             self._traced = layer
             driver.layer(index, self)
@@ -169,6 +169,7 @@ class Replay:
         self._advance()
         self._logits = logits = self._inputs.own[layer] if own else None
         found = {}
+        self._choices.clear()
         for target in probes:
             found[target] = self._probe(layer, traced, target)
         return Signals(logits, found)
@@ -178,8 +179,7 @@ class Replay:
         recorded as float16, and their rounding could exchange two experts that are nearly equal."""
         if logits is self._logits:
             return self._traced.router_routing
-        ahead = self._ahead
-        return ahead[1] if ahead is not None and logits is ahead[0] else self._header.router(logits)
+        return self._choices.get(id(logits)) or self._header.router(logits)
 
     def begin(self, decision: LayerDecision[float]) -> None:
         layer, counters, tiles = decision.layer, self._counters, self._header.shape.tiles
@@ -344,15 +344,13 @@ class Replay:
 
     def _probe(self, layer: int, traced: LayerTrace, target: int) -> FloatArray:
         """The recorded logits of a later layer's router, or of the gate for the next token's first layer."""
-        if target == layer + 1 and (ahead := self._inputs.ahead(layer)) is not None:
-            self._ahead = ahead
-            return ahead[0]
-        last = layer == self._header.shape.layers - 1
+        if target > layer and (ahead := self._inputs.ahead(layer, target - layer)) is not None:
+            logits, routing = ahead
+            self._choices[id(logits)] = routing
+            return logits
         found = None
-        if last and target == 0:
+        if layer == self._header.shape.layers - 1 and target == 0:
             found = traced.first
-        elif layer < target <= layer + len(traced.predictions):
-            found = traced.predictions[target - layer - 1]
         if found is None:
             raise TraceError(
                 f"policy {self._policy.name} asks at layer {layer} for a prediction of layer {target}, which"

@@ -12,13 +12,27 @@ from pipeline.policies.view import Active, Routing
 from pipeline.traces.steps import TracedStep
 
 
+KEPT_ROWS = 16  # of a step up to which they are kept with it, for the next replay
+
+
+def inputs_of(step: TracedStep, router: Router) -> StepInputs:
+    """The inputs of a step, those of an earlier replay where they were kept."""
+    kept = vars(step)
+    found: StepInputs | None = kept.get("inputs")
+    if found is None or found.router != router:
+        found = StepInputs(step, router)
+        if len(step.sequences) <= KEPT_ROWS:
+            kept["inputs"] = found
+    return found
+
+
 class StepInputs:
-    """The routers' logits of a step as float32."""
+    """The routers' logits of a step as float32, and the choices of those that were asked ahead."""
 
     def __init__(self, step: TracedStep, router: Router) -> None:
-        self._layers, self._router = step.layers, router
-        self._ahead: list[tuple[FloatArray, Routing]] = []
-        self._single = len(step.sequences) == 1
+        self.router = router
+        self._layers = step.layers
+        self._ahead: dict[int, list[tuple[FloatArray, Routing]]] = {}  # by distance, then by layer
         known = [layer.logits for layer in step.layers if layer.logits is not None]
         self.own: list[FloatArray | None]  # [R, E] of each layer
         if len(known) == len(step.layers):
@@ -27,18 +41,28 @@ class StepInputs:
             every = (layer.logits for layer in step.layers)
             self.own = [None if each is None else each.astype(np.float32) for each in every]
         routings = [layer.router_routing for layer in step.layers]
-        if self._single and "active" not in vars(routings[0]):
+        if len(step.sequences) == 1 and "active" not in vars(routings[0]):
             _sort_together(routings)
 
-    def ahead(self, layer: int) -> tuple[FloatArray, Routing] | None:
-        """In a step of one row: the next layer's router on this layer's x, its logits [1, E] and its choice.
-        None where the trace has none."""
-        if not self._ahead and self._single and self._layers[0].predictions:
-            made = np.array([traced.predictions[0][0] for traced in self._layers[:-1]], np.float32)
-            routed = self._router(made)
-            rows = zip(made[:, None], routed.experts[:, None], routed.weights[:, None], strict=True)
-            self._ahead = [(logits, Routing(experts, weights)) for logits, experts, weights in rows]
-        return self._ahead[layer] if layer < len(self._ahead) else None
+    def ahead(self, layer: int, distance: int) -> tuple[FloatArray, Routing] | None:
+        """The router of a later layer, so many behind this one, on this layer's x: its logits [R, E] and its
+        choice. None where the trace has none."""
+        found = self._ahead.get(distance)
+        if found is None:
+            found = self._ahead[distance] = self._routed(distance)
+        return found[layer] if layer < len(found) else None
+
+    def _routed(self, distance: int) -> list[tuple[FloatArray, Routing]]:
+        traced = [layer.predictions for layer in self._layers if len(layer.predictions) >= distance]
+        if not traced:
+            return []
+        logits = np.array([predictions[distance - 1] for predictions in traced], np.float32)  # [l, R, E]
+        routed = self.router(logits.reshape(-1, logits.shape[2]))
+        parts = (each.reshape(*logits.shape[:2], -1) for each in (routed.experts, routed.weights))
+        routings = [Routing(*part) for part in zip(*parts, strict=True)]
+        if logits.shape[1] == 1:
+            _sort_together(routings)
+        return list(zip(logits, routings, strict=True))
 
 
 def _sort_together(routings: Sequence[Routing]) -> None:
