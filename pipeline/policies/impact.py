@@ -9,10 +9,12 @@ from typing import ClassVar
 from pipeline.policies.active_costs import ActiveCosts, LayerSeconds
 from pipeline.policies.balance import two_ended
 from pipeline.policies.composed import ApplyGate, Expert, Prediction
+from pipeline.policies.costs import Costs
 from pipeline.policies.options import PAUSE, Whole
 from pipeline.policies.predictions import DEPTH
 from pipeline.policies.view import Signals, View
 
+MOST_KNOWN = 4096  # simulations that are kept
 CANDIDATES = 16  # numbers of rows that are tried, the highest: a prompt has more, and each costs a simulation
 
 
@@ -37,6 +39,7 @@ class Impact(Prediction):
         self._depth = depth
         self._prefetch = prefetch
         self._seconds = LayerSeconds()
+        self._simulated = _Simulations()
 
     def reserve(self, view: View) -> int:
         # those of the layer that is computed, and of as many later ones as this looks ahead
@@ -54,7 +57,8 @@ class Impact(Prediction):
                 if len(active.experts):
                     # what a target keeps will have landed by then
                     costs = self._seconds.of(active, view.target[later], view)
-                    ahead.append(_Simulated(later, active.experts.tolist(), costs))
+                    self._simulated.use(view.costs)
+                    ahead.append(_Simulated(later, active.experts.tolist(), costs, self._simulated))
         chosen: list[Expert] = []
         for _ in range(self._prefetch):
             best = max(ahead, key=lambda one: one.gain, default=None)  # of equal ones the next layer
@@ -64,6 +68,32 @@ class Impact(Prediction):
         return chosen
 
 
+class _Simulations:
+    """The seconds of two-ended layers by the rows and the missing tiles of their experts: few differ."""
+
+    def __init__(self) -> None:
+        self._costs: Costs | None = None
+        self._known: dict[tuple[tuple[int, int], ...], float] = {}
+
+    def use(self, costs: Costs | None) -> None:
+        """Simulate with these from now on."""
+        if self._costs is not costs or len(self._known) > MOST_KNOWN:
+            self._costs = costs
+            self._known.clear()
+
+    def seconds(self, costs: ActiveCosts, resident: int = -1) -> float:
+        """`resident`: the place of an expert that is taken as resident beside those that are."""
+        missing, link = costs.missing, costs.link
+        if resident >= 0:
+            missing, link = missing.copy(), link.copy()
+            missing[resident], link[resident] = 0, 0.0
+        key = tuple(sorted(zip(costs.rows, missing, strict=True)))
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = two_ended(link, *costs.for_queue[1:]).seconds
+        return found
+
+
 @dataclass
 class _Simulated:
     """A later layer, its predicted experts, and the one of them that saves most when it is resident."""
@@ -71,16 +101,17 @@ class _Simulated:
     layer: int
     experts: list[int]
     costs: ActiveCosts
+    simulations: _Simulations
 
     def __post_init__(self) -> None:
         rows, missing = self.costs.rows, self.costs.missing
         # experts of equal costs save as much: the first one of each stands for all, which is one for a token
         absent = {(rows[i], missing[i]): i for i in reversed(range(len(rows))) if missing[i]}
         tried = sorted(absent, reverse=True)[:CANDIDATES]
-        before = two_ended(*self.costs.for_queue).seconds if tried else 0.0
+        before = self.simulations.seconds(self.costs) if tried else 0.0
         self.gain, self._best = 0.0, 0
         for key in tried:
-            saved = before - self._seconds_with(absent[key])
+            saved = before - self.simulations.seconds(self.costs, absent[key])
             if saved > self.gain:
                 self.gain, self._best = saved, absent[key]
 
@@ -90,8 +121,3 @@ class _Simulated:
         self.costs.link[index], self.costs.missing[index] = 0.0, 0
         self.__post_init__()
         return self.layer, self.experts[index]
-
-    def _seconds_with(self, index: int) -> float:
-        link = self.costs.link.copy()
-        link[index] = 0.0
-        return two_ended(link, *self.costs.for_queue[1:]).seconds
