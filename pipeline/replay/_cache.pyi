@@ -35,5 +35,19 @@ class Cache:
     def demand(
         self, layer: int, missing: list[tuple[int, int, int]], now: float
     ) -> list[tuple[int, float]]: ...
+    def compute(
+        self,
+        layer: int,
+        experts: list[int],
+        rows: list[int],
+        cuts: list[int],
+        resident: list[int],
+        seconds: dict[int, tuple[float, float, float]],
+        launch: float,
+        now: float,
+        busy: float,
+        waited: float,
+        /,
+    ) -> tuple[float, float, float]: ...
     def link_seconds(self, now: float) -> float: ...
     def under_way(self, layer: int, now: float) -> list[tuple[int, int, float]]: ...

@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <structmember.h>
 
-#define VERSION 1
+#define VERSION 2
 #define WORD 64 /* keys of a word of a set */
 
 typedef struct {
@@ -343,33 +343,43 @@ static PyObject *cache_update(Cache *c, PyObject *now) {
     Py_RETURN_NONE;
 }
 
+/* The device computes with the first tiles of an expert that has a prediction. */
+static int use(Cache *c, int key, long tiles) {
+    Prediction *prediction = c->predictions + key;
+    long used = (prediction->hi < tiles ? prediction->hi : tiles) - prediction->lo;
+    if (used > 0) {
+        prediction->lo += (int)used;
+        if (add(prediction->counters, USEFUL, used)) return -1;
+    }
+    end_prediction_if_done(c, key);
+    return 0;
+}
+
 static PyObject *cache_used(Cache *c, PyObject *const *args, Py_ssize_t count) {
     int layer, expert;
     if (count != 2 || !PyArg_ParseTuple(args[0], "ii", &layer, &expert)) return NULL;
     long tiles = PyLong_AsLong(args[1]);
     if (tiles == -1 && PyErr_Occurred()) return NULL;
     int key = layer * c->experts + expert;
-    Prediction *prediction = c->predictions + key;
-    if (prediction->counters) {
-        long used = (prediction->hi < tiles ? prediction->hi : tiles) - prediction->lo;
-        if (used > 0) {
-            prediction->lo += (int)used;
-            if (add(prediction->counters, USEFUL, used)) return NULL;
-        }
-        end_prediction_if_done(c, key);
-    }
+    if (c->predictions[key].counters && use(c, key, tiles)) return NULL;
     Py_RETURN_NONE;
 }
 
 typedef struct {
     int expert, lo, hi;
+    double device; /* seconds of a tile, where the device computes it */
 } Item;
 
-/* Appends the landings of `count` demanded tiles to a list. `moving`: when the first of them lands if it moves, else
+typedef struct {
+    int item;
+    double at; /* seconds */
+} Tile;
+
+/* Adds the landings of `count` demanded tiles of an item. `moving`: when the first of them lands if it moves, else
  * negative. `at`: when the link is free, `busy`: the seconds that it moves. */
-static int demanded(Cache *c, int layer, int expert, int count, double beside, double moving, double *at, double *busy,
-                    PyObject *landings) {
-    int key = layer * c->experts + expert, kept = c->target[key] - c->resident[key];
+static Tile *demanded(Cache *c, int layer, Item *items, int item, int count, double beside, double moving, double *at,
+                      double *busy, Tile *tiles) {
+    int key = layer * c->experts + items[item].expert, kept = c->target[key] - c->resident[key];
     if (kept > count) kept = count;
     if (kept > 0) add_tiles(c, key, kept);
     for (int i = 0; i < count; i++) {
@@ -379,14 +389,69 @@ static int demanded(Cache *c, int layer, int expert, int count, double beside, d
             *at += seconds, *busy += seconds;
             landing = *at;
         }
-        PyObject *pair = Py_BuildValue("(id)", expert, landing);
-        if (!pair) return -1;
-        int failed = PyList_Append(landings, pair);
-        Py_DECREF(pair);
-        if (failed) return -1;
+        *tiles++ = (Tile){item, landing};
         beside = 0.0, moving = -1.0;
     }
-    return 0;
+    return tiles;
+}
+
+/* Fetches the items before all else. Their tiles [count] in the order in which they land, to be freed; NULL with an
+ * exception. */
+static Tile *demand(Cache *c, int layer, Item *items, int size, double now, Py_ssize_t *count) {
+    int known = 0;
+    long late = 0, sum = 0;
+    Py_ssize_t most = 1;
+    for (int i = 0; i < size; i++) {
+        Item *item = items + i;
+        int key = layer * c->experts + item->expert;
+        most += 2 * (Py_ssize_t)item->hi;
+        if (c->predictions[key].counters) {
+            end_prediction(c, key);
+            int predicted = item->hi < c->target[key] ? item->hi : c->target[key];
+            if (predicted > item->lo) late += predicted - item->lo;
+        }
+        known |= c->background[key] != NULL;
+    }
+    if (add(c->counters, LATE, late)) return NULL;
+    Tile *tiles = PyMem_Malloc(most * sizeof(*tiles)), *end = tiles;
+    if (!tiles) return PyErr_NoMemory(), NULL;
+    double at = c->free > now ? c->free : now, busy = 0.0;
+    for (int q = 0; q < 2 && known; q++)
+        for (Py_ssize_t i = c->queues[q].first; i < c->queues[q].end; i++) {
+            Order *order = c->queues[q].items[i];
+            int key = order->key, found = 0;
+            if (key / c->experts != layer || c->background[key] != order || order->cancelled) continue;
+            while (found < size && items[found].expert != key % c->experts) found++;
+            if (found == size) continue;
+            Item *item = items + found;
+            int reached = order->lo + order->count < item->hi ? order->lo + order->count : item->hi;
+            double beside = order->started ? 0.0 : c->fetch_seconds, moving = c->flying == order ? c->free : -1.0;
+            cancel(c, order);
+            if (moving >= 0) {
+                c->flying = NULL;
+                end_background(c, key);
+                release(order);
+            }
+            sum += reached - item->lo;
+            end = demanded(c, layer, items, found, reached - item->lo, beside, moving, &at, &busy, end);
+            item->lo = reached;
+        }
+    if (c->flying && land(c)) goto failed; /* before the first order that has not begun */
+    for (int i = 0; i < size; i++)
+        if (items[i].hi > items[i].lo) {
+            int missing = items[i].hi - items[i].lo;
+            sum += missing;
+            end = demanded(c, layer, items, i, missing, c->fetch_seconds, -1.0, &at, &busy, end);
+        }
+    double before;
+    if (add(c->counters, DEMANDED, sum) || link_busy(c->counters, &before) || set_link_busy(c->counters, before + busy))
+        goto failed;
+    if (end > tiles && at > c->free) c->free = at;
+    *count = end - tiles;
+    return tiles;
+failed:
+    PyMem_Free(tiles);
+    return NULL;
 }
 
 static PyObject *cache_demand(Cache *c, PyObject *const *args, Py_ssize_t count) {
@@ -396,65 +461,78 @@ static PyObject *cache_demand(Cache *c, PyObject *const *args, Py_ssize_t count)
     if (PyErr_Occurred() || advance(c, now)) return NULL;
     PyObject *missing = PySequence_Fast(args[1], "missing tiles are a list"), *landings = NULL;
     if (!missing) return NULL;
-    Py_ssize_t size = PySequence_Fast_GET_SIZE(missing);
+    int size = (int)PySequence_Fast_GET_SIZE(missing);
     Item *items = PyMem_Malloc((size + 1) * sizeof(*items));
-    if (!items) goto failed;
-    int known = 0;
-    long late = 0, tiles = 0;
-    for (Py_ssize_t i = 0; i < size; i++) {
-        Item *item = items + i;
-        if (!PyArg_ParseTuple(PySequence_Fast_GET_ITEM(missing, i), "iii", &item->expert, &item->lo, &item->hi))
-            goto failed;
-        int key = layer * c->experts + item->expert;
-        if (c->predictions[key].counters) {
-            end_prediction(c, key);
-            int predicted = item->hi < c->target[key] ? item->hi : c->target[key];
-            if (predicted > item->lo) late += predicted - item->lo;
+    Tile *tiles = NULL;
+    Py_ssize_t landed = 0;
+    if (!items) PyErr_NoMemory();
+    for (int i = 0; items && i < size; i++)
+        if (!PyArg_ParseTuple(PySequence_Fast_GET_ITEM(missing, i), "iii", &items[i].expert, &items[i].lo, &items[i].hi))
+            goto done;
+    if (!items || !(tiles = demand(c, layer, items, size, now, &landed))) goto done;
+    landings = PyList_New(landed);
+    for (Py_ssize_t i = 0; landings && i < landed; i++) {
+        PyObject *pair = Py_BuildValue("(id)", items[tiles[i].item].expert, tiles[i].at);
+        if (!pair) {
+            Py_CLEAR(landings);
+            break;
         }
-        known |= c->background[key] != NULL;
+        PyList_SET_ITEM(landings, i, pair);
     }
-    if (add(c->counters, LATE, late) || !(landings = PyList_New(0))) goto failed;
-    double at = c->free > now ? c->free : now, busy = 0.0;
-    for (int q = 0; q < 2 && known; q++)
-        for (Py_ssize_t i = c->queues[q].first; i < c->queues[q].end; i++) {
-            Order *order = c->queues[q].items[i];
-            if (order->key / c->experts != layer || c->background[order->key] != order || order->cancelled) continue;
-            Item *item = items;
-            while (item < items + size && item->expert != order->key % c->experts) item++;
-            if (item == items + size) continue;
-            int reached = order->lo + order->count < item->hi ? order->lo + order->count : item->hi;
-            double beside = order->started ? 0.0 : c->fetch_seconds, moving = c->flying == order ? c->free : -1.0;
-            int key = order->key;
-            cancel(c, order);
-            if (moving >= 0) {
-                c->flying = NULL;
-                end_background(c, key);
-                release(order);
-            }
-            tiles += reached - item->lo;
-            if (demanded(c, layer, item->expert, reached - item->lo, beside, moving, &at, &busy, landings)) goto failed;
-            item->lo = reached;
-        }
-    if (c->flying && land(c)) goto failed; /* before the first order that has not begun */
-    for (Item *item = items; item < items + size; item++)
-        if (item->hi > item->lo) {
-            tiles += item->hi - item->lo;
-            if (demanded(c, layer, item->expert, item->hi - item->lo, c->fetch_seconds, -1.0, &at, &busy, landings))
-                goto failed;
-        }
-    double before;
-    if (add(c->counters, DEMANDED, tiles) || link_busy(c->counters, &before) ||
-        set_link_busy(c->counters, before + busy))
-        goto failed;
-    if (PyList_GET_SIZE(landings) && at > c->free) c->free = at;
+done:
+    PyMem_Free(tiles);
     PyMem_Free(items);
     Py_DECREF(missing);
     return landings;
-failed:
-    if (!items) PyErr_NoMemory();
+}
+
+/* compute(layer, experts, rows, cuts, resident, seconds, launch, now, busy, waited), as SimulatedCache.compute */
+static PyObject *cache_compute(Cache *c, PyObject *const *args, Py_ssize_t count) {
+    if (count != 10) return PyErr_SetString(PyExc_TypeError, "compute takes ten arguments"), NULL;
+    Py_ssize_t size = PyList_Check(args[1]) ? PyList_GET_SIZE(args[1]) : -1;
+    for (int i = 1; i < 5; i++)
+        if (!PyList_Check(args[i]) || PyList_GET_SIZE(args[i]) != size)
+            return PyErr_SetString(PyExc_TypeError, "experts, rows, cuts, resident: lists of one length"), NULL;
+    int layer = (int)PyLong_AsLong(args[0]), missing = 0;
+    double begun = PyFloat_AsDouble(args[6]), now = PyFloat_AsDouble(args[7]);
+    double busy = PyFloat_AsDouble(args[8]), waited = PyFloat_AsDouble(args[9]);
+    if (PyErr_Occurred()) return NULL;
+    Item *items = PyMem_Malloc((size + 1) * sizeof(*items));
+    if (!items) return PyErr_NoMemory();
+    Tile *tiles = NULL;
+    for (Py_ssize_t i = 0; i < size; i++) {
+        int cut = (int)PyLong_AsLong(PyList_GET_ITEM(args[3], i));
+        if (!cut) continue;
+        int expert = (int)PyLong_AsLong(PyList_GET_ITEM(args[1], i)), key = layer * c->experts + expert;
+        int there = (int)PyLong_AsLong(PyList_GET_ITEM(args[4], i)), here = cut < there ? cut : there;
+        PyObject *known = PyDict_GetItemWithError(args[5], PyList_GET_ITEM(args[2], i));
+        double seconds = known && PyTuple_Check(known) && PyTuple_GET_SIZE(known) > 1
+                             ? PyFloat_AsDouble(PyTuple_GET_ITEM(known, 1))
+                             : (PyErr_Occurred() ? 0 : (PyErr_SetString(PyExc_KeyError, "seconds of these rows"), 0));
+        if (PyErr_Occurred() || key < 0 || key >= c->layers * c->experts) goto failed;
+        if (here) {
+            begun += seconds * here;
+            if (c->predictions[key].counters && use(c, key, here)) goto failed;
+        }
+        if (here < cut) items[missing++] = (Item){expert, here, cut, seconds};
+    }
+    double at = now + begun;
+    busy += begun;
+    if (missing) {
+        Py_ssize_t landed;
+        if (advance(c, now) || !(tiles = demand(c, layer, items, missing, now, &landed))) goto failed;
+        for (Tile *tile = tiles; tile < tiles + landed; tile++) {
+            if (tile->at > at) waited += tile->at - at, at = tile->at;
+            at += items[tile->item].device, busy += items[tile->item].device;
+        }
+    }
+    PyMem_Free(tiles);
     PyMem_Free(items);
-    Py_DECREF(missing);
-    Py_XDECREF(landings);
+    return Py_BuildValue("(ddd)", at, busy, waited);
+failed:
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_IndexError, "no such expert");
+    PyMem_Free(tiles);
+    PyMem_Free(items);
     return NULL;
 }
 
@@ -560,6 +638,7 @@ static PyMethodDef methods[] = {
     {"update", (PyCFunction)cache_update, METH_O, NULL},
     {"used", (PyCFunction)(void (*)(void))cache_used, METH_FASTCALL, NULL},
     {"demand", (PyCFunction)(void (*)(void))cache_demand, METH_FASTCALL, NULL},
+    {"compute", (PyCFunction)(void (*)(void))cache_compute, METH_FASTCALL, NULL},
     {"link_seconds", (PyCFunction)cache_link_seconds, METH_O, NULL},
     {"under_way", (PyCFunction)(void (*)(void))cache_under_way, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},

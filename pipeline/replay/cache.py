@@ -204,6 +204,43 @@ class SimulatedCache:
         self.free = max(self.free, at) if landings else self.free
         return landings
 
+    def compute(
+        self,
+        layer: int,
+        experts: list[int],
+        rows: list[int],
+        cuts: list[int],
+        resident: list[int],
+        seconds: dict[int, tuple[float, float, float]],
+        launch: float,
+        now: float,
+        busy: float,
+        waited: float,
+    ) -> tuple[float, float, float]:
+        """The device's share of a layer: of each expert the first `cuts` tiles, of which the first `resident`
+        ones are, and the others as they land. `seconds`: by rows, the second number that of a tile on the
+        device. Returns when it ends, and the device's `busy` and `waited` seconds with those of the layer."""
+        begun, of_tile, missing = launch, {}, []
+        for expert, row, cut, there in zip(experts, rows, cuts, resident, strict=True):
+            if not cut:
+                continue
+            tile, here = seconds[row][1], min(cut, there)
+            if here:
+                begun += tile * here
+                self.used((layer, expert), here)
+            if here < cut:
+                of_tile[expert] = tile
+                missing.append((expert, here, cut))
+        at = now + begun
+        busy += begun
+        for expert, landing in self.demand(layer, missing, now) if missing else ():
+            if landing > at:
+                waited += landing - at
+                at = landing
+            at += of_tile[expert]
+            busy += of_tile[expert]
+        return at, busy, waited
+
     def link_seconds(self, now: float) -> float:
         """Seconds until the link has moved all that is ordered."""
         waiting = [order for queue in self._queues for order in queue]
@@ -317,4 +354,6 @@ class SimulatedCache:
 
 def targets_of(target: IntArray) -> list[Target]:
     """Those of a placement [L, E] that are not 0."""
-    return [Target(int(i), int(e), int(target[i, e])) for i, e in np.argwhere(target)]
+    layers, experts = target.nonzero()
+    found = zip(layers.tolist(), experts.tolist(), target[layers, experts].tolist(), strict=True)
+    return [Target(*one) for one in found]

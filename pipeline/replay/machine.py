@@ -222,16 +222,18 @@ class Replay:
 
     def compute(self, decision: LayerDecision[float]) -> None:
         """End the layer when both the device and the host are done."""
-        counters, at, of_tile = self._counters, self.now + self._begun_seconds, self._device_seconds
-        busy = counters.device_busy + self._begun_seconds
-        for expert, landing in self._landings:
-            if landing > at:
-                counters.wait_link += landing - at
-                at = landing
-            seconds = of_tile[expert]
-            at += seconds
-            busy += seconds
-        counters.device_busy = busy
+        counters, of_tile = self._counters, self._device_seconds
+        if self._device is not None:
+            at, counters.device_busy, counters.wait_link = self._device
+        else:
+            at = self.now + self._begun_seconds
+            counters.device_busy += self._begun_seconds
+            for expert, landing in self._landings:
+                if landing > at:
+                    counters.wait_link += landing - at
+                    at = landing
+                at += of_tile[expert]
+                counters.device_busy += of_tile[expert]
         if self._host_done > at:
             counters.wait_host += self._host_done - at
         divided = self._host_done and self._on_device
@@ -286,40 +288,30 @@ class Replay:
         resident: list[int],
         mask: Mask,
     ) -> None:
-        """Divide the device's share into resident and fetched tiles."""
+        """Begin the device's share. Without a mask it is known at once when that ends."""
+        self._device: tuple[float, float, float] | None = None  # end, seconds busy and waited in all
         self._device_seconds: dict[int, float] = {}  # a tile of each expert that lacks one
         self._begun_seconds = 0.0  # of the launch and the resident tiles
         self._landings: list[tuple[int, float]] = []
         self._on_device = any(cuts)
         if not self._on_device:
             return
-        self._counters.device_tiles += sum(cuts)
+        counters, known = self._counters, self._seconds
+        counters.device_tiles += sum(cuts)
         if mask is not DENSE:
             self._demand_masked(layer, experts, rows, cuts, resident)
             return
-        cache, known, missing, begun = self.cache, self._seconds, [], self._costs.launch
-        predicted = cache.predicted
-        for expert, row, p, there in zip(experts, rows, cuts, resident, strict=True):
-            if not p:
-                continue
-            tile = (known.get(row) or self._tile(row))[1]
-            here = p if p < there else there
-            if here:
-                begun += tile * here
-                if predicted:
-                    cache.used((layer, expert), here)
-            if here < p:
-                self._device_seconds[expert] = tile
-                missing.append((expert, here, p))
-        self._begun_seconds = begun
-        if missing:
-            self._landings = cache.demand(layer, missing, self.now)
+        for row in rows:
+            if row not in known:
+                self._tile(row)
+        given = layer, experts, rows, cuts, resident, known, self._costs.launch, self.now
+        self._device = self.cache.compute(*given, counters.device_busy, counters.wait_link)
 
     def _demand_masked(
         self, layer: int, experts: list[int], rows: list[int], cuts: list[int], resident: list[int]
     ) -> None:
-        """The same with a mask: the device computes u of all tiles first, and tiles beyond their target are
-        fetched as channels."""
+        """Fetch the missing tiles of a layer with a mask: the device computes u of all tiles first, and tiles
+        beyond their target are fetched as channels."""
         read, cache, launch = self._read, self.cache, self._costs.launch
         missing, chosen, begun, ups = [], [], launch, 0.0
         for expert, row, p, there in zip(experts, rows, cuts, resident, strict=True):

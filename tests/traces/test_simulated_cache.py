@@ -366,7 +366,7 @@ def test_library_does_the_same_call_by_call(seed: int, fetch: float, steps: int)
         cache.place(placement)
     for _ in range(steps):
         now += float(rng.exponential(6.0))
-        phase, call, layer = (int(number) for number in rng.integers((2, 5, 2)))
+        phase, call, layer = (int(number) for number in rng.integers((2, 6, 2)))
         changes = [Target(*map(int, rng.integers((2, 6, 5)))) for _ in range(rng.integers(4))]
         experts = [int(expert) for expert in rng.permutation(6)[: rng.integers(1, 4)]]
         limits = [sorted(map(int, rng.integers(0, 5, 2))) for _ in experts]
@@ -382,6 +382,11 @@ def test_library_does_the_same_call_by_call(seed: int, fetch: float, steps: int)
                     cache.used((layer, experts[0]), limits[0][1])
                 elif call == 2:
                     cache.advance(now)
+                elif call == 5:
+                    there = [int(cache.residency[layer, expert]) for expert in experts]
+                    cuts, rows = [hi for _, hi in limits], list(range(1, 1 + len(experts)))
+                    seconds = {row: (9.0, 0.7 * row, 9.0) for row in rows}
+                    answer = cache.compute(layer, experts, rows, cuts, there, seconds, 0.3, now, 1.0, 2.0)
                 else:
                     cache.retarget(changes, predicted=call == 3)
                     answer = "no exception"
