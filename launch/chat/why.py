@@ -44,6 +44,8 @@ def why_text(reply: Reply | None, stats: dict[str, Any], welcome: Welcome) -> Re
     policy = answer.get("policy", welcome.policy)
     parts: list[RenderableType] = [_time(profile, policy, has_workers(stats)), "", _layers(profile), ""]
     parts += [Text(line) for line in facts(profile, answer, stats.get("prefetch", {}))]
+    if stats.get("policy") == policy and (status := stats.get("policy_status")):
+        parts.append(Text(status))
     parts += [Text(line) for line in cost_changes(stats.get("cost_updates", {}))]
     found = levers(profile, stats, welcome, policy)
     parts += ["", advice(found, profile)]

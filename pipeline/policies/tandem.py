@@ -44,8 +44,13 @@ class Tandem(Policy):
         self._prefetches = prefetch == "1"
         self.pauses = pause == "1"
         self._divider = Divider()
+        self._layers: WholeLayers  # from the placement on
         self._balanced: Balanced | None = None  # of the present layer, unless only the host is worth it
         self._moving: tuple[int, int] | None = None  # in the background
+
+    @property
+    def status(self) -> str:
+        return self._layers.status
 
     def placement(self, view: View) -> IntArray:
         if view.costs is None:

@@ -192,6 +192,12 @@ class Policy(ABC):
         """False: some layers use a predicted routing alone, so a trace of its steps lacks their logits."""
         return True
 
+    @property
+    def status(self) -> str:
+        """What it has arranged by what it measured, one line; empty where there is nothing to say. Any thread
+        may ask, once there is a placement."""
+        return ""
+
     def notes(self, view: View) -> tuple[str, ...]:
         """Options that the policy cannot follow here, with the reason; each one line."""
         return ()

@@ -84,6 +84,7 @@ class EngineStatus:
         sockets = dict(self._parts.sockets)  # a copy: the engine's thread may add the prefetcher's
         stats: dict[str, Any] = {
             "policy": engine.policy.name,
+            "policy_status": engine.policy.status,
             "policy_options": self._policies.current.options,
             "emulation": self._parts.config.options.emulation,
             "scheduler": self._scheduler.stats(),

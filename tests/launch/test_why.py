@@ -72,6 +72,12 @@ def test_why_shows_the_fidelity_of_an_approximate_policy() -> None:
     assert "skipped" not in words
 
 
+def test_why_says_what_the_policy_arranged_while_it_is_in_force() -> None:
+    stats = {"policy": "tandem", "policy_status": "resident: the first 3 of 8 layers whole"}
+    assert stats["policy_status"] in flat(shown(why_text(reply(decode(), policy="tandem"), stats, WELCOME)))
+    assert "resident:" not in flat(shown(why_text(reply(decode()), stats, WELCOME)))
+
+
 def found(tree: dict[str, Any], policy: str = "mixtral-offloading", **welcome: Any) -> dict[str, Lever]:
     """By setting, in the order of the gains."""
     about = replace(WELCOME, format="bf16", backbone_dtype="bf16", **welcome)

@@ -88,6 +88,37 @@ def test_prompts_count_by_their_seconds_and_not_as_steps() -> None:
     assert not layers.used
 
 
+def test_prompts_are_spread_over_the_tokens_that_follow() -> None:
+    """A prompt loses 100 seconds and a token gains 1: whole layers pay from 160 tokens on, as they have to
+    gain 2 %, and the comparisons are 32 tokens apart. Other prompts then lose them their advantage."""
+    layers = WholeLayers(SHAPE, HALF)
+
+    def prompt() -> None:
+        layers.begin_step()
+        for _ in range(SHAPE.layers):
+            layers.note(1.0, 1.0 + 100.0 / SHAPE.layers)
+        assert not layers.end_step(False, moved=10, tile=0.1)
+
+    prompt()
+    assert steps(layers, 500, by_use=17.0) == 160
+    assert layers.used
+    for _ in range(4):
+        prompt()
+    assert steps(layers, 500, by_use=17.0) == 2 * WINDOW
+    assert not layers.used
+
+
+def test_status_says_which_arrangement_is_resident_and_why() -> None:
+    layers = WholeLayers(SHAPE, HALF)
+    assert not layers.status
+    steps(layers, WINDOW, by_use=15e-3)
+    assert layers.status.startswith("resident: the most used experts of every layer; ")
+    assert "15 ms so, and 1.6e+04 ms with the first 3 of 6 layers whole" in layers.status
+    layers = WholeLayers(SHAPE, HALF)
+    steps(layers, WINDOW, by_use=17.0)
+    assert layers.status.startswith("resident: the first 3 of 6 layers whole, the others on the host; ")
+
+
 def test_the_cache_is_rearranged_to_its_last_tile_and_evictions_come_first() -> None:
     worth = Worth(SHAPE, HALF + 6, np.arange(6 * 16).reshape(6, 16))
     before = worth.target.copy()
