@@ -171,6 +171,13 @@ class Divider:
         fixed = fixed if busy <= fixed.host else fixed._replace(host=busy)
         return Balanced(groups, fixed, balance(groups, fixed))
 
+    def empty(self, active: Active, tiles: int, rested: bool) -> Balanced:
+        """With none of their tiles resident."""
+        count = len(active.counts)
+        if len(active.rows) == count:
+            return self._single(count, 0, tiles * count, count, rested)
+        return self.balanced(active, np.zeros(count, np.int32), tiles, rested)
+
     def _single(self, experts: int, resident: int, missing: int, lacking: int, rested: bool) -> Balanced:
         """Of experts with a row each. Few of these differ, so each is computed once."""
         key = experts, missing, lacking, rested
@@ -187,24 +194,21 @@ class Divider:
 
 def cuts(
     balanced: Balanced, active: Active, resident: IntArray, tiles: int, values: Sequence[float]
-) -> IntArray:
+) -> list[int]:
     """The groups' totals as cuts [m] of their experts. Of experts with equally many rows those of greater
     value are fetched first, and those of smaller value go to the host."""
     groups = balanced.groups
     if all([group.taken == group.tiles for group in groups]):
-        return np.full(len(resident), tiles, np.int32)
+        return [tiles] * len(resident)
     cut: list[int] = resident.tolist()
-    if len(groups) == 1:
-        _move(cut, groups[0].taken - groups[0].resident, list(range(len(cut))), tiles, values)
-    else:
-        counts = np.bincount(active.counts).nonzero()[0].tolist()
-        for group, count in zip(groups, counts, strict=True):
-            members = (active.counts == count).nonzero()[0].tolist()
-            _move(cut, group.taken - group.resident, members, tiles, values)
-    return np.array(cut, np.int32)
+    counts = np.bincount(active.counts).nonzero()[0].tolist()
+    for group, count in zip(groups, counts, strict=True):
+        members = (active.counts == count).nonzero()[0].tolist()
+        move(cut, group.taken - group.resident, members, tiles, values)
+    return cut
 
 
-def _move(cut: list[int], more: int, members: list[int], tiles: int, values: Sequence[float]) -> None:
+def move(cut: list[int], more: int, members: list[int], tiles: int, values: Sequence[float]) -> None:
     """Change the cuts of these experts by `more` tiles in all: beyond the residency the most valuable come
     first; short of it the least valuable go to the host."""
     if not more:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import inf
-from operator import itemgetter
 from typing import ClassVar
 
 import numpy as np
@@ -128,25 +127,18 @@ class Tandem(Policy):
             return self._host_alone
         if balanced.moved:
             worth.observe(layer)
-        values: list[float] = worth.value[layer][active.indices].tolist()
-        own = cuts(balanced, active, resident, tiles, values)
+        experts: list[int] = active.experts.tolist()
+        if len(balanced.groups) == 1:
+            group = balanced.groups[0]
+            own = worth.moved(layer, experts, resident.tolist(), group.taken - group.resident)
+        else:
+            own = cuts(balanced, active, resident, tiles, worth.value[layer][active.indices].tolist())
         cut = np.zeros(view.shape.experts, np.int32)
         cut[active.indices] = own
         if not (balanced.moved and view.capacity) or self._layers.used:
             return Plan(cut)
-        targets: list[Target] = []
-        experts = active.experts.tolist()
-        worth.protect(layer, experts)
-        found = zip(values, experts, (own - kept).tolist(), strict=True)
-        fetched = [one for one in found if one[2] > 0]
-        fetched.sort(key=itemgetter(0), reverse=True)
-        for value, expert, more in fetched:
-            grown = worth.grow(layer, expert, more, value, layer)
-            if not grown:
-                break
-            targets += grown
-        worth.release(layer)
-        return Plan(cut, tuple(targets))
+        more = [tiles - held for tiles, held in zip(own, kept.tolist(), strict=True)]
+        return Plan(cut, tuple(worth.fetch(layer, experts, more)))
 
     def _compare(self, layer: int, routing: Routing, balanced: Balanced, view: View) -> None:
         """Count a layer for the comparison of experts by use with whole layers."""
@@ -157,8 +149,7 @@ class Tandem(Policy):
             other = divider.balanced(active, resident, tiles, self._apart)
             self._apart, by_use = not other.sides.host, other.seconds
         if layer >= layers.count:
-            nothing = np.zeros(len(active.experts), np.int32)
-            by_layer = divider.balanced(active, nothing, tiles, rested=layer == layers.count).seconds
+            by_layer = divider.empty(active, tiles, rested=layer == layers.count).seconds
         layers.note(by_use, by_layer)
 
     def _rearranged(self, view: View) -> list[Target]:

@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <structmember.h>
 
-#define VERSION 1
+#define VERSION 2
 
 enum { VALUE, EMPTY, RANK, NOTED, AVERAGES, TARGET, ARRAYS };
 
@@ -64,29 +64,6 @@ static PyObject *table_observe(Table *t, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *table_protect(Table *t, PyObject *const *args, Py_ssize_t count) {
-    if (count != 2 || !PyList_Check(args[1])) return PyErr_SetString(PyExc_TypeError, "protect(layer, list)"), NULL;
-    int layer = layer_of(t, args[0]);
-    if (layer < 0) return NULL;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[1]); i++) {
-        long expert = PyLong_AsLong(PyList_GET_ITEM(args[1], i));
-        if (expert < 0 || expert >= t->experts) {
-            if (!PyErr_Occurred()) PyErr_SetString(PyExc_IndexError, "no such expert");
-            return NULL;
-        }
-        t->rank[(size_t)layer * t->experts + expert] = INFINITY;
-    }
-    t->lowest[layer] = -1;
-    Py_RETURN_NONE;
-}
-
-static PyObject *table_release(Table *t, PyObject *number) {
-    int layer = layer_of(t, number);
-    if (layer < 0) return NULL;
-    ranked(t, layer);
-    Py_RETURN_NONE;
-}
-
 /* All ranks anew. */
 static PyObject *table_rank(Table *t, PyObject *nothing) {
     (void)nothing;
@@ -136,19 +113,10 @@ static int append(Table *t, PyObject *targets, Py_ssize_t place) {
     return failed;
 }
 
-/* grow(layer, expert, tiles, least, near, within) */
-static PyObject *table_grow(Table *t, PyObject *const *args, Py_ssize_t count) {
-    if (count != 6) return PyErr_SetString(PyExc_TypeError, "grow takes six arguments"), NULL;
-    int layer = layer_of(t, args[0]), near = layer < 0 ? -1 : layer_of(t, args[4]);
-    long expert = PyLong_AsLong(args[1]), tiles = PyLong_AsLong(args[2]);
-    double most = PyFloat_AsDouble(args[3]);
-    int within = PyObject_IsTrue(args[5]);
-    if (PyErr_Occurred()) return NULL;
-    if (expert < 0 || expert >= t->experts) return PyErr_SetString(PyExc_IndexError, "no such expert"), NULL;
+/* Up to `tiles` more tiles of an expert, as Worth.grow: appends the targets that change. */
+static int grow(Table *t, int layer, long expert, long tiles, double most, int near, int within, PyObject *targets) {
     int half = t->layers / 2 < t->layers - 2 ? t->layers / 2 : t->layers - 2;
     int low = near - (half > 0 ? half : 0);
-    PyObject *targets = PyList_New(0);
-    if (!targets) return NULL;
     long got = tiles < t->free ? tiles : t->free;
     t->free -= got;
     while (got < tiles) {
@@ -160,17 +128,102 @@ static PyObject *table_grow(Table *t, PyObject *const *args, Py_ssize_t count) {
         long held = t->target[found], lost = held < tiles - got ? held : tiles - got;
         keep(t, found, (int)(held - lost));
         got += lost;
-        if (append(t, targets, found)) goto failed;
+        if (append(t, targets, found)) return -1;
     }
-    if (got) {
-        Py_ssize_t place = (Py_ssize_t)layer * t->experts + expert;
-        keep(t, place, (int)(t->target[place] + got));
-        if (append(t, targets, place)) goto failed;
-    }
+    if (!got) return 0;
+    Py_ssize_t place = (Py_ssize_t)layer * t->experts + expert;
+    keep(t, place, (int)(t->target[place] + got));
+    return append(t, targets, place);
+}
+
+/* grow(layer, expert, tiles, least, near, within) */
+static PyObject *table_grow(Table *t, PyObject *const *args, Py_ssize_t count) {
+    if (count != 6) return PyErr_SetString(PyExc_TypeError, "grow takes six arguments"), NULL;
+    int layer = layer_of(t, args[0]), near = layer < 0 ? -1 : layer_of(t, args[4]);
+    long expert = PyLong_AsLong(args[1]), tiles = PyLong_AsLong(args[2]);
+    double most = PyFloat_AsDouble(args[3]);
+    int within = PyObject_IsTrue(args[5]);
+    if (PyErr_Occurred()) return NULL;
+    if (expert < 0 || expert >= t->experts) return PyErr_SetString(PyExc_IndexError, "no such expert"), NULL;
+    PyObject *targets = PyList_New(0);
+    if (targets && grow(t, layer, expert, tiles, most, near, within, targets)) Py_CLEAR(targets);
     return targets;
-failed:
-    Py_DECREF(targets);
-    return NULL;
+}
+
+typedef struct {
+    int place, expert, tiles;
+    float value;
+} Member;
+
+/* Reads lists of experts and tiles of one layer, by falling value, or rising where `rising`; equal ones as they are.
+ * NULL with an exception. */
+static Member *read_members(Table *t, int layer, PyObject *experts, PyObject *tiles, int rising, int *size) {
+    if (!PyList_Check(experts) || !PyList_Check(tiles) || PyList_GET_SIZE(experts) != PyList_GET_SIZE(tiles))
+        return PyErr_SetString(PyExc_TypeError, "experts and tiles: lists of one length"), NULL;
+    *size = (int)PyList_GET_SIZE(experts);
+    Member *found = PyMem_Malloc((*size + 1) * sizeof(*found));
+    if (!found) return PyErr_NoMemory(), NULL;
+    for (int i = 0; i < *size; i++) {
+        long expert = PyLong_AsLong(PyList_GET_ITEM(experts, i)), held = PyLong_AsLong(PyList_GET_ITEM(tiles, i));
+        if (PyErr_Occurred() || expert < 0 || expert >= t->experts) {
+            if (!PyErr_Occurred()) PyErr_SetString(PyExc_IndexError, "no such expert");
+            PyMem_Free(found);
+            return NULL;
+        }
+        float value = t->value[(size_t)layer * t->experts + expert];
+        int at = i;
+        for (; at && (rising ? found[at - 1].value > value : found[at - 1].value < value); at--)
+            found[at] = found[at - 1];
+        found[at] = (Member){i, (int)expert, (int)held, value};
+    }
+    return found;
+}
+
+/* moved(layer, experts, cuts, more, tiles) */
+static PyObject *table_moved(Table *t, PyObject *const *args, Py_ssize_t count) {
+    if (count != 5) return PyErr_SetString(PyExc_TypeError, "moved takes five arguments"), NULL;
+    int layer = layer_of(t, args[0]), size;
+    long more = PyLong_AsLong(args[3]), tiles = PyLong_AsLong(args[4]);
+    if (PyErr_Occurred()) return NULL;
+    Member *found = read_members(t, layer, args[1], args[2], more < 0, &size);
+    if (!found) return NULL;
+    PyObject *cuts = PyList_New(size);
+    for (int i = 0; cuts && i < size; i++) {
+        long now = found[i].tiles, then = now + more;
+        then = then < 0 ? 0 : then > tiles ? tiles : then;
+        more -= then - now;
+        PyObject *cut = PyLong_FromLong(then);
+        if (cut)
+            PyList_SET_ITEM(cuts, found[i].place, cut);
+        else
+            Py_CLEAR(cuts);
+    }
+    PyMem_Free(found);
+    return cuts;
+}
+
+/* fetch(layer, experts, more) */
+static PyObject *table_fetch(Table *t, PyObject *const *args, Py_ssize_t count) {
+    if (count != 3) return PyErr_SetString(PyExc_TypeError, "fetch takes three arguments"), NULL;
+    int layer = layer_of(t, args[0]), size;
+    if (layer < 0) return NULL;
+    Member *found = read_members(t, layer, args[1], args[2], 0, &size);
+    if (!found) return NULL;
+    float *rank = t->rank + (size_t)layer * t->experts;
+    for (int i = 0; i < size; i++) rank[found[i].expert] = INFINITY;
+    t->lowest[layer] = -1;
+    PyObject *targets = PyList_New(0);
+    for (int i = 0; targets && i < size; i++) {
+        if (found[i].tiles <= 0) continue;
+        Py_ssize_t before = PyList_GET_SIZE(targets);
+        if (grow(t, layer, found[i].expert, found[i].tiles, found[i].value, layer, 1, targets))
+            Py_CLEAR(targets);
+        else if (PyList_GET_SIZE(targets) == before)
+            break;
+    }
+    ranked(t, layer);
+    PyMem_Free(found);
+    return targets;
 }
 
 static int table_init(Table *t, PyObject *args, PyObject *words) {
@@ -209,10 +262,10 @@ static void table_dealloc(Table *t) {
 
 static PyMethodDef methods[] = {
     {"observe", (PyCFunction)table_observe, METH_VARARGS, NULL},
-    {"protect", (PyCFunction)(void (*)(void))table_protect, METH_FASTCALL, NULL},
-    {"release", (PyCFunction)table_release, METH_O, NULL},
     {"rank", (PyCFunction)table_rank, METH_NOARGS, NULL},
     {"grow", (PyCFunction)(void (*)(void))table_grow, METH_FASTCALL, NULL},
+    {"moved", (PyCFunction)(void (*)(void))table_moved, METH_FASTCALL, NULL},
+    {"fetch", (PyCFunction)(void (*)(void))table_fetch, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -7,12 +7,14 @@ they are many calls on a few numbers.
 from __future__ import annotations
 
 from math import inf
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import PHASES, FloatArray, IntArray, Phase
+from pipeline.policies.division import move
 from pipeline.policies.view import ModelShape, Target
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ else:
     try:
         from pipeline.policies import _worth
 
-        COMPILED = _worth.VERSION == 1  # not one that an older checkout left behind
+        COMPILED = _worth.VERSION == 2  # not one that an older checkout left behind
         Table = _worth.Table
     except (ImportError, AttributeError):
         COMPILED = False
@@ -166,19 +168,33 @@ class Worth:
         for layer in layers:
             self._waiting[layer] = False
 
-    def protect(self, layer: int, experts: list[int]) -> None:
-        """Until `release`, no tile of these experts leaves."""
+    def moved(self, layer: int, experts: list[int], cuts: list[int], more: int) -> list[int]:
+        """The cuts of experts with equally many rows, changed by `more` tiles in all: beyond the residency the
+        most valuable come first; short of it the least valuable go to the host."""
         if self._table is not None:
-            self._table.protect(layer, experts)
-        else:
-            self._rows[layer][2].put(experts, inf)
+            return self._table.moved(layer, experts, cuts, more, self._tiles)
+        cuts = cuts.copy()
+        values = [self.value.item(layer, expert) for expert in experts]
+        move(cuts, more, list(range(len(cuts))), self._tiles, values)
+        return cuts
 
-    def release(self, layer: int) -> None:
+    def fetch(self, layer: int, experts: list[int], more: list[int]) -> list[Target]:
+        """Keep so many more tiles of these experts of a layer, as long as others are worth less, the most
+        valuable first. No tile of theirs leaves for another."""
         if self._table is not None:
-            self._table.release(layer)
-            return
+            return self._table.fetch(layer, experts, more)
         value, empty, rank = self._rows[layer]
+        rank.put(experts, inf)
+        found = [(value.item(expert), expert, count) for expert, count in zip(experts, more, strict=True)]
+        targets: list[Target] = []
+        for worth, expert, count in sorted(found, key=itemgetter(0), reverse=True):
+            if count > 0:
+                grown = self.grow(layer, expert, count, worth, layer)
+                if not grown:
+                    break
+                targets += grown
         np.add(value, empty, out=rank)
+        return targets
 
     def grow(
         self, layer: int, expert: int, tiles: int, least: float, near: int, within: bool = True
