@@ -81,6 +81,7 @@ class PolicyDriver(Generic[Begun]):
         self.policy = policy
         self.prefetch = PrefetchMeter(landed, useful)
         self._popularity = view.popularity
+        self._counted = [counts.data for counts in view.popularity]  # the same memory
         self._early: tuple[Ahead, Begun | None] | None = None
         self.view = replace(
             view,
@@ -116,7 +117,12 @@ class PolicyDriver(Generic[Begun]):
             decision = LayerDecision(layer, signals, decided.gated, decided.cut, resident, (), begun, mask)
         executor.begin(decision)
         active = decision.gated.routing.active
-        self._popularity[layer][active.indices] += active.counts
+        if len(decision.gated.routing.experts) == 1:  # a few numbers: sooner without numpy
+            counted = self._counted[layer]
+            for expert in active.experts.tolist():
+                counted[expert] += 1
+        else:
+            self._popularity[layer][active.indices] += active.counts
         # Where the policy decides the next layer now, the host's share of it may begin at once.
         if (following := policy.ahead(layer, signals, view)) is not None:
             next_layer = layer + 1, following, self._mask(layer + 1)

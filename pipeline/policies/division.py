@@ -91,6 +91,7 @@ class _Table:
         self.fixed = Fixed(costs.round_trip, costs.launch, 0.0, self.tile, costs.fetch, costs.both)
         self.resting = self.fixed._replace(host=costs.round_trip + costs.wake)
         self.known: dict[tuple[int, int, int, bool], Balanced] = {}
+        self.worthless: dict[int, bool] = {}  # by the number of experts
 
 
 class Divider:
@@ -141,7 +142,11 @@ class Divider:
 
     def worthless(self, experts: int, tiles: int) -> bool:
         """Whether the host computes all of so many experts of one row each, wherever their tiles are."""
-        return not self._single(experts, experts * tiles, 0, 0, True).groups[0].taken
+        known = self._used.worthless
+        found = known.get(experts)
+        if found is None:
+            found = known[experts] = not self._single(experts, experts * tiles, 0, 0, True).groups[0].taken
+        return found
 
     def balanced(
         self, active: Active, resident: IntArray, tiles: int, rested: bool = False, busy: float = 0.0
