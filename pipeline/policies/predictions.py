@@ -25,11 +25,11 @@ def by_probability(routing: Routing) -> list[int]:
     """The experts of a predicted routing: of one row as its router names them, the best first; of several,
     most rows first, then the greatest sum of weights."""
     if len(routing.experts) == 1:
-        experts: list[int] = routing.experts[0].tolist()
-        weights: list[float] = routing.weights[0].tolist()
-        if all(weights):
-            return experts
-        return [expert for expert, weight in zip(experts, weights, strict=True) if weight]
+        named: list[int] = routing.experts[0].tolist()
+        if np.count_nonzero(routing.weights) == len(named):
+            return named
+        pairs = zip(named, routing.weights[0].tolist(), strict=True)
+        return [expert for expert, weight in pairs if weight]
     used = routing.weights != 0
     experts = routing.experts[used]
     rows = np.bincount(experts)

@@ -128,13 +128,13 @@ class Tandem(Policy):
         if balanced.moved:
             worth.observe(layer)
         experts: list[int] = active.experts.tolist()
+        cut = np.zeros(view.shape.experts, np.int32)
         if len(balanced.groups) == 1:
             group = balanced.groups[0]
-            own = worth.moved(layer, experts, resident.tolist(), group.taken - group.resident)
+            own = worth.moved(layer, experts, resident.tolist(), group.taken - group.resident, cut)
         else:
             own = cuts(balanced, active, resident, tiles, worth.value[layer][active.indices].tolist())
-        cut = np.zeros(view.shape.experts, np.int32)
-        cut[active.indices] = own
+            cut[active.indices] = own
         if not (balanced.moved and view.capacity) or self._layers.used:
             return Plan(cut)
         more = [tiles - held for tiles, held in zip(own, kept.tolist(), strict=True)]

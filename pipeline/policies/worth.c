@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <structmember.h>
 
-#define VERSION 2
+#define VERSION 3
 
 enum { VALUE, EMPTY, RANK, NOTED, AVERAGES, TARGET, ARRAYS };
 
@@ -179,25 +179,33 @@ static Member *read_members(Table *t, int layer, PyObject *experts, PyObject *ti
     return found;
 }
 
-/* moved(layer, experts, cuts, more, tiles) */
+/* moved(layer, experts, cuts, more, tiles, out) */
 static PyObject *table_moved(Table *t, PyObject *const *args, Py_ssize_t count) {
-    if (count != 5) return PyErr_SetString(PyExc_TypeError, "moved takes five arguments"), NULL;
+    if (count != 6) return PyErr_SetString(PyExc_TypeError, "moved takes six arguments"), NULL;
     int layer = layer_of(t, args[0]), size;
     long more = PyLong_AsLong(args[3]), tiles = PyLong_AsLong(args[4]);
     if (PyErr_Occurred()) return NULL;
     Member *found = read_members(t, layer, args[1], args[2], more < 0, &size);
     if (!found) return NULL;
-    PyObject *cuts = PyList_New(size);
+    Py_buffer out;
+    if (PyObject_GetBuffer(args[5], &out, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE)) return PyMem_Free(found), NULL;
+    PyObject *cuts = NULL;
+    if (out.itemsize == 4 && out.len == 4 * (Py_ssize_t)t->experts)
+        cuts = PyList_New(size);
+    else
+        PyErr_SetString(PyExc_ValueError, "out is int32 [experts]");
     for (int i = 0; cuts && i < size; i++) {
         long now = found[i].tiles, then = now + more;
         then = then < 0 ? 0 : then > tiles ? tiles : then;
         more -= then - now;
+        ((int32_t *)out.buf)[found[i].expert] = (int32_t)then;
         PyObject *cut = PyLong_FromLong(then);
         if (cut)
             PyList_SET_ITEM(cuts, found[i].place, cut);
         else
             Py_CLEAR(cuts);
     }
+    PyBuffer_Release(&out);
     PyMem_Free(found);
     return cuts;
 }

@@ -25,7 +25,7 @@ else:
     try:
         from pipeline.policies import _worth
 
-        COMPILED = _worth.VERSION == 2  # not one that an older checkout left behind
+        COMPILED = _worth.VERSION == 3  # not one that an older checkout left behind
         Table = _worth.Table
     except (ImportError, AttributeError):
         COMPILED = False
@@ -168,14 +168,15 @@ class Worth:
         for layer in layers:
             self._waiting[layer] = False
 
-    def moved(self, layer: int, experts: list[int], cuts: list[int], more: int) -> list[int]:
-        """The cuts of experts with equally many rows, changed by `more` tiles in all: beyond the residency the
-        most valuable come first; short of it the least valuable go to the host."""
+    def moved(self, layer: int, experts: list[int], cuts: list[int], more: int, out: IntArray) -> list[int]:
+        """The cuts of experts with equally many rows, changed by `more` tiles in all: beyond the residency
+        the most valuable come first; short of it the least valuable go to the host. Also into `out` [E]."""
         if self._table is not None:
-            return self._table.moved(layer, experts, cuts, more, self._tiles)
+            return self._table.moved(layer, experts, cuts, more, self._tiles, out)
         cuts = cuts.copy()
         values = [self.value.item(layer, expert) for expert in experts]
         move(cuts, more, list(range(len(cuts))), self._tiles, values)
+        out[experts] = cuts
         return cuts
 
     def fetch(self, layer: int, experts: list[int], more: list[int]) -> list[Target]:

@@ -45,7 +45,7 @@ from pipeline.replay.compiled_cache import simulated_cache
 from pipeline.replay.outcome import Outcome, PhaseOutcome
 from pipeline.replay.step_inputs import inputs_of
 from pipeline.traces.header import Header
-from pipeline.traces.steps import LayerTrace, TracedStep
+from pipeline.traces.steps import TracedStep
 from shm.mask import DENSE, Mask
 
 
@@ -153,6 +153,7 @@ class Replay:
         self._live -= {s for s in step.sequences if self._last_steps.get(s, step.number) <= step.number}
         counters.paused_steps += not driver.view.prefetching
         self._inputs = inputs_of(step, self._header.router)
+        self._other = (self._seconds.get(len(step.sequences)) or self._tile(len(step.sequences)))[2]
         for index, layer in enumerate(step.layers):
             self._traced = layer
             driver.layer(index, self)
@@ -162,16 +163,17 @@ class Replay:
         driver.end_step(counters.predicted, counters.useful)
 
     def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
-        traced, rows = self._traced, len(self._traced.router_routing.experts)
-        other = (self._seconds.get(rows) or self._tile(rows))[2]
-        self._counters.device_busy += other
-        self.now += other
+        self._counters.device_busy += self._other
+        self.now += self._other
         self._advance()
         self._logits = logits = self._inputs.own[layer] if own else None
         found = {}
         self._choices.clear()
         for target in probes:
-            found[target] = self._probe(layer, traced, target)
+            if target > layer and (ahead := self._inputs.ahead(layer, target - layer)) is not None:
+                found[target], self._choices[id(ahead[0])] = ahead
+            else:
+                found[target] = self._first_gate(layer, target)
         return Signals(logits, found)
 
     def _route(self, logits: FloatArray) -> Routing:
@@ -334,15 +336,9 @@ class Replay:
             self._landings = cache.demand(layer, missing, self.now)
         self._landings += self._channels.demand(layer, chosen, self.now + launch + ups)
 
-    def _probe(self, layer: int, traced: LayerTrace, target: int) -> FloatArray:
-        """The recorded logits of a later layer's router, or of the gate for the next token's first layer."""
-        if target > layer and (ahead := self._inputs.ahead(layer, target - layer)) is not None:
-            logits, routing = ahead
-            self._choices[id(logits)] = routing
-            return logits
-        found = None
-        if layer == self._header.shape.layers - 1 and target == 0:
-            found = traced.first
+    def _first_gate(self, layer: int, target: int) -> FloatArray:
+        """The recorded logits of the gate for the next token's first layer: what no router ahead has."""
+        found = self._traced.first if layer == self._header.shape.layers - 1 and target == 0 else None
         if found is None:
             raise TraceError(
                 f"policy {self._policy.name} asks at layer {layer} for a prediction of layer {target}, which"

@@ -79,5 +79,7 @@ def _sort_together(routings: Sequence[Routing]) -> None:
     sorted_rows = zip(ranked, weights.take(order), ranked.astype(np.intp), strict=True)
     for routing, (used, by_expert, index), total in zip(routings, sorted_rows, sums, strict=True):
         known = vars(routing)
-        known["active"] = tuple.__new__(Active, (used, every, first, by_expert, once, index))  # in half the time
+        known["active"] = tuple.__new__(
+            Active, (used, every, first, by_expert, once, index)
+        )  # in half the time
         known["total_weight"] = total

@@ -73,7 +73,9 @@ def test_library_keeps_the_same_tiles(seed: int, free: int) -> None:
             more = min(tiles, SHAPE.tiles - int(worth.target[layer, expert]))
             grown.append(worth.grow(layer, expert, more, least, near, within))
             grown.append(worth.fetch(layer, protected, wanted))
-            cuts.append(worth.moved(layer, protected, [3, 0, 2, 4], tiles - 2))
+            out = np.zeros(16, np.int32)
+            cuts.append(worth.moved(layer, protected, [3, 0, 2, 4], tiles - 2, out))
+            assert out[protected].tolist() == cuts[-1]
             if rearranged:
                 grown[-1] += worth.place(worth.filled(worth.value, whole=2))
         assert grown[:2] == grown[2:]
