@@ -118,12 +118,9 @@ class PolicyDriver(Generic[Begun]):
             decision = LayerDecision(layer, signals, decided.gated, decided.cut, resident, (), begun, mask)
         executor.begin(decision)
         active = decision.gated.routing.active
-        if len(decision.gated.routing.experts) == 1:  # a few numbers: sooner without numpy
-            counted = self._counted[layer]
-            for expert in active.experts.tolist():
-                counted[expert] += 1
-        else:
-            self._popularity[layer][active.indices] += active.counts
+        counted = self._counted[layer]
+        for expert, rows in zip(active.experts.tolist(), active.counts.tolist(), strict=True):
+            counted[expert] += rows
         # Where the policy decides the next layer now, the host's share of it may begin at once.
         if (following := policy.ahead(layer, signals, view)) is not None:
             next_layer = layer + 1, following, self._mask(layer + 1)

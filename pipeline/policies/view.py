@@ -194,8 +194,7 @@ class Policy(ABC):
 
     @property
     def status(self) -> str:
-        """What it has arranged by what it measured, one line; empty where there is nothing to say. Any thread
-        may ask, once there is a placement."""
+        """What it has arranged after its placement, one line; may be empty. Any thread may ask."""
         return ""
 
     def notes(self, view: View) -> tuple[str, ...]:
