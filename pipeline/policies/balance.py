@@ -141,12 +141,15 @@ def two_ended(
     rows: Sequence[int],
     exchange: float,
     launch: float = 0.0,
+    queue: Sequence[int] | None = None,
 ) -> TwoEnded:
     """HybriMoE's: one queue with the resident experts at its head and the missing ones behind, each heaviest
     first. The device takes from the head, the host from the tail, each time the side that would finish its
     next expert sooner (the device where both are equal). Missing experts are moved one after the other while
-    the device computes others: one that takes `link` seconds is computed once it has landed."""
-    queue = sorted(range(len(rows)), key=lambda index: (link[index], -rows[index]))
+    the device computes others: one that takes `link` seconds is computed once it has landed. `queue`: the
+    experts in that order, where it is known."""
+    if queue is None:
+        queue = in_queue(link, rows)
     on_device = [False] * len(rows)
     landed, device_total, host_total = 0.0, launch, exchange
     head, tail = 0, len(queue) - 1
@@ -163,6 +166,11 @@ def two_ended(
             tail -= 1
     sides = (device_total if any(on_device) else 0.0, 0.0 if all(on_device) else host_total)
     return TwoEnded(on_device, max(sides))
+
+
+def in_queue(link: Seconds, rows: Sequence[int]) -> list[int]:
+    """The experts in the order of `two_ended`'s queue."""
+    return sorted(range(len(rows)), key=lambda index: (link[index], -rows[index]))
 
 
 def bandwidth(

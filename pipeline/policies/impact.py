@@ -3,17 +3,20 @@ residency saves most of a layer's simulated time."""
 
 from __future__ import annotations
 
+from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from pipeline.policies.active_costs import ActiveCosts, LayerSeconds
-from pipeline.policies.balance import two_ended
+from pipeline.policies.balance import in_queue, two_ended
 from pipeline.policies.composed import ApplyGate, Expert, Prediction
 from pipeline.policies.costs import Costs
 from pipeline.policies.options import PAUSE, Whole
 from pipeline.policies.predictions import DEPTH
 from pipeline.policies.view import Signals, View
 
+WIDE = 16  # active experts from which a layer's simulations are not kept
 MOST_KNOWN = 4096  # simulations that are kept
 CANDIDATES = 16  # numbers of rows that are tried, the highest: a prompt has more, and each costs a simulation
 
@@ -93,6 +96,20 @@ class _Simulations:
             found = self._known[key] = two_ended(link, *costs.for_queue[1:]).seconds
         return found
 
+    def wide(self, costs: ActiveCosts, resident: Sequence[int]) -> list[float]:
+        """The same of a prompt's layer, of which none is met again: as it is, and with each of these experts
+        resident. The queue is sorted once."""
+        link, rest = costs.link.copy(), costs.for_queue[1:]
+        queue = in_queue(link, costs.rows)
+        found = [two_ended(link, *rest, queue).seconds]
+        for index in resident:
+            kept, link[index] = link[index], 0.0
+            moved = [other for other in queue if other != index]
+            insort(moved, index, key=lambda one: (link[one], -costs.rows[one]))
+            found.append(two_ended(link, *rest, moved).seconds)
+            link[index] = kept
+        return found
+
 
 @dataclass
 class _Simulated:
@@ -108,12 +125,18 @@ class _Simulated:
         # experts of equal costs save as much: the first one of each stands for all, which is one for a token
         absent = {(rows[i], missing[i]): i for i in reversed(range(len(rows))) if missing[i]}
         tried = sorted(absent, reverse=True)[:CANDIDATES]
-        before = self.simulations.seconds(self.costs) if tried else 0.0
         self.gain, self._best = 0.0, 0
-        for key in tried:
-            saved = before - self.simulations.seconds(self.costs, absent[key])
-            if saved > self.gain:
-                self.gain, self._best = saved, absent[key]
+        if not tried:
+            return
+        places = [absent[key] for key in tried]
+        if len(rows) > WIDE:
+            before, *after = self.simulations.wide(self.costs, places)
+        else:
+            before = self.simulations.seconds(self.costs)
+            after = [self.simulations.seconds(self.costs, place) for place in places]
+        for place, seconds in zip(places, after, strict=True):
+            if before - seconds > self.gain:
+                self.gain, self._best = before - seconds, place
 
     def fetch(self) -> Expert:
         """The best expert, which is taken as resident from now on."""
