@@ -40,6 +40,7 @@ GATHER_THREADS = 4  # at most, so that a link is not slower than what is gathere
 # in which a fast link would idle. A demand waits for what was started.
 AHEAD_SECONDS = 150e-6
 MOST_AHEAD = 16
+PACED_GATHERS = 2  # chunks under way on an emulated link, one of them being gathered
 FIRST_RATE = 12e9  # bytes a second, of a link that was not timed yet
 
 
@@ -228,7 +229,8 @@ class PacedCopier:
         self._rate = gbps * 1e9
         self._due: deque[float] = deque()
         self._free_at = 0.0  # when the emulated link has finished what was started
-        self.gather_depth = inner.gather_depth
+        # as on a link, the next chunk is gathered while this one moves
+        self.gather_depth = max(inner.gather_depth, PACED_GATHERS)
 
     @property
     def depth(self) -> int:

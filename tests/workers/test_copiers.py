@@ -74,3 +74,31 @@ def test_paced_copies_take_the_links_time_one_after_the_other_and_tick(
     copier.close()
     assert inner.calls == [7, 8, "finish", "finish", 9, "finish", (4, 2, 2), "finish", "close"]
     assert paced(inner, None, lambda: None) is inner
+
+
+def test_chunks_are_gathered_while_the_link_moves_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the emulated link never idles: neither for the time of gathering nor for late awakenings."""
+
+    class Late(Clock):
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds + 0.05)
+
+    class Gathering(Immediate):
+        gather_depth = 1
+
+        def gather(self, records: Bytes, chosen: I32Vector, slot: int, place: int) -> None:
+            clock.now += 0.15
+
+    clock = Late()
+    monkeypatch.setattr("workers.copiers.time", clock)
+    monkeypatch.setattr("workers.emulation.time", clock)
+    copier = paced(Gathering(), 1e-6, lambda: None)
+    under_way, records = 0, np.zeros((10, 125), np.uint8)
+    for _ in range(20):
+        copier.gather(records, np.array([3, 5], np.int32), 0, 0)  # a quarter of a second
+        under_way += 1
+        if under_way == copier.gather_depth:
+            under_way -= copier.finish()
+    while under_way:
+        under_way -= copier.finish()
+    assert 20 * 0.25 <= clock.now - 100 < 20 * 0.25 + 0.3
