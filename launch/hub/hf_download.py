@@ -99,9 +99,14 @@ def model_folder(model: Path, download: bool) -> Path:
 
 def _config_folder(name: str, repository: str, revision: str) -> Path:
     """The folder of its config.json, which alone is downloaded."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import HfApi, hf_hub_download
 
+    _quiet()
     with translate(name, answered=False):
+        HfApi().model_info(
+            repository, revision=revision, timeout=DEADLINE
+        )  # is not tried again, as a file is
+    with translate(name, answered=True):
         folder = Path(hf_hub_download(repository, CONFIG, revision=revision)).parent
     _check_architecture(name, folder / CONFIG)
     return folder
@@ -111,8 +116,7 @@ def _download(name: str, repository: str, revision: str) -> Path:
     """The folder with all needed files, of one commit even if the model changes on the Hub meanwhile."""
     from huggingface_hub import HfApi, hf_hub_download
 
-    for library in ("httpx", "httpx2"):  # they log each request
-        logging.getLogger(library).setLevel(logging.WARNING)
+    _quiet()
     with translate(name, answered=False):
         about = HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=DEADLINE)
     commit = about.sha
@@ -138,6 +142,13 @@ def _download(name: str, repository: str, revision: str) -> Path:
             hf_hub_download(repository, file, revision=commit)
     notice(f"{name}: downloaded into {folder}")
     return folder
+
+
+def _quiet() -> None:
+    """The libraries log each request, and the Hub's each failure, which is an error of ours in the end."""
+    for library in ("httpx", "httpx2"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def _matches(file: str, pattern: str) -> bool:

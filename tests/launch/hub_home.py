@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from engines import LAUNCH, ROOT
@@ -12,6 +13,7 @@ from fork_server import ForkedPython
 from safetensors.numpy import load, save
 
 NAME = "org/tiny-model"
+GENERATE = ("generate", "--prompt", "a")
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = "model.safetensors.index.json"
 RESOLVE = (
@@ -74,9 +76,9 @@ class Home:
         assert process.returncode == 0, log
         return Path(out.strip()), log
 
-    def complaint(self, name: str = NAME, code: int = 2) -> str:
-        """The line with which launch.py refuses a model."""
-        process = self.start(LAUNCH, "generate", "--prompt", "a", "--model", name, "--log-level", "warning")
+    def complaint(self, name: str = NAME, code: int = 2, command: Sequence[str] = GENERATE) -> str:
+        """The line with which a command of launch.py refuses a model."""
+        process = self.start(LAUNCH, *command, "--model", name, "--log-level", "warning")
         out, log = process.communicate(timeout=60)
         assert (process.returncode, out) == (code, ""), log
         assert log.startswith(f"launch.py: {name}"), log

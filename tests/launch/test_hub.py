@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from engines import LAUNCH
-from hub_home import IMPATIENT, NAME, RESOLVE, SHARDS, WANTED, Home
+from hub_home import GENERATE, IMPATIENT, NAME, RESOLVE, SHARDS, WANTED, Home
 from hub_server import BRANCH, COMMIT, HubServer, Repository
 from terminal import TMUX, Terminal
 
@@ -169,10 +169,11 @@ def test_unreachable_hub_is_one_line(tmp_path: Path) -> None:
     try:
         socket.getaddrinfo("huggingface.co", 443)
     except OSError:
-        line = Home(tmp_path, None).complaint("mistralai/Mixtral-8x7B-v0.1", code=1)
-        assert "huggingface.co cannot be reached" in line
-        assert "--model" in line
-        assert "hf download mistralai/Mixtral-8x7B-v0.1" in line
+        for command in (GENERATE, ("doctor",)):
+            line = Home(tmp_path, None).complaint("mistralai/Mixtral-8x7B-v0.1", code=1, command=command)
+            assert "huggingface.co cannot be reached" in line
+            assert "--model" in line
+            assert "hf download mistralai/Mixtral-8x7B-v0.1" in line
     else:
         pytest.skip("this machine has a network")
 
