@@ -103,9 +103,8 @@ def _config_folder(name: str, repository: str, revision: str) -> Path:
 
     _quiet()
     with translate(name, answered=False):
-        HfApi().model_info(
-            repository, revision=revision, timeout=DEADLINE
-        )  # is not tried again, as a file is
+        # Tried once: an unreachable Hub is known at once, and not after six tries for the file.
+        HfApi().model_info(repository, revision=revision, timeout=DEADLINE)
     with translate(name, answered=True):
         folder = Path(hf_hub_download(repository, CONFIG, revision=revision)).parent
     _check_architecture(name, folder / CONFIG)
