@@ -21,12 +21,17 @@ class Table:
         self,
         layer: int,
         single: bool,
-        kept: tuple[float, float],
-        weights: tuple[float, float],
+        fresh_kept: float,
+        lasting_kept: float,
+        fresh: float,
         lasting: float,
-        fresh: bool,
+        weight: float,
+        counts: bool,
         /,
     ) -> None: ...
+    def ahead(
+        self, layer: int, experts: list[int], left: int, near: int, tiles: int, /
+    ) -> tuple[list[Target], int]: ...
     def moved(
         self, layer: int, experts: list[int], cuts: list[int], more: int, tiles: int, out: IntArray, /
     ) -> list[int]: ...

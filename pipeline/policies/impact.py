@@ -6,7 +6,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from pipeline.policies.active_costs import ActiveCosts, LayerSeconds
 from pipeline.policies.balance import in_queue, two_ended
@@ -14,7 +14,7 @@ from pipeline.policies.composed import ApplyGate, Expert, Prediction
 from pipeline.policies.costs import Costs
 from pipeline.policies.options import PAUSE, Whole
 from pipeline.policies.predictions import DEPTH
-from pipeline.policies.view import Signals, View
+from pipeline.policies.view import Active, Signals, View
 
 WIDE = 16  # active experts from which a layer's simulations are not kept
 MOST_KNOWN = 4096  # simulations that are kept
@@ -53,15 +53,15 @@ class Impact(Prediction):
 
     def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
         assert view.router is not None
+        self._simulated.use(view.costs)
         ahead = []
         for later in self.probes(layer, view):
             if later in signals.probes:
                 active = apply_gate(later, view.router(signals.probes[later])).active
-                if len(active.experts):
-                    # what a target keeps will have landed by then
-                    costs = self._seconds.of(active, view.target[later], view)
-                    self._simulated.use(view.costs)
-                    ahead.append(_Simulated(later, active.experts.tolist(), costs, self._simulated))
+                # what a target keeps will have landed by then
+                missing = (view.shape.tiles - view.target[later][active.indices]).tolist()
+                if any(missing):
+                    ahead.append(self._layer(later, active, missing, view))
         chosen: list[Expert] = []
         for _ in range(self._prefetch):
             best = max(ahead, key=lambda one: one.gain, default=None)  # of equal ones the next layer
@@ -70,6 +70,21 @@ class Impact(Prediction):
             chosen.append(best.fetch())
         return chosen
 
+    def _layer(self, layer: int, active: Active, missing: list[int], view: View) -> _Known | _Simulated:
+        """A later layer. Where one expert is fetched, and each has a row, it follows from what is missing:
+        few such layers differ."""
+        alike = self._prefetch == 1 and len(active.rows) == len(missing)
+        key = tuple(sorted(missing)) if alike else ()
+        known = self._simulated.best.get(key) if alike else None
+        if known is None:
+            costs = self._seconds.of(active, view.target[layer], view)
+            simulated = _Simulated(layer, active.experts.tolist(), costs, self._simulated)
+            if not alike:
+                return simulated
+            known = self._simulated.best[key] = simulated.gain, missing[simulated.best]
+        gain, lacks = known
+        return _Known(gain, (layer, int(active.experts[missing.index(lacks)])))
+
 
 class _Simulations:
     """The seconds of two-ended layers by the rows and the missing tiles of their experts: few differ."""
@@ -77,12 +92,15 @@ class _Simulations:
     def __init__(self) -> None:
         self._costs: Costs | None = None
         self._known: dict[tuple[tuple[int, int], ...], float] = {}
+        # by the missing tiles of experts with a row each: the gain, and the missing tiles of the best one
+        self.best: dict[tuple[int, ...], tuple[float, int]] = {}
 
     def use(self, costs: Costs | None) -> None:
         """Simulate with these from now on."""
         if self._costs is not costs or len(self._known) > MOST_KNOWN:
             self._costs = costs
             self._known.clear()
+            self.best.clear()
 
     def seconds(self, costs: ActiveCosts, resident: int = -1) -> float:
         """`resident`: the place of an expert that is taken as resident beside those that are."""
@@ -111,6 +129,17 @@ class _Simulations:
         return found
 
 
+class _Known(NamedTuple):
+    """What would be found of a later layer, from one that was alike."""
+
+    gain: float
+    expert: Expert
+
+    def fetch(self) -> Expert:
+        """The best expert, the only one that is fetched."""
+        return self.expert
+
+
 @dataclass
 class _Simulated:
     """A later layer, its predicted experts, and the one of them that saves most when it is resident."""
@@ -125,7 +154,7 @@ class _Simulated:
         # experts of equal costs save as much: the first one of each stands for all, which is one for a token
         absent = {(rows[i], missing[i]): i for i in reversed(range(len(rows))) if missing[i]}
         tried = sorted(absent, reverse=True)[:CANDIDATES]
-        self.gain, self._best = 0.0, 0
+        self.gain, self.best = 0.0, 0
         if not tried:
             return
         places = [absent[key] for key in tried]
@@ -136,11 +165,11 @@ class _Simulated:
             after = [self.simulations.seconds(self.costs, place) for place in places]
         for place, seconds in zip(places, after, strict=True):
             if before - seconds > self.gain:
-                self.gain, self._best = before - seconds, place
+                self.gain, self.best = before - seconds, place
 
     def fetch(self) -> Expert:
         """The best expert, which is taken as resident from now on."""
-        index = self._best
+        index = self.best
         self.costs.link[index], self.costs.missing[index] = 0.0, 0
         self.__post_init__()
         return self.layer, self.experts[index]

@@ -167,22 +167,8 @@ class Tandem(Policy):
         if not left or following not in signals.probes:
             return ()
         assert view.router is not None
-        worth, tiles = self._worth, view.shape.tiles
         named = by_probability(view.router(signals.probes[following]))
-        kept = worth.kept[following]
-        wanted = [(expert, tiles - kept[expert]) for expert in named if kept[expert] < tiles]
-        if not wanted:
-            return ()
-        targets: list[Target] = []
-        for expert, missing in wanted:
-            more = min(missing, left)
-            grown = worth.grow(following, expert, more, inf, layer, within=False)  # it is being computed
-            if not grown:
-                self.no_room += 1
-            targets += grown
-            left -= more
-            if not left:
-                break
+        targets, self.no_room = self._worth.ahead(following, named, left, layer)
         return tuple(targets)
 
     def after(self, layer: int, routing: Routing, view: View) -> tuple[Target, ...]:

@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <structmember.h>
 
-#define VERSION 3
+#define VERSION 4
 
 enum { VALUE, EMPTY, RANK, NOTED, AVERAGES, TARGET, ARRAYS };
 
@@ -36,13 +36,14 @@ static void ranked(Table *t, int layer) {
     t->lowest[layer] = -1;
 }
 
-/* observe(layer, single, (fresh kept, lasting kept), (fresh, lasting), weight of the lasting one, fresh counts) */
-static PyObject *table_observe(Table *t, PyObject *args) {
-    int layer, single, decode;
-    float kept[2], weight[2], lasting;
-    if (!PyArg_ParseTuple(args, "ip(ff)(ff)fp", &layer, &single, kept, kept + 1, weight, weight + 1, &lasting, &decode))
-        return NULL;
-    if (layer < 0 || layer >= t->layers) return PyErr_SetString(PyExc_IndexError, "no such layer"), NULL;
+/* observe(layer, single, fresh kept, lasting kept, fresh, lasting, weight of the lasting one, the fresh one counts) */
+static PyObject *table_observe(Table *t, PyObject *const *args, Py_ssize_t given) {
+    if (given != 8) return PyErr_SetString(PyExc_TypeError, "observe takes eight arguments"), NULL;
+    int layer = layer_of(t, args[0]), single = PyObject_IsTrue(args[1]), decode = PyObject_IsTrue(args[7]);
+    float numbers[5];
+    for (int i = 0; i < 5; i++) numbers[i] = (float)PyFloat_AsDouble(args[2 + i]);
+    if (PyErr_Occurred()) return NULL;
+    const float *kept = numbers, *weight = numbers + 2, lasting = numbers[4];
     int count = t->experts;
     float *share = t->noted + (size_t)layer * count, *value = t->value + (size_t)layer * count;
     float *fresh = t->averages + 2 * (size_t)layer * count, *slow = fresh + count;
@@ -148,6 +149,31 @@ static PyObject *table_grow(Table *t, PyObject *const *args, Py_ssize_t count) {
     PyObject *targets = PyList_New(0);
     if (targets && grow(t, layer, expert, tiles, most, near, within, targets)) Py_CLEAR(targets);
     return targets;
+}
+
+/* ahead(layer, experts, left, near, tiles) */
+static PyObject *table_ahead(Table *t, PyObject *const *args, Py_ssize_t count) {
+    if (count != 5 || !PyList_Check(args[1])) return PyErr_SetString(PyExc_TypeError, "ahead takes five arguments"), NULL;
+    int layer = layer_of(t, args[0]), near = layer < 0 ? -1 : layer_of(t, args[3]);
+    long left = PyLong_AsLong(args[2]), tiles = PyLong_AsLong(args[4]), no_room = 0;
+    if (PyErr_Occurred()) return NULL;
+    PyObject *targets = PyList_New(0);
+    for (Py_ssize_t i = 0; targets && left && i < PyList_GET_SIZE(args[1]); i++) {
+        long expert = PyLong_AsLong(PyList_GET_ITEM(args[1], i));
+        if (expert < 0 || expert >= t->experts) {
+            if (!PyErr_Occurred()) PyErr_SetString(PyExc_IndexError, "no such expert");
+            Py_CLEAR(targets);
+            break;
+        }
+        long missing = tiles - t->target[(size_t)layer * t->experts + expert], more = missing < left ? missing : left;
+        if (!more) continue;
+        Py_ssize_t before = PyList_GET_SIZE(targets);
+        if (grow(t, layer, expert, more, INFINITY, near, 0, targets))
+            Py_CLEAR(targets);
+        else
+            no_room += PyList_GET_SIZE(targets) == before, left -= more;
+    }
+    return targets ? Py_BuildValue("(Nl)", targets, no_room) : NULL;
 }
 
 typedef struct {
@@ -269,7 +295,8 @@ static void table_dealloc(Table *t) {
 }
 
 static PyMethodDef methods[] = {
-    {"observe", (PyCFunction)table_observe, METH_VARARGS, NULL},
+    {"observe", (PyCFunction)(void (*)(void))table_observe, METH_FASTCALL, NULL},
+    {"ahead", (PyCFunction)(void (*)(void))table_ahead, METH_FASTCALL, NULL},
     {"rank", (PyCFunction)table_rank, METH_NOARGS, NULL},
     {"grow", (PyCFunction)(void (*)(void))table_grow, METH_FASTCALL, NULL},
     {"moved", (PyCFunction)(void (*)(void))table_moved, METH_FASTCALL, NULL},

@@ -25,7 +25,7 @@ else:
     try:
         from pipeline.policies import _worth
 
-        COMPILED = _worth.VERSION == 3  # not one that an older checkout left behind
+        COMPILED = _worth.VERSION == 4  # not one that an older checkout left behind
         Table = _worth.Table
     except (ImportError, AttributeError):
         COMPILED = False
@@ -45,8 +45,12 @@ _WEIGHTS = {
     for phase in PHASES
 }
 _LASTING_WEIGHT = np.float32(LASTING_WEIGHT)
-_PLAIN = {  # the same as numbers
-    phase: ((1 - FRESH[phase], 1 - LASTING[phase]), (FRESH[phase], LASTING[phase])) for phase in PHASES
+_PLAIN = {  # the same as numbers, and whether the fresh average counts
+    phase: (
+        *(1 - FRESH[phase], 1 - LASTING[phase], FRESH[phase], LASTING[phase]),
+        *(LASTING_WEIGHT, phase == "decode"),
+    )
+    for phase in PHASES
 }
 
 
@@ -135,21 +139,23 @@ class Worth:
 
     def observe(self, layer: int) -> None:
         """Count what was noted of the layer."""
-        if self._waiting[layer]:
+        if not self._waiting[layer]:
+            return
+        if self._table is None:
             self._observe([layer])
+        else:
+            self._waiting[layer] = False
+            self._table.observe(layer, self._single, *_PLAIN[self._phase])
 
     def _observe_all(self) -> None:
-        if layers := [layer for layer, waits in enumerate(self._waiting) if waits]:
+        layers = [layer for layer, waits in enumerate(self._waiting) if waits]
+        if layers and self._table is None:
             self._observe(layers)
+        elif layers:
+            for layer in layers:
+                self.observe(layer)
 
     def _observe(self, layers: list[int]) -> None:
-        table = self._table
-        if table is not None:
-            phase = self._phase
-            for layer in layers:
-                table.observe(layer, self._single, *_PLAIN[phase], LASTING_WEIGHT, phase == "decode")
-                self._waiting[layer] = False
-            return
         # one layer is a slice, which is quicker and needs no copies
         part = slice(layers[0], layers[0] + 1) if len(layers) == 1 else np.array(layers)
         share = self._noted[part, None]
@@ -233,6 +239,22 @@ class Worth:
             if value < least:
                 least, found = value, (first + index // experts, index % experts)
         return found
+
+    def ahead(self, layer: int, experts: list[int], left: int, near: int) -> tuple[list[Target], int]:
+        """Keep the missing tiles of these experts in their order, `left` in all, at any cost, while layer
+        `near` is computed. What changes, and how many of the experts found no room."""
+        if self._table is not None:
+            return self._table.ahead(layer, experts, left, near, self._tiles)
+        targets: list[Target] = []
+        no_room, kept = 0, self.kept[layer]
+        for expert in experts:
+            more = min(self._tiles - kept[expert], left)
+            if more:
+                grown = self.grow(layer, expert, more, inf, near, within=False)
+                targets += grown
+                no_room += not grown
+                left -= more
+        return targets, no_room
 
     def _before(self, near: int, within: bool) -> list[tuple[int, FloatArray]]:
         """The ranks of the layers that `grow` takes tiles from, flat, each part with its first layer. The

@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <structmember.h>
 
-#define VERSION 2
+#define VERSION 3
 #define WORD 64 /* keys of a word of a set */
 
 typedef struct {
@@ -536,6 +536,25 @@ failed:
     return NULL;
 }
 
+/* host_seconds(rows, cuts, seconds), as SimulatedCache.host_seconds */
+static PyObject *cache_host_seconds(Cache *c, PyObject *const *args, Py_ssize_t count) {
+    Py_ssize_t size = count == 3 && PyList_Check(args[0]) ? PyList_GET_SIZE(args[0]) : -1;
+    if (size < 0 || !PyList_Check(args[1]) || PyList_GET_SIZE(args[1]) != size || !PyDict_Check(args[2]))
+        return PyErr_SetString(PyExc_TypeError, "rows, cuts: lists of one length; seconds: a dict"), NULL;
+    double found = 0.0;
+    for (Py_ssize_t i = 0; i < size; i++) {
+        long cut = PyLong_AsLong(PyList_GET_ITEM(args[1], i));
+        if (cut >= c->tiles) continue;
+        PyObject *known = PyDict_GetItemWithError(args[2], PyList_GET_ITEM(args[0], i));
+        if (!known || !PyTuple_Check(known) || !PyTuple_GET_SIZE(known)) {
+            if (!PyErr_Occurred()) PyErr_SetString(PyExc_KeyError, "seconds of these rows");
+            return NULL;
+        }
+        found += PyFloat_AsDouble(PyTuple_GET_ITEM(known, 0)) * (double)(c->tiles - cut);
+    }
+    return PyErr_Occurred() ? NULL : PyFloat_FromDouble(found);
+}
+
 /* Seconds on the link of those tiles of an order that have not begun to move. */
 static double seconds_left(Cache *c, Order *order) {
     int left = order->count - order->started;
@@ -639,6 +658,7 @@ static PyMethodDef methods[] = {
     {"used", (PyCFunction)(void (*)(void))cache_used, METH_FASTCALL, NULL},
     {"demand", (PyCFunction)(void (*)(void))cache_demand, METH_FASTCALL, NULL},
     {"compute", (PyCFunction)(void (*)(void))cache_compute, METH_FASTCALL, NULL},
+    {"host_seconds", (PyCFunction)(void (*)(void))cache_host_seconds, METH_FASTCALL, NULL},
     {"link_seconds", (PyCFunction)cache_link_seconds, METH_O, NULL},
     {"under_way", (PyCFunction)(void (*)(void))cache_under_way, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},

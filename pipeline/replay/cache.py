@@ -241,6 +241,17 @@ class SimulatedCache:
             busy += of_tile[expert]
         return at, busy, waited
 
+    def host_seconds(
+        self, rows: list[int], cuts: list[int], seconds: dict[int, tuple[float, float, float]]
+    ) -> float:
+        """Of the host's share of a layer, the tiles from the cut on. `seconds`: by rows, the first number
+        that of a tile on the host."""
+        tiles, found = self._shape.tiles, 0.0
+        for row, cut in zip(rows, cuts, strict=True):
+            if cut < tiles:
+                found += seconds[row][0] * (tiles - cut)
+        return found
+
     def link_seconds(self, now: float) -> float:
         """Seconds until the link has moved all that is ordered."""
         waiting = [order for queue in self._queues for order in queue]

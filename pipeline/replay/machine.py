@@ -260,16 +260,19 @@ class Replay:
     def _submit(self, rows: list[int], cuts: list[int], mask: Mask) -> float:
         """Send the host its share: `rows` and `cuts` of each active expert. Returns the time at which the
         share is computed, 0 for an empty share."""
-        tiles = self._header.shape.tiles
-        seconds, count, known = 0.0, tiles * len(cuts) - sum(cuts), self._seconds
+        tiles, known = self._header.shape.tiles, self._seconds
+        count = tiles * len(cuts) - sum(cuts)
         if not count:
             self._wake = self._costs.wake
             return 0.0
-        dense = mask is DENSE
-        for row, p in zip(rows, cuts, strict=True):
-            if p < tiles:
-                found = (known.get(row) or self._tile(row))[0] * (tiles - p)
-                seconds += found if dense else found * self._read.share(row)
+        for row in rows:
+            if row not in known:
+                self._tile(row)
+        if mask is DENSE:
+            seconds = self.cache.host_seconds(rows, cuts, known)
+        else:
+            parts = zip(rows, cuts, strict=True)
+            seconds = sum(known[row][0] * (tiles - p) * self._read.share(row) for row, p in parts)
         self._host_free = max(self._host_free, self.now + self._costs.round_trip + self._wake) + seconds
         self._wake = 0.0
         self._counters.host_busy += seconds

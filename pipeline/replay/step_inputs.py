@@ -11,7 +11,7 @@ from pipeline.models.routing import Router
 from pipeline.policies.view import Active, Routing
 from pipeline.traces.steps import TracedStep
 
-KEPT_ROWS = 16  # of a step up to which they are kept with it, for the next replay
+KEPT_ROWS = 128  # of a step up to which they are kept with it, for the next replay
 
 
 def inputs_of(step: TracedStep, router: Router) -> StepInputs:

@@ -68,17 +68,18 @@ def test_library_keeps_the_same_tiles(seed: int, free: int) -> None:
             worth.note(layer, logits, phase)
             if observed:
                 worth.observe(layer)
-            lacking = [SHAPE.tiles - worth.kept[layer][one] for one in protected]
-            wanted = [min(count, most) for count, most in zip([0, 4, 2, 1], lacking, strict=True)]
             more = min(tiles, SHAPE.tiles - int(worth.target[layer, expert]))
             grown.append(worth.grow(layer, expert, more, least, near, within))
+            lacking = [SHAPE.tiles - worth.kept[layer][one] for one in protected]
+            wanted = [min(count, most) for count, most in zip([0, 4, 2, 1], lacking, strict=True)]
             grown.append(worth.fetch(layer, protected, wanted))
+            grown.append(worth.ahead(layer, protected, tiles + 3, near))
             out = np.zeros(16, np.int32)
             cuts.append(worth.moved(layer, protected, [3, 0, 2, 4], tiles - 2, out))
             assert out[protected].tolist() == cuts[-1]
             if rearranged:
-                grown[-1] += worth.place(worth.filled(worth.value, whole=2))
-        assert grown[:2] == grown[2:]
+                grown.append(worth.place(worth.filled(worth.value, whole=2)))
+        assert grown[: len(grown) // 2] == grown[len(grown) // 2 :]
         assert cuts[0] == cuts[1]
         assert (both[0].target == both[1].target).all()
         np.testing.assert_allclose(both[1].value, both[0].value, rtol=1e-5)
