@@ -70,14 +70,17 @@ class Hits:
         self.hits: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # of them, wholly resident
         self.active_tiles: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # of the experts used
         self.hit_tiles: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # of them, resident
+        # the same memory, in which Python changes single numbers sooner
+        self._counts = self.active.data, self.active_tiles.data, self.hits.data, self.hit_tiles.data
 
     def book_hits(self, layer: int, resident: Sequence[int], tiles: int) -> None:
         """Count one step of a layer. `resident`: the resident tiles, of `tiles`, of each expert used."""
-        self.active[layer] += len(resident)
-        self.active_tiles[layer] += tiles * len(resident)
+        active, active_tiles, hits, hit_tiles = self._counts
+        active[layer] += len(resident)
+        active_tiles[layer] += tiles * len(resident)
         if any(resident):
-            self.hits[layer] += resident.count(tiles)
-            self.hit_tiles[layer] += sum(resident)
+            hits[layer] += resident.count(tiles)
+            hit_tiles[layer] += sum(resident)
 
 
 @dataclass

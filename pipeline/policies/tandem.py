@@ -137,7 +137,7 @@ class Tandem(Policy):
             cut[active.indices] = own
         if not (balanced.moved and view.capacity) or self._layers.used:
             return Plan(cut)
-        more = [tiles - held for tiles, held in zip(own, kept.tolist(), strict=True)]
+        more = [wanted - held for wanted, held in zip(own, kept.tolist(), strict=True)]
         return Plan(cut, tuple(worth.fetch(layer, experts, more)))
 
     def _compare(self, layer: int, routing: Routing, balanced: Balanced, view: View) -> None:

@@ -108,7 +108,7 @@ class Gated(NamedTuple):
     @classmethod
     def from_router(cls, routing: Routing) -> Gated:
         """The router's choice, unchanged."""
-        return cls(routing, routing)
+        return tuple.__new__(cls, (routing, routing, False))  # in half the time
 
 
 class Ahead(NamedTuple):
