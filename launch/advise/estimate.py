@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,8 @@ from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from pipeline.replay.machine import Replay
 from pipeline.replay.outcome import PhaseOutcome
+
+HIDDEN = ("setting", "notes", "replayed")  # from `to_map`
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,10 @@ class Estimate:
     wait_host: float
     fidelity: dict[str, float | None]
     notes: tuple[str, ...]
+    replayed: float = 0.0  # seconds that the replay itself took for a step
 
     def to_map(self) -> dict[str, Any]:
-        plain = {name: value for name, value in vars(self).items() if name not in ("setting", "notes")}
+        plain = {name: value for name, value in vars(self).items() if name not in HIDDEN}
         setting = self.setting
         return {
             "policy": setting.policy.name,
@@ -75,8 +79,12 @@ def estimate(
     active, hits = warm.active.copy(), warm.hits.copy()
     read = machine.outcome.prefill
     before = read.seconds, read.rows, read.steps
+    replayed = 0.0
     for step in text.steps[text.begin :]:
+        began = time.process_time()
         machine.step(step)
+        if step.phase == "decode":
+            replayed += time.process_time() - began
     outcome = machine.outcome
     decode = _since(outcome.decode, warm)
     decode.active, decode.hits = outcome.decode.active - active, outcome.decode.hits - hits
@@ -88,7 +96,8 @@ def estimate(
     first = None
     if rows:
         first = (seconds + steps * priced.prefill_rest) * prompt / rows
-    whole = decode.seconds + decode.steps * priced.rest
+    replayed /= max(decode.steps, 1)
+    whole = decode.seconds + decode.steps * priced.rest_of(replayed)
     return Estimate(
         setting=setting,
         exact=outcome.exact,
@@ -101,6 +110,7 @@ def estimate(
         wait_host=decode.wait_host / whole,
         fidelity={} if outcome.exact else decode.shares(),
         notes=tuple(outcome.notes),
+        replayed=replayed,
     )
 
 

@@ -35,6 +35,13 @@ class Priced:
     rest: float  # seconds of a decode step outside its layers
     prefill_rest: float = 0.0  # seconds of a prefill step outside its layers
     words: str = ""  # where the costs come from
+    planning: float = 0.0  # an engine's seconds of planning for a second of a replay's; 0: not known
+    planned: float = 0.0  # seconds of a replay's step with the preset whose planning is in `rest`
+
+    def rest_of(self, replayed: float) -> float:
+        """`rest` of a preset whose replay takes so many seconds a step: what it has more than another one is
+        planning."""
+        return max(0.0, self.rest + self.planning * (replayed - self.planned))
 
     def faster(self, **factors: float) -> Priced:
         """With `link`, `host` or `device` so many times as fast."""

@@ -111,11 +111,20 @@ async def probed_costs(client: Client) -> Costs:
 
 def fitted(probed: Costs, host: Ran, device: Ran, sizes: Sizes, cache: int, text: RecordedText) -> Priced:
     """The costs with which replays of the two runs take as long as these did: in `host` nothing was computed
-    on the device, in `device` everything, with a cache of `cache` tiles."""
+    on the device, in `device` everything, with a cache of `cache` tiles. A preset plans in a replay as it
+    does in an engine, where that takes longer: as many times as in `device`."""
     layers, rows = sizes.header.shape.layers, max(1, round(host.rows))
     rest = device.step - device.seconds("workers", "link", "device", "attention")  # planning, head, transport
     other = min(host.seconds("attention"), device.seconds("attention")) / layers
     busy = host.run.decode["host_busy_s"] / max(host.profile.steps, 1)
+
+    def replayed(ran: Ran, costs: Costs, rest: float) -> Estimate:
+        setting = Setting(ran.request, sizes.format, 0 if ran is host else cache, 0.0)
+        return estimate(setting, sizes, Priced(costs, rest), text, ran.prompt, seed=0)
+
+    planned = replayed(device, probed, rest).replayed
+    planning = device.seconds("planning") / planned if planned else 0.0
+    rest_of_host = max(0.0, rest + planning * (replayed(host, probed, rest).replayed - planned))
     costs = replace(
         probed,
         host=_scaled(probed.host, busy / _tiles(host), probed.host_seconds(rows, 1)),
@@ -124,23 +133,18 @@ def fitted(probed: Costs, host: Ran, device: Ran, sizes: Sizes, cache: int, text
         ),
         other=_scaled(probed.other, other, probed.other_seconds(rows)),
         # of a layer under all-host what is neither attention nor the workers' computing
-        round_trip=max(0.0, (host.step - rest - busy) / layers - other),
+        round_trip=max(0.0, (host.step - rest_of_host - busy) / layers - other),
         launch=0.0,  # it is among the seconds of the device's tiles
     )
-
-    def replayed(ran: Ran, link: float) -> Estimate:
-        setting = Setting(ran.request, sizes.format, 0 if ran is host else cache, 0.0)
-        priced = Priced(replace(costs, link=link), rest)
-        return estimate(setting, sizes, priced, text, ran.prompt, seed=0)
-
     low, high = 0.0, SLOWEST_LINK * probed.link
     for _ in range(ROUNDS):
         link = (low + high) / 2
-        slower = replayed(device, link).tok_s < device.run.decode_tok_s
+        slower = replayed(device, replace(costs, link=link), rest).tok_s < device.run.decode_tok_s
         low, high = (low, link) if slower else (link, high)
-    first = replayed(host, link).first_token_s
+    costs = replace(costs, link=(low + high) / 2)
+    first = replayed(host, costs, rest_of_host).first_token_s
     prefill = 0.0 if first is None else max(0.0, host.run.first_token_s - first)
-    return Priced(replace(costs, link=(low + high) / 2), rest, prefill, "measured by a short run here")
+    return Priced(costs, rest, prefill, "measured by a short run here", planning, planned)
 
 
 def _tiles(ran: Ran) -> float:

@@ -149,6 +149,22 @@ def test_costs_are_fitted_to_two_runs_so_that_their_replays_take_as_long() -> No
     assert found.costs.link == pytest.approx(true.costs.link, rel=0.02)
     assert found.costs.round_trip == pytest.approx(true.costs.round_trip, rel=0.02)
     assert found.rest == pytest.approx(true.rest, rel=0.01)
+    assert found.rest_of(1.0) == found.rest, "no planning was measured"
+
+
+def test_a_preset_that_plans_longer_in_a_replay_is_predicted_to_plan_longer() -> None:
+    """By as many times as the device's run planned longer than its replay took."""
+    config = EngineConfig(device="cpu", workers=2)
+    sizes = sizes_of(open_config(Path("shape:mixtral-8x7b/4")), config, "int4")
+    text = drawn(sizes.header, prompt=32, chunk=32, batch=1, seed=0)
+    costs = Costs((1, 64), (1e-4, 2e-3), (5e-5, 4e-4), link=3e-4, round_trip=1e-4, other=(2e-4, 2e-4))
+    cache = sizes.needs.tiles // 2
+    host, device = (_ran(request, Priced(costs, 2e-3), sizes, text, cache) for request in (HOST, DEVICE))
+    device.run.decode["seconds"]["plan"] = 10 * 1e-3  # of ten steps
+    found = fitted(costs, host, device, sizes, cache, text)
+    assert found.rest_of(found.planned) == pytest.approx(found.rest)
+    assert found.rest_of(3 * found.planned) == pytest.approx(found.rest + 2e-3)
+    assert found.rest_of(0.0) == pytest.approx(max(0.0, found.rest - 1e-3))
 
 
 def _ran(request: PolicyRequest, priced: Priced, sizes: Sizes, text: RecordedText, cache: int) -> Ran:
