@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,8 @@ from shm.mask import Tally
 
 Part = Literal["attention", "read", "plan", "submit", "shared", "device", "link", "wait", "combine", "head"]
 PARTS: tuple[Part, ...] = get_args(Part)
+LAUNCHING: tuple[Part, ...] = ("attention", "shared", "device", "combine", "head")
+TIMED = 16  # of so many steps one is timed by the device's clock: its marks take about 2 us each
 
 
 @dataclass
@@ -153,12 +155,15 @@ class PhaseCounters(Hits):
     late_tiles: int = 0  # demanded while their predicted fetch was under way
     channels: ChannelCounters = field(default_factory=ChannelCounters)
     host_busy: float = 0.0  # seconds, of each layer's longest shard
+    link_busy: float = 0.0  # seconds of copies to the device
+    timed: float = 0.0  # seconds of the steps that the device's own clock has timed
     masked_channels: int = 0  # of the tiles in layers with a mask
     kept_channels: int = 0  # of those, read: some row keeps them
     fidelity: Fidelity = field(default_factory=Fidelity)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.device_seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)  # by the device's clock
         # by part and layer; the last number of each part: outside layers
         self.seconds: dict[Part, list[float]] = {part: [0.0] * (self.layers + 1) for part in PARTS}
 
@@ -177,20 +182,48 @@ class PhaseCounters(Hits):
             self.fidelity.left += weight * tally.left / tally.mass
 
 
+class DeviceClock(Protocol):
+    """What a Device has of a clock."""
+
+    on_host: bool
+
+    def time_mark(self) -> Any:
+        """As of Device."""
+
+    def seconds_between(self, earlier: Any, later: Any) -> float:
+        """As of Device."""
+
+
 class StepClock:
     """Divides a step's time: `mark(part)` adds the time since the previous mark to that part. On an
     asynchronous device a part counts the host's time; the device's own appears where the host waits for it
-    ("read")."""
+    ("read"). There some steps are timed by the device's clock too, by marks in its stream: it computes in the
+    parts of LAUNCHING, and in the others it waits for the host or for tiles."""
 
-    def __init__(self, counters: PhaseCounters) -> None:
-        self._seconds = counters.seconds
-        self._last = time.perf_counter()
+    def __init__(self, counters: PhaseCounters, device: DeviceClock | None = None) -> None:
+        self._counters, self._seconds = counters, counters.seconds
+        self._marks: list[tuple[Part, Any]] = []
+        timed = device is not None and not device.on_host and counters.steps % TIMED == TIMED // 2
+        self._device = device if timed else None
+        self._first = None if self._device is None else self._device.time_mark()
+        self._began = self._last = time.perf_counter()
         self.layer = 0  # to which the time is added
 
     def mark(self, part: Part) -> None:
         now = time.perf_counter()
         self._seconds[part][self.layer] += now - self._last
         self._last = now
+        if self._device is not None:
+            self._marks.append((part, self._device.time_mark()))
+
+    def finish(self) -> None:
+        """The step has ended, and what it has launched was waited for."""
+        if self._device is not None:
+            before = self._first
+            for part, mark in self._marks:
+                self._counters.device_seconds[part] += self._device.seconds_between(before, mark)
+                before = mark
+            self._counters.timed += self._last - self._began
 
 
 class Counters:
@@ -223,6 +256,8 @@ def _tree(c: PhaseCounters, tile_bytes: int, channel_bytes: int) -> dict[str, An
         "late_tiles": c.late_tiles,
         "channels": dict(vars(c.channels)),
         "host_busy_s": c.host_busy,
+        "link_busy_s": c.link_busy,
+        "device_timed": {"of_s": c.timed, "busy_s": sum(c.device_seconds[part] for part in LAUNCHING)},
         "masked_channels": c.masked_channels,
         "kept_channels": c.kept_channels,
         "seconds": {part: sum(seconds) for part, seconds in c.seconds.items()},

@@ -7,7 +7,8 @@ MOST_WORKERS each has more cores instead: a worker costs the coordinator two mes
 
 Workers' sets of cores are disjoint, cover what the process may use, and lie within one NUMA node each where
 there are at least as many workers as nodes. Coordinator and prefetcher are bound to no core: the coordinator
-computes while the workers wait, and the prefetcher copies on any idle core.
+computes while the workers wait, and the prefetcher copies on any idle core. Where a GPU computes, the
+coordinator launches kernels and waits for landings while the workers compute, so one core is left to it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from shm.cgroup import limits
 from shm.kernel_files import contents, entries, parse_cores
 
 MOST_WORKERS = 16  # by default
+LEAST_TO_LEAVE_ONE = 4  # cores: of fewer, one is too large a part of what reads the host's experts
 
 
 @dataclass(frozen=True, order=True)
@@ -69,6 +71,17 @@ class Cores:
 
     def default_workers(self) -> int:
         return min(self.computing, MOST_WORKERS)
+
+    def beside_coordinator(self, workers: int | None) -> Cores:
+        """Those of the workers where the coordinator uses a GPU: one core less, the last of the first node,
+        unless so many `workers` were asked for that each would not have one."""
+        most = self.computing - 1
+        if most + 1 < LEAST_TO_LEAVE_ONE or (workers is not None and workers > most):
+            return self
+        first = min(self.threads)
+        last = max(thread.core for thread in self.threads if thread.node == first.node)
+        others = tuple(t for t in self.threads if (t.node, t.core) != (first.node, last))
+        return Cores(others, None if self.quota is None else self.quota - 1)
 
     def for_workers(self, workers: int) -> tuple[CpuSet, ...]:
         """The cores of each worker, by node. Where there are more workers than threads, some share one."""

@@ -131,6 +131,11 @@ class Supervisor:
             log.info(f"removed what the killed engine {name} had left behind")
         sweep_stores(runtime_root())
         now = await asyncio.to_thread(situation, self.config, self._cores.default_workers())
+        if now.config.device == "cuda":
+            self._cores = self._cores.beside_coordinator(self.config.workers)
+            workers = self.config.workers
+            workers = self._cores.default_workers() if workers is None else workers
+            now = replace(now, config=replace(now.config, workers=workers))
         try:
             plan, lines = await asyncio.to_thread(make_plan, self.model, now)
         except ModelError as e:
@@ -231,7 +236,7 @@ class Supervisor:
         for index, cpus in enumerate(worker_cores):
             config = partial(self._configs.for_worker, self._fingerprint, cpus)
             monitor.add_slot("worker", index, config, threads)
-        if self._configs.slab and self.config.prefetcher == "process":
+        if self._configs.slab and self.config.prefetcher != "thread":
             self._add_prefetcher(monitor)
         if has_tokenizer(self.model):
             tokenizer = partial(self._configs.for_tokenizer, self._fingerprint)

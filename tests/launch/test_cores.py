@@ -229,3 +229,23 @@ async def test_results_do_not_depend_on_the_number_of_nodes(tiny_model: Path, mo
         assert refused == (cores is both)
         caplog.clear()
     np.testing.assert_allclose(scores[0], scores[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("quota", [None, 6.5])
+@pytest.mark.parametrize(("nodes", "cores", "threads"), [(1, 8, 1), (1, 8, 2), (2, 4, 2), (1, 4, 1)])
+def test_one_core_is_left_to_a_coordinator_with_a_gpu(nodes: int, cores: int, threads: int, quota) -> None:
+    here = Cores(machine(nodes, cores, threads), quota)
+    beside = here.beside_coordinator(None)
+    assert beside.computing == here.computing - 1
+    gone = set(here.threads) - set(beside.threads)
+    assert {(thread.node, thread.core) for thread in gone} == {(0, (cores - 1,))}
+    assert len(gone) == threads
+    used = set().union(*sets(beside.for_workers(beside.default_workers())))
+    assert not used & {thread.number for thread in gone}
+    assert here.beside_coordinator(here.computing) is here  # all were asked for
+    assert here.beside_coordinator(here.computing - 1) == beside
+
+
+def test_few_cores_are_all_the_workers() -> None:
+    here = Cores(machine(1, 3))
+    assert here.beside_coordinator(None) is here

@@ -25,6 +25,14 @@ def test_profile_shares_causes_and_hit_rates() -> None:
     assert profile.tiles == 120
 
 
+def test_the_devices_own_clock_goes_before_the_hosts() -> None:
+    tree = decode() | {"device_timed": {"of_s": 0.4, "busy_s": 0.1}, "link_busy_s": 0.6}
+    profile = PhaseProfile(tree, TILE)
+    assert (profile.device_timed, profile.device_busy) == (pytest.approx(0.25), pytest.approx(0.25))
+    assert profile.link_busy == pytest.approx(0.6)
+    assert PhaseProfile(decode(), TILE).device_timed is None
+
+
 def test_moved_bytes_are_tiles_times_tile_size() -> None:
     expected = {"demanded": 50, "predicted": 20, "useful": 12, "late": 5, "wasted": 6}
     moved = PhaseProfile(decode(), TILE).moved
