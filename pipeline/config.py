@@ -25,6 +25,7 @@ FloeName = Literal[
 ]  # fmt: skip
 FormatName = Literal[DenseName, FloeName]
 ExchangeName = Literal["auto", "zmq", "shm"]
+PrefetcherName = Literal["auto", "process", "thread"]
 BackboneDType = Literal["f32", "bf16", "int8", "int4"]
 
 
@@ -52,7 +53,7 @@ class EngineConfig:
     record: Path | None = None  # a new file for the trace of every step's routing; absolute
     seed: int = 0  # of the preset `random` and of requests that give none
     exchange: ExchangeName = "auto"  # of Work with the workers; auto: what was measured to be faster here
-    prefetcher: Literal["process", "thread"] = "process"
+    prefetcher: PrefetcherName = "auto"  # what copies tiles; auto: what was measured as better for a GPU
     keep_store: bool = False
     verify: bool = False  # compare the store's bytes with their checksums before they are used
     listen: str | None = None  # tcp endpoint for clients with a key, beside the local one

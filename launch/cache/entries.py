@@ -157,6 +157,8 @@ def _costs(path: Path) -> Entry:
     size, used = _size_and_time(path)
     if TEMPORARY.fullmatch(path.name):
         return Entry("unfinished", path, size, used, in_use=writer_of(path))
+    if cost_cache.PREFETCHER_FILE.fullmatch(path.name):
+        return Entry("costs", path, size, used, model="every model", setting="process or thread")
     if not cost_cache.FILE_NAME.fullmatch(path.name):
         return _unknown(path)
     entry = Entry("costs", path, size, used, in_use=users(path.parent.parent, path.stem))

@@ -38,6 +38,7 @@ from pipeline.config import (
     EngineConfig,
     ExchangeName,
     FormatName,
+    PrefetcherName,
 )
 from pipeline.models.shapes import PREFIX, SHAPES
 from protocol.keys import RIGHTS
@@ -328,7 +329,7 @@ def _add_sizes(add: Callable[..., object]) -> None:
     add("--kv-tokens", type=at_least(1), metavar="N", help=kv_tokens)
     add("--chunk", type=at_least(1), metavar="N", help="prefill tokens of one step (default: measured)")
     prefetcher = f"what copies tiles to the device (default {default.prefetcher})"
-    add("--prefetcher", choices=("process", "thread"), help=prefetcher)
+    add("--prefetcher", choices=get_args(PrefetcherName), help=prefetcher)
 
 
 def _add_advise(parser: Parser) -> None:

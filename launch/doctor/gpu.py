@@ -114,7 +114,7 @@ async def _ipc(wsl: bool) -> Finding:
     except TrialFailed as e:
         reason = str(e)
     if not reason:
-        means = "the prefetcher can be a process of its own (--prefetcher process, the default)"
+        means = "the prefetcher can be a process of its own, where the first start measures that as better"
         return TOPIC.ok("CUDA IPC works", means)
     means = "the prefetcher cannot be a process of its own" + "; WSL has no CUDA IPC" * wsl
     return TOPIC.problem(f"CUDA IPC does not work: {reason}", means, "start engines with --prefetcher thread")

@@ -83,7 +83,7 @@ def setting_of(engine: Engine, coordinator: CoordinatorConfig) -> cost_cache.Set
         backbone=config.backbone_dtype,
         workers=coordinator.workers.cores,
         kernels="torch" if library is None else library.variant,
-        prefetcher=config.prefetcher,
+        prefetcher=engine.memory.mover.link.kind if engine.memory.exists else config.prefetcher,
         emulation=config.emulation,
     )
 
@@ -175,7 +175,7 @@ class _Probe:
             ticket = self._submit(1)
             started = time.perf_counter()
             # the slots' bytes do not matter
-            landing = (Landed(expert, 0, memory.slab.slot(expert)) for expert in range(count))
+            landing = iter([[Landed(expert, 0, memory.slab.slot(expert)) for expert in range(count)]])
             work = memory.begin(0, nothing_missing, x, DENSE, clock)
             memory.compute(work._replace(share=share, landing=landing), x, clock)
             engine.device.wait(engine.device.fence())

@@ -24,6 +24,7 @@ from protocol.messages import (
     WorkerDied,
 )
 from shm.control import ControlLine
+from workers.copy_trial import Kind
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class FetchLink:
         """`slab`: the slab that every new prefetcher maps; None for a prefetcher thread, which has it.
         `line`: the prefetcher's progress counter; None for a thread. `index`: which prefetcher it is, of
         those that the socket knows. Limits are seconds without progress."""
+        self.kind: Kind = "thread" if slab is None else "process"
         self.notes: tuple[str, ...] = ()  # of the latest prefetcher
         self.refusal = ""  # why it cannot map the slab
         self._socket = socket

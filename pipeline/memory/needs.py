@@ -77,7 +77,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     device = "cuda" if cuda else "cpu"
     workers = 1 if config.workers is None else config.workers
     processes = COORDINATOR[device] + workers * WORKER + PREFETCHER[device] + TOKENIZER
-    second = CONTEXT_BYTES if config.prefetcher == "process" else 0
+    second = CONTEXT_BYTES if config.prefetcher != "thread" else 0
     return Needs(
         format=format,
         store=store,

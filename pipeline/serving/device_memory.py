@@ -17,6 +17,7 @@ from pipeline.experts.fetch_link import FetchLink
 from pipeline.experts.tile_mover import TileMover
 from pipeline.memory.limits import cache_tiles, staging_tiles
 from pipeline.serving.engine_parts import CHILD_LIMIT, EngineParts
+from pipeline.serving.prefetcher_kind import prefetcher_kind
 from protocol.messages import AttachSlab, Needed
 from shm.segment import byte_size, engine_prefix
 from workers.copiers import paced
@@ -81,7 +82,8 @@ def _open(parts: EngineParts) -> SlabAndLink:
     layout, shape = engine.layout, engine.layout.shape
     capacity = cache_tiles(config.options.expert_cache, shape.layers * shape.experts * shape.tiles)
     slots = capacity + staging_tiles(shape.tiles, engine.shape.top_k, layout.head_bytes > 0)
-    own_process = config.options.prefetcher == "process"
+    kind = prefetcher_kind(config.options.prefetcher, device, config.cache, parts.tick)
+    own_process = kind == "process"
     beside = engine.backbone.pending_bytes + device.heads_bytes(layout) + own_process * device.process_bytes
 
     def check() -> None:
@@ -101,7 +103,8 @@ def _open(parts: EngineParts) -> SlabAndLink:
     if not known:
         parts.bind_socket("prefetcher")
     if address is None:
-        return SlabAndLink(slab, capacity, _thread_link(parts, slab, index=0))
+        started = config.slab and config.options.prefetcher != "thread"  # a process, which stays idle
+        return SlabAndLink(slab, capacity, _thread_link(parts, slab, index=int(started)))
     if not known:
         parts.to_supervisor(Needed("prefetcher"))
     line = parts.control.line("prefetcher", 0)

@@ -56,8 +56,9 @@ def engine_parts(folder: Path, device: FakeCudaDevice, store: Store) -> Iterator
     exits, layout = ExitEvents(), store.layout
     options = SimpleNamespace(expert_cache=0.5, prefetcher="process", link_gbps=None)
     config = SimpleNamespace(
-        options=options, runtime=folder, incarnation=0, key=KEY, fingerprint=store.fingerprint
-    )
+        options=options, runtime=folder, incarnation=0, key=KEY, fingerprint=store.fingerprint,
+        cache=folder / "cache", slab=False,
+    )  # fmt: skip
     shape = ModelShape(SHAPE.layers, SHAPE.experts, SHAPE.tiles, 2)
     engine = SimpleNamespace(layout=layout, shape=shape, backbone=SimpleNamespace(pending_bytes=0))
     with ExitStack() as outer, ExitStack() as closing:
@@ -98,6 +99,17 @@ def test_a_thread_copies_where_no_process_can_map_the_slab(place, refused) -> No
     if refused == "handle":
         runtime.failures["cudaIpcGetMemHandle"] = 0
     places_a_tile(DeviceMemoryOpener(parts).open())
+
+
+def test_with_auto_a_thread_copies_beside_an_idle_process(place, monkeypatch) -> None:
+    parts, runtime = place
+    monkeypatch.setattr(device_memory, "prefetcher_kind", lambda *asked: "thread")
+    parts.config.options.prefetcher, parts.config.slab = "auto", True
+    parts.start_prefetcher()  # as the supervisor has
+    memory = DeviceMemoryOpener(parts).open()
+    assert memory.mover.link.kind == "thread"
+    places_a_tile(memory)
+    assert runtime.calls["cudaIpcGetMemHandle"] == 0
 
 
 def test_an_attempt_without_a_prefetcher_is_refused_and_the_next_uses_its_slab(place, monkeypatch) -> None:
