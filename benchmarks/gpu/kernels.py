@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -208,6 +209,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="The CUDA expert kernels on this GPU.")
     parser.add_argument("--quick", action="store_true", help="int4, 1 and 32 rows")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path, help="a file for the figures, JSON, beside the table")
     arguments = parser.parse_args()
     try:
         device = open_device("cuda")
@@ -217,6 +219,8 @@ def main() -> int:
     formats, rows = (("int4",), (1, 32)) if arguments.quick else (FORMATS, ROWS)
     with torch.inference_mode():
         found = measure(device, CudaDevice(in_torch=True), list(SHAPES), formats, rows, FRESH_BYTES)
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
     if arguments.json:
         print(json.dumps(found))
     else:

@@ -1,0 +1,118 @@
+"""Attention on a GPU: each way that the backbone takes, its error against float64, its time and its memory.
+
+    python -m benchmarks.gpu.attention [--out FILE.json]
+
+Decode (one token) and prefill (512 tokens behind others) of 32 query heads in 4 and 8 groups, bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pipeline.backbone.batch import Batch
+from pipeline.backbone.causal import attend_span
+from pipeline.device import open_device
+from pipeline.errors import UsageError
+
+HEADS, WIDTH = 32, 128
+CASES = [(1, 1024), (1, 8192), (512, 1024), (512, 8192)]  # new tokens, all tokens
+GROUPS = (4, 8)  # heads of keys and values
+CALLS = 20
+
+
+@dataclass(frozen=True)
+class Row:
+    tokens: int
+    of: int
+    kv_heads: int
+    way: str
+    error: float  # the largest, against float64
+    microseconds: float
+    megabytes: float  # of memory beside inputs and output
+
+
+def exact(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """[heads, T, width] in float64."""
+    new, total = q.shape[1], keys.shape[1]
+    group = len(q) // len(keys)
+    keys, values = (x.double().repeat_interleave(group, 0) for x in (keys, values))
+    scores = q.double() @ keys.transpose(1, 2) * WIDTH**-0.5
+    places = torch.arange(total, device=q.device)
+    scores.masked_fill_(places[total - new :, None] < places, -torch.inf)
+    return scores.softmax(2) @ values
+
+
+def ways(q: Tensor, keys: Tensor, values: Tensor):  # type: ignore[no-untyped-def]
+    """By name, functions that return [heads, T, width]."""
+    new, total = q.shape[1], keys.shape[1]
+    if new == 1:
+        grouped = q.view(len(keys), -1, WIDTH)
+        attend = functional.scaled_dot_product_attention
+        yield "grouped rows", lambda: attend(grouped[None], keys[None], values[None]).view(HEADS, 1, WIDTH)
+        return
+    places = torch.arange(total, device=q.device)
+    mask = places[total - new :, None] >= places
+    for name, flash in (("flash", True), ("with a mask", False)):
+        batch = cast(Batch, SimpleNamespace(flash=flash, stored=True, masks={None: [mask]}))
+        yield name, lambda batch=batch: attend_span(q, keys, values, batch, 0, None).transpose(0, 1)
+
+
+def measure() -> list[Row]:
+    rows, there = [], torch.device("cuda")
+    for new, total in CASES:
+        for kv_heads in GROUPS:
+            q = torch.randn(HEADS, new, WIDTH, device=there, dtype=torch.bfloat16)
+            keys, values = (
+                torch.randn(kv_heads, total, WIDTH, device=there, dtype=torch.bfloat16) for _ in "kv"
+            )
+            expected = exact(q, keys, values)
+            for name, way in ways(q, keys, values):
+                error = float((way().double() - expected).abs().max())
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                began.record()
+                for _ in range(CALLS):
+                    way()
+                ended.record()
+                torch.cuda.synchronize()
+                peak = (torch.cuda.max_memory_allocated() - before) / 1e6
+                rows.append(
+                    Row(new, total, kv_heads, name, error, began.elapsed_time(ended) * 1e3 / CALLS, peak)
+                )
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, help="a file for the figures, JSON")
+    arguments = parser.parse_args()
+    try:
+        open_device("cuda")  # which sets torch up as an engine does
+    except UsageError as e:
+        print(e, file=sys.stderr)
+        return 2
+    with torch.inference_mode():
+        rows = measure()
+    for row in rows:
+        print(
+            f"{row.tokens:5} of {row.of:5}, {row.kv_heads} kv heads, {row.way:13}: error {row.error:.4f},"
+            f" {row.microseconds:8.1f} us, {row.megabytes:8.1f} MB"
+        )
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,95 @@
+"""The check on a GPU (benchmarks/gpu) on machines without one: its stages' limits and report, and what it
+measures, on the stand-in."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fake_gpu import PACKAGES, fake_runtime
+
+from benchmarks.gpu import __main__ as check
+from benchmarks.gpu import primitives
+from benchmarks.gpu.__main__ import STAGES, Stage, run_all
+from launch.command_line.options import parse
+from workers import copy_trial
+
+
+def python(name: str, code: str, limit: float = 30.0, *, gpu: bool = False) -> Stage:
+    return Stage("facts", name, (sys.executable, "-c", code), limit, gpu=gpu)
+
+
+def test_stages_end_at_their_limits_and_the_next_go_on(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(check, "missing_gpu", lambda: "torch sees no CUDA device")
+    stages = [
+        python("fails", "print('words'); raise SystemExit(3)"),
+        python("hangs", "import time; time.sleep(60)", 0.3),
+        Stage("facts", "absent", ("/nonexistent/program",), 5, gpu=False),
+        python("on-gpu", "raise SystemExit(1)", gpu=True),
+        Stage(
+            "facts",
+            "writes",
+            (sys.executable, "-c", "import sys; open(sys.argv[1], 'w').write('{}')", check.FIGURES),
+            30,
+            gpu=False,
+        ),
+    ]
+    run_all(stages, tmp_path)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert {one["name"]: one["ended"] for one in report} == {
+        "fails": "failed: exit code 3",
+        "hangs": "stopped after 0 s",
+        "absent": "not started: No such file or directory",
+        "on-gpu": "skipped: torch sees no CUDA device",
+        "writes": "passed",
+    }
+    assert (tmp_path / "fails.txt").read_text() == "words\n"
+    assert (tmp_path / "writes.json").read_text() == "{}"
+    assert capsys.readouterr().err.endswith("no GPU: 1 of 5 stages were skipped: torch sees no CUDA device\n")
+
+
+def test_a_command_has_a_limit_of_its_own(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(check, "missing_gpu", lambda: "")
+    monkeypatch.setattr(check, "COMMAND_LIMIT", 1.5)
+    began = time.monotonic()
+    ended = [
+        one.ended
+        for one in run_all([python("first", "import time; time.sleep(9)"), python("late", "")], tmp_path)
+    ]
+    assert ended[0].startswith("stopped after")
+    assert ended[1] == "skipped: no time is left"
+    assert time.monotonic() - began < 9
+
+
+def test_stages_have_names_of_their_own_and_limits_within_their_commands() -> None:
+    assert len({stage.name for stage in STAGES}) == len(STAGES)
+    assert {stage.command for stage in STAGES} == {"facts", "primitives", "engine"}
+    assert all(0 < stage.limit <= check.COMMAND_LIMIT for stage in STAGES)
+
+
+def test_the_engines_commands_are_understood() -> None:
+    lines = [stage.words[2:] for stage in STAGES if stage.words[1] == "launch.py"]
+    assert len(lines) >= 6
+    for words in lines:
+        parse(list(words))
+
+
+@pytest.mark.parametrize("part", ["copies", "locking", "latencies", "host"])
+def test_primitives_are_measured_and_give_everything_back(part: str, monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{PACKAGES}")
+    monkeypatch.setattr(primitives, "SIZES", (4096, 1 << 16))
+    monkeypatch.setattr(primitives, "REPEATS", 1)
+    monkeypatch.setattr(primitives, "LARGEST", 1 << 16)
+    monkeypatch.setattr(copy_trial, "TILE", 8192)
+    monkeypatch.setattr(copy_trial, "SOURCE", 1 << 16)
+    sizes = {"locking": (1 << 16,), "host": (1 << 16, 0.02)}.get(part, ())
+    with fake_runtime() as runtime:
+        rows = primitives.PARTS[part](*sizes)
+        assert rows
+        for row in rows:
+            numbers = [value for name, value in row.items() if isinstance(value, float)]
+            assert all(number > 0 for number in numbers), row
+        assert runtime.leftovers() == {}
