@@ -4,7 +4,7 @@ and the routed weight that an approximation left out."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
@@ -200,7 +200,14 @@ class StepClock:
     ("read"). There some steps are timed by the device's clock too, by marks in its stream: it computes in the
     parts of LAUNCHING, and in the others it waits for the host or for tiles."""
 
-    def __init__(self, counters: PhaseCounters, device: DeviceClock | None = None) -> None:
+    def __init__(
+        self,
+        counters: PhaseCounters,
+        device: DeviceClock | None = None,
+        copied: Callable[[], tuple[int, float]] = lambda: (0, 0.0),
+    ) -> None:
+        """`copied`: the tiles that were moved so far, and the seconds of that."""
+        self._copied, (_, self._before) = copied, copied()
         self._counters, self._seconds = counters, counters.seconds
         self._marks: list[tuple[Part, Any]] = []
         timed = device is not None and not device.on_host and counters.steps % TIMED == TIMED // 2
@@ -216,8 +223,10 @@ class StepClock:
         if self._device is not None:
             self._marks.append((part, self._device.time_mark()))
 
-    def finish(self) -> None:
-        """The step has ended, and what it has launched was waited for."""
+    def finish(self, part: Part) -> None:
+        """As `mark`, where the step has ended and what it has launched was waited for."""
+        self.mark(part)
+        self._counters.link_busy += self._copied()[1] - self._before
         if self._device is not None:
             before = self._first
             for part, mark in self._marks:

@@ -35,7 +35,7 @@ from workers.kernels.cuda.experts import CudaExperts
 from workers.kernels.native import best
 
 LAUNCH = 4e-6  # seconds of a driver's call from Python; estimated
-CALLS = 30 + 8  # a layer: attention, norms and router by torch; experts
+CALLS = 20 + 10  # a layer: attention, norms and router by torch; kernels and copies of experts
 READ = 1 << 29  # bytes
 HEAD = 0.3e-3  # seconds a token: head, sampling, messages; estimated
 REPEATS = 300

@@ -56,13 +56,13 @@ class Backbone:
         self._precision = precision
         self._materializing = threading.Lock()
         self._scratch = Kept()  # of the layers' kernels on the host
-        self._device = device = precision.device.torch_device
+        self._device = precision.device.torch_device
         architecture = architecture_of(source.config)
         with source.tensors() as tensors, ThreadPoolExecutor(1 + READERS) as pool:
             fused = source.fused
             # Submitted first: it may import transformers, which takes a second.
-            width = spec.attention.rope_dim
-            rope = pool.submit(RopeTables, spec.rope, source.config, width, context, device, precision.cache)
+            width, there = spec.attention.rope_dim, precision.device
+            rope = pool.submit(RopeTables, spec.rope, source.config, width, context, there, precision.cache)
             specs = [architecture.layer(spec, i, fused) for i in range(spec.layers)]
             weights = [Weights(layer_specs, tensors, precision) for layer_specs in specs]
             loading = pool.map(self._load_layer, range(spec.layers), weights)
@@ -157,7 +157,7 @@ class Backbone:
         """Lay the spans' tokens out as rows, with the rotary factors and masks that all layers share."""
         tokens = [t for s in spans for t in s.tokens]
         positions = [(range(s.kv.length, s.kv.length + len(s.tokens)), s.kv.long) for s in spans]
-        placed = torch.tensor(tokens, device=self._device)
+        placed = self._precision.device.from_host(torch.tensor(tokens).numpy())
         rope_rows, flash = self._rope.rows(positions), self._precision.device.flash
         return Batch(spans, len(tokens), placed, self._rope, rope_rows, self._masks, flash)
 

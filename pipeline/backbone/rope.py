@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.backbone.disk_cache import BackboneCache
+from pipeline.device import Device
 from pipeline.errors import ModelError
 from pipeline.models.config_keys import Config
 from pipeline.models.spec import Rope
@@ -29,7 +30,7 @@ class RopeTables:
         config: Config,
         width: int,
         context: int,
-        device: torch.device,
+        device: Device,
         cache: BackboneCache | None,
     ) -> None:
         """`width`: numbers of a head that are rotated; `cache`: keeps frequencies between starts, since
@@ -38,8 +39,9 @@ class RopeTables:
         tables = [_table(rope, config, width, context, long, cache) for long in lengths]
         self._context = context
         # [context, 1, width], followed by as many rows for long sequences
-        self._cos = torch.cat([cos for cos, _ in tables]).to(device)[:, None]
-        self._sin = torch.cat([sin for _, sin in tables]).to(device)[:, None]
+        self._upload = device.from_host
+        self._cos = torch.cat([cos for cos, _ in tables]).to(device.torch_device)[:, None]
+        self._sin = torch.cat([sin for _, sin in tables]).to(device.torch_device)[:, None]
 
     def rows(self, positions: Sequence[tuple[range, bool]]) -> list[int]:
         """Row numbers of ranges of positions, each with whether its sequence is long: [R]."""
@@ -47,7 +49,7 @@ class RopeTables:
 
     def __getitem__(self, rows: list[int]) -> tuple[Tensor, Tensor]:
         """Cosines and sines [R, 1, width]; the sines of the first half are negated."""
-        places = torch.tensor(rows, device=self._cos.device)
+        places = self._upload(np.array(rows, np.int64))
         return self._cos[places], self._sin[places]
 
     def addresses(self, rows: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

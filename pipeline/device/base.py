@@ -58,8 +58,12 @@ class SlabMemory(ABC):
             return self.slot(int(slots[0]))[int(at[0]) * size : (int(at[-1]) + 1) * size]
         whole = self.all_slots
         every = whole[:, : each * size].view(len(whole), each, size)
-        found: Tensor = every[_index(slots).to(whole.device), _index(at).to(whole.device)]
-        return found.flatten()
+        chosen: Tensor = every[tuple(self.upload(np.stack([slots, at]).astype(np.int64)))]
+        return chosen.flatten()
+
+    @abstractmethod
+    def upload(self, array: NDArray[Any]) -> Tensor:
+        """As `Device.from_host`."""
 
     @abstractmethod
     def address(self) -> AttachSlab:
@@ -166,8 +170,9 @@ class Device(ABC):
         arrays may share the tensors' memory and are valid until those change."""
 
     @abstractmethod
-    def from_host(self, array: NDArray[np.float32]) -> Tensor:
-        """A float32 array on the device. The array must not change until the next `to_host`."""
+    def from_host(self, array: NDArray[Any]) -> Tensor:
+        """An array on the device, by a copy that waits for nothing. The array must not change until the next
+        `to_host`."""
 
     def free_cached(self) -> None:  # noqa: B027 - a device without an allocator of its own keeps nothing
         """After an allocation failed: return memory that the device's allocator keeps for later ones."""
@@ -214,9 +219,3 @@ def heads_of(store: Store, layer: int) -> NDArray[np.uint8]:
     first = layout.head_offset(layer, 0)
     whole = store.all_tiles()[first : first + layout.head_stride * layout.shape.experts]
     return whole.reshape(layout.shape.experts, layout.head_stride)
-
-
-def _index(numbers: NDArray[np.int32]) -> Tensor:
-    import torch
-
-    return torch.from_numpy(numbers.astype(np.int64))

@@ -7,6 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,6 +61,9 @@ class CpuSlab(SlabMemory):
 
     def slot(self, index: int) -> Tensor:
         return self._tensors[index]
+
+    def upload(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array)
 
     def address(self) -> AttachSlab:
         return AttachSlab("shm", self._name.encode(), 0, self.slots, self.slot_bytes)
@@ -150,7 +154,7 @@ class CpuDevice(Device):
     def to_host(self, *tensors: Tensor) -> tuple[NDArray[np.float32], ...]:
         return tuple(t.numpy() for t in tensors)
 
-    def from_host(self, array: NDArray[np.float32]) -> Tensor:
+    def from_host(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array)
 
     def fence(self) -> Fence:

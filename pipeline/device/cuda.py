@@ -62,6 +62,8 @@ from workers.kernels.reference_channels import ReferenceChannels
 BLOCK = 1 << 21  # cudaMalloc places smaller allocations in a shared block, and IPC exports whole blocks
 FLASH = (8, 0)  # the least compute capability with flash attention
 FLOAT = 4  # bytes
+# Of arrays that are copied to the device.
+DTYPES = {"float32": torch.float32, "int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8}
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +88,8 @@ def _allocated(address: int, size: int, device: int) -> Tensor:
 class CudaSlab(SlabMemory):
     """One cudaMalloc, so that its IPC handle exports this slab and nothing else."""
 
-    def __init__(self, device: int, slots: int, slot_bytes: int) -> None:
-        self.slots = slots
+    def __init__(self, device: int, slots: int, slot_bytes: int, upload: Callable[..., Tensor]) -> None:
+        self.slots, self._upload = slots, upload
         self.slot_bytes = -(-slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         self._used = slot_bytes
         self._device = device
@@ -104,6 +106,9 @@ class CudaSlab(SlabMemory):
 
     def slot(self, index: int) -> Tensor:
         return self._tensors[index]
+
+    def upload(self, array: NDArray[Any]) -> Tensor:
+        return self._upload(array)
 
     def address(self) -> AttachSlab:
         handle = ipc_handle(self._address)
@@ -125,6 +130,10 @@ class CudaSlab(SlabMemory):
 
 class TorchKernel(ReferenceKernel, TileByTile):
     """Plain torch operations, tile by tile: formats without CUDA kernels, and where those cannot be had."""
+
+    def __init__(self, layout: StoreLayout, upload: Callable[[NDArray[Any]], Tensor]) -> None:
+        super().__init__(layout)
+        self.upload = upload
 
 
 class FewRows:
@@ -175,7 +184,7 @@ class CudaDevice(Device):
         self._launchers: dict[Program, CudaLauncher] = {}
 
     def expert_kernel(self, layout: StoreLayout) -> DeviceKernel:
-        in_torch, program = TorchKernel(layout), self._program(layout.format)
+        in_torch, program = TorchKernel(layout, self.from_host), self._program(layout.format)
         if program is None or self._in_torch:
             return in_torch
         try:
@@ -193,7 +202,7 @@ class CudaDevice(Device):
     def _launcher(self, program: Program) -> CudaLauncher:
         """The compiled kernels. Raises CudaError."""
         if program not in self._launchers:
-            self._launchers[program] = CudaLauncher(program, self.torch_device, self._cache)
+            self._launchers[program] = CudaLauncher(program, self.torch_device, self._cache, self.from_host)
         return self._launchers[program]
 
     def channel_kernel(self, layout: StoreLayout) -> DeviceChannelKernel:
@@ -243,7 +252,8 @@ class CudaDevice(Device):
         return torch.cuda.current_stream(self.torch_device).cuda_stream
 
     def to_host(self, *tensors: Tensor) -> tuple[NDArray[np.float32], ...]:
-        joined = torch.cat([t.reshape(len(t), -1) for t in tensors], dim=1)
+        flat = [t.reshape(len(t), -1) for t in tensors]
+        joined = flat[0].contiguous() if len(flat) == 1 else torch.cat(flat, dim=1)
         # An array, not a tensor: a tensor that inference mode has made cannot be written outside it.
         pinned = self._to_host.array(joined.numel() * FLOAT)
         kind, stream = constant("cudaMemcpyKind").cudaMemcpyDeviceToHost, self._stream
@@ -256,10 +266,10 @@ class CudaDevice(Device):
         parts = np.split(pinned.view(np.float32).reshape(joined.shape).copy(), columns, axis=1)
         return tuple(np.ascontiguousarray(p).reshape(t.shape) for p, t in zip(parts, tensors, strict=True))
 
-    def from_host(self, array: NDArray[np.float32]) -> Tensor:
+    def from_host(self, array: NDArray[Any]) -> Tensor:
         pinned = self._from_host.take(array.nbytes)
-        pinned.view(np.float32)[:] = array.reshape(-1)
-        tensor = torch.empty(array.shape, dtype=torch.float32, device=self.torch_device)
+        pinned.view(array.dtype)[:] = array.reshape(-1)
+        tensor = torch.empty(array.shape, dtype=DTYPES[array.dtype.name], device=self.torch_device)
         kind = constant("cudaMemcpyKind").cudaMemcpyHostToDevice
         call("cudaMemcpyAsync", tensor.data_ptr(), pinned.ctypes.data, pinned.nbytes, kind, self._stream)
         return tensor
@@ -303,7 +313,7 @@ class CudaDevice(Device):
     def open_slab(
         self, name: str, slots: int, slot_bytes: int, tick: Callable[[], None] = lambda: None
     ) -> SlabMemory:
-        return CudaSlab(self.torch_device.index, slots, slot_bytes)
+        return CudaSlab(self.torch_device.index, slots, slot_bytes, self.from_host)
 
     def close(self) -> None:
         call("cudaDeviceSynchronize")

@@ -9,24 +9,32 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.arrays import FloatArray, IntArray
 
 TileOutput = Callable[[int, int, Tensor, Tensor], Tensor]
+Upload = Callable[[NDArray[Any]], Tensor]  # as `Device.from_host`
 
 
 class TileSums:
     """The sum so far."""
 
     def __init__(
-        self, x: Tensor, offsets: IntArray, rows: IntArray, weights: FloatArray, output: TileOutput
+        self,
+        x: Tensor,
+        offsets: IntArray,
+        rows: IntArray,
+        weights: FloatArray,
+        output: TileOutput,
+        upload: Upload,
     ) -> None:
         """Arguments as of `DeviceKernel.begin`. `output`: of an item's tile with these bytes for rows of x
         (int64 [n]), float32 [n, H], a new tensor."""
-        every = torch.from_numpy(rows.astype(np.int64)).to(x.device)
+        every = upload(rows.astype(np.int64))
         self._x, self._output = x, output
-        self._weights = torch.from_numpy(weights[:, None]).to(x.device)
+        self._weights = upload(weights[:, None])
         self._places = list(pairwise(offsets.tolist()))
         self._rows = [every[start:end] for start, end in self._places]
         self._sums: dict[int, Tensor] = {}  # of an item
@@ -49,6 +57,8 @@ class TileSums:
 class TileByTile(ABC):
     """A DeviceKernel that computes one tile at a time."""
 
+    upload: Upload = staticmethod(torch.from_numpy)
+
     @abstractmethod
     def activations(self, x: Tensor) -> Any:
         """x, float32 [R, H], in the form that `compute` reads; once per layer."""
@@ -63,6 +73,8 @@ class TileByTile(ABC):
     ) -> TileSums:
         """As of DeviceKernel."""
         inputs = self.activations(x)
-        return TileSums(
-            x, offsets, rows, weights, lambda _item, _tile, data, chosen: self.compute(data, inputs, chosen)
-        )
+
+        def output(item: int, tile: int, data: Tensor, chosen: Tensor) -> Tensor:
+            return self.compute(data, inputs, chosen)
+
+        return TileSums(x, offsets, rows, weights, output, self.upload)

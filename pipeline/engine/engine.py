@@ -129,7 +129,7 @@ class Engine:
         counters = self.counters.phases[phase]
         self.memory.count_in(counters)
         self.poll_children()
-        clock = StepClock(counters)
+        clock = StepClock(counters, self.device, self.memory.copied)
         sequences = tuple(item.span.kv.id for item in inputs for _ in item.span.tokens)
         self.timing.begin_step(len(sequences))
         driver.use_costs(self.timing.costs)
@@ -173,7 +173,7 @@ class Engine:
         if driver.end_step(*counters.prefetched, self.timing.end_step()):
             log.info(driver.prefetch.status)
         answers = self._head(h, inputs)
-        clock.mark("head")
+        clock.finish("head")
         for observer in self.observers:
             observer.end()
         return answers
@@ -183,6 +183,6 @@ class Engine:
         wanted, counts = logit_rows(inputs)
         if not wanted:
             return [np.empty((0, self.backbone.spec.vocabulary), np.float32) for _ in inputs]
-        rows = h if len(wanted) == len(h) else h[torch.tensor(wanted, device=h.device)]
+        rows = h if len(wanted) == len(h) else h[self.device.from_host(np.array(wanted, np.int64))]
         (logits,) = self.device.to_host(self.backbone.head(rows))
         return np.split(logits, np.cumsum(counts)[:-1])

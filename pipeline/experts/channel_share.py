@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -102,7 +101,7 @@ class ChannelMemory(DeviceMemory):
         self.channels.counters.named_experts += len(named)
         wanted = share.items[:, 1] < share.items[:, 2]
         share = share.take(np.flatnonzero(wanted).tolist())
-        masked = self._masked(layer, share, self.kernel.activations(x), rows_of(share, x), mask)
+        masked = self._masked(layer, share, self.kernel.activations(x), mask)
         for expert, there, _ in share.items.tolist():
             found = masked.experts[expert]
             self.channels.predict(layer, expert, found.kept[found.tiles[there] :])
@@ -123,7 +122,7 @@ class ChannelMemory(DeviceMemory):
             masked = MaskedLayer(mask, cuts={expert: cut for expert, _, cut in items})
             return DeviceWork(layer, share, self._stream(layer, wanted, missing), missing, masked)
         clock.mark("submit")
-        masked = self._masked(layer, share, self.kernel.activations(x), rows_of(share, x), mask)
+        masked = self._masked(layer, share, self.kernel.activations(x), mask)
         clock.mark("device")
         whole, chosen = [], []
         for expert, lo, cut in items:
@@ -139,8 +138,8 @@ class ChannelMemory(DeviceMemory):
         return DeviceWork(layer, share, landing, missing, masked)
 
     def _both(
-        self, layer: int, whole: Iterator[Landed], chosen: list[Wanted], missing: list[Missing]
-    ) -> Iterator[Landed]:
+        self, layer: int, whole: Iterator[list[Landed]], chosen: list[Wanted], missing: list[Missing]
+    ) -> Iterator[list[Landed]]:
         yield from whole
         gone = {item.expert: place for place, item in enumerate(missing)}
         for item in chosen:
@@ -150,16 +149,14 @@ class ChannelMemory(DeviceMemory):
         there = [item for item in chosen if item.expert not in gone]
         yield from self._chosen(self.channels.demand(layer, there, missing))
 
-    def _chosen(self, landing: Iterator[LandedChannels]) -> Iterator[Landed]:
+    def _chosen(self, landing: Iterator[LandedChannels]) -> Iterator[list[Landed]]:
         size = self._layout.tile_bytes // self._tile
         for expert, tile, places in landing:
-            yield Landed(expert, tile, self.slab.records(places, size, self._tile))
+            yield [Landed(expert, tile, self.slab.records(places, size, self._tile))]
 
-    def _masked(
-        self, layer: int, share: Share, inputs: Any, rows: dict[int, Tensor], mask: Mask
-    ) -> MaskedLayer:
+    def _masked(self, layer: int, share: Share, inputs: Any, mask: Mask) -> MaskedLayer:
         """u of the share's tiles, and the masks' channels on the host, in one copy."""
-        found = MaskedLayer(mask)
+        found, rows = MaskedLayer(mask), rows_of(share, self.mover.device)
         us, sums = [], []
         for expert, _, cut in share.items.tolist():
             u = self.kernel.up(self._up(layer, expert, cut), inputs, rows[expert])
@@ -171,13 +168,17 @@ class ChannelMemory(DeviceMemory):
                 size.masked_fill(kept, 0).view(by_tile).double().sum(dim=(0, 2)).float()[None],
             ]
             us.append(u.masked_fill_(~kept, 0))
-        on_host = iter(self.mover.device.to_host(*sums) if sums else ())
-        for (expert, _, cut), u in zip(share.items.tolist(), us, strict=True):
-            channels = np.flatnonzero(next(on_host)[0]).astype(np.int32)
-            tiles = np.searchsorted(channels, np.arange(cut + 1) * self._tile).astype(np.int32)
-            chosen = u[:, torch.from_numpy(channels.astype(np.int64)).to(u.device)]
-            mass, left = next(on_host)[0], next(on_host)[0]
-            found.experts[expert] = MaskedExpert(channels, tiles, mass, left, u, chosen)
+        if not us:
+            return found
+        on_host = self.mover.device.to_host(*sums)
+        chosen = [np.flatnonzero(marks[0]).astype(np.int32) for marks in on_host[::3]]
+        ends = np.cumsum([len(channels) for channels in chosen]).tolist()
+        every = self.mover.device.from_host(np.concatenate(chosen).astype(np.int64))
+        masses, left = ([numbers[0] for numbers in on_host[part::3]] for part in (1, 2))
+        for i, (expert, _, cut) in enumerate(share.items.tolist()):
+            tiles = np.searchsorted(chosen[i], np.arange(cut + 1) * self._tile).astype(np.int32)
+            of_u = us[i][:, every[ends[i] - len(chosen[i]) : ends[i]]]
+            found.experts[expert] = MaskedExpert(chosen[i], tiles, masses[i], left[i], us[i], of_u)
         return found
 
     def _up(self, layer: int, expert: int, tiles: int) -> Tensor:
@@ -190,7 +191,8 @@ class ChannelMemory(DeviceMemory):
         def output(item: int, tile: int, data: Tensor, rows: Tensor) -> Tensor:
             return self._output(work, experts[item], tile, data, inputs, rows)
 
-        return TileSums(x, share.offsets, share.rows, share.weights, output)
+        upload = self.mover.device.from_host
+        return TileSums(x, share.offsets, share.rows, share.weights, output, upload)
 
     def _output(
         self, work: DeviceWork, expert: int, tile: int, data: Tensor, inputs: Any, rows: Tensor

@@ -87,15 +87,15 @@ class DeviceMemory:
             if resident:
                 self.mover.used(layer, expert, resident)
 
-    def _stream(self, layer: int, wanted: list[Missing], missing: list[Missing]) -> Iterator[Landed]:
+    def _stream(self, layer: int, wanted: list[Missing], missing: list[Missing]) -> Iterator[list[Landed]]:
         """Order whole tiles, at once."""
         landing = self.mover.stream(layer, wanted, missing) if wanted else iter(())
         tiles = {item.expert: iter(range(item.lo, item.hi)) for item in wanted}
 
-        def give() -> Iterator[Landed]:
-            for expert, slot in landing:
-                self.mover.counters.fetched_tiles += 1
-                yield Landed(expert, next(tiles[expert]), self.slab.slot(slot))
+        def give() -> Iterator[list[Landed]]:
+            for group in landing:
+                self.mover.counters.fetched_tiles += len(group)
+                yield [Landed(expert, next(tiles[expert]), self.slab.slot(slot)) for expert, slot in group]
 
         return give()
 
@@ -116,9 +116,9 @@ class DeviceMemory:
         self.resident_marks = began, device.time_mark()
         clock.mark("device")
         place = {expert: item for item, (expert, _, _) in enumerate(items)}
-        for expert, tile, data in work.landing:
+        for group in work.landing:
             clock.mark("link")
-            layer.add([(place[expert], tile, data)])
+            layer.add([(place[expert], tile, data) for expert, tile, data in group])
             clock.mark("device")
         clock.mark("link")
         y = layer.result()

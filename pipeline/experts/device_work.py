@@ -7,9 +7,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from pipeline.device import Device
 from pipeline.experts.shares import Missing, Share
 
 
@@ -27,13 +27,13 @@ class DeviceWork(NamedTuple):
 
     layer: int
     share: Share
-    landing: Iterator[Landed]
+    landing: Iterator[list[Landed]]  # tiles that are computed together
     missing: list[Missing]
     masked: Any = None  # what the memory has found of the layer's masks, for itself
 
 
-def rows_of(share: Share, x: Tensor) -> dict[int, Tensor]:
-    """Of each expert of a share: its rows, int64, where x is."""
-    every = torch.from_numpy(share.rows.astype(np.int64)).to(x.device)
+def rows_of(share: Share, device: Device) -> dict[int, Tensor]:
+    """Of each expert of a share: its rows, int64, on the device."""
+    every = device.from_host(share.rows.astype(np.int64))
     experts, places = share.items[:, 0].tolist(), pairwise(share.offsets.tolist())
     return {expert: every[start:end] for expert, (start, end) in zip(experts, places, strict=True)}

@@ -20,7 +20,7 @@ from pipeline.device import Device
 from pipeline.experts.expert_cache import ExpertCache
 from pipeline.experts.fetch_link import DEMANDED, PLACED, PREDICTED, FetchLink, Order
 from pipeline.experts.shares import Missing
-from pipeline.experts.tile_orders import BackgroundOrder, Demand, Prediction
+from pipeline.experts.tile_orders import BackgroundOrder, Demand, LandedTiles, Prediction
 from pipeline.policies.view import Target
 
 RESTART_LIMIT = 10.0  # seconds that `wait_idle` waits for a new prefetcher
@@ -139,11 +139,10 @@ class TileMover:
 
     def stream(
         self, layer: int, missing: Iterable[Missing], unfetched: list[Missing]
-    ) -> Iterator[tuple[int, int]]:
-        """Fetch tiles on demand. Yields (expert, slot) for each tile once it has landed, in the order of the
-        link: first those of a background order, then the others as they are given. A slot that the target
-        does not keep may be read until the iterator advances. `unfetched`: tiles not fetched because the
-        prefetcher exited, the last of their expert."""
+    ) -> Iterator[list[tuple[int, int]]]:
+        """Fetch tiles on demand. Yields (expert, slot) of landed tiles by groups (`LandedTiles`), those of
+        background orders first. A slot that is not kept may be read until the iterator advances. `unfetched`:
+        tiles not fetched because the prefetcher exited, the last of their expert."""
         items = {item.expert: item for item in missing}
         self._streamed = {(layer, expert) for expert in items}
         for item in items.values():
@@ -156,7 +155,8 @@ class TileMover:
 
     def _landings(
         self, layer: int, wanted: deque[Missing], running: deque[Demand], unfetched: list[Missing]
-    ) -> Iterator[tuple[int, int]]:
+    ) -> Iterator[list[tuple[int, int]]]:
+        landed = LandedTiles.of(running, wanted, self.device.on_host)
         while running:
             demand = running.popleft()
             order, entry = demand.order, demand.background
@@ -170,17 +170,17 @@ class TileMover:
                     entry = None
                     break
                 self.demanded += 1
-                if self.cache.land(layer, order.expert, order.lo + index, slot):
-                    yield order.expert, slot
-                else:
+                kept = self.cache.land(layer, order.expert, order.lo + index, slot)
+                if not kept:
                     self.cache.begin_use(slot)
-                    yield order.expert, slot
-                    self.cache.end_use(slot)
+                landed.add(order.expert, slot, kept)
+                if landed.due(bool(wanted)) and (yield from landed.give(self.cache.end_use)):
                     self._demand(layer, wanted, running)
             if entry is not None:  # `update` books what it brings beyond the demand
                 entry.booked = demand.tiles.stop
                 self._background[layer, order.expert] = entry
             if not running:
+                yield from landed.give(self.cache.end_use)
                 self._demand(layer, wanted, running)
         unfetched.extend(wanted)
         wanted.clear()

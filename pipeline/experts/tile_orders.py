@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
+from typing import Self
 
 from pipeline.counters import PhaseCounters, PrefetchedTiles
 from pipeline.experts.fetch_link import Order
+from pipeline.experts.shares import Missing
 
 
 @dataclass
@@ -80,3 +83,44 @@ class Demand:
     order: Order
     tiles: range  # of the order's
     background: BackgroundOrder | None = None  # what it was before, where it has other tiles
+
+
+@dataclass
+class LandedTiles:
+    """Demanded tiles of a layer that have landed and were not given to the device yet. It computes each by
+    itself, or all in two parts: where launches cost more than tiles, few of them are made, and the last part
+    is small, because the layer waits for it."""
+
+    number: int  # of the layer's demanded tiles
+    each: bool
+    landed: int = 0
+    tiles: list[tuple[int, int]] = field(default_factory=list)  # expert, slot
+    used: list[int] = field(default_factory=list)  # of the slots, those that are not kept
+
+    @classmethod
+    def of(cls, running: Iterable[Demand], wanted: Iterable[Missing], each: bool) -> Self:
+        """Of the tiles that these bring."""
+        tiles = sum(len(demand.tiles) for demand in running) + sum(item.hi - item.lo for item in wanted)
+        return cls(tiles, each)
+
+    def add(self, expert: int, slot: int, kept: bool) -> None:
+        self.landed += 1
+        self.tiles.append((expert, slot))
+        if not kept:
+            self.used.append(slot)
+
+    def due(self, waiting: bool) -> bool:
+        """Whether to give them now. `waiting`: other tiles wait for slots."""
+        first = self.number - self.number // 4
+        return self.each or self.landed == first or (waiting and bool(self.used))
+
+    def give(self, end_use: Callable[[int], None]) -> Generator[list[tuple[int, int]], None, bool]:
+        """Yield them, if there are any, and then end the use of slots that are not kept. Returns whether
+        there were such slots."""
+        if self.tiles:
+            yield self.tiles
+        for slot in self.used:
+            end_use(slot)
+        freed = bool(self.used)
+        self.tiles, self.used = [], []
+        return freed

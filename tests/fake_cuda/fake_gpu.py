@@ -6,11 +6,11 @@ import ctypes
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import pytest
@@ -96,15 +96,26 @@ def _allocated(address: int, size: int, device: int) -> Tensor:
 def fake_device(seed: int = 0) -> Iterator[tuple[FakeCudaDevice, FakeRuntime]]:
     """The device, and its runtime."""
     with fake_runtime(seed) as runtime, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "_allocated", _allocated)
+        with cuda_device(lambda: FakeCudaDevice(runtime), runtime) as device:
+            yield device, runtime
+
+
+Made = TypeVar("Made", bound=cuda.CudaDevice)
+
+
+@contextmanager
+def cuda_device(make: Callable[[], Made], runtime: FakeRuntime) -> Iterator[Made]:
+    """A device `cuda` where torch has none. It gives back all that it took."""
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
         patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
-        patch.setattr(cuda, "_allocated", _allocated)
         flags = torch.backends.cuda
         before = flags.cudnn_sdp_enabled(), flags.matmul.allow_bf16_reduced_precision_reduction
-        device = FakeCudaDevice(runtime)
+        device = make()
         try:
-            yield device, runtime
+            yield device
             device.close()
             left = {"registered"}  # the process's exit unlocks pages, and frees memory that others may map
             left |= {"device"} if runtime.calls["cudaIpcGetMemHandle"] else set()

@@ -29,6 +29,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 SHM = Path("/dev/shm")
+ABANDONED = 60.0  # seconds; see `_remove_abandoned`
 LIMIT = 20.0  # seconds after which a wait is stuck
 PAGE = mmap.PAGESIZE
 POISON, FREED = 0xCB, 0xDD
@@ -38,6 +39,29 @@ PIECES = 5  # of a copy
 
 class Stuck(Exception):
     """A wait for a stream or an event has not ended."""
+
+
+def _remove_abandoned(key: str, age: float = 0.0) -> int:
+    """Remove allocations that no process maps, of at least this age (seconds). Returns the bytes of the
+    others that have this key. An allocation whose test was killed is removed by a later test, whatever its
+    key; its age keeps one that was made, and is not locked yet."""
+    used = 0
+    for path in SHM.glob(f"tandem-fakegpu-{key}-*"):
+        try:
+            lock = os.open(path, os.O_RDWR)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - path.stat().st_mtime >= age:
+                path.unlink()
+        except BlockingIOError:
+            used += path.stat().st_size
+        except FileNotFoundError:
+            pass  # another process removed it
+        finally:
+            os.close(lock)
+    return used
 
 
 @dataclass
@@ -129,6 +153,7 @@ class FakeRuntime:
         self.events: dict[int, Event] = {}
         self.calls: Counter[str] = Counter()
         self.failures: dict[str, int] = {}  # the calls until one fails, by name
+        _remove_abandoned("*", ABANDONED)
 
     # --- for the tests -----------------------------------------------------------------------------------
 
@@ -213,20 +238,7 @@ class FakeRuntime:
         return Allocation(name, address, size, lock, memory)
 
     def cudaMemGetInfo(self) -> tuple[int, int, int]:
-        used = 0
-        for path in SHM.glob(f"tandem-fakegpu-{self.key}-*"):
-            try:
-                lock = os.open(path, os.O_RDWR)
-            except FileNotFoundError:
-                continue
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-            except BlockingIOError:
-                used += path.stat().st_size
-            finally:
-                os.close(lock)
-        return 0, self.total - used, self.total
+        return 0, self.total - _remove_abandoned(self.key), self.total
 
     def cudaDeviceReset(self) -> tuple[int]:
         return (0,)
@@ -316,6 +328,8 @@ class FakeRuntime:
         self.calls["cudaMemcpyAsync"] += 1
         if kind == self.cudaMemcpyKind.cudaMemcpyHostToDevice and not self._one_piece(source, size):
             return (INVALID,)
+        if not (to and source):
+            return (0,)  # a tensor of torch's device meta, which has no numbers
         if not stream:
             self.torch_stream.drain()
             ctypes.memmove(to, source, size)

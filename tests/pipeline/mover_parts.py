@@ -108,10 +108,11 @@ def demand(parts: MoverParts, mover: TileMover, layer: int, wanted: list[Missing
     the others each wanted tile once, and the last ones of their expert."""
     due = {item.expert: item.lo for item in wanted}
     unfetched: list[Missing] = []
-    for expert, slot in mover.stream(layer, wanted, unfetched):
-        assert parts.holds(slot, layer, expert, due[expert])
-        assert mover.cache.state(slot) in (READY, IN_USE)
-        due[expert] += 1
+    for group in mover.stream(layer, wanted, unfetched):
+        for expert, slot in group:
+            assert parts.holds(slot, layer, expert, due[expert])
+            assert mover.cache.state(slot) in (READY, IN_USE)
+            due[expert] += 1
         check_slots(parts, mover)
     for item in sorted(unfetched, key=lambda item: (item.expert, item.lo)):
         assert item.lo == due[item.expert] < item.hi

@@ -179,9 +179,9 @@ def test_some_steps_are_timed_by_the_devices_clock() -> None:
     device, counters = Ticks(), PhaseCounters(2)
     for number in range(3 * TIMED):
         before, clock = device.marks, StepClock(counters, device)
-        for part in ("attention", "read", "device", "link", "device", "combine"):
+        for part in ("attention", "read", "device", "link", "device"):
             clock.mark(part)
-        clock.finish()
+        clock.finish("combine")
         counters.steps += 1
         assert device.marks - before == 7 * (number % TIMED == TIMED // 2)
     assert counters.device_seconds["device"] == 6

@@ -145,7 +145,7 @@ def test_only_items_with_resident_tiles_use_a_prediction() -> None:
     work = begun(memory, 0, share_of([(0, 2, 2), (1, 0, 1), (3, 0, 3)], [[0], [0], [0]]))
     assert (counters.predicted_tiles, counters.useful_tiles) == (6, 2)
     assert orders(link)[3:] == [(1, 0, 1, 0), (3, 0, 3, 0)]
-    assert [landed[:2] for landed in work.landing] == [(1, 0), (3, 0), (3, 1), (3, 2)]
+    assert [landed[:2] for (landed,) in work.landing] == [(1, 0), (3, 0), (3, 1), (3, 2)]
     assert work.missing == []
 
 

@@ -120,7 +120,8 @@ class Both:
                 missing.append(Missing(expert, resident, cut))
         now, began, unfetched = self.now, self.link.ticks, list[Missing]()
         simulated = self.cache.demand(layer, [tuple(item) for item in missing], now) if missing else []
-        streamed = [(e, self.link.ticks - began) for e, _ in self.mover.stream(layer, missing, unfetched)]
+        landing = self.mover.stream(layer, missing, unfetched)
+        streamed = [(expert, self.link.ticks - began) for group in landing for expert, _ in group]
         assert unfetched == []
         assert streamed == [(expert, ceil(round(landing - now, 3))) for expert, landing in simulated]
 

@@ -199,8 +199,8 @@ def test_engine_moves_demanded_tiles_before_waiting_predictions(script: Script) 
             link.tick()
         mover.collect_landings()
         began, landings, unfetched = link.ticks, [], list[Missing]()
-        for expert, _ in mover.stream(0, script.demand, unfetched):
-            landings.append((expert, link.ticks - began))
+        for group in mover.stream(0, script.demand, unfetched):
+            landings += [(expert, link.ticks - began) for expert, _ in group]
         assert (landings, unfetched) == (script.landings, [])
         assert link.began[len(link.began) - len(script.after) :] == script.after
 

@@ -93,7 +93,7 @@ def mover_of(capacity: int, staging: int) -> tuple[TileMover, ManualLink, Fencin
 
 def stream(mover: TileMover, layer: int, *missing: Missing) -> list[tuple[int, int]]:
     unfetched: list[Missing] = []
-    streamed = list(mover.stream(layer, missing, unfetched))
+    streamed = [tile for group in mover.stream(layer, missing, unfetched) for tile in group]
     assert unfetched == []
     return streamed
 
@@ -142,6 +142,29 @@ def test_demand_takes_over_a_background_order() -> None:
     assert stream(mover, 0, Missing(1, 0, TILES)) == [(1, slot) for slot in background.slots]
     assert (link.sent, background.urgency, link.tiles) == ([background], DEMANDED, {0: TILES})
     assert (mover.cache.residency[0, 1], mover.idle) == (TILES, True)
+
+
+def groups(mover: TileMover, *missing: Missing) -> list[list[int]]:
+    """The experts of the tiles that come together."""
+    return [[expert for expert, _ in group] for group in mover.stream(0, missing, [])]
+
+
+@pytest.mark.parametrize(
+    ("staging", "expected"), [(8, [[0] * 4 + [1, 1], [1, 1]]), (2, [[0]] * 4 + [[1], [1], [1, 1]])]
+)
+def test_a_gpu_gets_landed_tiles_together(monkeypatch, staging: int, expected: list[list[int]]) -> None:
+    """Three quarters and then the rest; each by itself on the device `cpu`, and where other tiles wait for
+    its slot. A slot is free once its group was computed, and not before."""
+    mover, _, device = mover_of(0, staging)
+    wanted = Missing(0, 0, TILES), Missing(1, 0, TILES)
+    assert groups(mover, *wanted) == [[0]] * TILES + [[1]] * TILES
+    monkeypatch.setattr(device, "on_host", False)
+    before = device.fences
+    assert groups(mover, *wanted) == expected
+    assert device.fences - before == 2 * TILES
+    for group in mover.stream(0, wanted, []):
+        assert mover.cache.free <= staging - len(group)
+    mover.cache.audit(idle=True)
 
 
 # --- fences ---------------------------------------------------------------------------------------------

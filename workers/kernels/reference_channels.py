@@ -65,12 +65,14 @@ class ReferenceChannels:
     def channels(self, records: Tensor, u: Tensor, x: ChannelInputs, rows: Tensor) -> Tensor:
         """The sum over channels of silu(gate . x) * u * down: float32 [n, H]. records: uint8 [channels *
         channel_bytes]; u: float32 [n, channels], 0 where a row leaves a channel out; rows: int64 [n]."""
-        read = u.ne(0).any(dim=0)
-        parts = records.view(u.shape[1], 2, -1)[read]
+        parts = records.view(u.shape[1], 2, -1)
+        if u.device.type == "cpu":  # to know them, the host would wait for another device
+            read = u.ne(0).any(dim=0)
+            parts, u = parts[read], u[:, read]
         if not len(parts):
             return torch.zeros(len(u), self._hidden, device=u.device)
         gate, down = (row_numbers(self._format.rows, parts[:, i], self._hidden) for i in range(2))
-        return (functional.silu(functional.linear(x.gate[rows], gate)) * u[:, read]) @ down
+        return (functional.silu(functional.linear(x.gate[rows], gate)) * u) @ down
 
     def compute(
         self, heads: Tensor, tiles: Tensor, x: ChannelInputs, rows: Tensor, mask: Mask

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,13 @@ from workers.kernels.cuda.launcher import Launcher
 ALIGNMENT = 256  # bytes
 
 
-def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where parts of so many bytes begin, and the bytes of all."""
-    ends = np.cumsum([-(-size // ALIGNMENT) * ALIGNMENT for size in sizes], dtype=np.int64)
-    return [0, *ends[:-1].tolist()], int(ends[-1])
+def _places(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Where parts of so many bytes begin, and the bytes of all. In Python: a layer has a few of them."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return starts, end
 
 
 class Uploaded:
@@ -28,7 +31,7 @@ class Uploaded:
         starts, size = _places([array.nbytes for array in arrays])
         data = np.empty(size, np.uint8)
         for array, start in zip(arrays, starts, strict=True):
-            data[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+            data[start : start + array.nbytes] = array.view(np.uint8)
         self._memory = launcher.upload(data)
         self.addresses = [self._memory.data_ptr() + start for start in starts]
 

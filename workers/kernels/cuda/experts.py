@@ -9,6 +9,9 @@ sums that the host has, so who computes a tile changes no bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +24,7 @@ from workers.kernels.cuda.buffers import Scratch, Uploaded
 from workers.kernels.cuda.launcher import Launcher
 from workers.kernels.cuda.products import (
     ITEM,
+    LIMITS,
     TERM,
     BlockProducts,
     Codes,
@@ -33,41 +37,57 @@ from workers.kernels.cuda.products import (
 
 FEW = 8  # most rows of an expert for which its tiles have outputs of their own
 FLOAT = 4  # bytes
+KEPT_PLACES, KEPT_ROWS = 512, 128  # layouts of shares that are kept, with so many rows at most
 NO_LIMIT = 1 << 31
 
 Numbers = NDArray[np.int32]
+Terms = NDArray[np.void]
 
 
 class Places:
-    """Where the rows of a share's items are: item i has the rows rows[offsets[i]:offsets[i + 1]] of x, with
-    the weights at the same places, and up to cuts[i] tiles."""
+    """Where the rows of a share's items are: item i has the rows rows[offsets[i]:offsets[i + 1]] of x, and up
+    to cuts[i] tiles."""
 
-    def __init__(self, cuts: Numbers, offsets: Numbers, rows: Numbers, weights: NDArray[np.float32]) -> None:
-        self.rows, self.weights = rows, weights
-        self.first = offsets[:-1].astype(np.int64)
-        self.number = np.diff(offsets).astype(np.int64)  # of an item's rows
-        self.few = int(self.number.max(initial=0)) <= FEW
+    def __init__(self, cuts: Numbers, offsets: Numbers, rows: Numbers, x_rows: int) -> None:
+        """Use `places_of`."""
+        self.cuts = cuts.tolist()
+        self.rows, self._x_rows = rows.astype(np.int32), x_rows
+        self._first = offsets[:-1].astype(np.int64)
+        self._number = np.diff(offsets).astype(np.int64)  # of an item's rows
+        self.most = int(self._number.max(initial=0))
+        self.few = self.most <= FEW
         # The entries of an item: one for each tile and row, tile after tile.
-        entries = cuts * self.number
-        self.entry = np.cumsum(entries) - entries
+        entries = cuts * self._number
+        self._entry = np.cumsum(entries) - entries
         self.entries = int(entries.sum())
         self.outputs = self.entries if self.few else len(rows)
-
-    def items(self, of: NDArray[np.int64], tile: NDArray[np.int64], at: int = 0) -> tuple[Items, Items]:
-        """For tiles of an item each (`of`), in the order of a table of addresses, whose numbers within their
-        items are `tile`: the items of gate and up, and of down."""
-        table = np.arange(len(of))
-        chunk, lo, rows = in_chunks(self.number[of])
-        inner = self._made(table[chunk], of[chunk], tile[chunk], lo, rows)
+        self.all_terms = self.terms(self.cuts)
         if self.few:
-            return inner, inner
+            before = np.cumsum(cuts) - cuts  # tiles of earlier items
+            of = np.repeat(np.arange(len(cuts)), cuts)
+            tile = np.arange(len(of)) - before[of]
+            self._every = self._made(tile, of, tile, np.zeros_like(tile), self._number[of])
+            self._before = before.tolist()
+
+    def items(self, tiles: Sequence[tuple[int, int, Tensor]]) -> tuple[Items, Items]:
+        """For tiles as of `LayerOnDevice.add`, an item's behind each other, in the order of a table of
+        addresses: the items of gate and up, and of down."""
+        if self.few:
+            made = self._every[[self._before[item] + tile for item, tile, _ in tiles]]
+            made["tile"] = np.arange(len(tiles))
+            return made, made
+        of = np.array([item for item, _, _ in tiles], np.int64)
+        tile = np.array([tile for _, tile, _ in tiles], np.int64)
+        table = np.arange(len(of))
+        chunk, lo, rows = in_chunks(self._number[of])
+        inner = self._made(table[chunk], of[chunk], tile[chunk], lo, rows)
         starts = np.flatnonzero(np.append(True, of[1:] != of[:-1]))
         lengths = np.diff(np.append(starts, len(of)))
         of, tile = of[starts], tile[starts]
-        chunk, lo, rows = in_chunks(self.number[of])
+        chunk, lo, rows = in_chunks(self._number[of])
         down = self._made(table[starts][chunk], of[chunk], tile[chunk], lo, rows)
-        down["tiles"], down["step"] = lengths[chunk], self.number[of][chunk]
-        down["out"], down["add"] = self.first[of][chunk] + lo, tile[chunk] > 0
+        down["tiles"], down["step"] = lengths[chunk], self._number[of][chunk]
+        down["out"], down["add"] = self._first[of][chunk] + lo, tile[chunk] > 0
         return inner, down
 
     def _made(
@@ -80,35 +100,47 @@ class Places:
     ) -> Items:
         made = np.zeros(len(of), ITEM)
         made["tile"], made["tiles"], made["rows"] = table, 1, rows
-        made["entry"] = made["out"] = self.entry[of] + tile * self.number[of] + lo
-        made["row"] = self.first[of] + lo
+        made["entry"] = made["out"] = self._entry[of] + tile * self._number[of] + lo
+        made["row"] = self._first[of] + lo
         return made
 
-    def terms(self, computed: Numbers, x_rows: int) -> tuple[NDArray[np.void], Numbers]:
-        """What each row of x adds up, row by row, and where each row's terms begin. computed: tiles of each
-        item."""
-        of = np.repeat(np.arange(len(self.number)), self.number)
-        place = np.arange(len(self.rows))
+    def terms(self, computed: Sequence[int]) -> tuple[Terms, Numbers, NDArray[np.int64]]:
+        """What each row of x adds up, row by row, still without weights; where each row's terms begin; and of
+        each term its place among the rows. computed: tiles of each item."""
+        of = np.repeat(np.arange(len(self._number)), self._number)
+        place, done = np.arange(len(self.rows)), np.array(computed, np.int32)
         terms = np.zeros(len(place), TERM)
         if self.few:
-            terms["first"] = self.entry[of] + place - self.first[of]
-            terms["parts"], terms["stride"] = computed[of], self.number[of]
+            terms["first"] = self._entry[of] + place - self._first[of]
+            terms["parts"], terms["stride"] = done[of], self._number[of]
         else:
             terms["first"], terms["parts"] = place, 1
-        terms["weight"] = self.weights
         order = np.argsort(self.rows, kind="stable")  # experts stay in their order
-        order = order[computed[of[order]] > 0]
-        offsets = np.searchsorted(self.rows[order], np.arange(x_rows + 1)).astype(np.int32)
-        return terms[order], offsets
+        order = order[done[of[order]] > 0]
+        offsets = np.searchsorted(self.rows[order], np.arange(self._x_rows + 1)).astype(np.int32)
+        return terms[order], offsets, order
+
+
+def places_of(cuts: Numbers, offsets: Numbers, rows: Numbers, x_rows: int) -> Places:
+    """Those of a step of few tokens are kept: in the next layers and steps they are often the same."""
+    if len(rows) > KEPT_ROWS:
+        return Places(cuts, offsets, rows, x_rows)
+    return _kept_places(*(np.asarray(of, np.int32).tobytes() for of in (cuts, offsets, rows)), x_rows)
+
+
+@lru_cache(KEPT_PLACES)
+def _kept_places(cuts: bytes, offsets: bytes, rows: bytes, x_rows: int) -> Places:
+    each = (np.frombuffer(numbers, np.int32) for numbers in (cuts, offsets, rows))
+    return Places(next(each), next(each), next(each), x_rows)
 
 
 class LayerOnDevice:
     """One layer's share while it is computed."""
 
-    def __init__(self, products: Products, x: Tensor, places: Places) -> None:
+    def __init__(self, products: Products, x: Tensor, places: Places, weights: NDArray[np.float32]) -> None:
         """Use `CudaExperts.begin`."""
-        self._products, self._places = products, places
-        self._computed = np.zeros(len(places.number), np.int32)  # tiles of each item
+        self._products, self._places, self._weights = products, places, weights
+        self._computed = [0] * len(places.cuts)  # tiles of each item
         self._x = x = x.contiguous()
         hidden, channels = products.hidden, products.channels
         self._scratch = Scratch(
@@ -120,7 +152,7 @@ class LayerOnDevice:
         codes, factors, inner, inner_factors, self._out = self._scratch.addresses
         self._codes = Codes(codes, factors, products.units(hidden))
         self._inner = Codes(inner, inner_factors, products.units(channels))
-        self._row_list = Uploaded(products.launcher, places.rows.astype(np.int32))
+        self._shared: Uploaded | None = None  # the rows of x, and what they add up, if all tiles come
         products.quantize(x.data_ptr(), len(x), hidden, self._codes)
 
     def add(self, tiles: Sequence[tuple[int, int, Tensor]]) -> None:
@@ -128,24 +160,42 @@ class LayerOnDevice:
         the device; of one item in their order, also from one call to the next."""
         if not tiles:
             return
-        products = self._products
-        of = np.array([item for item, _, _ in tiles], np.int64)
-        numbers = np.array([tile for _, tile, _ in tiles], np.int64)
+        products, places = self._products, self._places
+        tiles = sorted(tiles, key=itemgetter(0))  # an item's are added up one after the other
+        for item, _, _ in tiles:
+            self._computed[item] += 1
+        inner, down = places.items(tiles)
         table = np.array([data.data_ptr() for _, _, data in tiles], np.int64)
-        np.add.at(self._computed, of, 1)
-        inner, down = self._places.items(of, numbers)
-        limit = limit_of(int(inner["rows"].max()), products.limits)
-        upload = Uploaded(products.launcher, table, inner, down)
-        addresses, to_inner, to_down = upload.addresses
-        (rows,) = self._row_list.addresses
-        products.gate_up(to_inner, len(inner), limit, addresses, rows, self._codes, self._inner)
+        limit = limit_of(min(places.most, LIMITS[-1]), products.limits)
+        arrays = (table, inner) if inner is down else (table, inner, down)
+        upload = Uploaded(products.launcher, *self._of_all(), *arrays)
+        self._shared = self._shared or upload
+        addresses, to_inner, *others = upload.addresses[-len(arrays) :]
+        products.gate_up(
+            to_inner, len(inner), limit, addresses, self._shared.addresses[0], self._codes, self._inner
+        )
+        to_down = others[0] if others else to_inner
         products.down(to_down, len(down), limit, addresses, self._inner, self._out)
+
+    def _of_all(self) -> tuple[NDArray[Any], ...]:
+        """With the first tiles: what the whole share needs."""
+        if self._shared is not None:
+            return ()
+        return self._places.rows, *self._weighted(*self._places.all_terms)
+
+    def _weighted(self, terms: Terms, offsets: Numbers, order: NDArray[np.int64]) -> tuple[Terms, Numbers]:
+        terms = terms.copy()
+        terms["weight"] = self._weights[order]
+        return terms, offsets
 
     def result(self) -> Tensor:
         """The weighted sum of the tiles that were added, float32 [R, H]."""
         y = torch.empty_like(self._x)
-        upload = Uploaded(self._products.launcher, *self._places.terms(self._computed, len(y)))
-        terms, offsets = upload.addresses
+        if self._shared is not None and self._computed == self._places.cuts:
+            terms, offsets = self._shared.addresses[1:3]
+        else:  # not all tiles have come
+            last = Uploaded(self._products.launcher, *self._weighted(*self._places.terms(self._computed)))
+            terms, offsets = last.addresses
         self._products.combine(self._out, terms, offsets, len(y), y.data_ptr())
         return y
 
@@ -169,4 +219,4 @@ class CudaExperts:
     ) -> LayerOnDevice:
         """The share whose item i has the rows rows[offsets[i]:offsets[i + 1]] of x, float32 [R, H] on the
         device, with the weights at the same places, and cuts[i] tiles at most."""
-        return LayerOnDevice(self._products, x, Places(cuts, offsets, rows, weights))
+        return LayerOnDevice(self._products, x, places_of(cuts, offsets, rows, len(x)), weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,12 +25,11 @@ class Launcher(Protocol):
     """The kernels of one program, on one device."""
 
     device: torch.device
+    # A copy on the device, uint8; the kernels that are launched afterwards may read it.
+    upload: Callable[[NDArray[np.uint8]], Tensor]
 
     def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
         """Start a kernel. Arguments are addresses on the device and numbers, 64 bits each."""
-
-    def upload(self, data: NDArray[np.uint8]) -> Tensor:
-        """A copy on the device, uint8; the kernels that are launched afterwards may read it."""
 
 
 class Arguments:
@@ -51,9 +51,16 @@ class Arguments:
 class CudaLauncher:
     """A program on a CUDA device. Used by one thread at a time."""
 
-    def __init__(self, program: Program, device: torch.device, cache: Path | None) -> None:
-        """Compiles it, or takes it from the cache folder. Raises CudaError where that fails."""
-        self.device = device
+    def __init__(
+        self,
+        program: Program,
+        device: torch.device,
+        cache: Path | None,
+        upload: Callable[[NDArray[np.uint8]], Tensor],
+    ) -> None:
+        """Compiles it, or takes it from the cache folder. Raises CudaError where that fails. `upload`: of
+        arrays to the device, without waiting."""
+        self.device, self.upload = device, upload
         self._arguments = Arguments()
         try:
             self._driver: Any = importlib.import_module("cuda.bindings.driver")
@@ -81,12 +88,6 @@ class CudaLauncher:
         self._call(
             "cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, 0, stream, self._arguments.address, 0
         )
-
-    def upload(self, data: NDArray[np.uint8]) -> Tensor:
-        # Memory of torch's pinned allocator is not used again before this copy has ended.
-        pinned = torch.empty(len(data), dtype=torch.uint8, pin_memory=True)
-        pinned.numpy()[:] = data
-        return pinned.to(self.device, non_blocking=True)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         status, *results = getattr(self._driver, name)(*arguments)

@@ -1,0 +1,114 @@
+"""What a step on the device `cuda` launches, copies and waits for, counted on a stand-in without numbers
+(tests/fake_cuda/counting_gpu.py)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from counting_gpu import CountingDevice, counting_device
+from families import PLAIN, Case, save
+from mover_parts import encoded_store
+from thread_engine import CONTEXT, PROMPT, engine_in_threads
+
+from pipeline.backbone.backbone import Backbone
+from pipeline.backbone.batch import StepInput, TokenSpan
+from pipeline.backbone.kv_cache import KVCache
+from pipeline.backbone.linear import Precision
+from pipeline.checkpoint.open import open_model
+from pipeline.engine.engine import Engine
+from pipeline.models.registry import expert_shape, model_spec
+from pipeline.policies.costs import Costs
+from pipeline.policies.presets import make_policy
+from pipeline.policies.view import PolicyRequest
+from shm.layout import format_named
+
+pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+
+COSTS = Costs(rows=(1,), host=(1.0,), device=(0.1,), link=0.5, round_trip=0.1)
+PRESETS = ("on-demand", "mixtral-offloading", "layerwise", "fiddler", "tandem", "random")
+STEPS = 6
+# Operations of torch, a layer of a decode step of two sequences without its routed experts.
+LAUNCHES = {"mixtral": 20, "phimoe": 20, "qwen2_moe": 28, "qwen3_moe": 23, "deepseek_v2": 34, "olmoe": 23}
+
+
+@pytest.fixture(params=["int4", "floe-int4"])
+def engine(request, tiny_model: Path, tmp_path: Path) -> Iterator[tuple[Engine, CountingDevice]]:
+    """Of tiles in slots, or with up matrices on the device."""
+    format = request.param
+    shape = expert_shape(open_model(tiny_model).config, 64, format_named(format))
+    with ExitStack() as stack:
+        device, _ = stack.enter_context(counting_device())
+        store = stack.enter_context(encoded_store(shape, "cuda_launches", format))
+        made = engine_in_threads(tiny_model, tmp_path, store=store, device=device, staging=8)
+        yield stack.enter_context(made)[0], device
+
+
+def counted_steps(engine: Engine, device: CountingDevice, preset: str) -> list[Counter[str]]:
+    """What each layer of decode steps under a preset does, and the head."""
+    engine.set_policy(make_policy(PolicyRequest(preset), 0), COSTS)
+    kv = KVCache(engine.backbone.spec, torch.float32, device.torch_device, CONTEXT)
+    sequences = [kv.allocate(64) for _ in range(2)]
+    for sequence in sequences:
+        engine.step([StepInput(TokenSpan(sequence, PROMPT), "last")], "prefill")
+    marks: list[Counter[str]] = []
+    engine.tick = lambda: marks.append(device.counts.copy())
+    with device.counted():
+        for token in range(STEPS):
+            engine.step([StepInput(TokenSpan(each, [token]), "last") for each in sequences], "decode")
+            marks.append(device.counts.copy())
+    engine.tick = lambda: None
+    return [after - before for before, after in pairwise(marks)]
+
+
+def test_a_layer_launches_few_kernels_and_waits_once(engine) -> None:
+    """However many experts are active, and whether their tiles are resident or land. Nothing mixes tensors
+    of host and device, and no copy but those through page-locked buffers is made."""
+    engine, device = engine
+    floe = bool(engine.layout.head_bytes)
+    for preset in (*PRESETS, *["floe"] * floe):
+        layers = counted_steps(engine, device, preset)
+        assert sum(layer["kernels"] for layer in layers) > 0, preset
+        for layer in layers:
+            assert layer["blocking copies"] == 0
+            assert layer["to host"] <= 1 + 2 * floe  # its read; what masks of this layer and the next keep
+            if not floe:
+                assert layer["kernels"] <= 8, preset
+                assert layer["from host"] <= 8, preset
+
+
+@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("flash", [False, True])
+def test_backbones_stay_on_the_device(family: str, flash: bool, tmp_path: Path) -> None:
+    """Prefill, and decode of several sequences, in every family."""
+    save(Case(family, "plain"), tmp_path)
+    source = open_model(tmp_path)
+    spec = model_spec(source.config)
+    with counting_device(flash=flash) as (device, _), torch.inference_mode():
+        backbone = Backbone(source, spec, Precision("bf16", device), CONTEXT)
+        kv = KVCache(spec, torch.bfloat16, device.torch_device, CONTEXT)
+        spans = [TokenSpan(kv.allocate(32), PROMPT) for _ in range(2)]
+        for _ in range(2):
+            with device.counted() as counts:
+                batch = backbone.batch(spans)
+                h = backbone.embed(batch)
+                for layer in range(len(spec.moe_layers)):
+                    attended = backbone.attend(layer, h, batch)
+                    device.to_host(attended.x, attended.logits())
+                    attended.shared()
+                    h = attended.h
+                backbone.head(backbone.finish(h, batch))
+            assert counts["blocking copies"] == 0
+            assert counts["from host"] <= 4
+            if len(spans[0].tokens) == 1:
+                assert counts["operations"] <= LAUNCHES[family] * spec.layers
+            for span in spans:
+                span.kv.advance(len(span.tokens))
+            spans = [TokenSpan(span.kv, [np.random.default_rng(1).integers(0, 9)]) for span in spans]
+            counts.clear()
