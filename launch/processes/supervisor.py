@@ -133,9 +133,9 @@ class Supervisor:
         now = await asyncio.to_thread(situation, self.config, self._cores.default_workers())
         if now.config.device == "cuda":
             self._cores = self._cores.beside_coordinator(self.config.workers)
-            workers = self.config.workers
-            workers = self._cores.default_workers() if workers is None else workers
-            now = replace(now, config=replace(now.config, workers=workers))
+            if self.config.workers is None:
+                fewer = replace(now.config, workers=self._cores.default_workers())
+                now = replace(now, config=fewer)
         try:
             plan, lines = await asyncio.to_thread(make_plan, self.model, now)
         except ModelError as e:
