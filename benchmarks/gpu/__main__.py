@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[2]
 COMMAND_LIMIT = 480.0  # seconds of one command
 SHOWN = 60  # last lines of a stage's table
 FIGURES = "FIGURES"  # in a command: the stage's JSON file
-GPU = "import torch; assert torch.cuda.is_available(), f'torch {torch.__version__} sees no CUDA device'"
+NO_GPU = "f'torch {torch.__version__} sees no CUDA device'"
+GPU = f"import sys, torch; torch.cuda.is_available() or sys.exit({NO_GPU})"
 
 
 @dataclass(frozen=True)

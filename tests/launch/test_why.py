@@ -236,3 +236,11 @@ def test_why_says_which_costs_changed_and_how_many_tiles_were_resident() -> None
     words = flat(shown(why_text(reply(decode()), {"cost_updates": updates, "peers": WORKERS}, WELCOME)))
     assert "costs:" not in words
     assert "of their tiles" not in words
+
+
+def test_what_is_idle_is_shown_where_a_gpu_has_timed_steps() -> None:
+    tree = decode() | {"device_timed": {"of_s": 0.4, "busy_s": 0.1}, "link_busy_s": 0.6}
+    stats = {"tile_bytes": TILE}
+    text = flat(shown(why_text(reply(tree), stats, WELCOME)))
+    assert "idle, by the GPU's own clock: GPU 75%, link 40%, workers 90% of the time" in text
+    assert "the GPU's own clock" not in flat(shown(why_text(reply(decode()), stats, WELCOME)))
