@@ -244,9 +244,10 @@ def _check_prompt(written: dict[str, Any]) -> None:
         _refuse(others, "gives a second prompt; give one")
         written["prompt"] = written.pop("text")
     elif not others:
-        raise WrongUsage(
-            "generate needs a prompt: PROMPT, - for stdin, --prompt T, --file F or --prompt-tokens 1,2,3"
-        )
+        name = written.get("connect")
+        ways = "PROMPT, - for stdin, --prompt T, --file F or --prompt-tokens 1,2,3"
+        taken = f" ({name[:40]!r} is taken as the engine's name, after --connect)" if name else ""
+        raise WrongUsage(f"generate needs a prompt: {ways}{taken}")
 
 
 def _check_calibrate(written: dict[str, Any]) -> None:

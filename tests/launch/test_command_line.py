@@ -28,6 +28,10 @@ Complaint = Callable[..., str]
     ("arguments", "words"),
     [
         ("generate", ["PROMPT", "--prompt", "--file", "--prompt-tokens", "needs a prompt"]),
+        (
+            "generate --connect 'What is a list?'",
+            ["needs a prompt", "'What is a list?' is the engine's name"],
+        ),
         ("generate hello --file /tmp/x", ["--file", "second prompt"]),
         ("generate --file /nowhere/prompt", ["/nowhere/prompt"]),
         ("generate hello --model some/model.gguf", ["--model", "GGUF", "safetensors"]),
