@@ -28,10 +28,7 @@ Complaint = Callable[..., str]
     ("arguments", "words"),
     [
         ("generate", ["PROMPT", "--prompt", "--file", "--prompt-tokens", "needs a prompt"]),
-        (
-            "generate --connect 'What is a list?'",
-            ["needs a prompt", "'What is a list?' is the engine's name"],
-        ),
+        ("generate --connect hello", ["needs a prompt", "'hello' is taken as the engine's name", "--connect"]),
         ("generate hello --file /tmp/x", ["--file", "second prompt"]),
         ("generate --file /nowhere/prompt", ["/nowhere/prompt"]),
         ("generate hello --model some/model.gguf", ["--model", "GGUF", "safetensors"]),
