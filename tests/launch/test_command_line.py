@@ -28,7 +28,7 @@ Complaint = Callable[..., str]
     ("arguments", "words"),
     [
         ("generate", ["PROMPT", "--prompt", "--file", "--prompt-tokens", "needs a prompt"]),
-        ("generate --connect hello", ["needs a prompt", "'hello' is taken as the engine's name", "--connect"]),
+        ("generate --connect hello", ["needs a prompt", "'hello' is taken as the engine's name"]),
         ("generate hello --file /tmp/x", ["--file", "second prompt"]),
         ("generate --file /nowhere/prompt", ["/nowhere/prompt"]),
         ("generate hello --model some/model.gguf", ["--model", "GGUF", "safetensors"]),
