@@ -138,7 +138,7 @@ class Tandem(Policy):
         if not (balanced.moved and view.capacity) or self._layers.used:
             return Plan(cut)
         more = [wanted - held for wanted, held in zip(own, kept.tolist(), strict=True)]
-        return Plan(cut, tuple(worth.fetch(layer, experts, more)))
+        return tuple.__new__(Plan, (cut, tuple(worth.fetch(layer, experts, more))))  # in half the time
 
     def _compare(self, layer: int, routing: Routing, balanced: Balanced, view: View) -> None:
         """Count a layer for the comparison of experts by use with whole layers."""

@@ -41,7 +41,6 @@ class Cache:
         experts: list[int],
         rows: list[int],
         cuts: list[int],
-        resident: list[int],
         seconds: dict[int, tuple[float, float, float]],
         launch: float,
         now: float,

@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <structmember.h>
 
-#define VERSION 3
+#define VERSION 4
 #define WORD 64 /* keys of a word of a set */
 
 typedef struct {
@@ -486,16 +486,16 @@ done:
     return landings;
 }
 
-/* compute(layer, experts, rows, cuts, resident, seconds, launch, now, busy, waited), as SimulatedCache.compute */
+/* compute(layer, experts, rows, cuts, seconds, launch, now, busy, waited), as SimulatedCache.compute */
 static PyObject *cache_compute(Cache *c, PyObject *const *args, Py_ssize_t count) {
-    if (count != 10) return PyErr_SetString(PyExc_TypeError, "compute takes ten arguments"), NULL;
+    if (count != 9) return PyErr_SetString(PyExc_TypeError, "compute takes nine arguments"), NULL;
     Py_ssize_t size = PyList_Check(args[1]) ? PyList_GET_SIZE(args[1]) : -1;
-    for (int i = 1; i < 5; i++)
+    for (int i = 1; i < 4; i++)
         if (!PyList_Check(args[i]) || PyList_GET_SIZE(args[i]) != size)
-            return PyErr_SetString(PyExc_TypeError, "experts, rows, cuts, resident: lists of one length"), NULL;
+            return PyErr_SetString(PyExc_TypeError, "experts, rows, cuts: lists of one length"), NULL;
     int layer = (int)PyLong_AsLong(args[0]), missing = 0;
-    double begun = PyFloat_AsDouble(args[6]), now = PyFloat_AsDouble(args[7]);
-    double busy = PyFloat_AsDouble(args[8]), waited = PyFloat_AsDouble(args[9]);
+    double begun = PyFloat_AsDouble(args[5]), now = PyFloat_AsDouble(args[6]);
+    double busy = PyFloat_AsDouble(args[7]), waited = PyFloat_AsDouble(args[8]);
     if (PyErr_Occurred()) return NULL;
     Item *items = PyMem_Malloc((size + 1) * sizeof(*items));
     if (!items) return PyErr_NoMemory();
@@ -504,12 +504,12 @@ static PyObject *cache_compute(Cache *c, PyObject *const *args, Py_ssize_t count
         int cut = (int)PyLong_AsLong(PyList_GET_ITEM(args[3], i));
         if (!cut) continue;
         int expert = (int)PyLong_AsLong(PyList_GET_ITEM(args[1], i)), key = layer * c->experts + expert;
-        int there = (int)PyLong_AsLong(PyList_GET_ITEM(args[4], i)), here = cut < there ? cut : there;
-        PyObject *known = PyDict_GetItemWithError(args[5], PyList_GET_ITEM(args[2], i));
+        PyObject *known = PyDict_GetItemWithError(args[4], PyList_GET_ITEM(args[2], i));
         double seconds = known && PyTuple_Check(known) && PyTuple_GET_SIZE(known) > 1
                              ? PyFloat_AsDouble(PyTuple_GET_ITEM(known, 1))
                              : (PyErr_Occurred() ? 0 : (PyErr_SetString(PyExc_KeyError, "seconds of these rows"), 0));
         if (PyErr_Occurred() || key < 0 || key >= c->layers * c->experts) goto failed;
+        int there = c->resident[key], here = cut < there ? cut : there;
         if (here) {
             begun += seconds * here;
             if (c->predictions[key].counters && use(c, key, here)) goto failed;

@@ -210,21 +210,20 @@ class SimulatedCache:
         experts: list[int],
         rows: list[int],
         cuts: list[int],
-        resident: list[int],
         seconds: dict[int, tuple[float, float, float]],
         launch: float,
         now: float,
         busy: float,
         waited: float,
     ) -> tuple[float, float, float]:
-        """The device's share of a layer: of each expert the first `cuts` tiles, of which the first `resident`
-        ones are, and the others as they land. `seconds`: by rows, the second number that of a tile on the
-        device. Returns when it ends, and the device's `busy` and `waited` seconds with those of the layer."""
+        """The device's share of a layer: of each expert the first `cuts` tiles, those that are not resident
+        as they land. `seconds`: by rows, the second number that of a tile on the device. Returns when it
+        ends, and the device's `busy` and `waited` seconds with those of the layer."""
         begun, of_tile, missing = launch, {}, []
-        for expert, row, cut, there in zip(experts, rows, cuts, resident, strict=True):
+        for expert, row, cut in zip(experts, rows, cuts, strict=True):
             if not cut:
                 continue
-            tile, here = seconds[row][1], min(cut, there)
+            tile, here = seconds[row][1], min(cut, self._resident[layer, expert])
             if here:
                 begun += tile * here
                 self.used((layer, expert), here)

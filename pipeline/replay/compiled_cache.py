@@ -14,7 +14,7 @@ from pipeline.policies.backlog import Landing
 from pipeline.policies.view import ModelShape
 from pipeline.replay.cache import SimulatedCache, targets_of
 
-VERSION = 3  # of the library: one that an older checkout left behind is not used
+VERSION = 4  # of the library: one that an older checkout left behind is not used
 
 if TYPE_CHECKING:
     from pipeline.replay._cache import Cache as Compiled

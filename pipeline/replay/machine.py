@@ -174,7 +174,7 @@ class Replay:
                 found[target], self._choices[id(ahead[0])] = ahead
             else:
                 found[target] = self._first_gate(layer, target)
-        return Signals(logits, found)
+        return tuple.__new__(Signals, (logits, found))  # in half the time
 
     def _route(self, logits: FloatArray) -> Routing:
         """The model's router. For a layer's own logits it returns the recorded routing: the logits are
@@ -191,14 +191,13 @@ class Replay:
         counters.fidelity.book(decision.gated, decision.cut, tiles, decision.stale)
         if decision.targets:
             self.cache.retarget(decision.targets)
-            resident = decision.resident[active.indices].tolist()
         cuts, rows = self._checked(decision.cut, active), active.counts.tolist()
         begun = decision.begun
         self._host_done = self._submit(rows, cuts, decision.mask) if begun is None else begun
         if decision.mask is not DENSE:
             weight = decision.gated.routing.total_weight
             counters.fidelity.left += weight * (nan if self._left is None else self._left[layer])
-        self._demand(layer, active.experts.tolist(), rows, cuts, resident, decision.mask)
+        self._demand(layer, active.experts.tolist(), rows, cuts, decision.mask)
 
     def begin_early(self, layer: int, ahead: Ahead, mask: Mask) -> float:
         active = ahead.gated.routing.active
@@ -290,7 +289,6 @@ class Replay:
         experts: list[int],
         rows: list[int],
         cuts: list[int],
-        resident: list[int],
         mask: Mask,
     ) -> None:
         """Begin the device's share. Without a mask it is known at once when that ends."""
@@ -304,22 +302,21 @@ class Replay:
         counters, known = self._counters, self._seconds
         counters.device_tiles += sum(cuts)
         if mask is not DENSE:
-            self._demand_masked(layer, experts, rows, cuts, resident)
+            self._demand_masked(layer, experts, rows, cuts)
             return
         for row in rows:
             if row not in known:
                 self._tile(row)
-        given = layer, experts, rows, cuts, resident, known, self._costs.launch, self.now
+        given = layer, experts, rows, cuts, known, self._costs.launch, self.now
         self._device = self.cache.compute(*given, counters.device_busy, counters.wait_link)
 
-    def _demand_masked(
-        self, layer: int, experts: list[int], rows: list[int], cuts: list[int], resident: list[int]
-    ) -> None:
+    def _demand_masked(self, layer: int, experts: list[int], rows: list[int], cuts: list[int]) -> None:
         """Fetch the missing tiles of a layer with a mask: the device computes u of all tiles first, and tiles
         beyond their target are fetched as channels."""
         read, cache, launch = self._read, self.cache, self._costs.launch
         missing, chosen, begun, ups = [], [], launch, 0.0
-        for expert, row, p, there in zip(experts, rows, cuts, resident, strict=True):
+        for expert, row, p in zip(experts, rows, cuts, strict=True):
+            there = int(cache.residency[layer, expert])
             tile, kept = self._tile(row)[1], read.kept(row)
             here = min(p, there)
             whole = max(here, min(p, int(cache.target[layer, expert])))

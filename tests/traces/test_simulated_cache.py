@@ -383,11 +383,10 @@ def test_library_does_the_same_call_by_call(seed: int, fetch: float, steps: int)
                 elif call == 2:
                     cache.advance(now)
                 elif call == 5:
-                    there = [int(cache.residency[layer, expert]) for expert in experts]
                     cuts, rows = [hi for _, hi in limits], list(range(1, 1 + len(experts)))
                     seconds = {row: (9.0, 0.7 * row, 9.0) for row in rows}
                     assert cache.host_seconds(rows, cuts, seconds) == 9.0 * (4 * len(cuts) - sum(cuts))
-                    answer = cache.compute(layer, experts, rows, cuts, there, seconds, 0.3, now, 1.0, 2.0)
+                    answer = cache.compute(layer, experts, rows, cuts, seconds, 0.3, now, 1.0, 2.0)
                 else:
                     cache.retarget(changes, predicted=call == 3)
                     answer = "no exception"
