@@ -16,7 +16,8 @@ enum { SPLIT = BLOCK / LANES }; /* vectors of 16 numbers, which lie next to each
 enum { SEGMENT = 16 };          /* groups whose scales are widened together */
 enum { GATES = 4 };             /* most rows of x that one read of a gate row is applied to */
 enum { SUMMED = 4 };            /* down rows that are added to y in one pass */
-enum { FAR = 1 << 30 };         /* no address that a program prefetches */
+enum { IN_FLIGHT = 8 * LANES }; /* numbers of y whose sums are in registers: as many as hide an addition's latency */
+enum { HERE = 0 };              /* prefetches what is read anyway: there is no later record */
 
 /* Where the parts of a row record are, in bytes. */
 struct row_shape {
@@ -334,13 +335,14 @@ static void decode_down(const struct row_shape *s, const uint8_t *row, int64_t f
 
 /* y [WIDTH] += the sum of a[i] * rows[which[i]], one after the other. */
 static void add_decoded(const float (*rows)[WIDTH], const int32_t *which, const float *a, int64_t number, float *y) {
-    for (int half = 0; half < WIDTH; half += GROUP) {
-        vector sum[PARTS];
-        for (int p = 0; p < PARTS; p++) sum[p] = loaded(y + half + p * LANES);
+    enum { SUMS = (IN_FLIGHT < WIDTH ? IN_FLIGHT : WIDTH) / LANES };
+    for (int part = 0; part < WIDTH; part += SUMS * LANES) {
+        vector sum[SUMS];
+        for (int p = 0; p < SUMS; p++) sum[p] = loaded(y + part + p * LANES);
         for (int64_t i = 0; i < number; i++) {
-            const float *row = rows[which[i]] + half;
-            for (int p = 0; p < PARTS; p++) sum[p] = VFMA(loaded(row + p * LANES), splat(a[i]), sum[p]);
+            const float *row = rows[which[i]] + part;
+            for (int p = 0; p < SUMS; p++) sum[p] = VFMA(loaded(row + p * LANES), splat(a[i]), sum[p]);
         }
-        for (int p = 0; p < PARTS; p++) memcpy(y + half + p * LANES, sum + p, sizeof *sum);
+        for (int p = 0; p < SUMS; p++) memcpy(y + part + p * LANES, sum + p, sizeof *sum);
     }
 }

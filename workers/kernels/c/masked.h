@@ -77,7 +77,7 @@ static void few_rows(const struct weights *w, const struct row_shape *shape, con
             int32_t channel = all[first + i];
             const uint8_t *gate = records + channel * record, *x[GATES];
             int64_t later = first + i + SUMMED, which[GATES], n = 0;
-            next[i] = later < number ? (all[later] - channel) * record : FAR;
+            next[i] = later < number ? (all[later] - channel) * record : HERE;
             for (int64_t r = 0; r < rows; r++) {
                 int64_t place = r * k->channels + at[r];
                 if (at[r] == k->number[r] || k->which[place] != channel) continue;
@@ -129,7 +129,7 @@ static void shared_gates(void *context, int64_t lo, int64_t hi) {
                     row[n] = strip + r, x[n++] = p->s->gate_x[strip + r], at[r]++;
                 if (n == GATES || (n && r + 1 == rows)) {
                     float dots[GATES];
-                    gate_products(p->w, p->shape, p->records + c * record, x, n, FAR, dots);
+                    gate_products(p->w, p->shape, p->records + c * record, x, n, HERE, dots);
                     for (int64_t i = 0; i < n; i++) k->gates[row[i] * k->channels + c] = dots[i];
                     n = 0;
                 }
@@ -156,7 +156,7 @@ static void shared_activations(void *context, int64_t lo, int64_t hi) {
 static void shared_down(void *context, int64_t lo, int64_t hi) {
     const struct shared_channels *p = context;
     const struct kept *k = &p->s->kept;
-    float numbers[CHUNK][WIDTH], y[MASK_STRIP][WIDTH];
+    float numbers[CHUNK][WIDTH] __attribute__((aligned(64))), y[MASK_STRIP][WIDTH] __attribute__((aligned(64)));
     for (int64_t strip = 0; strip < k->count; strip += MASK_STRIP) {
         int64_t rows = least(MASK_STRIP, k->count - strip);
         for (int64_t h = lo * WIDTH; h < least(hi * WIDTH, p->shape->numbers); h += WIDTH) {
