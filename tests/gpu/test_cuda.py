@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from pipeline.device import Device, open_device
 from pipeline.device.base import SlabMemory
+from pipeline.serving.prefetcher_kind import kernels
 from protocol.messages import AttachSlab, Fetch, Fetched, SlabAttached
 from shm.store import Store, store_name
-from workers import cuda
+from workers import copy_trial, cuda
 from workers.copiers import Copier, paced
 from workers.kernels.reference import ReferenceKernel
 
@@ -220,6 +221,15 @@ def test_prefetcher_process_copies_tiles_to_their_slots(slab: SlabMemory, store:
             assert place.complaints() == ""
             for index, slot in enumerate(slots):
                 assert holds(slab, slot, store.tiles(1, number, index, index + 1))
+
+
+def test_both_kinds_of_prefetcher_copy_beside_kernels(device: Device) -> None:
+    """The trial that chooses one: with another process, in a fraction of its time."""
+    found = copy_trial.measure(0, lambda seconds: kernels(device, seconds), seconds=0.05)
+    for pace in found.values():
+        assert pace.alone > 1e8
+        assert pace.beside > 1e8
+        assert pace.slowdown > 0
 
 
 def test_invalid_handle_is_refused(device: Device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import brute_force
 import numpy as np
@@ -44,6 +45,25 @@ def test_layers_have_the_bits_of_the_host(device: CudaDevice, format: str, hidde
         resident = [int(random.integers(0, cut + 1)) for cut in computed]
         found = on_device(kernel, device.torch_device, layer, resident, computed, number)
         same(found, on_host(host("fused"), layer, computed))
+
+
+def test_tiles_in_the_hosts_memory_have_the_same_bits(device: CudaDevice) -> None:
+    """Page-locked, they are read over the link."""
+    layer = made("int4", 512, 2, 2, 3, 2, "random", "normal", "normal", seed=3)
+    layer = replace(
+        layer,
+        items=((0, 2), (1, 2)),
+        rows=(np.arange(3, dtype=np.int32),) * 2,
+        weights=(np.ones(3, np.float32),) * 2,
+    )
+    locked = torch.from_numpy(layer.data.copy()).pin_memory()
+    size, offsets = layer.layout.tile_bytes, np.array([0, 3, 6], np.int32)
+    rows, weights = np.concatenate(layer.rows), np.concatenate(layer.weights)
+    x = torch.from_numpy(layer.x).to(device.torch_device)
+    share = device.expert_kernel(layer.layout).begin(x, np.array([2, 2], np.int32), offsets, rows, weights)
+    places = [(item, tile) for item in range(2) for tile in range(2)]
+    share.add([(item, tile, locked[item, tile * size :][:size]) for item, tile in places])
+    same(share.result().cpu().numpy(), on_host(host("fused"), layer, [2, 2]))
 
 
 @pytest.mark.parametrize(("hidden", "tile"), [(4096, 448), (300, 100), (63, 7)])
