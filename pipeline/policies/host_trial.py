@@ -19,11 +19,12 @@ HOPELESS = 1.5  # times the present seconds of the layers, by the costs: not tri
 
 
 class HostTrial:
-    """Of steps of about equally many rows. `host`: the next step's experts are all the host's."""
+    """Of steps of about equally many rows. `host`: the next step's experts are all the host's; `settled`: so
+    were those of the kind that was faster."""
 
     def __init__(self) -> None:
         self.host = False
-        self._settled = False  # the kind that was faster
+        self.settled = False
         self._present: deque[float] = deque(maxlen=PRESENT)
         self._tried: list[float] = []
         self._period = FIRST
@@ -32,7 +33,7 @@ class HostTrial:
     def note(self, seconds: float, hopeless: bool) -> None:
         """A step has taken so long. `hopeless`: by the costs the host alone would take HOPELESS times that of
         the layers."""
-        if self.host != self._settled:
+        if self.host != self.settled:
             self._tried.append(seconds)
             if len(self._tried) == TRIED:
                 self._compare()
@@ -40,13 +41,13 @@ class HostTrial:
         self._present.append(seconds)
         self._left -= 1
         if self._left <= 0 and len(self._present) == PRESENT and (self.host or not hopeless):
-            self.host = not self._settled
+            self.host = not self.settled
 
     def _compare(self) -> None:
         if median(self._tried[SKIPPED:]) < (1 - LEAST) * median(self._present):
-            self._settled, self._period = self.host, FIRST
+            self.settled, self._period = self.host, FIRST
         else:
             self._period = min(2 * self._period, LONGEST)
-        self.host, self._left = self._settled, self._period
+        self.host, self._left = self.settled, self._period
         self._tried.clear()
         self._present.clear()

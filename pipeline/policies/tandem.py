@@ -49,6 +49,10 @@ class Tandem(Policy):
 
     @property
     def status(self) -> str:
+        if self._trial is not None and self._trial.settled:
+            return "experts: all on the host; by the clock, steps took longer with a share on the device"
+        if all(self._worthless):
+            return "experts: all on the host; by the costs it would be faster even with all of them resident"
         return self._layers.status
 
     def placement(self, view: View) -> IntArray:

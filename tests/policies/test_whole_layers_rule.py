@@ -108,6 +108,17 @@ def test_prompts_are_spread_over_the_tokens_that_follow() -> None:
     assert not layers.used
 
 
+def test_status_says_where_the_host_computes_all() -> None:
+    """By the costs of a device that is slower with everything there."""
+    text = SyntheticText(HEADER, EMBEDDED).steps(prompt=0, chunk=1, tokens=3)
+    tandem = make_policy(PolicyRequest("tandem"), 0)
+    slow = replace(COSTS, device=(1e-3, 1e-3))
+    Replay(HEADER, tandem, slow, HALF).run(text)
+    assert tandem.status.startswith("experts: all on the host; by the costs")
+    Replay(HEADER, tandem, COSTS, HALF).run(text)
+    assert not tandem.status, "nothing was compared yet"
+
+
 def test_status_says_which_arrangement_is_resident_and_why() -> None:
     layers = WholeLayers(SHAPE, HALF)
     assert not layers.status
