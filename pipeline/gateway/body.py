@@ -13,6 +13,8 @@ from pipeline.gateway.types import Receive, Scope, header_of
 
 MOST_BYTES = 8 << 20  # a message to the engine has half of that
 BODY_SECONDS = 60.0  # for the whole body; a slow network sends 8 MB in less
+MOST_NESTING = 200  # values in each other; schemas need some dozens
+HALF = "is no valid Unicode: it has half of a surrogate pair"
 _MISSING: Any = object()
 
 
@@ -28,10 +30,10 @@ async def read_json(scope: Scope, receive: Receive) -> dict[str, Any]:
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:.0f} s") from None
     try:
-        value = json.loads(raw, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as e:
-        reason = "nested too deeply" if isinstance(e, RecursionError) else str(e)
-        raise ApiError(400, f"the body is no valid JSON: {reason[:200]}") from None
+        text = raw.decode()
+    except UnicodeDecodeError as e:
+        raise ApiError(400, f"the body is no valid JSON: it is not in UTF-8 at byte {e.start}") from None
+    value = parse_json(text)
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, not {kind_of(value)}")
     return value
@@ -55,6 +57,55 @@ async def _read(scope: Scope, receive: Receive) -> bytearray:
 def _check_size(size: int) -> None:
     if size > MOST_BYTES:
         raise ApiError(413, f"the body has more than {MOST_BYTES >> 20} MB")
+
+
+def parse_json(text: str, name: str = "") -> Any:
+    """The value of a JSON text: a body, or a field of this name. Raises ApiError, also for what cannot be
+    sent on to the engine: half characters, and values nested more deeply than the libraries write."""
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as e:
+        reason = "nested too deeply" if isinstance(e, RecursionError) else str(e)[:200]
+        error = f"is no valid JSON: {reason}"
+        raise bad(name, error) if name else ApiError(400, f"the body {error}") from None
+    if "\\ud" in text or "\\uD" in text or text.count("[") + text.count("{") > MOST_NESTING:
+        try:
+            _check(value, 0)
+        except _Unfit as e:
+            place = "".join(f"[{p}]" if isinstance(p, int) else f".{p[:40]}" for p in reversed(e.path))
+            raise bad((name + ascii(place)[1:-1])[:200].lstrip("."), e.text) from None
+    return value
+
+
+class _Unfit(Exception):
+    """`path`: keys and places of the value, the innermost first."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+        self.path: list[str | int] = []
+
+
+def _check(value: Any, depth: int) -> None:
+    """Raises _Unfit."""
+    if isinstance(value, str):
+        if not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise _Unfit(HALF) from None
+        return
+    if depth >= MOST_NESTING:
+        raise _Unfit(f"is nested too deeply: {MOST_NESTING} values in each other are the most")
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        try:
+            if isinstance(key, str):
+                _check(key, depth)
+            if isinstance(inner, (str, list, dict)):
+                _check(inner, depth + 1)
+        except _Unfit as e:
+            e.path.append(key)
+            raise
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -161,5 +212,5 @@ def valid_text(text: str, name: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise bad(name, "is no valid Unicode: it has half of a surrogate pair") from None
+        raise bad(name, HALF) from None
     return text

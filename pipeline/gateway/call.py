@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.gateway.body import Fields, read_json
 from pipeline.gateway.engine_links import EngineLinks
+from pipeline.gateway.errors import ApiError, of_engine
 from pipeline.gateway.meter import Meter
 from pipeline.gateway.responses import EventStream, send_json, unless_gone
 from pipeline.gateway.template import TemplateKind
 from pipeline.gateway.types import Receive, Scope, Send
 from protocol.client import Client
+from protocol.errors import ProtocolError
 
 if TYPE_CHECKING:
     from pipeline.gateway.dashboard.feed import Feed
@@ -36,7 +38,8 @@ class Service:
 
 @dataclass
 class Call:
-    """A request. `account`: the name of its API key, "" without keys."""
+    """A request. `account`: the name of its API key, "" without keys. `prompt_field`, `grammar_field`: of the
+    body, for errors of the engine."""
 
     service: Service
     scope: Scope
@@ -44,8 +47,14 @@ class Call:
     send: Send
     account: str
     anthropic: bool
+    prompt_field: str | None = None
+    grammar_field: str | None = None
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def refusal(self, error: ProtocolError) -> ApiError:
+        """What the client sees of an error of the engine."""
+        return of_engine(error, self.prompt_field, self.grammar_field)
 
     async def client(self) -> Client:
         """The account's connection to the engine. Raises ApiError."""
@@ -61,4 +70,4 @@ class Call:
 
     async def stream(self, events: AsyncIterator[bytes]) -> None:
         """Send events; the generator is ended where the client disconnects."""
-        await EventStream(events, self.anthropic).send(self.receive, self.send)
+        await EventStream(events, self.refusal, self.anthropic).send(self.receive, self.send)

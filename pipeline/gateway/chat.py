@@ -17,6 +17,7 @@ from pipeline.gateway.served_model import check_model, model_name
 from pipeline.gateway.settings import note_unknown, take_settings
 from pipeline.gateway.template import TemplateKind
 from pipeline.gateway.tools import take_format, take_tools
+from pipeline.text.tokenizer import RESERVED
 from protocol.messages import Welcome
 
 DONE = b"data: [DONE]\n\n"
@@ -33,6 +34,8 @@ def check_chats(welcome: Welcome) -> None:
 def take_variables(fields: Fields, kind: TemplateKind) -> dict[str, Any]:
     """Of the chat template. Raises ApiError."""
     variables = dict(fields.object("chat_template_kwargs", None) or {})
+    if reserved := sorted(variables.keys() & RESERVED):
+        fields.refuse("chat_template_kwargs", f"{reserved[0]} is no variable of a chat template")
     for name in ("add_generation_prompt", "continue_final_message"):
         if fields.any(name) is not None:
             variables[name] = fields.flag(name)
@@ -73,6 +76,7 @@ async def completions(call: Call) -> None:
     request = take_chat(fields, client.welcome, call.service.template)
     fields.any("user")
     note_unknown(fields, "/v1/chat/completions")
+    call.grammar_field = request.settings.grammar_field
     run = ChatRun(call, client, request)
     head = {"id": f"chatcmpl-{call.id}", "created": call.created, "model": model_name(client.welcome)}
     if request.settings.stream:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.gateway.call import Call
 from pipeline.gateway.chat_output import CLOSE_CALL, ChatOutput, Part, ToolCall
-from pipeline.gateway.choices import Usage, events_of
+from pipeline.gateway.choices import Usage, events_of, started
 from pipeline.gateway.conversation import cache_name, hashed
 from pipeline.gateway.settings import Settings
 from pipeline.gateway.token_texts import TokenTexts
@@ -76,7 +76,7 @@ class ChatRun:
             for _ in range(settings.choices)
         ]
         name = cache_name(request.messages, self._call.account, request.template)
-        answers = [
+        answers = await started(
             self._client.generate(
                 messages=request.messages,
                 template=request.template,
@@ -84,7 +84,7 @@ class ChatRun:
                 **self._arguments(index),
             )
             for index in range(settings.choices)
-        ]
+        )
         async with aclosing(events_of(answers)) as events:
             async for place, event in events:
                 output = outputs[place]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -44,6 +44,21 @@ async def events_of(answers: Sequence[Answer]) -> AsyncGenerator[Event, None]:
         for answer in answers:
             with suppress(ProtocolError):
                 await answer.cancel()
+
+
+async def started(answers: Iterable[Answer]) -> list[Answer]:
+    """Answers that are sent one by one. Where one cannot be sent, those before it are cancelled. Raises
+    ProtocolError."""
+    found: list[Answer] = []
+    try:
+        for answer in answers:
+            found.append(answer)
+    except ProtocolError:
+        for answer in found:
+            with suppress(ProtocolError):
+                await answer.cancel()
+        raise
+    return found
 
 
 async def _feed(queue: asyncio.Queue[Any], place: int, answer: Answer) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.gateway.body import Fields, kind_of, valid_text
 from pipeline.gateway.call import Call
-from pipeline.gateway.choices import Usage, events_of
+from pipeline.gateway.choices import Usage, events_of, started
 from pipeline.gateway.conversation import hashed
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.responses import event_of
@@ -18,6 +18,7 @@ from pipeline.gateway.served_model import check_model, model_name
 from pipeline.gateway.settings import Settings, note_unknown, take_settings
 from pipeline.gateway.token_texts import TokenTexts
 from pipeline.gateway.tools import take_format
+from protocol.answer import Answer
 from protocol.client import Client
 from protocol.messages import Done, Sampling, Scores, Token, Welcome
 
@@ -71,6 +72,8 @@ def take_completion(fields: Fields, welcome: Welcome) -> CompletionRequest:
         grammar=take_format(fields),
         logprobs=-1 if logprobs is None else logprobs,
     )
+    if len(prompts) * settings.choices > MOST_PROMPTS:
+        fields.refuse("n", f"of {len(prompts)} prompts makes more than {MOST_PROMPTS} answers")
     if fields.integer("best_of", 1, 16, settings.choices) != settings.choices:
         fields.refuse("best_of", "must be n: all answers are returned")
     return CompletionRequest(prompts, settings, echo)
@@ -110,6 +113,7 @@ async def completions(call: Call) -> None:
     request = take_completion(fields, client.welcome)
     fields.any("user")
     note_unknown(fields, "/v1/completions")
+    call.grammar_field = request.settings.grammar_field
     maker = _Maker(call, client, request)
     if request.settings.stream:
         await call.stream(maker.stream())
@@ -158,9 +162,12 @@ class _Maker:
         if request.echo:
             # Each on a connection of its own, so a few at a time; all of them wait in the engine.
             gate = asyncio.Semaphore(4)
-            async with asyncio.TaskGroup() as group:
-                for choice in choices[:: request.settings.choices]:
-                    group.create_task(self._echo(choice, gate))
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for choice in choices[:: request.settings.choices]:
+                        group.create_task(self._echo(choice, gate))
+            except ExceptionGroup as failed:
+                raise failed.exceptions[0] from None
         for choice in choices:  # of one prompt
             first = choices[choice.index - choice.index % request.settings.choices]
             if choice is not first:
@@ -214,13 +221,11 @@ class _Maker:
 
     async def _events(self) -> AsyncGenerator[tuple[int, Token | Done], None]:
         settings = self._request.settings
-        answers = []
-        for prompt in self._request.prompts:
-            what = {"prompt": prompt} if isinstance(prompt, str) else {"token_ids": prompt}
-            name = hashed([self._account, prompt[:OPENING]])
-            for index in range(settings.choices):
-                keep = {"conversation": f"{name}/{index}"} if len(self._request.prompts) == 1 else {}
-                answers.append(self._client.generate(**what, **keep, **settings.of_choice(index)))  # type: ignore[arg-type]
+        answers = await started(
+            self._generate(prompt, index)
+            for prompt in self._request.prompts
+            for index in range(settings.choices)
+        )
         async with aclosing(events_of(answers)) as events:
             async for place, event in events:
                 if isinstance(event, Token):
@@ -228,6 +233,12 @@ class _Maker:
                 else:
                     self._usage.add(answers[place], new_prompt=place % settings.choices == 0)
                 yield place, event
+
+    def _generate(self, prompt: Prompt, index: int) -> Answer:
+        what: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"token_ids": prompt}
+        if len(self._request.prompts) == 1:
+            what["conversation"] = f"{hashed([self._account, prompt[:OPENING]])}/{index}"
+        return self._client.generate(**what, **self._request.settings.of_choice(index))
 
     async def _note(self, choice: _Choice, token: Token) -> None:
         """The log-probabilities of a new token."""

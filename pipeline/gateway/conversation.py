@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.gateway.body import Fields, kind_of, valid_text
+from pipeline.gateway.body import Fields, kind_of, parse_json, valid_text
 from pipeline.gateway.errors import bad
 from protocol.messages import ChatMessage
 
@@ -63,10 +63,7 @@ def tool_call(value: Any, where: str) -> dict[str, Any]:
         fields.refuse("function", "is required: an object")
     arguments = function.any("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            function.refuse("arguments", "is no valid JSON")
+        arguments = parse_json(arguments or "{}", function.name("arguments"))
     if not isinstance(arguments, dict):
         function.refuse("arguments", "must be a JSON object as a string")
     call = {"name": function.text("name"), "arguments": arguments}

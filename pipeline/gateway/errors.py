@@ -44,16 +44,23 @@ def bad(param: str, text: str, code: str | None = None) -> ApiError:
     return ApiError(400, f"{param}: {text}", param, code)
 
 
-def of_engine(error: ProtocolError) -> ApiError:
-    """What a client sees of an error of the client library."""
+def of_engine(error: ProtocolError, prompt: str | None = None, grammar: str | None = None) -> ApiError:
+    """What a client sees of an error of the client library. `prompt`, `grammar`: the fields that the engine
+    got them from; what else it refuses, the gateway has refused before."""
     match error:
         case RequestFailed() if "try again later" in str(error):
             return ApiError(429, str(error))
+        case RequestFailed() if "the grammar cannot be followed" in str(error):
+            return _named(grammar, str(error))
         case RequestFailed(usage=True):
             code = "context_length_exceeded" if "the context is" in str(error) else None
-            return ApiError(400, str(error), code=code)
+            return _named(grammar if "grammar" in str(error) else prompt, str(error), code)
         case MalformedMessage():
-            return ApiError(400, f"the request cannot be sent to the engine: {error}")
+            return _named(prompt, f"the request cannot be sent to the engine: {error}")
         case EngineGone():
             return ApiError(503, str(error))
     return ApiError(500, str(error))
+
+
+def _named(param: str | None, text: str, code: str | None = None) -> ApiError:
+    return bad(param, text, code) if param else ApiError(400, text, code=code)

@@ -83,7 +83,11 @@ class Front:
                 raise ApiError(503, "the server is shutting down")
             if self.running > MOST_CALLS:
                 raise ApiError(429, f"{MOST_CALLS} requests are running; try again later")
-        await endpoint.handler(Call(self._service, scope, receive, send, account, anthropic))
+        call = Call(self._service, scope, receive, send, account, anthropic, endpoint.prompt)
+        try:
+            await endpoint.handler(call)
+        except ProtocolError as e:
+            raise call.refusal(e) from e
 
     def _endpoint(self, scope: Scope) -> Endpoint:
         method, path = scope["method"], scope["path"]

@@ -18,7 +18,7 @@ from pipeline.gateway.responses import dumps, send_json
 from pipeline.gateway.served_model import check_model, model_name
 from pipeline.gateway.settings import note_unknown, take_settings
 from pipeline.gateway.template import TemplateKind
-from pipeline.gateway.tools import MOST_TOOLS, Tools, chosen
+from pipeline.gateway.tools import MOST_TOOLS, Grammar, Tools, chosen, take_format
 from protocol.messages import ChatMessage, Welcome
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -38,15 +38,16 @@ def take_request(fields: Fields, welcome: Welcome, kind: TemplateKind, *, counte
         if wanted == "enabled" and not kind.thinks:
             fields.refuse("thinking", "this model's chat template has no reasoning")
         variables = {"enable_thinking": wanted != "disabled"}
-    # Anthropic's names of what other endpoints call otherwise
-    stop = fields.strings("stop_sequences")
-    renamed = {"stop": list(stop) or None}
-    known = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "stream")
+    config = fields.within("output_config")
+    formats = [take_format(fields, "output_format"), take_format(config, "format") if config else Grammar()]
+    grammars = [grammar for grammar in (tools.grammar(kind), *formats) if grammar]
+    if len(grammars) > 1:
+        fields.refuse(
+            "tool_choice" if tools.wanted else "output_format", "an answer follows one form; give one"
+        )
+    fields.integer("n", 1, 1, 1)
     settings = take_settings(
-        Fields({name: fields.any(name) for name in known} | renamed),
-        welcome,
-        most,
-        grammar=tools.grammar(kind),
+        fields, welcome, most, grammar=grammars[0] if grammars else Grammar(), stop_field="stop_sequences"
     )
     return ChatRequest(_messages(fields), settings, tools, variables)
 
@@ -132,6 +133,7 @@ async def create(call: Call) -> None:
     request = take_request(fields, client.welcome, call.service.template, counted=False)
     fields.any("metadata")
     note_unknown(fields, "/v1/messages")
+    call.grammar_field = request.settings.grammar_field
     run = ChatRun(call, client, request)
     head = {
         "id": f"msg_{call.id}",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from pipeline.gateway.errors import ApiError, of_engine
+from pipeline.gateway.errors import ApiError
 from pipeline.gateway.types import Message, Receive, Send
 from protocol.connection import end_task
 from protocol.errors import ProtocolError
@@ -73,8 +73,15 @@ async def _wait_gone(receive: Receive) -> None:
 class EventStream:
     """Server-sent events, each given as its bytes. An error before the first one is an HTTP error."""
 
-    def __init__(self, events: AsyncIterator[bytes], anthropic: bool = False) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        refusal: Callable[[ProtocolError], ApiError],
+        anthropic: bool = False,
+    ) -> None:
+        """`refusal`: what a client sees of an error of the engine."""
         self._events = events
+        self._refusal = refusal
         self._anthropic = anthropic
         self._started = False
         self._sent = 0  # events and pings
@@ -121,7 +128,7 @@ class EventStream:
         except ApiError as e:
             error = e
         except ProtocolError as e:
-            error = of_engine(e)
+            error = self._refusal(e)
         except Exception:
             log.exception("an answer's stream failed")
             error = ApiError(500, "the gateway failed; its log has the reason")

@@ -17,7 +17,7 @@ from pipeline.gateway.responses import dumps
 from pipeline.gateway.served_model import check_model, model_name
 from pipeline.gateway.settings import note_unknown, take_settings
 from pipeline.gateway.template import TemplateKind
-from pipeline.gateway.tools import chosen, take_format
+from pipeline.gateway.tools import MOST_TOOLS, chosen, take_format
 from protocol.messages import ChatMessage, Welcome
 
 REFUSED = ("previous_response_id", "conversation", "prompt")
@@ -35,6 +35,8 @@ def take_request(fields: Fields, welcome: Welcome, kind: TemplateKind) -> ChatRe
     most = fields.integer("max_output_tokens", 1, MOST_TOKENS, welcome.context)
     given = fields.array("tools", None) or []
     tools, schemas = [], {}
+    if len(given) > MOST_TOOLS:
+        fields.refuse("tools", f"has {len(given)} tools; {MOST_TOOLS} is the most")
     for place, value in enumerate(given):
         tool = Fields(value if isinstance(value, dict) else {}, f"tools[{place}]")
         tool.choice("type", ("function",))
@@ -46,7 +48,9 @@ def take_request(fields: Fields, welcome: Welcome, kind: TemplateKind) -> ChatRe
     choice = fields.any("tool_choice")
     wanted = chosen(fields, "tool_choice", tools, schemas, choice, kind, parallel)
     text = fields.within("text")
-    grammar = wanted.grammar(kind) or ("" if text is None else take_format(text, "format"))
+    forced, grammar = wanted.grammar(kind), take_format(fields if text is None else text, "format")
+    if forced and grammar:
+        fields.refuse("tool_choice", "an answer follows text.format or calls a tool; give one of them")
     variables: dict[str, Any] = {}
     reasoning = fields.within("reasoning")
     effort = None if reasoning is None else reasoning.choice("effort", EFFORTS, None)
@@ -57,10 +61,10 @@ def take_request(fields: Fields, welcome: Welcome, kind: TemplateKind) -> ChatRe
     if fields.integer("top_logprobs", 0, 20, 0):
         fields.refuse("top_logprobs", "is not supported here; use /v1/chat/completions")
     messages = _messages(fields)
-    known = ("temperature", "top_p", "top_k", "min_p", "seed", "stream", "stop")
-    settings = take_settings(
-        Fields({name: fields.any(name) for name in known}), welcome, most, grammar=grammar
-    )
+    fields.integer("n", 1, 1, 1)
+    if "message.output_text.logprobs" in fields.strings("include"):
+        fields.refuse("include", "log-probabilities are not supported here; use /v1/chat/completions")
+    settings = take_settings(fields, welcome, most, grammar=forced or grammar)
     return ChatRequest(messages, settings, wanted, variables)
 
 
@@ -104,6 +108,7 @@ async def create(call: Call) -> None:
     for name in ("store", "metadata", "user", "include", "truncation"):
         fields.any(name)
     note_unknown(fields, "/v1/responses")
+    call.grammar_field = request.settings.grammar_field
     maker = _Maker(call, ChatRun(call, client, request), request, model_name(client.welcome))
     if request.settings.stream:
         await call.stream(maker.stream())

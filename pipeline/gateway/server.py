@@ -25,6 +25,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._head = 0  # bytes of the head that is being received
+        self._in_body = False
         self._timer: asyncio.TimerHandle | None = None
         if len(self.connections) > MOST_CONNECTIONS:
             transport.abort()
@@ -42,7 +43,12 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         between = self.cycle is None or self.cycle.response_complete
-        if between:
+        if between and self._in_body:
+            # Of a request that is refused already. It is read and dropped, since most clients read no answer
+            # before they have sent all; what takes longer than a head may is cut off.
+            if self._timer is None:
+                self._watch()
+        elif between:
             if self._head == 0:
                 self._watch()
             self._head += len(data)
@@ -52,8 +58,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._head = 0
+        self._in_body = True
         self._unwatch()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        self._unwatch()
+        super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.gateway.body import Fields
+from pipeline.gateway.tools import Grammar
+from pipeline.text.tokenizer import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from protocol.messages import Sampling, Shaping, TokenBias, Welcome
 
 log = logging.getLogger(__name__)
 
 MOST_CHOICES = 16
 MOST_SEED = (1 << 63) - 1
-MOST_STOPS = 16
 MOST_TOP_K = 1 << 31
 MOST_BIASES = 1024
 MOST_BIAS = 100
@@ -48,6 +49,7 @@ class Settings:
     include_usage: bool
     shaping: Shaping = Shaping()  # noqa: RUF009 - frozen
     logprobs: int = -1
+    grammar_field: str | None = None  # of the request, from which the shaping's grammar is
 
     def of_choice(self, index: int) -> dict[str, Any]:
         """Arguments of `Client.generate` for one of the choices: each has a seed of its own."""
@@ -79,12 +81,12 @@ def take_sampling(fields: Fields, default: Sampling) -> Sampling:
     )
 
 
-def take_shaping(fields: Fields, welcome: Welcome, grammar: str) -> Shaping:
+def take_shaping(fields: Fields, welcome: Welcome, grammar: Grammar) -> Shaping:
     return Shaping(
         presence_penalty=fields.number("presence_penalty", -2.0, 2.0, 0.0),
         frequency_penalty=fields.number("frequency_penalty", -2.0, 2.0, 0.0),
         bias=_biases(fields, welcome.vocabulary),
-        grammar=grammar,
+        grammar=grammar.text,
     )
 
 
@@ -108,13 +110,16 @@ def take_settings(
     max_tokens: int,
     *,
     default: Sampling | None = None,
-    grammar: str = "",
+    grammar: Grammar = Grammar(),  # noqa: B008 - frozen
     logprobs: int = -1,
+    stop_field: str = "stop",
 ) -> Settings:
-    """`max_tokens`, `default`: where not given; sampling is then as the model's makers recommend."""
-    stop = fields.strings("stop")
-    if len(stop) > MOST_STOPS or "" in stop:
-        fields.refuse("stop", f"takes up to {MOST_STOPS} texts, none of them empty")
+    """`max_tokens`, `default`: where not given; sampling is then as the model's makers recommend.
+    `stop_field`: how `stop` is called here. Raises ApiError."""
+    stop = fields.strings(stop_field)
+    if len(stop) > MAX_STOP_STRINGS or not all(0 < len(text) <= MAX_STOP_CHARACTERS for text in stop):
+        limits = f"up to {MAX_STOP_STRINGS} texts of 1 to {MAX_STOP_CHARACTERS} characters"
+        fields.refuse(stop_field, f"takes {limits}")
     stream = fields.flag("stream")
     options = fields.within("stream_options")
     include_usage = options is not None and options.flag("include_usage")
@@ -130,6 +135,7 @@ def take_settings(
         include_usage=include_usage,
         shaping=take_shaping(fields, welcome, grammar),
         logprobs=logprobs,
+        grammar_field=grammar.field,
     )
 
 

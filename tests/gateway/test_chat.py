@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from contextlib import closing
+from http.client import HTTPConnection
 from typing import Any
 
 import httpx2 as httpx
@@ -16,6 +18,9 @@ from protocol.messages import ChatMessage
 
 openai = pytest.importorskip("openai")
 QUESTION = [{"role": "user", "content": "What is a list?"}]
+BROKEN_CALL = {"id": "1", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+WRONG_SCHEMA = {"type": "json_schema", "schema": {"type": "x"}}
+CALLED = "messages[0].tool_calls[0].function"
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +151,18 @@ def test_a_client_that_disconnects_cancels_its_answer(served: Served) -> None:
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stop": ["x" * 600]}, "stop"),
+        ({"tool_choice": {"type": "function", "function": {"name": ["f"]}}}, "tool_choice"),
+        ({"messages": [{"role": "assistant", "tool_calls": [BROKEN_CALL]}]}, f"{CALLED}.arguments.a"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": {"b": "\ud800"}}}, "chat_template_kwargs.a.b"),
+        # By the engine: where the texts are read
+        ({"messages": [{"role": "user", "content": "word " * 5000}]}, "messages"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_regex": "a{1000000}{1000}"}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"response_format": WRONG_SCHEMA}, "response_format"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ],
 )
@@ -182,3 +199,48 @@ def test_refusals_have_the_status_that_fits(served: Served) -> None:
             refused = http.post("/v1/chat/completions", json={"messages": long, "stream": stream})
             assert refused.status_code == 400
             assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "param"),
+    [
+        ("/v1/completions", {"prompt": [[5] * 5000] * 2, "echo": True, "logprobs": 1}, "prompt"),
+        ("/v1/completions", {"prompt": ["a"] * 64, "n": 16}, "n"),
+        ("/v1/completions", {"prompt": "a", "guided_grammar": "start: ("}, "guided_grammar"),
+        ("/v1/responses", {"input": "word " * 5000}, "input"),
+        ("/v1/responses", {"input": "a", "n": 2}, "n"),
+        ("/v1/responses", {"input": "a", "include": ["message.output_text.logprobs"]}, "include"),
+        ("/v1/responses", {"input": "a", "text": {"format": WRONG_SCHEMA}}, "text.format"),
+        ("/v1/messages", {"stop_sequences": [""]}, "stop_sequences"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "word " * 5000}]}, "messages"),
+        ("/v1/messages", {"output_format": WRONG_SCHEMA}, "output_format"),
+    ],
+)
+def test_other_endpoints_name_the_field_too(
+    served: Served, path: str, change: dict[str, Any], param: str
+) -> None:
+    with served.http() as http:
+        found = http.post(path, json={"messages": QUESTION, "max_tokens": 4} | change)
+    assert found.status_code == 400
+    error = found.json()["error"]
+    assert error["message"].startswith(f"{param}: ")
+    assert error.get("param", param) == param
+
+
+def test_a_schema_for_messages_is_followed(served: Served) -> None:
+    schema = {"type": "json_schema", "schema": {"enum": ["yes", "no"]}}
+    for form in ({"output_format": schema}, {"output_config": {"format": schema}}):
+        with served.http() as http:
+            found = http.post("/v1/messages", json={"messages": QUESTION, "max_tokens": 20} | form)
+        assert json.loads(found.json()["content"][0]["text"]) in ("yes", "no")
+
+
+def test_a_body_that_is_too_large_is_answered_after_it(served: Served) -> None:
+    """As most clients do, which read no answer before they have sent all; their connection lives on."""
+    host, port = served.url.removeprefix("http://").split(":")
+    connection = HTTPConnection(host, int(port), timeout=20)
+    with closing(connection):
+        for body, status in ((b" " * (9 << 20), 413), (json.dumps({"prompt": "x"}).encode(), 200)):
+            connection.request("POST", "/tokenize", body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            assert (answer.status, "error" in json.loads(answer.read())) == (status, status != 200)
