@@ -143,7 +143,7 @@ class _Maker:
             "model": self._model,
             "output": self._output() if ended else [],
             "parallel_tool_calls": self._request.tools.parallel,
-            "tool_choice": "auto",
+            "tool_choice": "required" if self._request.tools.wanted else "auto",
             "tools": tools,
             "store": False,
             "usage": {

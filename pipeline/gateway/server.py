@@ -9,6 +9,8 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from pipeline.gateway.errors import ApiError
+from pipeline.gateway.responses import dumps
 from pipeline.gateway.types import App
 from protocol.errors import ProtocolError
 
@@ -66,6 +68,15 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_body = False
         self._unwatch()
         super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """The answer to what is no HTTP; uvicorn's is plain text."""
+        body = dumps(ApiError(400, msg).body())
+        head = (
+            f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        )
+        self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -97,7 +98,9 @@ def test_heads_without_an_end_and_garbage_end_only_their_connection(served: Serv
                 answer = connection.recv(1 << 16)
             except OSError:
                 continue
-            assert answer == b"" or b" 400 " in answer.partition(b"\r\n")[0] + b" "
+            head, _, body = answer.partition(b"\r\n\r\n")
+            assert answer == b"" or b" 400 " in head.partition(b"\r\n")[0] + b" "
+            assert answer == b"" or json.loads(body)["error"]["type"] == "invalid_request_error"
     with served.http() as http:
         assert http.get("/health").status_code == 200
 
