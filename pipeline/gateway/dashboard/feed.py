@@ -85,8 +85,7 @@ class Feed:
             try:
                 if self._links.ready:
                     client = await self._links.client()
-                    self._publish("state", {"engine": "up", "restarts": self._links.restarts})
-                    state = "up"
+                    state = "asked"
                     await self._until_lost(self._follow(client))
             except (ApiError, ProtocolError, TimeoutError) as e:
                 log.debug("dashboard: the engine does not answer: %s", e)
@@ -118,6 +117,8 @@ class Feed:
             async with asyncio.timeout(ANSWER_SECONDS):
                 activity = await client.expert_activity()
                 if before is None:
+                    # Not before it has answered: that an engine is dead is seen later than that it is silent.
+                    self._publish("state", {"engine": "up", "restarts": restarts})
                     self._publish("about", _about(client.welcome, activity))
                 if (changes := _changes(activity, before)) is not None:
                     self._publish("experts", changes, keep=before is None)
