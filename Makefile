@@ -73,4 +73,6 @@ $(READY): pyproject.toml $(wildcard workers/kernels/c/*) $(wildcard shm/*.c pipe
 $(TEST_TOOLS): $(READY)
 	echo "make: installing what the tests need ..." >&2
 	$(call dotted,$(BIN)/python -c '$(REQUIRED)' dev | $(PIP) -r /dev/stdin >&2)
+	{ $(call dotted,$(BIN)/python -c '$(REQUIRED)' clients | timeout 300 $(PIP) -r /dev/stdin >&2); } || \
+	echo "make: lm_eval and llm cannot be had; their two tests will skip" >&2
 	touch $@

@@ -1,5 +1,5 @@
-"""lm-evaluation-harness and `llm` against a gateway. Both bring many packages, so they are no part of the
-extra `dev`: `pip install 'lm_eval[api]' llm` for these tests, which skip themselves without."""
+"""lm-evaluation-harness and `llm` against a gateway. Both bring many packages, so they are an extra of their own,
+`clients`, which `make test` installs where it can; without it these tests skip themselves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def texts() -> list[tuple[str, str]]:
 
 
 def test_log_likelihoods_of_the_harness_are_those_of_score(served: Served) -> None:
-    pytest.importorskip("lm_eval", reason="pip install 'lm_eval[api]'")
+    pytest.importorskip("lm_eval", reason="of the extra `clients`")
     from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
@@ -60,7 +60,7 @@ def test_log_likelihoods_of_the_harness_are_those_of_score(served: Served) -> No
 
 
 def test_the_command_llm(served: Served, tmp_path: Path) -> None:
-    pytest.importorskip("llm", reason="pip install llm")
+    pytest.importorskip("llm", reason="of the extra `clients`")
     (tmp_path / "extra-openai-models.yaml").write_text(
         f"- model_id: here\n  model_name: tandem-embedded\n  api_base: {served.url}/v1\n"
     )
