@@ -49,6 +49,7 @@ LONGEST = (
     "parity/test_families.py",
     "gateway/test_dashboard.py",
     "launch/test_doctor.py",
+    "faults/test_poisoned_work.py",
     "pipeline/test_many_clients.py",
     "pipeline/test_clients_hostile.py",
     "faults/test_worker_restart.py",

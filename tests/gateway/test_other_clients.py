@@ -1,5 +1,5 @@
-"""lm-evaluation-harness and `llm` against a gateway. Both bring many packages, so they are an extra of their own,
-`clients`, which `make test` installs where it can; without it these tests skip themselves."""
+"""lm-evaluation-harness and `llm` against a gateway. Both bring many packages, so they are an extra of their
+own, `clients`, which `make test` installs where it can; without it these tests skip themselves."""
 
 from __future__ import annotations
 

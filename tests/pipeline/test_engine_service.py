@@ -445,6 +445,7 @@ def test_stats_of_an_engine(whole: WholeEngine, costs_file: Path) -> None:
     assert stats == {
         "policy": "fiddler",
         "policy_options": {"assignment": "device"},
+        "policy_status": "",
         "calibrated": False,
         "emulation": "link paced to 2 GB/s",
         "scheduler": stats["scheduler"],
