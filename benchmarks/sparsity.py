@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -27,11 +26,11 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from benchmarks.embedded_model.evaluate import windows
+from benchmarks.quality import BATCH, perplexity
 from launch.score.items import Item, read_items
 from pipeline.assets import heldout, items, model_dir
 from shm.layout import FORMATS, ExpertShape, FloeFormat, StoreLayout
 
-BATCH = 16  # windows, and items, at a time
 QUANTILES = 2000
 UNQUANTIZED = "bf16"
 
@@ -78,15 +77,6 @@ class MaskedExperts(torch.nn.Module):
         found = torch.cat(self.sizes).numpy()
         self.sizes = None
         return torch.from_numpy(np.quantile(found, np.linspace(0, 1, QUANTILES + 1)))
-
-
-def perplexity(model: Any, tokens: Tensor) -> float:
-    """Of every token except each window's first; tokens [windows, length]."""
-    total = 0.0
-    for rows in tokens.split(BATCH):
-        logits = model(input_ids=rows, use_cache=False).logits[:, :-1].flatten(0, 1)
-        total += float(functional.cross_entropy(logits, rows[:, 1:].flatten(), reduction="sum"))
-    return math.exp(total / tokens[:, 1:].numel())
 
 
 class Questions:

@@ -8,34 +8,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.arrays import FloatArray, Phase
-from pipeline.calibration.magnitudes import Up
+from pipeline.arrays import FloatArray
+from pipeline.calibration.magnitudes import DecodeObserver, Up
 from pipeline.engine.driver import LayerDecision
 from pipeline.policies.view import ModelShape
 
 KEPT = 0.2  # share of an expert's channels: those with the largest |u|
 
 
-class ChannelRecall:
-    """An observer of the engine."""
+class ChannelRecall(DecodeObserver):
+    """Compares the channels that are named early with those that are kept."""
 
     def __init__(self, shape: ModelShape, up: Up, every: int = 1) -> None:
-        """`every`: of that many decode steps one is counted."""
-        self._up, self._every = up, every
-        self._steps = 0
-        self._phase: Phase = "prefill"
+        super().__init__(every)
+        self._up = up
         self._before: FloatArray  # x of the layer before
         self._found, self._wanted = np.zeros((2, shape.layers))
 
-    def probes(self, layer: int) -> tuple[int, ...]:
-        return ()
-
-    def begin(self, phase: Phase, sequences: tuple[int, ...]) -> None:
-        self._phase = phase
-        self._steps += phase == "decode"
-
     def layer(self, decision: LayerDecision[object], x: FloatArray) -> None:
-        if self._phase != "decode" or (self._steps - 1) % self._every:
+        if not self.counts:
             return
         layer, active = decision.layer, decision.gated.routing.active
         ends = active.offsets.tolist()
@@ -46,9 +37,6 @@ class ChannelRecall:
                 self._found[layer] += np.count_nonzero(early & own)
                 self._wanted[layer] += np.count_nonzero(own)
         self._before = x.copy()
-
-    def end(self) -> None:
-        """Each layer was counted when it was observed."""
 
     def measured(self) -> dict[str, Any]:
         """`Findings.channels`: by layer from the second on, the share of the kept channels that are among as

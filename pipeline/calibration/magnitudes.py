@@ -21,16 +21,19 @@ BINS = (HIGHEST - LOWEST) * BINS_AN_OCTAVE
 Up = Callable[[int, int, FloatArray], FloatArray]  # layer, expert, x [n, H] -> u [n, channels]
 
 
-class Magnitudes:
-    """An observer of the engine that counts |u| by size, in bins of equal ratio."""
+class DecodeObserver:
+    """An observer of the engine that counts some of the decode steps, each layer when it is observed."""
 
-    def __init__(self, shape: ModelShape, up: Up, every: int = 1) -> None:
+    def __init__(self, every: int = 1) -> None:
         """`every`: of that many decode steps one is counted."""
-        self._up, self._every = up, every
+        self._every = every
         self._steps = 0
         self._phase: Phase = "prefill"
-        self._counts: NDArray[np.int64] = np.zeros((shape.layers, BINS), np.int64)
-        self._sums = np.zeros((shape.layers, BINS))
+
+    @property
+    def counts(self) -> bool:
+        """Whether the present step is counted."""
+        return self._phase == "decode" and (self._steps - 1) % self._every == 0
 
     def probes(self, layer: int) -> tuple[int, ...]:
         return ()
@@ -39,17 +42,27 @@ class Magnitudes:
         self._phase = phase
         self._steps += phase == "decode"
 
+    def end(self) -> None:
+        """Nothing is left over."""
+
+
+class Magnitudes(DecodeObserver):
+    """Counts |u| by size, in bins of equal ratio."""
+
+    def __init__(self, shape: ModelShape, up: Up, every: int = 1) -> None:
+        super().__init__(every)
+        self._up = up
+        self._counts: NDArray[np.int64] = np.zeros((shape.layers, BINS), np.int64)
+        self._sums = np.zeros((shape.layers, BINS))
+
     def layer(self, decision: LayerDecision[object], x: FloatArray) -> None:
         """Masks act on decoded tokens, so only these count."""
-        if self._phase != "decode" or (self._steps - 1) % self._every:
+        if not self.counts:
             return
         active, layer = decision.gated.routing.active, decision.layer
         ends = active.offsets.tolist()
         for expert, start, end in zip(active.experts.tolist(), ends, ends[1:], strict=False):
             self.count(layer, np.abs(self._up(layer, expert, x[active.rows[start:end]])).ravel())
-
-    def end(self) -> None:
-        """Each layer was counted when it was observed."""
 
     def count(self, layer: int, magnitudes: FloatArray) -> None:
         """Add |u| [n]."""

@@ -21,6 +21,7 @@ from pipeline.gateway.template import TemplateKind
 from pipeline.gateway.tools import MOST_TOOLS, Grammar, Tools, chosen, take_format
 from protocol.messages import ChatMessage, Welcome
 
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -39,6 +40,11 @@ def take_request(fields: Fields, welcome: Welcome, kind: TemplateKind, *, counte
             fields.refuse("thinking", "this model's chat template has no reasoning")
         variables = {"enable_thinking": wanted != "disabled"}
     config = fields.within("output_config")
+    effort = None if config is None else config.choice("effort", EFFORTS, None)
+    if effort is not None and kind.thinks:
+        variables["reasoning_effort"] = effort
+    elif effort not in (None, "high"):  # which is the API's default
+        fields.refuse("output_config.effort", "this model's chat template has no reasoning")
     formats = [take_format(fields, "output_format"), take_format(config, "format") if config else Grammar()]
     grammars = [grammar for grammar in (tools.grammar(kind), *formats) if grammar]
     if len(grammars) > 1:

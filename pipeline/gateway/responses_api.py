@@ -48,6 +48,8 @@ def take_request(fields: Fields, welcome: Welcome, kind: TemplateKind) -> ChatRe
     choice = fields.any("tool_choice")
     wanted = chosen(fields, "tool_choice", tools, schemas, choice, kind, parallel)
     text = fields.within("text")
+    if text is not None:
+        text.choice("verbosity", ("medium",), None)
     forced, grammar = wanted.grammar(kind), take_format(fields if text is None else text, "format")
     if forced and grammar:
         fields.refuse("tool_choice", "an answer follows text.format or calls a tool; give one of them")
@@ -105,7 +107,7 @@ async def create(call: Call) -> None:
     client = await call.client()
     fields = await call.fields()
     request = take_request(fields, client.welcome, call.service.template)
-    for name in ("store", "metadata", "user", "include", "truncation"):
+    for name in ("store", "metadata", "user", "include"):
         fields.any(name)
     note_unknown(fields, "/v1/responses")
     call.grammar_field = request.settings.grammar_field

@@ -27,6 +27,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("truncate_prompt_tokens", "documents", "chat_template"), ([],)),
     **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "return_token_ids"), (False,)),
     "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "truncation": ("disabled",),
     "length_penalty": (1, 1.0),
     "min_tokens": (0,),
     "skip_special_tokens": (True,),

@@ -66,6 +66,7 @@ def test_each_active_expert_is_divided_at_its_cut(routing, cut, residency) -> No
     assert split.device.items.tolist() == [[e, min(cut[e], residency[e]), cut[e]] for e in device]
     assert pairs_of(split.device) == [users[e] for e in device]
     for part in (active, split.host, split.device):
+        assert all(array.dtype == np.intp for array in part[5:])  # an active expert's place, to index with
         assert {array.dtype for array in part[:5]} == {np.dtype(np.int32), np.dtype(np.float32)}
         assert all(array.flags.c_contiguous for array in part)
 
