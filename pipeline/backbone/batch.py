@@ -28,7 +28,7 @@ class StepInput:
     """A span, and which of its tokens need logits."""
 
     span: TokenSpan
-    logits: Literal["none", "last", "all"]
+    logits: Literal["none", "last", "all", "greedy"]  # greedy: of the last, the device's choice is enough
 
 
 # By sliding window, for each span [T, N] bool; None where every row attends to all N tokens.
@@ -86,7 +86,8 @@ def logit_rows(inputs: Sequence[StepInput]) -> tuple[list[int], list[int]]:
     start = 0
     for item in inputs:
         end = start + len(item.span.tokens)
-        chosen = {"none": range(0), "last": range(end - 1, end), "all": range(start, end)}[item.logits]
+        first = {"none": end, "all": start}.get(item.logits, end - 1)
+        chosen = range(first, end)
         rows.extend(chosen)
         counts.append(len(chosen))
         start = end

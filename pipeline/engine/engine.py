@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from pipeline.arrays import FloatArray, Phase
 from pipeline.backbone.backbone import Backbone
-from pipeline.backbone.batch import StepInput, logit_rows
+from pipeline.backbone.batch import StepInput
 from pipeline.counters import Counters, StepClock
 from pipeline.device import Device
 from pipeline.engine.driver import PolicyDriver
 from pipeline.engine.failures import restoring_sequences
+from pipeline.engine.head import answers
 from pipeline.engine.learned_costs import Learned
 from pipeline.engine.observer import Observer, Probing
 from pipeline.engine.tensor_executor import TensorExecutor
@@ -124,7 +124,8 @@ class Engine:
     def step(self, inputs: Sequence[StepInput], phase: Phase, live: Iterable[int] = ()) -> list[FloatArray]:
         """Run the tokens of `inputs` through the model, and advance their KV. `live`: the sequences that have
         begun and not ended, without which those of `inputs` are taken to be all. Returns the wanted logits of
-        each, float32 [n, vocabulary]. Raises StepFailed; the sequences are then as they were."""
+        each, float32 [n, vocabulary], or its choice (`answers`). Raises StepFailed; the sequences are then
+        as they were."""
         backbone, driver = self.backbone, self.driver
         counters = self.counters.phases[phase]
         self.memory.count_in(counters)
@@ -172,17 +173,8 @@ class Engine:
         counters.rows += batch.rows
         if driver.end_step(*counters.prefetched, self.timing.end_step()):
             log.info(driver.prefetch.status)
-        answers = self._head(h, inputs)
+        found = answers(backbone, self.device, h, inputs)
         clock.finish("head")
         for observer in self.observers:
             observer.end()
-        return answers
-
-    def _head(self, h: Tensor, inputs: Sequence[StepInput]) -> list[FloatArray]:
-        """The wanted logits of each input; the other rows do not go through the head."""
-        wanted, counts = logit_rows(inputs)
-        if not wanted:
-            return [np.empty((0, self.backbone.spec.vocabulary), np.float32) for _ in inputs]
-        rows = h if len(wanted) == len(h) else h[self.device.from_host(np.array(wanted, np.int64))]
-        (logits,) = self.device.to_host(self.backbone.head(rows))
-        return np.split(logits, np.cumsum(counts)[:-1])
+        return found

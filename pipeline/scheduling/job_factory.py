@@ -31,15 +31,18 @@ class JobFactory:
         context: int,
         longest: int,
         seed: int,
+        greedy: bool = False,
     ) -> None:
         """`tokenizer`: for the text of answers; `context`: tokens of prompt and answer together; `longest`:
-        the model's own limit of those; `seed`: of the first request without one."""
+        the model's own limit of those; `seed`: of the first request without one; `greedy`: whether the
+        device makes greedy choices."""
         self.context = context
         larger = " or start the engine with a larger --context" if context < longest else ""
         self._remedy = f"shorten it{larger}"
         self._tokenizer = tokenizer
         self._eos = eos
         self._vocabulary = vocabulary
+        self._greedy_of = vocabulary if greedy else 0
         self._seeds = itertools.count(seed)
         self._grammars = None if tokenizer is None else GrammarCompiler(tokenizer, vocabulary, sorted(eos))
 
@@ -101,6 +104,7 @@ class JobFactory:
             text=None if self._tokenizer is None else self._tokenizer.stream(message.stop),
             eos=frozenset() if message.ignore_eos else self._eos,
             conversation=message.conversation,
+            vocabulary=self._greedy_of,
         )
 
     def score(self, client: bytes, message: Score, emit: Emit) -> Job:

@@ -7,14 +7,15 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.arrays import FloatArray, Phase
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import SequenceKV
 from pipeline.scheduling.prefix_cache import PrefixKey
+from pipeline.text.greedy import Greedy
 from pipeline.text.text_stream import TextStream
-from pipeline.text.token_choice import TokenChooser
+from pipeline.text.token_choice import Choice, TokenChooser
 from protocol.messages import Done, Queued, Token
 
 REPORT_AGAIN = 10.0  # seconds after which an unchanged queue position is sent again, as a heartbeat
@@ -78,7 +79,8 @@ class Job(ABC):
 
     @abstractmethod
     def take_logits(self, logits: FloatArray) -> None:
-        """Take the last `step_input`'s logits [n, vocabulary]; may set `reason`. Raises PipelineError."""
+        """Take the last `step_input`'s logits [n, vocabulary] or choice; may set `reason`. Raises
+        PipelineError."""
 
     def admit(self, kv: SequenceKV, number: int, counters: dict[str, Any]) -> None:
         """Begin, or continue after a preemption. `number`: of this admission; `counters`: the engine's."""
@@ -158,13 +160,17 @@ class GenerateJob(Job):
         text: TextStream | None,
         eos: frozenset[int],
         conversation: str | None,
+        vocabulary: int = 0,
     ) -> None:
-        """`resume`: the answer's first tokens, which the client has; the `chooser` has drawn them."""
+        """`resume`: the answer's first tokens, which the client has; the `chooser` has drawn them.
+        `vocabulary`: its size where the device makes greedy choices, else 0."""
         tokens = [*prompt, *resume]
         super().__init__(client, request, tokens, len(prompt), len(prompt) + max_tokens, emit)
         self.prefill_end = len(tokens)
         self.prefix_key = None if conversation is None else (client, conversation)
         self._chooser = chooser
+        self._wanted: Literal["last", "greedy"] = "greedy" if vocabulary and chooser.greedy else "last"
+        self._vocabulary = vocabulary
         self._text = text
         if text is not None:
             text.resume(resume)
@@ -177,7 +183,7 @@ class GenerateJob(Job):
 
     def step_input(self, chunk: int) -> StepInput:
         new = self._next_tokens(chunk)
-        return StepInput(new, "last" if self.filled + len(new.tokens) == len(self.tokens) else "none")
+        return StepInput(new, self._wanted if self.filled + len(new.tokens) == len(self.tokens) else "none")
 
     def take_logits(self, logits: FloatArray) -> None:
         if len(logits) == 0:
@@ -186,7 +192,11 @@ class GenerateJob(Job):
         self.reason = self._end_reason()
         if self.reason is not None:  # the resumed answer lacks only its Done
             return
-        choice = self._chooser.next(logits[0], self.tokens)
+        choice: Choice | Greedy
+        if self._wanted == "greedy":
+            choice = Greedy.read(logits[0], self._vocabulary)
+        else:
+            choice = self._chooser.next(logits[0], self.tokens)
         token = choice.token
         if token in self._eos:
             self.reason = "stop"
@@ -198,7 +208,7 @@ class GenerateJob(Job):
             self.prefill_end = len(self.tokens)  # their KV was dropped: prefill them again
         shown = self._text.push(token) if self._text is not None else ""
         index = len(self.tokens) - self.prompt_length - 1
-        self._emit(Token(self.request, index, text=shown, **vars(choice)))
+        self._emit(Token(self.request, index, text=shown, **choice._asdict()))
         self.reason = self._end_reason()
 
     def _end_reason(self) -> str | None:

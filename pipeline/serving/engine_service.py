@@ -57,6 +57,7 @@ class EngineService:
             context=parts.context,
             longest=parts.engine.backbone.spec.max_positions,
             seed=options.seed,
+            greedy=not parts.device.on_host,
         )
         self._scheduler = Scheduler(
             parts.engine,

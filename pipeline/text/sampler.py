@@ -34,6 +34,11 @@ class Sampler:
         self._counted = 0  # leading ids of `previous` that are in _seen
         self._weights: NDArray[np.float32] | None = None  # [groups, GROUP], of a draw from all tokens
 
+    @property
+    def greedy(self) -> bool:
+        """Whether `next` is the largest logit."""
+        return self._sampling.temperature == 0 and self._sampling.repetition_penalty == 1
+
     def next(self, logits: NDArray[np.float32], previous: Sequence[int]) -> int:
         """The next token from `logits` [V] float32. `previous`: the request's ids so far, each in 0..V-1; it
         only grows. Raises PipelineError where the logits hold NaN or have no finite maximum."""

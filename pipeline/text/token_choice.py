@@ -4,7 +4,7 @@ grammar; and what a client may ask to know about the choice, which is always of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,8 +15,7 @@ from pipeline.text.sampler import Sampler
 from protocol.messages import Shaping
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """A token, and the fields of its Token message."""
 
     token: int
@@ -57,6 +56,12 @@ class TokenChooser:
     def ready(self) -> bool:
         """Whether a step with this answer waits for no grammar."""
         return self._grammar is None or self._grammar.ready
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each token is the largest logit, and nothing else of the logits is asked for."""
+        asks = self._logprobs >= 0 or self._rival is not None or self._grammar is not None
+        return self._sampler.greedy and not (asks or self._penalizes or len(self._biased))
 
     def next(self, logits: FloatArray, tokens: Sequence[int]) -> Choice:
         """The token after `tokens`, prompt and answer, which only grow. Raises PipelineError as the sampler,

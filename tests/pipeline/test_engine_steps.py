@@ -19,6 +19,7 @@ from pipeline.experts.fetch_link import FetchLink
 from pipeline.models.registry import model_spec
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
+from pipeline.text.greedy import Greedy
 
 LATE = "the prefetcher is down: experts are placed once it is restarted"
 
@@ -122,6 +123,14 @@ def test_logits_are_those_of_the_wanted_rows(parts) -> None:
         np.testing.assert_allclose(together[i], alone, rtol=2e-4, atol=2e-5)
     (every,) = step([2], ["all"])
     np.testing.assert_allclose(together[2][0], every[3], rtol=2e-4, atol=2e-5)
+    for kinds in (["greedy", "all", "none", "greedy"], ["greedy", "none", "last", "last"], ["greedy"] * 4):
+        mixed = step([0, 1, 2, 3], kinds)
+        plain = step([0, 1, 2, 3], [{"greedy": "last"}.get(kind, kind) for kind in kinds])
+        for kind, ours, theirs in zip(kinds, mixed, plain, strict=True):
+            if kind == "greedy":
+                assert Greedy.read(ours[0], vocabulary).token == theirs[0].argmax()
+            else:
+                np.testing.assert_array_equal(ours, theirs)
     nothing = step([0, 1], ["none", "none"])
     assert [(answer.shape, answer.dtype) for answer in nothing] == [((0, vocabulary), np.float32)] * 2
 

@@ -12,6 +12,7 @@ from clock import Clock
 from expected_errors import expect_error
 from test_models import GOOD
 
+from pipeline.backbone.greedy import greedy as device_choice
 from pipeline.backbone.kv_cache import KVCache, SequenceKV
 from pipeline.errors import RequestError
 from pipeline.models.registry import model_spec
@@ -21,7 +22,18 @@ from pipeline.text.logprobs import MOST, log_softmax
 from pipeline.text.sampler import Sampler
 from pipeline.text.text_stream import RunDecoder, StopStrings, TextStream
 from protocol.codec import decode, encode
-from protocol.messages import ChatMessage, Done, Generate, Queued, Sampling, Score, Scores, Token
+from protocol.messages import (
+    ChatMessage,
+    Done,
+    Generate,
+    Queued,
+    Sampling,
+    Score,
+    Scores,
+    Shaping,
+    Token,
+    TokenBias,
+)
 
 VOCABULARY, CONTEXT, END = 128, 20, 127
 PROMPT = (1, 2, 3)
@@ -45,9 +57,9 @@ def clock(clock, monkeypatch) -> Clock:
     return clock
 
 
-def factory(tokenizer: object = None, seed: int = 0) -> JobFactory:
-    ends = frozenset({END})
-    return JobFactory(tokenizer, ends, vocabulary=VOCABULARY, context=CONTEXT, longest=CONTEXT, seed=seed)
+def factory(tokenizer: object = None, seed: int = 0, *, greedy: bool = False) -> JobFactory:
+    limits = {"vocabulary": VOCABULARY, "context": CONTEXT, "longest": CONTEXT}
+    return JobFactory(tokenizer, frozenset({END}), **limits, seed=seed, greedy=greedy)
 
 
 def sequence(capacity: int = CONTEXT, switch: int | None = None) -> SequenceKV:
@@ -67,8 +79,9 @@ def step(job: jobs.Job, token: int, chunk: int = 4) -> list[int]:
     given = job.step_input(chunk)
     assert job.kv is given.span.kv
     job.kv.advance(len(given.span.tokens))
-    wanted = {"none": 0, "last": 1, "all": len(given.span.tokens)}[given.logits]
-    job.take_logits(np.repeat(row(token), wanted, axis=0))
+    wanted = {"none": 0, "last": 1, "greedy": 1, "all": len(given.span.tokens)}[given.logits]
+    logits = np.repeat(row(token), wanted, axis=0)
+    job.take_logits(device_choice(torch.from_numpy(logits)).numpy() if given.logits == "greedy" else logits)
     return list(given.span.tokens)
 
 
@@ -85,6 +98,37 @@ def answer(message: Generate, script: str, tokenizer: object) -> tuple[list[Toke
     *tokens, done = sent
     assert isinstance(done, Done)
     return tokens, done
+
+
+PLAIN = Generate(0, token_ids=PROMPT, max_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("message", "small"),
+    [
+        (PLAIN, True),
+        (replace(PLAIN, stop=("c",)), True),
+        (replace(PLAIN, rival=9), False),
+        (replace(PLAIN, logprobs=2), False),
+        (replace(PLAIN, sampling=Sampling(0.5)), False),
+        (replace(PLAIN, sampling=Sampling(0.0, repetition_penalty=1.1)), False),
+        (replace(PLAIN, shaping=Shaping(presence_penalty=0.5)), False),
+        (replace(PLAIN, shaping=Shaping(bias=(TokenBias(3, 1.0),))), False),
+    ],
+)
+def test_choices_of_the_device_leave_the_same_messages(message, small) -> None:
+    """Only where nothing but the largest logit is asked for, the device chooses."""
+    sent: dict[bool, list] = {False: [], True: []}
+    for greedy in sent:
+        job = factory(Letters(certain=True), greedy=greedy).generate(b"c", message, sent[greedy].append)
+        job.admit(sequence(), 0, {})
+        given = job.step_input(CONTEXT)
+        assert given.logits == ("greedy" if greedy and small else "last")
+        while job.reason is None:
+            step(job, ord("a") + len(sent[greedy]))
+        job.finish(job.reason, {})
+    assert sent[True][:-1] == sent[False][:-1]
+    assert sent[True][-1].reason == sent[False][-1].reason
 
 
 @pytest.mark.parametrize(
