@@ -18,6 +18,8 @@ these states:
     posted       posted > answered: the slot is the worker's; `posted` is stored after all else of the Work
     answered     posted == answered: it is the coordinator's; `answered` is stored after the whole answer
 
+Where a GPU reads answers in place (`in_place`), a slot is the coordinator's until that has ended: `release`.
+
 `posted` and `answered` are stored with release and loaded with acquire order (`doorbell.py`), and the other
 side's doorbell is rung after each. So a reader that sees a number sees all that it stands for: of a process
 that is killed at any instruction there is either a whole Work or answer, or none.
@@ -84,8 +86,11 @@ class CoordinatorRing(_Ring):
         sizes = (SLOTS, shape.hidden, shape.request, shape.answer)
         for i, number in enumerate((MAGIC, VERSION, incarnation, *sizes)):
             self._head[i] = number
+        self.memory = segment.array  # uint8, all of it
+        self.in_place = False  # answers are read where they are
         self._free = list(self._slots)
         self._busy: dict[int, Slot] = {}  # by the seq of the Work, as they were posted
+        self._read: dict[int, Slot] = {}  # by seq: of answers that are read in place
         self._posts = 0
 
     @property
@@ -97,6 +102,11 @@ class CoordinatorRing(_Ring):
     def outstanding(self) -> bool:
         """A posted Work has no answer that was read."""
         return bool(self._busy)
+
+    @property
+    def full(self) -> bool:
+        """No slot is free."""
+        return not self._free
 
     def post(self, work: Work) -> bool:
         """Post a Work; False where no slot is free, or it does not fit. The worker may notice it only when
@@ -125,16 +135,26 @@ class CoordinatorRing(_Ring):
         self._head[LETTERS] += 1
 
     def answers(self) -> list[Partial]:
-        """The answers that were not yet read, in the order of their Works; none for skipped ones."""
+        """The answers that were not yet read, in the order of their Works; none for skipped ones. With
+        `in_place` each keeps its slot until it is released."""
         found = []
         for seq, slot in list(self._busy.items()):
             if self._library.load(slot.address + LINE) != slot.head[POSTED]:
                 continue
-            if slot.head[RESULT] == DONE:
-                found.append(slot.partial(self.incarnation))
+            done = slot.head[RESULT] == DONE
+            if done:
+                found.append(slot.partial(self.incarnation, self.in_place))
             del self._busy[seq]
-            self._free.append(slot)
+            if done and self.in_place:
+                self._read[seq] = slot
+            else:
+                self._free.append(slot)
         return found
+
+    def release(self, seq: int) -> None:
+        """The answer of this Work is not read any more."""
+        if (slot := self._read.pop(seq, None)) is not None:
+            self._free.append(slot)
 
 
 class WorkerRing(_Ring):

@@ -112,11 +112,11 @@ class Slot:
             tally.mass, tally.left, tally.kept, tally.channels,
         )  # fmt: skip
 
-    def partial(self, incarnation: int) -> Partial:
-        """The answer; its y is a copy."""
+    def partial(self, incarnation: int, in_place: bool = False) -> Partial:
+        """The answer; its y is a copy, or the slot's own."""
         head, doubles = self.head, self._doubles
         return Partial(
-            self.seq, incarnation, doubles[BUSY], self.y().copy(),
+            self.seq, incarnation, doubles[BUSY], self.y() if in_place else self.y().copy(),
             doubles[MASS], doubles[LEFT], head[KEPT], head[CHANNELS],
         )  # fmt: skip
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.device.base import Device, SlabMemory
+from pipeline.device.base import Device, Fence, SlabMemory
 from pipeline.errors import UsageError
 from workers.kernels.choice import DEFAULT, Choice
 
-__all__ = ["Device", "SlabMemory", "open_device"]
+__all__ = ["Device", "Fence", "SlabMemory", "open_device"]
 
 
 def open_device(name: str, kernels: Choice = DEFAULT, cache: Path | None = None) -> Device:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.device.partial_sums import Part, sum_on_host
 from protocol.messages import AttachSlab
 from workers.kernels.choice import DEFAULT, Choice
 
@@ -173,6 +174,19 @@ class Device(ABC):
     def from_host(self, array: NDArray[Any]) -> Tensor:
         """An array on the device, by a copy that waits for nothing. The array must not change until the next
         `to_host`."""
+
+    def share_memory(self, memory: NDArray[np.uint8]) -> str:
+        """Let kernels read this memory of the host (whole pages) in place. Why they do not; "" where they do,
+        until `unshare_memory`."""
+        return "the device computes in the host's memory"
+
+    def unshare_memory(self, memory: NDArray[np.uint8]) -> None:  # noqa: B027 - nothing was shared
+        """Before shared memory is unmapped. No kernel may read it any more."""
+
+    def add_parts(self, parts: Sequence[Part], shape: tuple[int, ...]) -> tuple[Tensor, Fence]:
+        """`sum_on_host`, on the device: float32 [R, H], with the same bits; and the fence behind which the
+        parts may change, None where they may at once."""
+        return self.from_host(sum_on_host(parts, shape)), None
 
     def free_cached(self) -> None:  # noqa: B027 - a device without an allocator of its own keeps nothing
         """After an allocation failed: return memory that the device's allocator keeps for later ones."""

@@ -9,7 +9,7 @@ Between the host and the device go page-locked buffers: only `to_host` waits for
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,13 @@ from pipeline.device.base import (
     Device,
     DeviceChannelKernel,
     DeviceKernel,
+    Fence,
     LayerSum,
     SlabMemory,
     heads_of,
 )
+from pipeline.device.host_reads import HostReads
+from pipeline.device.partial_sums import Part
 from pipeline.device.tile_sums import TileByTile
 from pipeline.errors import NoRoom, UsageError
 from protocol.messages import AttachSlab
@@ -182,6 +185,7 @@ class CudaDevice(Device):
         self._reads = 0  # calls of `to_host`, each of which waits for all work before it
         self._host, self._cache, self._in_torch = kernels, cache, in_torch
         self._launchers: dict[Program, CudaLauncher] = {}
+        self._host_reads = HostReads(lambda: self._launcher(Program.of_sums()))
 
     def expert_kernel(self, layout: StoreLayout) -> DeviceKernel:
         in_torch, program = TorchKernel(layout, self.from_host), self._program(layout.format)
@@ -274,6 +278,16 @@ class CudaDevice(Device):
         call("cudaMemcpyAsync", tensor.data_ptr(), pinned.ctypes.data, pinned.nbytes, kind, self._stream)
         return tensor
 
+    def share_memory(self, memory: NDArray[np.uint8]) -> str:
+        return self._host_reads.share(memory)
+
+    def unshare_memory(self, memory: NDArray[np.uint8]) -> None:
+        self._host_reads.unshare(memory)
+
+    def add_parts(self, parts: Sequence[Part], shape: tuple[int, ...]) -> tuple[Tensor, Fence]:
+        y = self._host_reads.sum(parts, shape, self.torch_device)
+        return super().add_parts(parts, shape) if y is None else (y, self.fence())
+
     def free_cached(self) -> None:
         torch.cuda.empty_cache()
 
@@ -317,6 +331,7 @@ class CudaDevice(Device):
 
     def close(self) -> None:
         call("cudaDeviceSynchronize")
+        self._host_reads.close()
         self._to_host.close()
         self._from_host.close()
         for event in self._made:

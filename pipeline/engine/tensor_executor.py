@@ -124,7 +124,7 @@ class TensorExecutor:
             host.append((late, self._submit(layer, late, self._x_host, decision.mask, True)))
         for share, ticket in host:
             if ticket.shards:
-                self._outputs.append(self.device.from_host(ticket.result()))
+                self._outputs.append(ticket.result_on(self.device))
                 self.timing.host_ends(ticket.busy)
                 self.clock.mark("wait")
             self.counters.host_tiles += share.tiles

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from protocol.messages import Abandon, Work
+from pipeline.device import Fence
+from protocol.messages import Abandon, Partial, Work
 
 
 class WorkerExchange(Protocol):
@@ -39,3 +40,7 @@ class WorkerExchange(Protocol):
         """Messages as (index, message): Partial, WorkFailed, and in order among them the Ready of each new
         worker and the WorkerDied of each that exited; waits at most `wait_ms` for the first. Raises PeerLost
         where the engine cannot continue."""
+
+    def release(self, index: int, partial: Partial, fence: Fence) -> None:
+        """The y of a Partial of this worker, which may be memory that the worker will write again, is not
+        read any more once the device has passed the fence; None where it is not read by the device."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pipeline.arrays import FloatArray
 from pipeline.coordinator_config import WorkerCores
+from pipeline.device import Device
 from pipeline.experts.host_shards import HostShard
 from shm.mask import DENSE, Mask, Tally
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Ticket(Protocol):
@@ -27,6 +31,9 @@ class Ticket(Protocol):
     def result(self) -> FloatArray:
         """Wait for the partial sums and add them in shard order: float32 [R, H]. Raises ShardFailed where a
         shard cannot be computed, PeerLost where the engine cannot continue."""
+
+    def result_on(self, device: Device) -> Tensor:
+        """The same on the device, with the same bits."""
 
     def abandon(self) -> None:
         """Cancel the share: `result` will not be called."""

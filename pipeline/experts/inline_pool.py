@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from pipeline.arrays import FloatArray
 from pipeline.coordinator_config import WorkerCores
+from pipeline.device import Device
 from pipeline.experts.host_shards import HostShard
 from protocol.messages import Partial
 from shm.mask import DENSE, NOTHING, Mask, Tally
@@ -41,6 +43,9 @@ class InlineTicket:
 
     def result(self) -> FloatArray:
         return self.pool.result(self)
+
+    def result_on(self, device: Device) -> Tensor:
+        return device.from_host(self.result())
 
     def abandon(self) -> None:
         """Does nothing: the computation has not begun."""

@@ -23,7 +23,7 @@ from pipeline.rate_limit import SparseLog
 from protocol.checks import DEFAULT
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
-from protocol.messages import VERSION, Hung, Ready, WorkerDied, WorkerUp
+from protocol.messages import VERSION, Hung, Partial, Ready, WorkerDied, WorkerUp
 from protocol.sockets import CHILD_HWM, Identity, bind_router, ipc_endpoint, parse_identity
 
 log = logging.getLogger(__name__)
@@ -171,6 +171,9 @@ class ChildServerSocket:
                 if e.errno != zmq.EHOSTUNREACH:
                     raise PeerLost(f"{self.role} {index} cannot be reached: {e}") from None
                 return
+
+    def release(self, index: int, partial: Partial, fence: object) -> None:
+        """As WorkerExchange.release: a Partial's memory is its own."""
 
     def flush(self) -> None:
         """Does nothing: ZeroMQ wakes the children with each message."""

@@ -2,14 +2,20 @@
 
 Work that fits a ring goes through it, and so does its answer. ZeroMQ carries everything else: Ready, Work
 with many rows or for a worker that has not mapped its ring, refusals. Used by the engine's thread alone.
+
+A GPU reads answers in the rings, where they can be shared with it. A slot is then used again only behind the
+device's fence; the ring of a worker that has exited is kept for as long, and unmapped when the next one is
+made.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from typing import Any
 
+from pipeline.device import Device, Fence
 from pipeline.experts.peers import SLICE_MS, ChildServerSocket
 from pipeline.rate_limit import SparseLog
 from protocol.messages import Abandon, AttachRing, Partial, Ready, Work, WorkerDied, WorkFailed
@@ -27,6 +33,8 @@ MIXED_MS = 1  # milliseconds of a wait for the socket, while there may be answer
 
 log = logging.getLogger(__name__)
 
+Answer = tuple[int, int, int]  # of a worker: index, incarnation, seq
+
 
 class RingExchange:
     """A `WorkerExchange`."""
@@ -38,9 +46,11 @@ class RingExchange:
         prefix: str,
         shape: SlotShape,
         attach_limit: float = ATTACH_LIMIT,
+        device: Device | None = None,
     ) -> None:
         """`prefix`: of the segments' names, which a number follows. `attach_limit`: seconds at the start for
-        all workers to map their rings; a later one gets Work over ZeroMQ until it has."""
+        all workers to map their rings; a later one gets Work over ZeroMQ until it has. `device`: one that
+        reads answers in place, if it can."""
         self._socket = socket
         self._library = library
         self._prefix = prefix
@@ -55,6 +65,11 @@ class RingExchange:
         self._socket_at = 0.0  # monotonic seconds: when the socket must be looked at again
         self._log = SparseLog(log)
         self._works = [0, 0]  # through rings, over ZeroMQ
+        self._device = None if device is None or device.on_host else device
+        self._held: dict[Answer, CoordinatorRing] = {}  # answers that are read in place
+        # of them: the slots of these seqs are free behind the device's fences
+        self._passing: dict[CoordinatorRing, deque[tuple[Fence, int]]] = {}
+        self._exited: list[CoordinatorRing] = []  # rings of exited workers that the device may still read
 
     def wait_ready(self, count: int, limit: float) -> None:
         """As ChildServerSocket.wait_ready; also waits a while for the workers to map their rings."""
@@ -80,10 +95,12 @@ class RingExchange:
             if isinstance(message, Abandon):
                 if ring.abandon(message.seq):
                     return
-            elif ring.post(message):
-                self._works[0] += 1
-                self._bells[index] = ring.other_bell
-                return
+            else:
+                self._free_slot(ring)
+                if ring.post(message):
+                    self._works[0] += 1
+                    self._bells[index] = ring.other_bell
+                    return
         if isinstance(message, Work):
             self._works[1] += 1
             self._letters.setdefault(index, set()).add(message.seq)
@@ -93,6 +110,16 @@ class RingExchange:
         if ring is not None:
             ring.count_letter()
             self._bells[index] = ring.other_bell
+
+    def release(self, index: int, partial: Partial, fence: Fence) -> None:
+        """As WorkerExchange.release."""
+        ring = self._held.pop((index, partial.incarnation, partial.seq), None)
+        if ring is None:
+            return
+        if fence is None:
+            ring.release(partial.seq)
+        else:
+            self._passing.setdefault(ring, deque()).append((fence, partial.seq))
 
     def announce(self) -> int | None:
         """As WorkerExchange.announce."""
@@ -121,13 +148,16 @@ class RingExchange:
             messages += self._wait(end - now)
 
     def stats(self) -> dict[str, Any]:
-        """What carried the Works so far. From any thread."""
-        return {"name": "shm", "through_rings": self._works[0], "over_zmq": self._works[1]}
+        """What carried the Works so far, and in how many rings a GPU reads the answers. From any thread."""
+        in_place = sum(ring.in_place for ring in list(self._rings.values()))
+        works = {"through_rings": self._works[0], "over_zmq": self._works[1]}
+        return {"name": "shm", "read_by_gpu": in_place} | works
 
     def close(self) -> None:
         """Remove the names of rings that no worker has mapped."""
         for index in list(self._rings):
             self._drop(index)
+        self._unmap_exited(waits=True)
 
     def _find_attached(self) -> tuple[list[int], tuple[int, ...]]:
         """The indices of the workers that have mapped their rings, and their doorbells."""
@@ -150,8 +180,22 @@ class RingExchange:
         return []
 
     def _answers(self) -> list[tuple[int, object]]:
-        rings = self._rings.items()
-        return [(index, partial) for index, ring in rings if ring.outstanding for partial in ring.answers()]
+        found: list[tuple[int, object]] = []
+        for index, ring in self._rings.items():
+            if ring.outstanding:
+                for partial in ring.answers():
+                    found.append((index, partial))
+                    if ring.in_place:
+                        self._held[index, partial.incarnation, partial.seq] = ring
+        return found
+
+    def _free_slot(self, ring: CoordinatorRing) -> None:
+        """Where no slot is free: wait until the device has read the oldest answer that it reads."""
+        passing = self._passing.get(ring)
+        if ring.full and passing and self._device is not None:
+            fence, seq = passing.popleft()
+            self._device.wait(fence)
+            ring.release(seq)
 
     def _from_socket(self, wait_ms: int) -> list[tuple[int, object]]:
         messages = self._socket.receive(wait_ms)
@@ -168,12 +212,18 @@ class RingExchange:
 
     def _make(self, index: int, incarnation: int) -> None:
         self._drop(index)
+        self._unmap_exited()
         self._made += 1
         try:
             ring = CoordinatorRing(self._library, f"{self._prefix}{self._made}", self._shape, incarnation)
         except (ShmError, OSError) as e:
             self._log.warning(f"worker {index} gets its work over ZeroMQ: {e}")
             return
+        if self._device is not None:
+            reason = self._device.share_memory(ring.memory)
+            ring.in_place = not reason
+            if reason:
+                self._log.warning(f"worker {index}'s answers are added on the host: {reason}")
         self._socket.send(index, AttachRing(ring.name))
         self._rings[index] = ring
 
@@ -184,3 +234,17 @@ class RingExchange:
         ring = self._rings.pop(index, None)
         if ring is not None:
             unlink(ring.name)
+            if ring.in_place:
+                self._exited.append(ring)
+
+    def _unmap_exited(self, waits: bool = False) -> None:
+        """Let go of exited workers' rings that the device has read. With `waits`, of all: nothing else reads
+        them."""
+        device = self._device
+        for ring in list(self._exited):
+            if device is None or (not waits and ring in self._held.values()):
+                continue  # it has answers of a share that is not complete
+            for fence, _ in self._passing.pop(ring, ()):
+                device.wait(fence)
+            device.unshare_memory(ring.memory)
+            self._exited.remove(ring)

@@ -16,11 +16,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pipeline.arrays import FloatArray
 from pipeline.coordinator_config import WorkerCores
+from pipeline.device import Device, Fence
+from pipeline.device.partial_sums import Part, sum_on_host
 from pipeline.errors import PeerLost, ShardFailed
 from pipeline.experts.exchange import WorkerExchange
 from pipeline.experts.host_shards import HostShard, empty_shard
@@ -28,6 +31,9 @@ from pipeline.experts.progress import ProgressWatch, SilenceLimits
 from protocol.messages import Abandon, Partial, Ready, Work, WorkerDied, WorkFailed
 from shm.control import ControlSegment
 from shm.mask import DENSE, Mask, Tally
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Compute = Callable[[Work], Partial]
 
@@ -44,6 +50,7 @@ class WorkerTicket:
     shape: tuple[int, ...]  # of the result
     shards: dict[int, HostShard] = field(default_factory=dict)  # by seq, in shard order
     partials: dict[int, Partial] = field(default_factory=dict)
+    held: list[tuple[int, Partial]] = field(default_factory=list)  # with their workers; not yet released
     own: _PendingWork | None = None  # which this process computes
     busy: float = 0.0  # seconds of computing, of the slowest worker
     failure: str = ""  # the reason why it can never be complete
@@ -57,7 +64,14 @@ class WorkerTicket:
         return Tally.of(self.partials[seq] for seq in self.shards)
 
     def result(self) -> FloatArray:
-        return self.pool.result(self)
+        y = sum_on_host(self.pool.parts(self), self.shape)
+        self.pool.release(self, None)
+        return y
+
+    def result_on(self, device: Device) -> Tensor:
+        y, fence = device.add_parts(self.pool.parts(self), self.shape)
+        self.pool.release(self, fence)
+        return y
 
     def abandon(self) -> None:
         self.pool.abandon(self)
@@ -142,8 +156,8 @@ class WorkerPool:
         self._exchange.flush()
         return ticket
 
-    def result(self, ticket: WorkerTicket) -> FloatArray:
-        """As Ticket.result."""
+    def parts(self, ticket: WorkerTicket) -> list[Part]:
+        """Wait for the partial sums, in shard order; until `release` they may be the workers' memory."""
         self._compute_own(ticket)
         limit = self._limits.pool
         deadline = time.monotonic() + limit
@@ -155,17 +169,17 @@ class WorkerPool:
                 deadline = time.monotonic() + limit
             elif time.monotonic() > deadline:
                 raise PeerLost(f"no worker has started or answered for {limit:.0f} s")
-        y = np.zeros(ticket.shape, np.float32)
-        for seq, shard in ticket.shards.items():
-            part = ticket.partials[seq].y
-            if len(part) == len(y):  # all rows: much faster than by their numbers
-                y += part
-            else:
-                y[shard.kept] += part
-        return y
+        return [Part(ticket.partials[seq].y, shard.kept) for seq, shard in ticket.shards.items()]
+
+    def release(self, ticket: WorkerTicket, fence: Fence) -> None:
+        """The ticket's partial sums are not read any more once the device has passed the fence."""
+        for index, partial in ticket.held:
+            self._exchange.release(index, partial, fence)
+        ticket.held.clear()
 
     def abandon(self, ticket: WorkerTicket) -> None:
         """Drop the ticket's Works that have no answer: its `result` will not be called."""
+        self.release(ticket, None)
         for index, worker in self._running.items():
             for seq in [seq for seq, order in worker.orders.items() if order.ticket is ticket]:
                 del worker.orders[seq]
@@ -257,8 +271,10 @@ class WorkerPool:
         self._clear_suspicion(worker)
         self._exchange.mark_up(index, partial.incarnation)
         order = worker.orders.pop(partial.seq, None)
-        if order is None or partial.seq in order.ticket.partials:
+        if order is None or partial.seq in order.ticket.partials or order.warm_up:
+            self._exchange.release(index, partial, None)
             return  # abandoned, or a hedged Work's second answer
+        order.ticket.held.append((index, partial))
         if partial.y.shape != order.work.x.shape:
             order.ticket.failure = f"a worker answered {order.work.x.shape} rows with {partial.y.shape}"
         else:

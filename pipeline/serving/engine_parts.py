@@ -137,7 +137,7 @@ class EngineParts:
             raise UsageError("--exchange shm: shm/doorbell.c was not compiled at installation")
         prefix = f"{engine_prefix(self.config.runtime)}exchange-"
         shape = SlotShape.for_rows(min(options.max_sequences, RING_ROWS), hidden)
-        self.rings = RingExchange(socket, functions, prefix, shape)
+        self.rings = RingExchange(socket, functions, prefix, shape, device=self.device)
         self.closing.callback(self.rings.close)
         return self.rings
 

@@ -287,6 +287,16 @@ class FakeRuntime:
         with self._lock:
             return (0,) if self.registered.pop(start // PAGE * PAGE, None) else (NOT_REGISTERED,)
 
+    def cudaHostGetDevicePointer(self, start: int, flags: int) -> tuple[int, int]:
+        if self._fails("cudaHostGetDevicePointer") or not self.is_registered(start, 1):
+            return INVALID, 0
+        return 0, start
+
+    def is_registered(self, start: int, size: int) -> bool:
+        """Whether kernels may read this memory of the host."""
+        with self._lock:
+            return any(lo <= start and start + size <= hi for lo, hi in self.registered.items())
+
     def cudaMallocHost(self, size: int) -> tuple[int, int]:
         if self._fails("cudaMallocHost"):
             return OUT_OF_MEMORY, 0

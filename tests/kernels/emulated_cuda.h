@@ -125,7 +125,7 @@ static void run_block() {
 }
 
 /* Memory of the block; every thread asks in the same order. */
-static void *block_memory(size_t bytes) {
+[[maybe_unused]] static void *block_memory(size_t bytes) {
     fiber &f = fibers[running];
     size_t at = f.shared;
     f.shared += (bytes + 15) / 16 * 16;
@@ -243,6 +243,7 @@ template <class T> static T __ldg(const T *from) { return emulation::aligned(fro
 DEVICE uint4 read_once(const uint4 *from) { return emulation::aligned(from); }
 DEVICE uint32_t read_once(const uint32_t *from) { return emulation::aligned(from); }
 DEVICE uint32_t read_once(const uint16_t *from) { return emulation::aligned(from); }
+DEVICE float read_host(const float *from) { return emulation::aligned(from); }
 DEVICE float __fadd_rn(float a, float b) { return a + b; }
 DEVICE float __fsub_rn(float a, float b) { return a - b; }
 DEVICE float __fmul_rn(float a, float b) { return a * b; }

@@ -49,6 +49,13 @@ DEVICE uint32_t read_once(const uint16_t *from) {
     return half;
 }
 
+/* Memory of the host that processes write between two launches: no cache answers for it. */
+DEVICE float read_host(const float *from) {
+    float number;
+    asm volatile("ld.global.cv.f32 %0, [%1];" : "=f"(number) : "l"(from));
+    return number;
+}
+
 /* d += A B for a warp: A int8 [16, 32] and B int8 [32, 8] in fragments as PTX defines them for mma.m16n8k32. */
 DEVICE void multiply_add(int32_t *d, const uint32_t *a, const uint32_t *b) {
     asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "

@@ -35,6 +35,11 @@ class Program:
             return cls.of_blocks(format, fused)
         return cls("plain.cu") if isinstance(format, BF16) else None
 
+    @classmethod
+    def of_sums(cls) -> Program:
+        """Sums of partial sums in the host's memory."""
+        return cls("sums.cu")
+
     @property
     def defines(self) -> tuple[str, ...]:
         """Options of any compiler."""

@@ -1,0 +1,48 @@
+"""The kernel that adds the workers' partial sums, emulated on the host, has the bits of the host's sum."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from device_layers import same
+from emulated_cuda import EmulatedLauncher, library
+from hypothesis import example, given
+from hypothesis import strategies as st
+from kernel_runs import quick
+
+from pipeline.device.partial_sums import Part, sum_on_host
+from workers.kernels.cuda.sources import Program
+from workers.kernels.cuda.sums import PartSums
+
+SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, 3e38, -3e38], np.float32)
+
+
+@quick(25)
+@given(
+    number=st.integers(1, 20),
+    rows=st.integers(1, 33),
+    hidden=st.integers(1, 600),
+    special=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+@example(8, 1, 257, True, 0)
+@example(17, 4, 256, True, 1)
+@example(9, 32, 1, False, 2)
+def test_parts_are_added_in_their_order(number, rows, hidden, special, seed) -> None:
+    random = np.random.default_rng(seed)
+    sums, found = PartSums(EmulatedLauncher(library(Program.of_sums()))), []
+    for _ in range(2):  # the second time with the table of the first, from parts that have changed
+        parts = []
+        chosen = np.random.default_rng(seed)
+        for _ in range(number):
+            some = np.flatnonzero(chosen.random(rows) < chosen.choice([0.3, 1.0])).astype(np.intp)
+            y = random.standard_normal((len(some), hidden)).astype(np.float32)
+            if special:
+                y.ravel()[:: max(1, int(random.integers(1, 9)))] = random.choice(SPECIAL)
+            parts.append(Part(y, some))
+        y = torch.full((rows, hidden), torch.nan)
+        with np.errstate(invalid="ignore", over="ignore"):
+            expected = sum_on_host(parts, (rows, hidden))
+        sums.add([part.y.ctypes.data for part in parts], [part.kept for part in parts], y)
+        same(y.numpy(), expected)
+        found.append(parts)
