@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from pipeline.backbone.batch import Batch
 from pipeline.backbone.causal import attend_span
+from pipeline.backbone.decode_rows import DecodeRows
 from pipeline.backbone.linear import Linear, Precision
 from pipeline.backbone.rope import rotate
 from pipeline.backbone.span_attention import SpanAttention
@@ -85,6 +86,10 @@ class GroupedQueryAttention:
         qk_heads = s.heads + s.kv_heads
         qk = rotate(heads[:, :qk_heads], batch.cos_sin).to(self._dtype)
         q, k, v = qk[:, : s.heads], qk[:, s.heads :], heads[:, qk_heads:].to(self._dtype)
+        if batch.decode is not None:
+            batch.decode.append(layer, k, v)
+            attended = batch.decode.attend(layer, q, s.kv_heads, s.head_dim, self._window, s.head_dim**-0.5)
+            return self._output(attended)
         outputs, start = [], 0
         for number, span in enumerate(batch.spans):
             rows = slice(start, start + len(span.tokens))
@@ -176,6 +181,9 @@ class LatentAttention:
         latent = functional.rms_norm(latent, (s.rank,), self._latent_norm, LATENT_EPS)
         key_rope = rotate(key_rope[:, None], batch.cos_sin)[:, 0]
         new = torch.cat((latent, key_rope), dim=1).to(self._dtype)
+        if batch.decode is not None:
+            batch.decode.append(layer, new[:, None])
+            return self._output(self._attend_rows(layer, q_nope, q_rope, batch.decode))
         outputs, start = [], 0
         for number, span in enumerate(batch.spans):
             rows = slice(start, start + len(span.tokens))
@@ -197,6 +205,16 @@ class LatentAttention:
         )  # fmt: skip
         query = None if self._query is None else _host(self._query)
         return HostAttention(latent, _host(self._down), query, _host(self._output))
+
+    def _attend_rows(self, layer: int, q_nope: Tensor, q_rope: Tensor, rows: DecodeRows) -> Tensor:
+        """As `_attend_one`, for rows of one token each: [R, heads * value_dim]."""
+        s = self._spec
+        down = torch.bmm(q_nope.transpose(0, 1), self._expansion[:, : s.nope_dim])  # [heads, R, rank]
+        q = torch.cat((down.transpose(0, 1), q_rope), dim=2)
+        attended = rows.attend(layer, q, 1, s.rank, None, s.scale).view(len(q), s.heads, s.rank)
+        attended = attended.to(self._dtype).transpose(0, 1)
+        out = torch.bmm(attended, self._expansion[:, s.nope_dim :].transpose(1, 2))
+        return out.transpose(0, 1).reshape(len(q), -1).float()
 
     def _attend_one(self, q_nope: Tensor, q_rope: Tensor, cached: Tensor) -> Tensor:
         """q_nope [1, heads, nope_dim], q_rope [1, heads, rope_dim], cached [N, rank + rope_dim]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from pipeline.backbone.attention import Attention, GroupedQueryAttention, LatentAttention
 from pipeline.backbone.batch import Batch, Masks, TokenSpan
 from pipeline.backbone.blocks import Norm, SwiGLU
+from pipeline.backbone.decode_rows import DecodeRows, table_of
 from pipeline.backbone.decoder_layer import AfterAttention, DecoderLayer
 from pipeline.backbone.embedding import Embedding
 from pipeline.backbone.linear import FEW_ROWS, BiasedLinear, DenseLinear, Linear, Precision, Proceed
@@ -78,6 +79,7 @@ class Backbone:
             self.bytes = sum(part.bytes for part in (outer, *weights))
         matrices = [t for layer_specs in specs for t in layer_specs.values() if t.kind == "matrix"]
         self._largest_matrix = max(t.shape[0] * t.shape[1] for t in matrices)  # in numbers
+        self.kernels = precision.device.decode_attention(spec.attention.kv_streams, self.dtype, context)
         self._layers = [layers[i] for i in spec.moe_layers]
         starts = [0, *(i + 1 for i in spec.moe_layers)]
         ends = [*spec.moe_layers, spec.layers]
@@ -157,9 +159,19 @@ class Backbone:
         """Lay the spans' tokens out as rows, with the rotary factors and masks that all layers share."""
         tokens = [t for s in spans for t in s.tokens]
         positions = [(range(s.kv.length, s.kv.length + len(s.tokens)), s.kv.long) for s in spans]
-        placed = self._precision.device.from_host(torch.tensor(tokens).numpy())
-        rope_rows, flash = self._rope.rows(positions), self._precision.device.flash
-        return Batch(spans, len(tokens), placed, self._rope, rope_rows, self._masks, flash)
+        device, rope_rows = self._precision.device, self._rope.rows(positions)
+        common = self._rope, rope_rows, self._masks, device.flash
+        single = all(len(s.tokens) == 1 and s.kv.uniform for s in spans)
+        if self.kernels is not None and single:
+            table = table_of([s.kv for s in spans], tokens, rope_rows, len(spans))
+            decode = self.decode_rows(device.from_host(table))
+            return Batch(spans, len(tokens), decode.tokens, *common, decode)
+        return Batch(spans, len(tokens), device.from_host(torch.tensor(tokens).numpy()), *common)
+
+    def decode_rows(self, table: Tensor) -> DecodeRows:
+        """For a table as of `table_of`, where the device has `kernels` for it."""
+        assert self.kernels is not None
+        return DecodeRows(table, len(self.spec.attention.kv_streams), self.kernels)
 
     def _masks(self, spans: Sequence[TokenSpan]) -> Masks:
         return {

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
+from pipeline.backbone.decode_rows import DecodeRows
 from pipeline.backbone.kv_cache import SequenceKV
 from pipeline.backbone.rope import RopeTables
 from workers.kernels.layer import TOKEN, Tokens
@@ -46,12 +47,13 @@ class Batch:
     rope_rows: list[int]  # of these tables, of the rows' positions
     find_masks: Callable[[Sequence[TokenSpan]], Masks]
     flash: bool  # as of the device
+    decode: DecodeRows | None = None  # where each span is a single token and the device has kernels for that
 
     @cached_property
     def cos_sin(self) -> tuple[Tensor, Tensor]:
         """Rotary cosines and sines of the rows' positions, [R, 1, width] each. Found on first use: the host's
         kernel of a layer reads the tables."""
-        return self.rope[self.rope_rows]
+        return self.rope[self.rope_rows] if self.decode is None else self.rope.at(self.decode.rope)
 
     @cached_property
     def masks(self) -> Masks:
@@ -60,8 +62,8 @@ class Batch:
 
     @cached_property
     def single(self) -> bool:
-        """Whether each span is a single token."""
-        return self.rows == len(self.spans)
+        """Whether each span is a single token, of a sequence whose streams have one capacity."""
+        return self.rows == len(self.spans) and all(span.kv.uniform for span in self.spans)
 
     @cached_property
     def stored(self) -> bool:

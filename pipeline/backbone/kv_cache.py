@@ -42,13 +42,17 @@ class SequenceKV:
         self.id = next(self._ids)
 
     def _find_streams(self) -> None:
-        self.capacity = min((s.shape[1] for streams in self.layers for s in streams), default=0)
-        self._addresses = np.array([[s.data_ptr() for s in streams] for streams in self.layers], np.uint64)
+        capacities = {s.shape[1] for streams in self.layers for s in streams}
+        self.capacity = min(capacities, default=0)
+        self.uniform = len(capacities) == 1  # no `resize` has failed: all streams have this capacity
+        self.stream_addresses = np.array(
+            [[s.data_ptr() for s in streams] for streams in self.layers], np.int64
+        )  # [layers, streams]
 
     @property
     def addresses(self) -> int:
         """Address of an array of the streams' addresses, [layers, streams]; valid until `resize`."""
-        address: int = self._addresses.ctypes.data
+        address: int = self.stream_addresses.ctypes.data
         return address
 
     def write(self, layer: int, *new: Tensor) -> list[Tensor]:

@@ -49,8 +49,11 @@ class RopeTables:
 
     def __getitem__(self, rows: list[int]) -> tuple[Tensor, Tensor]:
         """Cosines and sines [R, 1, width]; the sines of the first half are negated."""
-        places = self._upload(np.array(rows, np.int64))
-        return self._cos[places], self._sin[places]
+        return self.at(self._upload(np.array(rows, np.int64)))
+
+    def at(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for rows on the device, int64 [R]."""
+        return self._cos[rows], self._sin[rows]
 
     def addresses(self, rows: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The same rows where they lie, on the host: of cosines and sines, [R] each. Raises IndexError

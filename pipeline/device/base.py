@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shm.mask import Mask
     from shm.store import Store
     from workers.copiers import Copier
+    from workers.kernels.cuda.attention import DecodeAttention
     from workers.kernels.cuda.matrix import CudaMatrix
     from workers.kernels.matrix import HostMatrix
     from workers.kernels.native import Library, Team
@@ -159,6 +160,13 @@ class Device(ABC):
         self, format: BlockFormat, data: Bytes, shape: tuple[int, int]
     ) -> HostMatrix | CudaMatrix:
         """The matrix [outputs, inputs] of this shape in the format's bytes, where the device reads it."""
+
+    def decode_attention(
+        self, streams: Sequence[tuple[int, int]], dtype: torch.dtype, context: int
+    ) -> DecodeAttention | None:
+        """Kernels for attention of single tokens of sequences of at most `context` tokens, whose layers cache
+        `streams` (heads, width) of this dtype; None where the backbone computes it in other ways."""
+        return None
 
     @abstractmethod
     def prepare(self, multiply_adds: int) -> None:

@@ -53,6 +53,8 @@ from workers.cuda import (
     ipc_handle,
 )
 from workers.kernels.choice import DEFAULT, Choice
+from workers.kernels.cuda import attention
+from workers.kernels.cuda.attention import DecodeAttention
 from workers.kernels.cuda.channels import CudaChannels
 from workers.kernels.cuda.experts import NO_LIMIT, CudaExperts
 from workers.kernels.cuda.launcher import CudaLauncher
@@ -247,6 +249,17 @@ class CudaDevice(Device):
         program = self._program(format)
         assert program is not None
         return CudaMatrix(self._launcher(program), format, data, shape)
+
+    def decode_attention(
+        self, streams: Sequence[tuple[int, int]], dtype: torch.dtype, context: int
+    ) -> DecodeAttention | None:
+        if self._in_torch or not attention.fits(streams):
+            return None
+        try:
+            return DecodeAttention(self._launcher(attention.program(dtype)), context)
+        except CudaError as e:
+            log.warning(f"torch computes attention on the GPU, one sequence after the other: {e}")
+            return None
 
     def prepare(self, multiply_adds: int) -> None:
         """A GPU needs no setup."""

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.device import cuda
+from workers.kernels.cuda import attention
 from workers.kernels.cuda.sources import Program
 
 META = torch.device("meta")
@@ -35,7 +36,8 @@ class CountingLauncher:
     def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
         assert blocks > 0
         assert threads > 0
-        self._counts["kernels"] += 1
+        kind = "attention kernels" if kernel.partition("_")[0] in attention.THREADS else "kernels"
+        self._counts[kind] += 1
 
 
 class CountingDevice(cuda.CudaDevice):

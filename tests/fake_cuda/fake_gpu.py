@@ -15,12 +15,14 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import pytest
 import torch
+from emulated_cuda import EmulatedLauncher, library
 from fake_runtime import FakeRuntime
 from torch import Tensor
 
 from pipeline.device import cuda
 from pipeline.device.base import DeviceKernel
 from shm.layout import StoreLayout
+from workers.kernels.cuda.attention import DecodeAttention, program
 
 PACKAGES = Path(__file__).parent / "packages"  # for the PYTHONPATH of child processes
 _keys = itertools.count()
@@ -70,10 +72,20 @@ class LateKernel:
 class FakeCudaDevice(cuda.CudaDevice):
     """With tensors on the CPU."""
 
+    attention = False  # by the kernels; else by torch
+
     def __init__(self, runtime: FakeRuntime) -> None:
         super().__init__(in_torch=True)
         self.torch_device = torch.device("cpu", 0)
         self._runtime = runtime
+
+    def decode_attention(
+        self, streams: Sequence[tuple[int, int]], dtype: torch.dtype, context: int
+    ) -> DecodeAttention | None:
+        """The kernels themselves, emulated."""
+        if not self.attention:
+            return None
+        return DecodeAttention(EmulatedLauncher(library(program(dtype))), context)
 
     def expert_kernel(self, layout: StoreLayout) -> DeviceKernel:
         return LateKernel(super().expert_kernel(layout), self._runtime)

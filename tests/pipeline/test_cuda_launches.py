@@ -34,8 +34,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not wri
 COSTS = Costs(rows=(1,), host=(1.0,), device=(0.1,), link=0.5, round_trip=0.1)
 PRESETS = ("on-demand", "mixtral-offloading", "layerwise", "fiddler", "tandem", "random")
 STEPS = 6
-# Operations of torch, a layer of a decode step of two sequences without its routed experts.
-LAUNCHES = {"mixtral": 20, "phimoe": 20, "qwen2_moe": 28, "qwen3_moe": 23, "deepseek_v2": 34, "olmoe": 23}
+# Operations of torch beside the kernels of attention, a layer of a decode step of two sequences without its
+# routed experts.
+LAUNCHES = {"mixtral": 13, "phimoe": 13, "qwen2_moe": 21, "qwen3_moe": 16, "deepseek_v2": 26, "olmoe": 16}
 
 
 @pytest.fixture(params=["int4", "floe-int4"])
@@ -78,12 +79,12 @@ def test_a_layer_launches_few_kernels_and_waits_once(engine) -> None:
         for layer in layers:
             assert layer["blocking copies"] == 0
             assert layer["to host"] <= 1 + 2 * floe  # its read; what masks of this layer and the next keep
+            assert layer["attention kernels"] <= 3  # new keys and values, chunks, their sum
             if not floe:
                 assert layer["kernels"] <= 8, preset
                 assert layer["from host"] <= 6, preset
-                assert layer["allocations"] <= layer["from host"] + 3, (
-                    preset
-                )  # of torch: scratch memory, sums
+                # of torch: scratch memory and sums, of experts and of attention
+                assert layer["allocations"] <= layer["from host"] + 5, preset
 
 
 @pytest.mark.parametrize("family", PLAIN)
@@ -111,6 +112,8 @@ def test_backbones_stay_on_the_device(family: str, flash: bool, tmp_path: Path) 
             assert counts["from host"] <= 4
             if len(spans[0].tokens) == 1:
                 assert counts["operations"] <= LAUNCHES[family] * spec.layers
+                assert counts["attention kernels"] == 3 * spec.layers
+                assert counts["from host"] == 1
             for span in spans:
                 span.kv.advance(len(span.tokens))
             spans = [TokenSpan(span.kv, [np.random.default_rng(1).integers(0, 9)]) for span in spans]

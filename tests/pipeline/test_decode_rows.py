@@ -1,0 +1,80 @@
+"""Decode steps whose attention the CUDA kernels compute, on the stand-in for a GPU: every family, against
+torch's attention of one sequence after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fake_gpu import FakeCudaDevice, fake_device
+from families import PLAIN, Case, save
+from torch import Tensor
+
+from pipeline.backbone.backbone import Backbone
+from pipeline.backbone.batch import TokenSpan
+from pipeline.backbone.kv_cache import KVCache, SequenceKV
+from pipeline.backbone.linear import Precision
+from pipeline.checkpoint.open import open_model
+from pipeline.models.registry import model_spec
+
+CONTEXT = 96
+CPU = torch.device("cpu")
+PROMPTS = [[5, 6, 7, 8, 9], [3], [11, 2, 30, 4]]
+STEPS = [[12, 13, 14], [1, 2, 3]]  # tokens of each sequence
+
+
+@pytest.fixture
+def device() -> Iterator[FakeCudaDevice]:
+    with fake_device() as (device, _):
+        device.attention = True
+        yield device
+
+
+def through(backbone: Backbone, spans: list[TokenSpan]) -> tuple[Tensor, list[Tensor]]:
+    """One step without routed experts: the logits, and each layer's router's."""
+    batch = backbone.batch(spans)
+    h, routers = backbone.embed(batch), []
+    for layer in range(len(backbone.spec.moe_layers)):
+        attended = backbone.attend(layer, h, batch)
+        routers.append(attended.logits())
+        shared = attended.shared()
+        h = attended.h if shared is None else attended.h + shared
+    h = backbone.finish(h, batch)
+    for span in spans:
+        span.kv.advance(len(span.tokens))
+    return backbone.head(h), routers
+
+
+def sequences(kv: KVCache) -> list[SequenceKV]:
+    return [kv.allocate(capacity) for capacity in (20, 9, 33)]
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("family", PLAIN)
+@torch.inference_mode()
+def test_steps_are_those_of_torch(family: str, dtype: str, tmp_path: Path, device: FakeCudaDevice) -> None:
+    """Of sequences of several lengths and capacities, some of them resized on the way."""
+    save(Case(family, "plain"), tmp_path)
+    source = open_model(tmp_path)
+    backbone = Backbone(source, model_spec(source.config), Precision(dtype, device), CONTEXT)
+    kernels, found = backbone.kernels, []
+    assert kernels is not None
+    for chosen in (None, kernels):
+        backbone.kernels = chosen
+        kv = KVCache(backbone.spec, backbone.dtype, CPU, 1000)
+        made = sequences(kv)
+        for sequence, prompt in zip(made, PROMPTS, strict=True):
+            through(backbone, [TokenSpan(sequence, prompt)])
+        logits = []
+        for number, tokens in enumerate(STEPS):
+            if number:
+                kv.resize(made[1], 40)
+            logits.append(through(backbone, [TokenSpan(s, [t]) for s, t in zip(made, tokens, strict=True)]))
+        found.append(logits)
+    limits = {"rtol": 1e-4, "atol": 1e-4} if dtype == "f32" else {"rtol": 0.05, "atol": 0.05}
+    for (ours, our_routers), (theirs, their_routers) in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, **limits)
+        for mine, other in zip(our_routers, their_routers, strict=True):
+            torch.testing.assert_close(mine, other, **limits)

@@ -1,0 +1,98 @@
+"""Attention of a decode step by the CUDA kernels: new keys and values are written, each chunk of a sequence
+is attended to, and the chunks are added up. Nothing here depends on a sequence's length or addresses: the
+kernels read those from a table on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.kernels.cuda.launcher import Launcher
+from workers.kernels.cuda.sources import Program
+
+THREADS = {"append": 128, "attend": 256, "merge": 128}
+STEP, MOST_CHUNKS = 128, 64  # tokens of the smallest chunk; chunks of a sequence
+MOST_KEY, MOST_VALUE = 576, 512  # numbers of a key and of a value
+HEADS = (1, 2, 4, 8)  # most query heads of a block, of the kernels that there are
+EXTRA = 2  # numbers of a chunk beside its values
+
+
+def program(dtype: torch.dtype) -> Program:
+    """For keys and values of this dtype, float32 or bfloat16."""
+    return Program("attention.cu", (("BITS", 8 * dtype.itemsize),))
+
+
+def fits(streams: Sequence[tuple[int, int]]) -> bool:
+    """Whether the kernels take streams of these heads and widths."""
+    return max(width for _, width in streams) <= (MOST_KEY if len(streams) == 1 else MOST_VALUE)
+
+
+def bits_of(number: float) -> int:
+    """Of a float32, as a kernel's argument."""
+    return int(np.float32(number).view(np.uint32))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where a layer's numbers of each row lie: addresses on the device of int64 [R] each."""
+
+    number: int
+    positions: int  # of the new tokens; -1: no sequence
+    capacities: int  # tokens, of the sequences
+    streams: tuple[int, ...]  # of addresses: of keys and values, or of the one stream that has both
+
+
+class DecodeAttention:
+    """Of sequences of at most `context` tokens."""
+
+    def __init__(self, launcher: Launcher, context: int) -> None:
+        """`launcher` has the `program` of the cache's dtype."""
+        self._launcher = launcher
+        self.chunk = STEP * -(-context // (STEP * MOST_CHUNKS))  # tokens; the same for all batches
+        self._context = context
+
+    def append(self, rows: Rows, *new: Tensor) -> None:
+        """Write the rows' new numbers [R, heads, width] of each stream; a row's lie together."""
+        first, last = new[0], new[-1]
+        self._launch(
+            "append", rows.number * len(new),
+            first.data_ptr(), first.stride(0), last.data_ptr(), last.stride(0),
+            rows.positions, rows.capacities, rows.streams[0], rows.streams[-1],
+            first.shape[1], first.shape[2], len(new),
+        )  # fmt: skip
+
+    def attend(
+        self, rows: Rows, q: Tensor, kv_heads: int, value_width: int, window: int | None, scale: float
+    ) -> Tensor:
+        """Attention of q [R, heads, width] to the tokens up to the new one: float32 [R, heads * value_width].
+        `window`: the last tokens that count. Values are the first numbers of the last stream, whose rows are
+        as wide as keys where it is the only one."""
+        number, heads, width = q.shape
+        group = heads // kv_heads
+        limit = next((limit for limit in HEADS if group <= limit), HEADS[-1])
+        seen = min(window or self._context, self._context)
+        chunks = -(-seen // self.chunk)
+        wide = width if len(rows.streams) == 1 else value_width
+        parts = torch.empty(
+            number * heads * chunks * (value_width + EXTRA), dtype=torch.float32, device=q.device
+        )
+        out = torch.empty((number, heads * value_width), dtype=torch.float32, device=q.device)
+        self._launch(
+            f"attend_{limit}", number * kv_heads * -(-group // limit) * chunks,
+            q.data_ptr(), q.stride(0), rows.positions, rows.capacities, rows.streams[0], rows.streams[-1],
+            kv_heads, group, width, value_width, wide, window or 0, self.chunk, chunks, bits_of(scale),
+            parts.data_ptr(),
+        )  # fmt: skip
+        self._launch(
+            "merge", number * heads,
+            parts.data_ptr(), rows.positions, heads, value_width, window or 0, self.chunk, chunks,
+            out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def _launch(self, kernel: str, blocks: int, *arguments: int) -> None:
+        self._launcher.launch(kernel, blocks, THREADS[kernel.partition("_")[0]], *arguments)
