@@ -23,7 +23,7 @@ from workers.kernels.cuda import sources
 from workers.kernels.cuda.compiler import Nvrtc
 from workers.kernels.cuda.sources import OPTIONS, Program
 
-FORMATS = ("int4", "int4-g128", "int8", "bf16")
+FORMATS = ("int4", "int4-g128", "int8", "bf16", "sums")  # the last: of the workers' partial sums
 ARCHITECTURES = (80, 86, 89, 90, 120)
 ENTRY = re.compile(
     r"Compiling entry function '(\w+)' for 'sm_(\d+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores,"
@@ -44,6 +44,24 @@ class Usage:
     kernel: str
     registers: int
     spilled: int  # bytes, stores and loads
+
+
+def program(name: str) -> Program:
+    """Of a format, or of sums."""
+    found = Program.of_sums() if name == "sums" else Program.of_format(format_named(name), fused=True)
+    assert found is not None
+    return found
+
+
+def missing(architecture: int) -> str:
+    """Why programs cannot be compiled for an architecture here; "" where they can."""
+    try:
+        nvrtc = Nvrtc()
+    except CudaError as e:
+        return "" if shutil.which("nvcc") else f"{e}; and there is no nvcc"
+    if architecture in nvrtc.architectures:
+        return ""
+    return f"NVRTC {'.'.join(map(str, nvrtc.version))} does not compile for sm_{architecture}"
 
 
 def usages(program: Program, architectures: tuple[int, ...] = ARCHITECTURES) -> list[Usage]:
@@ -81,11 +99,15 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     found: dict[str, list[Usage]] = {}
+    lacking = {one: reason for one in ARCHITECTURES if (reason := missing(one))}
+    for reason in dict.fromkeys(lacking.values()):
+        print(reason, file=sys.stderr)
+    if len(lacking) == len(ARCHITECTURES):
+        return 1
+    architectures = tuple(one for one in ARCHITECTURES if one not in lacking)
     try:
         for name in arguments.format or FORMATS:
-            program = Program.of_format(format_named(name), fused=True)
-            assert program is not None
-            found[name] = usages(program)
+            found[name] = usages(program(name), architectures)
     except (NoCompiler, CudaError) as e:
         print(e, file=sys.stderr)
         return 1
@@ -94,7 +116,7 @@ def main() -> int:
         return 0
     for name, each in found.items():
         print(f"{name}: registers of a thread (bytes spilled)")
-        print(f"{'':12}" + "".join(f"{f'sm_{one}':>12}" for one in ARCHITECTURES))
+        print(f"{'':12}" + "".join(f"{f'sm_{one}':>12}" for one in architectures))
         for kernel in dict.fromkeys(one.kernel for one in each):
             cells = [
                 f"{one.registers}" + (f" ({one.spilled})" if one.spilled else "")

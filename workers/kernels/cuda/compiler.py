@@ -94,6 +94,11 @@ class Nvrtc:
         except (ImportError, RuntimeError, OSError) as e:
             raise CudaError(f"NVRTC is not installed: {' '.join(str(e).split())[:200]}") from None
 
+    @property
+    def architectures(self) -> list[int]:
+        """The compute capabilities that it compiles for, e.g. 90."""
+        return list(self._call("nvrtcGetSupportedArchs"))
+
     def compile(self, program: Program, options: tuple[str, ...]) -> tuple[bytes, str]:
         """The cubin, and the compiler's messages. Raises CudaError with them where it fails."""
         names = sources.headers()
