@@ -105,6 +105,14 @@ class PhaseProfile:
         return min(1.0, float(self.tree["link_busy_s"]) / self.seconds) if self.seconds else 0.0
 
     @property
+    def idle(self) -> dict[str, float]:
+        """Shares of the time in which each had nothing to do: the GPU, by its own clock, the link and the
+        workers; of the workers alone where no GPU has timed steps."""
+        timed = self.device_timed
+        beside = {} if timed is None else {"GPU": 1 - timed, "link": 1 - self.link_busy}
+        return beside | {"workers": 1 - self.host_busy}
+
+    @property
     def hit_rate(self) -> float | None:
         """Share of the needed experts that were wholly resident when their layer was planned, if any."""
         layers = self.tree["layers"]

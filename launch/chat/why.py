@@ -89,11 +89,9 @@ def facts(profile: PhaseProfile, answer: dict[str, Any], prefetch: dict[str, Any
         f"computing: the host (experts) {host} of the time, the device (attention, head, its experts)"
         f" {device}; otherwise they wait"
     )
-    if (timed := profile.device_timed) is not None:
-        idle = [percent(1 - busy) for busy in (timed, profile.link_busy, profile.host_busy)]
-        lines.append(
-            f"idle, by the GPU's own clock: GPU {idle[0]}, link {idle[1]}, workers {idle[2]} of the time"
-        )
+    if "GPU" in (idle := profile.idle):
+        shares = ", ".join(f"{name} {percent(share)}" for name, share in idle.items())
+        lines.append(f"idle, by the GPU's own clock: {shares} of the time")
     lines += _sides(profile)
     if moved["demanded"]:
         late = percent(moved["late"] / moved["demanded"])

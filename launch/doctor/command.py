@@ -74,6 +74,7 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
     proofs = await _prove(options, interrupts)
     ceiling = None if speed is None else speed.all / embedded.token
     findings += [proof.explain(p, ceiling, embedded.store <= (models.last_cache() or 0)) for p in proofs]
+    findings += [finding for p in proofs for finding in proof.explain_idle(p)]
     findings += costs.inspect(user_folder("CACHE"))
 
     ok = not any(finding.prevents for finding in findings)

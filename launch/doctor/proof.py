@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from launch.command_line.options import Options
 from launch.connect.session import connected
 from launch.doctor.finding import Finding, Topic
 from launch.errors import LaunchError
+from launch.phase_profile import PhaseProfile
 from launch.terminal.format import percent
 from launch.terminal.interrupts import Interrupts
 from pipeline.errors import PipelineError
@@ -45,6 +46,7 @@ class Proof:
     first: float = 0.0  # seconds to the first token
     rate: float = 0.0  # tokens a second after it
     policy: str = ""
+    idle: Mapping[str, float] = field(default_factory=dict)  # shares of decode, as of PhaseProfile
 
     def to_map(self) -> dict[str, Any]:
         if self.failure:
@@ -55,6 +57,7 @@ class Proof:
             "decode_tok_s": self.rate,
             "tokens": self.tokens,
             "policy": self.policy,
+            "idle_shares": dict(self.idle),
         }
 
 
@@ -80,7 +83,8 @@ async def prove(options: Options, interrupts: Interrupts, device: str) -> Proof:
     except (LaunchError, PipelineError, ProtocolError, ShmError) as e:
         return Proof(device, str(e))
     first, rate = (float(stats.get(key, 0.0)) for key in ("first_token_s", "decode_tok_s"))
-    return Proof(device, "", start, len(result.tokens), first, rate, policy)
+    decode = PhaseProfile(stats["engine"]["decode"], 0)
+    return Proof(device, "", start, len(result.tokens), first, rate, policy, decode.idle)
 
 
 @contextmanager
@@ -92,6 +96,17 @@ def _quiet(level: str) -> Iterator[None]:
         yield
     finally:
         log.setLevel(before)
+
+
+def explain_idle(proof: Proof) -> Iterator[Finding]:
+    """What waited while the engine decoded, as /why says it of an answer."""
+    shares = ", ".join(f"{name} {percent(share)}" for name, share in proof.idle.items())
+    if "GPU" in proof.idle:
+        means = "by the GPU's own clock, and of a small model; /why in the chat has the shares of each answer"
+        yield TOPIC.ok(f"idle while it decoded: {shares} of the time", means)
+    elif proof.idle:
+        means = "the coordinator computes all else meanwhile; no GPU and no link to one is in use"
+        yield TOPIC.ok(f"idle while it decoded: {shares} of the time", means)
 
 
 def explain(proof: Proof, ceiling: float | None, fits_cache: bool) -> Finding:

@@ -113,6 +113,8 @@ def test_doctor_examines_every_topic_and_starts_an_engine() -> None:
         assert measured[name] > 0
     assert measured["cores"] == len(os.sched_getaffinity(0))
     assert measured["engine"]["tokens"] == 32
+    assert 0 < measured["engine"]["idle_shares"]["workers"] < 1
+    assert "idle while it decoded" in str(report["findings"])
     assert "Traceback" not in done.stderr
     assert engines_left() == []
 

@@ -172,3 +172,22 @@ def test_an_engine_that_computes_all_on_the_host_is_advised_to_have_no_workers(
     found = proof.explain(replace(GOOD, policy=policy), None, fits_cache=True)
     assert found.level == "ok"
     assert ("--workers 0" in found.do) is advice
+
+
+@pytest.mark.parametrize(
+    ("idle", "found", "means"),
+    [
+        (
+            {"GPU": 0.8, "link": 1.0, "workers": 0.25},
+            "GPU 80%, link 100%, workers 25% of the time",
+            "GPU's own clock",
+        ),
+        ({"workers": 0.4}, "idle while it decoded: workers 40% of the time", "no GPU"),
+    ],
+)
+def test_idle_shares_are_named(idle: dict[str, float], found: str, means: str) -> None:
+    (finding,) = proof.explain_idle(replace(GOOD, idle=idle))
+    assert found in finding.found
+    assert means in finding.means
+    assert finding.level == "ok"
+    assert not list(proof.explain_idle(Proof("auto", "it failed")))
