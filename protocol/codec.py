@@ -83,9 +83,9 @@ between the supervisor and its children.
     kept int = 0, channels int = 0
   35 WorkFailed: seq int, incarnation int, text str
   36 Abandon: seq int
-  37 AttachSlab: kind str, handle bytes, device int, slots int, slot_bytes int
-  38 SlabAttached: incarnation int, notes [str] = [], error str = ""
-  39 Fetch: id int, layer int, expert int, lo int, slots [int], urgency int
+  37 AttachSlab: kind str, handle bytes, device int, slots int, slot_bytes int, flags str = ""
+  38 SlabAttached: incarnation int, notes [str] = [], error str = "", flags bool = false
+  39 Fetch: id int, layer int, expert int, lo int, slots [int], urgency int, numbers [int] = []
   40 Fetched: id int, incarnation int, landed int, final bool, seconds float
   41 CancelFetch: id int
   42 AttachRing: name str

@@ -434,22 +434,26 @@ class AttachRing:
 
 @dataclass(frozen=True)
 class AttachSlab:
-    """Map this slab. kind "shm": `handle` is the segment's name; "cuda": a CUDA IPC memory handle."""
+    """Map this slab. kind "shm": `handle` is the segment's name; "cuda": a CUDA IPC memory handle. `flags`:
+    the name of the segment with its landing flags (`shm/landing_flags.py`), if it has them."""
 
     kind: str
     handle: bytes
     device: int
     slots: int
     slot_bytes: int
+    flags: str = ""
 
 
 @dataclass(frozen=True)
 class SlabAttached:
-    """Sent again when its notes change. `error`: why the slab cannot be attached by this process."""
+    """Sent again when its notes change. `error`: why the slab cannot be attached by this process. `flags`:
+    landings are written to the slab's flags."""
 
     incarnation: int
     notes: tuple[str, ...] = ()
     error: str = ""
+    flags: bool = False
 
 
 @dataclass(frozen=True)
@@ -462,6 +466,7 @@ class Fetch:
     lo: int
     slots: tuple[int, ...]
     urgency: int  # 0 demanded now, 1 predicted, 2 placement in the background; smaller overtakes
+    numbers: tuple[int, ...] = ()  # of each slot: what its landing writes to its flag; none: nothing does
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no one truth value to compare by

@@ -6,7 +6,9 @@ their start; at most `depth` may be under way, or `gather_depth` of gathered cha
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from protocol.messages import AttachSlab, I32Vector
+from shm.landing_flags import NONE, LandingFlags
 from shm.layout import Bytes
 from shm.slab import Slab
 from shm.store import Store
@@ -32,7 +35,10 @@ from workers.cuda import (
     passed,
     registered_parts,
 )
+from workers.device_flags import DeviceFlags
 from workers.emulation import sleep_until
+
+log = logging.getLogger(__name__)
 
 Tick = Callable[[], None]
 GATHER_THREADS = 4  # at most, so that a link is not slower than what is gathered for it
@@ -48,6 +54,7 @@ class Copier(Protocol):
     """Copies store tiles into slab slots."""
 
     gather_depth: int
+    flags: bool  # whether `start` writes numbers
 
     @property
     def depth(self) -> int:
@@ -57,8 +64,8 @@ class Copier(Protocol):
     def notes(self) -> tuple[str, ...]:
         """Lines for a person; they may change."""
 
-    def start(self, tile: Bytes, slot: int) -> None:
-        """Begin to copy one tile."""
+    def start(self, tile: Bytes, slot: int, number: int = NONE) -> None:
+        """Begin to copy one tile; behind it, write this number to the slot's flag."""
 
     def gather(self, records: Bytes, chosen: I32Vector, slot: int, place: int) -> None:
         """Begin to copy the chosen ones of an expert's records [channels, bytes] to the slot's records from
@@ -76,12 +83,13 @@ class ShmCopier:
     """Host to host: the slab of device `cpu` is a shared-memory segment."""
 
     depth = gather_depth = 1
+    flags = False
     notes: tuple[str, ...] = ()
 
     def __init__(self, slab: Slab) -> None:
         self._slab = slab
 
-    def start(self, tile: Bytes, slot: int) -> None:
+    def start(self, tile: Bytes, slot: int, number: int = NONE) -> None:
         self._slab.slot(slot)[:] = tile
 
     def gather(self, records: Bytes, chosen: I32Vector, slot: int, place: int) -> None:
@@ -124,9 +132,20 @@ class CudaCopier:
     them. The store is page-locked meanwhile (`PageLocks`). Channels are gathered by several threads into
     page-locked buffers, each of which goes over the link in one copy."""
 
-    def __init__(self, store: Store, device: int, address: int, slot_bytes: int, owned: bool) -> None:
-        """`address`: the slab in this process; `owned`: it was opened from an IPC handle, close it."""
+    def __init__(
+        self,
+        store: Store,
+        device: int,
+        address: int,
+        slot_bytes: int,
+        owned: bool,
+        flags: DeviceFlags | None = None,
+    ) -> None:
+        """`address`: the slab in this process; `owned`: it and its flags were opened here, close them.
+        `flags`: of the slab, where streams can write them."""
         call("cudaSetDevice", device)
+        self.flags = flags is not None
+        self._flags, self._thread = flags, threading.get_ident()
         self._address = address
         self._slot_bytes = slot_bytes
         self._owned = owned
@@ -155,13 +174,18 @@ class CudaCopier:
     def _event(self) -> Any:
         return self._spare.pop() if self._spare else blocking_event()
 
-    def start(self, tile: Bytes, slot: int) -> None:
+    def start(self, tile: Bytes, slot: int, number: int = NONE) -> None:
+        if threading.get_ident() != self._thread:  # the driver wants the context current in each thread
+            call("cudaSetDevice", self._device)
+            self._thread = threading.get_ident()
         target = self._address + slot * self._slot_bytes
         source = tile.ctypes.data
         kind = constant("cudaMemcpyKind").cudaMemcpyHostToDevice
         copy = _Copy(self._event(), tile.nbytes, time.perf_counter())
         for lo, hi in registered_parts(self._memory, source, tile.nbytes):
             call("cudaMemcpyAsync", target + lo, source + lo, hi - lo, kind, self._stream)
+        if number != NONE and self._flags is not None:
+            self._flags.write(self._stream, slot, number)
         call("cudaEventRecord", copy.event, self._stream)
         self._running.append(copy)
 
@@ -217,11 +241,16 @@ class CudaCopier:
         call("cudaStreamDestroy", self._stream)
         if self._owned:
             call("cudaIpcCloseMemHandle", self._address)
+            if self._flags is not None:
+                self._flags.close()
+                self._flags.flags.close()
 
 
 class PacedCopier:
     """Slows another copier to a link of `gbps` 1e9 bytes a second (emulation). Deadlines accumulate, so
     that the inexactness of each sleep does not. A wait counts as progress, and ticks."""
+
+    flags = False  # the GPU would write them ahead of the emulated link
 
     def __init__(self, inner: Copier, gbps: float, tick: Tick) -> None:
         self._inner = inner
@@ -240,7 +269,7 @@ class PacedCopier:
     def notes(self) -> tuple[str, ...]:
         return self._inner.notes
 
-    def start(self, tile: Bytes, slot: int) -> None:
+    def start(self, tile: Bytes, slot: int, number: int = NONE) -> None:
         self._occupy(tile.nbytes)
         self._inner.start(tile, slot)
 
@@ -272,10 +301,22 @@ def open_copier(order: AttachSlab, store: Store, link_gbps: float | None, tick: 
             with suppress(CudaError):
                 call("cudaDeviceReset")  # its context takes half a gigabyte of the device's memory
             raise
-        copier = CudaCopier(store, order.device, address, order.slot_bytes, owned=True)
+        flags = _open_flags(order) if order.flags and link_gbps is None else None
+        copier = CudaCopier(store, order.device, address, order.slot_bytes, owned=True, flags=flags)
     else:
         copier = ShmCopier(Slab.attach(order.handle.decode(), order.slots, order.slot_bytes))
     return paced(copier, link_gbps, tick)
+
+
+def _open_flags(order: AttachSlab) -> DeviceFlags | None:
+    """Raises ShmError where the slab's flags cannot be mapped; None where this process cannot write them."""
+    flags = LandingFlags.attach(order.flags, order.slots)
+    try:
+        return DeviceFlags(flags, order.device, spare=1)
+    except CudaError as e:
+        log.info(f"landings are reported and not written to flags: {e}")
+        flags.close()
+        return None
 
 
 def paced(copier: Copier, link_gbps: float | None, tick: Tick) -> Copier:

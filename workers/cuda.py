@@ -46,6 +46,18 @@ def call(name: str, *arguments: Any) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
 
 
+def driver_call(name: str, *arguments: Any) -> Any:
+    """The same for a function of the driver; streams and addresses are the runtime's."""
+    try:
+        driver = importlib.import_module("cuda.bindings.driver")
+    except ImportError as e:
+        raise CudaError(f"cuda-bindings is not installed ({e})") from None
+    status, *results = getattr(driver, name)(*arguments)
+    if int(status) != 0:
+        raise CudaError(f"{name}: {status.name}")
+    return results[0] if len(results) == 1 else tuple(results)
+
+
 def passed(event: Any) -> bool:
     """Whether all work before the event has completed. Raises CudaError where some has failed."""
     runtime = _runtime()

@@ -24,6 +24,7 @@ from typing import Any
 from protocol.messages import AttachSlab, CancelFetch, DemandFetch, Fetch, Fetched, Gather, SlabAttached
 from shm.control import ControlSegment
 from shm.errors import ShmError
+from shm.landing_flags import NONE
 from shm.store import Store
 from workers.child_endpoint import ChildEndpoint
 from workers.copiers import Copier, Tick, open_copier
@@ -103,6 +104,8 @@ class CopyLoop:
                 self.attach(copier)
                 self._announce(copier)
             case Fetch():
+                if len(message.numbers) not in (0, len(message.slots)):
+                    raise IndexError(f"{len(message.numbers)} numbers for {len(message.slots)} slots")
                 self._take(Order(message.urgency, self._age, message, len(message.slots)))
             case Gather():
                 self._check(message)
@@ -121,7 +124,7 @@ class CopyLoop:
 
     def _announce(self, copier: Copier) -> None:
         self._notes = copier.notes
-        self._peer.send(SlabAttached(self._peer.incarnation, self._notes))
+        self._peer.send(SlabAttached(self._peer.incarnation, self._notes, flags=copier.flags))
 
     def _take(self, order: Order) -> None:
         self._age += 1
@@ -167,7 +170,7 @@ class CopyLoop:
         fetch, index = order.fetch, order.started
         if isinstance(fetch, Fetch):
             tile = self._store.tiles(fetch.layer, fetch.expert, fetch.lo + index, fetch.lo + index + 1)
-            copier.start(tile, fetch.slots[index])
+            copier.start(tile, fetch.slots[index], fetch.numbers[index] if fetch.numbers else NONE)
             return 1
         shape = self._store.layout.shape
         slot, place = divmod(index, shape.tile)

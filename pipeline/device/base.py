@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pipeline.arrays import FloatArray, IntArray
     from shm.blocks import BlockFormat
     from shm.formats import Bytes
+    from shm.landing_flags import LandingFlags
     from shm.layout import StoreLayout
     from shm.mask import Mask
     from shm.store import Store
@@ -40,6 +41,7 @@ class SlabMemory(ABC):
 
     slots: int
     slot_bytes: int
+    flags: LandingFlags | None = None  # where the device can wait for landings
 
     @property
     @abstractmethod
@@ -70,6 +72,10 @@ class SlabMemory(ABC):
     @abstractmethod
     def address(self) -> AttachSlab:
         """The description by which another process maps this slab."""
+
+    def wait_landing(self, slot: int, number: int) -> None:
+        """All work that the device gets from now on waits until the slot's flag has reached this number."""
+        raise NotImplementedError("the slab has no flags")
 
     @abstractmethod
     def local_copier(self, store: Store) -> Copier:

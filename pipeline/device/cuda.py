@@ -1,8 +1,9 @@
 """Device `cuda`: the backbone by torch on one GPU, the slab one allocation outside torch's allocator.
 
 torch computes on its current stream; the prefetcher copies on a stream of its own, in its own process
-(through CUDA IPC) or in a thread of this one. The two are ordered by messages: a tile is computed after
-its landing was reported, and a slot is given to the prefetcher again only after the fence of its last reader.
+(through CUDA IPC) or in a thread of this one. A tile is computed after its landing: that was reported, or
+torch's stream waits for its flag (`shm/landing_flags.py`). A slot is given to the prefetcher again only after
+the fence of its last reader.
 Between the host and the device go page-locked buffers: only `to_host` waits for the stream, once a layer.
 """
 
@@ -37,10 +38,12 @@ from pipeline.device.tile_sums import TileByTile
 from pipeline.errors import NoRoom, UsageError
 from protocol.messages import AttachSlab
 from shm.blocks import BlockFormat
+from shm.errors import ShmError
 from shm.floe import FloeFormat
 from shm.formats import Bytes, TileFormat
+from shm.landing_flags import LandingFlags
 from shm.layout import StoreLayout
-from shm.segment import byte_size
+from shm.segment import byte_size, unlink
 from shm.store import Store
 from workers.copiers import CudaCopier
 from workers.cuda import (
@@ -52,6 +55,7 @@ from workers.cuda import (
     constant,
     ipc_handle,
 )
+from workers.device_flags import DeviceFlags
 from workers.kernels.choice import DEFAULT, Choice
 from workers.kernels.cuda import attention
 from workers.kernels.cuda.attention import DecodeAttention
@@ -93,8 +97,17 @@ def _allocated(address: int, size: int, device: int) -> Tensor:
 class CudaSlab(SlabMemory):
     """One cudaMalloc, so that its IPC handle exports this slab and nothing else."""
 
-    def __init__(self, device: int, slots: int, slot_bytes: int, upload: Callable[..., Tensor]) -> None:
-        self.slots, self._upload = slots, upload
+    def __init__(
+        self,
+        device: int,
+        name: str,
+        slots: int,
+        slot_bytes: int,
+        upload: Callable[..., Tensor],
+        stream: Callable[[], int],
+    ) -> None:
+        """`name`: of the segment with its landing flags; `stream`: on which torch computes now."""
+        self.slots, self._upload, self._stream = slots, upload, stream
         self.slot_bytes = -(-slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         self._used = slot_bytes
         self._device = device
@@ -104,6 +117,26 @@ class CudaSlab(SlabMemory):
         whole = _allocated(self._address, slots * self.slot_bytes, device)
         self._all = whole.view(slots, self.slot_bytes)
         self._tensors = [whole[i * self.slot_bytes :][: self._used] for i in range(slots)]
+        self._flags = self._open_flags(name)
+
+    def _open_flags(self, name: str) -> DeviceFlags | None:
+        try:
+            self.flags = LandingFlags.create(name, self.slots)
+            return DeviceFlags(self.flags, self._device, spare=0)
+        except (CudaError, ShmError) as e:
+            log.info(f"landings are reported by messages, because the GPU cannot wait for flags: {e}")
+        self._remove_flags()
+        return None
+
+    def _remove_flags(self) -> None:
+        if self.flags is not None:
+            self.flags.close()
+            unlink(self.flags.segment.name)
+            self.flags = None
+
+    def wait_landing(self, slot: int, number: int) -> None:
+        assert self._flags is not None
+        self._flags.wait(self._stream(), slot, number)
 
     @property
     def all_slots(self) -> Tensor:
@@ -118,13 +151,17 @@ class CudaSlab(SlabMemory):
     def address(self) -> AttachSlab:
         handle = ipc_handle(self._address)
         self._exported = True
-        return AttachSlab("cuda", handle, self._device, self.slots, self.slot_bytes)
+        flags = self.flags.segment.name if self.flags is not None else ""
+        return AttachSlab("cuda", handle, self._device, self.slots, self.slot_bytes, flags)
 
     def local_copier(self, store: Store) -> CudaCopier:
-        return CudaCopier(store, self._device, self._address, self.slot_bytes, owned=False)
+        return CudaCopier(store, self._device, self._address, self.slot_bytes, False, self._flags)
 
     def close(self) -> None:
         call("cudaDeviceSynchronize")
+        if self._flags is not None:
+            self._flags.close()
+        self._remove_flags()
         self._tensors.clear()
         del self._all
         if not self._exported:
@@ -340,7 +377,8 @@ class CudaDevice(Device):
     def open_slab(
         self, name: str, slots: int, slot_bytes: int, tick: Callable[[], None] = lambda: None
     ) -> SlabMemory:
-        return CudaSlab(self.torch_device.index, slots, slot_bytes, self.from_host)
+        number, stream = self.torch_device.index, lambda: self._stream
+        return CudaSlab(number, name, slots, slot_bytes, self.from_host, stream)
 
     def close(self) -> None:
         call("cudaDeviceSynchronize")

@@ -25,7 +25,7 @@ from pipeline.device.tile_sums import TileSums
 from pipeline.experts.channel_mover import ChannelMover, Wanted
 from pipeline.experts.channel_mover import Landed as LandedChannels
 from pipeline.experts.device_share import DeviceMemory
-from pipeline.experts.device_work import DeviceWork, Landed, rows_of
+from pipeline.experts.device_work import DeviceWork, Landed, Landing, rows_of
 from pipeline.experts.shares import Missing, Share
 from pipeline.experts.tile_mover import TileMover
 from shm.layout import StoreLayout
@@ -58,6 +58,7 @@ class ChannelMemory(DeviceMemory):
     """Device memory with the heads of all experts beside the slab."""
 
     kernel: DeviceChannelKernel
+    ahead = False  # its sums are made of channels too, which are reported by messages
 
     def __init__(
         self,
@@ -137,9 +138,7 @@ class ChannelMemory(DeviceMemory):
             landing = self._chosen(self.channels.demand(layer, chosen, missing))
         return DeviceWork(layer, share, landing, missing, masked)
 
-    def _both(
-        self, layer: int, whole: Iterator[list[Landed]], chosen: list[Wanted], missing: list[Missing]
-    ) -> Iterator[list[Landed]]:
+    def _both(self, layer: int, whole: Landing, chosen: list[Wanted], missing: list[Missing]) -> Landing:
         yield from whole
         gone = {item.expert: place for place, item in enumerate(missing)}
         for item in chosen:

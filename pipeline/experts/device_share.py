@@ -3,7 +3,7 @@ tiles while missing ones are under way, and each of these once it has landed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from pipeline.counters import PhaseCounters, StepClock
 from pipeline.device import SlabMemory
 from pipeline.device.base import DeviceKernel, LayerSum
-from pipeline.experts.device_work import DeviceWork, Landed
+from pipeline.experts.device_work import DeviceWork, Landed, Landing
 from pipeline.experts.fetch_link import Order
 from pipeline.experts.shares import Missing, Share
 from pipeline.experts.tile_mover import TileMover
@@ -24,6 +24,7 @@ class DeviceMemory:
     """The slab, and the mover that keeps its residency at the policy's targets."""
 
     exists: Literal[True] = True
+    ahead = True  # tiles may be given before they have landed, see TileMover.stream
     kernel: Any  # of the experts' format
 
     def __init__(self, mover: TileMover, slab: SlabMemory, kernel: DeviceKernel) -> None:
@@ -87,15 +88,25 @@ class DeviceMemory:
             if resident:
                 self.mover.used(layer, expert, resident)
 
-    def _stream(self, layer: int, wanted: list[Missing], missing: list[Missing]) -> Iterator[list[Landed]]:
+    def _stream(self, layer: int, wanted: list[Missing], missing: list[Missing]) -> Landing:
         """Order whole tiles, at once."""
-        landing = self.mover.stream(layer, wanted, missing) if wanted else iter(())
-        tiles = {item.expert: iter(range(item.lo, item.hi)) for item in wanted}
+        landing = self.mover.stream(layer, wanted, missing, ahead=self.ahead) if wanted else iter(())
 
-        def give() -> Iterator[list[Landed]]:
+        def give() -> Landing:
+            given, next_tile = 0, {item.expert: item.lo for item in wanted}
             for group in landing:
+                if group is None:
+                    self.mover.counters.fetched_tiles -= given
+                    next_tile = {item.expert: item.lo for item in wanted}
+                    yield None
+                    continue
+                given += len(group)
                 self.mover.counters.fetched_tiles += len(group)
-                yield [Landed(expert, next(tiles[expert]), self.slab.slot(slot)) for expert, slot in group]
+                found = []
+                for expert, slot in group:
+                    found.append(Landed(expert, next_tile[expert], self.slab.slot(slot)))
+                    next_tile[expert] += 1
+                yield found
 
         return give()
 
@@ -118,6 +129,9 @@ class DeviceMemory:
         place = {expert: item for item, (expert, _, _) in enumerate(items)}
         for group in work.landing:
             clock.mark("link")
+            if group is None:  # anew, without the tiles that have not landed
+                layer, group = self.begin_sum(work, x), []
+                layer.add(resident)
             layer.add([(place[expert], tile, data) for expert, tile, data in group])
             clock.mark("device")
         clock.mark("link")

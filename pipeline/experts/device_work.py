@@ -21,13 +21,18 @@ class Landed(NamedTuple):
     data: Tensor  # uint8, its bytes; with a mask, of the channels that some row keeps
 
 
+# Tiles that are computed together. None: not all that were given have landed, which the device was to wait
+# for; what was computed from any of them is wrong, and those that have landed come again.
+Landing = Iterator[list[Landed] | None]
+
+
 class DeviceWork(NamedTuple):
     """One layer's device share; its missing tiles are ordered. `missing`: those that cannot be fetched
     because the prefetcher is down; complete once `landing` is exhausted."""
 
     layer: int
     share: Share
-    landing: Iterator[list[Landed]]  # tiles that are computed together
+    landing: Landing
     missing: list[Missing]
     masked: Any = None  # what the memory has found of the layer's masks, for itself
 

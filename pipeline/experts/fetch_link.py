@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field
 
 from pipeline.arrays import IntArray
+from pipeline.experts.landings import Landings
 from pipeline.experts.peers import ChildServerSocket
 from pipeline.experts.progress import ProgressWatch
 from protocol.messages import (
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 DEMANDED, PREDICTED, PLACED = 0, 1, 2  # urgency; smaller overtakes
 STALL_LIMIT = 3.0  # seconds without a tile after which a prefetcher with orders is hung
 ATTACH_LIMIT = 60.0  # the same while it maps the slab
+# For so long flags are looked at again and again; then the wait sleeps, until a report wakes it up.
+WATCH_SECONDS = 200e-6
 
 
 @dataclass
@@ -48,6 +51,8 @@ class Order:
     final: bool = False  # nothing else will land
     cancelled: bool = False
     seconds: float = 0.0  # of copying
+    reported: int = 0  # as `landed`, as far as messages say it
+    numbers: tuple[int, ...] = ()  # of each slot's landing flag, where the prefetcher writes flags
     # what it will bring; less than its size where it was cancelled or truncated
     reach: int = field(init=False)
 
@@ -70,12 +75,14 @@ class FetchLink:
         line: ControlLine | None,
         *,
         index: int = 0,
+        landings: Landings | None = None,
         stall_limit: float = STALL_LIMIT,
         attach_limit: float = ATTACH_LIMIT,
     ) -> None:
         """`slab`: the slab that every new prefetcher maps; None for a prefetcher thread, which has it.
         `line`: the prefetcher's progress counter; None for a thread. `index`: which prefetcher it is, of
-        those that the socket knows. Limits are seconds without progress."""
+        those that the socket knows. `landings`: of a slab with flags; a thread writes them. Limits are
+        seconds without progress."""
         self.kind: Kind = "thread" if slab is None else "process"
         self.notes: tuple[str, ...] = ()  # of the latest prefetcher
         self.refusal = ""  # why it cannot map the slab
@@ -86,6 +93,8 @@ class FetchLink:
         self._stall_limit = stall_limit
         self._attach_limit = attach_limit
         self._attaching = False
+        self._landings = landings
+        self._flags = slab is None  # the prefetcher writes flags, if there are any
         self.copied = (0, 0.0)  # tiles so far, and the seconds in which the prefetcher copied them
         self._moving_since = 0.0  # the present tile, as far as it is known here
         self._next = 0
@@ -96,6 +105,12 @@ class FetchLink:
     def up(self) -> bool:
         """A prefetcher has mapped the slab and takes orders."""
         return self._socket.is_up(self._index)
+
+    @property
+    def landings(self) -> Landings | None:
+        """Of orders that are sent now; None where their landings are only reported."""
+        usable = self._flags and self._landings is not None and self._landings.trusted
+        return self._landings if usable else None
 
     def wait_up(self, limit: float) -> bool:
         """Wait until the link is up; False after `limit` seconds, or once the slab cannot be mapped."""
@@ -108,7 +123,9 @@ class FetchLink:
         """Order tiles [lo, lo + len(slots)) of an expert. While the link is not up the order is final at
         once: a prefetcher must not get an order before it has mapped the slab."""
         order = Order(self._next, layer, expert, lo, slots, urgency)
-        return self._send(order, Fetch(order.id, layer, expert, lo, tuple(slots), urgency))
+        if self.up and self.landings is not None:
+            order.numbers = tuple(map(self.landings.issue, slots))
+        return self._send(order, Fetch(order.id, layer, expert, lo, tuple(slots), urgency, order.numbers))
 
     def gather(self, layer: int, expert: int, channels: IntArray, slots: list[int], urgency: int) -> Order:
         """Order channels of an expert (ascending), as many to each slot as a tile has. As `order`."""
@@ -165,6 +182,7 @@ class FetchLink:
                 case Ready():
                     self._attached(message.incarnation)
                 case SlabAttached(error=""):
+                    self._flags = message.flags
                     self.notes = message.notes
                     for note in message.notes:
                         log.info(note)
@@ -177,26 +195,53 @@ class FetchLink:
                     for order in self._orders.values():
                         order.final = True
                     self._orders.clear()
+        for order in list(self._orders.values()):
+            self._read_flags(order)
         if not messages and (wait_ms or self._attaching):
             self._check_progress()
 
     def wait(self, order: Order, landed: int) -> None:
-        """Return when `landed` tiles or channels of the order are in their slots, or it is final."""
+        """Return when `landed` tiles or channels of the order are in their slots, or it is final. Landings
+        with flags are seen at once, for a while; then, as others, by the messages that report them."""
+        began = time.perf_counter()
         while order.landed < landed and not order.final:
-            self.update(50)
+            if order.numbers and time.perf_counter() - began < WATCH_SECONDS:
+                self._read_flags(order)
+                time.sleep(0)
+            else:
+                self.update(50)
+            if self._landings is not None:
+                self._landings.alive()
+
+    def _read_flags(self, order: Order) -> None:
+        """Book the tiles whose flags say that they have landed."""
+        there = order.landed
+        for slot, number in zip(order.slots[there:], order.numbers[there:], strict=False):
+            if self._landings is None or not self._landings.landed(slot, number):
+                break
+            there += 1
+        if there > order.landed:
+            self._advance(order, there)
+            order.final = order.final or there == order.size  # the report that follows is for the statistics
 
     def _landed(self, order: Order, report: Fetched) -> None:
-        if not order.landed <= report.landed <= order.size:
+        if not order.reported <= report.landed <= order.size:
             self._socket.report_hung(self._index)  # its reports contradict each other: have it replaced
             return
-        if report.landed > order.landed and order.channels is None:
+        if report.landed > order.reported and order.channels is None:
             tiles, seconds = self.copied
-            self.copied = tiles + report.landed - order.landed, seconds + report.seconds - order.seconds
-            self._moving_since = time.monotonic()
-        order.landed, order.final, order.seconds = report.landed, report.final, report.seconds
-        order.reach = max(order.reach, order.landed)
-        if order.final:
+            self.copied = tiles + report.landed - order.reported, seconds + report.seconds - order.seconds
+        order.reported, order.seconds = report.landed, report.seconds
+        if report.landed > order.landed:
+            self._advance(order, report.landed)
+        order.final = order.final or report.final
+        if report.final:
             del self._orders[order.id]
+
+    def _advance(self, order: Order, landed: int) -> None:
+        if order.channels is None:
+            self._moving_since = time.monotonic()
+        order.landed, order.reach = landed, max(order.reach, landed)
 
     def _attached(self, incarnation: int) -> None:
         self._attaching = False

@@ -19,6 +19,7 @@ from pipeline.counters import PhaseCounters
 from pipeline.device import Device
 from pipeline.experts.expert_cache import ExpertCache
 from pipeline.experts.fetch_link import DEMANDED, PLACED, PREDICTED, FetchLink, Order
+from pipeline.experts.landings import Landings
 from pipeline.experts.shares import Missing
 from pipeline.experts.tile_orders import BackgroundOrder, Demand, LandedTiles, Prediction
 from pipeline.policies.view import Target
@@ -138,11 +139,15 @@ class TileMover:
         return True
 
     def stream(
-        self, layer: int, missing: Iterable[Missing], unfetched: list[Missing]
-    ) -> Iterator[list[tuple[int, int]]]:
+        self, layer: int, missing: Iterable[Missing], unfetched: list[Missing], *, ahead: bool = False
+    ) -> Iterator[list[tuple[int, int]] | None]:
         """Fetch tiles on demand. Yields (expert, slot) of landed tiles by groups (`LandedTiles`), those of
         background orders first. A slot that is not kept may be read until the iterator advances. `unfetched`:
-        tiles not fetched because the prefetcher exited, the last of their expert."""
+        tiles not fetched because the prefetcher exited, the last of their expert.
+
+        `ahead`: tiles may be given before they have landed, where the device waits for that by itself. Then
+        None may follow: not all have landed, what was computed from them is wrong, and those that have landed
+        are given again."""
         items = {item.expert: item for item in missing}
         self._streamed = {(layer, expert) for expert in items}
         for item in items.values():
@@ -151,7 +156,57 @@ class TileMover:
         running = deque(self._adopt(layer, items))
         wanted = self._wanted = deque(item for item in items.values() if item.lo < item.hi)
         self._demand(layer, wanted, running)
+        landings = self.link.landings
+        if ahead and landings and running and not wanted and all(d.order.numbers for d in running):
+            return self._ahead(layer, running, unfetched, landings)
         return self._landings(layer, wanted, running, unfetched)
+
+    def _ahead(
+        self, layer: int, running: Iterable[Demand], unfetched: list[Missing], landings: Landings
+    ) -> Iterator[list[tuple[int, int]] | None]:
+        """All demanded tiles are ordered: the device waits for each order's last tile of a group."""
+        tiles = [(demand, index) for demand in running for index in demand.tiles]
+        first = len(tiles) - len(tiles) // 4
+        landed = LandedTiles(len(tiles), False)
+        awaited: list[int] = []  # slots
+        try:
+            for group in filter(None, (tiles[:first], tiles[first:])):
+                for order, index in {id(d.order): (d.order, index) for d, index in group}.values():
+                    awaited.append(order.slots[index])
+                    landings.wait(order.slots[index], order.numbers[index])
+                yield [(demand.order.expert, demand.order.slots[index]) for demand, index in group]
+        except BaseException:
+            self._settle(layer, running, awaited, unfetched, landed, landings)
+            for slot in landed.used:
+                self.cache.end_use(slot)
+            raise
+        self._settle(layer, running, awaited, unfetched, landed, landings)
+        if landed.landed == len(tiles) and landings.trusted:
+            landed.tiles.clear()
+        else:
+            yield None
+        yield from landed.give(self.cache.end_use)
+
+    def _settle(
+        self,
+        layer: int,
+        running: Iterable[Demand],
+        awaited: Iterable[int],
+        unfetched: list[Missing],
+        landed: LandedTiles,
+        landings: Landings,
+    ) -> None:
+        """Book what has landed, once all has that will: then the device waits for no flag. Until then,
+        nothing here may wait for the device."""
+        for demand in running:
+            self.link.wait(demand.order, demand.tiles.stop)
+        for slot in awaited:
+            landings.settle(slot)
+        for demand in running:
+            if not self._follows_lost(demand, unfetched):
+                booked = (self._land(layer, demand, index, unfetched, landed) for index in demand.tiles)
+                self._end_demand(layer, demand, all(booked))
+        self._end_stream()
 
     def _landings(
         self, layer: int, wanted: deque[Missing], running: deque[Demand], unfetched: list[Missing]
@@ -159,31 +214,59 @@ class TileMover:
         landed = LandedTiles.of(running, wanted, self.device.on_host)
         while running:
             demand = running.popleft()
-            order, entry = demand.order, demand.background
-            for index in demand.tiles:
-                slot = order.slots[index]
-                self.link.wait(order, index + 1)
-                if order.landed <= index:  # the prefetcher exited before this tile
-                    for unwritten in order.slots[index:]:
-                        self.cache.release_loading(unwritten)
-                    unfetched.append(Missing(order.expert, order.lo + index, order.lo + demand.tiles.stop))
-                    entry = None
+            whole = not self._follows_lost(demand, unfetched)
+            for index in demand.tiles if whole else ():
+                self.link.wait(demand.order, index + 1)
+                whole = self._land(layer, demand, index, unfetched, landed)
+                if not whole:
                     break
-                self.demanded += 1
-                kept = self.cache.land(layer, order.expert, order.lo + index, slot)
-                if not kept:
-                    self.cache.begin_use(slot)
-                landed.add(order.expert, slot, kept)
                 if landed.due(bool(wanted)) and (yield from landed.give(self.cache.end_use)):
                     self._demand(layer, wanted, running)
-            if entry is not None:  # `update` books what it brings beyond the demand
-                entry.booked = demand.tiles.stop
-                self._background[layer, order.expert] = entry
+            self._end_demand(layer, demand, whole)
             if not running:
                 yield from landed.give(self.cache.end_use)
                 self._demand(layer, wanted, running)
         unfetched.extend(wanted)
         wanted.clear()
+        self._end_stream()
+
+    def _land(
+        self, layer: int, demand: Demand, index: int, unfetched: list[Missing], landed: LandedTiles
+    ) -> bool:
+        """Book a demanded tile. False: the prefetcher exited before it."""
+        order, tile = demand.order, demand.order.lo + index
+        if order.landed <= index:
+            for unwritten in order.slots[index:]:
+                self.cache.release_loading(unwritten)
+            unfetched.append(Missing(order.expert, tile, order.lo + demand.tiles.stop))
+            return False
+        self.demanded += 1
+        kept = self.cache.land(layer, order.expert, tile, order.slots[index])
+        if not kept:
+            self.cache.begin_use(order.slots[index])
+        landed.add(order.expert, order.slots[index], kept)
+        return True
+
+    def _follows_lost(self, demand: Demand, unfetched: list[Missing]) -> bool:
+        """Whether earlier tiles of the expert are lost, and a new prefetcher got the order for these: then
+        they are dropped, because what is computed of an expert is a prefix."""
+        order = demand.order
+        if all(item.expert != order.expert for item in unfetched):
+            return False
+        self.link.cancel(order)
+        self.link.wait(order, order.size)
+        for slot in order.slots[demand.tiles.start :]:
+            self.cache.release_loading(slot)
+        unfetched.append(Missing(order.expert, order.lo + demand.tiles.start, order.lo + demand.tiles.stop))
+        return True
+
+    def _end_demand(self, layer: int, demand: Demand, whole: bool) -> None:
+        """`update` books what an adopted order brings beyond its demand."""
+        if whole and demand.background is not None:
+            demand.background.booked = demand.tiles.stop
+            self._background[layer, demand.order.expert] = demand.background
+
+    def _end_stream(self) -> None:
         for key in self._streamed:
             self._note_ordered(key)
         self._streamed.clear()

@@ -14,6 +14,7 @@ from pipeline.experts.copy_thread import start_copy_thread
 from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.expert_cache import ExpertCache
 from pipeline.experts.fetch_link import FetchLink
+from pipeline.experts.landings import Landings
 from pipeline.experts.tile_mover import TileMover
 from pipeline.memory.limits import cache_tiles, staging_tiles
 from pipeline.serving.engine_parts import CHILD_LIMIT, EngineParts
@@ -107,15 +108,25 @@ def _open(parts: EngineParts) -> SlabAndLink:
         return SlabAndLink(slab, capacity, _thread_link(parts, slab, index=int(started)))
     if not known:
         parts.to_supervisor(Needed("prefetcher"))
-    line = parts.control.line("prefetcher", 0)
-    return SlabAndLink(slab, capacity, FetchLink(parts.sockets["prefetcher"], address, line))
+    line, landings = parts.control.line("prefetcher", 0), _landings(parts, slab)
+    link = FetchLink(parts.sockets["prefetcher"], address, line, landings=landings)
+    return SlabAndLink(slab, capacity, link)
 
 
 def _thread_link(parts: EngineParts, slab: SlabMemory, index: int) -> FetchLink:
     socket, exits = parts.sockets["prefetcher"], parts.exits
     copier = paced(slab.local_copier(parts.store), parts.config.options.link_gbps, lambda: None)
+    landings = _landings(parts, slab) if copier.flags else None
     parts.closing.callback(start_copy_thread(parts.config, parts.store, copier, socket, exits, index))
-    return FetchLink(socket, None, None, index=index)
+    return FetchLink(socket, None, None, index=index, landings=landings)
+
+
+def _landings(parts: EngineParts, slab: SlabMemory) -> Landings | None:
+    if slab.flags is None:
+        return None
+    landings = Landings(slab.flags, slab.wait_landing)
+    parts.closing.callback(landings.close)
+    return landings
 
 
 def wait_for_room(check: Callable[[], None], limit: float, tick: Callable[[], None]) -> None:

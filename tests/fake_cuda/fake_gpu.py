@@ -34,10 +34,13 @@ def fake_runtime(seed: int = 0) -> Iterator[FakeRuntime]:
     runtime = FakeRuntime(f"{os.getpid()}-{next(_keys)}", seed)
     module = cast(Any, ModuleType("cuda.bindings.runtime"))
     module.__getattr__ = lambda name: getattr(runtime, name)
+    driver = cast(Any, ModuleType("cuda.bindings.driver"))
+    driver.__getattr__ = lambda name: getattr(runtime, name)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("cuda", "cuda.bindings"):
             patch.setitem(sys.modules, name, ModuleType(name))
         patch.setitem(sys.modules, "cuda.bindings.runtime", module)
+        patch.setitem(sys.modules, "cuda.bindings.driver", driver)
         patch.setenv("FAKE_CUDA", f"{runtime.key}:{seed + 1}")
         yield runtime
         runtime.exit()

@@ -6,6 +6,7 @@ It is stricter than a GPU, so that what would be wrong now and then there is wro
 - a stream is a thread that takes its time; a copy lands piece by piece, in any order, and its target is
   poisoned when it is started; new and freed memory is poisoned too;
 - a copy must not run from one registration of host memory into another or out of it;
+- a stream writes and waits for numbers in registered memory only; a wait that nobody ends is `Stuck`;
 - memory is back once no process maps it, also where these were killed: each holds a lock on the segment.
 
 Stream 0 stands for torch's: torch computes on the CPU here, at once, so what is put into that stream is done
@@ -35,6 +36,7 @@ PAGE = mmap.PAGESIZE
 POISON, FREED = 0xCB, 0xDD
 INVALID, OUT_OF_MEMORY, INVALID_CONTEXT, REGISTERED, NOT_REGISTERED, NOT_READY = 1, 2, 201, 712, 713, 600
 PIECES = 5  # of a copy
+NOT_SUPPORTED = 801
 
 
 class Stuck(Exception):
@@ -128,10 +130,19 @@ class Handle:
         return ctypes.addressof(self.data)
 
 
+class Status(int):
+    """A CUresult."""
+
+    @property
+    def name(self) -> str:
+        return f"CUDA error {int(self)}"
+
+
 class FakeRuntime:
     """The functions return their status and results as cuda-bindings do."""
 
     cudaStreamNonBlocking, cudaHostRegisterDefault, cudaIpcMemLazyEnablePeerAccess = 1, 0, 1
+    cudaHostRegisterPortable, cudaHostRegisterMapped = 1, 2
     cudaEventDisableTiming, cudaEventBlockingSync = 2, 1
     cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2)
     cudaIpcMemHandle_t = Handle
@@ -146,6 +157,9 @@ class FakeRuntime:
         self.allocations: list[Allocation] = []
         self.mapped: list[Allocation] = []  # of other processes
         self.registered: dict[int, int] = {}  # start -> end, whole pages
+        self._copies = threading.Event()  # they may go on
+        self._copies.set()
+        self.limit = LIMIT  # seconds that a stream waits for a number
         self.lockable = 1 << 60  # bytes that may be registered
         self.pinned: dict[int, ctypes.Array[ctypes.c_uint8]] = {}
         self.torch_stream = Stream(self._chance)
@@ -160,6 +174,11 @@ class FakeRuntime:
     def launch(self, work: Callable[[], None]) -> None:
         """A kernel on torch's stream: it runs some time later."""
         self.torch_stream.put(work)
+
+    def hold_copies(self) -> Callable[[], None]:
+        """Copies on streams other than torch's wait until the function that is returned was called."""
+        self._copies.clear()
+        return self._copies.set
 
     def drain(self) -> None:
         for stream in [self.torch_stream, *self.streams.values()]:
@@ -293,7 +312,7 @@ class FakeRuntime:
         return 0, start
 
     def is_registered(self, start: int, size: int) -> bool:
-        """Whether kernels may read this memory of the host."""
+        """Whether kernels and streams may use this memory of the host."""
         with self._lock:
             return any(lo <= start and start + size <= hi for lo, hi in self.registered.items())
 
@@ -350,6 +369,7 @@ class FakeRuntime:
         self._chance.shuffle(starts)
 
         def copy() -> None:
+            assert self._copies.wait(self.limit)
             for start in starts:
                 if self._chance.random() < 0.1:
                     time.sleep(2e-4)
@@ -362,6 +382,36 @@ class FakeRuntime:
         with self._lock:
             touched = [(a, b) for a, b in self.registered.items() if a < source + size and source < b]
         return not touched or (touched[0][0] <= source and source + size <= touched[0][1])
+
+    def cuStreamWriteValue32(self, stream: int, address: int, value: int, flags: int) -> tuple[Status]:
+        number = ctypes.c_uint32.from_address(address) if self.is_registered(address, 4) else None
+        if self._fails("cuStreamWriteValue32"):
+            return (Status(NOT_SUPPORTED),)
+        if number is None or not 0 <= value < 1 << 32 or not stream:
+            return (Status(INVALID),)
+
+        def write() -> None:
+            number.value = value
+
+        self._stream(stream).put(write)
+        return (Status(0),)
+
+    def cuStreamWaitValue32(self, stream: int, address: int, value: int, flags: int) -> tuple[Status]:
+        number = ctypes.c_uint32.from_address(address) if self.is_registered(address, 4) else None
+        if self._fails("cuStreamWaitValue32"):
+            return (Status(NOT_SUPPORTED),)
+        if number is None or not 0 <= value < 1 << 32 or flags:
+            return (Status(INVALID),)
+
+        def wait() -> None:
+            until = time.monotonic() + self.limit
+            while ctypes.c_int32(number.value - value).value < 0:
+                if time.monotonic() > until:
+                    raise Stuck(f"a stream that waits for {value}, at {number.value}")
+                time.sleep(2e-5)
+
+        self._stream(stream).put(wait)
+        return (Status(0),)
 
     def cudaEventCreateWithFlags(self, flags: int) -> tuple[int, int]:
         self.calls["cudaEventCreateWithFlags"] += 1

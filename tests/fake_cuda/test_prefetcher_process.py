@@ -1,11 +1,12 @@
-"""The prefetcher's process on the stand-in for a GPU: orders, SIGKILL in the middle, and memory that is back
-once nobody maps it."""
+"""The prefetcher's process on the stand-in for a GPU: orders, SIGKILL in the middle, flags of what has
+landed, and memory that is back once nobody maps it."""
 
 from __future__ import annotations
 
 import ctypes
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -13,11 +14,23 @@ from child_harness import SHAPE, small_store, surroundings
 from fake_gpu import PACKAGES, fake_runtime
 
 from protocol.messages import AttachSlab, Fetch, Fetched, SlabAttached
+from shm.landing_flags import LandingFlags, next_number
+from shm.segment import unlink
 from shm.store import Store, store_name
 from workers import cuda
 
 SLOTS = 2 * SHAPE.tiles
 ATTEMPTS = 3
+
+
+@contextmanager
+def landing_flags(name: str) -> Iterator[LandingFlags]:
+    flags = LandingFlags.create(name, SLOTS)
+    try:
+        yield flags
+    finally:
+        flags.close()
+        unlink(name)
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +44,21 @@ def test_prefetchers_that_are_killed_leave_no_wrong_tile_and_no_memory(fingerpri
         fake_runtime() as runtime,
         Store.attach(store_name(fingerprint)) as store,
         surroundings("prefetcher", fingerprint) as place,
+        landing_flags(f"{place.progress.segment.name}-slab-flags") as flags,
     ):
         size = store.layout.tile_bytes
         address = cuda.call("cudaMalloc", SLOTS * size)
         slab = np.ctypeslib.as_array((ctypes.c_uint8 * (SLOTS * size)).from_address(address))
-        order = AttachSlab("cuda", cuda.ipc_handle(address), 0, SLOTS, size)
+        order = AttachSlab("cuda", cuda.ipc_handle(address), 0, SLOTS, size, flags.segment.name)
         for number in range(ATTEMPTS):
             child = place.start(python_path=PACKAGES)
             place.receive(place.work)
             place.receive(place.control)
             place.send(child, order)
-            assert place.expect(SlabAttached) == SlabAttached(child.incarnation, ())
+            assert place.expect(SlabAttached) == SlabAttached(child.incarnation, flags=True)
             slots = np.random.default_rng(number).permutation(SLOTS)[: SHAPE.tiles].tolist()
-            place.send(child, Fetch(number, 1, number, 0, tuple(slots), 0))
+            numbers = [next_number(int(flags.array[slot])) for slot in slots]
+            place.send(child, Fetch(number, 1, number, 0, tuple(slots), 0, tuple(numbers)))
             landed = 0
             last = number == ATTEMPTS - 1
             while landed < (SHAPE.tiles if last else 3 + 4 * number):
@@ -57,7 +72,10 @@ def test_prefetchers_that_are_killed_leave_no_wrong_tile_and_no_memory(fingerpri
                     _, late = place.receive(place.work)
                     assert isinstance(late, Fetched)
                     landed = late.landed
-            for index in range(landed):
+            written = [flags.landed(*pair) for pair in zip(slots, numbers, strict=True)]
+            assert written == sorted(written, reverse=True)  # in the order of the tiles
+            assert sum(written) >= landed
+            for index in range(sum(written)):
                 found = slab[slots[index] * size : (slots[index] + 1) * size]
                 np.testing.assert_array_equal(found, store.tiles(1, number, index, index + 1))
         runtime.exit()  # the coordinator's; its prefetcher still maps the slab

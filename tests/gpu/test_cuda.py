@@ -16,6 +16,7 @@ from pipeline.device import Device, open_device
 from pipeline.device.base import SlabMemory
 from pipeline.serving.prefetcher_kind import kernels
 from protocol.messages import AttachSlab, Fetch, Fetched, SlabAttached
+from shm.landing_flags import next_number
 from shm.store import Store, store_name
 from workers import copy_trial, cuda
 from workers.copiers import Copier, paced
@@ -210,9 +211,14 @@ def test_prefetcher_process_copies_tiles_to_their_slots(slab: SlabMemory, store:
             place.receive(place.work)
             place.receive(place.control)
             place.send(child, slab.address())
-            assert place.expect(SlabAttached) == SlabAttached(child.incarnation, ())
+            flags = slab.flags if link_gbps is None else None
+            attached = SlabAttached(child.incarnation, flags=flags is not None)
+            assert place.expect(SlabAttached) == attached
             slots = np.random.default_rng(number).permutation(SLOTS)[: SHAPE.tiles].tolist()
-            place.send(child, Fetch(number, 1, number, 0, tuple(slots), 0))
+            numbers = () if flags is None else tuple(next_number(int(flags.array[slot])) for slot in slots)
+            place.send(child, Fetch(number, 1, number, 0, tuple(slots), 0, numbers))
+            for slot, value in zip(slots, numbers, strict=False):
+                slab.wait_landing(slot, value)  # this process's stream waits for what the other one writes
             for index, slot in enumerate(slots):
                 report = place.expect(Fetched)
                 assert (report.id, report.landed) == (number, index + 1)

@@ -11,6 +11,7 @@ from child_messages import LIMIT, child_endpoint
 
 from pipeline.experts.peers import ChildServerSocket, ExitEvents
 from protocol.messages import CancelFetch, I32Vector, Shutdown, WorkerDied
+from shm.landing_flags import NONE
 from shm.layout import Bytes
 from shm.store import Store
 from workers.copiers import Copier, paced
@@ -51,7 +52,7 @@ class _FailingCopier:
     """A copier that exits with its incarnation; the last tile is half written."""
 
     def __init__(self, inner: Copier, incarnation: Incarnation) -> None:
-        self.gather_depth = inner.gather_depth
+        self.gather_depth, self.flags = inner.gather_depth, inner.flags
         self._inner, self._incarnation = inner, incarnation
         self._kept: list[Bytes] = []  # copies may read them after `start`
 
@@ -63,9 +64,9 @@ class _FailingCopier:
     def notes(self) -> tuple[str, ...]:
         return self._inner.notes
 
-    def start(self, tile: Bytes, slot: int) -> None:
+    def start(self, tile: Bytes, slot: int, number: int = NONE) -> None:
         if self._incarnation.may_copy():
-            self._inner.start(tile, slot)
+            self._inner.start(tile, slot, number)
             return
         half = tile.copy()
         half[len(tile) // 2 :] ^= 0xFF

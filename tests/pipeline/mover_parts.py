@@ -18,6 +18,7 @@ from pipeline.device import Device, SlabMemory, open_device
 from pipeline.errors import PlanError
 from pipeline.experts.expert_cache import IN_USE, READY, ExpertCache
 from pipeline.experts.fetch_link import FetchLink
+from pipeline.experts.landings import Landings
 from pipeline.experts.peers import ExitEvents
 from pipeline.experts.shares import Missing
 from pipeline.experts.tile_mover import TileMover
@@ -192,9 +193,11 @@ def mover_parts(
     slots: int,
     link_gbps: float | None = None,
     device: Device | None = None,
+    first_number: int = 0,
 ) -> Iterator[MoverParts]:
     """A slab of `slots` slots beside a store, and a running prefetcher at `link_gbps` or at full speed. A
-    `device` other than `cpu` is given the prefetcher's thread as the coordinator does."""
+    `device` other than `cpu` is given the prefetcher's thread as the coordinator does. `first_number`: of all
+    landing flags."""
     runtime.chmod(0o700)
     exits = ExitEvents()
     with ExitStack() as stack:
@@ -207,7 +210,12 @@ def mover_parts(
             child_socket(runtime, "fetch.sock", "prefetcher", store.fingerprint, exits)
         )
         if attached:
-            link = FetchLink(socket, None, None)
+            landings = None
+            if slab.flags is not None:
+                slab.flags.array[:] = first_number
+                landings = Landings(slab.flags, slab.wait_landing)
+                stack.callback(landings.close)
+            link = FetchLink(socket, None, None, landings=landings)
         else:
             link = FetchLink(socket, slab.address(), control.line("prefetcher", 0))
         copier = (lambda: slab.local_copier(store)) if attached else None

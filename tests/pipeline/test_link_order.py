@@ -90,7 +90,7 @@ class TickedLink:
     def tiles(self, layer: int, expert: int, lo: int, hi: int) -> Any:
         return layer, expert, lo
 
-    def start(self, tile: Any, slot: int) -> None:
+    def start(self, tile: Any, slot: int, number: int) -> None:
         self.began.append(tile)
         self._moving = True
 

@@ -27,12 +27,13 @@ class Clock:
 class Immediate:
     """A copier whose copies take no time."""
 
-    depth, gather_depth, notes = 5, 3, ("a note",)
+    depth, gather_depth, notes, flags = 5, 3, ("a note",), True
 
     def __init__(self) -> None:
         self.calls = list[object]()
 
-    def start(self, tile: Bytes, slot: int) -> None:
+    def start(self, tile: Bytes, slot: int, number: int = 0) -> None:
+        assert number == 0  # an emulated link's flags would be written too early
         self.calls.append(slot)
 
     def gather(self, records: Bytes, chosen: I32Vector, slot: int, place: int) -> None:
@@ -56,7 +57,8 @@ def test_paced_copies_take_the_links_time_one_after_the_other_and_tick(
     assert isinstance(copier, PacedCopier)
     assert (copier.depth, copier.gather_depth, copier.notes) == (5, 3, ("a note",))
     tile = np.zeros(1250, np.uint8)
-    copier.start(tile, 7)
+    assert not copier.flags
+    copier.start(tile, 7, 2)
     copier.start(tile, 8)
     assert clock.now == 100
     copier.finish()

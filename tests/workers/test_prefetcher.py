@@ -294,6 +294,7 @@ class TwoCopies:
     """A copier with two copies under way, as over a GPU's link, of which none is complete before `finish`."""
 
     depth = gather_depth = 2
+    flags = False
     notes: tuple[str, ...] = ()
 
     def __init__(self) -> None:
@@ -301,7 +302,7 @@ class TwoCopies:
         self.sizes: list[int] = []  # of chunks of channels
         self.closed = False
 
-    def start(self, tile: Bytes, slot: int) -> None:
+    def start(self, tile: Bytes, slot: int, number: int = 0) -> None:
         self.started += 1
         assert self.started - self.finished <= self.depth
 
