@@ -97,15 +97,15 @@ static int gather(const Matrix *m, int64_t output, int64_t first, int count, flo
 }
 
 /* One group of 16 outputs: the bfloat16 patterns of scales and zeros, and the codes q[j][lane], 0..largest.
- * Weights x are overwritten. See shm/half_quadratic.py for the steps. */
-EVERY_PROCESSOR static void coded_group(float x[][LANES], int count, float largest, int steps,
-                                        uint16_t *scales, uint16_t *zeros, uint8_t q[][LANES]) {
+ * Weights x are overwritten. See shm/half_quadratic.py for the steps. `squared`, a constant, so that the loop over
+ * lanes has no branch and becomes vectors: whether squared errors are minimised. */
+INLINE void coded_group_by(const int squared, float x[][LANES], int count, float largest, int steps,
+                           uint16_t *scales, uint16_t *zeros, uint8_t q[][LANES]) {
     float start[LANES], grid[LANES], scale[LANES], inverse[LANES], zero[LANES];
     float best[LANES], best_scale[LANES], best_zero[LANES];
     float low[LANES], high[LANES];
     int32_t live[LANES];
     float total = (float)count, sum[LANES] = {0};
-    int squared = largest == SQUARED && steps > 0;
 
     for (int l = 0; l < LANES; l++) low[l] = high[l] = 0.0f;
     for (int j = 0; j < count; j++)
@@ -203,6 +203,16 @@ EVERY_PROCESSOR static void coded_group(float x[][LANES], int count, float large
         }
 }
 
+EVERY_PROCESSOR static void coded_group(float x[][LANES], int count, float largest, int steps,
+                                        uint16_t *scales, uint16_t *zeros, uint8_t q[][LANES]) {
+    coded_group_by(0, x, count, largest, steps, scales, zeros, q);
+}
+
+EVERY_PROCESSOR static void squared_group(float x[][LANES], int count, float largest, int steps,
+                                          uint16_t *scales, uint16_t *zeros, uint8_t q[][LANES]) {
+    coded_group_by(1, x, count, largest, steps, scales, zeros, q);
+}
+
 /* Codes q[j][lane] of `group` inputs as a record holds them: 8 / bits codes in a byte, 4 inputs apart. */
 INLINE void pack(uint8_t q[][LANES], int group, int bits, uint8_t *out) {
     for (int j = 0; j < group; j += 32 / bits, out += 64)
@@ -244,7 +254,11 @@ static void quantize_group(float x[][LANES], int count, int bits, int steps, uin
         int8_group(x, count, scales, q);
         memcpy(head, scales, sizeof scales);
     } else {
-        coded_group(x, count, (float)((1 << bits) - 1), steps, pairs, pairs + LANES, q);
+        float largest = (float)((1 << bits) - 1);
+        if (largest == SQUARED && steps > 0)
+            squared_group(x, count, largest, steps, pairs, pairs + LANES, q);
+        else
+            coded_group(x, count, largest, steps, pairs, pairs + LANES, q);
         memcpy(head, pairs, sizeof pairs);
     }
 }
