@@ -166,19 +166,19 @@ class _Process:
 
 
 @contextmanager
-def _shared_memory(size: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+def shared_memory(size: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """A descriptor that another process can map, and the memory here."""
     descriptor = os.memfd_create("tandem-copy-trial")
     try:
         os.ftruncate(descriptor, size)
-        memory = _mapped(descriptor, size)
+        memory = mapped(descriptor, size)
         memory[:] = 1  # pages exist before they are locked
         yield descriptor, memory
     finally:
         os.close(descriptor)
 
 
-def _mapped(descriptor: int, size: int) -> NDArray[np.uint8]:
+def mapped(descriptor: int, size: int) -> NDArray[np.uint8]:
     return np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
 
 
@@ -197,7 +197,7 @@ def measure(
     alone = kernels(seconds)
     found: dict[Kind, Pace] = {}
     with ExitStack() as closing:
-        descriptor, memory = closing.enter_context(_shared_memory(source))
+        descriptor, memory = closing.enter_context(shared_memory(source))
         address = int(call("cudaMalloc", SLOTS * tile))
         closing.callback(call, "cudaFree", address)
         config = {"device": device, "handle": ipc_handle(address).hex(), "tile": tile}
@@ -228,7 +228,7 @@ def main() -> None:
     config = json.loads(sys.stdin.readline())
     try:
         address = open_ipc_handle(config["device"], bytes.fromhex(config["handle"]))
-        memory = _mapped(config["descriptor"], config["size"])
+        memory = mapped(config["descriptor"], config["size"])
         copies = Copies(config["device"], address, memory, config["tile"])
         print(0, flush=True)
         for line in sys.stdin:

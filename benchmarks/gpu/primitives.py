@@ -1,7 +1,7 @@
 """What the engine's model of a GPU stands on: copies by size and direction, page-locking, contexts, waits,
 reads of the host beside copies, both kinds of prefetcher, and kernels that read the host's memory.
 
-    python -m benchmarks.gpu.primitives [copies locking latencies host kinds ...] [--out FILE.json]
+    python -m benchmarks.gpu.primitives [copies locking latencies landings host ...] [--out FILE.json]
 
 Times are the host's around work that was waited for; each is the median of several. What fails is reported,
 and the next goes on.
@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.gpu import landings as tile_landings
 from workers import copy_trial
 from workers.cuda import (
     CudaError,
@@ -311,6 +312,7 @@ PARTS: dict[str, Callable[[], list[Row]]] = {
     "copies": copies,
     "locking": locking,
     "latencies": latencies,
+    "landings": tile_landings.landings,
     "host": host,
     "kinds": kinds,
     "zero-copy": zero_copy,

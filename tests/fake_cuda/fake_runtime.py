@@ -144,7 +144,9 @@ class FakeRuntime:
     cudaStreamNonBlocking, cudaHostRegisterDefault, cudaIpcMemLazyEnablePeerAccess = 1, 0, 1
     cudaHostRegisterPortable, cudaHostRegisterMapped = 1, 2
     cudaEventDisableTiming, cudaEventBlockingSync = 2, 1
-    cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2)
+    cudaMemcpyKind = SimpleNamespace(
+        cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2, cudaMemcpyDeviceToDevice=3
+    )
     cudaIpcMemHandle_t = Handle
 
     def __init__(self, key: str, seed: int = 0, total: int = 1 << 28) -> None:

@@ -79,7 +79,7 @@ def test_the_engines_commands_are_understood() -> None:
         parse(list(words))
 
 
-@pytest.mark.parametrize("part", ["copies", "locking", "latencies", "host"])
+@pytest.mark.parametrize("part", ["copies", "locking", "latencies", "landings", "host"])
 def test_primitives_are_measured_and_give_everything_back(part: str, monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{PACKAGES}")
     monkeypatch.setattr(primitives, "SIZES", (4096, 1 << 16))
@@ -87,7 +87,7 @@ def test_primitives_are_measured_and_give_everything_back(part: str, monkeypatch
     monkeypatch.setattr(primitives, "LARGEST", 1 << 16)
     monkeypatch.setattr(copy_trial, "TILE", 8192)
     monkeypatch.setattr(copy_trial, "SOURCE", 1 << 16)
-    sizes = {"locking": (1 << 16,), "host": (1 << 16, 0.02)}.get(part, ())
+    sizes = {"locking": (1 << 16,), "host": (1 << 16, 0.02), "landings": (1, 20)}.get(part, ())
     with fake_runtime() as runtime:
         rows = primitives.PARTS[part](*sizes)
         assert rows
