@@ -123,16 +123,16 @@ def test_failed_layer_abandons_the_next_layers_early_share(parts, monkeypatch) -
     engine, _, kv = parts
     new = prefilled(engine, kv)
     engine.set_policy(SecondLayerAhead(0, True), None)
-    result = engine.pool.result
+    parts_of = engine.pool.parts
     abandoned: list[object] = []
     abandon = engine.pool.abandon
 
     def failing(ticket: object) -> object:
-        result(ticket)
+        parts_of(ticket)
         raise ShardFailed("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.pool, "result", failing)
+        patch.setattr(engine.pool, "parts", failing)
         patch.setattr(engine.pool, "abandon", lambda ticket: (abandoned.append(ticket), abandon(ticket)))
         with pytest.raises(ShardFailed):
             engine.step([StepInput(new, "last")], "decode")

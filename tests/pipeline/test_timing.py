@@ -13,6 +13,7 @@ import torch
 from thread_engine import decode, engine_in_threads, prefilled
 
 from pipeline.backbone.kv_cache import KVCache
+from pipeline.device.partial_sums import Part
 from pipeline.engine import learned_costs
 from pipeline.engine.cost_updates import WINDOW
 from pipeline.engine.engine import Engine
@@ -85,14 +86,14 @@ def test_costs_of_a_file_stay_and_measured_ones_follow_a_slowed_host(running, mo
     engine, kv = running
     sequence = prefilled(engine, kv, 256)
     slow = [1.0]
-    result = type(engine.pool).result
+    parts = type(engine.pool).parts
 
-    def slowed(pool, ticket) -> np.ndarray:
-        y = result(pool, ticket)
+    def slowed(pool, ticket) -> list[Part]:
+        found = parts(pool, ticket)
         ticket.busy = 1e-3 * slow[0] * len(ticket.shards)  # as the slowest worker reports it
-        return y
+        return found
 
-    monkeypatch.setattr(type(engine.pool), "result", slowed)
+    monkeypatch.setattr(type(engine.pool), "parts", slowed)
     monkeypatch.setattr(learned_costs, "SAMPLED", 1)  # every step is measured
     per_tile = 1e-3 / 4  # of four tiles a layer
     measured = replace(COSTS, host=(per_tile,))
@@ -120,14 +121,14 @@ def test_costs_of_a_file_stay_and_measured_ones_follow_a_slowed_host(running, mo
 def test_what_steps_have_shown_outlasts_a_change_of_policy(running, monkeypatch) -> None:
     engine, kv = running
     sequence = prefilled(engine, kv, 128)
-    result = type(engine.pool).result
+    parts = type(engine.pool).parts
 
-    def slowed(pool, ticket) -> np.ndarray:
-        y = result(pool, ticket)
+    def slowed(pool, ticket) -> list[Part]:
+        found = parts(pool, ticket)
         ticket.busy = 6e-3 * len(ticket.shards)
-        return y
+        return found
 
-    monkeypatch.setattr(type(engine.pool), "result", slowed)
+    monkeypatch.setattr(type(engine.pool), "parts", slowed)
     measured = replace(COSTS, host=(1e-3 / 4,))
     engine.set_policy(Halves(), measured, follow=True)
     for _ in range(WINDOW + 8):
