@@ -91,6 +91,7 @@ between the supervisor and its children.
   42 AttachRing: name str
   43 DemandFetch: id int, tiles int
   44 Gather: id int, layer int, expert int, channels int32[1d], slots [int], urgency int
+  45 PagesLocked: incarnation int, locked int, total int
 
   48 RemoteClient: account str, right str, address str
   49 Encode: job int, texts [str] = [], messages [ChatMessage]? = nil, template str = "",

@@ -457,6 +457,15 @@ class SlabAttached:
 
 
 @dataclass(frozen=True)
+class PagesLocked:
+    """How many of the store's first bytes the prefetcher has page-locked; sent whenever that has changed."""
+
+    incarnation: int
+    locked: int
+    total: int
+
+
+@dataclass(frozen=True)
 class Fetch:
     """Copy tiles [lo, lo+len(slots)) of an expert to these slots, in this order."""
 
@@ -649,6 +658,7 @@ TAGS: dict[int, type] = {
     42: AttachRing,
     43: DemandFetch,
     44: Gather,
+    45: PagesLocked,
     48: RemoteClient,
     49: Encode,
     50: Encoded,

@@ -64,6 +64,10 @@ class Copier(Protocol):
     def notes(self) -> tuple[str, ...]:
         """Lines for a person; they may change."""
 
+    @property
+    def locked(self) -> tuple[int, int]:
+        """How many bytes of the store are page-locked so far, of how many; (0, 0) where none need be."""
+
     def start(self, tile: Bytes, slot: int, number: int = NONE) -> None:
         """Begin to copy one tile; behind it, write this number to the slot's flag."""
 
@@ -85,6 +89,7 @@ class ShmCopier:
     depth = gather_depth = 1
     flags = False
     notes: tuple[str, ...] = ()
+    locked = 0, 0
 
     def __init__(self, slab: Slab) -> None:
         self._slab = slab
@@ -165,6 +170,10 @@ class CudaCopier:
     def notes(self) -> tuple[str, ...]:
         note = self.locks.note
         return (note,) if note else ()
+
+    @property
+    def locked(self) -> tuple[int, int]:
+        return self.locks.locked, self._memory.nbytes
 
     @property
     def depth(self) -> int:
@@ -268,6 +277,10 @@ class PacedCopier:
     @property
     def notes(self) -> tuple[str, ...]:
         return self._inner.notes
+
+    @property
+    def locked(self) -> tuple[int, int]:
+        return self._inner.locked
 
     def start(self, tile: Bytes, slot: int, number: int = NONE) -> None:
         self._occupy(tile.nbytes)

@@ -21,7 +21,16 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from protocol.messages import AttachSlab, CancelFetch, DemandFetch, Fetch, Fetched, Gather, SlabAttached
+from protocol.messages import (
+    AttachSlab,
+    CancelFetch,
+    DemandFetch,
+    Fetch,
+    Fetched,
+    Gather,
+    PagesLocked,
+    SlabAttached,
+)
 from shm.control import ControlSegment
 from shm.errors import ShmError
 from shm.landing_flags import NONE
@@ -68,6 +77,7 @@ class CopyLoop:
         self._link_gbps = link_gbps
         self._copier: Copier | None = None
         self._notes: tuple[str, ...] = ()  # that the coordinator knows
+        self._locked = (0, 0)  # the same
         self._orders: dict[int, Order] = {}  # those without a final Fetched so far
         self._queue: list[Order] = []  # heap
         self._running: deque[tuple[Order, int, float]] = deque()  # how many of the order's, since when
@@ -86,6 +96,9 @@ class CopyLoop:
                 self._finish_copies()
             if self._copier is not None and self._copier.notes != self._notes:
                 self._announce(self._copier)
+            if self._copier is not None and self._copier.locked != self._locked:
+                self._locked = self._copier.locked
+                self._peer.send(PagesLocked(self._peer.incarnation, *self._locked))
         if self._copier is not None:
             self._copier.close()
 

@@ -120,6 +120,8 @@ def engine_table(stats: dict[str, Any], welcome: Welcome) -> Table:
     ]
     if status := stats.get("prefetch", {}).get("status"):
         rows.append(("prefetching", status))
+    if link := stats.get("prefetcher"):
+        rows.append(("prefetcher", _prefetcher(link)))
     if exchange := stats.get("exchange", {}).get("name"):
         rows.append(("workers", f"get work through {'shared memory' if exchange == 'shm' else 'sockets'}"))
     clients = stats.get("clients", {})
@@ -154,6 +156,13 @@ def _cache(c: dict[str, Any], tile_bytes: int) -> list[tuple[str, str]]:
         return []
     resident, capacity = c["resident_tiles"], c["capacity_tiles"]
     return [("expert cache", f"{resident} of {capacity} tiles resident, {byte_size(resident * tile_bytes)}")]
+
+
+def _prefetcher(link: dict[str, Any]) -> str:
+    parts = [f"a {link['kind']}", f"landings by {link['landings']}"]
+    if total := link.get("lockable_bytes"):
+        parts.append(f"{byte_size(link['locked_bytes'])} of {byte_size(total)} page-locked")
+    return ", ".join(parts)
 
 
 def _call(name: str, arguments: str) -> Text:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from pipeline.arrays import IntArray
 from pipeline.experts.landings import Landings
 from pipeline.experts.peers import ChildServerSocket
-from pipeline.experts.progress import ProgressWatch
+from pipeline.experts.progress import LockProgress, ProgressWatch
 from protocol.messages import (
     AttachSlab,
     CancelFetch,
@@ -20,6 +21,7 @@ from protocol.messages import (
     Fetch,
     Fetched,
     Gather,
+    PagesLocked,
     Ready,
     SlabAttached,
     WorkerDied,
@@ -95,6 +97,7 @@ class FetchLink:
         self._attaching = False
         self._landings = landings
         self._flags = slab is None  # the prefetcher writes flags, if there are any
+        self.locks = LockProgress()
         self.copied = (0, 0.0)  # tiles so far, and the seconds in which the prefetcher copied them
         self._moving_since = 0.0  # the present tile, as far as it is known here
         self._next = 0
@@ -158,6 +161,11 @@ class FetchLink:
             order.reach = max(tiles, order.landed)
             self._socket.send(self._index, DemandFetch(order.id, tiles))
 
+    def stats(self) -> dict[str, Any]:
+        """What the prefetcher is, how its landings are known, and the store's page-locked bytes."""
+        landings = "messages" if self.landings is None else "flags"
+        return {"kind": self.kind, "landings": landings} | self.locks.stats()
+
     def under_way(self) -> list[Order]:
         """The orders of which tiles will land, in the order in which the prefetcher takes them."""
         live = [o for o in self._orders.values() if o.channels is None and o.landed < o.reach]
@@ -187,6 +195,8 @@ class FetchLink:
                     for note in message.notes:
                         log.info(note)
                     self._attached(message.incarnation)
+                case PagesLocked():
+                    self.locks.report(message.locked, message.total)
                 case SlabAttached():
                     self._attaching, self.refusal = False, message.error
                 case WorkerDied():

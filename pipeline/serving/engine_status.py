@@ -116,4 +116,5 @@ class EngineStatus:
                 "demanded_tiles": mover.demanded,
                 "placed_tiles": mover.placed,
             }
+            stats["prefetcher"] = mover.link.stats()
         return stats

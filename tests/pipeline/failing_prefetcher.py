@@ -64,6 +64,10 @@ class _FailingCopier:
     def notes(self) -> tuple[str, ...]:
         return self._inner.notes
 
+    @property
+    def locked(self) -> tuple[int, int]:
+        return self._inner.locked
+
     def start(self, tile: Bytes, slot: int, number: int = NONE) -> None:
         if self._incarnation.may_copy():
             self._inner.start(tile, slot, number)

@@ -35,6 +35,7 @@ class TickedLink:
 
     depth = 1
     notes: tuple[str, ...] = ()
+    locked = 0, 0
     incarnation = 0
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ class Clock:
 class Immediate:
     """A copier whose copies take no time."""
 
-    depth, gather_depth, notes, flags = 5, 3, ("a note",), True
+    depth, gather_depth, notes, flags, locked = 5, 3, ("a note",), True, (4, 8)
 
     def __init__(self) -> None:
         self.calls = list[object]()
@@ -55,7 +55,7 @@ def test_paced_copies_take_the_links_time_one_after_the_other_and_tick(
     monkeypatch.setattr("workers.emulation.time", clock)
     copier = paced(inner, 1e-6, lambda: ticks.append(clock.now))  # 1000 bytes a second
     assert isinstance(copier, PacedCopier)
-    assert (copier.depth, copier.gather_depth, copier.notes) == (5, 3, ("a note",))
+    assert (copier.depth, copier.gather_depth, copier.notes, copier.locked) == (5, 3, ("a note",), (4, 8))
     tile = np.zeros(1250, np.uint8)
     assert not copier.flags
     copier.start(tile, 7, 2)

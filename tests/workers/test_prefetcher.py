@@ -294,7 +294,7 @@ class TwoCopies:
     """A copier with two copies under way, as over a GPU's link, of which none is complete before `finish`."""
 
     depth = gather_depth = 2
-    flags = False
+    flags, locked = False, (0, 0)
     notes: tuple[str, ...] = ()
 
     def __init__(self) -> None:
