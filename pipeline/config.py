@@ -25,7 +25,7 @@ FloeName = Literal[
 ]  # fmt: skip
 FormatName = Literal[DenseName, FloeName]
 ExchangeName = Literal["auto", "zmq", "shm"]
-PrefetcherName = Literal["auto", "process", "thread"]
+PrefetcherName = Literal["auto", "process", "thread", "mps"]
 BackboneDType = Literal["f32", "bf16", "int8", "int4"]
 
 

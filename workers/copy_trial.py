@@ -48,7 +48,8 @@ SECONDS = 0.3  # of one measurement
 LIMIT = 60.0  # seconds for the process's answer: importing and a first CUDA call on a busy machine
 SLOWER, LESS = 1.05, 0.95  # kernels beside copies, and copies beside kernels, that are as good as alone
 
-Kind = Literal["process", "thread"]
+Copying = Literal["process", "thread"]
+Kind = Literal["process", "thread", "mps"]  # the last: a process, which shares the GPU through MPS
 Tick = Callable[[], None]
 Kernels = Callable[[float], float]  # compute for so many seconds; returns those of one round
 
@@ -62,7 +63,7 @@ class Pace:
     slowdown: float
 
 
-def better(process: Pace, thread: Pace) -> Kind:
+def better(process: Pace, thread: Pace) -> Copying:
     """The process, which a failing driver call cannot take the coordinator along with, unless it copies less
     beside kernels than either kind does alone, or slows them, and a thread does better."""
     best = max(process.alone, thread.alone)
@@ -190,12 +191,12 @@ def measure(
     tile: int = TILE,
     source: int = SOURCE,
     seconds: float = SECONDS,
-) -> dict[Kind, Pace]:
+) -> dict[Copying, Pace]:
     """The paces of both kinds, one after the other. `tick` is called while it waits for the process. Raises
     CudaError, also where another process cannot map this one's device memory."""
     call("cudaSetDevice", device)
     alone = kernels(seconds)
-    found: dict[Kind, Pace] = {}
+    found: dict[Copying, Pace] = {}
     with ExitStack() as closing:
         descriptor, memory = closing.enter_context(shared_memory(source))
         address = int(call("cudaMalloc", SLOTS * tile))

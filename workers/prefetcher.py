@@ -19,6 +19,7 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from protocol.messages import (
@@ -35,6 +36,7 @@ from shm.control import ControlSegment
 from shm.errors import ShmError
 from shm.landing_flags import NONE
 from shm.store import Store
+from workers import mps
 from workers.child_endpoint import ChildEndpoint
 from workers.copiers import Copier, Tick, open_copier
 from workers.cuda import CudaError
@@ -228,6 +230,8 @@ class CopyLoop:
 def main(config: dict[str, Any]) -> int:
     """Run the prefetcher; returns its exit code."""
     note = pin(config["cores"])
+    if not config["mps"]:
+        mps.decline(Path(config["runtime"]))
     peer = ChildEndpoint(config, "fetch.sock")
     try:
         control = ControlSegment.attach(config["control"])

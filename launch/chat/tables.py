@@ -159,7 +159,8 @@ def _cache(c: dict[str, Any], tile_bytes: int) -> list[tuple[str, str]]:
 
 
 def _prefetcher(link: dict[str, Any]) -> str:
-    parts = [f"a {link['kind']}", f"landings by {link['landings']}"]
+    kinds = {"mps": "a process under MPS", "process": "a process", "thread": "a thread"}
+    parts = [kinds[link["kind"]], f"landings by {link['landings']}"]
     if total := link.get("lockable_bytes"):
         parts.append(f"{byte_size(link['locked_bytes'])} of {byte_size(total)} page-locked")
     return ", ".join(parts)

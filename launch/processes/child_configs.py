@@ -72,7 +72,8 @@ class ChildConfigs:
 
     def for_prefetcher(self, fingerprint: str) -> dict[str, Any]:
         # Bound to a core, it would wait for that core's worker; so it copies on any that is idle.
-        return self._store(fingerprint) | {"cores": [], "link_gbps": self.config.link_gbps}
+        shared = {"link_gbps": self.config.link_gbps, "mps": self.config.prefetcher != "process"}
+        return self._store(fingerprint) | {"cores": []} | shared
 
     def for_tokenizer(self, fingerprint: str) -> dict[str, Any]:
         return self._store(fingerprint) | {"model": str(self.model)}

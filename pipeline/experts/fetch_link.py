@@ -77,15 +77,16 @@ class FetchLink:
         line: ControlLine | None,
         *,
         index: int = 0,
+        kind: Kind = "process",
         landings: Landings | None = None,
         stall_limit: float = STALL_LIMIT,
         attach_limit: float = ATTACH_LIMIT,
     ) -> None:
         """`slab`: the slab that every new prefetcher maps; None for a prefetcher thread, which has it.
         `line`: the prefetcher's progress counter; None for a thread. `index`: which prefetcher it is, of
-        those that the socket knows. `landings`: of a slab with flags; a thread writes them. Limits are
-        seconds without progress."""
-        self.kind: Kind = "thread" if slab is None else "process"
+        those that the socket knows. `kind`: of one that maps the slab. `landings`: of a slab with flags; a
+        thread writes them. Limits are seconds without progress."""
+        self.kind: Kind = "thread" if slab is None else kind
         self.notes: tuple[str, ...] = ()  # of the latest prefetcher
         self.refusal = ""  # why it cannot map the slab
         self._socket = socket

@@ -84,7 +84,7 @@ def _open(parts: EngineParts) -> SlabAndLink:
     capacity = cache_tiles(config.options.expert_cache, shape.layers * shape.experts * shape.tiles)
     slots = capacity + staging_tiles(shape.tiles, engine.shape.top_k, layout.head_bytes > 0)
     kind = prefetcher_kind(config.options.prefetcher, device, config.cache, parts.tick)
-    own_process = kind == "process"
+    own_process = kind != "thread"
     beside = engine.backbone.pending_bytes + device.heads_bytes(layout) + own_process * device.process_bytes
 
     def check() -> None:
@@ -109,7 +109,7 @@ def _open(parts: EngineParts) -> SlabAndLink:
     if not known:
         parts.to_supervisor(Needed("prefetcher"))
     line, landings = parts.control.line("prefetcher", 0), _landings(parts, slab)
-    link = FetchLink(parts.sockets["prefetcher"], address, line, landings=landings)
+    link = FetchLink(parts.sockets["prefetcher"], address, line, kind=kind, landings=landings)
     return SlabAndLink(slab, capacity, link)
 
 

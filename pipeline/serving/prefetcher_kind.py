@@ -1,7 +1,8 @@
 """What copies tiles to the device, a process or a thread: with `--prefetcher auto` what the first start on a
 machine with a GPU measured as better (`workers/copy_trial.py`), kept in the disk cache beside the costs.
 
-A process that another can serve through MPS is another machine: what was measured without is measured again.
+Where CUDA's MPS is offered, the process shares the GPU through it, and is measured like that: it is another
+kind then, and another machine, on which what was measured without it does not count.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ import torch
 from pipeline.calibration import cost_cache
 from pipeline.config import PrefetcherName
 from pipeline.device import Device
+from pipeline.errors import UsageError
 from shm import kept_record
 from shm.kept_record import KeptRecord
-from workers import copy_trial
-from workers.copy_trial import Kind, Pace, Tick
+from workers import copy_trial, mps
+from workers.copy_trial import Copying, Kind, Pace, Tick
 from workers.cuda import CudaError
 
 VERSION = 1
+SHOWN: dict[Kind, str] = {"process": "process", "thread": "thread", "mps": "process under MPS"}
 WIDTH = 2048  # of the matrices that kernels multiply meanwhile
 READ = 1 << 27  # bytes of memory that they read meanwhile
 PRODUCTS = 8  # of one round
-MPS_PIPES = Path("/tmp/nvidia-mps")  # unless CUDA_MPS_PIPE_DIRECTORY names others
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +56,8 @@ class Record(KeptRecord):
 
     @property
     def kind(self) -> Kind:
-        return copy_trial.better(self.process, self.thread)
+        better = copy_trial.better(self.process, self.thread)
+        return "mps" if self.mps and better == "process" else better
 
     @classmethod
     def from_json(cls, data: Any) -> Record:
@@ -71,17 +74,19 @@ class Record(KeptRecord):
         return asdict(self) | {"version": VERSION}
 
 
-KINDS: tuple[Kind, Kind] = ("process", "thread")
+KINDS: tuple[Copying, Copying] = ("process", "thread")
 
 
 def prefetcher_kind(asked: PrefetcherName, device: Device, cache: Path, tick: Tick = lambda: None) -> Kind:
     """The kind for this engine. `tick` is called while it is measured. Where nothing can be measured, the
     process, which tries by itself whether it can map the device's memory."""
+    if asked == "mps" and not (mps.offered() and not device.on_host):
+        raise UsageError(mps.NO_MPS)
     if asked != "auto":
         return asked
     if device.on_host:  # copies within the host's memory: a thread of the coordinator would hold it up
         return "process"
-    place = (*cost_cache.processor(), device.describe(), _mps())
+    place = (*cost_cache.processor(), device.describe(), mps.offered())
     key = hashlib.sha256(json.dumps(place).encode()).hexdigest()[:16]
     path = cache / cost_cache.FOLDER / f"prefetcher-{key}.json"
     known = kept_record.find(path, Record.from_json, "the prefetcher's kind is")
@@ -94,7 +99,7 @@ def prefetcher_kind(asked: PrefetcherName, device: Device, cache: Path, tick: Ti
         paces = copy_trial.measure(number, lambda seconds: kernels(device, seconds, tick), tick)
     except (CudaError, OSError, torch.OutOfMemoryError) as e:
         log.warning(f"process or thread for the prefetcher could not be measured: {e}")
-        return "process"
+        return "mps" if mps.offered() else "process"
     record = Record(*place, paces["process"], paces["thread"], time.time(), load)
     kept_record.keep(path, record.to_json(), "the prefetcher's kind")
     log.info(described(record))
@@ -103,12 +108,13 @@ def prefetcher_kind(asked: PrefetcherName, device: Device, cache: Path, tick: Ti
 
 def described(record: Record) -> str:
     """One line for a person."""
+    names = ("mps" if record.mps else "process", "thread")
     parts = [
         f"{kind} {pace.alone / 1e9:.1f} GB/s, {pace.beside / 1e9:.1f} beside kernels, which take"
         f" {pace.slowdown:.2f} times as long"
-        for kind, pace in zip(KINDS, (record.process, record.thread), strict=True)
+        for kind, pace in zip(names, (record.process, record.thread), strict=True)
     ]
-    return f"the prefetcher is a {record.kind}: " + "; ".join(parts)
+    return f"the prefetcher is a {SHOWN[record.kind]}: " + "; ".join(parts)
 
 
 def kernels(device: Device, seconds: float, tick: Tick = lambda: None) -> float:
@@ -128,8 +134,3 @@ def kernels(device: Device, seconds: float, tick: Tick = lambda: None) -> float:
         device.wait(device.fence())
         found.append(device.seconds_between(began, ended))
     return sorted(found)[len(found) // 2]
-
-
-def _mps() -> bool:
-    """Whether CUDA's multi-process service is offered to this process."""
-    return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", MPS_PIPES)) / "control").exists()

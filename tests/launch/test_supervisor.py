@@ -123,7 +123,7 @@ async def test_each_child_gets_its_configuration(play: Play) -> None:
         for index, cpus in enumerate(sets):
             expected = {"cores": list(cpus.cores), "host_slowdown": 2.0, "kernels": kernels}
             assert found[Identity("worker", index, 0)] == expected
-        assert found[Identity("prefetcher", 0, 0)] == {"cores": [], "link_gbps": 3.0}
+        assert found[Identity("prefetcher", 0, 0)] == {"cores": [], "link_gbps": 3.0, "mps": True}
         assert found[Identity("tokenizer", 0, 0)] == {"model": str(model_dir())}
         assert play.child("prefetcher").threads == 1
         coordinator = found[Identity("coordinator", 0, 0)]

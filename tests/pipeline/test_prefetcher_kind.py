@@ -4,6 +4,7 @@ cannot be used."""
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,14 @@ import pytest
 from fake_gpu import fake_device
 
 from launch.cache.entries import scan
+from launch.errors import WrongUsage
+from launch.planning.device_choice import check_prefetcher
 from pipeline.calibration.cost_cache import PREFETCHER_FILE
 from pipeline.device import open_device
+from pipeline.errors import UsageError
 from pipeline.serving import prefetcher_kind as module
 from pipeline.serving.prefetcher_kind import kernels, prefetcher_kind
+from workers import mps
 from workers.copy_trial import Pace
 from workers.cuda import CudaError
 
@@ -58,6 +63,38 @@ def test_it_is_measured_once_and_kept(measured: list[int], tmp_path: Path, monke
         (tmp_path / "control").touch()
         assert prefetcher_kind("auto", device, tmp_path) == "thread"
         assert len(measured) == 5
+
+
+def test_where_mps_is_offered_the_process_shares_the_gpu(measured, tmp_path, monkeypatch, caplog) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(
+        module.copy_trial, "measure", lambda *_: dict(zip(PACES, reversed(PACES.values()), strict=True))
+    )
+    pipes = tmp_path / "pipes"
+    pipes.mkdir()
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(pipes))
+    with fake_device() as (device, _):
+        assert prefetcher_kind("auto", device, tmp_path) == "process"
+        with pytest.raises(UsageError, match="nvidia-cuda-mps-control"):
+            prefetcher_kind("mps", device, tmp_path)
+        with socket.socket(socket.AF_UNIX) as daemon:
+            daemon.bind(str(pipes / "control"))
+            daemon.listen()
+            for asked in ("auto", "mps"):
+                assert prefetcher_kind(asked, device, tmp_path) == "mps"
+            assert "the prefetcher is a process under MPS: mps 0.0 GB/s" in caplog.text
+            with pytest.raises(UsageError):
+                prefetcher_kind("mps", open_device("cpu"), tmp_path)
+            check_prefetcher("mps", "cuda")
+            with pytest.raises(WrongUsage, match="needs a GPU"):
+                check_prefetcher("mps", "cpu")
+            mps.decline(tmp_path)
+            assert not mps.offered()
+            monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(pipes))
+        assert not mps.offered()  # the daemon was killed, and its socket is still there
+        with pytest.raises(WrongUsage, match="nvidia-cuda-mps-control"):
+            check_prefetcher("mps", "cuda")
+        assert prefetcher_kind("auto", device, tmp_path) == "process"  # what was measured without it
 
 
 def test_what_is_asked_is_used_and_the_host_needs_no_trial(measured: list[int], tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ class Surroundings:
             "host_slowdown": 1.0,
             "kernels": Choice().to_map(),
             "link_gbps": None,
+            "mps": True,
             "control": self.progress.segment.name,
         } | changes
         name = Identity(self.role, config["index"], incarnation).prove(KEY)
