@@ -145,7 +145,8 @@ class PhaseCounters(Hits):
     rows: int = 0
     host_tiles: int = 0
     resident_tiles: int = 0
-    fetched_tiles: int = 0
+    fetched_tiles: int = 0  # over the link
+    zero_copy_tiles: int = 0  # of those, read by kernels in the host's memory
     wanted_experts: int = 0  # that predictions named and that were neither resident nor under way
     issued_experts: int = 0  # of those, ordered from the link
     paused_steps: int = 0  # without predictions, because too few of their tiles had been used
@@ -155,7 +156,9 @@ class PhaseCounters(Hits):
     late_tiles: int = 0  # demanded while their predicted fetch was under way
     channels: ChannelCounters = field(default_factory=ChannelCounters)
     host_busy: float = 0.0  # seconds, of each layer's longest shard
-    link_busy: float = 0.0  # seconds of copies to the device
+    link_busy: float = (
+        0.0  # seconds of copies to the device, and by the costs of kernels' reads over the link
+    )
     timed: float = 0.0  # seconds of the steps that the device's own clock has timed
     masked_channels: int = 0  # of the tiles in layers with a mask
     kept_channels: int = 0  # of those, read: some row keeps them
@@ -255,6 +258,7 @@ def _tree(c: PhaseCounters, tile_bytes: int, channel_bytes: int) -> dict[str, An
         "host_tiles": c.host_tiles,
         "resident_tiles": c.resident_tiles,
         "fetched_tiles": c.fetched_tiles,
+        "zero_copy_tiles": c.zero_copy_tiles,
         "fetched_bytes": c.fetched_tiles * tile_bytes + c.channels.moved * channel_bytes,
         "wanted_experts": c.wanted_experts,
         "issued_experts": c.issued_experts,

@@ -96,6 +96,8 @@ def facts(profile: PhaseProfile, answer: dict[str, Any], prefetch: dict[str, Any
     if moved["demanded"]:
         late = percent(moved["late"] / moved["demanded"])
         also = f", {late} of it already being prefetched" if moved["late"] else ""
+        if in_place := profile.zero_copy_share:
+            also += f", {percent(in_place)} of the tiles read by the GPU in the host's memory"
         lines.append(f"moved on demand: {byte_size(moved['demanded'] / rows)} per token{also}")
     if moved["predicted"]:
         used, wasted = (percent(moved[kind] / moved["predicted"]) for kind in ("useful", "wasted"))
@@ -137,6 +139,7 @@ def cost_changes(updates: dict[str, Any]) -> list[str]:
     """Where the costs that plans are made with are no longer those that were measured first: a line for
     tiles, and one for what a layer of one row takes beside them."""
     names = {"host": "a tile on the host", "device": "a tile on the device", "link": "a copy"}
+    names["zero_copy"] = "a tile read in the host's memory"
     changed = []
     for side, name in names.items():
         factors = updates.get(side, {}).get("factors", [])

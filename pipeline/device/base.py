@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -42,6 +43,7 @@ class SlabMemory(ABC):
     slots: int
     slot_bytes: int
     flags: LandingFlags | None = None  # where the device can wait for landings
+    locks: Locks | None = None  # of the store, in this process: by `local_copier`
 
     @property
     @abstractmethod
@@ -98,8 +100,31 @@ class LayerSum(Protocol):
         [R, H]. Called once."""
 
 
+class Locks(Protocol):
+    """Memory of the host whose pages are being locked."""
+
+    @property
+    def locked(self) -> int:
+        """Bytes that kernels can read in place, from the first on."""
+
+    def stop(self) -> None:
+        """Lock no more."""
+
+
+@dataclass(frozen=True)
+class Locked:
+    """Nothing more is being locked: `Locks`."""
+
+    locked: int
+
+    def stop(self) -> None:
+        """Nothing goes on."""
+
+
 class DeviceKernel(Protocol):
     """Computes tiles in the slab."""
+
+    reads_host: bool  # also tiles in the host's locked memory
 
     def begin(
         self, x: Tensor, cuts: IntArray, offsets: IntArray, rows: IntArray, weights: FloatArray
@@ -196,6 +221,11 @@ class Device(ABC):
 
     def unshare_memory(self, memory: NDArray[np.uint8]) -> None:  # noqa: B027 - nothing was shared
         """Before shared memory is unmapped. No kernel may read it any more."""
+
+    @abstractmethod
+    def lock_pages(self, memory: NDArray[np.uint8], locks: Locks | None = None) -> Locks:
+        """Begin to make this memory (a writable mapping) readable by kernels of a DeviceKernel that
+        `reads_host`. `locks`: of its pages in this process, where these are being locked already."""
 
     def add_parts(self, parts: Sequence[Part], shape: tuple[int, ...]) -> tuple[Tensor, Fence]:
         """`sum_on_host`, on the device: float32 [R, H], with the same bits; and the fence behind which the

@@ -19,6 +19,8 @@ from pipeline.device.base import (
     Device,
     DeviceChannelKernel,
     Fence,
+    Locked,
+    Locks,
     SlabMemory,
     heads_of,
 )
@@ -80,6 +82,8 @@ class CpuSlab(SlabMemory):
 
 class CpuKernel(TileByTile):
     """The expert workers' kernel, for tensors."""
+
+    reads_host = True
 
     def __init__(self, layout: StoreLayout, team: Team | None, kernels: Choice) -> None:
         self._kernel = HostKernel(layout, team, kernels=kernels)
@@ -156,6 +160,9 @@ class CpuDevice(Device):
 
     def from_host(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array)
+
+    def lock_pages(self, memory: NDArray[np.uint8], locks: Locks | None = None) -> Locked:
+        return Locked(memory.nbytes)
 
     def fence(self) -> Fence:
         return None

@@ -29,6 +29,8 @@ from pipeline.device.base import (
     DeviceKernel,
     Fence,
     LayerSum,
+    Locked,
+    Locks,
     SlabMemory,
     heads_of,
 )
@@ -48,6 +50,7 @@ from shm.store import Store
 from workers.copiers import CudaCopier
 from workers.cuda import (
     CudaError,
+    PageLocks,
     PinnedArena,
     PinnedBuffer,
     blocking_event,
@@ -155,7 +158,9 @@ class CudaSlab(SlabMemory):
         return AttachSlab("cuda", handle, self._device, self.slots, self.slot_bytes, flags)
 
     def local_copier(self, store: Store) -> CudaCopier:
-        return CudaCopier(store, self._device, self._address, self.slot_bytes, False, self._flags)
+        copier = CudaCopier(store, self._device, self._address, self.slot_bytes, False, self._flags)
+        self.locks = copier.locks
+        return copier
 
     def close(self) -> None:
         call("cudaDeviceSynchronize")
@@ -180,6 +185,8 @@ class TorchKernel(ReferenceKernel, TileByTile):
 
 class FewRows:
     """CUDA kernels where an expert's rows are few; torch's matrix products where they are more."""
+
+    reads_host = True  # of few rows
 
     def __init__(self, few: CudaExperts, many: TorchKernel) -> None:
         self._few, self._many = few, many
@@ -333,6 +340,12 @@ class CudaDevice(Device):
 
     def unshare_memory(self, memory: NDArray[np.uint8]) -> None:
         self._host_reads.unshare(memory)
+
+    def lock_pages(self, memory: NDArray[np.uint8], locks: Locks | None = None) -> Locks:
+        attribute = constant("cudaDeviceAttr").cudaDevAttrCanUseHostPointerForRegisteredMem
+        if not call("cudaDeviceGetAttribute", attribute, self.torch_device.index):
+            return Locked(0)  # kernels would need other addresses
+        return locks or PageLocks(memory, self.torch_device.index)
 
     def add_parts(self, parts: Sequence[Part], shape: tuple[int, ...]) -> tuple[Tensor, Fence]:
         y = self._host_reads.sum(parts, shape, self.torch_device)

@@ -57,6 +57,8 @@ class TileSums:
 class TileByTile(ABC):
     """A DeviceKernel that computes one tile at a time."""
 
+    reads_host = False
+
     upload: Upload = staticmethod(torch.from_numpy)
 
     @abstractmethod

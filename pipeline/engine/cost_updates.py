@@ -1,5 +1,5 @@
-"""Costs that follow what runs: the measured seconds of host, device and link over those that the costs say,
-step after step, and the costs corrected by that ratio.
+"""Costs that follow what runs: the measured seconds of host, device, link and zero copy over those that the
+costs say, step after step, and the costs corrected by that ratio.
 
 A side is slower while another one works, as they read the same memory. So each ratio is kept for both cases,
 *contended* (another side worked for at least half of the time) and *alone*. Costs are those of a contended
@@ -23,8 +23,9 @@ from typing import Any, Literal, get_args
 
 from pipeline.policies.costs import Costs
 
-Side = Literal["host", "device", "link"]
+Side = Literal["host", "device", "link", "zero_copy"]
 SIDES: tuple[Side, ...] = get_args(Side)
+SINGLE: tuple[Side, ...] = ("link", "zero_copy")  # one ratio for any number of rows
 WINDOW, ENOUGH = 32, 16  # steps of a median, and from how many on it counts
 LEAST_CHANGE = 0.05  # relative
 LEAST = log(1 + LEAST_CHANGE)
@@ -77,10 +78,10 @@ class CostUpdates:
         # by contention and grid point, only those with steps
         self._ratios: dict[Side, dict[tuple[bool, int], _Ratios]] = {side: {} for side in SIDES}
         self._factors: dict[Side, list[float]] = {  # logarithms of those in force
-            side: [0.0] * (1 if side == "link" else len(costs.rows)) for side in SIDES
+            side: [0.0] * (1 if side in SINGLE else len(costs.rows)) for side in SIDES
         }
         if factors:
-            for side in SIDES:
+            for side in factors:
                 self._factors[side] = [log(factor) for factor in factors[side]]
                 for point, factor in enumerate(self._factors[side]):
                     self._ratios[side][True, point] = _Ratios(deque([factor] * ENOUGH, WINDOW))
@@ -91,7 +92,7 @@ class CostUpdates:
         self._step += 1
         for side, done in work.items():
             if done.planned > 0 and done.measured > 0 and isfinite(done.measured):
-                point = 0 if side == "link" else self._point(done.rows / done.tiles)
+                point = 0 if side in SINGLE else self._point(done.rows / done.tiles)
                 ratios = self._ratios[side].setdefault((contended[side], point), _Ratios())
                 ratios.latest.append(log(done.measured / done.planned) + self._factors[side][point])
                 ratios.step = self._step
@@ -157,10 +158,11 @@ class CostUpdates:
 
     def _corrected(self) -> Costs:
         first = self.measured
-        host, device, link = ([exp(factor) for factor in self._factors[side]] for side in SIDES)
+        host, device, link, zero_copy = ([exp(factor) for factor in self._factors[side]] for side in SIDES)
         return replace(
             first,
             host=tuple(cost * factor for cost, factor in zip(first.host, host, strict=True)),
             device=tuple(cost * factor for cost, factor in zip(first.device, device, strict=True)),
             link=first.link * link[0],
+            zero_copy=first.zero_copy * zero_copy[0],
         )

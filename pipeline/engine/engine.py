@@ -134,6 +134,7 @@ class Engine:
         sequences = tuple(item.span.kv.id for item in inputs for _ in item.span.tokens)
         self.timing.begin_step(len(sequences))
         driver.use_costs(self.timing.costs)
+        self.memory.use_costs(self.timing.costs)
         driver.begin_step(phase, sequences, live)
         for observer in self.observers:
             observer.begin(phase, sequences)

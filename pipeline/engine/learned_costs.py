@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Any, NamedTuple
 
-from pipeline.engine.cost_updates import SIDES, CostUpdates, Side
+from pipeline.engine.cost_updates import SIDES, SINGLE, CostUpdates, Side
 from pipeline.engine.layer_times import KINDS, LONG, Kind, LayerTimes
 from pipeline.policies.active_costs import SecondsTable
 from pipeline.policies.costs import Costs
@@ -34,12 +34,14 @@ class Corrections:
         if not data:
             return cls()
         factors: dict[Side, tuple[float, ...]] = {
-            side: tuple(data["factors"][side]) for side in SIDES if data["factors"]
+            side: tuple(data["factors"][side])
+            for side in SIDES
+            if data["factors"] and (side != "zero_copy" or side in data["factors"])  # which came later
         }
         beside: dict[int, dict[Kind, float]] = {
             int(rows): {kind: float(kinds[kind]) for kind in KINDS} for rows, kinds in data["beside"].items()
         }
-        sizes = {side: 1 if side == "link" else points for side in SIDES}
+        sizes = {side: 1 if side in SINGLE else points for side in SIDES}
         if any(len(values) != sizes[side] for side, values in factors.items()) or not all(
             0 < factor < inf for values in factors.values() for factor in values
         ):

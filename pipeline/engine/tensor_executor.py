@@ -92,6 +92,8 @@ class TensorExecutor:
         self._ticket = begun
         x, mask = self._attended.x, decision.mask
         self._device_work = self.memory.begin(layer, split.device, x, mask, self.clock)
+        if chosen := self._device_work.in_place:
+            self.timing.zero_copy(len({item for item, _, _ in chosen}), len(chosen))
         self.clock.mark("submit")
 
     def begin_early(self, layer: int, ahead: Ahead, mask: Mask) -> Ticket:
@@ -117,7 +119,7 @@ class TensorExecutor:
             self._compute_shared_experts()
         if len(split.device.items):
             self._outputs.append(self.memory.compute(self._device_work, self._attended.x, self.clock))
-            self.timing.device_began(split.device)
+            self.timing.device_began(split.device, len(self._device_work.in_place))
         host = [(split.host, self._ticket)]
         if missing := self._device_work.missing:  # the prefetcher is down: the workers compute them
             late = split.host_share_of(missing)

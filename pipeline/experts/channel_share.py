@@ -121,7 +121,7 @@ class ChannelMemory(DeviceMemory):
             self.channels.demand(layer, (), missing)
             wanted = [Missing(*item) for item in items if item[1] < item[2]]
             masked = MaskedLayer(mask, cuts={expert: cut for expert, _, cut in items})
-            return DeviceWork(layer, share, self._stream(layer, wanted, missing), missing, masked)
+            return DeviceWork(layer, share, self._stream(layer, wanted, missing), missing, masked=masked)
         clock.mark("submit")
         masked = self._masked(layer, share, self.kernel.activations(x), mask)
         clock.mark("device")
@@ -136,7 +136,7 @@ class ChannelMemory(DeviceMemory):
             landing = self._both(layer, self._stream(layer, whole, missing), chosen, missing)
         else:
             landing = self._chosen(self.channels.demand(layer, chosen, missing))
-        return DeviceWork(layer, share, landing, missing, masked)
+        return DeviceWork(layer, share, landing, missing, masked=masked)
 
     def _both(self, layer: int, whole: Landing, chosen: list[Wanted], missing: list[Missing]) -> Landing:
         yield from whole

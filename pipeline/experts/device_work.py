@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipeline.device import Device
 from pipeline.experts.shares import Missing, Share
+from pipeline.experts.zero_copy import Tile as ZeroCopyTile
 
 
 class Landed(NamedTuple):
@@ -34,6 +35,7 @@ class DeviceWork(NamedTuple):
     share: Share
     landing: Landing
     missing: list[Missing]
+    in_place: Sequence[ZeroCopyTile] = ()  # missing tiles that are read in the store, of whole items
     masked: Any = None  # what the memory has found of the layer's masks, for itself
 
 

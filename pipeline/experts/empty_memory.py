@@ -32,9 +32,8 @@ class EmptyDeviceMemory:
     def _nothing(self, *_: object) -> None:
         """Replaces methods of DeviceMemory that act on tiles."""
 
-    audit = count_in = poll = collect_landings = retarget = prefetch = prefetch_channels = end_layer = (
-        _nothing
-    )
+    audit = count_in = use_costs = poll = collect_landings = _nothing
+    retarget = prefetch = prefetch_channels = end_layer = _nothing
 
     def wait_idle(self) -> bool:
         return True

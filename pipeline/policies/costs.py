@@ -1,7 +1,7 @@
 """The costs of one tile on the host, on the device and on the link: the numbers that policies plan with.
 
 They are measured at start, or read from a file (`--costs FILE`). The file is one JSON object with these keys,
-of which the last six may be left out; all times are seconds:
+of which the last seven may be left out; all times are seconds:
 
     {"rows": [1, 4, 16, 64],                        row counts of the grid, ascending, each at least 1
      "host": [2e-5, 3e-5, 7e-5, 2.4e-4],            one tile at each row count, all workers together
@@ -13,13 +13,14 @@ of which the last six may be left out; all times are seconds:
      "fetch": 1e-5,                                 an order of missing tiles beside its tiles (0)
      "both": 0,                                     a layer with both shares beside the later of them (0)
      "wake": 0,                                     a host share behind a layer without one (0)
-     "per": "expert"}                               "host", "device" and "link" are of a whole expert (tile)
+     "zero_copy": 6e-5,                             one tile that the device reads in the host's memory (0)
+     "per": "expert"}                               all of one tile are of a whole expert (tile)
 
 A side's seconds are linear in its tiles, behind a part that does not depend on their number: `round_trip`
 once for a layer's host share, `launch` once for its device share, both only where that side computes any
 tile, and `fetch` on the link once for each expert of which tiles are fetched. Where both sides compute, the
 layer ends `both` after the later of them. Workers that had nothing to do in the layer before begin `wake`
-later.
+later. Without a number for "zero_copy" the device reads no tile in the host's memory.
 
 "All workers together" means wall time for each tile while every worker computes its share. The host and the
 link read the same memory, so measure one while the other runs; otherwise the gain of a plan is imaginary.
@@ -42,7 +43,7 @@ from protocol.small_files import read_small
 
 MAX_FILE_BYTES = 1 << 20
 Unit = Literal["tile", "expert"]
-OPTIONAL = ("other", "launch", "fetch", "both", "wake", "per")  # keys that a file may leave out
+OPTIONAL = ("other", "launch", "fetch", "both", "wake", "zero_copy", "per")  # keys that a file may leave out
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Costs:
     fetch: float = 0.0  # an order of missing tiles, once for each expert that is fetched
     both: float = 0.0  # a layer with both shares takes so much longer than the later of them
     wake: float = 0.0  # a host share behind a layer without one begins so much later
+    zero_copy: float = 0.0  # a tile that the device computes from the host's memory, at few rows; 0: unknown
     per: Unit = "tile"
 
     def __post_init__(self) -> None:
@@ -75,7 +77,7 @@ class Costs:
                 raise PolicyError(
                     f"costs: '{name}' has {len(values)} values for {len(self.rows)} row counts; give one each"
                 )
-        single = ("link", "round_trip", "launch", "fetch", "both", "wake")
+        single = ("link", "round_trip", "launch", "fetch", "both", "wake", "zero_copy")
         for name, values in (by_rows | {name: (getattr(self, name),) for name in single}).items():
             wrong = [value for value in values if not (math.isfinite(value) and value >= 0)]
             if wrong:
@@ -90,6 +92,7 @@ class Costs:
             host=tuple(seconds / tiles for seconds in self.host),
             device=tuple(seconds / tiles for seconds in self.device),
             link=self.link / tiles,
+            zero_copy=self.zero_copy / tiles,
             per="tile",
         )
 
@@ -110,6 +113,12 @@ class Costs:
     def link_seconds(self, tiles: ArrayLike) -> NDArray[np.float64]:
         """Seconds to move `tiles` tiles to the device, without `fetch`."""
         return self.link * np.asarray(tiles, dtype=np.float64)
+
+    def zero_copy_pays(self, experts: int, tiles: int) -> bool:
+        """Whether the device computes so many missing tiles of a few rows sooner where they are than behind
+        their fetches: these move one after the other, and the last one is computed then."""
+        fetched = self.fetch * experts + self.link * tiles + self.device[0]
+        return 0 < self.zero_copy * tiles < fetched
 
     def _seconds(self, values: tuple[float, ...], rows: ArrayLike, tiles: ArrayLike) -> NDArray[np.float64]:
         count = np.asarray(rows, dtype=np.float64)
@@ -150,6 +159,7 @@ class Costs:
             fetch=_number("fetch", data.get("fetch", 0.0)),
             both=_number("both", data.get("both", 0.0)),
             wake=_number("wake", data.get("wake", 0.0)),
+            zero_copy=_number("zero_copy", data.get("zero_copy", 0.0)),
             per=_unit(data.get("per", "tile")),
         )
 

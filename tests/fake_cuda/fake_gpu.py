@@ -54,6 +54,8 @@ class LateSum:
         self._inner, self._runtime = inner, runtime
 
     def add(self, tiles: Sequence[tuple[int, int, Tensor]]) -> None:
+        for _, _, data in tiles:
+            assert self._runtime.kernels_read(data.data_ptr(), data.nbytes)
         self._runtime.launch(lambda: self._inner.add(tiles))
 
     def result(self) -> Tensor:
@@ -64,6 +66,8 @@ class LateSum:
 
 class LateKernel:
     """A DeviceKernel on the stand-in's stream."""
+
+    reads_host = True  # where it is registered: tensors of the device are the host's here
 
     def __init__(self, inner: DeviceKernel, runtime: FakeRuntime) -> None:
         self._inner, self._runtime = inner, runtime

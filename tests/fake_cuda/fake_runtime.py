@@ -148,6 +148,7 @@ class FakeRuntime:
         cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2, cudaMemcpyDeviceToDevice=3
     )
     cudaIpcMemHandle_t = Handle
+    cudaDeviceAttr = SimpleNamespace(cudaDevAttrCanUseHostPointerForRegisteredMem=91)
 
     def __init__(self, key: str, seed: int = 0, total: int = 1 << 28) -> None:
         """`key`: of all processes that see this GPU."""
@@ -163,6 +164,7 @@ class FakeRuntime:
         self._copies.set()
         self.limit = LIMIT  # seconds that a stream waits for a number
         self.lockable = 1 << 60  # bytes that may be registered
+        self.host_pointers = 1  # whether kernels read registered memory by the host's addresses
         self.pinned: dict[int, ctypes.Array[ctypes.c_uint8]] = {}
         self.torch_stream = Stream(self._chance)
         self.streams: dict[int, Stream] = {}
@@ -317,6 +319,20 @@ class FakeRuntime:
         """Whether kernels and streams may use this memory of the host."""
         with self._lock:
             return any(lo <= start and start + size <= hi for lo, hi in self.registered.items())
+
+    def kernels_read(self, start: int, size: int) -> bool:
+        """Whether kernels may read this memory: an allocation's, or registered, also in several pieces."""
+        for allocation in [*self.allocations, *self.mapped]:
+            if not allocation.freed and allocation.address <= start < allocation.address + allocation.size:
+                return start + size <= allocation.address + allocation.size
+        with self._lock:
+            for lo, hi in sorted(self.registered.items()):
+                if lo <= start < hi:
+                    start, size = hi, size - (hi - start)
+        return size <= 0
+
+    def cudaDeviceGetAttribute(self, attribute: int, device: int) -> tuple[int, int]:
+        return 0, self.host_pointers
 
     def cudaMallocHost(self, size: int) -> tuple[int, int]:
         if self._fails("cudaMallocHost"):

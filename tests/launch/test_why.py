@@ -238,6 +238,15 @@ def test_why_says_which_costs_changed_and_how_many_tiles_were_resident() -> None
     assert "of their tiles" not in words
 
 
+def test_tiles_that_the_gpu_reads_in_place_are_named() -> None:
+    tree = decode()
+    tree |= {"fetched_tiles": 8, "zero_copy_tiles": 2}
+    updates = {"zero_copy": {"factors": [1.5], "alone": None, "contended": 1.5}}
+    words = flat(shown(why_text(reply(tree), {"cost_updates": updates, "tile_bytes": TILE}, WELCOME)))
+    assert "25% of the tiles read by the GPU in the host's memory" in words
+    assert "a tile read in the host's memory takes 1.50 times as long" in words
+
+
 def test_what_is_idle_is_shown_where_a_gpu_has_timed_steps() -> None:
     tree = decode() | {"device_timed": {"of_s": 0.4, "busy_s": 0.1}, "link_busy_s": 0.6}
     stats = {"tile_bytes": TILE}

@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.engine.cost_updates import SIDES
+from pipeline.engine.cost_updates import SIDES, SINGLE
 from pipeline.engine.layer_times import ENOUGH, KINDS, LONG_ENOUGH
 from pipeline.engine.learned_costs import NOTHING, Corrections, Learned
 from pipeline.policies.costs import Costs
@@ -18,7 +18,7 @@ SECONDS = st.floats(allow_nan=False, allow_infinity=False)
 CORRECTIONS = st.builds(
     Corrections,
     st.fixed_dictionaries(
-        {side: st.tuples(*[FACTORS] * (1 if side == "link" else len(COSTS.rows))) for side in SIDES}
+        {side: st.tuples(*[FACTORS] * (1 if side in SINGLE else len(COSTS.rows))) for side in SIDES}
     ),
     st.dictionaries(st.integers(0, 20), st.fixed_dictionaries(dict.fromkeys(KINDS, SECONDS))),
 )

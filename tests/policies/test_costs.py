@@ -81,7 +81,7 @@ def test_seconds_are_exact_on_the_grid_and_linear_outside(values, rows, asked) -
 
 def test_costs_file_round_trip(tmp_path: Path) -> None:
     beside = (3e-5, 4e-5, 5e-6, 6e-6)
-    costs = Costs((1, 8), (1e-5, 3e-5), (1e-6, 2e-6), 5e-5, 1e-4, (1e-4, 2e-4), *beside, "expert")
+    costs = Costs((1, 8), (1e-5, 3e-5), (1e-6, 2e-6), 5e-5, 1e-4, (1e-4, 2e-4), *beside, 7e-5, "expert")
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(costs.to_json()))
     assert Costs.load(path) == costs

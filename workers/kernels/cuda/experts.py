@@ -203,6 +203,8 @@ class LayerOnDevice:
 class CudaExperts:
     """Computes tiles of a quantized format, or of bf16 where no expert has more than `most_rows` rows."""
 
+    reads_host = True
+
     def __init__(self, launcher: Launcher, layout: StoreLayout) -> None:
         """`launcher` has the format's program."""
         shape, format = (layout.shape.hidden, layout.shape.tile), layout.format
