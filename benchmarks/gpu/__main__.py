@@ -83,7 +83,7 @@ WHOLE = tests("tests/gpu/test_cuda_quantized.py", "tests/gpu/test_channels_on_gp
 CALIBRATE = "calibrate --device cuda --text pipeline/assets/heldout/python.txt --calibrate-tokens 1024"
 CHAOS = "stress --device cuda --policy on-demand --expert-cache 0.25 --chaos kill,stop"
 
-PRIMITIVES = {"copies": 25, "latencies": 25, "host": 20, "landings": 30}
+PRIMITIVES = {"copies": 25, "latencies": 25, "host": 20, "landings": 30, "partials": 20}
 PRIMITIVES |= {"kinds": 60, "zero-copy": 30, "locking": 60}
 
 # Limits are for 16 cores and a disk cache without compiled kernels. Those of a command are together its limit

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -24,10 +22,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from benchmarks.gpu import host_reads
 from benchmarks.gpu import landings as tile_landings
+from benchmarks.gpu.timing import Memory, Row, median, pages
 from workers import copy_trial
 from workers.cuda import (
     CudaError,
@@ -43,11 +40,8 @@ from workers.kernels.choice import Prefetch
 from workers.kernels.native import best
 from workers.round_trips import round_trips
 
-Row = dict[str, Any]
-Memory = NDArray[np.uint8]
 SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)  # bytes of a copy
 LARGEST = 1 << 30  # bytes that are locked, and that a killed process has locked
-REPEATS = 7
 CHILD_LIMIT = 60.0  # seconds
 # A process that makes a context, locks memory, says so and waits.
 CHILD = """
@@ -59,24 +53,6 @@ memory[:] = 1
 print(page_lock(memory)[0] if int(sys.argv[1]) else 0, flush=True)
 sys.stdin.readline()
 """
-
-
-def median(once: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Seconds of a call."""
-    once()
-    seconds = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        once()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
-
-
-def pages(size: int) -> Memory:
-    """Host memory whose pages exist."""
-    memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
-    memory[:] = 1
-    return memory
 
 
 @contextmanager
@@ -266,56 +242,15 @@ def kinds() -> list[Row]:
     ]
 
 
-def zero_copy() -> list[Row]:
-    """Microseconds of a layer's missing tiles at one row: read by the kernels from page-locked host memory,
-    and copied to the slab first."""
-    import torch
-
-    from benchmarks.gpu.kernels import SHAPES, Layers
-    from pipeline.device import open_device
-
-    device, rows = open_device("cuda"), []
-    with torch.inference_mode():
-        for shape in SHAPES:
-            layers = Layers(device, shape, "int4", 0)
-            memory = pages(-(-layers.layer_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
-            memory[: layers.layer_bytes].reshape(-1, len(layers.data))[:] = layers.data
-            locked, reason = page_lock(memory)
-            there = torch.from_numpy(memory[: layers.layer_bytes]).view(-1, len(layers.data))
-            kernel, (x, arguments) = device.expert_kernel(layers.layout), layers.share(1)
-            tiles = layers.next_tiles()
-
-            def computed(wanted, kernel=kernel, x=x, arguments=arguments) -> None:  # type: ignore[no-untyped-def]
-                layer = kernel.begin(x, *arguments)
-                layer.add(wanted)
-                layer.result()
-                device.wait(device.fence())
-
-            def copied(tiles=tiles, there=there) -> None:  # type: ignore[no-untyped-def]
-                for (_, _, slot), tile in zip(tiles, there, strict=True):
-                    slot.copy_(tile, non_blocking=True)
-                computed(tiles)
-
-            read = [(item, tile, data) for (item, tile, _), data in zip(tiles, there, strict=True)]
-            row: Row = {"shape": shape, "bytes": layers.layer_bytes, "reason": reason}
-            row["resident us"] = median(lambda: computed(tiles)) * 1e6  # noqa: B023
-            row["zero copy us"] = median(lambda: computed(read)) * 1e6  # noqa: B023
-            row["copied us"] = median(copied) * 1e6
-            rows.append(row)
-            page_unlock(memory, locked)
-            layers.slab.close()
-    device.close()
-    return rows
-
-
 PARTS: dict[str, Callable[[], list[Row]]] = {
     "copies": copies,
     "locking": locking,
     "latencies": latencies,
     "landings": tile_landings.landings,
     "host": host,
+    "partials": host_reads.partials,
     "kinds": kinds,
-    "zero-copy": zero_copy,
+    "zero-copy": host_reads.zero_copy,
 }
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from pipeline.arrays import IntArray
 from pipeline.config import BACKGROUND_ORDERS
@@ -220,7 +221,8 @@ class TileMover:
                 whole = self._land(layer, demand, index, unfetched, landed)
                 if not whole:
                     break
-                if landed.due(bool(wanted)) and (yield from landed.give(self.cache.end_use)):
+                following = partial(self._has_landed, demand, index + 1, running)
+                if landed.due(bool(wanted), following) and (yield from landed.give(self.cache.end_use)):
                     self._demand(layer, wanted, running)
             self._end_demand(layer, demand, whole)
             if not running:
@@ -229,6 +231,13 @@ class TileMover:
         unfetched.extend(wanted)
         wanted.clear()
         self._end_stream()
+
+    def _has_landed(self, demand: Demand, index: int, running: deque[Demand]) -> bool:
+        """Whether a demand's next tile, or after its last one the next demand's first, has landed."""
+        self.link.update(0)
+        if index < demand.tiles.stop:
+            return demand.order.landed > index
+        return bool(running) and running[0].order.landed > running[0].tiles.start
 
     def _land(
         self, layer: int, demand: Demand, index: int, unfetched: list[Missing], landed: LandedTiles

@@ -109,10 +109,11 @@ class LandedTiles:
         if not kept:
             self.used.append(slot)
 
-    def due(self, waiting: bool) -> bool:
-        """Whether to give them now. `waiting`: other tiles wait for slots."""
+    def due(self, waiting: bool, more: Callable[[], bool]) -> bool:
+        """Whether to give them now. `waiting`: other tiles wait for slots; then they are given with all that
+        have landed already, of which `more` says whether there are any."""
         first = self.number - self.number // 4
-        return self.each or self.landed == first or (waiting and bool(self.used))
+        return self.each or self.landed == first or (waiting and bool(self.used) and not more())
 
     def give(self, end_use: Callable[[int], None]) -> Generator[list[tuple[int, int]], None, bool]:
         """Yield them, if there are any, and then end the use of slots that are not kept. Returns whether

@@ -12,7 +12,7 @@ import pytest
 from fake_gpu import PACKAGES, fake_runtime
 
 from benchmarks.gpu import __main__ as check
-from benchmarks.gpu import primitives
+from benchmarks.gpu import primitives, timing
 from benchmarks.gpu.__main__ import STAGES, Stage, run_all
 from launch.command_line.options import parse
 from workers import copy_trial
@@ -83,7 +83,7 @@ def test_the_engines_commands_are_understood() -> None:
 def test_primitives_are_measured_and_give_everything_back(part: str, monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{PACKAGES}")
     monkeypatch.setattr(primitives, "SIZES", (4096, 1 << 16))
-    monkeypatch.setattr(primitives, "REPEATS", 1)
+    monkeypatch.setattr(timing, "REPEATS", 1)
     monkeypatch.setattr(primitives, "LARGEST", 1 << 16)
     monkeypatch.setattr(copy_trial, "TILE", 8192)
     monkeypatch.setattr(copy_trial, "SOURCE", 1 << 16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from pipeline.device import Device, open_device
 from pipeline.device.base import SlabMemory
+from pipeline.device.partial_sums import Part, sum_on_host
 from pipeline.serving.prefetcher_kind import kernels
 from protocol.messages import AttachSlab, Fetch, Fetched, SlabAttached
 from shm.landing_flags import next_number
@@ -112,6 +114,32 @@ def busy_tensor(device: Device) -> torch.Tensor:
     for _ in range(20):
         y = y @ x
     return y[:64, :8].contiguous()
+
+
+@pytest.mark.parametrize("hidden", [64, 4096])
+def test_partial_sums_in_shared_memory_have_the_bits_of_the_host(device: Device, hidden: int) -> None:
+    """The exchange's memory is written again while the GPU is used, as rings are."""
+    random, rows, shards = np.random.default_rng(hidden), 4, 18
+    segments = [
+        np.frombuffer(mmap.mmap(-1, max(mmap.PAGESIZE, 4 * rows * hidden)), np.uint8) for _ in range(shards)
+    ]
+    for segment in segments:
+        assert device.share_memory(segment) == ""
+    for turn in range(50):
+        parts = []
+        for number, segment in enumerate(segments):
+            kept = np.arange(rows) if number % 3 else np.array([0, turn % 3 + 1])
+            y = segment.view(np.float32)[: len(kept) * hidden].reshape(-1, hidden)
+            y[:] = random.standard_normal(y.shape)
+            parts.append(Part(y, kept))
+        expected = sum_on_host(parts, (rows, hidden))
+        y, fence = device.add_parts(parts, (rows, hidden))
+        assert fence is not None
+        device.wait(fence)
+        np.testing.assert_array_equal(bits(y.cpu().numpy()), bits(expected))
+    assert device.share_memory(segments[0]) != ""  # registered already
+    for segment in segments:
+        device.unshare_memory(segment)
 
 
 def test_to_host_waits_for_the_computation(device: Device) -> None:

@@ -28,6 +28,7 @@ from mover_parts import (
 
 from pipeline.counters import PhaseCounters
 from pipeline.errors import PlanError
+from pipeline.experts.shares import Missing
 from pipeline.experts.tile_mover import TileMover
 from pipeline.policies.view import Target
 
@@ -182,3 +183,27 @@ def test_demand_truncates_a_background_order_for_its_slots(parts) -> None:
     assert demand(parts, mover, 1, missing(mover, 1, [0, TILES, TILES])) == []
     wait_idle(parts, mover)
     assert mover.cache.residency.tolist() == [[0, 0, 0], [TILES, 0, 0]]
+
+
+def test_tiles_that_have_landed_while_others_wait_for_slots_are_given_together(parts, monkeypatch) -> None:
+    """To a device whose launches cost more than tiles."""
+    monkeypatch.setattr(type(parts.device), "on_host", False)
+    mover, unfetched, groups = parts.mover(0, 4), list[Missing](), list[int]()
+    due = dict.fromkeys(range(3), 0)
+
+    def land() -> None:
+        while mover.link.under_way():
+            mover.link.update(5)
+
+    landing = mover.stream(1, missing(mover, 1, [TILES] * 3), unfetched)
+    land()
+    for group in landing:
+        for expert, slot in group:
+            assert parts.holds(slot, 1, expert, due[expert])
+            due[expert] += 1
+        groups.append(len(group))
+        land()
+    assert unfetched == []
+    assert sum(groups) == 3 * TILES
+    assert len(groups) <= 6  # of four slots each, and one more where the last quarter begins
+    wait_idle(parts, mover)

@@ -151,11 +151,11 @@ def groups(mover: TileMover, *missing: Missing) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("staging", "expected"), [(8, [[0] * 4 + [1, 1], [1, 1]]), (2, [[0]] * 4 + [[1], [1], [1, 1]])]
+    ("staging", "expected"), [(8, [[0] * 4 + [1, 1], [1, 1]]), (2, [[0, 0]] * 2 + [[1, 1]] * 2)]
 )
 def test_a_gpu_gets_landed_tiles_together(monkeypatch, staging: int, expected: list[list[int]]) -> None:
-    """Three quarters and then the rest; each by itself on the device `cpu`, and where other tiles wait for
-    its slot. A slot is free once its group was computed, and not before."""
+    """Three quarters and then the rest; each by itself on the device `cpu`; where other tiles wait for their
+    slots, all that have landed. A slot is free once its group was computed, and not before."""
     mover, _, device = mover_of(0, staging)
     wanted = Missing(0, 0, TILES), Missing(1, 0, TILES)
     assert groups(mover, *wanted) == [[0]] * TILES + [[1]] * TILES
