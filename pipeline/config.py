@@ -14,6 +14,7 @@ DEFAULT_CACHE = 0.25  # share of all expert tiles, where it fits; a GPU takes as
 KV_BLOCK = 64  # tokens: the KV cache grows in whole blocks
 EXPANDED_KV_BYTES = 1 << 27  # keys and values that latent attention expands at a time
 SCORE_BYTES = 1 << 24  # scores of attention that a GPU computes at a time, where it has no flash attention
+GRAPH_BYTES = 1 << 28  # of GPU memory, for CUDA graphs and what they allocate
 BACKGROUND_ORDERS = 64  # most background fetches under way: more would only fill the prefetcher's socket
 
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -25,6 +26,7 @@ FloeName = Literal[
 ]  # fmt: skip
 FormatName = Literal[DenseName, FloeName]
 ExchangeName = Literal["auto", "zmq", "shm"]
+GraphsName = Literal["auto", "on", "off"]
 PrefetcherName = Literal["auto", "process", "thread", "mps"]
 BackboneDType = Literal["f32", "bf16", "int8", "int4"]
 
@@ -54,6 +56,7 @@ class EngineConfig:
     seed: int = 0  # of the preset `random` and of requests that give none
     exchange: ExchangeName = "auto"  # of Work with the workers; auto: what was measured to be faster here
     prefetcher: PrefetcherName = "auto"  # what copies tiles; auto: what was measured as better for a GPU
+    graphs: GraphsName = "auto"  # CUDA graphs of decode steps; auto: each is compared with a step without
     keep_store: bool = False
     verify: bool = False  # compare the store's bytes with their checksums before they are used
     listen: str | None = None  # tcp endpoint for clients with a key, beside the local one

@@ -120,6 +120,8 @@ def engine_table(stats: dict[str, Any], welcome: Welcome) -> Table:
     ]
     if status := stats.get("prefetch", {}).get("status"):
         rows.append(("prefetching", status))
+    if welcome.device != "cpu" and (graphs := stats.get("graphs")):
+        rows.append(("CUDA graphs", graphs))
     if link := stats.get("prefetcher"):
         rows.append(("prefetcher", _prefetcher(link)))
     if exchange := stats.get("exchange", {}).get("name"):

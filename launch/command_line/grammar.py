@@ -38,6 +38,7 @@ from pipeline.config import (
     EngineConfig,
     ExchangeName,
     FormatName,
+    GraphsName,
     PrefetcherName,
 )
 from pipeline.models.shapes import PREFIX, SHAPES
@@ -330,6 +331,8 @@ def _add_sizes(add: Callable[..., object]) -> None:
     add("--chunk", type=at_least(1), metavar="N", help="prefill tokens of one step (default: measured)")
     prefetcher = f"what copies tiles to the device (default {default.prefetcher})"
     add("--prefetcher", choices=get_args(PrefetcherName), help=prefetcher)
+    graphs = f"decode steps by CUDA graphs, on a GPU (default {default.graphs})"
+    add("--graphs", choices=get_args(GraphsName), help=graphs)
 
 
 def _add_advise(parser: Parser) -> None:

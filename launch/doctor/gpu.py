@@ -61,6 +61,7 @@ async def inspect(example: Reads, root: Path = Path("/")) -> tuple[list[Finding]
     found += _devices(seen)
     if not seen["devices"] or installed(BINDINGS) is None:  # topic `software` has the remedy
         return found, None
+    found.append(await _graphs())
     found.append(await _ipc(wsl="/dev/dxg" in nodes))
     try:
         rate = median(await _try({"what": "link"}))
@@ -101,6 +102,16 @@ def _devices(seen: dict[str, Any]) -> Iterator[Finding]:
 async def _try(config: dict[str, Any]) -> Any:
     async with trial(CHILD, config) as child:
         return await child.result(LIMIT)
+
+
+async def _graphs() -> Finding:
+    try:
+        reason = "" if await _try({"what": "graph"}) else "a replay gave other numbers"
+    except TrialFailed as e:
+        reason = str(e)
+    if not reason:
+        return TOPIC.ok("CUDA graphs work", "decode steps need few calls of the driver, see --graphs")
+    return TOPIC.problem(f"CUDA graphs do not work: {reason}", "decode steps take longer", "")
 
 
 async def _ipc(wsl: bool) -> Finding:

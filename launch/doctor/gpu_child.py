@@ -3,6 +3,7 @@
     torch    write torch's view: {"version", "cuda", "devices": [{"name", "bytes", "free"}]}
     export   allocate and fill device memory, write its IPC handle as hex, hold it until stdin has a line
     open     open the IPC handle `handle`, copy from it, compare; write true or false
+    graph    capture a CUDA graph with torch and replay it on other numbers; write true or false
     link     copy page-locked host memory to the device; write the bytes a second of each copy
 
 A call that fails ends the process with one line on stderr.
@@ -35,10 +36,12 @@ def main(config: dict[str, Any]) -> None:
                 _export()
             case "open":
                 _write(_open(bytes.fromhex(config["handle"])))
+            case "graph":
+                _write(_graph())
             case "link":
                 _write(_link())
-    except CudaError as e:
-        sys.exit(str(e))
+    except (CudaError, RuntimeError) as e:  # torch raises the second
+        sys.exit(" ".join(str(e).split())[:200])
 
 
 def _write(value: Any) -> None:
@@ -78,6 +81,18 @@ def _open(handle: bytes) -> bool:
     call("cudaMemcpy", back.ctypes.data, address, SHARED, kind)
     call("cudaIpcCloseMemHandle", address)
     return bool(np.array_equal(back, _pattern()))
+
+
+def _graph() -> bool:
+    import torch
+
+    x, graph = torch.zeros(8, device="cuda"), torch.cuda.CUDAGraph()
+    y = x + 1  # once without, which loads the kernel
+    with torch.cuda.graph(graph):
+        y = x + 1
+    x.fill_(2)
+    graph.replay()
+    return bool((y == 3).all())
 
 
 def _link() -> list[float]:

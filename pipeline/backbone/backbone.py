@@ -16,7 +16,9 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.backbone.attention import Attention, GroupedQueryAttention, LatentAttention
@@ -163,15 +165,21 @@ class Backbone:
         common = self._rope, rope_rows, self._masks, device.flash
         single = all(len(s.tokens) == 1 and s.kv.uniform for s in spans)
         if self.kernels is not None and single:
-            table = table_of([s.kv for s in spans], tokens, rope_rows, len(spans))
-            decode = self.decode_rows(device.from_host(table))
-            return Batch(spans, len(tokens), decode.tokens, *common, decode)
+            return self.decode_batch(device.from_host(self.decode_table(spans, len(spans))), spans)
         return Batch(spans, len(tokens), device.from_host(torch.tensor(tokens).numpy()), *common)
 
-    def decode_rows(self, table: Tensor) -> DecodeRows:
-        """For a table as of `table_of`, where the device has `kernels` for it."""
+    def decode_table(self, spans: Sequence[TokenSpan], rows: int) -> NDArray[np.int64]:
+        """Of spans of a single token each, as `table_of`."""
+        positions = [(range(s.kv.length, s.kv.length + 1), s.kv.long) for s in spans]
+        tokens = [s.tokens[0] for s in spans]
+        return table_of([s.kv for s in spans], tokens, self._rope.rows(positions), rows)
+
+    def decode_batch(self, table: Tensor, spans: Sequence[TokenSpan] = ()) -> Batch:
+        """The rows of such a table, on the device, which has `kernels` for them. It may change later."""
         assert self.kernels is not None
-        return DecodeRows(table, len(self.spec.attention.kv_streams), self.kernels)
+        decode = DecodeRows(table, len(self.spec.attention.kv_streams), self.kernels)
+        flash = self._precision.device.flash
+        return Batch(spans, table.shape[1], decode.tokens, self._rope, [], self._masks, flash, decode)
 
     def _masks(self, spans: Sequence[TokenSpan]) -> Masks:
         return {

@@ -53,6 +53,10 @@ class Batch:
     def cos_sin(self) -> tuple[Tensor, Tensor]:
         """Rotary cosines and sines of the rows' positions, [R, 1, width] each. Found on first use: the host's
         kernel of a layer reads the tables."""
+        return self.found_cos_sin()
+
+    def found_cos_sin(self) -> tuple[Tensor, Tensor]:
+        """The same, found anew: of rows on the device the positions may have changed."""
         return self.rope[self.rope_rows] if self.decode is None else self.rope.at(self.decode.rope)
 
     @cached_property

@@ -69,6 +69,11 @@ class DecoderLayer:
         assert self._router is not None
         return functional.linear(x, self._router)
 
+    @property
+    def shares(self) -> bool:
+        """Whether it has shared experts."""
+        return self._shared is not None
+
     def shared_experts(self, x: Tensor) -> Tensor | None:
         """float32 [R, H]; None for a layer without them."""
         return None if self._shared is None else self._shared(x)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.arrays import FloatArray, IntArray
+    from pipeline.device.cuda_graphs import CudaGraphs
     from shm.blocks import BlockFormat
     from shm.formats import Bytes
     from shm.landing_flags import LandingFlags
@@ -197,6 +198,10 @@ class Device(ABC):
     ) -> DecodeAttention | None:
         """Kernels for attention of single tokens of sequences of at most `context` tokens, whose layers cache
         `streams` (heads, width) of this dtype; None where the backbone computes it in other ways."""
+        return None
+
+    def graphs(self) -> CudaGraphs | None:
+        """Makes CUDA graphs; None on a device without them."""
         return None
 
     @abstractmethod

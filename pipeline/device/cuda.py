@@ -34,6 +34,7 @@ from pipeline.device.base import (
     SlabMemory,
     heads_of,
 )
+from pipeline.device.cuda_graphs import CudaGraphs
 from pipeline.device.host_reads import HostReads
 from pipeline.device.partial_sums import Part
 from pipeline.device.tile_sums import TileByTile
@@ -231,6 +232,7 @@ class CudaDevice(Device):
         self._reads = 0  # calls of `to_host`, each of which waits for all work before it
         self._host, self._cache, self._in_torch = kernels, cache, in_torch
         self._launchers: dict[Program, CudaLauncher] = {}
+        self._graphs: CudaGraphs | None = None
         self._host_reads = HostReads(lambda: self._launcher(Program.of_sums()))
 
     def expert_kernel(self, layout: StoreLayout) -> DeviceKernel:
@@ -309,7 +311,8 @@ class CudaDevice(Device):
         """A GPU needs no setup."""
 
     @property
-    def _stream(self) -> int:
+    def stream(self) -> int:
+        """torch's current one."""
         return torch.cuda.current_stream(self.torch_device).cuda_stream
 
     def to_host(self, *tensors: Tensor) -> tuple[NDArray[np.float32], ...]:
@@ -317,23 +320,37 @@ class CudaDevice(Device):
         joined = flat[0].contiguous() if len(flat) == 1 else torch.cat(flat, dim=1)
         # An array, not a tensor: a tensor that inference mode has made cannot be written outside it.
         pinned = self._to_host.array(joined.numel() * FLOAT)
-        kind, stream = constant("cudaMemcpyKind").cudaMemcpyDeviceToHost, self._stream
-        call("cudaMemcpyAsync", pinned.ctypes.data, joined.data_ptr(), pinned.nbytes, kind, stream)
-        call("cudaStreamSynchronize", stream)
-        self._reads += 1
-        self._from_host.restart()
+        kind = constant("cudaMemcpyKind").cudaMemcpyDeviceToHost
+        call("cudaMemcpyAsync", pinned.ctypes.data, joined.data_ptr(), pinned.nbytes, kind, self.stream)
+        self.wait_for_stream()
         # Copied, because the next call uses the pinned buffer again.
         columns = np.cumsum([t[0].numel() for t in tensors])[:-1]
         parts = np.split(pinned.view(np.float32).reshape(joined.shape).copy(), columns, axis=1)
         return tuple(np.ascontiguousarray(p).reshape(t.shape) for p, t in zip(parts, tensors, strict=True))
 
+    def wait_for_stream(self) -> None:
+        """Wait for all that was enqueued: fences have passed, and what was to be copied has been."""
+        call("cudaStreamSynchronize", self.stream)
+        self._reads += 1
+        self._from_host.restart()
+
     def from_host(self, array: NDArray[Any]) -> Tensor:
+        tensor = torch.empty(array.shape, dtype=DTYPES[array.dtype.name], device=self.torch_device)
+        self.upload_to(tensor, array)
+        return tensor
+
+    def upload_to(self, tensor: Tensor, array: NDArray[Any]) -> None:
+        """Copy an array, which may change then, to a contiguous tensor of its shape and dtype, without
+        waiting."""
         pinned = self._from_host.take(array.nbytes)
         pinned.view(array.dtype)[:] = array.reshape(-1)
-        tensor = torch.empty(array.shape, dtype=DTYPES[array.dtype.name], device=self.torch_device)
         kind = constant("cudaMemcpyKind").cudaMemcpyHostToDevice
-        call("cudaMemcpyAsync", tensor.data_ptr(), pinned.ctypes.data, pinned.nbytes, kind, self._stream)
-        return tensor
+        call("cudaMemcpyAsync", tensor.data_ptr(), pinned.ctypes.data, pinned.nbytes, kind, self.stream)
+
+    def graphs(self) -> CudaGraphs:
+        if self._graphs is None:
+            self._graphs = CudaGraphs(self)
+        return self._graphs
 
     def share_memory(self, memory: NDArray[np.uint8]) -> str:
         return self._host_reads.share(memory)
@@ -359,7 +376,7 @@ class CudaDevice(Device):
             self._made.append(blocking_event())
             self._events.append(self._made[-1])
         event = self._events.pop()
-        call("cudaEventRecord", event, self._stream)
+        call("cudaEventRecord", event, self.stream)
         return _Fence(event, self._reads)
 
     def wait(self, fence: _Fence | None) -> None:
@@ -390,7 +407,7 @@ class CudaDevice(Device):
     def open_slab(
         self, name: str, slots: int, slot_bytes: int, tick: Callable[[], None] = lambda: None
     ) -> SlabMemory:
-        number, stream = self.torch_device.index, lambda: self._stream
+        number, stream = self.torch_device.index, lambda: self.stream
         return CudaSlab(number, name, slots, slot_bytes, self.from_host, stream)
 
     def close(self) -> None:
@@ -398,6 +415,8 @@ class CudaDevice(Device):
         self._host_reads.close()
         self._to_host.close()
         self._from_host.close()
+        if self._graphs is not None:
+            self._graphs.close()
         for event in self._made:
             call("cudaEventDestroy", event)
         self._made.clear()

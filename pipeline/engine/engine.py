@@ -15,11 +15,13 @@ import torch
 from pipeline.arrays import FloatArray, Phase
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import StepInput
+from pipeline.config import GraphsName
 from pipeline.counters import Counters, StepClock
 from pipeline.device import Device
 from pipeline.engine.driver import PolicyDriver
 from pipeline.engine.failures import restoring_sequences
-from pipeline.engine.head import answers
+from pipeline.engine.graphs import StepGraphs
+from pipeline.engine.layers import EagerLayers
 from pipeline.engine.learned_costs import Learned
 from pipeline.engine.observer import Observer, Probing
 from pipeline.engine.tensor_executor import TensorExecutor
@@ -43,8 +45,16 @@ class Engine:
     driver: PolicyDriver[Ticket]  # set by `set_policy`, like `timing`
     timing: Timing
 
-    def __init__(self, backbone: Backbone, layout: StoreLayout, device: Device, pool: HostPool) -> None:
-        """Without a slab: set `memory` before a policy with `uses_device`."""
+    def __init__(
+        self,
+        backbone: Backbone,
+        layout: StoreLayout,
+        device: Device,
+        pool: HostPool,
+        graphs: GraphsName = "off",
+    ) -> None:
+        """Without a slab: set `memory` before a policy with `uses_device`. `graphs`: as in
+        EngineConfig."""
         s = layout.shape
         self.backbone, self.layout = backbone, layout
         self.device = device
@@ -61,6 +71,7 @@ class Engine:
         self.learned: Learned | None = None
         self.probing = Probing(backbone, device.torch_device, None)
         self._only_waits = [True] * s.layers  # as in TensorExecutor
+        self.graphs = StepGraphs(backbone, device, graphs)
 
     @property
     def policy(self) -> Policy:
@@ -138,22 +149,22 @@ class Engine:
         driver.begin_step(phase, sequences, live)
         for observer in self.observers:
             observer.begin(phase, sequences)
-        batch = backbone.batch([item.span for item in inputs])
-        self.device.prepare(backbone.largest_product(batch.rows))
+        spans = [item.span for item in inputs]
+        self.device.prepare(backbone.largest_product(len(sequences)))
+        layers = self.graphs.layers(spans, self.probing) if phase == "decode" else None
+        layers = layers or EagerLayers(backbone, self.device, self.probing, spans)
         executor = TensorExecutor(
-            backbone=backbone,
+            layers=layers,
             device=self.device,
             memory=self.memory,
             pool=self.pool,
-            probing=self.probing,
             timing=self.timing,
             observers=self.observers,
             tiles=self.shape.tiles,
             phase=phase,
             counters=counters,
             clock=clock,
-            batch=batch,
-            h=backbone.embed(batch),
+            h=layers.embed(),
             only_waits=self._only_waits,
         )
         try:
@@ -166,15 +177,14 @@ class Engine:
             raise
         clock.layer = self.shape.layers
         self.tick()
-        h = backbone.finish(executor.h, batch)
-        for span in batch.spans:
-            span.kv.advance(len(span.tokens))
         counters.steps += 1
         counters.paused_steps += not driver.view.prefetching
-        counters.rows += batch.rows
+        counters.rows += len(sequences)
         if driver.end_step(*counters.prefetched, self.timing.end_step()):
             log.info(driver.prefetch.status)
-        found = answers(backbone, self.device, h, inputs)
+        found = layers.answers(executor.h, inputs)
+        for span in spans:
+            span.kv.advance(len(span.tokens))
         clock.finish("head")
         for observer in self.observers:
             observer.end()

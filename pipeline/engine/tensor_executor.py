@@ -9,13 +9,11 @@ import numpy as np
 from torch import Tensor
 
 from pipeline.arrays import FloatArray, Phase
-from pipeline.backbone.backbone import Backbone
-from pipeline.backbone.batch import Batch
-from pipeline.backbone.decoder_layer import AfterAttention
 from pipeline.counters import PhaseCounters, StepClock
 from pipeline.device import Device
 from pipeline.engine.driver import LayerDecision
-from pipeline.engine.observer import Observer, Probing, with_observers
+from pipeline.engine.layers import Attended, StepLayers
+from pipeline.engine.observer import Observer, with_observers
 from pipeline.engine.timing import Timing
 from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.device_work import DeviceWork
@@ -31,23 +29,21 @@ from shm.mask import DENSE, Mask, Tally
 class TensorExecutor:
     """The expert layers of one step: a `LayerExecutor`, called in the order of `PolicyDriver.layer`."""
 
-    backbone: Backbone
+    layers: StepLayers
     device: Device
     memory: DeviceMemory | EmptyDeviceMemory
     pool: HostPool
-    probing: Probing
     timing: Timing
     observers: Sequence[Observer]
     tiles: int  # of an expert
     phase: Phase
     counters: PhaseCounters
     clock: StepClock
-    batch: Batch
     h: Tensor  # float32 [R, H], the residual stream; `end` adds the experts' output
     only_waits: list[bool]  # by layer, in the latest step: the host's share is all of it
 
     # of the layer that is being computed:
-    _attended: AfterAttention = field(init=False)
+    _attended: Attended = field(init=False)
     _x_host: FloatArray = field(init=False)
     _split: Split = field(init=False)
     _ticket: Ticket = field(init=False)
@@ -57,13 +53,11 @@ class TensorExecutor:
     def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
         """Computes the layer up to its experts. Copies x, the router's logits and the probes' to the host
         together."""
-        self._attended = attended = self.backbone.attend(layer, self.h, self.batch, routed=own)
-        self.h, x = attended.h, attended.x
         wanted = with_observers(layer, probes, self.observers)
-        logits = [attended.logits()] if own else []
-        logits += [self.probing.logits(target, x) for target in wanted]
+        self._attended = self.layers.attend(layer, self.h, own, wanted)
+        self.h = self._attended.h
         self.clock.mark("attention")
-        self._x_host, *read = self.device.to_host(x, *logits)
+        self._x_host, *read = self.layers.read()
         self.clock.mark("read")
         if self.only_waits[layer] and self.phase == "decode" and self.device.on_host:
             self.pool.announce()  # this layer is probably planned as in the step before
@@ -141,7 +135,7 @@ class TensorExecutor:
         if self._outputs:
             for output in self._outputs[1:]:
                 self._outputs[0].add_(output)
-            self.h = self.h + self._outputs[0]
+            self.h.add_(self._outputs[0])  # in place: a graph reads it there
         self.timing.layer_ends()
         self.clock.mark("combine")
 

@@ -12,7 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeline.checkpoint.model_source import ModelSource
-from pipeline.config import DEFAULT_CONTEXT, EXPANDED_KV_BYTES, SCORE_BYTES, EngineConfig, FormatName
+from pipeline.config import (
+    DEFAULT_CONTEXT,
+    EXPANDED_KV_BYTES,
+    GRAPH_BYTES,
+    SCORE_BYTES,
+    EngineConfig,
+    FormatName,
+)
 from pipeline.device.base import CONTEXT_BYTES, SLOT_ALIGNMENT
 from pipeline.memory.limits import CHUNK_MAX, staging_tiles
 from pipeline.models.architecture import TensorSpec
@@ -49,7 +56,7 @@ class Needs:
     position: int  # cosines and sines of one position
     kv_token: int  # one token of the KV cache
     processes: int  # private memory of the processes, on the host
-    steps: int  # on a GPU: a step's allocations and the context of the second process; 0 on the host
+    steps: int  # on a GPU: a step's allocations, CUDA graphs, the second process's context; 0 on the host
     spec: ModelSpec
 
 
@@ -78,6 +85,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     workers = 1 if config.workers is None else config.workers
     processes = COORDINATOR[device] + workers * WORKER + PREFETCHER[device] + TOKENIZER
     second = CONTEXT_BYTES if config.prefetcher != "thread" else 0
+    graphs = GRAPH_BYTES if config.graphs != "off" else 0
     return Needs(
         format=format,
         store=store,
@@ -91,7 +99,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
         position=8 * spec.attention.rope_dim * (1 if spec.rope.switch is None else 2),
         kv_token=spec.kv_numbers_per_token * plain_bytes(config),
         processes=processes + (largest if cuda else max(largest, activations)),
-        steps=activations + second if cuda else 0,
+        steps=activations + second + graphs if cuda else 0,
         spec=spec,
     )
 

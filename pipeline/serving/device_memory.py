@@ -88,6 +88,7 @@ def _open(parts: EngineParts) -> SlabAndLink:
     kind = prefetcher_kind(config.options.prefetcher, device, config.cache, parts.tick)
     own_process = kind != "thread"
     beside = engine.backbone.pending_bytes + device.heads_bytes(layout) + own_process * device.process_bytes
+    beside += engine.graphs.planned_bytes
 
     def check() -> None:
         device.check_memory(slots * layout.tile_bytes, parts.kv_bytes, beside)

@@ -90,7 +90,7 @@ class EngineParts:
         self.kv = KVCache(spec, backbone.dtype, device.torch_device, held)
         self.kv_bytes = held * spec.kv_numbers_per_token * backbone.dtype.itemsize  # of a full KV cache
         layout = self.store.layout
-        self.engine = Engine(backbone, layout, device, pool)
+        self.engine = Engine(backbone, layout, device, pool, options.graphs)
         self.engine.tick = self.tick
         library = chosen(config.kernels)
         missing = f"torch; none were compiled: see {COMMAND} doctor"

@@ -92,6 +92,7 @@ class EngineStatus:
             "counted_tokens": counted_tokens(engine.popularity, engine.shape.top_k),
             "calibrated": self._policies.calibrated,
             "prefetch": {"on": engine.driver.prefetch.on, "status": engine.driver.prefetch.status},
+            "graphs": engine.graphs.status,
             "tiles_per_expert": engine.shape.tiles,
             "tile_bytes": engine.layout.tile_bytes,
             "peers": [child for socket in sockets.values() for child in socket.stats()],

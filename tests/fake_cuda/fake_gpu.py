@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import pytest
 import torch
-from emulated_cuda import EmulatedLauncher, library
+from emulated_cuda import library
+from fake_graphs import RecordedLauncher, function, patch_graphs
 from fake_runtime import FakeRuntime
 from torch import Tensor
 
@@ -33,7 +34,7 @@ def fake_runtime(seed: int = 0) -> Iterator[FakeRuntime]:
     """In place of cuda-bindings. At the end no stream is stuck and all memory of the device is back."""
     runtime = FakeRuntime(f"{os.getpid()}-{next(_keys)}", seed)
     module = cast(Any, ModuleType("cuda.bindings.runtime"))
-    module.__getattr__ = lambda name: getattr(runtime, name)
+    module.__getattr__ = lambda name: function(runtime, name)
     driver = cast(Any, ModuleType("cuda.bindings.driver"))
     driver.__getattr__ = lambda name: getattr(runtime, name)
     with pytest.MonkeyPatch.context() as patch:
@@ -92,7 +93,7 @@ class FakeCudaDevice(cuda.CudaDevice):
         """The kernels themselves, emulated."""
         if not self.attention:
             return None
-        return DecodeAttention(EmulatedLauncher(library(program(dtype))), context)
+        return DecodeAttention(RecordedLauncher(library(program(dtype)), self._runtime), context)
 
     def expert_kernel(self, layout: StoreLayout) -> DeviceKernel:
         return LateKernel(super().expert_kernel(layout), self._runtime)
@@ -129,7 +130,7 @@ def cuda_device(make: Callable[[], Made], runtime: FakeRuntime) -> Iterator[Made
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-        patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+        patch_graphs(patch, runtime)
         flags = torch.backends.cuda
         before = flags.cudnn_sdp_enabled(), flags.matmul.allow_bf16_reduced_precision_reduction
         device = make()

@@ -171,6 +171,9 @@ class FakeRuntime:
         self.events: dict[int, Event] = {}
         self.calls: Counter[str] = Counter()
         self.failures: dict[str, int] = {}  # the calls until one fails, by name
+        # fake_graphs.py: the thread that captures and what it records; whether a stream of its own is current
+        self.capturing: tuple[int, list[Callable[[], None]]] | None = None
+        self.on_side_stream = False
         _remove_abandoned("*", ABANDONED)
 
     # --- for the tests -----------------------------------------------------------------------------------

@@ -39,7 +39,13 @@ def machine(root: Path) -> None:
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the child process answers, by what it is asked; `asked`: the order. An exception is raised."""
-    found: dict[str, Any] = {"torch": TORCH, "export": [1, 2], "open": True, "link": [9e9, 25e9, 5e9]}
+    found: dict[str, Any] = {
+        "torch": TORCH,
+        "graph": True,
+        "export": [1, 2],
+        "open": True,
+        "link": [9e9, 25e9, 5e9],
+    }
     asked = found["asked"] = []
 
     @asynccontextmanager
@@ -68,8 +74,8 @@ async def test_gpu_that_works_is_measured(tmp_path: Path, answers: dict[str, Any
     machine(tmp_path)
     found, pace = await gpu.inspect(READS, tmp_path)
     assert pace == 9e9  # the median
-    assert answers["asked"] == ["torch", "export", "open", "go", "link"]
-    assert [f.level for f in found] == ["ok"] * 4
+    assert answers["asked"] == ["torch", "graph", "export", "open", "go", "link"]
+    assert [f.level for f in found] == ["ok"] * 5
     text = words(found)
     for part in (
         "570.86.15",
@@ -89,9 +95,11 @@ async def test_gpu_that_works_is_measured(tmp_path: Path, answers: dict[str, Any
         ({"torch": TORCH | {"devices": [], "cuda": None}}, "without CUDA", 1),
         ({"torch": TORCH | {"devices": []}}, "older than CUDA 12.8", 1),
         ({"bindings": None}, "", 1),
-        ({"open": False}, "something else", 5),
-        ({"export": TrialFailed("not permitted")}, "not permitted", 3),
-        ({"link": TrialFailed("out of memory")}, "out of memory", 5),
+        ({"graph": False}, "other numbers", 6),
+        ({"graph": TrialFailed("not supported")}, "not supported", 6),
+        ({"open": False}, "something else", 6),
+        ({"export": TrialFailed("not permitted")}, "not permitted", 4),
+        ({"link": TrialFailed("out of memory")}, "out of memory", 6),
     ],
 )
 async def test_gpu_that_does_not_work_is_a_problem(

@@ -60,7 +60,9 @@ def engine_parts(folder: Path, device: FakeCudaDevice, store: Store) -> Iterator
         cache=folder / "cache", slab=False,
     )  # fmt: skip
     shape = ModelShape(SHAPE.layers, SHAPE.experts, SHAPE.tiles, 2)
-    engine = SimpleNamespace(layout=layout, shape=shape, backbone=SimpleNamespace(pending_bytes=0))
+    graphs = SimpleNamespace(planned_bytes=0)
+    backbone = SimpleNamespace(pending_bytes=0)
+    engine = SimpleNamespace(layout=layout, shape=shape, backbone=backbone, graphs=graphs)
     with ExitStack() as outer, ExitStack() as closing:
         socket = outer.enter_context(
             child_socket(folder, "fetch.sock", "prefetcher", store.fingerprint, exits)

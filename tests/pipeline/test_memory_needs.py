@@ -11,7 +11,7 @@ import pytest
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
-from pipeline.config import EXPANDED_KV_BYTES, BackboneDType, EngineConfig
+from pipeline.config import EXPANDED_KV_BYTES, GRAPH_BYTES, BackboneDType, EngineConfig
 from pipeline.device import open_device
 from pipeline.device.base import SLOT_ALIGNMENT
 from pipeline.memory.limits import STAGING_TILES
@@ -55,7 +55,7 @@ MIXTRAL = EngineConfig(device="cpu", chunk=16, context=2048, workers=4)
 MIXTRAL_EMBEDDINGS, MIXTRAL_ROW = 4 * 32000 * 4096, 4 * (32000 + 8 * 4096)  # bytes, in float32
 
 
-TOKENIZER = 60
+TOKENIZER, GRAPHS = 60, GRAPH_BYTES / MB
 MIXTRAL_ON_CPU = 320 + 50 + TOKENIZER + MIXTRAL_EMBEDDINGS / MB
 MIXTRAL_ON_GPU = 1500 + 4 * 80 + 500 + TOKENIZER + MIXTRAL_EMBEDDINGS / MB
 ON_GPU, IN_ONE = {"device": "cuda"}, {"device": "cuda", "prefetcher": "thread", "chunk": None}
@@ -69,9 +69,9 @@ ON_GPU, IN_ONE = {"device": "cuda"}, {"device": "cuda", "prefetcher": "thread", 
         ({"workers": 0, "context": None}, MIXTRAL_ON_CPU, 0),
         # now a step's activations are larger than any weight
         ({"chunk": 4096, "context": None}, 690 + TOKENIZER + 4096 * (MIXTRAL_ROW + 5 * 8192) / MB, 0),
-        (ON_GPU, MIXTRAL_ON_GPU, 600 + 16 * (MIXTRAL_ROW + 5 * 2048) / MB),
-        (IN_ONE | {"context": 512}, MIXTRAL_ON_GPU, 512 * (MIXTRAL_ROW + 5 * 512) / MB),
-        (IN_ONE | {"context": None}, MIXTRAL_ON_GPU, 1024 * (MIXTRAL_ROW + 5 * 8192) / MB),
+        (ON_GPU, MIXTRAL_ON_GPU, 600 + GRAPHS + 16 * (MIXTRAL_ROW + 5 * 2048) / MB),
+        (IN_ONE | {"context": 512, "graphs": "off"}, MIXTRAL_ON_GPU, 512 * (MIXTRAL_ROW + 5 * 512) / MB),
+        (IN_ONE | {"context": None}, MIXTRAL_ON_GPU, GRAPHS + 1024 * (MIXTRAL_ROW + 5 * 8192) / MB),
     ],
 )
 def test_memory_of_processes_and_steps(changed, processes, steps) -> None:

@@ -196,7 +196,7 @@ def test_plans_of_typical_machines() -> None:
     gpu = planned("mixtral-8x7b", 130, 130, 24)
     assert gpu.needs.format == "bf16"
     assert 0.1 < gpu.expert_cache < 0.25  # a whole context, then experts
-    assert (gpu.context, gpu.kv_tokens) == (8192, 8192 + 640)  # and less than a thousandth of them was left
+    assert (gpu.context, gpu.kv_tokens) == (8192, 8192 + 576)  # and less than a thousandth of them was left
     assert planned("olmoe-1b-7b", 130, 130, 80).expert_cache == 1.0
 
 

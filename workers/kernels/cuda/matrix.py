@@ -13,6 +13,7 @@ from workers.kernels.cuda.launcher import Launcher
 from workers.kernels.cuda.products import ITEM, BlockProducts, Codes, Items, in_chunks, limit_of
 
 KEPT = 64  # numbers of rows whose items are kept
+ALWAYS = 64  # so many rows or fewer: a CUDA graph may read their items, as long as the matrix lives
 
 
 def row_items(rows: int) -> tuple[Items, int]:
@@ -63,7 +64,8 @@ class CudaMatrix:
             made, limit = row_items(rows)
             table = np.array([self._data.data_ptr()], np.int64)
             upload = Uploaded(self._products.launcher, made, table)
-            if len(self._items) >= KEPT:
-                self._items.pop(next(iter(self._items)))
+            passing = [number for number in self._items if number > ALWAYS]
+            if rows > ALWAYS and len(passing) >= KEPT:
+                self._items.pop(passing[0])
             self._items[rows] = found = upload, len(made), limit
         return found

@@ -1,0 +1,90 @@
+"""CUDA graphs on the device `cuda`: work that is enqueued with one call of the driver instead of one for each
+of its kernels.
+
+A graph repeats the launches and copies that its work has made while it was captured, on the same addresses.
+So the work reads and writes tensors that exist before and stay; what it allocates itself comes from a pool
+that all graphs share, and is free for the next graph once it is over. It waits for nothing and reads nothing
+back: torch and the driver refuse that while they capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from workers.cuda import PinnedBuffer, call, constant
+
+if TYPE_CHECKING:
+    from pipeline.device.cuda import CudaDevice
+
+FLOAT = 4  # bytes
+
+
+class CudaGraphs:
+    """Makes them, and has the buffers by which they answer. Used by one thread."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self._pinned: list[PinnedBuffer] = []
+        # The legacy default stream, which torch uses otherwise, cannot be captured.
+        self._stream: Any = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def answers(self, *shape: int) -> NDArray[np.float32]:
+        """A page-locked array for `read`, until the device is closed."""
+        self._pinned.append(PinnedBuffer())
+        size = FLOAT * int(np.prod(shape))
+        array: NDArray[np.float32] = self._pinned[-1].array(size).view(np.float32).reshape(shape)
+        return array
+
+    def read(self, tensor: Tensor, to: NDArray[np.float32]) -> None:
+        """Enqueue a copy of a contiguous float32 tensor to an array of `answers`; for work, too."""
+        kind = constant("cudaMemcpyKind").cudaMemcpyDeviceToHost
+        call("cudaMemcpyAsync", to.ctypes.data, tensor.data_ptr(), to.nbytes, kind, self._device.stream)
+
+    def wait(self) -> None:
+        """For all that was enqueued."""
+        self._device.wait_for_stream()
+
+    def write(self, tensor: Tensor, array: NDArray[Any]) -> None:
+        """Enqueue a copy of an array to a contiguous tensor of its shape and dtype. The array may change."""
+        self._device.upload_to(tensor, array)
+
+    def free_bytes(self) -> int:
+        """Of the device's memory."""
+        free, _ = call("cudaMemGetInfo")
+        return int(free)
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Do the work once, so that all that is made on first use exists, and then capture it. Returns a
+        function that enqueues it. Raises RuntimeError or CudaError where it cannot be captured."""
+        current = torch.cuda.current_stream(self._device.torch_device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            work()
+        current.wait_stream(self._stream)
+        torch.cuda.synchronize(self._device.torch_device)
+        graph: Any = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            # Other threads may allocate and lock pages meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with suppress(RuntimeError):  # which says only that there was an error
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def close(self) -> None:
+        """Free the buffers."""
+        while self._pinned:
+            self._pinned.pop().close()

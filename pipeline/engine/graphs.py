@@ -1,0 +1,298 @@
+"""Decode steps by CUDA graphs: what is the same in each step is captured once and then enqueued with one call
+a layer, where torch takes one for each of its operations.
+
+Graphs are of fixed shapes, so steps are padded to a bucket of rows. A bucket's graphs read and write tensors
+that stay: the table of its rows (`pipeline/backbone/decode_rows.py`), the residual stream, the input of the
+experts, the routers' logits. A row without a sequence attends to nothing, and its numbers are read by no
+other row. Routed experts are computed between the graphs, as ever.
+
+Captured is what has run: from a bucket's third step on, a few graphs a step, so that no step takes much
+longer. Each first replay is compared with the same work done without a graph, unless that is switched off.
+Where it differs, or the work cannot be captured, the engine goes on without graphs, and a line says why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.arrays import FloatArray
+from pipeline.backbone.backbone import Backbone
+from pipeline.backbone.batch import StepInput, TokenSpan
+from pipeline.backbone.decode_rows import STREAMS
+from pipeline.backbone.decoder_layer import DecoderLayer
+from pipeline.backbone.greedy import greedy
+from pipeline.config import GRAPH_BYTES, GraphsName
+from pipeline.device import Device
+from pipeline.device.cuda_graphs import CudaGraphs
+from pipeline.engine.head import answers
+from pipeline.engine.layers import Attended, StepLayers
+from pipeline.engine.observer import Probing
+from pipeline.text.greedy import WIDTH
+from shm.segment import byte_size
+from workers.cuda import CudaError
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # rows
+WARM = 2  # steps of a bucket before its graphs are captured
+CAPTURES = 8  # graphs that a step captures at most
+VARIANTS = 4  # graphs of a layer's attention: with other probes it is computed without
+CLOSE = 1e-4  # of the largest number: by so much a replay may differ where its bits do
+
+log = logging.getLogger(__name__)
+
+
+class StepGraphs:
+    """One engine's. `status`: one line for a person."""
+
+    def __init__(self, backbone: Backbone, device: Device, mode: GraphsName) -> None:
+        self._backbone, self._device = backbone, device
+        self._compares = mode != "on"
+        self._buckets: dict[int, Bucket] = {}
+        self._gpu: CudaGraphs | None = None
+        self.taken = 0  # bytes of the device's memory
+        self.captured = 0  # graphs
+        self._off = ""  # why there are none
+        if mode == "off":
+            self._off = "--graphs off"
+        elif (gpu := device.graphs()) is None:
+            self._off = f"the device {device.name} has none"
+            if mode == "on":
+                log.warning(f"--graphs on has no effect: {self._off}")
+        elif backbone.kernels is None:
+            self._off = "they need kernels of ours for attention, which cannot be had here"
+            if mode == "on":
+                log.warning(f"--graphs on has no effect: {self._off}")
+        else:
+            self._gpu = gpu
+
+    @property
+    def planned_bytes(self) -> int:
+        """Memory of the device that is still to be taken."""
+        return 0 if self._off else max(0, GRAPH_BYTES - self.taken)
+
+    @property
+    def status(self) -> str:
+        """Any thread may read it."""
+        if self._off:
+            return f"off: {self._off}"
+        return f"on: {self.captured} captured, {byte_size(self.taken)}"
+
+    def layers(self, spans: Sequence[TokenSpan], probing: Probing) -> StepLayers | None:
+        """A decode step by graphs; None where it has to be done without."""
+        if self._off or self._gpu is None:
+            return None
+        if not all(len(span.tokens) == 1 and span.kv.uniform for span in spans):
+            return None
+        rows = next((rows for rows in BUCKETS if len(spans) <= rows), None)
+        if rows is None:
+            return None
+        if rows not in self._buckets:
+            self._buckets[rows] = Bucket(self, self._backbone, self._device, self._gpu, rows)
+        bucket = self._buckets[rows]
+        bucket.begin(spans, probing)
+        return bucket
+
+    def stop(self, reason: str) -> None:
+        """Go on without graphs."""
+        self._off = reason
+        log.warning(f"CUDA graphs are off: {reason}")
+        for bucket in self._buckets.values():
+            bucket.forget()
+
+    def capture(self, work: Callable[[], None], h: Tensor, outputs: Sequence[Tensor]) -> Callable[[], None]:
+        """Do the work, which reads h and changes `outputs`, perhaps h among them. Returns a function that
+        repeats it. Raises _Failed: h is then as before, and the work is still to be done."""
+        assert self._gpu is not None
+        free, before = self._gpu.free_bytes(), h.clone()
+        try:
+            replay = self._gpu.capture(work)
+            expected = [output.clone() for output in outputs]
+            h.copy_(before)
+            for output in outputs:
+                if output is not h:
+                    output.fill_(torch.nan)
+            replay()
+            differs = self._compares and not all(map(_agrees, outputs, expected))
+        except (RuntimeError, CudaError) as e:
+            h.copy_(before)
+            raise _Failed(f"a step could not be captured: {str(e).splitlines()[0]}") from e
+        if differs:
+            h.copy_(before)
+            raise _Failed("a captured step gave other numbers than the same step without a graph")
+        self.captured += 1
+        self.taken += max(0, free - self._gpu.free_bytes())
+        if self.taken > GRAPH_BYTES:
+            log.warning(f"CUDA graphs take {byte_size(self.taken)}: no more are captured")
+        return replay
+
+    @property
+    def full(self) -> bool:
+        """Whether the memory that is planned for graphs is taken."""
+        return self.taken > GRAPH_BYTES
+
+
+class _Failed(Exception):
+    """No graph was made; the text says why."""
+
+
+def _agrees(found: Tensor, expected: Tensor) -> bool:
+    """In all bits, or within CLOSE of the largest number."""
+    if torch.equal(found.view(torch.int32), expected.view(torch.int32)):
+        return True
+    limit = CLOSE * float(expected.abs().max())
+    return bool(((found - expected).abs() <= limit).all())
+
+
+@dataclass
+class _Attended:
+    """As of `Attended`."""
+
+    h: Tensor
+    x: Tensor
+    _layer: int
+    _bucket: Bucket
+
+    def shared(self) -> Tensor | None:
+        return self._bucket.shared(self._layer)
+
+
+class Bucket:
+    """Decode steps of at most so many rows: StepLayers, one step after the other."""
+
+    def __init__(
+        self, graphs: StepGraphs, backbone: Backbone, device: Device, gpu: CudaGraphs, rows: int
+    ) -> None:
+        self._graphs, self._backbone, self._device, self._gpu = graphs, backbone, device, gpu
+        spec, there = backbone.spec, device.torch_device
+        self._bucket_rows = rows
+        lines = STREAMS + spec.layers * len(spec.attention.kv_streams)
+        self._table = torch.zeros((lines, rows), dtype=torch.int64, device=there)
+        self._batch = backbone.decode_batch(self._table)
+        self._h, self._x, self._shared = (
+            torch.zeros((rows, spec.hidden), dtype=torch.float32, device=there) for _ in range(3)
+        )
+        self._x_host = gpu.answers(rows, spec.hidden)
+        self._logits: dict[int, tuple[Tensor, FloatArray]] = {}  # by how many; on the device and the host
+        self._results: dict[str, tuple[Tensor, FloatArray]] = {}  # of the head
+        self._layers: dict[int, DecoderLayer] = {}  # those that were computed
+        self._replays: dict[Hashable, Callable[[], None]] = {}
+        self._steps = 0
+        # of the present step:
+        self._rows = self._captures = 0
+        self._number = 0  # of logits that the latest `attend` gives
+        self._probing: Probing
+
+    def begin(self, spans: Sequence[TokenSpan], probing: Probing) -> None:
+        """A step begins."""
+        self._rows, self._probing = len(spans), probing
+        self._gpu.write(self._table, self._backbone.decode_table(spans, self._bucket_rows))
+        self._steps += 1
+        self._captures = CAPTURES if self._steps > WARM else 0
+
+    def forget(self) -> None:
+        """Use no graph any more."""
+        self._replays.clear()
+        self._captures = 0
+
+    def embed(self) -> Tensor:
+        factors = self._batch.cos_sin  # which the layers' graphs read
+
+        def work() -> None:
+            for kept, new in zip(factors, self._batch.found_cos_sin(), strict=True):
+                kept.copy_(new)
+            self._h.copy_(self._backbone.embed(self._batch))
+
+        self._run(("embed",), work, self._h, *factors)
+        return self._h[: self._rows]
+
+    def attend(self, layer: int, h: Tensor, own: bool, probes: Sequence[int]) -> Attended:
+        probing, probes = self._probing, tuple(probes)
+        self._number = number = own + len(probes)
+        if number not in self._logits:
+            shape = number, self._bucket_rows, self._backbone.spec.experts
+            made = torch.zeros(shape, dtype=torch.float32, device=self._device.torch_device)
+            self._logits[number] = made, self._gpu.answers(*shape)
+        logits, logits_host = self._logits[number]
+
+        def work() -> None:
+            attended = self._backbone.attend(layer, self._h, self._batch, routed=own)
+            self._layers[layer] = attended.layer
+            found = [attended.logits()] if own else []
+            found += [probing.logits(target, attended.x) for target in probes]
+            if found:
+                torch.stack(found, out=logits)
+                self._gpu.read(logits, logits_host)
+            self._x.copy_(attended.x)
+            self._gpu.read(self._x, self._x_host)
+            self._h.copy_(attended.h)
+
+        # A trained gate belongs to its calibration, a router to the model.
+        self._run(("attend", layer, own, probes, probing if any(p <= 0 for p in probes) else None), work,
+                  self._h, self._x, logits)  # fmt: skip
+        return _Attended(self._h[: self._rows], self._x[: self._rows], layer, self)
+
+    def read(self) -> Sequence[FloatArray]:
+        self._gpu.wait()
+        _, logits = self._logits[self._number]
+        return [self._x_host[: self._rows].copy(), *(one[: self._rows].copy() for one in logits)]
+
+    def shared(self, layer: int) -> Tensor | None:
+        """As of `Attended`."""
+        computed = self._layers[layer]
+        if not computed.shares:
+            return None
+
+        def work() -> None:
+            y = computed.shared_experts(self._x)
+            assert y is not None
+            self._shared.copy_(y)
+
+        self._run(("shared", layer), work, self._shared)
+        return self._shared[: self._rows]
+
+    def answers(self, h: Tensor, inputs: Sequence[StepInput]) -> list[FloatArray]:
+        wanted = {item.logits for item in inputs}
+        if wanted not in ({"greedy"}, {"last"}, {"all"}):
+            h = self._backbone.finish(self._h, self._batch)[: self._rows]
+            return answers(self._backbone, self._device, h, inputs)
+        small = wanted == {"greedy"}
+        name, width = ("greedy", WIDTH) if small else ("logits", self._backbone.spec.vocabulary)
+        if name not in self._results:
+            shape = self._bucket_rows, width
+            made = torch.zeros(shape, dtype=torch.float32, device=self._device.torch_device)
+            self._results[name] = made, self._gpu.answers(*shape)
+        result, result_host = self._results[name]
+
+        def work() -> None:
+            logits = self._backbone.head(self._backbone.finish(self._h, self._batch))
+            result.copy_(greedy(logits) if small else logits)
+            self._gpu.read(result, result_host)
+
+        self._run((name,), work, result)
+        self._gpu.wait()
+        return list(np.split(result_host[: self._rows].copy(), self._rows))
+
+    def _run(self, key: Hashable, work: Callable[[], None], *outputs: Tensor) -> None:
+        """The work, by its graph where there is one."""
+        replay = self._replays.get(key)
+        if replay is not None:
+            replay()
+        elif self._captures and not self._graphs.full and len(self._replays) < self._most:
+            self._captures -= 1
+            try:
+                self._replays[key] = self._graphs.capture(work, self._h, outputs)
+            except _Failed as e:
+                self._graphs.stop(str(e))
+                work()
+        else:
+            work()
+
+    @property
+    def _most(self) -> int:
+        """Graphs that it may have."""
+        return VARIANTS * len(self._backbone.spec.moe_layers) + 1 + len(self._results)

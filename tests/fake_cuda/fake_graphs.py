@@ -1,0 +1,181 @@
+"""A stand-in for torch.cuda.CUDAGraph, with tensors on the CPU. It is as strict as a GPU, and tells more:
+
+- while work is captured nothing is computed: results are garbage, what it writes stays as it was;
+- a replay computes the same operations, copies and kernels again, on the same memory;
+- waiting, allocating beside torch, uploading and reading a number while capturing are errors;
+- a replay that would read memory of a tensor that is gone is an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from emulated_cuda import EmulatedLauncher
+from fake_runtime import FakeRuntime
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+READS = ("_local_scalar_dense", "item", "nonzero", "unique2", "_unique2", "equal", "is_nonzero")
+
+
+class Outside:
+    """A tensor that a capture did not make, without keeping it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._dtype, self._place = tensor.dtype, (tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def tensor(self) -> Tensor:
+        if self._storage.expired():
+            raise RuntimeError("a graph reads memory of a tensor that is gone")
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        return torch.empty(0, dtype=self._dtype).set_(storage, *self._place)
+
+
+class Tape(TorchDispatchMode):
+    """Records operations; `made` are the tensors that they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[Callable[[], None]] = []
+        self.made: list[Tensor] = []
+        self._own: set[int] = set()  # storages
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function.overloadpacket.__name__ in READS:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        kept = tree_map(self._kept, (args, kwargs))
+        if function._schema.is_mutable:
+            self.entries.append(lambda: self._again(function, kept, []))
+            return kwargs.get("out", args[0])
+        read = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        result = function(*args, **kwargs)
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and _storage(t) not in read]
+        if made:  # otherwise it is a view
+            self.made += made
+            self._own |= {_storage(tensor) for tensor in made}
+            self.entries.append(lambda: self._again(function, kept, made))
+        return result
+
+    def _kept(self, leaf: Any) -> Any:
+        return Outside(leaf) if isinstance(leaf, Tensor) and _storage(leaf) not in self._own else leaf
+
+    @staticmethod
+    def _again(function: Any, kept: Any, made: list[Tensor]) -> None:
+        args, kwargs = tree_map(lambda x: x.tensor() if isinstance(x, Outside) else x, kept)
+        result = function(*args, **kwargs)
+        found = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        for old, new in zip(made, found if made else (), strict=True):
+            old.copy_(new)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class FakeGraph:
+    runtime: FakeRuntime
+
+    def __init__(self) -> None:
+        self._runtime, self._tape = self.runtime, Tape()
+
+    def capture_begin(self, *, pool: Any, capture_error_mode: str) -> None:
+        assert pool is not None
+        assert capture_error_mode == "thread_local"
+        assert self._runtime.on_side_stream, "the default stream cannot be captured"
+        self._runtime.capturing = threading.get_ident(), self._tape.entries
+        self._tape.__enter__()
+
+    def capture_end(self) -> None:
+        self._tape.__exit__(None, None, None)
+        self._runtime.capturing = None
+        for tensor in self._tape.made:
+            if tensor.is_floating_point():
+                tensor.fill_(torch.nan)
+
+    def replay(self) -> None:
+        assert self._runtime.capturing is None
+        self._runtime.calls["graph launches"] += 1
+        for entry in self._tape.entries:
+            entry()
+
+
+CAPTURE_UNSUPPORTED = 900  # cudaErrorStreamCaptureUnsupported
+
+
+def function(runtime: FakeRuntime, name: str) -> Any:
+    """Of the runtime, for any thread; one that captures may only enqueue copies to the host."""
+    found = getattr(runtime, name)
+    if runtime.capturing is None or not callable(found) or not name.startswith("cuda"):
+        return found
+    thread, entries = runtime.capturing
+    if thread != threading.get_ident() or name == "cudaGetErrorString":
+        return found
+
+    def refused(*arguments: Any) -> tuple[int, None]:
+        return CAPTURE_UNSUPPORTED, None
+
+    def recorded(to: int, source: int, size: int, kind: int, stream: int) -> tuple[int]:
+        if kind != runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost or to not in runtime.pinned:
+            return (CAPTURE_UNSUPPORTED,)
+        entries.append(lambda: _copied(found(to, source, size, kind, stream)))
+        return (0,)
+
+    return recorded if name == "cudaMemcpyAsync" else refused
+
+
+def _copied(status: tuple[int]) -> None:
+    assert status == (0,)
+
+
+class RecordedLauncher(EmulatedLauncher):
+    """Kernels on the host; while a graph is captured they are only recorded."""
+
+    def __init__(self, library: ctypes.CDLL, runtime: FakeRuntime) -> None:
+        super().__init__(library)
+        self._runtime = runtime
+
+    def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
+        if self._runtime.capturing is None:
+            super().launch(kernel, blocks, threads, *arguments)
+        else:
+            again = super().launch
+            self._runtime.capturing[1].append(lambda: again(kernel, blocks, threads, *arguments))
+
+
+class _Stream:
+    cuda_stream = 0
+
+    def __init__(self, device: Any = None) -> None:
+        """All are one: torch computes at once."""
+
+    def wait_stream(self, other: Any) -> None:
+        """All work is done at once."""
+
+
+@contextmanager
+def side_stream(runtime: FakeRuntime) -> Iterator[None]:
+    runtime.on_side_stream = True
+    try:
+        yield
+    finally:
+        runtime.on_side_stream = False
+
+
+def patch_graphs(patch: Any, runtime: FakeRuntime) -> None:
+    """torch's names of what makes graphs."""
+    stream = _Stream()
+    patch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    patch.setattr(torch.cuda, "Stream", _Stream)
+    patch.setattr(torch.cuda, "stream", lambda stream: side_stream(runtime))
+    patch.setattr(torch.cuda, "synchronize", lambda device: runtime.torch_stream.drain())
+    patch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    patch.setattr(torch.cuda, "CUDAGraph", type("Graph", (FakeGraph,), {"runtime": runtime}))

@@ -1,0 +1,281 @@
+"""Decode steps by CUDA graphs, on the stand-in for a GPU (tests/fake_cuda/fake_graphs.py): real layers,
+kernels and bookkeeping, captured and replayed on the same memory."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from fake_gpu import FakeCudaDevice, fake_device
+from fake_graphs import FakeGraph
+from fake_runtime import FakeRuntime
+from families import PLAIN, Case, save
+from mover_parts import random_store
+from test_cuda_engine import COSTS
+from thread_engine import PROMPT, engine_in_threads
+
+from pipeline.backbone.backbone import Backbone
+from pipeline.backbone.batch import StepInput, TokenSpan
+from pipeline.backbone.kv_cache import KVCache, SequenceKV
+from pipeline.backbone.linear import Precision
+from pipeline.checkpoint.open import open_model
+from pipeline.device.cpu import CpuDevice
+from pipeline.device.cuda_graphs import CudaGraphs
+from pipeline.engine import graphs
+from pipeline.engine.engine import Engine
+from pipeline.engine.graphs import StepGraphs
+from pipeline.engine.layers import EagerLayers, StepLayers
+from pipeline.engine.observer import Probing
+from pipeline.models.registry import expert_shape, model_spec
+from pipeline.policies.presets import make_policy
+from pipeline.policies.view import PolicyRequest
+from shm.layout import format_named
+
+pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+
+CONTEXT = 96
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def gpu() -> Iterator[tuple[FakeCudaDevice, FakeRuntime]]:
+    with fake_device() as (device, runtime):
+        device.attention = True
+        yield device, runtime
+
+
+def model(folder: Path, family: str, device: FakeCudaDevice, dtype: str = "f32") -> Backbone:
+    save(Case(family, "plain"), folder)
+    source = open_model(folder)
+    return Backbone(source, model_spec(source.config), Precision(dtype, device), CONTEXT)
+
+
+def probing_of(backbone: Backbone) -> Probing:
+    return Probing(backbone, CPU, None)
+
+
+def through(
+    layers: StepLayers, backbone: Backbone, inputs: list[StepInput], probes: bool
+) -> list[np.ndarray]:
+    """All that a step reads back: x and logits of each layer, and the answers. Shared experts and a number
+    for the routed ones are added, as in the engine."""
+    h, found = layers.embed(), []
+    number = len(backbone.spec.moe_layers)
+    for layer in range(number):
+        others = [layer + 1] if probes and layer + 1 < number else []
+        attended = layers.attend(layer, h, layer != 1, others)
+        h = attended.h
+        found += layers.read()
+        y = attended.shared()
+        h.add_(torch.full_like(h, 0.25) if y is None else y.add_(0.25))
+    return found + layers.answers(h, inputs)
+
+
+def poison(sequences: list[SequenceKV]) -> None:
+    """Where a step writes."""
+    for sequence in sequences:
+        for stream in (s for streams in sequence.layers for s in streams):
+            stream[:, sequence.length] = torch.nan
+
+
+def stored(sequences: list[SequenceKV]) -> list[torch.Tensor]:
+    return [s[:, kv.length].clone() for kv in sequences for streams in kv.layers for s in streams]
+
+
+@pytest.mark.parametrize("family", PLAIN)
+@torch.inference_mode()
+def test_steps_are_those_without_graphs(family: str, tmp_path: Path, gpu) -> None:
+    """Of changing sequences that grow, move and end; in full buckets bit by bit."""
+    device, runtime = gpu
+    backbone = model(tmp_path, family, device)
+    made, probing = StepGraphs(backbone, device, "auto"), probing_of(backbone)
+    kv = KVCache(backbone.spec, backbone.dtype, CPU, 2000)
+    random = np.random.default_rng(len(family))
+    running: list[SequenceKV] = []
+    for step in range(16):
+        wanted = int(random.choice([1, 2, 3, 4, 4]))
+        while len(running) > wanted:
+            kv.release(running.pop(int(random.integers(len(running)))))
+        while len(running) < wanted:
+            sequence = kv.allocate(int(random.integers(30, 50)))
+            tokens = random.integers(0, 60, int(random.integers(2, 6))).tolist()
+            prompt = [StepInput(TokenSpan(sequence, tokens), "none")]
+            through(EagerLayers(backbone, device, probing, [prompt[0].span]), backbone, prompt, False)
+            sequence.advance(len(tokens))
+            running.append(sequence)
+        if step % 5 == 4:
+            kv.resize(running[0], running[0].capacity + 3)
+        spans = [TokenSpan(sequence, [int(random.integers(60))]) for sequence in running]
+        kind = ["greedy", "last", "mixed"][step % 3]
+        kinds = ["greedy", *["last"] * (wanted - 1)] if kind == "mixed" else [kind] * wanted
+        inputs = [StepInput(span, cast(Any, one)) for span, one in zip(spans, kinds, strict=True)]
+        poison(running)
+        expected = through(EagerLayers(backbone, device, probing, spans), backbone, inputs, step % 2 == 0)
+        written = stored(running)
+        poison(running)
+        layers = made.layers(spans, probing)
+        assert layers is not None
+        found = through(layers, backbone, inputs, step % 2 == 0)
+        exact = wanted in graphs.BUCKETS
+        for ours, theirs in zip(found, expected, strict=True):
+            if exact:
+                np.testing.assert_array_equal(ours.view(np.int32), theirs.view(np.int32))
+            elif ours.shape[1] != 4:  # of choices one number is a token
+                np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+        for ours, theirs in zip(stored(running), written, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        for sequence in running:
+            sequence.advance(1)
+    assert made.captured > 0
+    assert runtime.calls["graph launches"] > made.captured
+    assert made.status.startswith(f"on: {made.captured} captured")
+
+
+@torch.inference_mode()
+def test_a_warm_layer_is_one_launch_and_one_wait(tmp_path: Path, gpu) -> None:
+    device, runtime = gpu
+    backbone = model(tmp_path, "mixtral", device)
+    made, probing = StepGraphs(backbone, device, "auto"), probing_of(backbone)
+    sequence = KVCache(backbone.spec, backbone.dtype, CPU, 100).allocate(40)
+    layers_of = len(backbone.spec.moe_layers)
+    for step in range(12):
+        before = runtime.calls.copy()
+        inputs = [StepInput(TokenSpan(sequence, [step]), "greedy")]
+        layers = made.layers([inputs[0].span], probing)
+        assert layers is not None
+        through(layers, backbone, inputs, False)
+        sequence.advance(1)
+    calls = runtime.calls - before
+    assert calls["graph launches"] == layers_of + 2  # and embeddings, and the head
+    assert calls["cudaStreamSynchronize"] == layers_of + 1
+    assert not {name for name in calls if "Malloc" in name or "Event" in name}
+
+
+def broken_head(backbone: Backbone, patch: pytest.MonkeyPatch, how: str) -> None:
+    """From now on the head does what a graph cannot have."""
+    head = backbone.head
+
+    def reads(h: torch.Tensor) -> torch.Tensor:
+        logits = head(h)
+        return logits + 0 * float(logits[0, 0].item())
+
+    def uploads(h: torch.Tensor) -> torch.Tensor:
+        backbone._precision.device.from_host(np.zeros(3, np.float32))
+        return head(h)
+
+    patch.setattr(backbone, "head", {"reads": reads, "uploads": uploads}[how])
+
+
+@pytest.mark.parametrize("how", ["reads", "uploads", "replay", "memory"])
+@torch.inference_mode()
+def test_what_cannot_be_captured_leaves_one_line_and_right_numbers(
+    how, tmp_path, gpu, monkeypatch, caplog
+) -> None:
+    device, _ = gpu
+    backbone = model(tmp_path, "mixtral", device)
+    if how in ("reads", "uploads"):
+        broken_head(backbone, monkeypatch, how)
+    elif how == "replay":
+        replay = FakeGraph.replay
+
+        def half(graph: FakeGraph) -> None:
+            graph._tape.entries = graph._tape.entries[:-1]
+            replay(graph)
+
+        monkeypatch.setattr(FakeGraph, "replay", half)
+    else:
+        left = itertools.count(1 << 40, -(1 << 29))
+        monkeypatch.setattr(CudaGraphs, "free_bytes", lambda graphs: next(left))
+    made, probing = StepGraphs(backbone, device, "auto"), probing_of(backbone)
+    sequence = KVCache(backbone.spec, backbone.dtype, CPU, 100).allocate(40)
+    for step in range(6):
+        inputs = [StepInput(TokenSpan(sequence, [step]), "last")]
+        expected = through(EagerLayers(backbone, device, probing, [inputs[0].span]), backbone, inputs, False)
+        poison([sequence])
+        layers = made.layers([inputs[0].span], probing)
+        if layers is not None:
+            for ours, theirs in zip(through(layers, backbone, inputs, False), expected, strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+        sequence.advance(1)
+    (line,) = [one.message for one in caplog.records if one.levelno == logging.WARNING]
+    reason = {"replay": "gave other numbers", "memory": "no more are captured"}.get(
+        how, "could not be captured"
+    )
+    assert reason in line
+    assert made.status.startswith("on: 1 captured" if how == "memory" else "off: ")
+    assert (layers is None) == (how != "memory")
+
+
+@torch.inference_mode()
+def test_the_stand_in_notices_memory_that_is_gone(gpu) -> None:
+    device, _ = gpu
+    made = device.graphs()
+    kept, out, other = torch.ones(3), torch.zeros(3), [torch.full((3,), 2.0)]
+
+    def work() -> None:
+        out.copy_(kept * other[0])
+
+    replay = made.capture(work)
+    out.zero_()
+    replay()
+    assert out.tolist() == [2.0] * 3
+    kept.fill_(5.0)
+    replay()
+    assert out.tolist() == [10.0] * 3
+    other.clear()
+    with pytest.raises(RuntimeError, match="gone"):
+        replay()
+
+    def reads() -> None:
+        out.fill_(float(kept[0].item()))
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        made.capture(reads)
+
+
+@pytest.mark.parametrize("mode", ["auto", "on", "off"])
+def test_a_device_without_graphs_says_so(mode, caplog) -> None:
+    made = StepGraphs(cast(Any, SimpleNamespace(kernels=None)), CpuDevice(), mode)
+    assert made.layers([], cast(Any, None)) is None
+    assert made.status == ("off: --graphs off" if mode == "off" else "off: the device cpu has none")
+    assert [one.message for one in caplog.records] == (
+        ["--graphs on has no effect: the device cpu has none"] if mode == "on" else []
+    )
+
+
+def texts(engine: Engine, preset: str) -> list[np.ndarray]:
+    """Logits of two sequences, decoded beside each other under a preset."""
+    engine.set_policy(make_policy(PolicyRequest(preset), 0), COSTS)
+    kv = KVCache(engine.backbone.spec, torch.float32, CPU, CONTEXT)
+    sequences, found = [kv.allocate(30), kv.allocate(40)], []
+    for sequence in sequences:
+        engine.step([StepInput(TokenSpan(sequence, PROMPT), "none")], "prefill")
+    for token in range(7):
+        inputs = [StepInput(TokenSpan(sequence, [9 + token]), "last") for sequence in sequences]
+        found += engine.step(inputs, "decode")
+    return found
+
+
+def test_an_engine_answers_as_without_graphs(tiny_model, tmp_path, gpu) -> None:
+    """Experts that are resident, land late or are computed by the workers, between the graphs."""
+    device, runtime = gpu
+    shape = expert_shape(open_model(tiny_model).config, 32, format_named("bf16"))
+    with (
+        random_store(shape, "step_graphs") as store,
+        engine_in_threads(tiny_model, tmp_path, store=store, device=device) as (engine, _),
+    ):
+        for preset in ("all-host", "on-demand", "mixtral-offloading", "fiddler", "tandem"):
+            engine.graphs = StepGraphs(engine.backbone, device, "off")
+            expected = texts(engine, preset)
+            engine.graphs = StepGraphs(engine.backbone, device, "auto")
+            for ours, theirs in zip(texts(engine, preset), expected, strict=True):
+                np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+            assert engine.graphs.captured > 0, preset
+        assert runtime.calls["graph launches"] > 0
