@@ -182,6 +182,12 @@ def main() -> int:
     if not all(0 <= sparsity < 1 for sparsity in sparsities):
         print(f"sparsities are numbers from 0 to 1, not {arguments.sparsities}", file=sys.stderr)
         return 2
+    if arguments.windows is not None and arguments.windows < 2:
+        print(
+            f"half of the windows set thresholds: 2 or more are needed, not {arguments.windows}",
+            file=sys.stderr,
+        )
+        return 2
     rows = []
     with torch.inference_mode():
         for row in measure(formats, sparsities, arguments.windows, arguments.items):
