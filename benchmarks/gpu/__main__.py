@@ -110,6 +110,7 @@ STAGES = (
     Stage("primitives", "doctor", launch("doctor"), 50),
     Stage("engine", "mixtral", bench("mixtral-8x7b/8", "process"), 110, table=True),
     Stage("engine", "qwen3", bench("qwen3-30b-a3b/12", "process"), 90, table=True),
+    Stage("engine", "graphs", module("benchmarks.gpu.graphs", "--out", FIGURES), 80, table=True),
     Stage("engine", "killed", launch(*CHAOS.split()), 50),
     Stage("engine", "memory-back", ("nvidia-smi", "--query-gpu=memory.used", "--format=csv"), 5, table=True),
     Stage("engine", "calibrate", launch(*CALIBRATE.split()), 45),

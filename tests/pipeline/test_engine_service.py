@@ -452,6 +452,7 @@ def test_stats_of_an_engine(whole: WholeEngine, costs_file: Path) -> None:
         "engine": engine.counters.snapshot(),
         "counted_tokens": 4 + 2,
         "prefetch": {"on": engine.driver.prefetch.on, "status": engine.driver.prefetch.status},
+        "graphs": "off: the device cpu has none",
         "tiles_per_expert": 3,
         "tile_bytes": 32 * 3 * 64 * 4,
         "peers": socket.stats(),
