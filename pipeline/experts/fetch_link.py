@@ -5,6 +5,7 @@ While the prefetcher is being restarted the link is not `up`; orders of the one 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from dataclasses import dataclass, field
@@ -34,8 +35,11 @@ log = logging.getLogger(__name__)
 DEMANDED, PREDICTED, PLACED = 0, 1, 2  # urgency; smaller overtakes
 STALL_LIMIT = 3.0  # seconds without a tile after which a prefetcher with orders is hung
 ATTACH_LIMIT = 60.0  # the same while it maps the slab
-# For so long flags are looked at again and again; then the wait sleeps, until a report wakes it up.
-WATCH_SECONDS = 200e-6
+# For so long a wait looks at flags again and again, and gives its core, which is the coordinator's where a
+# GPU computes, to any thread that wants it: behind the last tile's kernel the device is idle until that
+# landing is seen. Then it sleeps between two looks.
+WATCH_SECONDS = 5e-3
+LOOKS = 32  # at flags, for each at messages
 
 
 @dataclass
@@ -212,15 +216,20 @@ class FetchLink:
             self._check_progress()
 
     def wait(self, order: Order, landed: int) -> None:
-        """Return when `landed` tiles or channels of the order are in their slots, or it is final. Landings
-        with flags are seen at once, for a while; then, as others, by the messages that report them."""
-        began = time.perf_counter()
-        while order.landed < landed and not order.final:
-            if order.numbers and time.perf_counter() - began < WATCH_SECONDS:
+        """Return when `landed` tiles or channels of the order are in their slots, or it is final."""
+        until = time.perf_counter() + WATCH_SECONDS
+        for looks in itertools.count(1):
+            if order.landed >= landed or order.final:
+                return
+            if not order.numbers:
+                self.update(50)
+            elif time.perf_counter() > until:
+                self.update(1)
+            elif looks % LOOKS:
                 self._read_flags(order)
                 time.sleep(0)
             else:
-                self.update(50)
+                self.update(0)
             if self._landings is not None:
                 self._landings.alive()
 

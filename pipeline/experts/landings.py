@@ -18,7 +18,7 @@ from collections.abc import Callable
 from shm.landing_flags import LandingFlags, next_number
 
 GUARD_LIMIT = 2.0  # seconds without a sign of the engine's thread while the device waits
-GUARD_PERIOD = 0.1
+GUARD_PERIOD = 0.25
 
 log = logging.getLogger(__name__)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,6 +19,7 @@ from pipeline.device.base import SlabMemory
 from pipeline.device.partial_sums import Part, sum_on_host
 from pipeline.serving.prefetcher_kind import kernels
 from protocol.messages import AttachSlab, Fetch, Fetched, SlabAttached
+from shm import landing_flags
 from shm.landing_flags import next_number
 from shm.store import Store, store_name
 from workers import copy_trial, cuda
@@ -47,7 +49,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 @pytest.fixture
 def slab(device: Device, store: Store) -> Iterator[SlabMemory]:
-    slab = device.open_slab("/tandem-test-unused", SLOTS, store.layout.tile_bytes)
+    slab = device.open_slab("/tandem-test-gpu-flags", SLOTS, store.layout.tile_bytes)
     for slot in range(SLOTS):
         slab.slot(slot).fill_(UNTOUCHED)
     torch.cuda.synchronize()  # the copies run on other streams
@@ -162,7 +164,7 @@ def test_fence_follows_all_earlier_work(device: Device) -> None:
 
 @pytest.mark.parametrize("slot_bytes", [1, 255, 256, 1000, 3 << 20])
 def test_slots_are_stable_and_disjoint(device: Device, slot_bytes: int) -> None:
-    slab = device.open_slab("/tandem-test-unused", 5, slot_bytes)
+    slab = device.open_slab("/tandem-test-gpu-flags", 5, slot_bytes)
     try:
         assert slab.slots == 5
         assert slab.slot_bytes >= slot_bytes
@@ -255,6 +257,24 @@ def test_prefetcher_process_copies_tiles_to_their_slots(slab: SlabMemory, store:
             assert place.complaints() == ""
             for index, slot in enumerate(slots):
                 assert holds(slab, slot, store.tiles(1, number, index, index + 1))
+
+
+def test_stream_waits_for_a_flag_and_a_store_of_the_host_releases_it(slab: SlabMemory) -> None:
+    """Also an odd number, with which a tile that will not land is aborted, and at the end of the cycle."""
+    if slab.flags is None:
+        pytest.skip("the driver has no operations on memory for streams")
+    done, stream = cuda.blocking_event(), torch.cuda.current_stream().cuda_stream
+    for number, release in ((2, 2), (4, 5), (landing_flags.CYCLE - 2, landing_flags.CYCLE - 2), (2, 3)):
+        slab.wait_landing(0, number)
+        cuda.call("cudaEventRecord", done, stream)
+        time.sleep(0.05)
+        waits = not cuda.passed(done)
+        slab.flags.array[0] = release  # before anything can fail, so that no stream is left waiting
+        cuda.call("cudaEventSynchronize", done)
+        assert waits, number
+        if number == 4:
+            slab.flags.array[0] = landing_flags.CYCLE - 4
+    cuda.call("cudaEventDestroy", done)
 
 
 def test_both_kinds_of_prefetcher_copy_beside_kernels(device: Device) -> None:

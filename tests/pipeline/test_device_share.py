@@ -188,3 +188,16 @@ def test_engine_without_a_slab_has_an_empty_memory() -> None:
     assert torch.equal(memory.compute(work, X, StepClock(counters)), torch.zeros_like(X))
     with pytest.raises(PlanError, match="gave work to a device without a slab"):
         begun(memory, 1, share_of([(0, 0, 1)], [[0]]))
+
+
+def test_tiles_that_come_again_have_their_numbers_and_are_counted_once(monkeypatch) -> None:
+    """Not all tiles that were given ahead have landed."""
+    memory, _ = memory_of(0)
+    counters = PhaseCounters(LAYERS)
+    memory.count_in(counters)
+    groups = iter([[(1, 0), (1, 5)], [(3, 2)], None, [(1, 0), (3, 2)]])
+    monkeypatch.setattr(memory.mover, "stream", lambda *_, ahead: groups if ahead else None)
+    work = begun(memory, 0, share_of([(1, 1, 3), (3, 0, 1)], [[0], [0]]))
+    found = [group if group is None else [landed[:3] for landed in group] for group in work.landing]
+    assert found == [[(1, 1, 0), (1, 2, 5)], [(3, 0, 2)], None, [(1, 1, 0), (3, 0, 2)]]
+    assert counters.fetched_tiles == 2

@@ -3,6 +3,7 @@ hung."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 
@@ -11,9 +12,12 @@ from child_messages import LIMIT, PRINT, child_socket, control_segment, exit_of,
 
 from pipeline.experts import progress
 from pipeline.experts.fetch_link import ATTACH_LIMIT, DEMANDED, PLACED, STALL_LIMIT, FetchLink
+from pipeline.experts.landings import Landings
 from pipeline.experts.peers import ChildServerSocket
 from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, Hung, SlabAttached, WorkerUp
 from shm.control import ControlSegment
+from shm.landing_flags import LandingFlags
+from shm.segment import unlink
 
 SLAB = AttachSlab("shm", b"/x", 0, 1, 1)
 
@@ -302,3 +306,41 @@ def test_restarted_prefetcher_is_not_blamed_for_its_previous_incarnation(harness
     endpoint.send(SlabAttached(1))
     poll_until(2)
     assert harness.reports[1:] == [WorkerUp("prefetcher", 0, 1)]
+
+
+@pytest.fixture
+def flags(runtime) -> Iterator[LandingFlags]:
+    flags = LandingFlags.create(f"/tandem-test-link-{os.getpid()}", 8)
+    yield flags
+    name = flags.segment.name
+    flags.close()
+    unlink(name)
+
+
+def test_orders_have_numbers_where_their_prefetcher_writes_flags(harness, flags) -> None:
+    landings = Landings(flags, lambda slot, number: None)
+    harness.connect(landings=landings)
+    endpoint = harness.attach(0)  # it cannot
+    order = harness.link.order(0, 1, 2, [5, 6], PLACED)
+    assert received(endpoint, Fetch) == [Fetch(order.id, 0, 1, 2, (5, 6), PLACED)]
+    harness.exit(0)
+    endpoint = harness.start(1)
+    endpoint.send(SlabAttached(1, flags=True))
+    assert harness.link.wait_up(LIMIT)
+    order = harness.link.order(0, 1, 2, [5, 6], DEMANDED)
+    assert received(endpoint, Fetch) == [Fetch(order.id, 0, 1, 2, (5, 6), DEMANDED, (2, 2))]
+    flags.array[6] = 2  # a later tile's flag does not count before those of earlier ones
+    harness.link.update(0)
+    assert order.landed == 0
+    flags.array[5] = 2
+    harness.link.wait(order, 2)
+    assert (order.landed, order.final) == (2, True)
+    endpoint.send(Fetched(order.id, 1, 1, False, 0.25))
+    endpoint.send(Fetched(order.id, 1, 2, True, 0.5))
+    harness.update_until(lambda: harness.link.copied == (2, 0.5))
+    order = harness.link.order(0, 1, 2, [5], DEMANDED)
+    assert received(endpoint, Fetch)[0].numbers == (4,)
+    endpoint.send(Fetched(order.id, 1, 1, True, 0.5))  # a report counts as well
+    harness.link.wait(order, 1)
+    assert order.final
+    landings.close()

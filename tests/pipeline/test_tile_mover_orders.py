@@ -380,3 +380,25 @@ def test_nothing_is_ordered_while_the_prefetcher_is_down_and_all_after_it() -> N
     link.up = True
     mover.poll_prefetcher()
     assert link.expert_orders() == [(1, PLACED)]  # nothing of the demand is left
+
+
+def test_tiles_behind_lost_ones_are_not_given_where_a_new_prefetcher_brings_them(monkeypatch) -> None:
+    """What is computed of an expert is a prefix of its tiles; other experts' tiles are given."""
+    mover, link, _ = mover_of(0, 2)
+    wait = link.wait
+
+    def lost(order: Order, landed: int) -> None:
+        if order is link.sent[0]:
+            order.final = True  # its prefetcher has exited, and the next one is up at once
+        wait(order, landed)
+
+    monkeypatch.setattr(link, "wait", lost)
+    unfetched: list[Missing] = []
+    given = [
+        expert
+        for group in mover.stream(0, [Missing(1, 0, TILES), Missing(2, 1, 3)], unfetched)
+        for expert, _ in group or ()
+    ]
+    assert given == [2, 2]
+    assert unfetched == [Missing(1, 0, 2), Missing(1, 2, TILES)]
+    mover.cache.audit(idle=True)
