@@ -180,6 +180,11 @@ class PageLocks:
         except CudaError as e:
             self.reason = str(e)
 
+    @property
+    def ended(self) -> bool:
+        """No more will be locked."""
+        return not self._thread.is_alive()
+
     def wait(self) -> None:
         """Until all is locked that can be."""
         self._thread.join()

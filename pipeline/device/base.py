@@ -108,6 +108,10 @@ class Locks(Protocol):
     def locked(self) -> int:
         """Bytes that kernels can read in place, from the first on."""
 
+    @property
+    def ended(self) -> bool:
+        """No more will be locked."""
+
     def stop(self) -> None:
         """Lock no more."""
 
@@ -117,6 +121,7 @@ class Locked:
     """Nothing more is being locked: `Locks`."""
 
     locked: int
+    ended: bool = True
 
     def stop(self) -> None:
         """Nothing goes on."""

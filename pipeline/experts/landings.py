@@ -27,18 +27,29 @@ class Landings:
     """Of one slab. All but the guard's thread is used by the engine's thread alone."""
 
     def __init__(
-        self, flags: LandingFlags, wait: Callable[[int, int], None], *, limit: float = GUARD_LIMIT
+        self,
+        flags: LandingFlags,
+        wait: Callable[[int, int], None],
+        *,
+        limit: float = GUARD_LIMIT,
+        ready: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`wait(slot, number)`: all work that the device gets from now on waits for this flag."""
+        """`wait(slot, number)`: all work that the device gets from now on waits for this flag. `ready`: the
+        device may wait by now. Until then flags are only read."""
         self.trusted = True  # no wait had to be aborted by the guard
         self.waiting: dict[int, int] = {}  # slot -> number; the guard's thread reads it
         self.limit = limit
-        self._flags, self._wait = flags, wait
+        self._flags, self._wait, self._ready = flags, wait, ready
         self._numbers = flags.array[: flags.slots].tolist()  # of each slot's latest order
         self._seen = 0  # signs of the engine's thread
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._guard, name="landing-guard", daemon=True)
         self._thread.start()
+
+    @property
+    def may_wait(self) -> bool:
+        """The device may wait for flags."""
+        return self.trusted and self._ready()
 
     def issue(self, slot: int) -> int:
         """The number of the slot's next order."""

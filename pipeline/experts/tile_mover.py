@@ -157,8 +157,8 @@ class TileMover:
         running = deque(self._adopt(layer, items))
         wanted = self._wanted = deque(item for item in items.values() if item.lo < item.hi)
         self._demand(layer, wanted, running)
-        landings = self.link.landings
-        if ahead and landings and running and not wanted and all(d.order.numbers for d in running):
+        numbered = running and not wanted and all(demand.order.numbers for demand in running)
+        if ahead and numbered and (landings := self.link.landings) and landings.may_wait:
             return self._ahead(layer, running, unfetched, landings)
         return self._landings(layer, wanted, running, unfetched)
 

@@ -119,15 +119,20 @@ def _open(parts: EngineParts) -> SlabAndLink:
 def _thread_link(parts: EngineParts, slab: SlabMemory, index: int) -> FetchLink:
     socket, exits = parts.sockets["prefetcher"], parts.exits
     copier = paced(slab.local_copier(parts.store), parts.config.options.link_gbps, lambda: None)
-    landings = _landings(parts, slab) if copier.flags else None
+    locks = slab.locks
+    # Page-locking may wait for the device, and hold up the driver's calls of this process meanwhile: also the
+    # copies that the device waits for.
+    landings = _landings(parts, slab, lambda: locks is None or locks.ended) if copier.flags else None
     parts.closing.callback(start_copy_thread(parts.config, parts.store, copier, socket, exits, index))
     return FetchLink(socket, None, None, index=index, landings=landings)
 
 
-def _landings(parts: EngineParts, slab: SlabMemory) -> Landings | None:
+def _landings(
+    parts: EngineParts, slab: SlabMemory, ready: Callable[[], bool] = lambda: True
+) -> Landings | None:
     if slab.flags is None:
         return None
-    landings = Landings(slab.flags, slab.wait_landing)
+    landings = Landings(slab.flags, slab.wait_landing, ready=ready)
     parts.closing.callback(landings.close)
     return landings
 

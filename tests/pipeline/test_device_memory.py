@@ -4,6 +4,7 @@ prefetcher comes, and where the engine before this one still holds it."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -100,7 +101,13 @@ def test_a_thread_copies_where_no_process_can_map_the_slab(place, refused) -> No
     parts, runtime = place
     if refused == "handle":
         runtime.failures["cudaIpcGetMemHandle"] = 0
-    places_a_tile(DeviceMemoryOpener(parts).open())
+    memory = DeviceMemoryOpener(parts).open()
+    places_a_tile(memory)
+    assert memory.mover.link.stats()["landings"] == "flags"
+    until = time.monotonic() + LIMIT
+    while not memory.mover.link.landings.may_wait and time.monotonic() < until:
+        time.sleep(0.01)  # until the pages are locked
+    assert memory.mover.link.landings.may_wait
 
 
 def test_with_auto_a_thread_copies_beside_an_idle_process(place, monkeypatch) -> None:

@@ -256,6 +256,15 @@ def test_a_device_is_released_while_the_engine_stands_still(mover_store, tmp_pat
         assert computed(place, mover, 0, missing(mover, 0, [TILES, TILES, 0])) == []
 
 
+def test_until_the_device_may_wait_the_host_does(place: Place, monkeypatch) -> None:
+    monkeypatch.setattr(place.landings, "_ready", lambda: False)
+    before, mover = place.runtime.calls["cuStreamWaitValue32"], place.parts.mover(0, SLOTS)
+    assert computed(place, mover, 0, missing(mover, 0, [TILES, TILES, 0])) == []
+    assert place.runtime.calls["cuStreamWaitValue32"] == before
+    assert place.parts.slab.flags is not None
+    assert (place.parts.slab.flags.array[:SLOTS] == 2).sum() == 2 * TILES  # they are written and read
+
+
 def test_reports_behind_flags_are_counted_once(place: Place) -> None:
     link, mover = place.parts.link, place.parts.mover(TILES, 2)
     for _ in range(3):
