@@ -101,7 +101,10 @@ def measure_costs(engine: Engine, context: int = ROWS[-1]) -> Costs:
     link, fetch = probe.link(share)
     launch = probe.launch(device[0], share)
     other, zero_copy = probe.other(context, share), probe.zero_copy(share)
-    return Costs(ROWS, host, device, link, probe.round_trip(), other, launch, fetch, zero_copy=zero_copy)
+    costs = Costs(ROWS, host, device, link, probe.round_trip(), other, launch, fetch, zero_copy=zero_copy)
+    if engine.memory.zero_copy is not None and not costs.zero_copy_pays(1, engine.shape.tiles):
+        engine.memory.zero_copy.stop_locking()
+    return costs
 
 
 class _Probe:

@@ -66,6 +66,7 @@ class RingExchange:
         self._log = SparseLog(log)
         self._works = [0, 0]  # through rings, over ZeroMQ
         self._device = None if device is None or device.on_host else device
+        self._refused = False  # a ring could not be shared with it, and a line has said so
         self._held: dict[Answer, CoordinatorRing] = {}  # answers that are read in place
         # of them: the slots of these seqs are free behind the device's fences
         self._passing: dict[CoordinatorRing, deque[tuple[Fence, int]]] = {}
@@ -222,8 +223,9 @@ class RingExchange:
         if self._device is not None:
             reason = self._device.share_memory(ring.memory)
             ring.in_place = not reason
-            if reason:
-                self._log.warning(f"worker {index}'s answers are added on the host: {reason}")
+            if reason and not self._refused:
+                log.warning(f"workers' answers are added on the host: the GPU cannot read them: {reason}")
+            self._refused = self._refused or bool(reason)
         self._socket.send(index, AttachRing(ring.name))
         self._rings[index] = ring
 

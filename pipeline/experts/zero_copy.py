@@ -29,9 +29,9 @@ Tile = tuple[int, int, Tensor]  # item of a share, tile of its expert, bytes
 class ZeroCopy:
     """Used by the engine's thread alone."""
 
-    def __init__(self, store: Store, lock: Callable[[], Locks]) -> None:
-        """`lock`: begins to lock the store's pages in this process."""
-        self._store, self._lock = store, lock
+    def __init__(self, store: Store, lock: Callable[[], Locks], own: bool = True) -> None:
+        """`lock`: begins to lock the store's pages in this process; `own`: for zero copy alone."""
+        self._store, self._lock, self._own = store, lock, own
         self._locks: Locks | None = None
         self._costs: Costs | None = None
         with warnings.catch_warnings():
@@ -63,9 +63,13 @@ class ZeroCopy:
 
     def close(self) -> None:
         """Lock no more; before the store is closed."""
-        if self._locks is not None:
-            self._locks.stop()
+        self.stop_locking()
         self._locks, self._bytes = None, self._bytes[:0]
+
+    def stop_locking(self) -> None:
+        """Lock no more pages for zero copy; those that are locked stay so."""
+        if self._locks is not None and self._own:
+            self._locks.stop()
 
     def tile(self, layer: int, expert: int, tile: int) -> Tensor | None:
         """A tile's bytes where the device can read them: uint8, a tensor of the host. None where it cannot

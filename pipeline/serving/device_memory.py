@@ -139,7 +139,7 @@ def _landings(
 
 def _zero_copy(parts: EngineParts, slab: SlabMemory) -> ZeroCopy:
     memory = parts.store.segment.array
-    zero_copy = ZeroCopy(parts.store, lambda: parts.device.lock_pages(memory, slab.locks))
+    zero_copy = ZeroCopy(parts.store, lambda: parts.device.lock_pages(memory, slab.locks), slab.locks is None)
     parts.closing.callback(zero_copy.close)
     return zero_copy
 

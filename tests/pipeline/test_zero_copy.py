@@ -31,6 +31,7 @@ from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from shm.layout import format_named
 from workers import cuda
+from workers.kernels.cuda.experts import FEW
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
@@ -163,7 +164,7 @@ def test_it_pays_where_it_ends_before_the_fetches() -> None:
     assert not replace(costs, zero_copy=0.0).zero_copy_pays(1, 4)
     whole = Costs.from_json(costs.to_json() | {"per": "expert"})
     assert whole.for_tiles(3).zero_copy == pytest.approx(0.25)
-    assert MOST_ROWS == 8
+    assert MOST_ROWS <= FEW  # with more rows another kernel computes bf16
 
 
 def test_it_follows_what_runs() -> None:
