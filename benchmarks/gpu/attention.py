@@ -21,8 +21,9 @@ from torch.nn import functional
 
 from pipeline.backbone.batch import Batch
 from pipeline.backbone.causal import attend_span
-from pipeline.device import open_device
+from pipeline.device import Device, open_device
 from pipeline.errors import UsageError
+from workers.kernels.cuda.attention import Rows
 
 HEADS, WIDTH = 32, 128
 CASES = [(1, 1024), (1, 8192), (512, 1024), (512, 8192)]  # new tokens, all tokens
@@ -52,13 +53,24 @@ def exact(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return scores.softmax(2) @ values
 
 
-def ways(q: Tensor, keys: Tensor, values: Tensor):  # type: ignore[no-untyped-def]
+def ways(device: Device, q: Tensor, keys: Tensor, values: Tensor):  # type: ignore[no-untyped-def]
     """By name, functions that return [heads, T, width]."""
     new, total = q.shape[1], keys.shape[1]
     if new == 1:
         grouped = q.view(len(keys), -1, WIDTH)
         attend = functional.scaled_dot_product_attention
         yield "grouped rows", lambda: attend(grouped[None], keys[None], values[None]).view(HEADS, 1, WIDTH)
+        streams = [(len(keys), WIDTH)] * 2
+        if (kernels := device.decode_attention(streams, keys.dtype, total)) is not None:
+            lines = [total - 1, total, keys.data_ptr(), values.data_ptr()]
+            table = torch.tensor(lines, device=keys.device)  # kept by the function below
+            of, row = (table.data_ptr() + 8 * n for n in range(4)), q.view(1, HEADS, WIDTH)
+            rows = Rows(1, next(of), next(of), tuple(of))
+
+            def by_kernels(table: Tensor = table) -> Tensor:
+                return kernels.attend(rows, row, len(keys), WIDTH, None, WIDTH**-0.5).view(HEADS, 1, WIDTH)
+
+            yield "our kernels", by_kernels
         return
     places = torch.arange(total, device=q.device)
     mask = places[total - new :, None] >= places
@@ -67,8 +79,8 @@ def ways(q: Tensor, keys: Tensor, values: Tensor):  # type: ignore[no-untyped-de
         yield name, lambda batch=batch: attend_span(q, keys, values, batch, 0, None).transpose(0, 1)
 
 
-def measure() -> list[Row]:
-    rows, there = [], torch.device("cuda")
+def measure(device: Device) -> list[Row]:
+    rows, there = [], device.torch_device
     for new, total in CASES:
         for kv_heads in GROUPS:
             q = torch.randn(HEADS, new, WIDTH, device=there, dtype=torch.bfloat16)
@@ -76,7 +88,7 @@ def measure() -> list[Row]:
                 torch.randn(kv_heads, total, WIDTH, device=there, dtype=torch.bfloat16) for _ in "kv"
             )
             expected = exact(q, keys, values)
-            for name, way in ways(q, keys, values):
+            for name, way in ways(device, q, keys, values):
                 error = float((way().double() - expected).abs().max())
                 before = torch.cuda.memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
@@ -98,12 +110,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a file for the figures, JSON")
     arguments = parser.parse_args()
     try:
-        open_device("cuda")  # which sets torch up as an engine does
+        device = open_device("cuda")  # which sets torch up as an engine does
     except UsageError as e:
         print(e, file=sys.stderr)
         return 2
     with torch.inference_mode():
-        rows = measure()
+        rows = measure(device)
     for row in rows:
         print(
             f"{row.tokens:5} of {row.of:5}, {row.kv_heads} kv heads, {row.way:13}: error {row.error:.4f},"

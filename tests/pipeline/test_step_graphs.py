@@ -19,21 +19,21 @@ from fake_graphs import FakeGraph
 from fake_runtime import FakeRuntime
 from families import PLAIN, Case, save
 from mover_parts import random_store
+from step_runs import compare, poison, through
 from test_cuda_engine import COSTS
 from thread_engine import PROMPT, engine_in_threads
 
 from benchmarks.gpu import graphs as check
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import StepInput, TokenSpan
-from pipeline.backbone.kv_cache import KVCache, SequenceKV
+from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
 from pipeline.device.cpu import CpuDevice
 from pipeline.device.cuda_graphs import CudaGraphs
-from pipeline.engine import graphs
 from pipeline.engine.engine import Engine
 from pipeline.engine.graphs import StepGraphs
-from pipeline.engine.layers import EagerLayers, StepLayers
+from pipeline.engine.layers import EagerLayers
 from pipeline.engine.observer import Probing
 from pipeline.models.registry import expert_shape, model_spec
 from pipeline.policies.presets import make_policy
@@ -63,78 +63,11 @@ def probing_of(backbone: Backbone) -> Probing:
     return Probing(backbone, CPU, None)
 
 
-def through(
-    layers: StepLayers, backbone: Backbone, inputs: list[StepInput], probes: bool
-) -> list[np.ndarray]:
-    """All that a step reads back: x and logits of each layer, and the answers. Shared experts and a number
-    for the routed ones are added, as in the engine."""
-    h, found = layers.embed(), []
-    number = len(backbone.spec.moe_layers)
-    for layer in range(number):
-        others = [layer + 1] if probes and layer + 1 < number else []
-        attended = layers.attend(layer, h, layer != 1, others)
-        h = attended.h
-        found += layers.read()
-        y = attended.shared()
-        h.add_(torch.full_like(h, 0.25) if y is None else y.add_(0.25))
-    return found + layers.answers(h, inputs)
-
-
-def poison(sequences: list[SequenceKV]) -> None:
-    """Where a step writes."""
-    for sequence in sequences:
-        for stream in (s for streams in sequence.layers for s in streams):
-            stream[:, sequence.length] = torch.nan
-
-
-def stored(sequences: list[SequenceKV]) -> list[torch.Tensor]:
-    return [s[:, kv.length].clone() for kv in sequences for streams in kv.layers for s in streams]
-
-
 @pytest.mark.parametrize("family", PLAIN)
 @torch.inference_mode()
 def test_steps_are_those_without_graphs(family: str, tmp_path: Path, gpu) -> None:
-    """Of changing sequences that grow, move and end; in full buckets bit by bit."""
     device, runtime = gpu
-    backbone = model(tmp_path, family, device)
-    made, probing = StepGraphs(backbone, device, "auto"), probing_of(backbone)
-    kv = KVCache(backbone.spec, backbone.dtype, CPU, 2000)
-    random = np.random.default_rng(len(family))
-    running: list[SequenceKV] = []
-    for step in range(16):
-        wanted = int(random.choice([1, 2, 3, 4, 4]))
-        while len(running) > wanted:
-            kv.release(running.pop(int(random.integers(len(running)))))
-        while len(running) < wanted:
-            sequence = kv.allocate(int(random.integers(30, 50)))
-            tokens = random.integers(0, 60, int(random.integers(2, 6))).tolist()
-            prompt = [StepInput(TokenSpan(sequence, tokens), "none")]
-            through(EagerLayers(backbone, device, probing, [prompt[0].span]), backbone, prompt, False)
-            sequence.advance(len(tokens))
-            running.append(sequence)
-        if step % 5 == 4:
-            kv.resize(running[0], running[0].capacity + 3)
-        spans = [TokenSpan(sequence, [int(random.integers(60))]) for sequence in running]
-        kind = ["greedy", "last", "mixed"][step % 3]
-        kinds = ["greedy", *["last"] * (wanted - 1)] if kind == "mixed" else [kind] * wanted
-        inputs = [StepInput(span, cast(Any, one)) for span, one in zip(spans, kinds, strict=True)]
-        poison(running)
-        expected = through(EagerLayers(backbone, device, probing, spans), backbone, inputs, step % 2 == 0)
-        written = stored(running)
-        poison(running)
-        layers = made.layers(spans, probing)
-        assert layers is not None
-        found = through(layers, backbone, inputs, step % 2 == 0)
-        exact = wanted in graphs.BUCKETS
-        for ours, theirs in zip(found, expected, strict=True):
-            if exact:
-                np.testing.assert_array_equal(ours.view(np.int32), theirs.view(np.int32))
-            elif ours.shape[1] != 4:  # of choices one number is a token
-                np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
-        for ours, theirs in zip(stored(running), written, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-        for sequence in running:
-            sequence.advance(1)
+    made = compare(model(tmp_path, family, device), device, len(family))
     assert made.captured > 0
     assert runtime.calls["graph launches"] > made.captured
     assert made.status.startswith(f"on: {made.captured} captured")
