@@ -27,6 +27,7 @@ FloeName = Literal[
 FormatName = Literal[DenseName, FloeName]
 ExchangeName = Literal["auto", "zmq", "shm"]
 GraphsName = Literal["auto", "on", "off"]
+LandingsName = Literal["auto", "messages"]
 PrefetcherName = Literal["auto", "process", "thread", "mps"]
 BackboneDType = Literal["f32", "bf16", "int8", "int4"]
 
@@ -56,6 +57,7 @@ class EngineConfig:
     seed: int = 0  # of the preset `random` and of requests that give none
     exchange: ExchangeName = "auto"  # of Work with the workers; auto: what was measured to be faster here
     prefetcher: PrefetcherName = "auto"  # what copies tiles; auto: what was measured as better for a GPU
+    landings: LandingsName = "auto"  # of tiles on a GPU; auto: known by flags, where it can wait for them
     graphs: GraphsName = "auto"  # CUDA graphs of decode steps; auto: each is compared with a step without
     keep_store: bool = False
     verify: bool = False  # compare the store's bytes with their checksums before they are used

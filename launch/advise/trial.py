@@ -35,8 +35,8 @@ ROUNDS = 12  # of the search for the link's seconds
 SLOWEST_LINK = 4.0  # times the probe's seconds
 # Options of the command that its engines take as well.
 OF_ENGINE = {"model", "format", "backbone_dtype", "device", "expert_cache", "tile", "workers", "context"}
-OF_ENGINE |= {"kv_tokens", "chunk", "prefetcher", "graphs", "link_gbps", "host_slowdown", "seed"}
-OF_ENGINE |= {"log_level", "record"}
+OF_ENGINE |= {"kv_tokens", "chunk", "prefetcher", "landings", "graphs", "link_gbps", "host_slowdown"}
+OF_ENGINE |= {"seed", "log_level", "record"}
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,7 @@ def without_effect(config: EngineConfig, policy: Policy, model: Path) -> list[st
         given = {
             "--link-gbps": config.link_gbps is not None,
             "--prefetcher": config.prefetcher != EngineConfig.prefetcher,
+            "--landings": config.landings != EngineConfig.landings,
             "--expert-cache": config.expert_cache is not None,
         }
         for option in (option for option, is_given in given.items() if is_given):

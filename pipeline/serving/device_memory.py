@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.device import SlabMemory
 from pipeline.errors import NoRoom, PrefetcherLost
@@ -101,6 +101,8 @@ def _open(parts: EngineParts) -> SlabAndLink:
     if own_process:
         try:
             address = slab.address()
+            if config.options.landings == "messages":
+                address = replace(address, flags="")
         except CudaError as e:
             log.warning(f"the prefetcher is a thread, because the slab cannot be shared: {e}")
     known = "prefetcher" in parts.sockets
@@ -130,7 +132,7 @@ def _thread_link(parts: EngineParts, slab: SlabMemory, index: int) -> FetchLink:
 def _landings(
     parts: EngineParts, slab: SlabMemory, ready: Callable[[], bool] = lambda: True
 ) -> Landings | None:
-    if slab.flags is None:
+    if slab.flags is None or parts.config.options.landings == "messages":
         return None
     landings = Landings(slab.flags, slab.wait_landing, ready=ready)
     parts.closing.callback(landings.close)

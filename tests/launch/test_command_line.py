@@ -231,6 +231,7 @@ def test_options_without_effect_are_reported(tiny_model: Path) -> None:
         ),
         (all_host, EngineConfig(link_gbps=5.0), ["--link-gbps", "all-host"]),
         (all_host, EngineConfig(prefetcher="thread"), ["--prefetcher", "all-host"]),
+        (all_host, EngineConfig(landings="messages"), ["--landings", "all-host"]),
         (all_host, EngineConfig(costs=Path("costs.json")), ["--costs", "all-host"]),
         (on_demand, EngineConfig(host_slowdown=2.0), ["--host-slowdown", "on-demand"]),
         (on_demand, EngineConfig(exchange="shm", workers=0), ["--exchange", "--workers 0"]),

@@ -19,11 +19,11 @@ from mover_parts import SHAPE, random_store
 
 from pipeline.device.base import CONTEXT_BYTES, SPARE_BYTES
 from pipeline.errors import NoRoom, PrefetcherLost
-from pipeline.experts.peers import ExitEvents
+from pipeline.experts.peers import ChildServerSocket, ExitEvents
 from pipeline.policies.view import ModelShape, Target
 from pipeline.serving import device_memory
 from pipeline.serving.device_memory import DeviceMemoryOpener, wait_for_room
-from protocol.messages import Shutdown
+from protocol.messages import AttachSlab, Shutdown
 from shm.store import Store
 from workers.prefetcher import CopyLoop
 
@@ -55,7 +55,7 @@ class Parts(SimpleNamespace):
 def engine_parts(folder: Path, device: FakeCudaDevice, store: Store) -> Iterator[Parts]:
     folder.chmod(0o700)
     exits, layout = ExitEvents(), store.layout
-    options = SimpleNamespace(expert_cache=0.5, prefetcher="process", link_gbps=None)
+    options = SimpleNamespace(expert_cache=0.5, prefetcher="process", landings="auto", link_gbps=None)
     config = SimpleNamespace(
         options=options, runtime=folder, incarnation=0, key=KEY, fingerprint=store.fingerprint,
         cache=folder / "cache", slab=False,
@@ -157,3 +157,24 @@ def test_a_restarted_engine_waits_for_the_memory_of_the_one_before(monkeypatch) 
     with pytest.raises(NoRoom):
         wait_for_room(check, 0.0, lambda: None)
     assert naps == []
+
+
+@pytest.mark.parametrize("kind", ["process", "thread"])
+def test_landings_are_reported_by_messages_where_that_is_asked(place, kind, monkeypatch) -> None:
+    parts, runtime = place
+    monkeypatch.setattr(device_memory, "prefetcher_kind", lambda *asked: kind)
+    sent: list[object] = []
+    send = ChildServerSocket.send
+
+    def noted(self: ChildServerSocket, index: int, message: object) -> None:
+        sent.append(message)
+        send(self, index, message)
+
+    monkeypatch.setattr(ChildServerSocket, "send", noted)
+    runtime.failures["cudaIpcOpenMemHandle"] = 0  # of this process, which it is not for
+    parts.config.options.landings = "messages"
+    memory = DeviceMemoryOpener(parts).open()
+    places_a_tile(memory)
+    assert memory.mover.link.stats()["landings"] == "messages"
+    assert [m.flags for m in sent if isinstance(m, AttachSlab)] == [""] * (kind == "process")
+    assert runtime.calls["cuStreamWriteValue32"] == 2  # the trial's
