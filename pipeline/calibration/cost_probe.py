@@ -121,6 +121,7 @@ class _Probe:
         """Run each side once: first calls cost more."""
         self._submit(1).result()
         self._fetch()
+        self._memory.mover.link.wait_reported()
         self.device(1, 0.0)
 
     def host(self, rows: int, seconds: float) -> float:
@@ -237,6 +238,7 @@ class _Probe:
             before = self._memory.copied()
             elapsed = self._fetch(count)
             ticket.result()
+            self._memory.mover.link.wait_reported()
             moved, spent = (now - then for now, then in zip(self._memory.copied(), before, strict=True))
             tiles.append(spent / moved)
             return max(0.0, elapsed - spent) / count

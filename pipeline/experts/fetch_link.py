@@ -233,6 +233,11 @@ class FetchLink:
             if self._landings is not None:
                 self._landings.alive()
 
+    def wait_reported(self) -> None:
+        """Return when `copied` has all tiles that have landed: flags are ahead of reports."""
+        while any(order.reported < order.landed for order in self._orders.values()):
+            self.update(50)
+
     def _read_flags(self, order: Order) -> None:
         """Book the tiles whose flags say that they have landed."""
         there = order.landed

@@ -18,6 +18,7 @@ from thread_engine import CONTEXT, PROMPT, engine_in_threads
 
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
+from pipeline.calibration import cost_probe
 from pipeline.checkpoint.open import open_model
 from pipeline.engine.engine import Engine
 from pipeline.errors import OutOfDeviceMemory
@@ -157,3 +158,15 @@ def test_fences_use_their_events_again() -> None:
                 device.wait(fence)
             assert runtime.calls["cudaEventSynchronize"] == before
         assert runtime.calls["cudaEventCreateWithFlags"] == 5
+
+
+def test_costs_are_measured_where_landings_come_before_their_reports(
+    tiny_model, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(cost_probe, "BUDGET", 0.05)
+    with cuda_engine(tiny_model, tmp_path) as (engine, _, _runtime):
+        for _ in range(2):
+            costs = cost_probe.measure_costs(engine)
+            assert 0 < costs.link < 1
+            assert engine.memory.wait_idle()
+            engine.memory.audit()
