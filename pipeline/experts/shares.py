@@ -37,6 +37,12 @@ class Share(NamedTuple):
 
     def take(self, chosen: list[int]) -> Share:
         """The share with these items alone, in this order."""
+        if len(self.rows) == len(self.items):  # of one row each, as where one sequence is decoded
+            places = np.array(chosen, np.intp)
+            whole = len(places) <= len(self.items)  # else items come several times
+            offsets = self.offsets[: len(places) + 1] if whole else np.arange(len(places) + 1, dtype=np.int32)
+            rows, weights = self.rows.take(places), self.weights.take(places)
+            return Share(self.items.take(places, 0), offsets, rows, weights)
         starts = self.offsets[chosen]
         counts = self.offsets[1:][chosen] - starts
         offsets = np.zeros(len(chosen) + 1, np.int32)

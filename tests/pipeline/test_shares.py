@@ -129,3 +129,24 @@ def test_cuts_of_another_shape_are_a_plan_error(shape) -> None:
     last = Routing(np.array([[EXPERTS - 1]], np.int32), np.array([[1.0]], np.float32))
     with pytest.raises(PlanError):
         split_layer(last, np.zeros(shape, np.int32), np.zeros(EXPERTS, np.int32), TILES)
+
+
+@given(
+    st.lists(st.integers(1, 3), min_size=1, max_size=5),
+    st.lists(st.integers(0, 4), max_size=9),
+    st.booleans(),
+)
+def test_take_gives_each_items_rows_and_weights(counts, chosen, single) -> None:
+    """Also where items come several times, and where each has one row."""
+    counts = [1] * len(counts) if single else counts
+    chosen = [item for item in chosen if item < len(counts)]
+    offsets = np.cumsum([0, *counts], dtype=np.int32)
+    rows = np.arange(offsets[-1], dtype=np.int32)
+    items = np.array([[expert, 0, 4] for expert in range(len(counts))], np.int32)
+    taken = Share(items, offsets, rows, rows.astype(np.float32) / 8).take(chosen)
+    assert taken.items[:, 0].tolist() == chosen
+    expected = [list(range(offsets[item], offsets[item + 1])) for item in chosen]
+    found = [taken.rows[a:b].tolist() for a, b in pairwise(taken.offsets.tolist())]
+    assert found == expected
+    assert (taken.weights * 8).tolist() == taken.rows.tolist()
+    assert (taken.items.dtype, taken.offsets.dtype, taken.rows.dtype) == (np.int32,) * 3
