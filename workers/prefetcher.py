@@ -8,7 +8,7 @@ and a cancelled order is truncated, so what has landed of it is always a prefix.
 once, channels when their slot is full or the order ends.
 
 A demanded tile waits for the copies that are under way: so these are one other tile at most, or on a GPU's
-link as many small ones as move in 150 us (`workers/copiers.py`). Chunks are small: several may always be
+link as many small ones as move in 150 us (`workers/cuda_copier.py`). Chunks are small: several may always be
 under way.
 """
 
@@ -38,8 +38,9 @@ from shm.landing_flags import NONE
 from shm.store import Store
 from workers import mps
 from workers.child_endpoint import ChildEndpoint
-from workers.copiers import Copier, Tick, open_copier
+from workers.copiers import Copier, Tick
 from workers.cuda import CudaError
+from workers.cuda_copier import open_copier
 from workers.lifetime import pin
 
 log = logging.getLogger(__name__)

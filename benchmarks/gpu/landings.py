@@ -28,8 +28,8 @@ from shm.landing_flags import LandingFlags, next_number
 from shm.segment import unlink
 from shm.store import Store
 from workers import copy_trial
-from workers.copiers import CudaCopier
 from workers.cuda import CudaError, call, constant, ipc_handle, open_ipc_handle, passed
+from workers.cuda_copier import CudaCopier
 from workers.device_flags import DeviceFlags
 
 TILE = 1_300_000  # bytes, of Qwen3-30B-A3B's int4 experts: small ones, for which landings cost most

@@ -48,7 +48,6 @@ from shm.landing_flags import LandingFlags
 from shm.layout import StoreLayout
 from shm.segment import byte_size, unlink
 from shm.store import Store
-from workers.copiers import CudaCopier
 from workers.cuda import (
     CudaError,
     PageLocks,
@@ -59,6 +58,7 @@ from workers.cuda import (
     constant,
     ipc_handle,
 )
+from workers.cuda_copier import CudaCopier
 from workers.device_flags import DeviceFlags
 from workers.kernels.choice import DEFAULT, Choice
 from workers.kernels.cuda import attention

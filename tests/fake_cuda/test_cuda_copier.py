@@ -19,7 +19,7 @@ from fake_runtime import PAGE, FakeRuntime
 from shm.layout import Bytes
 from shm.store import Store
 from workers import cuda
-from workers.copiers import MOST_AHEAD, CudaCopier
+from workers.cuda_copier import MOST_AHEAD, CudaCopier
 
 CHUNK = 3 * PAGE  # bytes of a registration
 SLOT, SLOTS = 5120, 12
@@ -112,7 +112,7 @@ def test_locking_ends_with_the_copier(runtime, memory, slab) -> None:
 def test_channels_are_gathered_by_threads_and_land_in_order(
     runtime, memory, slab, threads, monkeypatch
 ) -> None:
-    monkeypatch.setattr("workers.copiers.gather_threads", lambda: threads)
+    monkeypatch.setattr("workers.cuda_copier.gather_threads", lambda: threads)
     copier = copier_of(memory, slab)
     assert copier.gather_depth == threads + 1
     records, random = memory[:20000].reshape(1000, 20), np.random.default_rng(0)
