@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from emulated_cuda import EmulatedLauncher, library
 from fake_gpu import fake_device
 from fake_runtime import FakeRuntime
 from mover_parts import random_store
@@ -27,6 +28,7 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from shm.layout import format_named
+from workers.kernels.cuda.sources import Program
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
@@ -99,6 +101,24 @@ def test_a_step_waits_once_a_layer_and_allocates_nothing(tiny_model, tmp_path) -
             assert calls["cudaDeviceSynchronize"] == calls["cudaMemGetInfo"] == 0
             fetched = engine.counters.phases["decode"].fetched_tiles
             assert (fetched > 0) == every or preset == "all-host"
+
+
+def test_partial_sums_are_read_where_the_worker_has_written_them(tiny_model, tmp_path, monkeypatch) -> None:
+    """In decode; the prompt has more rows than a ring. The bits are those of sums on the host."""
+    shape = expert_shape(open_model(tiny_model).config, 32, format_named("bf16"))
+    found = []
+    for rings in (0, 4):
+        folder = tmp_path / str(rings)
+        folder.mkdir()
+        with fake_device() as (device, _), random_store(shape, "partial_sums") as store:
+            launcher = EmulatedLauncher(library(Program.of_sums()))
+            monkeypatch.setattr(device, "_launcher", lambda program: launcher)  # noqa: B023
+            made = engine_in_threads(tiny_model, folder, store=store, device=device, rings=rings)
+            with made as (engine, _):
+                found.append([texts(engine, preset) for preset in ("all-host", "layerwise", "random")])
+            assert launcher.launched["add_parts"] >= len(TOKENS) * LAYERS * bool(rings)
+    for ours, expected in zip(*found, strict=True):
+        np.testing.assert_array_equal(ours, expected)
 
 
 def test_step_without_memory_for_it_fails_alone(tiny_model, tmp_path, monkeypatch) -> None:

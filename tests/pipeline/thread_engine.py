@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,7 @@ import torch
 from child_messages import LIMIT, child_endpoint, child_socket, control_segment
 from failing_prefetcher import FailingPrefetcher
 from mover_parts import MoverParts, mover_parts, random_store
+from pool_harness import doorbells
 
 from pipeline.arrays import IntArray
 from pipeline.backbone.backbone import Backbone
@@ -25,6 +27,7 @@ from pipeline.device import Device
 from pipeline.engine.engine import Engine
 from pipeline.experts.channel_share import ChannelMemory
 from pipeline.experts.device_share import DeviceMemory
+from pipeline.experts.ring_exchange import RingExchange
 from pipeline.experts.worker_pool import WorkerPool
 from pipeline.experts.zero_copy import ZeroCopy
 from pipeline.models.registry import expert_shape, model_spec
@@ -32,6 +35,7 @@ from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Plan, Policy, PolicyRequest, Routing, View
 from protocol.messages import Shutdown
 from shm.layout import format_named
+from shm.slot import SlotShape
 from shm.store import Store
 from workers.expert_worker import serve
 from workers.kernels.host import HostKernel
@@ -49,9 +53,10 @@ def engine_in_threads(
     store: Store | None = None,
     staging: int = 4,
     device: Device | None = None,
+    rings: int = 0,
 ) -> Iterator[tuple[Engine, FailingPrefetcher]]:
     """With a DeviceMemory for `capacity` tiles, of a store's experts or of random ones, of 24 tiles in
-    all."""
+    all. `rings`: Work of up to so many rows goes through shared memory."""
     torch_threads = torch.get_num_threads()  # which the worker, being a thread, sets for all of us
     source = open_model(model)
     with ExitStack() as stack:
@@ -72,7 +77,12 @@ def engine_in_threads(
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        pool = WorkerPool(socket, control, WorkerCores.equal(1), store.layout.shape.hidden)
+        hidden, exchange = store.layout.shape.hidden, socket
+        if rings:
+            prefix, shape = f"/tandem-tests{os.getpid()}-engine-", SlotShape.for_rows(rings, hidden)
+            exchange = RingExchange(socket, doorbells(), prefix, shape, device=parts.device)
+            stack.callback(exchange.close)
+        pool = WorkerPool(exchange, control, WorkerCores.equal(1), hidden)
         pool.wait_ready(LIMIT)
         backbone = Backbone(source, model_spec(source.config), Precision("f32", parts.device), CONTEXT)
         try:
