@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from fake_gpu import fake_device
-from fake_runtime import FakeRuntime
+from fake_runtime import FakeRuntime, Status
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from mover_parts import (
@@ -41,6 +41,7 @@ from shm.landing_flags import CYCLE, LandingFlags, next_number, reached
 from shm.segment import unlink
 from shm.store import Store
 from workers.cuda import CudaError
+from workers.cuda_copier import open_copier
 
 TILES = SHAPE.tiles
 
@@ -288,6 +289,38 @@ def test_without_operations_on_memory_landings_are_reported(mover_store, tmp_pat
         assert slab.address().flags == ""
         (line,) = [r.message for r in caplog.records if "landings are reported by messages" in r.message]
         assert call in line
+        slab.close()
+
+
+def test_a_driver_whose_writes_do_not_arrive_is_found_and_leaves_no_stream_waiting(
+    mover_store, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr("workers.device_flags.TRIAL_LIMIT", 0.1)
+    with fake_device() as (device, runtime):
+        runtime.limit = LIMIT
+        monkeypatch.setattr(runtime, "cuStreamWriteValue32", lambda *_: (Status(0),), raising=False)
+        slab = device.open_slab(f"/tandem-test-no-writes-{tmp_path.name}", 2, 1000)
+        assert slab.flags is None
+        runtime.drain()
+        slab.close()
+
+
+@pytest.mark.parametrize("fails", [None, "cudaHostRegister", "cuStreamWaitValue32"])
+def test_a_prefetcher_that_cannot_write_flags_says_so(mover_store, tmp_path, monkeypatch, fails) -> None:
+    """Page-locked memory of its own aside, nothing of the flags stays behind."""
+    with fake_device() as (device, runtime):
+        slab = device.open_slab(f"/tandem-test-attached-{tmp_path.name}", 2, 4096)
+        monkeypatch.setattr("workers.cuda_copier.open_ipc_handle", lambda *_: slab.all_slots.data_ptr())
+        monkeypatch.setattr(runtime, "cudaIpcCloseMemHandle", lambda address: (0,), raising=False)
+        monkeypatch.setattr("workers.cuda.PageLocks._lock", lambda self: None)
+        own = runtime.registered.copy()
+        if fails:
+            runtime.failures[fails] = 0
+        copier = open_copier(slab.address(), mover_store, None, lambda: None)
+        assert copier.flags is (fails is None)
+        assert len(runtime.registered) == len(own) + copier.flags
+        copier.close()
+        assert runtime.registered == own
         slab.close()
 
 
