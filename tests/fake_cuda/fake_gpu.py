@@ -85,7 +85,7 @@ class FakeCudaDevice(cuda.CudaDevice):
     def __init__(self, runtime: FakeRuntime) -> None:
         super().__init__(in_torch=True)
         self.torch_device = torch.device("cpu", 0)
-        self._runtime = runtime
+        self.runtime = runtime
 
     def decode_attention(
         self, streams: Sequence[tuple[int, int]], dtype: torch.dtype, context: int
@@ -93,10 +93,10 @@ class FakeCudaDevice(cuda.CudaDevice):
         """The kernels themselves, emulated."""
         if not self.attention:
             return None
-        return DecodeAttention(RecordedLauncher(library(program(dtype)), self._runtime), context)
+        return DecodeAttention(RecordedLauncher(library(program(dtype)), self), context)
 
     def expert_kernel(self, layout: StoreLayout) -> DeviceKernel:
-        return LateKernel(super().expert_kernel(layout), self._runtime)
+        return LateKernel(super().expert_kernel(layout), self.runtime)
 
     def time_mark(self) -> float:
         return 0.0

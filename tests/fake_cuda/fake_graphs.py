@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from emulated_cuda import EmulatedLauncher
 from fake_runtime import FakeRuntime
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -139,9 +141,15 @@ def _copied(status: tuple[int]) -> None:
 class RecordedLauncher(EmulatedLauncher):
     """Kernels on the host; while a graph is captured they are only recorded."""
 
-    def __init__(self, library: ctypes.CDLL, runtime: FakeRuntime) -> None:
+    def __init__(self, library: ctypes.CDLL, device: Any) -> None:
+        """`device`: a FakeCudaDevice, through which uploads go."""
         super().__init__(library)
-        self._runtime = runtime
+        self._runtime: FakeRuntime = device.runtime
+        self._device = device
+
+    def upload(self, data: NDArray[np.uint8]) -> Tensor:
+        uploaded: Tensor = self._device.from_host(data)
+        return uploaded
 
     def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
         if self._runtime.capturing is None:

@@ -14,8 +14,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from emulated_cuda import library
 from fake_gpu import FakeCudaDevice, fake_device
-from fake_graphs import FakeGraph
+from fake_graphs import FakeGraph, RecordedLauncher
 from fake_runtime import FakeRuntime
 from families import PLAIN, Case, save
 from mover_parts import random_store
@@ -70,6 +71,16 @@ def test_steps_are_those_without_graphs(family: str, tmp_path: Path, gpu) -> Non
     made = compare(model(tmp_path, family, device), device, len(family))
     assert made.captured > 0
     assert runtime.calls["graph launches"] > made.captured
+    assert made.status.startswith(f"on: {made.captured} captured")
+
+
+@torch.inference_mode()
+def test_quantized_backbones_are_captured(tmp_path: Path, gpu, monkeypatch) -> None:
+    """By the kernels themselves, emulated: what they read is on the device before a capture."""
+    device, _ = gpu
+    monkeypatch.setattr(device, "_launcher", lambda program: RecordedLauncher(library(program), device))
+    made = compare(model(tmp_path, "mixtral", device, "int4"), device, 3, steps=8)
+    assert made.captured > 0
     assert made.status.startswith(f"on: {made.captured} captured")
 
 
