@@ -176,6 +176,10 @@ class TileMover:
                     awaited.append(order.slots[index])
                     landings.wait(order.slots[index], order.numbers[index])
                 yield [(demand.order.expert, demand.order.slots[index]) for demand, index in group]
+        except GeneratorExit:  # the engine ends: its sockets may be closed already
+            for slot in awaited:
+                landings.settle(slot)
+            raise
         except BaseException:
             self._settle(layer, running, awaited, unfetched, landed, landings)
             for slot in landed.used:

@@ -220,6 +220,17 @@ def test_the_device_waits_and_the_host_launches_ahead(place: Place) -> None:
     assert sorted(flags.array[:SLOTS]) == [0] * (SLOTS - 2 * TILES) + [2] * (2 * TILES)
 
 
+def test_a_device_is_released_where_nobody_asks_for_the_rest(place: Place) -> None:
+    release = place.runtime.hold_copies()
+    mover = place.parts.mover(0, SLOTS)
+    stream = mover.stream(0, missing(mover, 0, [TILES, TILES, 0]), [], ahead=True)
+    assert len(next(iter(stream)) or ()) == 2 * TILES - 2 * TILES // 4
+    stream.close()  # type: ignore[attr-defined]
+    place.runtime.torch_stream.drain()
+    assert place.landings.waiting == {}
+    release()
+
+
 def test_tiles_that_land_behind_the_guard_are_computed_again(place: Place) -> None:
     place.landings.limit = 0.2
     mover = place.parts.mover(0, SLOTS)
