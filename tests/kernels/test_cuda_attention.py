@@ -135,7 +135,8 @@ def test_a_rows_bits_do_not_depend_on_its_batch_or_place() -> None:
 
 def test_long_contexts_have_long_chunks() -> None:
     kernels = attention(torch.float32, context=20_000)
-    assert kernels.chunk == 384
+    assert kernels.chunk_of(1, 8) == 384
+    assert kernels.chunk_of(128, 512) == 2944  # 7 chunks: their sums of a row take two megabytes
     made = Sequences([1000], [(1, 8)] * 2, torch.float32, 5)
     q, k, v = (torch.randn(1, 1, 8) for _ in range(3))
     kernels.append(made.rows, k, v)

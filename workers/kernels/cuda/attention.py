@@ -19,6 +19,7 @@ STEP, MOST_CHUNKS = 128, 64  # tokens of the smallest chunk; chunks of a sequenc
 MOST_KEY, MOST_VALUE = 576, 512  # numbers of a key and of a value
 HEADS = (1, 2, 4, 8)  # most query heads of a block, of the kernels that there are
 EXTRA = 2  # numbers of a chunk beside its values
+ROW_NUMBERS = 1 << 19  # of the chunks of a row together: models with many wide heads have fewer chunks
 
 
 def program(dtype: torch.dtype) -> Program:
@@ -52,8 +53,12 @@ class DecodeAttention:
     def __init__(self, launcher: Launcher, context: int) -> None:
         """`launcher` has the `program` of the cache's dtype."""
         self._launcher = launcher
-        self.chunk = STEP * -(-context // (STEP * MOST_CHUNKS))  # tokens; the same for all batches
         self._context = context
+
+    def chunk_of(self, heads: int, value_width: int) -> int:
+        """Tokens of a chunk for so many query heads: the same for all batches of a model."""
+        chunks = min(MOST_CHUNKS, max(1, ROW_NUMBERS // (heads * (value_width + EXTRA))))
+        return STEP * -(-self._context // (STEP * chunks))
 
     def append(self, rows: Rows, *new: Tensor) -> None:
         """Write the rows' new numbers [R, heads, width] of each stream; a row's lie together."""
@@ -74,8 +79,8 @@ class DecodeAttention:
         number, heads, width = q.shape
         group = heads // kv_heads
         limit = next((limit for limit in HEADS if group <= limit), HEADS[-1])
-        seen = min(window or self._context, self._context)
-        chunks = -(-seen // self.chunk)
+        seen, chunk = min(window or self._context, self._context), self.chunk_of(heads, value_width)
+        chunks = -(-seen // chunk)
         wide = width if len(rows.streams) == 1 else value_width
         parts = torch.empty(
             number * heads * chunks * (value_width + EXTRA), dtype=torch.float32, device=q.device
@@ -84,12 +89,12 @@ class DecodeAttention:
         self._launch(
             f"attend_{limit}", number * kv_heads * -(-group // limit) * chunks,
             q.data_ptr(), q.stride(0), rows.positions, rows.capacities, rows.streams[0], rows.streams[-1],
-            kv_heads, group, width, value_width, wide, window or 0, self.chunk, chunks, bits_of(scale),
+            kv_heads, group, width, value_width, wide, window or 0, chunk, chunks, bits_of(scale),
             parts.data_ptr(),
         )  # fmt: skip
         self._launch(
             "merge", number * heads,
-            parts.data_ptr(), rows.positions, heads, value_width, window or 0, self.chunk, chunks,
+            parts.data_ptr(), rows.positions, heads, value_width, window or 0, chunk, chunks,
             out.data_ptr(),
         )  # fmt: skip
         return out
