@@ -89,8 +89,23 @@ class SequenceKV:
                     new = old.new_empty((old.shape[0], capacity, old.shape[2]))
                     new[:, : self.length] = old[:, : self.length]
                     streams[n] = new
+        except BaseException:
+            least = min(s.shape[1] for streams in self.layers for s in streams)
+            for streams in self.layers:
+                streams[:] = [self._cut(s, least) for s in streams]
+            raise
         finally:
             self._find_streams()
+
+    def _cut(self, stream: Tensor, capacity: int) -> Tensor:
+        """The stream with this capacity, in its own memory: kernels take one capacity for all."""
+        if stream.shape[1] == capacity:
+            return stream
+        cut = stream.view(-1)[: stream.shape[0] * capacity * stream.shape[2]]
+        cut = cut.view(stream.shape[0], capacity, stream.shape[2])
+        for head in range(1, len(stream)):  # the first lies there already, the others behind their place
+            cut[head, : self.length] = stream[head, : self.length].clone()
+        return cut
 
 
 class TransientKV(SequenceKV):

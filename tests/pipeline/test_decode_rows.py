@@ -17,6 +17,8 @@ from pipeline.backbone.batch import TokenSpan
 from pipeline.backbone.kv_cache import KVCache, SequenceKV
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
+from pipeline.device.cpu import CpuDevice
+from pipeline.errors import OutOfDeviceMemory
 from pipeline.models.registry import model_spec
 
 CONTEXT = 96
@@ -78,3 +80,34 @@ def test_steps_are_those_of_torch(family: str, dtype: str, tmp_path: Path, devic
         torch.testing.assert_close(ours, theirs, **limits)
         for mine, other in zip(our_routers, their_routers, strict=True):
             torch.testing.assert_close(mine, other, **limits)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@torch.inference_mode()
+def test_a_sequence_whose_growth_has_failed_goes_on(on_gpu, tmp_path, device, monkeypatch) -> None:
+    """Some of its streams had grown and others not, and kernels take one capacity for all."""
+    save(Case("mixtral", "plain"), tmp_path)
+    source = open_model(tmp_path)
+    chosen = device if on_gpu else CpuDevice()
+    backbone = Backbone(source, model_spec(source.config), Precision("f32", chosen), CONTEXT)
+    found = []
+    for fails in (False, True):
+        kv = KVCache(backbone.spec, backbone.dtype, CPU, 200)
+        sequence = kv.allocate(12)
+        through(backbone, [TokenSpan(sequence, [5, 6, 7])])
+        new_empty, calls = torch.Tensor.new_empty, iter(range(3))
+
+        def full(tensor: Tensor, shape: tuple[int, ...], calls=calls, new_empty=new_empty) -> Tensor:
+            if next(calls, None) is None:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB. GPU 0 has. More")
+            return new_empty(tensor, shape)
+
+        if fails:
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.Tensor, "new_empty", full)
+                with pytest.raises(OutOfDeviceMemory):
+                    kv.resize(sequence, 30)
+            assert (sequence.capacity, sequence.uniform) == (12, True)
+        found.append([through(backbone, [TokenSpan(sequence, [token])])[0] for token in (8, 9)])
+    for whole, mixed in zip(*found, strict=True):
+        torch.testing.assert_close(mixed, whole, rtol=1e-4, atol=1e-4)
