@@ -30,6 +30,10 @@ static void kept_channels(struct team *team, const struct weights *w, const uint
         few_rows(w, &shape, records, s, s->y, stride);
         for (int64_t r = 0; r < rows; r++) {
             float *from = s->y + r * stride, *to = y + r * w->outputs;
+            if (shape.bits != BF16 && stride == w->outputs && !add) {
+                put_in_order(from, stride / GROUP, to);
+                continue;
+            }
             if (shape.bits != BF16) { /* the sums are free again */
                 put_in_order(from, stride / GROUP, (float *)s->first.sums);
                 from = (float *)s->first.sums;
