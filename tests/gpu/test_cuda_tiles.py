@@ -13,7 +13,8 @@ from device_layers import host, made, on_device, on_host, same
 from kernel_runs import bf16_expert
 from quantized_cases import QUANTIZED
 
-from pipeline.device.cuda import CudaDevice, FewRows
+from pipeline.device.cuda import CudaDevice
+from pipeline.device.cuda_kernels import FewRows
 from shm.blocks import BlockFormat
 from shm.floe import FloeFormat
 from shm.layout import ExpertShape, StoreLayout, format_named

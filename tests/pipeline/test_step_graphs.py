@@ -78,7 +78,9 @@ def test_steps_are_those_without_graphs(family: str, tmp_path: Path, gpu) -> Non
 def test_quantized_backbones_are_captured(tmp_path: Path, gpu, monkeypatch) -> None:
     """By the kernels themselves, emulated: what they read is on the device before a capture."""
     device, _ = gpu
-    monkeypatch.setattr(device, "_launcher", lambda program: RecordedLauncher(library(program), device))
+    monkeypatch.setattr(
+        device.cuda_kernels, "launcher", lambda program: RecordedLauncher(library(program), device)
+    )
     made = compare(model(tmp_path, "mixtral", device, "int4"), device, 3, steps=8)
     assert made.captured > 0
     assert made.status.startswith(f"on: {made.captured} captured")

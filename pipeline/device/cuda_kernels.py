@@ -1,0 +1,142 @@
+"""Which kernels compute on the device `cuda`: compiled ones, or torch where these cannot be had."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipeline.arrays import FloatArray, IntArray
+from pipeline.device.base import DeviceChannelKernel, DeviceKernel, LayerSum
+from pipeline.device.tile_sums import TileByTile
+from pipeline.errors import UsageError
+from shm.blocks import BlockFormat
+from shm.floe import FloeFormat
+from shm.formats import Bytes, TileFormat
+from shm.layout import StoreLayout
+from workers.cuda import CudaError
+from workers.kernels.choice import Choice
+from workers.kernels.cuda import attention
+from workers.kernels.cuda.attention import DecodeAttention
+from workers.kernels.cuda.channels import CudaChannels
+from workers.kernels.cuda.experts import NO_LIMIT, CudaExperts
+from workers.kernels.cuda.launcher import CudaLauncher
+from workers.kernels.cuda.matrix import CudaMatrix
+from workers.kernels.cuda.sources import Program
+from workers.kernels.native import chosen
+from workers.kernels.reference import ReferenceKernel
+from workers.kernels.reference_channels import ReferenceChannels
+
+log = logging.getLogger(__name__)
+
+
+class TorchKernel(ReferenceKernel, TileByTile):
+    """Plain torch operations, tile by tile: formats without CUDA kernels, and where those cannot be had."""
+
+    def __init__(self, layout: StoreLayout, upload: Callable[[NDArray[Any]], Tensor]) -> None:
+        super().__init__(layout)
+        self.upload = upload
+
+
+class FewRows:
+    """CUDA kernels where an expert's rows are few; torch's matrix products where they are more."""
+
+    reads_host = True  # of few rows
+
+    def __init__(self, few: CudaExperts, many: TorchKernel) -> None:
+        self._few, self._many = few, many
+
+    def begin(
+        self, x: Tensor, cuts: IntArray, offsets: IntArray, rows: IntArray, weights: FloatArray
+    ) -> LayerSum:
+        """As of DeviceKernel."""
+        few = np.diff(offsets).max(initial=0) <= self._few.most_rows
+        return (self._few if few else self._many).begin(x, cuts, offsets, rows, weights)
+
+
+class CudaKernels:
+    """Chooses them, and compiles each program once. Used by the engine's thread alone."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        host: Choice,
+        cache: Path | None,
+        upload: Callable[[NDArray[Any]], Tensor],
+        *,
+        in_torch: bool,
+    ) -> None:
+        """As of CudaDevice; `host`: the host's kernels, `upload`: as `Device.from_host`."""
+        self._device, self._host, self._cache = device, host, cache
+        self._upload, self._in_torch = upload, in_torch
+        self._launchers: dict[Program, CudaLauncher] = {}
+
+    def launcher(self, program: Program) -> CudaLauncher:
+        """The compiled kernels. Raises CudaError."""
+        if program not in self._launchers:
+            self._launchers[program] = CudaLauncher(program, self._device, self._cache, self._upload)
+        return self._launchers[program]
+
+    def _program(self, format: TileFormat) -> Program | None:
+        """Without it torch computes the format."""
+        host = chosen(self._host)
+        return Program.of_format(format, fused=host is None or host.variant != "portable")
+
+    def experts(self, layout: StoreLayout) -> DeviceKernel:
+        """As Device.expert_kernel."""
+        in_torch, program = TorchKernel(layout, self._upload), self._program(layout.format)
+        if program is None or self._in_torch:
+            return in_torch
+        try:
+            experts = CudaExperts(self.launcher(program), layout)
+        except CudaError as e:
+            log.warning(f"torch computes experts on the GPU, which takes many times as long: {e}")
+            return in_torch
+        return experts if experts.most_rows == NO_LIMIT else FewRows(experts, in_torch)
+
+    def channels(self, layout: StoreLayout) -> DeviceChannelKernel:
+        """As Device.channel_kernel."""
+        assert isinstance(layout.format, FloeFormat)
+        program = self._program(layout.format.up)
+        if program is None or self._in_torch:
+            return ReferenceChannels(layout)
+        try:
+            return CudaChannels(self.launcher(program), layout)
+        except CudaError as e:
+            log.warning(f"torch computes up matrices on the GPU, which takes many times as long: {e}")
+            return ReferenceChannels(layout)
+
+    def check_quantized(self, format: BlockFormat) -> None:
+        """As Device.check_quantized."""
+        program = self._program(format)
+        assert program is not None
+        try:
+            self.launcher(program)
+        except CudaError as e:
+            raise UsageError(
+                f"--backbone-dtype {format.name} needs kernels that cannot be had here: {e}; use bf16"
+            ) from None
+
+    def matrix(self, format: BlockFormat, data: Bytes, shape: tuple[int, int]) -> CudaMatrix:
+        """As Device.quantized_matrix."""
+        program = self._program(format)
+        assert program is not None
+        return CudaMatrix(self.launcher(program), format, data, shape)
+
+    def attention(
+        self, streams: Sequence[tuple[int, int]], dtype: torch.dtype, context: int
+    ) -> DecodeAttention | None:
+        """As Device.decode_attention."""
+        if self._in_torch or not attention.fits(streams):
+            return None
+        try:
+            return DecodeAttention(self.launcher(attention.program(dtype)), context)
+        except CudaError as e:
+            log.warning(f"torch computes attention on the GPU, one sequence after the other: {e}")
+            return None
