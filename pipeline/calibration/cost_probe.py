@@ -24,6 +24,7 @@ from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.counters import PhaseCounters, StepClock
 from pipeline.engine.engine import Engine
 from pipeline.errors import PolicyError
+from pipeline.experts.demand_stream import DemandStream
 from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.device_work import DeviceWork, Landed
 from pipeline.experts.host_pool import Ticket
@@ -305,7 +306,7 @@ class _Probe:
         shape, unfetched = self._engine.shape, list[Missing]()
         wanted = [Missing((expert + more) % shape.experts, 0, shape.tiles) for more in range(experts)]
         started = time.perf_counter()
-        for _ in self._memory.mover.stream(layer, wanted, unfetched):
+        for _ in DemandStream(self._memory.mover, layer, wanted, unfetched).groups():
             pass
         if unfetched:
             raise PolicyError("the prefetcher exited while costs were measured; set the policy again")

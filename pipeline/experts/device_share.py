@@ -12,6 +12,7 @@ from torch import Tensor
 from pipeline.counters import PhaseCounters, StepClock
 from pipeline.device import SlabMemory
 from pipeline.device.base import DeviceKernel, LayerSum
+from pipeline.experts.demand_stream import DemandStream
 from pipeline.experts.device_work import DeviceWork, Landed, Landing
 from pipeline.experts.fetch_link import Order
 from pipeline.experts.shares import Missing, Share
@@ -26,7 +27,7 @@ class DeviceMemory:
     """The slab, and the mover that keeps its residency at the policy's targets."""
 
     exists: Literal[True] = True
-    ahead = True  # tiles may be given before they have landed, see TileMover.stream
+    ahead = True  # tiles may be given before they have landed, see DemandStream.groups
     kernel: Any  # of the experts' format
 
     def __init__(
@@ -102,7 +103,9 @@ class DeviceMemory:
 
     def _stream(self, layer: int, wanted: list[Missing], missing: list[Missing]) -> Landing:
         """Order whole tiles, at once."""
-        landing = self.mover.stream(layer, wanted, missing, ahead=self.ahead) if wanted else iter(())
+        landing = (
+            DemandStream(self.mover, layer, wanted, missing).groups(ahead=self.ahead) if wanted else iter(())
+        )
 
         def give() -> Landing:
             given, next_tile = 0, {item.expert: item.lo for item in wanted}

@@ -1,28 +1,26 @@
-"""Moves tiles to the device: keeps residency at the policy's targets, and streams the tiles that a step
-demands.
+"""Moves tiles to the device: keeps residency at the policy's targets in the background of what a step demands
+(`experts/demand_stream.py`).
 
-It is the only user of the expert cache's slots and of the fetch link. An expert has at most one background
-order; on a demand, that order becomes a demanded one. So the link finishes the tile that it is copying; then
-it takes demanded experts that had a background order, as these were waiting, then other demanded tiles as
-they were given, and then the rest. Tiles land in order, so resident tiles are always a prefix. While the
-prefetcher is being restarted, nothing is ordered, and demanded tiles are returned as unfetched.
+Whole tiles get slots of the expert cache from these two alone. An expert has at most one background order; on
+a demand, that order becomes a demanded one. So the link finishes the tile that it is copying; then it takes
+demanded experts that had a background order, as these were waiting, then other demanded tiles as they were
+given, and then the rest. Tiles land in order, so resident tiles are always a prefix. While the prefetcher is
+being restarted, nothing is ordered, and demanded tiles are returned as unfetched.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from functools import partial
 
 from pipeline.arrays import IntArray
 from pipeline.config import BACKGROUND_ORDERS
 from pipeline.counters import PhaseCounters
 from pipeline.device import Device
 from pipeline.experts.expert_cache import ExpertCache
-from pipeline.experts.fetch_link import DEMANDED, PLACED, PREDICTED, FetchLink, Order
-from pipeline.experts.landings import Landings
+from pipeline.experts.fetch_link import PLACED, PREDICTED, FetchLink, Order
 from pipeline.experts.shares import Missing
-from pipeline.experts.tile_orders import BackgroundOrder, Demand, LandedTiles, Prediction
+from pipeline.experts.tile_orders import BackgroundOrder, Demand, Prediction
 from pipeline.policies.view import Target
 
 RESTART_LIMIT = 10.0  # seconds that `wait_idle` waits for a new prefetcher
@@ -43,8 +41,8 @@ class TileMover:
         self._restart_limit = restart_limit
         self._background: dict[Key, BackgroundOrder] = {}
         self._predicted: dict[Key, Prediction] = {}
-        self._wanted: deque[Missing] = deque()  # demanded tiles that wait for a free slot
-        self._streamed: set[Key] = set()  # the experts of the demand that is under way
+        self.wanted: deque[Missing] = deque()  # demanded tiles that wait for a free slot
+        self._keys_in_demand: set[Key] = set()  # of the demand that is under way
         self.counters = PhaseCounters(len(cache.residency))  # of the present phase
         self.demanded = 0  # tiles that landed on demand
         self.placed = 0  # tiles that landed in the background
@@ -90,7 +88,7 @@ class TileMover:
     def fetch_missing(self) -> None:
         """Order tiles below target that are not under way: predicted ones first. Residency does not change.
         While demanded tiles wait for slots, no others are ordered."""
-        if self._wanted or not self.cache.missing or not self.link.up:
+        if self.wanted or not self.cache.missing or not self.link.up:
             return
         for key in list(self._predicted):
             if not self._order_background(key, self._predicted[key]):
@@ -122,7 +120,7 @@ class TileMover:
             del self._predicted[key]
 
     def _note_ordered(self, key: Key) -> None:
-        """Bring `ordered` up to date for an expert that is not being streamed."""
+        """Bring `ordered` up to date for an expert that is not demanded."""
         entry, reach = self._background.get(key), int(self.cache.residency[key])
         if entry is not None and entry.next_tile == reach:
             reach = max(reach, min(entry.end, int(self.cache.target[key])))
@@ -139,161 +137,24 @@ class TileMover:
         self.cache.audit(idle=True)
         return True
 
-    def stream(
-        self, layer: int, missing: Iterable[Missing], unfetched: list[Missing], *, ahead: bool = False
-    ) -> Iterator[list[tuple[int, int]] | None]:
-        """Fetch tiles on demand. Yields (expert, slot) of landed tiles by groups (`LandedTiles`), those of
-        background orders first. A slot that is not kept may be read until the iterator advances. `unfetched`:
-        tiles not fetched because the prefetcher exited, the last of their expert.
-
-        `ahead`: tiles may be given before they have landed, where the device waits for that by itself. Then
-        None may follow: not all have landed, what was computed from them is wrong, and those that have landed
-        are given again."""
-        items = {item.expert: item for item in missing}
-        self._streamed = {(layer, expert) for expert in items}
-        for item in items.values():
-            kept = min(item.hi, int(self.cache.target[layer, item.expert]))
-            self.ordered[layer, item.expert] = max(item.lo, kept)
-        running = deque(self._adopt(layer, items))
-        wanted = self._wanted = deque(item for item in items.values() if item.lo < item.hi)
-        self._demand(layer, wanted, running)
-        numbered = running and not wanted and all(demand.order.numbers for demand in running)
-        if ahead and numbered and (landings := self.link.landings) and landings.may_wait:
-            return self._ahead(layer, running, unfetched, landings)
-        return self._landings(layer, wanted, running, unfetched)
-
-    def _ahead(
-        self, layer: int, running: Iterable[Demand], unfetched: list[Missing], landings: Landings
-    ) -> Iterator[list[tuple[int, int]] | None]:
-        """All demanded tiles are ordered: the device waits for each order's last tile of a group."""
-        tiles = [(demand, index) for demand in running for index in demand.tiles]
-        first = len(tiles) - len(tiles) // 4
-        landed = LandedTiles(len(tiles), False)
-        awaited: list[int] = []  # slots
-        try:
-            for group in filter(None, (tiles[:first], tiles[first:])):
-                for order, index in {id(d.order): (d.order, index) for d, index in group}.values():
-                    awaited.append(order.slots[index])
-                    landings.wait(order.slots[index], order.numbers[index])
-                yield [(demand.order.expert, demand.order.slots[index]) for demand, index in group]
-        except GeneratorExit:  # the engine ends: its sockets may be closed already
-            for slot in awaited:
-                landings.settle(slot)
-            raise
-        except BaseException:
-            self._settle(layer, running, awaited, unfetched, landed, landings)
-            for slot in landed.used:
-                self.cache.end_use(slot)
-            raise
-        self._settle(layer, running, awaited, unfetched, landed, landings)
-        if landed.landed == len(tiles) and landings.trusted:
-            landed.tiles.clear()
-        else:
-            yield None
-        yield from landed.give(self.cache.end_use)
-
-    def _settle(
-        self,
-        layer: int,
-        running: Iterable[Demand],
-        awaited: Iterable[int],
-        unfetched: list[Missing],
-        landed: LandedTiles,
-        landings: Landings,
-    ) -> None:
-        """Book what has landed, once all has that will: then the device waits for no flag. Until then,
-        nothing here may wait for the device."""
-        for demand in running:
-            self.link.wait(demand.order, demand.tiles.stop)
-        for slot in awaited:
-            landings.settle(slot)
-        for demand in running:
-            if not self._follows_lost(demand, unfetched):
-                booked = (self._land(layer, demand, index, unfetched, landed) for index in demand.tiles)
-                self._end_demand(layer, demand, all(booked))
-        self._end_stream()
-
-    def _landings(
-        self, layer: int, wanted: deque[Missing], running: deque[Demand], unfetched: list[Missing]
-    ) -> Iterator[list[tuple[int, int]]]:
-        landed = LandedTiles.of(running, wanted, self.device.on_host)
-        while running:
-            demand = running.popleft()
-            whole = not self._follows_lost(demand, unfetched)
-            for index in demand.tiles if whole else ():
-                self.link.wait(demand.order, index + 1)
-                whole = self._land(layer, demand, index, unfetched, landed)
-                if not whole:
-                    break
-                following = partial(self._has_landed, demand, index + 1, running)
-                if landed.due(bool(wanted), following) and (yield from landed.give(self.cache.end_use)):
-                    self._demand(layer, wanted, running)
-            self._end_demand(layer, demand, whole)
-            if not running:
-                yield from landed.give(self.cache.end_use)
-                self._demand(layer, wanted, running)
-        unfetched.extend(wanted)
-        wanted.clear()
-        self._end_stream()
-
-    def _has_landed(self, demand: Demand, index: int, running: deque[Demand]) -> bool:
-        """Whether a demand's next tile, or after its last one the next demand's first, has landed."""
-        self.link.update(0)
-        if index < demand.tiles.stop:
-            return demand.order.landed > index
-        return bool(running) and running[0].order.landed > running[0].tiles.start
-
-    def _land(
-        self, layer: int, demand: Demand, index: int, unfetched: list[Missing], landed: LandedTiles
-    ) -> bool:
-        """Book a demanded tile. False: the prefetcher exited before it."""
-        order, tile = demand.order, demand.order.lo + index
-        if order.landed <= index:
-            for unwritten in order.slots[index:]:
-                self.cache.release_loading(unwritten)
-            unfetched.append(Missing(order.expert, tile, order.lo + demand.tiles.stop))
-            return False
-        self.demanded += 1
-        kept = self.cache.land(layer, order.expert, tile, order.slots[index])
-        if not kept:
-            self.cache.begin_use(order.slots[index])
-        landed.add(order.expert, order.slots[index], kept)
-        return True
-
-    def _follows_lost(self, demand: Demand, unfetched: list[Missing]) -> bool:
-        """Whether earlier tiles of the expert are lost, and a new prefetcher got the order for these: then
-        they are dropped, because what is computed of an expert is a prefix."""
-        order = demand.order
-        if all(item.expert != order.expert for item in unfetched):
-            return False
-        self.link.cancel(order)
-        self.link.wait(order, order.size)
-        for slot in order.slots[demand.tiles.start :]:
-            self.cache.release_loading(slot)
-        unfetched.append(Missing(order.expert, order.lo + demand.tiles.start, order.lo + demand.tiles.stop))
-        return True
-
-    def _end_demand(self, layer: int, demand: Demand, whole: bool) -> None:
-        """`update` books what an adopted order brings beyond its demand."""
-        if whole and demand.background is not None:
-            demand.background.booked = demand.tiles.stop
-            self._background[layer, demand.order.expert] = demand.background
-
-    def _end_stream(self) -> None:
-        for key in self._streamed:
-            self._note_ordered(key)
-        self._streamed.clear()
-
-    def _adopt(self, layer: int, items: dict[int, Missing]) -> Iterator[Demand]:
-        """Demand the background orders of these experts. Their tiles leave `items`, by expert. This waits for
-        nothing, because the link would begin other tiles meanwhile."""
+    def begin_demand(self, layer: int, items: dict[int, Missing]) -> list[Demand]:
+        """Demand tiles, by expert: no background order of these experts is sent until `end_demand`. Those
+        that are under way become demanded ones, in the link's order, and their tiles leave `items`. This
+        waits for nothing, because the link would begin other tiles meanwhile."""
+        self._keys_in_demand = {(layer, expert) for expert in items}
         for item in items.values():
             key = (layer, item.expert)
+            kept = min(item.hi, int(self.cache.target[key]))
+            self.ordered[key] = max(item.lo, kept)
             if self._predicted.pop(key, None) is not None:
-                predicted = min(item.hi, int(self.cache.target[key]))
-                self.counters.late_tiles += max(0, predicted - item.lo)
+                self.counters.late_tiles += max(0, kept - item.lo)
         entries = [e for item in items.values() if (e := self._background.get((layer, item.expert)))]
-        for entry in sorted(entries, key=lambda entry: entry.place):
+        return list(self._adopt(layer, sorted(entries, key=lambda entry: entry.place), items))
+
+    def _adopt(
+        self, layer: int, entries: Iterable[BackgroundOrder], items: dict[int, Missing]
+    ) -> Iterator[Demand]:
+        for entry in entries:
             order, item = entry.order, items[entry.order.expert]
             # it brings no tile of the demand, or none is certain to land
             if entry.truncated or item.lo != entry.next_tile:
@@ -305,20 +166,15 @@ class TileMover:
             items[item.expert] = Missing(item.expert, order.lo + tiles.stop, item.hi)
             yield Demand(order, tiles, None if tiles.stop == len(order.slots) else entry)
 
-    def _demand(self, layer: int, wanted: deque[Missing], running: deque[Demand]) -> None:
-        """Order as many wanted tiles as slots are free."""
-        while wanted and self.link.up:
-            item = wanted[0]
-            order = self._order(layer, item.expert, item.lo, item.hi - item.lo, DEMANDED)
-            if order is None:
-                if running:
-                    return
-                self.stop_background_order()
-                continue
-            running.append(Demand(order, range(len(order.slots))))
-            wanted.popleft()
-            if item.lo + len(order.slots) < item.hi:
-                wanted.appendleft(Missing(item.expert, item.lo + len(order.slots), item.hi))
+    def resume(self, entry: BackgroundOrder) -> None:
+        """What an adopted order brings beyond its demand is in the background again: `update` books it."""
+        self._background[entry.order.layer, entry.order.expert] = entry
+
+    def end_demand(self) -> None:
+        """All that was demanded has landed, or will not."""
+        for key in self._keys_in_demand:
+            self._note_ordered(key)
+        self._keys_in_demand.clear()
 
     def stop_background_order(self) -> None:
         """Truncate a background order: each slot that is not READY is loading for one of them."""
@@ -334,11 +190,11 @@ class TileMover:
         orders or of slots is reached."""
         lo = int(self.cache.residency[key])
         count = int(self.cache.target[key]) - lo
-        if count <= 0 or key in self._background or key in self._streamed:
+        if count <= 0 or key in self._background or key in self._keys_in_demand:
             return True
         if len(self._background) == BACKGROUND_ORDERS:
             return False
-        order = self._order(*key, lo, count, PLACED if prediction is None else PREDICTED)
+        order = self.order(*key, lo, count, PLACED if prediction is None else PREDICTED)
         if order is None:
             return False
         self._background[key] = BackgroundOrder(order, prediction)
@@ -347,7 +203,7 @@ class TileMover:
             prediction.issue()
         return True
 
-    def _order(self, layer: int, expert: int, lo: int, count: int, urgency: int) -> Order | None:
+    def order(self, layer: int, expert: int, lo: int, count: int, urgency: int) -> Order | None:
         """Order up to `count` tiles, limited by the free slots; None without a free slot."""
         taken = self.cache.take(count)
         if not taken:

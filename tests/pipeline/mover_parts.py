@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.device import Device, SlabMemory, open_device
 from pipeline.errors import PlanError
+from pipeline.experts.demand_stream import DemandStream
 from pipeline.experts.expert_cache import IN_USE, READY, ExpertCache
 from pipeline.experts.fetch_link import FetchLink
 from pipeline.experts.landings import Landings
@@ -109,7 +110,7 @@ def demand(parts: MoverParts, mover: TileMover, layer: int, wanted: list[Missing
     the others each wanted tile once, and the last ones of their expert."""
     due = {item.expert: item.lo for item in wanted}
     unfetched: list[Missing] = []
-    for group in mover.stream(layer, wanted, unfetched):
+    for group in DemandStream(mover, layer, wanted, unfetched).groups():
         for expert, slot in group:
             assert parts.holds(slot, layer, expert, due[expert])
             assert mover.cache.state(slot) in (READY, IN_USE)

@@ -13,6 +13,7 @@ from test_tile_mover_orders import LAYERS, TILES, ManualLink, mover_of
 
 from pipeline.counters import PhaseCounters, StepClock
 from pipeline.errors import PlanError
+from pipeline.experts.demand_stream import DemandStream
 from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.device_work import DeviceWork
 from pipeline.experts.empty_memory import EmptyDeviceMemory
@@ -196,7 +197,7 @@ def test_tiles_that_come_again_have_their_numbers_and_are_counted_once(monkeypat
     counters = PhaseCounters(LAYERS)
     memory.count_in(counters)
     groups = iter([[(1, 0), (1, 5)], [(3, 2)], None, [(1, 0), (3, 2)]])
-    monkeypatch.setattr(memory.mover, "stream", lambda *_, ahead: groups if ahead else None)
+    monkeypatch.setattr(DemandStream, "groups", lambda self, *, ahead: groups if ahead else None)
     work = begun(memory, 0, share_of([(1, 1, 3), (3, 0, 1)], [[0], [0]]))
     found = [group if group is None else [landed[:3] for landed in group] for group in work.landing]
     assert found == [[(1, 1, 0), (1, 2, 5)], [(3, 0, 2)], None, [(1, 1, 0), (3, 0, 2)]]

@@ -32,6 +32,7 @@ from mover_parts import (
     retarget,
 )
 
+from pipeline.experts.demand_stream import DemandStream
 from pipeline.experts.landings import Landings
 from pipeline.experts.shares import Missing
 from pipeline.experts.tile_mover import TileMover
@@ -86,7 +87,7 @@ def computed(
     due = {item.expert: item.lo for item in wanted}
     reads: list[bool] = []
     groups = 0
-    for group in mover.stream(layer, wanted, unfetched, ahead=True):
+    for group in DemandStream(mover, layer, wanted, unfetched).groups(ahead=True):
         if group is None:  # anew
             reads, due = [], {item.expert: item.lo for item in wanted}
             continue
@@ -161,7 +162,7 @@ def test_any_order_of_calls_exits_and_failures(shared: Place, capacity, staging,
                 wanted = missing(mover, layer, cuts)
                 if abandoned:  # the step has failed: nothing is computed
                     with suppress(CudaError):
-                        for _ in mover.stream(layer, wanted, [], ahead=True):
+                        for _ in DemandStream(mover, layer, wanted, []).groups(ahead=True):
                             pass
                 else:
                     with suppress(CudaError):
@@ -223,7 +224,7 @@ def test_the_device_waits_and_the_host_launches_ahead(place: Place) -> None:
 def test_a_device_is_released_where_nobody_asks_for_the_rest(place: Place) -> None:
     release = place.runtime.hold_copies()
     mover = place.parts.mover(0, SLOTS)
-    stream = mover.stream(0, missing(mover, 0, [TILES, TILES, 0]), [], ahead=True)
+    stream = DemandStream(mover, 0, missing(mover, 0, [TILES, TILES, 0]), []).groups(ahead=True)
     assert len(next(iter(stream)) or ()) == 2 * TILES - 2 * TILES // 4
     stream.close()  # type: ignore[attr-defined]
     place.runtime.torch_stream.drain()

@@ -10,6 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from test_link_order import CAPACITY, SHAPE, TickedLink, ticked_mover
 
+from pipeline.experts.demand_stream import DemandStream
 from pipeline.experts.shares import Missing
 from pipeline.experts.tile_mover import TileMover
 from pipeline.policies.view import Target
@@ -120,7 +121,7 @@ class Both:
                 missing.append(Missing(expert, resident, cut))
         now, began, unfetched = self.now, self.link.ticks, list[Missing]()
         simulated = self.cache.demand(layer, [tuple(item) for item in missing], now) if missing else []
-        landing = self.mover.stream(layer, missing, unfetched)
+        landing = DemandStream(self.mover, layer, missing, unfetched).groups()
         streamed = [(expert, self.link.ticks - began) for group in landing for expert, _ in group]
         assert unfetched == []
         assert streamed == [(expert, ceil(round(landing - now, 3))) for expert, landing in simulated]

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 
 from pipeline.device.cpu import CpuDevice
+from pipeline.experts.demand_stream import DemandStream
 from pipeline.experts.expert_cache import ExpertCache
 from pipeline.experts.fetch_link import FetchLink
 from pipeline.experts.shares import Missing
@@ -200,7 +201,7 @@ def test_engine_moves_demanded_tiles_before_waiting_predictions(script: Script) 
             link.tick()
         mover.collect_landings()
         began, landings, unfetched = link.ticks, [], list[Missing]()
-        for group in mover.stream(0, script.demand, unfetched):
+        for group in DemandStream(mover, 0, script.demand, unfetched).groups():
             landings += [(expert, link.ticks - began) for expert, _ in group]
         assert (landings, unfetched) == (script.landings, [])
         assert link.began[len(link.began) - len(script.after) :] == script.after

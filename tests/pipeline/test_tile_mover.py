@@ -28,6 +28,7 @@ from mover_parts import (
 
 from pipeline.counters import PhaseCounters
 from pipeline.errors import PlanError
+from pipeline.experts.demand_stream import DemandStream
 from pipeline.experts.shares import Missing
 from pipeline.experts.tile_mover import TileMover
 from pipeline.policies.view import Target
@@ -195,7 +196,7 @@ def test_tiles_that_have_landed_while_others_wait_for_slots_are_given_together(p
         while mover.link.under_way():
             mover.link.update(5)
 
-    landing = mover.stream(1, missing(mover, 1, [TILES] * 3), unfetched)
+    landing = DemandStream(mover, 1, missing(mover, 1, [TILES] * 3), unfetched).groups()
     land()
     for group in landing:
         for expert, slot in group:

@@ -10,6 +10,7 @@ import pytest
 from pipeline.counters import PhaseCounters
 from pipeline.device.cpu import CpuDevice
 from pipeline.experts import tile_mover
+from pipeline.experts.demand_stream import DemandStream
 from pipeline.experts.expert_cache import ExpertCache
 from pipeline.experts.fetch_link import DEMANDED, PLACED, PREDICTED, Order
 from pipeline.experts.shares import Missing
@@ -94,7 +95,7 @@ def mover_of(capacity: int, staging: int) -> tuple[TileMover, ManualLink, Fencin
 
 def stream(mover: TileMover, layer: int, *missing: Missing) -> list[tuple[int, int]]:
     unfetched: list[Missing] = []
-    streamed = [tile for group in mover.stream(layer, missing, unfetched) for tile in group]
+    streamed = [tile for group in DemandStream(mover, layer, missing, unfetched).groups() for tile in group]
     assert unfetched == []
     return streamed
 
@@ -147,7 +148,7 @@ def test_demand_takes_over_a_background_order() -> None:
 
 def groups(mover: TileMover, *missing: Missing) -> list[list[int]]:
     """The experts of the tiles that come together."""
-    return [[expert for expert, _ in group] for group in mover.stream(0, missing, [])]
+    return [[expert for expert, _ in group] for group in DemandStream(mover, 0, missing, []).groups()]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ def test_a_gpu_gets_landed_tiles_together(monkeypatch, staging: int, expected: l
     before = device.fences
     assert groups(mover, *wanted) == expected
     assert device.fences - before == 2 * TILES
-    for group in mover.stream(0, wanted, []):
+    for group in DemandStream(mover, 0, wanted, []).groups():
         assert mover.cache.free <= staging - len(group)
     mover.cache.audit(idle=True)
 
@@ -310,7 +311,7 @@ def test_ordered_follows_orders_cancellations_and_demands() -> None:
     mover.collect_landings()
     mover.retarget([Target(0, 1, 2)])  # the order would bring a tile too many: it ends
     assert mover.ordered[0, 1] == mover.cache.residency[0, 1] == 1
-    streaming = mover.stream(1, [Missing(2, 0, 3), Missing(3, 0, 1)], [])
+    streaming = DemandStream(mover, 1, [Missing(2, 0, 3), Missing(3, 0, 1)], []).groups()
     assert mover.ordered[1].tolist() == [0, 0, 2, 0]
     list(streaming)
     assert mover.ordered[1].tolist() == mover.cache.residency[1].tolist() == [0, 0, 2, 0]
@@ -375,7 +376,7 @@ def test_nothing_is_ordered_while_the_prefetcher_is_down_and_all_after_it() -> N
     mover.retarget([Target(0, 1, 2)])
     mover.update()
     unfetched: list[Missing] = []
-    assert list(mover.stream(0, [Missing(1, 0, 3), Missing(2, 1, 2)], unfetched)) == []
+    assert list(DemandStream(mover, 0, [Missing(1, 0, 3), Missing(2, 1, 2)], unfetched).groups()) == []
     assert (unfetched, link.sent) == ([Missing(1, 0, 3), Missing(2, 1, 2)], [])
     link.up = True
     mover.poll_prefetcher()
@@ -396,7 +397,7 @@ def test_tiles_behind_lost_ones_are_not_given_where_a_new_prefetcher_brings_them
     unfetched: list[Missing] = []
     given = [
         expert
-        for group in mover.stream(0, [Missing(1, 0, TILES), Missing(2, 1, 3)], unfetched)
+        for group in DemandStream(mover, 0, [Missing(1, 0, TILES), Missing(2, 1, 3)], unfetched).groups()
         for expert, _ in group or ()
     ]
     assert given == [2, 2]
