@@ -35,6 +35,7 @@ class CudaGraphs:
         # The legacy default stream, which torch uses otherwise, cannot be captured.
         self._stream: Any = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
         self._pool: Any = torch.cuda.graph_pool_handle()
+        self._failed: list[Any] = []  # graphs that could not be captured
 
     def answers(self, *shape: int) -> NDArray[np.float32]:
         """A page-locked array for `read`, until the device is closed."""
@@ -72,17 +73,30 @@ class CudaGraphs:
         torch.cuda.synchronize(self._device.torch_device)
         graph: Any = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            # Other threads may allocate and lock pages meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                work()
+                # Other threads may allocate and lock pages meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    work()
+                except BaseException:
+                    with suppress(RuntimeError):  # which says only that there was an error
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
             except BaseException:
-                with suppress(RuntimeError):  # which says only that there was an error
-                    graph.capture_end()
+                self._end_capture(graph)
                 raise
-            graph.capture_end()
         replay: Callable[[], None] = graph.replay
         return replay
+
+    def _end_capture(self, graph: Any) -> None:
+        """Where the driver refuses to end a capture, torch's allocator goes on with it: it would give no
+        memory back any more, but fail, and ask the graph about streams."""
+        self._failed.append(graph)
+        index = self._device.torch_device.index
+        with suppress(RuntimeError):  # it has ended
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+            torch._C._cuda_releasePool(index, self._pool)
 
     def close(self) -> None:
         """Free the buffers."""

@@ -3,7 +3,8 @@
 - while work is captured nothing is computed: results are garbage, what it writes stays as it was;
 - a replay computes the same operations, copies and kernels again, on the same memory;
 - waiting, allocating beside torch, uploading and reading a number while capturing are errors;
-- a replay that would read memory of a tensor that is gone is an error.
+- a replay that would read memory of a tensor that is gone is an error;
+- a capture in which something was refused cannot be ended, and torch's allocator goes on with it.
 """
 
 from __future__ import annotations
@@ -48,11 +49,13 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self.entries: list[Callable[[], None]] = []
         self.made: list[Tensor] = []
+        self.failed = False
         self._own: set[int] = set()  # storages
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function.overloadpacket.__name__ in READS:
+            self.failed = True
             raise RuntimeError("operation not permitted when stream is capturing")
         kept = tree_map(self._kept, (args, kwargs))
         if function._schema.is_mutable:
@@ -93,6 +96,10 @@ class FakeGraph:
         assert pool is not None
         assert capture_error_mode == "thread_local"
         assert self._runtime.on_side_stream, "the default stream cannot be captured"
+        assert pool not in self._runtime.pools_underway
+        self._pool, self._runtime.capture_failed = pool, False
+        self._runtime.pools[pool] += 1
+        self._runtime.pools_underway.add(pool)
         self._runtime.capturing = threading.get_ident(), self._tape.entries
         self._tape.__enter__()
 
@@ -102,6 +109,10 @@ class FakeGraph:
         for tensor in self._tape.made:
             if tensor.is_floating_point():
                 tensor.fill_(torch.nan)
+        if self._runtime.capture_failed or self._tape.failed:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self._runtime.pools_underway.remove(self._pool)
+        self._runtime.calls["graph captures"] += 1
 
     def replay(self) -> None:
         assert self._runtime.capturing is None
@@ -123,10 +134,12 @@ def function(runtime: FakeRuntime, name: str) -> Any:
         return found
 
     def refused(*arguments: Any) -> tuple[int, None]:
+        runtime.capture_failed = True
         return CAPTURE_UNSUPPORTED, None
 
     def recorded(to: int, source: int, size: int, kind: int, stream: int) -> tuple[int]:
         if kind != runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost or to not in runtime.pinned:
+            runtime.capture_failed = True
             return (CAPTURE_UNSUPPORTED,)
         entries.append(lambda: _copied(found(to, source, size, kind, stream)))
         return (0,)
@@ -181,6 +194,23 @@ def side_stream(runtime: FakeRuntime) -> Iterator[None]:
 def patch_graphs(patch: Any, runtime: FakeRuntime) -> None:
     """torch's names of what makes graphs."""
     stream = _Stream()
+
+    def end_allocate(index: int, pool: Any) -> None:
+        if pool not in runtime.pools_underway:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        runtime.pools_underway.remove(pool)
+
+    def release(index: int, pool: Any) -> None:
+        assert runtime.pools[pool] > 0
+        runtime.pools[pool] -= 1
+
+    def empty_cache() -> None:
+        if runtime.pools_underway:
+            raise RuntimeError("INTERNAL ASSERT FAILED: captures_underway.empty()")
+
+    patch.setattr(torch._C, "_cuda_endAllocateToPool", end_allocate, raising=False)
+    patch.setattr(torch._C, "_cuda_releasePool", release, raising=False)
+    patch.setattr(torch.cuda, "empty_cache", empty_cache)
     patch.setattr(torch.cuda, "current_stream", lambda device: stream)
     patch.setattr(torch.cuda, "Stream", _Stream)
     patch.setattr(torch.cuda, "stream", lambda stream: side_stream(runtime))

@@ -174,6 +174,9 @@ class FakeRuntime:
         # fake_graphs.py: the thread that captures and what it records; whether a stream of its own is current
         self.capturing: tuple[int, list[Callable[[], None]]] | None = None
         self.on_side_stream = False
+        self.capture_failed = False  # the present capture, or the latest one
+        self.pools: Counter[tuple[int, int]] = Counter()  # of torch's memory: users
+        self.pools_underway: set[tuple[int, int]] = set()  # to which it allocates
         _remove_abandoned("*", ABANDONED)
 
     # --- for the tests -----------------------------------------------------------------------------------

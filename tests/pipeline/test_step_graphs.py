@@ -126,7 +126,7 @@ def broken_head(backbone: Backbone, patch: pytest.MonkeyPatch, how: str) -> None
 def test_what_cannot_be_captured_leaves_one_line_and_right_numbers(
     how, tmp_path, gpu, monkeypatch, caplog
 ) -> None:
-    device, _ = gpu
+    device, runtime = gpu
     backbone = model(tmp_path, "mixtral", device)
     if how in ("reads", "uploads"):
         broken_head(backbone, monkeypatch, how)
@@ -159,6 +159,8 @@ def test_what_cannot_be_captured_leaves_one_line_and_right_numbers(
     assert reason in line
     assert made.status.startswith("on: 1 captured" if how == "memory" else "off: ")
     assert (layers is None) == (how != "memory")
+    device.free_cached()  # as after an allocation that failed
+    assert runtime.pools.total() == runtime.calls["graph captures"]  # of which each keeps its memory
 
 
 @torch.inference_mode()
