@@ -75,4 +75,6 @@ $(TEST_TOOLS): $(READY)
 	$(call dotted,$(BIN)/python -c '$(REQUIRED)' dev | $(PIP) -r /dev/stdin >&2)
 	{ $(call dotted,$(BIN)/python -c '$(REQUIRED)' clients | timeout 300 $(PIP) -r /dev/stdin >&2); } || \
 	echo "make: lm_eval and llm cannot be had; their two tests will skip" >&2
+	{ $(call dotted,$(BIN)/python -c '$(REQUIRED)' nvrtc | timeout 300 $(PIP) -r /dev/stdin >&2); } || \
+	echo "make: NVRTC cannot be had; no test will compile CUDA kernels" >&2
 	touch $@

@@ -17,13 +17,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
 from shm.layout import format_named
 from workers.cuda import CudaError
-from workers.kernels.cuda import sources
+from workers.kernels.cuda import attention, sources
 from workers.kernels.cuda.compiler import Nvrtc
 from workers.kernels.cuda.sources import OPTIONS, Program
 
-FORMATS = ("int4", "int4-g128", "int8", "bf16", "sums")  # the last: of the workers' partial sums
+# After the formats: the workers' partial sums; attention over a KV cache of either type.
+ATTENTION = {"attention-bf16": torch.bfloat16, "attention-f32": torch.float32}
+FORMATS = ("int4", "int4-g128", "int8", "bf16", "sums", *ATTENTION)
 ARCHITECTURES = (80, 86, 89, 90, 120)
 ENTRY = re.compile(
     r"Compiling entry function '(\w+)' for 'sm_(\d+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores,"
@@ -47,7 +51,9 @@ class Usage:
 
 
 def program(name: str) -> Program:
-    """Of a format, or of sums."""
+    """By one of these names."""
+    if name in ATTENTION:
+        return attention.program(ATTENTION[name])
     found = Program.of_sums() if name == "sums" else Program.of_format(format_named(name), fused=True)
     assert found is not None
     return found
