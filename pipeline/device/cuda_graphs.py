@@ -35,6 +35,7 @@ class CudaGraphs:
         # The legacy default stream, which torch uses otherwise, cannot be captured.
         self._stream: Any = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
         self._pool: Any = torch.cuda.graph_pool_handle()
+        self._first: Any = None  # the first graph: torch refuses a pool that it had and no graph uses
         self._failed: list[Any] = []  # graphs that could not be captured
 
     def answers(self, *shape: int) -> NDArray[np.float32]:
@@ -86,6 +87,7 @@ class CudaGraphs:
             except BaseException:
                 self._end_capture(graph)
                 raise
+        self._first = self._first or graph
         replay: Callable[[], None] = graph.replay
         return replay
 
@@ -97,8 +99,11 @@ class CudaGraphs:
         with suppress(RuntimeError):  # it has ended
             torch._C._cuda_endAllocateToPool(index, self._pool)
             torch._C._cuda_releasePool(index, self._pool)
+        if self._first is None:
+            self._pool = torch.cuda.graph_pool_handle()
 
     def close(self) -> None:
-        """Free the buffers."""
+        """Free the buffers, and the pool once no graph is left."""
+        self._first = None
         while self._pinned:
             self._pinned.pop().close()

@@ -1,7 +1,7 @@
 """Moves tiles to the device: keeps residency at the policy's targets in the background of what a step demands
 (`experts/demand_stream.py`).
 
-Whole tiles get slots of the expert cache from these two alone. An expert has at most one background order; on
+Only these two take slots of the expert cache for whole tiles. An expert has at most one background order; on
 a demand, that order becomes a demanded one. So the link finishes the tile that it is copying; then it takes
 demanded experts that had a background order, as these were waiting, then other demanded tiles as they were
 given, and then the rest. Tiles land in order, so resident tiles are always a prefix. While the prefetcher is

@@ -4,12 +4,14 @@
 - a replay computes the same operations, copies and kernels again, on the same memory;
 - waiting, allocating beside torch, uploading and reading a number while capturing are errors;
 - a replay that would read memory of a tensor that is gone is an error;
-- a capture in which something was refused cannot be ended, and torch's allocator goes on with it.
+- a capture in which something was refused cannot be ended, and torch's allocator goes on with it;
+- a pool that no graph uses any more cannot be used again.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -91,12 +93,14 @@ class FakeGraph:
 
     def __init__(self) -> None:
         self._runtime, self._tape = self.runtime, Tape()
+        self._captured = False
 
     def capture_begin(self, *, pool: Any, capture_error_mode: str) -> None:
         assert pool is not None
         assert capture_error_mode == "thread_local"
         assert self._runtime.on_side_stream, "the default stream cannot be captured"
-        assert pool not in self._runtime.pools_underway
+        if pool in self._runtime.pools_underway or self._runtime.pools.get(pool) == 0:
+            raise RuntimeError("INTERNAL ASSERT FAILED: it->second->use_count > 0")
         self._pool, self._runtime.capture_failed = pool, False
         self._runtime.pools[pool] += 1
         self._runtime.pools_underway.add(pool)
@@ -112,7 +116,11 @@ class FakeGraph:
         if self._runtime.capture_failed or self._tape.failed:
             raise RuntimeError("operation failed due to a previous error during capture")
         self._runtime.pools_underway.remove(self._pool)
-        self._runtime.calls["graph captures"] += 1
+        self._captured = True
+
+    def __del__(self) -> None:
+        if self._captured:
+            self._runtime.pools[self._pool] -= 1
 
     def replay(self) -> None:
         assert self._runtime.capturing is None
@@ -215,5 +223,6 @@ def patch_graphs(patch: Any, runtime: FakeRuntime) -> None:
     patch.setattr(torch.cuda, "Stream", _Stream)
     patch.setattr(torch.cuda, "stream", lambda stream: side_stream(runtime))
     patch.setattr(torch.cuda, "synchronize", lambda device: runtime.torch_stream.drain())
-    patch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    handles = itertools.count(1)
+    patch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(handles)))
     patch.setattr(torch.cuda, "CUDAGraph", type("Graph", (FakeGraph,), {"runtime": runtime}))

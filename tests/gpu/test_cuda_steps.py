@@ -95,3 +95,22 @@ def test_greedy_choices_are_the_samplers(device: Device) -> None:
                 Greedy.read(made, len(row))
             continue
         assert Greedy.read(made, len(row)) == (token, *best_margin(row))
+
+
+def test_a_failed_capture_leaves_torch_able_to_give_memory_back_and_to_capture(device: Device) -> None:
+    made, x = device.graphs(), torch.ones((1, 3), device=device.torch_device)
+    assert made is not None
+
+    def reads() -> None:
+        x.fill_(float(x[0, 0].item()))
+
+    def doubles() -> None:
+        x.mul_(2)
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            made.capture(reads)
+        device.free_cached()
+    made.capture(doubles)()
+    (found,) = device.to_host(x)
+    np.testing.assert_array_equal(found, [[4, 4, 4]])
