@@ -52,6 +52,20 @@ def test_stages_end_at_their_limits_and_the_next_go_on(tmp_path: Path, monkeypat
     assert capsys.readouterr().err.endswith("no GPU: 1 of 5 stages were skipped: torch sees no CUDA device\n")
 
 
+def test_tests_that_were_skipped_have_not_passed(tmp_path: Path) -> None:
+    code = "import pytest\ndef test_one(): {}\n@pytest.mark.skip(reason='why')\ndef test_other(): pass\n"
+    for name, first in (("some", "pass"), ("none", "pytest.skip('why')")):
+        (tmp_path / f"test_{name}.py").write_text(code.format(first))
+    stages = [
+        Stage("facts", name, check.tests(str(tmp_path / f"test_{name}.py"), "-c", "/dev/null"), 60, gpu=False)
+        for name in ("some", "none")
+    ]
+    assert [one.ended for one in run_all(stages, tmp_path)] == [
+        "passed, 1 tests skipped, see some.txt",
+        "skipped: all tests, see none.txt",
+    ]
+
+
 def test_a_command_has_a_limit_of_its_own(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(check, "missing_gpu", lambda: "")
     monkeypatch.setattr(check, "COMMAND_LIMIT", 1.5)

@@ -20,7 +20,9 @@ from workers.kernels.cuda.matrix import CudaMatrix
 from workers.kernels.cuda.sources import Program
 from workers.kernels.geometry import Geometry
 
-FORMATS = (*((name, "fused") for name in QUANTIZED), ("int4", "portable"))  # each is compiled for itself
+FORMATS = tuple(
+    (name, sums) for name in QUANTIZED for sums in ("fused", "portable")
+)  # each compiled for itself
 
 
 def launcher(format: BlockFormat, name: str) -> EmulatedLauncher:
