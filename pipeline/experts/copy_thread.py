@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 
 from pipeline.coordinator_config import CoordinatorConfig
@@ -35,26 +36,26 @@ def start_copy_thread(
         """Does nothing: a thread of the coordinator needs no progress counter of its own."""
 
     def copy() -> None:
-        identity = Identity("prefetcher", index, config.incarnation)
-        endpoint = ChildEndpoint(
-            {
-                **asdict(identity),
-                "identity": identity.prove(config.key),
-                "runtime": str(config.runtime),
-                "fingerprint": config.fingerprint,
-            },
-            "fetch.sock",
-            supervised=False,
-        )
-        loop = CopyLoop(endpoint, store, config.options.link_gbps, no_tick)
-        loop.attach(copier)
-        endpoint.announce()
         try:
-            loop.serve()
+            with closing(connected()) as endpoint:
+                loop = CopyLoop(endpoint, store, config.options.link_gbps, no_tick)
+                loop.attach(copier)
+                endpoint.announce()
+                loop.serve()
         except (CudaError, ShmError) as e:
             exits.give_up(f"the prefetcher failed: {e}")
-        finally:
-            endpoint.close()
+        except Exception as e:  # nobody restarts a thread, and the engine must not wait for it
+            exits.give_up(f"the prefetcher failed: {type(e).__name__}: {e}")
+
+    def connected() -> ChildEndpoint:
+        identity = Identity("prefetcher", index, config.incarnation)
+        of_child = {
+            **asdict(identity),
+            "identity": identity.prove(config.key),
+            "runtime": str(config.runtime),
+            "fingerprint": config.fingerprint,
+        }
+        return ChildEndpoint(of_child, "fetch.sock", supervised=False)
 
     def stop() -> None:
         socket.send(index, Shutdown())

@@ -68,13 +68,17 @@ def test_thread_copies_tiles_until_it_is_stopped(scene: Scene) -> None:
     assert threads() == []
 
 
-def test_failed_thread_ends_the_engines_waits(scene: Scene, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [(ShmError("no such slab"), "no such slab"), (IndexError("slot 9"), "IndexError: slot 9")],
+)
+def test_failed_thread_ends_the_engines_waits(scene: Scene, monkeypatch, error, line) -> None:
     def fail(*_: object) -> None:
-        raise ShmError("no such slab")
+        raise error
 
     monkeypatch.setattr(ShmCopier, "start", fail)
     order = scene.link.order(0, 0, 0, [0], DEMANDED)
-    with pytest.raises(PeerLost, match=r"^the prefetcher failed: no such slab$"):
+    with pytest.raises(PeerLost, match=f"^the prefetcher failed: {line}$"):
         scene.link.wait(order, 1)
     (thread,) = threads() or [None]
     if thread is not None:

@@ -23,6 +23,10 @@ typedef unsigned long long uint64_t;
 #else
 #include <stdint.h>
 #endif
+static_assert(sizeof(int8_t) == 1 && sizeof(uint8_t) == 1, "8 bits");
+static_assert(sizeof(uint16_t) == 2 && sizeof(int32_t) == 4 && sizeof(uint32_t) == 4, "16 and 32 bits");
+static_assert(sizeof(int64_t) == 8 && sizeof(uint64_t) == 8, "64 bits");
+static_assert(sizeof(void *) == 8, "an address is an argument of 8 bytes");
 
 #define DEVICE static __device__ __forceinline__
 #define METHOD __device__ __forceinline__

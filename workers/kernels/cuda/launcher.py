@@ -15,7 +15,7 @@ from torch import Tensor
 
 from workers.cuda import CudaError, call
 from workers.kernels.cuda.compiler import compiled
-from workers.kernels.cuda.sources import Program
+from workers.kernels.cuda.sources import Program, kernels
 
 MOST_BLOCKS = (1 << 31) - 1  # of one launch
 MOST_ARGUMENTS = 16
@@ -70,19 +70,22 @@ class CudaLauncher:
         call("cudaFree", 0)  # the device's context, the one that torch uses, becomes this thread's
         cubin = compiled(program, torch.cuda.get_device_capability(device), cache)
         try:
-            self._module = self._call("cuModuleLoadData", np.frombuffer(cubin, np.uint8).ctypes.data)
+            module = self._call("cuModuleLoadData", np.frombuffer(cubin, np.uint8).ctypes.data)
         except RuntimeError as e:  # the bindings find no driver
             raise CudaError(str(e)) from None
-        self._functions: dict[str, Any] = {}
+        # All now: with lazy loading, CUDA's default, this loads a kernel, which may wait for the device; and
+        # a launch may come while the device waits for a landing, which that might hold up. Loading every
+        # module eagerly instead (CUDA_MODULE_LOADING) would take memory of the device for all of torch's.
+        self._functions: dict[str, Any] = {
+            name: self._call("cuModuleGetFunction", module, name.encode()) for name in kernels(program.file)
+        }
 
     def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
         if blocks == 0:
             return
         if blocks > MOST_BLOCKS:
             raise CudaError(f"{kernel}: {blocks} blocks of threads are more than one launch can have")
-        if (function := self._functions.get(kernel)) is None:
-            function = self._call("cuModuleGetFunction", self._module, kernel.encode())
-            self._functions[kernel] = function
+        function = self._functions[kernel]
         self._arguments.fill(arguments)
         stream = torch.cuda.current_stream(self.device).cuda_stream
         self._call(

@@ -12,6 +12,8 @@ from shm.formats import BF16, TileFormat
 
 FOLDER = Path(__file__).parent
 FILE_NAME = re.compile(r"[0-9a-f]{16}\.cubin")  # of a compiled program in the disk cache
+KERNELS = re.compile(r"^KERNEL\(\w+, (\w+)", re.MULTILINE)
+INCLUDES = re.compile(r'^#include "(\w+\.cuh)"', re.MULTILINE)
 OPTIONS = ("--std=c++17", "--fmad=false")  # every fused addition is written as one
 
 
@@ -44,6 +46,13 @@ class Program:
     def defines(self) -> tuple[str, ...]:
         """Options of any compiler."""
         return tuple(f"-D{name}={value}" for name, value in self.constants)
+
+
+@cache
+def kernels(file: str) -> frozenset[str]:
+    """Names of the kernels of a program with this file."""
+    source = text(file).decode()
+    return frozenset(KERNELS.findall(source)).union(*map(kernels, INCLUDES.findall(source)))
 
 
 @cache
