@@ -90,3 +90,4 @@ class ResolvedConfig(EngineConfig):
 
     format: FormatName = "bf16"
     expert_cache: float = DEFAULT_CACHE
+    staging: int | None = None  # slots of the slab beside the cache's; None: the fewest

@@ -34,7 +34,7 @@ LAUNCH = 4e-6  # seconds of a driver's call from Python; estimated
 TORCH = (
     13 + 3
 )  # of a layer of Mixtral: attention, norms, router (tests/pipeline/test_cuda_launches.py counts)
-LANDED = 6  # of tiles that land in two parts: two launches and a copy each
+LANDED = 6  # of tiles that land in two parts: two launches and a copy each. None waits for a staging slot
 OTHERS = 2 + 1 + 1  # the layer's read, the sum of the partials, the residual
 READ = 1 << 29  # bytes
 HEAD = 0.3e-3  # seconds a token: head, sampling, messages; estimated

@@ -11,13 +11,21 @@ from pipeline.errors import UsageError
 from pipeline.models.spec import ModelSpec
 
 STAGING_TILES = 4  # slots beside the cache's: two to stream through, two so that neither side waits
+STAGING_SHARE = 1 / 32  # of a GPU's free memory, at most, for more staging slots than the fewest
 CHUNK_MAX = 1024  # rows of a step, where --chunk does not say otherwise
 
 
 def staging_tiles(tiles: int, top_k: int, heads: bool) -> int:
-    """Slots beside the cache's, for experts of so many tiles, k of them a token. A format with `heads`
-    streams channels: there is room for a third of two layers' experts, this one's and the next one's."""
+    """The fewest slots beside the cache's, for experts of so many tiles, k of them a token. A format with
+    `heads` streams channels: there is room for a third of two layers' experts, this one's and the next
+    one's."""
     return max(STAGING_TILES, 2 * top_k * ceil(tiles / 3) + 2) if heads else STAGING_TILES
+
+
+def layer_staging(tiles: int, top_k: int) -> int:
+    """Slots beside the cache's with which no demanded tile of one token waits for a slot: its experts of a
+    layer, and the two tiles that the link may still be copying for orders that were cancelled."""
+    return max(STAGING_TILES, top_k * tiles + 2)
 
 
 def cache_tiles(share: float, tiles: int) -> int:

@@ -21,7 +21,7 @@ from pipeline.config import (
     FormatName,
 )
 from pipeline.device.base import CONTEXT_BYTES, SLOT_ALIGNMENT
-from pipeline.memory.limits import CHUNK_MAX, staging_tiles
+from pipeline.memory.limits import CHUNK_MAX, layer_staging, staging_tiles
 from pipeline.models.architecture import TensorSpec
 from pipeline.models.registry import architecture_of, expert_shape, model_spec
 from pipeline.models.spec import Latent, ModelSpec
@@ -50,7 +50,8 @@ class Needs:
     heads: int  # of all experts, on a GPU; 0 on the host, which reads them in the store
     slot: int  # a tile on the device, without its head
     tiles: int  # number of tiles of all experts
-    staging: int  # slots beside those of the cache
+    staging: int  # slots beside those of the cache, the fewest
+    layer_staging: int  # the same where memory allows: on a GPU what a layer demands for one token
     backbone: int
     backbone_file: int  # its quantized matrices, which the disk cache keeps; 0 where none are quantized
     position: int  # cosines and sines of one position
@@ -70,6 +71,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     store = store_bytes(manifest)
     cuda = config.device == "cuda"
     slot, heads = manifest.layout.tile_bytes, manifest.layout.head_stride
+    staging = staging_tiles(shape.tiles, spec.top_k, heads > 0)
     tiles = shape.layers * shape.experts * shape.tiles
     tensors = list(backbone_tensors(source, spec))
     rows = min(config.chunk or CHUNK_MAX, config.context or spec.max_positions)
@@ -93,7 +95,9 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
         heads=shape.layers * shape.experts * heads if cuda else 0,
         slot=-(-slot // SLOT_ALIGNMENT) * SLOT_ALIGNMENT if cuda else slot,
         tiles=tiles,
-        staging=staging_tiles(shape.tiles, spec.top_k, heads > 0),
+        staging=staging,
+        # The host computes each tile as it lands, so more slots would save nothing there.
+        layer_staging=layer_staging(shape.tiles, spec.top_k) if cuda and not heads else staging,
         backbone=backbone_bytes(tensors, spec, config),
         backbone_file=quantized_bytes(tensors, spec, config),
         position=8 * spec.attention.rope_dim * (1 if spec.rope.switch is None else 2),

@@ -11,7 +11,9 @@ An engine takes memory from two or three pools:
 
 Options that were given are kept. The others are chosen: first the most exact format that fits with a context
 of useful length, then the longest context, then resident experts (more than DEFAULT_CACHE of them only on a
-GPU), then KV cache for more contexts. This module only calculates: it measures and allocates nothing.
+GPU), then KV cache for more contexts. On a GPU, staging slots take all tiles that a layer demands for one
+token, up to STAGING_SHARE of the free memory; the fewest where what was given does not fit beside more. This
+module only calculates: it measures and allocates nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from math import ceil, floor
 
 from pipeline.config import DEFAULT_CACHE, KV_BLOCK, KV_CONTEXTS, EngineConfig, FormatName, ResolvedConfig
 from pipeline.device.base import SPARE_BYTES
-from pipeline.memory.limits import cache_tiles, choose_context, kv_budget
+from pipeline.memory.limits import STAGING_SHARE, cache_tiles, choose_context, kv_budget
 from pipeline.memory.needs import Needs
 
 FREE_BYTES = 2_000_000_000  # left for the rest of the machine
@@ -74,12 +76,13 @@ class Plan:
     context: int
     kv_tokens: int
     expert_cache: float
+    staging: int  # slots beside those of the cache
 
     def pools(self, machine: Machine) -> tuple[Pool, ...]:
         """Needed and free bytes of each pool. Experts that are in shared memory already need no others."""
         needs = self.needs
         new = needs.store - needs.present
-        tiles = cache_tiles(self.expert_cache, needs.tiles) + needs.staging if self.slab else 0
+        tiles = cache_tiles(self.expert_cache, needs.tiles) + self.staging if self.slab else 0
         device = {
             "slab": tiles * needs.slot,
             "KV cache": self.kv_tokens * needs.kv_token,
@@ -112,7 +115,7 @@ class Plan:
     def resolved(self, config: EngineConfig) -> ResolvedConfig:
         """The configuration with this plan's choices."""
         given = {field.name: getattr(config, field.name) for field in fields(config)}
-        chosen = {name: getattr(self, name) for name in ("context", "kv_tokens", "expert_cache")}
+        chosen = {name: getattr(self, name) for name in ("context", "kv_tokens", "expert_cache", "staging")}
         return ResolvedConfig(**(given | chosen | {"format": self.needs.format}))
 
 
@@ -122,7 +125,7 @@ def smallest(needs: Needs, requested: EngineConfig, slab: bool, least: int = LEA
     most = choose_context(requested.context, needs.spec)
     context = most if requested.context is not None else min(least, most, requested.kv_tokens or most)
     kv = context if requested.kv_tokens is None else kv_budget(requested.kv_tokens, context)
-    return Plan(needs, slab, context, kv, requested.expert_cache or 0.0)
+    return Plan(needs, slab, context, kv, requested.expert_cache or 0.0, needs.staging)
 
 
 def plan_format(
@@ -132,6 +135,11 @@ def plan_format(
     plan = smallest(needs, requested, slab, least)
     if not plan.fits(machine):
         return None
+    if machine.gpu is not None:
+        most = max(needs.staging, min(needs.layer_staging, int(STAGING_SHARE * machine.gpu) // needs.slot))
+        # Counted also where the slab is for a later policy, which then has it beside the cache.
+        if replace(plan, slab=True, staging=most).fits(machine):
+            plan = replace(plan, staging=most)
 
     def grow(plan: Plan, high: int, step: int, to: Callable[[int], Plan]) -> Plan:
         """The plan `to(n)` of the largest n that fits: `high`, or a multiple of `step`; else the plan."""

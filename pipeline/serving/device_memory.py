@@ -84,7 +84,8 @@ def _open(parts: EngineParts) -> SlabAndLink:
     config, device, engine = parts.config, parts.device, parts.engine
     layout, shape = engine.layout, engine.layout.shape
     capacity = cache_tiles(config.options.expert_cache, shape.layers * shape.experts * shape.tiles)
-    slots = capacity + staging_tiles(shape.tiles, engine.shape.top_k, layout.head_bytes > 0)
+    fewest = staging_tiles(shape.tiles, engine.shape.top_k, layout.head_bytes > 0)
+    slots = capacity + (config.options.staging or fewest)
     kind = prefetcher_kind(config.options.prefetcher, device, config.cache, parts.tick)
     own_process = kind != "thread"
     beside = engine.backbone.pending_bytes + device.heads_bytes(layout) + own_process * device.process_bytes

@@ -108,7 +108,10 @@ def test_up_matrices_are_resident_on_a_gpu_while_a_policy_keeps_experts_there() 
     ups = 32 * 8 * 14336 * 4096 * 5 // 16  # 2.5 bits a weight
     assert (on_gpu.heads, on_host.heads, needs(source, gpu, "int4").heads) == (ups, 0, 0)
     assert on_gpu.staging == 2 * 2 * 6 + 2  # of 16 tiles a third, of 2 experts in 2 layers
-    assert needs(source, gpu, "int4").staging == STAGING_TILES
+    for config, slots in ((gpu, 2 * 16 + 2), (MIXTRAL, STAGING_TILES)):
+        plain = needs(source, config, "int4")
+        assert (plain.staging, plain.layer_staging) == (STAGING_TILES, slots)
+    assert on_gpu.layer_staging == on_gpu.staging
     assert on_gpu.slot * on_gpu.tiles == 32 * 8 * 14336 * 2 * 4096 * 9 // 16  # in slots: gate and down
     assert on_gpu.store - ups - on_gpu.slot * on_gpu.tiles < 1 << 14  # the store's head
     machine = Machine(1 << 40, 1 << 40, 24_000_000_000)

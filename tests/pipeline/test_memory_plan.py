@@ -16,7 +16,7 @@ from pipeline.checkpoint.open import open_model
 from pipeline.config import DEFAULT_CACHE, DEFAULT_CONTEXT, EngineConfig, ResolvedConfig
 from pipeline.device.base import SPARE_BYTES
 from pipeline.errors import UsageError
-from pipeline.memory.limits import STAGING_TILES, cache_tiles
+from pipeline.memory.limits import cache_tiles
 from pipeline.memory.needs import Needs, needs
 from pipeline.memory.plan import (
     AUTOMATIC,
@@ -53,7 +53,8 @@ def cases(draw: st.DrawFn) -> Case:
     # The needs of one of the formats, or a little more or less: plans differ there.
     edge, slab = draw(st.sampled_from(needed)), draw(st.booleans())
     near = st.integers(-GB, GB // 2) | st.integers(0, 12 * GB)
-    device = edge.backbone + int((share or 0) * edge.tiles + STAGING_TILES) * edge.slot * slab
+    staging = st.sampled_from([edge.staging, edge.layer_staging])
+    device = edge.backbone + int((share or 0) * edge.tiles + draw(staging)) * edge.slot * slab
     memory = edge.store + FREE_BYTES + edge.processes + (0 if on_gpu else device) + draw(near)
     shm = draw(st.just(200 * GB) | near.map(lambda more: edge.store + more))
     gpu = device + edge.steps + SPARE_BYTES + draw(near) if on_gpu else None
@@ -69,9 +70,11 @@ def chosen(needed: Sequence[Needs], asked: EngineConfig, machine: Machine, slab:
     return plan
 
 
-def takes(needs: Needs, machine: Machine, slab: bool, context: int, kv: int, share: float) -> bool:
+def takes(
+    needs: Needs, machine: Machine, slab: bool, context: int, kv: int, share: float, staging: int = 4
+) -> bool:
     """Whether the plan fits, by a second implementation of the documented rule."""
-    tiles = cache_tiles(share, needs.tiles) + STAGING_TILES if slab else 0
+    tiles = cache_tiles(share, needs.tiles) + staging if slab else 0
     device = tiles * needs.slot + kv * needs.kv_token + needs.backbone + context * needs.position
     new = needs.store - needs.present
     host = machine.memory - FREE_BYTES - needs.processes
@@ -95,7 +98,8 @@ def test_plan_fits_keeps_given_options_and_is_the_most_exact(case: Case) -> None
         least_of_all = smallest(needed[-1], asked, slab)
         assert any(pool.short for pool in least_of_all.pools(machine))
         return
-    assert takes(plan.needs, machine, slab, plan.context, plan.kv_tokens, plan.expert_cache)
+    sizes = plan.context, plan.kv_tokens, plan.expert_cache, plan.staging
+    assert takes(plan.needs, machine, slab, *sizes)
     for pool in plan.pools(machine):
         assert sum(pool.parts.values()) == pool.needed <= pool.free
         assert min(pool.parts.values()) >= 0
@@ -118,7 +122,7 @@ def test_plan_uses_the_memory_that_fits(case: Case) -> None:
     assume(plan is not None)
 
     def fits(context: int, kv: int, share: float, slab: bool = slab) -> bool:
-        return takes(plan.needs, machine, slab, context, kv, share)
+        return takes(plan.needs, machine, slab, context, kv, share, plan.staging)
 
     usual = min(DEFAULT_CONTEXT, plan.needs.spec.max_positions, asked.kv_tokens or DEFAULT_CONTEXT)
     if asked.context is None and plan.context < usual:
@@ -196,8 +200,36 @@ def test_plans_of_typical_machines() -> None:
     gpu = planned("mixtral-8x7b", 130, 130, 24)
     assert gpu.needs.format == "bf16"
     assert 0.1 < gpu.expert_cache < 0.25  # a whole context, then experts
-    assert (gpu.context, gpu.kv_tokens) == (8192, 8192 + 576)  # and less than a thousandth of them was left
+    assert (gpu.context, gpu.kv_tokens) == (8192, 8192 + 448)  # and less than a thousandth of them was left
+    assert gpu.staging == 2 * 16 + 2  # both experts of a layer
+    for gigabytes, staging, share in ((8, 11, 0.0), (12, 17, 0.06)):
+        smaller = planned("mixtral-8x7b", 130, 130, gigabytes)
+        assert (smaller.needs.format, smaller.staging) == ("bf16", staging)
+        assert smaller.expert_cache >= share
     assert planned("olmoe-1b-7b", 130, 130, 80).expert_cache == 1.0
+
+
+@given(cases())
+def test_staging_slots_are_of_a_small_share_of_a_gpu(case: Case) -> None:
+    """All that a layer demands for a token, while that is small and something else fits beside it."""
+    needed, asked, machine, slab = case
+    plan = choose(needed, asked, machine, slab)
+    assume(plan is not None)
+    if machine.gpu is None:
+        assert plan.staging == 4
+        return
+    assert 4 <= plan.staging <= max(4, plan.needs.layer_staging)
+    beyond = (plan.staging - 4) * plan.needs.slot
+    assert beyond <= machine.gpu / 32
+    if 4 < plan.staging < plan.needs.layer_staging:
+        assert (plan.staging + 1) * plan.needs.slot > machine.gpu / 32
+    most = min(plan.needs.layer_staging, int(machine.gpu / 32) // plan.needs.slot)
+    if plan.staging == 4 < most:  # then nothing larger fits beside as many
+        sizes = smallest(plan.needs, asked, slab, GOOD_CONTEXT)
+        if not fits_with(plan.needs, asked, machine, slab, GOOD_CONTEXT):
+            sizes = smallest(plan.needs, asked, slab, LEAST_CONTEXT)
+        least = sizes.context, sizes.kv_tokens, sizes.expert_cache
+        assert not takes(plan.needs, machine, True, *least, most)
 
 
 def test_slab_without_a_gpu_takes_shared_memory() -> None:
