@@ -32,6 +32,7 @@ from shm.mask import DENSE
 from shm.ring import CoordinatorRing, WorkerRing
 from shm.slot import SlotShape
 from workers.kernels.cuda.experts import CudaExperts
+from workers.kernels.cuda.reserved import Reserved
 from workers.kernels.cuda.sums import PartSums
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +49,12 @@ class NoLauncher:
         self.calls = 0
 
     def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
+        self.calls += 1
+
+    def reserve(self, size: int) -> Reserved:
+        return Reserved(np.empty(size, np.uint8), torch.empty(size, dtype=torch.uint8), self._count)
+
+    def _count(self, *copy: object) -> None:
         self.calls += 1
 
     def upload(self, array: NDArray[np.uint8]) -> Tensor:

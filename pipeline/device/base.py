@@ -132,6 +132,10 @@ class DeviceKernel(Protocol):
 
     reads_host: bool  # also tiles in the host's locked memory
 
+    def allocates(self, offsets: IntArray) -> bool:
+        """Whether adding tiles to a share with these offsets may allocate memory, so that no tile may be
+        added while the device waits for a landing."""
+
     def begin(
         self, x: Tensor, cuts: IntArray, offsets: IntArray, rows: IntArray, weights: FloatArray
     ) -> LayerSum:

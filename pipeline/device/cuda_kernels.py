@@ -28,6 +28,7 @@ from workers.kernels.cuda.channels import CudaChannels
 from workers.kernels.cuda.experts import NO_LIMIT, CudaExperts
 from workers.kernels.cuda.launcher import CudaLauncher
 from workers.kernels.cuda.matrix import CudaMatrix
+from workers.kernels.cuda.reserved import Reserved
 from workers.kernels.cuda.sources import Program
 from workers.kernels.native import chosen
 from workers.kernels.reference import ReferenceKernel
@@ -56,8 +57,15 @@ class FewRows:
         self, x: Tensor, cuts: IntArray, offsets: IntArray, rows: IntArray, weights: FloatArray
     ) -> LayerSum:
         """As of DeviceKernel."""
+        return self._of(offsets).begin(x, cuts, offsets, rows, weights)
+
+    def allocates(self, offsets: IntArray) -> bool:
+        """As of DeviceKernel."""
+        return self._of(offsets).allocates(offsets)
+
+    def _of(self, offsets: IntArray) -> DeviceKernel:
         few = np.diff(offsets).max(initial=0) <= self._few.most_rows
-        return (self._few if few else self._many).begin(x, cuts, offsets, rows, weights)
+        return self._few if few else self._many
 
 
 class CudaKernels:
@@ -69,18 +77,20 @@ class CudaKernels:
         host: Choice,
         cache: Path | None,
         upload: Callable[[NDArray[Any]], Tensor],
+        reserve: Callable[[int], Reserved],
         *,
         in_torch: bool,
     ) -> None:
         """As of CudaDevice; `host`: the host's kernels, `upload`: as `Device.from_host`."""
         self._device, self._host, self._cache = device, host, cache
-        self._upload, self._in_torch = upload, in_torch
+        self._upload, self._reserve, self._in_torch = upload, reserve, in_torch
         self._launchers: dict[Program, CudaLauncher] = {}
 
     def launcher(self, program: Program) -> CudaLauncher:
         """The compiled kernels. Raises CudaError."""
         if program not in self._launchers:
-            self._launchers[program] = CudaLauncher(program, self._device, self._cache, self._upload)
+            upload, reserve = self._upload, self._reserve
+            self._launchers[program] = CudaLauncher(program, self._device, self._cache, upload, reserve)
         return self._launchers[program]
 
     def _program(self, format: TileFormat) -> Program | None:

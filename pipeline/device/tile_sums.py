@@ -70,6 +70,10 @@ class TileByTile(ABC):
         """The sum of the outputs of consecutive tiles (uint8 [number * tile_bytes]) for the rows x[rows]
         (int64 [n]): float32 [n, H], a new tensor."""
 
+    def allocates(self, offsets: IntArray) -> bool:
+        """As of DeviceKernel: each output is a new tensor."""
+        return True
+
     def begin(
         self, x: Tensor, cuts: IntArray, offsets: IntArray, rows: IntArray, weights: FloatArray
     ) -> TileSums:

@@ -121,7 +121,9 @@ class ChannelMemory(DeviceMemory):
             self.channels.demand(layer, (), missing)
             wanted = [Missing(*item) for item in items if item[1] < item[2]]
             masked = MaskedLayer(mask, cuts={expert: cut for expert, _, cut in items})
-            return DeviceWork(layer, share, self._stream(layer, wanted, missing), missing, masked=masked)
+            return DeviceWork(
+                layer, share, self._stream(layer, share, wanted, missing), missing, masked=masked
+            )
         clock.mark("submit")
         masked = self._masked(layer, share, self.kernel.activations(x), mask)
         clock.mark("device")
@@ -133,7 +135,7 @@ class ChannelMemory(DeviceMemory):
                 found = masked.experts[expert]
                 chosen.append(Wanted(expert, kept, cut, found.kept[found.tiles[kept] :]))
         if whole:  # the link takes them first, and they leave the slots to channels
-            landing = self._both(layer, self._stream(layer, whole, missing), chosen, missing)
+            landing = self._both(layer, self._stream(layer, share, whole, missing), chosen, missing)
         else:
             landing = self._chosen(self.channels.demand(layer, chosen, missing))
         return DeviceWork(layer, share, landing, missing, masked=masked)

@@ -93,7 +93,7 @@ class DeviceMemory:
         chosen = self.zero_copy.chosen(layer, share, self.target[layer]) if self.zero_copy else []
         wanted = [Missing(*item) for item in without(share, chosen)]
         missing: list[Missing] = []
-        return DeviceWork(layer, share, self._stream(layer, wanted, missing), missing, chosen)
+        return DeviceWork(layer, share, self._stream(layer, share, wanted, missing), missing, chosen)
 
     def _use(self, layer: int, share: Share) -> None:
         """The share's resident tiles are computed."""
@@ -101,11 +101,10 @@ class DeviceMemory:
             if resident:
                 self.mover.used(layer, expert, resident)
 
-    def _stream(self, layer: int, wanted: list[Missing], missing: list[Missing]) -> Landing:
-        """Order whole tiles, at once."""
-        landing = (
-            DemandStream(self.mover, layer, wanted, missing).groups(ahead=self.ahead) if wanted else iter(())
-        )
+    def _stream(self, layer: int, share: Share, wanted: list[Missing], missing: list[Missing]) -> Landing:
+        """Order whole tiles of the share, at once."""
+        ahead = self.ahead and not self.kernel.allocates(share.offsets)
+        landing = DemandStream(self.mover, layer, wanted, missing).groups(ahead=ahead) if wanted else iter(())
 
         def give() -> Landing:
             given, next_tile = 0, {item.expert: item.lo for item in wanted}

@@ -6,6 +6,7 @@ It is stricter than a GPU, so that what would be wrong now and then there is wro
 - a stream is a thread that takes its time; a copy lands piece by piece, in any order, and its target is
   poisoned when it is started; new and freed memory is poisoned too;
 - a copy must not run from one registration of host memory into another or out of it;
+- no memory may be allocated, freed or registered while torch's stream waits for a number;
 - a stream writes and waits for numbers in registered memory only; a wait that nobody ends is `Stuck`;
 - memory is back once no process maps it, also where these were killed: each holds a lock on the segment.
 
@@ -64,6 +65,11 @@ def _remove_abandoned(key: str, age: float = 0.0) -> int:
         finally:
             os.close(lock)
     return used
+
+
+def _reached(number: ctypes.c_uint32, value: int) -> bool:
+    """As a stream compares them, in a cycle."""
+    return ctypes.c_int32(number.value - value).value >= 0
 
 
 @dataclass
@@ -167,6 +173,9 @@ class FakeRuntime:
         self.host_pointers = 1  # whether kernels read registered memory by the host's addresses
         self.pinned: dict[int, ctypes.Array[ctypes.c_uint8]] = {}
         self.torch_stream = Stream(self._chance)
+        self.waits: list[tuple[ctypes.c_uint32, int]] = []  # of torch's stream: numbers, and for what
+        self.engine_thread = 0  # which makes torch's stream wait
+        self.behind_waits: list[str] = []  # calls that may wait for the device, while it waits for a number
         self.streams: dict[int, Stream] = {}
         self.events: dict[int, Event] = {}
         self.calls: Counter[str] = Counter()
@@ -219,6 +228,17 @@ class FakeRuntime:
         self.mapped.clear()
         self.cudaMemGetInfo()  # removes what nobody maps
 
+    def _waits(self) -> bool:
+        """Whether torch's stream waits for a number."""
+        self.waits = [(number, value) for number, value in self.waits if not _reached(number, value)]
+        return bool(self.waits)
+
+    def may_wait(self, name: str) -> None:
+        """A call of this name may wait for all streams, as allocating and freeing may. Calls of other threads
+        than the engine's stand for those of other processes."""
+        if self._waits() and threading.get_ident() == self.engine_thread:
+            self.behind_waits.append(name)
+
     def _fails(self, name: str) -> bool:
         self.calls[name] += 1
         if name not in self.failures:
@@ -235,6 +255,7 @@ class FakeRuntime:
         self.calls["cudaFree"] += 1
         if not address:
             return (0,)
+        self.may_wait("cudaFree")
         for allocation in self.allocations:
             if allocation.address == address and not allocation.freed:
                 allocation.freed = True
@@ -245,6 +266,7 @@ class FakeRuntime:
         return (INVALID,)
 
     def cudaMalloc(self, size: int) -> tuple[int, int]:
+        self.may_wait("cudaMalloc")
         free = self.cudaMemGetInfo()[1]
         if self._fails("cudaMalloc") or size > free:
             return OUT_OF_MEMORY, 0
@@ -302,6 +324,7 @@ class FakeRuntime:
     # --- memory of the host ------------------------------------------------------------------------------
 
     def cudaHostRegister(self, start: int, size: int, flags: int) -> tuple[int]:
+        self.may_wait("cudaHostRegister")
         lo, hi = start // PAGE * PAGE, -(-(start + size) // PAGE) * PAGE
         with self._lock:
             locked = sum(end - begin for begin, end in self.registered.items())
@@ -313,6 +336,7 @@ class FakeRuntime:
         return (0,)
 
     def cudaHostUnregister(self, start: int) -> tuple[int]:
+        self.may_wait("cudaHostUnregister")
         with self._lock:
             return (0,) if self.registered.pop(start // PAGE * PAGE, None) else (NOT_REGISTERED,)
 
@@ -341,6 +365,7 @@ class FakeRuntime:
         return 0, self.host_pointers
 
     def cudaMallocHost(self, size: int) -> tuple[int, int]:
+        self.may_wait("cudaMallocHost")
         if self._fails("cudaMallocHost"):
             return OUT_OF_MEMORY, 0
         memory = (ctypes.c_uint8 * size)()
@@ -349,6 +374,7 @@ class FakeRuntime:
         return 0, address
 
     def cudaFreeHost(self, address: int) -> tuple[int]:
+        self.may_wait("cudaFreeHost")
         memory = self.pinned.pop(address)
         ctypes.memset(address, FREED, len(memory))
         return (0,)
@@ -383,6 +409,9 @@ class FakeRuntime:
             return (INVALID,)
         if not (to and source):
             return (0,)  # a tensor of torch's device meta, which has no numbers
+        if not stream and self._waits():
+            self.torch_stream.put(lambda: ctypes.memmove(to, source, size))
+            return (0,)
         if not stream:
             self.torch_stream.drain()
             ctypes.memmove(to, source, size)
@@ -429,11 +458,14 @@ class FakeRuntime:
 
         def wait() -> None:
             until = time.monotonic() + self.limit
-            while ctypes.c_int32(number.value - value).value < 0:
+            while not _reached(number, value):
                 if time.monotonic() > until:
                     raise Stuck(f"a stream that waits for {value}, at {number.value}")
                 time.sleep(2e-5)
 
+        if not stream:
+            self.engine_thread = threading.get_ident()
+            self.waits.append((number, value))
         self._stream(stream).put(wait)
         return (Status(0),)
 

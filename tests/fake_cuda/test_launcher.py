@@ -30,7 +30,7 @@ BLOCKS, PLAIN = (Program.of_format(format_named(name), fused=True) for name in (
 def test_kernels_are_loaded_before_the_first_launch(program, others, monkeypatch) -> None:
     """A launch may come while the device waits for a landing; loading a kernel may wait for the device."""
     loaded, launched = [], []
-    with fake_device() as (_, runtime):
+    with fake_device() as (device, runtime):
 
         def load(module: int, name: bytes) -> tuple[Status, str]:
             loaded.append(name.decode())
@@ -44,7 +44,9 @@ def test_kernels_are_loaded_before_the_first_launch(program, others, monkeypatch
         monkeypatch.setattr(runtime, "cuModuleGetFunction", load, raising=False)
         monkeypatch.setattr(runtime, "cuLaunchKernel", launch, raising=False)
         monkeypatch.setattr(launcher, "compiled", lambda *_: b"cubin")
-        made = launcher.CudaLauncher(program, torch.device("cuda", 0), Path("/"), torch.from_numpy)
+        made = launcher.CudaLauncher(
+            program, torch.device("cuda", 0), Path("/"), device.from_host, device.reserve
+        )
         before = sorted(loaded)
         for name in before:
             made.launch(name, 1, 32, int(np.int64(7)))

@@ -214,7 +214,9 @@ def mover_parts(
             landings = None
             if slab.flags is not None:
                 slab.flags.array[:] = first_number
-                landings = Landings(slab.flags, slab.wait_landing)
+                landings = Landings(
+                    slab.flags, slab.wait_landing, ready=lambda: slab.locks is None or slab.locks.ended
+                )
                 stack.callback(landings.close)
             link = FetchLink(socket, None, None, landings=landings)
         else:

@@ -12,10 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
+from emulated_cuda import EmulatedLauncher, library
 from fake_gpu import fake_device
+from fake_graphs import RecordedLauncher
 from fake_runtime import FakeRuntime, Status
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from made_shares import share_of
 from mover_parts import (
     DEMAND,
     FULL,
@@ -27,22 +31,31 @@ from mover_parts import (
     MoverParts,
     check_idle,
     check_slots,
+    encoded_store,
     missing,
     mover_parts,
     retarget,
 )
+from numpy.typing import NDArray
 
+from pipeline.counters import PhaseCounters, StepClock
 from pipeline.experts.demand_stream import DemandStream
+from pipeline.experts.device_share import DeviceMemory
+from pipeline.experts.fetch_link import Order
 from pipeline.experts.landings import Landings
 from pipeline.experts.shares import Missing
 from pipeline.experts.tile_mover import TileMover
 from shm import landing_flags
 from shm.errors import ShmError
 from shm.landing_flags import CYCLE, LandingFlags, next_number, reached
+from shm.layout import ExpertShape, format_named
+from shm.mask import DENSE
 from shm.segment import unlink
 from shm.store import Store
 from workers.cuda import CudaError
 from workers.cuda_copier import open_copier
+from workers.kernels.cuda.experts import CudaExperts
+from workers.kernels.cuda.sources import Program
 
 TILES = SHAPE.tiles
 
@@ -219,6 +232,55 @@ def test_the_device_waits_and_the_host_launches_ahead(place: Place) -> None:
     flags = place.parts.slab.flags
     assert flags is not None
     assert sorted(flags.array[:SLOTS]) == [0] * (SLOTS - 2 * TILES) + [2] * (2 * TILES)
+
+
+def test_nothing_is_allocated_while_the_device_waits(tmp_path, monkeypatch) -> None:
+    """A layer's share by the kernels themselves, late: no tile has landed when all is launched."""
+    of_int4 = Program.of_format(format_named("int4"), fused=True)
+    assert of_int4 is not None
+    shape = ExpertShape(layers=2, experts=3, hidden=64, intermediate=320, tile=64)
+    share = share_of([(0, 0, 5), (2, 0, 4)], [[0, 2], [1, 2]], [[0.5, 2.0], [1.5, -1.0]])
+    x = torch.from_numpy(np.random.default_rng(1).standard_normal((3, 64)).astype(np.float32))
+    with encoded_store(shape, "no_allocations", "int4") as store, place_at(tmp_path, store) as place:
+        parts, runtime = place.parts, place.runtime
+        launcher = LateLauncher(library(of_int4), parts.device)
+        memory = DeviceMemory(parts.mover(0, SLOTS), parts.slab, CudaExperts(launcher, store.layout))
+        clock, release, wait = StepClock(PhaseCounters(2)), runtime.hold_copies(), parts.link.wait
+        uploads: list[int] = []
+
+        def released(order: Order, landed: int) -> None:  # the host waits: everything has been launched
+            uploads.append(runtime.calls["cudaMemcpyAsync"])
+            release()
+            wait(order, landed)
+
+        monkeypatch.setattr(parts.link, "wait", released)
+        for _ in range(2):
+            work = memory.begin(1, share, x, DENSE, clock)
+            y = memory.compute(work, x, clock)
+            runtime.torch_stream.drain()
+            assert runtime.behind_waits == []
+            expected = CudaExperts(EmulatedLauncher(library(of_int4)), store.layout).begin(
+                x, share.items[:, 2], share.offsets, share.rows, share.weights
+            )
+            tiles = [(i, t, e) for i, (e, _, cut) in enumerate(share.items.tolist()) for t in range(cut)]
+            expected.add([(i, t, torch.from_numpy(store.tiles(1, e, t, t + 1).copy())) for i, t, e in tiles])
+            assert torch.equal(y, expected.result())
+        assert uploads[0] >= 2  # both groups
+        assert place.landings.trusted
+
+
+class LateLauncher(RecordedLauncher):
+    """Kernels run some time later, on torch's stream."""
+
+    def upload(self, data: NDArray[np.uint8]) -> torch.Tensor:
+        self.uploaded = [*getattr(self, "uploaded", []), super().upload(data)]  # read later
+        return self.uploaded[-1]
+
+    def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
+        again = super().launch
+        self._runtime.launch(lambda: again(kernel, blocks, threads, *arguments))
+        if kernel == "combine":  # the last one; then the host frees its memory, which torch's allocator keeps
+            self._runtime.torch_stream.drain()
 
 
 def test_a_device_is_released_where_nobody_asks_for_the_rest(place: Place) -> None:

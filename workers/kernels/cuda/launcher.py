@@ -15,6 +15,7 @@ from torch import Tensor
 
 from workers.cuda import CudaError, call
 from workers.kernels.cuda.compiler import compiled
+from workers.kernels.cuda.reserved import Reserved
 from workers.kernels.cuda.sources import Program, kernels
 
 MOST_BLOCKS = (1 << 31) - 1  # of one launch
@@ -27,6 +28,7 @@ class Launcher(Protocol):
     device: torch.device
     # A copy on the device, uint8; the kernels that are launched afterwards may read it.
     upload: Callable[[NDArray[np.uint8]], Tensor]
+    reserve: Callable[[int], Reserved]  # memory for uploads of so many bytes
 
     def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
         """Start a kernel. Arguments are addresses on the device and numbers, 64 bits each."""
@@ -57,10 +59,11 @@ class CudaLauncher:
         device: torch.device,
         cache: Path | None,
         upload: Callable[[NDArray[np.uint8]], Tensor],
+        reserve: Callable[[int], Reserved],
     ) -> None:
         """Compiles it, or takes it from the cache folder. Raises CudaError where that fails. `upload`: of
-        arrays to the device, without waiting."""
-        self.device, self.upload = device, upload
+        arrays to the device, without waiting; `reserve`: memory for that."""
+        self.device, self.upload, self.reserve = device, upload, reserve
         self._arguments = Arguments()
         try:
             self._driver: Any = importlib.import_module("cuda.bindings.driver")
