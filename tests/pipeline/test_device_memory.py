@@ -20,6 +20,7 @@ from mover_parts import SHAPE, random_store
 from pipeline.device.base import CONTEXT_BYTES, SPARE_BYTES
 from pipeline.errors import NoRoom, PrefetcherLost
 from pipeline.experts.peers import ChildServerSocket, ExitEvents
+from pipeline.memory.limits import STAGING_TILES
 from pipeline.policies.view import ModelShape, Target
 from pipeline.serving import device_memory
 from pipeline.serving.device_memory import DeviceMemoryOpener, wait_for_room
@@ -55,7 +56,9 @@ class Parts(SimpleNamespace):
 def engine_parts(folder: Path, device: FakeCudaDevice, store: Store) -> Iterator[Parts]:
     folder.chmod(0o700)
     exits, layout = ExitEvents(), store.layout
-    options = SimpleNamespace(expert_cache=0.5, prefetcher="process", landings="auto", link_gbps=None)
+    options = SimpleNamespace(
+        expert_cache=0.5, staging=None, prefetcher="process", landings="auto", link_gbps=None
+    )
     config = SimpleNamespace(
         options=options, runtime=folder, incarnation=0, key=KEY, fingerprint=store.fingerprint,
         cache=folder / "cache", slab=False,
@@ -102,6 +105,7 @@ def test_a_thread_copies_where_no_process_can_map_the_slab(place, refused) -> No
     if refused == "handle":
         runtime.failures["cudaIpcGetMemHandle"] = 0
     memory = DeviceMemoryOpener(parts).open()
+    assert memory.staging == STAGING_TILES
     places_a_tile(memory)
     assert memory.mover.link.stats()["landings"] == "flags"
     until = time.monotonic() + LIMIT
@@ -114,9 +118,11 @@ def test_with_auto_a_thread_copies_beside_an_idle_process(place, monkeypatch) ->
     parts, runtime = place
     monkeypatch.setattr(device_memory, "prefetcher_kind", lambda *asked: "thread")
     parts.config.options.prefetcher, parts.config.slab = "auto", True
+    parts.config.options.staging = 7
     parts.start_prefetcher()  # as the supervisor has
     memory = DeviceMemoryOpener(parts).open()
     assert memory.mover.link.kind == "thread"
+    assert memory.staging == parts.config.options.staging == 7  # the plan's
     places_a_tile(memory)
     assert runtime.calls["cudaIpcGetMemHandle"] == 0
 
