@@ -24,7 +24,8 @@ from shm.mask import DENSE, Mask, Tally
 from workers.kernels.host import HostKernel
 from workers.kernels.reference_channels import ReferenceChannels
 
-SHAPE = ExpertShape(layers=2, experts=3, hidden=70, intermediate=152, tile=32)  # 5 tiles, the last one padded
+# 5 tiles, the last one padded; of more channels than any kernel takes together
+SHAPE = ExpertShape(layers=2, experts=3, hidden=70, intermediate=600, tile=144)
 TILES, T = SHAPE.tiles, SHAPE.tile
 SLOTS = 24
 X = np.random.default_rng(1).standard_normal((3, SHAPE.hidden)).astype(np.float32)

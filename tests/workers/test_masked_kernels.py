@@ -20,7 +20,7 @@ from shm.slot import OwnSlot
 from workers.kernels.channels import ChannelKernel
 from workers.kernels.native import Library
 from workers.kernels.reference_channels import ReferenceChannels
-from workers.kernels.unpack import int8_steps, row_groups, row_numbers
+from workers.kernels.unpack import int8_steps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = [format.name for format in FLOE_FORMATS]
@@ -97,9 +97,7 @@ def exact(expert: Expert, mask: Mask) -> tuple[np.ndarray, np.ndarray, Tally, fl
     steps = int8_steps(x, 64)[:, : shape.hidden].double().numpy()
     gate_x = x.bfloat16().double().numpy() if format.rows.bits == 16 else steps
     y, bound = np.zeros((len(x), shape.hidden)), np.zeros((len(x), shape.hidden))
-    # numbers or groups that are added one after the other, in float32
-    added = shape.hidden if format.rows.bits == 16 else -(-shape.hidden // 64)
-    tallies, near, unit = [], 1.0, 20 * 2.0**-24 * (added + 16)  # 20: zero times sum, and scales
+    tallies, near, unit = [], 1.0, 20 * 2.0**-24 * (shape.hidden + 16)  # 20: zero times sum, and scales
     for n in range(shape.tiles):
         head, body = expert.part(0, n, n + 1)
         gate, up, down = format.decode(body, shape.hidden, shape.tile, head).astype(np.float64)
@@ -109,43 +107,11 @@ def exact(expert: Expert, mask: Mask) -> tuple[np.ndarray, np.ndarray, Tally, fl
         a = np.where(kept, g / (1 + np.exp(-g)) * u, 0)
         spread_u, spread_g = np.abs(steps) @ np.abs(up).T + size, np.abs(gate_x) @ np.abs(gate).T
         error = np.where(kept, unit * (1.1 * spread_g * size + (np.abs(g) + 1) * spread_u), 0)
-        part, missed = through_down(expert, body, a, error)
-        y += part
-        bound += error @ np.abs(down) + missed + unit * np.abs(a) @ np.abs(down)
+        y += a @ down
+        bound += error @ np.abs(down) + unit * np.abs(a) @ np.abs(down)
         left = np.where(kept, 0, size).sum()
         tallies.append(Tally(size.sum(), left, int(kept.any(axis=0).sum()), shape.tile))
     return y, bound + 1e-30, Tally.of(tallies), near
-
-
-def through_down(
-    expert: Expert, body: Bytes, a: np.ndarray, error: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """a [rows, channels] times down, float64. In int4 and int8 a times a group's scales is rounded to steps
-    of 1/127 of the largest one of 128 channels. Then also a bound of what an error of a, itself passed on as
-    it is, changes: the largest ones' error that of the steps, and that of a number near the middle of two
-    steps a whole step."""
-    shape, format = expert.layout.shape, expert.layout.format
-    assert isinstance(format, FloeFormat)
-    records = torch.from_numpy(body).view(shape.tile, 2, -1)[:, 1]
-    if format.rows.bits == 16:
-        down = row_numbers(format.rows, records, shape.hidden).double().numpy()
-        return a @ down, np.zeros((len(a), shape.hidden))
-    scale, numbers = (part.double().numpy() for part in row_groups(format.rows, records, shape.hidden))
-    y, missed = np.zeros((len(a), *numbers.shape[1:])), np.zeros((len(a), *numbers.shape[1:]))
-    for lo in range(0, shape.tile, 128):
-        block = slice(lo, lo + 128)
-        t, of_t = (part[:, block, None] * scale[block] for part in (a, error))  # row, channel, group
-        largest, most_wrong = np.abs(t).max(axis=1, keepdims=True), of_t.max(axis=1, keepdims=True)
-        step = np.where(largest > 0, largest / 127, 1)
-        code = t / step
-        uncertain = (of_t + np.abs(code) * most_wrong / 127) / step + 127 * 2.0**-21
-        rounded = np.round(code) * step
-        doubtful = np.abs(code - np.floor(code) - 0.5) <= uncertain
-        wrong = np.where(doubtful, step, 0) * (np.abs(t) > 0) + np.abs(code) * most_wrong / 127
-        y += np.einsum("rcg,cgi->rgi", rounded, numbers[block])
-        missed += np.einsum("rcg,cgi->rgi", wrong, np.abs(numbers[block]))
-    flat = (len(a), -1)
-    return y.reshape(flat)[:, : shape.hidden], missed.reshape(flat)[:, : shape.hidden]
 
 
 def nearest(size: np.ndarray, kept: np.ndarray, mask: Mask) -> float:

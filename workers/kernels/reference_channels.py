@@ -2,9 +2,7 @@
 CUDA.
 
 Activations are rounded to int8 steps in groups of 64; for gate rows in bf16 to bf16 instead. Of each row
-u = up @ x, and of the channels that its mask keeps y = sum of silu(gate . x) * u * down, all in float32. Of
-down in int4 and int8, silu(gate . x) * u times the scale of each group of outputs is rounded to int8 steps,
-which STEPPED consecutive channels of a tile have in common.
+u = up @ x, and of the channels that its mask keeps y = sum of silu(gate . x) * u * down, all in float32.
 """
 
 from __future__ import annotations
@@ -18,11 +16,9 @@ from torch.nn import functional
 from shm.floe import FloeFormat
 from shm.layout import StoreLayout
 from shm.mask import Mask, Tally
-from workers.kernels.unpack import dequantize, int8_steps, row_groups, row_numbers
+from workers.kernels.unpack import dequantize, int8_steps, row_numbers
 
-TOGETHER = 1 << 23  # numbers of up, or products with scales, that are float32 at a time, a few times over
-STEPPED = 128  # channels whose products with a group's scales share a step
-LEAST_LARGEST = 1e-36  # products that are all smaller count as 0
+TOGETHER = 1 << 23  # numbers of up that are float32 at a time, a few times over
 
 
 class ChannelInputs(NamedTuple):
@@ -69,33 +65,14 @@ class ReferenceChannels:
     def channels(self, records: Tensor, u: Tensor, x: ChannelInputs, rows: Tensor) -> Tensor:
         """The sum over channels of silu(gate . x) * u * down: float32 [n, H]. records: uint8 [channels *
         channel_bytes]; u: float32 [n, channels], 0 where a row leaves a channel out; rows: int64 [n]."""
-        parts, number = records.view(u.shape[1], 2, -1), torch.arange(u.shape[1], device=u.device)
+        parts = records.view(u.shape[1], 2, -1)
         if u.device.type == "cpu":  # to know them, the host would wait for another device
             read = u.ne(0).any(dim=0)
-            parts, u, number = parts[read], u[:, read], number[read]
+            parts, u = parts[read], u[:, read]
         if not len(parts):
             return torch.zeros(len(u), self._hidden, device=u.device)
-        gate = row_numbers(self._format.rows, parts[:, 0], self._hidden)
-        inner = functional.silu(functional.linear(x.gate[rows], gate)) * u
-        if self._format.rows.bits == 16:
-            return inner @ row_numbers(self._format.rows, parts[:, 1], self._hidden)
-        scale, down = row_groups(self._format.rows, parts[:, 1], self._hidden)
-        block, down, outputs = number // STEPPED, down.transpose(0, 1).contiguous(), []
-        for some in torch.split(inner, max(1, TOGETHER // scale.numel())):
-            stepped = self._stepped(some.unsqueeze(-1) * scale, block)
-            outputs.append((stepped.permute(2, 0, 1) @ down).transpose(0, 1).flatten(1)[:, : self._hidden])
-        return torch.cat(outputs)
-
-    @staticmethod
-    def _stepped(products: Tensor, block: Tensor) -> Tensor:
-        """products float32 [n, channels, groups] rounded to steps of 1/127 of the largest one of a row, a
-        block and a group; block: int64 [channels], ascending."""
-        blocks = -(-products.shape[1] // STEPPED) if products.device.type != "cpu" else int(block[-1]) + 1
-        sizes = products.new_zeros(len(products), blocks, products.shape[2])
-        index = block[None, :, None].expand_as(products)
-        largest = sizes.scatter_reduce(1, index, products.abs(), "amax")
-        inverse = torch.where(largest < LEAST_LARGEST, 0, 127 / largest)
-        return (products * inverse[:, block]).round() * (largest / 127)[:, block]
+        gate, down = (row_numbers(self._format.rows, parts[:, i], self._hidden) for i in range(2))
+        return (functional.silu(functional.linear(x.gate[rows], gate)) * u) @ down
 
     def compute(
         self, heads: Tensor, tiles: Tensor, x: ChannelInputs, rows: Tensor, mask: Mask
@@ -107,7 +84,5 @@ class ReferenceChannels:
         mass, left = size.sum().item(), size.masked_fill(kept, 0).sum().item()
         if not mass < float("inf"):
             mass = left = 0.0
-        u = u.masked_fill(~kept, 0)
-        parts = tiles.view(u.shape[1] // self._tile, -1), torch.split(u, self._tile, dim=1)
-        y = torch.stack([self.channels(*part, x, rows) for part in zip(*parts, strict=True)]).sum(dim=0)
+        y = self.channels(tiles, u.masked_fill(~kept, 0), x, rows)
         return y, Tally(mass, left, int(kept.any(dim=0).sum()), u.shape[1])

@@ -37,13 +37,6 @@ def row_numbers(format: RowFormat, rows: Tensor, k: int) -> Tensor:
     """Rows of k numbers, float32 [n, k]. rows: uint8 [n, format.row_bytes(k)]."""
     if format.bits == 16:
         return rows.contiguous().view(torch.bfloat16)[:, :k].float()
-    scale, centred = row_groups(format, rows, k)
-    return (centred * scale.unsqueeze(-1)).flatten(1)[:, :k]
-
-
-def row_groups(format: RowFormat, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Of rows in int4 or int8: their groups' scales, float32 [n, groups], and the numbers in units of them,
-    float32 [n, groups, 64]."""
     groups, lines = -(-k // ROW_GROUP), row_head_bytes(k, format.bits)
     codes = rows[:, lines:].reshape(len(rows), -1, 1, LANES, 4)  # line, half, i, b
     head = rows[:, :lines].contiguous()
@@ -54,7 +47,7 @@ def row_groups(format: RowFormat, rows: Tensor, k: int) -> tuple[Tensor, Tensor]
         scale, zero = (part[:, :groups] for part in head.view(torch.bfloat16).float().chunk(2, dim=1))
         codes = torch.cat((codes & 15, codes >> 4), dim=2)
     q = codes.mT.reshape(len(rows), -1, ROW_GROUP)[:, :groups].float()
-    return scale, q - zero.unsqueeze(-1)
+    return ((q - zero.unsqueeze(-1)) * scale.unsqueeze(-1)).flatten(1)[:, :k]
 
 
 def int8_steps(x: Tensor, group: int) -> Tensor:

@@ -97,14 +97,14 @@ INLINE void dots_int2(const uint8_t *data, int64_t group, const int8_t *codes, c
 
 /* sum + the products of bytes with codes, four neighbours each. A byte of 8 bits is 16 times its upper four and its
  * lower four. */
-INLINE __m256i byte_dots(__m256i sum, __m256i bytes, __m256i with, const int bits) {
+INLINE __m256i byte_dots(__m256i sum, __m256i bytes, const int8_t *codes, const int bits) {
     const __m256i low = _mm256_set1_epi8(15);
+    __m256i with = _mm256_loadu_si256((const __m256i *)codes);
     if (bits == INT4) return _mm256_add_epi32(sum, wide(_mm256_maddubs_epi16(bytes, with)));
     __m256i upper = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low);
     sum = _mm256_add_epi32(sum, wide(_mm256_maddubs_epi16(_mm256_and_si256(bytes, low), with)));
     return _mm256_add_epi32(sum, _mm256_slli_epi32(wide(_mm256_maddubs_epi16(upper, with)), 4));
 }
-#define BYTE_DOTS(sum, bytes, codes, bits) \
-    (ints)byte_dots((__m256i)(sum), (__m256i)(bytes), (__m256i)(codes), bits)
+#define BYTE_DOTS(sum, bytes, codes, bits) (ints)byte_dots((__m256i)(sum), (__m256i)(bytes), codes, bits)
 
 #include "body.h"

@@ -122,28 +122,11 @@ INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const 
     for (int r = 0; r < rows; r++) _mm512_storeu_ps(y + BLOCK * r, sum[r]);
 }
 
-#define BYTE_DOTS(sum, bytes, codes, bits)                                                                       \
-    ((void)(bits), (ints)_mm512_dpbusd_epi32((__m512i)(sum), (__m512i)(bytes), (__m512i)(codes)))
-#define WHOLE_BYTES
-#define LARGER(a, b) (ints)_mm512_max_epi32((__m512i)(a), (__m512i)(b))
-#define STORE_BYTES(vector, to) _mm_storeu_si128((__m128i *)(to), _mm512_cvtepi32_epi8((__m512i)(vector)))
-
-/* to[k], lane 4 l + b = byte b of lane 4 l + k of four registers. */
-INLINE void transpose_bytes(const __m512i *from, __m512i *to) {
-    __m512i a = _mm512_unpacklo_epi8(from[0], from[1]), b = _mm512_unpackhi_epi8(from[0], from[1]);
-    __m512i c = _mm512_unpacklo_epi8(from[2], from[3]), d = _mm512_unpackhi_epi8(from[2], from[3]);
-    to[0] = _mm512_unpacklo_epi16(a, c), to[1] = _mm512_unpackhi_epi16(a, c);
-    to[2] = _mm512_unpacklo_epi16(b, d), to[3] = _mm512_unpackhi_epi16(b, d);
+/* sum + the products of bytes with codes, four neighbours each. */
+INLINE __m512i byte_dots(__m512i sum, __m512i bytes, const int8_t *codes) {
+    return _mm512_dpbusd_epi32(sum, bytes, _mm512_loadu_si512(codes));
 }
-#define TRANSPOSE_BYTES(from, to) transpose_bytes((const __m512i *)(from), (__m512i *)(to))
-
-/* Lane 4 l + k of register b from lane 4 l + b of register k. */
-INLINE void put_lanes_in_order(__m512 *v) {
-    __m512 a = _mm512_unpacklo_ps(v[0], v[1]), b = _mm512_unpackhi_ps(v[0], v[1]);
-    __m512 c = _mm512_unpacklo_ps(v[2], v[3]), d = _mm512_unpackhi_ps(v[2], v[3]);
-    v[0] = _mm512_shuffle_ps(a, c, 0x44), v[1] = _mm512_shuffle_ps(a, c, 0xEE);
-    v[2] = _mm512_shuffle_ps(b, d, 0x44), v[3] = _mm512_shuffle_ps(b, d, 0xEE);
-}
-#define PUT_IN_ORDER(vectors) put_lanes_in_order((__m512 *)(vectors))
+#define BYTE_DOTS(sum, bytes, codes, bits) (ints)byte_dots((__m512i)(sum), (__m512i)(bytes), codes)
+#define LOOKED_UP(table, index) (vector)_mm512_permutexvar_ps((__m512i)(index), (__m512)(table))
 
 #include "body.h"

@@ -67,8 +67,9 @@ INLINE void dots_int2(const uint8_t *data, int64_t group, const int8_t *codes, c
         }
 }
 
-#define BYTE_DOTS(sum, bytes, codes, bits)                                                                       \
-    ((void)(bits), (ints)DPBUSD((__m256i)(sum), (__m256i)(bytes), (__m256i)(codes)))
-#define WHOLE_BYTES
+INLINE __m256i byte_dots(__m256i sum, __m256i bytes, const int8_t *codes) {
+    return DPBUSD(sum, bytes, _mm256_loadu_si256((const __m256i *)codes));
+}
+#define BYTE_DOTS(sum, bytes, codes, bits) (ints)byte_dots((__m256i)(sum), (__m256i)(bytes), codes)
 
 #include "body.h"

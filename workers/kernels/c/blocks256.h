@@ -37,36 +37,6 @@ INLINE __m256 eight_bf16(const void *numbers) {
 }
 #define WIDENED (vector)eight_bf16
 
-#define LARGER(a, b) (ints)_mm256_max_epi32((__m256i)(a), (__m256i)(b))
-
-/* The lowest byte of each lane. */
-INLINE void store_bytes(__m256i all, int8_t *to) {
-    const __m256i lowest = _mm256_set1_epi32(0x0C080400);
-    __m256i halves = _mm256_shuffle_epi8(all, lowest);
-    int32_t four[2] = {_mm_cvtsi128_si32(_mm256_castsi256_si128(halves)),
-                       _mm_cvtsi128_si32(_mm256_extracti128_si256(halves, 1))};
-    memcpy(to, four, sizeof four);
-}
-#define STORE_BYTES(vector, to) store_bytes((__m256i)(vector), to)
-
-/* to[k], lane 4 l + b = byte b of lane 4 l + k of four registers. */
-INLINE void transpose_bytes(const __m256i *from, __m256i *to) {
-    __m256i a = _mm256_unpacklo_epi8(from[0], from[1]), b = _mm256_unpackhi_epi8(from[0], from[1]);
-    __m256i c = _mm256_unpacklo_epi8(from[2], from[3]), d = _mm256_unpackhi_epi8(from[2], from[3]);
-    to[0] = _mm256_unpacklo_epi16(a, c), to[1] = _mm256_unpackhi_epi16(a, c);
-    to[2] = _mm256_unpacklo_epi16(b, d), to[3] = _mm256_unpackhi_epi16(b, d);
-}
-#define TRANSPOSE_BYTES(from, to) transpose_bytes((const __m256i *)(from), (__m256i *)(to))
-
-/* Lane 4 l + k of register b from lane 4 l + b of register k. */
-INLINE void put_lanes_in_order(__m256 *v) {
-    __m256 a = _mm256_unpacklo_ps(v[0], v[1]), b = _mm256_unpackhi_ps(v[0], v[1]);
-    __m256 c = _mm256_unpacklo_ps(v[2], v[3]), d = _mm256_unpackhi_ps(v[2], v[3]);
-    v[0] = _mm256_shuffle_ps(a, c, 0x44), v[1] = _mm256_shuffle_ps(a, c, 0xEE);
-    v[2] = _mm256_shuffle_ps(b, d, 0x44), v[3] = _mm256_shuffle_ps(b, d, 0xEE);
-}
-#define PUT_IN_ORDER(vectors) put_lanes_in_order((__m256 *)(vectors))
-
 INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const int8_t *codes, const float *factors,
                      const int bits, const int rows, const int hint, int64_t ahead, float *y) {
     __m256 sum[ROWS][2];

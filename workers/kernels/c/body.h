@@ -8,12 +8,8 @@
  *
  *     BYTE_DOTS(sum, bytes, codes, bits)
  *
- * sum (ints) + the products of a register of bytes with a register of codes, four neighbours each; the bytes are codes of
- * INT4 or INT8. WHOLE_BYTES: it is as fast with bytes of eight bits. Where a processor has better than what down.h says:
- *
- *     TRANSPOSE_BYTES(from, to), PUT_IN_ORDER(vectors)     four registers by bytes, and four of float32 back
- *     STORE_BYTES(vector, to)                              the lowest byte of each lane
- *     LARGER(a, b)                                         of ints
+ * sum (ints) + the products of a register of bytes with as many codes in memory, four neighbours in each lane; the bytes
+ * are codes of INT4 or INT8. A processor that looks 16 float32 numbers up by index also has LOOKED_UP(table, index).
  *
  * A variant with matrix units defines MATRIX_UNITS and
  *
@@ -41,7 +37,7 @@
 
 #include <string.h>
 
-int tandem_kernels_version(void) { return 14; }
+int tandem_kernels_version(void) { return 13; }
 
 enum { MOST_GROUP = 128 }; /* inputs that share a scale */
 enum { NEARBY = 1 << 19 }; /* bytes of outputs that a core's own cache holds, beside activations and weights */

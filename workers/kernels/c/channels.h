@@ -1,7 +1,8 @@
-/* Records of channels (shm/floe.py), and a gate row's products with rows of x; down.h and down_bf16.h have the rest.
- * Part of body.h, which says what a variant defines.
+/* Records of channels (shm/floe.py): a gate row's products with rows of x, and multiples of a down row added to y. Part
+ * of body.h; a variant defines BYTE_DOTS and, where the processor has it, LOOKED_UP (16 float32 numbers of a register
+ * by index).
  *
- * A row's numbers and products are added in an order that depends on the row alone. */
+ * A row's numbers, its products and y are added in an order that depends on the row alone. */
 #pragma once
 
 #include "prefetch.h"
@@ -11,9 +12,11 @@
 enum { GROUP = 64 };            /* numbers that share a scale */
 enum { WIDTH = 2 * GROUP };     /* numbers of y that are taken together */
 enum { PARTS = GROUP / LANES }; /* vectors of a group */
-enum { SPLIT = BLOCK / LANES }; /* vectors of a line of 64 bytes */
+enum { SPLIT = BLOCK / LANES }; /* vectors of 16 numbers, which lie next to each other in a line */
 enum { SEGMENT = 16 };          /* groups whose scales are widened together */
 enum { GATES = 4 };             /* most rows of x that one read of a gate row is applied to */
+enum { SUMMED = 4 };            /* down rows that are added to y in one pass */
+enum { IN_FLIGHT = 8 * LANES }; /* numbers of y whose sums are in registers: as many as hide an addition's latency */
 enum { HERE = 0 };              /* prefetches what is read anyway: there is no later record */
 
 /* Where the parts of a row record are, in bytes. */
@@ -70,16 +73,6 @@ static void arrange_gate_x(const struct row_shape *s, const float *x, const int8
 
 INLINE vector splat(float number) { return number - (vector){0}; }
 
-/* Codes of the upper four bits of bytes. Where BYTE_DOTS takes all eight bits they stay in place, UPPER times as
- * large, and their product is divided at the end: by a power of two, which changes no bit. */
-#ifdef WHOLE_BYTES
-enum { UPPER = 16, UPPER_BITS = INT8 };
-INLINE words upper_codes(words all) { return all & 0xF0F0F0F0u; }
-#else
-enum { UPPER = 1, UPPER_BITS = INT4 };
-INLINE words upper_codes(words all) { return all >> 4 & 0x0F0F0F0Fu; }
-#endif
-
 /* SEGMENT scales and zeros of a row record from group g on. */
 INLINE void widen_scales(const uint8_t *row, const struct row_shape *s, const int bits, int64_t g, float *scales,
                          float *zeros) {
@@ -92,15 +85,14 @@ INLINE void widen_scales(const uint8_t *row, const struct row_shape *s, const in
 }
 
 /* y[r] = a gate row . x[r] for `rows` (a constant) rows; `bits`, a constant: INT4 or INT8. Another record `next` bytes
- * further is prefetched, and with `both` the scales of the one behind it. */
+ * further is prefetched. */
 INLINE void gate_dots(const uint8_t *row, const struct row_shape *s, const int bits, const uint8_t *const *x,
-                      const int rows, const int hint, int64_t next, int both, float *y) {
+                      const int rows, const int hint, int64_t next, float *y) {
     const int taken = bits == INT4 ? 2 : 1; /* groups of a line */
     int64_t slots = rounded_up(s->groups, SEGMENT);
-    vector sums[GATES], upper[GATES], rests[GATES];
-    for (int r = 0; r < rows; r++) sums[r] = upper[r] = rests[r] = (vector){0};
+    vector sums[GATES], rests[GATES];
+    for (int r = 0; r < rows; r++) sums[r] = rests[r] = (vector){0};
     for (int64_t at = 0; at < s->codes; at += 64) PREFETCH(row + at + next, hint);
-    for (int64_t at = 0; both && at < s->codes; at += 64) PREFETCH(row + s->bytes + at + next, hint);
     for (int64_t start = 0; start < s->groups; start += SEGMENT) {
         float scales[SEGMENT], zeros[SEGMENT], factors[GATES][SEGMENT];
         widen_scales(row, s, bits, start, scales, zeros);
@@ -118,27 +110,26 @@ INLINE void gate_dots(const uint8_t *row, const struct row_shape *s, const int b
             for (int r = 0; r < rows; r++) dots[r] = more[r] = (ints){0};
             PREFETCH(line + next, hint);
             for (int at = 0; at < 64; at += VECTOR_BYTES) {
-                words all = loaded_words(line + at), low = bits == INT4 ? all & 0x0F0F0F0Fu : all;
+                words all = loaded_words(line + at);
+                words low = bits == INT4 ? all & 0x0F0F0F0Fu : all, high = all >> 4 & 0x0F0F0F0Fu;
                 for (int r = 0; r < rows; r++) {
-                    const uint8_t *codes = x[r] + g * GROUP + at;
-                    dots[r] = BYTE_DOTS(dots[r], low, loaded_words(codes), bits);
-                    if (bits == INT4)
-                        more[r] = BYTE_DOTS(more[r], upper_codes(all), loaded_words(codes + GROUP), UPPER_BITS);
+                    const int8_t *codes = (const int8_t *)x[r] + g * GROUP + at;
+                    dots[r] = BYTE_DOTS(dots[r], low, codes, bits);
+                    if (bits == INT4) more[r] = BYTE_DOTS(more[r], high, codes + GROUP, bits);
                 }
             }
             for (int r = 0; r < rows; r++) {
                 const float *factor = factors[r] + g - start;
                 sums[r] = VFMA(__builtin_convertvector(dots[r], vector), splat(factor[0]), sums[r]);
-                if (bits == INT4)
-                    upper[r] = VFMA(__builtin_convertvector(more[r], vector), splat(factor[1]), upper[r]);
+                if (bits == INT4) sums[r] = VFMA(__builtin_convertvector(more[r], vector), splat(factor[1]), sums[r]);
             }
         }
     }
-    for (int r = 0; r < rows; r++) y[r] = SUM(sums[r] + upper[r] * splat(1.0f / UPPER)) - SUM(rests[r]);
+    for (int r = 0; r < rows; r++) y[r] = SUM(sums[r]) - SUM(rests[r]);
 }
 
-#define GATE_DOTS_INT4(n, hint) gate_dots(row, s, INT4, x, n, hint, next, both, y)
-#define GATE_DOTS_INT8(n, hint) gate_dots(row, s, INT8, x, n, hint, next, both, y)
+#define GATE_DOTS_INT4(n, hint) gate_dots(row, s, INT4, x, n, hint, next, y)
+#define GATE_DOTS_INT8(n, hint) gate_dots(row, s, INT8, x, n, hint, next, y)
 #define UP_TO_GATES(call, hint)                                                                                  \
     switch (rows) {                                                                                              \
     case 1: call(1, hint); break;                                                                                \
@@ -151,7 +142,7 @@ INLINE void gate_dots(const uint8_t *row, const struct row_shape *s, const int b
 
 /* The same for any format; at most GATES rows. */
 static void gate_products(const struct weights *w, const struct row_shape *s, const uint8_t *row,
-                          const uint8_t *const *x, int64_t rows, int64_t next, int both, float *y) {
+                          const uint8_t *const *x, int64_t rows, int64_t next, float *y) {
     if (s->bits == INT4) {
         EACH_HINT(w->hint, GATES_INT4)
     } else if (s->bits == INT8) {
@@ -166,5 +157,192 @@ static void gate_products(const struct weights *w, const struct row_shape *s, co
             else
                 EACH_HINT(w->hint, WIDE_GATE)
         }
+    }
+}
+
+/* --- down ----------------------------------------------------------------------------------------------------- */
+
+/* A group's numbers. `half`, a constant: of an int4 line, the group in the lower or upper four bits. */
+INLINE void row_numbers(const uint8_t *line, const int bits, const int half, float scale, float zero, vector *to) {
+    if (bits == BF16) {
+        for (int p = 0; p < PARTS; p++) to[p] = WIDENED((const uint16_t *)line + p * LANES);
+        return;
+    }
+#ifdef LOOKED_UP
+    const vector counted = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vector table = bits == INT4 ? (counted - splat(zero)) * splat(scale) : counted;
+#endif
+    for (int h = 0; h < SPLIT; h++) {
+        words all = loaded_words(line + h * VECTOR_BYTES);
+        for (int b = 0; b < 4; b++) {
+            vector *at = to + SPLIT * b + h;
+            if (bits == INT8) {
+                ints code = (ints)((all ^ 0x80808080u) << (24 - 8 * b)) >> 24;
+                *at = __builtin_convertvector(code, vector) * splat(scale);
+                continue;
+            }
+            words code = all >> (8 * b + 4 * half);
+#ifdef LOOKED_UP
+            *at = LOOKED_UP(table, code); /* by the lowest four bits */
+#else
+            *at = (__builtin_convertvector((ints)(code & 15), vector) - splat(zero)) * splat(scale);
+#endif
+        }
+    }
+}
+
+/* call(g, half) for groups [g, g + n) of a segment that begins at an even one; `half` is a constant. */
+#define EACH_GROUP(start, end, bits, call)                                                                       \
+    for (int64_t g = start; g < (end); g++) {                                                                    \
+        call(g, 0);                                                                                              \
+        if ((bits) == INT4) {                                                                                    \
+            g++;                                                                                                 \
+            call(g, 1);                                                                                          \
+        }                                                                                                        \
+    }
+
+/* The line of group g. */
+INLINE const uint8_t *line_of(const uint8_t *row, const struct row_shape *s, const int bits, int64_t g) {
+    if (bits == BF16) return row + 2 * g * GROUP;
+    return row + s->codes + (bits == INT4 ? g / 2 : g) * 64;
+}
+
+/* Of `outputs` (a constant) rows of y: y[o] += the sum of a[o][i] * row i, one row after the other, for `number` (a
+ * constant) rows. Other records next[i] bytes further are prefetched. y has whole groups, and `stride` numbers from one
+ * row to the next; of a bf16 row no more than `numbers` are read. */
+INLINE void add_rows(const uint8_t *const *rows, const float (*a)[SUMMED], const int outputs, const int number,
+                     const struct row_shape *s, const int bits, const int hint, const int64_t *next, float *y,
+                     int64_t stride) {
+    int64_t groups = bits == BF16 ? s->numbers / GROUP : s->groups;
+    if (bits != BF16)
+        for (int i = 0; i < number; i++)
+            for (int64_t at = 0; at < s->codes; at += 64) PREFETCH(rows[i] + at + next[i], hint);
+    for (int64_t start = 0; start < groups; start += SEGMENT) {
+        float scales[SUMMED][SEGMENT], zeros[SUMMED][SEGMENT];
+        if (bits != BF16)
+            for (int i = 0; i < number; i++) widen_scales(rows[i], s, bits, start, scales[i], zeros[i]);
+        int64_t end = least(start + SEGMENT, groups);
+#define ADD_GROUP(g, half)                                                                                       \
+    do {                                                                                                         \
+        vector sums[GATES][PARTS], numbers[PARTS];                                                               \
+        for (int o = 0; o < outputs; o++)                                                                        \
+            for (int p = 0; p < PARTS; p++) sums[o][p] = loaded(y + o * stride + (g) * GROUP + p * LANES);       \
+        for (int i = 0; i < number; i++) {                                                                       \
+            const uint8_t *line = line_of(rows[i], s, bits, g);                                                  \
+            if (!(half)) PREFETCH(line + next[i], hint);                                                         \
+            if (bits == BF16) PREFETCH(line + 64 + next[i], hint);                                               \
+            row_numbers(line, bits, half, scales[i][(g) - start], zeros[i][(g) - start], numbers);               \
+            for (int o = 0; o < outputs; o++)                                                                    \
+                for (int p = 0; p < PARTS; p++) sums[o][p] = VFMA(numbers[p], splat(a[o][i]), sums[o][p]);       \
+        }                                                                                                        \
+        for (int o = 0; o < outputs; o++)                                                                        \
+            for (int p = 0; p < PARTS; p++)                                                                      \
+                memcpy(y + o * stride + (g) * GROUP + p * LANES, &sums[o][p], sizeof(vector));                   \
+    } while (0)
+        EACH_GROUP(start, end, bits, ADD_GROUP)
+    }
+    if (groups * GROUP == s->numbers || bits != BF16) return;
+    for (int i = 0; i < number; i++) {
+        float rest[GROUP] = {0}; /* the last numbers */
+        for (int64_t at = groups * GROUP; at < s->numbers; at++)
+            rest[at - groups * GROUP] = widened(((const uint16_t *)rows[i])[at]);
+        for (int o = 0; o < outputs; o++)
+            for (int p = 0; p < PARTS; p++) {
+                float *to = y + o * stride + groups * GROUP + p * LANES;
+                vector sum = VFMA(loaded(rest + p * LANES), splat(a[o][i]), loaded(to));
+                memcpy(to, &sum, sizeof sum);
+            }
+    }
+}
+
+#define ADD_INT4(hint) add_rows(rows, a, 1, SUMMED, s, INT4, hint, next, y, stride)
+#define ADD_INT8(hint) add_rows(rows, a, 1, SUMMED, s, INT8, hint, next, y, stride)
+#define ADD_BF16(hint) add_rows(rows, a, 1, SUMMED, s, BF16, hint, next, y, stride)
+/* Several rows of y take longer than a look at the hint. */
+#define ADD_TO_SOME(bits)                                                                                        \
+    switch (outputs) {                                                                                           \
+    case 2: add_rows(rows, a, 2, SUMMED, s, bits, (int)w->hint, next, y, stride); break;                         \
+    case 3: add_rows(rows, a, 3, SUMMED, s, bits, (int)w->hint, next, y, stride); break;                         \
+    default: add_rows(rows, a, 4, SUMMED, s, bits, (int)w->hint, next, y, stride);                               \
+    }
+
+/* The same for any format and up to SUMMED rows, for up to GATES rows of y. */
+static void add_down(const struct weights *w, const struct row_shape *s, const uint8_t *const *rows,
+                     const float (*a)[SUMMED], int64_t outputs, int64_t number, const int64_t *next, float *y,
+                     int64_t stride) {
+    if (number == SUMMED && outputs == 1) {
+        if (s->bits == INT4) {
+            EACH_HINT(w->hint, ADD_INT4)
+        } else if (s->bits == INT8) {
+            EACH_HINT(w->hint, ADD_INT8)
+        } else {
+            EACH_HINT(w->hint, ADD_BF16)
+        }
+        return;
+    }
+    if (number == SUMMED) {
+        if (s->bits == INT4) {
+            ADD_TO_SOME(INT4)
+        } else if (s->bits == INT8) {
+            ADD_TO_SOME(INT8)
+        } else {
+            ADD_TO_SOME(BF16)
+        }
+        return;
+    }
+    for (int64_t o = 0; o < outputs; o++)
+        for (int64_t i = 0; i < number; i++) {
+            const float last[1][SUMMED] = {{a[o][i]}};
+            if (s->bits == INT4)
+                add_rows(rows + i, last, 1, 1, s, INT4, NO_HINT, next + i, y + o * stride, stride);
+            else if (s->bits == INT8)
+                add_rows(rows + i, last, 1, 1, s, INT8, NO_HINT, next + i, y + o * stride, stride);
+            else
+                add_rows(rows + i, last, 1, 1, s, BF16, NO_HINT, next + i, y + o * stride, stride);
+        }
+}
+
+/* --- down for many rows of x: WIDTH numbers of some rows at a time, as float32 ------------------------------- */
+
+INLINE void decode_as(const uint8_t *row, const struct row_shape *s, const int bits, int64_t first, float *to) {
+    int64_t start = first / GROUP, whole = bits == BF16 ? s->numbers / GROUP : s->groups;
+    int64_t end = least(start + WIDTH / GROUP, whole);
+    for (int64_t g = start; g < end; g++) {
+        float scale = 0, zero = 0;
+        vector numbers[PARTS];
+        if (bits == INT4)
+            scale = widened(((const uint16_t *)row)[g]), zero = widened(((const uint16_t *)(row + s->zeros))[g]);
+        if (bits == INT8) memcpy(&scale, row + 4 * g, sizeof scale);
+        if (bits == INT4 && g % 2)
+            row_numbers(line_of(row, s, bits, g), bits, 1, scale, zero, numbers);
+        else
+            row_numbers(line_of(row, s, bits, g), bits, 0, scale, zero, numbers);
+        memcpy(to + (g - start) * GROUP, numbers, sizeof numbers);
+    }
+    for (int64_t at = end * GROUP; at < first + WIDTH; at++)
+        to[at - first] = bits == BF16 && at < s->numbers ? widened(((const uint16_t *)row)[at]) : 0.0f;
+}
+
+/* to [WIDTH] = numbers [first, first + WIDTH) of a down row, 0 beyond its end. */
+static void decode_down(const struct row_shape *s, const uint8_t *row, int64_t first, float *to) {
+    if (s->bits == INT4)
+        decode_as(row, s, INT4, first, to);
+    else if (s->bits == INT8)
+        decode_as(row, s, INT8, first, to);
+    else
+        decode_as(row, s, BF16, first, to);
+}
+
+/* y [WIDTH] += the sum of a[i] * rows[which[i]], one after the other. */
+static void add_decoded(const float (*rows)[WIDTH], const int32_t *which, const float *a, int64_t number, float *y) {
+    enum { SUMS = (IN_FLIGHT < WIDTH ? IN_FLIGHT : WIDTH) / LANES };
+    for (int part = 0; part < WIDTH; part += SUMS * LANES) {
+        vector sum[SUMS];
+        for (int p = 0; p < SUMS; p++) sum[p] = loaded(y + part + p * LANES);
+        for (int64_t i = 0; i < number; i++) {
+            const float *row = rows[which[i]] + part;
+            for (int p = 0; p < SUMS; p++) sum[p] = VFMA(loaded(row + p * LANES), splat(a[i]), sum[p]);
+        }
+        for (int p = 0; p < SUMS; p++) memcpy(y + part + p * LANES, sum + p, sizeof *sum);
     }
 }

@@ -135,11 +135,13 @@ INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const 
 }
 
 /* sum + the products of bytes with codes, four neighbours each. */
-INLINE ints byte_dots(ints sum, quads bytes, quads codes) {
-    pairs of = (pairs)bytes, with = (pairs)codes;
+INLINE ints byte_dots(ints sum, quads bytes, const int8_t *codes) {
+    pairs of, with;
+    of = (pairs)bytes;
+    memcpy(&with, codes, sizeof with);
     sum += gathered((shorts)(of & 255) * ((shorts)(with << 8) >> 8));
     return sum + gathered((shorts)(of >> 8) * ((shorts)with >> 8));
 }
-#define BYTE_DOTS(sum, bytes, codes, bits) ((void)(bits), byte_dots(sum, (quads)(bytes), (quads)(codes)))
+#define BYTE_DOTS(sum, bytes, codes, bits) byte_dots(sum, (quads)(bytes), codes)
 
 #include "body.h"
