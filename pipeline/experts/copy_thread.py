@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.experts.peers import ChildServerSocket, ExitEvents
+from pipeline.experts.progress import CopyProgress
 from protocol.messages import Shutdown
 from protocol.sockets import Identity
 from shm.errors import ShmError
@@ -27,18 +28,16 @@ def start_copy_thread(
     copier: Copier,
     socket: ChildServerSocket,
     exits: ExitEvents,
+    progress: CopyProgress,
     index: int = 0,
 ) -> Callable[[], None]:
-    """Start the thread, which announces itself to `socket` as the prefetcher of this index. Returns the
-    function that stops it."""
-
-    def no_tick() -> None:
-        """Does nothing: a thread of the coordinator needs no progress counter of its own."""
+    """Start the thread, which announces itself to `socket` as the prefetcher of this index, and counts its
+    progress. Returns the function that stops it."""
 
     def copy() -> None:
         try:
             with closing(connected()) as endpoint:
-                loop = CopyLoop(endpoint, store, config.options.link_gbps, no_tick)
+                loop = CopyLoop(endpoint, store, config.options.link_gbps, progress.tick)
                 loop.attach(copier)
                 endpoint.announce()
                 loop.serve()

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.arrays import IntArray
+from pipeline.errors import PeerLost
 from pipeline.experts.landings import Landings
 from pipeline.experts.peers import ChildServerSocket
-from pipeline.experts.progress import LockProgress, ProgressWatch
+from pipeline.experts.progress import CopyProgress, LockProgress, ProgressWatch
 from protocol.messages import (
     AttachSlab,
     CancelFetch,
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 DEMANDED, PREDICTED, PLACED = 0, 1, 2  # urgency; smaller overtakes
 STALL_LIMIT = 3.0  # seconds without a tile after which a prefetcher with orders is hung
+THREAD_STALL_LIMIT = 10.0  # of a thread, which nobody replaces; the landings' guard may release it before
 ATTACH_LIMIT = 60.0  # the same while it maps the slab
 # For so long a wait looks at flags again and again, and gives its core, which is the coordinator's where a
 # GPU computes, to any thread that wants it: behind the last tile's kernel the device is idle until that
@@ -79,7 +81,7 @@ class FetchLink:
         self,
         socket: ChildServerSocket,
         slab: AttachSlab | None,
-        line: ControlLine | None,
+        line: ControlLine | CopyProgress | None,
         *,
         index: int = 0,
         kind: Kind = "process",
@@ -88,8 +90,8 @@ class FetchLink:
         attach_limit: float = ATTACH_LIMIT,
     ) -> None:
         """`slab`: the slab that every new prefetcher maps; None for a prefetcher thread, which has it.
-        `line`: the prefetcher's progress counter; None for a thread. `index`: which prefetcher it is, of
-        those that the socket knows. `kind`: of one that maps the slab. `landings`: of a slab with flags; a
+        `line`: the prefetcher's progress counter; None: it is not measured. `index`: which prefetcher it is,
+        of those that the socket knows. `kind`: of one that maps the slab. `landings`: of a slab with flags; a
         thread writes them. Limits are seconds without progress."""
         self.kind: Kind = "thread" if slab is None else kind
         self.notes: tuple[str, ...] = ()  # of the latest prefetcher
@@ -231,8 +233,6 @@ class FetchLink:
                 os.sched_yield()  # time.sleep(0) may take 80 us
             else:
                 self.update(0)
-            if self._landings is not None:
-                self._landings.alive()
 
     def wait_reported(self) -> None:
         """Return when `copied` has all tiles that have landed: flags are ahead of reports."""
@@ -278,4 +278,6 @@ class FetchLink:
         if self._line is None or not (self._orders or self._attaching):
             self._watch.reset()
         elif self._watch.stalled(self._line.ticks) > (self._stall_limit if self.up else self._attach_limit):
+            if self._slab is None:
+                raise PeerLost(f"the prefetcher's thread has made no progress for {self._stall_limit:g} s")
             self._socket.report_hung(self._index)

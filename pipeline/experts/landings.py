@@ -2,10 +2,10 @@
 that it has landed (`shm/landing_flags.py`), with no message and no thread in between.
 
 A device that waits is always released. The engine's thread, which makes it wait, learns of each landing from
-the same flags, or aborts it; until then nothing else that it does may wait for the device. If it stops
-between the two, in a call of the driver that waits for the device while the prefetcher has exited, a thread
-here aborts what is waited for. What was computed from an aborted tile's slot is dropped, and flags are not
-trusted again.
+the same flags, or aborts it; until then nothing else that it does may wait for the device. If no tile lands
+for some time, because the prefetcher has exited or the driver holds it up, and this thread perhaps too, a
+thread here aborts what is waited for. What was computed from an aborted tile's slot is dropped, and flags are
+not trusted again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from collections.abc import Callable
 
 from shm.landing_flags import LandingFlags, next_number
 
-GUARD_LIMIT = 2.0  # seconds without a sign of the engine's thread while the device waits
+# Seconds without a landing while the device waits: more than those after which a prefetcher process that
+# hangs is replaced, which ends the wait too.
+GUARD_LIMIT = 4.0
 GUARD_PERIOD = 0.25
 
 log = logging.getLogger(__name__)
@@ -41,7 +43,6 @@ class Landings:
         self.limit = limit
         self._flags, self._wait, self._ready = flags, wait, ready
         self._numbers = flags.array[: flags.slots].tolist()  # of each slot's latest order
-        self._seen = 0  # signs of the engine's thread
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._guard, name="landing-guard", daemon=True)
         self._thread.start()
@@ -62,13 +63,8 @@ class Landings:
 
     def wait(self, slot: int, number: int) -> None:
         """The device waits for this landing with all work that it gets from now on. `settle` must follow."""
-        self._seen += 1
         self.waiting[slot] = number
         self._wait(slot, number)
-
-    def alive(self) -> None:
-        """The engine's thread is waiting for landings: a sign for the guard."""
-        self._seen += 1
 
     def settle(self, slot: int) -> None:
         """The slot's order has landed, or ended: the device does not wait for it from now on."""
@@ -85,10 +81,12 @@ class Landings:
             self.settle(slot)
 
     def _guard(self) -> None:
-        seen, since = self._seen, time.monotonic()
+        """The engine's thread may look for landings all the while: that releases no device."""
+        seen, since = b"", time.monotonic()
         while not self._ended.wait(GUARD_PERIOD):
-            if seen != self._seen or not self.waiting:
-                seen, since = self._seen, time.monotonic()
+            now = self._flags.array[: self._flags.slots].tobytes()
+            if now != seen or not self.waiting:
+                seen, since = now, time.monotonic()
             elif time.monotonic() - since > self.limit:
                 self._abort_all()
 
@@ -99,6 +97,6 @@ class Landings:
             for slot, number in waiting.items():
                 self._flags.abort(slot, number)
             log.warning(
-                f"the GPU has waited {self.limit:.0f} s for {len(waiting)} tiles while the engine stood"
-                " still: landings are reported by messages from now on"
+                f"the GPU has waited {self.limit:.0f} s for {len(waiting)} tiles of which none has"
+                " landed: landings are reported by messages from now on"
             )

@@ -48,6 +48,17 @@ class ProgressWatch:
         self._ticks = -1
 
 
+class CopyProgress:
+    """The progress counter of a prefetcher's thread."""
+
+    def __init__(self) -> None:
+        self.ticks = 0
+
+    def tick(self) -> None:
+        """Progress was made."""
+        self.ticks += 1
+
+
 class LockProgress:
     """Page-locking of the store, as the prefetcher reports it."""
 

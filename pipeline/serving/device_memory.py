@@ -13,8 +13,9 @@ from pipeline.experts.channel_share import ChannelMemory
 from pipeline.experts.copy_thread import start_copy_thread
 from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.expert_cache import ExpertCache
-from pipeline.experts.fetch_link import FetchLink
+from pipeline.experts.fetch_link import THREAD_STALL_LIMIT, FetchLink
 from pipeline.experts.landings import Landings
+from pipeline.experts.progress import CopyProgress
 from pipeline.experts.tile_mover import TileMover
 from pipeline.experts.zero_copy import ZeroCopy
 from pipeline.memory.limits import cache_tiles, staging_tiles
@@ -121,13 +122,16 @@ def _open(parts: EngineParts) -> SlabAndLink:
 
 def _thread_link(parts: EngineParts, slab: SlabMemory, index: int) -> FetchLink:
     socket, exits = parts.sockets["prefetcher"], parts.exits
-    copier = paced(slab.local_copier(parts.store), parts.config.options.link_gbps, lambda: None)
+    progress = CopyProgress()
+    copier = paced(slab.local_copier(parts.store), parts.config.options.link_gbps, progress.tick)
     locks = slab.locks
     # Page-locking may wait for the device, and hold up the driver's calls of this process meanwhile: also the
     # copies that the device waits for.
     landings = _landings(parts, slab, lambda: locks is None or locks.ended) if copier.flags else None
-    parts.closing.callback(start_copy_thread(parts.config, parts.store, copier, socket, exits, index))
-    return FetchLink(socket, None, None, index=index, landings=landings)
+    stop = start_copy_thread(parts.config, parts.store, copier, socket, exits, progress, index)
+    parts.closing.callback(stop)
+    limit = THREAD_STALL_LIMIT
+    return FetchLink(socket, None, progress, index=index, landings=landings, stall_limit=limit)
 
 
 def _landings(

@@ -18,6 +18,7 @@ from pipeline.errors import PeerLost
 from pipeline.experts.copy_thread import start_copy_thread
 from pipeline.experts.fetch_link import DEMANDED, FetchLink
 from pipeline.experts.peers import ExitEvents
+from pipeline.experts.progress import CopyProgress
 from shm.errors import ShmError
 from shm.store import Store
 from workers.copiers import ShmCopier
@@ -38,9 +39,10 @@ class Scene:
         closing.callback(device.close)
         self.slab = device.open_slab(f"{config.control}-slab", 2, self.store.layout.tile_bytes)
         closing.callback(self.slab.close)
-        self.link = FetchLink(self.socket, None, None)
+        progress = CopyProgress()
+        self.link = FetchLink(self.socket, None, progress, stall_limit=0.5)
         self.stop = start_copy_thread(
-            config, self.store, self.slab.local_copier(self.store), self.socket, exits
+            config, self.store, self.slab.local_copier(self.store), self.socket, exits, progress
         )
         assert self.link.wait_up(LIMIT)
 
@@ -66,6 +68,17 @@ def test_thread_copies_tiles_until_it_is_stopped(scene: Scene) -> None:
     assert len(threads()) == 1
     scene.stop()
     assert threads() == []
+
+
+def test_thread_that_hangs_is_found(scene: Scene, monkeypatch) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(ShmCopier, "start", lambda *_: goes_on.wait(LIMIT))
+    order = scene.link.order(0, 0, 0, [0], DEMANDED)
+    with pytest.raises(PeerLost, match=r"^the prefetcher's thread has made no progress for 0.5 s$"):
+        scene.link.wait(order, 1)
+    goes_on.set()
+    monkeypatch.undo()
+    scene.stop()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ all slots come back."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -308,6 +309,24 @@ def test_tiles_that_land_behind_the_guard_are_computed_again(place: Place) -> No
     assert not place.landings.trusted
 
 
+def test_a_device_is_released_while_the_engine_looks_for_landings(place: Place) -> None:
+    """The copies wait for the device: the engine's thread sees none, however often it looks."""
+    place.landings.limit = 0.2
+    mover, release = place.parts.mover(0, SLOTS), place.runtime.hold_copies()
+
+    def copies() -> None:
+        until = time.monotonic() + LIMIT / 2
+        while place.landings.trusted and time.monotonic() < until:
+            time.sleep(0.01)
+        release()
+
+    waiting = threading.Thread(target=copies)
+    waiting.start()
+    assert computed(place, mover, 0, missing(mover, 0, [TILES, TILES, 0])) == []
+    waiting.join()
+    assert not place.landings.trusted
+
+
 @pytest.mark.parametrize("ended", ["guard", "close"])
 def test_a_device_is_released_while_the_engine_stands_still(mover_store, tmp_path, ended, caplog) -> None:
     """The prefetcher has exited, and the engine's thread waits for the device, or ends."""
@@ -325,7 +344,7 @@ def test_a_device_is_released_while_the_engine_stands_still(mover_store, tmp_pat
         prefetcher.exit_after(2, restarted=False)
         lost = computed(place, mover, 0, missing(mover, 0, [TILES, TILES, 0]), stands_still)
         assert lost
-        assert (place.parts.link.landings is None) == (ended == "guard") == ("stood still" in caplog.text)
+        assert (place.parts.link.landings is None) == (ended == "guard") == ("none has landed" in caplog.text)
         prefetcher.start()
         assert place.parts.link.wait_up(LIMIT)
         assert computed(place, mover, 0, missing(mover, 0, [TILES, TILES, 0])) == []
