@@ -92,3 +92,45 @@ def test_prefetchers_that_are_killed_leave_no_wrong_tile_and_no_memory(fingerpri
             time.sleep(0.05)
         assert runtime.cudaMemGetInfo()[1] == runtime.total
         assert place.complaints() == ""
+
+
+@pytest.mark.parametrize("tiles", [0, 1, 5])
+def test_a_coordinator_that_exits_during_copies_leaves_no_memory(tiles: int, fingerprint: str) -> None:
+    """After so many landings: the prefetcher goes on in the slab that it maps, until it is ended."""
+    with (
+        fake_runtime() as runtime,
+        Store.attach(store_name(fingerprint)) as store,
+        surroundings("prefetcher", fingerprint) as place,
+        landing_flags(f"{place.progress.segment.name}-slab-flags") as flags,
+    ):
+        size = store.layout.tile_bytes
+        address = cuda.call("cudaMalloc", SLOTS * size)
+        child = place.start(python_path=PACKAGES)
+        place.receive(place.work)
+        place.receive(place.control)
+        place.send(child, AttachSlab("cuda", cuda.ipc_handle(address), 0, SLOTS, size, flags.segment.name))
+        assert place.expect(SlabAttached).flags
+        slots = np.random.default_rng(tiles).permutation(SLOTS)[: SHAPE.tiles].tolist()
+        numbers = [next_number(int(flags.array[slot])) for slot in slots]
+        place.send(child, Fetch(7, 1, 0, 0, tuple(slots), 0, tuple(numbers)))
+
+        def written() -> list[bool]:
+            return [flags.landed(*pair) for pair in zip(slots, numbers, strict=True)]
+
+        until = time.monotonic() + 10
+        while sum(written()) < tiles and time.monotonic() < until:
+            time.sleep(0.0005)
+        before = sum(written())
+        assert before >= tiles
+        runtime.exit()
+        while not all(found := written()) and time.monotonic() < until:
+            assert found == sorted(found, reverse=True)  # in the order of the tiles
+            time.sleep(0.0005)
+        assert all(written())
+        assert runtime.cudaMemGetInfo()[1] == runtime.total - SLOTS * size
+        child.process.kill()
+        child.ended()
+        while runtime.cudaMemGetInfo()[1] < runtime.total and time.monotonic() < until:
+            time.sleep(0.05)
+        assert runtime.cudaMemGetInfo()[1] == runtime.total
+        assert place.complaints() == ""
