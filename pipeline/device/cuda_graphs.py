@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,16 +20,29 @@ from torch import Tensor
 
 from workers.cuda import PinnedBuffer, call, constant
 
-if TYPE_CHECKING:
-    from pipeline.device.cuda import CudaDevice
-
 FLOAT = 4  # bytes
+
+
+class Stream(Protocol):
+    """What graphs need of their device: its stream, and copies to it."""
+
+    torch_device: torch.device
+
+    @property
+    def stream(self) -> int:
+        """torch's current stream."""
+
+    def wait_for_stream(self) -> None:
+        """For all that was enqueued."""
+
+    def upload_to(self, tensor: Tensor, array: NDArray[Any]) -> None:
+        """Enqueue a copy of an array, which may change at once."""
 
 
 class CudaGraphs:
     """Makes them, and has the buffers by which they answer. Used by one thread."""
 
-    def __init__(self, device: CudaDevice) -> None:
+    def __init__(self, device: Stream) -> None:
         self._device = device
         self._pinned: list[PinnedBuffer] = []
         # The legacy default stream, which torch uses otherwise, cannot be captured.
