@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from child_harness import SHAPE, small_store, surroundings
+from child_harness import SHAPE, Child, Surroundings, small_store, surroundings
 from fake_gpu import PACKAGES, fake_runtime
 
 from protocol.messages import AttachSlab, Fetch, Fetched, PagesLocked, SlabAttached
@@ -39,6 +39,22 @@ def fingerprint() -> Iterator[str]:
         yield fingerprint
 
 
+def started(place: Surroundings, order: AttachSlab) -> Child:
+    """A new prefetcher, which has mapped the slab."""
+    child = place.start(python_path=PACKAGES)
+    place.receive(place.work)
+    place.receive(place.control)
+    place.send(child, order)
+    assert place.expect(SlabAttached) == SlabAttached(child.incarnation, flags=True)
+    return child
+
+
+def drawn(flags: LandingFlags, seed: int) -> tuple[list[int], list[int]]:
+    """Slots for the tiles of an expert, and the numbers that are next there."""
+    slots = np.random.default_rng(seed).permutation(SLOTS)[: SHAPE.tiles].tolist()
+    return slots, [next_number(int(flags.array[slot])) for slot in slots]
+
+
 def test_prefetchers_that_are_killed_leave_no_wrong_tile_and_no_memory(fingerprint: str) -> None:
     with (
         fake_runtime() as runtime,
@@ -51,18 +67,13 @@ def test_prefetchers_that_are_killed_leave_no_wrong_tile_and_no_memory(fingerpri
         slab = np.ctypeslib.as_array((ctypes.c_uint8 * (SLOTS * size)).from_address(address))
         order = AttachSlab("cuda", cuda.ipc_handle(address), 0, SLOTS, size, flags.segment.name)
         for number in range(ATTEMPTS):
-            child = place.start(python_path=PACKAGES)
-            place.receive(place.work)
-            place.receive(place.control)
-            place.send(child, order)
-            assert place.expect(SlabAttached) == SlabAttached(child.incarnation, flags=True)
+            child = started(place, order)
             size_locked = 0
             while size_locked < store.segment.size:  # it is reported while nothing is copied
                 locked = place.expect(PagesLocked)
                 assert (locked.incarnation, locked.total) == (child.incarnation, store.segment.size)
                 size_locked = locked.locked
-            slots = np.random.default_rng(number).permutation(SLOTS)[: SHAPE.tiles].tolist()
-            numbers = [next_number(int(flags.array[slot])) for slot in slots]
+            slots, numbers = drawn(flags, number)
             place.send(child, Fetch(number, 1, number, 0, tuple(slots), 0, tuple(numbers)))
             landed = 0
             last = number == ATTEMPTS - 1
@@ -105,13 +116,9 @@ def test_a_coordinator_that_exits_during_copies_leaves_no_memory(tiles: int, fin
     ):
         size = store.layout.tile_bytes
         address = cuda.call("cudaMalloc", SLOTS * size)
-        child = place.start(python_path=PACKAGES)
-        place.receive(place.work)
-        place.receive(place.control)
-        place.send(child, AttachSlab("cuda", cuda.ipc_handle(address), 0, SLOTS, size, flags.segment.name))
-        assert place.expect(SlabAttached).flags
-        slots = np.random.default_rng(tiles).permutation(SLOTS)[: SHAPE.tiles].tolist()
-        numbers = [next_number(int(flags.array[slot])) for slot in slots]
+        order = AttachSlab("cuda", cuda.ipc_handle(address), 0, SLOTS, size, flags.segment.name)
+        child = started(place, order)
+        slots, numbers = drawn(flags, tiles)
         place.send(child, Fetch(7, 1, 0, 0, tuple(slots), 0, tuple(numbers)))
 
         def written() -> list[bool]:
@@ -120,8 +127,7 @@ def test_a_coordinator_that_exits_during_copies_leaves_no_memory(tiles: int, fin
         until = time.monotonic() + 10
         while sum(written()) < tiles and time.monotonic() < until:
             time.sleep(0.0005)
-        before = sum(written())
-        assert before >= tiles
+        assert sum(written()) >= tiles
         runtime.exit()
         while not all(found := written()) and time.monotonic() < until:
             assert found == sorted(found, reverse=True)  # in the order of the tiles
