@@ -124,7 +124,9 @@ class FetchLink:
         return self._landings if usable else None
 
     def wait_up(self, limit: float) -> bool:
-        """Wait until the link is up; False after `limit` seconds, or once the slab cannot be mapped."""
+        """Wait until the link is up; False after `limit` seconds, or once the slab cannot be mapped. It is
+        not up where an exit was reported before this call."""
+        self.update(0)
         deadline = time.monotonic() + limit
         while not self.up and not self.refusal and time.monotonic() < deadline:
             self.update(100)

@@ -216,6 +216,15 @@ def test_prefetcher_exits_at_every_tile(shared: Place, tiles: int) -> None:
     assert computed(shared, mover, 0, wanted) == []
 
 
+def test_a_prefetcher_that_exited_is_not_up(place: Place) -> None:
+    """Nobody has looked at the link since: the new one is waited for."""
+    place.parts.prefetcher.kill()
+    place.parts.prefetcher.start()
+    assert place.parts.link.wait_up(LIMIT)
+    mover = place.parts.mover(0, SLOTS)
+    assert computed(place, mover, 0, missing(mover, 0, [TILES, TILES, 0])) == []
+
+
 def test_the_device_waits_and_the_host_launches_ahead(place: Place) -> None:
     """Both groups are given while no tile has landed."""
     release = place.runtime.hold_copies()
