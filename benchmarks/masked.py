@@ -7,7 +7,7 @@ holds it. The largest |u| of each tile are kept, so that random weights leave ou
 `ratio` count the bytes that are read: up, and gate and down of the channels that some row keeps. `ratio` is
 over plain reads with as many cores; `faster` is the time of the same rows through a dense int4 expert of this
 shape over the case's. Both are timed in turns with the case. All kernels prefetch as is measured to be the
-fastest here.
+fastest here. Threads wait for the next computation awake, as with `--workers 0`: plain reads, too.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.kernels import SHAPES, weights_memory
+from pipeline.experts.inline_pool import LINGER_NS
 from protocol.messages import Work
 from shm.formats import Bytes
 from shm.kernel_files import contents, parse_cpuinfo
@@ -110,7 +111,10 @@ def measure(shapes: list[str], formats: list[str], rows: list[int], seconds: flo
     with ExitStack() as stack:
         memories = [stack.enter_context(weights_memory()) for _ in range(2)]
         teams = {cores: library.team(cores) for cores in sorted({1, len(os.sched_getaffinity(0))})}
-        stack.callback(lambda: [team.close() for team in teams.values() if team is not None])
+        for team in teams.values():
+            if team is not None:
+                stack.callback(team.close)
+                team.linger(LINGER_NS)
         for shape in shapes:
             dense = Experts(DENSE, SHAPES[shape], memories[0], library)
             for name in formats:

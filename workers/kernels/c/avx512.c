@@ -27,6 +27,9 @@ INLINE void sum_four(__m512 a, __m512 b, __m512 c, __m512 d, float *y) {
 #define SUM_FOUR(a, b, c, d, y) sum_four((__m512)(a), (__m512)(b), (__m512)(c), (__m512)(d), y)
 #define VFMA(a, b, c) ((vector)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
 
+#define BITS_OF(truth) (uint32_t)_mm512_movepi32_mask((__m512i)(truth))
+#define PACKED(lanes, bits) (ints)_mm512_maskz_compress_epi32((__mmask16)(bits), (__m512i)(lanes))
+
 INLINE __m512i four(const int8_t *codes) {
     int32_t packed;
     memcpy(&packed, codes, 4);
@@ -55,6 +58,13 @@ INLINE __m512 with_pairs(__m512 sum, __m512i a, __m512i b) {
 INLINE __m512 grown(__m512 y, __m512i dot, __m512 scale, __m512 zero, const float *factors) {
     __m512 centred = _mm512_fnmadd_ps(zero, _mm512_set1_ps(factors[1]), _mm512_cvtepi32_ps(dot));
     return _mm512_fmadd_ps(centred, _mm512_mul_ps(scale, _mm512_set1_ps(factors[0])), y);
+}
+
+/* Of sums of INT2 codes times 4^f, exact. */
+INLINE __m512i in_place_sum(const __m512i *dots) {
+    __m512i even = _mm512_add_epi32(dots[0], _mm512_srai_epi32(dots[2], 4));
+    __m512i odd = _mm512_add_epi32(_mm512_srai_epi32(dots[1], 2), _mm512_srai_epi32(dots[3], 6));
+    return _mm512_add_epi32(even, odd);
 }
 
 enum { IN_PLACE = 4 }; /* rows with four sums each: as many as registers hold */
@@ -106,10 +116,8 @@ INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const 
         __m512 scale = bits == INT8 ? _mm512_loadu_ps((const float *)block) : sixteen_bf16(block);
         __m512 zero = bits == INT8 ? _mm512_set1_ps(128.0f) : sixteen_bf16(block + 32);
         for (int r = 0; r < rows; r++) {
-            if (bits == INT2 && in_place) { /* sums of codes times 4^f: exact */
-                __m512i even = _mm512_add_epi32(dots[r][0], _mm512_srai_epi32(dots[r][2], 4));
-                __m512i odd = _mm512_add_epi32(_mm512_srai_epi32(dots[r][1], 2), _mm512_srai_epi32(dots[r][3], 6));
-                dot[r] = _mm512_add_epi32(even, odd);
+            if (bits == INT2 && in_place) {
+                dot[r] = in_place_sum(dots[r]);
             } else if (bits == INT4 && rows <= 4) {
                 dot[r] = _mm512_add_epi32(dot[r], more[r]);
             }
@@ -121,6 +129,32 @@ INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const 
     }
     for (int r = 0; r < rows; r++) _mm512_storeu_ps(y + BLOCK * r, sum[r]);
 }
+
+/* Two blocks of INT2, `size` bytes from each other, for one row: y [2, 16]. Both are read at once, and those after them
+ * are prefetched: one alone keeps fewer reads of memory under way. Sums are those of `block_of`. */
+INLINE void two_blocks_of(const uint8_t *block, int64_t size, int64_t groups, const int8_t *codes, const float *factors,
+                          const int hint, float *y) {
+    __m512 sums[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    for (int64_t g = 0; g < groups; g++, codes += 64, factors += 2, block += 64 * 5) {
+        for (int b = 0; b < 2; b++) {
+            const uint8_t *at = block + b * size;
+            __m512i dots[4];
+            for (int f = 0; f < 4; f++) dots[f] = _mm512_setzero_si512();
+            PREFETCH(at + 2 * size, hint);
+            for (int j = 0; j < 4; j++) {
+                const uint8_t *line = at + 64 * (j + 1);
+                PREFETCH(line + 2 * size, hint);
+                for (int f = 0; f < 4; f++) {
+                    __m512i part = _mm512_and_si512(_mm512_loadu_si512(line), _mm512_set1_epi8((char)(3 << 2 * f)));
+                    dots[f] = _mm512_dpbusd_epi32(dots[f], part, four(codes + 16 * j + 4 * f));
+                }
+            }
+            sums[b] = grown(sums[b], in_place_sum(dots), sixteen_bf16(at), sixteen_bf16(at + 32), factors);
+        }
+    }
+    for (int b = 0; b < 2; b++) _mm512_storeu_ps(y + BLOCK * b, sums[b]);
+}
+#define TWO_BLOCKS_OF two_blocks_of
 
 /* sum + the products of bytes with codes, four neighbours each. */
 INLINE __m512i byte_dots(__m512i sum, __m512i bytes, const int8_t *codes) {

@@ -67,6 +67,24 @@ static float sum_of_sizes(const int32_t *sizes, int64_t channels, int32_t least,
     return SUM(all);
 }
 
+/* Of LANES channels from `first` on those that are chosen by a bit, and their u; up to LANES more numbers may be
+ * overwritten. Returns how many. */
+INLINE int packed_lanes(uint32_t chosen, int64_t first, const float *u, int32_t *which, float *of_which) {
+    int number = __builtin_popcount(chosen);
+#ifdef PACKED
+    const ints counted = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    ints places = PACKED(counted + (int32_t)first, chosen), numbers = PACKED((ints)loaded(u + first), chosen);
+    memcpy(which, &places, sizeof places);
+    memcpy(of_which, &numbers, sizeof numbers);
+#else
+    for (int i = 0; chosen; chosen &= chosen - 1, i++) {
+        which[i] = (int32_t)first + __builtin_ctz(chosen);
+        of_which[i] = u[which[i]];
+    }
+#endif
+    return number;
+}
+
 /* The channels that a row keeps, ascending, and their u; returns how many. u [channels], of whole blocks; `sizes`:
  * scratch of as many numbers. */
 static int64_t keep(const struct mask *mask, int64_t channels, const float *u, int32_t *sizes, int32_t *kept,
@@ -79,11 +97,13 @@ static int64_t keep(const struct mask *mask, int64_t channels, const float *u, i
         bound = bound_of_largest(sizes, channels, whole + ((double)whole < number));
     }
     int64_t number = 0, ties = bound.ties;
-    for (int64_t c = 0; c < channels; c++) {
-        kept[number] = (int32_t)c, of_kept[number] = u[c];
-        int64_t equal = sizes[c] == bound.least;
-        number += (sizes[c] > bound.least) | (equal & (ties > 0));
-        ties -= equal;
+    for (int64_t c = 0; c < channels; c += LANES) {
+        ints some;
+        memcpy(&some, sizes + c, sizeof some);
+        uint32_t chosen = BITS_OF(some > bound.least), equal = BITS_OF(some == bound.least);
+        for (; equal; equal &= equal - 1, ties--)
+            if (ties > 0) chosen |= equal & -equal;
+        number += packed_lanes(chosen, c, u, kept + number, of_kept + number);
     }
     float left, mass = sum_of_sizes(sizes, channels, bound.least, &left), tied;
     memcpy(&tied, &bound.least, sizeof tied);

@@ -1,8 +1,8 @@
 /* Scalars and vectors of float32 and bf16, for everything that body.h puts together. Written with the vector types
  * of gcc and clang, which become whatever the variant's processor has. A variant defines INLINE and VECTOR_BYTES (the
  * width of a register) first, and where it has a better instruction also VFMA(a, b, c) = a * b + c, SUM (of a
- * vector's lanes), SUM_FOUR (of four vectors, the same bits), WIDENED (as many bf16 numbers as float32) and WITH_PAIRS
- * (below). */
+ * vector's lanes), SUM_FOUR (of four vectors, the same bits), BITS_OF (a comparison's lanes), PACKED (the lanes that
+ * are chosen by bits, first), WIDENED (as many bf16 numbers as float32) and WITH_PAIRS (below). */
 #pragma once
 
 #include "kernels.h"
@@ -38,6 +38,15 @@ INLINE float sum_of_lanes(vector v) {
 
 #ifndef SUM_FOUR
 #define SUM_FOUR(a, b, c, d, y) ((y)[0] = SUM(a), (y)[1] = SUM(b), (y)[2] = SUM(c), (y)[3] = SUM(d))
+#endif
+
+#ifndef BITS_OF
+INLINE uint32_t bits_of(ints truth) {
+    uint32_t bits = 0;
+    for (int l = 0; l < LANES; l++) bits |= ((uint32_t)truth[l] & 1) << l;
+    return bits;
+}
+#define BITS_OF bits_of
 #endif
 
 INLINE vector loaded(const float *from) {
