@@ -35,6 +35,7 @@ from shm.kernel_files import contents, parse_cpuinfo
 from shm.layout import FORMATS, ExpertShape, FloeFormat, StoreLayout, suitable_tile
 from shm.mask import Mask, Tally
 from shm.slot import OwnSlot
+from workers.interpreter import environment
 from workers.kernels import reading
 from workers.kernels.choice import DEFAULT, Choice
 from workers.kernels.geometry import Geometry
@@ -197,6 +198,10 @@ def main() -> int:
     if unknown or not all(count.isdigit() and int(count) for count in rows):
         print(f"no floe format: {unknown[0]}" if unknown else f"rows: {options.rows}", file=sys.stderr)
         return 2
+    quiet = environment(len(os.sched_getaffinity(0)))
+    if os.environ.get("OMP_WAIT_POLICY") != quiet["OMP_WAIT_POLICY"]:
+        # As in an engine: idle threads of torch would spin, on the cores that the kernels compute on.
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.masked", *sys.argv[1:]], quiet)
     if chosen(DEFAULT) is None:
         print("no C kernel was compiled, and torch is not timed here", file=sys.stderr)
         return 1

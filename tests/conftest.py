@@ -47,6 +47,7 @@ LONGEST = (
     "launch/test_calibrate.py",
     "launch/test_stress.py",
     "parity/test_families.py",
+    "kernels/test_cuda_compiler.py",
     "gateway/test_dashboard.py",
     "launch/test_doctor.py",
     "faults/test_poisoned_work.py",

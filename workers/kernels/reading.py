@@ -3,8 +3,8 @@
 No single way of reading is the fastest on all processors: one prefetch hint halves the pace of a processor
 that another one serves best. So memory is read in several ways, in turns, and the fastest one counts: the C
 loop of `c/bandwidth.h`, with each hint and some distances, and torch.sum where torch is imported already and
-has no more threads; without a compiled library numpy. The memory must be far larger than the last level of
-cache. This module imports no torch.
+has no more threads than the team; without a compiled library numpy and torch.sum. The memory must be far
+larger than the last level of cache. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def ways(library: Library | None, team: Team | None = None) -> dict[str, Read]:
     else:
         found = {str(way): partial(library.read, prefetch=way, team=team) for way in PREFETCHES}
     torch = sys.modules.get("torch")
-    if torch is not None and torch.get_num_threads() <= (1 if team is None else team.threads):
+    threads = 1 if team is None else team.threads
+    if torch is not None and (library is None or torch.get_num_threads() <= threads):
         found["torch.sum"] = lambda data: torch.from_numpy(data).view(torch.float32).sum()
     return found
 

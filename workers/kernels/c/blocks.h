@@ -144,11 +144,13 @@ static void blocks(void *context, int64_t lo, int64_t hi) {
     }
     float y[ROWS * BLOCK] __attribute__((aligned(64)));
 #ifdef TWO_BLOCKS_OF
-    for (; p->w->bits == INT2 && p->count == 1 && lo + 2 <= hi; lo += 2) {
-#define TWO(hint) TWO_BLOCKS_OF(p->matrix + lo * size, size, groups, p->x.codes, p->x.factors, hint, y)
-        EACH_HINT(p->w->hint, TWO)
-        for (int i = 0; i < 2; i++) take_outputs(p, lo + i, 0, 1, y + i * BLOCK);
-    }
+#define CALL_TWO_BLOCKS(hint) \
+    TWO_BLOCKS_OF(p->matrix + lo * size, size, groups, p->x.codes, p->x.factors, hint, p->w->ahead, y)
+    if (p->w->bits == INT2 && p->count == 1)
+        for (; lo + 2 <= hi; lo += 2) {
+            EACH_HINT(p->w->hint, CALL_TWO_BLOCKS)
+            for (int i = 0; i < 2; i++) take_outputs(p, lo + i, 0, 1, y + i * BLOCK);
+        }
 #endif
     for (int64_t strip = 0; strip < p->count; strip += STRIP) {
         int64_t end = least(strip + STRIP, p->count);

@@ -6,6 +6,10 @@
 
 #include "gates.h"
 
+enum { PARTS = GROUP / LANES }; /* vectors of a group */
+enum { SPLIT = BLOCK / LANES }; /* vectors of 16 numbers, which lie next to each other in a line */
+enum { IN_FLIGHT = 8 * LANES }; /* numbers of y whose sums are in registers: as many as hide an addition's latency */
+
 /* --- down ----------------------------------------------------------------------------------------------------- */
 
 /* A group's numbers. `half`, a constant: of an int4 line, the group in the lower or upper four bits. */

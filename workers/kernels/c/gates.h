@@ -10,13 +10,9 @@
 
 enum { GROUP = 64 };            /* numbers that share a scale */
 enum { WIDTH = 2 * GROUP };     /* numbers of y that are taken together */
-enum { PARTS = GROUP / LANES }; /* vectors of a group */
-enum { SPLIT = BLOCK / LANES }; /* vectors of 16 numbers, which lie next to each other in a line */
 enum { SEGMENT = 16 };          /* groups whose scales are widened together */
 enum { GATES = 4 };             /* most rows of x that one read of a gate row is applied to */
-enum { SUMMED = 4 };            /* down rows that are added to y in one pass */
-enum { IN_FLIGHT = 8 * LANES }; /* numbers of y whose sums are in registers: as many as hide an addition's latency */
-enum { HERE = 0 };              /* prefetches what is read anyway: there is no later record */
+enum { SUMMED = 4 };            /* channels that are taken together: gate rows side by side, down rows in one pass */
 
 /* Where the parts of a row record are, in bytes. */
 struct row_shape {
@@ -84,12 +80,13 @@ INLINE void widen_scales(const uint8_t *row, const struct row_shape *s, const in
 }
 
 /* y = gate rows . x for `number` gate rows and `rows` rows of x (constants; one of them is 1), by gate row; `bits`, a
- * constant: INT4 or INT8. Several gate rows share the loads of x, and their sums do not wait for each other. Other records
- * next[i] bytes further are prefetched. */
+ * constant: INT4 or INT8. Several gate rows share the loads of x, and their sums do not wait for each other. Other
+ * records next[i] bytes further are prefetched. */
 INLINE void gate_dots(const uint8_t *const *row, const int number, const struct row_shape *s, const int bits,
                       const uint8_t *const *x, const int rows, const int hint, const int64_t *next, float *y) {
     const int taken = bits == INT4 ? 2 : 1; /* groups of a line */
     int64_t slots = rounded_up(s->groups, SEGMENT);
+    _Static_assert(SUMMED <= GATES, "sums of several gate rows, or of several rows of x");
     vector sums[GATES], rests[GATES];
     for (int o = 0; o < number * rows; o++) sums[o] = rests[o] = (vector){0};
     for (int i = 0; i < number; i++)

@@ -1,15 +1,16 @@
-/* The channels that rows of x keep of a tile whose gate and down lie by channel (shm/floe.py), and what they add to y. Part
- * of body.h.
+/* The channels that rows of x keep of a tile whose gate and down lie by channel (shm/floe.py), and what they add to y.
+ * Part of body.h.
  *
- * Few rows go through the kept channels one after the other. Many rows, and threads that share a tile, do all gates
- * first, and then WIDTH numbers of y at a time. A row gives the same bits either way: its y is the sum over its own kept
- * channels, in their order. */
+ * One row goes through its channels SUMMED at a time, a few rows channel by channel. Many rows, and threads that share a
+ * tile, do all gates first, and then WIDTH numbers of y at a time. A row gives the same bits in each way: its y is the
+ * sum over its own kept channels, in their order. */
 #pragma once
 
 #include "blocks.h"
 #include "channels.h"
-#include "ranges.h"
+#include "team.h"
 
+enum { HERE = 0 };      /* prefetches what is read anyway: there is no later record */
 enum { CHUNK = 64 };    /* channels whose down is decoded together: with their WIDTH numbers in a core's first cache */
 enum { MASK_STRIP = STRIP }; /* rows whose x stays in a core's cache while gates are multiplied */
 
@@ -17,8 +18,8 @@ struct kept { /* of rows: the channels that each keeps */
     int64_t channels, count;
     int32_t *number, *which; /* [count]; [count, channels], ascending */
     float *a;                /* [count, channels]: of each kept channel u, later silu(gate . x) * u */
-    float *gates;            /* [count, channels], by channel; before that a row's u */
-    uint8_t *any;            /* [channels]: some row keeps it */
+    float *gates;            /* [count, channels], by channel; before that each of several rows' u */
+    uint8_t *any;            /* [channels]: some row keeps it; not for one row alone */
 };
 
 /* The parts of the caller's scratch. */

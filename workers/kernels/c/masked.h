@@ -1,9 +1,10 @@
-/* Tiles whose gate and down lie by channel (shm/floe.py): u of all channels, a mask for each row, then only the channels
- * that some row keeps (kept_channels.h). Part of body.h. */
+/* Tiles whose gate and down lie by channel (shm/floe.py): u of all channels, a mask for each row, then only the
+ * channels that some row keeps (kept_channels.h). Part of body.h. */
 #pragma once
 
 #include "kept_channels.h"
 #include "masks.h"
+#include "ranges.h"
 
 /* Activations as masked tiles take them: `codes` and `factors` for up; for gate [rows, gate_x_bytes]. */
 struct masked_x {
@@ -42,7 +43,7 @@ static struct tally masked_channels(struct team *team, const struct mask *mask, 
     struct tally sum = {.channels = k->channels};
     parallel_for(k->count < ROWS ? NULL : team, mask_rows, &masking, k->count, WAKE_NS);
     for (int64_t r = 0; r < k->count; r++) sum.mass += s->tallies[r].mass, sum.left += s->tallies[r].left;
-    if (!team && k->count == 1) {
+    if (!team && k->count == 1) { /* nobody reads `any` then: see `kept_channels` */
         sum.kept = k->number[0];
         return sum;
     }
