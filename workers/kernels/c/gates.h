@@ -86,7 +86,7 @@ INLINE void gate_dots(const uint8_t *const *row, const int number, const struct 
                       const uint8_t *const *x, const int rows, const int hint, const int64_t *next, float *y) {
     const int taken = bits == INT4 ? 2 : 1; /* groups of a line */
     int64_t slots = rounded_up(s->groups, SEGMENT);
-    _Static_assert(SUMMED <= GATES, "sums of several gate rows, or of several rows of x");
+    _Static_assert((int)SUMMED <= (int)GATES, "sums of several gate rows, or of several rows of x");
     vector sums[GATES], rests[GATES];
     for (int o = 0; o < number * rows; o++) sums[o] = rests[o] = (vector){0};
     for (int i = 0; i < number; i++)

@@ -28,7 +28,7 @@ struct masked_scratch {
     float *u;              /* [channels, count], in blocks as a product gives them */
     int32_t *sizes;        /* [count, channels] */
     struct tally *tallies; /* [count] */
-    float *y;       /* few rows: [count, padded outputs] */
+    struct added y; /* of few rows */
     const uint8_t **gate_x; /* [count] */
     struct kept kept;
     int64_t bytes;
@@ -43,7 +43,9 @@ static struct masked_scratch lay_out_masked(const struct weights *w, int64_t cha
     TAKE(u, rows * channels * 4);
     TAKE(sizes, rows * channels * 4);
     TAKE(tallies, rows * (int64_t)sizeof *s.tallies);
-    TAKE(y, least(rows, GATES) * rounded_up(w->outputs, WIDTH) * 4);
+    s.y.stride = rounded_up(w->outputs, WIDTH), s.y.zeros_stride = rounded_up(s.y.stride / GROUP, SEGMENT);
+    TAKE(y.numbers, least(rows, GATES) * s.y.stride * 4);
+    TAKE(y.zeros, least(rows, GATES) * s.y.zeros_stride * 4);
     TAKE(gate_x, rows * (int64_t)sizeof *s.gate_x);
     TAKE(kept.number, rows * 4);
     TAKE(kept.which, rows * channels * 4);
@@ -64,7 +66,7 @@ static void records_ahead(const int32_t *channels, int64_t number, int64_t first
 }
 
 static void one_row(const struct weights *w, const struct row_shape *shape, const uint8_t *records,
-                    const struct masked_scratch *s, float *y) {
+                    const struct masked_scratch *s) {
     const struct kept *k = &s->kept;
     int64_t number = k->number[0], record = 2 * shape->bytes;
     for (int64_t first = 0; first < number; first += SUMMED) {
@@ -76,12 +78,12 @@ static void one_row(const struct weights *w, const struct row_shape *shape, cons
             gate[i] = records + k->which[first + i] * record, down[i] = gate[i] + shape->bytes;
         gates_of_row(w, shape, gate, taken, s->gate_x[0], next, a[0]);
         silu_times(a[0], k->a + first, taken);
-        add_down(w, shape, down, (const float (*)[SUMMED])a, 1, taken, next, y, 0);
+        add_down(w, shape, down, (const float (*)[SUMMED])a, 1, taken, next, &s->y);
     }
 }
 
 static void few_rows(const struct weights *w, const struct row_shape *shape, const uint8_t *records,
-                     const struct masked_scratch *s, float *y, int64_t stride) {
+                     const struct masked_scratch *s) {
     const struct kept *k = &s->kept;
     int64_t rows = k->count, number = 0, record = 2 * shape->bytes, at[GATES] = {0};
     int32_t *all = s->sizes; /* the channels that some row keeps */
@@ -111,7 +113,7 @@ static void few_rows(const struct weights *w, const struct row_shape *shape, con
             silu_times(gates[r], u[r], counts[r]);
             for (int64_t i = 0; i < counts[r]; i++) a[r][places[r][i]] = gates[r][i];
         }
-        add_down(w, shape, down, (const float (*)[SUMMED])a, rows, taken, next, y, stride);
+        add_down(w, shape, down, (const float (*)[SUMMED])a, rows, taken, next, &s->y);
     }
 }
 
@@ -174,7 +176,7 @@ static void shared_activations(void *context, int64_t lo, int64_t hi) {
 static void shared_down(void *context, int64_t lo, int64_t hi) {
     const struct shared_channels *p = context;
     const struct kept *k = &p->s->kept;
-    float numbers[CHUNK][WIDTH] __attribute__((aligned(64))), y[MASK_STRIP][WIDTH] __attribute__((aligned(64)));
+    struct decoded numbers[CHUNK], y[MASK_STRIP];
     for (int64_t strip = 0; strip < k->count; strip += MASK_STRIP) {
         int64_t rows = least(MASK_STRIP, k->count - strip);
         for (int64_t h = lo * WIDTH; h < least(hi * WIDTH, p->shape->numbers); h += WIDTH) {
@@ -184,21 +186,21 @@ static void shared_down(void *context, int64_t lo, int64_t hi) {
                 int64_t end = least(start + CHUNK, k->channels);
                 for (int64_t c = start; c < end; c++)
                     if (k->any[c])
-                        decode_down(p->shape, p->records + (2 * c + 1) * p->shape->bytes, h, numbers[c - start]);
+                        decode_down(p->shape, p->records + (2 * c + 1) * p->shape->bytes, h, numbers + c - start);
                 for (int64_t r = 0; r < rows; r++) {
                     const int32_t *which = k->which + (strip + r) * k->channels + at[r];
                     int32_t places[CHUNK];
                     int64_t n = 0, more = k->number[strip + r] - at[r];
                     for (; n < more && which[n] < end; n++) places[n] = which[n] - (int32_t)start;
                     const float *a = k->a + (strip + r) * k->channels + at[r];
-                    add_decoded((const float (*)[WIDTH])numbers, places, a, n, y[r]);
+                    add_decoded(numbers, places, a, n, y + r);
                     at[r] += (int32_t)n;
                 }
             }
-            int64_t width = least(WIDTH, p->shape->numbers - h);
+            struct row_shape part = {.bits = p->shape->bits, .numbers = least(WIDTH, p->shape->numbers - h)};
             for (int64_t r = 0; r < rows; r++) {
-                float *to = p->y + (strip + r) * p->shape->numbers + h;
-                for (int64_t i = 0; i < width; i++) to[i] = p->add ? to[i] + y[r][i] : y[r][i];
+                const struct added sum = {y[r].codes, y[r].zeros, 0, 0};
+                take_added(&part, &sum, 0, p->add, p->y + (strip + r) * p->shape->numbers + h);
             }
         }
     }
@@ -210,22 +212,19 @@ static void shared_down(void *context, int64_t lo, int64_t hi) {
 static void kept_channels(struct team *team, const struct weights *w, const uint8_t *records,
                           const struct masked_scratch *s, float *y, int add) {
     struct row_shape shape = row_shape_of(w);
-    int64_t rows = s->kept.count, stride = rounded_up(w->outputs, WIDTH);
+    int64_t rows = s->kept.count;
     if (!team && rows <= GATES) {
-        memset(s->y, 0, (size_t)(rows * stride) * sizeof *s->y);
+        memset(s->y.numbers, 0, (size_t)(rows * s->y.stride) * sizeof *s->y.numbers);
+        memset(s->y.zeros, 0, (size_t)(rows * s->y.zeros_stride) * sizeof *s->y.zeros);
         if (rows == 1)
-            one_row(w, &shape, records, s, s->y);
+            one_row(w, &shape, records, s);
         else
-            few_rows(w, &shape, records, s, s->y, stride);
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t i = 0; i < w->outputs; i++) {
-                float *to = y + r * w->outputs + i;
-                *to = add ? *to + s->y[r * stride + i] : s->y[r * stride + i];
-            }
+            few_rows(w, &shape, records, s);
+        for (int64_t r = 0; r < rows; r++) take_added(&shape, &s->y, r, add, y + r * w->outputs);
         return;
     }
     struct shared_channels shared = {w, &shape, records, s, y, add};
     parallel_for(team, shared_gates, &shared, s->kept.channels, WAKE_NS);
     parallel_for(team, shared_activations, &shared, rows, WAKE_NS);
-    parallel_for(team, shared_down, &shared, stride / WIDTH, 0);
+    parallel_for(team, shared_down, &shared, s->y.stride / WIDTH, 0);
 }
