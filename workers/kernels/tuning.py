@@ -3,9 +3,9 @@ on matrix units compute, and what carries work to other processes (`workers/roun
 
 One row is what decoding computes, and its speed is that of reading weights. Another variant or prefetch than
 the default must also be as fast with more rows. Every candidate computes tiles of the formats in FORMATS, in
-turns, from memory that no cache holds, on one core; what counts is the shortest time of each, because other
-programs only ever add to it. The default stays unless a candidate is clearly faster. This module imports no
-torch.
+turns, from memory that no cache holds, on one core; what counts is the median of its times over another
+one's in the same round, because a processor's pace changes meanwhile. The default stays unless a candidate is
+clearly faster. This module imports no torch.
 
 Process entry too, because the supervisor must neither compute nor end with a fault of what it tries out.
 """
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -44,12 +45,12 @@ AHEAD = (1024, 2048, 4096, 8192, 16384)  # bytes
 SMALLEST, LARGEST = 1 << 27, 1 << 29  # bytes of the memory
 SHARE = 8  # it takes at most 1 / SHARE of what is available
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-ROUNDS = 9
+ROUNDS = 31
 SECONDS = 0.3  # for each comparison; then fewer rounds have to do
 UNIT_SECONDS = 0.03  # for each number of rows of matrix units
 FEWEST = 2  # rounds
-# Of the default's time: a candidate that takes less replaces it. A prefetch changes no bit, so that all that
-# counts is that two comparisons do not both show it by chance.
+# Of the default's time: the best candidate replaces it if it takes less in a comparison of these two. A
+# prefetch changes no bit, so that all that counts is that this does not come by chance.
 CLEARLY, CLEARLY_PREFETCHED = 0.95, 0.98
 MORE_ROWS = (4, 32)  # of a batch and of an expert in a prompt: another choice must not be slower there ...
 AS_FAST = 1.03  # ... by more than two choices of the same speed differ in a measurement
@@ -106,7 +107,7 @@ def memory_size() -> int:
 
 
 def tune() -> Tuning | None:
-    """Takes about half a second. None where no library was compiled or memory is short."""
+    """Takes about a second. None where no library was compiled or memory is short."""
     first, size = chosen(Choice()), memory_size()
     if first is None or not size:
         return None
@@ -132,22 +133,18 @@ Times = dict[str, float]  # by format, seconds for a byte
 
 
 def _confirmed(parts: Iterator[Bytes], candidates: Sequence[Choice], clearly: float) -> Choice:
-    """The candidate that computes all formats in the least time; the first one unless another takes less than
-    `clearly` of its time, twice."""
-    times = _totals(parts, candidates)
+    """The candidate that computes all formats in the least time; the first one unless that takes less than
+    `clearly` of its time, in a comparison with it alone."""
+    times = _relative(parts, candidates)
     first, best = candidates[0], min(candidates, key=times.__getitem__)
-    if times[best] >= clearly * times[first]:
-        return first
-    again = _totals(parts, [first, best])
-    if again[best] >= clearly * again[first]:
+    if best == first or _relative(parts, [first, best])[best] >= clearly:
         return first
     # One row waits for memory; with more rows the candidates differ by what they compute.
     return best if all(_as_fast(parts, best, first, rows) for rows in MORE_ROWS) else first
 
 
 def _as_fast(parts: Iterator[Bytes], choice: Choice, other: Choice, rows: int) -> bool:
-    times = _totals(parts, [choice, other], rows)
-    return times[choice] <= AS_FAST * times[other]
+    return _relative(parts, [other, choice], rows)[choice] <= AS_FAST
 
 
 def matrix_rows(parts: Iterator[Bytes], choice: Choice) -> int:
@@ -156,39 +153,51 @@ def matrix_rows(parts: Iterator[Bytes], choice: Choice) -> int:
     units, vectors = replace(choice, matrix_rows=1), replace(choice, matrix_rows=MOST_ROWS)
     least = UNIT_ROWS[-1] + 1
     for rows in reversed(UNIT_ROWS):
-        times = _totals(parts, [units, vectors], rows, UNIT_SECONDS)
-        if times[units] > times[vectors]:
+        if _relative(parts, [vectors, units], rows, UNIT_SECONDS)[units] > 1:
             break
         least = rows
     return least
 
 
-def _totals(
+def _relative(
     parts: Iterator[Bytes], candidates: Sequence[Choice], rows: int = 1, seconds: float | None = None
 ) -> dict[Choice, float]:
-    """Seconds of each for a byte, over all formats."""
-    return {choice: sum(each.values()) for choice, each in _times(parts, candidates, rows, seconds).items()}
+    """The time of each for a byte, over all formats, of the first one's in the same round."""
+    rounds = [
+        {choice: sum(each.values()) for choice, each in times.items()}
+        for times in _rounds(parts, candidates, rows, seconds)
+    ]
+    return {choice: median(times[choice] / times[candidates[0]] for times in rounds) for choice in candidates}
 
 
-def _times(
+def _times(parts: Iterator[Bytes], candidates: Sequence[Choice]) -> dict[Choice, Times]:
+    """The shortest ones at one row, because other programs only ever add to them."""
+    rounds = list(_rounds(parts, candidates))
+    return {
+        choice: {name: min(times[choice][name] for times in rounds) for name in FORMATS}
+        for choice in candidates
+    }
+
+
+def _rounds(
     parts: Iterator[Bytes], candidates: Sequence[Choice], rows: int = 1, seconds: float | None = None
-) -> dict[Choice, Times]:
-    """`seconds`: of the comparison; by default SECONDS."""
+) -> Iterator[dict[Choice, Times]]:
+    """Each candidate computes each format once in a round. `seconds`: of all; by default SECONDS."""
     limit = SECONDS if seconds is None else seconds
     works = {(choice, name): _compute(choice, name, rows) for choice in candidates for name in FORMATS}
-    best = dict.fromkeys(works, float("inf"))
     for compute, _ in works.values():
         compute(next(parts))  # allocates scratch
     began = time.perf_counter()
     for done in range(ROUNDS):
         if done >= FEWEST and time.perf_counter() - began > limit:
-            break
-        for key, (compute, size) in works.items():
+            return
+        times: dict[Choice, Times] = {choice: {} for choice in candidates}
+        for (choice, name), (compute, size) in works.items():
             data = next(parts)
             started = time.perf_counter()
             compute(data)
-            best[key] = min(best[key], (time.perf_counter() - started) / size)
-    return {choice: {name: best[choice, name] for name in FORMATS} for choice in candidates}
+            times[choice][name] = (time.perf_counter() - started) / size
+        yield times
 
 
 def _compute(choice: Choice, name: str, rows: int) -> tuple[Compute, int]:
