@@ -1,4 +1,4 @@
-r"""Messages to frames and back: Tandem's wire format, version 6.
+r"""Messages to frames and back: Tandem's wire format, version 7.
 
 This docstring is the specification; with it a client can be written in any language that has ZeroMQ and
 msgpack. `messages.py` defines the meaning of each message.
@@ -98,6 +98,7 @@ between the supervisor and its children.
     token_ids [int]? = nil, grammar str = ""
   50 Encoded: job int, ids int32[1d], lengths [int] = [], error str = "", text str = "",
     pieces [bytes] = []
+  51 RemoteGone:
 
   64 Progress: stage str, done int, total int
   65 Failed: role str, text str, usage bool
@@ -172,7 +173,7 @@ A conversation
 
 Example
 -------
-Queued(request=7, position=2) is two frames: tag 15 and version 6, then a map of two.
+Queued(request=7, position=2) is two frames: tag 15 and version 7, then a map of two.
 
 >>> from protocol.codec import decode, encode
 >>> from protocol.messages import Queued

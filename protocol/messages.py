@@ -532,6 +532,13 @@ class RemoteClient:
 
 
 @dataclass(frozen=True)
+class RemoteGone:
+    """The door to the coordinator, as the last message of a connection: its client has ended it. The
+    coordinator answers Error with `request` -1 when it has handled the messages before: ZeroMQ would drop
+    those that a full socket has not read when its peer closes."""
+
+
+@dataclass(frozen=True)
 class Encode:
     """Request the token ids of texts, each encoded by itself, or of one conversation, rendered by the model's
     chat template with `template` as in Generate; or the text of `token_ids`. A `grammar` is checked."""
@@ -662,6 +669,7 @@ TAGS: dict[int, type] = {
     48: RemoteClient,
     49: Encode,
     50: Encoded,
+    51: RemoteGone,
     64: Progress,
     65: Failed,
     66: Shutdown,

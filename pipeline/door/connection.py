@@ -29,7 +29,7 @@ from pipeline.serving.client_sockets import LARGEST, MOST_FRAMES, more_frames
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
 from protocol.keys import Admitted, EngineKeys
-from protocol.messages import TAGS, Error, RemoteClient
+from protocol.messages import TAGS, Error, RemoteClient, RemoteGone
 from protocol.sockets import Identity, connect_curve_server, connect_dealer, ipc_endpoint
 
 SIGNATURE = 10  # bytes that a connection of ZMTP 2 or later begins with: 0xff, eight of any value, 0x7f
@@ -106,6 +106,8 @@ class Connection:
         self._engine = engine
         self._in, self._out = Pump(), Pump()
         self._forwarding = False  # a message is on its way to the coordinator
+        self._coordinator: zmq.asyncio.Socket | None = None  # once the client has sent a message
+        self._answering: asyncio.Task[None] | None = None  # from the coordinator to the client
         self._sockets: list[zmq.asyncio.Socket] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._writers: list[asyncio.StreamWriter] = []
@@ -206,7 +208,6 @@ class Connection:
             self.close()
 
     async def _to_coordinator(self, client: zmq.asyncio.Socket) -> None:
-        coordinator: zmq.asyncio.Socket | None = None
         shadow: zmq.Socket[bytes] = zmq.Socket.shadow(client.underlying)
         while True:
             frames = [await client.recv(), *more_frames(shadow, MOST_FRAMES - 1)]
@@ -215,14 +216,14 @@ class Connection:
                 self.close()
                 return
             self._forwarding = self.greeted = True
-            if coordinator is None:
+            if self._coordinator is None:
                 if self.refusal or self.client is None:
                     await client.send_multipart(encode(Error(-1, self.refusal)))
                     client.close()
                     return
-                coordinator = await self._introduce(self.client)
-                self._start(self._to_client(coordinator, client))
-            await coordinator.send_multipart(frames)
+                self._coordinator = await self._introduce(self.client)
+                self._answering = self._start(self._to_client(self._coordinator, client))
+            await self._coordinator.send_multipart(frames)
             self.unread = max(0, self.unread - sum(len(frame) + FRAMING for frame in frames))
             self._forwarding = False
             await asyncio.sleep(0)  # receiving a message that has arrived does not suspend
@@ -253,16 +254,26 @@ class Connection:
             await asyncio.sleep(0)
 
     async def _forward_last(self, client: zmq.asyncio.Socket) -> None:
-        until = time.monotonic() + LAST_MESSAGES
-        while not client.closed and time.monotonic() < until:
-            if not self._forwarding and not cast(int, client.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                return
-            await asyncio.sleep(0.005)
+        """Until the coordinator has handled the client's last messages."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_MESSAGES):
+                while not client.closed:
+                    if not self._forwarding and not cast(int, client.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                        break
+                    await asyncio.sleep(0.005)
+                if self._coordinator is None or self._answering is None or self._answering.done():
+                    return
+                self._answering.cancel()  # it may wait for the client to read
+                await asyncio.wait([self._answering])
+                await self._coordinator.send_multipart(encode(RemoteGone()))
+                while not _ends_connection(await self._coordinator.recv_multipart()):
+                    pass
 
-    def _start(self, coroutine: Coroutine[None, None, None]) -> None:
+    def _start(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
         task.add_done_callback(self._on_task_end)
         self._tasks.append(task)
+        return task
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -35,7 +35,7 @@ from protocol.codec import decode
 from protocol.connection import HEARTBEAT_SECONDS
 from protocol.errors import MalformedMessage
 from protocol.keys import RIGHTS
-from protocol.messages import SAY_HELLO, VERSION, Error, Heartbeat, Hello, Welcome
+from protocol.messages import SAY_HELLO, VERSION, Error, Heartbeat, Hello, RemoteGone, Welcome
 
 log = logging.getLogger(__name__)
 
@@ -258,6 +258,9 @@ class Clients:
             return
         if isinstance(message, Hello):
             self._greet(sender, message)
+        elif isinstance(message, RemoteGone) and account_of(sender) != LOCAL:
+            self._answer(sender, Error(-1, "disconnected"))
+            self._forget(sender)
         elif client is None or not greeted:
             self.refuse(sender, SAY_HELLO)
         else:

@@ -33,6 +33,8 @@ from protocol.messages import (
     Hello,
     PolicyChanged,
     RemoteClient,
+    RemoteGone,
+    Score,
     SetPolicy,
     Stats,
     StatsReply,
@@ -112,6 +114,30 @@ async def test_connection_without_a_valid_introduction_gets_an_error(first: obje
         for _ in range(2):
             assert await odd.expect(Error) == Error(-1, SAY_HELLO)
         assert running.clients.counts()["connected"] == 0
+
+
+@pytest.mark.parametrize("greeted", [True, False])
+async def test_client_whose_connection_has_ended_is_gone_after_its_last_message(greeted: bool) -> None:
+    async with (
+        service(remote=True) as running,
+        remote_client(running.remote, "key", hello=greeted) as client,
+    ):
+        await client.send(*(Score(i, token_ids=(1,)) for i in range(5)), RemoteGone())
+        while (answer := await client.expect(Error)).text == SAY_HELLO:
+            assert not greeted
+        assert answer == Error(-1, "disconnected")
+        assert len(running.received) == 5 * greeted
+        assert len(running.gone) == 1
+        assert running.clients.counts()["connected"] == 0
+        await client.send(Hello(VERSION))
+        assert await client.expect(Error) == Error(-1, SAY_HELLO)
+
+
+async def test_local_client_does_not_end_as_a_remote_one() -> None:
+    async with service(remote=True) as running, raw(running.local) as client:
+        await client.send(RemoteGone(), Stats(1))
+        await client.expect(StatsReply)
+        assert running.gone == []
 
 
 async def test_client_cannot_introduce_itself_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,7 +237,8 @@ async def test_the_last_message_of_a_client_that_ends_is_delivered(monkeypatch) 
         async with raw_client(running.tcp, keys=CLIENT) as client:
             await client.send(*(Score(i, token_ids=(1,)) for i in range(50)))  # not answered here
             client.socket.close(linger=2000)
-        await until(lambda: len(running.clients.received) == 50)
+        await until(lambda: len(running.clients.gone) == 1)
+        assert [message.request for _, message in running.clients.received] == [*range(50)]
 
 
 async def test_a_message_without_an_end_is_bounded() -> None:

@@ -120,11 +120,12 @@ def documented_line(record, head):
         f"{name} {wire.name}" + ("" if required else f" = {shown(name)}")
         for name, wire, required in fields_of(record)
     ]
-    return f"{head}{record.__name__}: {', '.join(parts)}"
+    return f"{head}{record.__name__}: {', '.join(parts)}".rstrip()
 
 
 def test_documented_table_equals_the_messages():
     document = re.sub(r"\s+", " ", protocol.codec.__doc__)
+    assert f"wire format, version {VERSION}." in document
     for tag, record in TAGS.items():
         assert f" {documented_line(record, f'{tag} ')} " in document
     for record in (Sampling, ChatMessage):
