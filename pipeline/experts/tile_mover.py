@@ -42,7 +42,7 @@ class TileMover:
         self._background: dict[Key, BackgroundOrder] = {}
         self._predicted: dict[Key, Prediction] = {}
         self.wanted: deque[Missing] = deque()  # demanded tiles that wait for a free slot
-        self._keys_in_demand: set[Key] = set()  # of the demand that is under way
+        self._demanded: dict[Key, int] = {}  # of the demand that is under way, the end of its tiles
         self.counters = PhaseCounters(len(cache.residency))  # of the present phase
         self.demanded = 0  # tiles that landed on demand
         self.placed = 0  # tiles that landed in the background
@@ -120,9 +120,11 @@ class TileMover:
             del self._predicted[key]
 
     def _note_ordered(self, key: Key) -> None:
-        """Bring `ordered` up to date for an expert that is not demanded."""
+        """Bring `ordered` up to date."""
         entry, reach = self._background.get(key), int(self.cache.residency[key])
-        if entry is not None and entry.next_tile == reach:
+        if key in self._demanded:
+            reach = max(reach, min(self._demanded[key], int(self.cache.target[key])))
+        elif entry is not None and entry.next_tile == reach:
             reach = max(reach, min(entry.end, int(self.cache.target[key])))
         self.ordered[key] = reach
 
@@ -141,13 +143,12 @@ class TileMover:
         """Demand tiles, by expert: no background order of these experts is sent until `end_demand`. Those
         that are under way become demanded ones, in the link's order, and their tiles leave `items`. This
         waits for nothing, because the link would begin other tiles meanwhile."""
-        self._keys_in_demand = {(layer, expert) for expert in items}
-        for item in items.values():
-            key = (layer, item.expert)
-            kept = min(item.hi, int(self.cache.target[key]))
-            self.ordered[key] = max(item.lo, kept)
+        self._demanded = {(layer, item.expert): item.hi for item in items.values()}
+        for key, end in self._demanded.items():
+            self._note_ordered(key)
             if self._predicted.pop(key, None) is not None:
-                self.counters.late_tiles += max(0, kept - item.lo)
+                late = min(end, int(self.cache.target[key])) - items[key[1]].lo
+                self.counters.late_tiles += max(0, late)
         entries = [e for item in items.values() if (e := self._background.get((layer, item.expert)))]
         return list(self._adopt(layer, sorted(entries, key=lambda entry: entry.place), items))
 
@@ -172,9 +173,10 @@ class TileMover:
 
     def end_demand(self) -> None:
         """All that was demanded has landed, or will not."""
-        for key in self._keys_in_demand:
+        keys = list(self._demanded)
+        self._demanded.clear()
+        for key in keys:
             self._note_ordered(key)
-        self._keys_in_demand.clear()
 
     def stop_background_order(self) -> None:
         """Truncate a background order: each slot that is not READY is loading for one of them."""
@@ -190,7 +192,7 @@ class TileMover:
         orders or of slots is reached."""
         lo = int(self.cache.residency[key])
         count = int(self.cache.target[key]) - lo
-        if count <= 0 or key in self._background or key in self._keys_in_demand:
+        if count <= 0 or key in self._background or key in self._demanded:
             return True
         if len(self._background) == BACKGROUND_ORDERS:
             return False

@@ -186,6 +186,23 @@ def test_demand_truncates_a_background_order_for_its_slots(parts) -> None:
     assert mover.cache.residency.tolist() == [[0, 0, 0], [TILES, 0, 0]]
 
 
+def test_policies_see_a_demand_although_an_earlier_order_of_its_expert_ends(parts) -> None:
+    """The earlier order was cancelled and holds a slot until it is truncated, which the demand waits for."""
+    mover = parts.mover(2, 1)
+    mover.retarget([Target(1, 1, 2)])
+    mover.update()
+    mover.retarget([Target(1, 1, 0)])
+    mover.retarget([Target(1, 1, 2)])
+    assert not mover.idle
+    mover.begin_demand(1, {1: Missing(1, 0, TILES)})
+    assert mover.ordered[1, 1] == 2
+    mover.stop_background_order()
+    assert mover.ordered[1, 1] == 2
+    mover.end_demand()
+    assert mover.ordered[1, 1] == mover.cache.residency[1, 1]
+    wait_idle(parts, mover)
+
+
 def test_tiles_that_have_landed_while_others_wait_for_slots_are_given_together(parts, monkeypatch) -> None:
     """To a device whose launches cost more than tiles."""
     monkeypatch.setattr(type(parts.device), "on_host", False)
