@@ -34,7 +34,7 @@ from launch.processes.kernel_choice import choice_of, exchange_of, kept_or_measu
 from launch.processes.limits import Limits
 from launch.processes.monitor import ProcessMonitor
 from launch.processes.slot import ProcessSlot
-from launch.processes.task_guard import TaskGuard
+from launch.processes.task_guard import TaskGuard, to_the_end
 from launch.runtime import EngineInfo, RuntimeDir, sweep
 from launch.terminal.format import count
 from launch.terminal.log import child_level, notice
@@ -333,15 +333,18 @@ class Supervisor:
             if self._group is not None:
                 await self._group.stop(orderly=bool(self.endpoint))
         finally:
-            self.kill()
-            await self._guard.end_tasks()
-            if self._group is not None:
-                await self._group.wait_killed()
-            try:
-                self._files.close()
-            except (OSError, ShmError, ProtocolError) as e:
-                reason = system_reason(e) if isinstance(e, OSError) else e
-                log.warning(f"not all files of the engine could be removed: {reason}")
+            await to_the_end(self._end())
+
+    async def _end(self) -> None:
+        self.kill()
+        await self._guard.end_tasks()
+        if self._group is not None:
+            await self._group.wait_killed()
+        try:
+            self._files.close()
+        except (OSError, ShmError, ProtocolError) as e:
+            reason = system_reason(e) if isinstance(e, OSError) else e
+            log.warning(f"not all files of the engine could be removed: {reason}")
 
     def _release_store(self) -> None:
         if self._lease is not None:

@@ -53,3 +53,17 @@ class TaskGuard:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fail(error)
+
+
+async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await work that a cancellation must not interrupt: it is raised when the work is done."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task.result()
+    if cancelled is not None:
+        raise cancelled

@@ -139,6 +139,6 @@ def test_a_terminal_that_is_closed_while_the_engine_starts(place: Place) -> None
     with InTerminal(place, "serve", "--name", name) as terminal:
         assert wait_until(lambda: b"memory" in terminal.shown, LIMIT)
         terminal.close()
-        terminal.process.wait(SOON)
+        code = terminal.process.wait(SOON)
         assert terminal.processes() == []
-        assert place.remains(name) == []
+        assert place.remains(name) == [], (code, list(place.runtime.rglob("*")))

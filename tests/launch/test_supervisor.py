@@ -84,6 +84,22 @@ async def test_children_start_and_stop_in_order(play: Play, caplog: pytest.LogCa
     assert not (Path(SHM_FOLDER) / store_name(play.fingerprint)[1:]).exists()
 
 
+async def test_nothing_stays_behind_however_often_the_end_is_cancelled(play: Play) -> None:
+    async def use() -> None:
+        async with supervisor(NEVER):
+            await asyncio.Future()
+
+    using = asyncio.create_task(use())
+    await play.spawned("tokenizer")
+    while not using.done():
+        using.cancel()
+        await asyncio.sleep(0)
+    assert using.cancelled()
+    assert engines_left() == []
+    assert not (Path(SHM_FOLDER) / store_name(play.fingerprint)[1:]).exists()
+    assert all(child.process.returncode is not None for child in play.children)
+
+
 async def test_each_child_gets_its_configuration(play: Play) -> None:
     asked: dict[str, Any] = {
         "policy": "on-demand",
