@@ -124,7 +124,7 @@ async def test_restarted_engine_does_not_know_this_client(endpoint):
     try:
         async with engine(endpoint):
             with pytest.raises(EngineGone, match=r"^the engine ended this connection: say Hello first$"):
-                async with asyncio.timeout(2.0):
+                async with asyncio.timeout(10.0):
                     await waiting
     finally:
         await connecting.__aexit__(None, None, None)
