@@ -61,8 +61,6 @@ class EngineConfig:
     graphs: GraphsName = "auto"  # CUDA graphs of decode steps; auto: each is compared with a step without
     keep_store: bool = False
     verify: bool = False  # compare the store's bytes with their checksums before they are used
-    listen: str | None = None  # tcp endpoint for clients with a key, beside the local one
-    key: Path | None = None  # file of the engine's key for `listen`; None: where `launch.py keys` puts it
     http: str | None = None  # HOST:PORT of the gateway, for clients over HTTP; None: there is no gateway
     http_keys: Path | None = None  # file of its API keys; None: without keys, for this machine alone
 

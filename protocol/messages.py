@@ -265,7 +265,7 @@ class StatsReply:
 @dataclass(frozen=True)
 class ExpertActivity:
     """Request what happened to each expert; answered by ExpertActivityReply. It is counted from the first of
-    these on, until a few seconds after the last. Over tcp it needs the right `admin`."""
+    these on, until a few seconds after the last."""
 
     request: int
 
@@ -309,7 +309,7 @@ class Calibrate:
     machine; exactly one of `text`, `token_ids`. Answered by any number of Calibrating, then by one
     Calibrated, or by a Done with the reason why not. Meanwhile running requests pause and new ones wait.
 
-    At most 131072 `tokens`; what a client over tcp requests may take half an hour.
+    At most 131072 `tokens`.
 
     Of a longer text the engine reads windows from all of it. A text that is too long for a message is sent
     as excerpts, one after the other."""
@@ -366,7 +366,7 @@ class Ready:
     Peers refuse another `version` or `fingerprint`."""
 
     version: int
-    role: str  # loader | coordinator | worker | prefetcher | tokenizer | door | gateway
+    role: str  # loader | coordinator | worker | prefetcher | tokenizer | gateway
     index: int
     incarnation: int
     pid: int
@@ -519,23 +519,7 @@ class DemandFetch:
     tiles: int
 
 
-# --- coordinator <-> the door for tcp, coordinator <-> tokenizer ------------------------------------------
-
-
-@dataclass(frozen=True)
-class RemoteClient:
-    """The door to the coordinator, as the first message of a connection: the client that speaks on it."""
-
-    account: str  # its public key, in Z85
-    right: str  # use | tune | admin, each with those before it
-    address: str  # of its machine, for the log
-
-
-@dataclass(frozen=True)
-class RemoteGone:
-    """The door to the coordinator, as the last message of a connection: its client has ended it. The
-    coordinator answers Error with `request` -1 when it has handled the messages before: ZeroMQ would drop
-    those that a full socket has not read when its peer closes."""
+# --- coordinator <-> tokenizer ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -666,10 +650,8 @@ TAGS: dict[int, type] = {
     43: DemandFetch,
     44: Gather,
     45: PagesLocked,
-    48: RemoteClient,
     49: Encode,
     50: Encoded,
-    51: RemoteGone,
     64: Progress,
     65: Failed,
     66: Shutdown,

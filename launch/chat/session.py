@@ -162,7 +162,7 @@ class Session:
         try:
             changed = await self._client.set_policy(name, options)
         except RequestFailed as e:
-            raise RequestFailed(in_chat_syntax(str(e), connect_name(self._client)), e.usage) from e
+            raise RequestFailed(in_chat_syntax(str(e), self._client.welcome.engine), e.usage) from e
         given = "".join(f" {option}={value}" for option, value in options.items())
         self._output.note(
             policy_change(changed, self._client, f"{given}; /help policy {name} lists its options")
@@ -219,14 +219,9 @@ class Session:
 
 def policy_change(changed: PolicyChanged, client: Client, more: str = "") -> str:
     """A message about the policy that the client's engine has switched to; `more` ends its first line."""
-    engine = connect_name(client)
+    engine = client.welcome.engine
     first = f"policy: {changed.policy}" + ("" if changed.exact else " (approximate)") + more
     return "\n  ".join((first, *(in_chat_syntax(note, engine) for note in changed.notes)))
-
-
-def connect_name(client: Client) -> str:
-    """What another terminal gives to --connect: the engine's name, or its address on tcp."""
-    return client.endpoint if client.endpoint.startswith("tcp:") else client.welcome.engine
 
 
 def _path(text: str, command: str) -> Path:

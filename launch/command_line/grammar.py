@@ -19,7 +19,6 @@ from launch.command_line.values import (
     absolute,
     at_least,
     between,
-    client_name,
     http_address,
     model_path,
     not_empty,
@@ -43,7 +42,6 @@ from pipeline.config import (
     PrefetcherName,
 )
 from pipeline.models.shapes import PREFIX, SHAPES
-from protocol.keys import RIGHTS
 from protocol.messages import Calibrate, Sampling
 from protocol.program import PROGRAM
 
@@ -162,9 +160,6 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
 
     serve = subparsers.add_parser("serve", help="start an engine and print its name and address")
     _add_common(serve)
-    serve.add_argument(
-        "--listen", metavar="tcp://ADDRESS:PORT", help="also accept clients that have a key at this address"
-    )
     over_http = f"also serve OpenAI's and Anthropic's API over HTTP (default address {DEFAULT_HTTP})"
     serve.add_argument(
         "--http", nargs="?", const=DEFAULT_HTTP, type=http_address, metavar="HOST:PORT", help=over_http
@@ -226,18 +221,6 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     add("--report", type=Path, metavar="DIR", help=report)
     _add_json(calibrate)
 
-    keys = subparsers.add_parser("keys", help="make key files for clients over tcp, list and revoke them")
-    keys.add_argument("--out", type=Path, metavar="DIR", help="their folder (default ~/.config/tandem/keys)")
-    action = keys.add_mutually_exclusive_group()
-    further = "make a key file for a further client of the engine whose keys are there"
-    action.add_argument("--add", type=client_name, metavar="NAME", help=further)
-    action.add_argument("--list", action="store_true", help="the clients of that engine, and their rights")
-    remove = "revoke a client, by name or public key: engines that run close its connections"
-    action.add_argument("--remove", metavar="NAME", help=remove)
-    right = "of the new client: use: send requests; tune: also set the policy; admin: all (default use)"
-    keys.add_argument("--right", choices=RIGHTS, help=right)
-    _add_log_level(keys)
-
     doctor = subparsers.add_parser("doctor", help="what this machine can do, and what to change")
     _add_log_level(doctor)
     _add_json(doctor)
@@ -282,10 +265,8 @@ def _add_common(parser: Parser) -> None:
     add("--verify", action="store_true", help="compare the experts with their checksums before use")
     add("--name", metavar="NAME", help="the engine's name (default: e and the process id)")
     _add_log_level(parser)
-    connect = "use a running engine instead of starting one; tcp://HOST:PORT for another machine"
+    connect = "use a running engine instead of starting one"
     add("--connect", nargs="?", const="", metavar="NAME", help=connect)
-    key = "for tcp: the client's key file; with serve --listen, the engine's"
-    add("--key", type=Path, metavar="FILE", help=key)
 
 
 def _add_sizes(add: Callable[..., object]) -> None:

@@ -23,7 +23,7 @@ OPTIONS = {
     "--temp": "--temperature X",
     "--repeat-penalty": "--repetition-penalty X",
     **dict.fromkeys(("-r", "--reverse-prompt"), "--stop TEXT"),
-    **dict.fromkeys(("--host", "--port"), "--listen tcp://ADDRESS:PORT"),
+    **dict.fromkeys(("--host", "--port"), "--http HOST:PORT"),
 }
 # What differs in meaning, by our spelling.
 MEANINGS = {

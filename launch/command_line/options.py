@@ -37,7 +37,6 @@ REQUEST_OPTIONS: dict[str | None, set[str]] = {
 COMPARING = {"bench", "evaluate", "advise"}  # commands that take several policies
 # Commands that start no engine, and all of their options.
 WITHOUT_ENGINE = {
-    "keys": {"out", "add", "right", "list", "remove", "log_level"},
     "doctor": {"tune", "json", "log_level"} | SIZES,
     "advise": {
         "machine",
@@ -78,12 +77,6 @@ class Options:
     @property
     def connect_name(self) -> str | None:
         return self.written.get("connect") or None
-
-    @property
-    def remote(self) -> str | None:
-        """The endpoint, where --connect gives one instead of a name."""
-        name = self.connect_name
-        return name if name is not None and "://" in name else None
 
     @property
     def log_level(self) -> str:
@@ -196,8 +189,6 @@ def parse(arguments: list[str]) -> Options:
         _check_calibrate(written)
     if command == "cache":
         _check_cache(written)
-    if command == "keys" and "right" in written and written.keys() & {"list", "remove"}:
-        raise WrongUsage("--right is of a new client: give it with --add NAME, or when keys are first made")
     if command in WITHOUT_ENGINE:
         _refuse(written.keys() - WITHOUT_ENGINE[command], f"does not belong to {command}")
     if "replay" in written:
@@ -208,16 +199,12 @@ def parse(arguments: list[str]) -> Options:
         raise WrongUsage("--tune measures the machine and no model: doctor --tune")
     _check_lengths(written)
     options = Options(command, written)
-    if "key" in written and "listen" not in written and options.remote is None:
-        raise WrongUsage("--key is for tcp: --connect tcp://HOST:PORT, or serve --listen tcp://ADDRESS:PORT")
     if "http_keys" in written and "http" not in written:
         raise WrongUsage("--http-keys belongs to serve --http; give both or neither")
-    if "energy" in written and options.remote is not None:
-        raise WrongUsage("--energy reads the counters of this machine; run bench where the engine runs")
     if options.connect:
         # A running engine keeps its seed; injected faults have their own.
         allowed = {"seed"} if "chaos" in written else REQUEST_OPTIONS.get(command, set())
-        engine_options = (CONFIG_FIELDS | {"set"}) - allowed - {"key"}
+        engine_options = (CONFIG_FIELDS | {"set"}) - allowed
         without = "leave out --connect" if "connect" in written else "leave out the word chat"
         _refuse(
             engine_options & written.keys(),
@@ -252,8 +239,6 @@ def _check_prompt(written: dict[str, Any]) -> None:
 
 def _check_calibrate(written: dict[str, Any]) -> None:
     if written.keys() & {"text", "tokens"}:
-        if "report" in written and "://" in (written.get("connect") or ""):
-            raise WrongUsage("--report draws a calibration of this machine; not with one of tcp://")
         return
     if "report" not in written:
         raise WrongUsage(

@@ -9,8 +9,7 @@ from contextlib import ExitStack
 from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.errors import PipelineError, UsageError
 from pipeline.experts.peers import ExitEvents
-from pipeline.serving.engine_events import EngineFailed, EngineReady, Post, ToSupervisor
-from pipeline.serving.engine_inbox import EngineInbox
+from pipeline.serving.engine_inbox import EngineFailed, EngineInbox, EngineReady, Post, ToSupervisor
 from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.engine_service import EngineService
 from pipeline.serving.text_messages import TextMessages

@@ -25,8 +25,15 @@ from pipeline.experts.peers import ExitEvents
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import PolicyRequest, Target
 from pipeline.serving import engine_service
-from pipeline.serving.engine_events import EngineFailed, EngineReady, ToClient, ToOtherClients, ToSupervisor
-from pipeline.serving.engine_inbox import ClientGone, EngineInbox
+from pipeline.serving.engine_inbox import (
+    ClientGone,
+    EngineFailed,
+    EngineInbox,
+    EngineReady,
+    ToClient,
+    ToOtherClients,
+    ToSupervisor,
+)
 from pipeline.serving.engine_service import (
     CONGESTED_WAIT,
     IDLE_WAIT,
