@@ -67,7 +67,7 @@ class EngineConfig:
     @classmethod
     def from_map(cls, plain: dict[str, Any]) -> Self:
         """The configuration from a child's map: `dataclasses.asdict` with paths as text."""
-        names = ("model", "costs", "record", "key", "http_keys")
+        names = ("model", "costs", "record", "http_keys")
         paths = {name: Path(plain[name]) for name in names if plain[name] is not None}
         return cls(**(plain | paths))
 
