@@ -250,8 +250,7 @@ class Tokenized:
 
 @dataclass(frozen=True)
 class Stats:
-    """Request the engine's counters; answered by StatsReply. A key without the right `admin` gets those of
-    its own requests."""
+    """Request the engine's counters; answered by StatsReply."""
 
     request: int
 

@@ -151,7 +151,7 @@ async def test_connect_waits_for_a_starting_engine(endpoint):
 
 async def test_endpoint_of_another_kind_is_refused():
     with pytest.raises(
-        ProtocolError, match=r"^endpoint 'tcp://localhost:1' is tcp, which is served with keys only$"
+        ProtocolError, match=r"^endpoint 'tcp://localhost:1' is not ipc:// with an absolute path$"
     ):
         async with Client.connect("tcp://localhost:1"):
             pass
