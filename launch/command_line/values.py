@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import ipaddress
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from pipeline.models.shapes import is_shape
 from protocol.keys import is_client_name
 
 SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Returns "; did you mean X or Y?", or "" where no known word is similar."""
+    near = difflib.get_close_matches(word.split("=")[0], list(known), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
+    """Exactly these words."""
+
+    def choice(text: str) -> str:
+        if text not in choices:
+            known = f"(supported: {', '.join(choices)})"
+            raise argparse.ArgumentTypeError(f"unknown value {text!r}{nearest(text, choices)} {known}")
+        return text
+
+    return choice
 
 
 def at_least(low: int) -> Callable[[str], int]:
