@@ -4,7 +4,6 @@ file. Options that were not given are absent, so defaults come from the dataclas
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 from collections.abc import Collection, Iterable
@@ -174,7 +173,9 @@ def _place_of_command(arguments: list[str]) -> int | None:
         if option is not None:
             options.append(option)
         elif UNKNOWN.match(name) and name not in ("-h", "--help", "--version"):
-            raise WrongUsage(f"unknown argument {argument[:80]!r}{_nearest_option(name)}")
+            near = nearest(name.replace("_", "-"), BY_SPELLING) if name.startswith("--") else ""
+            listed = f"; `{PROGRAM} --help` and `{PROGRAM} COMMAND --help` list the options"
+            raise WrongUsage(f"unknown argument {argument[:80]!r}{near or listed}")
         elif place is None and not argument.startswith("-"):
             _check_command(argument)
             place = index
@@ -194,17 +195,6 @@ def _check_taken(spelled: str, command: str | None) -> None:
     takers = [name for name in COMMANDS if any(o.spelled == spelled and o.is_of(name) for o in OPTIONS)]
     if (command or "chat") not in takers:
         raise WrongUsage(f"{spelled} does not belong to {command or 'a chat'}, but to {', '.join(takers)}")
-
-
-def _nearest_option(name: str) -> str:
-    """Returns "; did you mean --X or --Y?": options that begin with this one, or that are spelled alike."""
-    name = name.lstrip("-").replace("_", "-")
-    known = list(dict.fromkeys(option.name for option in OPTIONS if not option.is_positional))
-    begun = [other for other in known if len(name) > 1 and other.startswith(name)]
-    near = begun or difflib.get_close_matches(name, known, n=2, cutoff=0.65)
-    if near:
-        return f"; did you mean {' or '.join(f'--{other}' for other in near[:2])}?"
-    return f"; `{PROGRAM} --help` and `{PROGRAM} COMMAND --help` list the options"
 
 
 class Parser(argparse.ArgumentParser):

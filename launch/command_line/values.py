@@ -17,9 +17,11 @@ SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Returns "; did you mean X or Y?", or "" where no known word is similar."""
-    near = difflib.get_close_matches(word.split("=")[0], list(known), n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
+    """Returns "; did you mean X or Y?": words that begin so, or that are spelled alike; "" where none is."""
+    word, known = word.partition("=")[0], list(dict.fromkeys(known))
+    begun = [other for other in known if len(word) > 1 and other.startswith(word)]
+    near = begun or difflib.get_close_matches(word, known, n=2, cutoff=0.6)
+    return f"; did you mean {' or '.join(near[:2])}?" if near else ""
 
 
 def one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
