@@ -30,8 +30,8 @@ from pipeline.serving.engine_inbox import (
     ToOtherClients,
     ToSupervisor,
 )
+from pipeline.serving.engine_service import run_engine
 from pipeline.serving.engine_status import EngineStatus
-from pipeline.serving.engine_thread import run_engine
 from pipeline.serving.request_limits import RequestReader
 from pipeline.serving.text_queue import QueuedMessage, TextQueue
 from protocol.codec import decode, encode

@@ -7,8 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 from pipeline.errors import PromptTooLong, RequestError
-from pipeline.scheduling.jobs import Emit, GenerateJob, Job
-from pipeline.scheduling.score_job import ScoreJob
+from pipeline.scheduling.jobs import Emit, GenerateJob, Job, ScoreJob
 from pipeline.text.generation_defaults import MOST_LOGPROBS, validate, validate_shaping
 from pipeline.text.grammar import GrammarCompiler
 from pipeline.text.sampler import Sampler

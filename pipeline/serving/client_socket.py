@@ -57,7 +57,9 @@ class ClientSocket:
             raise
         self._frames: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
         self.refusals = RateLimiter(ANONYMOUS_REFUSALS)  # of connections without a Welcome
-        most_descriptors()
+        # Each connection is a descriptor, and without free ones a process can open no file.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
     async def serve(self, handle: Callable[[bytes, list[bytes], int], None]) -> None:
         """Call `handle` with each message, as `receive` returns it, until cancelled."""
@@ -108,14 +110,6 @@ class ClientSocket:
         """Close, after up to the socket's linger time for messages under way."""
         self._socket.close()
         self._context.term()
-
-
-def most_descriptors() -> int:
-    """Raise this process's limit of file descriptors as far as it may; returns it. Each connection is one,
-    and without free ones a process can open no file."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
 
 
 class Outbox:

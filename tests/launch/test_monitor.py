@@ -326,9 +326,8 @@ async def test_gateway_without_its_port_is_tried_again_for_ever(caplog: pytest.L
         assert pauses == [0, 1, 2, 3, 4, 5]
         assert caplog.text.count("Address already in use; until it can, it is tried again") == 1
         e.exit(KILLED, "coordinator", 0, 0)
-        await e.started("gateway", 0, 7)
         for role, index in list(e.slots)[:-1]:
-            e.ready(e.child(role, index, 1))
+            e.ready(await e.started(role, index, 1))
         await until(lambda: "the engine is up again" in caplog.text)
 
 

@@ -39,9 +39,9 @@ from pipeline.serving.engine_service import (
     IDLE_WAIT,
     INBOX_SECONDS,
     MOVING_WAIT,
+    run_engine,
 )
 from pipeline.serving.engine_status import EngineStatus
-from pipeline.serving.engine_thread import run_engine
 from pipeline.traces.reader import Trace
 from protocol.messages import (
     VERSION,
