@@ -1,5 +1,6 @@
-"""Requests that are being served: a Generate or a Score with its state, as inputs for the engine's steps. The
-scheduler decides when they run. Used by the engine's thread alone."""
+"""A request that is being served: a Generate with its state, as inputs for the engine's steps, and what a
+Score (job_factory.py) has in common with it. The scheduler decides when it runs. Used by the engine's thread
+alone."""
 
 from __future__ import annotations
 
@@ -8,21 +9,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import numpy as np
-
 from pipeline.arrays import FloatArray, Phase
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import SequenceKV
 from pipeline.fairness import ID_BYTES
 from pipeline.scheduling.prefix_cache import PrefixKey
 from pipeline.text.greedy import Greedy
-from pipeline.text.logprobs import log_softmax, top_of_rows
 from pipeline.text.text_stream import TextStream
 from pipeline.text.token_choice import Choice, TokenChooser
-from protocol.messages import Done, Queued, Scores, Token
+from protocol.messages import Done, Queued, Token
 
 JOB_BYTES = 4096  # of a request beside its tokens
-BLOCK_BYTES = 4 << 20  # log-probabilities of one Scores message
 REPORT_AGAIN = 10.0  # seconds after which an unchanged queue position is sent again, as a heartbeat
 Emit = Callable[[object], None]
 
@@ -226,54 +223,3 @@ class GenerateJob(Job):
             if self._text.stopped:
                 self._end = {"stop": self._text.matched}
         super().finish(reason, stats | self._end, error, text)
-
-
-class ScoreJob(Job):
-    """Log-probabilities of given tokens: a prefill, then (stepwise) one token at a time. After a preemption
-    the tokens whose rows were sent are prefilled without logits, and the next row is sent next."""
-
-    def __init__(
-        self,
-        client: bytes,
-        request: int,
-        tokens: list[int],
-        emit: Emit,
-        *,
-        prefill: int,
-        full: bool,
-        top: int = 0,
-    ) -> None:
-        super().__init__(client, request, tokens, prefill, len(tokens), emit)
-        self._full = full
-        self._top = top
-        self._sent = 0  # rows
-
-    def preempt(self) -> SequenceKV:
-        kv = super().preempt()
-        self.prefill_end = max(self.prompt_length, self._sent)
-        return kv
-
-    def step_input(self, chunk: int) -> StepInput:
-        new = self._next_tokens(chunk)
-        return StepInput(new, "none" if self.filled + len(new.tokens) <= self._sent else "all")
-
-    def take_logits(self, logits: FloatArray) -> None:
-        logits = logits[max(0, self._sent - (self.filled - len(logits))) :]
-        if len(logits) == 0:
-            return  # all these rows were sent before a preemption
-        self._note_answer()
-        start = self.filled - len(logits)
-        rows = max(1, BLOCK_BYTES // logits[:1].nbytes)
-        for first in range(0, len(logits), rows):
-            self._send_block(start + first, log_softmax(logits[first : first + rows]))
-        self._sent = self.filled
-        if self._sent == len(self.tokens):
-            self.reason = "stop"
-
-    def _send_block(self, start: int, logprobs: FloatArray) -> None:
-        end = start + len(logprobs)
-        following = np.array(self.tokens[start + 1 : end + 1], np.int64)
-        chosen = logprobs[np.arange(len(following)), following]
-        tokens = np.array(self.tokens[start:end], np.int32)
-        full = logprobs if self._full else np.empty((0, 0), np.float32)
-        self._emit(Scores(self.request, start, tokens, chosen, full, *top_of_rows(logprobs, self._top)))

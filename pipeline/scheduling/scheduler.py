@@ -80,15 +80,7 @@ class Scheduler:
             raise NumberInUse(f"request {message.request} is already being served")
         if self._waiting.of(client) >= QUEUE_LIMIT:
             raise RequestError(f"{QUEUE_LIMIT} requests of this client are already queued; try again later")
-
-        def emit(answer: object) -> None:
-            self._send(client, answer)
-
-        job = (
-            self._jobs.generate(client, message, emit)
-            if isinstance(message, Generate)
-            else self._jobs.score(client, message, emit)
-        )
+        job = self._jobs.make(client, message, functools.partial(self._send, client))
         if not self._held.take(client, job.size):
             raise RequestError("too many tokens are already queued; try again later")
         self._live[client, message.request] = job

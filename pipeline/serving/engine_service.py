@@ -8,16 +8,10 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-import numpy as np
-
-from pipeline.backbone.batch import StepInput, TokenSpan
-from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.materialize import start_materializing
 from pipeline.coordinator_config import CoordinatorConfig
-from pipeline.engine.engine import Engine
 from pipeline.errors import NumberInUse, PipelineError, PrefetcherLost, PromptTooLong, UsageError
 from pipeline.experts.peers import ExitEvents
-from pipeline.memory.limits import CHUNK_MAX
 from pipeline.policies.view import PolicyRequest
 from pipeline.rate_limit import TimeShare
 from pipeline.scheduling.job_factory import JobFactory
@@ -34,7 +28,7 @@ from pipeline.serving.engine_inbox import (
     ToOtherClients,
     ToSupervisor,
 )
-from pipeline.serving.engine_parts import EngineParts
+from pipeline.serving.engine_parts import TRIAL_TOKENS, EngineParts, measure_chunks
 from pipeline.serving.engine_status import EngineStatus
 from pipeline.serving.policy_switch import PolicySwitch
 from pipeline.serving.text_messages import TextMessages
@@ -52,10 +46,6 @@ CONGESTED_WAIT = 0.005  # seconds until the next round when every request waits 
 INBOX_SECONDS = 0.01  # for messages between two rounds: a flood of messages must not stop the rounds
 INBOX_SHARE = 0.1  # of the time while requests run
 LAST_INBOX_SECONDS = 0.5  # for the messages that wait when the engine is stopped
-CHUNK_SECONDS = 0.25  # target duration of a prefill chunk
-ALONE = 8  # factor of the chunk of a lone request: a second request waits a second or two at most
-TRIAL_TOKENS = 64
-TRIAL_SECONDS = 1.0  # no trial begins after this: the first request waits for them
 
 CALIBRATING = "the engine is being calibrated; set the policy when that has ended"
 
@@ -220,20 +210,3 @@ def run_engine(
     except Exception as e:
         log.exception("the engine failed")
         post(EngineFailed(f"the engine failed: {type(e).__name__}: {e}", False))
-
-
-def measure_chunks(engine: Engine, kv: KVCache, context: int) -> tuple[int, int]:
-    """Prefill tokens that take about CHUNK_SECONDS, by the fastest of up to three trials (a power of two,
-    so that a little noise does not change it), and the larger chunk of an engine's only request."""
-    count = min(TRIAL_TOKENS, context)
-    tokens = np.linspace(0, engine.backbone.spec.vocabulary - 1, count).astype(int).tolist()
-    seconds: list[float] = []
-    while len(seconds) < 3 and sum(seconds) < TRIAL_SECONDS:
-        sequence = kv.allocate(count)
-        started = time.perf_counter()
-        engine.step([StepInput(TokenSpan(sequence, tokens), "none")], "prefill")
-        seconds.append(time.perf_counter() - started)
-        kv.release(sequence)
-    wanted = count * CHUNK_SECONDS / min(seconds)
-    chunk = int(min(max(2 ** int(np.log2(wanted)), 16), CHUNK_MAX, context))
-    return chunk, min(ALONE * chunk, CHUNK_MAX, context)
