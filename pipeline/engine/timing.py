@@ -142,10 +142,10 @@ class Timing:
         seconds = time.perf_counter() - self._started
         if self._measures:
             tiles, copying = self._memory.copied()
-            device = self._work["device"]
-            device.forecast += self._priced.costs.link * (tiles - self._copied[0])
-            device.measured += copying - self._copied[1]
-            device.measured += sum(self._device.seconds_between(*marks) for marks in self._marks)
+            link = self._priced.costs.link * (tiles - self._copied[0])
+            self._work["link"] = Work(link, copying - self._copied[1])
+            marks = self._marks
+            self._work["device"].measured = sum(self._device.seconds_between(*each) for each in marks)
             self.corrections.note(self._phase, self._work)
         return seconds
 

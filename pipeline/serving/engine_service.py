@@ -193,13 +193,9 @@ def run_engine(
     congested: Callable[[bytes], bool],
 ) -> None:
     """Build an engine and serve until `inbox` is stopped: the whole life of the engine's thread."""
-
-    def to_supervisor(message: object) -> None:
-        post(ToSupervisor(message))
-
     try:
         with ExitStack() as closing:
-            parts = EngineParts(config, exits, to_supervisor, closing)
+            parts = EngineParts(config, exits, lambda message: post(ToSupervisor(message)), closing)
             service = EngineService(parts, inbox, post, congested)
             texts = TextMessages(parts.tokenizer, parts.context)
             post(EngineReady(service.status, texts, tuple(parts.notes)))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.chat.history import history_file
+from launch.chat.input import history_file
 from protocol.user_folders import user_folder
 
 

@@ -12,7 +12,7 @@ import pytest
 from plain_calibration import plain_calibration
 from small_store import build
 
-from launch.chat import transcript
+from launch.chat.conversation import Transcript
 from pipeline.backbone.disk_cache import BackboneCache
 from pipeline.calibration import cost_cache
 from pipeline.calibration import file as calibration_file
@@ -79,7 +79,7 @@ WRITERS: dict[str, tuple[Callable[[Path], None], str]] = {
         f"{FINGERPRINT}/{calibration_file.NAME}",
     ),
     "transcript": (
-        lambda folder: transcript.save(transcript.Transcript("m", None, ()), folder / "chat.json"),
+        lambda folder: Transcript("m", None, ()).save(folder / "chat.json"),
         "chat.json",
     ),
     "output": (output, "figure.png"),
