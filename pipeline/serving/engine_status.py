@@ -10,7 +10,7 @@ import numpy as np
 from pipeline.assets import model_dir
 from pipeline.engine.activity import ActivityObserver
 from pipeline.models.shapes import short_name
-from pipeline.policies.parts import counted_tokens
+from pipeline.policies.room import counted_tokens
 from pipeline.scheduling.scheduler import Scheduler
 from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.policy_switch import PolicySwitch
