@@ -29,9 +29,9 @@ from typing import Any, TypeVar
 
 import zmq
 
-from protocol.checks import DEFAULT
 from protocol.errors import MalformedMessage, NotPrivate, ProtocolError
 from protocol.keys import ClientKeys, EngineKeys
+from protocol.messages import ARRAY_LIMIT, HEADER_LIMIT
 from protocol.private_files import (
     OTHERS_READ_OR_WRITE,
     check_private_directory,
@@ -49,7 +49,7 @@ RECONNECT_MS, RECONNECT_MAX_MS = 10, 100
 NEVER_MS = 24 * 3600 * 1000
 HANDSHAKE_MS = 5000  # after which a peer that connects and sends nothing is dropped
 
-LARGEST = max(DEFAULT.frame, DEFAULT.header)  # bytes of a frame
+LARGEST = max(ARRAY_LIMIT, HEADER_LIMIT)  # bytes of a frame
 TCP_PROBE_S, TCP_PROBES = 5, 3  # a tcp peer is disconnected if its machine answers none of these probes
 
 _IPC, _TCP = "ipc://", "tcp://"

@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from launch.command_line import habits
 from launch.command_line.grammar import Parser, grammar, nearest_option
 from launch.command_line.sweep import axes
@@ -19,7 +21,7 @@ from pipeline.policies.view import PolicyRequest
 from protocol.messages import Sampling
 
 CONFIG_FIELDS = {f.name for f in fields(EngineConfig)}
-SAMPLING_FIELDS = {f.name for f in fields(Sampling)}
+SAMPLING_FIELDS = set(Sampling.__struct_fields__)
 RANDOM_OPTIONS = {"top_k", "top_p", "min_p"}  # how to choose at random: without effect at temperature 0
 # Options that decide how much memory an engine takes.
 SIZES = {
@@ -91,7 +93,7 @@ class Options:
 
     def sampling(self, otherwise: Sampling) -> Sampling:
         """The given settings; those of `otherwise` for the rest."""
-        return replace(otherwise, **{k: v for k, v in self.written.items() if k in SAMPLING_FIELDS})
+        return structs.replace(otherwise, **{k: v for k, v in self.written.items() if k in SAMPLING_FIELDS})
 
     def config(self) -> EngineConfig:
         given = {k: v for k, v in self.written.items() if k in CONFIG_FIELDS}

@@ -12,14 +12,13 @@ import zmq
 import zmq.asyncio
 
 from pipeline.rate_limit import RateLimiter
-from protocol.checks import DEFAULT
 from protocol.codec import encode
-from protocol.messages import Error
+from protocol.messages import HEADER_LIMIT, Error
 from protocol.sockets import CLIENT_IDENTITY, bind_router, is_client_identity
 
 SEND_HWM = 64  # messages in a client's socket; the rest wait in its Outbox, where they are counted
 RECEIVE_HWM = 4  # unread messages of a client, of up to 4 MB each
-LARGEST = DEFAULT.header + 4096  # bytes of a frame: clients send headers and no arrays
+LARGEST = HEADER_LIMIT + 4096  # bytes of a frame: clients send headers and no arrays
 MOST_FRAMES = 16  # of a message; clients send 2
 SLICE = 256  # frames that are dropped at once: less than a millisecond
 ANONYMOUS_REFUSALS = 50  # refusals a second that are sent to connections without a Welcome

@@ -4,7 +4,6 @@ with many clients no other account. Each client's messages stay in order. Thread
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import threading
 from collections import OrderedDict, deque
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.accounts import ID_BYTES, Held, account_of
-from protocol.messages import Calibrate, Cancel, ChatMessage, Generate, Score, SetPolicy
+from protocol.messages import Calibrate, Cancel, ChatMessage, Generate, Record, Score, SetPolicy
 
 LIMIT = 4096  # waiting messages of one client
 MESSAGE_BYTES = 512  # of a message beside its texts and ids
@@ -114,6 +113,5 @@ def held_bytes(value: object) -> int:
         case int() | float() | None:
             return 0
         case _:
-            assert dataclasses.is_dataclass(value)
-            names = dataclasses.fields(value)
-            return MESSAGE_BYTES + sum(held_bytes(getattr(value, field.name)) for field in names)
+            assert isinstance(value, Record)
+            return MESSAGE_BYTES + sum(held_bytes(getattr(value, name)) for name in value.__struct_fields__)

@@ -6,9 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import zmq
+from msgspec.structs import replace
 
 from pipeline.rate_limit import SparseLog
 from protocol.codec import encode

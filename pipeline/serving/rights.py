@@ -6,9 +6,10 @@ and sees what local clients see. Runs in the event loop."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from pipeline.accounts import allows
 from protocol.keys import RIGHTS

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import socket
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ import zmq.asyncio
 from child_messages import KEY
 from client_service import CLIENT, ENGINE, WELCOME, Service, free_endpoint, works
 from door_service import door_service
+from msgspec.structs import replace
 from raw_client import raw_client
 from waiting import until
 

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 import zmq.asyncio
 from client_service import introduced
+from msgspec import structs
 from raw_client import RawClient, raw_client
 from whole_engine import OPTIONS, coordinator_map
 
@@ -129,7 +130,7 @@ async def test_counters_of_an_answer_are_its_own_or_not_shown(serving, folder: P
     """Beside another client's request; a request that was alone has them."""
     async with client_of(folder, "use") as (client, _), client_of(folder, None) as (other, _):
         alone = await last_answer(client, ASKED)
-        await other.send(replace(ASKED, max_tokens=50))
+        await other.send(structs.replace(ASKED, max_tokens=50))
         assert isinstance(await other.next(), Token)
         beside = await last_answer(client, ASKED)
         theirs = await last_answer(other, Stats(5))

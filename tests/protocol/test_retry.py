@@ -4,12 +4,12 @@ import asyncio
 import fcntl
 import shutil
 from contextlib import AsyncExitStack
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from protocol_engine import BLOCK, QUIET, WELCOME, both, drain, engine, leaves_nothing, until
 from waiting import Stopwatch
 
