@@ -39,6 +39,8 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True):
 Kind = TypeVar("Kind", bound=type[Record])
 TAGS: dict[int, type[Record]] = {}
 VERSION = 7
+MAX_TOKENS = 128  # of an answer, where a request does not say
+CALIBRATION_TOKENS = 8192  # the same of a calibration
 SAY_HELLO = "say Hello first"  # the text of the Error that answers a peer without a Welcome
 
 
@@ -155,7 +157,7 @@ class Generate(Record, frozen=True):
     prompt: str | None = None
     token_ids: Ints | None = None
     messages: Turns | None = None
-    max_tokens: Int = 128
+    max_tokens: Int = MAX_TOKENS
     sampling: Sampling = Sampling()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -336,7 +338,7 @@ class Calibrate(Record, frozen=True):
     request: Int
     text: str | None = None
     token_ids: Ints | None = None
-    tokens: Int = 8192  # most tokens used; the rest of the text is left out
+    tokens: Int = CALIBRATION_TOKENS  # most tokens used; the rest of the text is left out
     starts: Ints = ()  # where the second and further excerpts begin, in characters or ids
     share: Float = 1.0  # of the whole text that the excerpts are
     max_loss: Float | None = None  # percent that approximations may add to the perplexity of held-out text

@@ -113,5 +113,5 @@ def held_bytes(value: object) -> int:
         case int() | float() | None:
             return 0
         case _:
-            assert isinstance(value, Record)
-            return MESSAGE_BYTES + sum(held_bytes(getattr(value, name)) for name in value.__struct_fields__)
+            names = value.__struct_fields__ if isinstance(value, Record) else ()
+            return MESSAGE_BYTES + sum(held_bytes(getattr(value, name)) for name in names)

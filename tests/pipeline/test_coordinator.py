@@ -129,7 +129,7 @@ async def test_coordinator_connects_supervisor_clients_and_engine(tiny_model: Pa
         assert ready == Ready(VERSION, "coordinator", 0, 0, os.getpid(), ready.fingerprint, notes)
         assert (len(ready.fingerprint), len(notes)) == (32, 5)
         async with raw_client(supervisor.endpoint) as second:
-            message = SetPolicy(7, "random", {"seed": 3})
+            message = SetPolicy(7, "random", {"seed": "3"})
             await first.send(message)
             assert await first.expect(PolicyChanged) == PolicyChanged(7, "random", True)
             assert await second.expect(PolicyChanged) == PolicyChanged(-1, "random", True)

@@ -233,7 +233,7 @@ def test_policy_change_reaches_supervisor_client_and_others(whole: WholeEngine) 
 def test_options_of_a_policy_are_texts(whole: WholeEngine) -> None:
     inbox = Inbox()
     service = whole.service(inbox)
-    inbox.put(b"c", SetPolicy(7, "random", {"seed": 3}, counted=False))
+    inbox.put(b"c", SetPolicy(7, "random", {"seed": "3"}, counted=False))
     inbox.put(b"c", SetPolicy(8, "random", {"seed": " " * 70_000 + "4"}))
     inbox.put(b"c", ASKED)
     service.serve()
