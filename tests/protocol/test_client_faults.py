@@ -4,11 +4,11 @@ import asyncio
 import os
 import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import zmq.asyncio
+from msgspec.structs import replace
 from protocol_engine import QUIET, WELCOME, both, drain, engine, engine_process
 from waiting import Stopwatch
 
