@@ -29,6 +29,7 @@ from protocol.connection import SILENCE_SECONDS, ConnectOptions, end_task
 from protocol.errors import EngineGone, ProtocolError, RequestFailed
 from protocol.link import Link
 from protocol.messages import (
+    CALIBRATION_TOKENS,
     Calibrate,
     Calibrated,
     Calibrating,
@@ -224,9 +225,9 @@ class Client:
         *,
         text: str | None = None,
         token_ids: Sequence[int] | None = None,
-        tokens: int = Calibrate.tokens,
+        tokens: int = CALIBRATION_TOKENS,
         starts: Sequence[int] = (),
-        share: float = Calibrate.share,
+        share: float = 1.0,
         max_loss: float | None = None,
         on_progress: Callable[[Calibrating], None] | None = None,
     ) -> Calibrated:

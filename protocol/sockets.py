@@ -27,8 +27,8 @@ from typing import Any, TypeVar
 
 import zmq
 
-from protocol.checks import DEFAULT
 from protocol.errors import MalformedMessage, NotPrivate, ProtocolError
+from protocol.messages import ARRAY_LIMIT, HEADER_LIMIT
 from protocol.private_files import (
     OTHERS_READ_OR_WRITE,
     check_private_directory,
@@ -46,7 +46,7 @@ RECONNECT_MS, RECONNECT_MAX_MS = 10, 100
 NEVER_MS = 24 * 3600 * 1000
 HANDSHAKE_MS = 5000  # after which a peer that connects and sends nothing is dropped
 
-LARGEST = max(DEFAULT.frame, DEFAULT.header)  # bytes of a frame
+LARGEST = max(ARRAY_LIMIT, HEADER_LIMIT)  # bytes of a frame
 
 _IPC = "ipc://"
 CLIENT_IDENTITY = 16  # bytes of a client's identity

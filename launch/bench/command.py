@@ -35,8 +35,8 @@ from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from launch.terminal.progress import ProgressCounter
 from pipeline.calibration.cost_cache import processor
-from pipeline.policies.parts import ENOUGH_TOKENS
 from pipeline.policies.presets import make_policy
+from pipeline.policies.room import ENOUGH_TOKENS
 from pipeline.policies.view import PolicyRequest
 from protocol.client import Client
 from protocol.errors import EngineGone, ProtocolError, RequestFailed

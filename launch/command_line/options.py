@@ -13,6 +13,8 @@ from pathlib import Path
 from platform import python_version
 from typing import Any, NoReturn
 
+from msgspec import structs
+
 from launch.command_line.sweep import axes
 from launch.command_line.table import COMMANDS, DRAWING, REPLAY, TABLE, Option
 from launch.command_line.values import nearest
@@ -26,7 +28,7 @@ OPTIONS = [option for group in TABLE.values() for option in group]
 BY_SPELLING = {s: option for option in OPTIONS for s in (option.spelled, option.short) if s.startswith("-")}
 UNKNOWN = re.compile(r"--?[^\W\d]\S*$")  # an option, unless it is known; else a negative number or a text
 CONFIG_FIELDS = {f.name for f in fields(EngineConfig)}
-SAMPLING_FIELDS = {f.name for f in fields(Sampling)}
+SAMPLING_FIELDS = set(Sampling.__struct_fields__)
 RANDOM_OPTIONS = {"top_k", "top_p", "min_p"}  # how to choose at random: without effect at temperature 0
 COMPARING = {"bench", "evaluate", "advise"}  # commands that take several policies
 NEEDING = {"generate": "prompt", "score": "text", "calibrate": "text"}  # a command: what it cannot be without
@@ -61,7 +63,7 @@ class Options:
 
     def sampling(self, otherwise: Sampling) -> Sampling:
         """The given settings; those of `otherwise` for the rest."""
-        return replace(otherwise, **{k: v for k, v in self.written.items() if k in SAMPLING_FIELDS})
+        return structs.replace(otherwise, **{k: v for k, v in self.written.items() if k in SAMPLING_FIELDS})
 
     def config(self) -> EngineConfig:
         given = {k: v for k, v in self.written.items() if k in CONFIG_FIELDS}

@@ -14,6 +14,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from msgspec import structs
+
 from launch.command_line.values import (
     above,
     absolute,
@@ -42,9 +44,10 @@ from pipeline.config import (
     PrefetcherName,
 )
 from pipeline.models.shapes import PREFIX, SHAPES
-from protocol.messages import Calibrate, Generate, Sampling
+from protocol.messages import CALIBRATION_TOKENS, MAX_TOKENS, Sampling
 
-DEFAULTS = {field.name: field.default for of in (Sampling, EngineConfig) for field in fields(of)}
+DEFAULTS = {field.name: field.default for field in structs.fields(Sampling)}
+DEFAULTS |= {field.name: field.default for field in fields(EngineConfig)}
 DEFAULT_HTTP = "127.0.0.1:8000"
 LOG_LEVELS = ("debug", "info", "notice", "warning", "error")
 
@@ -239,7 +242,7 @@ _engine = _section(
 )
 _answer = _section(
     "chat, generate",
-    Option("max-tokens N", at_least(1), f"new tokens at most (default {Generate.max_tokens})"),
+    Option("max-tokens N", at_least(1), f"new tokens at most (default {MAX_TOKENS})"),
     Option(
         "temperature X",
         between(0.0, math.inf),
@@ -318,7 +321,7 @@ _calibrate = _section(
     Option(
         "calibrate-tokens N",
         at_least(LEAST_TOKENS),
-        f"tokens to read at most, from all of the text (default {Calibrate.tokens})",
+        f"tokens to read at most, from all of the text (default {CALIBRATION_TOKENS})",
     ),
     Option(
         "max-loss X",

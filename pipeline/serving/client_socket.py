@@ -9,23 +9,22 @@ import resource
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from time import thread_time
 from typing import cast
 
 import zmq
 import zmq.asyncio
+from msgspec.structs import replace
 
 from pipeline.rate_limit import RateLimiter, SparseLog, TimeShare
-from protocol.checks import DEFAULT
 from protocol.codec import encode
 from protocol.errors import MalformedMessage
-from protocol.messages import Done, Error
+from protocol.messages import HEADER_LIMIT, Done, Error
 from protocol.sockets import CLIENT_IDENTITY, bind_router, is_client_identity
 
 SEND_HWM = 64  # messages in a client's socket; the rest wait in its Outbox, where they are counted
 RECEIVE_HWM = 4  # unread messages of a client, of up to 4 MB each
-LARGEST = DEFAULT.header + 4096  # bytes of a frame: clients send headers and no arrays
+LARGEST = HEADER_LIMIT + 4096  # bytes of a frame: clients send headers and no arrays
 MOST_FRAMES = 16  # of a message; clients send 2
 SLICE = 256  # frames that are dropped at once: less than a millisecond
 ANONYMOUS_REFUSALS = 50  # refusals a second that are sent to connections without a Welcome

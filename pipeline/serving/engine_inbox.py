@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import threading
 from collections import deque
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pipeline.fairness import ID_BYTES, Held, Turns
 from pipeline.serving.engine_status import EngineStatus
 from pipeline.serving.text_messages import TextMessages
-from protocol.messages import Calibrate, Cancel, ChatMessage, Generate, Score, SetPolicy
+from protocol.messages import Calibrate, Cancel, ChatMessage, Generate, Record, Score, SetPolicy
 
 LIMIT = 4096  # waiting messages of one client
 MESSAGE_BYTES = 512  # of a message beside its texts and ids
@@ -106,9 +105,8 @@ def held_bytes(value: object) -> int:
         case int() | float() | None:
             return 0
         case _:
-            assert dataclasses.is_dataclass(value)
-            names = dataclasses.fields(value)
-            return MESSAGE_BYTES + sum(held_bytes(getattr(value, field.name)) for field in names)
+            names = value.__struct_fields__ if isinstance(value, Record) else ()
+            return MESSAGE_BYTES + sum(held_bytes(getattr(value, name)) for name in names)
 
 
 @dataclass(frozen=True)

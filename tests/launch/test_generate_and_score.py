@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from counters import decode
+from msgspec.structs import replace
 
 from launch import generate as generating
 from launch.command_line.options import parse

@@ -69,8 +69,8 @@ def test_large_messages_of_one_client_are_bounded() -> None:
         Calibrate(0, token_ids=ids),
         Calibrate(0, text="", starts=ids),
         SetPolicy(0, half),
-        SetPolicy(0, "x", {half: 1}),
-        SetPolicy(0, "x", {"a": [1, {"b": half}]}),
+        SetPolicy(0, "x", {half: "1"}),
+        SetPolicy(0, "x", {"a": half}),
     ):
         inbox = EngineInbox()
         assert inbox.put(b"a", Generate(0, prompt=half + half + "x"))

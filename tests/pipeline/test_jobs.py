@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from clock import Clock
 from expected_errors import expect_error
+from msgspec.structs import replace
 from test_models import GOOD
 
 from pipeline.backbone.greedy import greedy as device_choice

@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from protocol_engine import QUIET, WELCOME, both, drain, engine, until
 
 from protocol import link, scoring
