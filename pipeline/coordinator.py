@@ -36,7 +36,6 @@ from pipeline.serving.engine_inbox import (
 from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.engine_service import EngineService
 from pipeline.serving.engine_status import EngineStatus
-from pipeline.serving.request_limits import RequestReader
 from pipeline.serving.text_messages import TextMessages
 from pipeline.serving.text_queue import QueuedMessage, TextQueue
 from protocol.codec import decode, encode
@@ -201,7 +200,7 @@ class Coordinator:
         await self._ready.wait()
         assert self._status is not None
         assert self._texts is not None
-        clients = self._clients.serve(RequestReader(self._status.context))
+        clients = self._clients.serve()
         async with asyncio.TaskGroup() as group:
             for service in (clients, self._texts.serve(), self._encoder.serve()):
                 group.create_task(service)

@@ -67,7 +67,7 @@ class JobFactory:
         validate(message.sampling)
         if message.token_ids is None:
             raise RequestError("give exactly one of prompt, token_ids and messages")
-        prompt = self._checked(message.token_ids)
+        prompt = list(message.token_ids)
         reserve = max(message.reserve, 1)
         if len(prompt) + reserve > self.context:
             answer = "the answer" if reserve == 1 else f"{reserve} tokens of an answer"
@@ -76,6 +76,7 @@ class JobFactory:
                 f" {self._remedy}",
                 len(prompt),
             )
+        self._check_prompt(prompt)
         if message.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model has none")
         limit = min(message.max_tokens, self.context - len(prompt))
@@ -123,11 +124,12 @@ class JobFactory:
         """Raises RequestError."""
         if message.token_ids is None:
             raise RequestError("give exactly one of text and token_ids")
-        tokens = self._checked(message.token_ids)
+        tokens = list(message.token_ids)
         if len(tokens) > self.context:
             raise RequestError(
                 f"the text has {len(tokens)} tokens, the context is {self.context}; {self._remedy}"
             )
+        self._check_prompt(tokens)
         if not 1 <= message.prefill <= len(tokens):
             raise RequestError(f"prefill must be in 1..{len(tokens)}, it is {message.prefill}")
         if not 0 <= message.top <= min(MOST_LOGPROBS, self._vocabulary):
@@ -136,11 +138,10 @@ class JobFactory:
         full, top = message.full, message.top
         return ScoreJob(client, message.request, tokens, emit, prefill=prefill, full=full, top=top)
 
-    def _checked(self, tokens: Sequence[int]) -> list[int]:
+    def _check_prompt(self, tokens: Sequence[int]) -> None:
         check_ids(tokens, self._vocabulary)
         if not tokens:
             raise RequestError("the prompt has no tokens")
-        return list(tokens)
 
 
 def check_ids(tokens: Sequence[int], vocabulary: int) -> None:
