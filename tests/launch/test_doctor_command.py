@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from launch.command_line.options import parse
-from launch.doctor import bandwidth, command, gpu, models, proof
+from launch.doctor import bandwidth, command, gpu, proof
 from launch.doctor.bandwidth import BUSY, Bandwidth
 from launch.doctor.finding import Finding
 from launch.doctor.proof import Proof
@@ -59,7 +59,7 @@ def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         monkeypatch.setattr(gpu, "driver_nodes", lambda *_: ["/dev/nvidia0"] * driver)
         monkeypatch.setattr(bandwidth, "measure", measured)
         monkeypatch.setattr(proof, "prove", proved)
-        monkeypatch.setattr(models, "last_cache", lambda: cache)
+        monkeypatch.setattr(bandwidth, "last_cache", lambda: cache)
         monkeypatch.setattr(os, "getloadavg", lambda: (load, 1e6, 1e6))
         code = await command.doctor(parse(["doctor", *words]), Interrupts())
         out = capsys.readouterr().out
@@ -80,7 +80,7 @@ async def test_load_is_compared_with_the_cores_of_this_process(
 
 
 async def test_report_has_what_was_measured(doctor: Run) -> None:
-    token = models.embedded().token
+    token = bandwidth.embedded().token
     code, report, devices = await doctor("--json", link=2e9)
     assert (code, report["ok"], devices) == (0, True, ["auto"])
     measured = report["measured"]
@@ -113,7 +113,7 @@ async def test_figures_that_could_not_be_measured_are_null(doctor: Run) -> None:
 
 @pytest.mark.parametrize("fits", [True, False])
 async def test_bound_of_memory_is_no_bound_for_experts_in_the_cache(doctor: Run, fits: bool) -> None:
-    _, report, _ = await doctor("--json", cache=models.embedded().store - (not fits))
+    _, report, _ = await doctor("--json", cache=bandwidth.embedded().store - (not fits))
     (engine,) = [f for f in report["findings"] if f["topic"] == "engine"]
     assert ("of the bound" in engine["means"]) is not fits
 
