@@ -51,8 +51,8 @@ def main(config: dict[str, Any]) -> None:
     of measurement, of each kind; `what`: read, copy, huge (reads, and reads of private memory in huge pages)
     or kernels. For kernels: `experts`: (format, fields of its ExpertShape) of each kind; `left_out`: the
     share of an expert's channels that formats with heads leave out; `matrix`: (dtype, width, threads) or
-    None; `kernels`: the Choice. Writes "ready", waits for a line, then writes for each kind the bytes a second
-    of each way, by name."""
+    None; `kernels`: the Choice. Writes "ready", waits for a line, then writes for each kind the bytes a
+    second of each way, by name."""
     pin(config["cores"])
     shared = np.frombuffer(mmap.mmap(config["fd"], config["size"], mmap.MAP_SHARED), np.uint8)
     part = shared[config["lo"] : config["hi"]]
