@@ -10,6 +10,7 @@ import os
 import resource
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -71,7 +72,7 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
             "expert_bytes_per_token": embedded.token,
             "ceiling_tok_s": ceiling,
             "engine": proofs[0].to_map(),
-            "kernels": None if kept is None else kept.to_json(),
+            "kernels": None if kept is None else asdict(kept),
             "costs": [costs.to_map(*kept) for kept in measured_here(user_folder("CACHE"))],
         }
         print_json({"ok": ok, "findings": [f.to_map() for f in findings], "measured": measured})

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,16 +100,6 @@ async def test_report_has_what_was_measured(doctor: Run) -> None:
     assert topics[-3:] == ["speed", "engine", "costs"]
 
 
-async def test_figures_that_could_not_be_measured_are_null(doctor: Run) -> None:
-    code, report, _ = await doctor("--json", speed=None)
-    assert code == 0
-    found = [f["found"] for f in report["findings"] if f["topic"] == "speed"]
-    assert found == ["memory was not measured: no memory"]
-    assert report["measured"]["host_to_device_gbps"] is report["measured"]["ceiling_tok_s"] is None
-    assert "read_all_cores_gbps" not in report["measured"]
-    assert "overhead of a step" in json.dumps(report["findings"])
-
-
 @pytest.mark.parametrize("fits", [True, False])
 async def test_bound_of_memory_is_no_bound_for_experts_in_the_cache(doctor: Run, fits: bool) -> None:
     _, report, _ = await doctor("--json", cache=bandwidth.embedded().store - (not fits))
@@ -163,31 +152,3 @@ async def test_verdict_counts_problems_and_notes(
     words = " and ".join(f"{n} {level}{'s' * (n > 1)}" for n, level in counts if n)
     _, text, _ = await doctor(others=found)
     assert " ".join(text.split()).endswith(f"{verdict}: {words}." if words else f"{verdict}.")
-
-
-@pytest.mark.parametrize(("policy", "advice"), [("all-host", True), ("fiddler", False)])
-def test_an_engine_that_computes_all_on_the_host_is_advised_to_have_no_workers(
-    policy: str, advice: bool
-) -> None:
-    found = proof.explain(replace(GOOD, policy=policy), None, fits_cache=True)
-    assert found.level == "ok"
-    assert ("--workers 0" in found.do) is advice
-
-
-@pytest.mark.parametrize(
-    ("idle", "found", "means"),
-    [
-        (
-            {"GPU": 0.8, "link": 1.0, "workers": 0.25},
-            "GPU 80%, link 100%, workers 25% of the time",
-            "GPU's own clock",
-        ),
-        ({"workers": 0.4}, "idle while it decoded: workers 40% of the time", "no GPU"),
-    ],
-)
-def test_idle_shares_are_named(idle: dict[str, float], found: str, means: str) -> None:
-    (finding,) = proof.explain_idle(replace(GOOD, idle=idle))
-    assert found in finding.found
-    assert means in finding.means
-    assert finding.level == "ok"
-    assert not list(proof.explain_idle(Proof("auto", "it failed")))

@@ -32,15 +32,6 @@ def test_cores_of_every_worker_are_listed() -> None:
     assert cpu.inspect_threads(machine(1, 1))[0].found == "worker 0: one thread on 0"
 
 
-def test_numa_node_of_every_worker_is_listed() -> None:
-    first, second, rest = cpu.inspect_threads(machine(2, 16))
-    assert first.found.startswith("workers 0 to 7: 2 threads each on 0-1 | 2-3 | ")
-    assert first.found.endswith("14-15, NUMA node 0")
-    assert "NUMA node 1" in second.found
-    assert "its own node" in second.means
-    assert rest.found.startswith("coordinator: 32 threads")
-
-
 def library(variant: str) -> Library:
     """A variant that could run, on any machine."""
     return Library(Choice(variant), MagicMock())
@@ -79,12 +70,6 @@ def test_kernels_of_every_format_and_unused_variants_are_listed_with_reasons() -
         "",
         "it may be faster, if this processor supports it",
     ]
-
-
-def test_slower_variant_that_is_not_compiled_needs_no_advice() -> None:
-    variants: dict[str, Library | str] = {"avx512": library("avx512"), "avx2": "not compiled at installation"}
-    found = kernels.explain(variants, library("avx512"), quantizer=True)
-    assert [f.means for f in found if f.found.startswith("AVX2: not used")] == [""]
 
 
 def test_missing_kernels_are_reported_with_the_command_that_compiles_them() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import re
 import sys
 from email.message import Message
 from pathlib import Path
@@ -13,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from machines import ARM, GB, INTEL, two_threads_a_core, words, write
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from launch.doctor import cpu, memory, places, software
 from launch.doctor.finding import UNITS, parse_size
@@ -26,19 +24,6 @@ from shm.kernel_files import parse_cores
 def test_size_is_parsed_in_the_kernel_s_notation(count: int, unit: str) -> None:
     assert parse_size(f"{count}{unit}") == count * UNITS[unit]
     assert parse_size(f" {count}{unit.lower()}\n") == count * UNITS[unit]
-
-
-@settings(deadline=None)  # the machine may be busy
-@given(st.text("059KMGTkgxX-+._% \n٣²", max_size=6))
-@example("5KB")
-@example("5 K")
-@example("-5")
-@example("٣K")  # a digit, but not of the kernel
-@example("5K5")
-@example("K")
-def test_text_of_another_form_is_no_size(text: str) -> None:
-    is_size = re.fullmatch(r"\s*[0-9]+[KMGTkmgt]?\s*", text) is not None
-    assert (parse_size(text) is not None) == is_size
 
 
 @settings(deadline=None)  # the machine may be busy
@@ -288,18 +273,6 @@ def test_mount_options_are_those_of_the_last_mount() -> None:
 )
 def test_versions_are_compared_by_their_release(requirement: str, version: str, fits: bool) -> None:
     assert software.allows(Requirement(requirement).specifier, version) is fits
-
-
-@settings(deadline=None)  # the machine may be busy
-@given(
-    st.lists(st.integers(0, 999), min_size=1, max_size=4),
-    st.lists(st.integers(0, 999), min_size=1, max_size=4),
-)
-def test_versions_are_ordered_by_their_numbers(a: list[int], b: list[int]) -> None:
-    text, bound = (".".join(map(str, v)) for v in (a, b))
-    width = max(len(a), len(b))
-    expected = a + [0] * (width - len(a)) >= b + [0] * (width - len(b))
-    assert software.allows(SpecifierSet(f">={bound}"), text) is expected
 
 
 def test_requirements_of_this_project_are_parsed_and_installed() -> None:
