@@ -20,6 +20,7 @@ from launch.cache import command
 from launch.cache.command import DAY, remove, select, table
 from launch.cache.entries import WRITING_SECONDS, Entry, scan, writer_of
 from launch.cache.full_disk import cache_use, full_disk_line
+from launch.cli import main
 from launch.command_line.options import parse
 from pipeline.calibration import cost_cache
 from pipeline.checkpoint.open import open_model
@@ -159,11 +160,14 @@ def test_keys_of_leases_are_those_of_the_entries_folders() -> None:
     assert not replace(store, kind="kept store").on_disk
 
 
-def test_entry_that_an_engine_uses_by_now_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_that_an_engine_uses_by_now_is_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_file(folder / STORE / "store.bin", 2000, 40)
     make_file(folder / BACKBONE / "backbone.bin", 1000, 40)
     monkeypatch.setattr(command, "remove", lambda one: one.kind != "store")
-    out = run_cache("--prune", "--to", "0")[1]
+    assert main(["cache", "--prune", "--to", "0"]) == 0
+    out = capsys.readouterr().out
     assert out.count("kept: store of mixtral in int4, 2.0 kB, used 40 days ago: in use by an engine\n") == 1
     assert "removed 1 of 2, 1.0 kB; 2.0 kB stay on disk\n" in out
     assert "that is more than --to 0 B: the rest is in use or unknown\n" in out
