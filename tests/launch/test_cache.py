@@ -195,15 +195,6 @@ def test_list_names_kind_model_format_size_and_last_use(folder: Path) -> None:
     assert "\x1b" not in out
 
 
-def test_an_old_folder_without_a_record_has_an_unknown_model(folder: Path) -> None:
-    make_file(folder / BACKBONE / "backbone.bin", 10, 5)
-    (folder / BACKBONE / RECORD).unlink()
-    (found,) = disk(run_json())
-    assert (found["kind"], found["model"]) == ("backbone", "unknown")
-    assert run_json("--prune", "--to", "0")["removed"][0]["model"] == "unknown"
-    assert os.listdir(folder) == []
-
-
 def test_unknown_files_are_listed_and_stay(folder: Path) -> None:
     files = [folder / "notes.txt", folder / STORE / "mine.txt", folder / "costs" / "x.json"]
     for path in (*files, folder / "thesis" / "chapter.tex"):
