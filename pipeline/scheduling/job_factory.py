@@ -101,10 +101,9 @@ class JobFactory:
         seed = next(self._seeds) if seed is None else seed
         return GenerateJob(
             client,
-            message.request,
+            message,
             prompt,
             emit,
-            resume=message.resume,
             max_tokens=limit,
             chooser=TokenChooser(
                 Sampler(message.sampling, seed, drawn=len(message.resume)),
@@ -116,7 +115,6 @@ class JobFactory:
             ),
             text=None if self._tokenizer is None else self._tokenizer.stream(message.stop),
             eos=frozenset() if message.ignore_eos else self._eos,
-            conversation=message.conversation,
             vocabulary=self._greedy_of,
         )
 
@@ -134,9 +132,7 @@ class JobFactory:
             raise RequestError(f"prefill must be in 1..{len(tokens)}, it is {message.prefill}")
         if not 0 <= message.top <= min(MOST_LOGPROBS, self._vocabulary):
             raise RequestError(f"top must be in 0..{MOST_LOGPROBS}, it is {message.top}")
-        prefill = message.prefill if message.stepwise else len(tokens)
-        full, top = message.full, message.top
-        return ScoreJob(client, message.request, tokens, emit, prefill=prefill, full=full, top=top)
+        return ScoreJob(client, message, tokens, emit)
 
     def _check_prompt(self, tokens: Sequence[int]) -> None:
         check_ids(tokens, self._vocabulary)
@@ -155,20 +151,11 @@ class ScoreJob(Job):
     """Log-probabilities of given tokens: a prefill, then (stepwise) one token at a time. After a preemption
     the tokens whose rows were sent are prefilled without logits, and the next row is sent next."""
 
-    def __init__(
-        self,
-        client: bytes,
-        request: int,
-        tokens: list[int],
-        emit: Emit,
-        *,
-        prefill: int,
-        full: bool,
-        top: int = 0,
-    ) -> None:
-        super().__init__(client, request, tokens, prefill, len(tokens), emit)
-        self._full = full
-        self._top = top
+    def __init__(self, client: bytes, message: Score, tokens: list[int], emit: Emit) -> None:
+        prefill = message.prefill if message.stepwise else len(tokens)
+        super().__init__(client, message.request, tokens, prefill, len(tokens), emit)
+        self._full = message.full
+        self._top = message.top
         self._sent = 0  # rows
 
     def preempt(self) -> SequenceKV:
