@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import logging
 import os
 import re
@@ -24,8 +23,10 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from launch.errors import WrongUsage, system_reason
 from pipeline.models.shapes import short_name
@@ -110,7 +111,7 @@ class RuntimeDir:
     def publish(self, info: EngineInfo) -> None:
         """Write engine.json, whole or not at all."""
         with atomic_file(self.path / INFO, sync=False) as file:
-            file.write(json.dumps(asdict(info)).encode())
+            file.write(msgspec.json.encode(info))
 
     def remove_of_coordinator(self) -> None:
         """Remove the segments that an exited coordinator made: its slab, rings that no worker has mapped."""
@@ -147,14 +148,12 @@ def _running_dirs() -> Iterator[Path]:
 
 def running_engines() -> list[EngineInfo]:
     """Engines of this user that are ready, by name."""
-    found = []
+    engines = []
     for path in _running_dirs():
-        with suppress(OSError, ValueError, KeyError, TypeError):  # not ready yet, or stopped meanwhile
-            found_info = json.loads(read_small(path / INFO, MAX_INFO))
+        with suppress(OSError, msgspec.DecodeError):  # not ready yet, or stopped meanwhile
             # another version's may hold more, and lack what has a default
-            names = [field.name for field in fields(EngineInfo) if field.name in found_info]
-            found.append(EngineInfo(**{name: found_info[name] for name in names}))
-    return found
+            engines.append(msgspec.json.decode(read_small(path / INFO, MAX_INFO), type=EngineInfo))
+    return engines
 
 
 def find_engine(name: str | None) -> EngineInfo:

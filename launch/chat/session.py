@@ -194,14 +194,14 @@ class Session:
             raise WrongUsage("nothing to save yet")
         if path not in self._files and not force and _exists(path):
             raise WrongUsage(f"{path} exists; /save {path} {FORCE} overwrites it")
-        Transcript(self._client.welcome.model, self._conversation.system, turns).save(path)
+        Transcript.of(self._client.welcome.model, self._conversation.system, turns).save(path)
         self._files.add(path)
         self._output.note(f"saved {count(len(turns) // 2, 'question')} to {path}")
 
     async def _load(self, argument: str) -> None:
         path = _path(argument, "/load")
         transcript = Transcript.load(path)
-        self._conversation.restore(transcript.messages)
+        self._conversation.restore(transcript.turns)
         self._conversation.system = transcript.system
         self._last = None
         self._files.add(path)
