@@ -58,8 +58,7 @@ class Options:
 
     @property
     def log_level(self) -> str:
-        otherwise = "info" if "verbose" in self.written else "notice"
-        return str(self.written.get("log_level", otherwise)).upper()
+        return str(self.written.get("log_level", "notice")).upper()
 
     def sampling(self, otherwise: Sampling) -> Sampling:
         """The given settings; those of `otherwise` for the rest."""
@@ -146,6 +145,8 @@ def parse(arguments: list[str]) -> Options:
         )
     written = vars(namespace)
     _check(command, written)
+    if written.pop("verbose", False):
+        written.setdefault("log_level", "info")
     if command == "generate" and "text" in written:
         written["prompt"] = written.pop("text")
     return Options(command, written)
