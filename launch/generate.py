@@ -33,7 +33,7 @@ log = logging.getLogger("tandem")
 
 
 async def generate(options: Options, interrupts: Interrupts) -> int:
-    """Raises WrongUsage, RequestFailed, AnswerLost and what `reconnecting_client` raises."""
+    """Complete a prompt. Raises WrongUsage, RequestFailed, AnswerLost, what `reconnecting_client` raises."""
     text = await _text(options)
     if text is not None and not options.connect:
         check = check_can_chat if "chat" in options.written else check_reads_text

@@ -101,11 +101,11 @@ class RuntimeDir:
 
     @property
     def intact(self) -> bool:
-        """Whether this is still the directory of its name, with the lock in it."""
+        """Tells whether this is still the directory of its name, with the lock in it."""
         return self._lock >= 0 and leads_to(self.path / "lock", self._lock)
 
     def endpoint(self, name: str) -> str:
-        """Of a socket in this directory. Raises ProtocolError where its path is too long."""
+        """Returns the address of a socket in it. Raises ProtocolError where its path is too long."""
         return ipc_endpoint(self.path, name)
 
     def publish(self, info: EngineInfo) -> None:
@@ -159,16 +159,16 @@ def running_engines() -> list[EngineInfo]:
 def find_engine(name: str | None) -> EngineInfo:
     """The running engine of this name, or the only one. Raises WrongUsage, also for another version's."""
     engines = running_engines()
-    found = [engine for engine in engines if name in (None, engine.name)]
-    if not found and name is not None:
+    matching = [engine for engine in engines if name in (None, engine.name)]
+    if not matching and name is not None:
         there = f"running: {', '.join(e.name for e in engines)}" if engines else "none is running"
         raise WrongUsage(f"--connect {name}: no engine of that name is ready ({there})")
-    if not found:
+    if not matching:
         raise WrongUsage(f"no engine is running; start one with `{COMMAND} serve`")
-    if len(found) > 1:
-        which = ", ".join(f"{e.name} ({short_name(e.model)})" for e in found)
-        raise WrongUsage(f"{len(found)} engines are running; choose one with --connect NAME: {which}")
-    engine = found[0]
+    if len(matching) > 1:
+        which = ", ".join(f"{e.name} ({short_name(e.model)})" for e in matching)
+        raise WrongUsage(f"{len(matching)} engines are running; choose one with --connect NAME: {which}")
+    engine = matching[0]
     if engine.version != VERSION:
         raise WrongUsage(
             f"engine {engine.name} speaks protocol version {engine.version}, this program version {VERSION};"
@@ -237,8 +237,8 @@ def _try_lock(path: Path, create: bool = False) -> int | None:
 def _without_directory() -> list[str]:
     """Names of engines that have segments and no directory, which exists longer than the segments."""
     root = runtime_root()
-    found = [SEGMENT.fullmatch(name) for name in shm_names(SEGMENT) if is_segment(SHM / name)]
-    paths = [root / name for name in sorted({match[1] for match in found if match})]
+    matches = [SEGMENT.fullmatch(name) for name in shm_names(SEGMENT) if is_segment(SHM / name)]
+    paths = [root / name for name in sorted({match[1] for match in matches if match})]
     return [path.name for path in paths if not path.exists() and segments(path)]
 
 

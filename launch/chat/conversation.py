@@ -84,8 +84,8 @@ class Conversation:
         self._dropping = False
 
     async def ask(self, text: str, view: View, interrupts: Interrupts) -> Reply:
-        """Raises AnswerLost where the engine shuts down meanwhile, EngineGone, and RequestFailed where the
-        request fails or is refused even without earlier turns; the conversation is then unchanged."""
+        """Ask a question. Raises AnswerLost where the engine shuts down meanwhile, EngineGone, and
+        RequestFailed where it is refused even without earlier turns; the conversation is then unchanged."""
         return await self._continue([*self._turns, ChatMessage("user", text)], view, interrupts)
 
     async def ask_again(self, view: View, interrupts: Interrupts) -> Reply:
@@ -117,7 +117,7 @@ class Conversation:
     async def _answer(
         self, turns: list[ChatMessage], room: int, view: View, interrupts: Interrupts, notice: str
     ) -> Reply:
-        """Raises _PromptTooLong where the prompt leaves less than `room` tokens."""
+        """Send `turns`, show the answer. Raises _PromptTooLong where they leave less than `room` tokens."""
         began = time.monotonic()
         answer = self._send(turns, room)
         answer.on_queued = view.queued
@@ -247,7 +247,7 @@ class Transcript(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def load(cls, path: Path) -> Transcript:
-        """Raises WrongUsage, one line, for a file of another format."""
+        """Read a file. Raises WrongUsage, one line, for another format."""
         try:
             read = msgspec.json.decode(read_file(path, LARGEST_FILE), type=cls)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as e:

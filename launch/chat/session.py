@@ -43,7 +43,7 @@ QUESTIONS = (  # that the embedded model answers well, also without a repetition
 
 
 class Output(Protocol):
-    """Where a session's messages and tables go."""
+    """Shows a session's messages and tables."""
 
     def show(self, what: RenderableType = "") -> None:
         """Print a table or a text."""
@@ -220,7 +220,7 @@ class Session:
 
 
 def banner(welcome: Welcome, system: str | None) -> list[str]:
-    """What a chat says before the first question."""
+    """Returns what a chat says before the first question."""
     lines = [f"{model_name(welcome.model)} on {welcome.device}, policy {welcome.policy}"]
     if not welcome.exact:
         lines[0] += " (approximate)"

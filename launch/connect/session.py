@@ -21,7 +21,7 @@ CLIENT = "launch.py"  # the name that these clients send
 
 @asynccontextmanager
 async def connected(options: Options, interrupts: Interrupts) -> AsyncIterator[Client]:
-    """Raises what `endpoint` and Client.connect raise."""
+    """A client of `endpoint`. Raises what that and Client.connect raise."""
     async with endpoint(options, interrupts) as where, Client.connect(where, name=CLIENT) as client:
         yield client
 

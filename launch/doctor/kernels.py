@@ -40,7 +40,7 @@ def not_tuned(record: Record, path: Path) -> Finding:
 
 
 def exchanged(tuning: Tuning) -> Iterator[Finding]:
-    """What carries work to the workers where `--exchange` is `auto`."""
+    """Tells what carries work to the workers where `--exchange` is `auto`."""
     words = {"shm": "shared memory", "zmq": "sockets"}
     trips = sorted((seconds, words[name]) for name, seconds in tuning.round_trips.items())
     if trips:
@@ -51,7 +51,7 @@ def exchanged(tuning: Tuning) -> Iterator[Finding]:
 
 
 def tuned(record: Record, of: Tuning, path: Path) -> Finding:
-    """What was measured for one row, and how to measure it again."""
+    """Tells what was measured for one row, and how to measure it again."""
     choice = of.choice
     units = f", from {choice.matrix_rows} rows on by matrix units" if choice.variant in MATRIX_UNITS else ""
     found = f"one row, measured: {VARIANTS[choice.variant]}, {choice.prefetch}{units}"
