@@ -17,7 +17,7 @@ from launch.command_line.checks import (
     read_text,
 )
 from launch.command_line.options import RANDOM_OPTIONS, Options
-from launch.connect.reconnect import reconnecting_client
+from launch.connect import reconnecting_client
 from launch.errors import AnswerLost, WrongUsage
 from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts

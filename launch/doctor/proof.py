@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launch.command_line.options import Options
-from launch.connect.session import connected
+from launch.connect import connected
 from launch.doctor.finding import Finding, Topic
 from launch.errors import LaunchError
 from launch.phase_profile import PhaseProfile
