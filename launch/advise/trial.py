@@ -17,11 +17,11 @@ from launch.advise.estimate import Estimate, Setting, estimate
 from launch.advise.hardware import Priced
 from launch.advise.routing import RecordedText
 from launch.advise.sizes import Sizes
+from launch.bench.profile import PhaseProfile
 from launch.bench.prompts import Prompt, make_prompts, read_other_texts
 from launch.bench.run import Run, measure, warm_up
 from launch.command_line.options import Options
 from launch.connect.session import connected
-from launch.phase_profile import PhaseProfile
 from launch.terminal.interrupts import Interrupts
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import PolicyRequest

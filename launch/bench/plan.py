@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launch.bench.plot import check_picture
 from launch.command_line.options import Options
 from launch.errors import WrongUsage
+from launch.terminal.plot import check_picture
 from pipeline.assets import model_dir
 from pipeline.checkpoint.open import open_model
 from pipeline.config import DEFAULT_CONTEXT, KV_CONTEXTS

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launch.phase_profile import PhaseProfile
+from launch.bench.profile import PhaseProfile
 from pipeline.assets import model_dir
 from protocol.messages import Welcome
 from protocol.program import PROGRAM

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from launch.bench.profile import PhaseProfile
 from launch.chat.conversation import Reply
-from launch.phase_profile import PhaseProfile
 from launch.terminal.format import count, percent
 from shm.segment import byte_size
 

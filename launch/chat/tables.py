@@ -9,10 +9,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from launch.bench.profile import PhaseProfile
 from launch.chat.commands import COMMANDS
 from launch.chat.conversation import Reply
 from launch.chat.settings import KEYS, AnswerSettings, value_text
-from launch.phase_profile import PhaseProfile
 from launch.terminal.format import count, model_name, percent
 from launch.terminal.tables import make_grid, make_table
 from pipeline.arrays import PHASES

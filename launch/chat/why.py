@@ -8,10 +8,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from launch.bench.profile import PhaseProfile
 from launch.chat.conversation import Reply
 from launch.chat.levers import LEAST_GAIN, Lever, has_workers, levers, savings, together
 from launch.errors import WrongUsage
-from launch.phase_profile import PhaseProfile
 from launch.terminal.format import percent, three_digits
 from launch.terminal.tables import make_grid, make_table
 from protocol.messages import Welcome

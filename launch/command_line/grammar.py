@@ -200,8 +200,7 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     add("--rounds", type=at_least(1), metavar="N", help="measured runs of each policy (default 5)")
     ppl = "held-out tokens to compare approximate policies with an exact one (default 256; 0: none)"
     add("--ppl-tokens", type=at_least(0), metavar="N", help=ppl)
-    energy = "joules a token as well, from the energy counters of processors (RAPL) and GPUs (NVML)"
-    add("--energy", action="store_true", help=energy)
+
     add("--plot", type=Path, metavar="F.png", help="draw the results (also .svg, .pdf)")
     sweep = "measure each of these values: cache, batch, prompt, gen, or POLICY.OPTION; repeatable, crossed"
     add("--sweep", action="append", metavar="NAME=V1,V2", help=sweep)

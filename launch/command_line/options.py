@@ -212,8 +212,6 @@ def parse(arguments: list[str]) -> Options:
         raise WrongUsage("--key is for tcp: --connect tcp://HOST:PORT, or serve --listen tcp://ADDRESS:PORT")
     if "http_keys" in written and "http" not in written:
         raise WrongUsage("--http-keys belongs to serve --http; give both or neither")
-    if "energy" in written and options.remote is not None:
-        raise WrongUsage("--energy reads the counters of this machine; run bench where the engine runs")
     if options.connect:
         # A running engine keeps its seed; injected faults have their own.
         allowed = {"seed"} if "chaos" in written else REQUEST_OPTIONS.get(command, set())

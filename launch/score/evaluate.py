@@ -20,7 +20,6 @@ from typing import Any
 
 from launch.bench.command import check_own, session
 from launch.bench.plan import requested_policies
-from launch.bench.profile_table import policy_name
 from launch.bench.run import warm_up
 from launch.command_line.options import Options
 from launch.connect.session import connected
@@ -30,7 +29,7 @@ from launch.terminal.format import count, model_name, percent
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from launch.terminal.progress import ProgressCounter
-from launch.terminal.tables import make_table, render
+from launch.terminal.tables import make_table, policy_name, render
 from pipeline.assets import items as embedded_items
 from pipeline.policies.view import PolicyRequest
 from protocol.client import Client

@@ -16,7 +16,7 @@ from launch.chat.levers import EMBEDDED_COST, SCORE, Lever, levers, together
 from launch.chat.tables import counters_table, engine_table
 from launch.chat.why import why_text
 from launch.errors import WrongUsage
-from launch.phase_profile import PhaseProfile
+from launch.bench.profile import PhaseProfile
 from pipeline.assets import model_dir
 from protocol.messages import VERSION, Done, Welcome
 
