@@ -50,7 +50,8 @@ async def bench(options: Options, interrupts: Interrupts) -> int:
     plan = BenchPlan.of(options)
     async with session(options, interrupts) as (client, changes):
         await check(client, plan, options)
-        report = await compare(client, plan, options, changes)
+        with ProgressCounter("bench: prompts", plan.runs) as bar:
+            report = await compare(client, plan, options, changes, bar)
     if "json" in options.written:
         print_json(report.to_json(), detail="detail" in options.written)
     else:
@@ -93,19 +94,14 @@ async def compare(
     plan: BenchPlan,
     options: Options,
     changes: list[PolicyChanged],
-    bar: ProgressCounter | None = None,
+    bar: ProgressCounter,
     prefix: str = "bench: ",
 ) -> Report:
-    """Measure every policy. `bar`: counts the runs, 1 + rounds of each
-    policy; by default one is shown with these alone, each described after `prefix`. Raises Disturbed,
-    AnswerLost, RequestFailed, WrongUsage."""
-    if bar is None:
-        with ProgressCounter("bench: prompts", plan.runs) as bar:
-            every = await _run(client, plan, changes, bar, prefix)
-    else:
-        every = await _run(client, plan, changes, bar, prefix)
+    """Measure every policy. `bar`: counts the runs, 1 + rounds of each policy, each described after `prefix`.
+    Raises Disturbed, AnswerLost, RequestFailed, WrongUsage."""
+    every = await _run(client, plan, changes, bar, prefix)
     results = [result for result in every if not result.left_out]
-    await _compare_perplexity(client, plan, results, changes)
+    await _compare_perplexity(client, plan, results, changes, bar, prefix)
     stats = await client.stats()
     left_out = [result for result in every if result.left_out]
     config = _config(options, plan, client, stats) | {
@@ -180,31 +176,34 @@ async def _others(client: Client, plan: BenchPlan, count: int) -> list[Prompt]:
 
 
 async def _compare_perplexity(
-    client: Client, plan: BenchPlan, results: Sequence[PolicyResult], changes: list[PolicyChanged]
+    client: Client,
+    plan: BenchPlan,
+    results: Sequence[PolicyResult],
+    changes: list[PolicyChanged],
+    bar: ProgressCounter,
+    prefix: str,
 ) -> None:
     """Set the perplexity of each approximate policy, beside that of the first exact one, or of all-host."""
     approximate = [result for result in results if not result.exact]
     if not approximate or not plan.ppl_tokens:
         return
     exact = next((result.request for result in results if result.exact), PolicyRequest(EXACT))
-    with ProgressCounter("bench: held-out text", 1 + len(approximate)) as bar:
-        texts = await Texts.make(client, plan.ppl_tokens, plan.prompt_len, plan.seed)
-        others = await _others(client, plan, 1)
-        _, new = plan.warm_up(client.welcome.context)
+    texts = await Texts.make(client, plan.ppl_tokens, plan.prompt_len, plan.seed)
+    others = await _others(client, plan, 1)
+    _, new = plan.warm_up(client.welcome.context)
 
-        async def perplexity(request: PolicyRequest) -> float:
-            bar.start_stage(f"bench: perplexity, {request.label}")
-            await client.set_policy(request.name, request.options, counted=False)
-            await warm_up(client, others, new)
-            found = await texts.perplexity(client)
-            check_own(changes)
-            bar.count()
-            return found
+    async def perplexity(request: PolicyRequest) -> float:
+        bar.start_stage(f"{prefix}perplexity, {request.label}")
+        await client.set_policy(request.name, request.options, counted=False)
+        await warm_up(client, others, new)
+        measured = await texts.perplexity(client)
+        check_own(changes)
+        return measured
 
-        reference = await perplexity(exact)
-        for result in approximate:
-            found = await perplexity(result.request)
-            result.perplexity = Perplexity(found, reference, exact.name, texts.tokens, texts.prefill)
+    reference = await perplexity(exact)
+    for result in approximate:
+        measured = await perplexity(result.request)
+        result.perplexity = Perplexity(measured, reference, exact.name, texts.tokens, texts.prefill)
 
 
 def _uncalibrated(results: Sequence[PolicyResult], seed: int) -> list[str]:

@@ -17,7 +17,7 @@ from launch.terminal.plot import Panel, Series
 from launch.terminal.tables import Column, Table, dim, each, policy_name, spreads
 from pipeline.policies.view import PolicyRequest
 
-KINDS = ("skipped", "substituted", "stale", "predicted", "left")  # of approximation
+KINDS = ("skipped", "substituted", "stale", "predicted")  # of approximation, beside `left`
 # Why bytes were copied, as a plot names and colours it.
 CAUSES = {
     "a step waited for it": "#c0504d",
@@ -91,7 +91,7 @@ def _size(title: str, value: Callable[[Figures], float | None], note: str = "") 
 
 
 def _changed(kind: str) -> Callable[[Figures], float | None]:
-    return lambda figures: figures.fidelity[kind] or (None if kind == "left" else 0.0)
+    return lambda figures: figures.fidelity[kind]
 
 
 BUSY = "busy, waiting: shares of decode's time; the device computes attention, resident experts and the head"
@@ -100,7 +100,8 @@ ISSUED = (
     "prefetches issued: share of the experts that a prediction named, and that were neither resident nor"
     " under way, whose copy was ordered"
 )
-CHANGED = f"{', '.join(KINDS)}: shares of the routed weight; left: in channels that were left out, by |u|"
+CHANGED = "skipped, substituted, stale, predicted: shares of the routed weight"
+LEFT = "left: the same in channels that were left out, by |u|"
 CHANNELS = (
     "experts, channels predicted: shares of those that a layer used, named by the layer before; of these"
     " used: share of the channels that predictions copied"
@@ -114,10 +115,10 @@ HITS = _share("expert\nhits", lambda f: f.hits, RESIDENT, optional=False)
 HOST = _share("workers'\nshare", lambda f: f.host_share, SHARED, optional=False)
 SPEEDS = (
     Column[Figures]("policy", lambda f: policy_name(f.request, f.exact), text=True),
-    Column[Figures]("prefill\ntok/s", lambda f: f.prefill, spreads),
+    Column[Figures]("prefill\ntok/s", lambda f: f.prefill or None, spreads),
     Column[Figures]("x", lambda f: f.prefill_ratio, _ratios, optional=True),
     Column[Figures]("first\ntoken ms", lambda f: f.first_token or None, spreads, optional=True),
-    Column[Figures]("decode\ntok/s", lambda f: f.decode, spreads, style="bold"),
+    Column[Figures]("decode\ntok/s", lambda f: f.decode or None, spreads, style="bold"),
     Column[Figures]("x", lambda f: f.decode_ratio, _ratios, style="bold", optional=True),
     Column[Figures]("whole\ntoken", lambda f: f.whole, each(three_digits), optional=True),
     COPIED,
@@ -150,7 +151,8 @@ TIMES = (
 )
 APPROXIMATION = (
     POLICY,
-    *(_share(kind, _changed(kind), CHANGED, kind == "left", 1) for kind in KINDS),
+    *(_share(kind, _changed(kind), CHANGED, False, 1) for kind in KINDS),
+    _share("left", lambda f: f.fidelity["left"] or None, LEFT, digits=1),
     _share("channels\nread", lambda f: f.kept, "channels read: share of the experts'"),
     _share("experts\npredicted", lambda f: f.channels and f.channels.experts, CHANNELS),
     _share("channels\npredicted", lambda f: f.channels and f.channels.recall),

@@ -175,8 +175,8 @@ class ReplayReport:
         return Figures(
             result.request,
             outcome.exact,
-            prefill=[prefill.tok_s],
-            decode=[decode.tok_s],
+            prefill=[prefill.tok_s] if prefill.seconds else [],
+            decode=[decode.tok_s] if decode.seconds else [],
             prefill_ratio=_ratio(prefill, first.prefill) if several else None,
             decode_ratio=_ratio(decode, first.decode) if several else None,
             whole=self._whole("decode", decode),

@@ -16,8 +16,7 @@ import pytest
 from engines import Launched, engines_left, run
 from waiting import wait_until
 
-from launch.bench.perplexity import Texts
-from launch.bench.prompts import make_prompts
+from launch.bench.prompts import Texts, make_prompts
 from launch.bench.run import Disturbed, measure
 from launch.cli import main
 from launch.errors import WrongUsage

@@ -11,12 +11,12 @@ import pytest
 from counters import TILE, decode
 from rich.console import Console, RenderableType
 
+from launch.bench.profile import PhaseProfile
 from launch.chat.conversation import Reply
 from launch.chat.levers import EMBEDDED_COST, SCORE, Lever, levers, together
 from launch.chat.tables import counters_table, engine_table
 from launch.chat.why import why_text
 from launch.errors import WrongUsage
-from launch.bench.profile import PhaseProfile
 from pipeline.assets import model_dir
 from protocol.messages import VERSION, Done, Welcome
 
