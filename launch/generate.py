@@ -9,8 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launch.command_line.checks import MAX_TEXT_BYTES, check_request, read_text
-from launch.command_line.model_files import check_can_chat, check_reads_text
+from launch.command_line.checks import (
+    MAX_TEXT_BYTES,
+    check_can_chat,
+    check_reads_text,
+    check_request,
+    read_text,
+)
 from launch.command_line.options import RANDOM_OPTIONS, Options
 from launch.connect.reconnect import reconnecting_client
 from launch.errors import AnswerLost, WrongUsage

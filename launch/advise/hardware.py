@@ -12,8 +12,7 @@ from launch.advise.sizes import Sizes
 from launch.errors import WrongUsage
 from pipeline.config import DeviceName, FormatName
 from pipeline.memory.plan import Machine
-from pipeline.policies.costs import Costs
-from pipeline.policies.derived_costs import MACHINES, Rates, derived
+from pipeline.policies.costs import MACHINES, Costs, Rates, derived
 from pipeline.policies.options import did_you_mean
 
 GIGABYTE = 1e9

@@ -11,7 +11,7 @@ import sys
 from launch.chat.conversation import Conversation
 from launch.chat.plain import line_by_line
 from launch.chat.settings import AnswerSettings
-from launch.command_line.model_files import check_can_chat
+from launch.command_line.checks import check_can_chat
 from launch.command_line.options import Options
 from launch.connect.reconnect import reconnecting_client
 from launch.generate import answer_settings

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from launch.chat.settings import AnswerSettings
 from launch.chat.trim import answer_room, trimmed
-from launch.command_line.model_files import NO_TEMPLATE, NO_TOKENIZER
+from launch.command_line.checks import NO_TEMPLATE, NO_TOKENIZER
 from launch.errors import AnswerLost, WrongUsage
 from launch.terminal.interrupts import Interrupts
 from protocol.answer import Answer

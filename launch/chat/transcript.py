@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.command_line.checks import read_file
-from launch.command_line.grammar import nearest
+from launch.command_line.values import nearest
 from launch.errors import OutputFailed, WrongUsage
 from protocol.messages import ChatMessage
 from shm.atomic_file import atomic_file

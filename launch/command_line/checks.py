@@ -24,11 +24,12 @@ from pipeline.config import EngineConfig
 from pipeline.errors import PipelineError
 from pipeline.memory.plan import AUTOMATIC
 from pipeline.models.registry import expert_shape
+from pipeline.models.shapes import is_shape, shape_config
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
 from pipeline.text.generation_defaults import sampling_defaults
-from pipeline.text.tokenizer import eos_ids
+from pipeline.text.tokenizer import TOKENIZER_FILES, eos_ids, has_chat_template
 from protocol.codec import encode
 from protocol.errors import MalformedMessage, ProtocolError
 from protocol.keys import CLIENT_FILE, ENGINE_FILE, Address, keys_folder, read_client_keys, read_engine_keys
@@ -39,6 +40,9 @@ from shm.atomic_file import check_creatable
 from shm.layout import format_named
 
 T = TypeVar("T")
+
+NO_TOKENIZER = "this model has no tokenizer, so it reads no text and cannot chat"
+NO_TEMPLATE = "this model has no chat template, so it cannot chat: `generate --prompt TEXT` continues a text"
 
 HTTP_PACKAGES = ("starlette", "uvicorn", "httptools", "prometheus_client")  # of the extra `serve`
 
@@ -266,3 +270,33 @@ def read_file(path: Path, largest: int = MAX_TEXT_BYTES) -> bytes:
         return read_small(path, largest)
     except OSError as e:
         raise WrongUsage(f"cannot read {path}: {e.strerror}") from None
+
+
+def check_reads_text(folder: Path) -> None:
+    """Raises WrongUsage, one line with what to do, for a model without tokenizer, and ModelError for an
+    unknown shape. What is no model is left to the loader."""
+    if is_shape(folder):
+        shape_config(str(folder))
+        raise WrongUsage(
+            f"{folder} has random weights and no tokenizer, so it reads no text and cannot chat: `bench`"
+            " shows its speed, and `generate --prompt-tokens 1,2,3` runs it"
+        )
+    if os.path.isfile(folder / "config.json") and not _has_tokenizer(folder):
+        raise WrongUsage(
+            f"{NO_TOKENIZER}: put its tokenizer.json and tokenizer_config.json into {folder}, or use"
+            " `generate --prompt-tokens`"
+        )
+
+
+def check_can_chat(folder: Path) -> None:
+    """What `check_reads_text` raises; also WrongUsage for a model without chat template, and ModelError for a
+    damaged file. Loads no tokenizer: that may not end."""
+    check_reads_text(folder)
+    if not _has_tokenizer(folder):
+        return
+    if not has_chat_template(folder):
+        raise WrongUsage(NO_TEMPLATE)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any(os.path.isfile(folder / name) for name in TOKENIZER_FILES)

@@ -3,18 +3,12 @@ part that plans by costs. The replay's clock (`pipeline/replay/machine.py`) coun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
 from pipeline.arrays import IntArray
-from pipeline.policies.costs import Costs
+from pipeline.policies.costs import Costs, SecondsTable
 from pipeline.policies.view import Active, View
-
-_TABLE = 512  # row counts with seconds in a table; wider batches are few and slow
 
 
 class ActiveCosts(NamedTuple):
@@ -66,17 +60,3 @@ class LayerSeconds:
             costs.round_trip,
             costs.launch,
         )
-
-
-class SecondsTable:
-    """Seconds of one side for `tiles` tiles, by the rows that use them, in a table that needs no numpy."""
-
-    def __init__(self, seconds: Callable[[ArrayLike, int], NDArray[np.float64]], tiles: int) -> None:
-        self._seconds, self._tiles = seconds, tiles
-        self._table: list[float] = seconds(np.arange(_TABLE), tiles).tolist()
-
-    def __call__(self, rows: Sequence[int]) -> list[float]:
-        if max(rows) < _TABLE:
-            table = self._table
-            return [table[count] for count in rows]
-        return list(self._seconds(rows, self._tiles).tolist())

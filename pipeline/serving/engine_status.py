@@ -105,8 +105,8 @@ class EngineStatus:
             stats["exchange"] = {"name": "zmq"}
         if (costs := engine.timing.costs or self._policies.costs) is not None:
             stats["costs"] = costs.to_json()
-        if (learned := engine.timing.learned) is not None:
-            stats["cost_updates"] = learned.report()
+        if (corrections := engine.timing.corrections) is not None:
+            stats["cost_updates"] = corrections.report()
         memory = engine.memory
         if memory.exists:
             mover, cache = memory.mover, memory.mover.cache

@@ -9,8 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from launch.command_line.checks import check_engine
-from launch.command_line.model_files import check_reads_text
+from launch.command_line.checks import check_engine, check_reads_text
 from launch.command_line.options import MAX_VALUE, parse
 from launch.errors import WrongUsage
 from launch.hub.hf_download import model_folder

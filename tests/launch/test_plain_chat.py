@@ -14,7 +14,7 @@ from engines import LIMIT, engines_left, run
 
 from launch.chat.banner import QUESTIONS, banner
 from launch.chat.plain import PlainOutput
-from launch.command_line.model_files import check_can_chat
+from launch.command_line.checks import check_can_chat
 from launch.errors import WrongUsage
 from launch.terminal.tables import PLAIN_WIDTH
 from pipeline.assets import model_dir

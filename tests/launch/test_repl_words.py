@@ -58,9 +58,6 @@ def test_line_is_parsed_as_command_or_question(line: str, meaning: object) -> No
         ("/quit now", "no argument"),
         ("/bye now", "/bye takes no argument"),
         ("/exit now", "/exit takes no argument"),
-        ("/clear", "/reset"),
-        ("/show info", "/stats"),
-        ("/model x", "--model"),
     ],
 )
 def test_wrong_command_is_refused_in_one_line(line: str, expected: str) -> None:
@@ -99,7 +96,6 @@ def test_settings_change_and_return_to_defaults() -> None:
     ("text", "expected"),
     [
         ("topk=1", "top_k"),
-        ("n_predict 20", "did you mean max_tokens?"),
         ("temp=0.3", "did you mean temperature?"),
         ("max_tokens", "max_tokens=value"),
         ("max_tokens=0", "at least 1"),

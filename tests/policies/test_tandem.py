@@ -12,7 +12,7 @@ from policy_machine import COSTS, Machine, make_view, policy
 
 from pipeline.arrays import Phase
 from pipeline.models.routing import Softmax
-from pipeline.policies.derived_costs import MACHINES, derived
+from pipeline.policies.costs import MACHINES, derived
 from pipeline.policies.division import Divider, cuts
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Active, ModelShape, PolicyRequest, Routing
@@ -122,16 +122,8 @@ def test_where_the_host_is_faster_wherever_tiles_are_no_residency_counts() -> No
     assert divider.worthless(2, 4)
 
 
-def test_a_host_that_rested_is_left_out_sooner() -> None:
-    divider = Divider()
-    divider.use(replace(make_view(ModelShape(1, 4, 4, 2), 0), costs=replace(COSTS, wake=1e3)))
-    rows, resident = active(1, 1), np.array([4, 0], np.int32)
-    assert divider.balanced(rows, resident, 4).sides.host
-    assert not divider.balanced(rows, resident, 4, rested=True).sides.host
-
-
 def test_steps_that_are_faster_on_the_host_alone_are_found_by_the_clock() -> None:
-    costs = replace(COSTS, both=3.0)  # so that the host alone is not far behind
+    costs = replace(COSTS, device=COSTS.host, link=10.0)  # so that the host alone is not far behind
     machine = Machine(policy("tandem"), make_view(SHAPE, 4 * 20, costs), np.random.default_rng(0))
     machine.start()
     alone = []

@@ -310,14 +310,6 @@ def test_each_sides_share_begins_with_its_fixed_cost(
     assert resident.decode.link_busy == 0
 
 
-@pytest.mark.parametrize(("cut", "seconds"), [(0, 2 * 8.5), (1, 2 * (5.5 + 7)), (2, 2 * 4)])
-def test_a_layer_of_both_sides_ends_later(cut: int, seconds: float) -> None:
-    """Also where all of the device's tiles are resident."""
-    policy = Scripted(cut, placed=[(0, 0, 2), (1, 1, 2)])
-    _, outcome = run(TWO_TILES, policy, [[[0], [1]]], capacity=4, costs=replace(COSTS, both=7.0))
-    assert outcome.decode.seconds == pytest.approx(seconds)
-
-
 def test_policy_sees_what_is_ordered_and_the_backlogs() -> None:
     """At 2, the host has a tile until 5.5 and then layer 1's until 8.5, the link one until 7. Both tiles of
     (1, 1) are predicted: one moves until 12. At 10, (1, 0) is demanded, until 17; then the other moves."""
