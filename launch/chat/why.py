@@ -10,7 +10,7 @@ from rich.text import Text
 
 from launch.bench.profile import PhaseProfile
 from launch.chat.conversation import Reply
-from launch.chat.levers import LEAST_GAIN, Lever, has_workers, levers, savings, together
+from launch.chat.levers import LEAST_GAIN, Lever, has_workers, levers
 from launch.errors import WrongUsage
 from launch.terminal.format import percent, three_digits
 from launch.terminal.tables import make_grid, make_table
@@ -152,7 +152,7 @@ def _fidelity(fidelity: dict[str, Any]) -> str:
 
 
 def advice(found: list[Lever], profile: PhaseProfile) -> RenderableType:
-    """The levers, the largest gain first, and the best of them together."""
+    """The levers, the largest gain first."""
     if not found:
         return Text(f"No setting is known that would make this {percent(LEAST_GAIN)} faster.")
     table = make_grid(3)
@@ -163,25 +163,7 @@ def advice(found: list[Lever], profile: PhaseProfile) -> RenderableType:
     options = any(lever.setting.startswith("--") for lever in found)
     start = "; a setting with -- is given at the next start" if options else ""
     now = _speed(profile.seconds / profile.rows)
-    return Group(f"What would help, from {now}{start}:", table, *_combined(found, profile))
-
-
-def _combined(found: list[Lever], profile: PhaseProfile) -> list[RenderableType]:
-    chosen, seconds = together(found, profile)
-    if len(chosen) < 2:
-        return []
-    *most, last = (
-        f"{_milliseconds(saved)} by {lever.setting}"
-        for lever, saved in zip(chosen, savings(chosen, profile), strict=True)
-    )
-    now = _milliseconds(profile.seconds / profile.rows)
-    gain = _gain(seconds, any(lever.bound for lever in chosen))
-    return [
-        Text(
-            f"Together: of a token's {now}, less {', '.join(most)} and {last}, {_milliseconds(seconds)} stay:"
-            f" {gain}."
-        )
-    ]
+    return Group(f"What would help, from {now}{start}:", table)
 
 
 def _gain(seconds: float, bound: bool) -> str:

@@ -97,6 +97,15 @@ class Costs:
             per="tile",
         )
 
+    def of_tiles(self, read: float, moved: float) -> Costs:
+        """The same for tiles of `read` times the bytes, of which `moved` times as many are moved."""
+        return replace(
+            self,
+            host=tuple(seconds * read for seconds in self.host),
+            device=tuple(seconds * read for seconds in self.device),
+            link=self.link * moved,
+        )
+
     def host_seconds(self, rows: ArrayLike, tiles: ArrayLike) -> NDArray[np.float64]:
         """Seconds the worker pool needs for `tiles` tiles of an expert that `rows` rows use; the two
         broadcast. 0 rows cost nothing. Between grid points the cost of a tile is linear in the rows;
