@@ -29,7 +29,7 @@ from pipeline.calibration.summary import experts_per_token, summary
 from pipeline.calibration.windows import HELD_OUT, LANES
 from pipeline.checkpoint.open import open_model
 from pipeline.policies.calibration import Calibration
-from protocol.messages import Calibrate, Calibrating
+from protocol.messages import CALIBRATION_TOKENS, Calibrate, Calibrating
 from protocol.program import COMMAND
 from protocol.user_folders import user_folder
 from protocol.visible import visible
@@ -51,12 +51,11 @@ async def calibrate(options: Options, interrupts: Interrupts) -> int:
         _check_folder(folder)
     if "text" in written or "tokens" in written:
         path, about = await _calibrate(options, interrupts)
-        # A remote engine's answer holds the summary; the arrays are on its machine.
-        calibration = None if options.remote is not None else read(path)[0]
+        calibration = read(path)[0]
     else:
         path, calibration, about = _earlier(options)
     pictures = []
-    if folder is not None and calibration is not None:
+    if folder is not None:
         pictures = [folder / PICTURE]
         _draw(calibration, about, pictures[0])
     if "json" in written:
@@ -84,7 +83,7 @@ def _check_folder(folder: Path) -> None:
 async def _calibrate(options: Options, interrupts: Interrupts) -> tuple[Path, dict[str, Any]]:
     """The file's path on the engine's machine, and the summary."""
     written = options.written
-    most = written.get("calibrate_tokens", Calibrate.tokens)
+    most = written.get("calibrate_tokens", CALIBRATION_TOKENS)
     asked = _asked(written, most)
     asked["max_loss"] = written.get("max_loss")
     check_request(written.get("text") or written["tokens"], Calibrate(0, tokens=most, **asked))
@@ -189,9 +188,9 @@ def _draw(calibration: Calibration, about: dict[str, Any], path: Path) -> None:
     draw(path, rows, f"{model}, {tokens} tokens of text", f"{machine}, {when[:10]}", shared=False)
 
 
-def _parts(about: dict[str, Any], calibration: Calibration | None) -> Iterator[RenderableType]:
+def _parts(about: dict[str, Any], calibration: Calibration) -> Iterator[RenderableType]:
     """The calibration as a table and lines of text."""
-    if calibration is not None and len(calibration.similarity) <= MOST_LAYERS:
+    if len(calibration.similarity) <= MOST_LAYERS:
         yield from (Table(_layers(calibration), range(len(calibration.similarity))), "")
     accuracy = about["accuracy"]
     yield f"{about['model']}: {_read(about)}"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Where each command's function is, which has the command's name.
 MODULES = {
-    **{name: f"launch.{name}" for name in ("calibrate", "generate", "serve", "keys")},
+    **{name: f"launch.{name}" for name in ("calibrate", "generate", "serve")},
     **{name: f"launch.{name}.command" for name in ("chat", "stress", "bench", "doctor", "cache", "advise")},
     "score": "launch.score.command",
     "evaluate": "launch.score.evaluate",

@@ -8,9 +8,11 @@ import asyncio
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
+
+from msgspec.structs import replace
 
 from launch.bench.profile import PhaseProfile, Tree, added
 from launch.bench.prompts import Perplexity, Prompt

@@ -70,8 +70,8 @@ note: a note
 """
 
 
-def shown(calibration: Calibration | None = None, **changed: Any) -> str:
-    return render(*module._parts(ABOUT | changed, calibration))
+def shown(found: Calibration | None = None, **changed: Any) -> str:
+    return render(*module._parts(ABOUT | changed, found or calibration()))
 
 
 def test_table_of_a_calibration() -> None:
