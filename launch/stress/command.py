@@ -15,24 +15,24 @@ from pathlib import Path
 
 from launch import processes
 from launch.assets import stress_script
-from launch.chaos.plan import Chaos
+from launch.chaos.injector import Chaos
 from launch.chaos.processes import runtime_of
 from launch.command_line.options import Options
 from launch.connect.session import endpoint
 from launch.equality import Verdict, rounding_bound
 from launch.errors import WrongUsage
 from launch.stress.chaos import ChaosRun
-from launch.stress.load import Load, count_strays, run_load
+from launch.stress.load import End, Load, Outcome, count_strays, run_load
 from launch.stress.reference import Finding, alone, compare_all
 from launch.stress.report import StressRun, report
-from launch.stress.requests import End, Outcome
 from launch.stress.script import Entry, read_script
-from launch.stress.table import show_report
+from launch.stress.table import report_parts
 from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.log import hidden
 from launch.terminal.output import print_json
 from launch.terminal.progress import ProgressCounter
+from launch.terminal.tables import print_parts
 from protocol.client import Client
 from protocol.messages import Welcome
 
@@ -73,7 +73,7 @@ async def stress(options: Options, interrupts: Interrupts) -> int:
             if "json" in options.written:
                 print_json(found)
             else:
-                show_report(found)
+                print_parts(*report_parts(found))
     return 0 if found["passed"] else 1
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from launch.equality import Comparison, Verdict, compare
-from launch.stress.requests import End, Outcome, Request, ask
+from launch.stress.load import End, Outcome, Request, ask
 from protocol.client import Client
 from protocol.errors import EngineGone
 

@@ -11,9 +11,8 @@ import numpy as np
 
 from launch.equality import Verdict
 from launch.stress.chaos import ChaosRun
-from launch.stress.load import Load
+from launch.stress.load import End, Load, Outcome
 from launch.stress.reference import Finding
-from launch.stress.requests import End, Outcome
 from launch.terminal.format import count
 from protocol.messages import Welcome
 

@@ -16,16 +16,15 @@ import pytest
 from engines import Launched, launch, run
 from waiting import wait_until
 
-from launch.chaos.injector import Injector
-from launch.chaos.plan import Chaos
+from launch.chaos.injector import Chaos, Injector
 from launch.equality import QUANTIZED_BOUND, Comparison, Verdict
 from launch.stress.chaos import ChaosRun
-from launch.stress.load import Load, count_strays, run_load
+from launch.stress.load import End, Load, Outcome, Request, ask, count_strays, run_load
 from launch.stress.reference import Finding, alone, compare_all
 from launch.stress.report import ERRORS, StressRun, report
-from launch.stress.requests import End, Outcome, Request, ask
 from launch.stress.script import Entry
-from launch.stress.table import NAMES, show_report
+from launch.stress.table import NAMES, report_parts
+from launch.terminal.tables import print_parts
 from pipeline.config import EngineConfig
 from protocol.client import Client
 from protocol.messages import ChatMessage, Done, Sampling, Token, Welcome
@@ -387,7 +386,7 @@ def test_every_fault_fails_a_run_and_is_shown(fault: str, capsys: pytest.Capture
     found = report(run)
     assert not found["passed"]
     assert {name: found[name] for name in ERRORS} == {name: int(name == fault) for name in ERRORS}
-    show_report(found)
+    print_parts(*report_parts(found))
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1] == f"FAILED: 1 {NAMES[fault][0]}"
     assert "emulation: link paced to 1 GB/s" in shown
@@ -410,33 +409,3 @@ def test_report_figures() -> None:
     rates = [client["tok_s"] for client in found["fairness"]["clients"]]
     assert rates == [1.5, 1.0, None]
     assert found["fairness"]["jain"] == pytest.approx(2.5**2 / (2 * (1.5**2 + 1)))
-
-
-def test_compared_requests_and_the_others_add_up_to_those_sent(capsys: pytest.CaptureFixture[str]) -> None:
-    sampled = replace(outcome(0), request=Request("a", "p", None, 9, Sampling(1.0)))
-    outcomes = [outcome(0), outcome(end=End.CANCELLED), sampled, outcome(0, end=End.CANCELLED)]
-    findings = [Finding("a", Comparison(Verdict.EQUAL))] * 2
-    show_report(report(StressRun("s", WELCOME, BOUND, Load([outcomes], unsent=1), findings, finished=True)))
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "4 of 5 requests by 1 client" in shown
-    assert "requests 2 completed, 2 cancelled, 0 refused, 1 unsent" in shown
-    assert "alone 2 compared, 2 equal, 0 near-ties; not compared: 1 sampled, 1 cancelled before" in shown
-    assert "tok/s: of a client's completed answers, by their seconds from sending to end" in shown
-
-
-def test_many_clients_are_shown_as_three(capsys: pytest.CaptureFixture[str]) -> None:
-    load = Load([[replace(outcome(0, 1), ended=float(1 + i))] for i in range(19)] + [[]], seconds=2.0)
-    show_report(report(StressRun("s", WELCOME, BOUND, load, finished=True)))
-    shown = capsys.readouterr().out
-    rows = [line.split() for line in shown.splitlines() if line.split()[1:3] == ["1", "2"]]
-    assert [row[0] for row in rows] == ["18", "9", "0"]
-
-
-def test_refusals_and_near_ties_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    refused = outcome(end=End.REFUSED, error="too long")
-    tie = Finding("a", Comparison(Verdict.NEAR_TIE))
-    show_report(report(StressRun("s", WELCOME, BOUND, Load([[refused]]), [tie], finished=True)))
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "refused: the script's invalid requests, such as one beyond the context" in shown
-    assert f"1 near-tie: first differences where rounding decides, less than {BOUND:g} nats below" in shown
-    assert " errors 0 mismatches" in shown

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from launch.stress.report import ERRORS
-from launch.stress.table import MOST_CLIENTS, MOST_DETAILS, show_report
+from launch.stress.table import MOST_CLIENTS, MOST_DETAILS, report_parts
 from launch.terminal.format import MISSING
+from launch.terminal.tables import print_parts
 
 TIMES = {"p50": 0.0101, "p95": 0.0202, "p99": None, "max": 0.5}
 
@@ -58,7 +59,7 @@ def found(**changed: Any) -> dict[str, Any]:
 @pytest.fixture
 def shown(capsys: pytest.CaptureFixture[str]):
     def show(**changed: Any) -> str:
-        show_report(found(**changed))
+        print_parts(*report_parts(found(**changed)))
         lines = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
         return "\n".join(lines)
 
