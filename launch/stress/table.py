@@ -162,7 +162,8 @@ def chaos_parts(chaos: dict[str, Any]) -> Iterator[RenderableType]:
     if together:
         yield (
             f"in {together} of these {kills} every worker had been killed or stopped within"
-            f" {DOWN_SECONDS:g} s before the kill or until the token: answers then wait for the first worker to be up again"
+            f" {DOWN_SECONDS:g} s before the kill or until the token: answers then wait for the first worker"
+            " to be up again"
         )
     for role, times in (chaos["recovery"] or {}).items():
         if deaths := chaos["respawns"][role]:
