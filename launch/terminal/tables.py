@@ -173,8 +173,11 @@ def _titled(columns: Sequence[tuple[str, bool]], gap: int, title: str) -> table.
 
 def grid(rows: Iterable[Sequence[RenderableType]], gap: int = 2) -> table.Table:
     """Rows of equally many cells without titles; the last column wraps, the others do not."""
+    made = table.Table.grid(padding=(0, gap, 0, 0))
     lines = list(rows)
-    made = make_grid(len(lines[0]) if lines else 1, gap)
+    for _ in lines[0][:-1] if lines else ():
+        made.add_column(no_wrap=True)
+    made.add_column(overflow="fold")
     for line in lines:
         made.add_row(*line)
     return made
@@ -212,12 +215,3 @@ def render(*parts: RenderableType, max_width: int = MAX_WIDTH) -> str:
 def print_parts(*parts: RenderableType) -> None:
     """Print what `render` makes of `parts`."""
     show(render(*parts), rendered=True)
-
-
-def make_grid(columns: int, gap: int = 2) -> table.Table:
-    """An empty `grid` of so many columns, for rows that are added one by one."""
-    made = table.Table.grid(padding=(0, gap, 0, 0))
-    for _ in range(columns - 1):
-        made.add_column(no_wrap=True)
-    made.add_column(overflow="fold")
-    return made
