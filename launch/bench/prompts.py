@@ -86,11 +86,11 @@ async def _read(client: Client, text: bytes, length: int) -> Prompt:
         size = min(largest, BYTES_PER_TOKEN * (length - len(ids)) + SPECIAL_TOKENS)
         piece = text[position : position + size].decode("utf-8", "ignore")  # cut within a character
         position = (position + len(piece.encode())) % len(text)
-        found: list[int] = []
+        more: list[int] = []
         async for block in client.score(text=piece):
-            found += block.tokens.tolist()
+            more += block.tokens.tolist()
         # a beginning-of-text token is kept in front of the first piece only
-        ids += found[1:] if ids and len(found) > 1 and found[0] == ids[0] else found
+        ids += more[1:] if ids and len(more) > 1 and more[0] == ids[0] else more
     return tuple(ids[:length])
 
 

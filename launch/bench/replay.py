@@ -73,15 +73,15 @@ async def replay(options: Options, interrupts: Interrupts) -> int:
                 await asyncio.sleep(0)  # lets the event loop handle a Ctrl-C
             bar.count()
     reports = [(settings, replays.report()) for settings, replays in points]
-    found: ReplayReport | SweepReport = reports[0][1]
+    report: ReplayReport | SweepReport = reports[0][1]
     if "sweep" in written:
-        found = SweepReport(axes(written), [Point(*each) for each in reports])
+        report = SweepReport(axes(written), [Point(*each) for each in reports])
     if "json" in written:
-        print_json(found.to_json(), detail="detail" in written)
+        print_json(report.to_json(), detail="detail" in written)
     else:
-        print_parts(*found.parts())
-    if isinstance(found, SweepReport) and "plot" in written:
-        found.draw(written["plot"])
+        print_parts(*report.parts())
+    if isinstance(report, SweepReport) and "plot" in written:
+        report.draw(written["plot"])
     return 0
 
 
@@ -336,11 +336,12 @@ def _calibration(header: Header, first: bool) -> Calibration | None:
     if not path.exists():
         return None
     try:
-        found = load(path)
+        calibration = load(path)
     except CalibrationError as e:
         log.warning(f"warning: {e}")
         return None
-    if found.decode_counts.shape != (header.shape.layers, header.shape.experts):
+    if calibration.decode_counts.shape != (header.shape.layers, header.shape.experts):
         raise WrongUsage(f"{path} calibrates a model of another shape than the trace's")
-    found = replace(found, mlp_inner=None, mlp_outer=None, mlp_accuracy=None)  # traces hold no probe of them
-    return found if first else replace(found, first_gate=None)
+    # traces hold no probe of the MLPs
+    calibration = replace(calibration, mlp_inner=None, mlp_outer=None, mlp_accuracy=None)
+    return calibration if first else replace(calibration, first_gate=None)

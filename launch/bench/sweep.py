@@ -83,7 +83,7 @@ class SweepReport:
 
     @property
     def reports(self) -> list[Compared]:
-        """Those of the settings that were measured."""
+        """The reports of the settings that were measured."""
         return [point.report for point in self.points if point.report is not None]
 
     @property
@@ -162,10 +162,10 @@ class Comparison:
 
 def combinations(options: Options) -> Iterator[tuple[dict[str, Any], Options]]:
     """Every combination of the swept settings, and the command line with it. Raises WrongUsage."""
-    found = axes(options.written)
-    swept = [axis for axis in found if axis.is_setting]
+    every = axes(options.written)
+    swept = [axis for axis in every if axis.is_setting]
     # the policies' options stay: Options.policies makes further policies of them
-    rest = [f"{axis.name}={','.join(axis.values)}" for axis in found if not axis.is_setting]
+    rest = [f"{axis.name}={','.join(axis.values)}" for axis in every if not axis.is_setting]
     for values in product(*(axis.values for axis in swept)):
         settings = {axis.name: value for axis, value in zip(swept, values, strict=True)}
         given = {SETTINGS[name][0]: value for name, value in settings.items()}
@@ -174,17 +174,17 @@ def combinations(options: Options) -> Iterator[tuple[dict[str, Any], Options]]:
 
 def comparisons(options: Options) -> list[Comparison]:
     """All, with an engine that is large enough for each. Raises WrongUsage; UsageError as BenchPlan.of."""
-    found = list(combinations(options))
+    pairs = list(combinations(options))
     if not options.connect:
-        found = _in_one_size(found)
+        pairs = _in_one_size(pairs)
     # perplexities, unless asked for: they would take most of the time
-    found = [(of, replace(o, written={"ppl_tokens": 0} | o.written)) for of, o in found]
-    return [Comparison(of, each, BenchPlan.of(each)) for of, each in found]
+    pairs = [(of, replace(o, written={"ppl_tokens": 0} | o.written)) for of, o in pairs]
+    return [Comparison(of, each, BenchPlan.of(each)) for of, each in pairs]
 
 
-def _in_one_size(found: Sequence[tuple[dict[str, Any], Options]]) -> list[tuple[dict[str, Any], Options]]:
+def _in_one_size(pairs: Sequence[tuple[dict[str, Any], Options]]) -> list[tuple[dict[str, Any], Options]]:
     """The same engine for every batch and length, so that only the cache's size needs another one."""
-    written = [options.written for _, options in found]
+    written = [options.written for _, options in pairs]
     batches = [given.get("batch", 1) for given in written]
     longest = [
         max(given.get("prompt_len", 128) + given.get("gen_len", 64), WARM_UP_PROMPT + WARM_UP_NEW)
@@ -194,7 +194,7 @@ def _in_one_size(found: Sequence[tuple[dict[str, Any], Options]]) -> list[tuple[
     if max(batches) > EngineConfig.max_sequences:
         blocks = max(b * -(-tokens // KV_BLOCK) for b, tokens in zip(batches, longest, strict=True))
         size["kv_tokens"] = blocks * KV_BLOCK
-    return [(of, replace(options, written=size | options.written)) for of, options in found]
+    return [(of, replace(options, written=size | options.written)) for of, options in pairs]
 
 
 async def sweep(options: Options, interrupts: Interrupts) -> int:
@@ -217,13 +217,13 @@ async def sweep(options: Options, interrupts: Interrupts) -> int:
                     try:
                         with bar:
                             await check(client, each.plan, each.options)
-                            found = await compare(client, each.plan, each.options, changes, bar, where)
+                            compared = await compare(client, each.plan, each.options, changes, bar, where)
                     except (WrongUsage, RequestFailed) as e:
                         if isinstance(e, RequestFailed) and not e.usage:
                             raise
                         report.points.append(Point(each.settings, None, str(e)))
                         continue
-                    report.points.append(Point(each.settings, found))
+                    report.points.append(Point(each.settings, compared))
     except (Exception, asyncio.CancelledError):
         report.interrupted = True
         if report.reports:

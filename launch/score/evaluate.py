@@ -55,7 +55,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Of n items."""
+    """How many of n items were answered right."""
 
     items: int
     right: int
@@ -63,7 +63,7 @@ class Accuracy:
 
     @classmethod
     def of(cls, items: Sequence[Item], answers: Answers, kind: str | None = None) -> Accuracy:
-        """Of the items of this kind, or of all."""
+        """Count the items of this kind, or all."""
         wanted = [i for i, item in enumerate(items) if kind is None or item.kind == kind]
         right = [
             sum(given[i] == items[i].answer for i in wanted) for given in (answers.chosen, answers.per_byte)
@@ -123,10 +123,10 @@ async def evaluate(options: Options, interrupts: Interrupts) -> int:
 async def _engine(
     options: Options, interrupts: Interrupts
 ) -> AsyncIterator[tuple[Client, list[PolicyChanged]]]:
-    """As `session`; without --policy no policy is set, and a client needs no right."""
+    """Yields what `session` does; without --policy no policy is set, and a client needs no right."""
     if options.policies():
-        async with session(options, interrupts) as found:
-            yield found
+        async with session(options, interrupts) as both:
+            yield both
         return
     async with connected(options, interrupts) as client:
         changes: list[PolicyChanged] = []
@@ -150,10 +150,10 @@ def _named(path: Path, item: Item) -> Iterator[None]:
 
 
 async def _tokens(client: Client, text: str) -> list[int]:
-    found: list[int] = []
+    tokens: list[int] = []
     async for block in client.score(text=text):
-        found += block.tokens.tolist()
-    return found
+        tokens += block.tokens.tolist()
+    return tokens
 
 
 async def _answers(

@@ -120,8 +120,8 @@ class ChaosRun:
             "kills_measured": len(first),  # during an answer that went on
             "kills_with_all_workers_down": together,  # of these
             "respawns": {
-                role: found["deaths"] - self.before["recovery"].get(role, {"deaths": 0})["deaths"]
-                for role, found in self.after.get("recovery", {}).items()
+                role: times["deaths"] - self.before["recovery"].get(role, {"deaths": 0})["deaths"]
+                for role, times in self.after.get("recovery", {}).items()
             },
             "recovery": self.after.get("recovery"),
             "whole_after_s": self.recovered_after,

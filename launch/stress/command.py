@@ -69,12 +69,12 @@ async def stress(options: Options, interrupts: Interrupts) -> int:
                 await _run(run, where, client, entries, chaos)
             run.finished = True
         finally:
-            found = report(run)
+            summary = report(run)
             if "json" in options.written:
-                print_json(found)
+                print_json(summary)
             else:
-                print_parts(*report_parts(found))
-    return 0 if found["passed"] else 1
+                print_parts(*report_parts(summary))
+    return 0 if summary["passed"] else 1
 
 
 def _check_model(welcome: Welcome, entries: list[Entry], path: Path) -> None:

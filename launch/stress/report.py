@@ -88,8 +88,8 @@ def report(run: StressRun) -> dict[str, Any]:
 
 def _details(run: StressRun) -> dict[str, list[str]]:
     def ended(*ends: End) -> list[str]:
-        found = (outcome for outcome in run.load.all if outcome.end in ends)
-        return [f"{outcome.request.label}: {outcome.error}" for outcome in found]
+        outcomes = (outcome for outcome in run.load.all if outcome.end in ends)
+        return [f"{outcome.request.label}: {outcome.error}" for outcome in outcomes]
 
     def judged(verdict: Verdict) -> list[str]:
         return [str(finding) for finding in run.findings if finding.verdict is verdict]
