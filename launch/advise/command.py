@@ -15,13 +15,13 @@ from launch.advise.report import Report
 from launch.advise.routing import drawn, recorded
 from launch.advise.search import CURVE, DRAWN, Search, fitting
 from launch.bench.plan import requested_policies
-from launch.bench.plot import check_picture
 from launch.command_line.checks import check_engine
 from launch.command_line.options import Options
 from launch.errors import WrongUsage
 from launch.forecast import RecordedText, Sizes, sizes_of
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
+from launch.terminal.plot import check_picture
 from launch.terminal.progress import ProgressCounter
 from pipeline.assets import model_dir
 from pipeline.checkpoint.model_source import ModelSource

@@ -12,12 +12,10 @@ from rich.text import Text
 
 from launch.advise.hardware import Hardware
 from launch.advise.search import Advice, Fitting, best_of
-from launch.bench.profile_table import policy_name
-from launch.bench.replay_report import ASSUMPTION
-from launch.bench.result import merged_notes
+from launch.bench.replay import ASSUMPTION
 from launch.forecast import Estimate, RecordedText
-from launch.terminal.format import MISSING, alike, count, model_name, percent, three_digits
-from launch.terminal.tables import make_table, render
+from launch.terminal.format import MISSING, alike, count, merged_notes, model_name, percent, three_digits
+from launch.terminal.tables import make_table, policy_name, render
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import EngineConfig
 from shm.segment import SHM_FOLDER, byte_size

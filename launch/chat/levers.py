@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from launch.bench.profile import PhaseProfile
 from launch.forecast import TokenTime, format_bytes
-from launch.phase_profile import PhaseProfile
 from pipeline.assets import model_dir
 from protocol.messages import Welcome
 from protocol.program import PROGRAM

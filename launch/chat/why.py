@@ -8,12 +8,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from launch.bench.profile import PhaseProfile
 from launch.chat.conversation import Reply
 from launch.chat.levers import LEAST_GAIN, Lever, has_workers, levers
 from launch.errors import WrongUsage
-from launch.phase_profile import PhaseProfile
 from launch.terminal.format import percent, three_digits
-from launch.terminal.tables import make_grid, make_table
+from launch.terminal.tables import grid, make_table
 from protocol.messages import Welcome
 from shm.segment import byte_size
 
@@ -155,15 +155,14 @@ def advice(found: list[Lever], profile: PhaseProfile) -> RenderableType:
     """The levers, the largest gain first."""
     if not found:
         return Text(f"No setting is known that would make this {percent(LEAST_GAIN)} faster.")
-    table = make_grid(3)
-    for lever in found:
-        table.add_row(
-            Text(lever.setting, "bold"), _gain(lever.seconds, lever.bound), Text(lever.effect, "dim")
-        )
+    rows = [
+        (Text(lever.setting, "bold"), _gain(lever.seconds, lever.bound), Text(lever.effect, "dim"))
+        for lever in found
+    ]
     options = any(lever.setting.startswith("--") for lever in found)
     start = "; a setting with -- is given at the next start" if options else ""
     now = _speed(profile.seconds / profile.rows)
-    return Group(f"What would help, from {now}{start}:", table)
+    return Group(f"What would help, from {now}{start}:", grid(rows))
 
 
 def _gain(seconds: float, bound: bool) -> str:
