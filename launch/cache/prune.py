@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launch.cache.entries import UNKNOWN, Entry, writer_of
-from pipeline.calibration import file as calibration_file
 from protocol.sockets import runtime_root
 from shm.cache_lease import unused_entry
 from shm.cache_record import remove_empty
@@ -61,6 +60,4 @@ def remove(entry: Entry) -> bool:
 
 def _unlink(entry: Entry) -> None:
     entry.path.unlink(missing_ok=True)
-    if entry.kind == "calibration":
-        entry.path.with_name(calibration_file.READABLE).unlink(missing_ok=True)
     remove_empty(entry.path.parent)

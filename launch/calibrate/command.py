@@ -19,9 +19,8 @@ from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from launch.terminal.progress import ProgressDisplay
 from pipeline.assets import model_dir
-from pipeline.calibration.file import calibration_path, read
-from pipeline.calibration.summary import summary
-from pipeline.calibration.windows import HELD_OUT, LANES
+from pipeline.calibration.file import calibration_path, read, summary
+from pipeline.calibration.lanes import HELD_OUT, LANES
 from pipeline.checkpoint.open import open_model
 from pipeline.policies.calibration import Calibration
 from protocol.messages import Calibrate, Calibrating

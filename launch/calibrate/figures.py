@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from launch.command_line.checks import check_extra
 from launch.errors import OutputFailed, WrongUsage
 from launch.terminal.format import percent
-from pipeline.calibration.summary import mean_accuracy
+from pipeline.calibration.file import mean_accuracy
 from pipeline.policies.calibration import Calibration
 from shm.atomic_file import SHARED, atomic_file, check_creatable
 
@@ -50,7 +50,6 @@ def draw(calibration: Calibration, about: dict[str, Any], folder: Path) -> list[
         "activations": lambda plot: _activations(plot, calibration),
         "accuracy": lambda plot: _accuracy(plot, calibration, about),
         "similarity": lambda plot: _similarity(plot, calibration),
-        "prefetch": (lambda plot: _prefetch(plot, about["prefetch"])) if about.get("prefetch") else None,
         "sensitivity": None
         if calibration.sensitivity is None
         else lambda plot: _sensitivity(plot, calibration),
@@ -171,37 +170,6 @@ def _similarity(plot: Any, calibration: Calibration) -> Any:
     return figure
 
 
-def _prefetch(plot: Any, prefetch: dict[str, Any]) -> Any:
-    """DALI's tables 2 and 5, over its table 8."""
-    rows, cosines = prefetch["rows"], prefetch["cosines"]
-    layers = range(1, len(cosines["raw"]) + 1)
-    figure, (above, below) = _figure(plot, 2, 1, (6.6, 7.6))
-    for axes in (above, below):
-        _tidy(axes)
-    for name, kind in (("raw", "router"), ("residual", "with the residual")):
-        style = {"color": COLORS[name], "markersize": 4}
-        for top, marker, line in zip(prefetch["top"], "osD^", ("-", "--", ":", "-."), strict=False):
-            at = prefetch["top"].index(top)
-            shares = [100 * by_top[at] for by_top in prefetch["accuracy"][name]]
-            above.plot(rows, shares, marker + line, label=f"top {top}, {kind}", **style)
-        mean = float(np.mean(cosines[name]))
-        below.plot(layers, cosines[name], "o-", label=f"{kind}: {mean:.3f} on average", **style)
-    above.set_xscale("log", base=2)
-    above.set_xticks(rows, [str(size) for size in rows])
-    above.set_xlabel("rows of a batch", fontsize=9, color=INK)
-    above.set_ylim(0, 102)
-    above.set_ylabel("experts predicted, %", fontsize=9, color=INK)
-    _title(above, "The experts of most tokens in the next layer, by size of the batch (DALI)")
-    below.set_xticks([layer for layer in _ticks(len(layers) + 1) if layer])
-    below.set_ylim(min(0.0, *map(min, cosines.values())), 1.02)
-    below.set_xlabel("layer", fontsize=9, color=INK)
-    below.set_ylabel("cosine similarity", fontsize=9, color=INK)
-    _title(below, "The predicting input and the layer's own, raw and with the mean residual added")
-    above.legend(fontsize=8, frameon=False, ncols=2, loc="lower right")
-    below.legend(fontsize=8, frameon=False, loc="lower right")
-    return figure
-
-
 def _sensitivity(plot: Any, calibration: Calibration) -> Any:
     """AdapMoE's sensitivities, and below them the experts per token under its gate."""
     sensitivity, needed = calibration.sensitivity, calibration.needed
@@ -220,7 +188,7 @@ def _sensitivity(plot: Any, calibration: Calibration) -> Any:
     return figure
 
 
-def _needed(axes: Any, needed: NDArray[np.float32], threshold: float | None) -> None:
+def _needed(axes: Any, needed: NDArray[np.float64], threshold: float | None) -> None:
     """Stacked shares of the tokens by the number of experts they use."""
     layers, most = needed.shape[0], needed.shape[1] - 1
     below = np.zeros(layers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from rich.table import Table
@@ -12,7 +11,7 @@ from rich.text import Text
 
 from launch.terminal import tables
 from launch.terminal.format import MISSING, percent
-from pipeline.calibration.summary import batched_accuracy, experts_per_token
+from pipeline.calibration.file import experts_per_token
 from pipeline.policies.calibration import Calibration
 from protocol.program import COMMAND
 from protocol.visible import visible
@@ -31,9 +30,7 @@ def render(
     """`engine`: the options by which other commands use this model, each with a space before it."""
     parts: list[Table | Text] = []
     if calibration is not None and len(calibration.similarity) <= MOST_ROWS:
-        parts += [_layers(calibration, found.get("prefetch")), Text()]
-    if prefetch := found.get("prefetch"):
-        parts += [*_batches(prefetch), Text()]
+        parts += [_layers(calibration), Text()]
     text = tables.render(*parts, _means(found), *(Text(f"note: {note}") for note in found["notes"]))
     # Paths are not wrapped, so that they can be copied.
     files = [f"saved: {path}\n", *(f"figure: {picture}\n" for picture in pictures)]
@@ -43,37 +40,25 @@ def render(
     return text + visible("".join([*files, then]))
 
 
-def _layers(calibration: Calibration, prefetch: dict[str, Any] | None) -> Table:
-    names = ("router", "residual", "router", "residual", "prefill ~", "sensitivity", "experts")
-    units = ("predicts", "predicts", "cosine", "cosine", "decode", "of the loss", "per token")
+def _layers(calibration: Calibration) -> Table:
+    names = ("router", "residual", "prefill ~", "sensitivity", "experts")
+    units = ("predicts", "predicts", "decode", "of the loss", "per token")
     headings = [f"{name}\n{unit}" for name, unit in zip(names, units, strict=True)]
     table = tables.make_table(numbers=("\nlayer", *headings))
     raw, residual, first = (calibration.accuracy[name] for name in ("raw", "residual", "first"))
     used = None if calibration.needed is None else experts_per_token(calibration.needed)
     for layer, similarity in enumerate(calibration.similarity):
         predicted = [percent(accuracy[layer], 1) for accuracy in (raw, residual)]
-        cosines = [MISSING] * len(PREDICTORS)
-        if layer and prefetch:
-            cosines = [f"{prefetch['cosines'][name][layer - 1]:.3f}" for name in PREDICTORS]
         if layer == 0:
             predicted = [MISSING if calibration.first_gate is None else f"*{percent(first[0], 1)}", MISSING]
         table.add_row(
             str(layer),
             *predicted,
-            *cosines,
             f"{similarity:.3f}",
             MISSING if calibration.sensitivity is None else f"{calibration.sensitivity[layer]:.1e}",
             MISSING if used is None else f"{used[layer]:.2f}",
         )
     return table
-
-
-def _batches(prefetch: dict[str, Any]) -> list[Text | Table]:
-    heading = "A batch's experts of most tokens, predicted: by the router, with the residual"
-    table = tables.make_table(numbers=("rows", *(f"top {top}" for top in prefetch["top"])))
-    for rows, pairs in batched_accuracy(prefetch):
-        table.add_row(str(rows), *(", ".join(percent(share, 1) for share in pair) for pair in pairs))
-    return [Text(heading), table]
 
 
 def _means(found: dict[str, Any]) -> Text:
@@ -83,8 +68,7 @@ def _means(found: dict[str, Any]) -> Text:
         *_hits(found.get("hits") or {}),
         f"next layer's experts predicted: {percent(accuracy['raw'], 1)} by its router on this layer's input,"
         f" {percent(accuracy['residual'], 1)} with the mean residual added",
-        *_corrected(accuracy.get("mlp"), found.get("channels") or {}),
-        *_cosines(found.get("prefetch")),
+        *_corrected(accuracy.get("mlp")),
         f"first layer's experts (*) predicted from the previous token by a trained gate:"
         f" {percent(accuracy['first'], 1)}",
         f"similarity of expert activations in prefill and decode (cosine): {found['similarity']:.3f}",
@@ -112,27 +96,11 @@ def _bounded(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _corrected(accuracy: float | None, channels: dict[str, Any]) -> list[str]:
-    """FloE's two predictors."""
-    lines = []
-    if accuracy is not None:
-        lines.append(
-            f"the same with the first layers' routers corrected by trained MLPs (--set"
-            f" POLICY.prediction=mlp): {percent(accuracy, 1)}"
-        )
-    if channels:
-        lines.append(
-            f"of the {percent(channels['kept'])} of an expert's channels with the largest |u|,"
-            f" {percent(fmean(channels['recall']), 1)} are named by the layer before"
-        )
-    return lines
-
-
-def _cosines(prefetch: dict[str, Any] | None) -> list[str]:
-    if not prefetch:
+def _corrected(accuracy: float | None) -> list[str]:
+    """FloE's predictor, if it was trained."""
+    if accuracy is None:
         return []
-    raw, residual = (f"{fmean(prefetch['cosines'][name]):.3f}" for name in PREDICTORS)
-    return [f"cosine of a layer's input to the next one's: {raw}, {residual} with the mean residual added"]
+    return [f"the same with the first layers' routers corrected by trained MLPs: {percent(accuracy, 1)}"]
 
 
 def _read(found: dict[str, Any]) -> str:

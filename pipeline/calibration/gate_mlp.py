@@ -22,7 +22,7 @@ from torch.nn import functional
 from pipeline.arrays import FloatArray, Phase
 from pipeline.engine.driver import LayerDecision
 from pipeline.policies.calibration import Floats
-from pipeline.policies.view import ModelShape, Routing
+from pipeline.policies.view import ModelShape
 
 LAYERS = 3  # that are predicted so: 1 to 3
 WIDTH = 512
@@ -30,8 +30,6 @@ HELD_OUT = 0.2  # share of the rows: the last ones, because neighbours in a text
 BATCH = 256  # rows of a step
 RATE, DECAY = 1e-3, 0.05  # of AdamW
 EPOCHS, PATIENCE = 40, 4  # at most, and without a better divergence on the held-out rows
-
-Router = Callable[[FloatArray], Routing]
 
 
 def predicted_layers(shape: ModelShape) -> int:
@@ -138,39 +136,3 @@ def train_mlp(
                 divergence(rows).backward()  # type: ignore[no-untyped-call]
                 optimiser.step()
     return (best_inner * scale).numpy(), best.numpy()
-
-
-class MlpAccuracy:
-    """An observer that counts the experts that tokens use in the predicted layers, and how many of them are
-    among as many that the corrected gate names."""
-
-    def __init__(self, shape: ModelShape, router: Router, mlps: GateMlps) -> None:
-        self._router, self._mlps, self._layers = router, mlps, predicted_layers(shape)
-        self._named: Routing
-        self._hits, self._asked = np.zeros((2, self._layers))
-
-    def probes(self, layer: int) -> tuple[int, ...]:
-        return (layer + 1,) if layer < self._layers else ()
-
-    def begin(self, phase: Phase, sequences: tuple[int, ...]) -> None:
-        """Rows of all phases count."""
-
-    def layer(self, decision: LayerDecision[object], x: FloatArray) -> None:
-        layer = decision.layer
-        if 0 < layer <= self._layers:
-            routing = decision.gated.router_routing
-            used = np.where(routing.weights != 0, routing.experts, -1)
-            found = (used[:, :, None] == self._named.experts[:, None, :]).any(axis=2)
-            self._hits[layer - 1] += np.count_nonzero(found)
-            self._asked[layer - 1] += np.count_nonzero(used >= 0)
-        if layer < self._layers:
-            ahead = decision.signals.probes[layer + 1]
-            self._named = self._router(ahead + self._mlps.logits(layer + 1, x))
-
-    def end(self) -> None:
-        """Each layer was counted when it was observed."""
-
-    def accuracy(self) -> Floats:
-        """[P], of the layers 1 to P."""
-        shares: Floats = (self._hits / np.maximum(self._asked, 1)).astype(np.float32)
-        return shares

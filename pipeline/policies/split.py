@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import IntArray
-from pipeline.policies.calibration import Calibration
 from pipeline.policies.options import Choice, Real
 from pipeline.policies.parts import STAY, Expert, Moves, Parts, Replacement
 from pipeline.policies.room import Room, evenly
@@ -179,13 +178,6 @@ class Split(Replacement):
 
     def join(self, parts: Parts) -> None:
         self._predictor = parts.prediction.predictor
-
-    def missing(self, calibration: Calibration | None) -> str:
-        if missing := super().missing(calibration):
-            return missing
-        if self.needs_calibration and calibration is not None and not calibration.hit_rates:
-            return "a calibration with hit rates, which this model's older one lacks"
-        return ""
 
     def notes(self, view: View) -> tuple[str, ...]:
         if view.shape.tiles > 1 or self._theta == 1:

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from pipeline.arrays import FloatArray
-from pipeline.calibration.channel_recall import KEPT, ChannelRecall
-from pipeline.calibration.gate_mlp import WIDTH, GateMlps, GatePairs, MlpAccuracy, predicted_layers, train_mlp
+from pipeline.calibration.gate_mlp import WIDTH, GateMlps, GatePairs, predicted_layers, train_mlp
 from pipeline.engine.driver import LayerDecision
 from pipeline.policies.view import Gated, ModelShape, Routing, Signals
 
@@ -122,41 +121,3 @@ def test_pairs_are_of_neighbouring_layers_and_the_same_tokens(
 
 def test_a_model_of_one_layer_has_no_mlp() -> None:
     assert GatePairs(ModelShape(1, 6, 2, 2), 1).train(0, lambda: None) is None
-
-
-def test_accuracy_is_that_of_the_corrected_gate() -> None:
-    random = np.random.default_rng(9)
-    inner, outer = (
-        random.standard_normal(shape).astype(np.float32)
-        for shape in ((2, WIDTH, HIDDEN), (2, SHAPE.experts, WIDTH))
-    )
-    mlps, taken = GateMlps(inner, outer), steps(3, 7)
-    counted = MlpAccuracy(SHAPE, router, mlps)
-    for x, own, ahead in taken:
-        step(counted, x, own, ahead)
-    wanted = [
-        np.mean([named(ahead[at] + mlps.logits(at, x[at - 1]), own[at]) for x, own, ahead in taken])
-        for at in (1, 2)
-    ]
-    np.testing.assert_allclose(counted.accuracy(), wanted, rtol=1e-6)
-
-
-def test_channel_recall_is_of_the_layer_befores_input() -> None:
-    random = np.random.default_rng(2)
-    channels = 40
-    up = random.standard_normal((SHAPE.layers, SHAPE.experts, channels, HIDDEN)).astype(np.float32)
-    found = ChannelRecall(SHAPE, lambda layer, expert, x: x @ up[layer, expert].T)
-    taken = steps(3, 4)
-    hits = np.zeros((SHAPE.layers, 2))
-    for x, own, ahead in taken:
-        step(found, x, own, ahead)
-        for layer in (1, 2):
-            for row, experts in enumerate(router(own[layer]).experts):
-                for expert in experts:
-                    early, right = (
-                        set(np.argsort(-np.abs(up[layer, expert] @ x[at][row]))[: round(KEPT * channels)])
-                        for at in (layer - 1, layer)
-                    )
-                    hits[layer] += len(early & right), len(right)
-    assert found.measured()["recall"] == pytest.approx((hits[1:, 0] / hits[1:, 1]).tolist())
-    assert ChannelRecall(SHAPE, lambda *_: np.zeros((1, 4), np.float32)).measured() == {}

@@ -250,7 +250,7 @@ def test_figures_leave_out_what_was_not_measured(tmp_path: Path, drawn: Drawn) -
     assert [*found] == ["the layer's router", "the same"]
     assert drawn["2.png"].axes[0].get_xticks().tolist() == [*range(0, 40, 4)]
     assert drawn["2.png"].axes[0].get_ylim()[0] == pytest.approx(0.9 - 3.9)  # a negative cosine
-    known = calibration(1, needed=None)
+    known = calibration(1)
     figures.draw(known, about, tmp_path)
     assert len(drawn["7.png"].axes) == 1  # the sensitivity without the gate's experts
 
@@ -282,9 +282,7 @@ def test_table_of_a_calibration() -> None:
     assert "--policy all-host,fiddler,adapmoe " in gated
     assert "threshold" not in text
     older = {name: value for name, value in found.items() if name != "prefetch"}
-    unknown = render(
-        Path("/c"), older, calibration(sensitivity=None, needed=None, first_gate=None), [], ""
-    ).splitlines()
+    unknown = render(Path("/c"), older, calibration(sensitivity=None, first_gate=None), [], "").splitlines()
     assert [line.split() for line in unknown if line.strip()[:2] == "0 "] == [
         ["0", "-", "-", "-", "-", "0.900", "-", "-"]
     ]

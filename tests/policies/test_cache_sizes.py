@@ -92,7 +92,7 @@ def test_missing_calibration_parts_are_named() -> None:
     assert view.calibration is not None
     with pytest.raises(PolicyError, match="calibrate --text FILE"):
         policy("adapmoe").placement(replace(view, calibration=None))
-    ungated = replace(view, calibration=replace(view.calibration, sensitivity=None, needed=None))
+    ungated = replace(view, calibration=replace(view.calibration, sensitivity=None))
     with pytest.raises(PolicyError, match="gate=own"):
         policy("adapmoe").placement(ungated)
     assert sum(layer_sizes(ungated, 64, UNGATED)) == 64

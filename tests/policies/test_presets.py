@@ -412,7 +412,7 @@ def test_missing_calibration_is_named_with_the_way_without(name, options, words)
 def test_missing_calibration_parts_are_named_with_the_way_without() -> None:
     shape = ModelShape(layers=2, experts=8, tiles=2, top_k=2)
     calibration = make_calibration(shape, np.random.default_rng(0))
-    calibration = replace(calibration, sensitivity=None, needed=None, threshold=None, first_gate=None)
+    calibration = replace(calibration, sensitivity=None, threshold=None, first_gate=None)
     view = replace(make_view(shape, 16), calibration=calibration)
     with pytest.raises(PolicyError, match=r"a calibration with sensitivities: .* --set adapmoe\.gate=own"):
         make("adapmoe").placement(view)
