@@ -27,7 +27,7 @@ from pipeline.assets import model_dir
 from protocol.answer import Answer
 from protocol.client import Client
 from protocol.errors import RequestFailed
-from protocol.messages import ChatMessage, Generate, Sampling, Token
+from protocol.messages import MAX_TOKENS, ChatMessage, Generate, Sampling, Token
 
 log = logging.getLogger("tandem")
 
@@ -120,7 +120,7 @@ def _finish(options: Options, answer: Answer, tokens: list[Token], client: Clien
     stats = {} if answer.done is None else answer.done.stats
     if "json" not in options.written:
         show(last + "\n")
-        most = options.written.get("max_tokens", Generate.max_tokens)
+        most = options.written.get("max_tokens", MAX_TOKENS)
         length = "; --max-tokens reached" if len(tokens) == most else "; the context is full"
         end = {"cancelled": "; cancelled", "length": length}
         print(f"[tandem] {_speed(len(tokens), stats)}{end.get(reason, '')}", file=sys.stderr)

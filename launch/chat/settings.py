@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import structs
+
 from launch.command_line.values import above, at_least, between, nearest
 from launch.errors import WrongUsage
 from pipeline.errors import RequestError
@@ -36,7 +38,7 @@ class AnswerSettings:
         """A copy in which one of KEYS has this value."""
         if key in _OWN:
             return replace(self, **{key: value})
-        return replace(self, sampling=replace(self.sampling, **{key: value}))
+        return replace(self, sampling=structs.replace(self.sampling, **{key: value}))
 
     def without_effect(self) -> list[str]:
         """A message that names the settings without effect at the present temperature, if any."""

@@ -13,6 +13,8 @@ from pathlib import Path
 from platform import python_version
 from typing import Any, NoReturn
 
+from msgspec import structs
+
 from launch.command_line.sweep import axes
 from launch.command_line.table import COMMANDS, DRAWING, REPLAY, TABLE, Option
 from launch.command_line.values import nearest
@@ -26,7 +28,7 @@ OPTIONS = [option for group in TABLE.values() for option in group]
 BY_SPELLING = {s: option for option in OPTIONS for s in (option.spelled, option.short) if s.startswith("-")}
 UNKNOWN = re.compile(r"--?[^\W\d]\S*$")  # an option, unless it is known; else a negative number or a text
 CONFIG_FIELDS = {f.name for f in fields(EngineConfig)}
-SAMPLING_FIELDS = {f.name for f in fields(Sampling)}
+SAMPLING_FIELDS = set(Sampling.__struct_fields__)
 RANDOM_OPTIONS = {"top_k", "top_p", "min_p"}  # how to choose at random: without effect at temperature 0
 COMPARING = {"bench", "evaluate", "advise"}  # commands that take several policies
 NEEDING = {"generate": "prompt", "score": "text", "calibrate": "text"}  # a command: what it cannot be without
@@ -55,19 +57,13 @@ class Options:
         return self.written.get("connect") or None
 
     @property
-    def remote(self) -> str | None:
-        """The endpoint, where --connect gives one instead of a name."""
-        name = self.connect_name
-        return name if name is not None and "://" in name else None
-
-    @property
     def log_level(self) -> str:
         otherwise = "info" if "verbose" in self.written else "notice"
         return str(self.written.get("log_level", otherwise)).upper()
 
     def sampling(self, otherwise: Sampling) -> Sampling:
         """The given settings; those of `otherwise` for the rest."""
-        return replace(otherwise, **{k: v for k, v in self.written.items() if k in SAMPLING_FIELDS})
+        return structs.replace(otherwise, **{k: v for k, v in self.written.items() if k in SAMPLING_FIELDS})
 
     def config(self) -> EngineConfig:
         given = {k: v for k, v in self.written.items() if k in CONFIG_FIELDS}
@@ -268,8 +264,6 @@ def _check(command: str | None, written: dict[str, Any]) -> None:
     axes(written)
     if "prune" in written and not written.keys() & {"older_than", "to"}:
         raise WrongUsage("--prune: give --older-than DAYS, --to SIZE, or both")
-    if command == "keys" and "right" in written and written.keys() & {"list", "remove"}:
-        raise WrongUsage("--right is of a new client: give it with --add NAME, or when keys are first made")
     _check_connected(Options(command, written), mode, given)
 
 
@@ -330,13 +324,6 @@ def _check_lengths(given: Iterable[Option], written: dict[str, Any]) -> None:
 def _check_connected(options: Options, mode: str, given: Iterable[Option]) -> None:
     """Raises WrongUsage for options that do not go with an engine that runs already, or only with one."""
     written = options.written
-    if "key" in written and "listen" not in written and options.remote is None:
-        raise WrongUsage("--key is for tcp: --connect tcp://HOST:PORT, or serve --listen tcp://ADDRESS:PORT")
-    if options.remote is not None:
-        if "energy" in written:
-            raise WrongUsage("--energy reads the counters of this machine; run bench where the engine runs")
-        if "report" in written:
-            raise WrongUsage("--report draws a calibration of this machine; not with one of tcp://")
     if options.connect:
         without = "leave out --connect" if "connect" in written else "leave out the word chat"
         why = f"does not change a running engine; to start one with it, {without}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from dataclasses import replace
 from io import StringIO
 from typing import Any
 
 import pytest
 from counters import TILE, decode
+from msgspec.structs import replace
 from rich.console import Console, RenderableType
 
 from launch.chat.conversation import Reply

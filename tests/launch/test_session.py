@@ -9,13 +9,13 @@ import re
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from counters import TILE, decode
+from msgspec.structs import replace
 from rich.console import Console, RenderableType
 from waiting import until
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from counters import TILE, decode
+from msgspec.structs import replace
 from rich.console import Console, RenderableType
 
 from launch.chat.conversation import Reply

@@ -1,4 +1,4 @@
-"""FairQueue: fair to clients, and every request exactly once."""
+"""Turns, and the queue of waiting requests: fair to clients, and every request exactly once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from itertools import count
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.scheduling.fair_queue import FairQueue
+from pipeline.fairness import ALL_BYTES, CLIENT_BYTES, Held, Turns
+from pipeline.scheduling.waiting_queue import WaitingQueue
 
 ARRIVALS = count()
 
@@ -23,9 +24,9 @@ class Waiting:
     admission: int = -1
 
 
-def queue_of(clients: str) -> tuple[FairQueue, list[Waiting]]:
+def queue_of(clients: str) -> tuple[WaitingQueue, list[Waiting]]:
     """Jobs in the order of arrival; each letter is a job's client."""
-    queue, jobs = FairQueue(), [Waiting(letter.encode()) for letter in clients]
+    queue, jobs = WaitingQueue(), [Waiting(letter.encode()) for letter in clients]
     for job in jobs:
         queue.add(job)
     return queue, jobs
@@ -33,6 +34,41 @@ def queue_of(clients: str) -> tuple[FairQueue, list[Waiting]]:
 
 def letters(jobs) -> str:
     return "".join(job.client.decode() for job in jobs)
+
+
+@given(st.lists(st.sets(st.sampled_from("abcd"), min_size=1), max_size=30))
+def test_no_client_is_passed_over_twice_for_the_same_other_one(rounds: list[set[str]]) -> None:
+    """Whoever else waits; also a client that waits only now and then gains nothing by that."""
+    passed: dict[str, list[str]] = {name: [] for name in "abcd"}
+    turns = Turns()
+    for waiting in rounds:
+        client = turns.next(name.encode() for name in sorted(waiting)).decode()
+        assert client in waiting
+        for other in "abcd":  # which of its rivals have had a turn while it waited
+            passed[other] = [*passed[other], client] if other in waiting - {client} else []
+            assert passed[other].count(client) <= 1
+
+
+def test_client_that_begins_to_wait_is_behind_those_that_wait_and_before_the_latest_one() -> None:
+    turns = Turns()
+    assert turns.order([b"a", b"b"]) == [b"a", b"b"]
+    assert turns.next([b"b", b"a", b"c"]) == b"a"
+    assert turns.order([b"d", b"a", b"b", b"c"]) == [b"b", b"c", b"d", b"a"]
+    assert turns.next([b"d", b"a"]) == b"d"
+    assert turns.next([b"a", b"b", b"d"]) == b"a"  # b waits anew
+    assert turns.order([b"d", b"b", b"a"]) == [b"b", b"d", b"a"]
+
+
+def test_bytes_are_held_for_each_client_up_to_its_limit_and_that_of_all() -> None:
+    held = Held()
+    assert held.take(b"a", CLIENT_BYTES + 1)  # a single one may be larger
+    assert not held.take(b"a", 1)
+    assert held.take(b"a", 0)
+    assert held.take(b"b", ALL_BYTES - CLIENT_BYTES - 1)
+    assert not held.take(b"c", 1)
+    held.give_back(b"a", CLIENT_BYTES + 1)
+    assert held.take(b"a", CLIENT_BYTES)
+    assert not held.take(b"c", 2)
 
 
 def test_flooding_client_delays_mostly_itself() -> None:
@@ -47,25 +83,18 @@ def test_flooding_client_delays_mostly_itself() -> None:
 
 
 def test_client_that_was_served_last_comes_last() -> None:
-    """One admission at a time: later clients have their turns while one client floods."""
+    """One admission at a time: later clients have their turns while one client floods, and none gains by
+    asking again at once."""
     queue, _ = queue_of("aaaaa")
     served = ""
-    for newcomer in ("b", "", "cb", ""):
-        for letter in newcomer:
+    for newcomers in ("b", "b", "cb", "b"):
+        for letter in newcomers:
             queue.add(Waiting(letter.encode()))
         for _ in range(2):
             job = next(queue.in_order([]))
             queue.admit(job)
             served += job.client.decode()
-    assert served == "abaacbaa"
-
-
-def test_turn_of_a_client_without_waiting_requests_is_forgotten() -> None:
-    queue, jobs = queue_of("a")
-    queue.admit(jobs[0])
-    for letter in ("a", "b"):
-        queue.add(Waiting(letter.encode()))
-    assert letters(queue.in_order([])) == "ab"  # by arrival: neither has had a turn
+    assert served == "ababacba"
 
 
 def test_preempted_request_comes_before_its_client_s_others() -> None:
@@ -77,35 +106,15 @@ def test_preempted_request_comes_before_its_client_s_others() -> None:
     order = list(queue.in_order([]))
     assert letters(order) == "abaaa"
     assert [job for job in order if job.client == b"a"][:2] == [first, third]
-    assert (
-        next(queue.in_order([Waiting(b"a")])).client == b"b"
-    )  # a preempted request does not block another client
+    # A preempted request does not block another client.
+    assert next(queue.in_order([Waiting(b"a")])).client == b"b"
     queue.remove(first)
     assert next(job for job in queue.in_order([]) if job.client == b"a") is third
     assert len(queue) == 4
 
 
-def test_account_with_many_clients_delays_mostly_itself() -> None:
-    """Eight clients of one key, and one of another account; within an account its clients take turns."""
-    names = {"x": b"other\0x"} | {letter: b"key\0" + letter.encode() for letter in "abcdefgh"}
-    queue = FairQueue()
-    for letter in "aabcdefghxx":
-        queue.add(Waiting(names[letter]))
-
-    def order(running: str) -> str:
-        return "".join(j.client[-1:].decode() for j in queue.in_order([Waiting(names[r]) for r in running]))
-
-    assert order("") == "axbxcdefgha"
-    assert order("abc").startswith("xxd")
-    assert order("xxxx").startswith("abcdx")
-    assert queue.of(names["a"]) == 9  # of a remote client its account's
-    for _ in range(3):  # the account that was served last comes last
-        queue.admit(next(queue.in_order([])))
-    assert order("").startswith("xc")
-
-
-@given(st.text("abcd", max_size=30), st.text("abcd", max_size=6), st.integers(1, 4))
-def test_every_request_once_and_in_its_client_s_order(waiting: str, running: str, slots: int) -> None:
+@given(st.text("abcd", max_size=30), st.text("abcd", max_size=6))
+def test_every_request_once_and_in_its_client_s_order(waiting: str, running: str) -> None:
     queue, jobs = queue_of(waiting)
     order = list(queue.in_order([Waiting(letter.encode()) for letter in running]))
     assert sorted(map(id, order)) == sorted(map(id, jobs))
