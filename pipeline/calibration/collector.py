@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import PHASES, FloatArray, Phase
-from pipeline.calibration.gate_mlp import GateMlps
+from pipeline.calibration.trained_gates import GateMlps
 from pipeline.engine.driver import LayerDecision
 from pipeline.policies.calibration import Floats
 from pipeline.policies.gates import drop_shares

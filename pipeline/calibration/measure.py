@@ -22,12 +22,11 @@ import torch
 from pipeline.calibration.approximations import EXACT, Approximations
 from pipeline.calibration.collector import TrainPass, ValidationPass
 from pipeline.calibration.context import CalibrationContext, Findings, Progress
-from pipeline.calibration.first_gate import train_first_gate
-from pipeline.calibration.gate_mlp import GateMlps, GatePairs, predicted_layers
 from pipeline.calibration.hit_rates import TokenOrder
 from pipeline.calibration.lanes import LANES, Division, TokenCount, Window, lanes, observed, separate_counters
 from pipeline.calibration.magnitudes import Magnitudes
 from pipeline.calibration.sensitivity import sensitivities
+from pipeline.calibration.trained_gates import GateMlps, GatePairs, predicted_layers, train_first_gate
 from pipeline.config import DEFAULT_CACHE
 from pipeline.engine.engine import Engine
 from pipeline.engine.observer import Observer
@@ -103,8 +102,7 @@ class _Measurement:
         magnitudes, left_mass = (sizes and sizes.quantiles()) or (None, None)
         with self._findings.timed("first gate"):
             self._progress("training the first gate", 0, 1)
-            pairs, router = train_pass.pairs(), self._spec.router
-            gate = train_first_gate(*pairs, router, self._ctx.seed, engine.tick)
+            gate = train_first_gate(*train_pass.pairs(), self._ctx.seed, engine.tick)
         with self._findings.timed("gate MLPs"):
             self._progress("training the MLPs of the next gate", 0, 1)
             mlps = ahead.train(self._ctx.seed, engine.tick)
@@ -117,7 +115,7 @@ class _Measurement:
             gated_accuracy={},
             sensitivity=self._sensitivity(),
             threshold=None,
-            first_gate=gate.matrix,
+            first_gate=gate,
             magnitudes=magnitudes,
             left_mass=left_mass,
             up="" if magnitudes is None else engine.up,

@@ -16,8 +16,7 @@ from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.empty_memory import EmptyDeviceMemory
 from pipeline.experts.fetch_link import Order
 from pipeline.experts.shares import Share
-from pipeline.policies.costs import Costs, SecondsTable
-from pipeline.policies.view import Backlog, Landing
+from pipeline.policies.costs import Backlog, Costs, Landing, SecondsTable
 
 FIRST, SAMPLED = 64, 4  # steps of which each is measured; of later ones every so many
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.arrays import FloatArray, Phase
 from pipeline.calibration.collector import LIMITS, STEPS, TrainPass, ValidationPass
-from pipeline.calibration.gate_mlp import GateMlps
+from pipeline.calibration.trained_gates import GateMlps
 from pipeline.engine.driver import LayerDecision
 from pipeline.engine.observer import Observer
 from pipeline.policies.view import Gated, ModelShape, Routing, Signals

@@ -280,13 +280,6 @@ def test_dry_run_lists_the_same_and_removes_nothing(folder: Path) -> None:
     assert not store.parent.exists()
 
 
-def test_a_calibration_is_removed_with_its_readable_text(folder: Path) -> None:
-    make_file(folder / STORE / "calibration.safetensors", 1000, 40)
-    make_file(folder / STORE / "calibration.txt", 10, 40)
-    assert kinds(run_json("--prune", "--older-than", "30")["removed"]) == ["calibration"]
-    assert not (folder / STORE).exists()
-
-
 @pytest.mark.parametrize("name", ["store.tmp", "backbone.tmp"])
 def test_unfinished_file_is_removed_after_the_exit_of_its_writer(folder: Path, name: str) -> None:
     path = make_file(folder / STORE / name, 1000, 3)
