@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 
 from launch.chat.conversation import Reply
 from launch.chat.screen import ERASE_LINE, AnswerView, LogLines, Screen
-from launch.chat.tables import counters_table, engine_table, help_text, summary
+from launch.chat.tables import counters_table, engine_table, summary
 from launch.terminal.interrupts import Interrupts
 from protocol.messages import VERSION, Done, Welcome
 
@@ -116,13 +116,6 @@ def test_engine_is_described_by_its_stats() -> None:
     ]
     assert "KV reused" not in found
     assert rows(engine_table({}, WELCOME))["policy"] == "lru on cuda"
-
-
-def test_help_has_every_command_with_its_arguments() -> None:
-    found = rows(help_text())
-    assert found["/policy [NAME [OPTION=VALUE]]"]
-    assert found["/quit"]
-    assert "/quit " not in found
 
 
 @pytest.mark.parametrize(
