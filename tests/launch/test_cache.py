@@ -218,7 +218,7 @@ def test_damaged_costs_are_listed_as_costs_and_removed(folder: Path) -> None:
 
 
 def test_leftovers_of_killed_writers_are_unfinished(folder: Path) -> None:
-    temporary = (
+    temporary = (".about.json.0badcafe", ".store.bin.0123abcd", ".x.json.deadbeef", ".y.json.00000000")
         ".about.json.0badcafe",
         ".calibration.safetensors.0123abcd",
         ".x.json.deadbeef",
