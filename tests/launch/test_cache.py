@@ -143,7 +143,7 @@ def test_bounds_of_a_prune_are_exact(
 
 
 def test_small_file_is_being_written_for_a_minute(tmp_path: Path) -> None:
-    path = tmp_path / ".calibration.safetensors.0123abcd"
+    path = tmp_path / ".store.bin.0123abcd"
     path.touch()
     for seconds, writer in ((0.0, "its writer"), (0.9, "its writer"), (1.1, "")):
         then = time.time() - seconds * WRITING_SECONDS
@@ -218,9 +218,9 @@ def test_damaged_costs_are_listed_as_costs_and_removed(folder: Path) -> None:
 
 
 def test_leftovers_of_killed_writers_are_unfinished(folder: Path) -> None:
-    temporary = (".about.json.0badcafe", ".store.bin.0123abcd", ".x.json.deadbeef", ".y.json.00000000")
+    temporary = (
         ".about.json.0badcafe",
-        ".calibration.safetensors.0123abcd",
+        ".store.bin.0123abcd",
         ".x.json.deadbeef",
         ".y.json.00000000",
     )
