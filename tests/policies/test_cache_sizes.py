@@ -165,15 +165,6 @@ def test_loads_of_any_number_of_experts_equal_counting(data: st.DataObject) -> N
         assert loads[t] == pytest.approx(expected, abs=1e-12)
 
 
-def test_loads_of_many_experts_equal_random_draws() -> None:
-    """E = 64, k = 6, half of them cached: drawn a hundred thousand times."""
-    rng = np.random.default_rng(3)
-    drawn = rng.random((100_000, 64)).argpartition(6, axis=1)[:, :6]
-    misses = (drawn >= 32).sum(axis=1)
-    simulated = np.where(misses > 0, misses - 0.8, 0).mean()
-    assert expected_loads(64, [0] * 6 + [1], 0.8)[32] == pytest.approx(simulated, abs=0.02)
-
-
 def test_more_needed_than_existing_experts_are_refused() -> None:
     with pytest.raises(ValueError, match="3 experts cannot be needed of 2"):
         expected_loads(2, [0, 0, 0, 1], 0.5)
