@@ -112,7 +112,7 @@ class Approximations:
         self._answers = sum(len(window.tokens) - window.prefill for window in windows)
 
     def find_threshold(self, validated: Calibration, weights: Sequence[Sequence[FloatArray]]) -> Calibration:
-        """With AdapMoE's threshold, if the sensitivities are known. `weights`: of decoded tokens, [R, k]
+        """Add AdapMoE's threshold, if the sensitivities are known. `weights`: of decoded tokens, [R, k]
         each, by layer."""
         sensitivity, max_loss = validated.sensitivity, self._ctx.max_loss
         if sensitivity is None:
@@ -142,7 +142,7 @@ class Approximations:
         return replace(validated, threshold=best.value)
 
     def find_sparsity(self, validated: Calibration) -> Calibration:
-        """With the largest sparsity within the bound, if there is one."""
+        """Add the largest sparsity within the bound, if there is one."""
         max_loss, bounded = self._ctx.max_loss, self._findings.bounded
         if max_loss is None:
             return validated
@@ -193,7 +193,7 @@ class Approximations:
     def _largest(
         self, what: str, candidates: FloatArray, loss: Callable[[float], float], bound: float
     ) -> Threshold | None:
-        """As `largest_threshold`; None with a note where it cannot be searched."""
+        """Search the `largest_threshold`; None with a note where it cannot be searched."""
         try:
             return largest_threshold(candidates, loss, bound, EVALUATIONS)
         except ValueError as e:
@@ -201,7 +201,7 @@ class Approximations:
             return None
 
     def _note(self, what: str) -> None:
-        """By how little text it was found."""
+        """Note by how little text it was found."""
         notes = self._findings.notes
         if len(self._windows) < self._of:
             notes.append(f"the {what} was found on {len(self._windows)} of {self._of} validation windows")

@@ -54,9 +54,9 @@ class Activations:
 
 
 class TrainPass(Activations):
-    """Also collects the data of the predictors: the mean of each layer's x, from which DALI's residuals
-    follow (equation 11), and pairs of a token's last x and the next token's first logits (AdapMoE, equation
-    9)."""
+    """Counts, and collects the data of the predictors: the mean of each layer's x, from which DALI's
+    residuals follow (equation 11), and pairs of a token's last x and the next token's first logits (AdapMoE,
+    equation 9)."""
 
     def __init__(self, shape: ModelShape, hidden: int, every: int) -> None:
         """`every`: of that many pairs one is kept."""
@@ -104,8 +104,8 @@ class TrainPass(Activations):
 
 
 class ValidationPass(Activations):
-    """Also counts how many of each layer's used experts a predictor named, among as many predictions; and in
-    decode the same under gates that drop small weights."""
+    """Counts, and checks how many of each layer's used experts a predictor named, among as many predictions;
+    and in decode the same under gates that drop small weights."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class ValidationPass(Activations):
                 self._check_first(sequence, logits[rows], Routing(true.experts[rows], true.weights[rows]))
 
     def accuracy(self) -> dict[str, FloatArray]:
-        """By predictor, [L]; 0 in layers that it does not predict."""
+        """Accuracy by predictor, [L]; 0 in layers that it does not predict."""
         return {name: self._share(name) for name in PREDICTORS}
 
     def mlp_accuracy(self) -> FloatArray | None:
@@ -170,8 +170,8 @@ class ValidationPass(Activations):
     def _check(self, name: str, layer: int, logits: FloatArray, routing: Routing) -> None:
         named = self._router(logits)
         used = np.where(routing.weights != 0, routing.experts, -1)
-        found = (used[:, :, None] == named.experts[:, None, :]).any(axis=2)
-        self._hits[name][layer] += np.count_nonzero(found)
+        named_too = (used[:, :, None] == named.experts[:, None, :]).any(axis=2)
+        self._hits[name][layer] += np.count_nonzero(named_too)
         self._asked[name][layer] += np.count_nonzero(used >= 0)
         if self._phase == "decode" and name in PREDICTORS:
             self.drops.predicted(name, layer, named, routing)
@@ -200,9 +200,9 @@ class DropTables:
         self._tokens[layer] += (kept[:, :, None] == self._counts).sum(axis=0)
 
     def predicted(self, name: str, layer: int, named: Routing, routing: Routing) -> None:
-        """A prediction of the same tokens: an expert is found as long as both keep it."""
-        found = routing.experts[:, :, None] == named.experts[:, None, :]
-        until = np.minimum(_shares(routing)[:, :, None], _shares(named)[:, None, :])[found]
+        """A prediction of the same tokens: an expert is named_too as long as both keep it."""
+        named_too = routing.experts[:, :, None] == named.experts[:, None, :]
+        until = np.minimum(_shares(routing)[:, :, None], _shares(named)[:, None, :])[named_too]
         self._hits[name][layer] += (until[:, None] > LIMITS).sum(axis=0)
 
     def kept(self) -> Floats:
@@ -217,7 +217,7 @@ class DropTables:
 
 
 def _shares(routing: Routing) -> NDArray[np.float64]:
-    """As `drop_shares`; an expert without weight is never kept."""
+    """Returns `drop_shares`, and -1 for an expert without weight, which is never kept."""
     return np.where(routing.weights == 0, -1, drop_shares(routing.weights))
 
 

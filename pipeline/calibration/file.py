@@ -79,7 +79,7 @@ def load(path: Path) -> Calibration:
 
 
 def read(path: Path) -> tuple[Calibration, dict[str, Any]]:
-    """Like `load`, with the `about` of `save`."""
+    """Returns what `load` does, and the `about` of `save`."""
     data = _bytes_of_own(path)
     try:
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
@@ -103,7 +103,7 @@ def read(path: Path) -> tuple[Calibration, dict[str, Any]]:
 
 def summary(calibration: Calibration, about: dict[str, Any]) -> dict[str, Any]:
     """The answer to a client: `about`, and means over the layers."""
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "accuracy": {name: mean_accuracy(calibration, name) for name in ("raw", "residual", "first", "mlp")},
         "similarity": float(calibration.similarity.mean()),
         "threshold": calibration.threshold,
@@ -114,9 +114,9 @@ def summary(calibration: Calibration, about: dict[str, Any]) -> dict[str, Any]:
         "experts_per_token": None,
     }
     if (needed := calibration.needed) is not None:
-        found["single_expert_share"] = float(needed[:, 1].mean())
-        found["experts_per_token"] = float(experts_per_token(needed).mean())
-    return about | found
+        figures["single_expert_share"] = float(needed[:, 1].mean())
+        figures["experts_per_token"] = float(experts_per_token(needed).mean())
+    return about | figures
 
 
 def mean_accuracy(calibration: Calibration, predictor: str) -> float | None:
@@ -259,7 +259,7 @@ def _check_magnitudes(calibration: Calibration) -> None:
 
 
 def _number(facts: dict[str, Any], name: str) -> float | None:
-    """None where it is absent."""
+    """Read a number; None where it is absent."""
     value = facts.get(name)
     if value is None:
         return None

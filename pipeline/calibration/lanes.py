@@ -71,7 +71,7 @@ class Division:
 
     @property
     def tokens(self) -> int:
-        """Of all windows."""
+        """Tokens of all windows."""
         return sum(len(window.tokens) for window in self.training + self.validation)
 
 
@@ -117,7 +117,7 @@ class Lanes:
         self._engine, self._held, self._chunk = engine, held, chunk
 
     def read_prompts(self, passed: Passed) -> None:
-        """By prefill, each at most `chunk` tokens a step."""
+        """Read the prompts by prefill, each at most `chunk` tokens a step."""
         for window, kv in self._held:
             while kv.length < window.prefill:
                 tokens = window.tokens[kv.length : min(kv.length + self._chunk, window.prefill)]
@@ -125,12 +125,12 @@ class Lanes:
                 passed(len(tokens))
 
     def read_answers(self, passed: Passed) -> None:
-        """By decode, from the end of the prompts; may be repeated."""
+        """Decode from the end of the prompts; may be repeated."""
         for _ in self._answers(passed, scored=False):
             pass
 
     def loss(self, passed: Passed) -> float:
-        """As `read_answers`; returns the mean negative log-probability of the answers' tokens, in nats, each
+        """Read the answers; returns the mean negative log-probability of the answers' tokens, in nats, each
         predicted from an answer's token before it."""
         losses = list(self._answers(passed, scored=True))
         return sum(losses) / len(losses)

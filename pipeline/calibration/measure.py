@@ -81,8 +81,8 @@ class _Measurement:
             judged = _spread(self._division.validation, self._width)
             held_out = len(self._division.validation)
             stage = Approximations(self._ctx, self._findings, judged, held_out, self._progress)
-            found = stage.find_threshold(validated, validation.weights)
-            return stage.find_sparsity(found), self._findings
+            bounded = stage.find_threshold(validated, validation.weights)
+            return stage.find_sparsity(bounded), self._findings
 
     def _train(self) -> Calibration:
         """Stages 1 and 2."""
@@ -132,7 +132,7 @@ class _Measurement:
         return None if up is None else Magnitudes(self._ctx.engine.shape, up, every)
 
     def _every(self, windows: Sequence[Window]) -> int:
-        """Of that many decode steps one is multiplied with up matrices once more."""
+        """Number of decode steps of which one is multiplied with up matrices once more."""
         engine = self._ctx.engine
         experts = engine.layout.shape
         decoded = sum(len(window.tokens) - window.prefill for window in windows)

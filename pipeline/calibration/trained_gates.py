@@ -57,8 +57,8 @@ def _fitted(
     optimiser = torch.optim.AdamW([each.requires_grad_() for each in parameters], rate, weight_decay=decay)
 
     def divergence(rows: Rows) -> Tensor:
-        found = logits(rows).log_softmax(dim=1)
-        return functional.kl_div(found, truth[rows], reduction="batchmean", log_target=True)
+        guess = logits(rows).log_softmax(dim=1)
+        return functional.kl_div(guess, truth[rows], reduction="batchmean", log_target=True)
 
     best, least, worse = list(parameters), float("inf"), -1
     with torch.enable_grad():
@@ -99,8 +99,8 @@ def train_first_gate(
     rate = GATE_RATE / math.sqrt(last.shape[1])
     own = torch.from_numpy(logits)
     (best,) = _fitted([matrix], lambda rows: inputs[rows] @ matrix.T, own, rate, 0.0, random, tick)
-    found: Floats = (best * scale).numpy()
-    return found
+    gate: Floats = (best * scale).numpy()
+    return gate
 
 
 def predicted_layers(shape: ModelShape) -> int:
@@ -110,7 +110,7 @@ def predicted_layers(shape: ModelShape) -> int:
 
 @dataclass(frozen=True)
 class GateMlps:
-    """Of P layers: W_in [P, WIDTH, H] and W_out [P, E, WIDTH]."""
+    """MLPs of P layers: W_in [P, WIDTH, H] and W_out [P, E, WIDTH]."""
 
     inner: Floats
     outer: Floats
@@ -154,16 +154,17 @@ class GatePairs:
         """Each layer was taken when it was observed."""
 
     def train(self, seed: int, tick: Callable[[], None]) -> GateMlps | None:
-        """None for a model of one layer, or fewer than 2 rows. `tick` is called at each epoch."""
-        found = []
+        """Train the MLPs; None for a model of one layer, or fewer than 2 rows. `tick` is called at each
+        epoch."""
+        trained = []
         for layer, parts in enumerate(self._pairs):
             x, ahead, own = (np.concatenate(part) for part in parts)
             if len(x) < 2:
                 return None
-            found.append(train_mlp(x, ahead, own, seed + layer, tick))
-        if not found:
+            trained.append(train_mlp(x, ahead, own, seed + layer, tick))
+        if not trained:
             return None
-        inner, outer = (np.stack(part) for part in zip(*found, strict=True))
+        inner, outer = (np.stack(part) for part in zip(*trained, strict=True))
         return GateMlps(inner, outer)
 
 

@@ -57,7 +57,6 @@ class Timing(Backlog):
 
     @property
     def host_seconds(self) -> float:
-        """As in Backlog."""
         if not self._running or self._priced is None:
             return 0.0
         free = self._host_ended
@@ -67,11 +66,9 @@ class Timing(Backlog):
 
     @property
     def link_seconds(self) -> float:
-        """As in Backlog."""
         return sum(seconds for _, seconds in self._under_way())
 
     def landing(self, layer: int) -> Sequence[Landing]:
-        """As in Backlog."""
         landings, at = [], 0.0
         residency = self._memory.residency
         for order, seconds in self._under_way():

@@ -144,7 +144,7 @@ class Sparsity:
 
     @classmethod
     def of(cls, values: Mapping[str, Value]) -> Self:
-        """From the values of SPARSITY_OPTIONS."""
+        """Make one from the values of SPARSITY_OPTIONS."""
         wished = values[SPARSITY.name]
         return cls(None if wished == AUTO else float(wished or 0), values[MASKED.name] == "all")
 
@@ -189,7 +189,7 @@ class Sparsity:
         return [Mask(threshold, 1.0) for threshold in quantiles(known.magnitudes, wished).tolist()]
 
     def share(self, calibration: Calibration | None) -> float:
-        """Of the channels, left out; the calibration has passed `check`."""
+        """Share of the channels that is left out; the calibration has passed `check`."""
         if self.wished is not None:
             return self.wished
         assert calibration is not None
@@ -197,13 +197,13 @@ class Sparsity:
         return calibration.sparsity
 
     def left(self, up: str, calibration: Calibration | None) -> list[float] | None:
-        """By layer: the share of the sum of |u| that the calibration's text would leave out; None where it
+        """Share of the sum of |u| by layer that the calibration's text would leave out; None where it
         was not measured."""
         known = _measured(up, calibration)
         if known is None or known.left_mass is None:
             return None
-        found: list[float] = quantiles(known.left_mass, self.share(calibration)).tolist()
-        return found
+        shares: list[float] = quantiles(known.left_mass, self.share(calibration)).tolist()
+        return shares
 
     def notes(self, policy: str, up: str, calibration: Calibration | None) -> tuple[str, ...]:
         """A line where no threshold was measured."""

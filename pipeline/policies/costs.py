@@ -228,12 +228,12 @@ class Backlog:
 
     @property
     def link_seconds(self) -> float:
-        """Until the link has moved everything that is ordered."""
+        """Seconds until the link has moved everything that is ordered."""
         return 0.0
 
     @property
     def host_seconds(self) -> float:
-        """Until the host is free: an earlier layer's share still runs, as under early dispatch."""
+        """Seconds until the host is free: an earlier layer's share still runs, as under early dispatch."""
         return 0.0
 
     def landing(self, layer: int) -> Sequence[Landing]:

@@ -66,11 +66,11 @@ class LayerLoads:
         """The inner problem: the best division of `budget` tiles. Of equally good ones, that with the most
         tiles of each expert."""
         most = len(self.hits) - 1
-        found = []
+        divisions = []
         for kept in range(self.tiles, 0, -1):
             experts = min(most, budget // kept)
-            found.append(Division(kept, experts, self.exposed(kept, experts)))
-        return min(found, key=lambda division: division.seconds)
+            divisions.append(Division(kept, experts, self.exposed(kept, experts)))
+        return min(divisions, key=lambda division: division.seconds)
 
 
 def configured(layers: Sequence[LayerLoads], budget: int) -> list[Division]:
@@ -126,7 +126,8 @@ class Priority(NamedTuple):
         return {"lru": cls(0, 1), "lfu": cls(1, 0), "lcp": cls(1, -log(rho) / omega)}[name]
 
     def of(self, rows: float, step: int) -> float:
-        """Of an expert with so many rows so far that was last used in this step; without rows, the lowest."""
+        """Priority of an expert with so many rows so far, last used in this step; without rows, the
+        lowest."""
         return self.frequency * log(rows) + self.recency * step if rows else -inf
 
     def of_each(self, rows: NDArray[np.int64], step: int) -> NDArray[np.float64]:
@@ -197,7 +198,7 @@ class Split(Replacement):
         return Room(sum(sizes), kept, sizes)
 
     def _loads(self, view: View) -> list[LayerLoads]:
-        """For a decode step of one row."""
+        """Loads of the layers in a decode step of one row."""
         shape, costs, calibration = view.shape, view.costs, view.calibration
         assert costs is not None
         assert calibration is not None
