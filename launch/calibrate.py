@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TypeVar
 
 from rich.console import RenderableType
@@ -24,9 +23,8 @@ from launch.terminal.plot import Panel, Series, draw
 from launch.terminal.progress import ProgressDisplay
 from launch.terminal.tables import Column, Table, each, print_parts
 from pipeline.assets import model_dir
-from pipeline.calibration.file import calibration_path, read
-from pipeline.calibration.summary import experts_per_token, summary
-from pipeline.calibration.windows import HELD_OUT, LANES
+from pipeline.calibration.file import calibration_path, experts_per_token, read, summary
+from pipeline.calibration.lanes import HELD_OUT, LANES
 from pipeline.checkpoint.open import open_model
 from pipeline.policies.calibration import Calibration
 from protocol.messages import CALIBRATION_TOKENS, Calibrate, Calibrating
@@ -199,7 +197,7 @@ def _parts(about: dict[str, Any], calibration: Calibration) -> Iterator[Renderab
         f"next layer's experts predicted: {percent(accuracy['raw'], 1)} by its router on this layer's input,"
         f" {percent(accuracy['residual'], 1)} with the mean residual added"
     )
-    yield from _corrected(accuracy.get("mlp"), about.get("channels") or {})
+    yield from _corrected(accuracy.get("mlp"))
     yield (
         "first layer's experts predicted from the previous token by a trained gate:"
         f" {percent(accuracy['first'], 1)}"
@@ -220,20 +218,11 @@ def _parts(about: dict[str, Any], calibration: Calibration) -> Iterator[Renderab
     yield from (f"note: {note}" for note in about["notes"])
 
 
-def _corrected(accuracy: float | None, channels: dict[str, Any]) -> list[str]:
-    """FloE's two predictors."""
-    lines = []
-    if accuracy is not None:
-        lines.append(
-            f"the same with the first layers' routers corrected by trained MLPs (--set"
-            f" POLICY.prediction=mlp): {percent(accuracy, 1)}"
-        )
-    if channels:
-        lines.append(
-            f"of the {percent(channels['kept'])} of an expert's channels with the largest |u|,"
-            f" {percent(fmean(channels['recall']), 1)} are named by the layer before"
-        )
-    return lines
+def _corrected(accuracy: float | None) -> list[str]:
+    """Returns a line about FloE's predictor, if it was trained."""
+    if accuracy is None:
+        return []
+    return [f"the same with the first layers' routers corrected by trained MLPs: {percent(accuracy, 1)}"]
 
 
 def _read(about: dict[str, Any]) -> str:

@@ -29,13 +29,10 @@ def calibration(layers: int = 3, **changed: Any) -> Calibration:
         "prefill_counts": counts * (1, 2, 3, 4),
         "decode_counts": counts * (5, 5, 0, 0),
         "accuracy": accuracy,
-        "similarity": 0.9 - layer / 10,
         "kept": np.tile(np.float32([0.0, 0.25, 0.75]), (layers, 2, 1)),
         "gated_accuracy": {name: np.stack([of, of], axis=1) for name, of in accuracy.items()},
-        "needed": np.tile(np.float32([0.0, 0.25, 0.75]), (layers, 1)),
         "sensitivity": layer * 1e-3,
         "first_gate": np.ones((4, 5), np.float32),
-        "residuals": np.zeros((layers - 1, 5), np.float32),
         "residual_logits": np.zeros((layers - 1, 4), np.float32),
         "threshold": 0.02,
     }

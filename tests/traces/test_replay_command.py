@@ -62,7 +62,6 @@ def calibration() -> Calibration:
         accuracy=0.8,
         prefill_counts=counts,
         decode_counts=counts,
-        needed=np.tile(np.array([0, 0.3, 0.7], np.float32), (4, 1)),
         sensitivity=np.linspace(0.1, 1, 4).astype(np.float32),
         first_gate=np.ones((8, 16), np.float32),
     )
