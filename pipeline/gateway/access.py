@@ -11,8 +11,8 @@ import time
 from functools import partial
 from pathlib import Path
 
+from pipeline.gateway.asgi import Scope, header_of
 from pipeline.gateway.errors import ApiError
-from pipeline.gateway.types import Scope, header_of
 from protocol.errors import NotPrivate, ProtocolError
 from protocol.private_files import check_private
 from protocol.small_files import read_small

@@ -13,11 +13,10 @@ from prometheus_client.core import (
     InfoMetricFamily,
 )
 
-from pipeline.gateway.call import Call, Service
+from pipeline.gateway.asgi import send_bytes
+from pipeline.gateway.call import Call, Histogram, Service
 from pipeline.gateway.errors import ApiError, of_engine
-from pipeline.gateway.meter import Histogram
-from pipeline.gateway.responses import send_bytes
-from pipeline.gateway.served_model import model_name
+from pipeline.gateway.info import model_name
 from protocol.errors import ProtocolError
 from protocol.messages import Welcome
 

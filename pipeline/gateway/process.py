@@ -15,11 +15,11 @@ import zmq.asyncio
 
 from pipeline.gateway.access import Access
 from pipeline.gateway.call import Service
-from pipeline.gateway.dashboard.feed import Feed
+from pipeline.gateway.chat_output import read_template
+from pipeline.gateway.dashboard import Feed
 from pipeline.gateway.engine_links import EngineLinks
 from pipeline.gateway.front import Front
 from pipeline.gateway.server import bind, make_server, split_address
-from pipeline.gateway.template import read_template
 from protocol.codec import decode, encode
 from protocol.connection import HEARTBEAT_SECONDS
 from protocol.errors import MalformedMessage, ProtocolError

@@ -9,9 +9,8 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from pipeline.gateway.asgi import App, dumps
 from pipeline.gateway.errors import ApiError
-from pipeline.gateway.responses import dumps
-from pipeline.gateway.types import App
 from protocol.errors import ProtocolError
 
 HEAD_SECONDS = 15.0  # from a connection, or the end of an answer, to the next request's complete head

@@ -6,18 +6,16 @@ import json
 from pathlib import Path
 
 from pipeline.errors import ModelError
+from pipeline.gateway.asgi import send_json
+from pipeline.gateway.bodies import DetokenizeBody, TokenizeBody
 from pipeline.gateway.call import Call
-from pipeline.gateway.chat import check_chats, take_variables
-from pipeline.gateway.conversation import take_messages
-from pipeline.gateway.errors import ApiError
-from pipeline.gateway.responses import send_json
-from pipeline.gateway.served_model import check_model
-from pipeline.gateway.settings import note_unknown
-from pipeline.gateway.tools import take_tools
+from pipeline.gateway.chat import chat_turns, template_variables
+from pipeline.gateway.chat_run import check_chats
+from pipeline.gateway.errors import ApiError, bad
+from pipeline.gateway.info import check_model
+from pipeline.gateway.tools import openai_tools
 from pipeline.text.tokenizer import eos_ids
 from protocol.messages import Welcome
-
-MOST_IDS = 1 << 20
 
 
 def _check_reads(welcome: Welcome) -> None:
@@ -26,46 +24,42 @@ def _check_reads(welcome: Welcome) -> None:
 
 
 async def tokenize(call: Call) -> None:
-    """Of `prompt`, or of `messages` with the template's variables."""
+    """Answers with the ids of `prompt`, or of `messages` with the template's variables."""
     client = await call.client()
-    fields = await call.fields()
-    check_model(fields.text("model", None), client.welcome)
+    body = await call.body(TokenizeBody)
+    check_model(body.model, client.welcome)
     _check_reads(client.welcome)
-    if not fields.flag("add_special_tokens", True):
-        fields.refuse("add_special_tokens", "must be true: prompts are read so")
-    if fields.any("messages") is None:
-        found = await client.tokenize(text=fields.text("prompt"))
+    if body.add_special_tokens is False:
+        raise bad("add_special_tokens", "must be true: prompts are read so")
+    if body.messages is None:
+        if body.prompt is None:
+            raise bad("prompt", "is required")
+        found = await client.tokenize(text=body.prompt)
     else:
         check_chats(client.welcome)
-        variables = take_variables(fields, call.service.template)
-        tools = take_tools(fields, call.service.template)
-        found = await client.tokenize(
-            messages=take_messages(fields), template=_template(variables, tools.given)
-        )
-    pieces = fields.flag("return_token_strs")
-    note_unknown(fields, "/tokenize")
+        kind = call.service.template
+        read = template_variables(body, kind)
+        tools = openai_tools(body.tools, body.tool_choice, body.parallel_tool_calls, kind)
+        if tools.given:
+            read["tools"] = list(tools.given)
+        template = json.dumps(read) if read else ""
+        found = await client.tokenize(messages=chat_turns(body.messages), template=template)
     ids = found.ids.tolist()
-    body = {"count": len(ids), "max_model_len": client.welcome.context, "tokens": ids}
-    if pieces:
+    answer = {"count": len(ids), "max_model_len": client.welcome.context, "tokens": ids}
+    if body.return_token_strs:
         strings = (await client.tokenize(token_ids=ids)).pieces
-        body["token_strs"] = [piece.decode(errors="replace") for piece in strings]
-    await send_json(call.send, body)
-
-
-def _template(variables: dict[str, object], tools: tuple[object, ...]) -> str:
-    found = variables | ({"tools": list(tools)} if tools else {})
-    return json.dumps(found) if found else ""
+        answer["token_strs"] = [piece.decode(errors="replace") for piece in strings]
+    await send_json(call.send, answer)
 
 
 async def detokenize(call: Call) -> None:
     client = await call.client()
-    fields = await call.fields()
-    check_model(fields.text("model", None), client.welcome)
+    body = await call.body(DetokenizeBody)
+    check_model(body.model, client.welcome)
     _check_reads(client.welcome)
-    ids = fields.array("tokens")
-    if len(ids) > MOST_IDS or not all(type(i) is int and 0 <= i < client.welcome.vocabulary for i in ids):
-        fields.refuse("tokens", f"must be up to {MOST_IDS} ids below {client.welcome.vocabulary}")
-    note_unknown(fields, "/detokenize")
+    ids = body.tokens
+    if ids and not 0 <= min(ids) <= max(ids) < client.welcome.vocabulary:
+        raise bad("tokens", f"must be ids below {client.welcome.vocabulary}")
     text = (await client.tokenize(token_ids=ids)).text if ids else ""
     await send_json(call.send, {"prompt": text})
 

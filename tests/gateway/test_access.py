@@ -14,7 +14,7 @@ from gateway_engine import Served, serve
 from pipeline.assets import model_dir
 from pipeline.gateway.access import read_api_keys
 from pipeline.gateway.errors import ApiError
-from pipeline.gateway.served_model import check_model, model_name
+from pipeline.gateway.info import check_model, model_name
 from protocol.errors import ProtocolError
 from protocol.messages import VERSION, Welcome
 
