@@ -9,7 +9,7 @@ import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.gateway.answers import TokenTexts, Usage, events_of, started
 from pipeline.gateway.bodies import CallPart, Content, Object
@@ -201,3 +201,29 @@ async def whole_choices(run: ChatRun, choices: int) -> list[Whole]:
         async for place, event in events:
             found[place].add(event)
     return found
+
+
+Change = tuple[Literal["start", "open", "more", "close"], int, Part]
+
+
+async def blocks(run: ChatRun, whole: Whole) -> AsyncGenerator[Change, None]:
+    """Yields what a stream says of one choice in dialects whose answers are blocks of one kind each: that it
+    starts; of each block, with its place, that it opens, each part of it, that it closes. `whole` adds the
+    parts up. Raises as `ChatRun.events`."""
+    place, opened, started = -1, None, False
+    async with aclosing(run.events()) as events:
+        async for _, event in events:
+            if not started:
+                started = True
+                yield "start", 0, Part("content")
+            whole.add(event)
+            if not isinstance(event, Part):
+                continue
+            if opened is None or event.kind != opened.kind or event.call is not None:
+                if opened is not None:
+                    yield "close", place, opened
+                place, opened = place + 1, event
+                yield "open", place, event
+            yield "more", place, event
+    if opened is not None:
+        yield "close", place, opened

@@ -21,7 +21,7 @@ from pipeline.gateway.bodies import (
 )
 from pipeline.gateway.call import Call
 from pipeline.gateway.chat_output import Part, TemplateKind, ToolCall
-from pipeline.gateway.chat_run import ChatRequest, ChatRun, End, check_chats, turn, whole_choices
+from pipeline.gateway.chat_run import ChatRequest, ChatRun, Whole, blocks, check_chats, turn, whole_choices
 from pipeline.gateway.errors import bad
 from pipeline.gateway.info import check_model, model_name
 from pipeline.gateway.settings import settings_of
@@ -170,45 +170,41 @@ def _event(kind: str, value: dict[str, Any]) -> bytes:
 
 
 async def _events(run: ChatRun, head: dict[str, Any]) -> AsyncIterator[bytes]:
-    started, place, open_kind = False, -1, ""
-    ending = End("stop")
-
-    def opened(kind: str, block: dict[str, Any]) -> bytes:
-        return _event("content_block_start", {"index": place, "content_block": block})
-
-    def closed() -> bytes:
-        return _event("content_block_stop", {"index": place})
-
-    async with aclosing(run.events()) as events:
-        async for _, event in events:
-            if not started:
-                started = True
-                usage = {"input_tokens": 0, "output_tokens": 0}
-                message = head | {"content": [], "usage": usage, "stop_reason": None, "stop_sequence": None}
-                yield _event("message_start", {"message": message})
-            if isinstance(event, End):
-                ending = event
-                continue
-            if not isinstance(event, Part):
-                continue
-            if event.kind != open_kind or event.kind == "call":
-                if open_kind:
-                    yield closed()
-                place, open_kind = place + 1, event.kind
-                if event.call is not None:
-                    yield opened("call", _tool_use(event.call))
-                elif event.kind == "reasoning":
-                    yield opened("reasoning", {"type": "thinking", "thinking": "", "signature": ""})
-                else:
-                    yield opened("content", {"type": "text", "text": ""})
-            if event.call is not None:
-                delta = {"type": "input_json_delta", "partial_json": event.call.arguments}
-            elif event.kind == "reasoning":
-                delta = {"type": "thinking_delta", "thinking": event.text}
-            else:
-                delta = {"type": "text_delta", "text": event.text}
-            yield _event("content_block_delta", {"index": place, "delta": delta})
-    if open_kind:
-        yield closed()
-    yield _event("message_delta", {"delta": _stop(ending.reason, ending.stop), "usage": _usage(run)})
+    whole = Whole()
+    async with aclosing(blocks(run, whole)) as changes:
+        async for change, place, part in changes:
+            match change:
+                case "start":
+                    usage = {"input_tokens": 0, "output_tokens": 0}
+                    empty: Object = {
+                        "content": [],
+                        "usage": usage,
+                        "stop_reason": None,
+                        "stop_sequence": None,
+                    }
+                    yield _event("message_start", {"message": head | empty})
+                case "open":
+                    yield _event("content_block_start", {"index": place, "content_block": _block(part)})
+                case "more":
+                    yield _event("content_block_delta", {"index": place, "delta": _delta(part)})
+                case "close":
+                    yield _event("content_block_stop", {"index": place})
+    yield _event("message_delta", {"delta": _stop(whole.reason, whole.stop), "usage": _usage(run)})
     yield _event("message_stop", {})
+
+
+def _block(part: Part) -> dict[str, Any]:
+    """Returns the empty block that a part begins."""
+    if part.call is not None:
+        return _tool_use(part.call)
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}
+
+
+def _delta(part: Part) -> dict[str, Any]:
+    if part.call is not None:
+        return {"type": "input_json_delta", "partial_json": part.call.arguments}
+    if part.kind == "reasoning":
+        return {"type": "thinking_delta", "thinking": part.text}
+    return {"type": "text_delta", "text": part.text}

@@ -12,6 +12,7 @@ from pipeline.gateway.bodies import (
     CallItem,
     CallPart,
     MessageItem,
+    Object,
     OutputItem,
     ReasoningItem,
     ResponsesBody,
@@ -20,12 +21,14 @@ from pipeline.gateway.body import fitting
 from pipeline.gateway.call import Call
 from pipeline.gateway.chat import reasoning_variables
 from pipeline.gateway.chat_output import Part, TemplateKind, ToolCall
-from pipeline.gateway.chat_run import ChatRequest, ChatRun, End, Whole, check_chats, rendered_call, turn
+from pipeline.gateway.chat_run import ChatRequest, ChatRun, Whole, blocks, check_chats, rendered_call, turn
 from pipeline.gateway.errors import bad
 from pipeline.gateway.info import check_model, model_name
 from pipeline.gateway.settings import settings_of
 from pipeline.gateway.tools import chosen_tools, flat_tools, grammar_of
 from protocol.messages import ChatMessage, Welcome
+
+Event = tuple[str, Object]
 
 REFUSED = ("previous_response_id", "conversation", "prompt")
 ITEMS: dict[str, type] = {
@@ -169,67 +172,48 @@ class _Maker:
 
     async def stream(self) -> AsyncIterator[bytes]:
         number = 0
+        async with aclosing(blocks(self._run, self._whole)) as changes:
+            async for change, place, part in changes:
+                for kind, value in self._events(change, place, part):
+                    yield _event(kind, value, number)
+                    number += 1
+        yield _event(f"response.{self._status}", {"response": self._body(self._status)}, number)
 
-        def event(kind: str, value: dict[str, Any]) -> bytes:
-            nonlocal number
-            number += 1
-            return event_of({"type": kind, "sequence_number": number - 1} | value, kind)
+    def _events(self, change: str, place: int, part: Part) -> list[Event]:
+        """Returns the names and values of what the stream says of a change of its blocks."""
+        if change == "start":
+            body = {"response": self._body("in_progress")}
+            return [("response.created", body), ("response.in_progress", body)]
+        if part.call is not None:
+            return _call_events(part.call, place) if change == "more" else []
+        if part.kind == "reasoning":
+            item: Object = {"id": f"rs_{self._call.id}", "type": "reasoning", "summary": []}
+            if change == "more":
+                where = {"output_index": place, "item_id": item["id"], "content_index": 0}
+                return [("response.reasoning_text.delta", where | {"delta": part.text})]
+            if change == "open":
+                return [("response.output_item.added", {"output_index": place, "item": item})]
+            return [("response.output_item.done", {"output_index": place, "item": self._output()[0]})]
+        where = {"output_index": place, "item_id": f"msg_{self._call.id}", "content_index": 0}
+        if change == "more":
+            return [("response.output_text.delta", where | {"delta": part.text, "logprobs": []})]
+        if change == "open":
+            added = {"output_index": place, "item": self._message(None, "in_progress")}
+            return [
+                ("response.output_item.added", added),
+                ("response.content_part.added", where | {"part": _part("")}),
+            ]
+        text = self._whole.content
+        done = {"output_index": place, "item": self._message(text, "completed")}
+        return [
+            ("response.output_text.done", where | {"text": text, "logprobs": []}),
+            ("response.content_part.done", where | {"part": _part(text)}),
+            ("response.output_item.done", done),
+        ]
 
-        place, open_kind = -1, ""
-        item: dict[str, Any] = {"output_index": 0, "item_id": f"msg_{self._call.id}", "content_index": 0}
 
-        def closing() -> list[bytes]:
-            """The ends of the item that is open."""
-            if open_kind == "content":
-                text = self._whole.content
-                done = {"output_index": place, "item": self._message(text, "completed")}
-                return [
-                    event("response.output_text.done", item | {"text": text, "logprobs": []}),
-                    event("response.content_part.done", item | {"part": _part(text)}),
-                    event("response.output_item.done", done),
-                ]
-            if open_kind == "reasoning":
-                return [
-                    event("response.output_item.done", {"output_index": place, "item": self._output()[0]})
-                ]
-            return []
-
-        begun = False
-        async with aclosing(self._run.events()) as events:
-            async for _, part in events:
-                if not begun:
-                    begun = True
-                    yield event("response.created", {"response": self._body("in_progress")})
-                    yield event("response.in_progress", {"response": self._body("in_progress")})
-                if isinstance(part, Part) and part.kind != open_kind:
-                    for end in closing():
-                        yield end
-                    place, open_kind = place + 1, part.kind
-                    item["output_index"] = place
-                    if part.kind == "content":
-                        added = {"output_index": place, "item": self._message(None, "in_progress")}
-                        yield event("response.output_item.added", added)
-                        yield event("response.content_part.added", item | {"part": _part("")})
-                    elif part.kind == "reasoning":
-                        empty = {"id": f"rs_{self._call.id}", "type": "reasoning", "summary": []}
-                        yield event("response.output_item.added", {"output_index": place, "item": empty})
-                elif isinstance(part, Part) and part.kind == "call":
-                    place += 1
-                self._whole.add(part)
-                match part:
-                    case Part(kind="content", text=text):
-                        yield event("response.output_text.delta", item | {"delta": text, "logprobs": []})
-                    case Part(kind="reasoning", text=text):
-                        where = {"output_index": place, "item_id": f"rs_{self._call.id}", "content_index": 0}
-                        yield event("response.reasoning_text.delta", where | {"delta": text})
-                    case Part(call=made) if made is not None:
-                        for one in _call_events(made, place):
-                            yield event(*one)
-                    case End():
-                        for end in closing():
-                            yield end
-        last = self._body(self._status)
-        yield event(f"response.{self._status}", {"response": last})
+def _event(kind: str, value: Object, number: int) -> bytes:
+    return event_of({"type": kind, "sequence_number": number} | value, kind)
 
 
 def _part(text: str) -> dict[str, Any]:
@@ -247,7 +231,7 @@ def _function_call(call: ToolCall) -> dict[str, Any]:
     }
 
 
-def _call_events(call: ToolCall, place: int) -> list[tuple[str, dict[str, Any]]]:
+def _call_events(call: ToolCall, place: int) -> list[Event]:
     item = _function_call(call)
     where = {"output_index": place, "item_id": item["id"]}
     begun = item | {"arguments": "", "status": "in_progress"}
