@@ -30,7 +30,6 @@ setup(
         library("shm._doorbell", "shm/doorbell.c"),
         # Extensions of Python, with its headers: called so often that ctypes would take longer than they do.
         library("pipeline.replay._cache", "pipeline/replay/cache.c"),
-        library("pipeline.policies._worth", "pipeline/policies/worth.c", libraries=["m"]),
         *(kernels(variant, flags) for variant, flags in VARIANTS.items()),
     ]
 )

@@ -65,11 +65,8 @@ A conversation
 5. Scores can be large. A client that reads slowly fills its queue, and the coordinator then delays this
    client's next block; so use a separate connection for Scores, or read promptly.
 6. A malformed message is answered by Error with request -1 and otherwise ignored; so is a message that no
-   client may send. After many of them, and where handling its messages takes too much of the engine's time,
-   the coordinator sends the client an Error with a text that begins with "cut off", and ignores its messages
-   for ten seconds. Errors to peers without a Welcome are limited in rate. Over tcp (with CURVE) any Error
-   with request -1 is the last message of its connection; a connection also ends when the client sends no
-   Hello in its first 5 seconds, or nothing for 10 seconds after the Welcome.
+   client may send. After many of them the coordinator sends the client an Error with a text that begins with
+   "cut off", and ignores its messages for ten seconds. Errors to peers without a Welcome are limited in rate.
 7. A coordinator that exits is soon restarted at the same endpoint, without any of the earlier requests. A
    client that wants its answers all the same closes its socket as soon as it considers the engine lost (2) or
    receives "say Hello first" (1), and sends Hello on a new one, every few seconds until it gets a Welcome. It
@@ -85,12 +82,6 @@ A conversation
    several exits in a row without progress in between: it may be the cause of the exits. "say Hello first" on
    an unbroken transport means that a running coordinator has dropped the client (2, 6); such a client should
    not reconnect often.
-8. Over tcp a client speaks with the door, which closes its connection after any Error with request -1. Its
-   key has a right: `use` for Generate, Score, Cancel and Stats, `tune` for SetPolicy too, `admin` for all. A
-   SetPolicy or ExpertActivity beyond it is answered by Error, a Calibrate by Done. Without `admin` paths on
-   the engine's machine are left out, and Welcome has the model's name; Stats describe the engine and the
-   key's own requests alone. What (6) limits and ignores is the key, on all connections, and a Done has
-   the engine's counters only of a request that ran alone.
 
 Example
 -------

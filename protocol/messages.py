@@ -271,8 +271,7 @@ class Tokenized(Record, frozen=True, eq=False):
 
 @message(9)
 class Stats(Record, frozen=True):
-    """Request the engine's counters; answered by StatsReply. A key without the right `admin` gets those of
-    its own requests."""
+    """Request the engine's counters; answered by StatsReply."""
 
     request: Int
 
@@ -286,7 +285,7 @@ class StatsReply(Record, frozen=True):
 @message(21)
 class ExpertActivity(Record, frozen=True):
     """Request what happened to each expert; answered by ExpertActivityReply. It is counted from the first of
-    these on, until a few seconds after the last. Over tcp it needs the right `admin`."""
+    these on, until a few seconds after the last."""
 
     request: Int
 
@@ -330,7 +329,7 @@ class Calibrate(Record, frozen=True):
     machine; exactly one of `text`, `token_ids`. Answered by any number of Calibrating, then by one
     Calibrated, or by a Done with the reason why not. Meanwhile running requests pause and new ones wait.
 
-    At most 131072 `tokens`; what a client over tcp requests may take half an hour.
+    At most 131072 `tokens`.
 
     Of a longer text the engine reads windows from all of it. A text that is too long for a message is sent
     as excerpts, one after the other."""
@@ -387,7 +386,7 @@ class Ready(Record, frozen=True):
     Peers refuse another `version` or `fingerprint`."""
 
     version: Int
-    role: str  # loader | coordinator | worker | prefetcher | tokenizer | door | gateway
+    role: str  # loader | coordinator | worker | prefetcher | tokenizer | gateway
     index: Int
     incarnation: Int
     pid: Int
@@ -540,23 +539,7 @@ class DemandFetch(Record, frozen=True):
     tiles: Int
 
 
-# --- coordinator <-> the door for tcp, coordinator <-> tokenizer ------------------------------------------
-
-
-@message(48)
-class RemoteClient(Record, frozen=True):
-    """The door to the coordinator, as the first message of a connection: the client that speaks on it."""
-
-    account: str  # its public key, in Z85
-    right: str  # use | tune | admin, each with those before it
-    address: str  # of its machine, for the log
-
-
-@message(51)
-class RemoteGone(Record, frozen=True):
-    """The door to the coordinator, as the last message of a connection: its client has ended it. The
-    coordinator answers Error with `request` -1 when it has handled the messages before: ZeroMQ would drop
-    those that a full socket has not read when its peer closes."""
+# --- coordinator <-> tokenizer ---------------------------------------------------------------------------
 
 
 @message(49)

@@ -41,11 +41,10 @@ async def calibrate(options: Options, interrupts: Interrupts) -> int:
         check_folder(folder)
     if "text" in written or "tokens" in written:
         path, found = await _calibrate(options, interrupts)
-        # A remote engine's answer holds the summary; the arrays are on its machine.
-        calibration = None if options.remote is not None else read(path)[0]
+        calibration = read(path)[0]
     else:
         path, calibration, found = _earlier(options)
-    pictures = [] if folder is None or calibration is None else draw(calibration, found, folder)
+    pictures = [] if folder is None else draw(calibration, found, folder)
     if "json" in written:
         print_json(found | {"path": str(path), "report": [str(picture) for picture in pictures]})
     else:

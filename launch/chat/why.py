@@ -135,10 +135,10 @@ def _sides(profile: PhaseProfile) -> list[str]:
 
 def cost_changes(updates: dict[str, dict[str, float]]) -> list[str]:
     """A line where the costs that tokens are planned with are no longer those that were measured first."""
-    names = {"host": "the host", "device": "the device with its link"}
+    names = {"host": "the host", "device": "the device", "link": "the link"}
     factors = {name: updates.get(side, {}).get("decode", 1.0) for side, name in names.items()}
     changed = [f"{name} takes {factor:.2f} times" for name, factor in factors.items() if factor != 1.0]
-    return [f"costs: {' and '.join(changed)} as long as was measured first; plans follow"] if changed else []
+    return [f"costs: {', '.join(changed)} as long as was measured first; plans follow"] if changed else []
 
 
 def _fidelity(fidelity: dict[str, Any]) -> str:

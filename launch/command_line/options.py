@@ -57,12 +57,6 @@ class Options:
         return self.written.get("connect") or None
 
     @property
-    def remote(self) -> str | None:
-        """The endpoint, where --connect gives one instead of a name."""
-        name = self.connect_name
-        return name if name is not None and "://" in name else None
-
-    @property
     def log_level(self) -> str:
         otherwise = "info" if "verbose" in self.written else "notice"
         return str(self.written.get("log_level", otherwise)).upper()
@@ -270,8 +264,6 @@ def _check(command: str | None, written: dict[str, Any]) -> None:
     axes(written)
     if "prune" in written and not written.keys() & {"older_than", "to"}:
         raise WrongUsage("--prune: give --older-than DAYS, --to SIZE, or both")
-    if command == "keys" and "right" in written and written.keys() & {"list", "remove"}:
-        raise WrongUsage("--right is of a new client: give it with --add NAME, or when keys are first made")
     _check_connected(Options(command, written), mode, given)
 
 
@@ -332,13 +324,6 @@ def _check_lengths(given: Iterable[Option], written: dict[str, Any]) -> None:
 def _check_connected(options: Options, mode: str, given: Iterable[Option]) -> None:
     """Raises WrongUsage for options that do not go with an engine that runs already, or only with one."""
     written = options.written
-    if "key" in written and "listen" not in written and options.remote is None:
-        raise WrongUsage("--key is for tcp: --connect tcp://HOST:PORT, or serve --listen tcp://ADDRESS:PORT")
-    if options.remote is not None:
-        if "energy" in written:
-            raise WrongUsage("--energy reads the counters of this machine; run bench where the engine runs")
-        if "report" in written:
-            raise WrongUsage("--report draws a calibration of this machine; not with one of tcp://")
     if options.connect:
         without = "leave out --connect" if "connect" in written else "leave out the word chat"
         why = f"does not change a running engine; to start one with it, {without}"

@@ -21,7 +21,6 @@ from launch.command_line.values import (
     absolute,
     at_least,
     between,
-    client_name,
     http_address,
     model_path,
     not_empty,
@@ -45,7 +44,6 @@ from pipeline.config import (
     PrefetcherName,
 )
 from pipeline.models.shapes import PREFIX, SHAPES
-from protocol.keys import RIGHTS
 from protocol.messages import CALIBRATION_TOKENS, MAX_TOKENS, Sampling
 
 DEFAULTS = {field.name: field.default for field in structs.fields(Sampling)}
@@ -65,7 +63,6 @@ COMMANDS = {
     "advise": "which policy, cache and format for a model, on any machine",
     "doctor": "what this machine can do, and what to change",
     "cache": "list and prune what is kept on disk and in shared memory",
-    "keys": "make key files for clients over tcp, list and revoke them",
 }
 CLIENTS = "chat, generate, score, evaluate, stress, bench, calibrate"
 ENGINE = f"{CLIENTS}, serve"
@@ -73,7 +70,7 @@ SIZES = f"{ENGINE}, doctor --model, advise"
 REPLAY = "bench --replay"
 DRAWING = "calibrate --report"
 JSON = f"generate, score, evaluate, stress, bench, calibrate, doctor, advise, cache, {REPLAY}, {DRAWING}"
-EVERYWHERE = f"{ENGINE}, doctor, advise, cache, keys, {REPLAY}, {DRAWING}"
+EVERYWHERE = f"{ENGINE}, doctor, advise, cache, {REPLAY}, {DRAWING}"
 
 FORMATS = (
     f"format of the experts' weights: {', '.join(get_args(DenseName))}; or floe[-u4|-u8][-int8|-int4], of"
@@ -229,12 +226,6 @@ _engine = _section(
     Option("verify", None, "compare the experts with their checksums before use"),
     Option("name NAME", str, "the engine's name (default: e and the process id)"),
     Option(
-        "listen tcp://ADDRESS:PORT",
-        str,
-        "also accept clients that have a key at this address",
-        takes="serve",
-    ),
-    Option(
         "http HOST:PORT",
         http_address,
         f"also serve OpenAI's and Anthropic's API over HTTP (default address {DEFAULT_HTTP})",
@@ -373,28 +364,14 @@ _cache = _section(
     Option("to SIZE", size, "the least recently used, until at most SIZE is left on disk (such as 20GB)"),
     Option("dry-run", None, "only list what would be removed"),
 )
-_keys = _section(
-    "keys",
-    Option("out DIR", Path, "their folder (default ~/.config/tandem/keys)"),
-    Option("add NAME", client_name, "make a key file for a further client of the engine", one_of="action"),
-    Option("list", None, "the clients of that engine, and their rights", one_of="action"),
-    Option("remove NAME", str, "revoke a client, by name or public key", one_of="action"),
-    Option("right", RIGHTS, "of the new client: send requests; also set the policy; all (default use)"),
-)
 _every = _section(
     EVERYWHERE,
     Option(
         "connect NAME",
         str,
-        "use a running engine instead of starting one; tcp://HOST:PORT for another machine",
+        "use a running engine instead of starting one",
         takes=CLIENTS,
         bare="",
-    ),
-    Option(
-        "key FILE",
-        Path,
-        "for tcp: the client's key file; with serve --listen, the engine's",
-        takes=f"{CLIENTS}, serve --listen",
     ),
     Option("json", None, "print one JSON object on stdout, and nothing else there", takes=JSON),
     Option(
@@ -411,7 +388,7 @@ _every = _section(
 TABLE = {
     "options": [
         *(_generate + _texts + _stress + _bench + _calibrate),
-        *(_cache + _keys + _every),
+        *(_cache + _every),
     ],
     "answer": _answer,
     "model and memory": _sizes,

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from pipeline.models.shapes import is_shape
-from protocol.keys import is_client_name
 
 SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -129,10 +128,3 @@ def token_ids(text: str) -> tuple[int, ...]:
     if min(ids) < 0:
         raise argparse.ArgumentTypeError(f"token ids are not negative: {min(ids)}")
     return ids
-
-
-def client_name(text: str) -> str:
-    """A name for a client's key, and for its file."""
-    if not is_client_name(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a name of up to 40 letters, digits, . _ -")
-    return text

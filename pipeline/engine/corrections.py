@@ -1,5 +1,5 @@
-"""Costs that follow what runs: a factor for the host and one for the device with its link, the exponential
-mean of measured over forecast seconds.
+"""Costs that follow what runs: a factor for each of host, device and link, the exponential mean of measured
+over forecast seconds.
 
 Prompts and decoding have factors of their own, as a tile of few rows is bound by memory and one of many by
 arithmetic. A factor is put in force where it is LEAST_CHANGE away from the one that is, so that plans do not
@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, get_args
 from pipeline.arrays import PHASES, Phase
 from pipeline.policies.costs import Costs, SecondsTable
 
-Side = Literal["host", "device"]
+Side = Literal["host", "device", "link"]
 SIDES: tuple[Side, ...] = get_args(Side)
 WEIGHT = 1 / 8  # of a step in the mean; the first steps weigh equally
 LEAST_CHANGE = 0.1  # relative

@@ -16,8 +16,8 @@ from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.empty_memory import EmptyDeviceMemory
 from pipeline.experts.fetch_link import Order
 from pipeline.experts.shares import Share
-from pipeline.policies.backlog import Landing
 from pipeline.policies.costs import Costs, SecondsTable
+from pipeline.policies.view import Backlog, Landing
 
 FIRST, SAMPLED = 64, 4  # steps of which each is measured; of later ones every so many
 
@@ -30,7 +30,7 @@ class _HostShare(NamedTuple):
     alone: bool  # the device computes nothing meanwhile
 
 
-class Timing:
+class Timing(Backlog):
     """The `Backlog` of one engine under one policy. Without costs every answer is 0 seconds."""
 
     def __init__(
@@ -142,10 +142,10 @@ class Timing:
         seconds = time.perf_counter() - self._started
         if self._measures:
             tiles, copying = self._memory.copied()
-            device = self._work["device"]
-            device.forecast += self._priced.costs.link * (tiles - self._copied[0])
-            device.measured += copying - self._copied[1]
-            device.measured += sum(self._device.seconds_between(*marks) for marks in self._marks)
+            link = self._priced.costs.link * (tiles - self._copied[0])
+            self._work["link"] = Work(link, copying - self._copied[1])
+            marks = self._marks
+            self._work["device"].measured = sum(self._device.seconds_between(*each) for each in marks)
             self.corrections.note(self._phase, self._work)
         return seconds
 

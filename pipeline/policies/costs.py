@@ -124,16 +124,16 @@ class Costs:
         """Seconds to move `tiles` tiles to the device, without `fetch`."""
         return self.link * np.asarray(tiles, dtype=np.float64)
 
-    def scaled(self, host: float, device: float) -> Costs:
-        """The same with the seconds of host and exchange times `host`, of device and link times `device`."""
+    def scaled(self, host: float, device: float, link: float) -> Costs:
+        """The same with the seconds of host and exchange, device and launch, and link times these."""
         return replace(
             self,
             host=tuple(seconds * host for seconds in self.host),
             round_trip=self.round_trip * host,
             device=tuple(seconds * device for seconds in self.device),
             launch=self.launch * device,
-            link=self.link * device,
-            fetch=self.fetch * device,
+            link=self.link * link,
+            fetch=self.fetch * link,
         )
 
     def _seconds(self, values: tuple[float, ...], rows: ArrayLike, tiles: ArrayLike) -> NDArray[np.float64]:

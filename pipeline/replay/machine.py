@@ -25,15 +25,16 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import PHASES, FloatArray, IntArray, Phase
 from pipeline.engine.driver import LayerDecision, PolicyDriver
+from pipeline.engine.prefetch_meter import pause_note
 from pipeline.errors import PlanError, TraceError
 from pipeline.memory.limits import STAGING_TILES
-from pipeline.policies.backlog import Landing
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
-from pipeline.policies.prefetch_meter import pause_note
 from pipeline.policies.view import (
     Active,
     Ahead,
+    Backlog,
+    Landing,
     Policy,
     Routing,
     Signals,
@@ -49,7 +50,7 @@ from pipeline.traces.steps import TracedStep
 from shm.mask import DENSE, Mask
 
 
-class Replay:
+class Replay(Backlog):
     """A policy, its cache and the clock: a `LayerExecutor`, and the policy's `Backlog`. Its handle of an
     early host share is the time at which the share is done."""
 

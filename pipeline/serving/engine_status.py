@@ -7,14 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.assets import model_dir
 from pipeline.engine.activity import ActivityObserver
-from pipeline.models.shapes import short_name
-from pipeline.policies.parts import counted_tokens
+from pipeline.policies.room import counted_tokens
 from pipeline.scheduling.scheduler import Scheduler
 from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.policy_switch import PolicySwitch
-from pipeline.serving.rights import WithoutPaths, own_stats
 from pipeline.text.generation_defaults import sampling_defaults
 from protocol.messages import VERSION, ExpertActivityReply, Welcome
 
@@ -58,17 +55,6 @@ class EngineStatus:
             format=options.format,
             backbone_dtype=options.backbone_dtype,
         )
-
-    def stats_of(self, account: bytes) -> dict[str, Any]:
-        """What a client with a key may know: the engine's sizes, and its own account's requests."""
-        return own_stats(self.stats(), self._scheduler.stats_of(account))
-
-    def without_paths(self) -> WithoutPaths:
-        """For what is sent to a client that must not see paths on this machine."""
-        config = self._parts.config
-        name = "the embedded model" if config.model == model_dir() else short_name(config.model)
-        folders = {name: config.model, "the cache": config.cache, "the runtime directory": config.runtime}
-        return WithoutPaths(name, folders)
 
     def activity(self, request: int) -> ExpertActivityReply:
         """What happened to each expert. It is recorded for some seconds from now on."""

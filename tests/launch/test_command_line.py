@@ -104,7 +104,6 @@ Complaint = Callable[..., str]
         ("calibrate --report figures --seed 3", ["--seed", "calibrate --report without --text"]),
         ("serve --http-keys keys", ["--http-keys belongs to --http (serve --http)"]),
         ("stress --chaos-rate 3", ["--chaos-rate belongs to --chaos (stress --chaos)"]),
-        ("keys --list --remove anna", ["--remove", "--list", "give one"]),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: str, words: list[str], complaint: Complaint) -> None:

@@ -11,10 +11,9 @@ import pytest
 from engines import LIMIT, engines_left, launch
 from machines import GB, words, write
 
-from launch.doctor import gpu, models
-from launch.doctor.bandwidth import LARGEST, buffer_size
-from launch.doctor.finding import Finding
-from launch.doctor.report import render
+from launch.doctor import gpu
+from launch.doctor.bandwidth import LARGEST, buffer_size, example
+from launch.doctor.finding import Finding, render
 from launch.processes.trials import TrialFailed, trial
 
 TOPICS = {"cpu", "threads", "kernels", "memory", "shared memory", "software"}
@@ -22,7 +21,7 @@ TOPICS |= {"places", "gpu", "speed", "engine", "costs"}
 
 
 async def test_machine_without_a_gpu_driver_gets_a_note(tmp_path: Path) -> None:
-    found, rate = await gpu.inspect(models.example(), tmp_path)
+    found, rate = await gpu.inspect(example(), tmp_path)
     assert rate is None
     assert [f.level for f in found] == ["note"]
     assert "all-host" in found[0].means
@@ -36,14 +35,14 @@ async def test_machine_without_a_gpu_driver_gets_a_note(tmp_path: Path) -> None:
         },
     )
     assert gpu.cards(tmp_path) == 1
-    found, _ = await gpu.inspect(models.example(), tmp_path)
+    found, _ = await gpu.inspect(example(), tmp_path)
     assert "no driver is loaded" in words(found, "note")
 
 
 async def test_gpu_driver_is_checked_with_the_installed_torch(tmp_path: Path) -> None:
     """The device nodes are files of the test; torch's findings depend on this machine."""
     write(tmp_path, dev__nvidiactl="", proc__driver__nvidia__version="NVIDIA Kernel Module  550.54.14  Thu")
-    found, rate = await gpu.inspect(models.example(), tmp_path)
+    found, rate = await gpu.inspect(example(), tmp_path)
     assert found[0].found == "NVIDIA driver 550.54.14"
     assert len(found) > 1
     if rate is None:

@@ -12,7 +12,7 @@ import pytest
 from machines import GB, words, write
 
 from launch.doctor import gpu, places, software
-from launch.doctor.models import Reads
+from launch.doctor.bandwidth import Reads
 from launch.errors import WrongUsage
 from launch.planning import device_choice
 from launch.planning.device_choice import usable_device

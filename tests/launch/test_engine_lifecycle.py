@@ -12,19 +12,15 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from engines import (
     LAUNCH,
     LIMIT,
     Launched,
     engines_left,
-    fingerprint_of,
-    is_running,
     own_segments,
     run,
     runs,
@@ -39,8 +35,6 @@ from launch.processes.limits import Limits
 from launch.processes.supervisor import Supervisor
 from launch.terminal.progress import LINE_INTERVAL
 from pipeline.config import EngineConfig
-from protocol.sockets import runtime_root
-from shm.locks import build_lock
 
 # `launch.py` where these streams, given by their numbers, are closed.
 CLOSED = """
@@ -223,59 +217,6 @@ def test_piped_chat_answers_every_line_that_fits_and_reports_the_others(argument
     assert engines_left() == []
 
 
-def test_killed_child_is_restarted_and_answers_are_the_same(arguments: list[str]) -> None:
-    """Until its coordinator keeps exiting: then the engine stops, with one line."""
-    generate = "generate --prompt-tokens 5,6,7 --max-tokens 4 --ignore-eos --json --connect killed".split()
-    with Launched("serve", "--name", "killed", *arguments) as engine:
-        engine.line()
-        code, before, _ = run(*generate)
-        assert code == 0
-        for module, count in (("workers.expert_worker", 2), ("pipeline.coordinator", 1)):
-            killed = engine.child(module)
-            killed.kill()
-
-            def restarted(module: str = module, count: int = count, killed: psutil.Process = killed) -> bool:
-                running = [c for c in engine.children() if runs(c, module) and is_running(c)]
-                return len(running) == count and killed not in running
-
-            assert wait_until(restarted, 60)
-            assert wait_until(lambda: run(*generate)[0] == 0, 60)
-            code, after, _ = run(*generate)
-            assert json.loads(after)["token_ids"] == json.loads(before)["token_ids"]
-        exits = [line for line in engine.stderr.splitlines() if "killed by SIGKILL" in line]
-        assert len(exits) == 2
-        assert "the worker 0 was killed by SIGKILL; it is being restarted" in exits[0]
-        assert "the coordinator was killed by SIGKILL; the engine is being restarted" in exits[1]
-
-        while engine.process.poll() is None:
-            for child in engine.children():
-                if runs(child, "pipeline.coordinator") and is_running(child):
-                    child.kill()
-            time.sleep(0.02)
-        code, _, err = engine.end()
-    assert code == 1
-    complaints = [line for line in err.splitlines() if line.startswith("launch.py: ")]
-    assert len(complaints) == 1
-    assert "killed by SIGKILL" in complaints[0]
-    assert "in a row" in complaints[0]
-    assert "Traceback" not in err
-    assert engines_left() == []
-    assert own_segments("killed") == []
-
-
-def test_sigint_during_the_start_leaves_no_process_and_no_file(arguments: list[str]) -> None:
-    with Launched("generate", "--prompt-tokens", "5", "--name", "early", *arguments, executed=True) as engine:
-        assert wait_until(lambda: any(runs(c, "pipeline.coordinator") for c in engine.children()), 30)
-        children = engine.children()
-        engine.send(signal.SIGINT)
-        code, out, err = engine.end(10)
-    assert (code, out) == (1, "")
-    assert err.splitlines()[-1] == "launch.py: interrupted"
-    assert "Traceback" not in err
-    assert not any(is_running(c) for c in children)
-    assert engines_left() == []
-
-
 def check_cores(engine: Launched, workers: int) -> None:
     """Each worker is bound to its own cores and computes with as many threads; the coordinator may use all
     cores."""
@@ -338,25 +279,6 @@ def test_kept_store_is_attached_by_the_next_start(arguments: list[str], tiny_mod
     assert engines_left() == []
     assert "0 B read from the checkpoint, 0 B from the cache" in err
     assert not store_of(tiny_model).exists()
-
-
-def test_ready_of_a_loader_that_exited_while_the_supervisor_was_stopped_counts(arguments, tiny_model) -> None:
-    with (
-        ExitStack() as held,
-        Launched("generate", "--prompt-tokens", "5", "--max-tokens", "1", *arguments) as launched,
-    ):
-        held.enter_context(build_lock(fingerprint_of(tiny_model), runtime_root(), lambda: None))
-        assert wait_until(lambda: any(runs(c, "pipeline.loader") for c in launched.children()), 30)
-        loader = launched.child("pipeline.loader")
-        assert wait_until(lambda: bool(loader.net_connections("unix")), 30)
-        time.sleep(0.5)  # the loader is connected, and waits for the lock
-        launched.send(signal.SIGSTOP)
-        held.close()
-        assert wait_until(lambda: loader.status() == psutil.STATUS_ZOMBIE, 30)
-        launched.send(signal.SIGCONT)
-        code, _, err = launched.end()
-    assert code == 0, err
-    assert engines_left() == []
 
 
 def test_answer_cancelled_by_the_engine_is_one_line_and_exit_1(arguments: list[str], tmp_path: Path) -> None:

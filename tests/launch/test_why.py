@@ -200,12 +200,13 @@ def test_stats_names_the_embedded_model() -> None:
 
 
 def test_why_says_which_costs_changed_and_how_many_tiles_were_resident() -> None:
-    updates = {"host": {"prefill": 3.0, "decode": 2.0}, "device": {"prefill": 1.0, "decode": 0.8}}
+    updates = {"host": {"prefill": 3.0, "decode": 2.0}, "device": {"prefill": 2.0, "decode": 1.0}}
+    updates["link"] = {"prefill": 1.0, "decode": 0.8}
     tree = decode()
     tree["layers"]["hit_tiles"] = [40, 40, 80]
     words = flat(shown(why_text(reply(tree), {"cost_updates": updates, "peers": WORKERS}, WELCOME)))
     assert "hits: 50% of the needed experts were resident, and 67% of their tiles" in words
-    assert "costs: the host takes 2.00 times and the device with its link takes 0.80 times as long" in words
+    assert "costs: the host takes 2.00 times, the link takes 0.80 times as long" in words
     for side in updates.values():
         side["decode"] = 1.0
     words = flat(shown(why_text(reply(decode()), {"cost_updates": updates, "peers": WORKERS}, WELCOME)))

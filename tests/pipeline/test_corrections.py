@@ -1,4 +1,4 @@
-"""Costs that follow made steps: factors of the host and of the device. No time is measured."""
+"""Costs that follow made steps: factors of host, device and link. No time is measured."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ COSTS = Costs((1, 4), (1.0, 2.0), (0.5, 0.5), 4.0, 0.25, (1.0, 1.0), launch=0.12
 
 
 class Machine:
-    """Takes `host` and `device` times as long as COSTS say."""
+    """Takes `host`, `device` and `link` times as long as COSTS say."""
 
     def __init__(self) -> None:
         self.corrections = Corrections(COSTS)
-        self.host = self.device = 1.0
+        self.host = self.device = self.link = 1.0
 
     def steps(self, count: int, phase: Phase = "decode", device: bool = True) -> list[Costs]:
         """Each different costs in force, in order."""
@@ -25,24 +25,24 @@ class Machine:
             costs = self.corrections.priced(phase).costs
             if not seen or seen[-1] is not costs:
                 seen.append(costs)
-            work = {"host": Work(costs.host[0], COSTS.host[0] * self.host), "device": Work()}
+            work = {"host": Work(costs.host[0], COSTS.host[0] * self.host), "device": Work(), "link": Work()}
             if device:
-                work["device"] = Work(costs.link, COSTS.link * self.device)
+                work["device"] = Work(costs.device[0], COSTS.device[0] * self.device)
+                work["link"] = Work(costs.link, COSTS.link * self.link)
             self.corrections.note(phase, work)
         return seen
 
-    def factors(self, phase: Phase = "decode") -> tuple[float, float]:
-        report = self.corrections.report()
-        return report["host"][phase], report["device"][phase]
+    def factors(self, phase: Phase = "decode") -> list[float]:
+        return [factors[phase] for factors in self.corrections.report().values()]
 
 
 def test_all_costs_of_a_side_follow_its_factor() -> None:
     machine = Machine()
-    machine.host, machine.device = 2.0, 0.5
+    machine.host, machine.device, machine.link = 2.0, 0.5, 3.0
     costs = machine.steps(40)[-1]
     assert costs.host == pytest.approx((2.0, 4.0))
     assert (costs.round_trip, costs.link, costs.launch, costs.fetch) == pytest.approx(
-        (0.5, 2.0, 0.0625, 0.25)
+        (0.5, 12.0, 0.0625, 1.5)
     )
     assert costs.device == pytest.approx((0.25, 0.25))
     assert (costs.rows, costs.other) == (COSTS.rows, COSTS.other)
@@ -56,7 +56,7 @@ def test_prompts_and_decoding_are_corrected_apart() -> None:
     machine.host = 3.0
     machine.steps(40, "prefill")
     assert machine.factors("prefill")[0] == pytest.approx(3.0, rel=0.11)
-    assert machine.factors("decode") == (1.0, 1.0)
+    assert machine.factors("decode") == [1.0, 1.0, 1.0]
     assert machine.corrections.priced("decode").costs is COSTS
 
 
@@ -74,10 +74,10 @@ def test_small_and_short_changes_are_no_reason_to_plan_anew() -> None:
 
 def test_a_side_without_work_falls_back_to_what_was_measured_first() -> None:
     machine = Machine()
-    machine.device = 4.0
+    machine.link = 4.0
     machine.steps(40)
     machine.steps(FORGOTTEN // 8, device=False)
-    assert machine.factors()[1] > 3
+    assert machine.factors()[2] > 3
     assert machine.steps(8 * FORGOTTEN, device=False)[-1].link == pytest.approx(COSTS.link, rel=0.11)
 
 
@@ -85,12 +85,12 @@ def test_a_side_without_work_falls_back_to_what_was_measured_first() -> None:
 def test_what_cannot_have_been_measured_changes_nothing(measured: float) -> None:
     corrections = Corrections(COSTS)
     for _ in range(40):
-        corrections.note("decode", {"host": Work(1.0, measured), "device": Work(0.0, 1.0)})
+        corrections.note("decode", {"host": Work(1.0, measured), "device": Work(0.0, 1.0), "link": Work()})
     assert corrections.priced("decode").costs is COSTS
 
 
 def test_a_stalled_step_counts_as_a_long_one() -> None:
     corrections = Corrections(COSTS)
     for measured in [*[1.0] * 40, 1e9]:
-        corrections.note("decode", {"host": Work(1.0, measured), "device": Work()})
+        corrections.note("decode", {"host": Work(1.0, measured), "device": Work(), "link": Work()})
     assert corrections.report()["host"]["decode"] < 1.5

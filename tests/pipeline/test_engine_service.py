@@ -19,6 +19,7 @@ from plain_calibration import plain_calibration
 from whole_engine import CONTEXT, OPTIONS, Inbox, WholeEngine, coordinator_map, whole_engine
 
 from pipeline.calibration.file import calibration_path, save
+from pipeline.coordinator import run_engine
 from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.device.cpu import CpuDevice
 from pipeline.errors import CalibrationError, PeerLost, PolicyError, ShardFailed
@@ -26,8 +27,15 @@ from pipeline.experts.peers import ExitEvents
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import PolicyRequest, Target
 from pipeline.serving import engine_service
-from pipeline.serving.engine_events import EngineFailed, EngineReady, ToClient, ToOtherClients, ToSupervisor
-from pipeline.serving.engine_inbox import ClientGone, EngineInbox
+from pipeline.serving.engine_inbox import (
+    ClientGone,
+    EngineFailed,
+    EngineInbox,
+    EngineReady,
+    ToClient,
+    ToOtherClients,
+    ToSupervisor,
+)
 from pipeline.serving.engine_service import (
     CONGESTED_WAIT,
     IDLE_WAIT,
@@ -35,7 +43,6 @@ from pipeline.serving.engine_service import (
     MOVING_WAIT,
 )
 from pipeline.serving.engine_status import EngineStatus
-from pipeline.serving.engine_thread import run_engine
 from pipeline.traces.reader import Trace
 from protocol.messages import (
     VERSION,
