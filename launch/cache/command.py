@@ -12,8 +12,7 @@ from launch.cache.report import describe, entry_to_json, table, to_json
 from launch.command_line.options import Options
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
-from protocol.program import PROGRAM
-from protocol.user_folders import user_folder
+from protocol.program import PROGRAM, user_folder
 from protocol.visible import one_line
 from shm.errors import ShmError
 from shm.segment import byte_size

@@ -25,7 +25,7 @@ from pipeline.calibration.windows import HELD_OUT, LANES
 from pipeline.checkpoint.open import open_model
 from pipeline.policies.calibration import Calibration
 from protocol.messages import CALIBRATION_TOKENS, Calibrate, Calibrating
-from protocol.user_folders import user_folder
+from protocol.program import user_folder
 
 CHARACTERS = 16  # more than tokens have: of a text longer than this for each token excerpts are sent
 EXCERPTS = HELD_OUT * LANES  # of a longer text: a window is read from each, unless they are large

@@ -23,10 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.gateway.asgi import event_of, send_bytes
-from pipeline.gateway.call import Call
+from pipeline.gateway.call import Call, model_name
 from pipeline.gateway.engine_links import EngineLinks
 from pipeline.gateway.errors import ApiError
-from pipeline.gateway.info import model_name
 from protocol.client import Client
 from protocol.errors import ProtocolError
 from protocol.messages import ExpertActivityReply, Welcome

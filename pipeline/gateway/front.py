@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.routing import Match, Route
 
-from pipeline.gateway import chat, completions, dashboard, info, messages, metrics, responses, tokens
+from pipeline.gateway import chat, completions, dashboard, info, messages, metrics, responses
 from pipeline.gateway.access import Access
 from pipeline.gateway.asgi import Receive, Scope, Send, send_error
 from pipeline.gateway.call import Call, Service
@@ -52,9 +52,9 @@ ENDPOINTS = (
     Endpoint("POST", "/v1/responses", responses.create, prompt="input"),
     Endpoint("POST", "/v1/messages", messages.create, anthropic=True, prompt="messages"),
     Endpoint("POST", "/v1/messages/count_tokens", messages.count_tokens, anthropic=True, prompt="messages"),
-    Endpoint("POST", "/tokenize", tokens.tokenize, prompt="prompt"),
-    Endpoint("POST", "/detokenize", tokens.detokenize, prompt="tokens"),
-    Endpoint("GET", "/tokenizer_info", tokens.tokenizer_info),
+    Endpoint("POST", "/tokenize", info.tokenize, prompt="prompt"),
+    Endpoint("POST", "/detokenize", info.detokenize, prompt="tokens"),
+    Endpoint("GET", "/tokenizer_info", info.tokenizer_info),
     Endpoint("GET", "/metrics", metrics.metrics),
 )
 

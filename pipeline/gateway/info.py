@@ -1,36 +1,21 @@
-"""What the gateway says of the engine and its model: whether it answers, the model's name, its tokens."""
+"""What the gateway says of the engine: whether it answers, which model it has, what its tokens are."""
 
 from __future__ import annotations
 
-from pathlib import PurePath
+import json
+from pathlib import Path
 from typing import Any
 
-from pipeline.assets import model_dir
+from pipeline.errors import ModelError
 from pipeline.gateway.asgi import send_json
-from pipeline.gateway.call import Call
-from pipeline.gateway.errors import ApiError
-from pipeline.models.shapes import short_name
+from pipeline.gateway.bodies import DetokenizeBody, TokenizeBody
+from pipeline.gateway.call import Call, check_model, model_name
+from pipeline.gateway.chat import chat_turns, template_variables
+from pipeline.gateway.chat_run import check_chats
+from pipeline.gateway.errors import ApiError, bad
+from pipeline.gateway.tools import openai_tools
+from pipeline.text.tokenizer import eos_ids
 from protocol.messages import Welcome
-
-EMBEDDED = "tandem-embedded"
-
-
-def model_name(welcome: Welcome) -> str:
-    """The model as clients know it: a folder without those before it, of the Hub's cache ORG/NAME."""
-    if PurePath(welcome.model) == model_dir():
-        return EMBEDDED
-    return short_name(welcome.model) or welcome.model
-
-
-def check_model(name: str | None, welcome: Welcome) -> None:
-    """Raises ApiError for a model that is not served. Without a name it is the one that is."""
-    if name is not None and name not in (model_name(welcome), welcome.model, welcome.engine):
-        raise ApiError(
-            404,
-            f"the model {name[:80]!r} is not served here; it is {model_name(welcome)!r}",
-            "model",
-            "model_not_found",
-        )
 
 
 async def health(call: Call) -> None:
@@ -61,3 +46,64 @@ def _entry(call: Call, welcome: Welcome) -> dict[str, Any]:
         "max_model_len": welcome.context,
         "context_length": welcome.context,
     }
+
+
+def _check_reads(welcome: Welcome) -> None:
+    if not welcome.has_tokenizer:
+        raise ApiError(400, "this model has no tokenizer")
+
+
+async def tokenize(call: Call) -> None:
+    """Answers with the ids of `prompt`, or of `messages` with the template's variables."""
+    client = await call.client()
+    body = await call.body(TokenizeBody)
+    check_model(body.model, client.welcome)
+    _check_reads(client.welcome)
+    if body.add_special_tokens is False:
+        raise bad("add_special_tokens", "must be true: prompts are read so")
+    if body.messages is None:
+        if body.prompt is None:
+            raise bad("prompt", "is required")
+        found = await client.tokenize(text=body.prompt)
+    else:
+        check_chats(client.welcome)
+        kind = call.service.template
+        read = template_variables(body, kind)
+        tools = openai_tools(body.tools, body.tool_choice, body.parallel_tool_calls, kind)
+        if tools.given:
+            read["tools"] = list(tools.given)
+        template = json.dumps(read) if read else ""
+        found = await client.tokenize(messages=chat_turns(body.messages), template=template)
+    ids = found.ids.tolist()
+    answer = {"count": len(ids), "max_model_len": client.welcome.context, "tokens": ids}
+    if body.return_token_strs:
+        strings = (await client.tokenize(token_ids=ids)).pieces
+        answer["token_strs"] = [piece.decode(errors="replace") for piece in strings]
+    await send_json(call.send, answer)
+
+
+async def detokenize(call: Call) -> None:
+    client = await call.client()
+    body = await call.body(DetokenizeBody)
+    check_model(body.model, client.welcome)
+    _check_reads(client.welcome)
+    ids = body.tokens
+    if ids and not 0 <= min(ids) <= max(ids) < client.welcome.vocabulary:
+        raise bad("tokens", f"must be ids below {client.welcome.vocabulary}")
+    text = (await client.tokenize(token_ids=ids)).text if ids else ""
+    await send_json(call.send, {"prompt": text})
+
+
+async def tokenizer_info(call: Call) -> None:
+    client = await call.client()
+    _check_reads(client.welcome)
+    try:
+        ends = sorted(eos_ids(Path(client.welcome.model)))
+    except (ModelError, OSError):
+        ends = []
+    names = (await client.tokenize(token_ids=ends)).pieces if ends else ()
+    text = names[0].decode(errors="replace") if names else None
+    await send_json(
+        call.send,
+        {"eos_token": text, "eos_token_ids": ends, "vocab_size": client.welcome.vocabulary},
+    )

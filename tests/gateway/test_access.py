@@ -13,8 +13,8 @@ from gateway_engine import Served, serve
 
 from pipeline.assets import model_dir
 from pipeline.gateway.access import read_api_keys
+from pipeline.gateway.call import check_model, model_name
 from pipeline.gateway.errors import ApiError
-from pipeline.gateway.info import check_model, model_name
 from protocol.errors import ProtocolError
 from protocol.messages import VERSION, Welcome
 

@@ -16,7 +16,7 @@ from launch.cache.entries import WRITING_SECONDS, Entry, scan, writer_of
 from launch.cache.prune import DAY, select
 from launch.command_line.options import parse
 from launch.terminal.interrupts import Interrupts
-from protocol.user_folders import user_folder
+from protocol.program import user_folder
 
 NOW = 1_700_000_000.0
 KEY = "5" * 64

@@ -27,7 +27,7 @@ from pipeline.calibration.windows import Division, Window
 from pipeline.checkpoint.open import open_model
 from pipeline.policies.calibration import Calibration
 from pipeline.text.tokenizer import Tokenizer
-from protocol.user_folders import user_folder
+from protocol.program import user_folder
 
 CHARACTERS = 5500  # of held-out text: about 1600 tokens
 FIGURES = [
