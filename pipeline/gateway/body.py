@@ -11,6 +11,7 @@ import msgspec
 
 from pipeline.gateway.asgi import Receive, Scope, header_of
 from pipeline.gateway.errors import ApiError, bad
+from protocol.small_files import is_nested
 
 log = logging.getLogger(__name__)
 
@@ -19,8 +20,6 @@ T = TypeVar("T")
 MOST_BYTES = 8 << 20  # a message to the engine has half of that
 BODY_SECONDS = 60.0  # for the whole body; a slow network sends 8 MB in less
 MOST_NESTING = 200  # values in each other; schemas need some dozens
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_BRACKET = re.compile(rb"[][{}]")
 _PLACE = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$(.*)`)?$", re.DOTALL)
 _FIELD = re.compile(r"(required|unknown) field `(.{1,80})")
 
@@ -79,30 +78,31 @@ def _check_size(size: int) -> None:
 def decoded(raw: bytes, kind: type[T], endpoint: str) -> T:
     """Returns the struct of a body. Fields of other servers are accepted, as clients send them by habit, but
     not those that change answers. Raises ApiError, which names the field."""
-    given = parse_json(raw, dict[str, msgspec.Raw])
-    body = parse_json(raw, kind)
+    given = parse_json(raw)
+    body = fitting(given, kind, "")
     fields = set(kind.__struct_fields__)  # type: ignore[attr-defined]  # all kinds are structs
     unknown = []
     for name, value in given.items():
-        if name in UNSUPPORTED:
-            meant = msgspec.json.decode(value)
-            if meant is not None and meant not in UNSUPPORTED[name]:
-                raise bad(name, "is not supported here")
-        elif name not in fields and name not in WITHOUT_EFFECT and bytes(value) != b"null":
+        if value is None:
+            continue
+        if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
+            raise bad(name, "is not supported here")
+        if name not in fields and name not in WITHOUT_EFFECT and name not in UNSUPPORTED:
             unknown.append(name[:40])
     if unknown:
         log.info("%s: fields without a meaning here: %s", endpoint, ", ".join(unknown[:8]))
     return body
 
 
-def parse_json(text: str | bytes, kind: type[T], name: str = "") -> T:
-    """Returns the value of a JSON text: a body, or a field of this name. Raises ApiError, also for what the
+def parse_json(text: str | bytes, name: str = "") -> dict[str, Any]:
+    """Returns the object of a JSON text: a body, or a field of this name. Raises ApiError, also for what the
     engine's libraries cannot write: values nested too deeply."""
     raw = text.encode("utf-8", "replace") if isinstance(text, str) else text
     try:
-        if _nesting(raw) > MOST_NESTING:
+        value: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
+        if raw.count(b"[") + raw.count(b"{") > MOST_NESTING and is_nested(value, MOST_NESTING):
             raise RecursionError
-        return msgspec.json.decode(raw, type=kind)
+        return value
     except msgspec.ValidationError as e:
         raise misfit(e, name) from None
     except (msgspec.DecodeError, ValueError, RecursionError) as e:
@@ -131,14 +131,3 @@ def misfit(error: msgspec.ValidationError, name: str) -> ApiError:
     place = place.lstrip(".")[:200]
     text = text[:1].lower() + text[1:300]
     return bad(place, text) if place else ApiError(400, f"the body: {text}")
-
-
-def _nesting(raw: bytes) -> int:
-    """Returns how many lists and objects of a JSON text are in each other at most."""
-    if raw.count(b"[") + raw.count(b"{") <= MOST_NESTING:
-        return 0
-    level = most = 0
-    for bracket in _BRACKET.findall(_STRING.sub(b"", raw)):
-        level += 1 if bracket in b"[{" else -1
-        most = max(most, level)
-    return most

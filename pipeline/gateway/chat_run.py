@@ -48,7 +48,7 @@ def rendered_call(call: CallPart, where: str) -> Object:
     """Returns a tool's call as chat templates read it: its arguments are an object. Raises ApiError."""
     arguments = call.function.arguments
     if isinstance(arguments, str):
-        arguments = parse_json(arguments or "{}", Object, f"{where}.function.arguments")
+        arguments = parse_json(arguments or "{}", f"{where}.function.arguments")
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id or "", "type": "function", "function": function}
 

@@ -141,7 +141,7 @@ def _structured(given: Structured, of: str) -> list[Grammar]:
     """Returns the grammars of vLLM's fields, whose names begin with `of`."""
     grammars = []
     if (schema := given.json) is not None:
-        whole = parse_json(schema, Object, f"{of}json") if isinstance(schema, str) else schema
+        whole = parse_json(schema, f"{of}json") if isinstance(schema, str) else schema
         grammars.append(json_schema(whole, f"{of}json"))
     if given.regex is not None:
         grammars.append(_made("regex", given.regex, f"{of}regex"))
