@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 from engines import LAUNCH, run, store_of
 
-from launch.cache.entries import Entry, scan
+from launch.cache import command
+from launch.cache.command import DAY, remove, select, table
+from launch.cache.entries import WRITING_SECONDS, Entry, scan, writer_of
 from launch.cache.full_disk import cache_use, full_disk_line
-from launch.cache.prune import DAY, remove, select
-from launch.cache.report import table
+from launch.cli import main
 from launch.command_line.options import parse
 from pipeline.calibration import cost_cache
 from pipeline.checkpoint.open import open_model
@@ -121,6 +122,57 @@ def test_stores_in_memory_are_selected_by_age_alone() -> None:
     assert select([kept, first, second], 8.5, 25).remove == (kept, first)  # `kept` frees nothing on disk
 
 
+@pytest.mark.parametrize(
+    ("days", "size", "goes"),
+    [
+        (3, None, False),
+        (2.9999, None, True),
+        (0, None, True),
+        (None, None, False),
+        (None, 1000, False),
+        (None, 999, True),
+    ],
+)
+def test_bounds_of_a_prune_are_exact(
+    days: float | None, size: int | None, goes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1.7e9)  # the clock stands still
+    free, used = entry("a", 1000, 3), entry("b", 0, 3, in_use="engine e1")
+    assert select([free], days, size).remove == (free,) * goes
+    assert select([used], days, size).in_use == (used,) * (goes and size is None)
+
+
+def test_small_file_is_being_written_for_a_minute(tmp_path: Path) -> None:
+    path = tmp_path / ".calibration.txt.0123abcd"
+    path.touch()
+    for seconds, writer in ((0.0, "its writer"), (0.9, "its writer"), (1.1, "")):
+        then = time.time() - seconds * WRITING_SECONDS
+        os.utime(path, (then, then))
+        assert writer_of(path) == writer
+    assert writer_of(tmp_path / "store.tmp") == ""  # removed meanwhile
+
+
+def test_keys_of_leases_are_those_of_the_entries_folders() -> None:
+    store = Entry("store", Path(f"/c/{STORE}/store.bin"), 1, 0.0)
+    assert (store.fingerprint, store.on_disk) == (STORE, True)
+    assert store.lease_key == Entry("backbone", Path(f"/c/{STORE}/backbone.bin"), 1, 0.0).lease_key
+    assert Entry("costs", Path("/c/costs/abc.json"), 1, 0.0).lease_key == "abc"
+    assert not replace(store, kind="kept store").on_disk
+
+
+def test_entry_that_an_engine_uses_by_now_is_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_file(folder / STORE / "store.bin", 2000, 40)
+    make_file(folder / BACKBONE / "backbone.bin", 1000, 40)
+    monkeypatch.setattr(command, "remove", lambda one: one.kind != "store")
+    assert main(["cache", "--prune", "--to", "0"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("kept: store of mixtral in int4, 2.0 kB, used 40 days ago: in use by an engine\n") == 1
+    assert "removed 1 of 2, 1.0 kB; 2.0 kB stay on disk\n" in out
+    assert "that is more than --to 0 B: the rest is in use or unknown\n" in out
+
+
 # --- files --------------------------------------------------------------------------------------------------
 
 
@@ -141,15 +193,6 @@ def test_list_names_kind_model_format_size_and_last_use(folder: Path) -> None:
     ]
     assert f"{folder}: 3.1 MB in 2 entries, " in out
     assert "\x1b" not in out
-
-
-def test_an_old_folder_without_a_record_has_an_unknown_model(folder: Path) -> None:
-    make_file(folder / BACKBONE / "backbone.bin", 10, 5)
-    (folder / BACKBONE / RECORD).unlink()
-    (found,) = disk(run_json())
-    assert (found["kind"], found["model"]) == ("backbone", "unknown")
-    assert run_json("--prune", "--to", "0")["removed"][0]["model"] == "unknown"
-    assert os.listdir(folder) == []
 
 
 def test_unknown_files_are_listed_and_stay(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 from typing import Any
@@ -27,7 +26,6 @@ from launch.errors import AnswerLost, DownloadFailed, StartFailed, WrongUsage
 from launch.runtime import EngineInfo, RuntimeDir
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.lines import Lines
-from launch.terminal.log import hidden
 from launch.terminal.output import print_json, show
 from pipeline.errors import UsageError
 from protocol.errors import EngineGone, RequestFailed
@@ -261,36 +259,6 @@ def test_output_is_flushed_text_or_one_line_of_json(capsys: pytest.CaptureFixtur
     show("a\n")
     print_json({"é": (1.23456, float("nan"), True, None), 3: -0.000123456})  # type: ignore[dict-item]
     assert capsys.readouterr().out == 'a\n{"é": [1.235, null, true, null], "3": -0.0001235}\n'
-
-
-@pytest.mark.parametrize(("level", "shown"), [(logging.WARNING, False), (logging.INFO, True)])
-def test_warnings_of_a_package_are_hidden_for_a_block(level: int, shown: bool) -> None:
-    root, records = logging.getLogger(), list[str]()
-
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record.getMessage())
-
-    handler, before = Kept(), root.level
-    root.addHandler(handler)
-    root.setLevel(level)
-    try:
-        with hidden("launch.processes"):
-            for name in ("launch.processes.control", "launch.stress"):
-                logging.getLogger(name).warning(f"warning of {name}")
-                logging.getLogger(name).error(f"error of {name}")
-        logging.getLogger("launch.processes.control").warning("after it")
-    finally:
-        root.removeHandler(handler)
-        root.setLevel(before)
-    hidden_line = "warning of launch.processes.control"
-    assert (hidden_line in records) is shown
-    assert [line for line in records if line != hidden_line] == [
-        "error of launch.processes.control",
-        "warning of launch.stress",
-        "error of launch.stress",
-        "after it",
-    ]
 
 
 # --- the rule of equality -----------------------------------------------------------------------------------

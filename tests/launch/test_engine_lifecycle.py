@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import pty
 import re
 import shlex
 import signal
@@ -27,7 +25,7 @@ from engines import (
     store_of,
 )
 from fork_server import ForkedPython
-from waiting import Stopwatch, wait_until
+from waiting import wait_until
 
 from launch.errors import StartFailed
 from launch.processes.cores import Cores
@@ -155,66 +153,6 @@ def test_a_start_in_a_pipe_says_two_lines(arguments: list[str]) -> None:
     assert not {"\r", "\x1b"} & set(err)
     code, _, err = run(*generate, *arguments, "--log-level", "warning")
     assert (code, "[tandem]" in err) == (0, False)
-
-
-def test_a_start_on_a_terminal_shows_signs_of_life(arguments: list[str]) -> None:
-    """The line of progress is cleared before each line of the log, and at the end."""
-    command = [LAUNCH, "generate", "--prompt-tokens", "5", "--max-tokens", "1", *arguments]
-    shown, times = run_on_terminal(command)
-    text = shown.decode()
-    assert "reading the model" in text
-    assert "starting the processes" in text
-    assert "? 0:" not in text
-    assert "0 B of 0 B" not in text
-    assert len(times) > 10
-    assert max(later - earlier for earlier, later in itertools.pairwise(times)) < 2
-    lines = [line.rpartition("\x1b[2K")[2] for line in text.splitlines()]
-    assert sum(line.startswith("[tandem] engine ") for line in lines) == 1, lines
-    assert sum(line.startswith("[tandem] tiny: ") for line in lines) == 1, lines
-
-
-def run_on_terminal(command: list[str]) -> tuple[bytes, list[float]]:
-    """What a command writes on stderr where that is a terminal, and when each part of it came until the
-    engine was ready, in seconds without those for which it had no core."""
-    ours, theirs = pty.openpty()
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
-    with subprocess.Popen(
-        [sys.executable, *command],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=theirs,
-        env=environment,
-    ) as process:
-        os.close(theirs)
-        shown, times, watch = b"", [], Stopwatch(process.pid)
-        while True:
-            try:
-                part = os.read(ours, 4096)
-            except OSError:  # no process has it open any more
-                break
-            if b"is ready after" not in shown:
-                times.append(watch.range()[0])
-            shown += part
-        os.close(ours)
-        assert process.wait(LIMIT) == 0, shown
-    return shown, times
-
-
-def test_piped_chat_answers_every_line_that_fits_and_reports_the_others(arguments: list[str]) -> None:
-    turns = ["What is a generator?", "", "word " * 500, "And a coroutine?"]
-    options = ["--max-tokens", "5", "--ignore-eos", "--context", "128"]
-    with Launched(*arguments, *options, stdin=subprocess.PIPE) as chat:
-        assert chat.process.stdin is not None
-        chat.process.stdin.write("\n".join(turns))
-        code, out, err = chat.end()
-    complaints = [line for line in err.splitlines() if line.startswith("launch.py: ")]
-    assert code == 1
-    assert len(complaints) == 1
-    assert "context" in complaints[0]
-    assert "Traceback" not in err
-    assert out.strip()
-    assert out.endswith("\n")
-    assert engines_left() == []
 
 
 def check_cores(engine: Launched, workers: int) -> None:

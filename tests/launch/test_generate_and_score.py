@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -297,45 +296,6 @@ async def test_score_is_that_of_each_token_once(
     assert [sent["prefill"] for sent in again] == [3] + [max(3, 15 - stride)] * (windows - 2) + [
         max(3, 15 - (tokens - 16 - stride * (windows - 2)))
     ] * (windows > 1)
-
-
-@pytest.mark.parametrize(
-    ("exact", "end"),
-    [(True, ""), (False, "; exact, as dali approximated nothing here (--stepwise scores by its decode)")],
-)
-async def test_score_without_approximation_says_so_of_an_approximate_policy_alone(
-    exact: bool,
-    end: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "ids").write_text("[1, 2, 3]")
-    engine = StandInEngine()
-    engine.welcome = replace(WELCOME, exact=exact)
-    monkeypatch.setattr(engine, "_decode", lambda: decode(weight=60.0 * engine.scored))
-    await run_on(engine, scoring, monkeypatch, "--tokens", str(tmp_path / "ids"))
-    figures, _, rest = capsys.readouterr().out.rstrip("\n").partition(";")
-    assert re.search(r"perplexity [\d.]+$", figures)
-    assert rest == end[1:]
-
-
-async def test_short_text_is_tokenized_by_the_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "text"
-    path.write_text("fifteen bytes.\n")  # a token a byte and the first would fill the context
-    engine = StandInEngine()
-    await run_on(engine, scoring, monkeypatch, "--text", str(path), "--json")
-    assert engine.sent == [{"text": "fifteen bytes.\n", "prefill": 1, "stepwise": False, "full": False}]
-    found = json.loads(capsys.readouterr().out)
-    assert found["mean_nll"] == pytest.approx(1 - float(TABLE[[0, 1, 2], [2, 3, 4]].mean()), rel=1e-5)
-    path.write_text("sixteen bytes..\n")
-    with pytest.raises(WrongUsage, match="no tokenizer any more"):  # /models/m is not there
-        await run_on(engine, scoring, monkeypatch, "--text", str(path))
-    engine.welcome = replace(WELCOME, has_tokenizer=False)
-    with pytest.raises(WrongUsage, match="this model has no tokenizer"):
-        await run_on(engine, scoring, monkeypatch, "--text", str(path))
 
 
 @pytest.mark.parametrize(

@@ -197,32 +197,6 @@ async def test_ctrl_c_ends_a_command_that_waits_for_the_engine() -> None:
             await waiting
 
 
-async def test_reset_forgets_the_turns_and_the_last_answer_and_keeps_the_system_message() -> None:
-    chat = Chat()
-    await chat.says("/system Be brief.")
-    await chat.says("one?")
-    await chat.refuses("/why", "at most one token")
-    await chat.says("/reset")
-    assert (chat.conversation.turns, chat.conversation.system) == ((), "Be brief.")
-    await chat.refuses("/why", "no answer")
-    await chat.refuses("/retry", "nothing has been asked")
-
-
-async def test_retry_replaces_the_last_answer() -> None:
-    chat = Chat()
-    await chat.says("one?")
-    await chat.says("two?")
-    chat.engine.texts = ("no",)
-    assert await chat.says("/retry") == []
-    assert chat.engine.sent[-1]["messages"] == [user("one?"), ANSWER, user("two?")]
-    assert [turn.content for turn in chat.conversation.turns] == ["one?", "yes.", "two?", "no"]
-    assert await chat.says("/retry") == []  # the same, but sampled
-    await chat.says("/set temperature=0")
-    assert "greedy" in (await chat.says("/retry"))[0]
-    chat.engine.texts = YES
-    assert await chat.says("/retry") == []  # another answer
-
-
 async def test_settings_hold_for_the_next_question_and_return_to_those_of_the_start() -> None:
     chat = Chat(max_tokens=7)
     (note,) = await chat.says("/set max_tokens=5 seed=3")
