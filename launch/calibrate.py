@@ -28,8 +28,7 @@ from pipeline.calibration.lanes import HELD_OUT, LANES
 from pipeline.checkpoint.open import open_model
 from pipeline.policies.calibration import Calibration
 from protocol.messages import CALIBRATION_TOKENS, Calibrate, Calibrating
-from protocol.program import COMMAND
-from protocol.user_folders import user_folder
+from protocol.program import COMMAND, user_folder
 from protocol.visible import visible
 from shm.atomic_file import check_creatable
 

@@ -24,7 +24,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-from protocol.answer import Answer
+from protocol.answer import Answer, score_blocks
 from protocol.connection import SILENCE_SECONDS, ConnectOptions, end_task
 from protocol.errors import EngineGone, ProtocolError, RequestFailed
 from protocol.link import Link
@@ -50,7 +50,6 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.pending import Pending, copy_of
-from protocol.scoring import score_blocks
 
 REPLY_SECONDS = 60.0  # for Stats, which are not queued behind other requests
 POLICY_SECONDS = 900.0  # for SetPolicy, which may copy many gigabytes and measure costs

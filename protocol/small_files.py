@@ -53,12 +53,17 @@ def read_json(path: Path, limit: int = MAX_SETTINGS) -> Any:
         value = json.loads(read_small(path, limit))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    level = [value]
-    for _ in range(MAX_NESTING):
-        level = [inner for outer in level for inner in _parts(outer)]
-    if level:
+    if is_nested(value, MAX_NESTING):
         raise ValueError("it is nested too deeply")
     return value
+
+
+def is_nested(value: Any, levels: int) -> bool:
+    """Whether a JSON value has more than so many maps and lists in each other."""
+    level = [value]
+    for _ in range(levels):
+        level = [inner for outer in level for inner in _parts(outer)]
+    return any(isinstance(inner, dict | list) for inner in level)
 
 
 def _parts(value: Any) -> list[Any]:

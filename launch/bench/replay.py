@@ -45,7 +45,7 @@ from pipeline.replay.overview import Overview, summarize
 from pipeline.traces.header import Header
 from pipeline.traces.reader import Trace
 from pipeline.traces.steps import TracedStep
-from protocol.user_folders import user_folder
+from protocol.program import user_folder
 from shm.segment import byte_size
 
 log = logging.getLogger("tandem")

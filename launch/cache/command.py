@@ -19,9 +19,8 @@ from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from launch.terminal.tables import Column, Table, each, render
-from protocol.program import PROGRAM
+from protocol.program import PROGRAM, user_folder
 from protocol.sockets import runtime_root
-from protocol.user_folders import user_folder
 from protocol.visible import one_line, visible
 from shm.cache_lease import unused_entry
 from shm.cache_record import remove_empty

@@ -31,7 +31,7 @@ from launch.chat.tables import describe
 from launch.errors import WrongUsage
 from pipeline.policies.options import Choice
 from pipeline.policies.presets import PRESETS
-from protocol.user_folders import user_folder
+from protocol.program import user_folder
 
 MAX_LINES = 2000  # a history of more than twice as many is cut to these when it is loaded
 MAX_BYTES = 8 << 20  # read from the end of the history

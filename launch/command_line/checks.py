@@ -32,8 +32,8 @@ from pipeline.text.generation_defaults import sampling_defaults
 from pipeline.text.tokenizer import TOKENIZER_FILES, eos_ids, has_chat_template
 from protocol.codec import encode
 from protocol.errors import MalformedMessage, ProtocolError
+from protocol.program import user_folder
 from protocol.small_files import read_small
-from protocol.user_folders import user_folder
 from shm.atomic_file import check_creatable
 from shm.layout import format_named
 
@@ -113,8 +113,7 @@ def _install_command(extra: str) -> str:
 def check_http(address: str, keys: Path | None) -> None:
     """Raises WrongUsage unless a gateway with this file of API keys can serve there."""
     check_extra("--http", "serve", *HTTP_PACKAGES)
-    from pipeline.gateway.access import is_loopback, read_api_keys
-    from pipeline.gateway.server import bind, split_address
+    from pipeline.gateway.access import bind, is_loopback, read_api_keys, split_address
 
     if keys is None and not is_loopback(split_address(address)[0]):
         raise WrongUsage(f"--http {address}: other machines reach it, so give API keys with --http-keys FILE")

@@ -28,7 +28,7 @@ from launch.terminal.log import notice
 from launch.terminal.output import print_json, show
 from pipeline.calibration.cost_cache import measured_here
 from pipeline.errors import PipelineError
-from protocol.user_folders import user_folder
+from protocol.program import user_folder
 from shm import cgroup
 from shm.kernel_files import contents
 from shm.segment import available_memory

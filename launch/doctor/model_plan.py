@@ -33,7 +33,7 @@ from pipeline.memory.needs import Needs
 from pipeline.memory.plan import AUTOMATIC, LEFT_FREE, Plan
 from pipeline.models.registry import expert_shape, model_spec
 from pipeline.models.spec import ModelSpec
-from protocol.user_folders import user_folder
+from protocol.program import user_folder
 from shm import cgroup
 from shm.layout import format_named
 from shm.segment import SHM_FOLDER, byte_size

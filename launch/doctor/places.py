@@ -14,9 +14,8 @@ from launch.terminal.format import count
 from pipeline.models.shapes import short_name
 from protocol.errors import ProtocolError
 from protocol.private_files import make_folders
-from protocol.program import COMMAND
+from protocol.program import COMMAND, user_folder
 from protocol.sockets import ipc_endpoint, runtime_root
-from protocol.user_folders import user_folder
 from shm.errors import ShmError
 from shm.locks import sweep as sweep_stores
 from shm.segment import byte_size

@@ -28,7 +28,7 @@ from pipeline.config import EngineConfig, FormatName
 from pipeline.models.registry import expert_shape
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
-from protocol.user_folders import user_folder
+from protocol.program import user_folder
 from shm.layout import FORMATS, BlockFormat, FloeFormat, format_named
 from shm.segment import available_memory, byte_size
 

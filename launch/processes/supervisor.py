@@ -47,8 +47,8 @@ from pipeline.policies.view import PolicyRequest
 from pipeline.text.tokenizer import has_tokenizer
 from protocol.errors import ProtocolError
 from protocol.messages import VERSION, Needed, Progress, Ready, SetPolicy
+from protocol.program import user_folder
 from protocol.sockets import Identity, runtime_root
-from protocol.user_folders import user_folder
 from shm.cache_lease import CacheLease, lease_key
 from shm.control import ControlSegment
 from shm.errors import SegmentMissing, ShmError

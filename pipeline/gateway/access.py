@@ -1,4 +1,5 @@
-"""Who may send requests: API keys from a file, and which hosts and pages a browser may name."""
+"""Where the gateway listens, and who may send requests: API keys from a file, and which hosts and pages a
+browser may name."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ import hmac
 import ipaddress
 import logging
 import re
+import socket
 import time
 from functools import partial
 from pathlib import Path
 
+from pipeline.gateway.asgi import Scope, header_of
 from pipeline.gateway.errors import ApiError
-from pipeline.gateway.types import Scope, header_of
 from protocol.errors import NotPrivate, ProtocolError
 from protocol.private_files import check_private
 from protocol.small_files import read_small
@@ -23,6 +25,7 @@ LEAST_KEY, MOST_KEY = 16, 256  # characters
 LARGEST = 1 << 20  # bytes of the file
 CHECK_SECONDS = 1.0  # between looks at the file
 OTHERS = 0o077
+BACKLOG = 512  # connections that wait to be accepted
 LINE = re.compile(r"([A-Za-z0-9._-]{1,64})[ \t]+([\x21-\x7e]+)")
 
 
@@ -133,3 +136,25 @@ def _host_name(host: str) -> str:
     """Without the port and an IPv6 address's brackets."""
     match = re.fullmatch(r"\[([0-9a-fA-F:.]+)\](?::\d+)?|([^:\[\]]+)(?::\d+)?", host)
     return "" if match is None else (match[1] or match[2]).lower()
+
+
+def bind(address: str) -> socket.socket:
+    """A socket that listens at HOST:PORT; port 0 is any free one. Raises ProtocolError."""
+    host, port = split_address(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+        bound.listen(BACKLOG)
+        bound.setblocking(False)
+    except OSError as e:
+        bound.close()
+        raise ProtocolError(f"--http {address}: cannot be bound: {e.strerror}") from None
+    return bound
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT, with [HOST] for IPv6."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)

@@ -6,76 +6,92 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from pipeline.gateway.body import Fields
-from pipeline.gateway.call import Call
-from pipeline.gateway.chat_output import Part, ToolCall
-from pipeline.gateway.chat_run import ChatRequest, ChatRun, End, Whole, whole_choices
-from pipeline.gateway.conversation import take_messages
-from pipeline.gateway.errors import ApiError
-from pipeline.gateway.responses import event_of
-from pipeline.gateway.served_model import check_model, model_name
-from pipeline.gateway.settings import note_unknown, take_settings
-from pipeline.gateway.template import TemplateKind
-from pipeline.gateway.tools import take_format, take_tools
+from pipeline.gateway.asgi import event_of
+from pipeline.gateway.bodies import ChatBody, ChatTurn, Object, TokenizeBody
+from pipeline.gateway.call import Call, check_model, model_name
+from pipeline.gateway.chat_output import Part, TemplateKind, ToolCall
+from pipeline.gateway.chat_run import (
+    ChatRequest,
+    ChatRun,
+    End,
+    Whole,
+    check_chats,
+    rendered_call,
+    turn,
+    whole_choices,
+)
+from pipeline.gateway.errors import bad
+from pipeline.gateway.settings import settings_of
+from pipeline.gateway.tools import grammar_of, openai_tools
 from pipeline.text.tokenizer import RESERVED
-from protocol.messages import Welcome
+from protocol.messages import ChatMessage, Welcome
 
 DONE = b"data: [DONE]\n\n"
-MOST_TOP = 20
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-MOST_TOKENS = 1 << 31
 
 
-def check_chats(welcome: Welcome) -> None:
-    if not welcome.has_chat_template:
-        raise ApiError(400, "this model has no chat template; use /v1/completions")
-
-
-def take_variables(fields: Fields, kind: TemplateKind) -> dict[str, Any]:
-    """Of the chat template. Raises ApiError."""
-    variables = dict(fields.object("chat_template_kwargs", None) or {})
-    if reserved := sorted(variables.keys() & RESERVED):
-        fields.refuse("chat_template_kwargs", f"{reserved[0]} is no variable of a chat template")
-    for name in ("add_generation_prompt", "continue_final_message"):
-        if fields.any(name) is not None:
-            variables[name] = fields.flag(name)
-    if variables.get("continue_final_message") and variables.setdefault("add_generation_prompt", False):
-        fields.refuse("continue_final_message", "belongs to add_generation_prompt: false")
-    effort = fields.choice("reasoning_effort", EFFORTS, None)
-    if effort is not None:
-        if not kind.thinks:
-            fields.refuse("reasoning_effort", "this model's chat template has no reasoning")
-        variables |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    return variables
-
-
-def take_chat(fields: Fields, welcome: Welcome, kind: TemplateKind) -> ChatRequest:
+def chat_turns(given: list[ChatTurn]) -> tuple[ChatMessage, ...]:
     """Raises ApiError."""
-    check_model(fields.text("model", None), welcome)
+    return tuple(_turn(message, f"messages[{place}]") for place, message in enumerate(given))
+
+
+def _turn(message: ChatTurn, where: str) -> ChatMessage:
+    extra: Object = {}
+    if message.tool_calls:
+        extra["tool_calls"] = [
+            rendered_call(call, f"{where}.tool_calls[{number}]")
+            for number, call in enumerate(message.tool_calls)
+        ]
+    reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
+    others = {"reasoning_content": reasoning, "tool_call_id": message.tool_call_id, "name": message.name}
+    extra |= {name: text for name, text in others.items() if text is not None}
+    return turn(message.role, message.content, extra)
+
+
+def template_variables(body: ChatBody | TokenizeBody, kind: TemplateKind) -> Object:
+    """Returns what the chat template reads beside messages and tools. Raises ApiError."""
+    variables = dict(body.chat_template_kwargs or {})
+    if reserved := sorted(variables.keys() & RESERVED):
+        raise bad("chat_template_kwargs", f"{reserved[0]} is no variable of a chat template")
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if (value := getattr(body, name)) is not None:
+            variables[name] = value
+    if variables.get("continue_final_message") and variables.setdefault("add_generation_prompt", False):
+        raise bad("continue_final_message", "belongs to add_generation_prompt: false")
+    return variables | reasoning_variables(body.reasoning_effort, kind, "reasoning_effort")
+
+
+def reasoning_variables(effort: str | None, kind: TemplateKind, name: str) -> Object:
+    """`name`: of the field with the effort. Raises ApiError."""
+    if effort is None:
+        return {}
+    if not kind.thinks:
+        raise bad(name, "this model's chat template has no reasoning")
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
+def chat_request(body: ChatBody, welcome: Welcome, kind: TemplateKind) -> ChatRequest:
+    """Raises ApiError."""
+    check_model(body.model, welcome)
     check_chats(welcome)
-    messages = take_messages(fields)
-    most = fields.integer("max_tokens", 1, MOST_TOKENS, welcome.context)
-    most = fields.integer("max_completion_tokens", 1, MOST_TOKENS, most)
-    tools = take_tools(fields, kind)
-    grammar, forced = take_format(fields), tools.grammar(kind)
-    if grammar and forced:
-        fields.refuse("tool_choice", "an answer follows response_format or calls a tool; give one of them")
-    top = fields.integer("top_logprobs", 0, MOST_TOP, None)
-    logprobs = fields.flag("logprobs")
-    if top is not None and not logprobs:
-        fields.refuse("top_logprobs", "belongs to logprobs: true")
-    settings = take_settings(
-        fields, welcome, most, grammar=grammar or forced, logprobs=(top or 0) if logprobs else -1
+    messages = chat_turns(body.messages)
+    tools = openai_tools(body.tools, body.tool_choice, body.parallel_tool_calls, kind)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad("top_logprobs", "belongs to logprobs: true")
+    settings = settings_of(
+        body,
+        welcome,
+        body.max_completion_tokens or body.max_tokens or welcome.context,
+        stop=body.stop,
+        choices=body.n,
+        grammar=grammar_of(body, {"response_format": body.response_format}, tools.grammar(kind)),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    return ChatRequest(messages, settings, tools, take_variables(fields, kind))
+    return ChatRequest(messages, settings, tools, template_variables(body, kind))
 
 
 async def completions(call: Call) -> None:
     client = await call.client()
-    fields = await call.fields()
-    request = take_chat(fields, client.welcome, call.service.template)
-    fields.any("user")
-    note_unknown(fields, "/v1/chat/completions")
+    request = chat_request(await call.body(ChatBody), client.welcome, call.service.template)
     call.grammar_field = request.settings.grammar_field
     run = ChatRun(call, client, request)
     head = {"id": f"chatcmpl-{call.id}", "created": call.created, "model": model_name(client.welcome)}

@@ -3,24 +3,70 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
-from collections.abc import AsyncGenerator
+import re
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+from pipeline.gateway.answers import TokenTexts, Usage, events_of, started
+from pipeline.gateway.bodies import CallPart, Content, Object
+from pipeline.gateway.body import parse_json
 from pipeline.gateway.call import Call
 from pipeline.gateway.chat_output import CLOSE_CALL, ChatOutput, Part, ToolCall
-from pipeline.gateway.choices import Usage, events_of, started
-from pipeline.gateway.conversation import cache_name, hashed
+from pipeline.gateway.errors import ApiError
 from pipeline.gateway.settings import Settings
-from pipeline.gateway.token_texts import TokenTexts
 from pipeline.gateway.tools import Tools
 from protocol.client import Client
-from protocol.messages import ChatMessage, Token
+from protocol.messages import ChatMessage, Token, Welcome
 
 PARSER = "transformers.utils.chat_parsing"  # takes a second to import
 ENDING = 12  # last tokens of a prompt in which <think> may be
+# Coding agents put a token into the system prompt that changes with every request.
+CHANGING = re.compile(r"\bcch=[0-9a-zA-Z]+;?[ \t]*")
+
+
+def check_chats(welcome: Welcome) -> None:
+    """Raises ApiError for a model that has no chats."""
+    if not welcome.has_chat_template:
+        raise ApiError(400, "this model has no chat template; use /v1/completions")
+
+
+def turn(role: str, content: Content, extra: Object | None = None) -> ChatMessage:
+    """Returns a message as the engine reads it. `extra`: what else the template reads of it."""
+    text = content or ""
+    if isinstance(text, list):
+        text = "".join(part.text or part.refusal for part in text)
+    if role in ("system", "developer"):
+        role, text = "system", CHANGING.sub("", text)
+    return ChatMessage(role, text, json.dumps(extra, ensure_ascii=False) if extra else "")
+
+
+def rendered_call(call: CallPart, where: str) -> Object:
+    """Returns a tool's call as chat templates read it: its arguments are an object. Raises ApiError."""
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments or "{}", f"{where}.function.arguments")
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id or "", "type": "function", "function": function}
+
+
+def cache_name(messages: Sequence[ChatMessage], *others: Any) -> str:
+    """Returns a conversation's name: the same for each of its turns, which share all up to the first user's
+    message. `others`: whatever else stands before that in the rendered text."""
+    opening = []
+    for message in messages:
+        opening.append((message.role, message.content, message.extra))
+        if message.role == "user":
+            break
+    return hashed([opening, *others])
+
+
+def hashed(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
@@ -132,10 +178,8 @@ class Whole:
     reasoning: str = ""
     reason: str = ""
     stop: str | None = None
-
-    def __post_init__(self) -> None:
-        self.calls: list[ToolCall] = []
-        self.logprobs: list[dict[str, Any]] = []
+    calls: list[ToolCall] = field(default_factory=list)
+    logprobs: list[Object] = field(default_factory=list)
 
     def add(self, event: Part | dict[str, Any] | End) -> None:
         match event:
@@ -157,3 +201,29 @@ async def whole_choices(run: ChatRun, choices: int) -> list[Whole]:
         async for place, event in events:
             found[place].add(event)
     return found
+
+
+Change = tuple[Literal["start", "open", "more", "close"], int, Part]
+
+
+async def blocks(run: ChatRun, whole: Whole) -> AsyncGenerator[Change, None]:
+    """Yields what a stream says of one choice in dialects whose answers are blocks of one kind each: that it
+    starts; of each block, with its place, that it opens, each part of it, that it closes. `whole` adds the
+    parts up. Raises as `ChatRun.events`."""
+    place, opened, started = -1, None, False
+    async with aclosing(run.events()) as events:
+        async for _, event in events:
+            if not started:
+                started = True
+                yield "start", 0, Part("content")
+            whole.add(event)
+            if not isinstance(event, Part):
+                continue
+            if opened is None or event.kind != opened.kind or event.call is not None:
+                if opened is not None:
+                    yield "close", place, opened
+                place, opened = place + 1, event
+                yield "open", place, event
+            yield "more", place, event
+    if opened is not None:
+        yield "close", place, opened

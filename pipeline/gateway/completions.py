@@ -8,23 +8,19 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.gateway.body import Fields, kind_of, valid_text
-from pipeline.gateway.call import Call
-from pipeline.gateway.choices import Usage, events_of, started
-from pipeline.gateway.conversation import hashed
-from pipeline.gateway.errors import ApiError
-from pipeline.gateway.responses import event_of
-from pipeline.gateway.served_model import check_model, model_name
-from pipeline.gateway.settings import Settings, note_unknown, take_settings
-from pipeline.gateway.token_texts import TokenTexts
-from pipeline.gateway.tools import take_format
+from pipeline.gateway.answers import TokenTexts, Usage, events_of, started
+from pipeline.gateway.asgi import event_of
+from pipeline.gateway.bodies import MOST_PROMPTS, CompletionBody
+from pipeline.gateway.call import Call, check_model, model_name
+from pipeline.gateway.chat import DONE
+from pipeline.gateway.chat_run import hashed
+from pipeline.gateway.errors import ApiError, bad
+from pipeline.gateway.settings import Settings, settings_of
+from pipeline.gateway.tools import grammar_of
 from protocol.answer import Answer
 from protocol.client import Client
 from protocol.messages import Done, Sampling, Scores, Token, Welcome
 
-DONE = b"data: [DONE]\n\n"
-MOST_PROMPTS = 512
-MOST_TOP = 20
 DEFAULT_TOKENS = 16
 DEFAULT_SAMPLING = Sampling(temperature=1.0)  # OpenAI's; a model's makers recommend theirs for chats
 OPENING = 64  # ids or characters by which a prompt's KV is found again
@@ -53,66 +49,55 @@ class CompletionRequest:
         )
 
 
-def take_completion(fields: Fields, welcome: Welcome) -> CompletionRequest:
+def completion_request(body: CompletionBody, welcome: Welcome) -> CompletionRequest:
     """Raises ApiError."""
-    check_model(fields.text("model", None), welcome)
-    prompts = _prompts(fields, welcome)
-    echo = fields.flag("echo")
-    logprobs = fields.integer("logprobs", 0, MOST_TOP, None)
-    if isinstance(fields.any("logprobs"), bool):
-        fields.refuse("logprobs", "must be a number of tokens")
-    most = fields.integer("max_tokens", 0 if echo else 1, 1 << 31, DEFAULT_TOKENS)
-    if fields.text("suffix", None):
-        fields.refuse("suffix", "is not supported: the model continues texts at their end")
-    settings = take_settings(
-        fields,
+    check_model(body.model, welcome)
+    prompts = _prompts(body.prompt, welcome)
+    echo = bool(body.echo)
+    most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    if not most and not echo:
+        raise bad("max_tokens", "must be 1 or more without echo")
+    if body.suffix:
+        raise bad("suffix", "is not supported: the model continues texts at their end")
+    settings = settings_of(
+        body,
         welcome,
         most,
+        stop=body.stop,
+        choices=body.n,
         default=DEFAULT_SAMPLING,
-        grammar=take_format(fields),
-        logprobs=-1 if logprobs is None else logprobs,
+        grammar=grammar_of(body, {"response_format": body.response_format}),
+        logprobs=body.logprobs,
     )
     if len(prompts) * settings.choices > MOST_PROMPTS:
-        fields.refuse("n", f"of {len(prompts)} prompts makes more than {MOST_PROMPTS} answers")
-    if fields.integer("best_of", 1, 16, settings.choices) != settings.choices:
-        fields.refuse("best_of", "must be n: all answers are returned")
+        raise bad("n", f"of {len(prompts)} prompts makes more than {MOST_PROMPTS} answers")
+    if body.best_of not in (None, settings.choices):
+        raise bad("best_of", "must be n: all answers are returned")
     return CompletionRequest(prompts, settings, echo)
 
 
-def _prompts(fields: Fields, welcome: Welcome) -> tuple[Prompt, ...]:
-    """A text, texts, token ids, or lists of these."""
-    given = fields.any("prompt")
-    if isinstance(given, str) or (isinstance(given, list) and given and _is_ids(given)):
-        given = [given]
-    if not isinstance(given, list) or not 1 <= len(given) <= MOST_PROMPTS:
-        fields.refuse("prompt", f"must be a string or token ids, or an array of up to {MOST_PROMPTS} of them")
+def _prompts(given: str | list[str | int | list[int]], welcome: Welcome) -> tuple[Prompt, ...]:
+    """Returns the prompts of a text, texts, token ids, or lists of these."""
+    several: list[Any] = given if isinstance(given, list) else [given]
+    if several and all(isinstance(value, int) for value in several):
+        several = [several]
+    if not 1 <= len(several) <= MOST_PROMPTS:
+        raise bad("prompt", f"must be a string or token ids, or an array of up to {MOST_PROMPTS} of them")
     prompts: list[Prompt] = []
-    for value in given:
-        if isinstance(value, str):
-            prompts.append(valid_text(value, "prompt"))
-        elif isinstance(value, list) and _is_ids(value):
-            if value and not 0 <= min(value) <= max(value) < welcome.vocabulary:
-                fields.refuse("prompt", f"has an id outside the vocabulary of {welcome.vocabulary}")
-            prompts.append(tuple(value))
-        else:
-            fields.refuse("prompt", f"has {kind_of(value)} where a string or token ids belong")
-        if not prompts[-1]:
-            fields.refuse("prompt", "must not be empty")
-    if any(isinstance(prompt, str) for prompt in prompts) and not welcome.has_tokenizer:
-        fields.refuse("prompt", "this model has no tokenizer; give token ids")
+    for value in several:
+        if isinstance(value, int) or not value:
+            raise bad("prompt", "must be no mixture of texts and numbers, and nothing empty")
+        if isinstance(value, list) and not 0 <= min(value) <= max(value) < welcome.vocabulary:
+            raise bad("prompt", f"has an id outside the vocabulary of {welcome.vocabulary}")
+        if isinstance(value, str) and not welcome.has_tokenizer:
+            raise bad("prompt", "this model has no tokenizer; give token ids")
+        prompts.append(value if isinstance(value, str) else tuple(value))
     return tuple(prompts)
-
-
-def _is_ids(values: list[Any]) -> bool:
-    return all(type(value) is int for value in values)
 
 
 async def completions(call: Call) -> None:
     client = await call.client()
-    fields = await call.fields()
-    request = take_completion(fields, client.welcome)
-    fields.any("user")
-    note_unknown(fields, "/v1/completions")
+    request = completion_request(await call.body(CompletionBody), client.welcome)
     call.grammar_field = request.settings.grammar_field
     maker = _Maker(call, client, request)
     if request.settings.stream:

@@ -1,24 +1,62 @@
-"""The gateway as an ASGI application: finds a request's endpoint, checks who sends it, answers errors."""
+"""The gateway as an ASGI application: the table of what it serves, who may send a request, its errors."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.routing import Match, Route
 
+from pipeline.gateway import chat, completions, dashboard, info, messages, metrics, responses
 from pipeline.gateway.access import Access
+from pipeline.gateway.asgi import Receive, Scope, Send, send_error
 from pipeline.gateway.call import Call, Service
 from pipeline.gateway.errors import ApiError, of_engine
-from pipeline.gateway.responses import send_error
-from pipeline.gateway.routes import ENDPOINTS, Endpoint
-from pipeline.gateway.types import Receive, Scope, Send
 from protocol.errors import ProtocolError
 
 log = logging.getLogger(__name__)
 
 MOST_CALLS = 1024  # requests at once; the engine itself decides which of them run
+
+
+Handler = Callable[[Call], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """`public`: served without an API key. `anthropic`: errors have Anthropic's shape.
+    `prompt`: the field that has it."""
+
+    method: str
+    path: str
+    handler: Handler
+    public: bool = False
+    anthropic: bool = False
+    prompt: str | None = None
+
+
+ENDPOINTS = (
+    Endpoint("GET", "/", dashboard.page, public=True),
+    Endpoint("GET", "/dashboard", dashboard.page, public=True),
+    Endpoint("GET", "/dashboard/events", dashboard.events),
+    Endpoint("GET", "/dashboard/{file}", dashboard.page, public=True),
+    Endpoint("GET", "/health", info.health, public=True),
+    Endpoint("GET", "/v1/health", info.health, public=True),
+    Endpoint("GET", "/v1/models", info.models),
+    Endpoint("GET", "/v1/models/{name:path}", info.model),
+    Endpoint("POST", "/v1/chat/completions", chat.completions, prompt="messages"),
+    Endpoint("POST", "/v1/completions", completions.completions, prompt="prompt"),
+    Endpoint("POST", "/v1/responses", responses.create, prompt="input"),
+    Endpoint("POST", "/v1/messages", messages.create, anthropic=True, prompt="messages"),
+    Endpoint("POST", "/v1/messages/count_tokens", messages.count_tokens, anthropic=True, prompt="messages"),
+    Endpoint("POST", "/tokenize", info.tokenize, prompt="prompt"),
+    Endpoint("POST", "/detokenize", info.detokenize, prompt="tokens"),
+    Endpoint("GET", "/tokenizer_info", info.tokenizer_info),
+    Endpoint("GET", "/metrics", metrics.metrics),
+)
 
 
 class Front:

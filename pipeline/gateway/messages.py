@@ -7,138 +7,112 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from pipeline.gateway.body import Fields, kind_of
-from pipeline.gateway.call import Call
-from pipeline.gateway.chat import MOST_TOKENS, check_chats
-from pipeline.gateway.chat_output import Part, ToolCall
-from pipeline.gateway.chat_run import ChatRequest, ChatRun, End, whole_choices
-from pipeline.gateway.conversation import CHANGING, MOST_MESSAGES, message_of, text_of
+from pipeline.gateway.asgi import event_of, send_json
+from pipeline.gateway.bodies import (
+    CountBody,
+    Function,
+    MessagesBody,
+    MessageTurn,
+    Object,
+    ResultBlock,
+    TextBlock,
+    ThinkingBlock,
+    UseBlock,
+)
+from pipeline.gateway.call import Call, check_model, model_name
+from pipeline.gateway.chat_output import Part, TemplateKind, ToolCall
+from pipeline.gateway.chat_run import ChatRequest, ChatRun, Whole, blocks, check_chats, turn, whole_choices
 from pipeline.gateway.errors import bad
-from pipeline.gateway.responses import dumps, send_json
-from pipeline.gateway.served_model import check_model, model_name
-from pipeline.gateway.settings import note_unknown, take_settings
-from pipeline.gateway.template import TemplateKind
-from pipeline.gateway.tools import MOST_TOOLS, Grammar, Tools, chosen, take_format
+from pipeline.gateway.settings import settings_of
+from pipeline.gateway.tools import Tools, chosen_tools, flat_tools, grammar_of
 from protocol.messages import ChatMessage, Welcome
 
-EFFORTS = ("low", "medium", "high", "xhigh", "max")
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def take_request(fields: Fields, welcome: Welcome, kind: TemplateKind, *, counted: bool) -> ChatRequest:
-    """`counted`: only the prompt is wanted. Raises ApiError."""
-    check_model(fields.text("model", None), welcome)
+def messages_request(
+    body: CountBody, welcome: Welcome, kind: TemplateKind, max_tokens: float = 1
+) -> ChatRequest:
+    """`max_tokens`: 1 where only the prompt is wanted. Raises ApiError."""
+    check_model(body.model, welcome)
     check_chats(welcome)
-    most = 1 if counted else fields.integer("max_tokens", 1, MOST_TOKENS)
-    tools = _take_tools(fields, kind)
-    variables: dict[str, Any] = {}
-    thinking = fields.within("thinking")
-    if thinking is not None:
-        wanted = thinking.choice("type", ("enabled", "disabled", "adaptive"))
-        thinking.integer("budget_tokens", 1, MOST_TOKENS, None)
+    tools = _tools(body, kind)
+    formats = {"output_format": body.output_format}
+    if body.output_config is not None:
+        formats["output_config.format"] = body.output_config.format
+    settings = settings_of(
+        body,
+        welcome,
+        max_tokens,
+        stop=body.stop_sequences,
+        stop_field="stop_sequences",
+        grammar=grammar_of(body, formats, tools.grammar(kind)),
+    )
+    messages = [turn("system", body.system)] if body.system else []
+    if messages and not messages[0].content:
+        messages = []
+    for message in body.messages:
+        messages += _turns(message)
+    return ChatRequest(tuple(messages), settings, tools, _variables(body, kind))
+
+
+def _variables(body: CountBody, kind: TemplateKind) -> Object:
+    """Returns what the chat template reads beside messages and tools. Raises ApiError."""
+    variables: Object = {}
+    if body.thinking is not None:
+        wanted = body.thinking.type
         if wanted == "enabled" and not kind.thinks:
-            fields.refuse("thinking", "this model's chat template has no reasoning")
+            raise bad("thinking", "this model's chat template has no reasoning")
         variables = {"enable_thinking": wanted != "disabled"}
-    config = fields.within("output_config")
-    effort = None if config is None else config.choice("effort", EFFORTS, None)
+    effort = None if body.output_config is None else body.output_config.effort
     if effort is not None and kind.thinks:
         variables["reasoning_effort"] = effort
     elif effort not in (None, "high"):  # which is the API's default
-        fields.refuse("output_config.effort", "this model's chat template has no reasoning")
-    formats = [take_format(fields, "output_format"), take_format(config, "format") if config else Grammar()]
-    grammars = [grammar for grammar in (tools.grammar(kind), *formats) if grammar]
-    if len(grammars) > 1:
-        fields.refuse(
-            "tool_choice" if tools.wanted else "output_format", "an answer follows one form; give one"
-        )
-    fields.integer("n", 1, 1, 1)
-    settings = take_settings(
-        fields, welcome, most, grammar=grammars[0] if grammars else Grammar(), stop_field="stop_sequences"
-    )
-    return ChatRequest(_messages(fields), settings, tools, variables)
+        raise bad("output_config.effort", "this model's chat template has no reasoning")
+    return variables
 
 
-def _messages(fields: Fields) -> tuple[ChatMessage, ...]:
-    given = fields.array("messages")
-    if not 1 <= len(given) <= MOST_MESSAGES:
-        fields.refuse("messages", f"must have 1 to {MOST_MESSAGES} messages, not {len(given)}")
-    found = []
-    system = CHANGING.sub("", text_of(fields.any("system"), "system"))
-    if system:
-        found.append(ChatMessage("system", system))
-    for place, value in enumerate(given):
-        where = f"messages[{place}]"
-        if not isinstance(value, dict):
-            raise bad(where, f"must be an object, not {kind_of(value)}")
-        message = Fields(value, where)
-        role = message.choice("role", ("user", "assistant", "system"))
-        found += _turns(role, message.any("content"), f"{where}.content")
-    return tuple(found)
-
-
-def _turns(role: str, content: Any, name: str) -> list[ChatMessage]:
-    """A message's blocks as messages of chat templates: results of tools are messages of their own."""
-    if not isinstance(content, list):
-        return [ChatMessage(role, text_of(content, name))]
+def _turns(message: MessageTurn) -> list[ChatMessage]:
+    """Returns a message's blocks as messages of templates: results of tools are messages of their own."""
+    if not isinstance(message.content, list):
+        return [ChatMessage(message.role, message.content or "")]
     texts: list[str] = []
-    extra: dict[str, Any] = {}
+    extra: Object = {}
     results = []
-    for place, block in enumerate(content):
-        where = f"{name}[{place}]"
-        if not isinstance(block, dict):
-            raise bad(where, f"must be an object, not {kind_of(block)}")
-        fields = Fields(block, where)
-        kinds = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
-        match fields.choice("type", kinds):
-            case "text":
-                texts.append(fields.text("text"))
-            case "thinking":
-                extra["reasoning_content"] = extra.get("reasoning_content", "") + fields.text("thinking")
-            case "tool_use":
-                call = {"name": fields.text("name"), "arguments": fields.object("input", {}) or {}}
+    for block in message.content:
+        match block:
+            case TextBlock(text=text):
+                texts.append(text)
+            case ThinkingBlock(thinking=text):
+                extra["reasoning_content"] = extra.get("reasoning_content", "") + text
+            case UseBlock():
+                function = {"name": block.name, "arguments": block.input or {}}
                 calls = extra.setdefault("tool_calls", [])
-                calls.append({"id": fields.text("id", ""), "type": "function", "function": call})
-            case "tool_result":
-                text = text_of(fields.any("content"), f"{where}.content")
-                results.append(message_of("tool", text, {"tool_call_id": fields.text("tool_use_id")}))
+                calls.append({"id": block.id, "type": "function", "function": function})
+            case ResultBlock():
+                results.append(turn("tool", block.content, {"tool_call_id": block.tool_use_id}))
     if texts or extra or not results:
-        results.append(message_of(role, "".join(texts), extra))
+        text = json.dumps(extra, ensure_ascii=False) if extra else ""
+        results.append(ChatMessage(message.role, "".join(texts), text))
     return results
 
 
-def _take_tools(fields: Fields, kind: TemplateKind) -> Tools:
-    given = fields.array("tools", None) or []
-    if len(given) > MOST_TOOLS:
-        fields.refuse("tools", f"has {len(given)} tools; {MOST_TOOLS} is the most")
-    tools, schemas = [], {}
-    for place, value in enumerate(given):
-        where = f"tools[{place}]"
-        if not isinstance(value, dict):
-            raise bad(where, f"must be an object, not {kind_of(value)}")
-        tool = Fields(value, where)
-        tool.choice("type", ("custom",), "custom")
-        name, schema = tool.text("name"), tool.object("input_schema")
-        schemas[name] = schema
-        function = {"name": name, "description": tool.text("description", ""), "parameters": schema}
-        tools.append({"type": "function", "function": function})
-    choice = fields.within("tool_choice")
-    wanted: Any = None
-    parallel = True
+def _tools(body: CountBody, kind: TemplateKind) -> Tools:
+    given = [Function(tool.name, tool.description, tool.input_schema) for tool in body.tools or ()]
+    choice = body.tool_choice
+    wanted: str | Object | None = None
     if choice is not None:
-        wanted = choice.choice("type", ("auto", "any", "tool", "none"))
-        parallel = not choice.flag("disable_parallel_tool_use")
-        if wanted == "tool":
-            wanted = {"name": choice.text("name")}
-        wanted = "required" if wanted == "any" else wanted
-    return chosen(fields, "tool_choice", tools, schemas, wanted, kind, parallel)
+        wanted = "required" if choice.type == "any" else choice.type
+        if choice.type == "tool":
+            wanted = {"name": choice.name}
+    parallel = choice is None or not choice.disable_parallel_tool_use
+    return chosen_tools(*flat_tools(given), wanted, kind, parallel)
 
 
 async def create(call: Call) -> None:
     client = await call.client()
-    fields = await call.fields()
-    request = take_request(fields, client.welcome, call.service.template, counted=False)
-    fields.any("metadata")
-    note_unknown(fields, "/v1/messages")
+    body = await call.body(MessagesBody)
+    request = messages_request(body, client.welcome, call.service.template, body.max_tokens)
     call.grammar_field = request.settings.grammar_field
     run = ChatRun(call, client, request)
     head = {
@@ -155,9 +129,7 @@ async def create(call: Call) -> None:
 
 async def count_tokens(call: Call) -> None:
     client = await call.client()
-    fields = await call.fields()
-    request = take_request(fields, client.welcome, call.service.template, counted=True)
-    note_unknown(fields, "/v1/messages/count_tokens")
+    request = messages_request(await call.body(CountBody), client.welcome, call.service.template)
     found = await client.tokenize(messages=request.messages, template=request.template)
     await send_json(call.send, {"input_tokens": len(found.ids)})
 
@@ -193,49 +165,45 @@ def _usage(run: ChatRun) -> dict[str, Any]:
 
 
 def _event(kind: str, value: dict[str, Any]) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + dumps({"type": kind} | value) + b"\n\n"
+    return event_of({"type": kind} | value, kind)
 
 
 async def _events(run: ChatRun, head: dict[str, Any]) -> AsyncIterator[bytes]:
-    started, place, open_kind = False, -1, ""
-    ending = End("stop")
-
-    def opened(kind: str, block: dict[str, Any]) -> bytes:
-        return _event("content_block_start", {"index": place, "content_block": block})
-
-    def closed() -> bytes:
-        return _event("content_block_stop", {"index": place})
-
-    async with aclosing(run.events()) as events:
-        async for _, event in events:
-            if not started:
-                started = True
-                usage = {"input_tokens": 0, "output_tokens": 0}
-                message = head | {"content": [], "usage": usage, "stop_reason": None, "stop_sequence": None}
-                yield _event("message_start", {"message": message})
-            if isinstance(event, End):
-                ending = event
-                continue
-            if not isinstance(event, Part):
-                continue
-            if event.kind != open_kind or event.kind == "call":
-                if open_kind:
-                    yield closed()
-                place, open_kind = place + 1, event.kind
-                if event.call is not None:
-                    yield opened("call", _tool_use(event.call))
-                elif event.kind == "reasoning":
-                    yield opened("reasoning", {"type": "thinking", "thinking": "", "signature": ""})
-                else:
-                    yield opened("content", {"type": "text", "text": ""})
-            if event.call is not None:
-                delta = {"type": "input_json_delta", "partial_json": event.call.arguments}
-            elif event.kind == "reasoning":
-                delta = {"type": "thinking_delta", "thinking": event.text}
-            else:
-                delta = {"type": "text_delta", "text": event.text}
-            yield _event("content_block_delta", {"index": place, "delta": delta})
-    if open_kind:
-        yield closed()
-    yield _event("message_delta", {"delta": _stop(ending.reason, ending.stop), "usage": _usage(run)})
+    whole = Whole()
+    async with aclosing(blocks(run, whole)) as changes:
+        async for change, place, part in changes:
+            match change:
+                case "start":
+                    usage = {"input_tokens": 0, "output_tokens": 0}
+                    empty: Object = {
+                        "content": [],
+                        "usage": usage,
+                        "stop_reason": None,
+                        "stop_sequence": None,
+                    }
+                    yield _event("message_start", {"message": head | empty})
+                case "open":
+                    yield _event("content_block_start", {"index": place, "content_block": _block(part)})
+                case "more":
+                    yield _event("content_block_delta", {"index": place, "delta": _delta(part)})
+                case "close":
+                    yield _event("content_block_stop", {"index": place})
+    yield _event("message_delta", {"delta": _stop(whole.reason, whole.stop), "usage": _usage(run)})
     yield _event("message_stop", {})
+
+
+def _block(part: Part) -> dict[str, Any]:
+    """Returns the empty block that a part begins."""
+    if part.call is not None:
+        return _tool_use(part.call)
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}
+
+
+def _delta(part: Part) -> dict[str, Any]:
+    if part.call is not None:
+        return {"type": "input_json_delta", "partial_json": part.call.arguments}
+    if part.kind == "reasoning":
+        return {"type": "thinking_delta", "thinking": part.text}
+    return {"type": "text_delta", "text": part.text}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -13,16 +13,15 @@ from prometheus_client.core import (
     InfoMetricFamily,
 )
 
-from pipeline.gateway.call import Call, Service
+from pipeline.gateway.asgi import send_bytes
+from pipeline.gateway.call import Call, Histogram, Service, model_name
 from pipeline.gateway.errors import ApiError, of_engine
-from pipeline.gateway.meter import Histogram
-from pipeline.gateway.responses import send_bytes
-from pipeline.gateway.served_model import model_name
 from protocol.errors import ProtocolError
 from protocol.messages import Welcome
 
 KIND = "text/plain; version=0.0.4; charset=utf-8"
 PHASES = ("prefill", "decode")
+TILES = ("host", "resident", "fetched", "predicted", "useful", "wasted", "late")
 
 
 async def metrics(call: Call) -> None:
@@ -70,86 +69,71 @@ class _Collector:
         yield CounterMetricFamily(
             "tandem_engine_restarts", "Restarts of the engine that the gateway has seen.", links.restarts
         )
-        requests = CounterMetricFamily(
-            "tandem_http_requests", "By path and status.", labels=("path", "status")
-        )
-        for (path, status), count in sorted(meter.requests.items()):
-            requests.add_metric((path, str(status)), count)
-        yield requests
-        yield CounterMetricFamily(
-            "tandem_http_disconnects", "Clients that left before the end.", meter.disconnects
-        )
-        ended = CounterMetricFamily("vllm:request_success", "Answers over HTTP.", labels=("finished_reason",))
-        for reason, count in sorted(meter.reasons.items()):
-            ended.add_metric((reason,), count)
-        yield ended
-        yield CounterMetricFamily("vllm:prompt_tokens", "Of requests over HTTP.", meter.prompt_tokens)
-        yield CounterMetricFamily("vllm:generation_tokens", "Of answers over HTTP.", meter.answer_tokens)
-        yield CounterMetricFamily(
-            "vllm:prefix_cache_queries", "Prompt tokens over HTTP.", meter.prompt_tokens
-        )
-        yield CounterMetricFamily("vllm:prefix_cache_hits", "Of these, those with KV.", meter.cached_tokens)
+        requests = {(path, str(status)): count for (path, status), count in sorted(meter.requests.items())}
+        yield _by(("path", "status"), "tandem_http_requests", "By path and status.", requests)
+        for name, text, value in (
+            ("tandem_http_disconnects", "Clients that left before the end.", meter.disconnects),
+            ("vllm:prompt_tokens", "Of requests over HTTP.", meter.prompt_tokens),
+            ("vllm:generation_tokens", "Of answers over HTTP.", meter.answer_tokens),
+            ("vllm:prefix_cache_queries", "Prompt tokens over HTTP.", meter.prompt_tokens),
+            ("vllm:prefix_cache_hits", "Of these, those with KV.", meter.cached_tokens),
+        ):
+            yield CounterMetricFamily(name, text, value)
+        ended = {(reason,): count for reason, count in sorted(meter.reasons.items())}
+        yield _by(("finished_reason",), "vllm:request_success", "Answers over HTTP.", ended)
         yield _seconds("vllm:time_to_first_token_seconds", "Over HTTP.", meter.first_token)
         yield _seconds("vllm:e2e_request_latency_seconds", "Of answers over HTTP.", meter.whole)
 
     def _scheduler(self, scheduler: dict[str, Any]) -> Iterator[Any]:
         used = scheduler["kv_tokens_used"] + scheduler["kv_tokens_kept"]
+        share = used / scheduler["kv_tokens"] if scheduler["kv_tokens"] else 0.0
         yield GaugeMetricFamily("vllm:num_requests_running", "Of all clients.", scheduler["running"])
         yield GaugeMetricFamily("vllm:num_requests_waiting", "Of all clients.", scheduler["waiting"])
-        share = used / scheduler["kv_tokens"] if scheduler["kv_tokens"] else 0.0
         yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of its tokens, 0 to 1.", share)
-        yield CounterMetricFamily(
-            "vllm:num_preemptions", "Of requests, of all clients.", scheduler["preemptions"]
-        )
-        yield CounterMetricFamily("tandem_requests_ended", "Of all clients.", scheduler["ended"])
-        yield CounterMetricFamily("tandem_kv_reused_tokens", "Of all clients.", scheduler["kv_reused_tokens"])
+        for name, key in (
+            ("vllm:num_preemptions", "preemptions"),
+            ("tandem_requests_ended", "ended"),
+            ("tandem_kv_reused_tokens", "kv_reused_tokens"),
+        ):
+            yield CounterMetricFamily(name, "Of all clients.", scheduler[key])
 
     def _engine(self, phases: dict[str, Any]) -> Iterator[Any]:
-        def by_phase(name: str, text: str, values: dict[str, float]) -> CounterMetricFamily:
-            family = CounterMetricFamily(name, text, labels=("phase",))
-            for phase, value in values.items():
-                family.add_metric((phase,), value)
-            return family
-
-        def of(key: str) -> dict[str, float]:
-            return {phase: phases[phase][key] for phase in PHASES}
-
-        yield by_phase("tandem_steps", "Of the engine.", of("steps"))
-        yield by_phase("tandem_tokens", "Computed, of all clients.", of("rows"))
-        yield by_phase("tandem_fetched_bytes", "Copied to the device.", of("fetched_bytes"))
-        tiles = CounterMetricFamily(
-            "tandem_tiles", "By what computed them or why they were copied.", labels=("phase", "kind")
-        )
-        for phase in PHASES:
-            for kind in ("host", "resident", "fetched", "predicted", "useful", "wasted", "late"):
-                tiles.add_metric((phase, kind), phases[phase][f"{kind}_tiles"])
-        yield tiles
-        active = {phase: sum(phases[phase]["layers"]["active_tiles"]) for phase in PHASES}
-        hits = {phase: sum(phases[phase]["layers"]["hit_tiles"]) for phase in PHASES}
-        yield by_phase("tandem_active_tiles", "Of routed experts.", active)
-        yield by_phase("tandem_hit_tiles", "Of them, resident on the device.", hits)
-        seconds = CounterMetricFamily("tandem_step_seconds", "Parts of the steps.", labels=("phase", "part"))
-        for phase in PHASES:
-            for part, value in phases[phase]["seconds"].items():
-                seconds.add_metric((phase, part), value)
-        yield seconds
-        fidelity = CounterMetricFamily(
-            "tandem_approximated_weight", "Routed weight by what became of it.", labels=("phase", "kind")
-        )
-        for phase in PHASES:
-            for kind, value in phases[phase]["fidelity"].items():
-                if isinstance(value, int | float):
-                    fidelity.add_metric((phase, kind), value)
-        yield fidelity
+        """Yields what the engine counts by phase, and within one by kind or part."""
+        given = {phase: phases[phase] for phase in PHASES}
+        for name, text, key in (
+            ("tandem_steps", "Of the engine.", "steps"),
+            ("tandem_tokens", "Computed, of all clients.", "rows"),
+            ("tandem_fetched_bytes", "Copied to the device.", "fetched_bytes"),
+        ):
+            yield _by(("phase",), name, text, {(p,): c[key] for p, c in given.items()})
+        for name, text, key in (
+            ("tandem_active_tiles", "Of routed experts.", "active_tiles"),
+            ("tandem_hit_tiles", "Of them, resident on the device.", "hit_tiles"),
+        ):
+            yield _by(("phase",), name, text, {(p,): sum(c["layers"][key]) for p, c in given.items()})
+        tiles = {(p, kind): c[f"{kind}_tiles"] for p, c in given.items() for kind in TILES}
+        seconds = {(p, part): value for p, c in given.items() for part, value in c["seconds"].items()}
+        fidelity = {(p, kind): value for p, c in given.items() for kind, value in c["fidelity"].items()}
+        numbers = {key: value for key, value in fidelity.items() if isinstance(value, int | float)}
+        kinds = ("phase", "kind")
+        yield _by(kinds, "tandem_tiles", "By what computed them or why they were copied.", tiles)
+        yield _by(("phase", "part"), "tandem_step_seconds", "Parts of the steps.", seconds)
+        yield _by(kinds, "tandem_approximated_weight", "Routed weight by what became of it.", numbers)
 
     def _cache(self, cache: dict[str, Any] | None) -> Iterator[Any]:
         if cache is not None:
             yield GaugeMetricFamily("tandem_cache_tiles", "That fit the device.", cache["capacity_tiles"])
             yield GaugeMetricFamily("tandem_resident_tiles", "Now on the device.", cache["resident_tiles"])
-            ordered = CounterMetricFamily("tandem_ordered_tiles", "Copies by cause.", labels=("cause",))
-            ordered.add_metric(("demand",), cache["demanded_tiles"])
-            ordered.add_metric(("placement",), cache["placed_tiles"])
-            yield ordered
+            causes = {("demand",): cache["demanded_tiles"], ("placement",): cache["placed_tiles"]}
+            yield _by(("cause",), "tandem_ordered_tiles", "Copies by cause.", causes)
+
+
+def _by(labels: tuple[str, ...], name: str, text: str, values: Mapping[Any, float]) -> CounterMetricFamily:
+    """Returns a counter with a value for each of these labels' values."""
+    family = CounterMetricFamily(name, text, labels=labels)
+    for key, value in values.items():
+        family.add_metric(key, value)
+    return family
 
 
 def _seconds(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:

@@ -1,4 +1,5 @@
-"""Process entry: the gateway."""
+"""Process entry: the gateway, and uvicorn with limits of its own: on connections, on the time and size of a
+request's head."""
 
 from __future__ import annotations
 
@@ -10,16 +11,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import uvicorn
 import uvloop
 import zmq.asyncio
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from pipeline.gateway.access import Access
+from pipeline.gateway.access import Access, bind, split_address
+from pipeline.gateway.asgi import App, dumps
 from pipeline.gateway.call import Service
-from pipeline.gateway.dashboard.feed import Feed
+from pipeline.gateway.chat_output import read_template
+from pipeline.gateway.dashboard import Feed
 from pipeline.gateway.engine_links import EngineLinks
+from pipeline.gateway.errors import ApiError
 from pipeline.gateway.front import Front
-from pipeline.gateway.server import bind, make_server, split_address
-from pipeline.gateway.template import read_template
 from protocol.codec import decode, encode
 from protocol.connection import HEARTBEAT_SECONDS
 from protocol.errors import MalformedMessage, ProtocolError
@@ -31,6 +35,88 @@ log = logging.getLogger(__name__)
 NICENESS = 5  # a thread that computes gets three times as much of a core
 DRAIN_SECONDS = 3.0  # for answers that run when the engine is stopped
 LAST_SECONDS = 1.0  # for the error that ends the others
+HEAD_SECONDS = 15.0  # from a connection, or the end of an answer, to the next request's complete head
+MOST_HEAD = 64 << 10  # bytes
+MOST_CONNECTIONS = 2048
+KEEP_SECONDS = 75  # that an idle connection is kept
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._head = 0  # bytes of the head that is being received
+        self._in_body = False
+        self._timer: asyncio.TimerHandle | None = None
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.abort()
+        else:
+            self._watch()
+
+    def _watch(self) -> None:
+        self._unwatch()
+        self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
+
+    def _unwatch(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def data_received(self, data: bytes) -> None:
+        between = self.cycle is None or self.cycle.response_complete
+        if between and self._in_body:
+            # Of a request that is refused already. It is read and dropped, since most clients read no answer
+            # before they have sent all; what takes longer than a head may is cut off.
+            if self._timer is None:
+                self._watch()
+        elif between:
+            if self._head == 0:
+                self._watch()
+            self._head += len(data)
+        super().data_received(data)
+        if between and self._head > MOST_HEAD and (self.cycle is None or self.cycle.response_complete):
+            self.transport.abort()
+
+    def on_headers_complete(self) -> None:
+        self._head = 0
+        self._in_body = True
+        self._unwatch()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        self._unwatch()
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """The answer to what is no HTTP; uvicorn's is plain text."""
+        body = dumps(ApiError(400, msg).body())
+        head = (
+            f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        )
+        self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+        self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unwatch()
+        super().connection_lost(exc)
+
+
+def make_server(app: App) -> uvicorn.Server:
+    config: Any = uvicorn.Config(
+        app,
+        http=LimitedProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_SECONDS,
+    )
+    return uvicorn.Server(config)
 
 
 async def _run(config: dict[str, Any]) -> int:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
-from pipeline.gateway.body import Fields, kind_of, parse_json
-from pipeline.gateway.chat_output import CLOSE_CALL, OPEN_CALL
+from pipeline.gateway.bodies import Common, FlatTool, Format, Function, Object, Structured, Tool
+from pipeline.gateway.body import fitting, parse_json
+from pipeline.gateway.chat_output import CLOSE_CALL, OPEN_CALL, TemplateKind
 from pipeline.gateway.errors import bad
-from pipeline.gateway.template import TemplateKind
 
-MOST_TOOLS = 512
 MOST_CHOICES = 256
 WHITESPACE = r" |\n {0,32}"  # of JSON: a model that is not sure may otherwise write nothing else
 
@@ -34,13 +33,13 @@ class Tools:
     """`given`: as the chat template reads them; `schemas`: of their parameters, by name. `wanted`: the names
     that the answer has to call one of; empty where it may do without."""
 
-    given: tuple[dict[str, Any], ...] = ()
-    schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
+    given: tuple[Object, ...] = ()
+    schemas: dict[str, Object] = field(default_factory=dict)
     wanted: tuple[str, ...] = ()
     parallel: bool = True
 
     def grammar(self, kind: TemplateKind) -> Grammar:
-        """Of an answer that calls a wanted tool; none where no tool has to be called."""
+        """Returns that of an answer that calls a wanted tool; none where no tool has to be called."""
         if not self.wanted:
             return Grammar()
         calls, rules = [], []
@@ -53,113 +52,107 @@ class Tools:
         return lark("\n".join([f"start: {' | '.join(calls)}", *rules]), "tools")
 
 
-def take_tools(fields: Fields, kind: TemplateKind) -> Tools:
-    """OpenAI's `tools`, `tool_choice`, `parallel_tool_calls`. Raises ApiError."""
-    given = fields.array("tools", None) or []
-    parallel = fields.flag("parallel_tool_calls", True)
-    choice = fields.any("tool_choice")
-    if len(given) > MOST_TOOLS:
-        fields.refuse("tools", f"has {len(given)} tools; {MOST_TOOLS} is the most")
-    tools = [_tool(value, f"tools[{place}]") for place, value in enumerate(given)]
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-    return chosen(fields, "tool_choice", tools, schemas, choice, kind, parallel)
+def openai_tools(
+    given: list[Object] | None, choice: str | Object | None, parallel: bool | None, kind: TemplateKind
+) -> Tools:
+    """Returns those of a chat, which the template reads as they were given. Raises ApiError."""
+    tools = fitting(given or [], list[Tool], "tools")
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
+    return chosen_tools(given or [], schemas, choice, kind, parallel is not False)
 
 
-def chosen(
-    fields: Fields,
-    name: str,
-    tools: Sequence[dict[str, Any]],
-    schemas: dict[str, dict[str, Any]],
-    choice: Any,
+def flat_tools(given: Iterable[FlatTool | Function]) -> tuple[list[Object], dict[str, Object]]:
+    """Returns tools as templates read them, and their schemas, of dialects that write them in one level."""
+    tools, schemas = [], {}
+    for tool in given:
+        schema = schemas[tool.name] = tool.parameters or {}
+        function = {"name": tool.name, "description": tool.description or "", "parameters": schema}
+        tools.append({"type": "function", "function": function})
+    return tools, schemas
+
+
+def chosen_tools(
+    tools: list[Object],
+    schemas: dict[str, Object],
+    choice: str | Object | None,
     kind: TemplateKind,
     parallel: bool,
 ) -> Tools:
-    """`choice`: none, auto, required, or an object that names a function."""
+    """`choice`: none, auto, required, or an object that names a function. Raises ApiError."""
+    names: tuple[str, ...] = ()
     if isinstance(choice, dict):
         inner = choice.get("function", choice)
         wanted = inner.get("name") if isinstance(inner, dict) else None
-        if (
-            choice.get("type", "function") != "function"
-            or not isinstance(wanted, str)
-            or wanted not in schemas
-        ):
-            fields.refuse(name, "must name one of the tools")
-        names: tuple[str, ...] = (wanted,)
-    elif choice in (None, "auto", "none", "required"):
-        names = tuple(schemas) if choice == "required" else ()
-        if choice == "required" and not tools:
-            fields.refuse(name, "there are no tools to call")
-    else:
-        fields.refuse(name, "must be none, auto, required, or an object that names a function")
+        known = isinstance(wanted, str) and wanted in schemas
+        if choice.get("type", "function") != "function" or not known:
+            raise bad("tool_choice", "must name one of the tools")
+        names = (str(wanted),)
+    elif choice == "required":
+        names = tuple(schemas)
+        if not tools:
+            raise bad("tool_choice", "there are no tools to call")
+    elif choice not in (None, "auto", "none"):
+        raise bad("tool_choice", "must be none, auto, required, or an object that names a function")
     if not tools or choice == "none":
         return Tools(parallel=parallel)
     if not kind.tools:
-        fields.refuse("tools", "this model's chat template has no place for tools")
+        raise bad("tools", "this model's chat template has no place for tools")
     if names and (not kind.calls or kind.calls == "xml"):
-        fields.refuse(name, "calls of this model's form cannot be enforced; use auto")
+        raise bad("tool_choice", "calls of this model's form cannot be enforced; use auto")
     return Tools(tuple(tools), schemas, names, parallel)
 
 
-def _tool(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise bad(where, f"must be an object, not {kind_of(value)}")
-    fields = Fields(value, where)
-    fields.choice("type", ("function",))
-    function = fields.within("function")
-    if function is None:
-        fields.refuse("function", "is required: an object")
-    function.text("name")
-    function.text("description", None)
-    function.object("parameters", None)
-    return value
-
-
-def take_format(fields: Fields, field_name: str = "response_format") -> Grammar:
-    """The grammar of `response_format`, `guided_*` or `structured_outputs`. Raises ApiError."""
-    grammars = []
-    wanted, name = fields.within(field_name), fields.name(field_name)
-    if wanted is not None:
-        kind = wanted.choice("type", ("text", "json_object", "json_schema", "grammar", "regex"))
-        if kind == "json_object":
-            grammars.append(json_schema({"type": "object"}, name))
-        elif kind == "json_schema":
-            inner = wanted.within("json_schema") or wanted
-            grammars.append(json_schema(inner.object("schema"), name))
-        elif kind == "grammar":
-            grammars.append(lark(wanted.text("grammar"), name))
-        elif kind == "regex":
-            grammars.append(regex(wanted.text("regex"), name))
-    guided = fields.within("structured_outputs")
-    for prefix, source in (("guided_", fields), ("", guided)):
-        if source is None:
-            continue
-        if (schema := source.any(f"{prefix}json")) is not None:
-            grammars.append(
-                json_schema(_schema(source, f"{prefix}json", schema), source.name(f"{prefix}json"))
-            )
-        if (pattern := source.text(f"{prefix}regex", None)) is not None:
-            grammars.append(regex(pattern, source.name(f"{prefix}regex")))
-        if (rules := source.text(f"{prefix}grammar", None)) is not None:
-            grammars.append(lark(rules, source.name(f"{prefix}grammar")))
-        if source.any(f"{prefix}choice") is not None:
-            choices = source.strings(f"{prefix}choice")
-            if not 1 <= len(choices) <= MOST_CHOICES or "" in choices:
-                source.refuse(f"{prefix}choice", f"takes 1 to {MOST_CHOICES} texts, none of them empty")
-            rule = "start: " + " | ".join(map(json.dumps, choices))
-            grammars.append(lark(rule, source.name(f"{prefix}choice")))
-    if guided is not None and (unknown := guided.unknown):
-        guided.refuse(unknown[0][:40], "is not supported here")
+def grammar_of(body: Common, formats: dict[str, Format | None], forced: Grammar = Grammar()) -> Grammar:
+    """Returns the one grammar of a request. `formats`: the dialect's own fields for it, by name; `forced`:
+    that of a call that has to be. Raises ApiError, also where there are several."""
+    grammars = [_of_format(given, name) for name, given in formats.items() if given is not None]
+    guided = Structured(body.guided_json, body.guided_regex, body.guided_grammar, body.guided_choice)
+    grammars += _structured(guided, "guided_")
+    if body.structured_outputs is not None:
+        grammars += _structured(body.structured_outputs, "structured_outputs.")
+    grammars = [grammar for grammar in (forced, *grammars) if grammar]
+    if forced and len(grammars) > 1:
+        raise bad("tool_choice", "an answer follows a form or calls a tool; give one of them")
     if len(grammars) > 1:
-        fields.refuse(field_name, "an answer follows one grammar only; give one")
+        raise bad(grammars[-1].field or "", "an answer follows one grammar only; give one")
     return grammars[0] if grammars else Grammar()
 
 
-def _schema(fields: Fields, name: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, str):
-        value = parse_json(value, fields.name(name))
-    if not isinstance(value, dict):
-        fields.refuse(name, "must be a JSON schema")
-    return value
+def _of_format(wanted: Format, name: str) -> Grammar:
+    def required(value: Any, inner: str) -> Any:
+        if value is None:
+            raise bad(f"{name}.{inner}", "is required")
+        return value
+
+    match wanted.type:
+        case "json_object":
+            return json_schema({"type": "object"}, name)
+        case "json_schema":
+            inner = wanted.json_schema
+            return json_schema(required(wanted.schema if inner is None else inner.schema, "schema"), name)
+        case "grammar":
+            return lark(required(wanted.grammar, "grammar"), name)
+        case "regex":
+            return _made("regex", required(wanted.regex, "regex"), name)
+    return Grammar()
+
+
+def _structured(given: Structured, of: str) -> list[Grammar]:
+    """Returns the grammars of vLLM's fields, whose names begin with `of`."""
+    grammars = []
+    if (schema := given.json) is not None:
+        whole = parse_json(schema, f"{of}json") if isinstance(schema, str) else schema
+        grammars.append(json_schema(whole, f"{of}json"))
+    if given.regex is not None:
+        grammars.append(_made("regex", given.regex, f"{of}regex"))
+    if given.grammar is not None:
+        grammars.append(lark(given.grammar, f"{of}grammar"))
+    if given.choice is not None:
+        choices = [given.choice] if isinstance(given.choice, str) else given.choice
+        if not 1 <= len(choices) <= MOST_CHOICES or "" in choices:
+            raise bad(f"{of}choice", f"takes 1 to {MOST_CHOICES} texts, none of them empty")
+        grammars.append(lark("start: " + " | ".join(map(json.dumps, choices)), f"{of}choice"))
+    return grammars
 
 
 def _made(kind: str, value: str, param: str, **options: Any) -> Grammar:
@@ -174,13 +167,8 @@ def _made(kind: str, value: str, param: str, **options: Any) -> Grammar:
     return Grammar(made, param)
 
 
-def json_schema(schema: dict[str, Any], param: str) -> Grammar:
-    options = {"whitespace_pattern": WHITESPACE}
-    return _made("json_schema", json.dumps(schema), param, defaults=options)
-
-
-def regex(pattern: str, param: str) -> Grammar:
-    return _made("regex", pattern, param)
+def json_schema(schema: Object, param: str) -> Grammar:
+    return _made("json_schema", json.dumps(schema), param, defaults={"whitespace_pattern": WHITESPACE})
 
 
 def lark(rules: str, param: str) -> Grammar:

@@ -20,7 +20,7 @@ from pipeline.config import EngineConfig
 from protocol.client import Client
 from protocol.errors import RequestFailed
 from protocol.messages import Calibrating
-from protocol.user_folders import user_folder
+from protocol.program import user_folder
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -15,8 +15,8 @@ from waiting import until
 
 from pipeline.assets import model_dir
 from pipeline.gateway.access import read_api_keys
+from pipeline.gateway.call import check_model, model_name
 from pipeline.gateway.errors import ApiError
-from pipeline.gateway.served_model import check_model, model_name
 from protocol.client import Client
 from protocol.errors import ProtocolError
 from protocol.messages import VERSION, Welcome

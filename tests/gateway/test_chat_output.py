@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.gateway.chat_output import ChatOutput
-from pipeline.gateway.template import TemplateKind
+from pipeline.gateway.chat_output import ChatOutput, TemplateKind
 
 JSON_CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 XML_CALL = """<tool_call>

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from typing import Any
 
 import pytest
 
-from pipeline.gateway.body import parse_json
+from pipeline.gateway.bodies import ChatBody
+from pipeline.gateway.body import decoded, parse_json
 from pipeline.gateway.errors import ApiError, of_engine
 from protocol.errors import EngineGone, MalformedMessage, ProtocolError, RequestFailed
 
@@ -49,26 +52,55 @@ def test_an_error_of_the_engine_names_the_field_that_it_is_about() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "param"),
+    ("text", "reason"),
     [
-        (json.dumps({"a": ["x", {"b": "\ud800"}]}), "a[1].b"),
-        (json.dumps({"a": {"\udc00": 1}}), r"a.\udc00"),
-        ('{"a":' + "[" * 500 + "]" * 500 + "}", "a" + "[0]" * 65),
-        ("{", None),
+        (json.dumps({"a": ["x", {"b": "\ud800"}]}), "is no valid JSON"),
+        (json.dumps({"a": {"\udc00": 1}}), "is no valid JSON"),
+        ('{"a":' + "[" * 500 + "]" * 500 + "}", "nested too deeply"),
+        ('{"a":' + "[" * 100_000, "nested too deeply"),
+        ("{", "is no valid JSON"),
+        ('{"a":NaN}', "is no valid JSON"),
     ],
 )
-def test_json_that_could_not_be_sent_on(text: str, param: str | None) -> None:
-    with pytest.raises(ApiError) as refused:
+def test_json_that_could_not_be_sent_on(text: str, reason: str) -> None:
+    with pytest.raises(ApiError, match=f"^the body .*{reason}") as refused:
         parse_json(text)
-    assert refused.value.status == 400
-    assert refused.value.param == param if param is None else str(refused.value.param).startswith(param)
-    with pytest.raises(ApiError, match=r"^arguments"):
+    assert (refused.value.status, refused.value.param) == (400, None)
+    with pytest.raises(ApiError, match=f"^arguments: .*{reason}") as refused:
         parse_json(text, "arguments")
+    assert refused.value.param == "arguments"
 
 
 def test_json_that_can_be_sent_on_is_left_as_it_is() -> None:
-    value = {"a": ["é", "\U0001f600", {"b": [[1.5, None]]}] * 100}
+    value = {"a": ["é", "\U0001f600", {"b": [[1.5, None]]}, '"[[[{\\"'] * 200}
     assert parse_json(json.dumps(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ({}, "messages: is required"),
+        ({"messages": []}, "messages: expected `array` of length >= 1"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role: is required"),
+        ({"logit_bias": {"1": 500}}, "logit_bias: expected `float` <= 100.0"),
+        ({"structured_outputs": {"tag": 1}}, "structured_outputs.tag: is not supported here"),
+        ({"n": 1.5}, "n: expected `float` that's a multiple of 1.0"),
+        ({"documents": [1]}, "documents: is not supported here"),
+        ([], "the body: expected `object`, got `array`"),
+    ],
+)
+def test_a_misfit_is_named_with_its_place(body: Any, error: str) -> None:
+    turns = [{"role": "user", "content": "x"}]
+    if body and isinstance(body, dict):
+        body = {"messages": turns} | body
+    with pytest.raises(ApiError, match=f"^{re.escape(error)}"):
+        decoded(json.dumps(body).encode(), ChatBody, "/v1/chat/completions")
+
+
+def test_whole_numbers_may_be_written_as_floats_and_null_is_not_given() -> None:
+    given = {"messages": [{"role": "user"}], "n": 2.0, "documents": None, "x": 1, "stop": None}
+    body = decoded(json.dumps(given).encode(), ChatBody, "/v1/chat/completions")
+    assert (body.n, body.stop, body.messages[0].content) == (2, None, None)
 
 
 def test_errors_have_the_shape_of_each_api() -> None:

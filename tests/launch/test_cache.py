@@ -27,7 +27,7 @@ from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig, ResolvedConfig
 from pipeline.memory.needs import needs
 from pipeline.policies.costs import Costs
-from protocol.user_folders import user_folder
+from protocol.program import user_folder
 from shm.cache_record import RECORD, CacheRecord, note_use
 
 STORE, BACKBONE = "5" * 64, "b" * 64

@@ -25,7 +25,7 @@ from pipeline.calibration.lanes import Division, Window
 from pipeline.checkpoint.open import open_model
 from pipeline.policies.calibration import Calibration
 from pipeline.text.tokenizer import Tokenizer
-from protocol.user_folders import user_folder
+from protocol.program import user_folder
 
 CHARACTERS = 5500  # of held-out text: about 1600 tokens
 TIES = 0.002  # share of the routings that rounding may change

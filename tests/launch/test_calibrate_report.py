@@ -34,6 +34,7 @@ def calibration(layers: int = 3, **changed: Any) -> Calibration:
         "sensitivity": layer * 1e-3,
         "first_gate": np.ones((4, 5), np.float32),
         "residual_logits": np.zeros((layers - 1, 4), np.float32),
+        "hit_rates": {},
         "threshold": 0.02,
     }
     return Calibration(**measured | changed)
@@ -52,9 +53,9 @@ ABOUT |= {"experts_per_token": 1.75, "notes": ["a note"]}
 SNAPSHOT = """\
            router    residual        gate  prefill ~  sensitivity    experts
 layer  predicts %  predicts %  predicts %     decode  of the loss  per token
-    0           -           -        70.0      0.900      0.0e+00       1.75
-    1        51.0        61.0           -      0.800      1.0e-03       1.75
-    2        52.0        62.0           -      0.700      2.0e-03       1.75
+    0           -           -        70.0      0.387      0.0e+00       1.75
+    1        51.0        61.0           -      0.387      1.0e-03       1.75
+    2        52.0        62.0           -      0.387      2.0e-03       1.75
 
 m: 12 tokens, the whole text
 next layer's experts predicted: 50.0% by its router on this layer's input, 60.0%

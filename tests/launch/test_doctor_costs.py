@@ -16,7 +16,7 @@ from launch.doctor.finding import render
 from pipeline.assets import model_dir
 from pipeline.calibration.cost_cache import Record, Setting, keep, processor
 from pipeline.policies.costs import Costs
-from protocol.user_folders import user_folder
+from protocol.program import user_folder
 
 # An expert has 4 tiles: host 4 ms, device 0.4 ms, move 8 ms.
 COSTS = Costs((1, 64), (1e-3, 8e-3), (1e-4, 2e-4), 2e-3, 5e-5, (3e-4, 2e-3))

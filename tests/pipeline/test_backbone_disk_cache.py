@@ -20,8 +20,8 @@ from launch.processes.supervisor import Supervisor
 from pipeline.backbone.disk_cache import ALIGNMENT, NAME, UNFINISHED, VERSION, BackboneCache
 from pipeline.config import EngineConfig
 from protocol.client import Client
+from protocol.program import user_folder
 from protocol.sockets import Identity
-from protocol.user_folders import user_folder
 from shm.cache_record import RECORD, CacheRecord, read_record
 
 FINGERPRINT = "ab" * 32

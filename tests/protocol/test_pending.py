@@ -7,7 +7,8 @@ import pytest
 from msgspec.structs import replace
 from protocol_engine import QUIET, WELCOME, both, drain, engine, until
 
-from protocol import link, scoring
+from protocol import answer as answers
+from protocol import link
 from protocol.answer import Answer
 from protocol.client import Client
 from protocol.connection import SILENCE_SECONDS, ConnectOptions
@@ -277,7 +278,7 @@ async def test_score_has_a_connection_of_its_own_with_a_short_queue(endpoint, mo
         assert all(block.logprobs.shape == (0, 0) for block in blocks)
         (whole, first), (own, second) = seen
         assert (whole.name, own.name) == ("test", "test/score")
-        assert own.receive_hwm == scoring.SCORES_HWM < whole.receive_hwm
+        assert own.receive_hwm == answers.SCORES_HWM < whole.receive_hwm
         assert (first, second) == (3.0, 3.0)
         assert (own.silence, own.endpoint) == (SILENCE_SECONDS, whole.endpoint)
         assert server.ever(Score) == [Score(0, token_ids=(0, 1))]

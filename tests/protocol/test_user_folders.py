@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch.chat.input import history_file
-from protocol.user_folders import user_folder
+from protocol.program import user_folder
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pipeline.assets import model_dir
 from pipeline.calibration.file import calibration_path, save
 from pipeline.checkpoint.open import open_model
 from pipeline.traces.reader import Trace
-from protocol.user_folders import user_folder
+from protocol.program import user_folder
 
 pytestmark = pytest.mark.timeout(300)  # engines start, on a machine that may be busy
 

@@ -22,7 +22,7 @@ from pipeline.policies.costs import Costs, shipped_costs
 from pipeline.policies.presets import PRESETS, make_policy
 from pipeline.policies.view import ModelShape, PolicyRequest
 from pipeline.replay.machine import Replay
-from protocol.user_folders import user_folder
+from protocol.program import user_folder
 
 HEADER = make_header(ModelShape(layers=4, experts=8, tiles=4, top_k=2))
 STEPS = drawn_steps(HEADER, 12, 30)

@@ -1,25 +1,31 @@
-"""What the dashboards show, as server-sent events: the engine is asked once for all of them, and only while
-there is one. `state`: whether the engine answers; `about`: what it is; `counters`: totals since its start,
-once a second; `experts`: what has changed since the event before, up to ten times a second."""
+"""The dashboard: its page's files, which hold nothing about the engine and are public, and what it shows, as
+server-sent events. The engine is asked once for all pages, and only while there is one.
+
+`state`: whether the engine answers; `about`: what it is; `counters`: totals since its start, once a second;
+`experts`: what has changed since the event before, up to ten times a second.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import logging
+import os
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import suppress
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.gateway.dashboard.processes import processes
+from pipeline.gateway.asgi import event_of, send_bytes
+from pipeline.gateway.call import Call, model_name
 from pipeline.gateway.engine_links import EngineLinks
 from pipeline.gateway.errors import ApiError
-from pipeline.gateway.responses import dumps
-from pipeline.gateway.served_model import model_name
 from protocol.client import Client
 from protocol.errors import ProtocolError
 from protocol.messages import ExpertActivityReply, Welcome
@@ -32,6 +38,50 @@ AWAY_PERIOD = 0.25  # between two looks at an engine that does not answer
 ANSWER_SECONDS = 2.0  # within which a running engine answers
 MOST_WAITING = 32  # events for a browser that does not read them; older ones are dropped
 MOST_BROWSERS = 16
+PROC = Path("/proc")
+PAGE = os.sysconf("SC_PAGE_SIZE")
+TICKS = os.sysconf("SC_CLK_TCK")
+ROLES = {
+    "encoder_process": "tokenizer",
+    "expert_worker": "worker",
+}  # by module, where the name is another one
+KINDS = {
+    "index.html": "text/html; charset=utf-8",
+    "style.css": "text/css; charset=utf-8",
+    "page.js": "text/javascript; charset=utf-8",
+    "stream.js": "text/javascript; charset=utf-8",
+    "experts.js": "text/javascript; charset=utf-8",
+    "figures.js": "text/javascript; charset=utf-8",
+}
+ONLY_HERE = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:"
+)
+HEADERS = (
+    (
+        b"content-security-policy",
+        f"{ONLY_HERE}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'".encode(),
+    ),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-cache"),
+)
+
+
+@cache
+def _content(name: str) -> bytes:
+    return files("pipeline.gateway").joinpath("web", name).read_bytes()
+
+
+async def page(call: Call) -> None:
+    """A file by the last part of the path; the page itself without one that is known."""
+    name = call.scope["path"].rpartition("/")[2]
+    name = name if name in KINDS else "index.html"
+    await send_bytes(call.send, _content(name), KINDS[name], headers=HEADERS)
+
+
+async def events(call: Call) -> None:
+    """What happens, as server-sent events, until the client disconnects."""
+    await call.stream(call.service.feed.events())
 
 
 class Feed:
@@ -73,7 +123,7 @@ class Feed:
             _put(queue, None)
 
     def _publish(self, kind: str, value: dict[str, Any], keep: bool = True) -> None:
-        event = f"event: {kind}\ndata: ".encode() + dumps(value) + b"\n\n"
+        event = event_of(value, kind)
         if keep:
             self._latest[kind] = event
         for queue in self._queues:
@@ -126,7 +176,7 @@ class Feed:
                 if began >= next_counters:
                     next_counters = began + COUNTERS_PERIOD
                     stats = await client.stats()
-                    self._publish("counters", _counters(stats) | {"processes": await _processes(stats)})
+                    self._publish("counters", _counters(stats))
             await asyncio.sleep(max(0.0, began + PERIOD - time.monotonic()))
 
 
@@ -135,10 +185,6 @@ def _put(queue: asyncio.Queue[bytes | None], event: bytes | None) -> None:
         with suppress(asyncio.QueueEmpty):
             queue.get_nowait()
     queue.put_nowait(event)
-
-
-async def _processes(stats: dict[str, Any]) -> list[dict[str, Any]]:
-    return processes({peer["pid"]: peer for peer in stats["peers"]})
 
 
 def _about(welcome: Welcome, activity: ExpertActivityReply) -> dict[str, Any]:
@@ -198,8 +244,49 @@ def _counters(stats: dict[str, Any]) -> dict[str, Any]:
         phases[name] = {key: value for key, value in phase.items() if key != "layers"} | sums
     named = {name: stats[name] for name in shown if name in stats}
     return named | {
+        "processes": processes({peer["pid"]: peer for peer in stats["peers"]}),
         "time": time.monotonic(),
         "phases": phases,
         "exchange": stats.get("exchange", {}).get("name"),
         "clients": stats.get("clients", {}).get("connected"),
+    }
+
+
+def processes(peers: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Role, number, pid, seconds alive, bytes of memory of its own, seconds of processor time. `peers`: those
+    that the coordinator knows, by pid; where the kernel lists no children, these alone are returned."""
+    parent = os.getppid()
+    try:
+        pids = [
+            int(pid) for pid in (PROC / str(parent) / "task" / str(parent) / "children").read_text().split()
+        ]
+    except OSError:
+        pids = list(peers)
+    up = float((PROC / "uptime").read_text().split()[0])
+    found = [_describe(pid, peers.get(pid, {}), up) for pid in [parent, *pids]]
+    return [entry for entry in found if entry is not None]
+
+
+def _describe(pid: int, peer: Mapping[str, Any], up: float) -> dict[str, Any] | None:
+    folder = PROC / str(pid)
+    try:
+        words = (folder / "cmdline").read_bytes().split(b"\0")
+        size = [int(pages) for pages in (folder / "statm").read_text().split()]
+        times = (folder / "stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has just ended
+        return None
+    if b"workers.child" not in words and pid != os.getppid():
+        return None
+    role = str(peer.get("role", "supervisor"))
+    if b"workers.child" in words and not peer:
+        parts = words[words.index(b"workers.child") + 1].decode().split(".")
+        name = parts[-2] if parts[-1] == "process" else parts[-1]
+        role = ROLES.get(name, name)
+    return {
+        "role": role,
+        "index": peer.get("index", 0),
+        "pid": pid,
+        "alive": round(up - int(times[19]) / TICKS, 1),
+        "memory": (size[1] - size[2]) * PAGE,
+        "cpu": (int(times[11]) + int(times[12])) / TICKS,
     }
