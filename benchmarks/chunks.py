@@ -27,11 +27,11 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from pipeline.experts.fetch_link import DEMANDED, PREDICTED, FetchLink, Order
 
 from benchmarks.floe import MIXTRAL
 from pipeline.arrays import IntArray
 from pipeline.device import open_device
-from pipeline.experts.fetch_link import DEMANDED, PREDICTED, FetchLink, Order
 from pipeline.experts.peers import ChildServerSocket, ExitEvents
 from protocol.messages import Shutdown
 from protocol.sockets import Identity

@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, cast
 
 import uvloop
@@ -60,7 +59,6 @@ from protocol.messages import (
     WorkerDied,
 )
 from protocol.sockets import connect_dealer, ipc_endpoint
-from workers import mps
 
 log = logging.getLogger(__name__)
 
@@ -255,8 +253,6 @@ class Coordinator:
 
 
 async def _run(config: dict[str, Any]) -> int:
-    if config["config"]["prefetcher"] == "process":
-        mps.decline(Path(config["runtime"]))
     return await Coordinator(config).serve()
 
 

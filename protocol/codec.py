@@ -83,15 +83,12 @@ between the supervisor and its children.
     kept int = 0, channels int = 0
   35 WorkFailed: seq int, incarnation int, text str
   36 Abandon: seq int
-  37 AttachSlab: kind str, handle bytes, device int, slots int, slot_bytes int, flags str = ""
-  38 SlabAttached: incarnation int, notes [str] = [], error str = "", flags bool = false
-  39 Fetch: id int, layer int, expert int, lo int, slots [int], urgency int, numbers [int] = []
+  37 AttachSlab: kind str, handle bytes, device int, slots int, slot_bytes int
+  38 SlabAttached: incarnation int, error str = ""
+  39 Fetch: id int, layer int, expert int, lo int, slots [int], urgency int, channels int32[1d]
   40 Fetched: id int, incarnation int, landed int, final bool, seconds float
   41 CancelFetch: id int
   42 AttachRing: name str
-  43 DemandFetch: id int, tiles int
-  44 Gather: id int, layer int, expert int, channels int32[1d], slots [int], urgency int
-  45 PagesLocked: incarnation int, locked int, total int
 
   48 RemoteClient: account str, right str, address str
   49 Encode: job int, texts [str] = [], messages [ChatMessage]? = nil, template str = "",

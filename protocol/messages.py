@@ -434,67 +434,41 @@ class AttachRing:
 
 @dataclass(frozen=True)
 class AttachSlab:
-    """Map this slab. kind "shm": `handle` is the segment's name; "cuda": a CUDA IPC memory handle. `flags`:
-    the name of the segment with its landing flags (`shm/landing_flags.py`), if it has them."""
+    """Map this slab. kind "shm": `handle` is the segment's name; "cuda": a CUDA IPC memory handle."""
 
     kind: str
     handle: bytes
     device: int
     slots: int
     slot_bytes: int
-    flags: str = ""
 
 
 @dataclass(frozen=True)
 class SlabAttached:
-    """Sent again when its notes change. `error`: why the slab cannot be attached by this process. `flags`:
-    landings are written to the slab's flags."""
+    """`error`: why the slab cannot be attached by this process."""
 
     incarnation: int
-    notes: tuple[str, ...] = ()
     error: str = ""
-    flags: bool = False
 
 
-@dataclass(frozen=True)
-class PagesLocked:
-    """How many of the store's first bytes the prefetcher has page-locked; sent whenever that has changed."""
-
-    incarnation: int
-    locked: int
-    total: int
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # arrays have no one truth value to compare by
 class Fetch:
-    """Copy tiles [lo, lo+len(slots)) of an expert to these slots, in this order."""
+    """Copy tiles [lo, lo+len(slots)) of an expert to these slots, in this order; or, where `channels` has
+    any, the records of these channels, gathered one after the other, as many to each slot as a tile has."""
 
     id: int
     layer: int
     expert: int
     lo: int
     slots: tuple[int, ...]
-    urgency: int  # 0 demanded now, 1 predicted, 2 placement in the background; smaller overtakes
-    numbers: tuple[int, ...] = ()  # of each slot: what its landing writes to its flag; none: nothing does
-
-
-@dataclass(frozen=True, eq=False)  # arrays have no one truth value to compare by
-class Gather:
-    """Copy the records of these channels of an expert, gathered one after the other, to these slots: as many
-    records to each slot as a tile has channels. Answered as a Fetch, counted in channels."""
-
-    id: int  # unique among Fetches too
-    layer: int
-    expert: int
+    urgency: int  # 1 predicted, 2 placement in the background; smaller overtakes
     channels: I32Vector  # counted over the expert, ascending
-    slots: tuple[int, ...]
-    urgency: int  # as in Fetch
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """`landed` tiles of the order, or channels of a Gather, are in their slots. `final`: the last report of
-    this order (all landed, or it was cancelled and what follows `landed` was not written)."""
+    """`landed` tiles of the order, or channels, are in their slots. `final`: the last report of this order
+    (all landed, or it was cancelled and what follows `landed` was not written)."""
 
     id: int
     incarnation: int
@@ -508,15 +482,6 @@ class CancelFetch:
     """Stop an order after the current tile or chunk of channels; its final Fetched follows."""
 
     id: int
-
-
-@dataclass(frozen=True)
-class DemandFetch:
-    """The first `tiles` tiles of an order (channels of a Gather) are demanded now: it goes on as if it had
-    just been sent with urgency 0, and ends with them, or with what is being copied."""
-
-    id: int
-    tiles: int
 
 
 # --- coordinator <-> the door for tcp, coordinator <-> tokenizer ------------------------------------------
@@ -663,9 +628,6 @@ TAGS: dict[int, type] = {
     40: Fetched,
     41: CancelFetch,
     42: AttachRing,
-    43: DemandFetch,
-    44: Gather,
-    45: PagesLocked,
     48: RemoteClient,
     49: Encode,
     50: Encoded,

@@ -228,8 +228,9 @@ def host(size: int = LARGEST, seconds: float = 1.0) -> list[Row]:
 def kinds() -> list[Row]:
     """GB/s of the prefetcher's kinds, alone and beside kernels, and how many times as long these take then.
     With MPS running it is that of a process under MPS."""
-    from pipeline.device import open_device
     from pipeline.serving.prefetcher_kind import kernels
+
+    from pipeline.device import open_device
 
     device = open_device("cuda")
     try:

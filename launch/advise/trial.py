@@ -35,7 +35,7 @@ ROUNDS = 12  # of the search for the link's seconds
 SLOWEST_LINK = 4.0  # times the probe's seconds
 # Options of the command that its engines take as well.
 OF_ENGINE = {"model", "format", "backbone_dtype", "device", "expert_cache", "tile", "workers", "context"}
-OF_ENGINE |= {"kv_tokens", "chunk", "prefetcher", "landings", "graphs", "link_gbps", "host_slowdown"}
+OF_ENGINE |= {"kv_tokens", "chunk", "graphs", "link_gbps", "host_slowdown"}
 OF_ENGINE |= {"seed", "log_level", "record"}
 
 

@@ -161,11 +161,13 @@ def _cache(c: dict[str, Any], tile_bytes: int) -> list[tuple[str, str]]:
 
 
 def _prefetcher(link: dict[str, Any]) -> str:
-    kinds = {"mps": "a process under MPS", "process": "a process", "thread": "a thread"}
-    parts = [kinds[link["kind"]], f"landings by {link['landings']}"]
+    if reason := link.get("refusal"):
+        state = f"copies nothing: {reason}"
+    else:
+        state = "copies what is predicted" if link["up"] else "being restarted"
     if total := link.get("lockable_bytes"):
-        parts.append(f"{byte_size(link['locked_bytes'])} of {byte_size(total)} page-locked")
-    return ", ".join(parts)
+        state += f"; {byte_size(link['locked_bytes'])} of {byte_size(total)} page-locked"
+    return state
 
 
 def _call(name: str, arguments: str) -> Text:

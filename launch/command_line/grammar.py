@@ -39,8 +39,6 @@ from pipeline.config import (
     ExchangeName,
     FormatName,
     GraphsName,
-    LandingsName,
-    PrefetcherName,
 )
 from pipeline.models.shapes import PREFIX, SHAPES
 from protocol.keys import RIGHTS
@@ -330,10 +328,6 @@ def _add_sizes(add: Callable[..., object]) -> None:
     kv_tokens = f"tokens in the KV cache, of all requests (default {KV_CONTEXTS} contexts, or what fits)"
     add("--kv-tokens", type=at_least(1), metavar="N", help=kv_tokens)
     add("--chunk", type=at_least(1), metavar="N", help="prefill tokens of one step (default: measured)")
-    prefetcher = f"what copies tiles to the device (default {default.prefetcher})"
-    add("--prefetcher", choices=get_args(PrefetcherName), help=prefetcher)
-    landings = f"how a GPU learns that tiles have landed: flags, or messages (default {default.landings})"
-    add("--landings", choices=get_args(LandingsName), help=landings)
     graphs = f"decode steps by CUDA graphs, on a GPU (default {default.graphs})"
     add("--graphs", choices=get_args(GraphsName), help=graphs)
 

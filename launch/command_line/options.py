@@ -24,7 +24,7 @@ RANDOM_OPTIONS = {"top_k", "top_p", "min_p"}  # how to choose at random: without
 # Options that decide how much memory an engine takes.
 SIZES = {
     *("model", "policy", "set", "device", "format", "backbone_dtype", "expert_cache", "tile", "workers"),
-    *("context", "kv_tokens", "chunk", "prefetcher", "landings", "graphs"),
+    *("context", "kv_tokens", "chunk", "graphs"),
 }
 # Options of an engine that also apply to requests, by command.
 REQUEST_OPTIONS: dict[str | None, set[str]] = {

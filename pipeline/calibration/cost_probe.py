@@ -24,19 +24,17 @@ from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.counters import PhaseCounters, StepClock
 from pipeline.engine.engine import Engine
 from pipeline.errors import PolicyError
-from pipeline.experts.demand_stream import DemandStream
-from pipeline.experts.device_share import DeviceMemory
-from pipeline.experts.device_work import DeviceWork, Landed
+from pipeline.experts.device_share import DeviceMemory, Slab
 from pipeline.experts.host_pool import Ticket
 from pipeline.experts.host_shards import divide_into_shards, empty_shard
-from pipeline.experts.shares import Missing, Share
+from pipeline.experts.mover import Landed, Wanted
+from pipeline.experts.shares import Share
 from pipeline.policies.costs import Costs
 from shm.mask import DENSE
 
 ROWS = (1, 4, 16, 64)
 BUDGET = 2.0  # seconds in all
 ROUND_TRIPS = 50
-LOCK_LIMIT = 10.0  # seconds until the first pages of the store are locked
 OTHER_LAYERS = 4  # layers at most that `other` times
 
 log = logging.getLogger(__name__)
@@ -85,35 +83,31 @@ def setting_of(engine: Engine, coordinator: CoordinatorConfig) -> cost_cache.Set
         backbone=config.backbone_dtype,
         workers=coordinator.workers.cores,
         kernels="torch" if library is None else library.variant,
-        prefetcher=engine.memory.mover.link.kind if engine.memory.exists else config.prefetcher,
         emulation=config.emulation,
     )
 
 
 def measure_costs(engine: Engine, context: int = ROWS[-1]) -> Costs:
     """Medians per tile, and per layer for the rest. Raises PolicyError where the engine has no slab."""
-    if not engine.memory.exists:
+    if engine.memory.slab is None:
         raise PolicyError("measuring costs needs a slab for experts on the device: give --expert-cache")
-    share = BUDGET / (3 * len(ROWS) + 3)
-    probe = _Probe(engine, engine.memory)
+    share = BUDGET / (3 * len(ROWS) + 2)
+    probe = _Probe(engine, engine.memory, engine.memory.slab)
     probe.warm_up()
     host = tuple(probe.host(rows, share) for rows in ROWS)
     device = tuple(probe.device(rows, share) for rows in ROWS)
     link, fetch = probe.link(share)
     launch = probe.launch(device[0], share)
-    other, zero_copy = probe.other(context, share), probe.zero_copy(share)
-    costs = Costs(ROWS, host, device, link, probe.round_trip(), other, launch, fetch, zero_copy=zero_copy)
-    if engine.memory.zero_copy is not None and not costs.zero_copy_pays(1, engine.shape.tiles):
-        engine.memory.zero_copy.stop_locking()
-    return costs
+    return Costs(ROWS, host, device, link, probe.round_trip(), probe.other(context, share), launch, fetch)
 
 
 class _Probe:
     """Uses random activations and the model's real experts, a different one each time, as a step does."""
 
-    def __init__(self, engine: Engine, memory: DeviceMemory) -> None:
+    def __init__(self, engine: Engine, memory: DeviceMemory, slab: Slab) -> None:
         self._engine = engine
         self._memory = memory
+        self._slab = slab.memory
         self._places = itertools.cycle(
             itertools.product(range(engine.shape.experts), range(engine.shape.layers))
         )
@@ -122,7 +116,6 @@ class _Probe:
         """Run each side once: first calls cost more."""
         self._submit(1).result()
         self._fetch()
-        self._memory.mover.link.wait_reported()
         self.device(1, 0.0)
 
     def host(self, rows: int, seconds: float) -> float:
@@ -139,15 +132,15 @@ class _Probe:
 
     def device(self, rows: int, seconds: float) -> float:
         """One tile at `rows` rows from the slab, while the pool computes."""
-        engine, memory, shape = self._engine, self._memory, self._engine.shape
+        engine, memory, slab, shape = self._engine, self._memory, self._slab, self._engine.shape
         x = self._activations(rows).to(engine.device.torch_device)
-        experts = min(-(-min(8, memory.slab.slots) // shape.tiles), shape.experts)
-        count = min(8, memory.slab.slots, experts * shape.tiles)
+        experts = min(-(-min(8, slab.slots) // shape.tiles), shape.experts)
+        count = min(8, slab.slots, experts * shape.tiles)
         items = np.array([[expert, shape.tiles, shape.tiles] for expert in range(experts)], np.int32)
         numbers = np.tile(np.arange(rows, dtype=np.int32), experts)
         offsets = np.arange(experts + 1, dtype=np.int32) * rows
         share = Share(items, offsets, numbers, np.ones(len(numbers), np.float32))
-        slots = [(slot // shape.tiles, slot % shape.tiles, memory.slab.slot(slot)) for slot in range(count)]
+        slots = [(slot // shape.tiles, slot % shape.tiles, slab.slot(slot)) for slot in range(count)]
 
         def once() -> float:
             ticket = self._submit(rows)
@@ -163,46 +156,11 @@ class _Probe:
 
         return _median(once, seconds)
 
-    def zero_copy(self, seconds: float) -> float:
-        """One tile at one row, which the device reads in the store while the pool computes; 0 where it cannot
-        or has no link to it."""
-        engine, memory, shape = self._engine, self._memory, self._engine.shape
-        zero_copy = memory.zero_copy
-        if zero_copy is None or engine.device.on_host:
-            return 0.0
-        if not zero_copy.wait_locked(shape.tiles, LOCK_LIMIT, engine.tick):
-            log.info("no tile is read by the GPU in the store: its pages were not locked")
-            return 0.0
-        x = self._activations(1).to(engine.device.torch_device)
-        found = [
-            [(expert, tile, zero_copy.tile(0, expert, tile)) for tile in range(shape.tiles)]
-            for expert in range(shape.experts)
-        ]
-        whole = [tiles for tiles in found if all(data is not None for _, _, data in tiles)]
-        turns = itertools.cycle(range(len(whole)))
-        items = np.array([[0, 0, shape.tiles]], np.int32)
-        one = np.ones(1, np.float32)
-        share = Share(items, np.array([0, 1], np.int32), np.zeros(1, np.int32), one)
-
-        def once() -> float:
-            tiles = [(0, tile, data) for _, tile, data in whole[next(turns)] if data is not None]
-            ticket = self._submit(1)
-            layer = memory.begin_sum(DeviceWork(0, share, iter(()), []), x)
-            started = time.perf_counter()
-            layer.add(tiles)
-            layer.result()
-            engine.device.wait(engine.device.fence())
-            elapsed = time.perf_counter() - started
-            ticket.result()
-            return elapsed / len(tiles)
-
-        return _median(once, seconds)
-
     def launch(self, tile: float, seconds: float) -> float:
         """A layer's device share beside its tiles, of `tile` seconds each: one of each expert that a token
         uses, while the pool computes."""
         engine, memory = self._engine, self._memory
-        count = min(engine.shape.top_k, memory.slab.slots)
+        count = min(engine.shape.top_k, self._slab.slots)
         experts = np.arange(count, dtype=np.int32)
         items = np.stack([experts, np.zeros_like(experts), np.ones_like(experts)], axis=1)
         share = Share(
@@ -217,7 +175,7 @@ class _Probe:
             ticket = self._submit(1)
             started = time.perf_counter()
             # the slots' bytes do not matter
-            landing = iter([[Landed(expert, 0, memory.slab.slot(expert)) for expert in range(count)]])
+            landing = iter([[Landed(expert, 0, expert) for expert in range(count)]])
             work = memory.begin(0, nothing_missing, x, DENSE, clock)
             memory.compute(work._replace(share=share, landing=landing), x, clock)
             engine.device.wait(engine.device.fence())
@@ -239,7 +197,6 @@ class _Probe:
             before = self._memory.copied()
             elapsed = self._fetch(count)
             ticket.result()
-            self._memory.mover.link.wait_reported()
             moved, spent = (now - then for now, then in zip(self._memory.copied(), before, strict=True))
             tiles.append(spent / moved)
             return max(0.0, elapsed - spent) / count
@@ -301,15 +258,14 @@ class _Probe:
         return pool.submit(layer, shards, self._activations(rows).numpy())
 
     def _fetch(self, experts: int = 1) -> float:
-        """Stream experts of one layer to the device; seconds."""
+        """Copy experts of one layer to the device, on demand; seconds."""
         expert, layer = next(self._places)
-        shape, unfetched = self._engine.shape, list[Missing]()
-        wanted = [Missing((expert + more) % shape.experts, 0, shape.tiles) for more in range(experts)]
+        shape, device = self._engine.shape, self._engine.device
+        wanted = [Wanted((expert + more) % shape.experts, 0, shape.tiles) for more in range(experts)]
         started = time.perf_counter()
-        for _ in DemandStream(self._memory.mover, layer, wanted, unfetched).groups():
+        for _ in self._memory.mover.demand(layer, wanted):
             pass
-        if unfetched:
-            raise PolicyError("the prefetcher exited while costs were measured; set the policy again")
+        device.wait(device.fence())
         return time.perf_counter() - started
 
     def _activations(self, rows: int) -> torch.Tensor:

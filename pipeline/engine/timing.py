@@ -13,8 +13,7 @@ from pipeline.engine.cost_updates import SIDES, Side, Work
 from pipeline.engine.layer_times import Kind
 from pipeline.engine.learned_costs import Learned, tables
 from pipeline.experts.device_share import DeviceMemory
-from pipeline.experts.empty_memory import EmptyDeviceMemory
-from pipeline.experts.fetch_link import Order
+from pipeline.experts.mover import Order
 from pipeline.experts.shares import Share, Split
 from pipeline.policies.active_costs import SecondsTable
 from pipeline.policies.backlog import Landing
@@ -26,7 +25,7 @@ class Timing:
 
     def __init__(
         self,
-        memory: DeviceMemory | EmptyDeviceMemory,
+        memory: DeviceMemory,
         device: Device,
         costs: Costs | None,
         learned: Learned | None = None,
@@ -99,7 +98,6 @@ class Timing:
         self._host_ended = 0.0  # when the host had computed the latest share
         self._work: dict[Side, Work] = {side: Work() for side in SIDES}
         self._marks: list[tuple[object, object]] = []  # of the device's resident tiles
-        self._zero_copies: list[tuple[float, tuple[object, object]]] = []  # with others: seconds of those
         self._copied = self._memory.copied()
         self._began: float | None = None  # the layer that is timed
         self._rested = False  # the layer before had no host share
@@ -154,23 +152,9 @@ class Timing:
             self._host_ended = time.perf_counter()
             self._work["host"].measured += busy
 
-    def zero_copy(self, experts: int, tiles: int) -> None:
-        """Of the layer that began, so many missing tiles will not be fetched."""
-        if self._measures:
-            self._fetched = self._fetched[0] - experts, self._fetched[1] - tiles
-
-    def device_began(self, share: Share, zero_copies: int) -> None:
-        """The device computes its share's resident tiles, and so many in the store, between the marks of its
-        memory."""
+    def device_began(self, share: Share) -> None:
+        """The device computes its share's resident tiles between the marks of its memory."""
         if not self._measures:
-            return
-        if zero_copies and self._in_force is not None:
-            costs, _, table = self._in_force
-            beside, _, _ = _work(table, share, share.items[:, 1].tolist())
-            self._zero_copies.append((costs.launch + beside, self._memory.resident_marks))
-            self._work["zero_copy"].add(costs.zero_copy * zero_copies, zero_copies, zero_copies)
-            if self._began is not None:
-                self._planned["device"] += costs.launch + beside + costs.zero_copy * zero_copies
             return
         resident = share.items[:, 1].tolist()
         if self._in_force is not None and any(resident):
@@ -200,8 +184,6 @@ class Timing:
         work = self._work
         for marks in self._marks:
             work["device"].measured += self._device.seconds_between(*marks)
-        for beside, marks in self._zero_copies:
-            work["zero_copy"].measured += max(0.0, self._device.seconds_between(*marks) - beside)
         work["link"] = Work(costs.link * tiles, seconds, tiles, tiles)
         host, device, link = (work[side].measured for side in ("host", "device", "link"))
         beside = device if self._device.on_host else 0.0

@@ -108,7 +108,7 @@ class EngineStatus:
         if (learned := engine.timing.learned) is not None:
             stats["cost_updates"] = learned.report()
         memory = engine.memory
-        if memory.exists:
+        if memory.slab is not None:
             mover, cache = memory.mover, memory.mover.cache
             stats["cache"] = {
                 "capacity_tiles": cache.capacity,
@@ -117,5 +117,5 @@ class EngineStatus:
                 "demanded_tiles": mover.demanded,
                 "placed_tiles": mover.placed,
             }
-            stats["prefetcher"] = mover.link.stats()
+            stats["prefetcher"] = memory.slab.link.stats()
         return stats

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 from fake_gpu import PACKAGES, fake_runtime
 from fake_runtime import FakeRuntime
+from workers.copy_trial import Pace, better, measure
 
 from workers import copy_trial, cuda
-from workers.copy_trial import Pace, better, measure
 
 SMALL = {"tile": 8192, "source": 1 << 16, "seconds": 0.03}
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from child_harness import SHAPE, Child, Surroundings, small_store, surroundings
 from fake_gpu import PACKAGES, fake_runtime
+from shm.landing_flags import LandingFlags, next_number
 
 from protocol.messages import AttachSlab, Fetch, Fetched, PagesLocked, SlabAttached
-from shm.landing_flags import LandingFlags, next_number
 from shm.segment import unlink
 from shm.store import Store, store_name
 from workers import cuda

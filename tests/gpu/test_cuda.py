@@ -13,15 +13,15 @@ import pytest
 import torch
 from child_harness import SHAPE, small_store, surroundings, weights_of
 from numpy.typing import NDArray
+from pipeline.experts.zero_copy import ZeroCopy
+from pipeline.serving.prefetcher_kind import kernels
+from shm.landing_flags import next_number
 
 from pipeline.device import Device, open_device
 from pipeline.device.base import SlabMemory
 from pipeline.device.partial_sums import Part, sum_on_host
-from pipeline.experts.zero_copy import ZeroCopy
-from pipeline.serving.prefetcher_kind import kernels
 from protocol.messages import AttachSlab, Fetch, Fetched, SlabAttached
 from shm import landing_flags
-from shm.landing_flags import next_number
 from shm.store import Store, store_name
 from workers import copy_trial, cuda
 from workers.copiers import Copier, paced

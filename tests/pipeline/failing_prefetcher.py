@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from child_messages import LIMIT, child_endpoint
+from shm.landing_flags import NONE
 
 from pipeline.experts.peers import ChildServerSocket, ExitEvents
 from protocol.messages import CancelFetch, I32Vector, Shutdown, WorkerDied
-from shm.landing_flags import NONE
 from shm.layout import Bytes
 from shm.store import Store
 from workers.copiers import Copier, paced

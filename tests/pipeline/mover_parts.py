@@ -12,17 +12,17 @@ import numpy as np
 from child_messages import LIMIT, child_socket, control_segment
 from failing_prefetcher import FailingPrefetcher
 from hypothesis import strategies as st
-
-from pipeline.checkpoint.model_source import ModelSource
-from pipeline.device import Device, SlabMemory, open_device
-from pipeline.errors import PlanError
 from pipeline.experts.demand_stream import DemandStream
 from pipeline.experts.expert_cache import IN_USE, READY, ExpertCache
 from pipeline.experts.fetch_link import FetchLink
 from pipeline.experts.landings import Landings
+from pipeline.experts.tile_mover import TileMover
+
+from pipeline.checkpoint.model_source import ModelSource
+from pipeline.device import Device, SlabMemory, open_device
+from pipeline.errors import PlanError
 from pipeline.experts.peers import ExitEvents
 from pipeline.experts.shares import Missing
-from pipeline.experts.tile_mover import TileMover
 from pipeline.policies.view import Target
 from shm.layout import ExpertShape
 from shm.manifest import StoreManifest

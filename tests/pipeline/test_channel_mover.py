@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mover_parts import NONE, RETARGET, SHAPE, SLOTS, MoverParts, check_idle, mover_parts, retarget
+from pipeline.experts.channel_mover import SPARE_SLOTS, ChannelMover, Landed, Wanted
+from pipeline.experts.tile_mover import TileMover
 
 from pipeline.arrays import IntArray
-from pipeline.experts.channel_mover import SPARE_SLOTS, ChannelMover, Landed, Wanted
 from pipeline.experts.shares import Missing
-from pipeline.experts.tile_mover import TileMover
 
 TILES, T = SHAPE.tiles, SHAPE.tile
 PACES = {"unlimited link": None, "slow link": 0.006}  # GB/s: half a millisecond a tile

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from child_messages import LIMIT, child_socket
+from pipeline.experts.copy_thread import start_copy_thread
+from pipeline.experts.fetch_link import DEMANDED, FetchLink
 from whole_engine import coordinator_map
 
 from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.device import open_device
 from pipeline.errors import PeerLost
-from pipeline.experts.copy_thread import start_copy_thread
-from pipeline.experts.fetch_link import DEMANDED, FetchLink
 from pipeline.experts.peers import ExitEvents
 from pipeline.experts.progress import CopyProgress
 from shm.errors import ShmError

@@ -9,15 +9,15 @@ import pytest
 import torch
 from made_shares import share_of
 from mover_parts import SHAPE, SLOTS, MoverParts, mover_parts
+from pipeline.experts.demand_stream import DemandStream
+from pipeline.experts.device_work import DeviceWork
+from pipeline.experts.empty_memory import EmptyDeviceMemory
+from pipeline.experts.fetch_link import PLACED, PREDICTED
 from test_tile_mover_orders import LAYERS, TILES, ManualLink, mover_of
 
 from pipeline.counters import PhaseCounters, StepClock
 from pipeline.errors import PlanError
-from pipeline.experts.demand_stream import DemandStream
 from pipeline.experts.device_share import DeviceMemory
-from pipeline.experts.device_work import DeviceWork
-from pipeline.experts.empty_memory import EmptyDeviceMemory
-from pipeline.experts.fetch_link import PLACED, PREDICTED
 from pipeline.experts.shares import NOTHING, Missing, Share
 from pipeline.policies.view import Target
 from shm.mask import DENSE

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from pipeline.experts.fetch_link import DEMANDED, PLACED, PREDICTED
 from thread_engine import Placed, decode, prefilled, recorded_orders
 
 from pipeline.backbone.batch import StepInput
 from pipeline.errors import PlanError
-from pipeline.experts.fetch_link import DEMANDED, PLACED, PREDICTED
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Gated, Plan, PolicyRequest, Routing, Signals, Target, View
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pipeline.experts.fetch_link import PREDICTED
 from plain_calibration import plain_calibration
 from thread_engine import engine_in_threads, recorded_orders
 
@@ -16,7 +17,6 @@ from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.counters import difference
 from pipeline.engine.engine import Engine
-from pipeline.experts.fetch_link import PREDICTED
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from pipeline.experts.empty_memory import EmptyDeviceMemory
+from pipeline.experts.fetch_link import FetchLink
 from test_engine import Notes
 from thread_engine import PROMPT, Placed, decode, prefilled
 
@@ -14,8 +16,6 @@ from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
 from pipeline.device.cpu import CpuDevice
 from pipeline.errors import PolicyError
-from pipeline.experts.empty_memory import EmptyDeviceMemory
-from pipeline.experts.fetch_link import FetchLink
 from pipeline.models.registry import model_spec
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from child_messages import LIMIT, PRINT, child_socket, control_segment, exit_of, received
-
-from pipeline.experts import progress
 from pipeline.experts.fetch_link import ATTACH_LIMIT, DEMANDED, PLACED, STALL_LIMIT, FetchLink
 from pipeline.experts.landings import Landings
+from shm.landing_flags import LandingFlags
+
+from pipeline.experts import progress
 from pipeline.experts.peers import ChildServerSocket
 from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, Hung, SlabAttached, WorkerUp
 from shm.control import ControlSegment
-from shm.landing_flags import LandingFlags
 from shm.segment import unlink
 
 SLAB = AttachSlab("shm", b"/x", 0, 1, 1)

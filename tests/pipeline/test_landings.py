@@ -38,17 +38,17 @@ from mover_parts import (
     retarget,
 )
 from numpy.typing import NDArray
-
-from pipeline.counters import PhaseCounters, StepClock
 from pipeline.experts.demand_stream import DemandStream
-from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.fetch_link import Order
 from pipeline.experts.landings import Landings
-from pipeline.experts.shares import Missing
 from pipeline.experts.tile_mover import TileMover
+from shm.landing_flags import CYCLE, LandingFlags, next_number, reached
+
+from pipeline.counters import PhaseCounters, StepClock
+from pipeline.experts.device_share import DeviceMemory
+from pipeline.experts.shares import Missing
 from shm import landing_flags
 from shm.errors import ShmError
-from shm.landing_flags import CYCLE, LandingFlags, next_number, reached
 from shm.layout import ExpertShape, format_named
 from shm.mask import DENSE
 from shm.segment import unlink

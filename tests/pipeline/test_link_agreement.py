@@ -8,11 +8,11 @@ from math import ceil
 
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from pipeline.experts.demand_stream import DemandStream
+from pipeline.experts.tile_mover import TileMover
 from test_link_order import CAPACITY, SHAPE, TickedLink, ticked_mover
 
-from pipeline.experts.demand_stream import DemandStream
 from pipeline.experts.shares import Missing
-from pipeline.experts.tile_mover import TileMover
 from pipeline.policies.view import Target
 from pipeline.replay.cache import SimulatedCache
 from pipeline.replay.outcome import PhaseOutcome

@@ -11,13 +11,13 @@ from math import ceil
 from typing import Any, cast
 
 import pytest
-
-from pipeline.device.cpu import CpuDevice
 from pipeline.experts.demand_stream import DemandStream
 from pipeline.experts.expert_cache import ExpertCache
 from pipeline.experts.fetch_link import FetchLink
-from pipeline.experts.shares import Missing
 from pipeline.experts.tile_mover import TileMover
+
+from pipeline.device.cpu import CpuDevice
+from pipeline.experts.shares import Missing
 from pipeline.policies.view import ModelShape, Target
 from pipeline.replay.cache import SimulatedCache
 from pipeline.replay.outcome import PhaseOutcome

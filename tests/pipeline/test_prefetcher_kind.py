@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from fake_gpu import fake_device
+from pipeline.serving.prefetcher_kind import kernels, prefetcher_kind
+from workers.copy_trial import Pace
 
 from launch.cache.entries import scan
 from launch.errors import WrongUsage
@@ -18,9 +20,7 @@ from pipeline.calibration.cost_cache import PREFETCHER_FILE
 from pipeline.device import open_device
 from pipeline.errors import UsageError
 from pipeline.serving import prefetcher_kind as module
-from pipeline.serving.prefetcher_kind import kernels, prefetcher_kind
 from workers import mps
-from workers.copy_trial import Pace
 from workers.cuda import CudaError
 
 PACES = {"process": Pace(50.0, 30.0, 1.0), "thread": Pace(50.0, 49.0, 1.0)}

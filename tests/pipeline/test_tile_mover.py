@@ -25,12 +25,12 @@ from mover_parts import (
     mover_parts,
     retarget,
 )
+from pipeline.experts.demand_stream import DemandStream
+from pipeline.experts.tile_mover import TileMover
 
 from pipeline.counters import PhaseCounters
 from pipeline.errors import PlanError
-from pipeline.experts.demand_stream import DemandStream
 from pipeline.experts.shares import Missing
-from pipeline.experts.tile_mover import TileMover
 from pipeline.policies.view import Target
 
 TILES = SHAPE.tiles

@@ -6,15 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from pipeline.experts.demand_stream import DemandStream
+from pipeline.experts.expert_cache import ExpertCache
+from pipeline.experts.fetch_link import DEMANDED, PLACED, PREDICTED, Order
+from pipeline.experts.tile_mover import RESTART_LIMIT, TileMover
 
 from pipeline.counters import PhaseCounters
 from pipeline.device.cpu import CpuDevice
 from pipeline.experts import tile_mover
-from pipeline.experts.demand_stream import DemandStream
-from pipeline.experts.expert_cache import ExpertCache
-from pipeline.experts.fetch_link import DEMANDED, PLACED, PREDICTED, Order
 from pipeline.experts.shares import Missing
-from pipeline.experts.tile_mover import RESTART_LIMIT, TileMover
 from pipeline.policies.view import Target
 
 LAYERS, EXPERTS, TILES = 2, 4, 4

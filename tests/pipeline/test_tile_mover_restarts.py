@@ -25,8 +25,8 @@ from mover_parts import (
     mover_parts,
     retarget,
 )
-
 from pipeline.experts.tile_mover import TileMover
+
 from pipeline.policies.view import Target
 
 TILES = SHAPE.tiles

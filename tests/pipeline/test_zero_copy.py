@@ -13,6 +13,8 @@ import torch
 from fake_gpu import fake_device
 from fake_runtime import FakeRuntime
 from mover_parts import random_store
+from pipeline.experts.fetch_link import DEMANDED
+from pipeline.experts.zero_copy import MOST_ROWS
 from thread_engine import CONTEXT, engine_in_threads, recorded_orders
 
 from pipeline.backbone.batch import StepInput, TokenSpan
@@ -23,8 +25,6 @@ from pipeline.counters import PhaseCounters
 from pipeline.engine.cost_updates import ENOUGH, CostUpdates, Work
 from pipeline.engine.engine import Engine
 from pipeline.engine.learned_costs import Corrections
-from pipeline.experts.fetch_link import DEMANDED
-from pipeline.experts.zero_copy import MOST_ROWS
 from pipeline.models.registry import expert_shape
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy

@@ -14,6 +14,7 @@ import torch
 from child_messages import LIMIT, child_endpoint, child_socket, control_segment
 from failing_prefetcher import FailingPrefetcher
 from mover_parts import MoverParts, mover_parts, random_store
+from pipeline.experts.zero_copy import ZeroCopy
 from pool_harness import doorbells
 
 from pipeline.arrays import IntArray
@@ -29,7 +30,6 @@ from pipeline.experts.channel_share import ChannelMemory
 from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.ring_exchange import RingExchange
 from pipeline.experts.worker_pool import WorkerPool
-from pipeline.experts.zero_copy import ZeroCopy
 from pipeline.models.registry import expert_shape, model_spec
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Plan, Policy, PolicyRequest, Routing, View
