@@ -297,10 +297,20 @@ class Mover:
                 self.link.wait(under_way[0], under_way[0].landed + 1)
             elif self.cache.missing and not self.link.up:
                 layer, expert = self.cache.below_target().tolist()[0]
-                lo, hi = int(self.cache.residency[layer, expert]), int(self.cache.target[layer, expert])
-                for _ in self.demand(layer, [Wanted(expert, lo, hi)]):
-                    pass
+                self._place((layer, expert))
         self.cache.audit(idle=True)
+
+    def _place(self, key: Key) -> None:
+        """Copy an expert's tiles below target here, as if they had been ordered."""
+        lo = int(self.cache.residency[key])
+        slots = self._take(int(self.cache.target[key]) - lo)
+        order = Order(-1, *key, lo, slots, PLACED, final=True, prediction=self._predicted.get(key))
+        assert self._copier is not None
+        copies = [TileCopy(*key, lo + index, slot) for index, slot in enumerate(slots)]
+        self._copier.ready(self._copier.begin(copies))
+        order.landed = len(slots)
+        self._book(order)
+        self._note_ordered(key)
 
     def forget(self) -> None:
         """Drop all predicted channels."""

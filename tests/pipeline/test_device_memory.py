@@ -82,8 +82,8 @@ def engine_parts(folder: Path, device: FakeCudaDevice, store: Store) -> Iterator
 
 
 def places_a_tile(memory: Any) -> None:
-    memory.retarget([Target(1, 2, 3)])
-    assert memory.wait_idle()
+    memory.mover.retarget([Target(1, 2, 3)])
+    memory.mover.wait_idle()
     memory.audit()
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pipeline.experts.fetch_link import PREDICTED
 from plain_calibration import plain_calibration
 from thread_engine import engine_in_threads, recorded_orders
 
@@ -17,6 +16,7 @@ from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.counters import difference
 from pipeline.engine.engine import Engine
+from pipeline.experts.mover import PREDICTED
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
@@ -71,11 +71,16 @@ def presets(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     ):
         mover = engine.memory.mover
 
-        def wait() -> None:
-            while not mover.idle:
-                mover.update()
+        collect = mover.collect_landings
 
-        patched.setattr(engine.memory, "collect_landings", wait)
+        def wait() -> None:
+            collect()
+            while not mover.idle:
+                mover.link.update(5)
+                collect()
+                mover.fetch_missing()
+
+        patched.setattr(engine.memory.mover, "collect_landings", wait)
         yield PresetEngine(engine, patched)
 
 
