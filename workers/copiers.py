@@ -59,6 +59,9 @@ class Copier(Protocol):
         """Return when these slots may be read: by this process's device, or, where another process computes,
         by anybody."""
 
+    def stats(self) -> dict[str, int]:
+        """Return how many of the store's bytes are page-locked, where pages are."""
+
     def close(self) -> None:
         """Wait for all copies and release what they use."""
 
@@ -102,6 +105,9 @@ class HostCopier:
             sleep_until(begun.due, self._link.tick)
         if tiles:
             self.copied = self.copied[0] + tiles, self.copied[1] + seconds
+
+    def stats(self) -> dict[str, int]:
+        return {}
 
     def close(self) -> None:
         self._slab.close()

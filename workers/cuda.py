@@ -172,7 +172,7 @@ class PageLocks:
         except CudaError as e:
             log.warning(f"page-locked {self.locked / max(1, total):.0%} of the store: {e}")
         else:
-            log.info(f"{byte_size(total)} of the store page-locked in {time.monotonic() - began:.0f} s")
+            log.debug(f"{byte_size(total)} of the store page-locked in {time.monotonic() - began:.0f} s")
 
     def stop(self) -> None:
         """Lock no more; what is locked stays so until the process exits."""

@@ -157,6 +157,9 @@ class CudaCopier:
     def _event(self) -> Any:
         return self._events.pop() if self._events else timed_event()
 
+    def stats(self) -> dict[str, int]:
+        return {"locked_bytes": self.locks.locked, "lockable_bytes": self._store.segment.array.nbytes}
+
     def close(self) -> None:
         """The pages stay locked: the process ends next, which is far faster than unlocking them."""
         self._threads.shutdown()

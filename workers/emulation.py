@@ -37,6 +37,16 @@ class EmulatedLink:
         """Until when, by `time.perf_counter()`, the other process's copies occupy the link."""
         return self._other.link_until / 1e9
 
+    def free_soon(self) -> bool:
+        """Whether the other process's copies have moved, or will have in less than a millisecond, which this
+        waits."""
+        busy = self.other_until - time.perf_counter()
+        if busy >= 1e-3:
+            return False
+        if busy > 0:
+            time.sleep(busy)
+        return self.other_until <= time.perf_counter()
+
     def occupy(self, size: int) -> tuple[float, float]:
         """Let so many bytes follow what is on the link. Returns when they have moved, and in how many
         seconds."""

@@ -88,7 +88,7 @@ class CopyLoop:
         if not self._queue or self._link is None:
             return POLL_LIMIT_MS
         busy = self._link.other_until - time.perf_counter()
-        return min(POLL_LIMIT_MS, max(0, int(busy * 1000) + (busy > 0)))
+        return min(POLL_LIMIT_MS, max(0, int(busy * 1000)))
 
     def _accept(self, message: object) -> None:
         match message:
@@ -133,7 +133,7 @@ class CopyLoop:
                 if order.exhausted:
                     self._report(order)  # it had no tiles
                 continue
-            if self._link is not None and self._link.other_until > time.perf_counter():
+            if self._link is not None and not self._link.free_soon():
                 return
             self._line.begin(order.fetch.id)
             count, copy = self._next_copy(order)

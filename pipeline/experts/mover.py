@@ -474,11 +474,11 @@ class Mover:
 
     def _begin_copies(self, layer: int) -> None:
         """Begin to copy as many waiting tiles as slots are free, in groups."""
+        rest = 0 if self._each else len(self._waiting) // 4
         while self._waiting:
-            number = len(self._waiting)
             group: list[_Part] = []
             copies: list[TileCopy] = []
-            for _ in range(1 if self._each else number - number // 4):
+            for _ in range(1 if self._each else len(self._waiting) - rest):
                 part = self._waiting[0]
                 if part.channels is None or len(part.channels):
                     taken = self.cache.take(1)
@@ -489,6 +489,7 @@ class Mover:
                 group.append(self._waiting.popleft())
             if not group:
                 return
+            rest = 0
             assert self._copier is not None
             self._copying.append((group, self._copier.begin(copies) if copies else None))
 

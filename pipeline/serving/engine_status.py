@@ -117,5 +117,5 @@ class EngineStatus:
                 "demanded_tiles": mover.demanded,
                 "placed_tiles": mover.placed,
             }
-            stats["prefetcher"] = memory.slab.link.stats()
+            stats["prefetcher"] = memory.slab.link.stats() | memory.slab.copier.stats()
         return stats

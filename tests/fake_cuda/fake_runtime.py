@@ -136,6 +136,14 @@ class Handle:
         return ctypes.addressof(self.data)
 
 
+class Status(int):
+    """A CUresult."""
+
+    @property
+    def name(self) -> str:
+        return f"CUDA error {int(self)}"
+
+
 class FakeRuntime:
     """The functions return their status and results as cuda-bindings do."""
 

@@ -77,12 +77,7 @@ def test_engine_is_described_by_its_stats() -> None:
         "tile_bytes": TILE,
         "prefetch": {"status": "prefetching is off"},
         "exchange": {"name": "shm"},
-        "prefetcher": {
-            "kind": "process",
-            "landings": "flags",
-            "locked_bytes": 3 * 10**9,
-            "lockable_bytes": 4 * 10**9,
-        },
+        "prefetcher": {"up": True, "locked_bytes": 3 * 10**9, "lockable_bytes": 4 * 10**9},
         "clients": {"connected": 9},
     }
     about = replace(WELCOME, format="int4", backbone_dtype="bf16", emulation="slow link")
@@ -103,10 +98,9 @@ def test_engine_is_described_by_its_stats() -> None:
     assert "int4" in words["model"]
     assert "bf16" in words["model"]
     assert words["workers"] == "get work through shared memory"
-    assert words["prefetcher"] == "a process, landings by flags, 3.00 GB of 4.00 GB page-locked"
-    assert rows(engine_table({"prefetcher": {"kind": "thread", "landings": "messages"}}, WELCOME))[
-        "prefetcher"
-    ] == ("a thread, landings by messages")
+    assert words["prefetcher"] == "copies what is predicted; 3.00 GB of 4.00 GB page-locked"
+    refused = {"prefetcher": {"up": False, "refusal": "no IPC"}}
+    assert rows(engine_table(refused, WELCOME))["prefetcher"] == "copies nothing: no IPC"
     assert words["prefetching"] == "prefetching is off"
     assert [*rows(engine_table({}, WELCOME))] == ["policy", "model"]
     assert "(" not in rows(engine_table({}, WELCOME))["model"]

@@ -297,7 +297,7 @@ def test_wrong_usage_is_one_line(arguments: str, words: list[str], complaint: Ca
 def test_every_option_of_a_plan_is_understood() -> None:
     words = "doctor --model shape:mixtral-8x7b --policy random --set random.seed=1 --device cpu --format int8"
     words += " --backbone-dtype int8 --expert-cache 0.1 --tile 128 --workers 2 --context 100 --kv-tokens 200"
-    words += " --chunk 8 --prefetcher thread --landings messages --graphs off"
+    words += " --chunk 8 --graphs off"
     assert SIZES - parse(words.split()).written.keys() == set()
 
 

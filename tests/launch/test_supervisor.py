@@ -139,7 +139,7 @@ async def test_each_child_gets_its_configuration(play: Play) -> None:
         for index, cpus in enumerate(sets):
             expected = {"cores": list(cpus.cores), "host_slowdown": 2.0, "kernels": kernels}
             assert found[Identity("worker", index, 0)] == expected
-        assert found[Identity("prefetcher", 0, 0)] == {"cores": [], "link_gbps": 3.0, "mps": True}
+        assert found[Identity("prefetcher", 0, 0)] == {"cores": [], "link_gbps": 3.0}
         assert found[Identity("tokenizer", 0, 0)] == {"model": str(model_dir())}
         assert play.child("prefetcher").threads == 1
         coordinator = found[Identity("coordinator", 0, 0)]
@@ -163,23 +163,22 @@ async def test_each_child_gets_its_configuration(play: Play) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "policy", "prefetcher", "spawned"),
+    ("workers", "policy", "spawned"),
     [
-        (0, "all-host", "process", ["coordinator"]),
-        (1, "on-demand", "thread", ["coordinator", "worker 0"]),
-        (0, "on-demand", "process", ["coordinator", "prefetcher"]),
+        (0, "all-host", ["coordinator"]),
+        (1, "all-host", ["coordinator", "worker 0"]),
+        (0, "on-demand", ["coordinator", "prefetcher"]),
     ],
 )
 async def test_only_needed_children_start(
     play: Play,
     workers: int,
     policy: str,
-    prefetcher: Any,
     spawned: list[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "tandem")
-    async with supervisor(NEVER, workers=workers, policy=policy, prefetcher=prefetcher):
+    async with supervisor(NEVER, workers=workers, policy=policy):
         names = [event.removesuffix(" is spawned") for event in play.events if event.endswith("spawned")]
         assert [name for name in names if name != "loader"] == [*spawned, "tokenizer"]
         assert play.child("coordinator").config["workers"] == [

@@ -4,7 +4,7 @@ two tiles. The test reports the exit, as the supervisor would, and restarts the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +199,26 @@ class FailingPrefetcher:
                     self._start()
         finally:
             endpoint.close()
+
+
+def start_prefetcher(
+    runtime: Path, store: Store, socket: ChildServerSocket, line: ControlLine
+) -> Callable[[], None]:
+    """Start one that does not fail, in a thread. Returns the function that stops it."""
+
+    def copy() -> None:
+        endpoint = child_endpoint(runtime, "prefetcher", "fetch.sock", store.fingerprint)
+        endpoint.announce()
+        CopyLoop(endpoint, store, line).serve()
+        endpoint.close()
+
+    def stop() -> None:
+        while not socket.stats():  # it has not announced itself
+            socket.receive(50)
+        socket.send(0, Shutdown())
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+
+    thread = threading.Thread(target=copy, name="prefetcher", daemon=True)
+    thread.start()
+    return stop

@@ -466,7 +466,7 @@ def test_stats_of_an_engine(whole: WholeEngine, costs_file: Path) -> None:
             "demanded_tiles": decode["fetched_tiles"] + prefill["fetched_tiles"],
             "placed_tiles": memory.mover.placed,
         },
-        "prefetcher": {"kind": "thread", "landings": "messages"},
+        "prefetcher": {"up": True},
     }
     assert (stats["scheduler"]["kv_tokens"], stats["scheduler"]["max_running"]) == (4 * CONTEXT, 3)
     assert stats["cache"]["resident_tiles"] == stats["cache"]["placed_tiles"] == 12
