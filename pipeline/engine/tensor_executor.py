@@ -79,7 +79,6 @@ class TensorExecutor:
         begun = decision.begun
         if begun is None:
             self.only_waits[layer] = waits = not len(split.device.items)
-            self.timing.layer_begins(split)
             begun = self._submit(layer, split.host, self._x_host, decision.mask, waits)
         self._ticket = begun
         x, mask = self._attended.x, decision.mask
@@ -127,7 +126,6 @@ class TensorExecutor:
             for output in self._outputs[1:]:
                 self._outputs[0].add_(output)
             self.h.add_(self._outputs[0])  # in place: a graph reads it there
-        self.timing.layer_ends()
         self.clock.mark("combine")
 
     def abandon(self, early: Ticket | None) -> None:
@@ -143,6 +141,6 @@ class TensorExecutor:
         self.clock.mark("shared")
 
     def _submit(self, layer: int, share: Share, x: FloatArray, mask: Mask, waits: bool) -> Ticket:
-        self.timing.host_begins(share)
+        self.timing.host_begins(share, waits)
         shards = divide_into_shards(share, self.pool.cores, self.phase, len(x))
         return self.pool.submit(layer, shards, x, waits, mask)
