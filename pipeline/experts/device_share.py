@@ -90,8 +90,11 @@ class DeviceMemory:
         self.mover.cache.audit(idle=True)
 
     def under_way(self) -> tuple[list[Order], float]:
-        """Return the link's orders, and the seconds since the present tile began to move."""
-        return (self.slab.link.under_way(), self.slab.link.moving_for()) if self.slab else ([], 0.0)
+        """Return what is being moved, demanded tiles first, and the seconds since the present tile began."""
+        if self.slab is None:
+            return [], 0.0
+        link, demanded = self.slab.link, list(self.mover.outstanding.values())
+        return [*demanded, *link.under_way()], 0.0 if demanded else link.moving_for()
 
     def copied(self) -> tuple[int, float]:
         """Return the tiles that were copied so far, by whichever process, and the seconds of that."""

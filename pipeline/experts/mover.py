@@ -31,7 +31,7 @@ from pipeline.experts.cache import IN_USE, ExpertCache
 from pipeline.policies.view import Target
 from workers.copiers import TileCopy
 
-PREDICTED, PLACED = 1, 2  # urgency; smaller overtakes
+DEMANDED, PREDICTED, PLACED = 0, 1, 2  # urgency; smaller overtakes
 SPARE_SLOTS = 2  # that predicted channels leave to demands: one to compute from while the next is filled
 
 Key = tuple[int, int]  # layer, expert
@@ -181,6 +181,7 @@ class Mover:
         self._ended: list[Order] = []  # cancelled, or read: their slots are free once they are final
         self._predicted: dict[Key, Prediction] = {}
         self._demanded: dict[Key, int] = {}  # of the present demand, the end of its tiles
+        self.outstanding: dict[int, Order] = {}  # by expert: whole demanded tiles, as if ordered
         self._waiting: deque[_Part] = deque()  # demanded tiles without a slot
         self._copying: deque[tuple[list[_Part], Any]] = deque()
 
@@ -441,6 +442,8 @@ class Mover:
         whole = [item for item in items if item.channels is None]
         if whole:
             self._demanded[key] = whole[-1].hi
+            slots = [-1] * (whole[-1].hi - whole[0].lo)
+            self.outstanding[key[1]] = Order(-1, *key, whole[0].lo, slots, DEMANDED)
             self._note_ordered(key)
             if self._predicted.pop(key, None) is not None:
                 late = min(whole[-1].hi, int(self.cache.target[key])) - whole[0].lo
@@ -499,7 +502,9 @@ class Mover:
         for orders, (first, *others) in awaited:
             for order in orders:
                 self.link.wait(order, order.size)
-                if order.channels is None and (landed := self._adopt(order, first)):
+                if order.channels is None:
+                    landed = self._adopt(order, first) if first.channels is None else []
+                    self._ended.append(order)
                     yield from self._give(landed)
                     first = first._replace(lo=first.lo + len(landed))
             guess = next((used for used in self._used if used.key == orders[0].key), None)
@@ -518,8 +523,13 @@ class Mover:
         self._end_demand()
 
     def _give(self, landed: list[Landed]) -> Iterator[list[Landed]]:
-        """Yield tiles together, and then end the use of slots that are not kept."""
-        self.demanded += sum(one.places is None for one in landed)
+        """Yield tiles together, if there are any, and then end the use of slots that are not kept."""
+        if not landed:
+            return
+        for one in landed:
+            if one.places is None:
+                self.demanded += 1
+                self.outstanding[one.expert].landed += 1
         yield landed
         for one in landed:
             if one.slot >= 0 and self.cache.state(one.slot) is IN_USE:
@@ -546,7 +556,6 @@ class Mover:
                 self.cache.begin_use(slot)
             landed.append(Landed(item.expert, tile, slot))
             order.booked, due = index + 1, tile + 1
-        self._ended.append(order)
         return landed
 
     def _end_demand(self) -> None:
@@ -557,5 +566,6 @@ class Mover:
         self._collect_ended()
         keys = list(self._demanded)
         self._demanded.clear()
+        self.outstanding.clear()
         for key in keys:
             self._note_ordered(key)
