@@ -27,8 +27,6 @@ FloeName = Literal[
 FormatName = Literal[DenseName, FloeName]
 ExchangeName = Literal["auto", "zmq", "shm"]
 GraphsName = Literal["auto", "on", "off"]
-LandingsName = Literal["auto", "messages"]
-PrefetcherName = Literal["auto", "process", "thread", "mps"]
 BackboneDType = Literal["f32", "bf16", "int8", "int4"]
 
 
@@ -50,14 +48,12 @@ class EngineConfig:
     kv_tokens: int | None = None  # tokens that the KV cache holds; None: up to KV_CONTEXTS contexts
     max_sequences: int = 16  # sequences that are decoded together
     chunk: int | None = None  # prefill tokens of one step; None: measured at start
-    link_gbps: float | None = None  # emulation: pace of the prefetcher's copies, GB/s (1e9 bytes)
+    link_gbps: float | None = None  # emulation: pace of copies to the device, GB/s (1e9 bytes)
     host_slowdown: float = 1.0  # emulation: factor on the workers' computing time
     costs: Path | None = None  # use these instead of measuring
     record: Path | None = None  # a new file for the trace of every step's routing; absolute
     seed: int = 0  # of the preset `random` and of requests that give none
     exchange: ExchangeName = "auto"  # of Work with the workers; auto: what was measured to be faster here
-    prefetcher: PrefetcherName = "auto"  # what copies tiles; auto: what was measured as better for a GPU
-    landings: LandingsName = "auto"  # of tiles on a GPU; auto: known by flags, where it can wait for them
     graphs: GraphsName = "auto"  # CUDA graphs of decode steps; auto: each is compared with a step without
     keep_store: bool = False
     verify: bool = False  # compare the store's bytes with their checksums before they are used

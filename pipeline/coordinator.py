@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any, cast
 
 import uvloop
@@ -63,7 +62,6 @@ from protocol.messages import (
 )
 from protocol.sockets import connect_dealer, ipc_endpoint
 from shm.errors import NotEnoughMemory, ShmError
-from workers import mps
 from workers.cuda import CudaError
 
 log = logging.getLogger(__name__)
@@ -270,8 +268,6 @@ def run_engine(
 
 
 async def _run(config: dict[str, Any]) -> int:
-    if config["config"]["prefetcher"] == "process":
-        mps.decline(Path(config["runtime"]))
     return await Coordinator(config).serve()
 
 

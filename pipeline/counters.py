@@ -138,14 +138,9 @@ class PrefetchedTiles:
 
 
 @dataclass
-class PhaseCounters(Hits):
-    """Sums over the steps of one phase. A tile counts once for each step in which it is computed."""
+class MoveCounters(Hits):
+    """Counts what was moved to the device for predictions, and what became of it."""
 
-    steps: int = 0
-    rows: int = 0
-    host_tiles: int = 0
-    resident_tiles: int = 0
-    fetched_tiles: int = 0  # over the link
     wanted_experts: int = 0  # that predictions named and that were neither resident nor under way
     issued_experts: int = 0  # of those, ordered from the link
     paused_steps: int = 0  # without predictions, because too few of their tiles had been used
@@ -154,10 +149,19 @@ class PhaseCounters(Hits):
     wasted_tiles: int = 0  # of those, evicted unused
     late_tiles: int = 0  # demanded while their predicted fetch was under way
     channels: ChannelCounters = field(default_factory=ChannelCounters)
+
+
+@dataclass
+class PhaseCounters(MoveCounters):
+    """Sums over the steps of one phase. A tile counts once for each step in which it is computed."""
+
+    steps: int = 0
+    rows: int = 0
+    host_tiles: int = 0
+    resident_tiles: int = 0
+    fetched_tiles: int = 0  # over the link
     host_busy: float = 0.0  # seconds, of each layer's longest shard
-    link_busy: float = (
-        0.0  # seconds of copies to the device, and by the costs of kernels' reads over the link
-    )
+    link_busy: float = 0.0  # seconds of copies to the device
     timed: float = 0.0  # seconds of the steps that the device's own clock has timed
     masked_channels: int = 0  # of the tiles in layers with a mask
     kept_channels: int = 0  # of those, read: some row keeps them

@@ -454,67 +454,41 @@ class AttachRing(Record, frozen=True):
 
 @message(37)
 class AttachSlab(Record, frozen=True):
-    """Map this slab. kind "shm": `handle` is the segment's name; "cuda": a CUDA IPC memory handle. `flags`:
-    the name of the segment with its landing flags (`shm/landing_flags.py`), if it has them."""
+    """Map this slab. kind "shm": `handle` is the segment's name; "cuda": a CUDA IPC memory handle."""
 
     kind: str
     handle: bytes
     device: Int
     slots: Int
     slot_bytes: Int
-    flags: str = ""
 
 
 @message(38)
 class SlabAttached(Record, frozen=True):
-    """Sent again when its notes change. `error`: why the slab cannot be attached by this process. `flags`:
-    landings are written to the slab's flags."""
+    """`error`: why the slab cannot be attached by this process."""
 
     incarnation: Int
-    notes: tuple[str, ...] = ()
     error: str = ""
-    flags: bool = False
-
-
-@message(45)
-class PagesLocked(Record, frozen=True):
-    """How many of the store's first bytes the prefetcher has page-locked; sent whenever that has changed."""
-
-    incarnation: Int
-    locked: Int
-    total: Int
 
 
 @message(39)
-class Fetch(Record, frozen=True):
-    """Copy tiles [lo, lo+len(slots)) of an expert to these slots, in this order."""
+class Fetch(Record, frozen=True, eq=False):
+    """Copy tiles [lo, lo+len(slots)) of an expert to these slots, in this order; or, where `channels` has
+    any, the records of these channels, gathered one after the other, as many to each slot as a tile has."""
 
     id: Int
     layer: Int
     expert: Int
     lo: Int
     slots: Ints
-    urgency: Int  # 0 demanded now, 1 predicted, 2 placement in the background; smaller overtakes
-    numbers: Ints = ()  # of each slot: what its landing writes to its flag; none: nothing does
-
-
-@message(44)
-class Gather(Record, frozen=True, eq=False):
-    """Copy the records of these channels of an expert, gathered one after the other, to these slots: as many
-    records to each slot as a tile has channels. Answered as a Fetch, counted in channels."""
-
-    id: Int  # unique among Fetches too
-    layer: Int
-    expert: Int
+    urgency: Int  # 1 predicted, 2 placement in the background; smaller overtakes
     channels: I32Vector  # counted over the expert, ascending
-    slots: Ints
-    urgency: Int  # as in Fetch
 
 
 @message(40)
 class Fetched(Record, frozen=True):
-    """`landed` tiles of the order, or channels of a Gather, are in their slots. `final`: the last report of
-    this order (all landed, or it was cancelled and what follows `landed` was not written)."""
+    """`landed` tiles of the order, or channels, are in their slots. `final`: the last report of this order
+    (all landed, or it was cancelled and what follows `landed` was not written)."""
 
     id: Int
     incarnation: Int
@@ -528,15 +502,6 @@ class CancelFetch(Record, frozen=True):
     """Stop an order after the current tile or chunk of channels; its final Fetched follows."""
 
     id: Int
-
-
-@message(43)
-class DemandFetch(Record, frozen=True):
-    """The first `tiles` tiles of an order (channels of a Gather) are demanded now: it goes on as if it had
-    just been sent with urgency 0, and ends with them, or with what is being copied."""
-
-    id: Int
-    tiles: Int
 
 
 # --- coordinator <-> tokenizer ---------------------------------------------------------------------------

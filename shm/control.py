@@ -3,9 +3,13 @@ thread, written by them.
 
     line 0: the prefetcher    line 1: the coordinator    line 2 + i: worker i
 
-A line is 64 bytes, so that no two writers share a cache line: its first number (int64) counts progress and
-only grows; the second is the Work that is being computed, or IDLE. Each number is written atomically, by one
-process. A reader of both may see them a moment apart.
+A line is 64 bytes, so that no two writers share a cache line. Its numbers (int64):
+
+    0   counts progress and only grows
+    1   the Work that is being computed, or the order that is being copied; IDLE without one
+    2   until when this process's copies occupy an emulated link, in nanoseconds of CLOCK_MONOTONIC
+
+Each number is written atomically, by one process. A reader of several may see them a moment apart.
 """
 
 from __future__ import annotations
@@ -65,11 +69,11 @@ class ControlLine:
         self._numbers[0] += 1
 
     def begin(self, seq: int) -> None:
-        """Record that this Work is being computed."""
+        """Record that this Work is being computed, or this order copied."""
         self._numbers[1] = seq
 
     def end(self) -> None:
-        """Record that no Work is being computed."""
+        """Record that nothing is being computed or copied."""
         self._numbers[1] = IDLE
 
     @property
@@ -78,5 +82,14 @@ class ControlLine:
 
     @property
     def seq(self) -> int:
-        """The Work that is being computed, or IDLE."""
+        """The Work that is being computed or the order that is being copied, or IDLE."""
         return self._numbers[1]
+
+    @property
+    def link_until(self) -> int:
+        """Until when this process's copies occupy an emulated link, in nanoseconds."""
+        return self._numbers[2]
+
+    @link_until.setter
+    def link_until(self, nanoseconds: int) -> None:
+        self._numbers[2] = nanoseconds

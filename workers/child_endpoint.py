@@ -1,8 +1,7 @@
 """The sockets of an expert worker or the prefetcher, their Ready and their Shutdown.
 
 A child has two DEALER sockets: `control` to the supervisor and `work` to the coordinator. It announces itself
-on both, then serves until one of them sends Shutdown. The prefetcher as a thread of the coordinator has only
-the second socket.
+on both, then serves until one of them sends Shutdown.
 """
 
 from __future__ import annotations

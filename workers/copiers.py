@@ -1,84 +1,113 @@
-"""Copies into slots, of whole tiles or of gathered channels: what every copier does, within host memory, and
-on an emulated link. Over the link to a GPU: `workers/cuda_copier.py`.
-
-`start` and `gather` begin a copy and `finish` returns when it has completed. Copies complete in the order of
-their start; at most `depth` may be under way, or `gather_depth` of gathered channels. `depth` may change.
+"""Copies whole tiles or chosen channels from the store to slots: in the coordinator, which demands them, and
+in the prefetch process. Within host memory here, over the link to a GPU in `workers/cuda_copier.py`.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from protocol.messages import I32Vector
-from shm.landing_flags import NONE
 from shm.layout import Bytes
 from shm.slab import Slab
-from workers.emulation import sleep_until
+from shm.store import Store
+from workers.emulation import EmulatedLink, sleep_until
 
-Tick = Callable[[], None]
-PACED_GATHERS = 2  # chunks under way on an emulated link, one of them being gathered
+
+class TileCopy(NamedTuple):
+    """A copy to one slot: a tile of an expert, or with `channels` their records, one after the other."""
+
+    layer: int
+    expert: int
+    tile: int
+    slot: int
+    channels: I32Vector | None = None  # counted over the expert
+    at: int = 0  # the slot's record that the first channel is copied to
+    fence: Any = None  # of the slot's last reader, where that may still read
+
+    def source(self, store: Store) -> Bytes:
+        """The tile's bytes, or all records of the expert: [channels, record bytes]."""
+        if self.channels is None:
+            return store.tiles(self.layer, self.expert, self.tile, self.tile + 1)
+        shape = store.layout.shape
+        return store.tiles(self.layer, self.expert, 0, shape.tiles).reshape(shape.padded, -1)
+
+    def size(self, store: Store) -> int:
+        """The bytes that move."""
+        tile_bytes = store.layout.tile_bytes
+        if self.channels is None:
+            return tile_bytes
+        return len(self.channels) * (tile_bytes // store.layout.shape.tile)
 
 
 class Copier(Protocol):
-    """Copies store tiles into slab slots."""
+    """Copies in the order in which they are begun."""
 
-    gather_depth: int
-    flags: bool  # whether `start` writes numbers
-
-    @property
-    def depth(self) -> int:
-        """Copies of tiles that may be under way."""
+    ahead: int  # copies that may be under way, so that a link does not idle between them
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """Lines for a person; they may change."""
+    def copied(self) -> tuple[int, float]:
+        """Whole tiles that were copied so far, and the seconds of that."""
 
-    @property
-    def locked(self) -> tuple[int, int]:
-        """How many bytes of the store are page-locked so far, of how many; (0, 0) where none need be."""
+    def begin(self, copies: Sequence[TileCopy]) -> Any:
+        """Begin copies, each behind its fence. Returns what `ready` takes."""
 
-    def start(self, tile: Bytes, slot: int, number: int = NONE) -> None:
-        """Begin to copy one tile; behind it, write this number to the slot's flag."""
+    def ready(self, begun: Any) -> None:
+        """Return when these slots may be read: by this process's device, or, where another process computes,
+        by anybody."""
 
-    def gather(self, records: Bytes, chosen: I32Vector, slot: int, place: int) -> None:
-        """Begin to copy the chosen ones of an expert's records [channels, bytes] to the slot's records from
-        `place` on."""
-
-    def finish(self) -> int:
-        """Wait for the oldest copy that was started and not yet finished. Returns how many of them, at least
-        that one, have completed; they are finished."""
+    def stats(self) -> dict[str, int]:
+        """Return how many of the store's bytes are page-locked, where pages are."""
 
     def close(self) -> None:
-        """Wait for all copies and release the slab."""
+        """Wait for all copies and release what they use."""
 
 
-class ShmCopier:
-    """Host to host: the slab of device `cpu` is a shared-memory segment."""
+class _Begun(NamedTuple):
+    """Copies, and when and in how many seconds they have moved over the emulated link."""
 
-    depth = gather_depth = 1
-    flags = False
-    notes: tuple[str, ...] = ()
-    locked = 0, 0
+    copies: Sequence[TileCopy]
+    due: float
+    seconds: float
 
-    def __init__(self, slab: Slab) -> None:
-        self._slab = slab
 
-    def start(self, tile: Bytes, slot: int, number: int = NONE) -> None:
-        self._slab.slot(slot)[:] = tile
+class HostCopier:
+    """Host to host: the slab of device `cpu` is a shared-memory segment. Bytes are copied by `ready`, which
+    on an emulated link returns when they would have moved: other work goes on meanwhile."""
 
-    def gather(self, records: Bytes, chosen: I32Vector, slot: int, place: int) -> None:
-        size = records.shape[1]
-        out = self._slab.slot(slot)[place * size : (place + len(chosen)) * size]
-        take_records(records, chosen, out)
+    ahead = 1
 
-    def finish(self) -> int:
-        """The copy was complete when `start` returned."""
-        return 1
+    def __init__(self, store: Store, slab: Slab, link: EmulatedLink | None = None) -> None:
+        self._store, self._slab, self._link = store, slab, link
+        self.copied = 0, 0.0
+
+    def begin(self, copies: Sequence[TileCopy]) -> _Begun:
+        if self._link is None:
+            return _Begun(copies, 0.0, 0.0)
+        return _Begun(copies, *self._link.occupy(sum(copy.size(self._store) for copy in copies)))
+
+    def ready(self, begun: _Begun) -> None:
+        began, tiles = time.perf_counter(), 0
+        for copy in begun.copies:
+            source, slot = copy.source(self._store), self._slab.slot(copy.slot)
+            if copy.channels is None:
+                slot[:] = source
+                tiles += 1
+            else:
+                size = source.shape[1]
+                first = copy.at * size
+                take_records(source, copy.channels, slot[first : first + len(copy.channels) * size])
+        seconds = max(begun.seconds, time.perf_counter() - began)
+        if self._link is not None:
+            sleep_until(begun.due, self._link.tick)
+        if tiles:
+            self.copied = self.copied[0] + tiles, self.copied[1] + seconds
+
+    def stats(self) -> dict[str, int]:
+        return {}
 
     def close(self) -> None:
         self._slab.close()
@@ -86,59 +115,5 @@ class ShmCopier:
 
 def take_records(records: Bytes, chosen: I32Vector, out: Bytes) -> None:
     """Write the chosen ones of records [n, bytes] to `out`, one after the other; other threads may run
-    meanwhile. The chosen ones exist: the prefetcher has checked that."""
+    meanwhile. The chosen ones exist: whoever orders them has checked that."""
     np.take(records, chosen, axis=0, out=out.reshape(len(chosen), -1), mode="clip")
-
-
-class PacedCopier:
-    """Slows another copier to a link of `gbps` 1e9 bytes a second (emulation). Deadlines accumulate, so
-    that the inexactness of each sleep does not. A wait counts as progress, and ticks."""
-
-    flags = False  # the GPU would write them ahead of the emulated link
-
-    def __init__(self, inner: Copier, gbps: float, tick: Tick) -> None:
-        self._inner = inner
-        self._tick = tick
-        self._rate = gbps * 1e9
-        self._due: deque[float] = deque()
-        self._free_at = 0.0  # when the emulated link has finished what was started
-        # as on a link, the next chunk is gathered while this one moves
-        self.gather_depth = max(inner.gather_depth, PACED_GATHERS)
-
-    @property
-    def depth(self) -> int:
-        return self._inner.depth
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self._inner.notes
-
-    @property
-    def locked(self) -> tuple[int, int]:
-        return self._inner.locked
-
-    def start(self, tile: Bytes, slot: int, number: int = NONE) -> None:
-        self._occupy(tile.nbytes)
-        self._inner.start(tile, slot)
-
-    def gather(self, records: Bytes, chosen: I32Vector, slot: int, place: int) -> None:
-        self._occupy(len(chosen) * records.shape[1])
-        self._inner.gather(records, chosen, slot, place)
-
-    def _occupy(self, size: int) -> None:
-        self._free_at = max(self._free_at, time.perf_counter()) + size / self._rate
-        self._due.append(self._free_at)
-
-    def finish(self) -> int:
-        count = self._inner.finish()
-        for _ in range(count):
-            sleep_until(self._due.popleft(), self._tick)
-        return count
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-def paced(copier: Copier, link_gbps: float | None, tick: Tick) -> Copier:
-    """The copier, slowed to an emulated link; None: not slowed."""
-    return copier if link_gbps is None else PacedCopier(copier, link_gbps, tick)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import logging
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,12 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.program import COMMAND
+from shm.segment import byte_size
 
 IPC_HANDLE_BYTES = 64
 ALIGNMENT = 256  # bytes, of a part of an arena
-# Of one registration: a refusal costs at most so much pinned memory, and copies wait for one at most.
-REGISTER_CHUNK = 1 << 28
+# Of one registration: a refusal costs at most so much pinned memory, and a call of the driver waits for one.
+REGISTER_CHUNK = 1 << 25
 NOT_READY = 600  # cudaErrorNotReady
+
+log = logging.getLogger(__name__)
 
 
 class CudaError(Exception):
@@ -46,18 +51,6 @@ def call(name: str, *arguments: Any) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def driver_call(name: str, *arguments: Any) -> Any:
-    """The same for a function of the driver; streams and addresses are the runtime's."""
-    try:
-        driver = importlib.import_module("cuda.bindings.driver")
-    except ImportError as e:
-        raise CudaError(f"cuda-bindings is not installed ({e})") from None
-    status, *results = getattr(driver, name)(*arguments)
-    if int(status) != 0:
-        raise CudaError(f"{name}: {status.name}")
-    return results[0] if len(results) == 1 else tuple(results)
-
-
 def passed(event: Any) -> bool:
     """Whether all work before the event has completed. Raises CudaError where some has failed."""
     runtime = _runtime()
@@ -72,6 +65,11 @@ def blocking_event() -> Any:
     """A new event. By default a wait for one spins, on a core that a worker needs; this one's sleeps."""
     flags = constant("cudaEventDisableTiming") | constant("cudaEventBlockingSync")
     return call("cudaEventCreateWithFlags", flags)
+
+
+def timed_event() -> Any:
+    """A new event that notes when it was passed. A wait for it sleeps, too."""
+    return call("cudaEventCreateWithFlags", constant("cudaEventBlockingSync"))
 
 
 def constant(name: str) -> Any:
@@ -152,25 +150,19 @@ class PinnedArena:
 
 class PageLocks:
     """Registers host memory (a read-write mapping) with CUDA, so that copies from it are asynchronous: chunk
-    by chunk in a thread, because that takes 6 to 100 s for 100 GB. Copies from what is not locked yet are
-    slower and just as right."""
+    by chunk in a thread, because that takes 6 to 100 s for 100 GB. What is not locked yet is copied by way of
+    `PinnedBuffer`s."""
 
     def __init__(self, memory: NDArray[np.uint8], device: int) -> None:
         """Begins."""
         self.locked = 0  # bytes, from the first on
-        self.reason = ""  # why the others will not be
         self._memory, self._device = memory, device
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._lock, name="page-lock", daemon=True)
         self._thread.start()
 
-    @property
-    def note(self) -> str:
-        """A line for a person where the memory cannot be locked; else ""."""
-        share = self.locked / max(1, self._memory.nbytes)
-        return f"page-locked {share:.0%} of the store: {self.reason}" if self.reason else ""
-
     def _lock(self) -> None:
+        total, began = self._memory.nbytes, time.monotonic()
         try:
             call("cudaSetDevice", self._device)
             for end in _lock_chunks(self._memory):
@@ -178,25 +170,18 @@ class PageLocks:
                 if self._stop.is_set():
                     return
         except CudaError as e:
-            self.reason = str(e)
-
-    @property
-    def ended(self) -> bool:
-        """No more will be locked."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Until all is locked that can be."""
-        self._thread.join()
+            log.warning(f"page-locked {self.locked / max(1, total):.0%} of the store: {e}")
+        else:
+            log.debug(f"{byte_size(total)} of the store page-locked in {time.monotonic() - began:.0f} s")
 
     def stop(self) -> None:
-        """Lock no more; what is locked stays so. The process's exit unlocks it faster than `undo`."""
+        """Lock no more; what is locked stays so until the process exits."""
         self._stop.set()
         self._thread.join()
 
     def undo(self) -> None:
-        """`stop`, and unlock."""
-        self.stop()
+        """Wait until all is locked that can be, and unlock it."""
+        self._thread.join()
         page_unlock(self._memory, self.locked)
         self.locked = 0
 

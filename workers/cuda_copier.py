@@ -2,65 +2,58 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
-import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from protocol.messages import AttachSlab, I32Vector
-from shm.landing_flags import NONE, LandingFlags
-from shm.layout import Bytes
+from protocol.messages import AttachSlab
 from shm.slab import Slab
 from shm.store import Store
-from workers.copiers import Copier, ShmCopier, Tick, paced, take_records
+from workers.copiers import Copier, HostCopier, TileCopy, take_records
 from workers.cuda import (
     CudaError,
     PageLocks,
     PinnedBuffer,
-    blocking_event,
     call,
     constant,
     open_ipc_handle,
     passed,
     registered_parts,
+    timed_event,
 )
-from workers.device_flags import DeviceFlags
+from workers.emulation import EmulatedLink, sleep_until
 
-log = logging.getLogger(__name__)
-
-GATHER_THREADS = 4  # at most, so that a link is not slower than what is gathered for it
-# Copies are started ahead for so many seconds of the link: starting one and waiting for it takes about 70 us,
-# in which a fast link would idle. A demand waits for what was started.
-AHEAD_SECONDS = 150e-6
+STAGING_THREADS = 4  # at most, so that a link is not slower than what is gathered for it
+# Copies are begun ahead for so many bytes, of a fast link's 150 us: beginning one and waiting for it takes
+# about 70 us, in which the link would idle.
+AHEAD_BYTES = 1 << 22
 MOST_AHEAD = 16
-FIRST_RATE = 12e9  # bytes a second, of a link that was not timed yet
 
 
-def gather_threads() -> int:
-    """Threads that gather for one link: as many as this process may use half of the cores with."""
-    return max(1, min(GATHER_THREADS, len(os.sched_getaffinity(0)) // 2))
+def staging_threads() -> int:
+    """As many threads as this process may use half of the cores with."""
+    return max(1, min(STAGING_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 
 @dataclass
-class _Copy:
-    """One that is under way."""
+class _Begun:
+    """Copies between two events of the stream."""
 
-    event: Any
-    bytes: int
-    began: float
-    gathering: Future[None] | None = None
-    buffer: PinnedBuffer | None = None  # that it reads
+    first: Any
+    last: Any
+    tiles: int  # whole ones
+    due: float = 0.0  # when an emulated link has moved them
+    staged: list[Future[None]] = field(default_factory=list)
+    buffers: list[PinnedBuffer] = field(default_factory=list)  # that they read
 
 
 class CudaCopier:
-    """Host to GPU on a stream of its own, with copies under way ahead so that the link never idles between
-    them. The store is page-locked meanwhile (`PageLocks`). Channels are gathered by several threads into
-    page-locked buffers, each of which goes over the link in one copy."""
+    """Host to GPU on a non-blocking stream of its own. Tiles whose pages are locked go straight from the
+    store; others, and gathered channels, through page-locked buffers that a few threads fill."""
 
     def __init__(
         self,
@@ -68,141 +61,127 @@ class CudaCopier:
         device: int,
         address: int,
         slot_bytes: int,
-        owned: bool,
-        flags: DeviceFlags | None = None,
+        *,
+        stream: Callable[[], int] | None = None,
+        link: EmulatedLink | None = None,
     ) -> None:
-        """`address`: the slab in this process; `owned`: it and its flags were opened here, close them.
-        `flags`: of the slab, where streams can write them."""
+        """`address`: the slab in this process. `stream`: that on which this process computes, and which
+        `ready` lets wait for copies; without it, as where another process computes, `ready` waits itself."""
         call("cudaSetDevice", device)
-        self.flags = flags is not None
-        self._flags, self._thread = flags, threading.get_ident()
-        self._address = address
-        self._slot_bytes = slot_bytes
-        self._owned = owned
+        self._store, self._device = store, device
+        self._address, self._slot_bytes = address, slot_bytes
+        self._compute, self._link = stream, link
         self._stream = call("cudaStreamCreateWithFlags", constant("cudaStreamNonBlocking"))
-        threads = gather_threads()
-        self.gather_depth = threads + 1  # one of them on the link
-        self._device = device
-        self._threads = ThreadPoolExecutor(threads, "gather")
-        self._chunks: list[PinnedBuffer] = []  # that no copy uses
-        self._spare: list[Any] = []  # events
-        self._running: deque[_Copy] = deque()
-        self._rate, self._ended = FIRST_RATE, 0.0  # of the link; when the last copy ended
-        self._memory = store.segment.array
-        self.locks = PageLocks(self._memory, device)
+        self._threads = ThreadPoolExecutor(staging_threads(), "staging")
+        self._buffers: list[PinnedBuffer] = []  # that no copy reads
+        self._events: list[Any] = []  # that no copy uses
+        self._under_way: deque[_Begun] = deque()
+        self._copied = (0, 0.0)
+        self.ahead = min(MOST_AHEAD, max(2, 1 + AHEAD_BYTES // slot_bytes))
+        self.locks = PageLocks(store.segment.array, device)
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        note = self.locks.note
-        return (note,) if note else ()
+    def copied(self) -> tuple[int, float]:
+        self._collect()
+        return self._copied
 
-    @property
-    def locked(self) -> tuple[int, int]:
-        return self.locks.locked, self._memory.nbytes
+    def begin(self, copies: Sequence[TileCopy]) -> _Begun:
+        self._collect()
+        for copy in copies:
+            if copy.fence is not None and (event := copy.fence.pending()) is not None:
+                call("cudaStreamWaitEvent", self._stream, event, 0)
+        tiles = sum(copy.channels is None for copy in copies)
+        begun = _Begun(self._event(), self._event(), tiles)
+        if self._link is not None:
+            begun.due, _ = self._link.occupy(sum(copy.size(self._store) for copy in copies))
+        call("cudaEventRecord", begun.first, self._stream)
+        for copy in copies:
+            if not self._copy_locked(copy):
+                begun.buffers.append(self._buffers.pop() if self._buffers else PinnedBuffer())
+                begun.staged.append(self._threads.submit(self._copy_staged, copy, begun.buffers[-1]))
+        if not begun.staged:
+            call("cudaEventRecord", begun.last, self._stream)
+        return begun
 
-    @property
-    def depth(self) -> int:
-        ahead = int(AHEAD_SECONDS * self._rate / self._slot_bytes)
-        return min(MOST_AHEAD, max(2, 1 + ahead))
+    def _copy_locked(self, copy: TileCopy) -> bool:
+        """Copy a tile straight from the store. False where its pages are not locked, or channels are
+        gathered."""
+        if copy.channels is not None:
+            return False
+        memory, tile = self._store.segment.array, copy.source(self._store)
+        source, target = tile.ctypes.data, self._address + copy.slot * self._slot_bytes
+        if source + tile.nbytes - memory.ctypes.data > self.locks.locked:
+            return False
+        for lo, hi in registered_parts(memory, source, tile.nbytes):
+            self._enqueue(target + lo, source + lo, hi - lo)
+        return True
+
+    def _copy_staged(self, copy: TileCopy, buffer: PinnedBuffer) -> None:
+        call("cudaSetDevice", self._device)
+        source, size = copy.source(self._store), copy.size(self._store)
+        out, target = buffer.array(size), self._address + copy.slot * self._slot_bytes
+        if copy.channels is None:
+            out[:] = source
+        else:
+            take_records(source, copy.channels, out)
+            target += copy.at * source.shape[1]
+        self._enqueue(target, out.ctypes.data, size)
+
+    def _enqueue(self, target: int, source: int, size: int) -> None:
+        kind = constant("cudaMemcpyKind").cudaMemcpyHostToDevice
+        call("cudaMemcpyAsync", target, source, size, kind, self._stream)
+
+    def ready(self, begun: _Begun) -> None:
+        for staged in begun.staged:
+            staged.result()
+        if begun.staged:
+            call("cudaEventRecord", begun.last, self._stream)
+        if self._link is not None:
+            sleep_until(begun.due, self._link.tick)
+        if self._compute is None:
+            call("cudaEventSynchronize", begun.last)
+        else:
+            call("cudaStreamWaitEvent", self._compute(), begun.last, 0)
+        self._under_way.append(begun)
+
+    def _collect(self) -> None:
+        """Count completed copies, and use their events and buffers again."""
+        while self._under_way and passed(self._under_way[0].last):
+            begun = self._under_way.popleft()
+            if begun.tiles:
+                seconds = call("cudaEventElapsedTime", begun.first, begun.last) / 1e3
+                self._copied = self._copied[0] + begun.tiles, self._copied[1] + seconds
+            self._events += [begun.first, begun.last]
+            self._buffers += begun.buffers
 
     def _event(self) -> Any:
-        return self._spare.pop() if self._spare else blocking_event()
+        return self._events.pop() if self._events else timed_event()
 
-    def start(self, tile: Bytes, slot: int, number: int = NONE) -> None:
-        if threading.get_ident() != self._thread:  # the driver wants the context current in each thread
-            call("cudaSetDevice", self._device)
-            self._thread = threading.get_ident()
-        target = self._address + slot * self._slot_bytes
-        source = tile.ctypes.data
-        kind = constant("cudaMemcpyKind").cudaMemcpyHostToDevice
-        copy = _Copy(self._event(), tile.nbytes, time.perf_counter())
-        for lo, hi in registered_parts(self._memory, source, tile.nbytes):
-            call("cudaMemcpyAsync", target + lo, source + lo, hi - lo, kind, self._stream)
-        if number != NONE and self._flags is not None:
-            self._flags.write(self._stream, slot, number)
-        call("cudaEventRecord", copy.event, self._stream)
-        self._running.append(copy)
-
-    def gather(self, records: Bytes, chosen: I32Vector, slot: int, place: int) -> None:
-        size = records.shape[1]
-        target = self._address + slot * self._slot_bytes + place * size
-        buffer = self._chunks.pop() if self._chunks else PinnedBuffer()
-        event = self._event()
-
-        def copy() -> None:
-            call("cudaSetDevice", self._device)
-            out = buffer.array(len(chosen) * size)
-            take_records(records, chosen, out)
-            kind = constant("cudaMemcpyKind").cudaMemcpyHostToDevice
-            call("cudaMemcpyAsync", target, out.ctypes.data, out.nbytes, kind, self._stream)
-            call("cudaEventRecord", event, self._stream)
-
-        began = time.perf_counter()
-        self._running.append(_Copy(event, len(chosen) * size, began, self._threads.submit(copy), buffer))
-
-    def finish(self) -> int:
-        self._wait()
-        count = 1
-        while self._running and self._running[0].gathering is None and passed(self._running[0].event):
-            self._wait()
-            count += 1
-        return count
-
-    def _wait(self) -> None:
-        copy = self._running[0]
-        if copy.gathering is not None:
-            copy.gathering.result()
-        call("cudaEventSynchronize", copy.event)
-        self._running.popleft()
-        self._spare.append(copy.event)
-        if copy.buffer is not None:
-            self._chunks.append(copy.buffer)
-        elif self._running and copy.began < self._ended:  # the link was busy before and after it
-            took = time.perf_counter() - self._ended
-            self._rate += (copy.bytes / max(took, 1e-6) - self._rate) / 8
-        self._ended = time.perf_counter()
+    def stats(self) -> dict[str, int]:
+        return {"locked_bytes": self.locks.locked, "lockable_bytes": self._store.segment.array.nbytes}
 
     def close(self) -> None:
         """The pages stay locked: the process ends next, which is far faster than unlocking them."""
-        while self._running:
-            self._wait()
         self._threads.shutdown()
+        call("cudaStreamSynchronize", self._stream)
         self.locks.stop()
-        for buffer in self._chunks:
+        self._collect()
+        for buffer in self._buffers:
             buffer.close()
-        for event in self._spare:
+        for event in self._events:
             call("cudaEventDestroy", event)
         call("cudaStreamDestroy", self._stream)
-        if self._owned:
-            call("cudaIpcCloseMemHandle", self._address)
-            if self._flags is not None:
-                self._flags.close()
-                self._flags.flags.close()
 
 
-def open_copier(order: AttachSlab, store: Store, link_gbps: float | None, tick: Tick) -> Copier:
-    """The copier for a slab of another process. Raises ShmError or CudaError if it cannot be attached."""
-    copier: Copier
-    if order.kind == "cuda":
-        try:
-            address = open_ipc_handle(order.device, order.handle)
-        except CudaError:
-            with suppress(CudaError):
-                call("cudaDeviceReset")  # its context takes half a gigabyte of the device's memory
-            raise
-        flags = _open_flags(order) if order.flags and link_gbps is None else None
-        copier = CudaCopier(store, order.device, address, order.slot_bytes, owned=True, flags=flags)
-    else:
-        copier = ShmCopier(Slab.attach(order.handle.decode(), order.slots, order.slot_bytes))
-    return paced(copier, link_gbps, tick)
-
-
-def _open_flags(order: AttachSlab) -> DeviceFlags | None:
-    """Raises ShmError where the slab's flags cannot be mapped; None where this process cannot write them."""
-    flags = LandingFlags.attach(order.flags, order.slots)
+def open_copier(order: AttachSlab, store: Store, link: EmulatedLink | None) -> Copier:
+    """Return the copier for a slab of another process. Raises ShmError or CudaError if it cannot be
+    attached."""
+    if order.kind != "cuda":
+        return HostCopier(store, Slab.attach(order.handle.decode(), order.slots, order.slot_bytes), link)
     try:
-        return DeviceFlags(flags, order.device, spare=1)
-    except CudaError as e:
-        log.info(f"landings are reported and not written to flags: {e}")
-        flags.close()
-        return None
+        address = open_ipc_handle(order.device, order.handle)
+    except CudaError:
+        with suppress(CudaError):
+            call("cudaDeviceReset")  # its context takes half a gigabyte of the device's memory
+        raise
+    return CudaCopier(store, order.device, address, order.slot_bytes, link=link)

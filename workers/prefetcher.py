@@ -1,15 +1,11 @@
 """Process entry: the prefetcher. It receives orders, copies from the store to slab slots, and reports each
 landing once its copy has completed.
 
-An order is for whole tiles (Fetch) or for chosen channels (Gather). Orders wait by urgency and then by age,
-and are taken tile by tile, or chunk by chunk of channels: a demanded order overtakes a predicted one between
-two of these, and so does a predicted one that is demanded now. Tiles and channels land in the order's order,
-and a cancelled order is truncated, so what has landed of it is always a prefix. A landed tile is reported at
-once, channels when their slot is full or the order ends.
-
-A demanded tile waits for the copies that are under way: so these are one other tile at most, or on a GPU's
-link as many small ones as move in 150 us (`workers/cuda_copier.py`). Chunks are small: several may always be
-under way.
+An order is for whole tiles or for chosen channels. Orders wait by urgency and then by age, and are taken tile
+by tile, or chunk by chunk of channels. Tiles and channels land in the order's order, and a cancelled order is
+truncated, so what has landed of it is always a prefix. A landed tile is reported at once, channels when their
+slot is full or the order ends. The order of the present copy stands in the process's line of the control
+segment, so that who demands its tiles knows that one of them moves.
 """
 
 from __future__ import annotations
@@ -19,46 +15,33 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from protocol.messages import (
-    AttachSlab,
-    CancelFetch,
-    DemandFetch,
-    Fetch,
-    Fetched,
-    Gather,
-    PagesLocked,
-    SlabAttached,
-)
-from shm.control import ControlSegment
+from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, SlabAttached
+from shm.control import ControlLine, ControlSegment
 from shm.errors import ShmError
-from shm.landing_flags import NONE
 from shm.store import Store
-from workers import mps
-from workers.child_endpoint import ChildEndpoint
-from workers.copiers import Copier, Tick
+from workers.child_endpoint import POLL_LIMIT_MS, ChildEndpoint
+from workers.copiers import Copier, TileCopy
 from workers.cuda import CudaError
 from workers.cuda_copier import open_copier
+from workers.emulation import EmulatedLink
 from workers.lifetime import pin
 
 log = logging.getLogger(__name__)
 
-DEMANDED = 0  # urgency
 # Of channels that are gathered for one copy: FloE's 50 of Mixtral, in bf16. Fewer cost more in the starts of
-# copies, more let a demanded order wait.
+# copies, more let a demand wait.
 CHUNK_BYTES = 50 * 16384
 
 
 @dataclass(order=True)
 class Order:
-    """A Fetch or Gather that is being carried out, counted in tiles or channels. Ordered by urgency, then
-    age."""
+    """A Fetch that is being carried out, counted in tiles or channels. Ordered by urgency, then age."""
 
     urgency: int
     age: int
-    fetch: Fetch | Gather = field(compare=False)
+    fetch: Fetch = field(compare=False)
     wanted: int = field(compare=False)  # fewer than those of `fetch` once it is truncated
     started: int = field(default=0, compare=False)  # with a copy under way or completed
     landed: int = field(default=0, compare=False)
@@ -66,179 +49,144 @@ class Order:
 
     @property
     def exhausted(self) -> bool:
-        return self.started >= self.wanted
+        """All that will land has landed."""
+        return self.started >= self.wanted and self.landed == self.started
 
 
 class CopyLoop:
-    """Copies tiles for one coordinator: in a process of its own, or in a thread of the coordinator."""
+    """Copies tiles for one coordinator."""
 
-    def __init__(self, peer: ChildEndpoint, store: Store, link_gbps: float | None, tick: Tick) -> None:
-        """`tick` is called with every progress."""
-        self._tick = tick
-        self._peer = peer
-        self._store = store
-        self._link_gbps = link_gbps
+    def __init__(
+        self, peer: ChildEndpoint, store: Store, line: ControlLine, link: EmulatedLink | None = None
+    ) -> None:
+        """`line`: this process's, for its progress and its present order."""
+        self._peer, self._store, self._line, self._link = peer, store, line, link
         self._copier: Copier | None = None
-        self._notes: tuple[str, ...] = ()  # that the coordinator knows
-        self._locked = (0, 0)  # the same
         self._orders: dict[int, Order] = {}  # those without a final Fetched so far
         self._queue: list[Order] = []  # heap
-        self._running: deque[tuple[Order, int, float]] = deque()  # how many of the order's, since when
+        self._running: deque[tuple[Order, int, Any]] = deque()  # how many of the order's, and their copy
         self._age = 0
-        self._copied_at = 0.0  # when the last copy completed
 
     def serve(self) -> None:
         """Serve orders until Shutdown."""
         while not self._peer.stopped:
-            busy = bool(self._queue or self._running)
-            for message in self._peer.receive(wait=not busy):
+            limit_ms = self._wait_ms()
+            for message in self._peer.receive(wait=limit_ms > 0, limit_ms=limit_ms):
                 self._accept(message)
-            self._tick()
-            self._start_copies()
-            if self._running:
-                self._finish_copies()
-            if self._copier is not None and self._copier.notes != self._notes:
-                self._announce(self._copier)
-            if self._copier is not None and self._copier.locked != self._locked:
-                self._locked = self._copier.locked
-                self._peer.send(PagesLocked(self._peer.incarnation, *self._locked))
+            self._line.tick()
+            if self._copier is not None:
+                self._start_copies(self._copier)
+                if self._running:
+                    self._finish_copy(self._copier)
         if self._copier is not None:
             self._copier.close()
 
-    def attach(self, copier: Copier) -> None:
-        """Use this copier; for the coordinator's thread, which has the slab in its address space."""
-        self._copier = copier
+    def _wait_ms(self) -> int:
+        """How long to wait for a message: while demanded tiles occupy an emulated link, nothing is begun."""
+        if self._running or (self._queue and self._link is None):
+            return 0
+        if not self._queue or self._link is None:
+            return POLL_LIMIT_MS
+        busy = self._link.other_until - time.perf_counter()
+        return min(POLL_LIMIT_MS, max(0, int(busy * 1000)))
 
     def _accept(self, message: object) -> None:
         match message:
             case AttachSlab():
                 try:
-                    copier = open_copier(message, self._store, self._link_gbps, self._tick)
+                    self._copier = open_copier(message, self._store, self._link)
                 except CudaError as e:  # another process's GPU memory cannot be mapped everywhere
                     self._peer.send(SlabAttached(self._peer.incarnation, error=str(e)))
                     return
-                self.attach(copier)
-                self._announce(copier)
+                self._peer.send(SlabAttached(self._peer.incarnation))
             case Fetch():
-                if len(message.numbers) not in (0, len(message.slots)):
-                    raise IndexError(f"{len(message.numbers)} numbers for {len(message.slots)} slots")
-                self._take(Order(message.urgency, self._age, message, len(message.slots)))
-            case Gather():
                 self._check(message)
-                self._take(Order(message.urgency, self._age, message, len(message.channels)))
+                order = Order(
+                    message.urgency, self._age, message, len(message.channels) or len(message.slots)
+                )
+                self._age += 1
+                self._orders[message.id] = order
+                heapq.heappush(self._queue, order)
             case CancelFetch():
-                self._truncate(self._orders.get(message.id), 0)
-            case DemandFetch():
-                demanded = self._orders.get(message.id)
-                if demanded is not None:
-                    demanded.urgency, demanded.age = DEMANDED, self._age
-                    self._age += 1
-                    heapq.heapify(self._queue)
-                self._truncate(demanded, message.tiles)
+                self._truncate(self._orders.get(message.id))
             case _:
                 log.warning("unexpected %s", type(message).__name__)
 
-    def _announce(self, copier: Copier) -> None:
-        self._notes = copier.notes
-        self._peer.send(SlabAttached(self._peer.incarnation, self._notes, flags=copier.flags))
-
-    def _take(self, order: Order) -> None:
-        self._age += 1
-        self._orders[order.fetch.id] = order
-        heapq.heappush(self._queue, order)
-
-    def _check(self, gather: Gather) -> None:
+    def _check(self, fetch: Fetch) -> None:
         """Raises IndexError for channels that do not exist or find no room."""
-        shape, channels = self._store.layout.shape, gather.channels
+        shape, channels = self._store.layout.shape, fetch.channels
         outside = len(channels) and not 0 <= int(channels.min()) <= int(channels.max()) < shape.padded
-        if outside or len(channels) > len(gather.slots) * shape.tile:
-            raise IndexError(f"an order of {len(channels)} channels to {len(gather.slots)} slots")
+        if outside or len(channels) > len(fetch.slots) * shape.tile:
+            raise IndexError(f"an order of {len(channels)} channels to {len(fetch.slots)} slots")
 
-    def _truncate(self, order: Order | None, tiles: int) -> None:
+    def _truncate(self, order: Order | None) -> None:
         if order is not None:
-            order.wanted = min(order.wanted, max(tiles, order.started))
-            if order.exhausted and order.landed == order.started:
+            order.wanted = order.started
+            if order.exhausted:
                 self._report(order)  # now, because the coordinator may be waiting for it
 
-    def _start_copies(self) -> None:
-        while self._copier is not None and self._queue:
+    def _start_copies(self, copier: Copier) -> None:
+        while self._queue and len(self._running) < copier.ahead:
             order = self._queue[0]
-            if order.exhausted:
+            if order.started >= order.wanted:
                 heapq.heappop(self._queue)
-                if order.landed == order.started:
+                if order.exhausted:
                     self._report(order)  # it had no tiles
                 continue
-            if not self._may_start(order, self._copier):
+            if self._link is not None and not self._link.free_soon():
                 return
-            began = time.perf_counter()
-            count = self._start_copy(order, self._copier)
+            self._line.begin(order.fetch.id)
+            count, copy = self._next_copy(order)
             order.started += count
-            self._running.append((order, count, began))
+            self._running.append((order, count, copier.begin([copy])))
 
-    def _may_start(self, order: Order, copier: Copier) -> bool:
-        running = len(self._running)
-        if isinstance(order.fetch, Gather):
-            return running < copier.gather_depth
-        return running < (copier.depth if order.urgency == DEMANDED else max(1, copier.depth - 1))
-
-    def _start_copy(self, order: Order, copier: Copier) -> int:
-        """Begin with the order's next tile or chunk. Returns the tiles or channels in it."""
+    def _next_copy(self, order: Order) -> tuple[int, TileCopy]:
+        """The order's next tile or chunk of channels, and how many these are."""
         fetch, index = order.fetch, order.started
-        if isinstance(fetch, Fetch):
-            tile = self._store.tiles(fetch.layer, fetch.expert, fetch.lo + index, fetch.lo + index + 1)
-            copier.start(tile, fetch.slots[index], fetch.numbers[index] if fetch.numbers else NONE)
-            return 1
-        shape = self._store.layout.shape
-        slot, place = divmod(index, shape.tile)
-        records = self._store.tiles(fetch.layer, fetch.expert, 0, shape.tiles).reshape(shape.padded, -1)
-        chunk = max(1, CHUNK_BYTES // records.shape[1])
-        count = min(chunk, order.wanted - index, shape.tile - place)
-        copier.gather(records, fetch.channels[index : index + count], fetch.slots[slot], place)
-        return count
+        if not len(fetch.channels):
+            return 1, TileCopy(fetch.layer, fetch.expert, fetch.lo + index, fetch.slots[index])
+        layout = self._store.layout
+        slot, place = divmod(index, layout.shape.tile)
+        chunk = max(1, CHUNK_BYTES * layout.shape.tile // layout.tile_bytes)
+        count = min(chunk, order.wanted - index, layout.shape.tile - place)
+        channels = fetch.channels[index : index + count]
+        return count, TileCopy(fetch.layer, fetch.expert, 0, fetch.slots[slot], channels, place)
 
-    def _finish_copies(self) -> None:
-        assert self._copier is not None
-        count = self._copier.finish()
-        now, last = time.perf_counter(), self._copied_at
-        finished = [self._running.popleft() for _ in range(count)]
-        # the first may have waited for the copy before it
-        seconds = (now - max(finished[0][2], last)) / count
-        reported = {}
-        for order, number, _ in finished:
-            before = order.landed
-            order.landed += number
-            order.seconds += seconds
-            slot_full = isinstance(order.fetch, Fetch)
-            if not slot_full:
-                channels = self._store.layout.shape.tile
-                slot_full = order.landed // channels > before // channels
-            if slot_full or (order.exhausted and order.landed == order.started):
-                reported[order.fetch.id] = order
-        self._copied_at = now
-        for order in reported.values():
+    def _finish_copy(self, copier: Copier) -> None:
+        order, count, begun = self._running.popleft()
+        _, before = copier.copied
+        copier.ready(begun)
+        order.seconds += copier.copied[1] - before
+        landed = order.landed
+        order.landed += count
+        channels = self._store.layout.shape.tile if len(order.fetch.channels) else 1
+        if order.exhausted or order.landed // channels > landed // channels:
             self._report(order)
 
     def _report(self, order: Order) -> None:
         fetch = order.fetch
         if fetch.id not in self._orders:
             return  # its final report has been sent
-        final = order.exhausted and order.landed == order.started
-        if final:
+        if order.exhausted:
             del self._orders[fetch.id]
-        self._peer.send(Fetched(fetch.id, self._peer.incarnation, order.landed, final, order.seconds))
+        report = Fetched(fetch.id, self._peer.incarnation, order.landed, order.exhausted, order.seconds)
+        self._peer.send(report)
+        if order.exhausted and self._line.seq == fetch.id:
+            self._line.end()
 
 
 def main(config: dict[str, Any]) -> int:
     """Run the prefetcher; returns its exit code."""
     note = pin(config["cores"])
-    if not config["mps"]:
-        mps.decline(Path(config["runtime"]))
     peer = ChildEndpoint(config, "fetch.sock")
     try:
         control = ControlSegment.attach(config["control"])
+        line, gbps = control.line("prefetcher", 0), config["link_gbps"]
+        line.end()
+        link = None if gbps is None else EmulatedLink(gbps, line, control.line("coordinator", 0))
         with Store.attach(config["store"], config["fingerprint"], writable=True) as store:
             peer.announce((note,) if note else ())
-            CopyLoop(peer, store, config["link_gbps"], control.line("prefetcher", 0).tick).serve()
+            CopyLoop(peer, store, line, link).serve()
         control.close()
     except (ShmError, CudaError) as e:
         peer.fail(str(e))

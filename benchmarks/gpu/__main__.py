@@ -64,15 +64,12 @@ def launch(*words: str) -> tuple[str, ...]:
     return (PYTHON, "launch.py", *words)
 
 
-def bench(shape: str, prefetcher: str, what: str = "") -> tuple[str, ...]:
-    model = (
-        f"--model shape:{shape} --device cuda --format int4 --backbone-dtype int4 --prefetcher {prefetcher}"
-    )
-    return launch("bench", *model.split(), *(what or ALL).split(), *LENGTHS.split())
+def bench(shape: str) -> tuple[str, ...]:
+    model = f"--model shape:{shape} --device cuda --format int4 --backbone-dtype int4"
+    return launch("bench", *model.split(), *ALL.split(), *LENGTHS.split())
 
 
 ALL = "--policy all-host,on-demand,layerwise,fiddler,tandem --sweep cache=0.25,0.5,1"
-FEW = "--policy on-demand,tandem --expert-cache 0.25"
 LENGTHS = "--prompt-len 64 --gen-len 32 --rounds 2 --ppl-tokens 0"
 BUILD = "from setuptools import setup; setup()"  # as pyproject.toml says
 LINK = "pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current"
@@ -84,8 +81,7 @@ WHOLE = tests(STEPS, "tests/gpu/test_cuda_quantized.py", "tests/gpu/test_channel
 CALIBRATE = "calibrate --device cuda --text pipeline/assets/heldout/python.txt --calibrate-tokens 1024"
 CHAOS = "stress --device cuda --policy on-demand --expert-cache 0.25 --chaos kill,stop"
 
-PRIMITIVES = {"copies": 25, "latencies": 25, "host": 20, "landings": 30, "partials": 20}
-PRIMITIVES |= {"kinds": 60, "zero-copy": 30, "locking": 60}
+PRIMITIVES = {"copies": 25, "latencies": 25, "host": 20, "partials": 20, "locking": 60}
 
 # Limits are for 16 cores and a disk cache without compiled kernels. Those of a command are together its limit
 # at most, so that every stage is reached. What matters most comes first.
@@ -109,14 +105,12 @@ STAGES = (
     ),
     Stage("primitives", "attention", module("benchmarks.gpu.attention", "--out", FIGURES), 40, table=True),
     Stage("primitives", "doctor", launch("doctor"), 50),
-    Stage("engine", "mixtral", bench("mixtral-8x7b/8", "process"), 110, table=True),
-    Stage("engine", "qwen3", bench("qwen3-30b-a3b/12", "process"), 90, table=True),
+    Stage("engine", "mixtral", bench("mixtral-8x7b/8"), 110, table=True),
+    Stage("engine", "qwen3", bench("qwen3-30b-a3b/12"), 90, table=True),
     Stage("engine", "graphs", module("benchmarks.gpu.graphs", "--out", FIGURES), 80, table=True),
     Stage("engine", "killed", launch(*CHAOS.split()), 50),
     Stage("engine", "memory-back", ("nvidia-smi", "--query-gpu=memory.used", "--format=csv"), 5, table=True),
     Stage("engine", "calibrate", launch(*CALIBRATE.split()), 45),
-    Stage("engine", "mixtral-thread", bench("mixtral-8x7b/8", "thread", FEW), 50, table=True),
-    Stage("engine", "qwen3-thread", bench("qwen3-30b-a3b/12", "thread", FEW), 40, table=True),
 )
 
 

@@ -1,7 +1,7 @@
 """What the engine's model of a GPU stands on: copies by size and direction, page-locking, contexts, waits,
-reads of the host beside copies, both kinds of prefetcher, and kernels that read the host's memory.
+reads of the host beside copies, and kernels that read the host's memory.
 
-    python -m benchmarks.gpu.primitives [copies locking latencies landings host ...] [--out FILE.json]
+    python -m benchmarks.gpu.primitives [copies locking latencies host ...] [--out FILE.json]
 
 Times are the host's around work that was waited for; each is the median of several. What fails is reported,
 and the next goes on.
@@ -23,9 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import host_reads
-from benchmarks.gpu import landings as tile_landings
 from benchmarks.gpu.timing import Memory, Row, median, pages
-from workers import copy_trial
 from workers.cuda import (
     CudaError,
     PinnedBuffer,
@@ -42,7 +40,9 @@ from workers.round_trips import round_trips
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)  # bytes of a copy
 LARGEST = 1 << 30  # bytes that are locked, and that a killed process has locked
+SOURCE, TILE = 64 << 20, 4 << 20  # bytes that are copied in turn beside reads of the host
 CHILD_LIMIT = 60.0  # seconds
+ROOT = Path(__file__).parents[2]
 # A process that makes a context, locks memory, says so and waits.
 CHILD = """
 import mmap, sys, numpy as np
@@ -146,7 +146,7 @@ def child(locked: int) -> Iterator[subprocess.Popen[bytes]]:
     """A process with a context and so much locked memory."""
     command = [sys.executable, "-c", CHILD, str(locked)]
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=copy_trial.ROOT
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT
     )
     try:
         assert process.stdout is not None
@@ -215,42 +215,43 @@ def host(size: int = LARGEST, seconds: float = 1.0) -> list[Row]:
         return number * size / (time.perf_counter() - began) / 1e9
 
     alone = reads(time.perf_counter() + seconds)
-    source = pages(copy_trial.SOURCE)
-    with device_memory(copy_trial.SLOTS * copy_trial.TILE) as there, ThreadPoolExecutor(1) as pool:
-        made = pool.submit(copy_trial.Copies, 0, there, source, copy_trial.TILE).result()
-        copying = pool.submit(made.pace, seconds)
+    source = pages(SOURCE)
+    locked, _ = page_lock(source)
+    with device_memory(SOURCE) as there, ThreadPoolExecutor(1) as pool:
+        copying = pool.submit(copy_pace, source, there, seconds)
         beside = reads(time.perf_counter() + seconds)
         pace = copying.result() / 1e9
-        pool.submit(made.close).result()
+    page_unlock(source, locked)
     return [{"reading alone": alone, "reading beside copies": beside, "copies beside reading": pace}]
 
 
-def kinds() -> list[Row]:
-    """GB/s of the prefetcher's kinds, alone and beside kernels, and how many times as long these take then.
-    With MPS running it is that of a process under MPS."""
-    from pipeline.device import open_device
-    from pipeline.serving.prefetcher_kind import kernels
-
-    device = open_device("cuda")
-    try:
-        found = copy_trial.measure(0, lambda seconds: kernels(device, seconds))
-    finally:
-        device.close()
-    return [
-        {"kind": kind, "alone": pace.alone / 1e9, "beside": pace.beside / 1e9, "slowdown": pace.slowdown}
-        for kind, pace in found.items()
-    ]
+def copy_pace(source: Memory, there: int, seconds: float) -> float:
+    """Bytes a second of copies to the device, one tile after the other, two under way."""
+    call("cudaSetDevice", 0)
+    kind, events = constant("cudaMemcpyKind").cudaMemcpyHostToDevice, [blocking_event(), blocking_event()]
+    began, number = time.perf_counter(), 0
+    with stream() as on:
+        while number < len(events) or time.perf_counter() - began < seconds:
+            event, start = events[number % len(events)], number * TILE % (SOURCE - TILE + 1)
+            call("cudaEventSynchronize", event)
+            for lo, hi in registered_parts(source, source.ctypes.data + start, TILE):
+                host = source.ctypes.data + start + lo
+                call("cudaMemcpyAsync", there + start + lo, host, hi - lo, kind, on)
+            call("cudaEventRecord", event, on)
+            number += 1
+        call("cudaStreamSynchronize", on)
+    pace = number * TILE / (time.perf_counter() - began)
+    for event in events:
+        call("cudaEventDestroy", event)
+    return pace
 
 
 PARTS: dict[str, Callable[[], list[Row]]] = {
     "copies": copies,
     "locking": locking,
     "latencies": latencies,
-    "landings": tile_landings.landings,
     "host": host,
     "partials": host_reads.partials,
-    "kinds": kinds,
-    "zero-copy": host_reads.zero_copy,
 }
 
 

@@ -35,7 +35,7 @@ RUN = PolicyRequest("fiddler")  # computes on both sides, so that both sides' co
 NEW = 48  # tokens of an answer
 # Options of the command that its engine takes as well.
 OF_ENGINE = {"model", "format", "backbone_dtype", "device", "expert_cache", "tile", "workers", "context"}
-OF_ENGINE |= {"kv_tokens", "chunk", "prefetcher", "landings", "graphs", "link_gbps", "host_slowdown"}
+OF_ENGINE |= {"kv_tokens", "chunk", "graphs", "link_gbps", "host_slowdown"}
 OF_ENGINE |= {"seed", "log_level", "record"}
 
 

@@ -42,7 +42,6 @@ SUMMARY_HELP = (
 )
 SWITCH = "/policy NAME switches, /help policy NAME lists its options"
 EXCHANGE = "A preset of five parts can take others; a part has options of its own:"
-KINDS = {"mps": "a process under MPS", "process": "a process", "thread": "a thread"}  # of the prefetcher
 
 
 def help_text() -> RenderableType:
@@ -215,10 +214,13 @@ def _engine(stats: dict[str, Any], welcome: Welcome) -> Iterator[tuple[str, str]
     if welcome.device != "cpu" and (graphs := stats.get("graphs")):
         yield "CUDA graphs", graphs
     if link := stats.get("prefetcher"):
-        parts = [KINDS[link["kind"]], f"landings by {link['landings']}"]
+        refusal = link.get("refusal")
+        state = (
+            "copies what is predicted" if link["up"] else f"copies nothing: {refusal or 'it is restarted'}"
+        )
         if total := link.get("lockable_bytes"):
-            parts.append(f"{byte_size(link['locked_bytes'])} of {byte_size(total)} page-locked")
-        yield "prefetcher", ", ".join(parts)
+            state += f"; {byte_size(link['locked_bytes'])} of {byte_size(total)} page-locked"
+        yield "prefetcher", state
     if exchange := stats.get("exchange", {}).get("name"):
         yield "workers", f"get work through {'shared memory' if exchange == 'shm' else 'sockets'}"
     if "connected" in (clients := stats.get("clients", {})):

@@ -131,15 +131,11 @@ def without_effect(config: EngineConfig, policy: Policy, model: Path) -> list[st
     if not policy.uses_device:
         given = {
             "--link-gbps": config.link_gbps is not None,
-            "--prefetcher": config.prefetcher != EngineConfig.prefetcher,
-            "--landings": config.landings != EngineConfig.landings,
             "--expert-cache": config.expert_cache is not None,
         }
         for option in (option for option, is_given in given.items() if is_given):
             does = "--policy layerwise, for example, does"
             lines.append(f"{option} has no effect on {policy.name}, which uses no device memory; {does}")
-    if policy.uses_device and config.device == "cpu" and config.landings != EngineConfig.landings:
-        lines.append("--landings has no effect on the device cpu, where landings are always reported")
     if config.costs is not None and not policy.needs_costs:
         lines.append(f"--costs has no effect on {policy.name}, which plans without costs")
     if config.exchange != "auto" and config.workers == 0:

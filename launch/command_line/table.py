@@ -40,8 +40,6 @@ from pipeline.config import (
     ExchangeName,
     FormatName,
     GraphsName,
-    LandingsName,
-    PrefetcherName,
 )
 from pipeline.models.shapes import PREFIX, SHAPES
 from protocol.messages import CALIBRATION_TOKENS, MAX_TOKENS, Sampling
@@ -199,8 +197,6 @@ _sizes = _section(
         f"tokens in the KV cache, of all requests (default {KV_CONTEXTS} contexts, or what fits)",
     ),
     Option("chunk N", at_least(1), "prefill tokens of one step (default: measured)"),
-    Option("prefetcher", get_args(PrefetcherName), "what copies tiles to the device"),
-    Option("landings", get_args(LandingsName), "how a GPU learns that tiles have landed"),
     Option("graphs", get_args(GraphsName), "decode steps by CUDA graphs, on a GPU"),
     of_engine=True,
 )

@@ -19,7 +19,16 @@ from typing import Any
 import numpy as np
 
 from shm.layout import Bytes
-from workers.cuda import CudaError, call, constant, ipc_handle, open_ipc_handle, page_lock, page_unlock
+from workers.cuda import (
+    CudaError,
+    call,
+    constant,
+    ipc_handle,
+    open_ipc_handle,
+    page_lock,
+    page_unlock,
+    registered_parts,
+)
 
 SHARED = 1 << 21  # bytes; cudaMalloc puts smaller allocations into one block, and IPC exports whole blocks
 MOVED = 1 << 28  # bytes of one measured copy
@@ -107,7 +116,8 @@ def _link() -> list[float]:
     rates = []
     for _ in range(COPIES):
         began = time.perf_counter()
-        call("cudaMemcpyAsync", address, source.ctypes.data, MOVED, kind, stream)
+        for lo, hi in registered_parts(source, source.ctypes.data, MOVED):
+            call("cudaMemcpyAsync", address + lo, source.ctypes.data + lo, hi - lo, kind, stream)
         call("cudaStreamSynchronize", stream)
         rates.append(MOVED / (time.perf_counter() - began))
     page_unlock(source, locked)

@@ -7,9 +7,8 @@ import subprocess
 from pathlib import Path
 
 from launch.errors import WrongUsage
-from pipeline.config import DeviceName, PrefetcherName
+from pipeline.config import DeviceName
 from protocol.program import COMMAND
-from workers import mps
 from workers.interpreter import PYTHON, environment
 
 log = logging.getLogger("tandem")
@@ -17,12 +16,6 @@ log = logging.getLogger("tandem")
 DRIVER_NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the second under WSL
 PROBE = "import torch; print(torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else '')"
 PROBE_LIMIT = 120.0  # seconds; a cold import of a CUDA build from a slow disk takes tens of them
-
-
-def check_prefetcher(asked: PrefetcherName, device: DeviceName) -> None:
-    """Raises WrongUsage where the prefetcher was asked to share a GPU that nothing shares."""
-    if asked == "mps" and not (device == "cuda" and mps.offered()):
-        raise WrongUsage(mps.NO_MPS)
 
 
 def usable_device(asked: DeviceName) -> tuple[DeviceName, int | None]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launch.planning.device_choice import check_prefetcher, usable_device
+from launch.planning.device_choice import usable_device
 from launch.terminal.format import model_name
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_model
@@ -60,7 +60,6 @@ class Situation:
 def situation(asked: EngineConfig, workers: int) -> Situation:
     """Takes a second or two with a GPU. `workers`: the default. Raises WrongUsage, PolicyError."""
     device, gpu = usable_device(asked.device)
-    check_prefetcher(asked.prefetcher, device)
     name = asked.policy or ("all-host" if device == "cpu" else "fiddler")
     config = replace(
         asked, device=device, policy=name, workers=workers if asked.workers is None else asked.workers

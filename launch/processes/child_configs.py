@@ -71,8 +71,7 @@ class ChildConfigs:
 
     def for_prefetcher(self, fingerprint: str) -> dict[str, Any]:
         # Bound to a core, it would wait for that core's worker; so it copies on any that is idle.
-        shared = {"link_gbps": self.config.link_gbps, "mps": self.config.prefetcher != "process"}
-        return self._store(fingerprint) | {"cores": []} | shared
+        return self._store(fingerprint) | {"cores": [], "link_gbps": self.config.link_gbps}
 
     def for_tokenizer(self, fingerprint: str) -> dict[str, Any]:
         return self._store(fingerprint) | {"model": str(self.model)}

@@ -236,7 +236,7 @@ class Supervisor:
         for index, cpus in enumerate(worker_cores):
             config = partial(self._configs.for_worker, self._fingerprint, cpus)
             monitor.add_slot("worker", index, config, threads)
-        if self._configs.slab and self.config.prefetcher != "thread":
+        if self._configs.slab:
             self._add_prefetcher(monitor)
         if has_tokenizer(self.model):
             tokenizer = partial(self._configs.for_tokenizer, self._fingerprint)

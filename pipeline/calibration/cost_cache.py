@@ -40,7 +40,6 @@ class Setting:
     backbone: str  # its dtype
     workers: tuple[int, ...]  # threads of each worker
     kernels: str
-    prefetcher: str
     emulation: str
 
     @property

@@ -24,12 +24,11 @@ from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.counters import PhaseCounters, StepClock
 from pipeline.engine.engine import Engine
 from pipeline.errors import PolicyError
-from pipeline.experts.demand_stream import DemandStream
-from pipeline.experts.device_share import DeviceMemory
-from pipeline.experts.device_work import Landed
+from pipeline.experts.device_share import DeviceMemory, Slab
 from pipeline.experts.host_pool import Ticket
 from pipeline.experts.host_shards import divide_into_shards, empty_shard
-from pipeline.experts.shares import Missing, Share
+from pipeline.experts.mover import Landed, Wanted
+from pipeline.experts.shares import Share
 from pipeline.policies.costs import Costs
 from shm.mask import DENSE
 
@@ -84,17 +83,16 @@ def setting_of(engine: Engine, coordinator: CoordinatorConfig) -> cost_cache.Set
         backbone=config.backbone_dtype,
         workers=coordinator.workers.cores,
         kernels="torch" if library is None else library.variant,
-        prefetcher=engine.memory.mover.link.kind if engine.memory.exists else config.prefetcher,
         emulation=config.emulation,
     )
 
 
 def measure_costs(engine: Engine, context: int = ROWS[-1]) -> Costs:
     """Medians per tile, and per layer for the rest. Raises PolicyError where the engine has no slab."""
-    if not engine.memory.exists:
+    if engine.memory.slab is None:
         raise PolicyError("measuring costs needs a slab for experts on the device: give --expert-cache")
     share = BUDGET / (3 * len(ROWS) + 2)
-    probe = _Probe(engine, engine.memory)
+    probe = _Probe(engine, engine.memory, engine.memory.slab)
     probe.warm_up()
     host = tuple(probe.host(rows, share) for rows in ROWS)
     device = tuple(probe.device(rows, share) for rows in ROWS)
@@ -106,9 +104,10 @@ def measure_costs(engine: Engine, context: int = ROWS[-1]) -> Costs:
 class _Probe:
     """Uses random activations and the model's real experts, a different one each time, as a step does."""
 
-    def __init__(self, engine: Engine, memory: DeviceMemory) -> None:
+    def __init__(self, engine: Engine, memory: DeviceMemory, slab: Slab) -> None:
         self._engine = engine
         self._memory = memory
+        self._slab = slab.memory
         self._places = itertools.cycle(
             itertools.product(range(engine.shape.experts), range(engine.shape.layers))
         )
@@ -117,7 +116,6 @@ class _Probe:
         """Run each side once: first calls cost more."""
         self._submit(1).result()
         self._fetch()
-        self._memory.mover.link.wait_reported()
         self.device(1, 0.0)
 
     def host(self, rows: int, seconds: float) -> float:
@@ -134,15 +132,15 @@ class _Probe:
 
     def device(self, rows: int, seconds: float) -> float:
         """One tile at `rows` rows from the slab, while the pool computes."""
-        engine, memory, shape = self._engine, self._memory, self._engine.shape
+        engine, memory, slab, shape = self._engine, self._memory, self._slab, self._engine.shape
         x = self._activations(rows).to(engine.device.torch_device)
-        experts = min(-(-min(8, memory.slab.slots) // shape.tiles), shape.experts)
-        count = min(8, memory.slab.slots, experts * shape.tiles)
+        experts = min(-(-min(8, slab.slots) // shape.tiles), shape.experts)
+        count = min(8, slab.slots, experts * shape.tiles)
         items = np.array([[expert, shape.tiles, shape.tiles] for expert in range(experts)], np.int32)
         numbers = np.tile(np.arange(rows, dtype=np.int32), experts)
         offsets = np.arange(experts + 1, dtype=np.int32) * rows
         share = Share(items, offsets, numbers, np.ones(len(numbers), np.float32))
-        slots = [(slot // shape.tiles, slot % shape.tiles, memory.slab.slot(slot)) for slot in range(count)]
+        slots = [(slot // shape.tiles, slot % shape.tiles, slab.slot(slot)) for slot in range(count)]
 
         def once() -> float:
             ticket = self._submit(rows)
@@ -162,7 +160,7 @@ class _Probe:
         """A layer's device share beside its tiles, of `tile` seconds each: one of each expert that a token
         uses, while the pool computes."""
         engine, memory = self._engine, self._memory
-        count = min(engine.shape.top_k, memory.slab.slots)
+        count = min(engine.shape.top_k, self._slab.slots)
         experts = np.arange(count, dtype=np.int32)
         items = np.stack([experts, np.zeros_like(experts), np.ones_like(experts)], axis=1)
         share = Share(
@@ -177,7 +175,7 @@ class _Probe:
             ticket = self._submit(1)
             started = time.perf_counter()
             # the slots' bytes do not matter
-            landing = iter([[Landed(expert, 0, memory.slab.slot(expert)) for expert in range(count)]])
+            landing = iter([[Landed(expert, 0, expert) for expert in range(count)]])
             work = memory.begin(0, nothing_missing, x, DENSE, clock)
             memory.compute(work._replace(share=share, landing=landing), x, clock)
             engine.device.wait(engine.device.fence())
@@ -199,7 +197,6 @@ class _Probe:
             before = self._memory.copied()
             elapsed = self._fetch(count)
             ticket.result()
-            self._memory.mover.link.wait_reported()
             moved, spent = (now - then for now, then in zip(self._memory.copied(), before, strict=True))
             tiles.append(spent / moved)
             return max(0.0, elapsed - spent) / count
@@ -261,15 +258,14 @@ class _Probe:
         return pool.submit(layer, shards, self._activations(rows).numpy())
 
     def _fetch(self, experts: int = 1) -> float:
-        """Stream experts of one layer to the device; seconds."""
+        """Copy experts of one layer to the device, on demand; seconds."""
         expert, layer = next(self._places)
-        shape, unfetched = self._engine.shape, list[Missing]()
-        wanted = [Missing((expert + more) % shape.experts, 0, shape.tiles) for more in range(experts)]
+        shape, device = self._engine.shape, self._engine.device
+        wanted = [Wanted((expert + more) % shape.experts, 0, shape.tiles) for more in range(experts)]
         started = time.perf_counter()
-        for _ in DemandStream(self._memory.mover, layer, wanted, unfetched).groups():
+        for _ in self._memory.mover.demand(layer, wanted):
             pass
-        if unfetched:
-            raise PolicyError("the prefetcher exited while costs were measured; set the policy again")
+        device.wait(device.fence())
         return time.perf_counter() - started
 
     def _activations(self, rows: int) -> torch.Tensor:

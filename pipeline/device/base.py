@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -22,11 +21,11 @@ if TYPE_CHECKING:
     from pipeline.device.cuda_graphs import CudaGraphs
     from shm.blocks import BlockFormat
     from shm.formats import Bytes
-    from shm.landing_flags import LandingFlags
     from shm.layout import StoreLayout
     from shm.mask import Mask
     from shm.store import Store
     from workers.copiers import Copier
+    from workers.emulation import EmulatedLink
     from workers.kernels.cuda.attention import DecodeAttention
     from workers.kernels.cuda.matrix import CudaMatrix
     from workers.kernels.matrix import HostMatrix
@@ -43,8 +42,6 @@ class SlabMemory(ABC):
 
     slots: int
     slot_bytes: int
-    flags: LandingFlags | None = None  # where the device can wait for landings
-    locks: Locks | None = None  # of the store, in this process: by `local_copier`
 
     @property
     @abstractmethod
@@ -76,13 +73,9 @@ class SlabMemory(ABC):
     def address(self) -> AttachSlab:
         """The description by which another process maps this slab."""
 
-    def wait_landing(self, slot: int, number: int) -> None:
-        """All work that the device gets from now on waits until the slot's flag has reached this number."""
-        raise NotImplementedError("the slab has no flags")
-
     @abstractmethod
-    def local_copier(self, store: Store) -> Copier:
-        """A copier into this slab for a thread of this process."""
+    def copier(self, store: Store, link: EmulatedLink | None) -> Copier:
+        """Open what copies demanded tiles into this slab, over the emulated link if there is one."""
 
     @abstractmethod
     def close(self) -> None:
@@ -101,40 +94,8 @@ class LayerSum(Protocol):
         [R, H]. Called once."""
 
 
-class Locks(Protocol):
-    """Memory of the host whose pages are being locked."""
-
-    @property
-    def locked(self) -> int:
-        """Bytes that kernels can read in place, from the first on."""
-
-    @property
-    def ended(self) -> bool:
-        """No more will be locked."""
-
-    def stop(self) -> None:
-        """Lock no more."""
-
-
-@dataclass(frozen=True)
-class Locked:
-    """Nothing more is being locked: `Locks`."""
-
-    locked: int
-    ended: bool = True
-
-    def stop(self) -> None:
-        """Nothing goes on."""
-
-
 class DeviceKernel(Protocol):
     """Computes tiles in the slab."""
-
-    reads_host: bool  # also tiles in the host's locked memory
-
-    def allocates(self, offsets: IntArray) -> bool:
-        """Whether adding tiles to a share with these offsets may allocate memory, so that no tile may be
-        added while the device waits for a landing."""
 
     def begin(
         self, x: Tensor, cuts: IntArray, offsets: IntArray, rows: IntArray, weights: FloatArray
@@ -235,11 +196,6 @@ class Device(ABC):
 
     def unshare_memory(self, memory: NDArray[np.uint8]) -> None:  # noqa: B027 - nothing was shared
         """Before shared memory is unmapped. No kernel may read it any more."""
-
-    @abstractmethod
-    def lock_pages(self, memory: NDArray[np.uint8], locks: Locks | None = None) -> Locks:
-        """Begin to make this memory (a writable mapping) readable by kernels of a DeviceKernel that
-        `reads_host`. `locks`: of its pages in this process, where these are being locked already."""
 
     def add_parts(self, parts: Sequence[Part], shape: tuple[int, ...]) -> tuple[Tensor, Fence]:
         """`sum_on_host`, on the device: float32 [R, H], with the same bits; and the fence behind which the

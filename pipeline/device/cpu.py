@@ -19,8 +19,6 @@ from pipeline.device.base import (
     Device,
     DeviceChannelKernel,
     Fence,
-    Locked,
-    Locks,
     SlabMemory,
     heads_of,
 )
@@ -34,7 +32,8 @@ from shm.layout import StoreLayout
 from shm.segment import SHM_FOLDER, available_memory, byte_size, free_shm_bytes, unlink
 from shm.slab import Slab
 from shm.store import Store
-from workers.copiers import ShmCopier
+from workers.copiers import HostCopier
+from workers.emulation import EmulatedLink
 from workers.kernels.channels import ChannelInputs, ChannelKernel
 from workers.kernels.choice import DEFAULT, Choice
 from workers.kernels.host import Activations, HostKernel
@@ -70,8 +69,8 @@ class CpuSlab(SlabMemory):
     def address(self) -> AttachSlab:
         return AttachSlab("shm", self._name.encode(), 0, self.slots, self.slot_bytes)
 
-    def local_copier(self, store: Store) -> ShmCopier:
-        return ShmCopier(Slab.attach(self._name, self.slots, self.slot_bytes))
+    def copier(self, store: Store, link: EmulatedLink | None) -> HostCopier:
+        return HostCopier(store, self._slab, link)
 
     def close(self) -> None:
         self._tensors.clear()
@@ -82,8 +81,6 @@ class CpuSlab(SlabMemory):
 
 class CpuKernel(TileByTile):
     """The expert workers' kernel, for tensors."""
-
-    reads_host = True
 
     def __init__(self, layout: StoreLayout, team: Team | None, kernels: Choice) -> None:
         self._kernel = HostKernel(layout, team, kernels=kernels)
@@ -160,9 +157,6 @@ class CpuDevice(Device):
 
     def from_host(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array)
-
-    def lock_pages(self, memory: NDArray[np.uint8], locks: Locks | None = None) -> Locked:
-        return Locked(memory.nbytes)
 
     def fence(self) -> Fence:
         return None

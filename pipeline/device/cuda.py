@@ -1,7 +1,7 @@
 """Device `cuda`: the backbone by torch on one GPU, its copies to and from the host, and its fences.
 
-torch computes on its current stream; the prefetcher copies on a stream of its own (`device/cuda_slab.py`). A
-slot is given to the prefetcher again only after the fence of its last reader.
+torch computes on its current stream; demanded tiles are copied on another one, and predicted ones by the
+prefetch process (`device/cuda_slab.py`). A slot is written again only behind the fence of its last reader.
 Between the host and the device go page-locked buffers: only `to_host` waits for the stream, once a layer.
 """
 
@@ -23,8 +23,6 @@ from pipeline.device.base import (
     DeviceChannelKernel,
     DeviceKernel,
     Fence,
-    Locked,
-    Locks,
     SlabMemory,
     heads_of,
 )
@@ -40,7 +38,6 @@ from shm.layout import StoreLayout
 from shm.segment import byte_size
 from shm.store import Store
 from workers.cuda import (
-    PageLocks,
     PinnedArena,
     PinnedBuffer,
     blocking_event,
@@ -60,11 +57,20 @@ DTYPES = {"float32": torch.float32, "int64": torch.int64, "int32": torch.int32, 
 
 
 class _Fence:
-    """An event behind the work of its moment; None once that has completed."""
+    """An event behind the work of its moment. It is taken once, by whoever waits for it."""
 
-    def __init__(self, event: Any, reads: int) -> None:
-        self.event = event
-        self.reads = reads  # of the device, before that moment
+    def __init__(self, event: Any, device: CudaDevice) -> None:
+        self._event, self._device = event, device
+        self._reads = device.reads
+
+    def pending(self) -> Any:
+        """Take the event, to wait for it before the next fence is made; None where it has passed. A stream
+        that waits for an event keeps to the moment at which that was recorded."""
+        event, self._event = self._event, None
+        if event is None:
+            return None
+        self._device.events.append(event)
+        return event if self._reads == self._device.reads else None  # else `to_host` has waited since
 
 
 class CudaDevice(Device):
@@ -87,8 +93,8 @@ class CudaDevice(Device):
         self._to_host = PinnedBuffer()
         self._from_host = PinnedArena()
         self._made: list[Any] = []  # all events of fences
-        self._events: list[Any] = []  # of them, those that no fence uses
-        self._reads = 0  # calls of `to_host`, each of which waits for all work before it
+        self.events: list[Any] = []  # of them, those that no fence uses
+        self.reads = 0  # calls of `to_host`, each of which waits for all work before it
         self.cuda_kernels = CudaKernels(
             self.torch_device, kernels, cache, self.from_host, self.reserve, in_torch=in_torch
         )
@@ -149,7 +155,7 @@ class CudaDevice(Device):
     def wait_for_stream(self) -> None:
         """Wait for all that was enqueued: fences have passed, and what was to be copied has been."""
         call("cudaStreamSynchronize", self.stream)
-        self._reads += 1
+        self.reads += 1
         self._from_host.restart()
 
     def from_host(self, array: NDArray[Any]) -> Tensor:
@@ -184,12 +190,6 @@ class CudaDevice(Device):
     def unshare_memory(self, memory: NDArray[np.uint8]) -> None:
         self._host_reads.unshare(memory)
 
-    def lock_pages(self, memory: NDArray[np.uint8], locks: Locks | None = None) -> Locks:
-        attribute = constant("cudaDeviceAttr").cudaDevAttrCanUseHostPointerForRegisteredMem
-        if not call("cudaDeviceGetAttribute", attribute, self.torch_device.index):
-            return Locked(0)  # kernels would need other addresses
-        return locks or PageLocks(memory, self.torch_device.index)
-
     def add_parts(self, parts: Sequence[Part], shape: tuple[int, ...]) -> tuple[Tensor, Fence]:
         y = self._host_reads.sum(parts, shape, self.torch_device)
         return super().add_parts(parts, shape) if y is None else (y, self.fence())
@@ -198,20 +198,16 @@ class CudaDevice(Device):
         torch.cuda.empty_cache()
 
     def fence(self) -> _Fence:
-        if not self._events:
+        if not self.events:
             self._made.append(blocking_event())
-            self._events.append(self._made[-1])
-        event = self._events.pop()
+            self.events.append(self._made[-1])
+        event = self.events.pop()
         call("cudaEventRecord", event, self.stream)
-        return _Fence(event, self._reads)
+        return _Fence(event, self)
 
     def wait(self, fence: _Fence | None) -> None:
-        if fence is None or fence.event is None:
-            return
-        if fence.reads == self._reads:  # otherwise `to_host` has waited since
-            call("cudaEventSynchronize", fence.event)
-        self._events.append(fence.event)
-        fence.event = None
+        if fence is not None and (event := fence.pending()) is not None:
+            call("cudaEventSynchronize", event)
 
     def time_mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -234,7 +230,7 @@ class CudaDevice(Device):
         self, name: str, slots: int, slot_bytes: int, tick: Callable[[], None] = lambda: None
     ) -> SlabMemory:
         number, stream = self.torch_device.index, lambda: self.stream
-        return CudaSlab(number, name, slots, slot_bytes, self.from_host, stream)
+        return CudaSlab(number, slots, slot_bytes, self.from_host, stream)
 
     def close(self) -> None:
         call("cudaDeviceSynchronize")
@@ -246,7 +242,7 @@ class CudaDevice(Device):
         for event in self._made:
             call("cudaEventDestroy", event)
         self._made.clear()
-        self._events.clear()
+        self.events.clear()
 
     def describe(self) -> str:
         properties = torch.cuda.get_device_properties(self.torch_device)

@@ -48,8 +48,6 @@ class TorchKernel(ReferenceKernel, TileByTile):
 class FewRows:
     """CUDA kernels where an expert's rows are few; torch's matrix products where they are more."""
 
-    reads_host = True  # of few rows
-
     def __init__(self, few: CudaExperts, many: TorchKernel) -> None:
         self._few, self._many = few, many
 
@@ -57,15 +55,9 @@ class FewRows:
         self, x: Tensor, cuts: IntArray, offsets: IntArray, rows: IntArray, weights: FloatArray
     ) -> LayerSum:
         """As of DeviceKernel."""
-        return self._of(offsets).begin(x, cuts, offsets, rows, weights)
-
-    def allocates(self, offsets: IntArray) -> bool:
-        """As of DeviceKernel."""
-        return self._of(offsets).allocates(offsets)
-
-    def _of(self, offsets: IntArray) -> DeviceKernel:
         few = np.diff(offsets).max(initial=0) <= self._few.most_rows
-        return self._few if few else self._many
+        kernel: DeviceKernel = self._few if few else self._many
+        return kernel.begin(x, cuts, offsets, rows, weights)
 
 
 class CudaKernels:

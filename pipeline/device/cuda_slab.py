@@ -1,13 +1,11 @@
 """The slab on the device `cuda`: one allocation outside torch's allocator.
 
-The prefetcher copies into it on a stream of its own, in its own process (through CUDA IPC) or in a thread of
-this one. A tile is computed after its landing: that was reported, or torch's stream waits for its flag
-(`shm/landing_flags.py`).
+Demanded tiles are copied into it by this process on a stream of their own, which torch's stream waits for;
+predicted ones by the prefetcher, through CUDA IPC. These are computed once their landing was reported.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,17 +15,12 @@ from torch import Tensor
 
 from pipeline.device.base import SLOT_ALIGNMENT, SlabMemory
 from protocol.messages import AttachSlab
-from shm.errors import ShmError
-from shm.landing_flags import LandingFlags
-from shm.segment import unlink
 from shm.store import Store
-from workers.cuda import CudaError, call, ipc_handle
+from workers.cuda import call, ipc_handle
 from workers.cuda_copier import CudaCopier
-from workers.device_flags import DeviceFlags
+from workers.emulation import EmulatedLink
 
 BLOCK = 1 << 21  # cudaMalloc places smaller allocations in a shared block, and IPC exports whole blocks
-
-log = logging.getLogger(__name__)
 
 
 class _Allocation:
@@ -53,13 +46,12 @@ class CudaSlab(SlabMemory):
     def __init__(
         self,
         device: int,
-        name: str,
         slots: int,
         slot_bytes: int,
         upload: Callable[..., Tensor],
         stream: Callable[[], int],
     ) -> None:
-        """`name`: of the segment with its landing flags; `stream`: on which torch computes now."""
+        """`stream`: on which torch computes now."""
         self.slots, self._upload, self._stream = slots, upload, stream
         self.slot_bytes = -(-slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         self._used = slot_bytes
@@ -70,26 +62,6 @@ class CudaSlab(SlabMemory):
         whole = _allocated(self._address, slots * self.slot_bytes, device)
         self._all = whole.view(slots, self.slot_bytes)
         self._tensors = [whole[i * self.slot_bytes :][: self._used] for i in range(slots)]
-        self._flags = self._open_flags(name)
-
-    def _open_flags(self, name: str) -> DeviceFlags | None:
-        try:
-            self.flags = LandingFlags.create(name, self.slots)
-            return DeviceFlags(self.flags, self._device, spare=0)
-        except (CudaError, ShmError) as e:
-            log.info(f"landings are reported by messages, because the GPU cannot wait for flags: {e}")
-        self._remove_flags()
-        return None
-
-    def _remove_flags(self) -> None:
-        if self.flags is not None:
-            self.flags.close()
-            unlink(self.flags.segment.name)
-            self.flags = None
-
-    def wait_landing(self, slot: int, number: int) -> None:
-        assert self._flags is not None
-        self._flags.wait(self._stream(), slot, number)
 
     @property
     def all_slots(self) -> Tensor:
@@ -104,19 +76,14 @@ class CudaSlab(SlabMemory):
     def address(self) -> AttachSlab:
         handle = ipc_handle(self._address)
         self._exported = True
-        flags = self.flags.segment.name if self.flags is not None else ""
-        return AttachSlab("cuda", handle, self._device, self.slots, self.slot_bytes, flags)
+        return AttachSlab("cuda", handle, self._device, self.slots, self.slot_bytes)
 
-    def local_copier(self, store: Store) -> CudaCopier:
-        copier = CudaCopier(store, self._device, self._address, self.slot_bytes, False, self._flags)
-        self.locks = copier.locks
-        return copier
+    def copier(self, store: Store, link: EmulatedLink | None) -> CudaCopier:
+        address, stream = self._address, self._stream
+        return CudaCopier(store, self._device, address, self.slot_bytes, stream=stream, link=link)
 
     def close(self) -> None:
         call("cudaDeviceSynchronize")
-        if self._flags is not None:
-            self._flags.close()
-        self._remove_flags()
         self._tensors.clear()
         del self._all
         if not self._exported:

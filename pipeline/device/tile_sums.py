@@ -57,8 +57,6 @@ class TileSums:
 class TileByTile(ABC):
     """A DeviceKernel that computes one tile at a time."""
 
-    reads_host = False
-
     upload: Upload = staticmethod(torch.from_numpy)
 
     @abstractmethod
@@ -69,10 +67,6 @@ class TileByTile(ABC):
     def compute(self, tiles: Tensor, x: Any, rows: Tensor) -> Tensor:
         """The sum of the outputs of consecutive tiles (uint8 [number * tile_bytes]) for the rows x[rows]
         (int64 [n]): float32 [n, H], a new tensor."""
-
-    def allocates(self, offsets: IntArray) -> bool:
-        """As of DeviceKernel: each output is a new tensor."""
-        return True
 
     def begin(
         self, x: Tensor, cuts: IntArray, offsets: IntArray, rows: IntArray, weights: FloatArray

@@ -28,7 +28,6 @@ from pipeline.engine.tensor_executor import TensorExecutor
 from pipeline.engine.timing import Timing
 from pipeline.errors import PolicyError, StepFailed
 from pipeline.experts.device_share import DeviceMemory
-from pipeline.experts.empty_memory import EmptyDeviceMemory
 from pipeline.experts.host_pool import HostPool, Ticket
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
@@ -59,8 +58,8 @@ class Engine:
         self.backbone, self.layout = backbone, layout
         self.device = device
         self.pool = pool
-        self.memory: DeviceMemory | EmptyDeviceMemory = EmptyDeviceMemory(s.layers, s.experts)
         self.shape = ModelShape(s.layers, s.experts, s.tiles, backbone.spec.top_k)
+        self.memory = DeviceMemory(self.shape, device)
         self._channel_bytes = layout.tile_bytes // s.tile if layout.head_bytes else 0
         self.counters = Counters(layout.tile_bytes, s.layers, self._channel_bytes)
         self.observers: list[Observer] = []
@@ -86,10 +85,10 @@ class Engine:
         counted: bool = True,
         follow: bool = False,
     ) -> tuple[str, ...]:
-        """Use a policy from the next step on. Its placement is resident when this returns, unless the
-        prefetcher is down. Without `counted` its steps leave `popularity` unchanged. `follow`: correct the
-        costs by what runs. Returns its notes. Raises PolicyError where the policy needs a slab or anything
-        else that the engine does not have; the previous policy is kept then."""
+        """Use a policy from the next step on. Its placement is resident when this returns. Without `counted`
+        its steps leave `popularity` unchanged. `follow`: correct the costs by what runs. Returns its notes.
+        Raises PolicyError where the policy needs a slab or anything else that the engine does not have; the
+        previous policy is kept then."""
         memory, decode = self.memory, self.counters.phases["decode"]
         if policy.uses_device and not memory.exists:
             raise PolicyError(f"policy {policy.name} keeps experts on the device, and the engine has no slab")
@@ -116,10 +115,9 @@ class Engine:
         self.timing = timing
         self.probing = Probing(self.backbone, self.device.torch_device, calibration)
         placement = self.driver.placement
-        memory.retarget(Target(i, e, int(placement[i, e])) for i, e in np.ndindex(placement.shape))
-        placed = memory.wait_idle()
-        late = () if placed else ("the prefetcher is down: experts are placed once it is restarted",)
-        return *self.driver.notes, *late
+        memory.mover.retarget(Target(i, e, int(placement[i, e])) for i, e in np.ndindex(placement.shape))
+        memory.mover.wait_idle()
+        return self.driver.notes
 
     def forget_trials(self) -> None:
         """Reset all counters: the steps so far were trials, not requests."""

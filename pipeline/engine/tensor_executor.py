@@ -15,9 +15,7 @@ from pipeline.engine.driver import LayerDecision
 from pipeline.engine.layers import Attended, StepLayers
 from pipeline.engine.observer import Observer, with_observers
 from pipeline.engine.timing import Timing
-from pipeline.experts.device_share import DeviceMemory
-from pipeline.experts.device_work import DeviceWork
-from pipeline.experts.empty_memory import EmptyDeviceMemory
+from pipeline.experts.device_share import DeviceMemory, DeviceWork
 from pipeline.experts.host_pool import HostPool, Ticket
 from pipeline.experts.host_shards import divide_into_shards
 from pipeline.experts.shares import Share, Split, split_layer
@@ -31,7 +29,7 @@ class TensorExecutor:
 
     layers: StepLayers
     device: Device
-    memory: DeviceMemory | EmptyDeviceMemory
+    memory: DeviceMemory
     pool: HostPool
     timing: Timing
     observers: Sequence[Observer]
@@ -61,7 +59,7 @@ class TensorExecutor:
         self.clock.mark("read")
         if self.only_waits[layer] and self.phase == "decode" and self.device.on_host:
             self.pool.announce()  # this layer is probably planned as in the step before
-        self.memory.collect_landings()
+        self.memory.mover.collect_landings()
         return Signals(read.pop(0) if own else None, dict(zip(wanted, read, strict=True)))
 
     def begin(self, decision: LayerDecision[Ticket]) -> None:
@@ -70,7 +68,7 @@ class TensorExecutor:
             observer.layer(decision, self._x_host)
         active = decision.gated.routing.active.experts
         self.counters.book_hits(layer, decision.resident.take(active).tolist(), self.tiles)
-        self.memory.retarget(decision.targets)
+        self.memory.mover.retarget(decision.targets)
         self._split = split = split_layer(decision.gated.routing, decision.cut, decision.resident, self.tiles)
         self.counters.fidelity.book(decision.gated, decision.cut, self.tiles, decision.stale)
         self.clock.mark("plan")
@@ -105,26 +103,21 @@ class TensorExecutor:
 
     def compute(self, decision: LayerDecision[Ticket]) -> None:
         self.clock.mark("plan")
-        layer, split = decision.layer, self._split
+        split = self._split
         if not self.device.on_host:
             self._compute_shared_experts()
         if len(split.device.items):
             self._outputs.append(self.memory.compute(self._device_work, self._attended.x, self.clock))
             self.timing.device_began(split.device)
-        host = [(split.host, self._ticket)]
-        if missing := self._device_work.missing:  # the prefetcher is down: the workers compute them
-            late = split.host_share_of(missing)
-            host.append((late, self._submit(layer, late, self._x_host, decision.mask, True)))
-        for share, ticket in host:
-            if ticket.shards:
-                self._outputs.append(ticket.result_on(self.device))
-                self.timing.host_ends(ticket.busy)
-                self.clock.mark("wait")
-            self.counters.host_tiles += share.tiles
-            self.counters.host_busy += ticket.busy
+        ticket = self._ticket
+        if ticket.shards:
+            self._outputs.append(ticket.result_on(self.device))
+            self.timing.host_ends(ticket.busy)
+            self.clock.mark("wait")
+        self.counters.host_tiles += split.host.tiles
+        self.counters.host_busy += ticket.busy
         if decision.mask != DENSE:
-            on_device = self.memory.tally(self._device_work)
-            tally = Tally.of([on_device, *(ticket.tally for _, ticket in host)])
+            tally = Tally.of([self.memory.tally(self._device_work), ticket.tally])
             self.counters.book_mask(decision.gated.routing.total_weight, tally)
 
     def end(self, targets: Sequence[Target]) -> None:

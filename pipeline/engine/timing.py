@@ -13,8 +13,7 @@ from pipeline.arrays import Phase
 from pipeline.device import Device
 from pipeline.engine.corrections import SIDES, Corrections, Priced, Side, Work
 from pipeline.experts.device_share import DeviceMemory
-from pipeline.experts.empty_memory import EmptyDeviceMemory
-from pipeline.experts.fetch_link import Order
+from pipeline.experts.mover import Order
 from pipeline.experts.shares import Share
 from pipeline.policies.costs import Backlog, Costs, Landing, SecondsTable
 
@@ -34,7 +33,7 @@ class Timing(Backlog):
 
     def __init__(
         self,
-        memory: DeviceMemory | EmptyDeviceMemory,
+        memory: DeviceMemory,
         device: Device,
         costs: Costs | None,
         corrections: Corrections | None = None,

@@ -1,15 +1,14 @@
 """The device's share of a layer in a format that keeps up apart (FloE, `shm/floe.py`): the device has the up
 matrices of all experts, computes u = up x, and of a tile that is not resident only the channels that the
-layer's mask keeps are fetched.
+layer's mask keeps are copied.
 
-A tile below its expert's target will stay, so it is fetched whole; so is every tile of a layer without a
+A tile below its expert's target will stay, so it is copied whole; so is every tile of a layer without a
 mask. Whether a tile is resident, came whole or as channels, it gives the same bits: a row's sum is over the
 channels that the row keeps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,16 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.arrays import IntArray
-from pipeline.counters import PhaseCounters, StepClock
-from pipeline.device import SlabMemory
+from pipeline.counters import StepClock
+from pipeline.device import Device
 from pipeline.device.base import DeviceChannelKernel
 from pipeline.device.tile_sums import TileSums
-from pipeline.experts.channel_mover import ChannelMover, Wanted
-from pipeline.experts.channel_mover import Landed as LandedChannels
-from pipeline.experts.device_share import DeviceMemory
-from pipeline.experts.device_work import DeviceWork, Landed, Landing, rows_of
-from pipeline.experts.shares import Missing, Share
-from pipeline.experts.tile_mover import TileMover
+from pipeline.experts.device_share import DeviceMemory, DeviceWork, Slab, rows_of
+from pipeline.experts.mover import Landed, Wanted
+from pipeline.experts.shares import Share
+from pipeline.policies.view import ModelShape
 from shm.layout import StoreLayout
 from shm.mask import DENSE, NOTHING, Mask, Tally
 
@@ -58,40 +55,27 @@ class ChannelMemory(DeviceMemory):
     """Device memory with the heads of all experts beside the slab."""
 
     kernel: DeviceChannelKernel
-    ahead = False  # its sums are made of channels too, which are reported by messages
 
     def __init__(
         self,
-        mover: TileMover,
-        slab: SlabMemory,
+        shape: ModelShape,
+        device: Device,
+        slab: Slab,
         kernel: DeviceChannelKernel,
         heads: list[Tensor],
         layout: StoreLayout,
     ) -> None:
         """`heads`: as `Device.load_heads` gives them."""
-        super().__init__(mover, slab, kernel)  # type: ignore[arg-type]
-        self.channels = ChannelMover(mover, layout.shape.tile)
-        self.poll, self.wait_idle = self._poll, self._wait_idle
+        super().__init__(shape, device, slab, kernel, layout.shape.tile)
+        self._memory = slab.memory
         self._heads = heads
         self._layout = layout
         self._tile = layout.shape.tile
         self._named: dict[int, set[int]] = {}  # of layers to come: the experts that were predicted
 
-    @property
-    def idle(self) -> bool:
-        return self.mover.idle and self.channels.idle
-
-    def _poll(self) -> None:
-        self.channels.forget()  # what a step that failed has left
-        self.mover.poll_prefetcher()
-
-    def _wait_idle(self) -> bool:
-        self.channels.forget()
-        return self.mover.wait_idle()
-
-    def count_in(self, counters: PhaseCounters) -> None:
-        super().count_in(counters)
-        self.channels.counters = counters.channels
+    def poll(self) -> None:
+        self.mover.forget()  # what a step that failed has left
+        super().poll()
 
     # --- channels of later layers --------------------------------------------------------------------------
 
@@ -99,65 +83,48 @@ class ChannelMemory(DeviceMemory):
         if mask == DENSE or not self.mover.link.up:
             return
         named = self._named[layer] = set(share.items[:, 0].tolist())
-        self.channels.counters.named_experts += len(named)
+        self.counters.channels.named_experts += len(named)
         wanted = share.items[:, 1] < share.items[:, 2]
         share = share.take(np.flatnonzero(wanted).tolist())
         masked = self._masked(layer, share, self.kernel.activations(x), mask)
         for expert, there, _ in share.items.tolist():
-            found = masked.experts[expert]
-            self.channels.predict(layer, expert, found.kept[found.tiles[there] :])
+            kept, tiles = masked.experts[expert].kept, masked.experts[expert].tiles
+            self.mover.predict(layer, expert, kept[tiles[there] :])
 
     # --- a layer -------------------------------------------------------------------------------------------
 
     def begin(self, layer: int, share: Share, x: Tensor, mask: Mask, clock: StepClock) -> DeviceWork:
-        """Computes u and its masks first: they say what is ordered."""
-        self._use(layer, share)
+        """As DeviceMemory.begin. Computes u and its masks first: they say what is copied."""
         if (named := self._named.pop(layer, None)) is not None:
             used = share.items[:, 0].tolist()
-            self.channels.counters.used_experts += len(used)
-            self.channels.counters.right_experts += len(named.intersection(used))
-        items, missing = share.items.tolist(), list[Missing]()
+            self.counters.channels.used_experts += len(used)
+            self.counters.channels.right_experts += len(named.intersection(used))
         if mask == DENSE:
-            self.channels.demand(layer, (), missing)
-            wanted = [Missing(*item) for item in items if item[1] < item[2]]
-            masked = MaskedLayer(mask, cuts={expert: cut for expert, _, cut in items})
-            return DeviceWork(
-                layer, share, self._stream(layer, share, wanted, missing), missing, masked=masked
-            )
+            cuts = {expert: cut for expert, _, cut in share.items.tolist()}
+            work = super().begin(layer, share, x, mask, clock)
+            return work._replace(masked=MaskedLayer(mask, cuts=cuts))
+        self._use(layer, share)
         clock.mark("submit")
         masked = self._masked(layer, share, self.kernel.activations(x), mask)
         clock.mark("device")
-        whole, chosen = [], []
-        for expert, lo, cut in items:
-            kept = max(lo, min(cut, int(self.mover.cache.target[layer, expert])))
-            whole += [Missing(expert, lo, kept)] * (lo < kept)
-            if kept < cut:
-                found = masked.experts[expert]
-                chosen.append(Wanted(expert, kept, cut, found.kept[found.tiles[kept] :]))
-        if whole:  # the link takes them first, and they leave the slots to channels
-            landing = self._both(layer, self._stream(layer, share, whole, missing), chosen, missing)
-        else:
-            landing = self._chosen(self.channels.demand(layer, chosen, missing))
-        return DeviceWork(layer, share, landing, missing, masked=masked)
+        wanted = []
+        for expert, lo, cut in share.items.tolist():
+            whole = max(lo, min(cut, int(self.target[layer, expert])))
+            if lo < whole:
+                wanted.append(Wanted(expert, lo, whole))
+            if whole < cut:
+                kept, tiles = masked.experts[expert].kept, masked.experts[expert].tiles
+                wanted.append(Wanted(expert, whole, cut, kept[tiles[whole] :]))
+        return DeviceWork(layer, share, self.mover.demand(layer, wanted), masked)
 
-    def _both(self, layer: int, whole: Landing, chosen: list[Wanted], missing: list[Missing]) -> Landing:
-        yield from whole
-        gone = {item.expert: place for place, item in enumerate(missing)}
-        for item in chosen:
-            if item.expert in gone:  # the rest of an expert is one range
-                place = gone[item.expert]
-                missing[place] = missing[place]._replace(hi=item.hi)
-        there = [item for item in chosen if item.expert not in gone]
-        yield from self._chosen(self.channels.demand(layer, there, missing))
-
-    def _chosen(self, landing: Iterator[LandedChannels]) -> Iterator[list[Landed]]:
-        size = self._layout.tile_bytes // self._tile
-        for expert, tile, places in landing:
-            yield [Landed(expert, tile, self.slab.records(places, size, self._tile))]
+    def _bytes(self, landed: Landed) -> Tensor:
+        if landed.places is None:
+            return self._memory.slot(landed.slot)
+        return self._memory.records(landed.places, self._layout.tile_bytes // self._tile, self._tile)
 
     def _masked(self, layer: int, share: Share, inputs: Any, mask: Mask) -> MaskedLayer:
         """u of the share's tiles, and the masks' channels on the host, in one copy."""
-        found, rows = MaskedLayer(mask), rows_of(share, self.mover.device)
+        found, rows = MaskedLayer(mask), rows_of(share, self.device)
         us, sums = [], []
         for expert, _, cut in share.items.tolist():
             u = self.kernel.up(self._up(layer, expert, cut), inputs, rows[expert])
@@ -171,10 +138,10 @@ class ChannelMemory(DeviceMemory):
             us.append(u.masked_fill_(~kept, 0))
         if not us:
             return found
-        on_host = self.mover.device.to_host(*sums)
+        on_host = self.device.to_host(*sums)
         chosen = [np.flatnonzero(marks[0]).astype(np.int32) for marks in on_host[::3]]
         ends = np.cumsum([len(channels) for channels in chosen]).tolist()
-        every = self.mover.device.from_host(np.concatenate(chosen).astype(np.int64))
+        every = self.device.from_host(np.concatenate(chosen).astype(np.int64))
         masses, left = ([numbers[0] for numbers in on_host[part::3]] for part in (1, 2))
         for i, (expert, _, cut) in enumerate(share.items.tolist()):
             tiles = np.searchsorted(chosen[i], np.arange(cut + 1) * self._tile).astype(np.int32)
@@ -192,7 +159,7 @@ class ChannelMemory(DeviceMemory):
         def output(item: int, tile: int, data: Tensor, rows: Tensor) -> Tensor:
             return self._output(work, experts[item], tile, data, inputs, rows)
 
-        upload = self.mover.device.from_host
+        upload = self.device.from_host
         return TileSums(x, share.offsets, share.rows, share.weights, output, upload)
 
     def _output(
@@ -216,12 +183,10 @@ class ChannelMemory(DeviceMemory):
 
     def tally(self, work: DeviceWork) -> Tally:
         masked: MaskedLayer = work.masked
-        gone = {expert: lo for expert, lo, _ in work.missing}
         parts = []
-        for expert, found in masked.experts.items():
-            tiles = gone.get(expert, len(found.mass))
-            mass, left = (float(of[:tiles].sum(dtype=np.float64)) for of in (found.mass, found.left))
+        for expert in masked.experts.values():
+            mass, left = (float(of.sum(dtype=np.float64)) for of in (expert.mass, expert.left))
             if not mass < np.inf:
                 mass = left = 0.0
-            parts.append(Tally(mass, left, int(found.tiles[tiles]), tiles * self._tile))
+            parts.append(Tally(mass, left, len(expert.kept), len(expert.mass) * self._tile))
         return Tally.of(parts) if parts else NOTHING

@@ -1,66 +1,118 @@
 """The device's share of a layer, and the memory that its tiles are read from. The device computes resident
-tiles while missing ones are under way, and each of these once it has landed."""
+tiles while missing ones are copied, and each of these once it has landed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from pipeline.counters import PhaseCounters, StepClock
-from pipeline.device import SlabMemory
-from pipeline.device.base import DeviceKernel, LayerSum
-from pipeline.experts.demand_stream import DemandStream
-from pipeline.experts.device_work import DeviceWork, Landed, Landing
-from pipeline.experts.fetch_link import Order
-from pipeline.experts.shares import Missing, Share
-from pipeline.experts.tile_mover import TileMover
-from pipeline.policies.view import Target
+from pipeline.device import Device, SlabMemory
+from pipeline.device.base import LayerSum
+from pipeline.errors import PlanError
+from pipeline.experts.cache import ExpertCache
+from pipeline.experts.link import DownLink, PrefetchLink
+from pipeline.experts.mover import Landed, Mover, Order, Wanted
+from pipeline.experts.shares import Share
+from pipeline.policies.view import ModelShape, Target
 from shm.mask import NOTHING, Mask, Tally
+from workers.copiers import Copier
+
+
+class DeviceWork(NamedTuple):
+    """One layer's device share while it is computed. Its missing tiles are being copied; `landing` has to be
+    exhausted."""
+
+    layer: int
+    share: Share
+    landing: Iterator[list[Landed]]
+    masked: Any = None  # what the memory has found of the layer's masks, for itself
+
+
+class Slab(NamedTuple):
+    """A slab, and what moves tiles into it."""
+
+    memory: SlabMemory
+    capacity: int  # tiles that may be kept
+    link: PrefetchLink
+    copier: Copier
 
 
 class DeviceMemory:
-    """The slab, and the mover that keeps its residency at the policy's targets."""
+    """The slab, and the mover that keeps its residency at the policy's targets; without a slab its capacity
+    is 0, and no tile is ever resident."""
 
-    exists: Literal[True] = True
-    ahead = True  # tiles may be given before they have landed, see DemandStream.groups
-    kernel: Any  # of the experts' format
+    resident_marks: tuple[object, object] = (0.0, 0.0)  # when `compute` began and ended with resident tiles
 
-    def __init__(self, mover: TileMover, slab: SlabMemory, kernel: DeviceKernel) -> None:
-        self.mover = mover
-        self.slab = slab
-        self.kernel = kernel
-        self.capacity = mover.cache.capacity  # tiles
-        self.staging = mover.cache.slots - self.capacity
-        self.residency = mover.cache.residency  # [L, E], live
-        self.target = mover.cache.target  # [L, E], live
-        self.ordered = mover.ordered  # [L, E], live
-        self.resident_marks: tuple[object, object] = (0.0, 0.0)  # when `compute` began and ended with them
-        # the mover's own, which EmptyDeviceMemory has too
-        self.audit = partial(mover.cache.audit, idle=True)
-        self.collect_landings = mover.collect_landings
-        self.retarget = mover.retarget
-        self.poll, self.wait_idle = mover.poll_prefetcher, mover.wait_idle
+    def __init__(
+        self,
+        shape: ModelShape,
+        device: Device,
+        slab: Slab | None = None,
+        kernel: Any = None,
+        channels: int = 1,
+    ) -> None:
+        """`kernel`: of the experts' format; `channels`: of a tile."""
+        sizes = shape.layers, shape.experts, shape.tiles
+        self.device, self.slab, self.kernel = device, slab, kernel
+        self.capacity, slots = (slab.capacity, slab.memory.slots) if slab else (0, 0)
+        cache = ExpertCache(*sizes, self.capacity, slots, device.fence)
+        self.mover = Mover(
+            cache,
+            slab.link if slab else DownLink(),
+            slab.copier if slab else None,
+            wait=device.wait,
+            each=device.on_host,
+            channels=channels,
+        )
+        self.count_in(PhaseCounters(shape.layers))
+        self.staging = slots - self.capacity
+        self.residency = cache.residency  # [L, E], live
+        self.target = cache.target  # [L, E], live
+        self.ordered = self.mover.ordered  # [L, E], live
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a slab."""
+        return self.slab is not None
 
     @property
     def idle(self) -> bool:
-        """Whether no tile is being fetched in the background."""
+        """Whether nothing is being fetched in the background."""
         return self.mover.idle
 
+    def audit(self) -> None:
+        """Check the cache while nothing is under way. Raises AssertionError: a bug in the engine."""
+        self.mover.cache.audit(idle=True)
+
     def under_way(self) -> tuple[list[Order], float]:
-        """The link's orders, and the seconds since the present tile began to move."""
-        link = self.mover.link
-        return link.under_way(), link.moving_for()
+        """Return what is being moved, demanded tiles first, and the seconds since the present tile began."""
+        if self.slab is None:
+            return [], 0.0
+        link, demanded = self.slab.link, list(self.mover.outstanding.values())
+        return [*demanded, *link.under_way()], 0.0 if demanded else link.moving_for()
 
     def copied(self) -> tuple[int, float]:
-        """The tiles that were copied so far, and the seconds of copying them."""
-        return self.mover.link.copied
+        """Return the tiles that were copied so far, by whichever process, and the seconds of that."""
+        if self.slab is None:
+            return 0, 0.0
+        (tiles, seconds), (others, elsewhere) = self.slab.copier.copied, self.slab.link.copied
+        return tiles + others, seconds + elsewhere
 
     def count_in(self, counters: PhaseCounters) -> None:
         """Count moved and computed tiles here from now on."""
-        self.mover.counters = counters
+        self.counters = self.mover.counters = counters
+
+    def poll(self) -> None:
+        """Handle the prefetcher's start or exit, also while no order is under way; then bring residency
+        nearer to the targets."""
+        if self.slab is not None:
+            self.slab.link.update(0)
+            self.mover.update()
 
     def prefetch(self, targets: Iterable[Target]) -> None:
         """Set predicted targets and order their tiles."""
@@ -77,50 +129,30 @@ class DeviceMemory:
         self.mover.update()
 
     def begin(self, layer: int, share: Share, x: Tensor, mask: Mask, clock: StepClock) -> DeviceWork:
-        """Order the share's missing tiles, before all else. x: float32 [R, H], the experts' input."""
+        """Begin to copy the share's missing tiles, before all else. x: float32 [R, H], the experts'
+        input. Raises PlanError for a share without a slab."""
         self._use(layer, share)
-        wanted = [Missing(*item) for item in share.items.tolist() if item[1] < item[2]]
-        missing: list[Missing] = []
-        return DeviceWork(layer, share, self._stream(layer, share, wanted, missing), missing)
+        wanted = [Wanted(*item) for item in share.items.tolist() if item[1] < item[2]]
+        return DeviceWork(layer, share, self.mover.demand(layer, wanted))
 
     def _use(self, layer: int, share: Share) -> None:
         """The share's resident tiles are computed."""
+        if self.slab is None and len(share.items):
+            raise PlanError("the policy gave work to a device without a slab")
         for expert, resident, _ in share.items.tolist():
             if resident:
                 self.mover.used(layer, expert, resident)
 
-    def _stream(self, layer: int, share: Share, wanted: list[Missing], missing: list[Missing]) -> Landing:
-        """Order whole tiles of the share, at once."""
-        ahead = self.ahead and not self.kernel.allocates(share.offsets)
-        landing = DemandStream(self.mover, layer, wanted, missing).groups(ahead=ahead) if wanted else iter(())
-
-        def give() -> Landing:
-            given, next_tile = 0, {item.expert: item.lo for item in wanted}
-            for group in landing:
-                if group is None:
-                    self.mover.counters.fetched_tiles -= given
-                    next_tile = {item.expert: item.lo for item in wanted}
-                    yield None
-                    continue
-                given += len(group)
-                self.mover.counters.fetched_tiles += len(group)
-                found = []
-                for expert, slot in group:
-                    found.append(Landed(expert, next_tile[expert], self.slab.slot(slot)))
-                    next_tile[expert] += 1
-                yield found
-
-        return give()
-
     def compute(self, work: DeviceWork, x: Tensor, clock: StepClock) -> Tensor:
-        """The weighted sum of the share, float32 [R, H]. Resident tiles are an expert's first, so each
+        """Return the weighted sum of the share, float32 [R, H]. Resident tiles are an expert's first, so each
         expert sums its tiles in tile order, and then experts are added in theirs: the bits depend on the cuts
         and not on which tiles happened to be resident."""
-        counters, device, items = self.mover.counters, self.mover.device, work.share.items.tolist()
+        assert self.slab is not None
+        counters, device, items = self.counters, self.device, work.share.items.tolist()
         began, slots_of = device.time_mark(), self.mover.cache.slots_of
         layer = self.begin_sum(work, x)
         resident = [
-            (item, tile, self.slab.slot(slot))
+            (item, tile, self.slab.memory.slot(slot))
             for item, (expert, number, _) in enumerate(items)
             for tile, slot in enumerate(slots_of(work.layer, expert)[:number])
         ]
@@ -131,22 +163,32 @@ class DeviceMemory:
         place = {expert: item for item, (expert, _, _) in enumerate(items)}
         for group in work.landing:
             clock.mark("link")
-            if group is None:  # anew, without the tiles that have not landed
-                layer, group = self.begin_sum(work, x), []
-                layer.add(resident)
-            layer.add([(place[expert], tile, data) for expert, tile, data in group])
+            counters.fetched_tiles += sum(one.places is None for one in group)
+            layer.add([(place[one.expert], one.tile, self._bytes(one)) for one in group])
             clock.mark("device")
         clock.mark("link")
         y = layer.result()
         clock.mark("device")
         return y
 
+    def _bytes(self, landed: Landed) -> Tensor:
+        """A landed tile's bytes, uint8; of chosen channels their records."""
+        assert self.slab is not None
+        return self.slab.memory.slot(landed.slot)
+
     def begin_sum(self, work: DeviceWork, x: Tensor) -> LayerSum:
-        """Of the share, which has no tiles yet."""
+        """Return the sum of the share, which has no tiles yet."""
         share = work.share
         sum_: LayerSum = self.kernel.begin(x, share.items[:, 2], share.offsets, share.rows, share.weights)
         return sum_
 
     def tally(self, work: DeviceWork) -> Tally:
-        """What the masks of a computed share have left out, without the tiles that could not be fetched."""
+        """Return what the masks of a computed share have left out."""
         return NOTHING
+
+
+def rows_of(share: Share, device: Device) -> dict[int, Tensor]:
+    """Return the rows of each expert of a share, int64, on the device."""
+    every = device.from_host(share.rows.astype(np.int64))
+    experts, places = share.items[:, 0].tolist(), pairwise(share.offsets.tolist())
+    return {expert: every[start:end] for expert, (start, end) in zip(experts, places, strict=True)}

@@ -1,17 +1,10 @@
-"""Measures how long a child that has work has made no progress, and how long it may; and how far the store is
-page-locked."""
+"""Measures how long a child that has work has made no progress, and how long it may."""
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass
 
-from shm.segment import byte_size
-
-log = logging.getLogger(__name__)
-
-LINE_SECONDS = 10.0  # between two lines about page-locking, which takes up to 100 s for 100 GB
 STALL_SLICE = 0.1  # seconds that one reading may count: this process may have been stopped itself
 
 
@@ -46,39 +39,3 @@ class ProgressWatch:
     def reset(self) -> None:
         """Restart the count: the child has no work, or has just answered."""
         self._ticks = -1
-
-
-class CopyProgress:
-    """The progress counter of a prefetcher's thread."""
-
-    def __init__(self) -> None:
-        self.ticks = 0
-
-    def tick(self) -> None:
-        """Progress was made."""
-        self.ticks += 1
-
-
-class LockProgress:
-    """Page-locking of the store, as the prefetcher reports it."""
-
-    def __init__(self) -> None:
-        self.locked = self.total = 0  # bytes
-        self._began = self._said = time.monotonic()
-
-    def report(self, locked: int, total: int) -> None:
-        """Note it; say it now and then, and at the end."""
-        now = time.monotonic()
-        if locked <= self.locked:  # another prefetcher begins anew
-            self._began = self._said = now
-        self.locked, self.total = locked, total
-        if locked == total or now - self._said > LINE_SECONDS:
-            self._said = now
-            log.info(
-                f"{byte_size(locked)} of the store's {byte_size(total)} are page-locked, in"
-                f" {now - self._began:.0f} s"
-            )
-
-    def stats(self) -> dict[str, int]:
-        """Nothing where no page need be locked."""
-        return {"locked_bytes": self.locked, "lockable_bytes": self.total} if self.total else {}

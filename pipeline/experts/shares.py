@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,14 +10,6 @@ from numpy.typing import NDArray
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.errors import PlanError
 from pipeline.policies.view import Active, Routing
-
-
-class Missing(NamedTuple):
-    """Tiles [lo, hi) of an expert that the device has to compute and that are not resident."""
-
-    expert: int
-    lo: int
-    hi: int
 
 
 class Share(NamedTuple):
@@ -58,17 +49,10 @@ NOTHING = Share(
 
 class Split(NamedTuple):
     """One layer's work for host and device. The host computes tiles [lo, hi) of its items. Of the device's,
-    tiles [0, lo) are read from the slab, and [lo, hi) are fetched."""
+    tiles [0, lo) are read from the slab, and [lo, hi) are copied there."""
 
     host: Share
     device: Share
-
-    def host_share_of(self, missing: Sequence[Missing]) -> Share:
-        """The host's share of device tiles that cannot be fetched."""
-        place = {expert: i for i, (expert, _, _) in enumerate(self.device.items.tolist())}
-        wanted = sorted(missing)
-        share = self.device.take([place[item.expert] for item in wanted])
-        return share._replace(items=np.array(wanted, np.int32))
 
 
 def split_layer(routing: Routing, cut: IntArray, residency: IntArray, tiles: int) -> Split:

@@ -86,7 +86,6 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     device = "cuda" if cuda else "cpu"
     workers = 1 if config.workers is None else config.workers
     processes = COORDINATOR[device] + workers * WORKER + PREFETCHER[device] + TOKENIZER
-    second = CONTEXT_BYTES if config.prefetcher != "thread" else 0
     graphs = GRAPH_BYTES if config.graphs != "off" else 0
     return Needs(
         format=format,
@@ -103,7 +102,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
         position=8 * spec.attention.rope_dim * (1 if spec.rope.switch is None else 2),
         kv_token=spec.kv_numbers_per_token * plain_bytes(config),
         processes=processes + (largest if cuda else max(largest, activations)),
-        steps=activations + second + graphs if cuda else 0,
+        steps=activations + CONTEXT_BYTES + graphs if cuda else 0,
         spec=spec,
     )
 

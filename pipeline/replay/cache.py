@@ -1,10 +1,10 @@
 """The expert cache and its link in a replay: residency, orders under way, and when each tile lands.
 
-The same rules as `experts/tile_mover.py`, `experts/demand_stream.py` and `workers/prefetcher.py`, on a clock
-of its own. The link moves one tile at a time and always finishes it, and an order's first tile takes longer
-by `Costs.fetch`. Demanded tiles come first, then predicted ones, then placed ones, each kind in the order of
-the orders. Of a demand, the experts that had an order come first, as they were waiting. Slots are not
-counted: a replay never runs out of slots for streaming.
+Much the same rules as `experts/mover.py` and `workers/prefetcher.py`, on a clock of its own. The link moves
+one tile at a time and always finishes it, and an order's first tile takes longer by `Costs.fetch`. Demanded
+tiles come first, then predicted ones, then placed ones, each kind in the order of the orders. Of a demand,
+the experts that had an order come first, as they were waiting. Slots are not counted: a replay never runs out
+of slots for streaming.
 """
 
 from __future__ import annotations

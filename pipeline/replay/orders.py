@@ -25,7 +25,7 @@ class Order:
 
 @dataclass(slots=True)
 class Prediction:
-    """As in the tile mover: a predicted expert that is kept and was not used yet."""
+    """As in the mover: a predicted expert that is kept and was not used yet."""
 
     counters: PhaseOutcome  # of the phase that predicted it
     number: int  # in the order in which predictions were made

@@ -90,7 +90,7 @@ class EngineStatus:
         if (corrections := engine.timing.corrections) is not None:
             stats["cost_updates"] = corrections.report()
         memory = engine.memory
-        if memory.exists:
+        if memory.slab is not None:
             mover, cache = memory.mover, memory.mover.cache
             stats["cache"] = {
                 "capacity_tiles": cache.capacity,
@@ -99,5 +99,5 @@ class EngineStatus:
                 "demanded_tiles": mover.demanded,
                 "placed_tiles": mover.placed,
             }
-            stats["prefetcher"] = mover.link.stats()
+            stats["prefetcher"] = memory.slab.link.stats() | memory.slab.copier.stats()
         return stats

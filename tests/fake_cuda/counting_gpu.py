@@ -4,7 +4,7 @@ and waits for what it would on a GPU, and an operation on tensors of both the ho
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,6 +76,11 @@ class CountingDevice(cuda.CudaDevice):
         made = super().reserve(size)
         made.copy = lambda *_: self.counts.update(("from host",))  # parts of `meta` have addresses
         return made
+
+    def open_slab(
+        self, name: str, slots: int, slot_bytes: int, tick: Callable[[], None] = lambda: None
+    ) -> cuda_slab.CudaSlab:
+        return cuda_slab.CudaSlab(0, slots, slot_bytes, self.from_host, lambda: self.stream)
 
     def time_mark(self) -> float:
         return 0.0

@@ -18,14 +18,12 @@ import torch
 from emulated_cuda import library
 from fake_graphs import RecordedLauncher, function, patch_graphs
 from fake_runtime import FakeRuntime
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.device import cuda, cuda_slab
 from pipeline.device.base import DeviceKernel
 from shm.layout import StoreLayout
 from workers.kernels.cuda.attention import DecodeAttention, program
-from workers.kernels.cuda.reserved import Reserved
 
 PACKAGES = Path(__file__).parent / "packages"  # for the PYTHONPATH of child processes
 _keys = itertools.count()
@@ -47,7 +45,6 @@ def fake_runtime(seed: int = 0) -> Iterator[FakeRuntime]:
         patch.setenv("FAKE_CUDA", f"{runtime.key}:{seed + 1}")
         yield runtime
         runtime.exit()
-        assert runtime.behind_waits == []
         assert runtime.cudaMemGetInfo() == (0, runtime.total, runtime.total)
 
 
@@ -71,13 +68,8 @@ class LateSum:
 class LateKernel:
     """A DeviceKernel on the stand-in's stream."""
 
-    reads_host = True  # where it is registered: tensors of the device are the host's here
-
     def __init__(self, inner: DeviceKernel, runtime: FakeRuntime) -> None:
         self._inner, self._runtime = inner, runtime
-
-    def allocates(self, offsets: Any) -> bool:
-        return False  # memory of the device: torch is on the CPU
 
     def begin(self, *arguments: Any) -> LateSum:
         return LateSum(self._inner.begin(*arguments), self._runtime)
@@ -92,14 +84,6 @@ class FakeCudaDevice(cuda.CudaDevice):
         super().__init__(in_torch=True)
         self.torch_device = torch.device("cpu", 0)
         self.runtime = runtime
-
-    def from_host(self, array: NDArray[Any]) -> Tensor:
-        self.runtime.may_wait("torch's allocator")
-        return super().from_host(array)
-
-    def reserve(self, size: int) -> Reserved:
-        self.runtime.may_wait("torch's allocator")
-        return super().reserve(size)
 
     def decode_attention(
         self, streams: Sequence[tuple[int, int]], dtype: torch.dtype, context: int

@@ -4,10 +4,9 @@ It is stricter than a GPU, so that what would be wrong now and then there is wro
 
 - an allocation is a shared-memory segment, its IPC handle the segment's name; another process maps it;
 - a stream is a thread that takes its time; a copy lands piece by piece, in any order, and its target is
-  poisoned when it is started; new and freed memory is poisoned too;
+  poisoned when it begins; new and freed memory is poisoned too;
 - a copy must not run from one registration of host memory into another or out of it;
-- no memory may be allocated, freed or registered while torch's stream waits for a number;
-- a stream writes and waits for numbers in registered memory only; a wait that nobody ends is `Stuck`;
+- a wait for an event or a stream that does not end is `Stuck`;
 - memory is back once no process maps it, also where these were killed: each holds a lock on the segment.
 
 Stream 0 stands for torch's: torch computes on the CPU here, at once, so what is put into that stream is done
@@ -37,7 +36,6 @@ PAGE = mmap.PAGESIZE
 POISON, FREED = 0xCB, 0xDD
 INVALID, OUT_OF_MEMORY, INVALID_CONTEXT, REGISTERED, NOT_REGISTERED, NOT_READY = 1, 2, 201, 712, 713, 600
 PIECES = 5  # of a copy
-NOT_SUPPORTED = 801
 
 
 class Stuck(Exception):
@@ -67,11 +65,6 @@ def _remove_abandoned(key: str, age: float = 0.0) -> int:
     return used
 
 
-def _reached(number: ctypes.c_uint32, value: int) -> bool:
-    """As a stream compares them, in a cycle."""
-    return ctypes.c_int32(number.value - value).value >= 0
-
-
 @dataclass
 class Allocation:
     name: str
@@ -84,10 +77,17 @@ class Allocation:
 
 @dataclass
 class Event:
+    timed: bool
     done: threading.Event = field(default_factory=threading.Event)
+    passed: float = 0.0  # when that was
 
     def __post_init__(self) -> None:
         self.done.set()  # one that was never recorded has passed
+
+    def pass_(self, done: threading.Event) -> None:
+        if done is self.done:  # it was not recorded again
+            self.passed = time.perf_counter()
+        done.set()
 
 
 class Stream:
@@ -154,7 +154,6 @@ class FakeRuntime:
         cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2, cudaMemcpyDeviceToDevice=3
     )
     cudaIpcMemHandle_t = Handle
-    cudaDeviceAttr = SimpleNamespace(cudaDevAttrCanUseHostPointerForRegisteredMem=91)
 
     def __init__(self, key: str, seed: int = 0, total: int = 1 << 28) -> None:
         """`key`: of all processes that see this GPU."""
@@ -168,14 +167,10 @@ class FakeRuntime:
         self.registered: dict[int, int] = {}  # start -> end, whole pages
         self._copies = threading.Event()  # they may go on
         self._copies.set()
-        self.limit = LIMIT  # seconds that a stream waits for a number
+        self.limit = LIMIT  # seconds that a stream waits
         self.lockable = 1 << 60  # bytes that may be registered
-        self.host_pointers = 1  # whether kernels read registered memory by the host's addresses
         self.pinned: dict[int, ctypes.Array[ctypes.c_uint8]] = {}
         self.torch_stream = Stream(self._chance)
-        self.waits: list[tuple[ctypes.c_uint32, int]] = []  # of torch's stream: numbers, and for what
-        self.engine_thread = 0  # which makes torch's stream wait
-        self.behind_waits: list[str] = []  # calls that may wait for the device, while it waits for a number
         self.streams: dict[int, Stream] = {}
         self.events: dict[int, Event] = {}
         self.calls: Counter[str] = Counter()
@@ -228,17 +223,6 @@ class FakeRuntime:
         self.mapped.clear()
         self.cudaMemGetInfo()  # removes what nobody maps
 
-    def _waits(self) -> bool:
-        """Whether torch's stream waits for a number."""
-        self.waits = [(number, value) for number, value in self.waits if not _reached(number, value)]
-        return bool(self.waits)
-
-    def may_wait(self, name: str) -> None:
-        """A call of this name may wait for all streams, as allocating and freeing may. Calls of other threads
-        than the engine's stand for those of other processes."""
-        if self._waits() and threading.get_ident() == self.engine_thread:
-            self.behind_waits.append(name)
-
     def _fails(self, name: str) -> bool:
         self.calls[name] += 1
         if name not in self.failures:
@@ -255,7 +239,6 @@ class FakeRuntime:
         self.calls["cudaFree"] += 1
         if not address:
             return (0,)
-        self.may_wait("cudaFree")
         for allocation in self.allocations:
             if allocation.address == address and not allocation.freed:
                 allocation.freed = True
@@ -266,7 +249,6 @@ class FakeRuntime:
         return (INVALID,)
 
     def cudaMalloc(self, size: int) -> tuple[int, int]:
-        self.may_wait("cudaMalloc")
         free = self.cudaMemGetInfo()[1]
         if self._fails("cudaMalloc") or size > free:
             return OUT_OF_MEMORY, 0
@@ -324,7 +306,6 @@ class FakeRuntime:
     # --- memory of the host ------------------------------------------------------------------------------
 
     def cudaHostRegister(self, start: int, size: int, flags: int) -> tuple[int]:
-        self.may_wait("cudaHostRegister")
         lo, hi = start // PAGE * PAGE, -(-(start + size) // PAGE) * PAGE
         with self._lock:
             locked = sum(end - begin for begin, end in self.registered.items())
@@ -336,7 +317,6 @@ class FakeRuntime:
         return (0,)
 
     def cudaHostUnregister(self, start: int) -> tuple[int]:
-        self.may_wait("cudaHostUnregister")
         with self._lock:
             return (0,) if self.registered.pop(start // PAGE * PAGE, None) else (NOT_REGISTERED,)
 
@@ -361,11 +341,7 @@ class FakeRuntime:
                     start, size = hi, size - (hi - start)
         return size <= 0
 
-    def cudaDeviceGetAttribute(self, attribute: int, device: int) -> tuple[int, int]:
-        return 0, self.host_pointers
-
     def cudaMallocHost(self, size: int) -> tuple[int, int]:
-        self.may_wait("cudaMallocHost")
         if self._fails("cudaMallocHost"):
             return OUT_OF_MEMORY, 0
         memory = (ctypes.c_uint8 * size)()
@@ -374,7 +350,6 @@ class FakeRuntime:
         return 0, address
 
     def cudaFreeHost(self, address: int) -> tuple[int]:
-        self.may_wait("cudaFreeHost")
         memory = self.pinned.pop(address)
         ctypes.memset(address, FREED, len(memory))
         return (0,)
@@ -409,19 +384,16 @@ class FakeRuntime:
             return (INVALID,)
         if not (to and source):
             return (0,)  # a tensor of torch's device meta, which has no numbers
-        if not stream and self._waits():
-            self.torch_stream.put(lambda: ctypes.memmove(to, source, size))
-            return (0,)
         if not stream:
             self.torch_stream.drain()
             ctypes.memmove(to, source, size)
             return (0,)
-        ctypes.memset(to, POISON, size)
         step = -(-size // PIECES) or 1
         starts = list(range(0, size, step))
         self._chance.shuffle(starts)
 
         def copy() -> None:
+            ctypes.memset(to, POISON, size)
             assert self._copies.wait(self.limit)
             for start in starts:
                 if self._chance.random() < 0.1:
@@ -436,50 +408,38 @@ class FakeRuntime:
             touched = [(a, b) for a, b in self.registered.items() if a < source + size and source < b]
         return not touched or (touched[0][0] <= source and source + size <= touched[0][1])
 
-    def cuStreamWriteValue32(self, stream: int, address: int, value: int, flags: int) -> tuple[Status]:
-        number = ctypes.c_uint32.from_address(address) if self.is_registered(address, 4) else None
-        if self._fails("cuStreamWriteValue32"):
-            return (Status(NOT_SUPPORTED),)
-        if number is None or not 0 <= value < 1 << 32 or not stream:
-            return (Status(INVALID),)
-
-        def write() -> None:
-            number.value = value
-
-        self._stream(stream).put(write)
-        return (Status(0),)
-
-    def cuStreamWaitValue32(self, stream: int, address: int, value: int, flags: int) -> tuple[Status]:
-        number = ctypes.c_uint32.from_address(address) if self.is_registered(address, 4) else None
-        if self._fails("cuStreamWaitValue32"):
-            return (Status(NOT_SUPPORTED),)
-        if number is None or not 0 <= value < 1 << 32 or flags:
-            return (Status(INVALID),)
+    def cudaStreamWaitEvent(self, stream: int, event: int, flags: int) -> tuple[int]:
+        """What the stream does from now on waits for what the event was recorded behind so far."""
+        self.calls["cudaStreamWaitEvent"] += 1
+        done = self.events[event].done
 
         def wait() -> None:
-            until = time.monotonic() + self.limit
-            while not _reached(number, value):
-                if time.monotonic() > until:
-                    raise Stuck(f"a stream that waits for {value}, at {number.value}")
-                time.sleep(2e-5)
+            if not done.wait(self.limit):
+                raise Stuck("a stream that waits for an event")
 
-        if not stream:
-            self.engine_thread = threading.get_ident()
-            self.waits.append((number, value))
         self._stream(stream).put(wait)
-        return (Status(0),)
+        return (0,)
 
     def cudaEventCreateWithFlags(self, flags: int) -> tuple[int, int]:
         self.calls["cudaEventCreateWithFlags"] += 1
         self._made += 1
-        self.events[self._made] = Event()
+        self.events[self._made] = Event(timed=not flags & self.cudaEventDisableTiming)
         return 0, self._made
 
     def cudaEventRecord(self, event: int, stream: int) -> tuple[int]:
         self.calls["cudaEventRecord"] += 1
-        done = self.events[event].done = threading.Event()
-        self._stream(stream).put(done.set)
+        recorded = self.events[event]
+        done = recorded.done = threading.Event()
+        self._stream(stream).put(lambda: recorded.pass_(done))
         return (0,)
+
+    def cudaEventElapsedTime(self, first: int, last: int) -> tuple[int, float]:
+        events = self.events[first], self.events[last]
+        if not all(event.timed for event in events):
+            return INVALID, 0.0
+        if not all(event.done.is_set() for event in events):
+            return NOT_READY, 0.0
+        return 0, (events[1].passed - events[0].passed) * 1e3
 
     def cudaEventSynchronize(self, event: int) -> tuple[int]:
         self.calls["cudaEventSynchronize"] += 1

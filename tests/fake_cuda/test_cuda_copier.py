@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import mmap
+import ctypes
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
 
 import numpy as np
 import pytest
 from fake_gpu import fake_runtime
 from fake_runtime import PAGE, FakeRuntime
+from mover_parts import random_store
 
-from shm.layout import Bytes
+from shm.layout import Bytes, ExpertShape
 from shm.store import Store
 from workers import cuda
+from workers.copiers import TileCopy
 from workers.cuda_copier import MOST_AHEAD, CudaCopier
 
 CHUNK = 3 * PAGE  # bytes of a registration
-SLOT, SLOTS = 5120, 12
-SIZE = 10 * CHUNK + PAGE + 100  # of the host memory: its last chunk and its last page are partial
+SHAPE = ExpertShape(layers=2, experts=3, hidden=32, intermediate=200, tile=16)
+SLOTS = 12
 
 
 @pytest.fixture(params=[0, 1])
@@ -33,115 +34,105 @@ def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield runtime
 
 
-@pytest.fixture
-def memory() -> Bytes:
-    whole = np.frombuffer(mmap.mmap(-1, -(-SIZE // PAGE) * PAGE), np.uint8)[:SIZE]
-    whole[:] = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8)
-    return whole
+@pytest.fixture(scope="module")
+def store() -> Iterator[Store]:
+    with random_store(SHAPE, "cuda_copier") as store:
+        yield store
 
 
 @pytest.fixture
-def slab(runtime: FakeRuntime) -> Iterator[Bytes]:
-    address = cuda.call("cudaMalloc", SLOTS * SLOT)
-    yield np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * (SLOTS * SLOT)).from_address(address)).reshape(
-        SLOTS, SLOT
-    )
+def slab(runtime: FakeRuntime, store: Store) -> Iterator[Bytes]:
+    size = store.layout.tile_bytes
+    address = cuda.call("cudaMalloc", SLOTS * size)
+    memory = (ctypes.c_uint8 * (SLOTS * size)).from_address(address)
+    yield np.ctypeslib.as_array(memory).reshape(SLOTS, size)
     cuda.call("cudaFree", address)
 
 
-def copier_of(memory: Bytes, slab: Bytes) -> CudaCopier:
-    store = cast(Store, SimpleNamespace(segment=SimpleNamespace(array=memory)))
-    return CudaCopier(store, 0, slab.ctypes.data, SLOT, owned=False)
+def copier_of(store: Store, slab: Bytes, stream: bool = False) -> CudaCopier:
+    """`stream`: of the process that computes on stream 0."""
+    return CudaCopier(store, 0, slab.ctypes.data, slab.shape[1], stream=(lambda: 0) if stream else None)
 
 
-def test_tiles_have_landed_when_they_are_finished_also_while_pages_are_locked(runtime, memory, slab) -> None:
-    """The first copies start before page-locking has ended; sources cross from one chunk into the next."""
-    copier = copier_of(memory, slab)
-    random, running = np.random.default_rng(0), []
-    for number in range(150):
-        while len(running) >= min(copier.depth, SLOTS):
-            for _ in range(copier.finish()):
-                slot, tile = running.pop(0)
-                np.testing.assert_array_equal(slab[slot, : len(tile)], tile)
-        size = int(random.integers(1, SLOT + 1))
-        start = int(random.integers(0, SIZE - size + 1))
-        free = sorted(set(range(SLOTS)) - {slot for slot, _ in running})
-        slot, tile = free[number % len(free)], memory[start : start + size]
-        copier.start(tile, slot)
-        running.append((slot, tile))
-    copier.locks.wait()
-    assert copier.notes == ()
-    assert copier.locks.locked == SIZE
-    assert sum(end - start for start, end in runtime.registered.items()) == -(-SIZE // PAGE) * PAGE
-    copier.close()
-    for slot, tile in running:
-        np.testing.assert_array_equal(slab[slot, : len(tile)], tile)
-    assert runtime.calls["cudaEventCreateWithFlags"] <= MOST_AHEAD  # events are used again
-    assert runtime.leftovers() == {"device": 1, "registered": 11}  # the process's exit unlocks faster
-    copier.locks.undo()
-    assert runtime.leftovers() == {"device": 1}
+def tile(number: int) -> tuple[int, int, int]:
+    """Layer, expert and tile."""
+    number %= SHAPE.layers * SHAPE.experts * SHAPE.tiles
+    rest, index = divmod(number, SHAPE.tiles)
+    return rest % SHAPE.layers, rest // SHAPE.layers, index
 
 
-@pytest.mark.parametrize("refused", ["limit", "third call"])
-def test_page_locking_that_ends_early_is_noted_and_copies_are_right(runtime, memory, slab, refused) -> None:
-    if refused == "limit":
-        runtime.lockable = 2 * CHUNK + PAGE
-    else:
-        runtime.failures["cudaHostRegister"] = 2
-    copier = copier_of(memory, slab)
-    copier.locks.wait()
-    share = 2 * CHUNK / SIZE
-    assert copier.notes == (f"page-locked {share:.0%} of the store: cudaHostRegister: error 2",)
-    tile = memory[2 * CHUNK - 1000 : 2 * CHUNK + 1000]  # one half is locked
-    copier.start(tile, 3)
-    assert copier.finish() == 1
-    np.testing.assert_array_equal(slab[3, :2000], tile)
-    copier.close()
-    copier.locks.undo()
-    assert runtime.leftovers() == {"device": 1}
-
-
-def test_locking_ends_with_the_copier(runtime, memory, slab) -> None:
-    copier_of(memory, slab).close()
-    held = len(runtime.registered)
-    assert held <= 11
-    assert runtime.leftovers().keys() <= {"device", "registered"}
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_channels_are_gathered_by_threads_and_land_in_order(
-    runtime, memory, slab, threads, monkeypatch
+@pytest.mark.parametrize("lockable", [1 << 30, 2 * CHUNK + PAGE, 0])
+def test_tiles_are_there_when_they_are_ready_also_while_pages_are_locked(
+    runtime: FakeRuntime, store: Store, slab: Bytes, lockable: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("workers.cuda_copier.gather_threads", lambda: threads)
-    copier = copier_of(memory, slab)
-    assert copier.gather_depth == threads + 1
-    records, random = memory[:20000].reshape(1000, 20), np.random.default_rng(0)
-    expected, under_way = {}, 0
-    for chunk in range(40):
-        chosen = np.sort(random.permutation(1000)[: 1 + chunk % 5]).astype(np.int32)
-        copier.gather(records, chosen, chunk % 3, 5 * (chunk // 3))
-        expected[chunk] = chosen
-        under_way += 1
-        if under_way == copier.gather_depth:
-            under_way -= copier.finish()
+    """The first copies begin before page-locking has ended, or it ends early; tiles cross from one chunk into
+    the next."""
+    runtime.lockable = lockable
+    copier, running = copier_of(store, slab), list[tuple[int, int, object]]()
+    for number in range(150):
+        if len(running) == min(copier.ahead, SLOTS):
+            before, slot, begun = running.pop(0)
+            copier.ready(begun)
+            layer, expert, index = tile(before)
+            np.testing.assert_array_equal(slab[slot], store.tiles(layer, expert, index, index + 1))
+        begun = copier.begin([TileCopy(*tile(number), number % SLOTS)])
+        running.append((number, number % SLOTS, begun))
+    for _, _, begun in running:
+        copier.ready(begun)
+    tiles, seconds = copier.copied
+    assert (tiles, seconds > 0) == (150, True)
     copier.close()
-    for chunk, chosen in expected.items():
-        place = 100 * (chunk // 3)
-        found = slab[chunk % 3, place : place + 20 * len(chosen)]
-        np.testing.assert_array_equal(found, records[chosen].reshape(-1))
+    assert ("page-locked" in caplog.text) == (lockable < store.segment.size)
+    assert runtime.leftovers().keys() <= {"device", "registered"}  # the process's exit unlocks faster
+    assert runtime.calls["cudaEventCreateWithFlags"] <= 4 * MOST_AHEAD  # events are used again
+
+
+def test_channels_are_gathered_by_threads(runtime: FakeRuntime, store: Store, slab: Bytes) -> None:
+    copier, random = copier_of(store, slab), np.random.default_rng(0)
+    expected, begun = {}, []
+    for slot in range(SLOTS):
+        chosen = np.sort(random.permutation(SHAPE.padded)[: 1 + slot]).astype(np.int32)
+        begun.append(copier.begin([TileCopy(1, 2, 0, slot, chosen, 3)]))
+        expected[slot] = chosen
+    for one in begun:
+        copier.ready(one)
+    records = store.tiles(1, 2, 0, SHAPE.tiles).reshape(SHAPE.padded, -1)
+    for slot, chosen in expected.items():
+        found = slab[slot].reshape(SHAPE.tile, -1)[3 : 3 + len(chosen)]
+        np.testing.assert_array_equal(found, records[chosen[: SHAPE.tile - 3]])
+    copier.close()
     copier.locks.undo()
     assert runtime.leftovers() == {"device": 1}
 
 
-def test_small_tiles_are_started_ahead_and_large_ones_are_not(runtime, memory, slab) -> None:
-    store = cast(Store, SimpleNamespace(segment=SimpleNamespace(array=memory)))
-    depths = {}
-    for slot_bytes in (4096, 1 << 20, 1 << 24):
-        copier = CudaCopier(store, 0, slab.ctypes.data, slot_bytes, owned=False)
-        depths[slot_bytes] = copier.depth
-        copier.close()
-        copier.locks.undo()
-    assert depths == {4096: MOST_AHEAD, 1 << 20: 2, 1 << 24: 2}
+def test_the_computing_stream_waits_and_this_thread_does_not(
+    runtime: FakeRuntime, store: Store, slab: Bytes
+) -> None:
+    """And a copy waits for the slot's last reader."""
+    copier, resume = copier_of(store, slab, stream=True), runtime.hold_copies()
+    begun = copier.begin([TileCopy(0, 0, index, index) for index in range(3)])
+    copier.ready(begun)
+    found: list[Bytes] = []
+    runtime.launch(lambda: found.append(slab[:3].copy()))
+    assert runtime.calls["cudaEventSynchronize"] == 0
+    assert copier.copied == (0, 0.0)
+    resume()
+    runtime.drain()
+    np.testing.assert_array_equal(found[0].reshape(-1), store.tiles(0, 0, 0, 3))
+    assert copier.copied[0] == 3
+    event = cuda.blocking_event()
+    read: list[Bytes] = []
+    runtime.launch(lambda: read.append(slab[0].copy()))  # some time later
+    cuda.call("cudaEventRecord", event, 0)
+    fence = SimpleNamespace(pending=lambda: event)
+    copier.ready(copier.begin([TileCopy(1, 1, 0, 0, fence=fence)]))
+    runtime.drain()
+    np.testing.assert_array_equal(read[0], store.tiles(0, 0, 0, 1))
+    np.testing.assert_array_equal(slab[0], store.tiles(1, 1, 0, 1))
+    cuda.call("cudaEventDestroy", event)
+    copier.close()
+    copier.locks.undo()
+    assert runtime.leftovers() == {"device": 1}
 
 
 def test_arena_parts_are_apart_until_it_restarts(runtime) -> None:

@@ -16,7 +16,6 @@ from benchmarks.gpu import coordinator, model, primitives, timing
 from benchmarks.gpu.__main__ import STAGES, Stage, run_all
 from launch.command_line.options import parse
 from shm.layout import ExpertShape, StoreLayout, format_named
-from workers import copy_trial
 
 
 def python(name: str, code: str, limit: float = 30.0, *, gpu: bool = False) -> Stage:
@@ -89,20 +88,20 @@ def test_stages_have_names_of_their_own_and_limits_within_their_commands() -> No
 
 def test_the_engines_commands_are_understood() -> None:
     lines = [stage.words[2:] for stage in STAGES if stage.words[1] == "launch.py"]
-    assert len(lines) >= 6
+    assert len(lines) >= 5
     for words in lines:
         parse(list(words))
 
 
-@pytest.mark.parametrize("part", ["copies", "locking", "latencies", "landings", "host"])
+@pytest.mark.parametrize("part", ["copies", "locking", "latencies", "host"])
 def test_primitives_are_measured_and_give_everything_back(part: str, monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{PACKAGES}")
     monkeypatch.setattr(primitives, "SIZES", (4096, 1 << 16))
     monkeypatch.setattr(timing, "REPEATS", 1)
     monkeypatch.setattr(primitives, "LARGEST", 1 << 16)
-    monkeypatch.setattr(copy_trial, "TILE", 8192)
-    monkeypatch.setattr(copy_trial, "SOURCE", 1 << 16)
-    sizes = {"locking": (1 << 16,), "host": (1 << 16, 0.02), "landings": (1, 20)}.get(part, ())
+    monkeypatch.setattr(primitives, "TILE", 8192)
+    monkeypatch.setattr(primitives, "SOURCE", 1 << 16)
+    sizes = {"locking": (1 << 16,), "host": (1 << 16, 0.02)}.get(part, ())
     with fake_runtime() as runtime:
         rows = primitives.PARTS[part](*sizes)
         assert rows

@@ -28,7 +28,7 @@ BLOCKS, PLAIN = (Program.of_format(format_named(name), fused=True) for name in (
     ],
 )
 def test_kernels_are_loaded_before_the_first_launch(program, others, monkeypatch) -> None:
-    """A launch may come while the device waits for a landing; loading a kernel may wait for the device."""
+    """Loading a kernel may wait for the device, and a step must not."""
     loaded, launched = [], []
     with fake_device() as (device, runtime):
 

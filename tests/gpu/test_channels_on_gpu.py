@@ -19,13 +19,12 @@ MASKED = [("floe", {"pause": "0"}), ("floe", {"prediction": "none"}), ("on-deman
 DEVICE = "cuda"
 
 
-@pytest.mark.parametrize("prefetcher", ["process", "thread"])
-async def test_device_and_host_compute_the_same(start_engine, prefetcher: str) -> None:
+async def test_device_and_host_compute_the_same(start_engine) -> None:
     tokenizer = Tokenizer.load(model_dir())
     assert tokenizer is not None
     tokens = tuple(tokenizer.encode(heldout()["english"].read_text()[:1000])[:LENGTH])
     plain = {"device": DEVICE, "format": "floe-u8-int8", "backbone_dtype": "f32", "tile": 64, "workers": 1}
-    config = EngineConfig(**plain, expert_cache=0.3, prefetcher=prefetcher)
+    config = EngineConfig(**plain, expert_cache=0.3)
     async with start_engine(config) as (_, client):
         for host, options, others in (("all-host", {}, EXACT), ("floe-host", {}, MASKED)):
             await client.set_policy(host, options)

@@ -1,11 +1,9 @@
-"""The device `cuda`, its slab, and the copies to it from a thread and from another process."""
+"""The device `cuda`, its slab, and the copies to it from this process and from another one."""
 
 from __future__ import annotations
 
 import mmap
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import brute_force
 import numpy as np
@@ -17,13 +15,10 @@ from numpy.typing import NDArray
 from pipeline.device import Device, open_device
 from pipeline.device.base import SlabMemory
 from pipeline.device.partial_sums import Part, sum_on_host
-from pipeline.serving.prefetcher_kind import kernels
 from protocol.messages import AttachSlab, Fetch, Fetched, SlabAttached
-from shm import landing_flags
-from shm.landing_flags import next_number
 from shm.store import Store, store_name
-from workers import copy_trial, cuda
-from workers.copiers import Copier, paced
+from workers import cuda
+from workers.copiers import TileCopy
 from workers.kernels.reference import ReferenceKernel
 
 pytestmark = pytest.mark.gpu
@@ -196,40 +191,24 @@ def test_page_locked_store_is_registered_until_unlocked(device: Device, store: S
         cuda.call("cudaHostGetFlags", memory.ctypes.data)
 
 
-def copy_all(slab: SlabMemory, store: Store, gbps: float | None) -> Copier:
-    """Copies one expert in a copier's own thread: tile i to slot 2i, with as many copies under way as it
-    accepts."""
-    copier = paced(slab.local_copier(store), gbps, lambda: None)
-    under_way = 0
-    for index in range(SHAPE.tiles):
-        if under_way >= copier.depth:
-            under_way -= copier.finish()
-        copier.start(store.tiles(1, 2, index, index + 1), 2 * index)
-        under_way += 1
-    while under_way:
-        under_way -= copier.finish()
-    return copier
-
-
-@pytest.mark.parametrize("gbps", [None, 1.0])
 @pytest.mark.parametrize("chunk", [cuda.REGISTER_CHUNK, 1 << 16])
-def test_copier_thread_copies_tiles_to_their_slots(slab, store, gbps, chunk, monkeypatch) -> None:
+def test_copier_brings_tiles_that_the_stream_waits_for(slab, store, chunk, monkeypatch) -> None:
+    """Before their pages are locked, and after."""
     monkeypatch.setattr(cuda, "REGISTER_CHUNK", chunk)  # a small one: tiles cross from one into the next
-    with ThreadPoolExecutor(1) as pool:
-        copier = pool.submit(copy_all, slab, store, gbps).result(60)
-        locks = (copier if gbps is None else copier._inner).locks
-        locks.wait()
-        assert copier.notes == ()
-        for index in range(SHAPE.tiles):  # before `close`: `finish` was enough
-            assert holds(slab, 2 * index, store.tiles(1, 2, index, index + 1))
+    copier = slab.copier(store, None)
+    for expert in range(2):
+        copies = [TileCopy(1, expert, index, 2 * index) for index in range(SHAPE.tiles)]
+        copier.ready(copier.begin(copies))
+        for index in range(SHAPE.tiles):
+            assert holds(slab, 2 * index, store.tiles(1, expert, index, index + 1))
             assert (slab.slot(2 * index + 1) == UNTOUCHED).all()
-        pool.submit(copier.close).result(60)
-    # Closing does not affect the slab, and leaves unlocking to the process's exit.
-    locks.undo()
+        copier.locks._thread.join()
+    assert copier.copied[0] == 2 * SHAPE.tiles
+    copier.close()
+    copier.locks.undo()
     memory = store.segment.array
     assert cuda.page_lock(memory) == (memory.nbytes, "")
     cuda.page_unlock(memory, memory.nbytes)
-    assert holds(slab, 0, store.tiles(1, 2, 0, 1))
 
 
 @pytest.mark.timeout(300)
@@ -241,14 +220,9 @@ def test_prefetcher_process_copies_tiles_to_their_slots(slab: SlabMemory, store:
             place.receive(place.work)
             place.receive(place.control)
             place.send(child, slab.address())
-            flags = slab.flags if link_gbps is None else None
-            attached = SlabAttached(child.incarnation, flags=flags is not None)
-            assert place.expect(SlabAttached) == attached
+            assert place.expect(SlabAttached) == SlabAttached(child.incarnation)
             slots = np.random.default_rng(number).permutation(SLOTS)[: SHAPE.tiles].tolist()
-            numbers = () if flags is None else tuple(next_number(int(flags.array[slot])) for slot in slots)
-            place.send(child, Fetch(number, 1, number, 0, tuple(slots), 0, numbers))
-            for slot, value in zip(slots, numbers, strict=False):
-                slab.wait_landing(slot, value)  # this process's stream waits for what the other one writes
+            place.send(child, Fetch(number, 1, number, 0, tuple(slots), 1, np.zeros(0, np.int32)))
             for index, slot in enumerate(slots):
                 report = place.expect(Fetched)
                 assert (report.id, report.landed) == (number, index + 1)
@@ -257,33 +231,6 @@ def test_prefetcher_process_copies_tiles_to_their_slots(slab: SlabMemory, store:
             assert place.complaints() == ""
             for index, slot in enumerate(slots):
                 assert holds(slab, slot, store.tiles(1, number, index, index + 1))
-
-
-def test_stream_waits_for_a_flag_and_a_store_of_the_host_releases_it(slab: SlabMemory) -> None:
-    """Also an odd number, with which a tile that will not land is aborted, and at the end of the cycle."""
-    if slab.flags is None:
-        pytest.skip("the driver has no operations on memory for streams")
-    done, stream = cuda.blocking_event(), torch.cuda.current_stream().cuda_stream
-    for number, release in ((2, 2), (4, 5), (landing_flags.CYCLE - 2, landing_flags.CYCLE - 2), (2, 3)):
-        slab.wait_landing(0, number)
-        cuda.call("cudaEventRecord", done, stream)
-        time.sleep(0.05)
-        waits = not cuda.passed(done)
-        slab.flags.array[0] = release  # before anything can fail, so that no stream is left waiting
-        cuda.call("cudaEventSynchronize", done)
-        assert waits, number
-        if number == 4:
-            slab.flags.array[0] = landing_flags.CYCLE - 4
-    cuda.call("cudaEventDestroy", done)
-
-
-def test_both_kinds_of_prefetcher_copy_beside_kernels(device: Device) -> None:
-    """The trial that chooses one: with another process, in a fraction of its time."""
-    found = copy_trial.measure(0, lambda seconds: kernels(device, seconds), seconds=0.05)
-    for pace in found.values():
-        assert pace.alone > 1e8
-        assert pace.beside > 1e8
-        assert pace.slowdown > 0
 
 
 def test_invalid_handle_is_refused(device: Device) -> None:

@@ -27,8 +27,7 @@ SETTINGS = [
     pytest.param({"workers": 1, "tile": None, "expert_cache": 0.25}, id="whole-experts"),
     pytest.param({"workers": 2, "tile": 64, "expert_cache": 0.5}, id="tiles"),
     pytest.param({"workers": 2, "tile": 100, "expert_cache": 0.0}, id="no-cache"),
-    pytest.param({"workers": 2, "tile": 48, "expert_cache": 1.0, "prefetcher": "thread"}, id="all-cached"),
-    pytest.param({"workers": 2, "tile": 64, "expert_cache": 0.2, "prefetcher": "thread"}, id="thread"),
+    pytest.param({"workers": 2, "tile": 48, "expert_cache": 1.0}, id="all-cached"),
 ]
 
 

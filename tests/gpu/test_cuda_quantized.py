@@ -19,16 +19,10 @@ TEXTS, SEEDS = 6, 6
 
 
 @pytest.mark.parametrize(
-    ("experts", "backbone", "prefetcher"),
-    [
-        ("int4", "f32", "process"),
-        ("int8", "f32", "thread"),
-        ("int4-g128", "f32", "process"),
-        ("int4", "int4", "thread"),
-        ("int8", "int8", "process"),
-    ],
+    ("experts", "backbone"),
+    [("int4", "f32"), ("int8", "f32"), ("int4-g128", "f32"), ("int4", "int4"), ("int8", "int8")],
 )
-async def test_quantized_engines_equal_transformers(experts, backbone, prefetcher, start_engine) -> None:
+async def test_quantized_engines_equal_transformers(experts, backbone, start_engine) -> None:
     oracle = QuantizedOracle(model_dir(), experts, None if backbone == "f32" else backbone)
     texts = passages(TEXTS, LENGTH)
     expected = oracle.batch(texts)
@@ -36,7 +30,7 @@ async def test_quantized_engines_equal_transformers(experts, backbone, prefetche
     greedy, bound = oracle.greedy(texts[0], NEW), rounding_bound(experts, backbone)
     config = EngineConfig(
         device="cuda", format=experts, backbone_dtype=backbone, workers=2, tile=128, chunk=CHUNK,
-        expert_cache=0.4, prefetcher=prefetcher,
+        expert_cache=0.4,
     )  # fmt: skip
     async with start_engine(config) as (_, client):
         policies = [("all-host", {}), ("on-demand", {}), ("tandem", {}), ANYWHERE]

@@ -198,10 +198,6 @@ def test_options_without_effect_are_reported(tiny_model: Path) -> None:
             ["--expert-cache", "all-host", "--policy layerwise"],
         ),
         (all_host, EngineConfig(link_gbps=5.0), ["--link-gbps", "all-host"]),
-        (all_host, EngineConfig(prefetcher="thread"), ["--prefetcher", "all-host"]),
-        (all_host, EngineConfig(landings="messages"), ["--landings", "all-host"]),
-        (on_demand, EngineConfig(landings="messages", device="cpu"), ["--landings", "device cpu"]),
-        (all_host, EngineConfig(landings="messages", device="cpu"), ["--landings", "all-host"]),
         (all_host, EngineConfig(costs=Path("costs.json")), ["--costs", "all-host"]),
         (on_demand, EngineConfig(host_slowdown=2.0), ["--host-slowdown", "on-demand"]),
         (on_demand, EngineConfig(exchange="shm", workers=0), ["--exchange", "--workers 0"]),
@@ -212,9 +208,8 @@ def test_options_without_effect_are_reported(tiny_model: Path) -> None:
         for word in words:
             assert word in line
     assert without_effect(EngineConfig(tile=96, host_slowdown=2.0), all_host, tiny_model) == []
-    used = EngineConfig(expert_cache=0.5, link_gbps=5.0, prefetcher="thread")
+    used = EngineConfig(expert_cache=0.5, link_gbps=5.0)
     assert without_effect(used, on_demand, tiny_model) == []
-    assert without_effect(EngineConfig(landings="messages", device="cuda"), on_demand, tiny_model) == []
     used = EngineConfig(host_slowdown=2.0, costs=Path("costs.json"))
     assert without_effect(used, shared, tiny_model) == []
 

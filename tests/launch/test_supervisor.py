@@ -99,23 +99,22 @@ async def test_nothing_stays_behind_however_often_the_end_is_cancelled(play: Pla
 
 
 @pytest.mark.parametrize(
-    ("workers", "policy", "prefetcher", "spawned"),
+    ("workers", "policy", "spawned"),
     [
-        (0, "all-host", "process", ["coordinator"]),
-        (1, "on-demand", "thread", ["coordinator", "worker 0"]),
-        (0, "on-demand", "process", ["coordinator", "prefetcher"]),
+        (0, "all-host", ["coordinator"]),
+        (1, "all-host", ["coordinator", "worker 0"]),
+        (0, "on-demand", ["coordinator", "prefetcher"]),
     ],
 )
 async def test_only_needed_children_start(
     play: Play,
     workers: int,
     policy: str,
-    prefetcher: Any,
     spawned: list[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "tandem")
-    async with supervisor(NEVER, workers=workers, policy=policy, prefetcher=prefetcher):
+    async with supervisor(NEVER, workers=workers, policy=policy):
         names = [event.removesuffix(" is spawned") for event in play.events if event.endswith("spawned")]
         assert [name for name in names if name != "loader"] == [*spawned, "tokenizer"]
         assert play.child("coordinator").config["workers"] == [

@@ -75,12 +75,12 @@ def passages(count: int, length: int = LENGTH) -> list[tuple[int, ...]]:
     return found[:count]
 
 
-SETTING_NAMES = ["1-worker", "2-workers", "3-workers", "thread"]
+SETTING_NAMES = ["1-worker", "2-workers", "3-workers", "all-cached"]
 SETTINGS = [
     EngineConfig(workers=1, tile=None, expert_cache=0.25),
     EngineConfig(workers=2, tile=64, expert_cache=0.5),
     EngineConfig(workers=3, tile=176, expert_cache=0.0),
-    EngineConfig(workers=2, tile=96, expert_cache=1.0, prefetcher="thread"),
+    EngineConfig(workers=2, tile=96, expert_cache=1.0),
 ]
 
 

@@ -4,17 +4,20 @@ two tiles. The test reports the exit, as the supervisor would, and restarts the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from child_messages import LIMIT, child_endpoint
 
+from pipeline.device import SlabMemory
 from pipeline.experts.peers import ChildServerSocket, ExitEvents
-from protocol.messages import CancelFetch, I32Vector, Shutdown, WorkerDied
-from shm.landing_flags import NONE
-from shm.layout import Bytes
+from protocol.messages import AttachSlab, CancelFetch, Shutdown, SlabAttached, WorkerDied
+from shm.control import ControlLine
 from shm.store import Store
-from workers.copiers import Copier, paced
+from workers.copiers import Copier, TileCopy
+from workers.cuda_copier import CudaCopier, open_copier
+from workers.emulation import EmulatedLink
 from workers.prefetcher import CopyLoop
 
 NEVER = 1 << 30  # tiles
@@ -51,53 +54,66 @@ class Incarnation:
 class _FailingCopier:
     """A copier that exits with its incarnation; the last tile is half written."""
 
-    def __init__(self, inner: Copier, incarnation: Incarnation) -> None:
-        self.gather_depth, self.flags = inner.gather_depth, inner.flags
-        self._inner, self._incarnation = inner, incarnation
-        self._kept: list[Bytes] = []  # copies may read them after `start`
+    def __init__(self, inner: Copier, incarnation: Incarnation, slab: SlabMemory) -> None:
+        self.ahead = inner.ahead
+        self._inner, self._incarnation, self._slab = inner, incarnation, slab
+        self.close = inner.close
 
     @property
-    def depth(self) -> int:
-        return self._inner.depth
+    def copied(self) -> tuple[int, float]:
+        return self._inner.copied
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self._inner.notes
+    def begin(self, copies: Sequence[TileCopy]) -> Any:
+        return copies, self._inner.begin(copies)
 
-    @property
-    def locked(self) -> tuple[int, int]:
-        return self._inner.locked
-
-    def start(self, tile: Bytes, slot: int, number: int = NONE) -> None:
-        if self._incarnation.may_copy():
-            self._inner.start(tile, slot, number)
-            return
-        half = tile.copy()
-        half[len(tile) // 2 :] ^= 0xFF
-        self._kept.append(half)
-        self._inner.start(half, slot)
-        raise _Exit
-
-    def gather(self, records: Bytes, chosen: I32Vector, slot: int, place: int) -> None:
+    def ready(self, begun: Any) -> None:
+        copies, inner = begun
+        self._inner.ready(inner)
         if not self._incarnation.may_copy():
-            self._inner.gather(records ^ 0xFF, chosen[: len(chosen) // 2], slot, place)
+            for copy in copies:
+                slot = self._slab.slot(copy.slot).numpy()
+                slot[: len(slot) // 2] ^= 0xFF
             raise _Exit
-        self._inner.gather(records, chosen, slot, place)
 
-    def finish(self) -> int:
-        return self._inner.finish()
 
-    def close(self) -> None:
-        self._inner.close()
+class _FailingLine:
+    """A line of the control segment; its process exits at a tick."""
+
+    def __init__(self, line: ControlLine, incarnation: Incarnation) -> None:
+        self._line, self._incarnation = line, incarnation
+        self.begin, self.end = line.begin, line.end
+
+    @property
+    def seq(self) -> int:
+        return self._line.seq
+
+    def tick(self) -> None:
+        self._line.tick()
+        self._incarnation.tick()
 
 
 class _FailingLoop(CopyLoop):
-    """The prefetcher's loop with failing copiers."""
+    """The prefetcher's loop with failing copiers. It has the slab of a GPU already."""
 
     incarnation: Incarnation
+    slab: SlabMemory
 
-    def attach(self, copier: Copier) -> None:
-        super().attach(_FailingCopier(copier, self.incarnation))
+    def _accept(self, message: object) -> None:
+        if isinstance(message, AttachSlab):
+            order, address = message, getattr(self.slab, "_address", 0)
+            if order.kind == "cuda":
+                self._copier = CudaCopier(self._store, 0, address, order.slot_bytes, link=self._link)
+            else:
+                self._copier = open_copier(order, self._store, self._link)
+            self._copier = _FailingCopier(self._copier, self.incarnation, self.slab)
+            self._peer.send(SlabAttached(self._peer.incarnation))
+        else:
+            super()._accept(message)
+
+    def close(self) -> None:
+        """An exited process's copies have stopped."""
+        if self._copier is not None:
+            self._copier.close()
 
 
 class FailingPrefetcher:
@@ -109,13 +125,12 @@ class FailingPrefetcher:
         store: Store,
         socket: ChildServerSocket,
         exits: ExitEvents,
-        link_gbps: float | None,
-        copier: Callable[[], Copier] | None = None,
+        line: ControlLine,
+        link: EmulatedLink | None,
+        slab: SlabMemory,
     ) -> None:
-        """`copier`: opens that of each incarnation; None: it attaches the slab that the coordinator names."""
-        self._copier = copier
+        self._line, self._link, self._slab = line, link, slab
         self._runtime, self._store, self._socket, self._exits = runtime, store, socket, exits
-        self._link_gbps = link_gbps
         self._lock = threading.Lock()
         self._next = 0
         self.present: Incarnation | None = None
@@ -168,17 +183,15 @@ class FailingPrefetcher:
     def _run(self, incarnation: Incarnation) -> None:
         number, print_ = incarnation.number, self._store.fingerprint
         endpoint = child_endpoint(self._runtime, "prefetcher", "fetch.sock", print_, 0, number)
-        loop = _FailingLoop(endpoint, self._store, self._link_gbps, incarnation.tick)
-        loop.incarnation = incarnation
-        copier = None if self._copier is None else paced(self._copier(), self._link_gbps, incarnation.tick)
+        line: Any = _FailingLine(self._line, incarnation)
+        line.end()
+        loop = _FailingLoop(endpoint, self._store, line, self._link)
+        loop.incarnation, loop.slab = incarnation, self._slab
         try:
-            if copier is not None:
-                loop.attach(copier)
             endpoint.announce()
             loop.serve()
         except _Exit:
-            if copier is not None:
-                copier.close()  # an exited process's copies have stopped
+            loop.close()
             with self._lock:
                 self.present = None
                 self._exits.put(WorkerDied("prefetcher", 0, number, False, -1))
@@ -186,3 +199,26 @@ class FailingPrefetcher:
                     self._start()
         finally:
             endpoint.close()
+
+
+def start_prefetcher(
+    runtime: Path, store: Store, socket: ChildServerSocket, line: ControlLine
+) -> Callable[[], None]:
+    """Start one that does not fail, in a thread. Returns the function that stops it."""
+
+    def copy() -> None:
+        endpoint = child_endpoint(runtime, "prefetcher", "fetch.sock", store.fingerprint)
+        endpoint.announce()
+        CopyLoop(endpoint, store, line).serve()
+        endpoint.close()
+
+    def stop() -> None:
+        while not socket.stats():  # it has not announced itself
+            socket.receive(50)
+        socket.send(0, Shutdown())
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+
+    thread = threading.Thread(target=copy, name="prefetcher", daemon=True)
+    thread.start()
+    return stop

@@ -1,4 +1,4 @@
-"""The parts of a tile mover: a store, a slab and a prefetcher in a thread, over real sockets."""
+"""The parts of a mover: a store, a slab and a prefetcher in a thread, over real sockets."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import numpy as np
 from child_messages import LIMIT, child_socket, control_segment
 from failing_prefetcher import FailingPrefetcher
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.device import Device, SlabMemory, open_device
 from pipeline.errors import PlanError
-from pipeline.experts.demand_stream import DemandStream
-from pipeline.experts.expert_cache import IN_USE, READY, ExpertCache
-from pipeline.experts.fetch_link import FetchLink
-from pipeline.experts.landings import Landings
+from pipeline.experts.cache import IN_USE, READY, ExpertCache
+from pipeline.experts.link import PrefetchLink
+from pipeline.experts.mover import Mover, Wanted
 from pipeline.experts.peers import ExitEvents
-from pipeline.experts.shares import Missing
-from pipeline.experts.tile_mover import TileMover
 from pipeline.policies.view import Target
 from shm.layout import ExpertShape
 from shm.manifest import StoreManifest
 from shm.segment import unlink
 from shm.store import Store, StoreBuilder, store_name
+from workers.copiers import Copier
+from workers.emulation import EmulatedLink
 
 SLOTS = 24
 SHAPE = ExpertShape(layers=2, experts=3, hidden=32, intermediate=38, tile=8)  # 5 tiles of 3072 bytes
 _EVERY = [(layer, expert) for layer in range(SHAPE.layers) for expert in range(SHAPE.experts)]
 FULL = [Target(layer, expert, 3) for layer, expert in _EVERY]
 NONE = [Target(layer, expert, 0) for layer, expert in _EVERY]
-# Calls of a tile mover: the targets of a retarget; a layer and its cuts.
+# Calls of a mover: the targets of a retarget; a layer and its cuts.
 RETARGET = st.lists(
     st.builds(Target, st.integers(0, 1), st.integers(0, 2), st.integers(0, SHAPE.tiles)),
     min_size=1,
@@ -45,32 +45,35 @@ DEMAND = st.tuples(st.integers(0, 1), st.lists(st.integers(0, SHAPE.tiles), min_
 
 @dataclass(frozen=True)
 class MoverParts:
-    """Everything that a tile mover uses."""
+    """Everything that a mover uses."""
 
     store: Store
     slab: SlabMemory
     device: Device
-    link: FetchLink
+    link: PrefetchLink
+    copier: Copier
     prefetcher: FailingPrefetcher
 
-    def mover(self, capacity: int, staging: int, **limits: float) -> TileMover:
+    def mover(self, capacity: int, staging: int, each: bool = True) -> Mover:
         """A new cache and mover on the first slots of the slab."""
         s = self.store.layout.shape
         slots = capacity + staging
         assert slots <= self.slab.slots
-        return TileMover(
-            ExpertCache(s.layers, s.experts, s.tiles, capacity, slots, self.device.fence),
-            self.link,
-            self.device,
-            **limits,
-        )
+        cache = ExpertCache(s.layers, s.experts, s.tiles, capacity, slots, self.device.fence)
+        wait = self.device.wait
+        return Mover(cache, self.link, self.copier, wait=wait, each=each, channels=s.tile)
+
+    def records(self, layer: int, expert: int) -> NDArray[np.uint8]:
+        """An expert's bytes by channel."""
+        s = self.store.layout.shape
+        return self.store.tiles(layer, expert, 0, s.tiles).reshape(s.padded, -1)
 
     def holds(self, slot: int, layer: int, expert: int, tile: int) -> bool:
         """Whether a slot has exactly a tile's bytes."""
         return np.array_equal(self.slab.slot(slot).numpy(), self.store.tiles(layer, expert, tile, tile + 1))
 
 
-def check_slots(parts: MoverParts, mover: TileMover) -> None:
+def check_slots(parts: MoverParts, mover: Mover) -> None:
     """The cache is consistent and every READY slot holds its tile: residency is a prefix."""
     mover.cache.audit()
     assert (mover.cache.residency <= mover.ordered).all()
@@ -82,7 +85,7 @@ def check_slots(parts: MoverParts, mover: TileMover) -> None:
             assert parts.holds(slot, layer, expert, tile)
 
 
-def check_idle(parts: MoverParts, mover: TileMover) -> None:
+def check_idle(parts: MoverParts, mover: Mover) -> None:
     """What holds after `wait_idle`."""
     assert np.array_equal(mover.cache.residency, mover.cache.target)
     assert np.array_equal(mover.cache.residency, mover.ordered)
@@ -90,7 +93,7 @@ def check_idle(parts: MoverParts, mover: TileMover) -> None:
     check_slots(parts, mover)
 
 
-def retarget(mover: TileMover, targets: list[Target]) -> None:
+def retarget(mover: Mover, targets: list[Target]) -> None:
     """The mover's new targets; where they are more than the capacity, the old ones stay."""
     before = mover.cache.target.copy()
     try:
@@ -99,28 +102,32 @@ def retarget(mover: TileMover, targets: list[Target]) -> None:
         assert np.array_equal(mover.cache.target, before)
 
 
-def missing(mover: TileMover, layer: int, cuts: list[int]) -> list[Missing]:
+def missing(mover: Mover, layer: int, cuts: list[int]) -> list[Wanted]:
     """The tiles that are not resident for these cuts, as the engine demands them."""
     residency = mover.cache.residency[layer].tolist()
-    return [Missing(e, r, p) for e, (r, p) in enumerate(zip(residency, cuts, strict=True)) if r < p]
+    return [Wanted(e, r, p) for e, (r, p) in enumerate(zip(residency, cuts, strict=True)) if r < p]
 
 
-def demand(parts: MoverParts, mover: TileMover, layer: int, wanted: list[Missing]) -> list[Missing]:
-    """Stream, and check each tile when it is yielded. Returns the tiles that were handed back: together with
-    the others each wanted tile once, and the last ones of their expert."""
-    due = {item.expert: item.lo for item in wanted}
-    unfetched: list[Missing] = []
-    for group in DemandStream(mover, layer, wanted, unfetched).groups():
-        for expert, slot in group:
-            assert parts.holds(slot, layer, expert, due[expert])
-            assert mover.cache.state(slot) in (READY, IN_USE)
+def demand(parts: MoverParts, mover: Mover, layer: int, wanted: list[Wanted]) -> None:
+    """Demand, and check each tile when it is given: of each expert in their order, once, with its bytes."""
+    due = {item.expert: item.lo for item in reversed(wanted)}
+    chosen = {(item.expert, tile): item.channels for item in wanted for tile in range(item.lo, item.hi)}
+    size = parts.store.layout.shape.tile
+    for group in mover.demand(layer, wanted):
+        for expert, tile, slot, places in group:
+            assert tile == due[expert]
             due[expert] += 1
+            channels = chosen[expert, tile]
+            if places is None:
+                assert parts.holds(slot, layer, expert, tile)
+                assert mover.cache.state(slot) in (READY, IN_USE)
+                continue
+            named = channels[channels // size == tile]
+            for place, channel in zip(places.tolist(), named.tolist(), strict=True):
+                record = parts.slab.slot(place // size).numpy().reshape(size, -1)[place % size]
+                np.testing.assert_array_equal(record, parts.records(layer, expert)[channel])
         check_slots(parts, mover)
-    for item in sorted(unfetched, key=lambda item: (item.expert, item.lo)):
-        assert item.lo == due[item.expert] < item.hi
-        due[item.expert] = item.hi
     assert due == {item.expert: item.hi for item in wanted}
-    return unfetched
 
 
 @contextmanager
@@ -194,15 +201,11 @@ def mover_parts(
     slots: int,
     link_gbps: float | None = None,
     device: Device | None = None,
-    first_number: int = 0,
 ) -> Iterator[MoverParts]:
-    """A slab of `slots` slots beside a store, and a running prefetcher at `link_gbps` or at full speed. A
-    `device` other than `cpu` is given the prefetcher's thread as the coordinator does. `first_number`: of all
-    landing flags."""
+    """A slab of `slots` slots beside a store, and a running prefetcher, at `link_gbps` or at full speed."""
     runtime.chmod(0o700)
     exits = ExitEvents()
     with ExitStack() as stack:
-        attached = device is not None
         device = device or open_device("cpu")
         control = stack.enter_context(control_segment(1))
         slab = device.open_slab(f"{control.segment.name}-slab", slots, store.layout.tile_bytes)
@@ -210,20 +213,16 @@ def mover_parts(
         socket = stack.enter_context(
             child_socket(runtime, "fetch.sock", "prefetcher", store.fingerprint, exits)
         )
-        if attached:
-            landings = None
-            if slab.flags is not None:
-                slab.flags.array[:] = first_number
-                landings = Landings(
-                    slab.flags, slab.wait_landing, ready=lambda: slab.locks is None or slab.locks.ended
-                )
-                stack.callback(landings.close)
-            link = FetchLink(socket, None, None, landings=landings)
-        else:
-            link = FetchLink(socket, slab.address(), control.line("prefetcher", 0))
-        copier = (lambda: slab.local_copier(store)) if attached else None
-        prefetcher = FailingPrefetcher(runtime, store, socket, exits, link_gbps, copier)
+        own, other = control.line("coordinator", 0), control.line("prefetcher", 0)
+        links = [
+            None if link_gbps is None else EmulatedLink(link_gbps, *lines)
+            for lines in ((own, other), (other, own))
+        ]
+        copier = slab.copier(store, links[0])
+        stack.callback(copier.close)
+        link = PrefetchLink(socket, slab.address(), other)
+        prefetcher = FailingPrefetcher(runtime, store, socket, exits, other, links[1], slab)
         prefetcher.start()
         assert link.wait_up(LIMIT)
         stack.callback(prefetcher.shut_down)
-        yield MoverParts(store, slab, device, link, prefetcher)
+        yield MoverParts(store, slab, device, link, copier, prefetcher)

@@ -124,18 +124,22 @@ class PresetRuns:
 
     def patch(self, patch: pytest.MonkeyPatch) -> None:
         memory = self._engine.memory
-        prefetch = memory.prefetch
+        prefetch, mover = memory.prefetch, memory.mover
+        collect = mover.collect_landings
 
         def wait() -> None:
-            while not memory.mover.idle:
-                memory.mover.update()
+            collect()
+            while not mover.idle:
+                mover.link.update(5)
+                collect()
+                mover.fetch_missing()
 
         def noted(targets: tuple[Target, ...]) -> None:
             experts = [(target.layer, target.expert) for target in targets if target.tiles]
             self._run.predicted.append(Predicted(len(self._run.decided) - 1, experts))
             prefetch(targets)
 
-        patch.setattr(memory, "collect_landings", wait)
+        patch.setattr(memory.mover, "collect_landings", wait)
         patch.setattr(memory, "prefetch", noted)
 
     def read(self, preset: str, **options: str) -> PresetRun:

@@ -130,7 +130,7 @@ async def test_fiddler_fetches_all_over_a_link_that_costs_nothing(
 ) -> None:
     costs = tmp_path / "costs.json"
     costs.write_text(json.dumps(LINK_FREE))
-    config = replace(plain_config, policy="fiddler", costs=costs, expert_cache=0.5, prefetcher="thread")
+    config = replace(plain_config, policy="fiddler", costs=costs, expert_cache=0.5)
     async with start_engine(config) as (_, client):
         engine = await counted(client)
         stats = await client.stats()

@@ -9,17 +9,15 @@ import pytest
 import torch
 from made_shares import share_of
 from mover_parts import SHAPE, SLOTS, MoverParts, mover_parts
-from test_tile_mover_orders import LAYERS, TILES, ManualLink, mover_of
+from test_mover_orders import EXPERTS, LAYERS, TILES, ManualLink, RecordingCopier
 
 from pipeline.counters import PhaseCounters, StepClock
+from pipeline.device import open_device
 from pipeline.errors import PlanError
-from pipeline.experts.demand_stream import DemandStream
-from pipeline.experts.device_share import DeviceMemory
-from pipeline.experts.device_work import DeviceWork
-from pipeline.experts.empty_memory import EmptyDeviceMemory
-from pipeline.experts.fetch_link import PLACED, PREDICTED
-from pipeline.experts.shares import NOTHING, Missing, Share
-from pipeline.policies.view import Target
+from pipeline.experts.device_share import DeviceMemory, Slab
+from pipeline.experts.mover import PLACED, PREDICTED
+from pipeline.experts.shares import NOTHING, Share
+from pipeline.policies.view import ModelShape, Target
 from shm.mask import DENSE
 from workers.kernels.reference import ReferenceKernel
 
@@ -40,13 +38,13 @@ def computed(parts: MoverParts, memory: DeviceMemory, share: Share) -> tuple[tor
     clock.layer = 1
     work = memory.begin(1, share, X, DENSE, clock)
     y = memory.compute(work, X, clock)
-    assert work.missing == []
     return y, counters
 
 
 def memory_on(parts: MoverParts, capacity: int) -> DeviceMemory:
-    kernel = parts.device.expert_kernel(parts.store.layout)
-    return DeviceMemory(parts.mover(capacity, 2), parts.slab, kernel)
+    shape = ModelShape(SHAPE.layers, SHAPE.experts, SHAPE.tiles, 2)
+    slab = Slab(parts.slab, capacity, parts.link, parts.copier)
+    return DeviceMemory(shape, parts.device, slab, parts.device.expert_kernel(parts.store.layout))
 
 
 def by_hand(parts: MoverParts, share: Share) -> torch.Tensor:
@@ -68,8 +66,8 @@ def test_resident_and_fetched_tiles_are_summed_and_counted(parts: MoverParts) ->
     cuts = {0: 4, 2: 3}
     found = []
     for resident in ({0: 2, 2: 3}, {0: 0, 2: 0}, {0: 5, 2: 1}):
-        memory.retarget([Target(1, expert, tiles) for expert, tiles in resident.items()])
-        assert memory.wait_idle()
+        memory.mover.retarget([Target(1, expert, tiles) for expert, tiles in resident.items()])
+        memory.mover.wait_idle()
         assert memory.idle
         used = {expert: min(cut, resident[expert]) for expert, cut in cuts.items()}
         share = share_of([(0, used[0], 4), (2, used[2], 3)], [[0, 2], [1, 2]], [[0.5, 2.0], [1.5, -1.0]])
@@ -96,27 +94,18 @@ def test_rows_without_a_share_are_zero(parts: MoverParts) -> None:
     assert (counters.resident_tiles, counters.fetched_tiles) == (0, 1)
 
 
-def memory_of(capacity: int) -> tuple[DeviceMemory, ManualLink]:
-    mover, link, _ = mover_of(capacity, 2)
-    return DeviceMemory(mover, SlotNumbers(), kernel=NoKernel()), link
-
-
-class NoKernel:
-    """Computes nothing; tiles may be given ahead."""
-
-    def allocates(self, offsets: object) -> bool:
-        return False
-
-
 class SlotNumbers:
-    """A slab of which only the slots' numbers matter."""
+    """A slab of which only the number of slots matters."""
 
-    def slot(self, index: int) -> int:
-        return index
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
 
 
-def begun(memory: DeviceMemory | EmptyDeviceMemory, layer: int, share: Share) -> DeviceWork:
-    return memory.begin(layer, share, X, DENSE, StepClock(PhaseCounters(LAYERS)))
+def memory_of(capacity: int) -> tuple[DeviceMemory, ManualLink, RecordingCopier]:
+    link, copier = ManualLink(), RecordingCopier(set())
+    slab = Slab(SlotNumbers(capacity + 2), capacity, link, copier)
+    shape = ModelShape(LAYERS, EXPERTS, TILES, 2)
+    return DeviceMemory(shape, open_device("cpu"), slab), link, copier
 
 
 def orders(link: ManualLink) -> list[tuple[int, int, int, int]]:
@@ -125,7 +114,7 @@ def orders(link: ManualLink) -> list[tuple[int, int, int, int]]:
 
 
 def test_prediction_is_ordered_at_once_and_what_follows_a_layer_after_its_landings() -> None:
-    memory, link = memory_of(3 * TILES)
+    memory, link, _ = memory_of(3 * TILES)
     memory.prefetch([Target(0, 1, TILES)])
     assert orders(link) == [(1, 0, TILES, PREDICTED)]
     assert not memory.idle
@@ -136,76 +125,38 @@ def test_prediction_is_ordered_at_once_and_what_follows_a_layer_after_its_landin
     assert orders(link)[1:] == [(2, 0, TILES, PLACED)]
     assert not memory.idle
     link.land(link.sent[1], TILES)
-    memory.collect_landings()
+    memory.poll()
     assert memory.idle
     memory.audit()
 
 
 def test_only_items_with_resident_tiles_use_a_prediction() -> None:
     """And only tiles below the cut are demanded."""
-    memory, link = memory_of(3 * TILES)
+    memory, link, copier = memory_of(3 * TILES)
     counters = PhaseCounters(LAYERS)
     memory.count_in(counters)
     memory.prefetch([Target(0, expert, 2) for expert in (0, 1, 2)])
     for order in link.sent:
         link.land(order, 2)
-    memory.collect_landings()
-    work = begun(memory, 0, share_of([(0, 2, 2), (1, 0, 1), (3, 0, 3)], [[0], [0], [0]]))
+    memory.mover.collect_landings()
+    share = share_of([(0, 2, 2), (1, 0, 1), (3, 0, 3)], [[0], [0], [0]])
+    work = memory.begin(0, share, X, DENSE, StepClock(counters))
     assert (counters.predicted_tiles, counters.useful_tiles) == (6, 2)
-    assert orders(link)[3:] == [(1, 0, 1, 0), (3, 0, 3, 0)]
-    assert [landed[:2] for (landed,) in work.landing] == [(1, 0), (3, 0), (3, 1), (3, 2)]
-    assert work.missing == []
-
-
-def test_tiles_that_cannot_be_fetched_are_missing() -> None:
-    memory, link = memory_of(TILES)
-    memory.retarget([Target(0, 1, 1)])
-    assert memory.wait_idle()
-    link.up = False
-    work = begun(memory, 0, share_of([(1, 1, 3), (2, 0, 2)], [[0], [0]]))
-    assert list(work.landing) == []
-    assert work.missing == [Missing(1, 1, 3), Missing(2, 0, 2)]
-    assert work.layer == 0
-
-
-def test_poll_orders_what_a_restart_left_missing() -> None:
-    memory, link = memory_of(TILES)
-    link.up = False
-    memory.retarget([Target(1, 3, TILES)])
-    memory.poll()
-    assert link.sent == []
-    link.up = True
-    memory.poll()
-    assert orders(link) == [(3, 0, TILES, PLACED)]
+    assert [landed[:2] for (landed,) in work.landing] == [(1, 0), (3, 0), (3, 1), (3, 2)] == copier.tiles()
 
 
 def test_engine_without_a_slab_has_an_empty_memory() -> None:
-    memory = EmptyDeviceMemory(2, 3)
-    assert (memory.exists, memory.capacity, memory.idle, memory.wait_idle()) == (False, 0, True, True)
+    memory = DeviceMemory(ModelShape(2, 3, 4, 2), open_device("cpu"))
+    assert (memory.exists, memory.capacity, memory.staging, memory.idle) == (False, 0, 0, True)
     assert memory.residency.tolist() == memory.target.tolist() == [[0] * 3] * 2
-    memory.retarget([Target(0, 0, 0)])
+    memory.mover.retarget([Target(0, 0, 0)])
     memory.end_layer(())
     memory.prefetch(())
     memory.poll()
-    memory.collect_landings()
+    memory.mover.wait_idle()
     memory.audit()
-    work = begun(memory, 1, NOTHING)
-    assert (work.layer, list(work.landing), work.missing) == (1, [], [])
-    counters = PhaseCounters(2)
-    memory.count_in(counters)
-    assert torch.equal(memory.compute(work, X, StepClock(counters)), torch.zeros_like(X))
+    assert (memory.under_way(), memory.copied()) == (([], 0.0), (0, 0.0))
+    clock = StepClock(PhaseCounters(2))
+    assert list(memory.begin(1, NOTHING, X, DENSE, clock).landing) == []
     with pytest.raises(PlanError, match="gave work to a device without a slab"):
-        begun(memory, 1, share_of([(0, 0, 1)], [[0]]))
-
-
-def test_tiles_that_come_again_have_their_numbers_and_are_counted_once(monkeypatch) -> None:
-    """Not all tiles that were given ahead have landed."""
-    memory, _ = memory_of(0)
-    counters = PhaseCounters(LAYERS)
-    memory.count_in(counters)
-    groups = iter([[(1, 0), (1, 5)], [(3, 2)], None, [(1, 0), (3, 2)]])
-    monkeypatch.setattr(DemandStream, "groups", lambda self, *, ahead: groups if ahead else None)
-    work = begun(memory, 0, share_of([(1, 1, 3), (3, 0, 1)], [[0], [0]]))
-    found = [group if group is None else [landed[:3] for landed in group] for group in work.landing]
-    assert found == [[(1, 1, 0), (1, 2, 5)], [(3, 0, 2)], None, [(1, 1, 0), (3, 0, 2)]]
-    assert counters.fetched_tiles == 2
+        memory.begin(1, share_of([(0, 0, 1)], [[0]]), X, DENSE, clock)

@@ -8,7 +8,7 @@ from thread_engine import Placed, decode, prefilled, recorded_orders
 
 from pipeline.backbone.batch import StepInput
 from pipeline.errors import PlanError
-from pipeline.experts.fetch_link import DEMANDED, PLACED, PREDICTED
+from pipeline.experts.mover import PLACED, PREDICTED
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Gated, Plan, PolicyRequest, Routing, Signals, Target, View
 
@@ -36,7 +36,7 @@ def test_predicted_tiles_are_fetched_and_counted(parts) -> None:
     before = engine.counters.snapshot()["decode"]
     for token in range(20, 30):
         decode(engine, new, token)
-    engine.memory.wait_idle()
+    engine.memory.mover.wait_idle()
     after = engine.counters.snapshot()["decode"]
     kinds = ("predicted", "useful", "wasted")
     counted = {kind: after[f"{kind}_tiles"] - before[f"{kind}_tiles"] for kind in kinds}
@@ -114,9 +114,9 @@ def test_demanded_tiles_are_ordered_before_predicted_ones(parts, monkeypatch: py
     engine.set_policy(Crowding((Target(1, 0, 0), Target(1, 2, 3))), None)
     ordered = recorded_orders(engine, monkeypatch)
     (logits,) = engine.step([StepInput(new, "last")], "decode")
-    engine.memory.wait_idle()
+    engine.memory.mover.wait_idle()
     np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-5)
-    assert [urgency for urgency, _ in ordered] == [DEMANDED] * 6 + [PREDICTED] * 3
+    assert [urgency for urgency, _ in ordered] == [0] * 6 + [PREDICTED] * 3
     assert {tile[0] for _, tile in ordered[:6]} == {0}
     assert [tile for _, tile in ordered[6:]] == [(1, 2, 0), (1, 2, 1), (1, 2, 2)]
     assert len({tile for _, tile in ordered}) == 9
@@ -131,7 +131,7 @@ def test_tile_below_target_is_not_ordered_beside_its_demand(parts, monkeypatch: 
     for token in range(20, 40):
         ordered.clear()
         decode(engine, new, token)
-        demanded = {tile for urgency, tile in ordered if urgency == DEMANDED}
+        demanded = {tile for urgency, tile in ordered if urgency == 0}
         assert not demanded & {tile for urgency, tile in ordered if urgency == PLACED}
 
 

@@ -16,7 +16,7 @@ from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.counters import difference
 from pipeline.engine.engine import Engine
-from pipeline.experts.fetch_link import PREDICTED
+from pipeline.experts.mover import PREDICTED
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
@@ -71,11 +71,16 @@ def presets(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     ):
         mover = engine.memory.mover
 
-        def wait() -> None:
-            while not mover.idle:
-                mover.update()
+        collect = mover.collect_landings
 
-        patched.setattr(engine.memory, "collect_landings", wait)
+        def wait() -> None:
+            collect()
+            while not mover.idle:
+                mover.link.update(5)
+                collect()
+                mover.fetch_missing()
+
+        patched.setattr(engine.memory.mover, "collect_landings", wait)
         yield PresetEngine(engine, patched)
 
 

@@ -339,7 +339,7 @@ def test_idle_engine_fetches_in_the_background(whole: WholeEngine, monkeypatch: 
 
     def until() -> bool:
         if len(inbox.waits) == 1:
-            memory.retarget([Target(1, expert, 3) for expert in range(4)])
+            memory.mover.retarget([Target(1, expert, 3) for expert in range(4)])
         return len(inbox.waits) > 1 and inbox.waits[-1] == IDLE_WAIT
 
     inbox = Inbox(until)
@@ -453,7 +453,7 @@ def test_stats_of_an_engine(whole: WholeEngine, costs_file: Path) -> None:
     service.serve()
     engine, socket = whole.parts.engine, whole.parts.sockets["prefetcher"]
     memory: Any = engine.memory
-    memory.retarget([Target(*np.argwhere(memory.residency == 0)[0].tolist(), 1)])  # not resident yet
+    memory.mover.retarget([Target(*np.argwhere(memory.residency == 0)[0].tolist(), 1)])  # not resident yet
     stats = service.status.stats()
     decode, prefill = stats["engine"]["decode"], stats["engine"]["prefill"]
     assert stats == {
@@ -480,7 +480,7 @@ def test_stats_of_an_engine(whole: WholeEngine, costs_file: Path) -> None:
             "demanded_tiles": decode["fetched_tiles"] + prefill["fetched_tiles"],
             "placed_tiles": memory.mover.placed,
         },
-        "prefetcher": {"kind": "thread", "landings": "messages"},
+        "prefetcher": {"up": True},
     }
     assert (stats["scheduler"]["kv_tokens"], stats["scheduler"]["max_running"]) == (4 * CONTEXT, 3)
     assert stats["cache"]["resident_tiles"] == stats["cache"]["placed_tiles"] == 12

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from pipeline.errors import PlanError
-from pipeline.experts.shares import Missing, Share, split_layer
+from pipeline.experts.shares import Share, split_layer
 from pipeline.policies.view import Active, Routing
 
 EXPERTS, TILES = 5, 4
@@ -82,14 +82,6 @@ def test_items_taken_from_a_share_keep_their_rows(routing, data) -> None:
         assert taken.items.tolist() == [share.items.tolist()[i] for i in chosen]
         assert pairs_of(taken) == [pairs[i] for i in chosen]
         assert [array.dtype for array in taken] == [array.dtype for array in share]
-
-
-def test_device_tiles_that_cannot_be_fetched_become_a_host_share() -> None:
-    routing = Routing(np.array([[1, 4], [4, 2]], np.int32), np.array([[0.5, 1], [0.25, 1]], np.float32))
-    split = split_layer(routing, np.full(EXPERTS, 3, np.int32), np.ones(EXPERTS, np.int32), TILES)
-    late = split.host_share_of([Missing(4, 2, 3), Missing(1, 1, 3), Missing(4, 1, 2)])
-    assert late.items.tolist() == [[1, 1, 3], [4, 1, 2], [4, 2, 3]]
-    assert pairs_of(late) == [[(0, 0.5)], [(0, 1.0), (1, 0.25)], [(0, 1.0), (1, 0.25)]]
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_policy_sees_the_backlogs_of_host_and_link(running) -> None:
     assert 2 * (2.0 + 10.0) - 1 < link <= 2 * (2.0 + 10.0)
     assert engine.timing.host_seconds <= 0.5, "the host has ended"
     assert engine.driver.view.ordered[1, 3] == 3
-    assert engine.memory.mover.wait_idle()
+    engine.memory.mover.wait_idle()
     assert engine.timing.link_seconds == 0
 
 

@@ -26,16 +26,17 @@ from pipeline.coordinator_config import WorkerCores
 from pipeline.device import Device
 from pipeline.engine.engine import Engine
 from pipeline.experts.channel_share import ChannelMemory
-from pipeline.experts.device_share import DeviceMemory
+from pipeline.experts.device_share import DeviceMemory, Slab
 from pipeline.experts.ring_exchange import RingExchange
 from pipeline.experts.worker_pool import WorkerPool
 from pipeline.models.registry import expert_shape, model_spec
 from pipeline.policies.presets import make_policy
-from pipeline.policies.view import Plan, Policy, PolicyRequest, Routing, View
+from pipeline.policies.view import ModelShape, Plan, Policy, PolicyRequest, Routing, View
 from protocol.messages import Shutdown
 from shm.layout import format_named
 from shm.slot import SlotShape
 from shm.store import Store
+from workers.copiers import TileCopy
 from workers.expert_worker import serve
 from workers.kernels.host import HostKernel
 
@@ -86,7 +87,7 @@ def engine_in_threads(
         backbone = Backbone(source, model_spec(source.config), Precision("f32", parts.device), CONTEXT)
         try:
             engine = Engine(backbone, store.layout, parts.device, pool)
-            engine.memory = device_memory(parts, capacity, staging)
+            engine.memory = device_memory(parts, engine.shape, capacity)
             yield engine, parts.prefetcher
         finally:
             socket.send(0, Shutdown())
@@ -95,13 +96,14 @@ def engine_in_threads(
             torch.set_num_threads(torch_threads)
 
 
-def device_memory(parts: MoverParts, capacity: int, staging: int) -> DeviceMemory:
+def device_memory(parts: MoverParts, shape: ModelShape, capacity: int) -> DeviceMemory:
     """Of the store's format."""
-    mover, layout = parts.mover(capacity=capacity, staging=staging), parts.store.layout
+    layout, device = parts.store.layout, parts.device
+    slab = Slab(parts.slab, capacity, parts.link, parts.copier)
     if not layout.head_bytes:
-        return DeviceMemory(mover, parts.slab, parts.device.expert_kernel(layout))
-    heads, kernel = parts.device.load_heads(parts.store), parts.device.channel_kernel(layout)
-    return ChannelMemory(mover, parts.slab, kernel, heads, layout)
+        return DeviceMemory(shape, device, slab, device.expert_kernel(layout))
+    heads, kernel = device.load_heads(parts.store), device.channel_kernel(layout)
+    return ChannelMemory(shape, device, slab, kernel, heads, layout)
 
 
 class Placed(Policy):
@@ -132,14 +134,19 @@ def decode(engine: Engine, after: TokenSpan, token: int = TOKEN) -> None:
 
 
 def recorded_orders(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[int, tuple[int, int, int]]]:
-    """The tiles that are ordered from now on: (urgency, (layer, expert, tile)) of each."""
-    ordered: list[tuple[int, tuple[int, int, int]]] = []
-    link = engine.memory.mover.link
-    order = link.order
+    """The tiles that are moved from now on: (urgency, (layer, expert, tile)) of each; 0 for demanded ones."""
+    moved: list[tuple[int, tuple[int, int, int]]] = []
+    slab = engine.memory.slab
+    order, begin = slab.link.order, slab.copier.begin
 
-    def noted(layer: int, expert: int, lo: int, slots: list[int], urgency: int) -> object:
-        ordered.extend((urgency, (layer, expert, lo + index)) for index in range(len(slots)))
-        return order(layer, expert, lo, slots, urgency)
+    def ordered(layer: int, expert: int, lo: int, slots: list[int], urgency: int, channels: object) -> object:
+        moved.extend((urgency, (layer, expert, lo + index)) for index in range(len(slots)))
+        return order(layer, expert, lo, slots, urgency, channels)
 
-    patch.setattr(link, "order", noted)
-    return ordered
+    def begun(copies: list[TileCopy]) -> object:
+        moved.extend((0, (copy.layer, copy.expert, copy.tile)) for copy in copies)
+        return begin(copies)
+
+    patch.setattr(slab.link, "order", ordered)
+    patch.setattr(slab.copier, "begin", begun)
+    return moved

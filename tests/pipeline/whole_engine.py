@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from child_messages import KEY, control_segment
+from failing_prefetcher import start_prefetcher
 from mover_parts import random_store
 
 from pipeline.backbone.batch import StepInput, TokenSpan
@@ -25,7 +26,7 @@ from pipeline.serving.engine_service import EngineService
 from pipeline.serving.policy_switch import PolicySwitch
 from pipeline.serving.text_messages import TextMessages, with_ids
 from pipeline.text.encoder_process import encoded
-from protocol.messages import Calibrate, Generate, Score
+from protocol.messages import Calibrate, Generate, Needed, Score
 from protocol.sockets import Identity
 from shm.layout import format_named
 from workers.kernels.choice import Choice
@@ -43,7 +44,6 @@ OPTIONS = ResolvedConfig(
     kv_tokens=4 * CONTEXT,
     max_sequences=3,
     chunk=32,
-    prefetcher="thread",
     seed=5,
 )
 
@@ -101,9 +101,18 @@ class WholeEngine:
         self.config = config
         self.reports: list[object] = []
         self.exits = ExitEvents()
-        self.parts = EngineParts(config, self.exits, self.reports.append, closing)
+        self._closing = closing
+        self.parts = EngineParts(config, self.exits, self._report, closing)
         self.events: list[EngineEvent] = []
         self.congested: Callable[[bytes], bool] = lambda client: False
+
+    def _report(self, message: object) -> None:
+        """To the supervisor, which starts the prefetcher that is needed."""
+        self.reports.append(message)
+        if isinstance(message, Needed):
+            parts = self.parts
+            socket, line = parts.sockets["prefetcher"], parts.control.line("prefetcher", 0)
+            self._closing.callback(start_prefetcher(self.config.runtime, parts.store, socket, line))
 
     def policies(self, **options: Any) -> PolicySwitch:
         """The configured policy is in use, with these options changed."""

@@ -110,9 +110,9 @@ GOLDEN = [
     (Heartbeat(1.5), "0d07 81a474696d65cb3ff8000000000000"),
     (Shutdown("bye"), "4207 81a6726561736f6ea3627965"),
     (
-        Fetch(id=300, layer=2, expert=7, lo=1, slots=(5, 70000), urgency=0, numbers=(2, 2**32 - 2)),
+        Fetch(300, 2, 7, lo=1, slots=(5, 70000), urgency=1, channels=np.array([3, 258], np.int32)),
         "2707 87a26964cd012ca56c6179657202a665787065727407a26c6f01a5736c6f74739205ce00011170a7757267656e63"
-        "7900a76e756d626572739202cefffffffe",
+        "7901a86368616e6e656c7392a5696e74333202 0300000002010000",
     ),
     (
         Generate(0, messages=(ChatMessage("user", "é"),), max_tokens=-1, sampling=Sampling(seed=-(2**63))),

@@ -21,7 +21,7 @@ import zmq
 
 import workers
 from protocol.codec import decode, encode
-from protocol.messages import Failed, PagesLocked, Ready, Shutdown
+from protocol.messages import Failed, Ready, Shutdown
 from protocol.sockets import Identity, bind_router, ipc_endpoint
 from shm.control import ControlSegment
 from shm.layout import ExpertShape, Float32
@@ -150,11 +150,8 @@ class Surroundings:
         return sender, decode(frames)
 
     def expect(self, kind: type[Message], limit: float = SECONDS) -> Message:
-        """The coordinator's next message, which must be of this kind; what is only progress is passed over,
-        unless it is wanted."""
-        message: object = PagesLocked(0, 0, 0)
-        while isinstance(message, PagesLocked) and not (kind is PagesLocked and message.total):
-            _, message = self.receive(self.work, limit)
+        """The coordinator's next message, which must be of this kind."""
+        _, message = self.receive(self.work, limit)
         assert isinstance(message, kind), message
         return message
 

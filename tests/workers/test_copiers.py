@@ -1,13 +1,20 @@
-"""Copies at an emulated link's pace, on a clock that the tests provide."""
+"""Copies within host memory, and the emulated link that two processes share, on a clock of the tests."""
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
+from child_harness import SHAPE
 
-from protocol.messages import I32Vector
-from shm.layout import Bytes
-from workers.copiers import PacedCopier, paced
+from shm.control import ControlSegment
+from shm.segment import unlink
+from shm.slab import Slab
+from shm.store import Store, store_name
+from workers.copiers import HostCopier, TileCopy
+from workers.emulation import EmulatedLink
 
 
 class Clock:
@@ -24,83 +31,73 @@ class Clock:
         self.now += seconds
 
 
-class Immediate:
-    """A copier whose copies take no time."""
-
-    depth, gather_depth, notes, flags, locked = 5, 3, ("a note",), True, (4, 8)
-
-    def __init__(self) -> None:
-        self.calls = list[object]()
-
-    def start(self, tile: Bytes, slot: int, number: int = 0) -> None:
-        assert number == 0  # an emulated link's flags would be written too early
-        self.calls.append(slot)
-
-    def gather(self, records: Bytes, chosen: I32Vector, slot: int, place: int) -> None:
-        self.calls.append((slot, place, len(chosen)))
-
-    def finish(self) -> int:
-        self.calls.append("finish")
-        return 1
-
-    def close(self) -> None:
-        self.calls.append("close")
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("workers.copiers.time", clock)
+    monkeypatch.setattr("workers.emulation.time", clock)
+    return clock
 
 
-def test_paced_copies_take_the_links_time_one_after_the_other_and_tick(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.fixture
+def control() -> Iterator[ControlSegment]:
+    control = ControlSegment.create(f"/tandem-tests-{uuid.uuid4().hex[:12]}-control-0", 1)
+    yield control
+    control.close()
+    unlink(control.segment.name)
+
+
+@pytest.fixture
+def slab(fingerprint: str) -> Iterator[Slab]:
+    with Store.attach(store_name(fingerprint)) as store:
+        slab = Slab.create(f"/tandem-test-slab-{uuid.uuid4().hex[:12]}", 4, store.layout.tile_bytes)
+    yield slab
+    slab.close()
+    unlink(slab.segment.name)
+
+
+def links(control: ControlSegment, gbps: float) -> tuple[EmulatedLink, EmulatedLink]:
+    """The coordinator's and the prefetcher's."""
+    own, other = control.line("coordinator", 0), control.line("prefetcher", 0)
+    return EmulatedLink(gbps, own, other), EmulatedLink(gbps, other, own)
+
+
+def test_copies_of_two_processes_follow_each_other_on_one_link(clock: Clock, control: ControlSegment) -> None:
+    coordinator, prefetcher = links(control, 1e-6)  # 1000 bytes a second
+    assert prefetcher.occupy(500) == (100.5, 0.5)
+    assert coordinator.other_until == 100.5
+    assert coordinator.occupy(1000) == (101.5, 1.0)  # behind the other one's
+    assert coordinator.occupy(1000) == (102.5, 1.0)
+    assert prefetcher.other_until == 102.5
+    clock.now = 110.0  # idle time is not saved up
+    assert coordinator.occupy(250) == (110.25, 0.25)
+
+
+def test_tiles_and_channels_are_copied(fingerprint: str, slab: Slab) -> None:
+    with Store.attach(store_name(fingerprint)) as store:
+        copier = HostCopier(store, slab)
+        records = store.tiles(1, 2, 0, SHAPE.tiles).reshape(SHAPE.padded, -1)
+        chosen = np.array([3, 40, 41], np.int32)
+        copies = [TileCopy(0, 1, 2, 3), TileCopy(1, 2, 0, 1, chosen, 5)]
+        copier.ready(copier.begin(copies))
+        np.testing.assert_array_equal(slab.slot(3), store.tiles(0, 1, 2, 3))
+        there = slab.slot(1).reshape(SHAPE.tile, -1)
+        np.testing.assert_array_equal(there[5:8], records[chosen])
+        assert not there[:5].any()
+        assert not there[8:].any()
+        assert copier.copied[0] == 1
+
+
+def test_paced_copies_take_the_links_time_and_tick(
+    clock: Clock, control: ControlSegment, fingerprint: str, slab: Slab
 ) -> None:
-    clock, inner, ticks = Clock(), Immediate(), list[float]()
-    monkeypatch.setattr("workers.copiers.time", clock)
-    monkeypatch.setattr("workers.emulation.time", clock)
-    copier = paced(inner, 1e-6, lambda: ticks.append(clock.now))  # 1000 bytes a second
-    assert isinstance(copier, PacedCopier)
-    assert (copier.depth, copier.gather_depth, copier.notes, copier.locked) == (5, 3, ("a note",), (4, 8))
-    tile = np.zeros(1250, np.uint8)
-    assert not copier.flags
-    copier.start(tile, 7, 2)
-    copier.start(tile, 8)
-    assert clock.now == 100
-    copier.finish()
-    assert (clock.now, clock.naps, ticks) == (101.25, [0.5, 0.5, 0.25], [100.5, 101, 101.25])
-    clock.now = 102  # late: the second copy is due at 102.5 all the same
-    copier.finish()
-    assert (clock.now, ticks[3:]) == (102.5, [102.5])
-    clock.now = 110  # idle time is not saved up
-    copier.start(tile, 9)
-    copier.finish()
-    assert clock.now == 111.25
-    copier.gather(tile.reshape(10, 125), np.array([3, 5], np.int32), 4, 2)  # 250 of the bytes
-    copier.finish()
-    assert clock.now == 111.5
-    copier.close()
-    assert inner.calls == [7, 8, "finish", "finish", 9, "finish", (4, 2, 2), "finish", "close"]
-    assert paced(inner, None, lambda: None) is inner
-
-
-def test_chunks_are_gathered_while_the_link_moves_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the emulated link never idles: neither for the time of gathering nor for late awakenings."""
-
-    class Late(Clock):
-        def sleep(self, seconds: float) -> None:
-            super().sleep(seconds + 0.05)
-
-    class Gathering(Immediate):
-        gather_depth = 1
-
-        def gather(self, records: Bytes, chosen: I32Vector, slot: int, place: int) -> None:
-            clock.now += 0.15
-
-    clock = Late()
-    monkeypatch.setattr("workers.copiers.time", clock)
-    monkeypatch.setattr("workers.emulation.time", clock)
-    copier = paced(Gathering(), 1e-6, lambda: None)
-    under_way, records = 0, np.zeros((10, 125), np.uint8)
-    for _ in range(20):
-        copier.gather(records, np.array([3, 5], np.int32), 0, 0)  # a quarter of a second
-        under_way += 1
-        if under_way == copier.gather_depth:
-            under_way -= copier.finish()
-    while under_way:
-        under_way -= copier.finish()
-    assert 20 * 0.25 <= clock.now - 100 < 20 * 0.25 + 0.3
+    with Store.attach(store_name(fingerprint)) as store:
+        link, _ = links(control, store.layout.tile_bytes / 1.25 / 1e9)  # a tile in 1.25 seconds
+        copier, line = HostCopier(store, slab, link), control.line("coordinator", 0)
+        first, second = (copier.begin([TileCopy(0, 1, tile, tile)]) for tile in range(2))
+        assert clock.now == 100.0
+        copier.ready(first)
+        assert (clock.now, clock.naps, line.ticks) == (101.25, [0.5, 0.5, 0.25], 3)
+        clock.now = 102.0  # late: the second copy is due at 102.5 all the same
+        copier.ready(second)
+        assert (clock.now, copier.copied) == (102.5, (2, 2.5))

@@ -36,8 +36,8 @@ def test_an_ipc_handle_of_another_size_is_refused(size: int) -> None:
 
 
 def test_prefetcher_that_cannot_map_a_gpu_slab_answers_with_the_reason_and_stays() -> None:
-    """Without a GPU or cuda-bindings, and with both because this handle is none. A thread of the coordinator
-    takes its place then; exiting would only have it restarted."""
+    """Without a GPU or cuda-bindings, and with both because this handle is none. Nothing is prefetched then;
+    exiting would only have it restarted."""
     with small_store() as fingerprint, surroundings("prefetcher", fingerprint) as place:
         child = place.start()
         place.ready()

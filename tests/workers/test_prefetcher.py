@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,28 +13,33 @@ import numpy as np
 import pytest
 from child_harness import SHAPE, Child, Surroundings, surroundings
 
-from protocol.messages import (
-    AttachSlab,
-    CancelFetch,
-    DemandFetch,
-    Fetch,
-    Fetched,
-    Gather,
-    I32Vector,
-    SlabAttached,
-)
-from shm.layout import Bytes
+from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, I32Vector, SlabAttached
+from shm.control import IDLE, ControlSegment
 from shm.segment import unlink
 from shm.slab import Slab
 from shm.store import Store, store_name
 from workers import prefetcher
 from workers.child_endpoint import ChildEndpoint
+from workers.copiers import TileCopy
 from workers.lifetime import EXIT_PARENT_GONE
 from workers.prefetcher import CopyLoop
 
 SLOTS = 3 * SHAPE.tiles
+NO_CHANNELS = np.zeros(0, np.int32)
 UNTOUCHED = 0xAB
 TILE_SECONDS = 0.02  # one tile over the paced link
+
+
+def fetch(id: int, layer: int, expert: int, lo: int, slots: tuple[int, ...], urgency: int) -> Fetch:
+    """An order of whole tiles."""
+    return Fetch(id, layer, expert, lo, slots, urgency, NO_CHANNELS)
+
+
+def gather(
+    id: int, layer: int, expert: int, channels: I32Vector, slots: tuple[int, ...], urgency: int
+) -> Fetch:
+    """An order of channels."""
+    return Fetch(id, layer, expert, 0, slots, urgency, channels)
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,14 @@ class Link:
         return True
 
 
+@contextmanager
+def control_segment() -> Iterator[ControlSegment]:
+    control = ControlSegment.create(f"/tandem-tests-{uuid.uuid4().hex[:12]}-control-0", 1)
+    yield control
+    control.close()
+    unlink(control.segment.name)
+
+
 @pytest.fixture
 def slab(fingerprint: str) -> Iterator[Slab]:
     name = f"/tandem-test-slab-{uuid.uuid4().hex[:12]}"
@@ -95,7 +109,7 @@ def link(place: Surroundings, slab: Slab, request: pytest.FixtureRequest) -> Ite
     (ready,) = place.ready().values()
     assert (ready.role, ready.pid, ready.fingerprint) == ("prefetcher", child.process.pid, place.fingerprint)
     place.send(child, AttachSlab("shm", slab.segment.name.encode(), 0, slab.slots, slab.slot_bytes))
-    assert place.expect(SlabAttached) == SlabAttached(child.incarnation, ())
+    assert place.expect(SlabAttached) == SlabAttached(child.incarnation)
     with Store.attach(store_name(place.fingerprint)) as store:
         yield Link(place, child, store, slab)
 
@@ -105,7 +119,7 @@ paced = pytest.mark.parametrize("link", [True], indirect=True, ids=["paced"])
 
 def test_tiles_land_in_order_and_progressively(link: Link) -> None:
     slots = tuple(np.random.default_rng(0).permutation(SLOTS)[: SHAPE.tiles - 4].tolist())
-    order = Fetch(7, layer=1, expert=2, lo=3, slots=slots, urgency=0)
+    order = fetch(7, layer=1, expert=2, lo=3, slots=slots, urgency=0)
     link.send(order)
     reports = link.reports(7)
     assert [f.landed for f in reports] == list(range(1, len(slots) + 1))
@@ -119,9 +133,9 @@ def test_tiles_land_in_order_and_progressively(link: Link) -> None:
 
 def test_orders_of_the_first_and_last_tile_and_of_no_tile(link: Link) -> None:
     orders = [
-        Fetch(1, 0, 0, 0, (5,), 2),
-        Fetch(2, SHAPE.layers - 1, SHAPE.experts - 1, SHAPE.tiles - 1, (SLOTS - 1,), 1),
-        Fetch(3, 0, 0, 0, (), 0),
+        fetch(1, 0, 0, 0, (5,), 2),
+        fetch(2, SHAPE.layers - 1, SHAPE.experts - 1, SHAPE.tiles - 1, (SLOTS - 1,), 1),
+        fetch(3, 0, 0, 0, (), 0),
     ]
     link.send(*orders)
     reports = link.reports(1, 2, 3)
@@ -130,7 +144,7 @@ def test_orders_of_the_first_and_last_tile_and_of_no_tile(link: Link) -> None:
 
 
 def test_reported_tiles_are_copied_completely(link: Link) -> None:
-    link.send(Fetch(1, 0, 1, 0, tuple(range(SHAPE.tiles)), 0))
+    link.send(fetch(1, 0, 1, 0, tuple(range(SHAPE.tiles)), 0))
     for index in range(SHAPE.tiles):
         assert link.place.expect(Fetched).landed == index + 1
         tile = link.store.tiles(0, 1, index, index + 1)
@@ -143,7 +157,7 @@ def channels(*counts: int) -> list[I32Vector]:
     return [np.sort(random.permutation(SHAPE.padded)[:count]).astype(np.int32) for count in counts]
 
 
-def gathered(link: Link, order: Gather, landed: int | None = None) -> bool:
+def gathered(link: Link, order: Fetch, landed: int | None = None) -> bool:
     """Whether the records of an order's first `landed` channels (all of them) are in their slots, and nothing
     else."""
     landed = len(order.channels) if landed is None else landed
@@ -161,11 +175,11 @@ def test_channels_are_gathered_into_their_slots(link: Link) -> None:
     several, one, every = channels(37, 1, SHAPE.padded)
     ends = np.array([0, SHAPE.padded - 1], np.int32)
     orders = [
-        Gather(1, 0, 1, several, (9, 4, 7), 0),
-        Gather(2, 1, 2, one, (1,), 1),
-        Gather(3, 1, 3, every, tuple(range(10, 10 + SHAPE.tiles)), 0),
-        Gather(4, 0, 0, ends, (0,), 2),
-        Gather(5, 0, 0, ends[:0], (), 0),
+        gather(1, 0, 1, several, (9, 4, 7), 0),
+        gather(2, 1, 2, one, (1,), 1),
+        gather(3, 1, 3, every, tuple(range(10, 10 + SHAPE.tiles)), 0),
+        gather(4, 0, 0, ends, (0,), 2),
+        gather(5, 0, 0, ends[:0], (), 0),
     ]
     link.send(*orders)
     reports = link.reports(1, 2, 3, 4, 5)
@@ -175,55 +189,51 @@ def test_channels_are_gathered_into_their_slots(link: Link) -> None:
     assert all(gathered(link, order) for order in orders)
 
 
-@paced
-def test_demanded_channels_overtake_others_between_two_chunks(link: Link) -> None:
-    every, few = channels(SHAPE.padded, 5)
-    predicted = Gather(1, 0, 0, every, tuple(range(SHAPE.tiles)), 1)
-    waiting = Gather(2, 0, 1, every, tuple(range(SHAPE.tiles, 2 * SHAPE.tiles)), 1)
-    demanded = Gather(3, 1, 1, few, (SLOTS - 1,), 0)
-    link.send(predicted, waiting)
-    assert link.place.expect(Fetched).id == 1
-    link.send(DemandFetch(2, 20), demanded, CancelFetch(1))
-    reports = link.reports(1, 2, 3)
-    assert [f.id for f in reports if f.id != 1] == [2, 2, 3]
-    assert [f.landed for f in reports if f.id == 2] == [16, 20]  # and no channel that is not demanded
-    landed = reports[[f.id for f in reports].index(1)].landed
-    assert 0 < landed < SHAPE.padded // 2
-    assert gathered(link, predicted, [f.landed for f in reports if f.id == 1][-1])
-    assert gathered(link, waiting, 20)
-    assert gathered(link, demanded)
-
-
 def test_order_of_channels_that_do_not_exist_ends_the_prefetcher(link: Link) -> None:
     """Only a defect of the coordinator sends one: nothing is written and the supervisor hears of it."""
-    link.send(Gather(1, 0, 0, np.array([SHAPE.padded], np.int32), (0,), 0))
+    link.send(gather(1, 0, 0, np.array([SHAPE.padded], np.int32), (0,), 0))
     assert link.child.ended() != 0
     assert (link.slab.segment.array == UNTOUCHED).all()
 
 
 @paced
-def test_demanded_overtakes_predicted_between_two_tiles(link: Link) -> None:
+def test_predicted_overtakes_placed_between_two_tiles(link: Link) -> None:
+    """And the line of the control segment says which order moves."""
     slots = list(range(SLOTS))
-    predicted = Fetch(1, 0, 0, 0, tuple(slots[: SHAPE.tiles]), urgency=1)
-    placed = Fetch(2, 0, 1, 0, tuple(slots[SHAPE.tiles : SHAPE.tiles + 2]), urgency=2)
-    later = Fetch(3, 0, 2, 0, tuple(slots[-9:-7]), urgency=1)
-    demanded = Fetch(4, 1, 3, 2, tuple(slots[-3:]), urgency=0)
-    link.send(predicted, placed, later)
+    placed = fetch(1, 0, 0, 0, tuple(slots[: SHAPE.tiles]), urgency=2)
+    later = fetch(2, 0, 2, 0, tuple(slots[-6:-4]), urgency=2)
+    predicted = fetch(3, 1, 3, 2, tuple(slots[-3:]), urgency=1)
+    line = link.place.progress.line("prefetcher", 0)
+    link.send(placed, later)
     first = link.place.expect(Fetched)
     assert (first.id, first.landed) == (1, 1)
-    link.send(demanded)
-    reports = [f.id for f in link.reports(1, 2, 3, 4)]
-    start = reports.index(4)
-    assert start < SHAPE.tiles // 2  # long before the predicted one was done
-    assert reports[start : start + 3] == [4, 4, 4]  # without another report in between
-    others = reports[:start] + reports[start + 3 :]
-    assert others == [1] * (SHAPE.tiles - 1) + [3, 3, 2, 2]  # urgency, then age
-    assert all(link.holds(order) for order in (predicted, placed, later, demanded))
+    link.send(predicted)
+    while (report := link.place.expect(Fetched)).id == 1:
+        assert report.landed < SHAPE.tiles  # long before the placed one was done
+    assert line.seq == 3
+    reports = [report.id, *(f.id for f in link.reports(1, 2, 3))]
+    assert reports[:3] == [3, 3, 3]
+    assert reports[-2:] == [2, 2]
+    assert line.seq == IDLE
+    assert all(link.holds(order) for order in (placed, later, predicted))
+
+
+@paced
+def test_nothing_moves_while_demanded_tiles_occupy_the_link(link: Link) -> None:
+    """Those of the coordinator; an order may be cancelled meanwhile."""
+    coordinator = link.place.progress.line("coordinator", 0)
+    until = time.perf_counter() + 0.3
+    coordinator.link_until = int(until * 1e9)
+    link.send(fetch(1, 0, 0, 0, (0, 1), 1), fetch(2, 0, 1, 0, (2,), 1), CancelFetch(1))
+    cancelled, moved = link.place.expect(Fetched), link.place.expect(Fetched)
+    assert (cancelled.id, cancelled.landed, moved.id) == (1, 0, 2)
+    assert time.perf_counter() >= until + TILE_SECONDS
+    assert link.place.progress.line("prefetcher", 0).link_until / 1e9 >= until + TILE_SECONDS
 
 
 @paced
 def test_cancelled_order_lands_a_prefix_of_its_tiles(link: Link) -> None:
-    order = Fetch(1, 1, 0, 0, tuple(reversed(range(SHAPE.tiles))), urgency=1)
+    order = fetch(1, 1, 0, 0, tuple(reversed(range(SHAPE.tiles))), urgency=1)
     link.send(order)
     assert not link.place.expect(Fetched).final
     link.send(CancelFetch(1))
@@ -231,7 +241,7 @@ def test_cancelled_order_lands_a_prefix_of_its_tiles(link: Link) -> None:
     assert 1 <= last.landed < SHAPE.tiles // 2
     assert link.place.quiet(3 * TILE_SECONDS)
     assert link.holds(order, last.landed)
-    again = Fetch(2, 1, 0, last.landed, order.slots[last.landed :], urgency=0)
+    again = fetch(2, 1, 0, last.landed, order.slots[last.landed :], urgency=0)
     link.send(again)
     assert link.reports(2)[-1].landed == SHAPE.tiles - last.landed
     assert link.holds(order)
@@ -240,8 +250,8 @@ def test_cancelled_order_lands_a_prefix_of_its_tiles(link: Link) -> None:
 @paced
 def test_waiting_order_is_final_as_soon_as_it_is_cancelled(link: Link) -> None:
     """The coordinator waits for its report, which must not wait for the orders before it."""
-    running = Fetch(1, 0, 0, 0, tuple(range(SHAPE.tiles)), urgency=1)
-    waiting = Fetch(2, 0, 1, 0, tuple(range(SHAPE.tiles, 2 * SHAPE.tiles)), urgency=1)
+    running = fetch(1, 0, 0, 0, tuple(range(SHAPE.tiles)), urgency=1)
+    waiting = fetch(2, 0, 1, 0, tuple(range(SHAPE.tiles, 2 * SHAPE.tiles)), urgency=1)
     link.send(running, waiting)
     assert link.place.expect(Fetched).id == 1
     link.send(CancelFetch(2))
@@ -254,12 +264,12 @@ def test_waiting_order_is_final_as_soon_as_it_is_cancelled(link: Link) -> None:
 
 
 def test_cancelling_an_unknown_or_finished_order_has_no_effect(link: Link) -> None:
-    order = Fetch(1, 0, 3, 0, (1, 2), 0)
+    order = fetch(1, 0, 3, 0, (1, 2), 0)
     link.send(CancelFetch(1), CancelFetch(-5), order)
     assert [f.final for f in link.reports(1)] == [False, True]
     link.send(CancelFetch(1), CancelFetch(1))
     assert link.place.quiet()
-    after = Fetch(2, 0, 2, 0, (3,), 0)
+    after = fetch(2, 0, 2, 0, (3,), 0)
     link.send(after)
     assert [f.id for f in link.reports(2)] == [2]
     assert link.holds(order)
@@ -268,7 +278,7 @@ def test_cancelling_an_unknown_or_finished_order_has_no_effect(link: Link) -> No
 
 @paced
 def test_paced_link_takes_as_long_as_its_bandwidth_implies(link: Link) -> None:
-    orders = [Fetch(n, 0, n, 0, tuple(range(n * 8, n * 8 + 8)), n) for n in range(3)]
+    orders = [fetch(n, 0, n, 0, tuple(range(n * 8, n * 8 + 8)), n) for n in range(3)]
     began = time.perf_counter()
     link.send(*orders)
     reports = link.reports(0, 1, 2)
@@ -284,39 +294,35 @@ def test_paced_link_takes_as_long_as_its_bandwidth_implies(link: Link) -> None:
 def test_paced_link_saves_up_no_bandwidth_while_it_is_idle(link: Link) -> None:
     for number in range(2):
         began = time.perf_counter()
-        link.send(Fetch(number, 0, number, 0, tuple(range(8)), 0))
+        link.send(fetch(number, 0, number, 0, tuple(range(8)), 0))
         link.reports(number)
         assert time.perf_counter() - began >= 8 * TILE_SECONDS
         assert link.place.quiet(10 * TILE_SECONDS)
 
 
 class TwoCopies:
-    """A copier with two copies under way, as over a GPU's link, of which none is complete before `finish`."""
+    """A copier with two copies under way, as over a GPU's link, of which none is complete before `ready`."""
 
-    depth = gather_depth = 2
-    flags, locked = False, (0, 0)
-    notes: tuple[str, ...] = ()
+    ahead = 2
+    copied = 0, 0.0
 
     def __init__(self) -> None:
-        self.started = self.finished = 0
-        self.sizes: list[int] = []  # of chunks of channels
+        self.sizes: list[int] = []  # tiles or channels
+        self.finished = 0
         self.closed = False
 
-    def start(self, tile: Bytes, slot: int, number: int = 0) -> None:
-        self.started += 1
-        assert self.started - self.finished <= self.depth
+    def begin(self, copies: Sequence[TileCopy]) -> TileCopy:
+        (copy,) = copies
+        self.sizes.append(1 if copy.channels is None else len(copy.channels))
+        assert len(self.sizes) - self.finished <= self.ahead
+        return copy
 
-    def gather(self, records: Bytes, chosen: I32Vector, slot: int, place: int) -> None:
-        self.sizes.append(len(chosen))
-        self.start(records[chosen].reshape(-1), slot)
-
-    def finish(self) -> int:
-        assert self.finished < self.started
+    def ready(self, begun: TileCopy) -> None:
+        assert self.finished < len(self.sizes)
         self.finished += 1
-        return 1
 
     def close(self) -> None:
-        assert self.finished == self.started
+        assert self.finished == len(self.sizes)
         self.closed = True
 
 
@@ -326,54 +332,56 @@ class Coordinator:
 
     incarnation = 0
 
-    def __init__(self, order: Fetch | Gather, copier: TwoCopies, cancel_at: int | None) -> None:
+    def __init__(self, order: Fetch, copier: TwoCopies, cancel_at: int | None) -> None:
         self.stopped = False
         self.reports: list[Fetched] = []
         self._copier, self._cancel_at = copier, cancel_at
         self._inbox: list[object] = [order]
 
-    def receive(self, wait: bool) -> list[object]:
+    def receive(self, wait: bool, limit_ms: int) -> list[object]:
         messages, self._inbox = self._inbox, []
         self.stopped = wait and not messages
         return messages
 
     def send(self, report: Fetched) -> None:
         self.reports.append(report)
-        sizes = self._copier.sizes or [1] * self._copier.started
-        assert report.landed == sum(sizes[: self._copier.finished])
-        assert report.final == (self._copier.started == self._copier.finished)
+        copier = self._copier
+        assert report.landed == sum(copier.sizes[: copier.finished])
+        assert report.final == (len(copier.sizes) == copier.finished)
         if report.landed == self._cancel_at and not report.final:
             self._inbox.append(CancelFetch(report.id))
+
+
+def served(fingerprint: str, order: Fetch, copier: TwoCopies, cancel_at: int | None) -> list[Fetched]:
+    """The reports of a prefetcher that copies with this copier."""
+    coordinator = Coordinator(order, copier, cancel_at)
+    with Store.attach(store_name(fingerprint)) as store, control_segment() as control:
+        line = control.line("prefetcher", 0)
+        loop = CopyLoop(cast(ChildEndpoint, coordinator), store, line)
+        loop._copier = copier
+        loop.serve()
+        assert line.ticks > copier.finished  # progress is counted with every copy
+        assert (line.seq, copier.closed) == (IDLE, True)
+    return coordinator.reports
 
 
 @pytest.mark.parametrize("cancel_at", [None, 1, 4])
 def test_order_with_a_copy_under_way_is_not_final(fingerprint: str, cancel_at: int | None) -> None:
     copier = TwoCopies()
-    coordinator = Coordinator(Fetch(1, 0, 0, 0, tuple(range(6)), 0), copier, cancel_at)
-    ticks: list[int] = []
-    with Store.attach(store_name(fingerprint)) as store:
-        loop = CopyLoop(cast(ChildEndpoint, coordinator), store, None, lambda: ticks.append(copier.finished))
-        loop.attach(copier)
-        loop.serve()
-    assert [report.final for report in coordinator.reports].count(True) == 1
-    assert copier.started == (6 if cancel_at is None else cancel_at + 1)
-    assert copier.closed
-    assert ticks == list(range(copier.finished + 1))  # progress is counted with every copy
+    reports = served(fingerprint, fetch(1, 0, 0, 0, tuple(range(6)), 1), copier, cancel_at)
+    assert [report.final for report in reports].count(True) == 1
+    assert copier.finished == (6 if cancel_at is None else cancel_at + 1)
 
 
 @pytest.mark.parametrize("cancel_at", [None, 16])
 def test_channels_go_in_chunks_and_end_within_a_slot(monkeypatch, fingerprint: str, cancel_at) -> None:
     """The one chunk that is under way when the order is cancelled lands too."""
     copier = TwoCopies()
-    order = Gather(1, 0, 0, channels(30)[0], (0, 1), 1)
-    coordinator = Coordinator(order, copier, cancel_at)
     with Store.attach(store_name(fingerprint)) as store:
         monkeypatch.setattr(prefetcher, "CHUNK_BYTES", 5 * store.layout.tile_bytes // SHAPE.tile)
-        loop = CopyLoop(cast(ChildEndpoint, coordinator), store, None, lambda: None)
-        loop.attach(copier)
-        loop.serve()
+    reports = served(fingerprint, gather(1, 0, 0, channels(30)[0], (0, 1), 1), copier, cancel_at)
     last = 30 if cancel_at is None else 21
-    assert [(f.landed, f.final) for f in coordinator.reports] == [(16, False), (last, True)]
+    assert [(f.landed, f.final) for f in reports] == [(16, False), (last, True)]
     assert copier.sizes[:5] == [5, 5, 5, 1, 5]  # channels; no chunk lies in two slots
 
 
@@ -381,7 +389,7 @@ def test_malformed_and_foreign_messages_are_dropped(link: Link) -> None:
     for frames in ([b""], [b"\xff\xff"], [bytes([39, 1]), b"\x80"]):
         link.place.work.send_multipart([link.child.name, *frames])
     link.send(Fetched(1, 1, 0, True, 0.0))
-    order = Fetch(1, 0, 0, 0, (0,), 0)
+    order = fetch(1, 0, 0, 0, (0,), 0)
     link.send(order)
     assert [f.final for f in link.reports(1)] == [True]
     assert link.holds(order)
@@ -389,7 +397,7 @@ def test_malformed_and_foreign_messages_are_dropped(link: Link) -> None:
 
 @paced
 def test_shutdown_in_the_middle_of_an_order_leaves_whole_tiles(link: Link) -> None:
-    order = Fetch(1, 0, 0, 0, tuple(range(SHAPE.tiles)), 1)
+    order = fetch(1, 0, 0, 0, tuple(range(SHAPE.tiles)), 1)
     link.send(order)
     link.place.expect(Fetched)
     assert link.place.shut_down(link.child, link.place.control) == 0
@@ -403,7 +411,7 @@ def test_idle_prefetcher_exits_after_a_shutdown_from_the_coordinator(link: Link)
 
 @paced
 def test_prefetcher_exits_with_its_lifeline_in_the_middle_of_an_order(link: Link) -> None:
-    link.send(Fetch(1, 0, 0, 0, tuple(range(SHAPE.tiles)), 1))
+    link.send(fetch(1, 0, 0, 0, tuple(range(SHAPE.tiles)), 1))
     link.place.expect(Fetched)
     link.child.cut()
     assert link.child.ended(5) == EXIT_PARENT_GONE

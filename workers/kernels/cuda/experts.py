@@ -216,8 +216,6 @@ class LayerOnDevice:
 class CudaExperts:
     """Computes tiles of a quantized format, or of bf16 where no expert has more than `most_rows` rows."""
 
-    reads_host = True
-
     def __init__(self, launcher: Launcher, layout: StoreLayout) -> None:
         """`launcher` has the format's program."""
         shape, format = (layout.shape.hidden, layout.shape.tile), layout.format
@@ -228,10 +226,6 @@ class CudaExperts:
         else:
             self.most_rows = FEW
             self._products = PlainProducts(launcher, shape)
-
-    def allocates(self, offsets: Numbers) -> bool:
-        """As of DeviceKernel."""
-        return False
 
     def begin(
         self, x: Tensor, cuts: Numbers, offsets: Numbers, rows: Numbers, weights: NDArray[np.float32]

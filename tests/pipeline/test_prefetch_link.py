@@ -3,7 +3,6 @@ hung."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 
@@ -11,13 +10,11 @@ import pytest
 from child_messages import LIMIT, PRINT, child_socket, control_segment, exit_of, received
 
 from pipeline.experts import progress
-from pipeline.experts.fetch_link import ATTACH_LIMIT, DEMANDED, PLACED, STALL_LIMIT, FetchLink
-from pipeline.experts.landings import Landings
+from pipeline.experts.link import ATTACH_LIMIT, STALL_LIMIT, PrefetchLink
+from pipeline.experts.mover import PLACED, PREDICTED
 from pipeline.experts.peers import ChildServerSocket
 from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, Hung, SlabAttached, WorkerUp
 from shm.control import ControlSegment
-from shm.landing_flags import LandingFlags
-from shm.segment import unlink
 
 SLAB = AttachSlab("shm", b"/x", 0, 1, 1)
 
@@ -30,16 +27,12 @@ class LinkHarness:
     ) -> None:
         self.line, self.reports = control.line("prefetcher", 0), reports
         self._socket, self._make, self._exits = socket, make, exits
-        self.link: FetchLink
+        self.link: PrefetchLink
         self.connect()
 
     def connect(self, **limits: float) -> None:
         """A new link on the same socket, with these limits of silence."""
-        self.link = FetchLink(self._socket, SLAB, self.line, **limits)
-
-    def connect_thread(self, **limits: float) -> None:
-        """A new link to a prefetcher thread, which has the slab."""
-        self.link = FetchLink(self._socket, None, None, **limits)
+        self.link = PrefetchLink(self._socket, SLAB, self.line, **limits)
 
     def announce(self, incarnation: int):
         """A prefetcher that has announced itself."""
@@ -61,7 +54,7 @@ class LinkHarness:
     def attach(self, incarnation: int):
         """A prefetcher that has also mapped the slab."""
         endpoint = self.start(incarnation)
-        endpoint.send(SlabAttached(incarnation, ("a note",)))
+        endpoint.send(SlabAttached(incarnation))
         assert self.link.wait_up(LIMIT)
         return endpoint
 
@@ -97,9 +90,8 @@ def test_link_is_up_once_the_slab_is_mapped(harness) -> None:
     endpoint = harness.start(0)
     assert not harness.link.wait_up(0.2)
     assert harness.reports == []
-    endpoint.send(SlabAttached(0, ("a note",)))
+    endpoint.send(SlabAttached(0))
     assert harness.link.wait_up(LIMIT)
-    assert harness.link.notes == ("a note",)
     assert harness.reports == [WorkerUp("prefetcher", 0, 0)]
 
 
@@ -107,9 +99,9 @@ def test_order_lands_and_is_final_after_a_cancel(harness) -> None:
     endpoint, link = harness.attach(0), harness.link
     order = link.order(0, 1, 2, [5, 6], PLACED)
     link.cancel(order)
-    link.cancel(order)  # sent once only
-    fetch, _ = received(endpoint, Fetch, CancelFetch)
-    assert fetch == Fetch(order.id, 0, 1, 2, (5, 6), PLACED)
+    fetch, cancel = received(endpoint, Fetch, CancelFetch)
+    assert (fetch.id, fetch.layer, fetch.expert, fetch.lo, fetch.slots) == (order.id, 0, 1, 2, (5, 6))
+    assert (fetch.urgency, len(fetch.channels), cancel) == (PLACED, 0, CancelFetch(order.id))
     endpoint.send(Fetched(order.id, 0, 1, True, 0.5))
     link.wait(order, 2)  # returns: it is final with one tile
     assert (order.landed, order.final) == (1, True)
@@ -147,11 +139,11 @@ def test_exit_makes_orders_final_with_what_has_landed(harness) -> None:
 def test_order_while_the_link_is_down_is_final_and_not_sent(harness) -> None:
     """A new prefetcher that has not mapped the slab must not get an order: its slots may have been reused."""
     endpoint, link = harness.start(0), harness.link
-    order = link.order(0, 1, 0, [5], DEMANDED)
+    order = link.order(0, 1, 0, [5], PREDICTED)
     assert (order.landed, order.final) == (0, True)
     endpoint.send(SlabAttached(0))
     assert link.wait_up(LIMIT)
-    sent = link.order(0, 1, 0, [6], DEMANDED)
+    sent = link.order(0, 1, 0, [6], PREDICTED)
     assert received(endpoint, Fetch)[0].id == sent.id
 
 
@@ -230,22 +222,9 @@ def test_final_order_is_not_cancelled_any_more(harness) -> None:
     endpoint.send(Fetched(order.id, 0, 1, True, 0.5))
     link.wait(order, 1)
     link.cancel(order)
-    later = link.order(0, 1, 3, [6], DEMANDED)
+    later = link.order(0, 1, 3, [6], PREDICTED)
     first, second = received(endpoint, Fetch, Fetch)  # and no CancelFetch between them
-    assert (first.id, second.id, second.urgency) == (order.id, later.id, DEMANDED)
-    assert not order.cancelled
-
-
-def test_thread_with_the_slab_is_up_when_it_is_ready(harness) -> None:
-    """It is sent no slab, and has no progress that could be measured."""
-    harness.connect_thread(stall_limit=0.0)
-    endpoint = harness.announce(3)
-    assert harness.link.wait_up(LIMIT)
-    assert harness.reports == [WorkerUp("prefetcher", 0, 3)]
-    order = harness.link.order(0, 0, 0, [1], PLACED)
-    harness.update_for(0.1)
-    assert harness.reports[1:] == []
-    assert received(endpoint, Fetch)[0].id == order.id
+    assert (first.id, second.id, second.urgency) == (order.id, later.id, PREDICTED)
 
 
 @pytest.mark.parametrize(("wait_ms", "hung"), [(0, False), (1, True)])
@@ -308,39 +287,24 @@ def test_restarted_prefetcher_is_not_blamed_for_its_previous_incarnation(harness
     assert harness.reports[1:] == [WorkerUp("prefetcher", 0, 1)]
 
 
-@pytest.fixture
-def flags(runtime) -> Iterator[LandingFlags]:
-    flags = LandingFlags.create(f"/tandem-test-link-{os.getpid()}", 8)
-    yield flags
-    name = flags.segment.name
-    flags.close()
-    unlink(name)
-
-
-def test_orders_have_numbers_where_their_prefetcher_writes_flags(harness, flags) -> None:
-    landings = Landings(flags, lambda slot, number: None)
-    harness.connect(landings=landings)
-    endpoint = harness.attach(0)  # it cannot
-    order = harness.link.order(0, 1, 2, [5, 6], PLACED)
-    assert received(endpoint, Fetch) == [Fetch(order.id, 0, 1, 2, (5, 6), PLACED)]
+def test_order_moves_while_its_prefetcher_says_so(harness) -> None:
+    endpoint, link = harness.attach(0), harness.link
+    first, second = link.order(0, 1, 0, [5, 6], PREDICTED), link.order(0, 2, 0, [7], PREDICTED)
+    assert not link.moving(first)
+    harness.line.begin(first.id)
+    assert (link.moving(first), link.moving(second)) == (True, False)
+    endpoint.send(Fetched(first.id, 0, 2, True, 0.5))
+    link.wait(first, 2)
+    assert not link.moving(first)
+    assert (link.copied, link.under_way()) == ((2, 0.5), [second])
+    harness.line.begin(second.id)
     harness.exit(0)
-    endpoint = harness.start(1)
-    endpoint.send(SlabAttached(1, flags=True))
-    assert harness.link.wait_up(LIMIT)
-    order = harness.link.order(0, 1, 2, [5, 6], DEMANDED)
-    assert received(endpoint, Fetch) == [Fetch(order.id, 0, 1, 2, (5, 6), DEMANDED, (2, 2))]
-    flags.array[6] = 2  # a later tile's flag does not count before those of earlier ones
-    harness.link.update(0)
-    assert order.landed == 0
-    flags.array[5] = 2
-    harness.link.wait(order, 2)
-    assert (order.landed, order.final) == (2, True)
-    endpoint.send(Fetched(order.id, 1, 1, False, 0.25))
-    endpoint.send(Fetched(order.id, 1, 2, True, 0.5))
-    harness.update_until(lambda: harness.link.copied == (2, 0.5))
-    order = harness.link.order(0, 1, 2, [5], DEMANDED)
-    assert received(endpoint, Fetch)[0].numbers == (4,)
-    endpoint.send(Fetched(order.id, 1, 1, True, 0.5))  # a report counts as well
-    harness.link.wait(order, 1)
-    assert order.final
-    landings.close()
+    assert not link.moving(second)
+
+
+def test_slab_that_no_other_process_can_map(harness) -> None:
+    """The link stays down, and whoever waits for it is told at once."""
+    harness.start(0).send(SlabAttached(0, error="no IPC"))
+    assert not harness.link.wait_up(LIMIT)
+    assert harness.link.refusal == "no IPC"
+    assert harness.link.order(0, 1, 0, [5], PLACED).final

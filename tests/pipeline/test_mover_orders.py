@@ -1,81 +1,86 @@
-"""The tile mover's orders, their sequence, and its counts of landed tiles, on a link on which the test lands
-the tiles."""
+"""The mover's orders, their sequence, and its counts of landed tiles, on a link on which the test lands the
+tiles."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
+from pipeline.arrays import IntArray
 from pipeline.counters import PhaseCounters
-from pipeline.device.cpu import CpuDevice
-from pipeline.experts import tile_mover
-from pipeline.experts.demand_stream import DemandStream
-from pipeline.experts.expert_cache import ExpertCache
-from pipeline.experts.fetch_link import DEMANDED, PLACED, PREDICTED, Order
-from pipeline.experts.shares import Missing
-from pipeline.experts.tile_mover import RESTART_LIMIT, TileMover
+from pipeline.experts import mover as mover_module
+from pipeline.experts.cache import ExpertCache
+from pipeline.experts.mover import PLACED, PREDICTED, Mover, Order, Wanted
 from pipeline.policies.view import Target
+from workers.copiers import TileCopy
 
 LAYERS, EXPERTS, TILES = 2, 4, 4
 
 
 class ManualLink:
-    """A fetch link on which the test lands tiles; a wait lands all ordered tiles."""
+    """A link on which the test lands tiles, or says which order moves; a wait lands what moves."""
 
     up = True
-    landings = None  # all are reported
 
     def __init__(self) -> None:
         self.sent: list[Order] = []
-        self.tiles: dict[int, int] = {}  # of an order that was demanded: so many of its tiles
+        self.moves: Order | None = None
+        self.waits = 0
         self.check: Callable[[list[int]], None] = lambda slots: None  # called with the slots of each order
 
-    def order(self, layer: int, expert: int, lo: int, slots: list[int], urgency: int) -> Order:
+    def order(
+        self, layer: int, expert: int, lo: int, slots: list[int], urgency: int, channels: IntArray | None
+    ) -> Order:
         self.check(slots)
-        self.sent.append(Order(len(self.sent), layer, expert, lo, slots, urgency))
+        self.sent.append(Order(len(self.sent), layer, expert, lo, slots, urgency, channels))
         return self.sent[-1]
 
     def land(self, order: Order, tiles: int) -> None:
         """So many more tiles of the order land."""
         order.landed += tiles
-        order.final = order.landed >= self.tiles.get(order.id, len(order.slots))
+        order.final = order.landed >= order.size
 
-    def demand(self, order: Order, tiles: int) -> None:
-        order.urgency, order.reach = DEMANDED, tiles
-        self.tiles[order.id] = tiles
-        self.land(order, 0)
+    def moving(self, order: Order) -> bool:
+        return order is self.moves and not order.final
 
     def cancel(self, order: Order) -> None:
-        """The prefetcher acknowledges at once."""
-        order.cancelled = order.final = True
-        order.reach = order.landed
+        """The prefetcher acknowledges at once, unless a tile moves."""
+        order.final = order is not self.moves
 
     def update(self, wait_ms: int) -> None:
         """Landings are set by the test."""
 
     def wait(self, order: Order, landed: int) -> None:
+        self.waits += 1
         if not order.final:
-            self.land(order, self.tiles.get(order.id, len(order.slots)) - order.landed)
+            self.land(order, 1 if order.cancelled else order.size - order.landed)
+            order.final = True
 
     def expert_orders(self) -> list[tuple[int, int]]:
         """(expert, urgency) of each order."""
         return [(order.expert, order.urgency) for order in self.sent]
 
 
-class FencingDevice(CpuDevice):
-    """Records the fences that were waited for."""
+class RecordingCopier:
+    """Copies nothing. A copy's fence has been waited for by its stream."""
 
-    def __init__(self) -> None:
-        self.fences = 0
-        self.waited: set[object] = {None}  # no fence: the slot has had no reader
+    def __init__(self, waited: set[object]) -> None:
+        self.begun: list[list[TileCopy]] = []
+        self.waiting: list[list[TileCopy]] = []
+        self._waited = waited
 
-    def fence(self) -> int:
-        self.fences += 1
-        return self.fences
+    def begin(self, copies: Sequence[TileCopy]) -> list[TileCopy]:
+        self.begun.append(list(copies))
+        self._waited |= {copy.fence for copy in copies}
+        return self.begun[-1]
 
-    def wait(self, fence: object) -> None:
-        self.waited.add(fence)
+    def ready(self, begun: list[TileCopy]) -> None:
+        self.waiting.append(begun)
+
+    def tiles(self) -> list[tuple[int, int]]:
+        """(expert, tile) of each copy."""
+        return [(copy.expert, copy.tile) for copies in self.begun for copy in copies]
 
 
 class RecordingCache(ExpertCache):
@@ -87,20 +92,31 @@ class RecordingCache(ExpertCache):
         return taken
 
 
-def mover_of(capacity: int, staging: int) -> tuple[TileMover, ManualLink, FencingDevice]:
-    link, device = ManualLink(), FencingDevice()
-    cache = RecordingCache(LAYERS, EXPERTS, TILES, capacity, capacity + staging, device.fence)
-    return TileMover(cache, link, device), link, device
+class Parts:
+    """A mover and what it uses."""
+
+    def __init__(self, capacity: int, staging: int, each: bool = True) -> None:
+        self.fences = 0
+        self.waited: set[object] = {None}  # no fence: the slot has had no reader
+        self.link, self.copier = ManualLink(), RecordingCopier(self.waited)
+        cache = RecordingCache(LAYERS, EXPERTS, TILES, capacity, capacity + staging, self._fence)
+        self.mover = Mover(cache, self.link, self.copier, wait=self.waited.add, each=each)
+
+    def _fence(self) -> int:
+        self.fences += 1
+        return self.fences
 
 
-def stream(mover: TileMover, layer: int, *missing: Missing) -> list[tuple[int, int]]:
-    unfetched: list[Missing] = []
-    streamed = [tile for group in DemandStream(mover, layer, missing, unfetched).groups() for tile in group]
-    assert unfetched == []
-    return streamed
+def mover_of(capacity: int, staging: int) -> tuple[Mover, ManualLink, RecordingCopier]:
+    parts = Parts(capacity, staging)
+    return parts.mover, parts.link, parts.copier
 
 
-def held(mover: TileMover) -> int:
+def stream(mover: Mover, layer: int, *wanted: Wanted) -> list[tuple[int, int]]:
+    return [(one.expert, one.tile) for group in mover.demand(layer, wanted) for one in group]
+
+
+def held(mover: Mover) -> int:
     """Resident prefetched tiles that were neither used nor evicted."""
     return sum(len(prediction.unused) for prediction in mover._predicted.values())
 
@@ -135,56 +151,87 @@ def test_predicted_tiles_get_the_slots_before_placed_ones() -> None:
     assert link.expert_orders()[2:] == [(3, PREDICTED), (2, PLACED)]
 
 
-def test_demand_takes_over_a_background_order() -> None:
-    mover, link, _ = mover_of(TILES, 1)
+def test_waiting_order_of_a_demanded_expert_is_cancelled_and_its_tiles_are_copied() -> None:
+    """What has landed of it is used."""
+    mover, link, copier = mover_of(TILES, 3)
     mover.retarget([Target(0, 1, TILES)])
     mover.fetch_missing()
     (background,) = link.sent
-    link.land(background, 3)
-    assert stream(mover, 0, Missing(1, 0, TILES)) == [(1, slot) for slot in background.slots]
-    assert (link.sent, background.urgency, link.tiles) == ([background], DEMANDED, {0: TILES})
+    link.land(background, 2)
+    mover.collect_landings()
+    assert stream(mover, 0, Wanted(1, 2, TILES)) == [(1, 2), (1, 3)] == copier.tiles()
+    assert (background.cancelled, link.waits) == (True, 0)
     assert (mover.cache.residency[0, 1], mover.idle) == (TILES, True)
-
-
-def groups(mover: TileMover, *missing: Missing) -> list[list[int]]:
-    """The experts of the tiles that come together."""
-    return [[expert for expert, _ in group] for group in DemandStream(mover, 0, missing, []).groups()]
-
-
-@pytest.mark.parametrize(
-    ("staging", "expected"), [(8, [[0] * 4 + [1, 1], [1, 1]]), (2, [[0, 0]] * 2 + [[1, 1]] * 2)]
-)
-def test_a_gpu_gets_landed_tiles_together(monkeypatch, staging: int, expected: list[list[int]]) -> None:
-    """Three quarters and then the rest; each by itself on the device `cpu`; where other tiles wait for their
-    slots, all that have landed. A slot is free once its group was computed, and not before."""
-    mover, _, device = mover_of(0, staging)
-    wanted = Missing(0, 0, TILES), Missing(1, 0, TILES)
-    assert groups(mover, *wanted) == [[0]] * TILES + [[1]] * TILES
-    monkeypatch.setattr(device, "on_host", False)
-    before = device.fences
-    assert groups(mover, *wanted) == expected
-    assert device.fences - before == 2 * TILES
-    for group in DemandStream(mover, 0, wanted, []).groups():
-        assert mover.cache.free <= staging - len(group)
     mover.cache.audit(idle=True)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_tile_that_moves_is_awaited_and_the_others_are_copied(monkeypatch, lost: bool) -> None:
+    """Other experts' copies have begun meanwhile. Where the prefetcher exits it is copied, too."""
+    mover, link, copier = mover_of(TILES, 4)
+    mover.retarget([Target(0, 1, TILES)])
+    mover.fetch_missing()
+    link.moves = link.sent[0]
+    if lost:
+        monkeypatch.setattr(link, "wait", lambda order, landed: setattr(order, "final", True))
+    tiles = mover.demand(0, [Wanted(1, 0, TILES), Wanted(2, 0, 1)])
+    assert copier.tiles() == [(2, 0)]
+    given = [(one.expert, one.tile) for group in tiles for one in group]
+    first = [] if lost else [(1, 0)]
+    rest = [(1, tile) for tile in range(len(first), TILES)]
+    assert (given, copier.tiles()) == ([*first, (2, 0), *rest], [(2, 0), *rest])
+    assert (mover.demanded, mover.cache.residency[0, 1]) == (TILES + 1, TILES)
+    mover.cache.audit(idle=True)
+
+
+def test_tile_that_lands_twice_is_kept_once() -> None:
+    """The prefetcher had begun with it before it received the cancel."""
+    mover, link, _ = mover_of(TILES, 4)
+    mover.retarget([Target(0, 1, TILES)])
+    mover.fetch_missing()
+    (order,) = link.sent
+    link.cancel = lambda order: None
+    assert len(stream(mover, 0, Wanted(1, 0, TILES))) == TILES
+    order.landed, order.final = 2, True
+    mover.collect_landings()
+    assert (mover.cache.residency[0, 1], mover.placed) == (TILES, 2)
+    mover.cache.audit(idle=True)
+
+
+@pytest.mark.parametrize(("staging", "expected"), [(8, [6, 2]), (2, [2, 2, 2, 2])])
+def test_a_gpu_gets_tiles_in_few_groups(staging: int, expected: list[int]) -> None:
+    """Three quarters of those that wait, and so on; as many as slots are free. A slot is free once its group
+    was computed, and not before. On the device `cpu` each tile comes by itself."""
+    parts = Parts(0, staging, each=False)
+    wanted = [Wanted(0, 0, TILES), Wanted(1, 0, TILES)]
+    sizes = []
+    for group in parts.mover.demand(0, wanted):
+        assert parts.mover.cache.free <= staging - len(group)
+        assert len(parts.copier.waiting) == len(sizes) + 1
+        sizes.append(len(group))
+    assert (sizes, parts.fences) == (expected, 2 * TILES)
+    one_by_one = Parts(0, staging)
+    assert [len(group) for group in one_by_one.mover.demand(0, wanted)] == [1] * 2 * TILES
+    parts.mover.cache.audit(idle=True)
 
 
 # --- fences ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("capacity", [0, TILES])
-def test_slot_is_ordered_only_after_its_last_readers_fence(capacity: int) -> None:
+def test_slot_is_written_only_after_its_last_readers_fence(capacity: int) -> None:
     """Slots of streamed tiles, evicted tiles and unwritten tiles, on demand and in the background."""
-    mover, link, device = mover_of(capacity, 1)
+    parts = Parts(capacity, 1)
+    mover, link = parts.mover, parts.link
     ordered: list[int] = []
 
     def check(slots: list[int]) -> None:
         ordered.extend(slots)
-        assert {mover.cache.taken_with[slot] for slot in slots} <= device.waited
+        assert {mover.cache.taken_with[slot] for slot in slots} <= parts.waited
 
     link.check = check
     for _ in range(2):
-        stream(mover, 0, Missing(0, 0, TILES), Missing(1, 0, TILES))  # streamed
+        stream(mover, 0, Wanted(0, 0, TILES), Wanted(1, 0, TILES))  # streamed
         if capacity:
             mover.retarget([Target(1, 2, TILES)])
             mover.update()
@@ -193,22 +240,25 @@ def test_slot_is_ordered_only_after_its_last_readers_fence(capacity: int) -> Non
             mover.update()
             mover.retarget([Target(1, 2, 0)])  # evicted
     mover.cache.audit(idle=True)
+    for copies in parts.copier.begun:
+        check([copy.slot for copy in copies])
     assert len(ordered) > 3 * mover.cache.slots
-    assert len(device.waited) > len(ordered) - mover.cache.slots  # every slot but the first time
+    assert len(parts.waited) > len(ordered) - mover.cache.slots  # every slot but the first time
 
 
 # --- predictions ----------------------------------------------------------------------------------------
 
 
 def test_landed_tiles_beyond_the_demand_stay_as_the_target_keeps_them() -> None:
-    """Of 4 predicted tiles 3 have landed when [0, 2) is demanded."""
-    mover, link, _ = mover_of(TILES, 1)
+    """Of 4 predicted tiles 2 have landed and the third moves when [0, 2) is demanded."""
+    mover, link, copier = mover_of(TILES, 3)
     mover.retarget([Target(0, 1, TILES)], predicted=True)
     mover.fetch_missing()
-    link.land(link.sent[0], 3)
-    stream(mover, 0, Missing(1, 0, 2))
-    assert (mover.demanded, mover.counters.late_tiles, held(mover)) == (2, 2, 0)
-    mover.collect_landings()
+    link.land(link.sent[0], 2)
+    link.moves = link.sent[0]
+    assert stream(mover, 0, Wanted(1, 0, 2)) == [(1, 0), (1, 1)]
+    assert (mover.demanded, copier.tiles()) == (2, [])
+    assert (mover.counters.late_tiles, held(mover)) == (2, 0)
     assert (mover.cache.residency[0, 1], mover.idle) == (3, True)
     assert counted(mover.counters) == (0, 0, 0)
 
@@ -285,19 +335,19 @@ def test_only_predicted_tiles_are_late() -> None:
     mover, _, _ = mover_of(TILES, TILES)
     mover.retarget([Target(0, 1, 2)], predicted=True)
     mover.fetch_missing()
-    stream(mover, 0, Missing(1, 0, 3))
+    stream(mover, 0, Wanted(1, 0, 3))
     assert (mover.demanded, mover.counters.late_tiles) == (3, 2)
     assert mover.ordered[0, 1] == mover.cache.residency[0, 1] == 2
 
 
-def test_tiles_behind_an_earlier_demand_are_ordered_anew() -> None:
-    """A demand of [0, 2) ends the order of [0, 4): the next demand does not wait for its other tiles."""
+def test_tiles_behind_a_demand_are_ordered_anew() -> None:
+    """A demand of [0, 2) ends the order of [0, 4)."""
     mover, link, _ = mover_of(TILES, TILES)
     mover.retarget([Target(0, 1, TILES)])
     mover.update()
-    assert len(stream(mover, 0, Missing(1, 0, 2))) == 2
+    assert len(stream(mover, 0, Wanted(1, 0, 2))) == 2
     assert mover.ordered[0, 1] == 2
-    assert len(stream(mover, 0, Missing(1, 2, 4))) == 2
+    mover.update()
     assert [(order.lo, len(order.slots)) for order in link.sent] == [(0, 4), (2, 2)]
 
 
@@ -311,7 +361,7 @@ def test_ordered_follows_orders_cancellations_and_demands() -> None:
     mover.collect_landings()
     mover.retarget([Target(0, 1, 2)])  # the order would bring a tile too many: it ends
     assert mover.ordered[0, 1] == mover.cache.residency[0, 1] == 1
-    streaming = DemandStream(mover, 1, [Missing(2, 0, 3), Missing(3, 0, 1)], []).groups()
+    streaming = mover.demand(1, [Wanted(2, 0, 3), Wanted(3, 0, 1)])
     assert mover.ordered[1].tolist() == [0, 0, 2, 0]
     list(streaming)
     assert mover.ordered[1].tolist() == mover.cache.residency[1].tolist() == [0, 0, 2, 0]
@@ -335,7 +385,7 @@ def test_order_is_cancelled_only_where_it_fetches_beyond_the_target() -> None:
 
 
 def test_so_many_background_orders_are_under_way_and_the_next_follows_one_that_ends(monkeypatch) -> None:
-    monkeypatch.setattr(tile_mover, "BACKGROUND_ORDERS", 3)
+    monkeypatch.setattr(mover_module, "BACKGROUND_ORDERS", 3)
     mover, link, _ = mover_of(LAYERS * EXPERTS, 1)
     mover.retarget([Target(layer, expert, 1) for layer in range(LAYERS) for expert in range(EXPERTS)])
     mover.update()
@@ -349,57 +399,15 @@ def test_so_many_background_orders_are_under_way_and_the_next_follows_one_that_e
     assert mover.placed == 1
 
 
-@pytest.mark.parametrize("limit", [None, 0.25])
-def test_wait_for_a_restart_has_the_movers_limit(limit: float | None) -> None:
-    link, device = ManualLink(), FencingDevice()
-    cache = ExpertCache(LAYERS, EXPERTS, TILES, TILES, TILES + 1, device.fence)
-    limits = {} if limit is None else {"restart_limit": limit}
-    mover = TileMover(cache, link, device, **limits)
-    waited: list[float] = []
-
-    def wait_up(seconds: float) -> bool:
-        waited.append(seconds)
-        link.up = len(waited) == 2
-        return link.up
-
-    link.up, link.wait_up = False, wait_up
-    mover.retarget([Target(0, 1, TILES)])
-    assert not mover.wait_idle()
-    assert mover.wait_idle()  # the prefetcher starts within the limit
-    assert waited == [RESTART_LIMIT if limit is None else limit] * 2
-    assert (mover.idle, mover.placed, cache.residency[0, 1]) == (True, TILES, TILES)
-
-
-def test_nothing_is_ordered_while_the_prefetcher_is_down_and_all_after_it() -> None:
-    mover, link, _ = mover_of(TILES, 2)
+def test_without_a_prefetcher_nothing_is_ordered_and_demands_and_placements_are_copied() -> None:
+    mover, link, copier = mover_of(TILES, 2)
     link.up = False
-    mover.retarget([Target(0, 1, 2)])
+    mover.retarget([Target(0, 1, 2), Target(1, 0, 1)])
     mover.update()
-    unfetched: list[Missing] = []
-    assert list(DemandStream(mover, 0, [Missing(1, 0, 3), Missing(2, 1, 2)], unfetched).groups()) == []
-    assert (unfetched, link.sent) == ([Missing(1, 0, 3), Missing(2, 1, 2)], [])
+    assert stream(mover, 0, Wanted(1, 0, 3), Wanted(2, 1, 2)) == [(1, 0), (1, 1), (1, 2), (2, 1)]
+    mover.wait_idle()
+    assert (link.sent, copier.tiles()[4:]) == ([], [(0, 0)])
+    mover.retarget([Target(0, 1, 3)])
     link.up = True
-    mover.poll_prefetcher()
-    assert link.expert_orders() == [(1, PLACED)]  # nothing of the demand is left
-
-
-def test_tiles_behind_lost_ones_are_not_given_where_a_new_prefetcher_brings_them(monkeypatch) -> None:
-    """What is computed of an expert is a prefix of its tiles; other experts' tiles are given."""
-    mover, link, _ = mover_of(0, 2)
-    wait = link.wait
-
-    def lost(order: Order, landed: int) -> None:
-        if order is link.sent[0]:
-            order.final = True  # its prefetcher has exited, and the next one is up at once
-        wait(order, landed)
-
-    monkeypatch.setattr(link, "wait", lost)
-    unfetched: list[Missing] = []
-    given = [
-        expert
-        for group in DemandStream(mover, 0, [Missing(1, 0, TILES), Missing(2, 1, 3)], unfetched).groups()
-        for expert, _ in group or ()
-    ]
-    assert given == [2, 2]
-    assert unfetched == [Missing(1, 0, 2), Missing(1, 2, TILES)]
-    mover.cache.audit(idle=True)
+    mover.update()
+    assert link.expert_orders() == [(1, PLACED)]

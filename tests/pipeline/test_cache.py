@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pipeline.errors import PlanError
-from pipeline.experts.expert_cache import FREE, IN_USE, LOADING, READY, ExpertCache, SlotState
+from pipeline.experts.cache import FREE, IN_USE, LOADING, READY, ExpertCache, SlotState
 from pipeline.policies.view import Target
 
 LAYERS, EXPERTS, TILES = 2, 3, 4

@@ -1,14 +1,14 @@
 """The only owner of which slab slot holds which tile, and of each slot's state.
 
     FREE     an order may take it
-    LOADING  given to an order of the prefetcher, which may be writing it
+    LOADING  given to a copy of this process or to an order of the prefetcher, which may be writing it
     READY    its tile has landed and is kept: one of its expert's leading tiles
     IN_USE   its tile has landed and is not kept: streamed, computed with once and released
 
     FREE -> LOADING -> READY -> FREE      a tile that is cached and later evicted
             LOADING -> IN_USE -> FREE     a tile that is streamed
             LOADING -> FREE               a tile that was not written, or that is no longer wanted;
-                                          gathered channels (`channel_mover.py`), once they were read
+                                          predicted channels (`mover.py`), once they were read
 
 A slot that becomes FREE carries the device's fence of that moment; before it is ordered again, the device
 must have passed that fence, because a kernel may still read the slot. `residency` counts an expert's READY
@@ -50,9 +50,9 @@ class ExpertCache:
     def __init__(
         self, layers: int, experts: int, tiles: int, capacity: int, slots: int, fence: Callable[[], object]
     ) -> None:
-        """`capacity`: tiles that may be kept; `slots` > capacity: all slots of the slab; `fence`: returns a
-        mark behind all work submitted to the device so far."""
-        if slots <= capacity:
+        """`capacity`: tiles that may be kept; `slots` > capacity: all slots of the slab, 0 without one;
+        `fence`: returns a mark behind all work submitted to the device so far."""
+        if slots <= capacity and slots:
             raise ValueError(f"{slots} slots leave none to stream through beside {capacity} cached tiles")
         self.tiles = tiles
         self.capacity = capacity
@@ -108,7 +108,7 @@ class ExpertCache:
         return np.argwhere(self.residency < self.target)
 
     def take(self, count: int) -> list[tuple[int, object]]:
-        """Up to `count` FREE slots, each with the fence of its last reader; they become LOADING."""
+        """Return up to `count` FREE slots, each with the fence of its last reader; they become LOADING."""
         free, taken = self._free, []
         for _ in range(min(count, len(free))):
             taken.append(free.popleft())
@@ -168,8 +168,8 @@ class ExpertCache:
         for state, slots in listed.items():
             right = all(states[slot] == state for slot in slots)
             if not right or not len(slots) == len(set(slots)) == count[state]:
-                found = ", ".join(f"{number} {state.name}" for state, number in count.items())
-                raise AssertionError(f"{len(slots)} slots are listed as {state.name}, of {found}")
+                counted = ", ".join(f"{number} {state.name}" for state, number in count.items())
+                raise AssertionError(f"{len(slots)} slots are listed as {state.name}, of {counted}")
         if any(self.residency[key] != len(slots) for key, slots in self._ready.items()):
             raise AssertionError("an expert's residency differs from its slots")
         if (self.residency > self.target).any():

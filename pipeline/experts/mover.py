@@ -1,0 +1,571 @@
+"""Moves tiles of experts, or chosen channels of them, to slots of the slab.
+
+Three kinds of moves, of which each expert has its own:
+
+    demanded    a layer computes with them now: copied by this thread (`Copier`), before all else
+    predicted   a later layer will probably need them: ordered from the prefetch process (`Link`)
+    placed      below the policy's target, in the background: ordered behind the predicted ones
+
+A demand depends on no other process. Orders of a demanded expert are cancelled; what has landed of them is
+used, and where the link is moving one of them, the demand waits until that tile is there, or the order has
+ended, and copies the rest itself. A tile may so be copied twice: the second copy's slot is given back.
+
+Whole tiles land in their order, so that resident tiles are always a prefix. Chosen channels never become
+resident: they lie in slots beside the cached tiles, packed, and are given back once their layer was computed.
+No torch and no process is known here: the replay runs the same mover on a clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from pipeline.arrays import IntArray
+from pipeline.config import BACKGROUND_ORDERS
+from pipeline.counters import MoveCounters, PrefetchedTiles
+from pipeline.experts.cache import IN_USE, ExpertCache
+from pipeline.policies.view import Target
+from workers.copiers import TileCopy
+
+DEMANDED, PREDICTED, PLACED = 0, 1, 2  # urgency; smaller overtakes
+SPARE_SLOTS = 2  # that predicted channels leave to demands: one to compute from while the next is filled
+
+Key = tuple[int, int]  # layer, expert
+
+
+class Wanted(NamedTuple):
+    """Tiles [lo, hi) of an expert that are not resident; with `channels` only these of them are wanted."""
+
+    expert: int
+    lo: int
+    hi: int
+    channels: IntArray | None = None  # counted over the expert, ascending
+
+
+class Landed(NamedTuple):
+    """A demanded tile that may be read until the iterator that gave it advances. Of chosen channels `places`
+    are the records, counted over the slab, in the order of `Wanted.channels`."""
+
+    expert: int
+    tile: int
+    slot: int
+    places: IntArray | None = None
+
+
+@dataclass
+class Prediction:
+    """An expert's predicted tiles. They are counted in the phase that predicted them."""
+
+    counters: MoveCounters
+    unused: PrefetchedTiles = field(default_factory=PrefetchedTiles)
+    ordered: bool = False  # an order of it was sent
+
+
+@dataclass(eq=False)
+class Order:
+    """An order to the prefetch process and its progress, in tiles or in channels."""
+
+    id: int
+    layer: int
+    expert: int
+    lo: int  # the first tile, of whole ones
+    slots: list[int]
+    urgency: int
+    channels: IntArray | None = None
+    landed: int = 0  # so many, from the first on, are in their slots
+    final: bool = False  # nothing else will land
+    cancelled: bool = False  # at most what moves now will land
+    booked: int = 0  # landed tiles that the cache and the counters know
+    prediction: Prediction | None = None  # for which it was sent, also where that was dropped since
+
+    @property
+    def key(self) -> Key:
+        """Its layer and expert."""
+        return self.layer, self.expert
+
+    @property
+    def size(self) -> int:
+        """Its tiles or channels."""
+        return len(self.slots if self.channels is None else self.channels)
+
+    @property
+    def reach(self) -> int:
+        """How many of them are certain to land."""
+        return self.landed if self.final or self.cancelled else self.size
+
+
+class Link(Protocol):
+    """Carries orders to the prefetch process; `pipeline/experts/link.py`."""
+
+    @property
+    def up(self) -> bool:
+        """Orders are taken."""
+
+    def order(
+        self, layer: int, expert: int, lo: int, slots: list[int], urgency: int, channels: IntArray | None
+    ) -> Order:
+        """Order tiles from `lo` on, one for each slot, or channels, as many to a slot as a tile has."""
+
+    def cancel(self, order: Order) -> None:
+        """Drop what has not begun to move; the order stays open until it is final."""
+
+    def moving(self, order: Order) -> bool:
+        """Return whether a part of the order is being moved, as far as is known."""
+
+    def update(self, wait_ms: int) -> None:
+        """Bring the progress of all orders up to date; wait at most so long for news."""
+
+    def wait(self, order: Order, landed: int) -> None:
+        """Return when so many have landed, or the order is final. The wait is bounded."""
+
+
+class Copier(Protocol):
+    """Copies demanded tiles; `workers/copiers.py`."""
+
+    def begin(self, copies: Sequence[TileCopy]) -> Any:
+        """Begin copies, each behind its fence. Returns what `ready` takes."""
+
+    def ready(self, begun: Any) -> None:
+        """Return when the device may be given work that reads these slots."""
+
+
+@dataclass
+class _Part:
+    """A demanded tile. `channels`: those that are copied for it; None: it is copied whole."""
+
+    expert: int
+    tile: int
+    channels: IntArray | None = None
+    places: IntArray | None = None  # of the wanted channels: where predicted ones lie, -1 for copied ones
+    slot: int = -1
+
+    def landed(self, tile_channels: int) -> Landed:
+        """What is given to the device."""
+        if self.places is None or self.channels is None:
+            return Landed(self.expert, self.tile, self.slot)
+        places = self.places.copy()
+        first = self.slot * tile_channels
+        places[places < 0] = np.arange(first, first + len(self.channels), dtype=np.int32)
+        return Landed(self.expert, self.tile, self.slot, places)
+
+
+class Mover:
+    """Keeps residency at the policy's targets, and brings what a layer demands. Used by one thread."""
+
+    def __init__(
+        self,
+        cache: ExpertCache,
+        link: Link,
+        copier: Copier | None,
+        *,
+        wait: Callable[[Any], object] = lambda fence: None,
+        each: bool = True,
+        channels: int = 1,
+    ) -> None:
+        """`wait`: return once the device has passed a fence. `each`: demanded tiles are given one by one, as
+        where the device computes at once; else in few groups, of which the last is small, because the layer
+        waits for it. `channels`: of a tile."""
+        self.cache, self.link = cache, link
+        self.ordered: IntArray = cache.residency.copy()  # as in View
+        self.counters = MoveCounters(len(cache.residency))  # of the present phase
+        self.demanded = 0  # tiles that landed on demand
+        self.placed = 0  # tiles that landed in the background
+        self._copier, self._wait, self._each, self._channels = copier, wait, each, channels
+        self._orders: dict[Key, Order] = {}  # of whole tiles, in the background
+        self._guesses: dict[Key, Order] = {}  # predicted channels
+        self._used: list[Order] = []  # those that the present layer reads
+        self._ended: list[Order] = []  # cancelled, or read: their slots are free once they are final
+        self._predicted: dict[Key, Prediction] = {}
+        self._demanded: dict[Key, int] = {}  # of the present demand, the end of its tiles
+        self.outstanding: dict[int, Order] = {}  # by expert: whole demanded tiles, as if ordered
+        self._waiting: deque[_Part] = deque()  # demanded tiles without a slot
+        self._copying: deque[tuple[list[_Part], Any]] = deque()
+
+    @property
+    def idle(self) -> bool:
+        """No order is under way, and no channels are held."""
+        return not (self._orders or self._guesses or self._ended)
+
+    # --- targets -------------------------------------------------------------------------------------------
+
+    def retarget(self, targets: Iterable[Target], predicted: bool = False) -> None:
+        """Set these residencies as targets. Tiles beyond them are evicted at once; missing tiles are copied
+        on demand and, from the next `update` on, in the background, predicted targets before others."""
+        changes = tuple(targets)
+        if not changes:
+            return
+        target = self.cache.target
+        before = [int(target[c.layer, c.expert]) for c in changes]
+        self.cache.set_targets(changes)
+        for change, was in zip(changes, before, strict=True):
+            key = change.layer, change.expert
+            order = self._orders.get(key)
+            if order is not None and order.lo + order.size > change.tiles:
+                self._cancel(order)
+            self._note_ordered(key)
+            prediction = self._predicted.get(key)
+            if predicted and change.tiles > was:
+                if prediction is None:
+                    self._predicted[key] = Prediction(self.counters)
+                    self.counters.wanted_experts += 1
+            elif prediction is not None:
+                prediction.counters.wasted_tiles += prediction.unused.evict(change.tiles)
+                self._drop_if_done(key)
+
+    def used(self, layer: int, expert: int, tiles: int) -> None:
+        """The device computes with an expert's first `tiles` tiles, which are resident."""
+        prediction = self._predicted.get((layer, expert))
+        if prediction is not None:
+            prediction.counters.useful_tiles += prediction.unused.use(tiles)
+            self._drop_if_done((layer, expert))
+
+    def _drop_if_done(self, key: Key) -> None:
+        """Drop a prediction that has no unused tile, where no other tile of it will land."""
+        if not self._predicted[key].unused and self.cache.residency[key] == self.cache.target[key]:
+            del self._predicted[key]
+
+    def _note_ordered(self, key: Key) -> None:
+        """Bring `ordered` up to date."""
+        order, reach = self._orders.get(key), int(self.cache.residency[key])
+        if key in self._demanded:
+            reach = max(reach, min(self._demanded[key], int(self.cache.target[key])))
+        elif order is not None and order.lo + order.booked == reach:
+            reach = max(reach, min(order.lo + order.reach, int(self.cache.target[key])))
+        self.ordered[key] = reach
+
+    # --- in the background ---------------------------------------------------------------------------------
+
+    def update(self) -> None:
+        """Book landed tiles and order tiles that are still below target."""
+        self.collect_landings()
+        self.fetch_missing()
+
+    def collect_landings(self) -> None:
+        """Book what has landed in the background."""
+        if self._orders or self._ended:
+            self.link.update(0)
+            for key, order in list(self._orders.items()):
+                if order.final or order.landed > order.booked:
+                    self._book(order)
+                    if order.final:
+                        del self._orders[key]
+                    self._note_ordered(key)
+            self._collect_ended()
+
+    def fetch_missing(self) -> None:
+        """Order tiles below target that are not under way: predicted ones first. Residency does not change.
+        While demanded tiles wait for slots, no others are ordered."""
+        if self._waiting or not self.cache.missing or not self.link.up:
+            return
+        for key in list(self._predicted):
+            if not self._order(key, self._predicted[key]):
+                return
+        for layer, expert in self.cache.below_target().tolist():
+            if not self._order((layer, expert), None):
+                return
+
+    def _order(self, key: Key, prediction: Prediction | None) -> bool:
+        """Order an expert's tiles below target, unless an order of it is under way; False where the limit of
+        orders or of slots is reached."""
+        lo = int(self.cache.residency[key])
+        count = int(self.cache.target[key]) - lo
+        if count <= 0 or key in self._orders or key in self._demanded:
+            return True
+        slots = self._take(count) if len(self._orders) < BACKGROUND_ORDERS else []
+        if not slots:
+            return False
+        order = self.link.order(*key, lo, slots, PLACED if prediction is None else PREDICTED, None)
+        self._orders[key] = order
+        if prediction is not None:
+            order.prediction = prediction
+            prediction.counters.issued_experts += not prediction.ordered
+            prediction.ordered = True
+        self._note_ordered(key)
+        return True
+
+    def wait_idle(self) -> None:
+        """Return when residency equals the targets. What the prefetch process does not bring, because it is
+        down, is copied here."""
+        self.forget()
+        while self.cache.missing or not self.idle:
+            self.update()
+            under_way = [*self._orders.values(), *self._ended]
+            if under_way:
+                self.link.wait(under_way[0], under_way[0].landed + 1)
+            elif self.cache.missing and not self.link.up:
+                layer, expert = self.cache.below_target().tolist()[0]
+                self._place((layer, expert))
+        self.cache.audit(idle=True)
+
+    def _place(self, key: Key) -> None:
+        """Copy an expert's tiles below target here, as if they had been ordered."""
+        lo = int(self.cache.residency[key])
+        slots = self._take(int(self.cache.target[key]) - lo)
+        order = Order(-1, *key, lo, slots, PLACED, final=True, prediction=self._predicted.get(key))
+        assert self._copier is not None
+        copies = [TileCopy(*key, lo + index, slot) for index, slot in enumerate(slots)]
+        self._copier.ready(self._copier.begin(copies))
+        order.landed = len(slots)
+        self._book(order)
+        self._note_ordered(key)
+
+    def forget(self) -> None:
+        """Drop all predicted channels."""
+        for key in list(self._guesses):
+            self._drop_guess(key)
+
+    def predict(self, layer: int, expert: int, channels: IntArray) -> None:
+        """Order channels of an expert that a later layer probably needs, as far as slots are free for
+        predictions."""
+        if (layer, expert) in self._guesses or not self.link.up:
+            return
+        held = sum(len(order.slots) for order in (*self._guesses.values(), *self._ended))
+        most = self.cache.slots - self.cache.capacity - SPARE_SLOTS - held
+        slots = self._take(min(-(-len(channels) // self._channels), most))
+        if slots:
+            fitting = channels[: len(slots) * self._channels]
+            self._guesses[layer, expert] = self.link.order(layer, expert, 0, slots, PREDICTED, fitting)
+
+    def _take(self, count: int) -> list[int]:
+        """Up to so many free slots, once the device has read what was in them."""
+        taken = self.cache.take(max(0, count))
+        for _, fence in taken:
+            self._wait(fence)
+        return [slot for slot, _ in taken]
+
+    def _book(self, order: Order) -> None:
+        """Book new landings of whole tiles, and release the slots that a final order did not write."""
+        key = order.key
+        for index in range(order.booked, order.landed):
+            self.placed += 1
+            tile, slot = order.lo + index, order.slots[index]
+            kept = self.cache.land(*key, tile, slot)
+            if not kept:
+                self.cache.release_loading(slot)
+            self._count_landing(order, tile, kept)
+        order.booked = order.landed
+        if order.final:
+            for slot in order.slots[order.landed :]:
+                self.cache.release_loading(slot)
+
+    def _count_landing(self, order: Order, tile: int, kept: bool) -> None:
+        """Count a landed tile of a predicted order, in the expert's present prediction, which is the order's
+        own or a later one. A dropped prediction's tile that another target keeps is no predicted one."""
+        present = self._predicted.get(order.key)
+        if order.prediction is None or (kept and present is None):
+            return
+        counters = (present or order.prediction).counters
+        counters.predicted_tiles += 1
+        if not kept:
+            counters.wasted_tiles += 1
+        elif present is not None:
+            present.unused.land(tile)
+
+    # --- orders that end -----------------------------------------------------------------------------------
+
+    def _cancel(self, order: Order) -> None:
+        if not (order.final or order.cancelled):
+            order.cancelled = True
+            self.link.cancel(order)
+
+    def _end(self, order: Order) -> None:
+        """Cancel an order; its slots are free once it is final."""
+        self._cancel(order)
+        self._ended.append(order)
+
+    def _drop_guess(self, key: Key) -> None:
+        """No layer needs these predicted channels."""
+        order = self._guesses.pop(key)
+        order.prediction = Prediction(self.counters)  # its channels are counted as wasted
+        self._end(order)
+
+    def _collect_ended(self) -> None:
+        for order in self._ended:
+            if order.channels is None:
+                self._book(order)
+                self._note_ordered(order.key)
+            elif order.final:
+                self.counters.channels.moved += order.landed
+                self.counters.channels.wasted += order.landed if order.prediction else 0
+                for slot in order.slots:
+                    self.cache.release_loading(slot)
+        self._ended = [order for order in self._ended if not order.final]
+
+    def _make_room(self) -> None:
+        """Free a slot for a demand: of an order in the background, or of a prediction."""
+        if not self._ended and self._orders:
+            self._end(self._orders.pop(next(reversed(self._orders))))
+        elif not self._ended and self._guesses:
+            self._drop_guess(next(reversed(self._guesses)))
+        if not self._ended:
+            raise AssertionError("no slot is free, and none can be freed")
+        self.link.wait(self._ended[0], self._ended[0].size)
+        self._collect_ended()
+
+    # --- demands -------------------------------------------------------------------------------------------
+
+    def demand(self, layer: int, wanted: Sequence[Wanted]) -> Iterator[list[Landed]]:
+        """Begin to copy what a layer needs; predicted channels of this layer and earlier ones that it does
+        not need are dropped. Yields groups of landed tiles, those of an expert in their order. The iterator
+        has to be exhausted. One demand at a time."""
+        items: dict[int, list[Wanted]] = {}
+        for item in wanted:
+            items.setdefault(item.expert, []).append(item)
+        for key in [k for k in self._guesses if k[0] < layer or (k[0] == layer and k[1] not in items)]:
+            self._drop_guess(key)
+        if not items:
+            return iter(())
+        awaited = []
+        for expert, its in items.items():
+            self._note_demand((layer, expert), its)
+            orders = [self._orders.pop((layer, expert), None), self._guesses.pop((layer, expert), None)]
+            moving = [order for order in orders if order is not None and self.link.moving(order)]
+            for order in filter(None, orders):
+                self._cancel(order)
+                if order.channels is not None:
+                    self._used.append(order)
+                elif order not in moving:
+                    self._ended.append(order)
+            if moving:
+                awaited.append((moving, its))
+            else:
+                self._waiting.extend(self._parts(its, orders[1]))
+        self._begin_copies(layer)
+        return self._landings(layer, awaited)
+
+    def _note_demand(self, key: Key, items: list[Wanted]) -> None:
+        """An expert is demanded: tiles that were predicted for it are late."""
+        whole = [item for item in items if item.channels is None]
+        if whole:
+            self._demanded[key] = whole[-1].hi
+            slots = [-1] * (whole[-1].hi - whole[0].lo)
+            self.outstanding[key[1]] = Order(-1, *key, whole[0].lo, slots, DEMANDED)
+            self._note_ordered(key)
+            if self._predicted.pop(key, None) is not None:
+                late = min(whole[-1].hi, int(self.cache.target[key])) - whole[0].lo
+                self.counters.late_tiles += max(0, late)
+
+    def _parts(self, items: list[Wanted], guess: Order | None) -> Iterator[_Part]:
+        """The tiles that have to be copied, of one expert; of `guess` is used what has landed."""
+        for expert, lo, hi, channels in items:
+            if channels is None:
+                yield from (_Part(expert, tile) for tile in range(lo, hi))
+                continue
+            places = self._guessed(channels, guess)
+            bounds = np.searchsorted(channels, np.arange(lo, hi + 1) * self._channels).tolist()
+            for index, tile in enumerate(range(lo, hi)):
+                here = slice(bounds[index], bounds[index + 1])
+                yield _Part(expert, tile, channels[here][places[here] < 0], places[here])
+
+    def _guessed(self, channels: IntArray, guess: Order | None) -> IntArray:
+        """Where predicted channels have landed, counted over the slab; -1 for those that have not."""
+        places = np.full(len(channels), -1, np.int32)
+        if guess is None or guess.channels is None:
+            return places
+        there = guess.channels[: guess.landed]
+        if len(there):
+            at = np.searchsorted(there, channels).clip(max=len(there) - 1)
+            right = there[at] == channels
+            slots, rest = np.array(guess.slots, np.int32), at[right]
+            places[right] = slots[rest // self._channels] * self._channels + rest % self._channels
+        self.counters.channels.book(len(there), int((places >= 0).sum()), len(channels))
+        return places
+
+    def _begin_copies(self, layer: int) -> None:
+        """Begin to copy as many waiting tiles as slots are free, in groups."""
+        rest = 0 if self._each else len(self._waiting) // 4
+        while self._waiting:
+            group: list[_Part] = []
+            copies: list[TileCopy] = []
+            for _ in range(1 if self._each else len(self._waiting) - rest):
+                part = self._waiting[0]
+                if part.channels is None or len(part.channels):
+                    taken = self.cache.take(1)
+                    if not taken:
+                        break
+                    ((part.slot, fence),) = taken
+                    copies.append(TileCopy(layer, part.expert, part.tile, part.slot, part.channels, 0, fence))
+                group.append(self._waiting.popleft())
+            if not group:
+                return
+            rest = 0
+            assert self._copier is not None
+            self._copying.append((group, self._copier.begin(copies) if copies else None))
+
+    def _landings(
+        self, layer: int, awaited: list[tuple[list[Order], list[Wanted]]]
+    ) -> Iterator[list[Landed]]:
+        for orders, (first, *others) in awaited:
+            for order in orders:
+                self.link.wait(order, order.size)
+                if order.channels is None:
+                    landed = self._adopt(order, first) if first.channels is None else []
+                    self._ended.append(order)
+                    yield from self._give(landed)
+                    first = first._replace(lo=first.lo + len(landed))
+            guess = next((used for used in self._used if used.key == orders[0].key), None)
+            self._waiting.extend(self._parts([first, *others], guess))
+        self._collect_ended()
+        self._begin_copies(layer)
+        while self._copying or self._waiting:
+            if not self._copying:
+                self._make_room()
+            else:
+                group, begun = self._copying.popleft()
+                if begun is not None and self._copier is not None:
+                    self._copier.ready(begun)
+                yield from self._give([self._land(layer, part) for part in group])
+            self._begin_copies(layer)
+        self._end_demand()
+
+    def _give(self, landed: list[Landed]) -> Iterator[list[Landed]]:
+        """Yield tiles together, if there are any, and then end the use of slots that are not kept."""
+        if not landed:
+            return
+        for one in landed:
+            if one.places is None:
+                self.demanded += 1
+                self.outstanding[one.expert].landed += 1
+        yield landed
+        for one in landed:
+            if one.slot >= 0 and self.cache.state(one.slot) is IN_USE:
+                self.cache.end_use(one.slot)
+
+    def _land(self, layer: int, part: _Part) -> Landed:
+        """Book a copied tile: it is kept where it is the expert's next one below its target."""
+        if part.channels is not None:
+            self.counters.channels.moved += len(part.channels)
+            if part.slot >= 0:
+                self.cache.begin_use(part.slot)
+        elif not self.cache.land(layer, part.expert, part.tile, part.slot):
+            self.cache.begin_use(part.slot)
+        return part.landed(self._channels)
+
+    def _adopt(self, order: Order, item: Wanted) -> list[Landed]:
+        """What has landed of an order that moved when its expert was demanded."""
+        landed, due = [], item.lo
+        for index in range(order.booked, order.landed):
+            tile, slot = order.lo + index, order.slots[index]
+            if not due == tile < item.hi:
+                break
+            if not self.cache.land(*order.key, tile, slot):
+                self.cache.begin_use(slot)
+            landed.append(Landed(item.expert, tile, slot))
+            order.booked, due = index + 1, tile + 1
+        return landed
+
+    def _end_demand(self) -> None:
+        """All that was demanded has been given."""
+        for order in self._used:
+            self._end(order)
+        self._used.clear()
+        self._collect_ended()
+        keys = list(self._demanded)
+        self._demanded.clear()
+        self.outstanding.clear()
+        for key in keys:
+            self._note_ordered(key)
