@@ -115,7 +115,7 @@ class RuntimeDir:
     def remove_of_coordinator(self) -> None:
         """Remove the segments that an exited coordinator made: its slab, rings that no worker has mapped."""
         for path in segments(self.path):
-            if "-slab-" in path.name or "-exchange-" in path.name:
+            if "-slab-" in path.name or "-arena-" in path.name:
                 path.unlink(missing_ok=True)
 
     def remove(self) -> None:

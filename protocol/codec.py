@@ -77,8 +77,7 @@ between the supervisor and its children.
     demanded int32[2d]
 
   32 Ready: version int, role str, index int, incarnation int, pid int, fingerprint str, notes [str] = []
-  33 Work: seq int, layer int, items int32[2d], offsets int32[1d], rows int32[1d], weights float32[1d],
-    x float32[2d], threshold float = 0.0, share float = 1.0
+  33 Work: descriptor int32[1d], x float32[2d]
   34 Partial: seq int, incarnation int, busy float, y float32[2d], mass float = 0.0, left float = 0.0,
     kept int = 0, channels int = 0
   35 WorkFailed: seq int, incarnation int, text str
@@ -88,7 +87,7 @@ between the supervisor and its children.
   39 Fetch: id int, layer int, expert int, lo int, slots [int], urgency int, numbers [int] = []
   40 Fetched: id int, incarnation int, landed int, final bool, seconds float
   41 CancelFetch: id int
-  42 AttachRing: name str
+  42 AttachLane: hall str, lane str
   43 DemandFetch: id int, tiles int
   44 Gather: id int, layer int, expert int, channels int32[1d], slots [int], urgency int
   45 PagesLocked: incarnation int, locked int, total int

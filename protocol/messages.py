@@ -376,27 +376,16 @@ class Ready:
 
 @dataclass(frozen=True, eq=False)  # arrays have no one truth value to compare by
 class Work:
-    """Compute some tiles of some experts of one layer, for the rows of `x` that route to them.
+    """Compute some tiles of some experts of one layer, for the rows of `x` that route to them. `descriptor`:
+    which (`shm/descriptor.py`)."""
 
-    items[i] = (expert, lo, hi): tiles [lo, hi). Item i acts on rows[offsets[i]:offsets[i+1]] of `x`
-    with the routing weights at the same places of `weights`. `threshold` and `share`: the mask of a format
-    whose gate and down lie by channel (`shm/mask.py`); others compute everything.
-    """
-
-    seq: int  # unique within the coordinator's incarnation
-    layer: int
-    items: I32Matrix  # [n, 3]
-    offsets: I32Vector  # [n + 1]
-    rows: I32Vector  # [offsets[-1]]
-    weights: F32Vector  # [offsets[-1]]
+    descriptor: I32Vector
     x: F32Matrix  # [R, hidden]
-    threshold: float = 0.0
-    share: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no one truth value to compare by
 class Partial:
-    """The weighted sum over a Work's items, a row for each row of its `x`; and what its mask has left out:
+    """The weighted sum over a Work's items, a row for each row of `x`; and what its mask has left out:
     the sum of |u| over rows and channels, of all and of those left out, and how many channels were read."""
 
     seq: int
@@ -426,10 +415,12 @@ class Abandon:
 
 
 @dataclass(frozen=True)
-class AttachRing:
-    """Map this ring (`shm/ring.py`): Work may come through it from now on, and is answered through it."""
+class AttachLane:
+    """Map these segments (`shm/lane.py`): Works come through them from now on, and are answered through
+    them."""
 
-    name: str
+    hall: str
+    lane: str
 
 
 @dataclass(frozen=True)
@@ -662,7 +653,7 @@ TAGS: dict[int, type] = {
     39: Fetch,
     40: Fetched,
     41: CancelFetch,
-    42: AttachRing,
+    42: AttachLane,
     43: DemandFetch,
     44: Gather,
     45: PagesLocked,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.device.partial_sums import Part, sum_on_host
+from pipeline.device.partial_sums import sum_on_host
 from protocol.messages import AttachSlab
 from workers.kernels.choice import DEFAULT, Choice
 
@@ -241,7 +241,7 @@ class Device(ABC):
         """Begin to make this memory (a writable mapping) readable by kernels of a DeviceKernel that
         `reads_host`. `locks`: of its pages in this process, where these are being locked already."""
 
-    def add_parts(self, parts: Sequence[Part], shape: tuple[int, ...]) -> tuple[Tensor, Fence]:
+    def add_parts(self, parts: Sequence[FloatArray], shape: tuple[int, ...]) -> tuple[Tensor, Fence]:
         """`sum_on_host`, on the device: float32 [R, H], with the same bits; and the fence behind which the
         parts may change, None where they may at once."""
         return self.from_host(sum_on_host(parts, shape)), None

@@ -1,8 +1,11 @@
-"""A layer's work divided between host and device, by its routing, its cuts and its residency."""
+"""A layer's work divided between host and device, by its routing, its cuts and its residency: ranges of tiles
+for the host, which `division.py` divides among workers, and the device's share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +13,7 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.errors import PlanError
+from pipeline.experts.division import spans
 from pipeline.policies.view import Active, Routing
 
 
@@ -22,8 +26,8 @@ class Missing(NamedTuple):
 
 
 class Share(NamedTuple):
-    """One side's part of a layer, as arrays in the layout of a Work message: item i = (expert, lo, hi) has
-    the rows rows[offsets[i]:offsets[i + 1]] and their weights at the same places."""
+    """One side's part of a layer, with the lists of a descriptor: item i = (expert, lo, hi) has the rows
+    rows[offsets[i]:offsets[i + 1]] and their weights at the same places."""
 
     items: IntArray  # [m, 3], experts ascending
     offsets: IntArray  # [m + 1]
@@ -56,35 +60,48 @@ NOTHING = Share(
 )
 
 
-class Split(NamedTuple):
-    """One layer's work for host and device. The host computes tiles [lo, hi) of its items. Of the device's,
-    tiles [0, lo) are read from the slab, and [lo, hi) are fetched."""
+@dataclass(frozen=True, eq=False)
+class Split:
+    """One layer's work for host and device. The host computes tiles [lo, hi) of each active expert. Of the
+    device's, tiles [0, lo) of an item are read from the slab, and [lo, hi) are fetched."""
 
-    host: Share
-    device: Share
+    routing: Routing
+    lo: IntArray  # [E]
+    hi: IntArray  # [E]
+    device: Share = NOTHING
 
-    def host_share_of(self, missing: Sequence[Missing]) -> Share:
-        """The host's share of device tiles that cannot be fetched."""
-        place = {expert: i for i, (expert, _, _) in enumerate(self.device.items.tolist())}
-        wanted = sorted(missing)
-        share = self.device.take([place[item.expert] for item in wanted])
-        return share._replace(items=np.array(wanted, np.int32))
+    @cached_property
+    def host(self) -> Share:
+        """The host's part as a share: what it costs follows from this."""
+        lo, hi = (ends.take(self.routing.active.experts) for ends in (self.lo, self.hi))
+        return _share(self.routing.active, lo, hi, lo < hi)
+
+    def without(self, missing: Sequence[Missing]) -> Split:
+        """For the host alone: device tiles that cannot be fetched."""
+        return Split(self.routing, *spans(len(self.lo), missing))
 
 
 def split_layer(routing: Routing, cut: IntArray, residency: IntArray, tiles: int) -> Split:
     """cut, residency: int32 [E], of this layer. Of each active expert the device computes tiles [0, cut), the
     host [cut, tiles). Raises PlanError for a cut outside 0..tiles."""
-    active = routing.active
     if cut.shape != residency.shape:
         raise _wrong_cuts(residency, tiles)
+    every, active = all_tiles(len(cut), tiles), routing.active
     cuts = cut.take(active.experts)
     if not np.count_nonzero(cuts):  # in a third of the time of any()
-        return Split(_share(active, 0, tiles), NOTHING)
+        return Split(routing, cut, every)
     if cuts.min() < 0 or cuts.max() > tiles:
         raise _wrong_cuts(residency, tiles)
-    host = _share(active, cuts, tiles, cuts < tiles)
     resident = np.minimum(cuts, residency[active.experts])
-    return Split(host, _share(active, resident, cuts, cuts > 0))
+    return Split(routing, cut, every, _share(active, resident, cuts, cuts > 0))
+
+
+@cache
+def all_tiles(experts: int, tiles: int) -> IntArray:
+    """`tiles` for each of so many experts."""
+    every = np.full(experts, tiles, np.int32)
+    every.flags.writeable = False
+    return every
 
 
 def _share(

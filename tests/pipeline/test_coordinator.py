@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import zmq.asyncio
 from child_messages import KEY
+from pipeline.experts.inline_pool import InlineExpertPool
 from raw_client import raw_client
 from waiting import until
 from whole_engine import IDENTITY, OPTIONS, coordinator_map
@@ -21,7 +22,6 @@ from whole_engine import IDENTITY, OPTIONS, coordinator_map
 from pipeline import coordinator
 from pipeline.config import ResolvedConfig
 from pipeline.coordinator import FLOODED, STOPPING, Coordinator
-from pipeline.experts.inline_pool import InlineExpertPool
 from pipeline.experts.peers import ExitEvents
 from pipeline.serving import clients, engine_inbox
 from pipeline.serving.clients import Clients

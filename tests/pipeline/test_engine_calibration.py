@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pipeline.experts.inline_pool import InlineExpertPool
 from whole_engine import CONTEXT, Inbox, WholeEngine, whole_engine
 
 from pipeline.arrays import Phase
@@ -29,7 +30,6 @@ from pipeline.calibration.threshold import Threshold
 from pipeline.calibration.windows import LANES, Division, Window
 from pipeline.config import DEFAULT_CACHE
 from pipeline.errors import RequestError, ShardFailed
-from pipeline.experts.inline_pool import InlineExpertPool
 from pipeline.policies.costs import Costs
 from pipeline.policies.parts import ENOUGH_TOKENS, TextComparison
 from pipeline.serving import calibration_service, engine_service

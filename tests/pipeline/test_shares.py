@@ -87,9 +87,10 @@ def test_items_taken_from_a_share_keep_their_rows(routing, data) -> None:
 def test_device_tiles_that_cannot_be_fetched_become_a_host_share() -> None:
     routing = Routing(np.array([[1, 4], [4, 2]], np.int32), np.array([[0.5, 1], [0.25, 1]], np.float32))
     split = split_layer(routing, np.full(EXPERTS, 3, np.int32), np.ones(EXPERTS, np.int32), TILES)
-    late = split.host_share_of([Missing(4, 2, 3), Missing(1, 1, 3), Missing(4, 1, 2)])
-    assert late.items.tolist() == [[1, 1, 3], [4, 1, 2], [4, 2, 3]]
-    assert pairs_of(late) == [[(0, 0.5)], [(0, 1.0), (1, 0.25)], [(0, 1.0), (1, 0.25)]]
+    late = split.without([Missing(4, 2, 3), Missing(1, 1, 3), Missing(4, 1, 2)])
+    assert late.host.items.tolist() == [[1, 1, 3], [4, 1, 3]]
+    assert pairs_of(late.host) == [[(0, 0.5)], [(0, 1.0), (1, 0.25)]]
+    assert not len(late.device.items)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from kernel_runs import bits, kernel_of, quick, seeds
+from work_cases import Case
 
-from protocol.messages import Work
 from shm.floe import FLOE_FORMATS, FloeFormat
 from shm.layout import Bytes, ExpertShape, Float32, StoreLayout, format_named
 from shm.mask import DENSE, Mask, Tally
-from shm.slot import OwnSlot
 from workers.kernels.channels import ChannelKernel
 from workers.kernels.native import Library
 from workers.kernels.reference_channels import ReferenceChannels
@@ -67,22 +66,19 @@ def made(name: str, hidden: int, tile: int, tiles: int, rows: int, seed: int, ex
     return expert
 
 
-def work_of(expert: Expert, mask: Mask, rows: list[int] | None = None) -> Work:
+def work_of(expert: Expert, mask: Mask, rows: list[int] | None = None) -> Case:
     """All tiles of expert 0, for these rows."""
     chosen = np.array(range(len(expert.x)) if rows is None else rows, np.int32)
     items = np.array([[0, 0, expert.layout.shape.tiles]], np.int32)
     weights = np.ones(len(chosen), np.float32)
     offsets = np.array([0, len(chosen)], np.int32)
-    return Work(1, 0, items, offsets, chosen, weights, expert.x, mask.threshold, mask.share)
+    return Case(0, items, offsets, chosen, weights, expert.x, mask)
 
 
-def run(library: Library, expert: Expert, work: Work, threads: int = 1) -> tuple[Float32, Tally]:
+def run(library: Library, expert: Expert, work: Case, threads: int = 1) -> tuple[Float32, Tally]:
     team = library.team(threads)
     try:
-        slot = OwnSlot(expert.layout.shape.hidden).put(work)
-        slot.y()[:] = np.nan
-        kernel_of(library, expert.layout, team).works(expert.data, expert.layout).compute(slot)
-        return slot.y().copy(), slot.tally
+        return work.computed(kernel_of(library, expert.layout, team).works(expert.data, expert.layout))
     finally:
         if team is not None:
             team.close()
