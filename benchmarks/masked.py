@@ -28,13 +28,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.kernels import SHAPES, weights_memory
-from pipeline.experts.inline_pool import LINGER_NS
-from protocol.messages import Work
+from pipeline.serving.engine_parts import LINGER_NS
+from shm.descriptor import describe, parts_of
 from shm.formats import Bytes
 from shm.kernel_files import contents, parse_cpuinfo
 from shm.layout import FORMATS, ExpertShape, FloeFormat, StoreLayout, suitable_tile
 from shm.mask import Mask, Tally
-from shm.slot import OwnSlot
 from workers.interpreter import environment
 from workers.kernels import reading
 from workers.kernels.choice import DEFAULT, Choice
@@ -84,15 +83,11 @@ class Experts:
         x = np.random.default_rng(1).standard_normal((rows, shape.hidden)).astype(np.float32)
         every, ones = np.arange(rows, dtype=np.int32), np.ones(rows, np.float32)
         items, offsets = np.array([[0, 0, shape.tiles]], np.int32), np.array([0, rows], np.int32)
-        slot = OwnSlot(shape.hidden).put(
-            Work(1, 0, items, offsets, every, ones, x, mask.threshold, mask.share)
-        )
-        work = slot.read()
+        work, y = describe(0, items, offsets, every, ones, rows, mask), np.empty_like(x)
         while True:
             self._next = (self._next + 1) % shape.experts
-            work.items[0, 0] = self._next
-            kernel.compute(slot)
-            yield slot.tally
+            parts_of(work).items[0, 0] = self._next
+            yield kernel.compute(work, x, y)
 
     def bytes_read(self, tally: Tally) -> int:
         """Of one Work."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Where each command's function is, which has the command's name.
 MODULES = {
-    **{name: f"launch.{name}" for name in ("generate", "serve", "keys")},
+    **{name: f"launch.{name}" for name in ("generate", "serve")},
     **{
         name: f"launch.{name}.command"
         for name in ("chat", "stress", "bench", "calibrate", "doctor", "cache", "advise")

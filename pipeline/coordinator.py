@@ -16,25 +16,23 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from pipeline.accounts import account_of
 from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.experts.peers import ExitEvents
 from pipeline.serving.clients import Clients
 from pipeline.serving.encoder_link import ROLE as TOKENIZER
 from pipeline.serving.encoder_link import EncoderLink
-from pipeline.serving.engine_events import (
+from pipeline.serving.engine_inbox import (
     EngineEvent,
     EngineFailed,
+    EngineInbox,
     EngineReady,
     ToClient,
     ToOtherClients,
     ToSupervisor,
 )
-from pipeline.serving.engine_inbox import EngineInbox
+from pipeline.serving.engine_service import run_engine
 from pipeline.serving.engine_status import EngineStatus
-from pipeline.serving.engine_thread import run_engine
 from pipeline.serving.request_limits import RequestReader
-from pipeline.serving.rights import denial, sees_all
 from pipeline.serving.text_queue import QueuedMessage, TextQueue
 from protocol.codec import decode, encode
 from protocol.connection import HEARTBEAT_SECONDS
@@ -80,16 +78,12 @@ class Coordinator:
         self._context = zmq.asyncio.Context()
         control = ipc_endpoint(runtime, "control.sock")
         self._control = connect_dealer(self._context, control, identity=config["identity"])
-        listening = self._config.options.listen is not None  # at the door for tcp, a process of its own
-        remote = ipc_endpoint(runtime, "remote.sock") if listening else None
         try:
             self._clients = Clients(
                 ipc_endpoint(runtime, "client.sock"),
                 self._welcome,
                 self._on_client_message,
                 self._on_client_gone,
-                remote=remote,
-                key=self._config.key,
             )
         except ProtocolError as e:
             self._send_to_supervisor(Failed("coordinator", str(e), usage=True))
@@ -97,7 +91,7 @@ class Coordinator:
             self._context.term()
             raise SystemExit(2) from None
         self._exits = ExitEvents()
-        self._inbox = EngineInbox(self._clients.charge)
+        self._inbox = EngineInbox()
         loop = asyncio.get_running_loop()
 
         def post(event: EngineEvent) -> None:  # called by the engine's thread
@@ -200,7 +194,7 @@ class Coordinator:
         await self._ready.wait()
         assert self._status is not None
         assert self._texts is not None
-        clients = self._clients.serve(RequestReader(self._status.context), self._status.without_paths())
+        clients = self._clients.serve(RequestReader(self._status.context))
         async with asyncio.TaskGroup() as group:
             for service in (clients, self._texts.serve(), self._encoder.serve()):
                 group.create_task(service)
@@ -229,10 +223,7 @@ class Coordinator:
     def _on_client_message(self, client: bytes, message: object) -> None:
         assert self._texts is not None
         assert self._status is not None
-        right = self._clients.right_of(client)
         match message:
-            case SetPolicy() | Calibrate() if refusal := denial(message, right):
-                self._clients.send(client, refusal)
             case Generate() | Score() | Calibrate() | Tokenize() | SetPolicy():
                 if not self._texts.put(client, message):
                     self._refuse(client, message)
@@ -241,13 +232,8 @@ class Coordinator:
                 if not (self._inbox.put(client, message) or self._stopping.is_set()):
                     self._clients.cut_off(client, FLOODED)
             case Stats():
-                if sees_all(right):
-                    stats = self._status.stats() | {"clients": self._clients.counts()}
-                else:
-                    stats = self._status.stats_of(account_of(client))
+                stats = self._status.stats() | {"clients": self._clients.counts()}
                 self._clients.send(client, StatsReply(message.request, stats))
-            case ExpertActivity() if refusal := denial(message, right):
-                self._clients.send(client, refusal)
             case ExpertActivity():
                 self._clients.send(client, self._status.activity(message.request))
             case _:

@@ -59,6 +59,7 @@ def round_trips() -> dict[str, float]:
             lane = CoordinatorLane(functions, name, shape, GENERATION)
             closing.callback(unlink, lane.name)
             other = WorkerLane(functions, hall.name, lane.name, GENERATION)  # which removes the lane's name
+            unlink(hall.name)
             endpoint = ipc_endpoint(folder, "trial.sock")
             parent, child = os.getpid(), os.fork()
             if child == 0:

@@ -62,7 +62,7 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
         raise LaunchError(f"the embedded model cannot be read: {e}; install Tandem again") from e
     notice("examining the machine")
     cores = Cores.here()
-    kept = await _tuned("tune" in options.written)
+    kept = await _tuned()
     findings = await _inspect(embedded, cores, kept)
     load = os.getloadavg()[0]
     seen, link = await gpu.inspect(models.example())
@@ -94,11 +94,11 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
     return 0 if ok else 1
 
 
-async def _tuned(again: bool) -> Record | None:
+async def _tuned() -> Record | None:
     """The measured choice of kernels: as kept, or measured now."""
     measuring = partial(notice, "measuring the kernels: a second")
     try:
-        return await kernel_record(user_folder("CACHE"), measuring, again)
+        return await kernel_record(user_folder("CACHE"), measuring)
     except TrialFailed as e:
         notice(f"the kernels were not measured: {e}")
         return None

@@ -24,7 +24,6 @@ MODULES = {
     "coordinator": "pipeline.coordinator",
     "worker": "workers.expert_worker",
     "prefetcher": "workers.prefetcher",
-    "door": "pipeline.door.process",
     "tokenizer": "pipeline.text.encoder_process",
     "gateway": "pipeline.gateway.process",
 }

@@ -3,10 +3,14 @@ Device memory is opened by the first policy that needs it (`device_memory.py`)."
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+import numpy as np
+
 from pipeline.backbone.backbone import Backbone
+from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.disk_cache import BackboneCache, backbone_fingerprint
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
@@ -44,6 +48,10 @@ NARROW_ROWS = 32  # of the slots of a lane of which there are several
 # longer than what lies between two of a step. Waking a thread takes as long as the products of a small layer.
 LINGER_NS = 300_000
 STAGE = "loading the other weights"  # beside the experts
+CHUNK_SECONDS = 0.25  # target duration of a prefill chunk
+ALONE = 8  # factor of the chunk of a lone request: a second request waits a second or two at most
+TRIAL_TOKENS = 64
+TRIAL_SECONDS = 1.0  # no trial begins after this: the first request waits for them
 SOCKET_FILES = {"worker": "work.sock", "prefetcher": "fetch.sock"}
 
 
@@ -144,7 +152,7 @@ class EngineParts:
             (rows, largest(workers, shape.experts, shape.tiles, rows, top_k))
             for rows in (min(NARROW_ROWS, self._rows), self._rows)
         ]
-        prefix = f"{engine_prefix(self.config.runtime)}arena-{self.config.incarnation}-"
+        prefix = f"{engine_prefix(self.config.runtime)}arena-"
         lanes = LaneShape(shape.hidden, *slots)
         carrier = ArenaCarrier(socket, functions, prefix, lanes, self.device)
         self.closing.callback(carrier.close)
@@ -175,3 +183,20 @@ class EngineParts:
             pool = HostPool(division, cores, computing(kernel, store, config.options.host_slowdown))
         pool.wait_ready(CHILD_LIMIT)
         return pool
+
+
+def measure_chunks(engine: Engine, kv: KVCache, context: int) -> tuple[int, int]:
+    """Prefill tokens that take about CHUNK_SECONDS, by the fastest of up to three trials (a power of two,
+    so that a little noise does not change it), and the larger chunk of an engine's only request."""
+    count = min(TRIAL_TOKENS, context)
+    tokens = np.linspace(0, engine.backbone.spec.vocabulary - 1, count).astype(int).tolist()
+    seconds: list[float] = []
+    while len(seconds) < 3 and sum(seconds) < TRIAL_SECONDS:
+        sequence = kv.allocate(count)
+        started = time.perf_counter()
+        engine.step([StepInput(TokenSpan(sequence, tokens), "none")], "prefill")
+        seconds.append(time.perf_counter() - started)
+        kv.release(sequence)
+    wanted = count * CHUNK_SECONDS / min(seconds)
+    chunk = int(min(max(2 ** int(np.log2(wanted)), 16), CHUNK_MAX, context))
+    return chunk, min(ALONE * chunk, CHUNK_MAX, context)

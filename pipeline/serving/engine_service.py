@@ -1,29 +1,41 @@
-"""One engine and its requests: alternates between clients' messages from the inbox and rounds of the
-scheduler, in the engine's thread. Answers are posted to the event loop."""
+"""The engine's thread: builds the engine, then alternates between clients' messages from the inbox and rounds
+of the scheduler. Answers are posted to the event loop."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from pipeline.backbone.materialize import start_materializing
-from pipeline.errors import NumberInUse, PrefetcherLost, PromptTooLong, UsageError
+from pipeline.coordinator_config import CoordinatorConfig
+from pipeline.errors import NumberInUse, PipelineError, PrefetcherLost, PromptTooLong, UsageError
+from pipeline.experts.peers import ExitEvents
 from pipeline.policies.view import PolicyRequest
 from pipeline.rate_limit import TimeShare
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.scheduler import Scheduler
 from pipeline.serving.calibration_service import CalibrationService
-from pipeline.serving.engine_events import Post, ToClient, ToOtherClients, ToSupervisor
-from pipeline.serving.engine_inbox import ClientGone, EngineInbox, EngineMessage
-from pipeline.serving.engine_parts import EngineParts
+from pipeline.serving.engine_inbox import (
+    ClientGone,
+    EngineFailed,
+    EngineInbox,
+    EngineMessage,
+    EngineReady,
+    Post,
+    ToClient,
+    ToOtherClients,
+    ToSupervisor,
+)
+from pipeline.serving.engine_parts import TRIAL_TOKENS, EngineParts, measure_chunks
 from pipeline.serving.engine_status import EngineStatus
 from pipeline.serving.policy_switch import PolicySwitch
-from pipeline.serving.prefill_chunk import TRIAL_TOKENS, measure_chunks
+from pipeline.serving.text_messages import TextMessages
 from pipeline.text.tokenizer import eos_ids
 from pipeline.traces.recorder import recorder_of
 from protocol.messages import Calibrate, Cancel, Done, Error, Generate, PolicyChanged, Score, SetPolicy
-from shm.errors import ShmError
+from shm.errors import NotEnoughMemory, ShmError
 from workers.cuda import CudaError
 
 log = logging.getLogger(__name__)
@@ -118,10 +130,7 @@ class EngineService:
             began = time.perf_counter()
             self._handle(*item)
             if not isinstance(item[1], SetPolicy | Calibrate):  # those are work, and no flood
-                spent = time.perf_counter() - began
-                self._share.spend(spent)
-                if isinstance(item[1], Generate | Score):
-                    self._inbox.charge(item[0], spent)
+                self._share.spend(time.perf_counter() - began)
             item = self._inbox.get(0.0) if time.perf_counter() < until else None
         return not self._inbox.stopped
 
@@ -174,3 +183,26 @@ class EngineService:
 
     def _send(self, client: bytes, message: object) -> None:
         self._post(ToClient(client, message))
+
+
+def run_engine(
+    config: CoordinatorConfig,
+    inbox: EngineInbox,
+    post: Post,
+    exits: ExitEvents,
+    congested: Callable[[bytes], bool],
+) -> None:
+    """Build an engine and serve until `inbox` is stopped: the whole life of the engine's thread."""
+    try:
+        with ExitStack() as closing:
+            parts = EngineParts(config, exits, lambda message: post(ToSupervisor(message)), closing)
+            service = EngineService(parts, inbox, post, congested)
+            texts = TextMessages(parts.tokenizer, parts.context)
+            post(EngineReady(service.status, texts, tuple(parts.notes)))
+            service.warm_up()
+            service.serve()
+    except (PipelineError, ShmError, CudaError) as e:
+        post(EngineFailed(str(e), isinstance(e, UsageError | NotEnoughMemory)))
+    except Exception as e:
+        log.exception("the engine failed")
+        post(EngineFailed(f"the engine failed: {type(e).__name__}: {e}", False))

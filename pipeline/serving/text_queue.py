@@ -1,6 +1,6 @@
 """Clients' messages that wait until the tokenizer process has encoded a text: that of the message itself, or
-of an earlier one of the same client, because each client's messages stay in order. Accounts take turns, one
-text each, and so do each account's clients: many texts of one delay another by no more than one of them.
+of an earlier one of the same client, because each client's messages stay in order. Clients take turns, one
+text each: many texts of one delay another by no more than one of them.
 Runs in the event loop.
 """
 
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeline.accounts import Held, account_of
 from pipeline.errors import PromptTooLong, RequestError
+from pipeline.fairness import Held, Turns
 from pipeline.serving.encoder_link import EncoderExited, EncoderLink, limit_of
 from pipeline.serving.engine_inbox import LIMIT, held_bytes
 from pipeline.serving.text_messages import TextMessage, TextMessages, with_ids
@@ -50,9 +50,9 @@ class TextQueue:
         self._forward = forward
         self._send = send
         # By client, none of them empty: the first message of each has a text.
-        self._queues: OrderedDict[bytes, deque[_Waiting]] = OrderedDict()
+        self._queues: dict[bytes, deque[_Waiting]] = {}
         self._requests: dict[tuple[bytes, int], _Waiting] = {}  # that a Cancel ends, by client and request
-        self._turns: OrderedDict[bytes, None] = OrderedDict()  # accounts, the latest served last
+        self._turns = Turns()
         self._held = Held()
         self._jobs = itertools.count()
         self._filled = asyncio.Event()
@@ -84,7 +84,6 @@ class TextQueue:
         if not isinstance(message, SetPolicy):
             self._requests[client, message.request] = waiting
         self._queues.setdefault(client, deque()).append(waiting)
-        self._turns.setdefault(account_of(client))
         self._filled.set()
         return True
 
@@ -120,17 +119,8 @@ class TextQueue:
                 await self._filled.wait()
             await self._link.wait_up()
             if self._queues:
-                client = self._next_client()
+                client = self._turns.next(self._queues)
                 await self._encode(client, self._queues[client][0])
-
-    def _next_client(self) -> bytes:
-        """The first client of the account with the earliest last turn; the turn is counted."""
-        waiting = {account_of(client) for client in self._queues}
-        for account in [account for account in self._turns if account not in waiting]:
-            del self._turns[account]
-        account = next(iter(self._turns))
-        self._turns.move_to_end(account)
-        return next(client for client in self._queues if account_of(client) == account)
 
     async def _encode(self, client: bytes, waiting: _Waiting) -> None:
         """Have the first message's text encoded, then pass it on and give the next client its turn."""
@@ -161,8 +151,6 @@ class TextQueue:
         else:
             self._forward(client, with_ids(message, answer))
         self._advance(client)
-        if client in self._queues:
-            self._queues.move_to_end(client)
 
     def _end(self, client: bytes, waiting: _Waiting) -> None:
         """A message was answered or passed on."""

@@ -6,8 +6,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from launch.chat.conversation import Reply
-from launch.chat.policy_tables import parts_help, policy_list, policy_options
-from launch.chat.summary import summary
+from launch.chat.tables import parts_help, policy_list, policy_options, summary
 from launch.errors import WrongUsage
 from pipeline.policies.presets import PARTS, PRESETS
 from protocol.messages import Done

@@ -8,8 +8,8 @@ import signal
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
-import msgpack
 import pytest
+from msgspec import msgpack
 from scripted_children import KILLED, ScriptedProcess
 
 from launch.errors import EngineFailed, StartFailed
@@ -42,7 +42,7 @@ async def test_configuration_has_the_identity_and_its_proof(made: Any) -> None:
     packed = os.read(reader, 1 << 16)
     assert int.from_bytes(packed[:4], "big") == len(packed) - 4
     expected = {"a": [1], "role": "worker", "index": 1, "incarnation": 4, "identity": WORKER.prove(KEY)}
-    assert msgpack.unpackb(packed[4:]) == expected
+    assert msgpack.decode(packed[4:]) == expected
 
 
 async def test_configuration_that_no_pipe_takes_ends_the_child(made: Any) -> None:

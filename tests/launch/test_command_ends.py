@@ -36,7 +36,6 @@ from pipeline.assets import model_dir
 from pipeline.errors import UsageError
 from protocol.client import Client
 from protocol.errors import EngineGone, RequestFailed
-from protocol.keys import Address
 from protocol.messages import VERSION
 from protocol.visible import one_line
 from shm.errors import NotEnoughMemory, SegmentMissing
@@ -206,7 +205,7 @@ async def test_running_engine_is_found_by_its_name_and_another_is_started() -> N
         runtime.publish(EngineInfo(runtime.name, os.getpid(), "/m", "all-host", where, VERSION))
         for words in ("chat --connect", "chat --connect command-ends"):
             async with session.endpoint(parse(words.split()), Interrupts()) as found:
-                assert found == Address(where)
+                assert found == where
         with pytest.raises(WrongUsage, match="--connect other"):
             async with session.endpoint(parse("chat --connect other".split()), Interrupts()):
                 pass
@@ -238,7 +237,7 @@ async def test_started_engine_ends_with_the_command(monkeypatch: pytest.MonkeyPa
     options = parse("--name mine --workers 3 --log-level debug".split())
     interrupts = Interrupts()
     async with session.endpoint(options, interrupts) as found:
-        assert found == Address(StandInSupervisor.endpoint)
+        assert found == StandInSupervisor.endpoint
         assert StandInSupervisor.notes == [("mine", 3, "DEBUG"), "started"]
         interrupts.received = "SIGINT"
         interrupts._end(signal.SIGINT)  # the second signal
@@ -262,8 +261,8 @@ async def test_clients_of_commands_have_their_name_and_retry(
         seen.append("closed")
 
     @asynccontextmanager
-    async def endpoint(*_: object) -> AsyncIterator[Address]:
-        yield Address("ipc:///there")
+    async def endpoint(*_: object) -> AsyncIterator[str]:
+        yield "ipc:///there"
         seen.append("ended")
 
     monkeypatch.setattr(Client, "connect", connect)
@@ -282,7 +281,7 @@ async def test_clients_of_commands_have_their_name_and_retry(
         else:
             assert client.on_pause is client.on_reconnect is None
     retry = {"retry": reconnect.RETRY_SECONDS} if reconnects else {}
-    assert seen == [(Address("ipc:///there"), {"name": "launch.py"} | retry), "closed", "ended"]
+    assert seen == [("ipc:///there", {"name": "launch.py"} | retry), "closed", "ended"]
 
 
 # --- lines and words ----------------------------------------------------------------------------------------

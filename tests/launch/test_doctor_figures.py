@@ -14,9 +14,10 @@ import pytest
 
 from launch.cli import main
 from launch.command_line.options import parse
-from launch.doctor import costs, forecast, model_plan, models
-from launch.doctor.forecast import QUANTILES, Spread, measure_speeds
+from launch.doctor import costs, model_plan, models, speeds
 from launch.doctor.proof import Proof
+from launch.doctor.speeds import measure_speeds
+from launch.forecast import QUANTILES, Spread
 from launch.processes.cores import Cores
 from launch.processes.trials import TrialFailed
 from launch.terminal.interrupts import Interrupts
@@ -38,7 +39,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Given:
         runs: list[list[dict[str, Any]]] = []
 
         async def run_children(module: str, configs: list[dict[str, Any]], fd: int) -> Any:
-            assert module == forecast.CHILD
+            assert module == speeds.CHILD
             runs.append(configs)
             kinds = [10e9, *(4e9 - 1e9 * n for n in range(len(configs[0]["experts"])))]
             kinds += [] if configs[0]["matrix"] is None else [12e9]
@@ -48,8 +49,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Given:
             assert device == "cpu"
             return Proof("cpu", failure, rate=tok_s)
 
-        monkeypatch.setattr(forecast, "run_children", run_children)
-        monkeypatch.setattr(forecast, "prove", prove)
+        monkeypatch.setattr(speeds, "run_children", run_children)
+        monkeypatch.setattr(speeds, "prove", prove)
         monkeypatch.setattr(os, "getloadavg", lambda: (7.0, 8.0, 9.0))
         config = EngineConfig(device="cpu", **asked)
         options = parse(["doctor", "--model", str(SHAPE)])

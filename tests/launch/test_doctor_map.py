@@ -64,23 +64,20 @@ def test_kernels_of_this_machine_are_the_best_that_load() -> None:
 def test_kernels_of_every_format_and_unused_variants_are_listed_with_reasons() -> None:
     variants: dict[str, Library | str] = {
         "avx512": "this processor has no AVX-512 VNNI",
-        "avxvnni": "not compiled at installation",
-        "avx2": library("avx2"),
+        "avx2": "not compiled at installation",
         "portable": library("portable"),
     }
-    found = list(kernels.explain(variants, library("avx2"), quantizer=True))
+    found = list(kernels.explain(variants, library("portable"), quantizer=True))
     assert {f.level for f in found} == {"ok"}
     assert [f.found for f in found] == [
-        "bf16, int8, int4, int4-g128: AVX2",
+        "bf16, int8, int4, int4-g128: portable C",
         "f32: torch",
         "AVX-512 VNNI: not used, this processor has no AVX-512 VNNI",
-        "AVX-VNNI: not used, not compiled at installation",
-        "portable C: not used",
+        "AVX2: not used, not compiled at installation",
     ]
     assert [f.means for f in found[2:]] == [
         "",
         "it may be faster, if this processor supports it",
-        "supported by this processor, but AVX2 is faster, or as fast",
     ]
 
 

@@ -95,8 +95,6 @@ async def test_two_starts_at_once_measure_once(measure: Measure, tmp_path: Path)
     assert len(said) == 2
     assert await kernel_record(tmp_path, lambda: said.append("again")) == first
     assert len(said) == 2
-    await kernel_record(tmp_path, lambda: None, again=True)
-    assert len(runs.read_text().split()) == 2
 
 
 async def test_a_measurement_that_hangs_is_not_repeated_at_each_start(
@@ -113,7 +111,6 @@ async def test_a_measurement_that_hangs_is_not_repeated_at_each_start(
     assert record is not None
     finding = kernels.inspect(record, tmp_path)[-1]
     assert finding.found == f"the kernels could not be measured: {reason}"
-    assert "doctor --tune" in finding.do
     keep(tmp_path, replace(record, measured=record.measured - RETRY))
     await kernel_record(tmp_path, lambda: None)
     assert len(runs.read_text().split()) == 2
@@ -204,16 +201,6 @@ async def test_load_before_or_after_the_measurement_counts(
     await kernel_record(tmp_path, lambda: began.append(measured.runs))
     assert began == [0, 1]
     assert measured.runs == 2
-
-
-async def test_kept_choice_is_measured_again_only_when_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured = Measured(monkeypatch, FOUND.to_json())
-    loads(monkeypatch, 0.0)
-    for again, runs in ((False, 1), (False, 1), (True, 2)):
-        assert await kernel_record(tmp_path, lambda: None, again) is not None
-        assert measured.runs == runs
 
 
 @pytest.mark.parametrize("found", [None, TrialFailed("no memory")])

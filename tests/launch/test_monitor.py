@@ -306,29 +306,28 @@ async def test_exits_of_the_young_do_not_end_an_engine_whose_workers_compute(
     assert pauses[:8] == paused
 
 
-async def test_door_without_its_port_is_tried_again_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+async def test_gateway_without_its_port_is_tried_again_for_ever(caplog: pytest.LogCaptureFixture) -> None:
     """Also while the whole engine is restarted, which does not wait for it."""
     pauses.clear()
-    failed = Failed("door", "cannot bind tcp://*:9: Address already in use", usage=True)
+    failed = Failed("gateway", "cannot bind 127.0.0.1:9: Address already in use", usage=True)
     async with engine(Recorded(check_interval=1e6, futile_exits=3), ready=False) as e:
-        e.slots["door", 0] = e.monitor.add_slot("door", 0, partial(dict, of="door"), 1)
+        e.slots["gateway", 0] = e.monitor.add_slot("gateway", 0, partial(dict, of="gateway"), 1)
         starting = await e.start()
         for child in [await e.started(*slot, 0) for slot in e.slots]:
             e.ready(child)
         await starting
         for incarnation in range(6):
-            child = await e.started("door", 0, incarnation)
-            await until(lambda child=child: e.slots["door", 0].child is child)
+            child = await e.started("gateway", 0, incarnation)
+            await until(lambda child=child: e.slots["gateway", 0].child is child)
             if incarnation:
                 child.failed.set_result(failed)
-            e.exit(2 if incarnation else KILLED, "door", 0, incarnation)
-        await e.started("door", 0, 6)
+            e.exit(2 if incarnation else KILLED, "gateway", 0, incarnation)
+        await e.started("gateway", 0, 6)
         assert pauses == [0, 1, 2, 3, 4, 5]
         assert caplog.text.count("Address already in use; until it can, it is tried again") == 1
         e.exit(KILLED, "coordinator", 0, 0)
-        await e.started("door", 0, 7)
         for role, index in list(e.slots)[:-1]:
-            e.ready(e.child(role, index, 1))
+            e.ready(await e.started(role, index, 1))
         await until(lambda: "the engine is up again" in caplog.text)
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from engines import LIMIT, engines_left, run
 
-from launch.chat.banner import QUESTIONS, banner
-from launch.chat.plain import PlainOutput
-from launch.command_line.model_files import check_can_chat
+from launch.chat.command import PlainOutput
+from launch.chat.session import QUESTIONS, banner
+from launch.command_line.checks import check_can_chat
 from launch.errors import WrongUsage
 from launch.terminal.tables import PLAIN_WIDTH
 from pipeline.assets import model_dir
@@ -139,6 +139,9 @@ def test_whether_a_model_can_chat_is_seen_without_loading_its_tokenizer(tmp_path
         check_can_chat(folder)
 
 
-def test_width_in_a_pipe_does_not_depend_on_the_terminal_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_width_in_a_pipe_does_not_depend_on_the_terminal_s(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("COLUMNS", str(PLAIN_WIDTH - 30))
-    assert PlainOutput().width == PLAIN_WIDTH
+    PlainOutput().note("x" * (PLAIN_WIDTH + 1))
+    assert [len(line) for line in capsys.readouterr().err.splitlines()] == [PLAIN_WIDTH, 1]

@@ -9,13 +9,13 @@ import re
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from counters import TILE, decode
+from msgspec.structs import replace
 from rich.console import Console, RenderableType
 from waiting import until
 
@@ -288,10 +288,10 @@ async def test_policy_is_switched_with_its_options_and_shown_as_the_engine_has_i
     assert note.splitlines()[0] == "policy: adapmoe gate=own; /help policy adapmoe lists its options"
     assert len(chat.tables) == shown  # the options are for /help
     assert "approximate" not in note
-    assert note.endswith("/policy fiddler gate=own")
+    assert note.endswith("--set fiddler.gate=own")
     assert "approximate" in (await chat.says("/policy daop")).pop(0)
     chat.engine.refusal = RequestFailed("add --set daop.gate=own", usage=True)
-    with pytest.raises(RequestFailed, match=r"^add /policy daop gate=own$") as refused:
+    with pytest.raises(RequestFailed, match=r"^add --set daop.gate=own$") as refused:
         await chat.session.handle("/policy daop")
     assert refused.value.usage
     chat.engine.present = {}

@@ -12,7 +12,7 @@ import zmq.asyncio
 from client_service import service
 from raw_client import RawClient
 
-from pipeline.serving.client_sockets import ANONYMOUS_REFUSALS, NO_IDENTITY
+from pipeline.serving.client_socket import ANONYMOUS_REFUSALS, NO_IDENTITY
 from protocol.messages import VERSION, Error, Hello, Stats
 
 

@@ -9,7 +9,7 @@ import pytest
 import zmq
 from raw_client import raw_client
 
-from pipeline.serving.client_sockets import MOST_FRAMES, SEND_HWM, SLICE, ClientSocket
+from pipeline.serving.client_socket import MOST_FRAMES, SEND_HWM, SLICE, ClientSocket
 from protocol.codec import encode
 from protocol.messages import VERSION, Heartbeat, Hello
 from protocol.sockets import ipc_endpoint

@@ -15,9 +15,8 @@ from clock import Clock
 from raw_client import RawClient, raw_client
 from waiting import until
 
-from pipeline.serving import account_limits, clients, outbox
-from pipeline.serving.client_sockets import ClientSocket
-from pipeline.serving.outbox import OVERHEAD
+from pipeline.serving import client_socket, clients
+from pipeline.serving.client_socket import OVERHEAD, ClientSocket
 from protocol.codec import decode
 from protocol.messages import Error, Heartbeat, PolicyChanged, Stats, StatsReply
 
@@ -42,8 +41,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
     monkeypatch.setattr(ClientSocket, "send", limited)
     monkeypatch.setattr(clients, "HEARTBEAT_SECONDS", 0.01)
     monkeypatch.setattr(clients, "time", scene)
-    monkeypatch.setattr(account_limits, "time", scene)
-    monkeypatch.setattr(outbox, "time", scene)
+    monkeypatch.setattr(client_socket, "time", scene)
     return scene
 
 
@@ -98,7 +96,7 @@ async def test_client_that_does_not_read_is_cut_off_unless_it_reads_again(scene:
         await until(lambda: running.gone == [name])
         assert running.clients.counts()["cut_off"] == 1
         scene.full = False
-        scene.now += account_limits.CUT_OFF_SECONDS + 1.0
+        scene.now += clients.CUT_OFF_SECONDS + 1.0
 
 
 async def test_client_is_congested_by_the_bytes_that_wait_for_it(scene: Scene, monkeypatch) -> None:

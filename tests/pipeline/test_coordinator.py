@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import zmq.asyncio
 from child_messages import KEY
-from pipeline.experts.inline_pool import InlineExpertPool
+from msgspec import structs
 from raw_client import raw_client
 from waiting import until
 from whole_engine import IDENTITY, OPTIONS, coordinator_map
@@ -23,6 +23,7 @@ from pipeline import coordinator
 from pipeline.config import ResolvedConfig
 from pipeline.coordinator import FLOODED, STOPPING, Coordinator
 from pipeline.experts.peers import ExitEvents
+from pipeline.experts.pool import Ticket
 from pipeline.serving import clients, engine_inbox
 from pipeline.serving.clients import Clients
 from protocol.codec import decode, encode
@@ -110,13 +111,13 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    gate, result = Gate(), InlineExpertPool.result
+    gate, result = Gate(), Ticket.result_on
 
-    def waiting(self: InlineExpertPool, ticket: Any) -> Any:
+    def waiting(self: Ticket, *device: Any) -> Any:
         gate.wait()
-        return result(self, ticket)
+        return result(self, *device)
 
-    monkeypatch.setattr(InlineExpertPool, "result", waiting)
+    monkeypatch.setattr(Ticket, "result_on", waiting)
     monkeypatch.setattr(coordinator, "JOIN_LIMIT", LIMIT)
     return gate
 
@@ -128,7 +129,7 @@ async def test_coordinator_connects_supervisor_clients_and_engine(tiny_model: Pa
         assert ready == Ready(VERSION, "coordinator", 0, 0, os.getpid(), ready.fingerprint, notes)
         assert (len(ready.fingerprint), len(notes)) == (32, 5)
         async with raw_client(supervisor.endpoint) as second:
-            message = SetPolicy(7, "random", {"seed": 3})
+            message = SetPolicy(7, "random", {"seed": "3"})
             await first.send(message)
             assert await first.expect(PolicyChanged) == PolicyChanged(7, "random", True)
             assert await second.expect(PolicyChanged) == PolicyChanged(-1, "random", True)
@@ -156,7 +157,9 @@ async def test_requests_of_a_stopping_engine_are_refused(
         ending = asyncio.create_task(supervisor.shut_down())
         while not await client.socket.poll(10):  # the Shutdown has not arrived
             await client.send(SetPolicy(2, "x"))
-        await client.send(Cancel(1), replace(ASKED, request=3), Score(4, token_ids=(5,)), SetPolicy(5, "x"))
+        await client.send(
+            Cancel(1), structs.replace(ASKED, request=3), Score(4, token_ids=(5,)), SetPolicy(5, "x")
+        )
         while (refused := await client.next()) == Error(2, STOPPING):
             pass
         assert refused == Done(3, "error", STOPPING)
@@ -176,7 +179,7 @@ async def test_client_that_floods_the_inbox_is_refused_and_for_a_cancel_cut_off(
     async with supervised(tiny_model, tmp_path) as supervisor, raw_client(supervisor.endpoint) as client:
         await client.send(ASKED)
         await until(gate.reached.is_set)
-        await client.send(*(replace(ASKED, request=number) for number in (2, 3, 4)))
+        await client.send(*(structs.replace(ASKED, request=number) for number in (2, 3, 4)))
         await client.send(SetPolicy(5, "x"), Cancel(1))
         assert await client.next() == Done(4, "error", FLOODED)
         assert await client.next() == Error(5, FLOODED)
@@ -246,7 +249,7 @@ async def test_disconnected_clients_requests_end(
     monkeypatch.setattr(clients, "HEARTBEAT_SECONDS", 0.01)
     async with supervised(tiny_model, tmp_path) as supervisor, raw_client(supervisor.endpoint) as other:
         async with raw_client(supervisor.endpoint) as leaving:
-            await leaving.send(replace(ASKED, max_tokens=50, conversation="talk"))
+            await leaving.send(structs.replace(ASKED, max_tokens=50, conversation="talk"))
             await leaving.next()
         stats: dict[str, Any] = {"ended": 0}
         async with asyncio.timeout(LIMIT):

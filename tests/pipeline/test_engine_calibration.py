@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pipeline.experts.inline_pool import InlineExpertPool
 from whole_engine import CONTEXT, Inbox, WholeEngine, whole_engine
 
 from pipeline.arrays import Phase
@@ -30,8 +29,9 @@ from pipeline.calibration.threshold import Threshold
 from pipeline.calibration.windows import LANES, Division, Window
 from pipeline.config import DEFAULT_CACHE
 from pipeline.errors import RequestError, ShardFailed
+from pipeline.experts.pool import Ticket
 from pipeline.policies.costs import Costs
-from pipeline.policies.parts import ENOUGH_TOKENS, TextComparison
+from pipeline.policies.room import ENOUGH_TOKENS, TextComparison
 from pipeline.serving import calibration_service, engine_service
 from pipeline.serving.engine_inbox import ClientGone, EngineMessage
 from pipeline.serving.engine_service import CALIBRATING
@@ -213,7 +213,7 @@ def test_failed_calibration_leaves_the_engine_as_it_was(
     inbox = Inbox()
     service = whole.service(inbox, policy="on-demand")
     with monkeypatch.context() as patch:
-        patch.setattr(InlineExpertPool, "result", fail)
+        patch.setattr(Ticket, "result_on", fail)
         for message in (CALIBRATE, Calibrate(2, token_ids=IDS[:255]), SetPolicy(3, "x")):
             inbox.put(b"c", message)
         service.serve()

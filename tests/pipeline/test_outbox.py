@@ -11,8 +11,8 @@ import pytest
 import zmq
 from waiting import until
 
-from pipeline.serving import outbox
-from pipeline.serving.outbox import LONGEST_ERROR, OVERHEAD, Frames, Outbox, frames_of
+from pipeline.serving import client_socket
+from pipeline.serving.client_socket import LONGEST_ERROR, OVERHEAD, Frames, Outbox, frames_of
 from protocol.codec import decode, encode
 from protocol.messages import Done, Error, Heartbeat, Token
 
@@ -48,7 +48,7 @@ class Ends:
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
-    monkeypatch.setattr(outbox, "RETRY", 0.0)
+    monkeypatch.setattr(client_socket, "RETRY", 0.0)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router, context.socket(zmq.DEALER) as dealer:
         router.set_hwm(1)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)

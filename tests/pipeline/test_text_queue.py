@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from waiting import until
 
-from pipeline.accounts import client_name
 from pipeline.serving import text_queue
 from pipeline.serving.encoder_link import EncoderExited, EncoderLink
 from pipeline.serving.text_messages import TextMessages
@@ -112,18 +111,6 @@ async def test_clients_take_turns(queue: Queue) -> None:
     queue.put(b"b", text(0, "b0"))
     queue.put(b"c", text(0, "c0"))
     assert [await queue.link.end() for _ in range(5)] == ["a0", "b0", "c0", "a1", "a2"]
-
-
-async def test_clients_of_an_account_take_turns_within_its_turn(queue: Queue) -> None:
-    one, other, stranger = client_name(b"a", b"1"), client_name(b"a", b"2"), client_name(b"b", b"1")
-    for number in range(2):
-        queue.put(one, text(number, f"one {number}"))
-        queue.put(other, text(number, f"other {number}"))
-    for number in range(3):
-        queue.put(stranger, text(number, f"stranger {number}"))
-    ended = [await queue.link.end() for _ in range(7)]
-    assert ended[::2] == ["one 0", "other 0", "one 1", "other 1"]
-    assert ended[1::2] == ["stranger 0", "stranger 1", "stranger 2"]
 
 
 async def test_refused_texts_have_one_answer(queue: Queue) -> None:

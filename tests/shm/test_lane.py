@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -304,7 +305,7 @@ def test_areas_begin_at_lines_and_do_not_overlap(hidden: int, narrow: tuple[int,
             spans.append((start, start + 4 * size))
             at = -(-(start + 4 * size) // 64) * 64
     assert spans == sorted(spans)
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     assert at == len(memory)
     assert (
         sum(area.nbytes for area in x_areas(np.zeros(shape.hall_bytes, np.uint8), shape)) <= shape.hall_bytes

@@ -16,7 +16,7 @@ from test_masked_kernels import made
 from work_cases import Case
 
 from pipeline.device import open_device
-from protocol.messages import Partial, Work
+from protocol.messages import Partial
 from shm.control import ControlLine, ControlSegment
 from shm.descriptor import SHARE, THRESHOLD
 from shm.floe import FLOE_FORMATS
@@ -207,9 +207,8 @@ def test_a_worker_and_the_device_cpu_give_the_same_bits(name: str) -> None:
         for expert, rows in enumerate((1, FEW, 9, 40)):
             x = np.random.default_rng(rows).standard_normal((rows, SHAPE.hidden)).astype(np.float32)
             every = np.arange(rows, dtype=np.int32)
-            items = np.array([[expert, 0, store.layout.shape.tiles]], np.int32)
-            ends = np.array([0, rows], np.int32)
-            place.send(worker, Work(rows, 1, items, ends, every, np.ones(rows, np.float32), x))
+            item = [(expert, 0, store.layout.shape.tiles)], [0, rows], every, np.ones(rows)
+            place.send(worker, Case(1, *item, x, seq=rows).message(worker.incarnation))
             tiles = torch.from_numpy(store.tiles(1, expert, 0, store.layout.shape.tiles).copy())
             here = kernel.compute(tiles, kernel.activations(device.from_host(x)), torch.arange(rows))
             np.testing.assert_array_equal(bits(place.expect(Partial).y), bits(here.numpy()))

@@ -3,7 +3,7 @@ the same mask and against the reference; and that a row's bits depend on nothing
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kernel_runs import bits, kernel_of, quick, seeds
 from work_cases import Case
 
+from shm.descriptor import SHARE, THRESHOLD
 from shm.floe import FLOE_FORMATS, FloeFormat
 from shm.layout import Bytes, ExpertShape, Float32, StoreLayout, format_named
 from shm.mask import DENSE, Mask, Tally
@@ -268,15 +269,13 @@ def test_channels_that_no_row_keeps_are_not_read(library: Library, name: str) ->
 def test_what_is_no_mask_is_refused(library: Library) -> None:
     expert = made("floe-int4", 64, 16, 1, 1, 0)
     good = work_of(expert, DENSE)
-    for wrong in (
-        {"threshold": -1.0},
-        {"threshold": np.nan},
-        {"threshold": np.inf},
-        {"share": 1.5},
-        {"share": np.nan},
-    ):
+    works = kernel_of(library, expert.layout).works(expert.data, expert.layout)
+    wrong = [(THRESHOLD, number) for number in (-1.0, np.nan, np.inf)] + [(SHARE, 1.5), (SHARE, np.nan)]
+    for place, number in wrong:
+        descriptor = good.descriptor
+        descriptor.view(np.float32)[place] = number
         with pytest.raises(IndexError, match="no mask at all"):
-            run(library, expert, replace(good, **wrong))
+            works.compute(descriptor, expert.x, np.empty_like(expert.x))
 
 
 def test_not_a_number_is_kept_and_counts_for_nothing(library: Library) -> None:

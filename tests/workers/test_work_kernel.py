@@ -226,7 +226,7 @@ def test_any_bytes_are_computed_or_refused(changes: list[tuple[int, int]]) -> No
         fault = str(e)
     if fault is None:
         works.compute(descriptor, work.x, y)
-        assert not y[: parts.x_rows].any()
+        assert (y[: parts.x_rows] != 7).all()
     else:
         with pytest.raises(IndexError):
             works.compute(descriptor, work.x, y)
