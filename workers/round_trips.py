@@ -52,11 +52,11 @@ def round_trips() -> dict[str, float]:
     try:
         with ExitStack() as closing:
             folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="tandem-")))
-            name = f"/tandem-trial-{secrets.token_hex(3)}-exchange-0"
+            prefix = f"/tandem-trial-{secrets.token_hex(3)}-"
             shape = LaneShape(HIDDEN, (1, HEADER + 1), (1, HEADER + 1))
-            hall = Segment.create(f"{name}-hall", shape.hall_bytes)
+            hall = Segment.create(f"{prefix}hall-0", shape.hall_bytes)
             closing.callback(unlink, hall.name)
-            lane = CoordinatorLane(functions, name, shape, GENERATION)
+            lane = CoordinatorLane(functions, f"{prefix}lane-0", shape, GENERATION)
             closing.callback(unlink, lane.name)
             other = WorkerLane(functions, hall.name, lane.name, GENERATION)  # which removes the lane's name
             unlink(hall.name)

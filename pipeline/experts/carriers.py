@@ -165,8 +165,7 @@ class ArenaCarrier:
         self._socket = socket
         self._library = library
         self._prefix, self._shape = prefix, shape
-        unlink(f"{prefix}hall")  # of a coordinator that was killed
-        self._hall = Segment.create(f"{prefix}hall", shape.hall_bytes)
+        self._hall = Segment.create(f"{prefix}hall-0", shape.hall_bytes)
         self._areas = x_areas(self._hall.array, shape)
         self._users: list[Share | None] = [None] * len(self._areas)  # the share whose x each area has
         self._made = 0
@@ -330,10 +329,8 @@ class ArenaCarrier:
         self._drop(index)
         self._unmap_exited()
         self._made += 1
-        name = f"{self._prefix}lane-{self._made}"
-        unlink(name)
         try:
-            lane = CoordinatorLane(self._library, name, self._shape, generation)
+            lane = CoordinatorLane(self._library, f"{self._prefix}lane-{self._made}", self._shape, generation)
         except (ShmError, OSError) as e:
             self._log.warning(f"worker {index} gets no work: {e}")
             self._socket.report_hung(index)

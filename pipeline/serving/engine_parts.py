@@ -85,7 +85,8 @@ class EngineParts:
         self.tick = self.control.line("coordinator", 0).tick
         # Bound before any slow part, so that the children can connect.
         if config.workers:
-            self._rows = max(options.chunk or CHUNK_MAX, options.max_sequences, *ROWS)  # of a step
+            chunk = min(options.chunk or CHUNK_MAX, self.context)
+            self._rows = max(chunk, options.max_sequences, *ROWS)  # of a step
             self.bind_socket("worker", largest=4 * self._rows * spec.hidden)
         if config.slab:
             self.bind_socket("prefetcher")
@@ -152,7 +153,7 @@ class EngineParts:
             (rows, largest(workers, shape.experts, shape.tiles, rows, top_k))
             for rows in (min(NARROW_ROWS, self._rows), self._rows)
         ]
-        prefix = f"{engine_prefix(self.config.runtime)}arena-"
+        prefix = engine_prefix(self.config.runtime)
         lanes = LaneShape(shape.hidden, *slots)
         carrier = ArenaCarrier(socket, functions, prefix, lanes, self.device)
         self.closing.callback(carrier.close)

@@ -93,7 +93,7 @@ def test_names_are_removed_when_a_worker_has_mapped_its_lane_or_exits_before(are
     assert len(names(arena)) == 1
     arena.carrier.close()
     assert names(arena) == []
-    assert not Path(f"{SHM_FOLDER}{arena.prefix}hall").exists()
+    assert not Path(f"{SHM_FOLDER}{arena.prefix}hall-0").exists()
 
 
 def test_a_worker_without_memory_for_its_lane_is_started_again(
