@@ -154,7 +154,7 @@ class PhaseCounters(Hits):
     wasted_tiles: int = 0  # of those, evicted unused
     late_tiles: int = 0  # demanded while their predicted fetch was under way
     channels: ChannelCounters = field(default_factory=ChannelCounters)
-    host_busy: float = 0.0  # seconds, of each layer's longest shard
+    host_busy: float = 0.0  # seconds, of each layer's longest Work
     link_busy: float = (
         0.0  # seconds of copies to the device, and by the costs of kernels' reads over the link
     )

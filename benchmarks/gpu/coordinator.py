@@ -22,7 +22,8 @@ from torch import Tensor
 
 from pipeline.coordinator_config import WorkerCores
 from pipeline.device.partial_sums import sum_on_host
-from pipeline.experts.division import Divided, HostPlan, divider
+from pipeline.experts.compiled_division import divider
+from pipeline.experts.division import Divided, HostPlan
 from pipeline.experts.shares import split_layer
 from pipeline.models.routing import Softmax
 from pipeline.policies.view import Routing

@@ -7,21 +7,16 @@ sums are added in the workers' order. So any worker can compute any part, and th
 In decode the tiles in (NUMA node, expert, tile) order are cut into consecutive runs, whose costs are in
 proportion to the workers' cores: one sequence uses every core, and with several nodes (`shm/numa.py`) a
 worker reads its own node's memory, except where a node holds a larger part of the tiles than of the cores. In
-prefill whole experts are assigned, the most expensive first. C does all of it in one call (`divide.c`);
-`Plain` says the same in Python, for machines without a compiler and for tests."""
+prefill whole experts are assigned, the most expensive first. C does all of it in one call
+(`compiled_division.py`); `Plain` says the same in Python, for machines without a compiler and for tests."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from functools import cache
-from importlib.machinery import PathFinder
 from itertools import accumulate, pairwise
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipeline.arrays import IntArray, Phase
 from pipeline.coordinator_config import WorkerCores
@@ -34,7 +29,6 @@ from shm.numa import node_of
 # The products of this many rows take as long as one read of a tile's weights. Measured on experts of 14336 x
 # 4096: one more row costs a quarter of that read in int4, an eighth in int8, a seventh in bf16.
 ROWS_PER_READ = 5
-VERSION = 1  # of divide.c: a library that an older checkout left behind is not used
 
 
 class HostPlan(NamedTuple):
@@ -63,15 +57,6 @@ class Divider(Protocol):
         that does not exist."""
 
 
-def divider(workers: WorkerCores, experts: int, tiles: int) -> Divider:
-    """The quickest there is. `experts` of a layer, `tiles` of an expert."""
-    function = compiled()
-    return Plain(workers) if function is None else Compiled(function, workers, experts, tiles)
-
-
-# --- in Python
-# -------------------------------------------------------------------------------------------------
-
 Items = list[tuple[int, int, int]]  # expert, lo, hi
 Part = list[tuple[int, int, int]]  # index of the item, tile lo, tile hi
 
@@ -86,7 +71,7 @@ class Plain:
         """As Divider.divide."""
         active, workers = plan.routing.active, self._workers
         if len(active.experts) and not 0 <= active.experts[0] <= active.experts[-1] < len(plan.lo):
-            raise _no_expert(len(plan.lo))
+            raise no_expert(len(plan.lo))
         users = dict(zip(active.experts.tolist(), pairwise(active.offsets.tolist()), strict=True))
         items = [(e, int(plan.lo[e]), int(plan.hi[e])) for e in users if plan.lo[e] < plan.hi[e]]
         costs = [ROWS_PER_READ + end - start for start, end in (users[e] for e, _, _ in items)]  # of a tile
@@ -153,113 +138,15 @@ def _by_expert(items: Items, costs: list[int], workers: WorkerCores) -> list[Par
     return [sorted(part) for part in parts]
 
 
-def _no_expert(experts: int) -> PlanError:
+def no_expert(experts: int) -> PlanError:
+    """For a routing that names an expert beyond a layer's `experts`."""
     return PlanError(f"a policy's routing names an expert outside the layer's {experts}")
-
-
-# --- in C
-# ------------------------------------------------------------------------------------------------------
-
-
-class _Division(ctypes.Structure):
-    """`struct division` of divide.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("experts", "nodes", "workers", "by_expert")),
-        ("cores", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("row_cost", "rows", "k")),
-        *((name, ctypes.c_void_p) for name in ("chosen", "weights", "lo", "hi")),
-        *((name, ctypes.c_int64) for name in ("seq", "layer")),
-        *((name, ctypes.c_float) for name in ("threshold", "share")),
-        ("to", ctypes.c_void_p),
-        ("room", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("starts", "lengths", "scratch", "pair_rows", "pair_weights")),
-        ("tiles", ctypes.c_int64),
-    )
-
-
-@cache
-def compiled() -> Any:
-    """The function of divide.c; None where it was not compiled, or not for this version."""
-    found = PathFinder.find_spec("_divide", [str(Path(__file__).parent)])
-    if found is None or found.origin is None:
-        return None
-    try:
-        library = ctypes.CDLL(found.origin)
-        if library.tandem_divide_version() != VERSION:
-            return None
-    except (OSError, AttributeError):
-        return None
-    function = library.tandem_divide
-    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    return function
-
-
-class Compiled:
-    """The division by divide.c, with memory that is used for every layer."""
-
-    def __init__(self, function: Any, workers: WorkerCores, experts: int, tiles: int) -> None:
-        self._function = function
-        self._workers, self._experts = workers, experts
-        self._tiles = tiles if workers.nodes > 1 else 1  # items of an expert in one descriptor, at most
-        self._cores = np.array(workers.cores, np.int64)
-        self._starts, self._lengths = np.zeros((2, len(workers)), np.int64)
-        self._kept = [
-            self._cores,
-            self._starts,
-            self._lengths,
-            np.empty(7 * experts + 2 * len(workers) + 2, np.int64),
-            np.empty((experts * self._tiles + 1, 3), np.int64),
-        ]
-        self._pairs = np.empty((2, 0), np.int32)
-        self._struct = s = _Division(experts, workers.nodes, len(workers), row_cost=ROWS_PER_READ)
-        s.cores, s.starts, s.lengths, s.scratch, self._part = map(_address, self._kept)
-        self._at = ctypes.addressof(s)
-
-    def divide(self, plan: HostPlan, seq: int) -> Divided:
-        """As Divider.divide."""
-        s, routing = self._struct, plan.routing
-        s.rows, s.k = rows, k = routing.experts.shape
-        given = (
-            np.ascontiguousarray(routing.experts, np.int32),
-            np.ascontiguousarray(routing.weights, np.float32),
-            np.ascontiguousarray(plan.lo, np.int32),
-            np.ascontiguousarray(plan.hi, np.int32),
-        )
-        s.chosen, s.weights, s.lo, s.hi = map(_address, given)
-        s.seq, s.layer, s.by_expert = seq, plan.layer, plan.phase != "decode"
-        s.threshold, s.share = plan.mask.threshold, plan.mask.share
-        to = np.empty(self._room(rows, k), np.int32)
-        s.to, s.room = _address(to), len(to)
-        if fault := self._function(self._at, self._part):
-            raise _no_expert(self._experts) if fault == 1 else PlanError("a layer's descriptors have no room")
-        starts, lengths = self._starts.tolist(), self._lengths.tolist()
-        parts = [
-            (worker, to[start : start + length])
-            for worker, (start, length) in enumerate(zip(starts, lengths, strict=True))
-            if length
-        ]
-        return Divided(parts, s.tiles)
-
-    def _room(self, rows: int, k: int) -> int:
-        """Numbers of all descriptors, at most: a run ends within an item, whose rows the next one has too."""
-        pairs, workers = rows * k, len(self._workers)
-        if self._pairs.shape[1] < pairs:
-            self._pairs = np.empty((2, pairs), np.int32)
-            self._struct.pair_rows, self._struct.pair_weights = map(_address, self._pairs)
-        every = self._tiles * numbers(min(self._experts, pairs), pairs)
-        return every + workers * (numbers(1, rows) + 16)
 
 
 def largest(workers: WorkerCores, experts: int, tiles: int, rows: int, k: int) -> int:
     """Numbers of one worker's descriptor, at most, for so many rows with k experts each."""
     most = tiles if workers.nodes > 1 else 1
     return numbers(most * min(experts, rows * k), most * rows * k)
-
-
-def _address(array: NDArray[Any]) -> int:
-    address: int = array.__array_interface__["data"][0]  # sooner than by ctypes
-    return address
 
 
 def empty_part(worker: int, seq: int = 0, rows: int = 1) -> tuple[int, Descriptor]:

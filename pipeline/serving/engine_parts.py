@@ -21,7 +21,8 @@ from pipeline.device import open_device
 from pipeline.engine.engine import Engine
 from pipeline.errors import UsageError
 from pipeline.experts.carriers import ArenaCarrier, SocketCarrier
-from pipeline.experts.division import divider, largest
+from pipeline.experts.compiled_division import divider
+from pipeline.experts.division import largest
 from pipeline.experts.peers import ChildServerSocket, ExitEvents, SendToSupervisor
 from pipeline.experts.pool import Compute, HostPool, computing
 from pipeline.memory.limits import CHUNK_MAX, choose_context, full_memory_in_one_line, kv_budget

@@ -12,17 +12,8 @@ from hypothesis import strategies as st
 
 from pipeline.coordinator_config import WorkerCores
 from pipeline.errors import PlanError
-from pipeline.experts.division import (
-    ROWS_PER_READ,
-    Compiled,
-    Divider,
-    HostPlan,
-    Plain,
-    compiled,
-    empty_part,
-    largest,
-    spans,
-)
+from pipeline.experts.compiled_division import Compiled, compiled
+from pipeline.experts.division import ROWS_PER_READ, Divider, HostPlan, Plain, empty_part, largest, spans
 from pipeline.policies.view import Routing
 from shm.descriptor import Parts, parts_of
 from shm.mask import DENSE, Mask

@@ -12,7 +12,8 @@ from mover_parts import SHAPE
 from pipeline.coordinator_config import WorkerCores
 from pipeline.errors import ShardFailed
 from pipeline.experts import pool as pools
-from pipeline.experts.division import HostPlan, divider, spans
+from pipeline.experts.compiled_division import divider
+from pipeline.experts.division import HostPlan, spans
 from pipeline.experts.pool import HostPool, computing
 from pipeline.policies.view import Routing
 from shm.mask import DENSE

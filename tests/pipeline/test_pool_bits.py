@@ -18,7 +18,8 @@ from pool_harness import doorbells
 from pipeline.coordinator_config import WorkerCores
 from pipeline.device.partial_sums import sum_on_host
 from pipeline.experts.carriers import ArenaCarrier, SocketCarrier
-from pipeline.experts.division import HostPlan, divider, largest
+from pipeline.experts.compiled_division import divider
+from pipeline.experts.division import HostPlan, largest
 from pipeline.experts.pool import HostPool, computing
 from pipeline.policies.view import Routing
 from protocol.messages import Shutdown
