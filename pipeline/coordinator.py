@@ -8,7 +8,8 @@ import logging
 import os
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from pipeline.coordinator_config import CoordinatorConfig
+from pipeline.errors import PipelineError, UsageError
 from pipeline.experts.peers import ExitEvents
 from pipeline.serving.clients import Clients
 from pipeline.serving.encoder_link import ROLE as TOKENIZER
@@ -26,13 +28,16 @@ from pipeline.serving.engine_inbox import (
     EngineFailed,
     EngineInbox,
     EngineReady,
+    Post,
     ToClient,
     ToOtherClients,
     ToSupervisor,
 )
-from pipeline.serving.engine_service import run_engine
+from pipeline.serving.engine_parts import EngineParts
+from pipeline.serving.engine_service import EngineService
 from pipeline.serving.engine_status import EngineStatus
 from pipeline.serving.request_limits import RequestReader
+from pipeline.serving.text_messages import TextMessages
 from pipeline.serving.text_queue import QueuedMessage, TextQueue
 from protocol.codec import decode, encode
 from protocol.connection import HEARTBEAT_SECONDS
@@ -58,7 +63,9 @@ from protocol.messages import (
     WorkerDied,
 )
 from protocol.sockets import connect_dealer, ipc_endpoint
+from shm.errors import NotEnoughMemory, ShmError
 from workers import mps
+from workers.cuda import CudaError
 
 log = logging.getLogger(__name__)
 
@@ -238,6 +245,29 @@ class Coordinator:
                 self._clients.send(client, self._status.activity(message.request))
             case _:
                 self._clients.refuse(client, f"a client may not send {type(message).__name__}")
+
+
+def run_engine(
+    config: CoordinatorConfig,
+    inbox: EngineInbox,
+    post: Post,
+    exits: ExitEvents,
+    congested: Callable[[bytes], bool],
+) -> None:
+    """Build an engine and serve until `inbox` is stopped: the whole life of the engine's thread."""
+    try:
+        with ExitStack() as closing:
+            parts = EngineParts(config, exits, lambda message: post(ToSupervisor(message)), closing)
+            service = EngineService(parts, inbox, post, congested)
+            texts = TextMessages(parts.tokenizer, parts.context)
+            post(EngineReady(service.status, texts, tuple(parts.notes)))
+            service.warm_up()
+            service.serve()
+    except (PipelineError, ShmError, CudaError) as e:
+        post(EngineFailed(str(e), isinstance(e, UsageError | NotEnoughMemory)))
+    except Exception as e:
+        log.exception("the engine failed")
+        post(EngineFailed(f"the engine failed: {type(e).__name__}: {e}", False))
 
 
 async def _run(config: dict[str, Any]) -> int:

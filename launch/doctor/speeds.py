@@ -14,8 +14,7 @@ from dataclasses import astuple
 from typing import Any
 
 from launch.command_line.options import Options
-from launch.doctor import models
-from launch.doctor.bandwidth import buffer_size, busy, open_buffer, run_children
+from launch.doctor.bandwidth import CHILD, buffer_size, busy, embedded, last_cache, open_buffer, run_children
 from launch.doctor.proof import prove
 from launch.forecast import CONTEXT, Expected, Speeds, Spread
 from launch.processes.cores import Cores
@@ -33,7 +32,6 @@ from protocol.user_folders import user_folder
 from shm.layout import FORMATS, BlockFormat, FloeFormat, format_named
 from shm.segment import available_memory, byte_size
 
-CHILD = "launch.doctor.kernel_rates"
 SECONDS = 0.4  # of each measurement
 SPARSE = PolicyRequest("floe-host")  # of which floe formats are expected, where no sparsity is asked for
 
@@ -45,28 +43,29 @@ async def measure_speeds(
     notice("measuring how fast this machine would run it: about ten seconds")
     here, load = Cores.here(), os.getloadavg()[0]
     cores = [core for cpus in here.for_workers(here.default_workers()) for core in cpus.cores]
-    cache, available = models.last_cache(), available_memory()
+    cache, available = last_cache(), available_memory()
     shapes = [(name, astuple(expert_shape(source.config, asked.tile, format_named(name)))) for name in names]
     plain = not isinstance(FORMATS[asked.backbone_dtype], BlockFormat)
     size = buffer_size(cache, available)
     kernels = choice_of(await kept_or_measured(user_folder("CACHE"), lambda: None))
     with open_buffer(size) as fd:
-        base: dict[str, Any] = {"fd": fd, "size": size, "seconds": SECONDS, "kernels": kernels.to_map()}
+        base: dict[str, Any] = {"what": "kernels", "fd": fd, "size": size, "seconds": SECONDS}
+        base["kernels"] = kernels.to_map()
         part = size // len(cores) // 4096 * 4096
         parts = [{"cores": [core], "lo": i * part, "hi": (i + 1) * part} for i, core in enumerate(cores)]
         backbone_format = [] if plain else [(asked.backbone_dtype, shapes[0][1])]
         base |= {"experts": [*shapes, *backbone_format], "matrix": None, "left_out": left_out(asked)}
         kinds = zip(*await run_children(CHILD, [base | each for each in parts], fd), strict=True)
-        reads, *spreads = [Spread.of(together) for together in kinds]
+        reads, *spreads = [Spread.of([rates[""] for rates in together]) for together in kinds]
         if plain:
             hidden = expert_shape(source.config, asked.tile, format_named(names[0])).hidden
             base |= {"experts": [], "matrix": (asked.backbone_dtype, hidden, len(cores))}
             config = base | {"cores": [], "lo": 0, "hi": size}
-            spreads.append(Spread.of([(await run_children(CHILD, [config], fd))[0][-1]]))
+            spreads.append(Spread.of([(await run_children(CHILD, [config], fd))[0][-1][""]]))
     proof = await prove(options, interrupts, "cpu")
     if proof.failure:
         raise TrialFailed(proof.failure)
-    small = models.embedded()
+    small = embedded()
     layer = max(0.0, 1 / proof.rate - small.token / reads.usual) / small.layers
     memory = max(spread.fast for spread in (reads, *spreads))
     return Speeds(memory, dict(zip(names, spreads, strict=False)), spreads[-1], layer, load, len(cores))

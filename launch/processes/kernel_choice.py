@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
+
 from launch.processes.trials import TrialFailed, trial
 from pipeline.config import ExchangeName
 from shm.doorbell import library
@@ -98,9 +100,9 @@ async def _measured(cache: Path, machine: Machine) -> Record | None:
     load = max(load, os.getloadavg()[0])  # programs that have just begun are seen only afterwards
     tuning: Tuning | None = None
     try:
-        tuning = None if failure else Tuning.from_json(found)
-    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as e:
-        failure = f"unexpected output: {e!r}"
+        tuning = None if failure else msgspec.convert(found, Tuning)
+    except msgspec.ValidationError as e:
+        failure = f"unexpected output: {e}"
     record = Record(machine, tuning, time.time(), load, failure)
     keep(cache, record)
     return record

@@ -1,17 +1,14 @@
-"""The engine's thread: builds the engine, then alternates between clients' messages from the inbox and rounds
-of the scheduler. Answers are posted to the event loop."""
+"""One engine and its requests: alternates between clients' messages from the inbox and rounds of the
+scheduler, in the engine's thread. Answers are posted to the event loop."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 
 from pipeline.backbone.materialize import start_materializing
-from pipeline.coordinator_config import CoordinatorConfig
-from pipeline.errors import NumberInUse, PipelineError, PrefetcherLost, PromptTooLong, UsageError
-from pipeline.experts.peers import ExitEvents
+from pipeline.errors import NumberInUse, PrefetcherLost, PromptTooLong, UsageError
 from pipeline.policies.view import PolicyRequest
 from pipeline.rate_limit import TimeShare
 from pipeline.scheduling.job_factory import JobFactory
@@ -19,10 +16,8 @@ from pipeline.scheduling.scheduler import Scheduler
 from pipeline.serving.calibration_service import CalibrationService
 from pipeline.serving.engine_inbox import (
     ClientGone,
-    EngineFailed,
     EngineInbox,
     EngineMessage,
-    EngineReady,
     Post,
     ToClient,
     ToOtherClients,
@@ -31,11 +26,10 @@ from pipeline.serving.engine_inbox import (
 from pipeline.serving.engine_parts import TRIAL_TOKENS, EngineParts, measure_chunks
 from pipeline.serving.engine_status import EngineStatus
 from pipeline.serving.policy_switch import PolicySwitch
-from pipeline.serving.text_messages import TextMessages
 from pipeline.text.tokenizer import eos_ids
 from pipeline.traces.recorder import recorder_of
 from protocol.messages import Calibrate, Cancel, Done, Error, Generate, PolicyChanged, Score, SetPolicy
-from shm.errors import NotEnoughMemory, ShmError
+from shm.errors import ShmError
 from workers.cuda import CudaError
 
 log = logging.getLogger(__name__)
@@ -183,26 +177,3 @@ class EngineService:
 
     def _send(self, client: bytes, message: object) -> None:
         self._post(ToClient(client, message))
-
-
-def run_engine(
-    config: CoordinatorConfig,
-    inbox: EngineInbox,
-    post: Post,
-    exits: ExitEvents,
-    congested: Callable[[bytes], bool],
-) -> None:
-    """Build an engine and serve until `inbox` is stopped: the whole life of the engine's thread."""
-    try:
-        with ExitStack() as closing:
-            parts = EngineParts(config, exits, lambda message: post(ToSupervisor(message)), closing)
-            service = EngineService(parts, inbox, post, congested)
-            texts = TextMessages(parts.tokenizer, parts.context)
-            post(EngineReady(service.status, texts, tuple(parts.notes)))
-            service.warm_up()
-            service.serve()
-    except (PipelineError, ShmError, CudaError) as e:
-        post(EngineFailed(str(e), isinstance(e, UsageError | NotEnoughMemory)))
-    except Exception as e:
-        log.exception("the engine failed")
-        post(EngineFailed(f"the engine failed: {type(e).__name__}: {e}", False))

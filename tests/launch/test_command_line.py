@@ -126,21 +126,6 @@ def test_process_exits_with_2_and_one_line(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "content", ["[1, 2", '{"a": 1}', "[1, true]", "[1, -2]", '["1"]', "[1.0]", f"[{1 << 63}]"]
-)
-def test_files_of_token_ids_are_checked(content: str, tmp_path: Path, complaint: Complaint) -> None:
-    file = tmp_path / "ids.json"
-    file.write_text(content)
-    assert str(file) in complaint("score", "--tokens", str(file))
-
-
-def test_text_must_be_utf8(tmp_path: Path, complaint: Complaint) -> None:
-    file = tmp_path / "text"
-    file.write_bytes(b"caf\xe9")
-    assert "UTF-8" in complaint("score", "--text", str(file))
-
-
 def test_a_model_of_an_unknown_architecture(tmp_path: Path, tiny_model: Path, complaint: Complaint) -> None:
     config = json.loads((tiny_model / "config.json").read_text()) | {"model_type": "mamba"}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -12,7 +12,7 @@ from engines import fingerprint_of
 
 from launch.cli import main
 from launch.doctor import costs
-from launch.doctor.report import render
+from launch.doctor.finding import render
 from pipeline.assets import model_dir
 from pipeline.calibration.cost_cache import Record, Setting, keep, processor
 from pipeline.policies.costs import Costs

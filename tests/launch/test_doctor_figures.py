@@ -14,7 +14,8 @@ import pytest
 
 from launch.cli import main
 from launch.command_line.options import parse
-from launch.doctor import costs, model_plan, models, speeds
+from launch.doctor import costs, model_plan, speeds
+from launch.doctor.bandwidth import embedded
 from launch.doctor.proof import Proof
 from launch.doctor.speeds import measure_speeds
 from launch.forecast import QUANTILES, Spread
@@ -43,7 +44,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Given:
             runs.append(configs)
             kinds = [10e9, *(4e9 - 1e9 * n for n in range(len(configs[0]["experts"])))]
             kinds += [] if configs[0]["matrix"] is None else [12e9]
-            return [[[rate] * 3 for rate in kinds] for _ in configs]
+            return [[{"": [rate] * 3} for rate in kinds] for _ in configs]
 
         async def prove(options: object, interrupts: object, device: str) -> Proof:
             assert device == "cpu"
@@ -70,7 +71,7 @@ async def test_speeds_are_sums_over_the_cores(measured: Given) -> None:
     }
     assert found.backbone.usual == pytest.approx(12e9)  # of one process with all cores
     assert found.memory == pytest.approx(max(10e9 * cores, 12e9))
-    small = models.embedded()
+    small = embedded()
     expected = (1 / 100.0 - small.token / (10e9 * cores)) / small.layers
     assert found.layer == pytest.approx(expected)
     together, matrix = runs

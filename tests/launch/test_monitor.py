@@ -186,16 +186,6 @@ async def test_exit_during_the_start_fails_it_with_the_reason(role: str, code: i
         assert failed.value.exit_code == (2 if usage else 1)
 
 
-async def test_worker_killed_during_the_start_is_restarted() -> None:
-    async with engine(ready=False) as e:
-        starting = await e.start()
-        e.exit(KILLED, "worker", 0, 0)
-        again = await e.started("worker", 0, 1)
-        for child in (e.child("coordinator"), e.child("worker", 1), e.child("prefetcher"), again):
-            e.ready(child)
-        await starting
-
-
 async def test_messages_about_an_earlier_incarnation_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with engine() as e:
@@ -337,48 +327,6 @@ def test_pauses_between_restarts_double_up_to_the_longest() -> None:
     assert Limits(longest_pause=5.0).pause(10_000) == 5.0
 
 
-async def test_engine_is_restarted_whole_when_its_coordinator_exits(caplog: pytest.LogCaptureFixture) -> None:
-    async with engine() as e:
-        e.control.line("prefetcher", 0).begin(7)
-        e.exit(KILLED, "coordinator", 0, 0)
-        await e.started("prefetcher", 0, 1)
-        kill = [("kill", "worker", "prefetcher"), ("killed", "worker", "prefetcher"), "on_restart"]
-        assert e.events == [*kill, *((r, i, 1) for r, i in e.slots)]
-        assert e.control.line("prefetcher", 0).seq == IDLE
-        assert [e.signals(role, index, 0) for role, index in e.slots] == [[], *[[signal.SIGKILL]] * 3]
-        assert e.child("worker", 1).exit_expected
-        for role, index in e.slots:
-            assert "the engine is up again" not in caplog.text
-            e.ready(e.child(role, index, 1))
-        await until(lambda: "the engine is up again after 0." in caplog.text)
-        assert "the coordinator was killed by SIGKILL; the engine is being restarted" in caplog.text
-
-
-@pytest.mark.parametrize(("early", "survives"), [(1e6, False), (-1.0, True)])
-async def test_coordinator_that_exits_early_too_often_ends_the_engine(early: float, survives: bool) -> None:
-    limits = Recorded(check_interval=1e6, early=early, coordinator_exits=2)
-    pauses.clear()
-    ended = None
-    try:
-        async with engine(limits) as e:
-            for incarnation in range(3):
-                await e.started("prefetcher", 0, incarnation)
-                for role, index in e.slots if incarnation else ():
-                    e.ready(e.child(role, index, incarnation))
-                await asyncio.sleep(0.01)
-                e.exit(1, "coordinator", 0, incarnation)
-            await e.started("prefetcher", 0, 3)
-    except (EngineFailed, TimeoutError) as error:
-        ended = error
-    assert pauses == ([1, 1, 1] if survives else [1])
-    if survives:
-        assert ended is None
-    else:
-        assert str(ended) == (
-            "the coordinator exited with code 1, 2 times in a row; the engine has been stopped"
-        )
-
-
 async def test_restarted_coordinator_with_wrong_usage_ends_the_engine_at_once() -> None:
     line = "^the coordinator failed: no such device; the engine has been stopped$"
     with pytest.raises(EngineFailed, match=line):  # noqa: PT012 - from the end of the block
@@ -412,15 +360,6 @@ async def test_expected_exits_and_exits_at_the_end_restart_nothing() -> None:
         e.exit(KILLED, "coordinator", 0, 0)
         await asyncio.sleep(0.02)
         assert e.events == []
-
-
-async def test_restart_that_meets_the_end_of_the_engine_starts_nothing() -> None:
-    async with engine() as e:
-        e.exit(KILLED, "coordinator", 0, 0)
-        e.monitor.stop()
-        await until(lambda: "on_restart" in e.events)
-        await asyncio.sleep(0.02)
-        assert e.events[-1] == "on_restart"
 
 
 async def test_late_start_ends_when_the_engine_is_restarted_meanwhile() -> None:

@@ -12,7 +12,7 @@ import pytest
 from launch.command_line.checks import check_engine, check_reads_text
 from launch.command_line.options import MAX_VALUE, parse
 from launch.errors import WrongUsage
-from launch.hub.hf_download import model_folder
+from launch.hub import model_folder
 from launch.processes.child_configs import ChildConfigs
 from launch.processes.children import PIPE_CAPACITY
 from launch.processes.cores import Cores

@@ -17,7 +17,6 @@ from launch.chat.settings import KEYS, AnswerSettings, change, echo, value_text
 from launch.errors import OutputFailed, WrongUsage
 from pipeline.policies.presets import PRESETS
 from protocol.messages import ChatMessage, Sampling
-from protocol.visible import visible
 
 START = AnswerSettings(100, Sampling(repetition_penalty=1.1), ("END",))
 
@@ -249,7 +248,3 @@ async def test_history_does_not_follow_a_link(tmp_path: Path) -> None:
     history.append_string("one")
     assert len(warnings) == 1
     assert (tmp_path / "other").read_text() == ""
-
-
-def test_control_characters_of_a_model_do_not_reach_the_terminal() -> None:
-    assert visible("\x1b[2Ja\tb\nc\x9b\x07\r漢") == "\ufffd[2Ja\tb\nc\ufffd\ufffd\ufffd漢"

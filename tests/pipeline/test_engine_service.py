@@ -19,6 +19,7 @@ from plain_calibration import plain_calibration
 from whole_engine import CONTEXT, OPTIONS, Inbox, WholeEngine, coordinator_map, whole_engine
 
 from pipeline.calibration.file import calibration_path, save
+from pipeline.coordinator import run_engine
 from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.device.cpu import CpuDevice
 from pipeline.errors import CalibrationError, PeerLost, PolicyError, ShardFailed
@@ -40,7 +41,6 @@ from pipeline.serving.engine_service import (
     IDLE_WAIT,
     INBOX_SECONDS,
     MOVING_WAIT,
-    run_engine,
 )
 from pipeline.serving.engine_status import EngineStatus
 from pipeline.traces.reader import Trace

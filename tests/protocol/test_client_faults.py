@@ -173,7 +173,7 @@ NEWER = (
             VersionMismatch,
             "^the engine refused this client: version 9 here$",
         ),
-        ([bytes([2, VERSION]), b"rubbish"], MalformedMessage, "^Welcome: MessagePack data is malformed"),
+        ([bytes([2, VERSION]), b"rubbish"], MalformedMessage, "^Welcome: Expected `object`, got `int`"),
         ([b"HTTP/1.1 400"], MalformedMessage, "^the first frame is not two bytes"),
     ],
 )

@@ -22,10 +22,10 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+from urllib.parse import urlsplit
 
-from launch.errors import DownloadFailed, WrongUsage
-from launch.hub.hf_errors import translate
+from launch.errors import DownloadFailed, LaunchError, WrongUsage
 from launch.terminal.log import notice
 from pipeline.errors import ModelError
 from protocol.visible import one_line
@@ -56,6 +56,7 @@ SMALL = (
     "additional_chat_templates/*.jinja",
 )
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors")
+LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 DEADLINE = 20.0  # seconds for the Hub to list a model's files
 
 
@@ -102,10 +103,10 @@ def _config_folder(name: str, repository: str, revision: str) -> Path:
     from huggingface_hub import HfApi, hf_hub_download
 
     _quiet()
-    with translate(name, answered=False):
+    with _translate(name, answered=False):
         # Tried once: an unreachable Hub is known at once, and not after six tries for the file.
         HfApi().model_info(repository, revision=revision, timeout=DEADLINE)
-    with translate(name, answered=True):
+    with _translate(name, answered=True):
         folder = Path(hf_hub_download(repository, CONFIG, revision=revision)).parent
     _check_architecture(name, folder / CONFIG)
     return folder
@@ -116,12 +117,12 @@ def _download(name: str, repository: str, revision: str) -> Path:
     from huggingface_hub import HfApi, hf_hub_download
 
     _quiet()
-    with translate(name, answered=False):
+    with _translate(name, answered=False):
         about = HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=DEADLINE)
     commit = about.sha
     sizes = {file.rfilename: file.size or 0 for file in about.siblings or ()}
     _check_kind(name, sizes)
-    with translate(name, answered=True):
+    with _translate(name, answered=True):
         # by the revision's name, so that the cache records its commit
         folder = Path(hf_hub_download(repository, CONFIG, revision=revision)).parent
     if folder.name != commit:
@@ -129,7 +130,7 @@ def _download(name: str, repository: str, revision: str) -> Path:
     _check_architecture(name, folder / CONFIG)
     weights = [SINGLE]
     if INDEX in sizes:
-        with translate(name, answered=True):
+        with _translate(name, answered=True):
             weights = _shards(name, Path(hf_hub_download(repository, INDEX, revision=commit)), sizes)
     small = [file for file in sizes if any(_matches(file, pattern) for pattern in SMALL)]
     files = [file for file in (*small, *weights) if not (folder / file).exists()]
@@ -137,7 +138,7 @@ def _download(name: str, repository: str, revision: str) -> Path:
     for number, file in enumerate(files, start=1):
         if not sys.stderr.isatty():  # on a terminal the library draws a bar
             notice(f"{name}: {file} ({number} of {len(files)}), {byte_size(sizes[file])}")
-        with translate(name, answered=True):
+        with _translate(name, answered=True):
             hf_hub_download(repository, file, revision=commit)
     notice(f"{name}: downloaded into {folder}")
     return folder
@@ -250,3 +251,61 @@ def _interruptible() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _translate(name: str, *, answered: bool) -> Iterator[None]:
+    """Raises WrongUsage where the Hub refuses this model, DownloadFailed for everything else that
+    huggingface_hub raises in the block. `answered`: the Hub has answered before."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # the base of httpx's errors, or of httpx2's, whichever this version of the library uses
+    transport = cast("type[Exception]", HfHubHTTPError.__bases__[0])
+    try:
+        yield
+    except (OSError, ValueError, transport) as error:
+        raise _translated(name, answered, error, transport) from None
+
+
+def _translated(name: str, answered: bool, error: Exception, transport: type[Exception]) -> LaunchError:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    hub = urlsplit(constants.ENDPOINT).netloc
+    # Where the Hub refuses a file, the library looks for it in the cache, and raises that it is not there.
+    while isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    if isinstance(error, RevisionNotFoundError):
+        return WrongUsage(f"{name}: the model is on {hub}, but not in this revision")
+    if isinstance(error, GatedRepoError) or status == 403:
+        return WrongUsage(f"{name}: access is restricted: request it on the page at {hub}, then {LOG_IN}")
+    if isinstance(error, RepositoryNotFoundError):
+        text = f"no folder of this name is here, and {hub} has no such model, or it is private"
+        return WrongUsage(f"{name}: {text}; check the name, or {LOG_IN}")
+    if status == 401:
+        return WrongUsage(f"{name}: {hub} does not accept the token that is set here; {LOG_IN}")
+    if status is not None:
+        return DownloadFailed(f"{name}: {hub} answers with error {status}; try again later")
+    if isinstance(error, OfflineModeIsEnabled):
+        text = "is not in the cache of this machine, and HF_HUB_OFFLINE forbids downloading it"
+        return DownloadFailed(f"{name} {text}; unset it, or give a folder with --model")
+    reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, ValueError):  # an answer that is no JSON, say
+        return DownloadFailed(f"{name}: {hub} does not answer as the Hub does: {reason[:160]}")
+    if answered:
+        return DownloadFailed(f"{name}: the download stopped: {reason[:160]}; start again to continue")
+    if isinstance(error, transport):
+        elsewhere = f"`hf download {name.partition('@')[0]} --local-dir DIR`"
+        return DownloadFailed(
+            f"{name}: no folder of this name is here, and {hub} cannot be reached ({reason[:120]}): without "
+            f"a network, download it on another machine ({elsewhere}) and give that folder with --model"
+        )
+    return DownloadFailed(f"{name}: cannot be downloaded: {reason[:160]}")
