@@ -21,8 +21,9 @@ layer in one call (`pipeline/experts/division.py`)."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +56,14 @@ class Parts(NamedTuple):
 def numbers(items: int, rows: int) -> int:
     """The length of a descriptor with so many items and rows."""
     return HEADER + 4 * items + 1 + 2 * rows
+
+
+def address_of(array: Any) -> int:
+    """The address of a contiguous array's memory; sooner than by `array.ctypes`."""
+    if array.flags.writeable and array.size:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # three times as soon as by its interface
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def head_of(descriptor: Descriptor) -> memoryview:

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipeline.coordinator_config import WorkerCores
 from pipeline.errors import PlanError
 from pipeline.experts.division import ROWS_PER_READ, Divided, Divider, HostPlan, Plain, no_expert
-from shm.descriptor import numbers
+from shm.descriptor import address_of, numbers
 
 VERSION = 1  # of divide.c: a library that an older checkout left behind is not used
 
@@ -78,24 +77,26 @@ class Compiled:
         ]
         self._pairs = np.empty((2, 0), np.int32)
         self._struct = s = _Division(experts, workers.nodes, len(workers), row_cost=ROWS_PER_READ)
-        s.cores, s.starts, s.lengths, s.scratch, self._part = map(_address, self._kept)
+        s.cores, s.starts, s.lengths, s.scratch, self._part = map(address_of, self._kept)
         self._at = ctypes.addressof(s)
 
     def divide(self, plan: HostPlan, seq: int) -> Divided:
         """As Divider.divide."""
         s, routing = self._struct, plan.routing
         s.rows, s.k = rows, k = routing.experts.shape
+        if not len(plan.lo) == len(plan.hi) == self._experts or routing.weights.shape != (rows, k):
+            raise PlanError(f"a plan's arrays do not fit each other, or {self._experts} experts")
         given = (
             np.ascontiguousarray(routing.experts, np.int32),
             np.ascontiguousarray(routing.weights, np.float32),
             np.ascontiguousarray(plan.lo, np.int32),
             np.ascontiguousarray(plan.hi, np.int32),
         )
-        s.chosen, s.weights, s.lo, s.hi = map(_address, given)
+        s.chosen, s.weights, s.lo, s.hi = map(address_of, given)
         s.seq, s.layer, s.by_expert = seq, plan.layer, plan.phase != "decode"
         s.threshold, s.share = plan.mask.threshold, plan.mask.share
         to = np.empty(self._room(rows, k), np.int32)
-        s.to, s.room = _address(to), len(to)
+        s.to, s.room = address_of(to), len(to)
         if fault := self._function(self._at, self._part):
             raise no_expert(self._experts) if fault == 1 else PlanError("a layer's descriptors have no room")
         starts, lengths = self._starts.tolist(), self._lengths.tolist()
@@ -111,11 +112,6 @@ class Compiled:
         pairs, workers = rows * k, len(self._workers)
         if self._pairs.shape[1] < pairs:
             self._pairs = np.empty((2, pairs), np.int32)
-            self._struct.pair_rows, self._struct.pair_weights = map(_address, self._pairs)
+            self._struct.pair_rows, self._struct.pair_weights = map(address_of, self._pairs)
         every = self._tiles * numbers(min(self._experts, pairs), pairs)
         return every + workers * (numbers(1, rows) + 16)
-
-
-def _address(array: NDArray[Any]) -> int:
-    address: int = array.__array_interface__["data"][0]  # sooner than by ctypes
-    return address

@@ -199,6 +199,18 @@ def test_what_is_nobodys_has_no_descriptor_and_unknown_experts_are_refused(phase
                 way.divide(plan._replace(routing=routing, hi=none + TILES), 0)
 
 
+def test_arrays_that_do_not_fit_each_other_are_refused() -> None:
+    function = compiled()
+    if function is None:
+        pytest.skip("divide.c was not compiled")
+    way, good = Compiled(function, WorkerCores.equal(2), 16, 8), simple([(1, 0, 8)])
+    assert way.divide(good, 0).parts
+    narrow = Routing(good.routing.experts, np.ones((1, 2), np.float32))
+    for wrong in ({"lo": good.lo[1:]}, {"hi": good.hi[1:]}, {"routing": narrow}):
+        with pytest.raises(PlanError, match="do not fit"):
+            way.divide(good._replace(**wrong), 0)
+
+
 def test_an_empty_part_has_no_items() -> None:
     worker, descriptor = empty_part(4, 9, 2)
     parts = parts_of(descriptor)

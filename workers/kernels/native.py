@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shm.blocks import BlockFormat
-from shm.descriptor import Descriptor
+from shm.descriptor import Descriptor, address_of
 from shm.formats import Bytes, Float32
 from shm.layout import StoreLayout
 from shm.mask import NOTHING, Tally
@@ -249,7 +249,7 @@ class WorkKernel:
     def compute(self, descriptor: Descriptor, x: Float32, y: Float32) -> Tally:
         """Write y for x, both float32 [the descriptor's rows or more, H] and contiguous. Raises IndexError
         where a number of the descriptor is wrong, MemoryError."""
-        work = _address(descriptor), len(descriptor), _address(x), x.size, _address(y), y.size
+        work = address_of(descriptor), len(descriptor), address_of(x), x.size, address_of(y), y.size
         while fault := self._call(self._address, *work, self._tally_address):
             if fault != SMALL_BUFFERS:
                 checked(fault)
@@ -257,11 +257,6 @@ class WorkKernel:
             self._host.memory_bytes = self._host.needed
         tally = self._tally
         return Tally(tally.mass, tally.left, tally.kept, tally.channels) if tally.channels else NOTHING
-
-
-def _address(array: NDArray[Any]) -> int:
-    address: int = array.__array_interface__["data"][0]  # sooner than by ctypes
-    return address
 
 
 def _pointers(x: Quantized) -> Any:
