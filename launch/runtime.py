@@ -114,9 +114,10 @@ class RuntimeDir:
             file.write(msgspec.json.encode(info))
 
     def remove_of_coordinator(self) -> None:
-        """Remove the segments that an exited coordinator made: its slab, rings that no worker has mapped."""
+        """Remove the segments that an exited coordinator made: its slab and hall, lanes that no worker has
+        mapped."""
         for path in segments(self.path):
-            if "-slab-" in path.name or "-exchange-" in path.name:
+            if any(kind in path.name for kind in ("-slab-", "-hall-", "-lane-")):
                 path.unlink(missing_ok=True)
 
     def remove(self) -> None:

@@ -28,7 +28,7 @@ from pipeline.serving.engine_inbox import (
     EngineInbox,
     EngineReady,
     Post,
-    ToClient,
+    ToClients,
     ToOtherClients,
     ToSupervisor,
 )
@@ -142,8 +142,9 @@ class Coordinator:
 
     def _on_engine_event(self, event: EngineEvent) -> None:
         match event:
-            case ToClient(client, message):
-                self._clients.send(client, message)
+            case ToClients(messages):
+                for client, message in messages:
+                    self._clients.send(client, message)
             case ToOtherClients(excluded, message):
                 self._clients.broadcast(message, excluded)
             case ToSupervisor(message):

@@ -160,7 +160,7 @@ class PhaseCounters(MoveCounters):
     host_tiles: int = 0
     resident_tiles: int = 0
     fetched_tiles: int = 0  # over the link
-    host_busy: float = 0.0  # seconds, of each layer's longest shard
+    host_busy: float = 0.0  # seconds, of each layer's longest Work
     link_busy: float = 0.0  # seconds of copies to the device
     timed: float = 0.0  # seconds of the steps that the device's own clock has timed
     masked_channels: int = 0  # of the tiles in layers with a mask

@@ -63,8 +63,8 @@ class OutOfDeviceMemory(StepFailed):
 
 
 class ShardFailed(StepFailed):
-    """A shard of a step cannot be computed: it crashed the workers that tried, or a worker refused it. The
-    cause is a request with rows in the shard, or the experts' bytes; the workers are restarted."""
+    """A Work of a step cannot be computed: it crashed the workers that tried, or a worker refused it. The
+    cause is a request with rows in the Work, or the experts' bytes; the workers are restarted."""
 
 
 class NumberInUse(RequestError):

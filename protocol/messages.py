@@ -396,27 +396,16 @@ class Ready(Record, frozen=True):
 
 @message(33)
 class Work(Record, frozen=True, eq=False):
-    """Compute some tiles of some experts of one layer, for the rows of `x` that route to them.
+    """Compute some tiles of some experts of one layer, for the rows of `x` that route to them. `descriptor`:
+    which (`shm/descriptor.py`)."""
 
-    items[i] = (expert, lo, hi): tiles [lo, hi). Item i acts on rows[offsets[i]:offsets[i+1]] of `x`
-    with the routing weights at the same places of `weights`. `threshold` and `share`: the mask of a format
-    whose gate and down lie by channel (`shm/mask.py`); others compute everything.
-    """
-
-    seq: Int  # unique within the coordinator's incarnation
-    layer: Int
-    items: I32Matrix  # [n, 3]
-    offsets: I32Vector  # [n + 1]
-    rows: I32Vector  # [offsets[-1]]
-    weights: F32Vector  # [offsets[-1]]
+    descriptor: I32Vector
     x: F32Matrix  # [R, hidden]
-    threshold: Float = 0.0
-    share: Float = 1.0
 
 
 @message(34)
 class Partial(Record, frozen=True, eq=False):
-    """The weighted sum over a Work's items, a row for each row of its `x`; and what its mask has left out:
+    """The weighted sum over a Work's items, a row for each row of `x`; and what its mask has left out:
     the sum of |u| over rows and channels, of all and of those left out, and how many channels were read."""
 
     seq: Int
@@ -446,10 +435,12 @@ class Abandon(Record, frozen=True):
 
 
 @message(42)
-class AttachRing(Record, frozen=True):
-    """Map this ring (`shm/ring.py`): Work may come through it from now on, and is answered through it."""
+class AttachLane(Record, frozen=True):
+    """Map these segments (`shm/lane.py`): Works come through them from now on, and are answered through
+    them."""
 
-    name: str
+    hall: str
+    lane: str
 
 
 @message(37)

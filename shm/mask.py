@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.messages import Partial
 from shm.formats import Float32
 
 ROUNDING = 1 / 256  # of a channel: a share in float32 times the channels may lie so far above a whole number
@@ -67,10 +66,10 @@ class Tally:
     channels: int = 0
 
     @classmethod
-    def of(cls, partials: Iterable[Partial | Tally]) -> Tally:
+    def of(cls, parts: Iterable[Tally]) -> Tally:
         """The sum, in this order."""
         mass, left, kept, channels = 0.0, 0.0, 0, 0
-        for part in partials:
+        for part in parts:
             mass, left = mass + part.mass, left + part.left
             kept, channels = kept + part.kept, channels + part.channels
         return cls(mass, left, kept, channels)

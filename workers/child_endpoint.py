@@ -44,7 +44,6 @@ class ChildEndpoint:
         for socket in self._sockets:
             self._poller.register(socket, zmq.POLLIN)
         self.stopped = False
-        self.received = 0  # messages of the coordinator
 
     def announce(self, notes: tuple[str, ...] = ()) -> None:
         """Send Ready to the coordinator and the supervisor."""
@@ -62,15 +61,14 @@ class ChildEndpoint:
         self._work.send_multipart(frames, copy=sum(map(len, frames)) < 65536)
 
     def receive(self, wait: bool, limit_ms: int = POLL_LIMIT_MS) -> Iterator[object]:
-        """The messages that have arrived; with `wait`, wait for one, at most `limit_ms`. A Shutdown only sets
-        `stopped`. A malformed message is logged and dropped."""
+        """Yield the messages that have arrived; with `wait`, wait for one, at most `limit_ms`. A Shutdown
+        only sets `stopped`. A malformed message is logged and dropped."""
         for socket, _ in self._poller.poll(limit_ms if wait else 0):
             while not self.stopped:
                 try:
                     frames = socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
                     break
-                self.received += socket is self._work
                 try:
                     message = decode(frames)
                 except MalformedMessage as e:

@@ -25,14 +25,14 @@ def serve(peer: ChildEndpoint, store: Store, line: ControlLine, kernel: HostKern
     """Answer Work until Shutdown; `line` counts progress. `slowdown` > 1 emulates a slower host."""
     exchange = WorkExchange(peer, store.layout.shape.hidden)
     while not peer.stopped:
-        if (slot := exchange.next()) is None:
+        if (task := exchange.next()) is None:
             continue
         started, used = time.perf_counter(), time.thread_time() if slowdown > 1 else 0.0
-        line.begin(slot.seq)
+        line.begin(task.seq)
         try:
-            kernel.compute_slot(slot, store)
+            tally = kernel.compute_work(task.descriptor, task.x, store, task.y)
         except (IndexError, MemoryError) as e:
-            exchange.refuse(slot, str(e))
+            exchange.refuse(task, str(e))
             continue
         finally:
             line.end()
@@ -40,9 +40,9 @@ def serve(peer: ChildEndpoint, store: Store, line: ControlLine, kernel: HostKern
         if slowdown > 1:  # not of a pause in which another process had the core
             busy = slowdown * (time.thread_time() - used)
             sleep_until(started + busy, line.tick)
-        if slot.items:  # a warm-up is no progress: what follows it may end every new worker
+        if not task.warm_up:  # which is no progress: what follows it may end every new worker
             line.tick()
-        exchange.answer(slot, busy)
+        exchange.answer(task, busy, tally)
 
 
 def main(config: dict[str, Any]) -> int:
@@ -56,7 +56,7 @@ def main(config: dict[str, Any]) -> int:
             library = chosen(kernels)
             team = None if library is None else library.team(len(config["cores"]))
             line = control.line("worker", peer.index)
-            kernel = HostKernel(store.layout, team, line, kernels)
+            kernel = HostKernel(store.layout, team, line, kernels, generation=peer.incarnation)
             kernel.prepare()
             peer.announce((note,) if note else ())
             serve(peer, store, line, kernel, config["host_slowdown"])

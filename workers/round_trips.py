@@ -2,7 +2,7 @@
 ZeroMQ and through shared memory: which of them is faster depends on how fast it wakes a sleeping process.
 
 The other process is a fork of this one, on one core as a worker is. For each Work both ends do what
-coordinator and worker do: sockets encode, poll and decode, rings post and ring a doorbell. This module
+coordinator and worker do: sockets encode, poll and decode, lanes post and ring a doorbell. This module
 imports no torch.
 """
 
@@ -26,18 +26,19 @@ from protocol.codec import decode, encode
 from protocol.errors import ProtocolError
 from protocol.messages import Partial, Work
 from protocol.sockets import bind_router, connect_dealer, ipc_endpoint
+from shm.descriptor import HEADER, SEQ, Descriptor, describe, head_of
 from shm.doorbell import Library, library
 from shm.errors import ShmError
-from shm.ring import CoordinatorRing, WorkerRing
-from shm.segment import unlink
-from shm.slot import SlotShape
+from shm.lane import CoordinatorLane, LaneShape, WorkerLane
+from shm.mask import NOTHING
+from shm.segment import Segment, unlink
 from workers.lifetime import end_with_parent
 
 HIDDEN = 2048
 WARM, TRIPS = 5, 40  # of each way
 LIMIT = 1.0  # seconds for one trip
 LIFE = 10  # seconds after which the other process ends, whatever has happened
-INCARNATION = 1
+GENERATION = 1
 
 Trip = Callable[[int], None]  # of the Work with this seq
 
@@ -51,10 +52,14 @@ def round_trips() -> dict[str, float]:
     try:
         with ExitStack() as closing:
             folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="tandem-")))
-            name = f"/tandem-trial-{secrets.token_hex(3)}-exchange-0"
-            ring = CoordinatorRing(functions, name, SlotShape.for_rows(1, HIDDEN), INCARNATION)
-            closing.callback(unlink, ring.name)
-            other = WorkerRing(functions, ring.name, INCARNATION)  # which removes the name
+            prefix = f"/tandem-trial-{secrets.token_hex(3)}-"
+            shape = LaneShape(HIDDEN, (1, HEADER + 1), (1, HEADER + 1))
+            hall = Segment.create(f"{prefix}hall-0", shape.hall_bytes)
+            closing.callback(unlink, hall.name)
+            lane = CoordinatorLane(functions, f"{prefix}lane-0", shape, GENERATION)
+            closing.callback(unlink, lane.name)
+            other = WorkerLane(functions, hall.name, lane.name, GENERATION)  # which removes the lane's name
+            unlink(hall.name)
             endpoint = ipc_endpoint(folder, "trial.sock")
             parent, child = os.getpid(), os.fork()
             if child == 0:
@@ -63,7 +68,7 @@ def round_trips() -> dict[str, float]:
             closing.callback(os.kill, child, signal.SIGKILL)
             trips = {
                 "zmq": _over_socket(endpoint, closing),
-                "shm": lambda seq: _through_ring(functions, ring, seq),
+                "shm": lambda seq: _through_lane(functions, lane, seq),
             }
             return _medians(trips)
     except (OSError, ShmError, ProtocolError, zmq.ZMQError):  # TimeoutError is an OSError
@@ -93,24 +98,28 @@ def _over_socket(endpoint: str, closing: ExitStack) -> Trip:
     sender = receive()[0]  # the other process has connected
 
     def trip(seq: int) -> None:
-        socket.send_multipart([sender, *encode(_work(seq))])
+        socket.send_multipart([sender, *encode(Work(_descriptor(seq), np.zeros((1, HIDDEN), np.float32)))])
         decode(receive()[1:])
 
     return trip
 
 
-def _through_ring(functions: Library, ring: CoordinatorRing, seq: int) -> None:
-    ring.post(_work(seq))
-    functions.ring((ring.other_bell,))
+def _through_lane(functions: Library, lane: CoordinatorLane, seq: int) -> None:
+    descriptor = _descriptor(seq)
+    slot = lane.room(1, len(descriptor))
+    assert slot is not None
+    lane.post(slot, seq, descriptor, 0)
+    functions.ring((lane.other_bell,))
     end = time.monotonic() + LIMIT
-    while not ring.answers():
+    while not lane.answers():
         if time.monotonic() > end:
             raise TimeoutError
-        ring.wait(LIMIT)
+        lane.wait(LIMIT)
+    lane.free(slot)
 
 
-def _answer(parent: int, endpoint: str, ring: WorkerRing) -> NoReturn:
-    """The other process: answers every Work, by turns over the socket and through the ring."""
+def _answer(parent: int, endpoint: str, lane: WorkerLane) -> NoReturn:
+    """The other process: answers every Work, by turns over the socket and through the lane."""
     try:
         end_with_parent()
         if os.getppid() != parent:  # it exited before
@@ -124,15 +133,13 @@ def _answer(parent: int, endpoint: str, ring: WorkerRing) -> NoReturn:
         while socket.poll(int(LIMIT * 1000)):  # longer only where the first process has ended
             work = decode(socket.recv_multipart())
             assert isinstance(work, Work)
-            socket.send_multipart(encode(Partial(work.seq, INCARNATION, 0.0, y)))
-            while (taken := ring.take()) is None:
-                ring.wait(LIMIT)
-            ring.answer(taken, 0.0)
+            socket.send_multipart(encode(Partial(head_of(work.descriptor)[SEQ], GENERATION, 0.0, y)))
+            while (taken := lane.take()) is None:
+                lane.wait(LIMIT)
+            lane.answer(taken, 0.0, NOTHING)
     finally:
         os._exit(1)  # not what the process that it is a copy of would do at its end
 
 
-def _work(seq: int) -> Work:
-    none = np.zeros(0, np.int32)
-    items, offsets = none.reshape(0, 3), np.zeros(1, np.int32)
-    return Work(seq, 0, items, offsets, none, np.zeros(0, np.float32), np.zeros((1, HIDDEN), np.float32))
+def _descriptor(seq: int) -> Descriptor:
+    return describe(0, [], [0], [], [], 1, seq=seq)

@@ -1,113 +1,117 @@
-"""An expert worker's end of the exchange of Work and answers with the coordinator: over ZeroMQ, and through
-the ring that the coordinator may have made for it (`shm/ring.py`). Either way the Work is computed in a slot:
-the ring's own, or a copy.
+"""An expert worker's end of the exchange of Works and answers with the coordinator: over ZeroMQ, or through
+the lane that the coordinator has made for it (`shm/lane.py`), from when it says so.
 
 Each Work is answered on the way on which it came; a refusal always over ZeroMQ. While the worker waits for
-its ring's doorbell, it looks for messages of the supervisor every SLICE seconds.
-"""
+its lane's doorbell, it looks for messages of the supervisor every SLICE seconds."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import deque
+from dataclasses import dataclass
 
-from protocol.messages import Abandon, AttachRing, Work, WorkFailed
+import numpy as np
+
+from protocol.messages import Abandon, AttachLane, Partial, Work, WorkFailed
+from shm.descriptor import HEADER, SEQ, X_ROWS, Descriptor, head_of
 from shm.doorbell import library
 from shm.errors import ShmError
-from shm.ring import WorkerRing
-from shm.slot import OwnSlot, Slot
-from workers.child_endpoint import POLL_LIMIT_MS, ChildEndpoint
+from shm.formats import Float32
+from shm.lane import Slot, WorkerLane
+from shm.mask import Tally
+from workers.child_endpoint import ChildEndpoint
 
 SLICE = 0.1  # seconds, at most, between two looks for messages that no doorbell announces
 AWAKE = 0.001  # seconds awake for a Work that was announced: longer than the coordinator plans it
-LETTER_MS = 10  # milliseconds of one wait for a message that was announced: Work may come meanwhile
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A Work that was taken: its numbers are not checked yet. x and y: its rows, or more."""
+
+    seq: int
+    descriptor: Descriptor
+    x: Float32
+    y: Float32
+    slot: Slot | None = None  # in the lane
+
+    @property
+    def warm_up(self) -> bool:
+        return head_of(self.descriptor)[X_ROWS] == 0
 
 
 class WorkExchange:
     """Used by one thread."""
 
     def __init__(self, peer: ChildEndpoint, hidden: int) -> None:
-        self._peer = peer
-        self._waiting: deque[Work] = deque()  # that came over ZeroMQ
-        self._own = OwnSlot(hidden)  # for them
-        self._ring: WorkerRing | None = None
-        self._before_ring = 0  # messages of the coordinator before the ring was attached
+        self._peer, self._hidden = peer, hidden
+        self._waiting: deque[Task] = deque()  # that came over ZeroMQ
+        self._lane: WorkerLane | None = None
         self._announced = False  # the doorbell rang before there was a Work
         self._looked_at = 0.0  # monotonic seconds: the last look for messages
 
-    def next(self) -> Slot | None:
-        """The next Work; None if none has come for a while, or the process is to stop. Its slot is valid
-        until its answer."""
-        ring = self._ring
-        if ring is None:
+    def next(self) -> Task | None:
+        """The next Work; None if none has come for a while, or the process is to stop. In a lane its arrays
+        are valid until its answer. Raises ShmError where the lane cannot be mapped."""
+        lane = self._lane
+        if lane is None:
             self._receive(wait=not self._waiting)
-        else:
-            if (slot := ring.take()) is None and not self._waiting:
-                rang = False
-                if self._missing(ring):
-                    self._receive(wait=True, limit_ms=LETTER_MS)
-                else:
-                    rang = ring.wait(SLICE, AWAKE if self._announced else 0.0)
-                slot = ring.take()
-                self._announced = rang and slot is None
-            if self._missing(ring) or time.monotonic() - self._looked_at > SLICE:
-                self._receive(wait=False)
-            if slot is not None:
-                return slot
-        return self._copied(self._waiting.popleft()) if self._waiting else None
-
-    def answer(self, slot: Slot, busy: float) -> None:
-        """Answer the Work that `next` has returned last: y and tally are in its slot."""
-        ring = self._ring
-        if ring is not None and ring.holds(slot):
-            ring.answer(slot, busy)
-        else:
-            slot.busy = busy
-            self._peer.send(slot.partial(self._peer.incarnation))
-
-    def refuse(self, slot: Slot, text: str) -> None:
-        """Refuse the Work that `next` has returned last."""
-        self._peer.send(self._refusal(slot.seq, text))
-        if self._ring is not None and self._ring.holds(slot):
-            self._ring.skip(slot)
-
-    def _copied(self, work: Work) -> Slot | None:
-        """A Work that came over ZeroMQ, in a slot; refused where its arrays do not fit each other."""
-        try:
-            return self._own.put(work)
-        except (ValueError, MemoryError) as e:
-            self._peer.send(self._refusal(work.seq, str(e)))
+            return self._waiting.popleft() if self._waiting else None
+        if (slot := lane.take()) is None:
+            rang = lane.wait(SLICE, AWAKE if self._announced else 0.0)
+            slot = lane.take()
+            self._announced = rang and slot is None
+        if time.monotonic() - self._looked_at > SLICE:
+            self._receive(wait=False)
+        if slot is None:
             return None
+        return Task(head_of(slot.descriptor)[SEQ], slot.descriptor, lane.x(slot), slot.y, slot)
 
-    def _refusal(self, seq: int, text: str) -> WorkFailed:
-        return WorkFailed(seq, self._peer.incarnation, text or "not enough memory")
+    def answer(self, task: Task, busy: float, tally: Tally) -> None:
+        """Answer a Work: y is computed."""
+        if task.slot is not None and self._lane is not None:
+            self._lane.answer(task.slot, busy, tally)
+        else:
+            left_out = tally.mass, tally.left, tally.kept, tally.channels
+            self._peer.send(Partial(task.seq, self._peer.incarnation, busy, task.y, *left_out))
 
-    def _missing(self, ring: WorkerRing) -> bool:
-        """The coordinator has sent messages that were not yet received."""
-        return self._peer.received - self._before_ring < ring.letters
+    def refuse(self, task: Task, text: str) -> None:
+        """Refuse a Work."""
+        self._peer.send(WorkFailed(task.seq, self._peer.incarnation, text or "not enough memory"))
+        if task.slot is not None and self._lane is not None:
+            self._lane.skip(task.slot)
 
-    def _receive(self, wait: bool, limit_ms: int = POLL_LIMIT_MS) -> None:
-        for message in self._peer.receive(wait, limit_ms):
+    def _receive(self, wait: bool) -> None:
+        for message in self._peer.receive(wait):
             match message:
                 case Work():
-                    self._waiting.append(message)
+                    self._put(message)
                 case Abandon():
-                    self._waiting = deque(work for work in self._waiting if work.seq != message.seq)
-                case AttachRing():
-                    self._attach(message.name)
+                    self._waiting = deque(task for task in self._waiting if task.seq != message.seq)
+                case AttachLane():
+                    self._attach(message)
                 case _:
                     log.warning("unexpected %s", type(message).__name__)
         self._looked_at = time.monotonic()
 
-    def _attach(self, name: str) -> None:
+    def _put(self, work: Work) -> None:
+        """A Work whose arrays do not fit each other is refused."""
+        descriptor, x = work.descriptor, work.x
+        if len(descriptor) < HEADER:
+            log.warning("dropped a Work without a header")
+            return
+        head = head_of(descriptor)
+        task = Task(head[SEQ], descriptor, x, np.empty(x.shape, np.float32))
+        if x.shape == (head[X_ROWS], self._hidden):
+            self._waiting.append(task)
+        else:
+            self.refuse(task, f"x of {x.shape} instead of {(head[X_ROWS], self._hidden)}")
+
+    def _attach(self, message: AttachLane) -> None:
         functions = library()
-        try:
-            if functions is None:
-                raise ShmError("shm/doorbell.c was not compiled")
-            self._ring = WorkerRing(functions, name, self._peer.incarnation)
-            self._before_ring = self._peer.received
-        except (ShmError, OSError) as e:
-            log.warning("this worker's Work comes over ZeroMQ: %s", e)
+        if functions is None:
+            raise ShmError("shm/doorbell.c was not compiled")
+        self._lane = WorkerLane(functions, message.hall, message.lane, self._peer.incarnation)

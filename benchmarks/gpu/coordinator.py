@@ -1,5 +1,5 @@
 """The coordinator's own time of a layer of one row beside the driver's calls, part by part, measured on this
-machine: with real shards, rings and kernels' tables, but with a launcher that launches nothing and workers
+machine: with real descriptors, lanes and kernels' tables, a launcher that launches nothing, and workers
 that answer at once. Half of the layer's tiles are the host's.
 """
 
@@ -21,16 +21,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.coordinator_config import WorkerCores
-from pipeline.device.partial_sums import Part, sum_on_host
-from pipeline.experts.host_shards import divide_into_shards
+from pipeline.device.partial_sums import sum_on_host
+from pipeline.experts.compiled_division import divider
+from pipeline.experts.division import Divided, HostPlan
 from pipeline.experts.shares import split_layer
 from pipeline.models.routing import Softmax
 from pipeline.policies.view import Routing
 from shm.doorbell import library
+from shm.lane import CoordinatorLane, LaneShape, WorkerLane
 from shm.layout import StoreLayout
-from shm.mask import DENSE
-from shm.ring import CoordinatorRing, WorkerRing
-from shm.slot import SlotShape
+from shm.mask import DENSE, NOTHING
+from shm.segment import Segment, unlink
 from workers.kernels.cuda.experts import CudaExperts
 from workers.kernels.cuda.reserved import Reserved
 from workers.kernels.cuda.sums import PartSums
@@ -68,7 +69,7 @@ class Times:
 
     router: float  # softmax and the k largest
     planning: float  # the policy, `tandem`
-    division: float  # into shares and shards
+    division: float  # into shares and descriptors
     posting: float  # a Work to each worker, without waking it
     collecting: float  # their answers read, and their sum launched
     share: float  # the device's share
@@ -94,7 +95,7 @@ def planning() -> dict[int, float]:
 
 
 def measured(layout: StoreLayout, experts: int, active: int, plan: float, workers: int) -> Times:
-    """Of a model with so many experts, `active` of them used by a row. Raises SystemExit where rings cannot
+    """Of a model with so many experts, `active` of them used by a row. Raises SystemExit where lanes cannot
     be made."""
     hidden, tiles = layout.shape.hidden, layout.shape.tiles
     random, cores = np.random.default_rng(1), WorkerCores.equal(workers)
@@ -106,18 +107,15 @@ def measured(layout: StoreLayout, experts: int, active: int, plan: float, worker
     chosen = np.linspace(0, experts - 1, active).astype(np.int32)[None]  # of both halves
     weights = np.full(chosen.shape, 1 / active, np.float32)
 
-    def divided() -> object:
+    division = divider(cores, experts, tiles)
+
+    def divided() -> Divided:
         split = split_layer(Routing(chosen, weights), cut, residency, tiles)
-        return divide_into_shards(split.host, cores, "decode", 1)
+        return division.divide(HostPlan(0, split.routing, split.lo, split.hi, "decode", DENSE), 1)
 
     with torch.inference_mode():
         share, calls = _share(layout, active)
-        posting, collecting, host_sum = _exchange(
-            divide_into_shards(
-                split_layer(Routing(chosen, weights), cut, residency, tiles).host, cores, "decode", 1
-            ),
-            hidden,
-        )
+        posting, collecting, host_sum = _exchange(divided(), hidden)
     return Times(
         _median(lambda: router(logits)), plan, _median(divided), posting, collecting, share, calls, host_sum
     )
@@ -141,39 +139,41 @@ def _share(layout: StoreLayout, active: int) -> tuple[float, int]:
     return _median(once), gpu.calls
 
 
-def _exchange(shards: list, hidden: int) -> tuple[float, float, float]:  # type: ignore[type-arg]
-    """A layer's shards through rings: posted, collected and added by the device, added by the host."""
+def _exchange(divided: Divided, hidden: int) -> tuple[float, float, float]:
+    """A layer's Works through lanes: posted, collected and added by the device, added by the host."""
     functions = library()
     if functions is None:
         raise SystemExit("shm/doorbell.c was not compiled")
-    shape, prefix = SlotShape.for_rows(1, hidden), f"/tandem-benchmark-{secrets.token_hex(4)}-exchange-"
-    rings = [CoordinatorRing(functions, f"{prefix}{number}", shape, 1) for number in range(len(shards))]
-    others = [WorkerRing(functions, ring.name, 1) for ring in rings]  # which remove the names
-    for ring in rings:
-        ring.in_place = True
-    sums, x, y = PartSums(NoLauncher()), np.zeros((1, hidden), np.float32), torch.empty(1, hidden)
-    posting, collecting, adding, seq = list[float](), list[float](), list[float](), 0
-    for _ in range(TURNS):
+    parts = [descriptor for _, descriptor in divided.parts]
+    shape = LaneShape(hidden, (1, max(map(len, parts))), (1, max(map(len, parts))))
+    prefix = f"/tandem-benchmark-{secrets.token_hex(4)}-arena-"
+    hall = Segment.create(f"{prefix}hall", shape.hall_bytes)
+    lanes = [CoordinatorLane(functions, f"{prefix}{number}", shape, 1) for number in range(len(parts))]
+    others = [WorkerLane(functions, hall.name, lane.name, 1) for lane in lanes]  # which remove the names
+    unlink(hall.name)
+    sums, y = PartSums(NoLauncher()), torch.empty(1, hidden)
+    posting, collecting, adding = list[float](), list[float](), list[float]()
+    for turn in range(TURNS):
         began = time.perf_counter()
-        works = [shard.work(seq + number, 0, x, DENSE) for number, shard in enumerate(shards)]
-        for ring, work in zip(rings, works, strict=True):
-            ring.post(work)
+        for lane, part in zip(lanes, parts, strict=True):
+            slot = lane.room(1, len(part))
+            assert slot is not None
+            lane.post(slot, turn, part, 0)
         posting.append(time.perf_counter() - began)
         for other in others:
-            slot = other.take()
-            assert slot is not None
-            other.answer(slot, 0.0)
+            taken = other.take()
+            assert taken is not None
+            other.answer(taken, 0.0, NOTHING)
         began = time.perf_counter()
-        parts = [Part(ring.answers()[0].y, shard.kept) for ring, shard in zip(rings, shards, strict=True)]
-        places = [int(part.y.__array_interface__["data"][0]) for part in parts]
-        sums.add(places, [part.kept for part in parts], y)
+        slots = [lane.answers()[0][1] for lane in lanes]
+        answers = [slot.y[: slot.rows] for slot in slots]
+        sums.add([int(each.__array_interface__["data"][0]) for each in answers], y)
         collecting.append(time.perf_counter() - began)
         began = time.perf_counter()
-        sum_on_host(parts, (1, hidden))
+        sum_on_host(answers, (1, hidden))
         adding.append(time.perf_counter() - began)
-        for ring, work in zip(rings, works, strict=True):
-            ring.release(work.seq)
-        seq += len(shards)
+        for lane, slot in zip(lanes, slots, strict=True):
+            lane.free(slot)
     return statistics.median(posting), statistics.median(collecting), statistics.median(adding)
 
 

@@ -11,15 +11,14 @@ import numpy as np
 
 from benchmarks.gpu.timing import Row, median, pages
 from pipeline.device import open_device
-from pipeline.device.partial_sums import Part
 
 
 def partials(shards: int = 15, hidden: int = 4096) -> list[Row]:
     """Microseconds from the workers' partial sums of one row to their sum on the device: read there by a
     kernel, and added on the host and copied."""
-    device, kept = open_device("cuda"), np.arange(1)
+    device = open_device("cuda")
     memory = [pages(-(-4 * hidden // mmap.PAGESIZE) * mmap.PAGESIZE) for _ in range(shards)]
-    parts = [Part(each[: 4 * hidden].view(np.float32)[None], kept) for each in memory]
+    parts = [each[: 4 * hidden].view(np.float32)[None] for each in memory]
     row: Row = {"shards": shards, "hidden": hidden}
 
     def added(name: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from protocol import messages
+from shm.descriptor import describe
 from shm.floe import FloeFormat
 from shm.layout import Bytes, ExpertShape, StoreLayout, format_named
 from shm.mask import Mask
@@ -117,14 +117,13 @@ def _expert(name: str, shape: ExpertShape, most: int, kernels: Choice, share: fl
     if isinstance(format := layout.format, FloeFormat):  # computed as Works on a store
         one = replace(shape, layers=1, experts=1, intermediate=tiles * shape.tile)
         layout = StoreLayout(one, format)
-        items, offsets = np.array([[0, 0, tiles]], np.int32), np.array([0, 1], np.int32)
-        mask = Mask(share=share)
-        order = messages.Work(
-            0, 0, items, offsets, row, np.ones(1, np.float32), x, mask.threshold, mask.share
-        )
+        mask, y = Mask(share=share), np.empty_like(x)
+        order = describe(0, [(0, 0, tiles)], [0, 1], [0], [1.0], 1, mask)
         kept = mask.number(shape.tile) if share < 1 else shape.tile
         read = tiles * (layout.head_bytes + kept * format.channel_bytes(shape.hidden))
-        return Work(lambda data: kernel.compute_work(order, _Buffer(layout, data)), layout.total_bytes, read)
+        return Work(
+            lambda data: kernel.compute_work(order, x, _Buffer(layout, data), y), layout.total_bytes, read
+        )
     return Work(lambda data: kernel.compute(data, Activations(x), row), size, size)
 
 

@@ -25,11 +25,12 @@ from pipeline.counters import PhaseCounters, StepClock
 from pipeline.engine.engine import Engine
 from pipeline.errors import PolicyError
 from pipeline.experts.device_share import DeviceMemory, Slab
-from pipeline.experts.host_pool import Ticket
-from pipeline.experts.host_shards import divide_into_shards, empty_shard
+from pipeline.experts.division import HostPlan, spans
 from pipeline.experts.mover import Landed, Wanted
+from pipeline.experts.pool import Ticket
 from pipeline.experts.shares import Share
 from pipeline.policies.costs import Costs
+from pipeline.policies.view import Routing
 from shm.mask import DENSE
 
 ROWS = (1, 4, 16, 64)
@@ -207,11 +208,10 @@ class _Probe:
     def round_trip(self) -> float:
         """An empty Work to every worker and back."""
         x = np.zeros((1, self._engine.layout.shape.hidden), np.float32)
-        shards = [empty_shard(worker) for worker in range(self._engine.pool.workers)]
 
         def once() -> float:
             started = time.perf_counter()
-            self._engine.pool.submit(0, shards, x).result()
+            self._engine.pool.submit_empty(x).result()
             return time.perf_counter() - started
 
         return float(np.median([once() for _ in range(ROUND_TRIPS)]))
@@ -250,12 +250,11 @@ class _Probe:
 
     def _submit(self, rows: int) -> Ticket:
         expert, layer = next(self._places)
-        items = np.array([[expert, 0, self._engine.shape.tiles]], np.int32)
-        offsets = np.array([0, rows], np.int32)
-        share = Share(items, offsets, np.arange(rows, dtype=np.int32), np.ones(rows, np.float32))
-        pool = self._engine.pool
-        shards = divide_into_shards(share, pool.cores, "decode", rows)
-        return pool.submit(layer, shards, self._activations(rows).numpy())
+        shape = self._engine.shape
+        routing = Routing(np.full((rows, 1), expert, np.int32), np.ones((rows, 1), np.float32))
+        ends = spans(shape.experts, [(expert, 0, shape.tiles)])
+        plan = HostPlan(layer, routing, *ends, "decode", DENSE)
+        return self._engine.pool.submit(plan, self._activations(rows).numpy())
 
     def _fetch(self, experts: int = 1) -> float:
         """Copy experts of one layer to the device, on demand; seconds."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.device.partial_sums import Part, sum_on_host
+from pipeline.device.partial_sums import sum_on_host
 from protocol.messages import AttachSlab
 from workers.kernels.choice import DEFAULT, Choice
 
@@ -197,7 +197,7 @@ class Device(ABC):
     def unshare_memory(self, memory: NDArray[np.uint8]) -> None:  # noqa: B027 - nothing was shared
         """Before shared memory is unmapped. No kernel may read it any more."""
 
-    def add_parts(self, parts: Sequence[Part], shape: tuple[int, ...]) -> tuple[Tensor, Fence]:
+    def add_parts(self, parts: Sequence[FloatArray], shape: tuple[int, ...]) -> tuple[Tensor, Fence]:
         """`sum_on_host`, on the device: float32 [R, H], with the same bits; and the fence behind which the
         parts may change, None where they may at once."""
         return self.from_host(sum_on_host(parts, shape)), None

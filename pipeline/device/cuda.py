@@ -30,7 +30,6 @@ from pipeline.device.cuda_graphs import CudaGraphs
 from pipeline.device.cuda_kernels import CudaKernels
 from pipeline.device.cuda_slab import CudaSlab
 from pipeline.device.host_reads import HostReads
-from pipeline.device.partial_sums import Part
 from pipeline.errors import NoRoom
 from shm.blocks import BlockFormat
 from shm.formats import Bytes
@@ -190,7 +189,7 @@ class CudaDevice(Device):
     def unshare_memory(self, memory: NDArray[np.uint8]) -> None:
         self._host_reads.unshare(memory)
 
-    def add_parts(self, parts: Sequence[Part], shape: tuple[int, ...]) -> tuple[Tensor, Fence]:
+    def add_parts(self, parts: Sequence[NDArray[np.float32]], shape: tuple[int, ...]) -> tuple[Tensor, Fence]:
         y = self._host_reads.sum(parts, shape, self.torch_device)
         return super().add_parts(parts, shape) if y is None else (y, self.fence())
 

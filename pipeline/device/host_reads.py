@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.arrays import FloatArray
-from pipeline.device.partial_sums import Part
 from workers.cuda import CudaError, call, constant
 from workers.kernels.cuda.launcher import Launcher
 from workers.kernels.cuda.sums import PartSums
@@ -52,15 +51,15 @@ class HostReads:
             call("cudaHostUnregister", start)
         self._ranges.clear()
 
-    def sum(self, parts: Sequence[Part], shape: tuple[int, ...], device: torch.device) -> Tensor | None:
+    def sum(self, parts: Sequence[FloatArray], shape: tuple[int, ...], device: torch.device) -> Tensor | None:
         """`sum_on_host` of parts that all lie in shared memory; None where not all do."""
         if self._sums is None:
             return None
-        places = [self._place(y) for y, _ in parts]
+        places = [self._place(y) for y in parts]
         if 0 in places:
             return None
         y = torch.empty(shape, dtype=torch.float32, device=device)
-        self._sums.add(places, [kept for _, kept in parts], y)
+        self._sums.add(places, y)
         return y
 
     def _place(self, array: FloatArray) -> int:

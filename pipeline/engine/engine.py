@@ -28,7 +28,7 @@ from pipeline.engine.tensor_executor import TensorExecutor
 from pipeline.engine.timing import Timing
 from pipeline.errors import PolicyError, StepFailed
 from pipeline.experts.device_share import DeviceMemory
-from pipeline.experts.host_pool import HostPool, Ticket
+from pipeline.experts.pool import HostPool, Ticket
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import ModelShape, Policy, Target, View

@@ -16,9 +16,9 @@ from pipeline.engine.layers import Attended, StepLayers
 from pipeline.engine.observer import Observer, with_observers
 from pipeline.engine.timing import Timing
 from pipeline.experts.device_share import DeviceMemory, DeviceWork
-from pipeline.experts.host_pool import HostPool, Ticket
-from pipeline.experts.host_shards import divide_into_shards
-from pipeline.experts.shares import Share, Split, split_layer
+from pipeline.experts.division import HostPlan
+from pipeline.experts.pool import HostPool, Ticket
+from pipeline.experts.shares import Split, split_layer
 from pipeline.policies.view import Ahead, Routing, Signals, Target
 from shm.mask import DENSE, Mask, Tally
 
@@ -79,16 +79,16 @@ class TensorExecutor:
         begun = decision.begun
         if begun is None:
             self.only_waits[layer] = waits = not len(split.device.items)
-            begun = self._submit(layer, split.host, self._x_host, decision.mask, waits)
+            begun = self._submit(layer, split, self._x_host, decision.mask, waits)
         self._ticket = begun
         x, mask = self._attended.x, decision.mask
         self._device_work = self.memory.begin(layer, split.device, x, mask, self.clock)
         self.clock.mark("submit")
 
     def begin_early(self, layer: int, ahead: Ahead, mask: Mask) -> Ticket:
-        share = split_layer(ahead.gated.routing, ahead.cut, self.memory.residency[layer], self.tiles).host
+        split = split_layer(ahead.gated.routing, ahead.cut, self.memory.residency[layer], self.tiles)
         # a copy: this layer's x is overwritten before the next layer's result is read
-        ticket = self._submit(layer, share, self._x_host.copy(), mask, False)
+        ticket = self._submit(layer, split, self._x_host.copy(), mask, False)
         self.clock.mark("submit")
         return ticket
 
@@ -110,11 +110,11 @@ class TensorExecutor:
             self._outputs.append(self.memory.compute(self._device_work, self._attended.x, self.clock))
             self.timing.device_began(split.device)
         ticket = self._ticket
-        if ticket.shards:
+        if ticket.orders:
             self._outputs.append(ticket.result_on(self.device))
             self.timing.host_ends(ticket.busy)
             self.clock.mark("wait")
-        self.counters.host_tiles += split.host.tiles
+        self.counters.host_tiles += ticket.tiles
         self.counters.host_busy += ticket.busy
         if decision.mask != DENSE:
             tally = Tally.of([self.memory.tally(self._device_work), ticket.tally])
@@ -140,7 +140,8 @@ class TensorExecutor:
             self._outputs.append(y)
         self.clock.mark("shared")
 
-    def _submit(self, layer: int, share: Share, x: FloatArray, mask: Mask, waits: bool) -> Ticket:
-        self.timing.host_begins(share, waits)
-        shards = divide_into_shards(share, self.pool.cores, self.phase, len(x))
-        return self.pool.submit(layer, shards, x, waits, mask)
+    def _submit(self, layer: int, split: Split, x: FloatArray, mask: Mask, waits: bool) -> Ticket:
+        if self.timing.costs is not None:
+            self.timing.host_begins(split.host, waits)
+        plan = HostPlan(layer, split.routing, split.lo, split.hi, self.phase, mask)
+        return self.pool.submit(plan, x, waits)

@@ -22,7 +22,7 @@ from pipeline.errors import PeerLost
 from pipeline.rate_limit import SparseLog
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
-from protocol.messages import HEADER_LIMIT, VERSION, Hung, Partial, Ready, WorkerDied, WorkerUp
+from protocol.messages import HEADER_LIMIT, VERSION, Hung, Ready, WorkerDied, WorkerUp
 from protocol.sockets import CHILD_HWM, Identity, bind_router, ipc_endpoint, parse_identity
 
 log = logging.getLogger(__name__)
@@ -136,8 +136,10 @@ class ChildServerSocket:
             self._up_seconds.append(time.monotonic() - exited)
         self._to_supervisor(WorkerUp(self.role, index, incarnation))
 
-    def announce(self) -> None:
-        """As WorkerExchange.announce: a message wakes a child soon enough."""
+    def generation(self, index: int) -> int:
+        """The child's present incarnation; -1 where it has exited."""
+        child = self._children.get(index)
+        return -1 if child is None else child.incarnation
 
     def report_hung(self, index: int) -> None:
         """Report to the supervisor, which kills it, a child that has work and makes no progress."""
@@ -170,12 +172,6 @@ class ChildServerSocket:
                 if e.errno != zmq.EHOSTUNREACH:
                     raise PeerLost(f"{self.role} {index} cannot be reached: {e}") from None
                 return
-
-    def release(self, index: int, partial: Partial, fence: object) -> None:
-        """As WorkerExchange.release: a Partial's memory is its own."""
-
-    def flush(self) -> None:
-        """Does nothing: ZeroMQ wakes the children with each message."""
 
     def receive(self, wait_ms: int) -> list[tuple[int, object]]:
         """Messages as (index, message), among them the Ready of each new child and the WorkerDied of each

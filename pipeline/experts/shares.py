@@ -1,7 +1,10 @@
-"""A layer's work divided between host and device, by its routing, its cuts and its residency."""
+"""A layer's work divided between host and device, by its routing, its cuts and its residency: ranges of tiles
+for the host, which `division.py` divides among workers, and the device's share."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +16,8 @@ from pipeline.policies.view import Active, Routing
 
 
 class Share(NamedTuple):
-    """One side's part of a layer, as arrays in the layout of a Work message: item i = (expert, lo, hi) has
-    the rows rows[offsets[i]:offsets[i + 1]] and their weights at the same places."""
+    """One side's part of a layer, with the lists of a descriptor: item i = (expert, lo, hi) has the rows
+    rows[offsets[i]:offsets[i + 1]] and their weights at the same places."""
 
     items: IntArray  # [m, 3], experts ascending
     offsets: IntArray  # [m + 1]
@@ -47,28 +50,44 @@ NOTHING = Share(
 )
 
 
-class Split(NamedTuple):
-    """One layer's work for host and device. The host computes tiles [lo, hi) of its items. Of the device's,
-    tiles [0, lo) are read from the slab, and [lo, hi) are copied there."""
+@dataclass(frozen=True, eq=False)
+class Split:
+    """One layer's work for host and device. The host computes tiles [lo, hi) of each active expert. Of the
+    device's, tiles [0, lo) of an item are read from the slab, and [lo, hi) are copied there."""
 
-    host: Share
-    device: Share
+    routing: Routing
+    lo: IntArray  # [E]
+    hi: IntArray  # [E]
+    device: Share = NOTHING
+
+    @cached_property
+    def host(self) -> Share:
+        """The host's part as a share: what it costs follows from this."""
+        lo, hi = (ends.take(self.routing.active.experts) for ends in (self.lo, self.hi))
+        return _share(self.routing.active, lo, hi, lo < hi)
 
 
 def split_layer(routing: Routing, cut: IntArray, residency: IntArray, tiles: int) -> Split:
     """cut, residency: int32 [E], of this layer. Of each active expert the device computes tiles [0, cut), the
     host [cut, tiles). Raises PlanError for a cut outside 0..tiles."""
-    active = routing.active
     if cut.shape != residency.shape:
         raise _wrong_cuts(residency, tiles)
+    every, active = all_tiles(len(cut), tiles), routing.active
     cuts = cut.take(active.experts)
     if not np.count_nonzero(cuts):  # in a third of the time of any()
-        return Split(_share(active, 0, tiles), NOTHING)
+        return Split(routing, cut, every)
     if cuts.min() < 0 or cuts.max() > tiles:
         raise _wrong_cuts(residency, tiles)
-    host = _share(active, cuts, tiles, cuts < tiles)
     resident = np.minimum(cuts, residency[active.experts])
-    return Split(host, _share(active, resident, cuts, cuts > 0))
+    return Split(routing, cut, every, _share(active, resident, cuts, cuts > 0))
+
+
+@cache
+def all_tiles(experts: int, tiles: int) -> IntArray:
+    """`tiles` for each of so many experts."""
+    every = np.full(experts, tiles, np.int32)
+    every.flags.writeable = False
+    return every
 
 
 def _share(

@@ -31,7 +31,7 @@ from shm.segment import SHM_FOLDER
 from shm.store import store_name
 
 COORDINATOR = {"cpu": 320_000_000, "cuda": 1_500_000_000}  # bytes; measured: 290 MB. A CUDA context is large
-WORKER = 80_000_000  # measured: 70 MB, including a wide step; its ring has 1 to 3 MB
+WORKER = 80_000_000  # measured: 70 MB, including a wide step
 TOKENIZER = 60_000_000  # measured: 46 MB with a small vocabulary, before its first text
 PREFETCHER = {"cpu": 50_000_000, "cuda": 500_000_000}
 HIDDEN_COPIES = 8  # float32 hidden states of a step that exist at once, about
@@ -86,6 +86,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     device = "cuda" if cuda else "cpu"
     workers = 1 if config.workers is None else config.workers
     processes = COORDINATOR[device] + workers * WORKER + PREFETCHER[device] + TOKENIZER
+    processes += 4 * rows * spec.hidden * (workers + 1 if workers else 0)  # the arena
     graphs = GRAPH_BYTES if config.graphs != "off" else 0
     return Needs(
         format=format,

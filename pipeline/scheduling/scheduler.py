@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.arrays import Phase
+from pipeline.arrays import FloatArray, Phase
+from pipeline.backbone.batch import StepInput
 from pipeline.backbone.kv_cache import GROWTH, KVCache, SequenceKV, capacity_for
 from pipeline.config import KV_BLOCK
 from pipeline.counters import difference, fidelity
@@ -29,7 +30,7 @@ from pipeline.scheduling.prefix_cache import PrefixCache
 from pipeline.scheduling.waiting_queue import WaitingQueue, to_preempt
 from protocol.messages import Generate, Score
 
-Send = Callable[[bytes, object], None]
+Send = Callable[[list[tuple[bytes, object]]], None]  # messages and their clients
 
 QUEUE_LIMIT = 1024  # waiting requests of one client
 POSITION_SECONDS = 0.5  # between two reports of queue positions
@@ -49,14 +50,15 @@ class Scheduler:
         send: Send,
         congested: Callable[[bytes], bool],
     ) -> None:
-        """`chunk`: prefill tokens of a step. `send` delivers a message to a client; while a client is
-        `congested`, because it does not read its messages, its requests pause."""
+        """`chunk`: prefill tokens of a step. `send` delivers messages to clients, those of a step
+        together; while a client is `congested`, because it does not read its messages, its requests pause."""
         self.engine = engine
         self.kv = kv
         self.chunk = self.chunk_alone = chunk
         self._jobs = jobs
         self._max_sequences = max_sequences
         self._send = send
+        self._step_answers: list[tuple[bytes, object]] | None = None  # during a step's end
         self._congested = congested
         self._waiting = WaitingQueue()
         self._running: list[Job] = []  # in the order of their latest admission
@@ -80,7 +82,7 @@ class Scheduler:
             raise NumberInUse(f"request {message.request} is already being served")
         if self._waiting.of(client) >= QUEUE_LIMIT:
             raise RequestError(f"{QUEUE_LIMIT} requests of this client are already queued; try again later")
-        job = self._jobs.make(client, message, functools.partial(self._send, client))
+        job = self._jobs.make(client, message, functools.partial(self._answer, client))
         if not self._held.take(client, job.size):
             raise RequestError("too many tokens are already queued; try again later")
         self._live[client, message.request] = job
@@ -232,6 +234,19 @@ class Scheduler:
                 for job in jobs:
                     self._step([job], phase)
             return
+        answers: list[tuple[bytes, object]] = []
+        self._step_answers = answers
+        try:
+            self._end_step(jobs, inputs, logits, phase, started)
+        finally:
+            self._step_answers = None
+            if answers:
+                self._send(answers)
+
+    def _end_step(
+        self, jobs: list[Job], inputs: list[StepInput], logits: list[FloatArray], phase: Phase, started: float
+    ) -> None:
+        """Give the jobs of a step its logits, and end those that are complete or have failed."""
         failed: dict[Job, str] = {}
         for job, rows in zip(jobs, logits, strict=True):
             try:
@@ -245,6 +260,13 @@ class Scheduler:
                 self._end(job, "error", failed[job])
             elif job.reason is not None:
                 self._end(job, job.reason)
+
+    def _answer(self, client: bytes, message: object) -> None:
+        """Send a message, or keep it for the end of the step that is being ended."""
+        if self._step_answers is None:
+            self._send([(client, message)])
+        else:
+            self._step_answers.append((client, message))
 
     def _end(self, job: Job, reason: str, error: str = "") -> None:
         """Remove a job and send its Done. A conversation's KV is kept, unless a failure made it doubtful."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipeline.fairness import ID_BYTES, Held, Turns
@@ -110,9 +110,10 @@ def held_bytes(value: object) -> int:
 
 
 @dataclass(frozen=True)
-class ToClient:
-    client: bytes
-    message: object
+class ToClients:
+    """Messages and their clients: those of a step together, so that the event loop wakes once for them."""
+
+    messages: Sequence[tuple[bytes, object]]
 
 
 @dataclass(frozen=True)
@@ -141,5 +142,5 @@ class EngineFailed:
     usage: bool  # the user's input is at fault
 
 
-EngineEvent = ToClient | ToOtherClients | ToSupervisor | EngineReady | EngineFailed
+EngineEvent = ToClients | ToOtherClients | ToSupervisor | EngineReady | EngineFailed
 Post = Callable[[EngineEvent], None]

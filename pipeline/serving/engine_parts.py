@@ -14,17 +14,17 @@ from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.disk_cache import BackboneCache, backbone_fingerprint
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
+from pipeline.calibration.cost_probe import ROWS
 from pipeline.checkpoint.open import open_model
-from pipeline.coordinator_config import CoordinatorConfig
+from pipeline.coordinator_config import CoordinatorConfig, WorkerCores
 from pipeline.device import open_device
 from pipeline.engine.engine import Engine
 from pipeline.errors import UsageError
-from pipeline.experts.exchange import WorkerExchange
-from pipeline.experts.host_pool import HostPool
-from pipeline.experts.inline_pool import InlineExpertPool
+from pipeline.experts.carriers import ArenaCarrier, SocketCarrier
+from pipeline.experts.compiled_division import divider
+from pipeline.experts.division import largest
 from pipeline.experts.peers import ChildServerSocket, ExitEvents, SendToSupervisor
-from pipeline.experts.ring_exchange import RingExchange
-from pipeline.experts.worker_pool import Compute, WorkerPool
+from pipeline.experts.pool import Compute, HostPool, computing
 from pipeline.memory.limits import CHUNK_MAX, choose_context, full_memory_in_one_line, kv_budget
 from pipeline.memory.needs import needs
 from pipeline.models.registry import model_spec
@@ -35,16 +35,19 @@ from protocol.program import COMMAND
 from shm.cache_record import CacheRecord
 from shm.control import ControlSegment
 from shm.doorbell import library
+from shm.lane import LaneShape
 from shm.layout import FORMATS, BlockFormat
 from shm.pinned import lock_pages
 from shm.segment import byte_size, engine_prefix
-from shm.slot import SlotShape
 from shm.store import Store
 from workers.kernels.host import HostKernel
 from workers.kernels.native import chosen
 
 CHILD_LIMIT = 60.0  # seconds for workers and prefetcher to announce themselves
-RING_ROWS = 32  # most rows of a Work that a ring has room for: with more, its transport is a small part
+NARROW_ROWS = 32  # of the slots of a lane of which there are several
+# Nanoseconds for which this process's team spins for its next computation, where no worker needs the cores:
+# longer than what lies between two of a step. Waking a thread takes as long as the products of a small layer.
+LINGER_NS = 300_000
 STAGE = "loading the other weights"  # beside the experts
 CHUNK_SECONDS = 0.25  # target duration of a prefill chunk
 ALONE = 8  # factor of the chunk of a lone request: a second request waits a second or two at most
@@ -71,7 +74,7 @@ class EngineParts:
         self.closing = closing
         self.sockets: dict[str, ChildServerSocket] = {}  # the sockets to the children, by role
         self.exits = exits
-        self.rings: RingExchange | None = None  # where Work goes through shared memory
+        self.carrier: ArenaCarrier | SocketCarrier | None = None  # of Works to workers
         options = config.options
         self.source = open_model(config.model)
         spec = model_spec(self.source.config)
@@ -83,8 +86,9 @@ class EngineParts:
         self.tick = self.control.line("coordinator", 0).tick
         # Bound before any slow part, so that the children can connect.
         if config.workers:
-            rows = max(options.chunk or CHUNK_MAX, options.max_sequences)
-            self.bind_socket("worker", largest=4 * rows * spec.hidden)
+            chunk = min(options.chunk or CHUNK_MAX, self.context)
+            self._rows = max(chunk, options.max_sequences, *ROWS)  # of a step
+            self.bind_socket("worker", largest=4 * self._rows * spec.hidden)
         if config.slab:
             self.bind_socket("prefetcher")
         self.store = Store.attach(config.store, config.fingerprint, writable=True)
@@ -92,7 +96,9 @@ class EngineParts:
         with ThreadPoolExecutor(1, "locking") as beside:
             locked = beside.submit(lock_pages, self.store.segment.array)
             backbone = self._load_backbone(spec)
-        pool = self._open_pool()  # workers load their kernels while this process reads the tokenizer
+        pool = self._open_pool(
+            spec.top_k
+        )  # workers load their kernels while this process reads the tokenizer
         self.tokenizer = Tokenizer.load(config.model)
         held = kv_budget(options.kv_tokens, self.context)
         self.kv = KVCache(spec, backbone.dtype, device.torch_device, held)
@@ -136,38 +142,47 @@ class EngineParts:
             cache.finish()
         return backbone
 
-    def _open_exchange(self, hidden: int) -> WorkerExchange:
-        """What carries Work to the workers and their answers back."""
+    def _open_carrier(self, top_k: int) -> ArenaCarrier | SocketCarrier:
+        """What carries Works to the workers and their answers back."""
         options, socket, functions = self.config.options, self.sockets["worker"], library()
+        shape, workers = self.store.layout.shape, self.config.workers
         if options.exchange == "zmq" or (functions is None and options.exchange == "auto"):
-            return socket
+            return SocketCarrier(socket, shape.hidden)
         if functions is None:
             raise UsageError("--exchange shm: shm/doorbell.c was not compiled at installation")
-        prefix = f"{engine_prefix(self.config.runtime)}exchange-"
-        shape = SlotShape.for_rows(min(options.max_sequences, RING_ROWS), hidden)
-        self.rings = RingExchange(socket, functions, prefix, shape, device=self.device)
-        self.closing.callback(self.rings.close)
-        return self.rings
+        slots = [
+            (rows, largest(workers, shape.experts, shape.tiles, rows, top_k))
+            for rows in (min(NARROW_ROWS, self._rows), self._rows)
+        ]
+        prefix = engine_prefix(self.config.runtime)
+        lanes = LaneShape(shape.hidden, *slots)
+        carrier = ArenaCarrier(socket, functions, prefix, lanes, self.device)
+        self.closing.callback(carrier.close)
+        return carrier
 
-    def _own_kernel(self) -> Compute | None:
+    def _own_compute(self) -> Compute | None:
         """Computes Works of the workers in this process; None where it must not: in torch, whose crash would
         end it, and where workers are slowed down."""
         kernel = HostKernel(self.store.layout, kernels=self.config.kernels, guarded=True)
         if not kernel.native or self.config.options.host_slowdown > 1:
             return None
-        return lambda work: kernel.compute_work(work, self.store)
+        return computing(kernel, self.store)
 
-    def _open_pool(self) -> HostPool:
-        config, store = self.config, self.store
-        pool: HostPool
+    def _open_pool(self, top_k: int) -> HostPool:
+        config, store, shape = self.config, self.store, self.store.layout.shape
+        cores = config.workers if config.workers else WorkerCores.equal(1)
+        division = divider(cores, shape.experts, shape.tiles)
         if config.workers:
-            hidden = store.layout.shape.hidden
-            pool = WorkerPool(
-                self._open_exchange(hidden), self.control, config.workers, hidden, compute=self._own_kernel()
-            )
+            carrier = self.carrier = self._open_carrier(top_k)
+            compute = self._own_compute()
+            pool = HostPool(division, cores, compute, self.sockets["worker"], carrier, self.control)
         else:
-            slowdown = config.options.host_slowdown
-            pool = InlineExpertPool(store, self.device.team, slowdown, config.kernels)
+            team = self.device.team
+            kernel = HostKernel(store.layout, team, kernels=config.kernels)
+            kernel.prepare()
+            if team is not None:
+                team.linger(LINGER_NS)
+            pool = HostPool(division, cores, computing(kernel, store, config.options.host_slowdown))
         pool.wait_ready(CHILD_LIMIT)
         return pool
 

@@ -19,7 +19,7 @@ from pipeline.serving.engine_inbox import (
     EngineInbox,
     EngineMessage,
     Post,
-    ToClient,
+    ToClients,
     ToOtherClients,
     ToSupervisor,
 )
@@ -71,7 +71,7 @@ class EngineService:
             jobs,
             max_sequences=options.max_sequences,
             chunk=options.chunk or TRIAL_TOKENS,
-            send=self._send,
+            send=lambda messages: self._post(ToClients(messages)),
             congested=congested,
         )
         self._calibrations = CalibrationService(
@@ -176,4 +176,4 @@ class EngineService:
         return not memory.idle or any(socket.behind for socket in self._parts.sockets.values())
 
     def _send(self, client: bytes, message: object) -> None:
-        self._post(ToClient(client, message))
+        self._post(ToClients([(client, message)]))

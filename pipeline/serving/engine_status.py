@@ -81,8 +81,8 @@ class EngineStatus:
             "recovery": {role: socket.recovery_stats() for role, socket in sockets.items()},
             "malformed": {role: socket.malformed for role, socket in sockets.items()},
         }
-        if (rings := self._parts.rings) is not None:
-            stats["exchange"] = rings.stats()
+        if (carrier := self._parts.carrier) is not None:
+            stats["exchange"] = carrier.stats()
         elif "worker" in sockets:
             stats["exchange"] = {"name": "zmq"}
         if (costs := engine.timing.costs or self._policies.costs) is not None:

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from kernel_runs import quick
 
-from pipeline.device.partial_sums import Part, sum_on_host
+from pipeline.device.partial_sums import sum_on_host
 from workers.kernels.cuda.sources import Program
 from workers.kernels.cuda.sums import PartSums
 
@@ -33,16 +33,14 @@ def test_parts_are_added_in_their_order(number, rows, hidden, special, seed) -> 
     sums, found = PartSums(EmulatedLauncher(library(Program.of_sums()))), []
     for _ in range(2):  # the second time with the table of the first, from parts that have changed
         parts = []
-        chosen = np.random.default_rng(seed)
         for _ in range(number):
-            some = np.flatnonzero(chosen.random(rows) < chosen.choice([0.3, 1.0])).astype(np.intp)
-            y = random.standard_normal((len(some), hidden)).astype(np.float32)
+            part = random.standard_normal((rows, hidden)).astype(np.float32)
             if special:
-                y.ravel()[:: max(1, int(random.integers(1, 9)))] = random.choice(SPECIAL)
-            parts.append(Part(y, some))
+                part.ravel()[:: max(1, int(random.integers(1, 9)))] = random.choice(SPECIAL)
+            parts.append(part)
         y = torch.full((rows, hidden), torch.nan)
         with np.errstate(invalid="ignore", over="ignore"):
             expected = sum_on_host(parts, (rows, hidden))
-        sums.add([part.y.ctypes.data for part in parts], [part.kept for part in parts], y)
+        sums.add([part.ctypes.data for part in parts], y)
         same(y.numpy(), expected)
         found.append(parts)

@@ -17,11 +17,13 @@ from launch.processes.cores import MOST_WORKERS, Cores, CpuSet, Thread, read_thr
 from launch.processes.supervisor import Supervisor
 from pipeline.config import EngineConfig
 from pipeline.coordinator_config import WorkerCores
-from pipeline.experts.host_shards import divide_into_shards
-from pipeline.experts.shares import Share
+from pipeline.experts.division import HostPlan, Plain, spans
+from pipeline.policies.view import Routing
 from protocol.client import Client
+from shm.descriptor import parts_of
 from shm.formats import F32
 from shm.layout import PAGE, ExpertShape, StoreLayout
+from shm.mask import DENSE
 from shm.numa import interleave
 
 
@@ -182,14 +184,13 @@ def test_workers_read_their_own_node_s_memory(experts: int, chosen: int, tiles: 
     sizes = WorkerCores((1,) * len(workers), len(cores.nodes))
     for _ in range(200):
         routed = np.sort(random.choice(experts, chosen, replace=False)).astype(np.int32)
-        items = np.stack((routed, 0 * routed, 0 * routed + tiles), axis=1)
-        rows, offsets = 0 * routed, np.arange(chosen + 1, dtype=np.int32)
-        share = Share(items, offsets, rows, np.ones(chosen, np.float32))
-        for shard in divide_into_shards(share, sizes, "decode", 1):
-            for expert, lo, hi in shard.items.tolist():
+        routing = Routing(routed[None], np.ones((1, chosen), np.float32))
+        ends = spans(experts, [(expert, 0, tiles) for expert in routed.tolist()])
+        for worker, part in Plain(sizes).divide(HostPlan(0, routing, *ends, "decode", DENSE), 0).parts:
+            for expert, lo, hi in parts_of(part).items.tolist():
                 start = layout.offset(0, expert, lo) // PAGE
                 pages = bound[start : start + (hi - lo) * layout.tile_bytes // PAGE]
-                own, every = own + int((pages == workers[shard.worker].node).sum()), every + len(pages)
+                own, every = own + int((pages == workers[worker].node).sum()), every + len(pages)
     assert every == 200 * chosen * tiles * layout.tile_bytes // PAGE
     assert own == every
 

@@ -20,8 +20,8 @@ from pipeline.backbone.kv_cache import KVCache
 from pipeline.config import EngineConfig
 from pipeline.engine.engine import Engine
 from pipeline.experts import progress
+from pipeline.experts.carriers import ArenaCarrier
 from pipeline.experts.peers import ExitEvents
-from pipeline.experts.ring_exchange import RingExchange
 from protocol.client import Client
 from shm.store import Store
 
@@ -95,13 +95,13 @@ def pool_clock(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @contextmanager
 def pool_harness(
-    runtime: Path, exits: ExitEvents, reports: list[object], clock: Clock, rings: bool
+    runtime: Path, exits: ExitEvents, reports: list[object], clock: Clock, arena: bool
 ) -> Iterator[PoolHarness]:
     with control_segment(3) as control, child_socket(runtime, "w", "worker", PRINT, exits, reports) as socket:
-        harness = PoolHarness(runtime, socket, control, exits, reports, rings, clock)
+        harness = PoolHarness(runtime, socket, control, exits, reports, arena, clock)
         yield harness
-        if isinstance(harness.exchange, RingExchange):
-            harness.exchange.close()
+        if isinstance(harness.carrier, ArenaCarrier):
+            harness.carrier.close()
         for worker in harness.running:
             worker.endpoint.close()
 
@@ -119,7 +119,16 @@ def harness(
 
 
 @pytest.fixture
-def rings(
+def over_zmq(
+    runtime: Path, exits: ExitEvents, reports: list[object], pool_clock: Clock
+) -> Iterator[PoolHarness]:
+    """A harness whose Work goes through sockets."""
+    with pool_harness(runtime, exits, reports, pool_clock, False) as harness:
+        yield harness
+
+
+@pytest.fixture
+def arena(
     runtime: Path, exits: ExitEvents, reports: list[object], pool_clock: Clock
 ) -> Iterator[PoolHarness]:
     """A harness whose Work goes through shared memory."""

@@ -1,5 +1,5 @@
-"""A worker pool over real sockets; the test drives its workers, its supervisor and the clock by which workers
-are suspected, so that a busy machine makes none suspect."""
+"""A pool of workers over real sockets; the test drives its workers, its supervisor and the clock by which
+workers are suspected, so that a busy machine makes none suspect."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,38 +15,27 @@ import pytest
 from child_messages import LIMIT, PRINT, child_endpoint
 from clock import Clock
 
+from pipeline.arrays import FloatArray
 from pipeline.coordinator_config import WorkerCores
-from pipeline.experts.exchange import WorkerExchange
-from pipeline.experts.host_shards import HostShard
+from pipeline.experts.carriers import ArenaCarrier, Carrier, SocketCarrier
+from pipeline.experts.division import Divided
 from pipeline.experts.peers import ChildServerSocket, ExitEvents
+from pipeline.experts.pool import Compute, HostPool, Ticket
 from pipeline.experts.progress import SilenceLimits
-from pipeline.experts.ring_exchange import RingExchange
-from pipeline.experts.worker_pool import Compute, WorkerPool, WorkerTicket
-from protocol.messages import Abandon, AttachRing, Partial, Work, WorkerDied, WorkerUp, WorkFailed
+from protocol.messages import Abandon, AttachLane, Partial, Work, WorkerDied, WorkerUp, WorkFailed
 from shm.control import ControlSegment
+from shm.descriptor import Parts, describe, parts_of
 from shm.doorbell import Library, library
-from shm.mask import NOTHING, Tally
-from shm.ring import WorkerRing
-from shm.slot import Slot, SlotShape
+from shm.lane import LaneShape, Slot, WorkerLane
+from shm.mask import DENSE, NOTHING, Mask, Tally
 from workers.child_endpoint import ChildEndpoint
 
 HIDDEN = 4
+SHAPE = LaneShape(HIDDEN, (4, 64), (500, 64))
 X = np.ones((1, HIDDEN), np.float32)
-_RINGS = itertools.count()
+_ARENAS = itertools.count()
 QUIET = 0.15  # seconds without a message that count as silence
 TICK = 0.01  # seconds
-
-
-def shard_of(tile: int, worker: int = 0) -> HostShard:
-    """A worker's shard of one tile of expert 0; the tile identifies it in the test."""
-    return HostShard(
-        np.array([[0, tile, tile + 1]], np.int32),
-        np.array([0, 1], np.int32),
-        np.zeros(1, np.int32),
-        np.ones(1, np.float32),
-        np.zeros(1, np.intp),
-        worker,
-    )
 
 
 def doorbells() -> Library:
@@ -55,8 +45,38 @@ def doorbells() -> Library:
     return functions
 
 
-def tile_of(work: Work) -> int:
-    return int(work.items[0, 1])
+@dataclass(frozen=True)
+class Tiles:
+    """In place of a plan: the tile of expert 0 for each worker; it identifies the Work in the test."""
+
+    tiles: tuple[int, ...]
+    rows: int
+    mask: Mask
+
+    def divide(self, plan: Tiles, seq: int) -> Divided:
+        """A `Divider`."""
+        parts = []
+        for worker, tile in enumerate(plan.tiles):
+            item = [(0, tile, tile + 1)], [0, 1], [0], [1.0]
+            parts.append((worker, describe(0, *item, plan.rows, plan.mask, seq + worker)))
+        return Divided(parts, len(parts))
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """A Work that a worker was sent."""
+
+    work: Parts
+    x: FloatArray
+    slot: Slot | None = None
+
+    @property
+    def seq(self) -> int:
+        return self.work.seq
+
+    @property
+    def tile(self) -> int:
+        return int(self.work.items[0, 1])
 
 
 class Worker:
@@ -70,18 +90,17 @@ class Worker:
             harness.runtime, "worker", "w", PRINT, index, incarnation
         )
         self.endpoint.announce()
-        self.ring: WorkerRing | None = None
-        self._slots: dict[int, Slot] = {}  # of Works that came through the ring, by seq, until their answer
-        self._abandoned: set[int] = set()  # of these
+        self.lane: WorkerLane | None = None
+        self._slots: dict[int, Slot] = {}  # of Works that came through the lane, by seq, until their answer
 
-    def take(self, count: int = 1) -> list[Work]:
-        """The next `count` Works; the pool is updated meanwhile."""
-        works: list[Work] = []
+    def take(self, count: int = 1, at_least: bool = False) -> list[Taken]:
+        """The next `count` Works, or `at_least` so many; the pool is updated meanwhile."""
+        works: list[Taken] = []
         deadline = time.monotonic() + LIMIT
         while len(works) < count and time.monotonic() < deadline:
             self._harness.pool.update(5)
-            works += [m for m in self._received() if isinstance(m, Work)]
-        assert len(works) == count, f"{len(works)} of {count} Works arrived"
+            works += [m for m in self._received() if isinstance(m, Taken)]
+        assert len(works) == count or (at_least and works), f"{len(works)} of {count} Works arrived"
         return works
 
     def messages(self) -> list[object]:
@@ -90,65 +109,60 @@ class Worker:
         return self._received()
 
     def _received(self) -> list[object]:
-        """What has arrived over ZeroMQ, and through the ring: Works, and those that are no longer needed."""
-        found: list[object] = self._taken_from_ring()
+        """What has arrived: Works, and those that are no longer needed."""
+        received: list[object] = []
         for message in self.endpoint.receive(wait=False):
-            if isinstance(message, AttachRing):
-                self.ring = WorkerRing(doorbells(), message.name, self.incarnation)
+            if isinstance(message, AttachLane):
+                self.lane = WorkerLane(doorbells(), message.hall, message.lane, self.incarnation)
+            elif isinstance(message, Work):
+                work = parts_of(message.descriptor)
+                assert work.generation == self.incarnation
+                received.append(Taken(work, message.x))
             else:
-                found.append(message)
-        return found + self._abandoned_in_ring()
+                received.append(message)
+        while self.lane is not None and (slot := self.lane.take()) is not None:
+            work = parts_of(slot.descriptor)
+            received.append(Taken(work, self.lane.x(slot)[: work.x_rows], slot))
+            self._slots[work.seq] = slot
+        for seq, slot in list(self._slots.items()):
+            if self.lane is not None and self.lane.abandoned(slot):
+                received.append(Abandon(seq))
+                del self._slots[seq]
+        return received
 
-    def _taken_from_ring(self) -> list[object]:
-        found: list[object] = []
-        if self.ring is not None:
-            while (slot := self.ring.take()) is not None:
-                found.append(slot.read())
-                self._slots[slot.seq] = slot
-        return found
-
-    def _abandoned_in_ring(self) -> list[object]:
-        found: list[object] = []
-        if self.ring is not None:
-            for seq, slot in self._slots.items():
-                if seq not in self._abandoned and self.ring.abandoned(slot):
-                    found.append(Abandon(seq))
-                    self._abandoned.add(seq)
-        return found
-
-    def refuse(self, work: Work, text: str) -> None:
-        self.endpoint.send(WorkFailed(work.seq, self.incarnation, text))
-        if self.ring is not None and (slot := self._slots.pop(work.seq, None)) is not None:
-            self.ring.skip(slot)
+    def refuse(self, taken: Taken, text: str) -> None:
+        self.endpoint.send(WorkFailed(taken.seq, self.incarnation, text))
+        if self.lane is not None and taken.slot is not None:
+            self._slots.pop(taken.seq, None)
+            self.lane.skip(taken.slot)
 
     def answer(
         self,
-        work: Work,
+        taken: Taken,
         value: float = 0.0,
         busy: float = 0.1,
-        rows: int | None = None,
         tally: Tally = NOTHING,
+        rows: int | None = None,
     ) -> None:
         """Every number of the result is `value`; `rows`: of a result with another shape than x."""
-        y = np.full((len(work.x) if rows is None else rows, HIDDEN), value, np.float32)
-        if self.ring is not None and work.seq in self._slots and rows is None:
-            slot = self._slots.pop(work.seq)
-            slot.y()[:] = y
-            slot.tally = tally
-            self.ring.answer(slot, busy)
+        if self.lane is not None and taken.slot is not None:
+            self._slots.pop(taken.seq, None)
+            taken.slot.y[: len(taken.x)] = value
+            self.lane.answer(taken.slot, busy, tally)
         else:
+            y = np.full((len(taken.x) if rows is None else rows, HIDDEN), value, np.float32)
             left_out = tally.mass, tally.left, tally.kept, tally.channels
-            self.endpoint.send(Partial(work.seq, self.incarnation, busy, y, *left_out))
+            self.endpoint.send(Partial(taken.seq, self.incarnation, busy, y, *left_out))
 
     def warm_up(self) -> None:
-        """Answer the first Work, which has no items, and so be up."""
+        """Answer the first Work, which has no rows, and so be up."""
         (work,) = self.take()
-        assert len(work.items) == 0
+        assert len(work.x) == len(work.work.items) == 0
         self.answer(work)
         up = WorkerUp("worker", self.index, self.incarnation)
         self._harness.update_until(lambda: up in self._harness.reports)
 
-    def exit(self, over: Work | None = None, crashed: bool = False) -> None:
+    def exit(self, over: Taken | None = None, crashed: bool = False) -> None:
         """Exit while computing `over`; the supervisor reports it."""
         self.endpoint.close()
         self._harness.running.remove(self)
@@ -166,19 +180,19 @@ class PoolHarness:
         control: ControlSegment,
         exits: ExitEvents,
         reports: list[object],
-        rings: bool,
+        arena: bool,
         clock: Clock,
     ) -> None:
-        """`rings`: Work goes through shared memory. `clock`: the pool's, in which only `let_pass` passes."""
+        """`arena`: Work goes through shared memory. `clock`: the pool's, in which only `let_pass` passes."""
         self.clock = clock
         self.runtime, self.socket, self.control = runtime, socket, control
-        self.exchange: WorkerExchange = socket
-        if rings:
-            self.prefix = f"/tandem-tests{os.getpid()}-exchange-{next(_RINGS)}-"
-            self.exchange = RingExchange(socket, doorbells(), self.prefix, SlotShape.for_rows(4, HIDDEN), 0.0)
+        self.carrier: Carrier = SocketCarrier(socket, HIDDEN)
+        if arena:
+            self.prefix = f"/tandem-tests{os.getpid()}-arena-{next(_ARENAS)}-"
+            self.carrier = ArenaCarrier(socket, doorbells(), self.prefix, SHAPE)
         self.exits, self.reports = exits, reports
         self.running: list[Worker] = []
-        self.pool: WorkerPool
+        self.pool: HostPool
 
     def start(
         self,
@@ -190,7 +204,8 @@ class PoolHarness:
     ) -> list[Worker]:
         """A pool with all its workers; with `warm` all of them are up."""
         cores = cores or WorkerCores.equal(workers)
-        self.pool = WorkerPool(self.exchange, self.control, cores, HIDDEN, limits, compute)
+        divider = Tiles((), 0, DENSE)
+        self.pool = HostPool(divider, cores, compute, self.socket, self.carrier, self.control, limits)
         started = [self.worker(index) for index in range(workers)]
         self.pool.wait_ready(LIMIT)
         for worker in started if warm else ():
@@ -199,7 +214,7 @@ class PoolHarness:
 
     def begin(
         self, workers: int, limits: SilenceLimits | None = None
-    ) -> tuple[list[Worker], WorkerTicket, list[Work]]:
+    ) -> tuple[list[Worker], Ticket, list[Taken]]:
         """`start`, then one ticket: each worker has taken the Work of the tile with its index."""
         started = self.start(workers, limits=limits)
         ticket = self.submit(*range(workers))
@@ -226,6 +241,6 @@ class PoolHarness:
             assert time.monotonic() < deadline
             self.pool.update(5)
 
-    def submit(self, *tiles: int) -> WorkerTicket:
-        """Submit a shard of each of these tiles, for worker 0, 1, ..."""
-        return self.pool.submit(0, [shard_of(tile, worker) for worker, tile in enumerate(tiles)], X)
+    def submit(self, *tiles: int, x: FloatArray = X, mask: Mask = DENSE) -> Ticket:
+        """Submit a Work of each of these tiles, for worker 0, 1, ..."""
+        return self.pool.submit(Tiles(tiles, len(x), mask), x)  # type: ignore[arg-type]

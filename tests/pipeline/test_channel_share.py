@@ -19,7 +19,7 @@ from pipeline.experts.channel_share import ChannelMemory
 from pipeline.experts.device_share import Slab
 from pipeline.experts.shares import Share
 from pipeline.policies.view import ModelShape, Target
-from protocol.messages import Work
+from shm.descriptor import describe
 from shm.layout import ExpertShape
 from shm.mask import DENSE, Mask, Tally
 from workers.kernels.host import HostKernel
@@ -56,19 +56,10 @@ def on_host(parts: MoverParts, share: Share, mask: Mask, layer: int = 1) -> tupl
     """All tiles below the cut, as one worker computes them."""
     items = share.items.copy()
     items[:, 1] = 0
-    work = Work(
-        1,
-        layer,
-        items,
-        share.offsets,
-        share.rows,
-        share.weights,
-        X,
-        float(np.float32(mask.threshold)),
-        mask.share,
-    )
-    found = HostKernel(parts.store.layout).compute_work(work, parts.store)
-    return found.y, Tally.of([found])
+    lists = items, share.offsets, share.rows, share.weights
+    y, x = np.empty_like(X), np.ascontiguousarray(X)
+    work = describe(layer, *lists, len(X), mask)
+    return y, HostKernel(parts.store.layout).compute_work(work, x, parts.store, y)
 
 
 def on_device(memory: ChannelMemory, share: Share, mask: Mask) -> tuple[np.ndarray, Tally, PhaseCounters]:

@@ -22,8 +22,8 @@ from whole_engine import IDENTITY, OPTIONS, coordinator_map
 from pipeline import coordinator
 from pipeline.config import ResolvedConfig
 from pipeline.coordinator import FLOODED, STOPPING, Coordinator
-from pipeline.experts.inline_pool import InlineExpertPool
 from pipeline.experts.peers import ExitEvents
+from pipeline.experts.pool import Ticket
 from pipeline.serving import clients, engine_inbox
 from pipeline.serving.clients import Clients
 from protocol.codec import decode, encode
@@ -111,13 +111,13 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    gate, result = Gate(), InlineExpertPool.result
+    gate, result = Gate(), Ticket.result_on
 
-    def waiting(self: InlineExpertPool, ticket: Any) -> Any:
+    def waiting(self: Ticket, *device: Any) -> Any:
         gate.wait()
-        return result(self, ticket)
+        return result(self, *device)
 
-    monkeypatch.setattr(InlineExpertPool, "result", waiting)
+    monkeypatch.setattr(Ticket, "result_on", waiting)
     monkeypatch.setattr(coordinator, "JOIN_LIMIT", LIMIT)
     return gate
 

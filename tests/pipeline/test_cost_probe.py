@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +12,10 @@ from pipeline.calibration import cost_probe
 from pipeline.calibration.cost_probe import ROWS, measure_costs
 from pipeline.engine.engine import Engine
 from pipeline.errors import PolicyError
+from pipeline.experts.division import Divided
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import Target
+from shm.descriptor import parts_of
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
@@ -63,14 +64,14 @@ def test_seconds_are_of_one_tile_one_layer_and_one_round_trip(tiny_model, tmp_pa
     with engine_in_threads(tiny_model, tmp_path) as (engine, _):
         assert (engine.shape.tiles, engine.memory.slab.memory.slots) == (3, 10)
         submitted = []
-        submit = engine.pool.submit
+        submit = engine.pool.submit_parts
 
-        def six_seconds(layer: int, shards: list[Any], x: np.ndarray) -> SimpleNamespace:
-            ticket = submit(layer, shards, x)
-            submitted.append((len(x), sum(len(shard.items) for shard in shards)))
+        def six_seconds(divided: Divided, x: np.ndarray, waits: bool) -> SimpleNamespace:
+            ticket = submit(divided, x, waits)
+            submitted.append((len(x), sum(len(parts_of(part).items) for _, part in divided.parts)))
             return SimpleNamespace(result=ticket.result, busy=6.0)
 
-        monkeypatch.setattr(engine.pool, "submit", six_seconds)
+        monkeypatch.setattr(engine.pool, "submit_parts", six_seconds)
         mover = engine.memory.mover
         monkeypatch.setattr(engine.memory, "copied", lambda: (mover.demanded, mover.demanded / 8))
         costs = measure_costs(engine)

@@ -104,19 +104,19 @@ def test_a_step_waits_once_a_layer_and_allocates_nothing(tiny_model, tmp_path) -
 
 
 def test_partial_sums_are_read_where_the_worker_has_written_them(tiny_model, tmp_path, monkeypatch) -> None:
-    """In decode; the prompt has more rows than a ring. The bits are those of sums on the host."""
+    """The bits are those of sums on the host."""
     shape = expert_shape(open_model(tiny_model).config, 32, format_named("bf16"))
     found = []
-    for rings in (0, 4):
-        folder = tmp_path / str(rings)
+    for arena in (False, True):
+        folder = tmp_path / str(arena)
         folder.mkdir()
         with fake_device() as (device, _), random_store(shape, "partial_sums") as store:
             launcher = EmulatedLauncher(library(Program.of_sums()))
             monkeypatch.setattr(device.cuda_kernels, "launcher", lambda program: launcher)  # noqa: B023
-            made = engine_in_threads(tiny_model, folder, store=store, device=device, rings=rings)
+            made = engine_in_threads(tiny_model, folder, store=store, device=device, arena=arena)
             with made as (engine, _):
                 found.append([texts(engine, preset) for preset in ("all-host", "layerwise", "random")])
-            assert launcher.launched["add_parts"] >= len(TOKENS) * LAYERS * bool(rings)
+            assert launcher.launched["add_parts"] >= len(TOKENS) * LAYERS * arena
     for ours, expected in zip(*found, strict=True):
         np.testing.assert_array_equal(ours, expected)
 

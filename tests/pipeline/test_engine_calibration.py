@@ -27,7 +27,7 @@ from pipeline.calibration.measure import calibrate
 from pipeline.calibration.sensitivity import sensitivities
 from pipeline.config import DEFAULT_CACHE
 from pipeline.errors import RequestError, ShardFailed
-from pipeline.experts.inline_pool import InlineExpertPool
+from pipeline.experts.pool import Ticket
 from pipeline.policies.costs import Costs
 from pipeline.policies.room import ENOUGH_TOKENS, TextComparison
 from pipeline.serving import calibration_service, engine_service
@@ -211,7 +211,7 @@ def test_failed_calibration_leaves_the_engine_as_it_was(
     inbox = Inbox()
     service = whole.service(inbox, policy="on-demand")
     with monkeypatch.context() as patch:
-        patch.setattr(InlineExpertPool, "result", fail)
+        patch.setattr(Ticket, "result_on", fail)
         for message in (CALIBRATE, Calibrate(2, token_ids=IDS[:255]), SetPolicy(3, "x")):
             inbox.put(b"c", message)
         service.serve()

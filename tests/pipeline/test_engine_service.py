@@ -32,7 +32,7 @@ from pipeline.serving.engine_inbox import (
     EngineFailed,
     EngineInbox,
     EngineReady,
-    ToClient,
+    ToClients,
     ToOtherClients,
     ToSupervisor,
 )
@@ -112,7 +112,7 @@ def test_requests_are_answered_to_their_client(whole: WholeEngine) -> None:
     found = whole.serve(ASKED, Score(2, token_ids=IDS))
     kinds = {number: [type(m) for m in found if m.request == number] for number in (1, 2)}
     assert kinds == {1: ANSWER, 2: [Scores, Done]}
-    assert len(whole.events) == len(found)
+    assert len(whole.to_clients()) == len(found)
 
 
 def test_refused_requests_end_at_once(whole: WholeEngine) -> None:
@@ -172,11 +172,11 @@ def test_failing_shard_ends_its_request_and_a_failing_engine_none(
 ) -> None:
     """Clients resume their requests on the restarted engine."""
     pool = whole.parts.engine.pool
-    monkeypatch.setattr(pool, "result", fails(ShardFailed("no")))
+    monkeypatch.setattr(pool, "parts", fails(ShardFailed("no")))
     (done,) = whole.serve(ASKED)
     assert (done.reason, done.error, done.usage) == ("error", "no", False)
     whole.events.clear()
-    monkeypatch.setattr(pool, "result", fails(PeerLost("no worker")))
+    monkeypatch.setattr(pool, "parts", fails(PeerLost("no worker")))
     with pytest.raises(PeerLost):
         whole.serve(ASKED)
     assert whole.events == []
@@ -191,7 +191,7 @@ def test_requests_of_a_congested_client_pause(whole: WholeEngine) -> None:
     inbox.put(b"d", ASKED)
     service.serve()
     assert inbox.waits == [CONGESTED_WAIT] * 4 + [IDLE_WAIT] * 2
-    clients = [event.client for event in whole.events if isinstance(event, ToClient)]
+    clients = [client for client, _ in whole.to_clients()]
     assert clients == [b"d"] * 4 + [b"c"] * 4
 
 
@@ -232,7 +232,7 @@ def test_policy_change_reaches_supervisor_client_and_others(whole: WholeEngine) 
     assert changed.notes[0].startswith(NOTE)
     assert whole.events == [
         ToSupervisor(message),
-        ToClient(b"c", PolicyChanged(7, "layerwise", True, changed.notes)),
+        ToClients([(b"c", PolicyChanged(7, "layerwise", True, changed.notes))]),
         ToOtherClients(b"c", PolicyChanged(-1, "layerwise", True, changed.notes)),
     ]
 
@@ -511,7 +511,7 @@ def test_engine_is_ready_before_it_warms_up_and_then_serves(tiny_model: Path, tm
         "experts",
         "context",
     ]
-    assert [type(event.message) for event in answer] == ANSWER
+    assert [type(message) for event in answer for _, message in event.messages] == ANSWER
     assert not list(tmp_path.glob("cache/*"))
 
 

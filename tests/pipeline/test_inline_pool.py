@@ -1,50 +1,97 @@
-"""An engine without workers: the coordinator computes the host's share, with the same numbers."""
+"""The pool without processes: its sum and its seconds, a slower host, and a Work that cannot be computed."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from clock import Clock
+from mover_parts import SHAPE
 
-from pipeline.config import EngineConfig
+from pipeline.coordinator_config import WorkerCores
+from pipeline.errors import ShardFailed
+from pipeline.experts import pool as pools
+from pipeline.experts.compiled_division import divider
+from pipeline.experts.division import HostPlan, spans
+from pipeline.experts.pool import HostPool, computing
+from pipeline.policies.view import Routing
+from shm.mask import DENSE
+from shm.store import Store
+from workers.kernels.host import HostKernel
 
-TOKENS = tuple(range(5, 65))
-
-
-async def scores(client, stepwise: bool) -> np.ndarray:
-    blocks = client.score(token_ids=TOKENS, full=True, stepwise=stepwise, prefill=20)
-    return np.concatenate([block.logprobs async for block in blocks])
-
-
-@pytest.mark.parametrize("format", ["f32", "bf16", "int4"])
-async def test_coordinator_computes_the_same_as_workers(start_engine, tiny_model: Path, format) -> None:
-    found = {}
-    for workers in (0, 2):
-        config = EngineConfig(
-            model=tiny_model, format=format, backbone_dtype="f32", workers=workers, chunk=16, expert_cache=0.3
-        )
-        async with start_engine(config) as (_, client):
-            peers = (await client.stats())["peers"]
-            assert sorted(p["index"] for p in peers if p["role"] == "worker") == list(range(workers))
-            for policy in ("all-host", "random"):
-                await client.set_policy(policy, {})
-                for stepwise in (False, True):
-                    found[workers, policy, stepwise] = await scores(client, stepwise)
-            host = (await client.stats())["engine"]["decode"]
-            assert host["host_tiles"] > 0
-            assert host["host_busy_s"] > 0
-    # Another cut has other sums: rounding, which the rounding of activations amplifies in int4.
-    bound = 0.05 if format == "int4" else 1e-4
-    for (workers, *which), ours in found.items():
-        if workers == 0:
-            np.testing.assert_allclose(ours, found[2, *which], atol=bound, rtol=0, err_msg=f"{which}")
+SECONDS = 2.0  # of each Work
+X = np.random.default_rng(3).standard_normal((3, SHAPE.hidden)).astype(np.float32)
 
 
-async def test_slower_host_is_emulated(start_engine, tiny_model: Path) -> None:
-    """Without it the host's share takes less than half of a step."""
-    config = EngineConfig(model=tiny_model, format="bf16", workers=0, chunk=16, host_slowdown=200.0)
-    async with start_engine(config) as (_, client):
-        await scores(client, True)
-        decode = (await client.stats())["engine"]["decode"]
-    assert decode["host_busy_s"] > 0.8 * sum(decode["seconds"].values())
+class SleepingClock(Clock):
+    """Records the sleeps."""
+
+    def __init__(self) -> None:
+        self.slept: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+
+
+@pytest.fixture
+def slow_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[SleepingClock]:
+    clock, compute = SleepingClock(), HostKernel.compute_work
+
+    def slow(self: HostKernel, *work: object) -> object:
+        clock.now += SECONDS
+        return compute(self, *work)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(HostKernel, "compute_work", slow)
+    monkeypatch.setattr(pools, "time", clock)
+    return clock
+
+
+def pool_of(store: Store, slowdown: float = 1.0) -> HostPool:
+    cores, shape = WorkerCores.equal(1), store.layout.shape
+    compute = computing(HostKernel(store.layout), store, slowdown)
+    return HostPool(divider(cores, shape.experts, shape.tiles), cores, compute)
+
+
+def plan(layer: int = 1) -> HostPlan:
+    """Two experts: rows 0 and 2, and row 2 alone."""
+    weights = np.array([[0.5, 0], [0, 0], [1.0, 2.0]], np.float32)
+    ends = spans(SHAPE.experts, [(0, 1, SHAPE.tiles), (2, 0, 2)])
+    return HostPlan(layer, Routing(np.array([[0, 2]] * 3, np.int32), weights), *ends, "prefill", DENSE)
+
+
+@pytest.mark.parametrize(("slowdown", "busy", "slept"), [(1.0, 2.0, []), (3.0, 6.0, [4.0])])
+def test_the_result_is_computed_when_it_is_asked_for(
+    mover_store: Store, slow_kernel: SleepingClock, slowdown: float, busy: float, slept: list[float]
+) -> None:
+    pool = pool_of(mover_store, slowdown)
+    assert (pool.workers, pool.update(1000)) == (0, False)
+    ticket = pool.submit(plan(), X)
+    assert (slow_kernel.now, ticket.busy) == (Clock.now, 0.0)
+    y = ticket.result()
+    assert (ticket.busy, slow_kernel.slept) == (busy, slept)
+    kernel, every, expected = HostKernel(mover_store.layout), np.arange(3, dtype=np.int32), np.zeros_like(X)
+    for expert, lo, hi, weights in ((0, 1, SHAPE.tiles, [0.5, 0, 1]), (2, 0, 2, [0, 0, 2])):
+        tiles = mover_store.tiles(1, expert, lo, hi)
+        from workers.kernels.host import Activations
+
+        expected += kernel.compute(tiles, Activations(X), every) * np.array(weights, np.float32)[:, None]
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+    assert y[[0, 2]].any(axis=1).all()
+    assert not y[1].any()
+
+
+def test_abandoned_and_empty_shares_are_not_computed(mover_store: Store, slow_kernel: SleepingClock) -> None:
+    pool = pool_of(mover_store)
+    pool.submit(plan(), X).abandon()
+    nothing = plan()._replace(hi=np.zeros(SHAPE.experts, np.int32))
+    empty = pool.submit(nothing, X)
+    assert empty.result().tolist() == np.zeros_like(X).tolist()
+    assert (empty.busy, slow_kernel.now) == (0.0, Clock.now)
+
+
+def test_a_work_that_cannot_be_computed_fails_alone(mover_store: Store) -> None:
+    pool = pool_of(mover_store)
+    with pytest.raises(ShardFailed, match=r"no (such )?layer"):
+        pool.submit(plan(SHAPE.layers), X).result()
+    assert pool.submit(plan(), X).result().any()

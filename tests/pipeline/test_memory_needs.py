@@ -58,6 +58,13 @@ MIXTRAL_EMBEDDINGS, MIXTRAL_ROW = 4 * 32000 * 4096, 4 * (32000 + 8 * 4096)  # by
 TOKENIZER, GRAPHS = 60, GRAPH_BYTES / MB
 MIXTRAL_ON_CPU = 320 + 50 + TOKENIZER + MIXTRAL_EMBEDDINGS / MB
 MIXTRAL_ON_GPU = 1500 + 4 * 80 + 500 + TOKENIZER + MIXTRAL_EMBEDDINGS / MB
+
+
+def arena(rows: int, workers: int = 4) -> float:
+    """x once, and an answer for each worker, in MB."""
+    return 4 * 4096 * rows * (workers + 1) / MB
+
+
 ON_GPU: dict[str, object] = {"device": "cuda"}
 IN_CHUNKS = ON_GPU | {"chunk": None}
 
@@ -65,20 +72,24 @@ IN_CHUNKS = ON_GPU | {"chunk": None}
 @pytest.mark.parametrize(
     ("changed", "processes", "steps"),
     [
-        ({}, MIXTRAL_ON_CPU + 4 * 80, 0),
-        ({"workers": None}, MIXTRAL_ON_CPU + 80, 0),
+        ({}, MIXTRAL_ON_CPU + 4 * 80 + arena(16), 0),
+        ({"workers": None}, MIXTRAL_ON_CPU + 80 + arena(16, 1), 0),
         ({"workers": 0, "context": None}, MIXTRAL_ON_CPU, 0),
         # now a step's activations are larger than any weight
-        ({"chunk": 4096, "context": None}, 690 + TOKENIZER + 4096 * (MIXTRAL_ROW + 5 * 8192) / MB, 0),
-        (ON_GPU, MIXTRAL_ON_GPU, 600 + GRAPHS + 16 * (MIXTRAL_ROW + 5 * 2048) / MB),
+        (
+            {"chunk": 4096, "context": None},
+            690 + arena(4096) + TOKENIZER + 4096 * (MIXTRAL_ROW + 5 * 8192) / MB,
+            0,
+        ),
+        (ON_GPU, MIXTRAL_ON_GPU + arena(16), 600 + GRAPHS + 16 * (MIXTRAL_ROW + 5 * 2048) / MB),
         (
             IN_CHUNKS | {"context": 512, "graphs": "off"},
-            MIXTRAL_ON_GPU,
+            MIXTRAL_ON_GPU + arena(512),
             600 + 512 * (MIXTRAL_ROW + 5 * 512) / MB,
         ),
         (
             IN_CHUNKS | {"context": None},
-            MIXTRAL_ON_GPU,
+            MIXTRAL_ON_GPU + arena(1024),
             600 + GRAPHS + 1024 * (MIXTRAL_ROW + 5 * 8192) / MB,
         ),
     ],

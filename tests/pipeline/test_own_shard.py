@@ -11,11 +11,13 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from child_messages import LIMIT
-from pool_harness import HIDDEN, PoolHarness, Worker, X, doorbells, tile_of
+from pool_harness import HIDDEN, PoolHarness, Worker, X, doorbells
 
+from pipeline.arrays import FloatArray
 from pipeline.coordinator_config import WorkerCores
-from protocol.messages import Partial, Work
-from shm.mask import Tally
+from pipeline.experts.carriers import Answer
+from shm.descriptor import Descriptor, parts_of
+from shm.mask import NOTHING, Tally
 
 
 @pytest.fixture
@@ -30,20 +32,20 @@ def core() -> Iterator[int]:
 @contextmanager
 def asleep(worker: Worker, core: int, value: float = 0.0) -> Iterator[None]:
     """The worker sleeps on this core until its doorbell rings, and answers its Work with `value`."""
-    ring = worker.ring
-    assert ring is not None
-    ring.wait(0.0)  # for what has rung before
+    lane = worker.lane
+    assert lane is not None
+    lane.wait(0.0)  # for what has rung before
 
     def answer() -> None:
         os.sched_setaffinity(0, {core})
-        ring.wait(LIMIT)
-        if (slot := ring.take()) is not None:
-            slot.y()[:] = value
-            ring.answer(slot, 0.1)
+        lane.wait(LIMIT)
+        if (slot := lane.take()) is not None:
+            slot.y[:1] = value
+            lane.answer(slot, 0.1, NOTHING)
 
     thread = threading.Thread(target=answer)
     thread.start()
-    bell = (ring._bell,)
+    bell = (lane._bell,)
     until = time.monotonic() + LIMIT
     while doorbells().rouse(bell) < 0:
         assert time.monotonic() < until
@@ -62,41 +64,40 @@ class Kernel:
         self.tiles: list[int] = []
         self.fault: Exception | None = None
 
-    def __call__(self, work: Work) -> Partial:
-        self.tiles.append(tile_of(work))
+    def __call__(self, descriptor: Descriptor, x: FloatArray) -> Answer:
+        self.tiles.append(int(parts_of(descriptor).items[0, 1]))
         if self.fault is not None:
             raise self.fault
-        y = np.full(work.x.shape, 10, np.float32)
-        return Partial(work.seq, 0, 0.0, y, mass=6.0, left=1.0, kept=2, channels=16)
+        return Answer(0, 0, 0.0, np.full(x.shape, 10, np.float32), Tally(6.0, 1.0, 2, 16))
 
 
-def started(rings: PoolHarness, kernel: Kernel, cores: tuple[int, ...] = (1, 1)) -> list[Worker]:
-    workers = rings.start(len(cores), compute=kernel, cores=WorkerCores(cores))
+def started(arena: PoolHarness, kernel: Kernel, cores: tuple[int, ...] = (1, 1)) -> list[Worker]:
+    workers = arena.start(len(cores), compute=kernel, cores=WorkerCores(cores))
     for worker in workers:
         worker.messages()
-        assert worker.ring is not None
+        assert worker.lane is not None
     return workers
 
 
-def test_the_shard_of_the_worker_on_this_core_is_computed_here(rings: PoolHarness, core: int) -> None:
-    first, second = started(rings, kernel := Kernel())
+def test_the_shard_of_the_worker_on_this_core_is_computed_here(arena: PoolHarness, core: int) -> None:
+    first, second = started(arena, kernel := Kernel())
     with asleep(second, core):
-        rings.pool.announce()
-        ticket = rings.submit(0, 1)
+        arena.pool.announce()
+        ticket = arena.submit(0, 1)
         (work,) = first.take()
         first.answer(work, 1.0, tally=Tally(0.5, 0.25, 3, 8))
         assert ticket.result().tolist() == [[11.0] * HIDDEN]
         assert ticket.tally == Tally(6.5, 1.25, 5, 24)
-    assert (tile_of(work), kernel.tiles) == (0, [1])
+    assert (work.tile, kernel.tiles) == (0, [1])
     assert second.messages() == []
 
 
-def test_a_share_that_was_not_announced_is_the_workers(rings: PoolHarness, core: int) -> None:
-    first, second = started(rings, kernel := Kernel())
+def test_a_share_that_was_not_announced_is_the_workers(arena: PoolHarness, core: int) -> None:
+    first, second = started(arena, kernel := Kernel())
     with asleep(second, core, 2.0):
-        rings.pool.announce()
-        rings.submit(0).abandon()
-        ticket = rings.submit(5, 1)
+        arena.pool.announce()
+        arena.submit(0).abandon()
+        ticket = arena.submit(5, 1)
         (work,) = first.take()  # the other one is abandoned
         first.answer(work, 1.0)
         assert ticket.result()[0, 0] == 3.0
@@ -105,44 +106,44 @@ def test_a_share_that_was_not_announced_is_the_workers(rings: PoolHarness, core:
 
 @pytest.mark.parametrize("fault", [IndexError("a crash"), MemoryError()])
 def test_a_shard_that_fails_here_is_given_to_its_worker(
-    rings: PoolHarness, core: int, fault: Exception
+    arena: PoolHarness, core: int, fault: Exception
 ) -> None:
-    first, second = started(rings, kernel := Kernel())
+    first, second = started(arena, kernel := Kernel())
     kernel.fault = fault
     with asleep(second, core, 2.0):
-        rings.pool.announce()
-        ticket = rings.submit(0, 1)
+        arena.pool.announce()
+        ticket = arena.submit(0, 1)
         first.answer(first.take()[0], 1.0)
         assert ticket.result()[0, 0] == 3.0
     assert kernel.tiles == [1]
 
 
-def test_a_shard_for_several_cores_is_not_computed_on_one(rings: PoolHarness, core: int) -> None:
-    (worker,) = started(rings, kernel := Kernel(), (2,))
+def test_a_shard_for_several_cores_is_not_computed_on_one(arena: PoolHarness, core: int) -> None:
+    (worker,) = started(arena, kernel := Kernel(), (2,))
     with asleep(worker, core, 2.0):
-        rings.pool.announce()
-        assert rings.submit(0).result().tolist() == (2 * X).tolist()
+        arena.pool.announce()
+        assert arena.submit(0).result().tolist() == (2 * X).tolist()
     assert kernel.tiles == []
 
 
-def test_an_announcement_wakes_the_workers_on_other_cores(rings: PoolHarness, core: int) -> None:
+def test_an_announcement_wakes_the_workers_on_other_cores(arena: PoolHarness, core: int) -> None:
     others = os.sched_getaffinity(os.getppid()) - {core}
     if not others:
         pytest.skip("one core")
-    first, second = started(rings, Kernel())
-    ring, rung = first.ring, []
-    assert ring is not None
-    ring.wait(0.0)
+    first, second = started(arena, Kernel())
+    lane, rung = first.lane, []
+    assert lane is not None
+    lane.wait(0.0)
 
     def wait() -> None:
         os.sched_setaffinity(0, others)
-        rung.append(ring.wait(LIMIT))
+        rung.append(lane.wait(LIMIT))
 
     until = time.monotonic() + LIMIT
     thread = threading.Thread(target=wait)
     thread.start()
     with asleep(second, core):
         while thread.is_alive() and time.monotonic() < until:
-            rings.pool.announce()
+            arena.pool.announce()
     thread.join()
     assert rung == [True]

@@ -1,4 +1,4 @@
-"""Partial sums that a GPU reads in the workers' rings, on the stand-in for one, whose kernels run late: no
+"""Partial sums that a GPU reads in the workers' lanes, on the stand-in for one, whose kernels run late: no
 slot is written before it was read, whoever exits, and page-locked memory is given back."""
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from emulated_cuda import EmulatedLauncher, library
 from fake_gpu import FakeCudaDevice, fake_device
 from fake_runtime import FakeRuntime
 from numpy.typing import NDArray
-from pool_harness import HIDDEN, PoolHarness, Worker, doorbells, shard_of, tile_of
+from pool_harness import HIDDEN, SHAPE, PoolHarness, Worker, doorbells
 from torch import Tensor
 
-from pipeline.experts.ring_exchange import RingExchange
-from pipeline.experts.worker_pool import WorkerTicket
-from shm.slot import SlotShape
+from pipeline.experts.carriers import ArenaCarrier
+from pipeline.experts.pool import Ticket
 from workers.kernels.cuda.sources import Program
 
 ROWS = 3
@@ -36,7 +35,7 @@ class LateLauncher(EmulatedLauncher):
 
     def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
         def late() -> None:
-            parts, _, number = arguments[:3]
+            parts, number = arguments[:2]
             for address in np.ctypeslib.as_array((np.ctypeslib.ctypes.c_int64 * number).from_address(parts)):
                 assert self._runtime.is_registered(int(address), 4 * HIDDEN)
             super(LateLauncher, self).launch(kernel, blocks, threads, *arguments)
@@ -52,36 +51,32 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeCudaDevice, FakeR
 
 
 @pytest.fixture
-def pool(rings: PoolHarness, gpu: tuple[FakeCudaDevice, FakeRuntime]) -> Iterator[PoolHarness]:
-    shape = SlotShape.for_rows(4, HIDDEN)
-    rings.exchange = RingExchange(rings.socket, doorbells(), rings.prefix, shape, 0.0, gpu[0])
-    yield rings
-    rings.exchange.close()
+def pool(arena: PoolHarness, gpu: tuple[FakeCudaDevice, FakeRuntime]) -> Iterator[PoolHarness]:
+    arena.carrier.close()
+    arena.carrier = ArenaCarrier(arena.socket, doorbells(), arena.prefix, SHAPE, gpu[0])
+    yield arena
+    arena.carrier.close()
 
 
-def submit(pool: PoolHarness, *tiles: int, rows: int = ROWS) -> WorkerTicket:
-    """A shard of each of these tiles; of three rows, worker 1 has the first and the last."""
-    shards = [
-        shard_of(tile, worker)._replace(kept=np.array([0, 2]) if worker == 1 else np.arange(rows))
-        for worker, tile in enumerate(tiles)
-    ]
-    return pool.pool.submit(0, shards, np.ones((rows, HIDDEN), np.float32))
+def submit(pool: PoolHarness, *tiles: int, rows: int = ROWS) -> Ticket:
+    """A Work of each of these tiles."""
+    return pool.submit(*tiles, x=np.ones((rows, HIDDEN), np.float32))
 
 
 def expected(*tiles: int) -> NDArray[np.float32]:
-    return np.array([[sum(tiles)], [sum(tiles) - tiles[1]], [sum(tiles)]] * np.ones(HIDDEN), np.float32)
+    return np.full((ROWS, HIDDEN), sum(tiles), np.float32)
 
 
 def answered(workers: list[Worker], number: int = 1) -> None:
     for worker in workers:
         for work in worker.take(number):
-            worker.answer(work, float(tile_of(work)))
+            worker.answer(work, float(work.tile))
 
 
 def test_no_slot_is_written_again_before_the_gpu_has_read_it(pool, gpu) -> None:
     device, runtime = gpu
     workers = pool.start(3)
-    assert pool.exchange.stats()["read_by_gpu"] == 3
+    assert pool.carrier.stats()["read_by_gpu"] == 3
     found: list[tuple[Tensor, Any]] = []
     for turn in range(40):
         tiles = [turn, 100 * turn, 10000 * turn]
@@ -92,13 +87,11 @@ def test_no_slot_is_written_again_before_the_gpu_has_read_it(pool, gpu) -> None:
     device.wait(device.fence())
     for y, tiles in found:
         np.testing.assert_array_equal(y.numpy(), expected(*tiles))
-    carried = pool.exchange.stats()
-    assert carried["over_zmq"] == 3  # the warm-ups, of workers that had not mapped their rings
     assert runtime.calls["cudaHostRegister"] == 3
 
 
 def test_a_worker_exits_over_a_part_and_another_computes_it(pool, gpu) -> None:
-    """Before its answer, behind it, and with it read but not added: the sum is right, no ring is unmapped
+    """Before its answer, behind it, and with it read but not added: the sum is right, no lane is unmapped
     while it is read, and all are given back."""
     device, runtime = gpu
     workers = pool.start(3)
@@ -111,23 +104,23 @@ def test_a_worker_exits_over_a_part_and_another_computes_it(pool, gpu) -> None:
         if turn % 3:
             workers[1].answer(works[1], tiles[1])
         if turn % 3 == 2:
-            pool.update_until(lambda ticket=ticket: len(ticket.partials) == 1)
+            pool.update_until(lambda ticket=ticket: len(ticket.answers) == 1)
         workers[1].exit(works[1] if turn % 3 == 0 else None)
         workers[0].answer(works[0], tiles[0])
         workers[2].answer(works[2], tiles[2])
         pool.update_until(lambda: 1 not in pool.pool._running)
-        pool.update_until(lambda ticket=ticket: len(ticket.partials) >= 2)
+        pool.update_until(lambda ticket=ticket: len(ticket.answers) >= 2)
         answered([worker for worker in workers[::2] if pool.pool._running[worker.index].orders])
         runtime.launch(lambda: time.sleep(0.05))  # the GPU is busy while the next worker starts
         found.append((ticket.result_on(device), tiles))
         workers[1] = pool.worker(1, next(incarnations))
         workers[1].warm_up()
-        assert pool.exchange.stats()["read_by_gpu"] == 3
+        assert pool.carrier.stats()["read_by_gpu"] == 3
         assert len(runtime.registered) <= 4
     device.wait(device.fence())
     for y, tiles in found:
         np.testing.assert_array_equal(y.numpy(), expected(*tiles))
-    pool.exchange.close()
+    pool.carrier.close()
     assert not runtime.registered
 
 
@@ -138,28 +131,23 @@ def test_shares_that_are_dropped_give_their_slots_back(pool, gpu) -> None:
         ticket = submit(pool, 1, 2)
         (work, _), _ = [worker.take()[0] for worker in workers], None
         workers[0].answer(work, 1.0)
-        pool.update_until(lambda ticket=ticket: len(ticket.partials) == 1)
+        pool.update_until(lambda ticket=ticket: len(ticket.answers) == 1)
         ticket.abandon()
         if turn % 2:
             ticket.abandon()  # twice is as good as once
-        assert workers[1].ring is not None
-        workers[1].ring.skip(workers[1]._slots.popitem()[1])
+        assert workers[1].lane is not None
+        workers[1].lane.skip(workers[1]._slots.popitem()[1])
         pool.update_for(0.01)
-    before = pool.exchange.stats()
     ticket = submit(pool, 3, 4)
     answered(workers)
     y = ticket.result_on(device)
     device.wait(device.fence())
-    np.testing.assert_array_equal(y.numpy()[1], [3.0] * HIDDEN)
-    assert pool.exchange.stats()["over_zmq"] == before["over_zmq"]
+    np.testing.assert_array_equal(y.numpy(), expected(3, 4))
 
 
-def test_wide_works_and_sums_for_the_host_are_added_on_the_host(pool, gpu) -> None:
+def test_sums_for_the_host_are_added_on_the_host(pool, gpu) -> None:
     device, runtime = gpu
     workers = pool.start(2)
-    ticket = submit(pool, 3, 4, rows=9)  # more rows than a ring has
-    answered(workers)
-    assert ticket.result_on(device)[0].tolist() == [7.0] * HIDDEN
     ticket = submit(pool, 3, 4)
     answered(workers)
     np.testing.assert_array_equal(ticket.result(), expected(3, 4))
@@ -178,19 +166,19 @@ def test_where_memory_cannot_be_shared_the_host_adds(pool, gpu, call, caplog) ->
     ticket = submit(pool, 3, 4)
     answered(workers)
     np.testing.assert_array_equal(ticket.result_on(device).numpy(), expected(3, 4))
-    assert pool.exchange.stats()["read_by_gpu"] == 0
+    assert pool.carrier.stats()["read_by_gpu"] == 0
     assert caplog.text.count(f"answers are added on the host: the GPU cannot read them: {call}") == 1
     assert not runtime.registered
 
 
-def test_rings_of_exited_workers_are_not_kept(pool, gpu) -> None:
+def test_lanes_of_exited_workers_are_not_kept(pool, gpu) -> None:
     pool.start(1)
-    ring = weakref.ref(pool.exchange._rings[0])
+    lane = weakref.ref(pool.carrier._lanes[0])
     pool.running[0].exit()
     pool.update_for(0.02)
     pool.worker(0, 1).warm_up()
     pool.update_for(0.02)
-    assert ring() is None
+    assert lane() is None
     assert len(gpu[1].registered) == 1
 
 

@@ -33,6 +33,7 @@ class Harness:
 
     def __init__(self, engine, budget: int = 2 * CONTEXT, context: int = CONTEXT, slots: int = 3) -> None:
         self.sent: list[tuple[bytes, object]] = []
+        self.batches: list[int] = []  # messages that were sent together
         self.slow: set[bytes] = set()
         spec, device = engine.backbone.spec, engine.device.torch_device
         self.scheduler = Scheduler(
@@ -43,9 +44,13 @@ class Harness:
             ),
             max_sequences=slots,
             chunk=8,
-            send=lambda client, message: self.sent.append((client, message)),
+            send=self._send,
             congested=self.slow.__contains__,
         )
+
+    def _send(self, messages: list[tuple[bytes, object]]) -> None:
+        self.batches.append(len(messages))
+        self.sent += messages
 
     def to(self, client: bytes, kind: type) -> list:
         return [m for c, m in self.sent if c == client and isinstance(m, kind)]
@@ -70,6 +75,9 @@ class Harness:
                 return
             self.scheduler.round()
         raise AssertionError("still not idle")
+
+    def answered(self, request: int) -> list[Token]:
+        return [m for m in self.to(b"c", Token) if m.request == request]
 
     def answer(self, request: int, client: bytes = b"c") -> tuple[list[Token], Done]:
         """A request's Token messages, in order and each once, and its only Done."""
@@ -100,6 +108,20 @@ def harness(engine) -> Iterator[Harness]:
 def ask(request: int, prompt: int, count: int, conversation: str | None = None) -> Generate:
     ids = tuple(range(3, 3 + prompt))
     return Generate(request, token_ids=ids, max_tokens=count, ignore_eos=True, conversation=conversation)
+
+
+def test_all_tokens_of_a_step_are_sent_together(harness) -> None:
+    """And the Dones of those that end with it."""
+    for request in range(3):
+        harness.scheduler.enqueue(b"c", ask(request, 4, 9))
+    while not all(harness.answered(request) for request in range(3)):
+        harness.scheduler.round()
+    harness.batches.clear()
+    ended = len(harness.to(b"c", Done))
+    harness.scheduler.round()
+    assert harness.batches == [3 + len(harness.to(b"c", Done)) - ended]
+    harness.finish()
+    assert len(harness.to(b"c", Done)) == 3
 
 
 def test_congested_client_pauses_and_delays_no_other(harness) -> None:

@@ -12,7 +12,6 @@ import torch
 from thread_engine import decode, engine_in_threads, prefilled
 
 from pipeline.backbone.kv_cache import KVCache
-from pipeline.device.partial_sums import Part
 from pipeline.engine.engine import Engine
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
@@ -60,9 +59,9 @@ def timed(running, monkeypatch) -> list[float]:
     seconds = [1e-3]
     parts, copied = type(engine.pool).parts, engine.memory.copied
 
-    def of_workers(pool, ticket) -> list[Part]:
+    def of_workers(pool, ticket) -> list[np.ndarray]:
         found = parts(pool, ticket)
-        ticket.busy = seconds[0] * len(ticket.shards)  # as the slowest worker reports it
+        ticket.busy = seconds[0] * len(ticket.orders)  # as the slowest worker reports it
         return found
 
     monkeypatch.setattr(type(engine.pool), "parts", of_workers)

@@ -25,16 +25,18 @@ from pipeline.checkpoint.open import open_model
 from pipeline.coordinator_config import WorkerCores
 from pipeline.device import Device
 from pipeline.engine.engine import Engine
+from pipeline.experts.carriers import ArenaCarrier, SocketCarrier
 from pipeline.experts.channel_share import ChannelMemory
+from pipeline.experts.compiled_division import divider
 from pipeline.experts.device_share import DeviceMemory, Slab
-from pipeline.experts.ring_exchange import RingExchange
-from pipeline.experts.worker_pool import WorkerPool
+from pipeline.experts.division import largest
+from pipeline.experts.pool import HostPool
 from pipeline.models.registry import expert_shape, model_spec
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import ModelShape, Plan, Policy, PolicyRequest, Routing, View
 from protocol.messages import Shutdown
+from shm.lane import LaneShape
 from shm.layout import format_named
-from shm.slot import SlotShape
 from shm.store import Store
 from workers.copiers import TileCopy
 from workers.expert_worker import serve
@@ -53,10 +55,10 @@ def engine_in_threads(
     store: Store | None = None,
     staging: int = 4,
     device: Device | None = None,
-    rings: int = 0,
+    arena: bool = False,
 ) -> Iterator[tuple[Engine, FailingPrefetcher]]:
     """With a DeviceMemory for `capacity` tiles, of a store's experts or of random ones, of 24 tiles in
-    all. `rings`: Work of up to so many rows goes through shared memory."""
+    all. `arena`: Work goes through shared memory."""
     torch_threads = torch.get_num_threads()  # which the worker, being a thread, sets for all of us
     source = open_model(model)
     with ExitStack() as stack:
@@ -77,12 +79,16 @@ def engine_in_threads(
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        hidden, exchange = store.layout.shape.hidden, socket
-        if rings:
-            prefix, shape = f"/tandem-tests{os.getpid()}-engine-", SlotShape.for_rows(rings, hidden)
-            exchange = RingExchange(socket, doorbells(), prefix, shape, device=parts.device)
-            stack.callback(exchange.close)
-        pool = WorkerPool(exchange, control, WorkerCores.equal(1), hidden)
+        shape, cores = store.layout.shape, WorkerCores.equal(1)
+        carrier: ArenaCarrier | SocketCarrier = SocketCarrier(socket, shape.hidden)
+        if arena:
+            most = largest(cores, shape.experts, shape.tiles, CONTEXT, 2)
+            lanes = LaneShape(shape.hidden, (4, most), (CONTEXT, most))
+            prefix = f"/tandem-tests{os.getpid()}-arena-"
+            carrier = ArenaCarrier(socket, doorbells(), prefix, lanes, parts.device)
+            stack.callback(carrier.close)
+        division = divider(cores, shape.experts, shape.tiles)
+        pool = HostPool(division, cores, None, socket, carrier, control)
         pool.wait_ready(LIMIT)
         backbone = Backbone(source, model_spec(source.config), Precision("f32", parts.device), CONTEXT)
         try:

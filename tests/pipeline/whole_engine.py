@@ -20,7 +20,7 @@ from pipeline.config import ResolvedConfig
 from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.experts.peers import ExitEvents
 from pipeline.models.registry import expert_shape
-from pipeline.serving.engine_inbox import EngineEvent, EngineInbox, EngineMessage, ToClient
+from pipeline.serving.engine_inbox import EngineEvent, EngineInbox, EngineMessage, ToClients
 from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.engine_service import EngineService
 from pipeline.serving.policy_switch import PolicySwitch
@@ -144,9 +144,13 @@ class WholeEngine:
         assert tokenizer is not None
         return with_ids(message, encoded(tokenizer, asked))
 
+    def to_clients(self) -> list[tuple[bytes, Any]]:
+        """The clients' messages so far."""
+        return [pair for event in self.events if isinstance(event, ToClients) for pair in event.messages]
+
     def sent(self, client: bytes = b"c") -> list[Any]:
         """The messages to a client so far."""
-        return [e.message for e in self.events if isinstance(e, ToClient) and e.client == client]
+        return [message for to, message in self.to_clients() if to == client]
 
     def prefill(self) -> None:
         """One step of two tokens."""

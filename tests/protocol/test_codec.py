@@ -36,13 +36,7 @@ from protocol.messages import (
 
 def decode_size_work(hidden=256):
     return Work(
-        seq=9,
-        layer=3,
-        items=np.arange(24, dtype=np.int32).reshape(8, 3),
-        offsets=np.arange(9, dtype=np.int32),
-        rows=np.zeros(8, np.int32),
-        weights=np.full(8, 0.125, np.float32),
-        x=np.linspace(-1, 1, hidden, dtype=np.float32).reshape(1, hidden),
+        np.arange(65, dtype=np.int32), np.linspace(-1, 1, hidden, dtype=np.float32).reshape(1, hidden)
     )
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from protocol.messages import Work
+from shm.descriptor import Descriptor, describe
 from shm.layout import ExpertShape, StoreLayout, format_named
-from shm.slot import OwnSlot
 from workers.kernels.geometry import Geometry
 from workers.kernels.native import Library, WorkKernel
 
@@ -22,18 +21,15 @@ LAYOUT = StoreLayout(ExpertShape(1, 2, 64, 128, 128), format_named("int4"))
 PAGE = mmap.PAGESIZE
 
 
-def work_of(expert: int) -> Work:
+def work_of(expert: int) -> Descriptor:
     """One row through all of an expert."""
-    return Work(
-        1, 0, np.array([[expert, 0, 1]], np.int32), np.array([0, 1], np.int32), np.zeros(1, np.int32),
-        np.ones(1, np.float32), np.linspace(-1, 1, 64, dtype=np.float32)[None],
-    )  # fmt: skip
+    return describe(0, [(expert, 0, 1)], [0, 1], [0], [1.0], 1)
 
 
 def computed(works: WorkKernel, expert: int) -> np.ndarray:
-    slot = OwnSlot(64).put(work_of(expert))
-    works.compute(slot)
-    return slot.y()
+    y = np.empty((1, 64), np.float32)
+    works.compute(work_of(expert), np.linspace(-1, 1, 64, dtype=np.float32)[None], y)
+    return y
 
 
 def run(library: Library, path: Path) -> None:

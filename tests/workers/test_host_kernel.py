@@ -11,13 +11,14 @@ import pytest
 import torch
 from child_harness import SHAPE, small_store, surroundings
 from kernel_runs import bits, kernel_of, reference
-from msgspec.structs import replace
 from numpy.typing import NDArray
 from test_masked_kernels import made
+from work_cases import Case
 
 from pipeline.device import open_device
-from protocol.messages import Partial, Work
+from protocol.messages import Partial
 from shm.control import ControlLine, ControlSegment
+from shm.descriptor import SHARE, THRESHOLD
 from shm.floe import FLOE_FORMATS
 from shm.layout import DENSE, BlockFormat, ExpertShape, Float32, StoreLayout, format_named
 from shm.mask import DENSE as DENSE_MASK
@@ -103,7 +104,7 @@ def test_progress_is_counted_by_tiles(name: str) -> None:
                 np.array([0, rows], np.int32),
                 line.ticks,
             )
-            found = kernel.compute_work(Work(1, 0, items, ends, every, weights, x), store).y
+            found, _ = Case(0, items, ends, every, weights, x).computed_on(kernel, store)
             assert line.ticks == before + TILES - 1
             part = kernel.compute(tiles[size:], Activations(x), every) * weights[:, None]
             np.testing.assert_array_equal(found, np.concatenate((np.zeros_like(x[:1]), part)))
@@ -132,29 +133,33 @@ def test_works_that_leave_channels_out_are_the_same_in_c_and_in_torch(
     )
     rows, weights = np.array([0, 2, 4, 1, 2], np.int32), np.linspace(-1, 2, 5, dtype=np.float32)
     items, ends = np.array([[0, 0, TILES], [1, 1, 2]], np.int32), np.array([0, 3, 5], np.int32)
-    work = Work(1, 0, items, ends, rows, weights, expert.x, mask.threshold, mask.share)
+    work = Case(0, items, ends, rows, weights, expert.x, mask)
     native = HostKernel(layout)
     assert native.native
-    in_c = native.compute_work(work, store)
+    in_c, left_in_c = work.computed_on(native, store)
     monkeypatch.setattr("workers.kernels.host.chosen", lambda kernels: None)
     line = cast(
         ControlLine, SimpleNamespace(address=None, tick=lambda: setattr(tick, "ticks", tick.ticks + 1))
     )
     kernel = HostKernel(layout, line=line)
     assert not kernel.native
-    in_torch = kernel.compute_work(work, store)
+    in_torch, left_in_torch = work.computed_on(kernel, store)
     assert tick.ticks == TILES + 1
-    np.testing.assert_allclose(in_c.y, in_torch.y, rtol=1e-3, atol=2e-3)
-    assert (in_c.kept, in_c.channels) == (in_torch.kept, in_torch.channels)
-    assert in_c.channels == 32 * (TILES + 1)
-    assert (in_c.mass, in_c.left) == pytest.approx((in_torch.mass, in_torch.left), rel=1e-4)
+    np.testing.assert_allclose(in_c, in_torch, rtol=1e-3, atol=2e-3)
+    assert (left_in_c.kept, left_in_c.channels) == (left_in_torch.kept, left_in_torch.channels)
+    assert left_in_c.channels == 32 * (TILES + 1)
+    assert (left_in_c.mass, left_in_c.left) == pytest.approx(
+        (left_in_torch.mass, left_in_torch.left), rel=1e-4
+    )
     if mask.threshold == 1e6:
-        assert in_c.left == in_c.mass > 0
-        assert not in_c.y.any()
-    for wrong in (replace(work, share=2.0), replace(work, threshold=-1.0)):
+        assert left_in_c.left == left_in_c.mass > 0
+        assert not in_c.any()
+    for place, number in ((SHARE, 2.0), (THRESHOLD, -1.0)):
+        wrong = work.descriptor
+        wrong.view(np.float32)[place] = number
         for each in (native, kernel):
             with pytest.raises(IndexError, match="mask"):
-                each.compute_work(wrong, store)
+                each.compute_work(wrong, work.x, store, np.empty_like(work.x))
 
 
 @pytest.mark.parametrize("name", [name for name, f in DENSE.items() if isinstance(f, BlockFormat)])
@@ -202,9 +207,8 @@ def test_a_worker_and_the_device_cpu_give_the_same_bits(name: str) -> None:
         for expert, rows in enumerate((1, FEW, 9, 40)):
             x = np.random.default_rng(rows).standard_normal((rows, SHAPE.hidden)).astype(np.float32)
             every = np.arange(rows, dtype=np.int32)
-            items = np.array([[expert, 0, store.layout.shape.tiles]], np.int32)
-            ends = np.array([0, rows], np.int32)
-            place.send(worker, Work(rows, 1, items, ends, every, np.ones(rows, np.float32), x))
+            item = [(expert, 0, store.layout.shape.tiles)], [0, rows], every, np.ones(rows)
+            place.send(worker, Case(1, *item, x, seq=rows).message(worker.incarnation))
             tiles = torch.from_numpy(store.tiles(1, expert, 0, store.layout.shape.tiles).copy())
             here = kernel.compute(tiles, kernel.activations(device.from_host(x)), torch.arange(rows))
             np.testing.assert_array_equal(bits(place.expect(Partial).y), bits(here.numpy()))

@@ -11,13 +11,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from kernel_runs import bits, kernel_of, quick, seeds
-from msgspec import structs
+from work_cases import Case
 
-from protocol.messages import Work
+from shm.descriptor import SHARE, THRESHOLD
 from shm.floe import FLOE_FORMATS, FloeFormat
 from shm.layout import Bytes, ExpertShape, Float32, StoreLayout, format_named
 from shm.mask import DENSE, Mask, Tally
-from shm.slot import OwnSlot
 from workers.kernels.channels import ChannelKernel
 from workers.kernels.native import Library
 from workers.kernels.reference_channels import ReferenceChannels
@@ -68,22 +67,19 @@ def made(name: str, hidden: int, tile: int, tiles: int, rows: int, seed: int, ex
     return expert
 
 
-def work_of(expert: Expert, mask: Mask, rows: list[int] | None = None) -> Work:
+def work_of(expert: Expert, mask: Mask, rows: list[int] | None = None) -> Case:
     """All tiles of expert 0, for these rows."""
     chosen = np.array(range(len(expert.x)) if rows is None else rows, np.int32)
     items = np.array([[0, 0, expert.layout.shape.tiles]], np.int32)
     weights = np.ones(len(chosen), np.float32)
     offsets = np.array([0, len(chosen)], np.int32)
-    return Work(1, 0, items, offsets, chosen, weights, expert.x, mask.threshold, mask.share)
+    return Case(0, items, offsets, chosen, weights, expert.x, mask)
 
 
-def run(library: Library, expert: Expert, work: Work, threads: int = 1) -> tuple[Float32, Tally]:
+def run(library: Library, expert: Expert, work: Case, threads: int = 1) -> tuple[Float32, Tally]:
     team = library.team(threads)
     try:
-        slot = OwnSlot(expert.layout.shape.hidden).put(work)
-        slot.y()[:] = np.nan
-        kernel_of(library, expert.layout, team).works(expert.data, expert.layout).compute(slot)
-        return slot.y().copy(), slot.tally
+        return work.computed(kernel_of(library, expert.layout, team).works(expert.data, expert.layout))
     finally:
         if team is not None:
             team.close()
@@ -273,15 +269,13 @@ def test_channels_that_no_row_keeps_are_not_read(library: Library, name: str) ->
 def test_what_is_no_mask_is_refused(library: Library) -> None:
     expert = made("floe-int4", 64, 16, 1, 1, 0)
     good = work_of(expert, DENSE)
-    for wrong in (
-        {"threshold": -1.0},
-        {"threshold": np.nan},
-        {"threshold": np.inf},
-        {"share": 1.5},
-        {"share": np.nan},
-    ):
+    works = kernel_of(library, expert.layout).works(expert.data, expert.layout)
+    wrong = [(THRESHOLD, number) for number in (-1.0, np.nan, np.inf)] + [(SHARE, 1.5), (SHARE, np.nan)]
+    for place, number in wrong:
+        descriptor = good.descriptor
+        descriptor.view(np.float32)[place] = number
         with pytest.raises(IndexError, match="no mask at all"):
-            run(library, expert, structs.replace(good, **wrong))
+            works.compute(descriptor, expert.x, np.empty_like(expert.x))
 
 
 def test_not_a_number_is_kept_and_counts_for_nothing(library: Library) -> None:

@@ -3,6 +3,7 @@ numbers that would read or write outside the arrays, which are refused."""
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 
 import numpy as np
@@ -10,20 +11,16 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from kernel_runs import kernel_of
-from msgspec import structs
+from work_cases import Case
 
-from protocol.messages import Work
+from shm.descriptor import ITEMS, ROWS, X_ROWS, head_of, numbers, parts_of
 from shm.layout import ExpertShape, StoreLayout, format_named
-from shm.slot import ITEMS, ROWS, X_ROWS, OwnSlot
 from workers.kernels.host import fault_of
 from workers.kernels.native import WorkKernel, best
 
 
-def computed(works: WorkKernel, work: Work) -> np.ndarray:
-    slot = OwnSlot(work.x.shape[1]).put(work)
-    slot.y()[:] = np.nan  # of a Work before
-    works.compute(slot)
-    return slot.y()
+def computed(works: WorkKernel, work: Case) -> np.ndarray:
+    return work.computed(works)[0]
 
 
 TICK = np.zeros(1, np.uint64)
@@ -89,7 +86,7 @@ def test_work_has_the_same_bits_as_tile_by_tile(library, threads, name, work) ->
     TICK[0] = 0
     try:
         works = kernel_of(library, layout, team).works(layer, layout, TICK.ctypes.data)
-        found = computed(works, Work(1, 0, items, offsets, rows, weights, x))
+        found = computed(works, Case(0, items, offsets, rows, weights, x))
     finally:
         if team is not None:
             team.close()
@@ -99,30 +96,32 @@ def test_work_has_the_same_bits_as_tile_by_tile(library, threads, name, work) ->
 
 LEAST, MOST = -(2**31), 2**31 - 1
 LIMITED = StoreLayout(ExpertShape(1, 3, 64, 3 * 32, 32), format_named("bf16"))  # whole pages, without padding
-numbers = st.integers(-1, 4) | st.sampled_from([LEAST, MOST, MOST - 1, 2**30])
+wild_numbers = st.integers(-1, 4) | st.sampled_from([LEAST, MOST, MOST - 1, 2**30])
 
 
 @st.composite
-def wild_works(draw: st.DrawFn) -> Work:
+def wild_works(draw: st.DrawFn) -> Case:
     """Arrays that fit each other, with some numbers that do not."""
     number, length = draw(st.integers(0, 3)), draw(st.integers(0, 6))
-    items = draw(st.lists(st.tuples(numbers, numbers, numbers), min_size=number, max_size=number))
+    items = draw(
+        st.lists(st.tuples(wild_numbers, wild_numbers, wild_numbers), min_size=number, max_size=number)
+    )
     items = [draw(st.sampled_from([item, (1, 0, 3)])) for item in items]
-    ends = draw(st.lists(st.integers(0, length) | numbers, min_size=number, max_size=number))
+    ends = draw(st.lists(st.integers(0, length) | wild_numbers, min_size=number, max_size=number))
     offsets = draw(st.sampled_from([[0, *ends], [0, *sorted(ends)]]))
     if number:
         offsets[-1] = draw(st.sampled_from([length, offsets[-1]]))
-    rows = draw(st.lists(numbers, min_size=length, max_size=length))
+    rows = draw(st.lists(wild_numbers, min_size=length, max_size=length))
     rows = draw(st.sampled_from([rows, [row % 3 for row in rows], sorted(rows)]))
     return work_of(items, offsets, rows)
 
 
-def work_of(items: list[tuple[int, int, int]], offsets: list[int], rows: list[int]) -> Work:
+def work_of(items: list[tuple[int, int, int]], offsets: list[int], rows: list[int]) -> Case:
     arrays = np.array(items, np.int32).reshape(-1, 3), np.array(offsets, np.int32), np.array(rows, np.int32)
-    return Work(1, 0, *arrays, np.ones(len(rows), np.float32), np.ones((3, 64), np.float32))
+    return Case(0, *arrays, np.ones(len(rows), np.float32), np.ones((3, 64), np.float32))
 
 
-def right(work: Work) -> bool:
+def right(work: Case) -> bool:
     """Whether everything that the Work names exists, and each item's rows ascend."""
     experts, tiles, ends = LIMITED.shape.experts, LIMITED.shape.tiles, work.offsets.tolist()
     return (
@@ -139,52 +138,99 @@ def right(work: Work) -> bool:
 @example(work_of([(0, 1, LEAST)], [0, 1], [0]))
 @example(work_of([(0, LEAST, 1), (0, 0, 1)], [0, 1, 2], [0, 1]))
 @example(work_of([(0, 0, 1)], [0, MOST], [0]))
-def test_wrong_numbers_are_refused_by_c_and_for_torch(work: Work) -> None:
+def test_wrong_numbers_are_refused_by_c_and_for_torch(work: Case) -> None:
     library = best()
     if library is None:
         pytest.skip("no C kernels were compiled")
     works = kernel_of(library, LIMITED).works(np.zeros(LIMITED.total_bytes, np.uint8), LIMITED)
     if right(work):
-        assert fault_of(work, LIMITED) is None
+        assert fault_of(parts_of(work.descriptor), LIMITED) is None
         assert not computed(works, work).any()
     else:
-        assert fault_of(work, LIMITED) is not None
+        assert fault_of(parts_of(work.descriptor), LIMITED) is not None
         with pytest.raises(IndexError):
             computed(works, work)
 
 
 @pytest.mark.parametrize("layer", [-1, 1, 1 << 40])
 def test_layers_outside_the_store_are_refused(library, layer: int) -> None:
-    work = structs.replace(work_of([(0, 0, 1)], [0, 1], [0]), layer=layer)
+    work = dataclasses.replace(work_of([(0, 0, 1)], [0, 1], [0]), layer=layer)
     works = kernel_of(library, LIMITED).works(np.zeros(LIMITED.total_bytes, np.uint8), LIMITED)
-    assert fault_of(work, LIMITED) is not None
+    assert fault_of(parts_of(work.descriptor), LIMITED) is not None
     with pytest.raises(IndexError, match="no such layer"):
         computed(works, work)
 
 
 @pytest.mark.parametrize("number", [ITEMS, ROWS, X_ROWS])
-@pytest.mark.parametrize("size", [-1, 1 << 10, 1 << 62, (1 << 63) - 1, -(1 << 63)])
-def test_sizes_beyond_a_slot_are_refused(library, number: int, size: int) -> None:
-    slot = OwnSlot(64).put(work_of([(0, 0, 1)], [0, 1], [0]))
-    slot.head[number] = size
+@pytest.mark.parametrize("size", [-1, 4, 1 << 10, 1 << 62, (1 << 63) - 1, -(1 << 63)])
+def test_sizes_beyond_the_memory_are_refused(library, number: int, size: int) -> None:
+    work = work_of([(0, 0, 1)], [0, 1], [0])
+    descriptor, y = work.descriptor, np.empty_like(work.x)
+    head_of(descriptor)[number] = size
     works = kernel_of(library, LIMITED).works(np.zeros(LIMITED.total_bytes, np.uint8), LIMITED)
     with pytest.raises(IndexError, match="larger than their memory"):
-        works.compute(slot)
-    with pytest.raises(IndexError, match="larger than their memory"):
-        slot.read()  # for torch
+        works.compute(descriptor, work.x, y)
+    if number != X_ROWS or size < 0:
+        with pytest.raises(IndexError, match="larger than their memory"):
+            parts_of(descriptor)  # for torch
 
 
-def test_arrays_of_a_work_that_do_not_fit_each_other_are_refused() -> None:
-    good, slot = work_of([(0, 0, 1)], [0, 1], [0]), OwnSlot(64)
-    for wrong in (
-        {"items": good.items[:, :2]},
-        {"items": np.repeat(good.items, 2, axis=0)},
-        {"offsets": good.offsets[:1]},
-        {"weights": good.weights[:0]},
-        {"x": good.x[:, :63]},
-    ):
-        with pytest.raises(ValueError, match=r"do not fit each other|instead of 64"):
-            slot.put(structs.replace(good, **wrong))
+def test_every_truncated_descriptor_is_refused(library) -> None:
+    """And one that is too long is not: a lane's has all its room."""
+    work = work_of([(0, 0, 1), (1, 1, 3)], [0, 1, 2], [0, 2])
+    works = kernel_of(library, LIMITED).works(np.zeros(LIMITED.total_bytes, np.uint8), LIMITED)
+    whole, y = work.descriptor, np.empty_like(work.x)
+    assert len(whole) == numbers(2, 2)
+    for length in range(len(whole)):
+        with pytest.raises(IndexError, match="larger than their memory"):
+            works.compute(whole[:length].copy(), work.x, y)
+        with pytest.raises(IndexError, match="larger than their memory"):
+            parts_of(whole[:length])
+    works.compute(np.append(whole, np.int32(7)), work.x, y)
+
+
+def test_short_x_and_y_and_other_generations_are_refused(library) -> None:
+    work = work_of([(0, 0, 1)], [0, 1], [0])
+    tiles = np.zeros(LIMITED.total_bytes, np.uint8)
+    works = kernel_of(library, LIMITED).works(tiles, LIMITED)
+    for x, y in ((work.x[:2], work.x.copy()), (work.x, work.x[:2].copy())):
+        with pytest.raises(IndexError, match="larger than their memory"):
+            works.compute(work.descriptor, x, y)
+    third = kernel_of(library, LIMITED).works(tiles, LIMITED, generation=3)
+    with pytest.raises(IndexError, match="another generation"):
+        computed(third, work)
+    assert not third.compute(work.message(3).descriptor, work.x, work.x.copy()).channels
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    changes=st.lists(
+        st.tuples(st.integers(0, 30), st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 9)), max_size=4
+    )
+)
+def test_any_bytes_are_computed_or_refused(changes: list[tuple[int, int]]) -> None:
+    """Whatever numbers a descriptor has, C computes what Python would or refuses it, and goes on."""
+    library = best()
+    if library is None:
+        pytest.skip("no C kernels were compiled")
+    works = kernel_of(library, LIMITED).works(np.zeros(LIMITED.total_bytes, np.uint8), LIMITED)
+    work = work_of([(0, 0, 1), (1, 1, 3)], [0, 1, 2], [0, 2])
+    descriptor, y = work.descriptor, np.full_like(work.x, 7)
+    for place, number in changes:
+        descriptor[place % len(descriptor)] = number
+    try:
+        parts = parts_of(descriptor)
+        fault = "a size" if parts.x_rows > len(y) else fault_of(parts, LIMITED)
+        fault = fault or ("a generation" if parts.generation else None)
+    except IndexError as e:
+        fault = str(e)
+    if fault is None:
+        works.compute(descriptor, work.x, y)
+        assert (y[: parts.x_rows] != 7).all()
+    else:
+        with pytest.raises(IndexError):
+            works.compute(descriptor, work.x, y)
+        assert (y == 7).all()
 
 
 def test_tiles_that_are_no_whole_store_are_refused(library) -> None:

@@ -19,6 +19,7 @@ FAULTS = {
     8: "an item's rows are not ascending",
     9: "a crash while it was computed",
     10: "a mask that its format does not have, or no mask at all",
+    11: "a Work of another generation",
 }
 SMALL_BUFFERS = 4
 
@@ -64,13 +65,22 @@ class Host(ctypes.Structure):
         ("weights", Weights),
         ("tiles_data", POINTER),
         ("heads_data", POINTER),
-        *((name, SIZE) for name in ("layers", "experts", "tiles")),
+        *((name, SIZE) for name in ("generation", "layers", "experts", "tiles")),
         *(
             (name, SIZE)
             for name in ("layer_bytes", "expert_bytes", "tile_bytes", "head_stride", "head_bytes")
         ),
         *((name, POINTER) for name in ("ticks", "memory")),
         *((name, SIZE) for name in ("memory_bytes", "needed")),
+    )
+
+
+class TallyNumbers(ctypes.Structure):
+    _fields_ = (
+        ("mass", ctypes.c_double),
+        ("left", ctypes.c_double),
+        ("kept", SIZE),
+        ("channels", SIZE),
     )
 
 

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.messages import Partial, Work
 from shm.blocks import BlockFormat
 from shm.control import ControlLine
+from shm.descriptor import Descriptor, Parts, parts_of
 from shm.floe import FloeFormat
 from shm.formats import BF16, Bytes, Float32
 from shm.layout import StoreLayout
 from shm.mask import NOTHING, Mask, Tally, is_mask
-from shm.slot import OwnSlot, Slot
 from shm.store import Store
 from workers.kernels.choice import DEFAULT, Choice
 from workers.kernels.geometry import Geometry, Quantized
@@ -42,9 +41,9 @@ class Activations:
         self.reference: Tensor | None = None
 
 
-def fault_of(work: Work, layout: StoreLayout) -> str | None:
-    """Which number of a Work in a slot is wrong, or None: what C checks of the Works that it computes."""
-    offsets, shape, mask = work.offsets.tolist(), layout.shape, (work.threshold, work.share)
+def fault_of(work: Parts, layout: StoreLayout) -> str | None:
+    """Which number of a Work is wrong, or None: what C checks of the Works that it computes."""
+    offsets, shape, mask = work.offsets.tolist(), layout.shape, work.mask
     if not (is_mask(*mask) if isinstance(layout.format, FloeFormat) else mask == (0, 1)):
         return "a mask that its format does not have, or no mask at all"
     if not 0 <= work.layer < shape.layers:
@@ -57,7 +56,7 @@ def fault_of(work: Work, layout: StoreLayout) -> str | None:
         if start > end:
             return "offsets that do not fit the rows"
         rows = work.rows[start:end]
-        if len(rows) and not (rows[0] >= 0 and rows[-1] < len(work.x)):
+        if len(rows) and not (rows[0] >= 0 and rows[-1] < work.x_rows):
             return "a row outside x"
         if len(rows) > 1 and not (rows[1:] > rows[:-1]).all():  # a difference of two could wrap
             return "an item's rows are not ascending"
@@ -74,17 +73,18 @@ class HostKernel:
         line: ControlLine | None = None,
         kernels: Choice = DEFAULT,
         guarded: bool = False,
+        generation: int = 0,
     ) -> None:
         """`team`: the threads that compute; None: the caller alone. `line`: ticked for each tile. `kernels`:
         the same in all processes of an engine. `guarded`, without a team: a Work that crashes in C,
-        because its tiles cannot be read for example, raises IndexError, and the process goes on."""
+        because its tiles cannot be read for example, raises IndexError, and the process goes on.
+        `generation`: of the process, which refuses Works of another."""
         self._layout = layout
         self._line = line
         self._ticks = None if line is None else line.address
         self._native: Kernel | None = None
         self._works: WorkKernel | None = None  # of the store of the last Work
-        self._own = OwnSlot(layout.shape.hidden)
-        self._guarded = guarded
+        self._guarded, self._generation = guarded, generation
         library = chosen(kernels)
         if library is not None and isinstance(layout.format, BlockFormat | FloeFormat | BF16):
             shape = layout.shape
@@ -102,43 +102,42 @@ class HostKernel:
         if self._native is None:
             import workers.kernels.reference  # noqa: F401
 
-    def compute_work(self, work: Work, store: Store) -> Partial:
-        """The answer to a Work, of incarnation 0. Raises as `compute_slot` does, and ValueError where the
-        Work's arrays do not fit each other."""
-        slot = self._own.put(work)
-        self.compute_slot(slot, store)
-        return slot.partial(0)
-
-    def compute_slot(self, slot: Slot, store: Store) -> None:
-        """Write y and tally of the Work in a slot: in one call where C computes all. Raises IndexError where
-        a number of the Work is wrong, MemoryError."""
+    def compute_work(self, descriptor: Descriptor, x: Float32, store: Store, y: Float32) -> Tally:
+        """Write the answer to a Work into y, which has the descriptor's rows or more, like x; what its mask
+        left out. One call where C computes all. Raises IndexError where a number of the descriptor is wrong,
+        MemoryError."""
         if self._native is None:
-            slot.y()[:], slot.tally = self._compute_items(slot.read(), store)
-            return
+            return self._compute_items(descriptor, x, store, y)
         tiles, works = store.all_tiles(), self._works
         if works is None or works.tiles is not tiles:
-            self._works = works = self._native.works(tiles, self._layout, self._ticks, self._guarded)
-        works.compute(slot)
+            how = self._ticks, self._guarded, self._generation
+            self._works = works = self._native.works(tiles, self._layout, *how)
+        return works.compute(descriptor, x, y)
 
-    def _compute_items(self, work: Work, store: Store) -> tuple[Float32, Tally]:
+    def _compute_items(self, descriptor: Descriptor, x: Float32, store: Store, y: Float32) -> Tally:
+        work = parts_of(descriptor)
+        if work.x_rows > min(len(x), len(y)):
+            raise IndexError("arrays larger than their memory")
         if (fault := fault_of(work, self._layout)) is not None:
             raise IndexError(fault)
-        offsets = work.offsets.tolist()
-        activations = Activations(work.x)
-        y, tallies = np.zeros(work.x.shape, np.float32), [NOTHING]
+        if work.generation != self._generation:
+            raise IndexError("a Work of another generation")
+        x, y, offsets = x[: work.x_rows], y[: work.x_rows], work.offsets.tolist()
+        activations, tallies = Activations(x), [NOTHING]
+        y[:] = 0
         for (expert, lo, hi), start, end in zip(work.items.tolist(), offsets, offsets[1:], strict=False):
             rows = work.rows[start:end]
             if isinstance(self._layout.format, FloeFormat):
-                part, tally = self._compute_masked(work, store, (expert, lo, hi), rows)
+                part, tally = self._compute_masked(work, x, store, (expert, lo, hi), rows)
                 tallies.append(tally)
             else:
                 part = self.compute(store.tiles(work.layer, expert, lo, hi), activations, rows)
             part *= work.weights[start:end, None]
             y[rows] += part  # an item names a row once
-        return y, Tally.of(tallies)
+        return Tally.of(tallies)
 
     def _compute_masked(
-        self, work: Work, store: Store, item: tuple[int, int, int], rows: NDArray[np.int32]
+        self, work: Parts, x: Float32, store: Store, item: tuple[int, int, int], rows: NDArray[np.int32]
     ) -> tuple[Float32, Tally]:
         """An item of a format whose gate and down lie by channel, in torch: float32 [len(rows), H]."""
         import torch
@@ -148,12 +147,12 @@ class HostKernel:
         expert, lo, hi = item
         reference, total, tallies = ReferenceChannels(self._layout), np.zeros((len(rows), 1), np.float32), []
         with torch.inference_mode():
-            x = reference.activations(torch.from_numpy(work.x))
+            inputs = reference.activations(torch.from_numpy(x))
             chosen = torch.from_numpy(rows.astype(np.int64))
             for tile in range(lo, hi):
                 place = work.layer, expert, tile, tile + 1
                 heads, body = (torch.from_numpy(part(*place)) for part in (store.heads, store.tiles))
-                y, tally = reference.compute(heads, body, x, chosen, Mask(work.threshold, work.share))
+                y, tally = reference.compute(heads, body, inputs, chosen, Mask(*work.mask))
                 total = total + y.numpy()
                 tallies.append(tally)
                 if self._line is not None:

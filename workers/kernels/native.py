@@ -20,10 +20,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shm.blocks import BlockFormat
+from shm.descriptor import Descriptor, address_of
 from shm.formats import Bytes, Float32
 from shm.layout import StoreLayout
-from shm.slot import Slot
-from workers.kernels.c_types import POINTER, SIZE, SMALL_BUFFERS, Activations, Host, checked, typed, weights
+from shm.mask import NOTHING, Tally
+from workers.kernels.c_types import (
+    POINTER,
+    SIZE,
+    SMALL_BUFFERS,
+    Activations,
+    Host,
+    TallyNumbers,
+    checked,
+    typed,
+    weights,
+)
 from workers.kernels.choice import DEFAULT, Choice, Prefetch
 from workers.kernels.geometry import BF16_BITS, Codes, Geometry, Quantized
 from workers.kernels.memory import LINE, Kept
@@ -34,7 +45,7 @@ VARIANTS = {  # best first
     "avx2": "AVX2",
     "portable": "portable C",
 }
-VERSION = 13  # of the functions in c/kernels.h
+VERSION = 14  # of the functions in c/kernels.h
 OTHER_VERSION = "compiled from another version: install again"
 
 log = logging.getLogger(__name__)
@@ -56,7 +67,7 @@ class Library:
         self._tiles = typed(functions.tandem_tiles, *tiles, result=checked)
         works = (functions.tandem_work, functions.tandem_guarded_work)
         self._work, self._guarded_work = (
-            typed(function, POINTER, POINTER, SIZE, SIZE, result=ctypes.c_int) for function in works
+            typed(function, *[POINTER] * 2, *[SIZE, POINTER] * 3, result=ctypes.c_int) for function in works
         )
         self._read = typed(functions.tandem_read, POINTER, POINTER, SIZE, SIZE, SIZE, result=ctypes.c_uint64)
         self._start_team = typed(functions.tandem_team_create, SIZE, result=POINTER)
@@ -171,12 +182,17 @@ class Kernel:
         return y
 
     def works(
-        self, tiles: Bytes, layout: StoreLayout, ticks: int | None = None, guarded: bool = False
+        self,
+        tiles: Bytes,
+        layout: StoreLayout,
+        ticks: int | None = None,
+        guarded: bool = False,
+        generation: int = 0,
     ) -> WorkKernel:
-        """For Works on all `tiles` of a store, uint8 [total_bytes]. `ticks` as of `tiles`. `guarded`: a
-        Work that crashes raises IndexError; only without a team."""
+        """For Works of this generation on all `tiles` of a store, uint8 [total_bytes]. `ticks` as of `tiles`.
+        `guarded`: a Work that crashes raises IndexError; only without a team."""
         self._check_weights(tiles, layout.total_bytes)
-        return WorkKernel(self, tiles, layout, ticks, guarded)
+        return WorkKernel(self, tiles, layout, ticks, guarded, generation)
 
     @property
     def _handle(self) -> int | None:
@@ -203,10 +219,16 @@ class Kernel:
 
 
 class WorkKernel:
-    """Computes Works in their slots. Used by one thread at a time."""
+    """Computes Works. Used by one thread at a time."""
 
     def __init__(
-        self, kernel: Kernel, tiles: Bytes, layout: StoreLayout, ticks: int | None, guarded: bool
+        self,
+        kernel: Kernel,
+        tiles: Bytes,
+        layout: StoreLayout,
+        ticks: int | None,
+        guarded: bool,
+        generation: int,
     ) -> None:
         """Use `Kernel.works`."""
         shape, start = layout.shape, tiles.ctypes.data
@@ -214,22 +236,27 @@ class WorkKernel:
         self._memory = Kept()
         self._host = Host(
             kernel._handle, kernel._weights, start + layout.offset(0, 0), start + layout.head_offset(0, 0),
-            shape.layers, shape.experts, shape.tiles,
+            generation, shape.layers, shape.experts, shape.tiles,
             layout.layer_stride, layout.expert_stride, layout.tile_bytes,
             layout.head_stride, layout.head_bytes, ticks,
         )  # fmt: skip
         library = kernel._library
         self._call = library._guarded_work if guarded else library._work
         self._address = ctypes.addressof(self._host)
+        self._tally = TallyNumbers()
+        self._tally_address = ctypes.addressof(self._tally)
 
-    def compute(self, slot: Slot) -> None:
-        """Write the slot's y. Raises IndexError where a number of the Work is wrong, MemoryError."""
-        shape = slot.shape
-        while fault := self._call(self._address, slot.address, shape.request, shape.answer):
+    def compute(self, descriptor: Descriptor, x: Float32, y: Float32) -> Tally:
+        """Write y for x, both float32 [the descriptor's rows or more, H] and contiguous. Raises IndexError
+        where a number of the descriptor is wrong, MemoryError."""
+        work = address_of(descriptor), len(descriptor), address_of(x), x.size, address_of(y), y.size
+        while fault := self._call(self._address, *work, self._tally_address):
             if fault != SMALL_BUFFERS:
                 checked(fault)
             self._host.memory = self._memory.reserve(self._host.needed)
             self._host.memory_bytes = self._host.needed
+        tally = self._tally
+        return Tally(tally.mass, tally.left, tally.kept, tally.channels) if tally.channels else NOTHING
 
 
 def _pointers(x: Quantized) -> Any:

@@ -30,14 +30,14 @@
 #include "blocks.h"
 #include "guard.h"
 #include "masked.h"
-#include "slot.h"
+#include "descriptor.h"
 #include "spans.h"
 #include "team.h"
 #include "vectors.h"
 
 #include <string.h>
 
-int tandem_kernels_version(void) { return 13; }
+int tandem_kernels_version(void) { return 14; }
 
 enum { MOST_GROUP = 128 }; /* inputs that share a scale */
 enum { NEARBY = 1 << 19 }; /* bytes of outputs that a core's own cache holds, beside activations and weights */

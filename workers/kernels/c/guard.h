@@ -3,7 +3,7 @@
  * of body.h. */
 #pragma once
 
-#include "slot.h"
+#include "descriptor.h"
 
 #include <setjmp.h>
 #include <signal.h>
@@ -28,7 +28,8 @@ static void install_guard(void) {
     for (int kind = 0; kind < KINDS; kind++) sigaction(CRASHES[kind], &guard, before + kind);
 }
 
-int tandem_guarded_work(struct host *host, void *slot, int64_t request, int64_t answer) {
+int tandem_guarded_work(struct host *host, const void *descriptor, int64_t numbers, const float *x, int64_t x_numbers,
+                        float *y, int64_t y_numbers, struct tally *tally) {
     static int installed;
     if (!installed) install_guard(), installed = 1;
     sigjmp_buf here;
@@ -37,7 +38,7 @@ int tandem_guarded_work(struct host *host, void *slot, int64_t request, int64_t 
         return CRASHED;
     }
     rescue = &here;
-    int fault = tandem_work(host, slot, request, answer);
+    int fault = tandem_work(host, descriptor, numbers, x, x_numbers, y, y_numbers, tally);
     rescue = NULL;
     return fault;
 }

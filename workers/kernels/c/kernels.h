@@ -65,7 +65,7 @@ struct tally {
 };
 
 enum { FINE, BAD_ROWS, BAD_OFFSETS, BAD_ITEMS, SMALL_BUFFERS, BAD_POSITION, BAD_LAYER, BAD_SIZES, BAD_ORDER,
-       CRASHED, BAD_MASK };
+       CRASHED, BAD_MASK, BAD_GENERATION };
 
 struct team; /* threads that share one computation; NULL is the calling thread alone */
 
@@ -107,6 +107,7 @@ struct host {
     struct weights weights;
     const uint8_t *tiles_data; /* of the first layer's first expert */
     const uint8_t *heads_data; /* the same, where tiles have heads; otherwise head_stride and head_bytes are 0 */
+    int64_t generation;             /* of the process, which computes no descriptor of another one */
     int64_t layers, experts, tiles; /* of the store, of a layer, of an expert */
     int64_t layer_bytes, expert_bytes, tile_bytes; /* from one to the next */
     int64_t head_stride, head_bytes;               /* of an expert's heads, of a tile's */
@@ -115,15 +116,17 @@ struct host {
     int64_t memory_bytes, needed;
 };
 
-/* The Work in a slot (shm/slot.py), with room for `request` and `answer` numbers: checks it, then writes y and what its
- * mask has left out. The same bits
- * as tandem_tiles item by item: the sum over the items of their rows' weights times the sum of their tiles' outputs.
- * SMALL_BUFFERS: host->memory must have host->needed bytes. */
-int tandem_work(struct host *host, void *slot, int64_t request, int64_t answer);
+/* The Work of a descriptor (shm/descriptor.py) of `numbers` numbers of 4 bytes: checks every number of it, then writes y
+ * [its rows, H] and what its mask has left out. The same bits as tandem_tiles item by item: the sum over the items of their
+ * rows' weights times the sum of their tiles' outputs. Nothing outside the given memory is read or written, whatever the
+ * descriptor says, as long as it does not change meanwhile. SMALL_BUFFERS: host->memory must have host->needed bytes. */
+int tandem_work(struct host *host, const void *descriptor, int64_t numbers, const float *x, int64_t x_numbers, float *y,
+                int64_t y_numbers, struct tally *tally);
 
 /* The same without a team; returns CRASHED where it would have crashed, for example over tiles that cannot be read. For
  * one thread of a process. */
-int tandem_guarded_work(struct host *host, void *slot, int64_t request, int64_t answer);
+int tandem_guarded_work(struct host *host, const void *descriptor, int64_t numbers, const float *x, int64_t x_numbers,
+                        float *y, int64_t y_numbers, struct tally *tally);
 
 /* Channels of tiles that have heads. x [rows, inputs], whose activations are `of`, as gate rows take it: into `to`, of
  * tandem_gate_x_bytes a row, 64-byte aligned. */

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from pool_harness import HIDDEN, QUIET, PoolHarness, Worker, X, shard_of, tile_of
+from pool_harness import HIDDEN, QUIET, PoolHarness, Taken, Tiles, Worker
 
 from pipeline.coordinator_config import WorkerCores
 from pipeline.errors import PeerLost, ShardFailed
-from pipeline.experts import worker_pool
+from pipeline.experts import pool
+from pipeline.experts.pool import HEDGE_AFTER, HostPool, Ticket
 from pipeline.experts.progress import STALL_SLICE, SilenceLimits
-from pipeline.experts.worker_pool import HEDGE_AFTER, WorkerPool, WorkerTicket
-from protocol.messages import Abandon, Hung, Work
+from protocol.messages import Abandon, Hung
+from shm.descriptor import parts_of
+from shm.mask import DENSE
 
 SHORT = SilenceLimits(stall=0.3, stall_row=0.001, first_answer=1.2)  # a worker is hung soon
 HEDGING = SilenceLimits(stall=0.3 / HEDGE_AFTER, stall_row=0.0)  # a worker is suspect soon, and hung later
@@ -26,7 +28,7 @@ def test_work_that_crashes_two_workers_fails_only_its_request(harness: PoolHarne
     poison, beside = first.take(2)
     first.exit(over=poison, crashed=True)
     (other, again, moved) = second.take(3)
-    assert [tile_of(work) for work in (other, again, moved)] == [1, 7, 0]
+    assert [work.tile for work in (other, again, moved)] == [1, 7, 0]
     second.answer(other, 1.0)
     harness.update_for(QUIET)
     assert not crashing.failure
@@ -36,7 +38,7 @@ def test_work_that_crashes_two_workers_fails_only_its_request(harness: PoolHarne
         crashing.result()
     third = harness.worker(0, 1)
     warm_up, left = third.take(2)
-    assert (len(warm_up.items), tile_of(left)) == (0, tile_of(beside))
+    assert (len(warm_up.work.items), left.tile) == (0, beside.tile)
     third.answer(warm_up)
     third.answer(left, 2.0)
     assert unaffected.result().tolist() == [[3.0] * HIDDEN]
@@ -54,7 +56,7 @@ def test_queued_works_are_not_blamed_for_a_crash(harness: PoolHarness) -> None:
     assert ticket.result().tolist() == [[1.0] * HIDDEN]
 
 
-def exit_repeatedly(harness: PoolHarness, crashed: list[bool]) -> tuple[WorkerTicket, Work, Worker]:
+def exit_repeatedly(harness: PoolHarness, crashed: list[bool]) -> tuple[Ticket, Taken, Worker]:
     """A Work during which its worker exits several times: by a crash, or by a SIGKILL from outside."""
     (worker,), ticket, (work,) = harness.begin(1)
     for incarnation, by_itself in enumerate(crashed, start=1):
@@ -71,7 +73,7 @@ def test_kills_from_outside_fail_a_work_only_when_they_are_many(harness: PoolHar
     with pytest.raises(ShardFailed, match="ended 8 workers"):
         ticket.result()
     restarted = harness.worker(0, 99)
-    assert restarted.take(1)[0].items.size == 0  # the pool continues, and the Work is dropped
+    assert restarted.take(1)[0].work.items.size == 0  # the pool continues, and the Work is dropped
     assert restarted.messages() == []
 
 
@@ -91,7 +93,7 @@ def test_warm_up_is_not_repeated_by_another_worker(harness: PoolHarness) -> None
         second.exit(over=warm_up, crashed=True)
         assert first.messages() == []
     harness.submit(0, 1)
-    assert [tile_of(work) for work in first.take(2)] == [0, 1]
+    assert [work.tile for work in first.take(2)] == [0, 1]
 
 
 # --- workers without progress ---------------------------------------------------------------------------
@@ -130,16 +132,16 @@ def test_worker_whose_work_was_abandoned_owes_no_answer(harness: PoolHarness) ->
     """It drops the Work silently, and is neither suspect nor hung afterwards."""
     (first, second), ticket, (_, other) = harness.begin(2, SHORT)
     second.answer(other)
-    harness.update_until(lambda: len(ticket.partials) == 1)
+    harness.update_until(lambda: len(ticket.answers) == 1)
     ticket.abandon()
     assert [type(message) for message in first.messages()] == [Abandon]
     harness.let_pass(2 * SHORT.stall)
     assert hung(harness) == []
     assert second.messages() == []  # the abandoned Work was not hedged
     harness.submit(5)
-    assert tile_of(first.take()[0]) == 5
+    assert first.take()[0].tile == 5
     first.exit(crashed=True)
-    assert tile_of(second.take()[0]) == 5  # only the Work that counts
+    assert second.take()[0].tile == 5  # only the Work that counts
 
 
 def test_abandoned_work_is_not_sent_to_the_next_worker(harness: PoolHarness) -> None:
@@ -150,7 +152,7 @@ def test_abandoned_work_is_not_sent_to_the_next_worker(harness: PoolHarness) -> 
     dropped.abandon()
     restarted = harness.worker(0, 1)
     warm_up, work = restarted.take(2)
-    assert (len(warm_up.items), tile_of(work)) == (0, 2)
+    assert (len(warm_up.work.items), work.tile) == (0, 2)
     restarted.answer(warm_up)
     restarted.answer(work, 3.0)
     assert kept.result().tolist() == [[3.0] * HIDDEN]
@@ -162,7 +164,7 @@ def test_idle_worker_gets_the_works_of_a_suspect(harness: PoolHarness) -> None:
     (first, second, third), ticket, (work, other, last) = harness.begin(3, HEDGING)
     second.answer(other, 1.0)
     third.answer(last, 1.0)
-    harness.update_until(lambda: len(ticket.partials) == 2)
+    harness.update_until(lambda: len(ticket.answers) == 2)
     harness.let_pass(SUSPECT)
     (again,) = second.take()  # an idle worker
     second.answer(again, 2.0)
@@ -174,9 +176,9 @@ def test_idle_worker_gets_the_works_of_a_suspect(harness: PoolHarness) -> None:
     assert ticket.result().tolist() == [[4.0] * HIDDEN]
     assert third.messages() == []
     harness.submit(5)
-    assert tile_of(first.take()[0]) == 5  # the worker is no longer suspect
+    assert first.take()[0].tile == 5  # the worker is no longer suspect
     first.exit(crashed=True)
-    assert tile_of(second.take()[0]) == 5
+    assert second.take()[0].tile == 5
 
 
 def test_suspect_that_answers_gets_the_next_work_at_once(harness: PoolHarness) -> None:
@@ -188,11 +190,11 @@ def test_suspect_that_answers_gets_the_next_work_at_once(harness: PoolHarness) -
     (hedged,) = second.take()  # the first of them, once the first worker is suspect
     assert hedged.seq == works[0].seq
     harness.submit(2)
-    assert tile_of(second.take()[0]) == 2  # the other worker gets the shards that were cut for a suspect
+    assert second.take()[0].tile == 2  # the other worker gets the shards that were cut for a suspect
     first.answer(works[0], 1.0)
     harness.update_until(lambda: slow[0].complete)
     harness.submit(3)
-    assert tile_of(first.take()[0]) == 3
+    assert first.take()[0].tile == 3
 
 
 def test_exit_of_a_suspect_repeats_nothing_that_was_answered(harness: PoolHarness) -> None:
@@ -219,14 +221,14 @@ def test_suspect_that_refuses_a_work_gets_the_next_one(harness: PoolHarness) -> 
     first.refuse(work, "no")
     harness.update_until(lambda: bool(refused.failure))
     harness.submit(5)
-    assert tile_of(first.take()[0]) == 5
+    assert first.take()[0].tile == 5
 
 
 def test_each_message_extends_the_pools_limit(harness: PoolHarness, monkeypatch) -> None:
     """No two messages are further apart than the limit, the first and the last are."""
     limits = SilenceLimits(pool=10.0)
     (first, second), ticket, (work, other) = harness.begin(2, limits)
-    monkeypatch.setattr(worker_pool, "time", harness.clock)
+    monkeypatch.setattr(pool, "time", harness.clock)
     update, turns = harness.pool.update, iter(range(9))
 
     def slow(wait_ms: int) -> bool:
@@ -259,9 +261,8 @@ def test_time_in_which_the_engine_stood_still_does_not_count(harness: PoolHarnes
 def test_many_rows_and_the_first_answer_may_take_longer(harness: PoolHarness) -> None:
     _, second = harness.start(2, warm=False, limits=SHORT)
     second.warm_up()
-    harness.pool.submit(0, [shard_of(0), shard_of(1, 1)], X)
-    wide = shard_of(2)._replace(kept=np.arange(500))
-    harness.pool.submit(0, [wide], np.ones((500, HIDDEN), np.float32))
+    harness.submit(0, 1)
+    harness.submit(2, x=np.ones((500, HIDDEN), np.float32))
     harness.let_pass(0.6)
     assert hung(harness) == []  # one imports its kernels, the other computes many rows
     harness.let_pass(0.4)
@@ -283,8 +284,7 @@ def test_default_limits_of_silence(
     if warm:
         for worker in (first, second):
             worker.warm_up()
-        wide = shard_of(2)._replace(kept=np.arange(rows))
-        harness.pool.submit(0, [wide], np.ones((rows, HIDDEN), np.float32))
+        harness.submit(2, x=np.ones((rows, HIDDEN), np.float32))
     else:
         second.warm_up()
     first.take()
@@ -309,11 +309,12 @@ def test_default_limits_of_silence(
 
 def second_works(harness: PoolHarness) -> list[int]:
     """The tiles of the Works that the pool has sent to the second worker, which answers none."""
-    return [tile_of(order.work) for order in harness.pool._running[1].orders.values()]
+    return [parts_of(order.descriptor).items[0, 1] for order in harness.pool._running[1].orders.values()]
 
 
 def test_missing_workers_are_lost_after_the_limit(harness: PoolHarness) -> None:
-    harness.pool = WorkerPool(harness.exchange, harness.control, WorkerCores.equal(2), HIDDEN)
+    cores, parts = WorkerCores.equal(2), (harness.socket, harness.carrier, harness.control)
+    harness.pool = HostPool(Tiles((), 0, DENSE), cores, None, *parts)
     harness.worker(1)
     with pytest.raises(PeerLost, match="1 of 2 workers were ready"):
         harness.pool.wait_ready(0.3)

@@ -1,31 +1,29 @@
-/* A Work in a slot of the ring between coordinator and worker, or in memory of the same layout: checked, and computed in
- * place. Part of body.h. */
+/* A Work as its descriptor says it (shm/descriptor.py): checked, and computed in place. Part of body.h. */
 #pragma once
 
 #include "activations.h"
 #include "work.h"
 
-enum { LAYER = 3, ITEM_NUMBER, ROW_NUMBER, X_ROWS }; /* of the slot's numbers (shm/slot.py) */
-enum { ANSWER_TALLY = 11 };                          /* mass, left, kept, channels */
-enum { THRESHOLD = 14, SHARE };                      /* of its numbers of 4 bytes */
-enum { LISTS = 128 };                                /* bytes of a slot before its arrays */
+enum { GENERATION, LAYER = 2, ITEM_NUMBER, ROW_NUMBER, X_ROWS }; /* of the header's numbers */
+enum { THRESHOLD = 12, SHARE };                                  /* of its numbers of 4 bytes */
+enum { HEADER = 16 };                                            /* numbers of 4 bytes before the arrays */
 
-int tandem_work(struct host *host, void *slot, int64_t request, int64_t answer) {
+int tandem_work(struct host *host, const void *descriptor, int64_t numbers, const float *x, int64_t x_numbers, float *y,
+                int64_t y_numbers, struct tally *tally) {
     const struct weights *w = &host->weights;
-    const int64_t *head = slot;
+    const int64_t *head = descriptor;
+    if (numbers < HEADER) return BAD_SIZES;
     int64_t layer = head[LAYER], items = head[ITEM_NUMBER], rows = head[ROW_NUMBER], x_rows = head[X_ROWS];
-    struct mask mask = {((const float *)slot)[THRESHOLD], ((const float *)slot)[SHARE]};
+    struct mask mask = {((const float *)descriptor)[THRESHOLD], ((const float *)descriptor)[SHARE]};
+    if (head[GENERATION] != host->generation) return BAD_GENERATION;
     if (!is_mask(&mask) || (!w->channel_bits && (mask.threshold != 0 || mask.share != 1))) return BAD_MASK;
     if (layer < 0 || layer >= host->layers) return BAD_LAYER;
-    if (items < 0 || items > request || rows < 0 || rows > request || x_rows < 0 || x_rows > answer / w->inputs)
+    if (items < 0 || items > numbers || rows < 0 || rows > numbers || HEADER + 4 * items + 1 + 2 * rows > numbers)
         return BAD_SIZES;
-    int64_t lists = rounded_up(4 * items + 1 + 2 * rows, 16);
-    if (lists + x_rows * w->inputs > request) return BAD_SIZES;
-    int32_t *at = (int32_t *)((uint8_t *)slot + LISTS);
-    const float *x = (float *)(at + lists);
-    float *y = (float *)(at + request);
+    if (x_rows < 0 || x_rows > x_numbers / w->inputs || x_rows > y_numbers / w->outputs) return BAD_SIZES;
+    const int32_t *at = (const int32_t *)descriptor + HEADER;
     struct work work = {.items = at, .offsets = at + 3 * items, .rows = at + 4 * items + 1, .number = items,
-                        .row_weights = (float *)(at + 4 * items + 1 + rows), .row_number = rows, .x_rows = x_rows,
+                        .row_weights = (const float *)(at + 4 * items + 1 + rows), .row_number = rows, .x_rows = x_rows,
                         .experts = host->experts, .tiles = host->tiles};
     int fault = work_fault(&work);
     if (fault) return fault;
@@ -56,6 +54,6 @@ int tandem_work(struct host *host, void *slot, int64_t request, int64_t answer) 
         const struct tally *of = source.tallies + tile;
         sum.mass += of->mass, sum.left += of->left, sum.kept += of->kept, sum.channels += of->channels;
     }
-    memcpy((int64_t *)slot + ANSWER_TALLY, &sum, sizeof sum);
+    *tally = sum;
     return FINE;
 }

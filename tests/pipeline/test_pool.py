@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from pool_harness import HIDDEN, QUIET, PoolHarness, X, shard_of, tile_of
+from pool_harness import HIDDEN, QUIET, PoolHarness, X
 
 from pipeline.errors import PeerLost, ShardFailed
 from pipeline.experts.progress import SilenceLimits
@@ -20,7 +20,7 @@ CANCELS = [1e8, -1e8, 1.0]  # their float32 sum depends on the order: 1 in this 
 
 def test_partials_are_added_in_shard_order_not_in_arrival_order(harness: PoolHarness) -> None:
     workers, ticket, works = harness.begin(3)
-    assert [tile_of(work) for work in works] == [0, 1, 2]
+    assert [work.tile for work in works] == [0, 1, 2]
     for i, busy in ((2, 0.1), (0, 0.3), (1, 0.2)):
         workers[i].answer(works[i], CANCELS[i], busy)
         harness.update_for(0.02)
@@ -31,10 +31,10 @@ def test_partials_are_added_in_shard_order_not_in_arrival_order(harness: PoolHar
 def test_masks_reach_the_workers_and_what_they_left_out_is_added_in_shard_order(harness: PoolHarness) -> None:
     workers = harness.start(3)
     mask = Mask(threshold=0.75, share=0.3)
-    ticket = harness.pool.submit(0, [shard_of(tile, tile) for tile in range(3)], X, mask=mask)
+    ticket = harness.submit(0, 1, 2, mask=mask)
     works = [worker.take()[0] for worker in workers]
     for work in works:
-        assert (work.threshold, np.float32(work.share)) == (0.75, np.float32(0.3))
+        assert work.work.mask == (0.75, float(np.float32(0.3)))
     for i in (2, 0, 1):
         workers[i].answer(works[i], tally=Tally(10.0 ** (8 * i), 0.5 * i, i, 16))
         harness.update_for(0.02)
@@ -46,7 +46,7 @@ def test_unexpected_partials_are_dropped(harness: PoolHarness) -> None:
     (worker,), ticket, (work,) = harness.begin(1)
     worker.endpoint.send(Partial(work.seq + 99, 0, 0.0, 5 * X))
     worker.answer(work, 2.0)
-    worker.answer(work, 3.0)  # a second answer changes nothing
+    worker.endpoint.send(Partial(work.seq, 0, 0.0, 3 * X))  # a second answer changes nothing
     assert ticket.result().tolist() == [[2.0] * HIDDEN]
     harness.update_for(QUIET)
     assert ticket.result().tolist() == [[2.0] * HIDDEN]
@@ -68,7 +68,8 @@ def test_refused_work_fails_its_ticket_and_abandons_the_rest(harness: PoolHarnes
     assert other.result().tolist() == [[2.0] * HIDDEN]
 
 
-def test_answer_of_another_shape_fails_its_ticket(harness: PoolHarness) -> None:
+def test_answer_of_another_shape_fails_its_ticket(over_zmq: PoolHarness) -> None:
+    harness = over_zmq
     (worker,), ticket, (work,) = harness.begin(1)
     worker.answer(work, 1.0, rows=2)
     with pytest.raises(ShardFailed, match=r"a worker answered \(1, 4\) rows with \(2, 4\)"):
@@ -87,7 +88,7 @@ def test_exited_workers_shards_go_to_another_with_the_same_bits(harness: PoolHar
     workers[1].exit(over=works[1])
     workers[2].answer(works[2], CANCELS[2])
     (again,) = workers[0].take()  # both are idle: the first of them
-    assert (again.seq, tile_of(again)) == (works[1].seq, 1)
+    assert (again.seq, again.tile) == (works[1].seq, 1)
     np.testing.assert_array_equal(again.x, works[1].x)
     workers[0].answer(again, CANCELS[1])
     assert ticket.result().tolist() == [[1.0] * HIDDEN]
@@ -111,7 +112,7 @@ def test_late_partials_of_an_earlier_incarnation_are_dropped(harness: PoolHarnes
         harness.exits.put(WorkerDied("worker", 0, 0, False, work.seq))
     restarted = harness.worker(0, 1)
     warm_up, again = restarted.take(2)
-    assert (len(warm_up.items), again.seq) == (0, work.seq)
+    assert (len(warm_up.work.items), again.seq) == (0, work.seq)
     worker.answer(work, 13.0)
     harness.update_for(QUIET)
     assert not ticket.complete
@@ -149,7 +150,7 @@ def test_unassigned_work_waits_for_the_only_workers_restart(harness: PoolHarness
     harness.update_for(QUIET)
     restarted = harness.worker(0, 1)
     warm_up, first, second = restarted.take(3)
-    assert (len(warm_up.items), tile_of(first), tile_of(second)) == (0, 0, 1)
+    assert (len(warm_up.work.items), first.tile, second.tile) == (0, 0, 1)
     restarted.answer(warm_up)
     restarted.answer(first, 1.0)
     restarted.answer(second, 2.0)
@@ -173,7 +174,7 @@ def test_worker_that_is_not_up_gets_no_work_while_another_is(harness: PoolHarnes
     (warm_up,) = restarted.take()
     ticket = harness.submit(0, 1)
     works = first.take(2)
-    assert [tile_of(work) for work in works] == [0, 1]
+    assert [work.tile for work in works] == [0, 1]
     assert restarted.messages() == []
     restarted.answer(warm_up)
     harness.update_for(QUIET)
@@ -181,7 +182,7 @@ def test_worker_that_is_not_up_gets_no_work_while_another_is(harness: PoolHarnes
         first.answer(work, 1.0)
     assert ticket.result().tolist() == [[2.0] * HIDDEN]
     harness.submit(2, 3)
-    assert (tile_of(first.take()[0]), tile_of(restarted.take()[0])) == (2, 3)
+    assert (first.take()[0].tile, restarted.take()[0].tile) == (2, 3)
 
 
 def test_all_workers_get_work_while_none_is_up_yet(harness: PoolHarness) -> None:
@@ -189,15 +190,15 @@ def test_all_workers_get_work_while_none_is_up_yet(harness: PoolHarness) -> None
     harness.submit(0, 1)
     for index, worker in enumerate(workers):
         warm_up, work = worker.take(2)
-        assert (len(warm_up.items), tile_of(work)) == (0, index)
+        assert (len(warm_up.work.items), work.tile) == (0, index)
 
 
 def test_orders_of_an_exited_worker_go_to_the_least_busy(harness: PoolHarness) -> None:
     workers = harness.start(3)
-    for tile in range(4):
-        harness.submit(9, tile)  # two shards: worker 1 gets four of them
-    assert len(workers[0].take(4)) == 4
-    workers[1].take(4)
+    for tile in range(3):
+        harness.submit(9, tile)  # two Works: worker 1 gets three of them
+    assert len(workers[0].take(3)) == 3
+    workers[1].take(3)
     workers[1].exit()
-    assert sorted(tile_of(work) for work in workers[2].take(4)) == [0, 1, 2, 3]
+    assert sorted(work.tile for work in workers[2].take(3)) == [0, 1, 2]
     assert workers[0].messages() == []

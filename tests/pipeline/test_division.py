@@ -1,0 +1,222 @@
+"""A layer divided among workers: each host tile is in exactly one descriptor, costs fit the workers' cores,
+partial sums add up to the layer, and C writes the bytes that the Python specification says."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.coordinator_config import WorkerCores
+from pipeline.errors import PlanError
+from pipeline.experts.compiled_division import Compiled, compiled
+from pipeline.experts.division import ROWS_PER_READ, Divider, HostPlan, Plain, empty_part, largest, spans
+from pipeline.policies.view import Routing
+from shm.descriptor import Parts, parts_of
+from shm.mask import DENSE, Mask
+from shm.numa import node_of
+
+EXPERTS, TILES = 12, 7
+PHASES = ["decode", "prefill"]
+SEQ = 40
+Tile = tuple[int, int]
+
+
+@st.composite
+def plans(draw: st.DrawFn, phase: str = "") -> HostPlan:
+    """Up to 6 rows, some weights 0; of each expert any range of tiles, or none."""
+    rows, k = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    experts = np.array([random.permutation(EXPERTS)[:k] for _ in range(rows)], np.int32)
+    weights = random.choice(np.array([0, 0.25, 1, 2], np.float32), (rows, k))
+    lo, hi = random.integers(0, TILES + 1, (2, EXPERTS)).astype(np.int32)
+    if draw(st.booleans()):
+        hi[:] = TILES
+    mask = draw(st.sampled_from([DENSE, Mask(0.5, 0.25)]))
+    return HostPlan(3, Routing(experts, weights), lo, hi, phase or draw(st.sampled_from(PHASES)), mask)
+
+
+@st.composite
+def worker_cores(draw: st.DrawFn) -> WorkerCores:
+    cores = draw(st.lists(st.integers(1, 8), min_size=1, max_size=6))
+    return WorkerCores(tuple(cores), draw(st.integers(1, len(cores))))
+
+
+def divided(plan: HostPlan, workers: WorkerCores) -> dict[int, Parts]:
+    """By worker, as C does it where it is compiled."""
+    parts = by_all(plan, workers)[-1].divide(plan, SEQ).parts
+    return {worker: parts_of(descriptor) for worker, descriptor in parts}
+
+
+def by_all(plan: HostPlan, workers: WorkerCores) -> list[Divider]:
+    function = compiled()
+    return [Plain(workers)] + ([] if function is None else [Compiled(function, workers, EXPERTS, TILES)])
+
+
+def tiles_of(parts: Parts) -> list[Tile]:
+    return [(expert, tile) for expert, lo, hi in parts.items.tolist() for tile in range(lo, hi)]
+
+
+def users_of(plan: HostPlan) -> dict[int, list[tuple[int, float]]]:
+    """(row, weight) of the rows that use each expert of which the host has tiles."""
+    routing, users = plan.routing, dict[int, list[tuple[int, float]]]()
+    for row, (experts, weights) in enumerate(zip(routing.experts, routing.weights, strict=True)):
+        for expert, weight in zip(experts.tolist(), weights.tolist(), strict=True):
+            if weight and plan.lo[expert] < plan.hi[expert]:
+                users.setdefault(expert, []).append((row, weight))
+    return dict(sorted(users.items()))
+
+
+def all_tiles(plan: HostPlan) -> list[Tile]:
+    return [(e, tile) for e in users_of(plan) for tile in range(plan.lo[e], plan.hi[e])]
+
+
+def cost(plan: HostPlan, tiles: list[Tile]) -> int:
+    users = users_of(plan)
+    return sum(ROWS_PER_READ + len(users[expert]) for expert, _ in tiles)
+
+
+@settings(max_examples=400, deadline=None)
+@given(plans(), worker_cores())
+def test_c_writes_the_bytes_of_the_specification(plan, workers) -> None:
+    """And both write the same for the same plan."""
+    ways = by_all(plan, workers)
+    found = [way.divide(plan, SEQ) for way in (*ways, *ways)]
+    for each in found:
+        assert each.tiles == found[0].tiles == len(all_tiles(plan))
+        assert [worker for worker, _ in each.parts] == [worker for worker, _ in found[0].parts]
+        for (worker, descriptor), (_, expected) in zip(each.parts, found[0].parts, strict=True):
+            assert descriptor.dtype == np.int32
+            np.testing.assert_array_equal(descriptor, expected)
+            rows, k = plan.routing.experts.shape
+            assert len(descriptor) <= largest(workers, EXPERTS, TILES, rows, k)
+            parts = parts_of(descriptor)
+            assert (parts.generation, parts.seq, parts.layer) == (0, SEQ + worker, plan.layer)
+            assert (parts.x_rows, parts.mask) == (rows, (plan.mask.threshold, plan.mask.share))
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans(), worker_cores())
+def test_every_tile_is_computed_once_for_the_rows_that_use_it(plan, workers) -> None:
+    users, seen = users_of(plan), list[Tile]()
+    for parts in divided(plan, workers).values():
+        assert len(parts.items)
+        pairs = list(zip(parts.rows.tolist(), parts.weights.tolist(), strict=True))
+        for (expert, _, _), (start, end) in zip(
+            parts.items.tolist(), pairwise(parts.offsets.tolist()), strict=True
+        ):
+            assert pairs[start:end] == users[expert]
+        seen += tiles_of(parts)
+    assert sorted(seen) == all_tiles(plan)
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans("decode"), worker_cores())
+def test_decode_cuts_in_node_order_and_in_proportion_to_cores(plan, workers) -> None:
+    found = divided(plan, workers)
+    tiles = [tile for parts in found.values() for tile in tiles_of(parts)]
+    order = all_tiles(plan)
+    if workers.nodes > 1:
+        order.sort(key=lambda tile: (node_of(*tile, workers.nodes), tile))
+    assert tiles == order
+    after = 0
+    for worker, parts in found.items():
+        first, after = after, after + len(tiles_of(parts))
+        # its own tiles and one of a neighbour at either end, half of which may lie on its side
+        dearest = max(cost(plan, [tile]) for tile in order[max(first - 1, 0) : after + 1])
+        ideal = cost(plan, order) * workers.cores[worker] / sum(workers.cores)
+        if len(found) == len(workers):
+            assert abs(cost(plan, tiles_of(parts)) - ideal) <= dearest
+        assert cost(plan, tiles_of(parts)) <= ideal + dearest
+        if workers.nodes == 1:  # an expert's tiles in a run are one item
+            assert len(set(parts.items[:, 0].tolist())) == len(parts.items)
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans("prefill"), worker_cores())
+def test_prefill_assigns_whole_experts_by_longest_processing_time_first(plan, workers) -> None:
+    """Against a second implementation: the most expensive expert that is left goes to the worker that would
+    finish it first."""
+    left = {e: cost(plan, [(e, tile) for tile in range(plan.lo[e], plan.hi[e])]) for e in users_of(plan)}
+    loads, expected = [0] * len(workers), [set[int]() for _ in workers.cores]
+    while left:
+        expert = min(left, key=lambda e: (-left[e], e))
+        total = left.pop(expert)
+        ends = [(load + total) / width for load, width in zip(loads, workers.cores, strict=True)]
+        expected[ends.index(min(ends))].add(expert)
+        loads[ends.index(min(ends))] += total
+    found = divided(plan, workers)
+    assert {w: parts.items.tolist() for w, parts in found.items()} == {
+        w: [[e, plan.lo[e], plan.hi[e]] for e in sorted(some)] for w, some in enumerate(expected) if some
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans(), st.integers(1, 6), st.integers(1, 8))
+def test_equally_wide_workers_get_the_same_as_workers_of_one_core(plan, workers, cores) -> None:
+    narrow, wide = (divided(plan, WorkerCores((width,) * workers)) for width in (1, cores))
+    assert [parts.items.tolist() for parts in wide.values()] == [p.items.tolist() for p in narrow.values()]
+
+
+def simple(ranges: list[tuple[int, int, int]], rows: int = 1, phase: str = "decode") -> HostPlan:
+    experts = np.array([[e for e, _, _ in ranges]] * rows, np.int32)
+    ends = spans(16, ranges)
+    return HostPlan(0, Routing(experts, np.ones(experts.shape, np.float32)), *ends, phase, DENSE)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_workers_read_their_own_nodes_tiles_where_nodes_have_equal_cores(rows: int) -> None:
+    """Two nodes, two workers on the first and a wider one on the second; some tiles are resident."""
+    plan = simple([(1, 0, 8), (4, 2, 8), (5, 0, 8), (7, 4, 8)], rows)
+    found = [tiles_of(parts_of(part)) for _, part in Plain(WorkerCores((2, 2, 4), 2)).divide(plan, 0).parts]
+    assert [{node_of(*tile, 2) for tile in tiles} for tiles in found] == [{0}, {0}, {1}]
+    assert [len(tiles) for tiles in found] == [6, 7, 13]
+
+
+def test_few_tiles_keep_their_workers_and_many_go_to_neighbours() -> None:
+    """One tile on the second of two nodes; and eight, of as many experts, all on one of them."""
+    ((worker, _),) = Plain(WorkerCores((1, 3), 2)).divide(simple([(1, 0, 1)]), 0).parts
+    assert worker == 1
+    plan = simple([(expert, 0, 1) for expert in range(0, 16, 2)])
+    parts = Plain(WorkerCores((1, 1), 2)).divide(plan, 0).parts
+    assert [len(tiles_of(parts_of(part))) for _, part in parts] == [4, 4]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_what_is_nobodys_has_no_descriptor_and_unknown_experts_are_refused(phase: str) -> None:
+    workers, none = WorkerCores.equal(3), np.zeros(EXPERTS, np.int32)
+    plan = HostPlan(
+        0, Routing(np.array([[1, 2]], np.int32), np.ones((1, 2), np.float32)), none, none, phase, DENSE
+    )
+    for way in by_all(plan, workers):
+        assert way.divide(plan, 0) == ([], 0)
+        for expert in (-1, EXPERTS, 2**31 - 1):
+            routing = Routing(np.array([[1, expert]], np.int32), np.ones((1, 2), np.float32))
+            with pytest.raises(PlanError, match="expert outside"):
+                way.divide(plan._replace(routing=routing, hi=none + TILES), 0)
+
+
+def test_arrays_that_do_not_fit_each_other_are_refused() -> None:
+    function = compiled()
+    if function is None:
+        pytest.skip("divide.c was not compiled")
+    way, good = Compiled(function, WorkerCores.equal(2), 16, 8), simple([(1, 0, 8)])
+    assert way.divide(good, 0).parts
+    narrow = Routing(good.routing.experts, np.ones((1, 2), np.float32))
+    for wrong in ({"lo": good.lo[1:]}, {"hi": good.hi[1:]}, {"routing": narrow}):
+        with pytest.raises(PlanError, match="do not fit"):
+            way.divide(good._replace(**wrong), 0)
+
+
+def test_an_empty_part_has_no_items() -> None:
+    worker, descriptor = empty_part(4, 9, 2)
+    parts = parts_of(descriptor)
+    assert (worker, parts.seq, parts.x_rows, len(parts.items), parts.offsets.tolist()) == (4, 9, 2, 0, [0])
+
+
+def test_ranges_of_an_expert_become_one() -> None:
+    lo, hi = spans(5, [(4, 2, 3), (1, 1, 3), (4, 1, 2)])
+    assert (lo.tolist(), hi.tolist()) == ([0, 1, 0, 0, 1], [0, 3, 0, 0, 3])
