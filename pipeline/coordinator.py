@@ -20,8 +20,6 @@ from pipeline.accounts import account_of
 from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.experts.peers import ExitEvents
 from pipeline.serving.clients import Clients
-from pipeline.serving.encoder_link import ROLE as TOKENIZER
-from pipeline.serving.encoder_link import EncoderLink
 from pipeline.serving.engine_events import (
     EngineEvent,
     EngineFailed,
@@ -35,7 +33,10 @@ from pipeline.serving.engine_status import EngineStatus
 from pipeline.serving.engine_thread import run_engine
 from pipeline.serving.request_limits import RequestReader
 from pipeline.serving.rights import denial, sees_all
+from pipeline.serving.text_link import ROLE as TEXT
+from pipeline.serving.text_link import TextLink
 from pipeline.serving.text_queue import QueuedMessage, TextQueue
+from pipeline.text.grammar import MaskDropped, MaskRequest
 from protocol.codec import decode, encode
 from protocol.connection import HEARTBEAT_SECONDS
 from protocol.errors import MalformedMessage, ProtocolError
@@ -103,11 +104,12 @@ class Coordinator:
         def post(event: EngineEvent) -> None:  # called by the engine's thread
             loop.call_soon_threadsafe(self._on_engine_event, event)
 
-        engine = (self._config, self._inbox, post, self._exits, self._clients.congested)
+        text_up = threading.Event()
+        engine = (self._config, self._inbox, post, self._exits, self._clients.congested, text_up)
         self._engine = threading.Thread(target=run_engine, args=engine, name="engine", daemon=True)
         self._status: EngineStatus | None = None
-        identity = (self._config.fingerprint, self._config.key)
-        self._encoder = EncoderLink(self._context, runtime, *identity, self._send_to_supervisor)
+        to_text = (self._context, runtime, self._config.key)
+        self._text_link = TextLink(*to_text, self._send_to_supervisor, on_up=text_up.set)
         self._texts: TextQueue | None = None  # until the engine is ready
         self._ready = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -116,7 +118,10 @@ class Coordinator:
     async def serve(self) -> int:
         """Serve until Shutdown or a failure. Returns the exit code."""
         self._engine.start()
-        serving = (self._receive_from_supervisor(), self._serve_clients(), self._send_heartbeats())
+        serving = (
+            *(self._receive_from_supervisor(), self._serve_clients(), self._send_heartbeats()),
+            self._text_link.serve(),
+        )
         tasks = [asyncio.create_task(coroutine) for coroutine in (*serving, self._stopping.wait())]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -136,7 +141,7 @@ class Coordinator:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._clients.close()
         self._control.close()
-        self._encoder.close()
+        self._text_link.close()
         self._context.term()
         return self._exit_code
 
@@ -150,9 +155,14 @@ class Coordinator:
                 self._clients.broadcast(message, excluded)
             case ToSupervisor(message):
                 self._send_to_supervisor(message)
+            case MaskRequest() | MaskDropped():
+                assert self._texts is not None
+                self._texts.ask(event)
             case EngineReady(status, texts, notes):
                 self._status = status
-                self._texts = TextQueue(texts, self._encoder, self._pass_on, self._clients.send)
+                self._texts = TextQueue(
+                    texts, self._text_link, self._pass_on, self._clients.send, self._inbox.wake
+                )
                 self._ready.set()
                 number, store = self._config.incarnation, self._config.fingerprint
                 ready = Ready(VERSION, "coordinator", 0, number, os.getpid(), store, notes)
@@ -189,8 +199,8 @@ class Coordinator:
                     self._stopping.set()
                     return
                 case WorkerDied(role=role):
-                    if role == TOKENIZER:
-                        self._encoder.on_exit(message)
+                    if role == TEXT:
+                        self._text_link.on_exit(message)
                     self._exits.put(message)
 
     # --- clients ------------------------------------------------------------------------------------------
@@ -202,7 +212,7 @@ class Coordinator:
         assert self._texts is not None
         clients = self._clients.serve(RequestReader(self._status.context), self._status.without_paths())
         async with asyncio.TaskGroup() as group:
-            for service in (clients, self._texts.serve(), self._encoder.serve()):
+            for service in (clients, self._texts.serve()):
                 group.create_task(service)
 
     def _welcome(self) -> Welcome:

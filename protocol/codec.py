@@ -39,7 +39,7 @@ Messages
 --------
 A client sends Hello, Generate, Cancel, Score, Stats, ExpertActivity, SetPolicy, Calibrate and Heartbeat,
 and receives the others of the first block. The second block is between the coordinator and its workers and
-prefetcher, the third between the coordinator and the door for tcp or the tokenizer process, the fourth
+prefetcher, the third between the coordinator and the door for tcp or the text process, the fourth
 between the supervisor and its children.
 
   1 Hello: version int, client str = ""
@@ -94,11 +94,13 @@ between the supervisor and its children.
   45 PagesLocked: incarnation int, locked int, total int
 
   48 RemoteClient: account str, right str, address str
-  49 Encode: job int, texts [str] = [], messages [ChatMessage]? = nil, template str = "",
+  49 Encode: texts [str] = [], messages [ChatMessage]? = nil, template str = "",
     token_ids [int]? = nil, grammar str = ""
-  50 Encoded: job int, ids int32[1d], lengths [int] = [], error str = "", text str = "",
-    pieces [bytes] = []
+  50 Encoded: ids int32[1d], lengths [int] = [], error str = "", text str = "", pieces [bytes] = []
   51 RemoteGone:
+  52 Follow: answer int, vocabulary int, tokens [int] = [], grammar str = ""
+  53 Allowed: mask int32[1d], error str = ""
+  54 Unfollow: answer int
 
   64 Progress: stage str, done int, total int
   65 Failed: role str, text str, usage bool

@@ -366,7 +366,7 @@ class Ready:
     Peers refuse another `version` or `fingerprint`."""
 
     version: int
-    role: str  # loader | coordinator | worker | prefetcher | tokenizer | door | gateway
+    role: str  # loader | coordinator | worker | prefetcher | text | door | gateway
     index: int
     incarnation: int
     pid: int
@@ -519,7 +519,8 @@ class DemandFetch:
     tiles: int
 
 
-# --- coordinator <-> the door for tcp, coordinator <-> tokenizer ------------------------------------------
+# --- coordinator <-> the door for tcp, coordinator <-> text process
+# ------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -543,7 +544,6 @@ class Encode:
     """Request the token ids of texts, each encoded by itself, or of one conversation, rendered by the model's
     chat template with `template` as in Generate; or the text of `token_ids`. A `grammar` is checked."""
 
-    job: int
     texts: tuple[str, ...] = ()
     messages: tuple[ChatMessage, ...] | None = None
     template: str = ""
@@ -556,12 +556,39 @@ class Encoded:
     """The answer to an Encode: the ids of all texts, one after the other, and their lengths; or text and
     pieces of given ids, as in Tokenized; or why not."""
 
-    job: int
     ids: I32Vector
     lengths: tuple[int, ...] = ()
     error: str = ""
     text: str = ""
     pieces: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True)
+class Follow:
+    """Request the tokens of `vocabulary` that an answer's grammar allows behind `tokens`, which are those
+    since the last such request of this answer. With `grammar`, which is compiled first, they are the whole
+    answer."""
+
+    answer: int
+    vocabulary: int
+    tokens: tuple[int, ...] = ()
+    grammar: str = ""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """The answer to a Follow: a bit for each token that is allowed, the first one's the lowest of the first
+    word; none where nothing may follow, or with an error."""
+
+    mask: I32Vector
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Unfollow:
+    """An answer's grammar is followed no further."""
+
+    answer: int
 
 
 # --- supervisor <-> children ---------------------------------------------------------------------------
@@ -670,6 +697,9 @@ TAGS: dict[int, type] = {
     49: Encode,
     50: Encoded,
     51: RemoteGone,
+    52: Follow,
+    53: Allowed,
+    54: Unfollow,
     64: Progress,
     65: Failed,
     66: Shutdown,

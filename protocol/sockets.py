@@ -57,7 +57,7 @@ _HOST_AND_PORT = re.compile(r"tcp://(\*|\[[0-9a-fA-F:.%a-z]+\]|[A-Za-z0-9._-]+):
 _ENCRYPTION = 1024  # bytes that CURVE adds to a frame, and more
 CLIENT_IDENTITY = 16  # bytes of a client's identity
 _IDENTITY = re.compile(
-    rb"((loader|coordinator|worker|prefetcher|tokenizer|door|gateway|remote)-(0|[1-9][0-9]{0,8})"
+    rb"((loader|coordinator|worker|prefetcher|text|door|gateway|remote)-(0|[1-9][0-9]{0,8})"
     rb"-(0|[1-9][0-9]{0,17}))"
     rb"-([0-9a-f]{16})"
 )
@@ -68,7 +68,7 @@ class Identity:
     """A child process of the engine, as a ROUTER's identity frame names it; or a connection that the door
     has opened for a remote client: `remote`, its number and the door's incarnation."""
 
-    role: str  # loader | coordinator | worker | prefetcher | tokenizer | door | gateway | remote
+    role: str  # loader | coordinator | worker | prefetcher | text | door | gateway | remote
     index: int
     incarnation: int
 

@@ -75,8 +75,8 @@ class ChildConfigs:
         shared = {"link_gbps": self.config.link_gbps, "mps": self.config.prefetcher != "process"}
         return self._store(fingerprint) | {"cores": []} | shared
 
-    def for_tokenizer(self, fingerprint: str) -> dict[str, Any]:
-        return self._store(fingerprint) | {"model": str(self.model)}
+    def for_text(self) -> dict[str, Any]:
+        return self._engine() | {"model": str(self.model), "fingerprint": ""}  # it knows no store
 
     def for_door(self, fingerprint: str) -> dict[str, Any]:
         key_file = self.config.key or keys_folder() / ENGINE_FILE

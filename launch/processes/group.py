@@ -16,7 +16,7 @@ from protocol.sockets import Identity
 
 KILL_LIMIT = 2.0  # seconds for the kernel to end a killed child
 LAST_MESSAGE_LIMIT = 0.5  # seconds that the last message of an exited child may still be under way
-STOP_ORDER = (("gateway",), ("coordinator",), ("worker", "prefetcher", "tokenizer", "door"), ("loader",))
+STOP_ORDER = (("gateway",), ("coordinator",), ("worker", "prefetcher", "text", "door"), ("loader",))
 
 
 class ProcessGroup:
@@ -80,9 +80,9 @@ class ProcessGroup:
                 child.exit_expected = True
                 # Before the engine is up there is nothing to finish, and most children do not receive yet;
                 # the loader does, and removes the store that it has half built.
-                # The tokenizer has nothing to finish, and may be busy with a text.
+                # The text process has nothing to finish, and may be busy.
                 role = child.identity.role
-                receives = (orderly and role != "tokenizer") or role == "loader"
+                receives = (orderly and role != "text") or role == "loader"
                 if not (receives and await self.send(child.identity, Shutdown())):
                     child.send_signal(signal.SIGTERM)
             await terminate(children)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.gateway.body import Fields
 from pipeline.gateway.tools import Grammar
-from pipeline.text.tokenizer import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from pipeline.text.detokenizer import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from protocol.messages import Sampling, Shaping, TokenBias, Welcome
 
 log = logging.getLogger(__name__)

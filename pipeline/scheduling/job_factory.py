@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from pipeline.errors import PromptTooLong, RequestError
 from pipeline.scheduling.jobs import Emit, GenerateJob, Job
 from pipeline.scheduling.score_job import ScoreJob
+from pipeline.text.detokenizer import Detokenizer
 from pipeline.text.generation_defaults import MOST_LOGPROBS, validate, validate_shaping
-from pipeline.text.grammar import GrammarCompiler
-from pipeline.text.sampler import Sampler
-from pipeline.text.token_choice import TokenChooser
-from pipeline.text.tokenizer import Tokenizer
+from pipeline.text.grammar import AskMask, Grammar
+from pipeline.text.sampler import Sampler, TokenChooser
 from protocol.messages import Generate, Score
 
 NAME_LIMIT = 256  # characters of a conversation's name
@@ -24,8 +23,9 @@ class JobFactory:
 
     def __init__(
         self,
-        tokenizer: Tokenizer | None,
+        detokenizer: Detokenizer | None,
         eos: frozenset[int],
+        ask_mask: AskMask,
         *,
         vocabulary: int,
         context: int,
@@ -33,18 +33,18 @@ class JobFactory:
         seed: int,
         greedy: bool = False,
     ) -> None:
-        """`tokenizer`: for the text of answers; `context`: tokens of prompt and answer together; `longest`:
-        the model's own limit of those; `seed`: of the first request without one; `greedy`: whether the
-        device makes greedy choices."""
+        """`detokenizer`: for the text of answers; `ask_mask`: as of Grammar; `context`: tokens of prompt and
+        answer together; `longest`: the model's own limit of those; `seed`: of the first request without one;
+        `greedy`: whether the device makes greedy choices."""
         self.context = context
         larger = " or start the engine with a larger --context" if context < longest else ""
         self._remedy = f"shorten it{larger}"
-        self._tokenizer = tokenizer
+        self._detokenizer = detokenizer
+        self._ask_mask = ask_mask
         self._eos = eos
         self._vocabulary = vocabulary
         self._greedy_of = vocabulary if greedy else 0
         self._seeds = itertools.count(seed)
-        self._grammars = None if tokenizer is None else GrammarCompiler(tokenizer, vocabulary, sorted(eos))
 
     def generate(self, client: bytes, message: Generate, emit: Emit) -> Job:
         """Raises RequestError."""
@@ -64,7 +64,7 @@ class JobFactory:
                 f" {self._remedy}",
                 len(prompt),
             )
-        if message.stop and self._tokenizer is None:
+        if message.stop and self._detokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model has none")
         limit = min(message.max_tokens, self.context - len(prompt))
         if len(message.resume) > limit:
@@ -77,12 +77,10 @@ class JobFactory:
         shaping = message.shaping
         validate_shaping(shaping, message.logprobs)
         check_ids([bias.token for bias in shaping.bias], self._vocabulary)
-        if shaping.grammar and (self._grammars is None or message.ignore_eos):
+        if shaping.grammar and (self._detokenizer is None or message.ignore_eos):
             raise RequestError("a grammar needs a tokenizer, and ends the answer: not with ignore_eos")
         grammar = (
-            self._grammars.start(shaping.grammar, message.resume)
-            if shaping.grammar and self._grammars is not None
-            else None
+            Grammar(client, shaping.grammar, self._vocabulary, self._ask_mask) if shaping.grammar else None
         )
         seed = message.sampling.seed
         seed = next(self._seeds) if seed is None else seed
@@ -101,7 +99,7 @@ class JobFactory:
                 logprobs=message.logprobs,
                 rival=None if message.rival == -1 else message.rival,
             ),
-            text=None if self._tokenizer is None else self._tokenizer.stream(message.stop),
+            text=None if self._detokenizer is None else self._detokenizer.stream(message.stop),
             eos=frozenset() if message.ignore_eos else self._eos,
             conversation=message.conversation,
             vocabulary=self._greedy_of,

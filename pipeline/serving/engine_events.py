@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pipeline.serving.engine_status import EngineStatus
 from pipeline.serving.text_messages import TextMessages
+from pipeline.text.grammar import MaskDropped, MaskRequest
 
 
 @dataclass(frozen=True)
@@ -41,5 +42,7 @@ class EngineFailed:
     usage: bool  # the user's input is at fault
 
 
-EngineEvent = ToClient | ToOtherClients | ToSupervisor | EngineReady | EngineFailed
+EngineEvent = (
+    ToClient | ToOtherClients | ToSupervisor | MaskRequest | MaskDropped | EngineReady | EngineFailed
+)
 Post = Callable[[EngineEvent], None]

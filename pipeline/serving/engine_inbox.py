@@ -38,7 +38,7 @@ class EngineInbox:
         self._gone: deque[bytes] = deque()  # clients that have disconnected
         self._held = Held()
         self._changed = threading.Condition()
-        self._stopped = False
+        self._stopped = self._woken = False
 
     @property
     def stopped(self) -> bool:
@@ -72,10 +72,12 @@ class EngineInbox:
                 self._changed.notify()
 
     def get(self, wait: float) -> tuple[bytes, EngineMessage] | None:
-        """The next client's oldest message. None after `wait` seconds, and after `stop` once none is left."""
+        """The next client's oldest message. None after `wait` seconds or a `wake`, and after `stop` once none
+        is left."""
         with self._changed:
-            if not self._accounts and not self._gone and not self._stopped and wait:
+            if not (self._accounts or self._gone or self._stopped or self._woken) and wait:
                 self._changed.wait(wait)
+            self._woken = False
             if self._gone:
                 return self._gone.popleft(), ClientGone()
             if not self._accounts:
@@ -89,6 +91,12 @@ class EngineInbox:
             if queues:
                 self._accounts[account] = queues
             return client, message
+
+    def wake(self) -> None:
+        """End the present wait of the engine's thread, or its next one: what it waits for is elsewhere."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify()
 
     def stop(self) -> None:
         """Refuse further messages, and wake the engine's thread."""

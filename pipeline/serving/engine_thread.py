@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -26,17 +27,19 @@ def run_engine(
     post: Post,
     exits: ExitEvents,
     congested: Callable[[bytes], bool],
+    text_up: threading.Event,
 ) -> None:
-    """Build an engine and serve until `inbox` is stopped: the whole life of the engine's thread."""
+    """Build an engine and serve until `inbox` is stopped: the whole life of the engine's thread. `text_up`:
+    set once the text process is ready."""
 
     def to_supervisor(message: object) -> None:
         post(ToSupervisor(message))
 
     try:
         with ExitStack() as closing:
-            parts = EngineParts(config, exits, to_supervisor, closing)
+            parts = EngineParts(config, exits, to_supervisor, closing, text_up)
             service = EngineService(parts, inbox, post, congested)
-            texts = TextMessages(parts.tokenizer, parts.context)
+            texts = TextMessages(parts.detokenizer, parts.context)
             post(EngineReady(service.status, texts, tuple(parts.notes)))
             service.warm_up()
             service.serve()

@@ -10,10 +10,7 @@ from typing import Any
 PROC = Path("/proc")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 TICKS = os.sysconf("SC_CLK_TCK")
-ROLES = {
-    "encoder_process": "tokenizer",
-    "expert_worker": "worker",
-}  # by module, where the name is another one
+ROLES = {"expert_worker": "worker"}  # by module, where the name is another one
 
 
 def processes(peers: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
