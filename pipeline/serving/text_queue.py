@@ -160,7 +160,7 @@ class TextQueue:
                 self._filled.clear()
                 await self._filled.wait()
             await self._link.wait_up()
-            if clients := self._masks.keys() | self._queues.keys():
+            if clients := [*self._masks, *self._queues]:
                 client = self._turns.next(clients)
                 self._turns.take(client)
                 if masks := self._masks.get(client):

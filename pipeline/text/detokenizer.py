@@ -1,5 +1,5 @@
-"""Token ids to text. `Detokenizer` has all that this takes of a tokenizer, and nothing that searches with a
-model's regular expressions: the text process writes it to a file, and the coordinator reads that.
+"""Token ids to text. `Detokenizer` has all that this takes of a tokenizer, and searches with no regular
+expression of a model's: the text process writes it to a file, and the coordinator reads that.
 
 `TextStream` is incremental: the text of each new token that no later token can change. `ByteDecoder` or
 `RunDecoder` returns the text that the ids so far make certain; `StopStrings` holds back text that could still
@@ -27,7 +27,7 @@ DECODER = "decoder.json"  # the file, in the engine's directory
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 512
 QUICK = 65536  # characters; shorter texts are encoded in less time than a step
-UNUSED = ("normalizer", "pre_tokenizer", "post_processor")  # parts of a tokenizer that only encode
+UNUSED = ("pre_tokenizer", "post_processor")  # parts that only encode; a normalizer spells added tokens
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -62,7 +62,7 @@ class Detokenizer:
         return cls(Tokenizer.from_str(described), json.loads(eos_ids))
 
     def write(self, path: Path) -> None:
-        """Write it without what only encodes: with no regular expression that would be applied at a load."""
+        """Write it, without what only encodes. It has been loaded once, so its load takes no longer."""
         described = json.loads(self._backend.to_str()) | dict.fromkeys(UNUSED)
         if "merges" in described["model"]:
             described["model"]["merges"] = []

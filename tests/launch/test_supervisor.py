@@ -46,19 +46,17 @@ async def test_children_start_and_stop_in_order(play: Play, caplog: pytest.LogCa
     caplog.set_level(logging.INFO, "tandem")
     play.notes = {"loader": ("attached", "no huge pages"), "worker": ("not pinned",)}
     async with supervisor(NEVER) as engine:
-        await play.spawned("tokenizer")
         spawned = [event for event in play.events if event.endswith("spawned")]
-        order = ["coordinator", "loader", "worker 0", "worker 1", "tokenizer"]
+        order = ["coordinator", "text process", "loader", "worker 0", "worker 1"]
         assert spawned == [f"{name} is spawned" for name in order]
         configured = [event for event in play.events if event.endswith("configured")]
-        assert configured[0] == "loader is configured"  # the coordinator waits for the store
-        assert sorted(configured[1:-1]) == sorted(f"{name} is configured" for name in CHILDREN)
-        assert configured[-1] == "tokenizer is configured"  # once the others are ready
+        # The coordinator waits for the store, which the text process does not need.
+        assert configured[:2] == ["text process is configured", "loader is configured"]
+        assert sorted(configured[2:]) == sorted(f"{name} is configured" for name in CHILDREN)
         computing = Cores.here().computing
-        assert [c.threads for c in play.children] == [computing, computing, *[threads_of(engine)] * 2, 1]
+        assert [c.threads for c in play.children] == [computing, 1, computing, *[threads_of(engine)] * 2]
         assert engine.pids == {
-            Identity(*who, 0): PID
-            for who in (("coordinator", 0), ("worker", 0), ("worker", 1), ("tokenizer", 0))
+            Identity(*who, 0): PID for who in (("coordinator", 0), ("worker", 0), ("worker", 1), ("text", 0))
         }
         folder = runtime_root() / engine.name
         info = json.loads((folder / "engine.json").read_text())
@@ -79,7 +77,9 @@ async def test_children_start_and_stop_in_order(play: Play, caplog: pytest.LogCa
         play.child("coordinator").process.end(0)
         await ending
         assert sorted(play.events[1:]) == ["worker 0 gets Shutdown", "worker 1 gets Shutdown"]
-        assert [c.process.signals for c in play.children] == [*[[]] * 4, [signal.SIGTERM]]
+        assert {c.identity.role: c.process.signals for c in play.children if c.process.signals} == {
+            "text": [signal.SIGTERM]
+        }
     assert engines_left() == []
     assert not (Path(SHM_FOLDER) / store_name(play.fingerprint)[1:]).exists()
 
@@ -90,7 +90,7 @@ async def test_nothing_stays_behind_however_often_the_end_is_cancelled(play: Pla
             await asyncio.Future()
 
     using = asyncio.create_task(use())
-    await play.spawned("tokenizer")
+    await play.spawned("worker", 1)
     while not using.done():
         using.cancel()
         await asyncio.sleep(0)
@@ -109,7 +109,6 @@ async def test_each_child_gets_its_configuration(play: Play) -> None:
         "tile": 64,
     }
     async with supervisor(NEVER, **asked) as engine:
-        await play.spawned("tokenizer")
         runtime = runtime_root() / engine.name
         common = {"engine": engine.name, "runtime": str(runtime), "log_level": "INFO"}
         store = {"store": store_name(play.fingerprint), "fingerprint": play.fingerprint}
@@ -123,7 +122,7 @@ async def test_each_child_gets_its_configuration(play: Play) -> None:
             ]
             assert config.pop("identity") == identity.prove(engine._configs.key)
             assert {key: config.pop(key) for key in common} == common
-            if identity.role != "loader":
+            if identity.role not in ("loader", "text"):
                 assert {key: config.pop(key) for key in store} == store
                 controls.add(config.pop("control"))
         assert len(controls) == 1
@@ -140,7 +139,7 @@ async def test_each_child_gets_its_configuration(play: Play) -> None:
             expected = {"cores": list(cpus.cores), "host_slowdown": 2.0, "kernels": kernels}
             assert found[Identity("worker", index, 0)] == expected
         assert found[Identity("prefetcher", 0, 0)] == {"cores": [], "link_gbps": 3.0, "mps": True}
-        assert found[Identity("tokenizer", 0, 0)] == {"model": str(model_dir())}
+        assert found[Identity("text", 0, 0)] == {"model": str(model_dir()), "fingerprint": ""}
         assert play.child("prefetcher").threads == 1
         coordinator = found[Identity("coordinator", 0, 0)]
         config = coordinator.pop("config")
@@ -181,7 +180,7 @@ async def test_only_needed_children_start(
     caplog.set_level(logging.INFO, "tandem")
     async with supervisor(NEVER, workers=workers, policy=policy, prefetcher=prefetcher):
         names = [event.removesuffix(" is spawned") for event in play.events if event.endswith("spawned")]
-        assert [name for name in names if name != "loader"] == [*spawned, "tokenizer"]
+        assert [name for name in names if name not in ("loader", "text process")] == spawned
         assert play.child("coordinator").config["workers"] == [
             len(cpus.cores) for cpus in (Cores.here().for_workers(workers) if workers else ())
         ]
@@ -227,15 +226,37 @@ async def test_loader_that_fails_ends_the_start_with_its_line(play: Play, usage:
     assert engines_left() == []
 
 
-@pytest.mark.parametrize(("code", "line"), [(KILLED, "was killed by SIGKILL"), (3, "exited with code 3")])
-async def test_loader_that_exits_without_a_word_ends_the_start(
-    play: Play, code: int, line: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("role", "code", "line"),
+    [
+        ("loader", KILLED, "the loader was killed by SIGKILL"),
+        ("loader", 3, "the loader exited with code 3"),
+        ("text", 3, "the text process exited with code 3"),
+        ("text", -signal.SIGPROF, "the model's tokenizer took longer than 20 s to load"),
+        ("text", -signal.SIGABRT, "the model's tokenizer failed to load, or needs more than 4 GB of memory"),
+    ],
+)
+async def test_early_exit_without_a_word_ends_the_start(
+    play: Play, role: str, code: int, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("launch.processes.group.LAST_MESSAGE_LIMIT", 0.02)
-    play.script = lambda child: child.process.end(code)
-    with pytest.raises(StartFailed, match=f"^the loader {line}$"):
+    play.script = lambda child: child.process.end(code) if child.identity.role == role else play.begin(child)
+    with pytest.raises(StartFailed, match=f"^{line}$") as failed:
         async with supervisor(NEVER):
             pass
+    assert failed.value.exit_code == (2 if "tokenizer" in line else 1)
+    assert engines_left() == []
+
+
+async def test_text_process_that_is_killed_during_the_start_is_replaced(play: Play) -> None:
+    def script(child: ScriptedChild) -> None:
+        if child.identity == Identity("text", 0, 0):
+            return child.process.end(KILLED)
+        return play.begin(child)
+
+    play.script = script
+    async with supervisor(NEVER) as engine:
+        assert [who.role for who in engine.pids].count("text") == 1
 
 
 async def test_ready_that_arrives_after_the_exit_of_the_loader_counts(play: Play) -> None:
@@ -256,6 +277,8 @@ async def test_silent_loader_is_stopped_and_one_with_progress_is_not(play: Play)
 
     def talk(child: ScriptedChild) -> None:
         nonlocal talks
+        if child.identity.role != "loader":
+            return
         talks += 1
         if talks < 8:
             child.send(Heartbeat())
@@ -295,13 +318,14 @@ async def test_store_that_is_removed_each_time_ends_the_start(
 
     def script(child: ScriptedChild) -> None:
         child.ready()
-        child.process.end(0)
+        if child.identity.role == "loader":
+            child.process.end(0)
 
     play.script = script
     with pytest.raises(StartFailed, match="removed the store each time"):
         async with supervisor(NEVER):
             pass
-    assert [c.identity.role for c in play.children] == ["coordinator", *["loader"] * 3]
+    assert [c.identity.role for c in play.children] == ["coordinator", "text", *["loader"] * 3]
 
 
 @pytest.mark.parametrize(
@@ -376,7 +400,7 @@ async def test_restarted_coordinator_has_the_policy_that_was_set_last(
         assert (second.config["config"]["policy"], second.config["slab"]) == ("random", True)
         assert second.config["config"]["policy_options"] == {"seed": "3"}
         assert engine.config.policy == "random"
-        assert [c.process.returncode for c in play.children[2:4]] == [KILLED] * 2
+        assert [c.process.returncode for c in play.children[3:5]] == [KILLED] * 2
         await until(lambda: "the engine is up again" in caplog.text)
         assert "not pinned" not in caplog.text  # it was said of the first incarnation
         second.send(SetPolicy(0, "all-host"))
@@ -403,7 +427,7 @@ async def test_messages_of_earlier_incarnations_and_malformed_ones_are_dropped(
         assert caplog.text.count("dropped a malformed message on the control socket") >= 1
         assert engine.pids.keys() == {
             Identity(*who)
-            for who in (("coordinator", 0, 0), ("worker", 0, 1), ("worker", 1, 0), ("tokenizer", 0, 0))
+            for who in (("coordinator", 0, 0), ("worker", 0, 1), ("worker", 1, 0), ("text", 0, 0))
         }
 
 
@@ -415,7 +439,7 @@ async def test_reason_of_a_failed_child_is_in_its_line(play: Play, caplog: pytes
             coordinator.send(Failed("coordinator", "out of memory", True))
             coordinator.process.end(2)
             await asyncio.sleep(10)
-    assert [c.process.returncode for c in play.children] == [2, 0, 0, 0, -signal.SIGTERM]
+    assert [c.process.returncode for c in play.children] == [2, -signal.SIGTERM, 0, 0, 0]
     assert engines_left() == []
 
 
@@ -436,7 +460,7 @@ async def test_children_that_do_not_stop_are_terminated_and_killed(
 async def test_kill_ends_every_child_at_once_and_restarts_none(play: Play) -> None:
     async with supervisor(NEVER) as engine:
         engine.kill()
-        assert [c.process.returncode for c in play.children] == [KILLED, 0, *[KILLED] * 3]
+        assert [c.process.returncode for c in play.children] == [KILLED, KILLED, 0, KILLED, KILLED]
         assert engine.pids == {}
         await asyncio.sleep(0.02)
         assert len(play.children) == 5

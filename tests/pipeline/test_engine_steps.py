@@ -19,7 +19,7 @@ from pipeline.experts.fetch_link import FetchLink
 from pipeline.models.registry import model_spec
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
-from pipeline.text.greedy import Greedy
+from pipeline.text.logprobs import Greedy
 
 LATE = "the prefetcher is down: experts are placed once it is restarted"
 
