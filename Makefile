@@ -52,7 +52,7 @@ test-wheel: $(TEST_TOOLS)
 gpu: $(TEST_TOOLS)
 	exec $(BIN)/python -m benchmarks.gpu
 
-$(READY): pyproject.toml $(wildcard workers/kernels/c/*) $(wildcard shm/*.c pipeline/*/*.c)
+$(READY): pyproject.toml setup.py $(wildcard workers/kernels/c/*) $(wildcard shm/*.c pipeline/*/*.c)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "make: Python 3.11 or newer is needed as '$(PYTHON)'; install it, or run make PYTHON=/path/to/python3" >&2; \
 	  exit 1; }

@@ -34,11 +34,10 @@ EXACT = "all-host,on-demand,mixtral-offloading,whole-layer,layerwise,fiddler,hyb
 PRESETS = EXACT + ",pre-gated,daop,adapmoe"
 PREDICTING = "mixtral-offloading,whole-layer,pre-gated,hybrimoe,dali,adapmoe"
 LINK_BOUND = "on-demand,mixtral-offloading,whole-layer,pre-gated,adapmoe"  # nothing is computed on the host
-DALI = "dali,hybrimoe,fiddler,layerwise,all-host,dali:assignment=optimum,dali:assignment=beam"
+DALI = "dali,hybrimoe,fiddler,layerwise,all-host"
 BREAKDOWN = (
     "all-host,dali:prediction=none:replacement=keep,dali:replacement=keep,dali,"
     "dali:pause=0,dali:prediction=none,hybrimoe:prediction=none:replacement=keep,"
-    "dali:prediction=none:replacement=keep:assignment=optimum,"
     "dali:prediction=none:replacement=keep:assignment=two-ended"
 )
 DAOP = "fiddler,daop,daop:first_layer=1,daop:early=0,daop:predict=0,on-demand"
@@ -133,17 +132,9 @@ def adapmoe_policies(c: Commands) -> str:
 def quarter(calibration: Calibration) -> float:
     """T of AdapMoE's gate at which 25 % of the (token, layer) pairs use a single expert."""
     sensitivity = np.asarray(calibration.sensitivity, np.float64)
-    return _at_quarter(calibration, np.geomspace(1e-7, 1, 400), lambda t: np.sqrt(t / sensitivity))
-
-
-def quarter_share(calibration: Calibration) -> float:
-    """The same of the score gate: the share of a token's weight."""
-    layers = np.ones(len(calibration.kept))
-    return _at_quarter(calibration, np.linspace(0, 1, 400), lambda share: share * layers)
-
-
-def _at_quarter(calibration: Calibration, tried: Floats, limits: Callable[[float], Floats]) -> float:
-    single = [at_limits(calibration.kept, limits(one).tolist())[:, 1].mean() for one in tried.tolist()]
+    tried = np.geomspace(1e-7, 1, 400)
+    limits = [np.sqrt(one / sensitivity).tolist() for one in tried.tolist()]
+    single = [at_limits(calibration.kept, one)[:, 1].mean() for one in limits]
     return float(tried[np.argmin(np.abs(np.subtract(single, 0.25)))])
 
 
@@ -162,7 +153,7 @@ def adapmoe(c: Commands) -> dict[str, list[Row]]:
 
 def quality(c: Commands) -> dict[str, list[Row]]:
     gate = f"threshold={quarter(c.calibration()):.3g}"
-    policies = f"all-host,adapmoe,adapmoe:{gate},adapmoe:gate=score,pre-gated,daop,daop:first_layer=1"
+    policies = f"all-host,adapmoe,adapmoe:{gate},pre-gated,daop,daop:first_layer=1"
     words = (
         "--ppl-tokens",
         "1400",
@@ -177,8 +168,6 @@ def quality(c: Commands) -> dict[str, list[Row]]:
     rows = []
     for cache in ("0.25", "0.375", "0.469"):
         rows += _perplexities(c.run(f"quality-{cache}", "bench", "--policy", policies, *words, cache), cache)
-    gates = f"all-host,adapmoe:{gate},adapmoe:gate=score:share={quarter_share(c.calibration()):.3g}"
-    rows += _perplexities(c.run("gates", "bench", "--policy", gates, *words, "0.25"), "0.25")
     return {"perplexity": rows}
 
 

@@ -25,8 +25,7 @@ from pipeline.calibration.hit_rates import TokenOrder
 from pipeline.engine.driver import LayerDecision
 from pipeline.models.routing import Softmax
 from pipeline.policies.calibration import Calibration
-from pipeline.policies.costs import Costs
-from pipeline.policies.derived_costs import Rates, derived
+from pipeline.policies.costs import Costs, Rates, derived
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Gated, ModelShape, PolicyRequest, Signals
 from pipeline.replay.machine import Replay

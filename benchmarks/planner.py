@@ -4,11 +4,9 @@
     python benchmarks/planner.py --policy dali daop --json
     python benchmarks/planner.py --runs 1 --tokens 16        a first impression
 
-For every preset, and dali with its assignments for comparison, on three models' shapes: 32 layers of 8, 64
+For every preset, on three models' shapes: 32 layers of 8, 64
 and 128 experts, half of them resident. The timed code is the `PolicyDriver` in one layer with all its calls
 of the policy, without the model's router, which the model itself runs anyway. Fetched tiles land at once.
-
-It also prints the quality of the greedy assignment: its time over the optimum's, on random layers.
 """
 
 from __future__ import annotations
@@ -22,20 +20,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from planner_input import LAYERS, MODELS, Model, Text, calibrated
 
 from pipeline.arrays import FloatArray, Phase
 from pipeline.engine.driver import LayerDecision, PolicyDriver
 from pipeline.models.routing import Softmax
-from pipeline.policies import balance
 from pipeline.policies.presets import PRESETS, make_policy
 from pipeline.policies.view import Ahead, ModelShape, Policy, PolicyRequest, Routing, Signals, Target, View
 from shm.mask import Mask
 
 LIMIT_US = 20  # at the median, a layer
 PROMPT = 16  # tokens of one untimed prefill step
-COMPARED = [("dali", {"assignment": "optimum"}), ("dali", {"assignment": "beam"})]
 
 
 class TimedRouter:
@@ -172,49 +167,14 @@ def planner_times(
         }
 
 
-def greedy_to_optimum(model: Model, layers: int) -> dict[str, Any]:
-    """The greedy assignment's and the beam's time over the optimum's, on random layers: one row up to as many
-    as the search for the optimum allows, on machines of many kinds, half of the experts resident."""
-    rng = np.random.default_rng(5)
-    tiles = model.layout.shape.tiles
-    greedy: list[float] = []
-    beam: list[float] = []
-    while len(greedy) < layers:
-        rows = int(rng.integers(1, 17))
-        chosen: NDArray[np.int64] = np.argsort(rng.random((rows, model.experts)), axis=1)[:, : model.top_k]
-        _, counts = np.unique(chosen, return_counts=True)
-        if len(counts) > balance.EXACT:
-            continue
-        host_rate, link_rate = rng.uniform(10, 80), rng.uniform(6, 60)
-        widening = rng.uniform(0.02, 0.6)  # what another row adds on the host
-        missing = np.where(rng.random(len(counts)) < 0.5, tiles, 0).tolist()
-        host = ((1 + widening * (counts - 1)) / host_rate).tolist()
-        device = [max(count / tiles / link_rate, 1 / 400) for count in missing]
-        sides = device, host, rng.uniform(0, 0.2) * max(host)  # the last is the exchange
-        best = balance.makespan(balance.optimum(*sides), *sides)
-        greedy.append(balance.makespan(balance.greedy(*sides), *sides) / best)
-        beam.append(balance.makespan(balance.beam(*sides, 2), *sides) / best)
-    return {
-        "model": model.name,
-        "layers": layers,
-        "greedy_to_optimum": round(statistics.mean(greedy), 4),
-        "greedy_worst": round(max(greedy), 3),
-        "greedy_is_optimal": round(sum(ratio < 1 + 1e-9 for ratio in greedy) / layers, 3),
-        "beam_2_to_optimum": round(statistics.mean(beam), 4),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--policy", nargs="+", choices=list(PRESETS), help="only these")
     parser.add_argument("--tokens", type=int, default=64, help="decoded; the first two are not timed")
     parser.add_argument("--runs", type=int, default=5, help="of each policy; the quickest counts")
-    parser.add_argument("--layers", type=int, default=2000, help="random layers for the greedy assignment")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     arguments = parser.parse_args()
     asked: list[tuple[str, dict[str, str]]] = [(name, {}) for name in arguments.policy or PRESETS]
-    if not arguments.policy:
-        asked += COMPARED
 
     times = []
     if not arguments.json:
@@ -229,17 +189,9 @@ def main() -> None:
                     f"{row['policy']:34}{row['experts']:5}{row['top_k']:3}{row['median_us']:9.1f}"
                     f"{row['p90_us']:8.1f} {row['tenth_of_kernel_us']:8.1f}{marks}"
                 )
-    ratios = [greedy_to_optimum(model, arguments.layers) for model in MODELS]
     if arguments.json:
         found = {"machine": platform.processor() or platform.machine(), "python": platform.python_version()}
-        print(json.dumps(found | {"planner": times, "assignment": ratios}))
-        return
-    print("\ntime over the optimum's, mean:")
-    for ratio in ratios:
-        print(
-            f"{ratio['model']:34} greedy {ratio['greedy_to_optimum']:.4f} (worst {ratio['greedy_worst']:.2f},"
-            f" optimal in {ratio['greedy_is_optimal']:.0%}), beam of 2 {ratio['beam_2_to_optimum']:.4f}"
-        )
+        print(json.dumps(found | {"planner": times}))
 
 
 if __name__ == "__main__":

@@ -3,11 +3,10 @@
     python benchmarks/tandem.py --trace run.trace --model mixtral
     python benchmarks/tandem.py --synthetic 1,4,16,64 --model qwen3 --machine a100-pcie4
     python benchmarks/tandem.py --trace run.trace --costs costs.json
-    python benchmarks/tandem.py --trace run.trace --add both=4e-4     where the sides hinder each other
     python benchmarks/tandem.py --speed --model qwen3 --layers 48      tandem's replay itself, in us a layer
 
 A trace's routing is timed as if its experts were those of the named model, with the costs derived from the
-rates of the named machines (`pipeline/policies/derived_costs.py`), or with a cost file as it is. For each
+rates of the named machines (`pipeline/policies/costs.py`), or with a cost file as it is. For each
 setting and phase a line has the two fastest other exact presets, and tandem's speed over theirs.
 """
 
@@ -26,8 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipeline.models.routing import Softmax
-from pipeline.policies.costs import Costs
-from pipeline.policies.derived_costs import MACHINES, derived
+from pipeline.policies.costs import MACHINES, Costs, derived
 from pipeline.policies.presets import PRESETS, make_policy
 from pipeline.policies.view import ModelShape, PolicyRequest
 from pipeline.replay.machine import Replay
@@ -195,9 +193,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--policy", nargs="*", default=NAMES)
     parser.add_argument("--set", nargs="*", default=[])
-    parser.add_argument(
-        "--add", nargs="*", default=[], help="seconds to each machine's costs: both=1e-4 wake=1e-4"
-    )
     parser.add_argument("--speed", action="store_true", help="time the replay of one row a step")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -208,10 +203,6 @@ def main() -> None:
     }
     if arguments.costs:
         machines = {path.stem: Costs.load(path) for path in arguments.costs}
-    added = {name: float(seconds) for name, seconds in (item.split("=", 1) for item in arguments.add)}
-    for name, costs in machines.items():
-        more = {key: getattr(costs, key) + seconds for key, seconds in added.items()}
-        machines[name] = replace(costs, **more)
     measured = {"prefill": arguments.prompts, "decode": arguments.steps}
     if arguments.speed:
         single = synthetic(1, model, arguments.layers, measured)

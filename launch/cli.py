@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Where each command's function is, which has the command's name.
 MODULES = {
-    **{name: f"launch.{name}" for name in ("generate", "serve", "keys")},
+    **{name: f"launch.{name}" for name in ("generate", "serve")},
     **{
         name: f"launch.{name}.command"
         for name in ("chat", "stress", "bench", "calibrate", "doctor", "cache", "advise")
@@ -101,7 +101,7 @@ def _with_model(options: Options) -> Options:
     """With the folder of a Hub's model; its download may take hours, so policies are checked before."""
     if "model" not in options.written:
         return options
-    from launch.hub.hf_download import model_folder
+    from launch.hub import model_folder
     from pipeline.policies.presets import make_policy
 
     for request in options.policies():

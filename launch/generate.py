@@ -9,8 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launch.command_line.checks import MAX_TEXT_BYTES, check_request, read_text
-from launch.command_line.model_files import check_can_chat, check_reads_text
+from launch.command_line.checks import (
+    MAX_TEXT_BYTES,
+    check_can_chat,
+    check_reads_text,
+    check_request,
+    read_text,
+)
 from launch.command_line.options import RANDOM_OPTIONS, Options
 from launch.connect.reconnect import reconnecting_client
 from launch.errors import AnswerLost, WrongUsage
@@ -22,7 +27,7 @@ from pipeline.assets import model_dir
 from protocol.answer import Answer
 from protocol.client import Client
 from protocol.errors import RequestFailed
-from protocol.messages import ChatMessage, Generate, Sampling, Token
+from protocol.messages import MAX_TOKENS, ChatMessage, Generate, Sampling, Token
 
 log = logging.getLogger("tandem")
 
@@ -115,7 +120,7 @@ def _finish(options: Options, answer: Answer, tokens: list[Token], client: Clien
     stats = {} if answer.done is None else answer.done.stats
     if "json" not in options.written:
         show(last + "\n")
-        most = options.written.get("max_tokens", Generate.max_tokens)
+        most = options.written.get("max_tokens", MAX_TOKENS)
         length = "; --max-tokens reached" if len(tokens) == most else "; the context is full"
         end = {"cancelled": "; cancelled", "length": length}
         print(f"[tandem] {_speed(len(tokens), stats)}{end.get(reason, '')}", file=sys.stderr)

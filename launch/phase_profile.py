@@ -142,12 +142,6 @@ class PhaseProfile:
         return {"demanded": int(self.tree["fetched_bytes"])} | sizes
 
     @property
-    def zero_copy_share(self) -> float:
-        """Share of the demanded tiles that the device's kernels read in the host's memory."""
-        fetched = int(self.tree["fetched_tiles"])
-        return int(self.tree.get("zero_copy_tiles", 0)) / fetched if fetched else 0.0
-
-    @property
     def issued_share(self) -> float | None:
         """Share of the wanted prefetches (experts that predictions named and that were neither resident nor
         under way) that were ordered from the link, if any was wanted."""

@@ -12,7 +12,6 @@ from launch.terminal.log import notice
 from launch.terminal.output import show
 from protocol.client import Client
 from protocol.errors import ProtocolError
-from protocol.keys import Address
 
 ANSWER_SECONDS = 1.0  # for the engine to say what it has served; a hung one must not delay its end
 
@@ -40,7 +39,7 @@ async def _served(endpoint: str) -> str:
     """The number of requests that the engine has ended, after a colon; "" where it does not answer."""
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
-            async with Client.connect(Address(endpoint), name=CLIENT) as client:
+            async with Client.connect(endpoint, name=CLIENT) as client:
                 stats = await client.stats()
     except (ProtocolError, TimeoutError):
         return ""

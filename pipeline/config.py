@@ -61,15 +61,13 @@ class EngineConfig:
     graphs: GraphsName = "auto"  # CUDA graphs of decode steps; auto: each is compared with a step without
     keep_store: bool = False
     verify: bool = False  # compare the store's bytes with their checksums before they are used
-    listen: str | None = None  # tcp endpoint for clients with a key, beside the local one
-    key: Path | None = None  # file of the engine's key for `listen`; None: where `launch.py keys` puts it
     http: str | None = None  # HOST:PORT of the gateway, for clients over HTTP; None: there is no gateway
     http_keys: Path | None = None  # file of its API keys; None: without keys, for this machine alone
 
     @classmethod
     def from_map(cls, plain: dict[str, Any]) -> Self:
         """The configuration from a child's map: `dataclasses.asdict` with paths as text."""
-        names = ("model", "costs", "record", "key", "http_keys")
+        names = ("model", "costs", "record", "http_keys")
         paths = {name: Path(plain[name]) for name in names if plain[name] is not None}
         return cls(**(plain | paths))
 

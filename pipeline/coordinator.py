@@ -8,7 +8,8 @@ import logging
 import os
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,25 +17,27 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from pipeline.accounts import account_of
 from pipeline.coordinator_config import CoordinatorConfig
+from pipeline.errors import PipelineError, UsageError
 from pipeline.experts.peers import ExitEvents
 from pipeline.serving.clients import Clients
-from pipeline.serving.engine_events import (
+from pipeline.serving.engine_inbox import (
     EngineEvent,
     EngineFailed,
+    EngineInbox,
     EngineReady,
+    Post,
     ToClient,
     ToOtherClients,
     ToSupervisor,
 )
-from pipeline.serving.engine_inbox import EngineInbox
+from pipeline.serving.engine_parts import EngineParts
+from pipeline.serving.engine_service import EngineService
 from pipeline.serving.engine_status import EngineStatus
-from pipeline.serving.engine_thread import run_engine
 from pipeline.serving.request_limits import RequestReader
-from pipeline.serving.rights import denial, sees_all
 from pipeline.serving.text_link import ROLE as TEXT
 from pipeline.serving.text_link import TextLink
+from pipeline.serving.text_messages import TextMessages
 from pipeline.serving.text_queue import QueuedMessage, TextQueue
 from pipeline.text.grammar import MaskDropped, MaskRequest
 from protocol.codec import decode, encode
@@ -61,7 +64,9 @@ from protocol.messages import (
     WorkerDied,
 )
 from protocol.sockets import connect_dealer, ipc_endpoint
+from shm.errors import NotEnoughMemory, ShmError
 from workers import mps
+from workers.cuda import CudaError
 
 log = logging.getLogger(__name__)
 
@@ -81,16 +86,12 @@ class Coordinator:
         self._context = zmq.asyncio.Context()
         control = ipc_endpoint(runtime, "control.sock")
         self._control = connect_dealer(self._context, control, identity=config["identity"])
-        listening = self._config.options.listen is not None  # at the door for tcp, a process of its own
-        remote = ipc_endpoint(runtime, "remote.sock") if listening else None
         try:
             self._clients = Clients(
                 ipc_endpoint(runtime, "client.sock"),
                 self._welcome,
                 self._on_client_message,
                 self._on_client_gone,
-                remote=remote,
-                key=self._config.key,
             )
         except ProtocolError as e:
             self._send_to_supervisor(Failed("coordinator", str(e), usage=True))
@@ -98,7 +99,7 @@ class Coordinator:
             self._context.term()
             raise SystemExit(2) from None
         self._exits = ExitEvents()
-        self._inbox = EngineInbox(self._clients.charge)
+        self._inbox = EngineInbox()
         loop = asyncio.get_running_loop()
 
         def post(event: EngineEvent) -> None:  # called by the engine's thread
@@ -210,7 +211,7 @@ class Coordinator:
         await self._ready.wait()
         assert self._status is not None
         assert self._texts is not None
-        clients = self._clients.serve(RequestReader(self._status.context), self._status.without_paths())
+        clients = self._clients.serve(RequestReader(self._status.context))
         async with asyncio.TaskGroup() as group:
             for service in (clients, self._texts.serve()):
                 group.create_task(service)
@@ -239,10 +240,7 @@ class Coordinator:
     def _on_client_message(self, client: bytes, message: object) -> None:
         assert self._texts is not None
         assert self._status is not None
-        right = self._clients.right_of(client)
         match message:
-            case SetPolicy() | Calibrate() if refusal := denial(message, right):
-                self._clients.send(client, refusal)
             case Generate() | Score() | Calibrate() | Tokenize() | SetPolicy():
                 if not self._texts.put(client, message):
                     self._refuse(client, message)
@@ -251,17 +249,37 @@ class Coordinator:
                 if not (self._inbox.put(client, message) or self._stopping.is_set()):
                     self._clients.cut_off(client, FLOODED)
             case Stats():
-                if sees_all(right):
-                    stats = self._status.stats() | {"clients": self._clients.counts()}
-                else:
-                    stats = self._status.stats_of(account_of(client))
+                stats = self._status.stats() | {"clients": self._clients.counts()}
                 self._clients.send(client, StatsReply(message.request, stats))
-            case ExpertActivity() if refusal := denial(message, right):
-                self._clients.send(client, refusal)
             case ExpertActivity():
                 self._clients.send(client, self._status.activity(message.request))
             case _:
                 self._clients.refuse(client, f"a client may not send {type(message).__name__}")
+
+
+def run_engine(
+    config: CoordinatorConfig,
+    inbox: EngineInbox,
+    post: Post,
+    exits: ExitEvents,
+    congested: Callable[[bytes], bool],
+    text_up: threading.Event,
+) -> None:
+    """Build an engine and serve until `inbox` is stopped: the whole life of the engine's thread. `text_up`:
+    set once the text process is ready."""
+    try:
+        with ExitStack() as closing:
+            parts = EngineParts(config, exits, lambda message: post(ToSupervisor(message)), closing, text_up)
+            service = EngineService(parts, inbox, post, congested)
+            texts = TextMessages(parts.detokenizer, parts.context)
+            post(EngineReady(service.status, texts, tuple(parts.notes)))
+            service.warm_up()
+            service.serve()
+    except (PipelineError, ShmError, CudaError) as e:
+        post(EngineFailed(str(e), isinstance(e, UsageError | NotEnoughMemory)))
+    except Exception as e:
+        log.exception("the engine failed")
+        post(EngineFailed(f"the engine failed: {type(e).__name__}: {e}", False))
 
 
 async def _run(config: dict[str, Any]) -> int:

@@ -146,7 +146,6 @@ class PhaseCounters(Hits):
     host_tiles: int = 0
     resident_tiles: int = 0
     fetched_tiles: int = 0  # over the link
-    zero_copy_tiles: int = 0  # of those, read by kernels in the host's memory
     wanted_experts: int = 0  # that predictions named and that were neither resident nor under way
     issued_experts: int = 0  # of those, ordered from the link
     paused_steps: int = 0  # without predictions, because too few of their tiles had been used
@@ -258,7 +257,6 @@ def _tree(c: PhaseCounters, tile_bytes: int, channel_bytes: int) -> dict[str, An
         "host_tiles": c.host_tiles,
         "resident_tiles": c.resident_tiles,
         "fetched_tiles": c.fetched_tiles,
-        "zero_copy_tiles": c.zero_copy_tiles,
         "fetched_bytes": c.fetched_tiles * tile_bytes + c.channels.moved * channel_bytes,
         "wanted_experts": c.wanted_experts,
         "issued_experts": c.issued_experts,

@@ -11,29 +11,34 @@ ID_BYTES = 36  # of a token id in a list or tuple
 
 
 class Turns:
-    """Says which client is next: the one whose last turn is the longest ago. So a client that floods the
-    engine delays mostly itself."""
+    """The order in which clients that wait have their turns. After its turn a client is behind all others, so
+    one that floods the engine delays mostly itself."""
 
     def __init__(self) -> None:
-        self._last: dict[bytes, int] = {}
-        self._number = 0
+        self._order: dict[bytes, None] = {}  # the clients that waited last time, the next one first
+        self._latest: bytes | None = None  # that had a turn
 
-    def next(self, clients: Iterable[bytes]) -> bytes:
-        """The client whose turn it is. Clients without a turn yet come first, in the given order."""
-        return min(clients, key=self.last)
+    def next(self, waiting: Iterable[bytes]) -> bytes:
+        """The client whose turn it is, and count that turn. `waiting`: at least one client."""
+        client = self.order(waiting)[0]
+        self.take(client)
+        return client
 
-    def last(self, client: bytes) -> int:
-        """The number of a client's last turn: 0 without one, else above those of all earlier turns."""
-        return self._last.get(client, 0)
+    def order(self, waiting: Iterable[bytes]) -> list[bytes]:
+        """The clients that wait, the next one first. Those that did not wait at the last call are behind the
+        others, but before the client that has just had a turn."""
+        now = dict.fromkeys(waiting)
+        kept = [client for client in self._order if client in now]
+        place = len(kept) - (kept[-1:] == [self._latest])
+        kept[place:place] = [client for client in now if client not in self._order]
+        self._order = dict.fromkeys(kept)
+        return kept
 
     def take(self, client: bytes) -> None:
         """Count a turn of this client."""
-        self._number += 1
-        self._last[client] = self._number
-
-    def forget(self, client: bytes) -> None:
-        """Drop what is known of a client that has disconnected."""
-        self._last.pop(client, None)
+        self._order.pop(client, None)
+        self._order[client] = None
+        self._latest = client
 
 
 class Held:

@@ -27,9 +27,9 @@ from typing import Any
 from protocol.answer import Answer
 from protocol.connection import SILENCE_SECONDS, ConnectOptions, end_task
 from protocol.errors import EngineGone, ProtocolError, RequestFailed
-from protocol.keys import Address
 from protocol.link import Link
 from protocol.messages import (
+    CALIBRATION_TOKENS,
     Calibrate,
     Calibrated,
     Calibrating,
@@ -77,7 +77,7 @@ class Client:
     @staticmethod
     @asynccontextmanager
     async def connect(
-        where: str | Address,
+        endpoint: str,
         *,
         name: str = "",
         timeout: float = 5.0,
@@ -91,11 +91,10 @@ class Client:
         Raises EngineGone if no engine answers within `timeout` seconds, VersionMismatch if the engine
         speaks another version, ProtocolError for an endpoint that cannot be used.
         """
-        address = Address(where) if isinstance(where, str) else where
-        client = Client(ConnectOptions(address, name, timeout, retry, silence))
+        client = Client(ConnectOptions(endpoint, name, timeout, retry, silence))
         await client._link.open()
         try:
-            receiver = asyncio.create_task(client._receive(), name=f"receiver from {address.endpoint}")
+            receiver = asyncio.create_task(client._receive(), name=f"receiver from {endpoint}")
             try:
                 yield client
             finally:
@@ -109,7 +108,7 @@ class Client:
     @property
     def endpoint(self) -> str:
         """The endpoint of the engine that this client is connected to."""
-        return self._options.address.endpoint
+        return self._options.endpoint
 
     @property
     def welcome(self) -> Welcome:
@@ -226,9 +225,9 @@ class Client:
         *,
         text: str | None = None,
         token_ids: Sequence[int] | None = None,
-        tokens: int = Calibrate.tokens,
+        tokens: int = CALIBRATION_TOKENS,
         starts: Sequence[int] = (),
-        share: float = Calibrate.share,
+        share: float = 1.0,
         max_loss: float | None = None,
         on_progress: Callable[[Calibrating], None] | None = None,
     ) -> Calibrated:

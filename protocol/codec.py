@@ -12,110 +12,29 @@ no empty delimiter frame. After that:
   frame 0    two bytes: the message's tag, the wire version. This frame is the same in all versions, so
              that a receiver of another version can name the sender's.
   frame 1    the header: a msgpack map from field name (str) to value
-  frame 2... one raw frame for each array field, in the order of the table below: C order (the last
-             dimension varies fastest), little endian, no padding; empty arrays have an empty frame
+  frame 2... one raw frame for each array field: C order (the last dimension varies fastest), little endian,
+             no padding; empty arrays have an empty frame
 
-The types, as the table writes them, and their msgpack values:
+`messages.py` has each message's tag and fields, and the records in them. Its types are, in msgpack:
 
-  int            integer of 64 bits, signed; never a bool
-  float          finite float, or an integer
+  Int            integer of 64 bits, signed; never a bool
+  Float          finite float, or an integer
   str            UTF-8 string
   bool, bytes    boolean; bin
-  T?             T or nil
-  [T]            array of T
-  map            a Tree: map with str keys; values nil, bool, int, float (NaN too), str, and arrays and
-                 maps of these, at most 16 levels deep
-  Sampling       a record: map from field name to value, with the same rules as the header
-  float32[2d]    an array. Its header value is [dtype name, length of each dimension], so a [3, 64] one is
+  T | None       T or nil
+  tuple[T, ...]  array of T
+  dict[str, str] map
+  Tree           map with str keys; values nil, bool, int, float (NaN too), str, and arrays and maps of these,
+                 at most 16 levels deep
+  Sampling, ...  a record: map from field name to value, with the same rules as the header
+  F32Matrix, ... an array. Its header value is [dtype name, length of each dimension], so a [3, 64] one is
                  ["float32", 3, 64], and its frame has 3 * 64 * 4 bytes. dtypes: float32, int32
 
-A field written with "= value" may be missing and then has that value; others must be there; unknown
-fields and repeated keys are refused. The order of a map's keys is free. A header has at most 4 MiB, an
-array 256 MiB, a list 2**20 entries, a map 4096, a header 16384 lists and maps in all; ext types are
-refused. A receiver checks all of this, and each array's shape against its frame's length, before it makes
-anything of it.
-
-Messages
---------
-A client sends Hello, Generate, Cancel, Score, Stats, ExpertActivity, SetPolicy, Calibrate and Heartbeat,
-and receives the others of the first block. The second block is between the coordinator and its workers and
-prefetcher, the third between the coordinator and the door for tcp or the text process, the fourth
-between the supervisor and its children.
-
-  1 Hello: version int, client str = ""
-  2 Welcome: version int, engine str, model str, fingerprint str, device str, policy str, exact bool,
-    vocabulary int, context int, has_tokenizer bool, has_chat_template bool, emulation str = "",
-    sampling Sampling = {}, format str = "", backbone_dtype str = ""
-  3 Generate: request int, prompt str? = nil, token_ids [int]? = nil, messages [ChatMessage]? = nil,
-    max_tokens int = 128, sampling Sampling = {}, stop [str] = [], ignore_eos bool = false,
-    conversation str? = nil, resume [int] = [], rival int = -1, reserve int = 1,
-    shaping Shaping = {}, logprobs int = -1, template str = ""
-  4 Token: request int, index int, token int, text str, margin float = 0.0, runner_up int = -1,
-    logprob float = 0.0, top_tokens [int] = [], top_logprobs [float] = []
-  5 Done: request int, reason str, error str = "", text str = "", stats map = {}, usage bool = false
-  6 Cancel: request int
-  7 Score: request int, text str? = nil, token_ids [int]? = nil, stepwise bool = false, prefill int = 1,
-    full bool = false, top int = 0
-  8 Scores: request int, start int, tokens int32[1d], chosen float32[1d], logprobs float32[2d],
-    top_tokens int32[2d], top_logprobs float32[2d]
-  9 Stats: request int
-  10 StatsReply: request int, stats map
-  11 SetPolicy: request int, policy str, options map = {}, counted bool = true
-  12 PolicyChanged: request int, policy str, exact bool, notes [str] = []
-  13 Heartbeat: time float = 0.0
-  14 Error: request int, text str
-  15 Queued: request int, position int
-  16 Calibrate: request int, text str? = nil, token_ids [int]? = nil, tokens int = 8192,
-    starts [int] = [], share float = 1.0, max_loss float? = nil
-  17 Calibrating: request int, stage str, done int, total int
-  18 Calibrated: request int, path str, summary map
-  19 Tokenize: request int, text str? = nil, messages [ChatMessage]? = nil, template str = "",
-    token_ids [int]? = nil
-  20 Tokenized: request int, ids int32[1d], text str = "", pieces [bytes] = []
-  21 ExpertActivity: request int
-  22 ExpertActivityReply: request int, tiles int, resident int32[2d], used int32[2d], device int32[2d],
-    demanded int32[2d]
-
-  32 Ready: version int, role str, index int, incarnation int, pid int, fingerprint str, notes [str] = []
-  33 Work: seq int, layer int, items int32[2d], offsets int32[1d], rows int32[1d], weights float32[1d],
-    x float32[2d], threshold float = 0.0, share float = 1.0
-  34 Partial: seq int, incarnation int, busy float, y float32[2d], mass float = 0.0, left float = 0.0,
-    kept int = 0, channels int = 0
-  35 WorkFailed: seq int, incarnation int, text str
-  36 Abandon: seq int
-  37 AttachSlab: kind str, handle bytes, device int, slots int, slot_bytes int, flags str = ""
-  38 SlabAttached: incarnation int, notes [str] = [], error str = "", flags bool = false
-  39 Fetch: id int, layer int, expert int, lo int, slots [int], urgency int, numbers [int] = []
-  40 Fetched: id int, incarnation int, landed int, final bool, seconds float
-  41 CancelFetch: id int
-  42 AttachRing: name str
-  43 DemandFetch: id int, tiles int
-  44 Gather: id int, layer int, expert int, channels int32[1d], slots [int], urgency int
-  45 PagesLocked: incarnation int, locked int, total int
-
-  48 RemoteClient: account str, right str, address str
-  49 Encode: texts [str] = [], messages [ChatMessage]? = nil, template str = "",
-    token_ids [int]? = nil, grammar str = ""
-  50 Encoded: ids int32[1d], lengths [int] = [], error str = "", text str = "", pieces [bytes] = []
-  51 RemoteGone:
-  52 Follow: answer int, vocabulary int, tokens [int] = [], grammar str = ""
-  53 Allowed: mask int32[1d], error str = ""
-  54 Unfollow: answer int
-
-  64 Progress: stage str, done int, total int
-  65 Failed: role str, text str, usage bool
-  66 Shutdown: reason str = ""
-  67 WorkerDied: role str, index int, incarnation int, crashed bool, seq int
-  68 WorkerUp: role str, index int, incarnation int
-  69 Needed: role str
-  70 Hung: role str, index int, incarnation int
-
-  Sampling: temperature float = 0.0, top_k int = 0, top_p float = 1.0, min_p float = 0.0,
-    repetition_penalty float = 1.0, seed int? = nil
-  TokenBias: token int, bias float
-  Shaping: presence_penalty float = 0.0, frequency_penalty float = 0.0, bias [TokenBias] = [],
-    grammar str = ""
-  ChatMessage: role str, content str, extra str = ""
+A field with a default may be missing; others must be there; unknown fields are refused. The order of a map's
+keys is free, except that frames of arrays follow in the order in which the header names them; of a repeated
+key the last value holds. A header has at most 4 MiB, 256 KiB with a Tree; an array 256 MiB; a list what its
+type says. A receiver checks all of this, and each array's shape against its frame's length, before it makes
+anything of it. Who sends what: the sections of `messages.py`.
 
 A conversation
 --------------
@@ -146,11 +65,8 @@ A conversation
 5. Scores can be large. A client that reads slowly fills its queue, and the coordinator then delays this
    client's next block; so use a separate connection for Scores, or read promptly.
 6. A malformed message is answered by Error with request -1 and otherwise ignored; so is a message that no
-   client may send. After many of them, and where handling its messages takes too much of the engine's time,
-   the coordinator sends the client an Error with a text that begins with "cut off", and ignores its messages
-   for ten seconds. Errors to peers without a Welcome are limited in rate. Over tcp (with CURVE) any Error
-   with request -1 is the last message of its connection; a connection also ends when the client sends no
-   Hello in its first 5 seconds, or nothing for 10 seconds after the Welcome.
+   client may send. After many of them the coordinator sends the client an Error with a text that begins with
+   "cut off", and ignores its messages for ten seconds. Errors to peers without a Welcome are limited in rate.
 7. A coordinator that exits is soon restarted at the same endpoint, without any of the earlier requests. A
    client that wants its answers all the same closes its socket as soon as it considers the engine lost (2) or
    receives "say Hello first" (1), and sends Hello on a new one, every few seconds until it gets a Welcome. It
@@ -166,12 +82,6 @@ A conversation
    several exits in a row without progress in between: it may be the cause of the exits. "say Hello first" on
    an unbroken transport means that a running coordinator has dropped the client (2, 6); such a client should
    not reconnect often.
-8. Over tcp a client speaks with the door, which closes its connection after any Error with request -1. Its
-   key has a right: `use` for Generate, Score, Cancel and Stats, `tune` for SetPolicy too, `admin` for all. A
-   SetPolicy or ExpertActivity beyond it is answered by Error, a Calibrate by Done. Without `admin` paths on
-   the engine's machine are left out, and Welcome has the model's name; Stats describe the engine and the
-   key's own requests alone. What (6) limits and ignores is the key, on all connections, and a Done has
-   the engine's counters only of a request that ran alone.
 
 Example
 -------
@@ -203,188 +113,205 @@ A block of scores has five arrays, so seven frames; here tokens [5, 6], chosen [
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Sequence
 from typing import Any
 
-import msgpack
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from protocol.checks import DEFAULT, Limits
 from protocol.errors import MalformedMessage
-from protocol.fields import ArrayType, Buffer, WireType, fields_of, unknown_field
-from protocol.messages import TAGS, VERSION
+from protocol.messages import (
+    ARRAY_LIMIT,
+    HEADER_LIMIT,
+    TAGS,
+    TREE_DEPTH,
+    TREE_LIMIT,
+    VERSION,
+    F32Matrix,
+    F32Vector,
+    I32Matrix,
+    I32Vector,
+    Record,
+    Tree,
+)
+
+Buffer = Any  # anything with the buffer protocol: bytes, memoryview, zmq.Frame
+
+_SMALL_ARRAY = 4096  # bytes; below this a copy costs less than a view
+_FLOAT32, _INT32 = np.dtype("<f4"), np.dtype("<i4")
+_ARRAYS: dict[Any, tuple[np.dtype[Any], str, int]] = {
+    F32Vector: (_FLOAT32, "float32", 1),
+    F32Matrix: (_FLOAT32, "float32", 2),
+    I32Vector: (_INT32, "int32", 1),
+    I32Matrix: (_INT32, "int32", 2),
+}
 
 
-class _Plan:
-    """What encoding and decoding one message class needs, derived once from its annotations."""
+class _Kind:
+    """What encoding and decoding one class of messages needs, derived once from its annotations."""
 
-    def __init__(self, tag: int, message: type) -> None:
-        fields = list(fields_of(message))
+    def __init__(self, tag: int, message: type[Record]) -> None:
+        hints = typing.get_type_hints(message)
         self.message = message
         self.name = message.__name__
         self.prefix = bytes([tag, VERSION])
-        self.values = [(n, f, required) for n, f, required in fields if isinstance(f, WireType)]
-        self.arrays = [(n, f) for n, f, _ in fields if isinstance(f, ArrayType)]
-        self.known = {n for n, _, _ in fields}
+        self.arrays = [_ARRAYS[hint] for hint in hints.values() if hint in _ARRAYS]
+        self.trees = [name for name, hint in hints.items() if hint == Tree]
+        self.header_limit = TREE_LIMIT if self.trees else HEADER_LIMIT
 
 
-_BY_TAG = {tag: _Plan(tag, message) for tag, message in TAGS.items()}
-_BY_CLASS = {plan.message: plan for plan in _BY_TAG.values()}
+_BY_TAG = {tag: _Kind(tag, message) for tag, message in TAGS.items()}
+_BY_CLASS: dict[type, _Kind] = {kind.message: kind for kind in _BY_TAG.values()}
 
 
 def encode(message: object) -> list[bytes | memoryview]:
-    """The frames of a message, without any identity frame.
+    """Returns the frames of a message, without any identity frame.
 
     A memoryview among them is an array's own memory: leave that array unchanged until ZeroMQ has sent it
-    (by default it copies at once). Raises MalformedMessage for a value that the receiver would refuse, and
-    TypeError for an object that is no message.
+    (by default it copies at once). Raises MalformedMessage for an array or, in a message without arrays, any
+    value that the receiver would refuse, and TypeError for an object that is no message.
     """
-    plan = _BY_CLASS.get(type(message))
-    if plan is None:
+    kind = _BY_CLASS.get(type(message))
+    if kind is None:
         raise TypeError(f"{type(message).__name__} is not a message")
-    header: dict[str, Any] = {}
-    frames: list[bytes | memoryview] = [plan.prefix, b""]
-    name = ""
-    try:
-        for name, wire, _ in plan.values:
-            header[name] = wire.pack(getattr(message, name), DEFAULT)
-        for name, array in plan.arrays:
-            header[name], frame = array.pack(getattr(message, name), DEFAULT)
+    frames: list[bytes | memoryview] = [kind.prefix, b""]
+    arrays = iter(kind.arrays)
+
+    def packed(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            declared, frame = _packed_array(value, next(arrays, None))
             frames.append(frame)
-    except MalformedMessage as e:
-        raise MalformedMessage(f"{plan.name}.{name} {e}") from None
+            return declared
+        if isinstance(value, float):  # numpy's float64: msgspec takes no subclasses
+            return float(value)
+        raise TypeError(f"{type(value).__name__} has no bytes")
+
     try:
-        packed: bytes = msgpack.packb(header)
-    except UnicodeEncodeError:
-        raise MalformedMessage(f"{plan.name}: a text holds lone surrogates, which are not UTF-8") from None
-    if len(packed) > DEFAULT.header:
-        raise MalformedMessage(f"{plan.name}: {len(packed)} bytes of header, the limit is {DEFAULT.header}")
-    frames[1] = packed
+        frames[1] = msgspec.msgpack.encode(message, enc_hook=packed)
+    except (TypeError, ValueError, OverflowError, RecursionError) as e:
+        raise _malformed(kind, e) from None
+    if kind.arrays:
+        _kind_of(frames)
+    else:
+        decode(frames)
     return frames
 
 
-def decode(frames: Sequence[Buffer], *, limits: Limits = DEFAULT) -> object:
-    """The message in these frames (without any identity frame), of any trusted or untrusted sender.
+def decode(frames: Sequence[Buffer]) -> Any:
+    """Returns the message in these frames (without any identity frame), of any trusted or untrusted sender.
 
     Arrays are read-only views of the frames' memory, aligned to their item size. Raises MalformedMessage,
     and nothing else, for anything that is not a message of this version within the limits.
     """
-    plan, header = _open(frames, limits)
-    given: dict[str, Any] = {}
-    name = ""
+    kind = _kind_of(frames)
+    arrays = iter(frames[2:])
+
+    def unpacked(annotation: Any, declared: Any) -> Any:
+        frame = next(arrays, None)
+        if frame is None:
+            raise ValueError("An array twice")
+        return _unpacked_array(declared, frame, *_ARRAYS[annotation])
+
     try:
-        for name, wire, required in plan.values:
-            if name in header:
-                given[name] = wire.unpack(header[name], limits)
-            elif required:
-                raise MalformedMessage("is missing")
-        for place, (name, array) in enumerate(plan.arrays, 2):
-            given[name] = array.unpack(header.get(name), frames[place], limits)
-    except MalformedMessage as e:
-        raise MalformedMessage(f"{plan.name}.{name} {e}") from None
-    if len(given) != len(header):
-        raise MalformedMessage(f"{plan.name}: {unknown_field(header, plan.known)}")
-    return plan.message(**given)
-
-
-def outline(frames: Sequence[Buffer]) -> dict[str, int]:
-    """The lengths of the lists in a message's header, and its `request`, without making anything of their
-    entries: for refusing a message that decoding would take long. Empty for frames that `decode` refuses."""
-    header = bytes(frames[1]) if len(frames) > 1 else b""
-    found: dict[str, int] = {}
-    unpacker = msgpack.Unpacker(max_buffer_size=max(len(header), 1))
-    unpacker.feed(header)
-    try:
-        for _ in range(unpacker.read_map_header()):
-            if header[unpacker.tell()] not in _SHORT_STR:
-                return {}
-            key = unpacker.unpack()
-            place = unpacker.tell()
-            first = header[place]
-            if first in _LIST_LENGTHS:
-                found[key] = int.from_bytes(header[place + 1 : place + 1 + _LIST_LENGTHS[first]], "big")
-            if key == "request" and (first < 0x80 or 0xCC <= first <= 0xD3):
-                found[key] = unpacker.unpack()
-            else:
-                unpacker.skip()
-    except (ValueError, IndexError, msgpack.UnpackException):
-        return {}
-    return found
-
-
-_SHORT_STR = {*range(0xA0, 0xC0), 0xD9}  # first bytes of texts that can be a field's name
-_LIST_LENGTHS = {0xDC: 2, 0xDD: 4}  # bytes of a list's length, after these first bytes
+        message = msgspec.msgpack.decode(frames[1], type=kind.message, dec_hook=unpacked)
+    except (msgspec.DecodeError, ValueError, RecursionError) as e:
+        raise _malformed(kind, e) from None
+    for name in kind.trees:
+        try:
+            _check_tree(getattr(message, name), TREE_DEPTH)
+        except ValueError as e:
+            raise MalformedMessage(f"{kind.name}.{name} {e}") from None
+    return message
 
 
 def wire_version(frames: Sequence[Buffer]) -> int | None:
-    """The version in these frames, also another one than ours; None if they have none."""
+    """Returns the version in these frames, also another one than ours; None if they have none."""
     first = memoryview(frames[0]) if frames else memoryview(b"")
     return first.tobytes()[1] if first.nbytes == 2 else None
 
 
-def _open(frames: Sequence[Buffer], limits: Limits) -> tuple[_Plan, dict[str, Any]]:
-    """Everything about the frames but the fields' values."""
+def _kind_of(frames: Sequence[Buffer]) -> _Kind:
+    """Returns the message's class by its tag, after checks of the number of frames and the header's size."""
     version = wire_version(frames)
     if version is None:
         raise MalformedMessage("the first frame is not two bytes, a tag and a version")
     if version != VERSION:
         raise MalformedMessage(f"a message of wire version {version}; this side speaks version {VERSION}")
-    plan = _BY_TAG.get(memoryview(frames[0]).tobytes()[0])
-    if plan is None:
-        raise MalformedMessage(f"unknown tag {memoryview(frames[0]).tobytes()[0]}")
-    expected = 2 + len(plan.arrays)
+    tag = memoryview(frames[0]).tobytes()[0]
+    kind = _BY_TAG.get(tag)
+    if kind is None:
+        raise MalformedMessage(f"unknown tag {tag}")
+    expected = 2 + len(kind.arrays)
     if len(frames) != expected:
-        raise MalformedMessage(f"{plan.name} has {expected} frames, not {len(frames)}")
-    packed = memoryview(frames[1])
-    if packed.nbytes > limits.header:
-        raise MalformedMessage(f"{plan.name}: {packed.nbytes} bytes of header, the limit is {limits.header}")
-    containers = _Containers(limits.containers)
-    try:
-        header = msgpack.unpackb(
-            packed,
-            object_pairs_hook=containers.map,
-            list_hook=containers.list,
-            ext_hook=_no_extension,
-            max_str_len=limits.header,
-            max_bin_len=limits.header,
-            max_array_len=limits.items,
-            max_map_len=limits.keys,
-            max_ext_len=0,
-        )
-    except (ValueError, msgpack.UnpackException) as e:
-        raise MalformedMessage(f"{plan.name}: the header is not plain msgpack ({_one_line(e)})") from None
-    if type(header) is not dict:
-        raise MalformedMessage(f"{plan.name}: the header is not a map")
-    return plan, header
+        raise MalformedMessage(f"{kind.name} has {expected} frames, not {len(frames)}")
+    if (size := memoryview(frames[1]).nbytes) > kind.header_limit:
+        raise MalformedMessage(f"{kind.name}: {size} bytes of header, the limit is {kind.header_limit}")
+    return kind
 
 
-class _Containers:
-    """Counts a header's lists and maps while it is unpacked: each costs a receiver far more than its byte.
-    msgspec decodes faster, but cannot count them, and takes repeated keys and ext types in a Tree."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._left = most
-
-    def map(self, pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-        self._count()
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            raise ValueError("a key appears twice in a map")
-        return result
-
-    def list(self, items: list[Any]) -> list[Any]:
-        self._count()
-        return items
-
-    def _count(self) -> None:
-        self._left -= 1
-        if self._left < 0:
-            raise ValueError(f"more than {self._most} lists and maps")
+def _packed_array(
+    array: NDArray[Any], spec: tuple[np.dtype[Any], str, int] | None
+) -> tuple[list[Any], bytes | memoryview]:
+    """Returns what the header says of an array, and its frame: for a large one a view of its memory."""
+    dtype, label, ndim = spec or (None, "no array", 0)
+    if array.dtype != dtype or array.ndim != ndim:
+        raise ValueError(f"Expected `{label}[{ndim}d]`, got `{array.dtype}[{array.ndim}d]`")
+    nbytes = array.nbytes
+    if nbytes > ARRAY_LIMIT:
+        raise ValueError(f"An array of {nbytes} bytes, the limit is {ARRAY_LIMIT}")
+    if nbytes <= _SMALL_ARRAY or not array.flags.c_contiguous:
+        return [label, *array.shape], array.tobytes()
+    return [label, *array.shape], array.data.cast("B")
 
 
-def _no_extension(code: int, data: bytes) -> None:
-    raise ValueError(f"extension type {code}")
+def _unpacked_array(
+    declared: Any, frame: Buffer, dtype: np.dtype[Any], label: str, ndim: int
+) -> NDArray[Any]:
+    """Returns a read-only array on the frame's own memory, which it references; all that could make numpy
+    allocate or read too much is checked first. Only a frame that lies unaligned in memory is copied,
+    because kernels rely on alignment to the item size."""
+    if type(declared) is not list or len(declared) != 1 + ndim or declared[0] != label:
+        raise ValueError(f"Must be declared as [{label!r}] and {ndim} dimensions")
+    size = dtype.itemsize
+    shape = declared[1:]
+    for length in shape:
+        if type(length) is not int or not 0 <= length <= ARRAY_LIMIT:
+            raise ValueError("Has an impossible dimension")
+        size *= length
+    view = memoryview(frame)
+    if size != view.nbytes or size > ARRAY_LIMIT:
+        raise ValueError(f"Of shape {shape}, which needs {size} bytes; its frame has {view.nbytes}")
+    array: NDArray[Any] = np.ndarray(shape, dtype, buffer=view.toreadonly())
+    if not array.flags.aligned:
+        array = array.copy()
+        array.flags.writeable = False
+    return array
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:80] or type(error).__name__
+def _check_tree(value: Any, levels: int) -> None:
+    """Raises ValueError for what a Tree may not hold; msgspec has checked its outermost keys."""
+    kind = type(value)
+    if value is None or kind in (str, bool, float):
+        return
+    if kind is int:
+        if not -(1 << 63) <= value < 1 << 63:
+            raise ValueError("holds an integer of more than 64 bits")
+        return
+    if kind not in (dict, list):
+        raise ValueError(f"holds a {kind.__name__}")
+    if levels == 0:
+        raise ValueError(f"is nested deeper than {TREE_DEPTH} levels")
+    for entry in value:
+        if kind is dict:
+            if type(entry) is not str:
+                raise ValueError("has a key that is no text")
+            entry = value[entry]
+        _check_tree(entry, levels - 1)
+
+
+def _malformed(kind: _Kind, error: Exception) -> MalformedMessage:
+    """Returns an error of one line; a sender may have put anything into a field's name."""
+    text = "".join(letter if letter.isprintable() else "?" for letter in str(error)[:200])
+    return MalformedMessage(f"{kind.name}: {text or type(error).__name__}")

@@ -26,10 +26,9 @@ from protocol.errors import (
     RequestFailed,
     VersionMismatch,
 )
-from protocol.keys import Address
 from protocol.messages import SAY_HELLO, VERSION, Cancel, Error, Heartbeat, Hello, Welcome
 from protocol.small_files import open_regular
-from protocol.sockets import HWM, check_engine, client_dealer, connect_checked, connect_dealer
+from protocol.sockets import HWM, check_engine, client_dealer, connect_checked
 
 HEARTBEAT_SECONDS = 0.5
 SILENCE_SECONDS = 2.5
@@ -40,7 +39,7 @@ _WAITS = 10  # in a row without a message make an engine silent
 class ConnectOptions:
     """How a client connects to an engine."""
 
-    address: Address
+    endpoint: str
     name: str  # of the client
     timeout: float  # seconds for the first answer
     retry: float  # seconds to wait for a restart of the engine; 0: not at all
@@ -51,19 +50,16 @@ class ConnectOptions:
 class Connection:
     """A DEALER that has received its Welcome. Created by `open_connection`; used by one task at a time."""
 
-    def __init__(self, socket: zmq.asyncio.Socket, endpoint: str, silence: float, connects: bool) -> None:
-        """`connects`: the socket is a `client_dealer`, which this object connects."""
+    def __init__(self, socket: zmq.asyncio.Socket, endpoint: str, silence: float) -> None:
+        """`socket`: a `client_dealer`, which this object connects."""
         self._socket = socket
-        self._connects = connects
         self._endpoint = endpoint
         self._silence = silence
         socket.setsockopt(zmq.RCVTIMEO, int(silence / _WAITS * 1000))
         self._heart: asyncio.Task[None] | None = None
         # Gets a message when the transport breaks, for instance when the process at the other end exits, and
-        # when a `client_dealer` finds no process there.
-        self._breaks = socket.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | (zmq.EVENT_CONNECT_RETRIED if connects else 0)
-        )
+        # when the socket finds no process there.
+        self._breaks = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
         self._broken = False
         self.welcome: Welcome
 
@@ -123,7 +119,7 @@ class Connection:
         """Connect again if the transport has broken since the last call, and return whether. Raises
         EngineGone where another user has taken the endpoint's place."""
         broken = False
-        while self._connects and self._event():
+        while self._event():
             await self._breaks.recv_multipart()
             broken = self._broken = True
         if broken:
@@ -142,8 +138,7 @@ class Connection:
     async def shake_hands(self, name: str) -> None:
         """Exchange Hello and Welcome, then start heartbeats. Raises VersionMismatch, and EngineGone where
         another user has taken the endpoint's place; has no time limit."""
-        if self._connects:
-            self._connect()
+        self._connect()
         self.send(Hello(VERSION, name))
         frames = [b""]
         try:
@@ -197,21 +192,15 @@ async def open_connection(options: ConnectOptions, timeout: float) -> Connection
     Raises ConnectionLost if no engine answers within `timeout` seconds, VersionMismatch, EngineGone where
     another user has taken the endpoint's place, and ProtocolError for an unusable endpoint.
     """
-    context, address = zmq.asyncio.Context.instance(), options.address
-    local = address.keys is None and not address.endpoint.startswith("tcp://")
-    if local:
-        socket = client_dealer(context, address.endpoint, options.receive_hwm)
-    else:
-        socket = connect_dealer(context, address.endpoint, receive_hwm=options.receive_hwm, keys=address.keys)
-    connection = Connection(socket, address.endpoint, options.silence, connects=local)
+    endpoint = options.endpoint
+    socket = client_dealer(zmq.asyncio.Context.instance(), endpoint, options.receive_hwm)
+    connection = Connection(socket, endpoint, options.silence)
     try:
         async with asyncio.timeout(timeout):
             await connection.shake_hands(options.name)
     except TimeoutError:
         await connection.close(deliver=False)
-        key = " Does it know this client's key?" if address.keys is not None else ""
-        where = f"no engine at {address.endpoint} within {timeout:g} s; is it running?{key}"
-        raise ConnectionLost(where) from None
+        raise ConnectionLost(f"no engine at {endpoint} within {timeout:g} s; is it running?") from None
     except BaseException:
         await connection.close(deliver=False)
         raise
@@ -221,11 +210,8 @@ async def open_connection(options: ConnectOptions, timeout: float) -> Connection
 def engine_end(endpoint: str) -> str:
     """How the whole engine at this endpoint has ended, for a sentence about it: an orderly stop removes its
     directory, and after a crash of all of it no process holds the lock in it. "" while it runs, with or
-    without a coordinator, and for an engine on tcp. What another user has put there is not our engine."""
-    scheme, _, path = endpoint.partition("://")
-    if scheme != "ipc":
-        return ""
-    lock = Path(path).parent / "lock"
+    without a coordinator. What another user has put there is not our engine."""
+    lock = Path(endpoint.removeprefix("ipc://")).parent / "lock"
     try:
         check_engine(endpoint)
         with os.fdopen(open_regular(lock, flags=os.O_NOFOLLOW), "rb") as file:

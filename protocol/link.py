@@ -67,7 +67,7 @@ class Link:
         if known is not None and _model(known) != _model(welcome):
             await connection.close(deliver=False)
             raise EngineGone(
-                f"another engine is at {self._options.address.endpoint} now: {' '.join(_model(welcome))}, "
+                f"another engine is at {self._options.endpoint} now: {' '.join(_model(welcome))}, "
                 f"where {' '.join(_model(known))} was"
             )
         self._connection, self._known = connection, welcome
@@ -151,8 +151,8 @@ class Link:
 
     def _check_ended(self) -> None:
         """Raises EngineGone if the whole engine has ended, and not only its coordinator."""
-        if how := engine_end(self._options.address.endpoint):
-            raise EngineGone(f"the engine at {self._options.address.endpoint} {how}")
+        if how := engine_end(self._options.endpoint):
+            raise EngineGone(f"the engine at {self._options.endpoint} {how}")
 
 
 class RetryBudget:

@@ -1,77 +1,95 @@
-"""Every message that Tandem's processes and clients exchange, as frozen dataclasses.
+"""Every message that Tandem's processes and clients exchange, and its number on the wire.
 
-This module is the vocabulary; `codec.py` documents and implements the bytes. A field's annotation is
-its wire type: the codec checks each value against it before anything is allocated. Allowed are `int`,
-`float`, `str`, `bool`, `bytes`, `X | None`, `tuple[X, ...]`, `Tree` (a JSON-like mapping), another
-record of this module, and the array types below (each travels as one raw frame).
-
-`TAGS` gives each message its number on the wire. A number is never used again for something else.
+This module is the vocabulary; `codec.py` documents and implements the bytes. A field's annotation is its
+wire type and its limits: a receiver checks each value against it before it makes anything of the value.
+Arrays travel as one raw frame each. A number is never used again for something else.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from msgspec import Meta, Struct
+
+Int = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Float = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]  # so neither NaN nor infinite
+F32Vector = np.ndarray[tuple[int], np.dtype[np.float32]]
+F32Matrix = np.ndarray[tuple[int, int], np.dtype[np.float32]]
+I32Vector = np.ndarray[tuple[int], np.dtype[np.int32]]
+I32Matrix = np.ndarray[tuple[int, int], np.dtype[np.int32]]
+
+Ints = Annotated[tuple[Int, ...], Meta(max_length=1 << 20)]
+Tree = dict[str, Any]  # values None, bool, int, float (NaN too: they are shown), str, lists and such mappings
+
+HEADER_LIMIT = 4 << 20  # bytes of a message without its arrays
+TREE_LIMIT = (
+    256 << 10
+)  # bytes of that where it holds a Tree, whose lists and maps cost far more than their bytes
+TREE_DEPTH = 16  # levels of a Tree; the Tree itself is the first
+ARRAY_LIMIT = 256 << 20  # bytes of one array
 
 
-@dataclass(frozen=True)
-class ArraySpec:
-    """The wire type of an array field: numpy dtype name and number of dimensions, C order."""
-
-    dtype: str
-    ndim: int
+class Record(Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all messages and of the records in them."""
 
 
-F32Vector = Annotated[NDArray[np.float32], ArraySpec("float32", 1)]
-F32Matrix = Annotated[NDArray[np.float32], ArraySpec("float32", 2)]
-I32Vector = Annotated[NDArray[np.int32], ArraySpec("int32", 1)]
-I32Matrix = Annotated[NDArray[np.int32], ArraySpec("int32", 2)]
+Kind = TypeVar("Kind", bound=type[Record])
+TAGS: dict[int, type[Record]] = {}
+VERSION = 7
+MAX_TOKENS = 128  # of an answer, where a request does not say
+CALIBRATION_TOKENS = 8192  # the same of a calibration
+SAY_HELLO = "say Hello first"  # the text of the Error that answers a peer without a Welcome
 
-JsonObject = dict[str, Any]
-# str keys; values None, bool, int, float, str, and lists and mappings of these
-Tree = Annotated[JsonObject, "tree"]
+
+def message(tag: int) -> Callable[[Kind], Kind]:
+    """Registers a class as a message with this number."""
+
+    def register(kind: Kind) -> Kind:
+        TAGS[tag] = kind
+        return kind
+
+    return register
 
 
 # --- client <-> coordinator -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Sampling:
+class Sampling(Record, frozen=True):
     """How the next token is chosen. temperature 0 is greedy, and then only `repetition_penalty` acts."""
 
-    temperature: float = 0.0
-    top_k: int = 0  # 0: no limit
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None  # None: the engine's seed, counted up by request
+    temperature: Float = 0.0
+    top_k: Int = 0  # 0: no limit
+    top_p: Float = 1.0
+    min_p: Float = 0.0
+    repetition_penalty: Float = 1.0
+    seed: Int | None = None  # None: the engine's seed, counted up by request
 
 
-@dataclass(frozen=True)
-class TokenBias:
+class TokenBias(Record, frozen=True):
     """Added to a token's logit."""
 
-    token: int
-    bias: float
+    token: Int
+    bias: Float
 
 
-@dataclass(frozen=True)
-class Shaping:
+Biases = Annotated[tuple[TokenBias, ...], Meta(max_length=1 << 14)]
+
+
+class Shaping(Record, frozen=True):
     """Changes of the logits before a token is sampled. The penalties are subtracted from those of tokens that
     the answer has already: `presence_penalty` once, `frequency_penalty` for each time. A `grammar`, in
     llguidance's form, excludes tokens that cannot continue the answer."""
 
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    bias: tuple[TokenBias, ...] = ()
+    presence_penalty: Float = 0.0
+    frequency_penalty: Float = 0.0
+    bias: Biases = ()
     grammar: str = ""  # "": none
 
 
-@dataclass(frozen=True)
-class ChatMessage:
+class ChatMessage(Record, frozen=True):
     """One turn of a conversation, rendered by the model's chat template. `extra`: a JSON object of what else
     the template reads of a message, such as `tool_calls`; "" without."""
 
@@ -80,37 +98,40 @@ class ChatMessage:
     extra: str = ""
 
 
-@dataclass(frozen=True)
-class Hello:
+Turns = Annotated[tuple[ChatMessage, ...], Meta(max_length=1 << 14)]
+
+
+@message(1)
+class Hello(Record, frozen=True):
     """A client's first message. The coordinator answers Welcome, or Error where the versions differ."""
 
-    version: int
+    version: Int
     client: str = ""
 
 
-@dataclass(frozen=True)
-class Welcome:
+@message(2)
+class Welcome(Record, frozen=True):
     """The coordinator's answer to Hello: what this engine is."""
 
-    version: int
+    version: Int
     engine: str
     model: str
     fingerprint: str
     device: str
     policy: str
     exact: bool
-    vocabulary: int
-    context: int  # tokens: prompt and answer together
+    vocabulary: Int
+    context: Int  # tokens: prompt and answer together
     has_tokenizer: bool
     has_chat_template: bool
     emulation: str = ""  # names --link-gbps and --host-slowdown when they pace this engine
-    sampling: Sampling = field(default_factory=Sampling)  # what the model's makers recommend for a chat
+    sampling: Sampling = Sampling()  # what the model's makers recommend for a chat
     format: str = ""  # of the experts
     backbone_dtype: str = ""  # of all the rest
 
 
-@dataclass(frozen=True)
-class Generate:
+@message(3)
+class Generate(Record, frozen=True):
     """Request an answer. Exactly one of `prompt`, `token_ids`, `messages` is given.
 
     The coordinator answers any number of Queued and Token and then exactly one Done with the same `request`.
@@ -132,92 +153,92 @@ class Generate:
     With `logprobs` of 0 or more each Token has its log-probability and those of so many best tokens.
     """
 
-    request: int
+    request: Int
     prompt: str | None = None
-    token_ids: tuple[int, ...] | None = None
-    messages: tuple[ChatMessage, ...] | None = None
-    max_tokens: int = 128
-    sampling: Sampling = field(default_factory=Sampling)
+    token_ids: Ints | None = None
+    messages: Turns | None = None
+    max_tokens: Int = MAX_TOKENS
+    sampling: Sampling = Sampling()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     conversation: str | None = None
-    resume: tuple[int, ...] = ()
-    rival: int = -1  # -1: the second best token of each step
-    reserve: int = 1
-    shaping: Shaping = field(default_factory=Shaping)
-    logprobs: int = -1
+    resume: Ints = ()
+    rival: Int = -1  # -1: the second best token of each step
+    reserve: Int = 1
+    shaping: Shaping = Shaping()
+    logprobs: Int = -1
     template: str = ""
 
 
-@dataclass(frozen=True)
-class Queued:
+@message(15)
+class Queued(Record, frozen=True):
     """A request waits for KV cache or a slot. Sent when it is queued, and as its position changes."""
 
-    request: int
-    position: int  # 1: the next to be admitted
+    request: Int
+    position: Int  # 1: the next to be admitted
 
 
-@dataclass(frozen=True)
-class Token:
+@message(4)
+class Token(Record, frozen=True):
     """One new token. `text` can be shown now: whole characters, without anything that may turn out to be part
     of a stop string; it can be empty."""
 
-    request: int
-    index: int  # 0 for the first new token
-    token: int
+    request: Int
+    index: Int  # 0 for the first new token
+    token: Int
     text: str
-    margin: float = 0.0  # the model's largest logit above that of `runner_up`, before any penalty or filter
-    runner_up: int = -1  # the token of the second largest, -1 where there is none; or the Generate's `rival`
-    logprob: float = 0.0  # natural, of the model's own logits; 0 unless the Generate wants `logprobs`
-    top_tokens: tuple[int, ...] = ()  # the best tokens of this step, the best first
-    top_logprobs: tuple[float, ...] = ()  # theirs
+    margin: Float = 0.0  # the model's largest logit above that of `runner_up`, before any penalty or filter
+    runner_up: Int = -1  # the token of the second largest, -1 where there is none; or the Generate's `rival`
+    logprob: Float = 0.0  # natural, of the model's own logits; 0 unless the Generate wants `logprobs`
+    top_tokens: Ints = ()  # the best tokens of this step, the best first
+    top_logprobs: tuple[Float, ...] = ()  # theirs
 
 
-@dataclass(frozen=True)
-class Done:
+@message(5)
+class Done(Record, frozen=True):
     """The one terminal message of a Generate or Score. `reason`: stop | length | cancelled | error."""
 
-    request: int
+    request: Int
     reason: str
     error: str = ""  # the cause and what to do, if reason is "error"
     text: str = ""  # the rest of the text that Token messages held back
-    stats: Tree = field(default_factory=dict)
+    stats: Tree = {}
     usage: bool = False  # the request is at fault, not the engine
 
 
-@dataclass(frozen=True)
-class Cancel:
+@message(6)
+class Cancel(Record, frozen=True):
     """End this client's own request. Its Done follows, with reason "cancelled" unless it ended before."""
 
-    request: int
+    request: Int
 
 
-@dataclass(frozen=True)
-class Score:
+@message(7)
+class Score(Record, frozen=True):
     """Request log-probabilities of a given text; exactly one of `text`, `token_ids`. Answered by Scores
     blocks in order, each row once, then Done. `stepwise`: the first `prefill` tokens (at least 1) as a
     prefill, the rest one token at a time by the decode path. `full`: send the whole [rows, vocabulary]
     matrix too. `top`: send so many best tokens of each row."""
 
-    request: int
+    request: Int
     text: str | None = None
-    token_ids: tuple[int, ...] | None = None
+    token_ids: Ints | None = None
     stepwise: bool = False
-    prefill: int = 1
+    prefill: Int = 1
     full: bool = False
-    top: int = 0
+    top: Int = 0
 
 
-@dataclass(frozen=True, eq=False)  # arrays have no one truth value to compare by
-class Scores:
+@message(8)
+class Scores(Record, frozen=True, eq=False):
     """Rows [start, start+n) of a Score's answer. Row i predicts token i+1 and is natural-log
     probabilities; `tokens` holds the n tokens at those positions; `chosen[j]` is the log-probability
     that row start+j gives to the following token (the text's last row has none, so the last block's
     chosen is one shorter). `logprobs` is [n, vocabulary], or [0, 0] unless `full`. `top_tokens` and
     `top_logprobs` are [n, top], the best first."""
 
-    request: int
-    start: int
+    request: Int
+    start: Int
     tokens: I32Vector
     chosen: F32Vector
     logprobs: F32Matrix
@@ -225,157 +246,156 @@ class Scores:
     top_logprobs: F32Matrix
 
 
-@dataclass(frozen=True)
-class Tokenize:
+@message(19)
+class Tokenize(Record, frozen=True):
     """Request token ids of exactly one of `text`, `messages` (with `template` as in Generate); or, of neither
     but `token_ids`, their text. Answered by Tokenized, or by a Done with the reason why not."""
 
-    request: int
+    request: Int
     text: str | None = None
-    messages: tuple[ChatMessage, ...] | None = None
+    messages: Turns | None = None
     template: str = ""
-    token_ids: tuple[int, ...] | None = None
+    token_ids: Ints | None = None
 
 
-@dataclass(frozen=True, eq=False)  # arrays have no one truth value to compare by
-class Tokenized:
+@message(20)
+class Tokenized(Record, frozen=True, eq=False):
     """A Tokenize's answer. `text`: of given ids, without special tokens; `pieces`: the bytes of each of them,
     the spelling of a special one; both empty where text or messages were given."""
 
-    request: int
+    request: Int
     ids: I32Vector
     text: str = ""
     pieces: tuple[bytes, ...] = ()
 
 
-@dataclass(frozen=True)
-class Stats:
-    """Request the engine's counters; answered by StatsReply. A key without the right `admin` gets those of
-    its own requests."""
+@message(9)
+class Stats(Record, frozen=True):
+    """Request the engine's counters; answered by StatsReply."""
 
-    request: int
+    request: Int
 
 
-@dataclass(frozen=True)
-class StatsReply:
-    request: int
+@message(10)
+class StatsReply(Record, frozen=True):
+    request: Int
     stats: Tree
 
 
-@dataclass(frozen=True)
-class ExpertActivity:
+@message(21)
+class ExpertActivity(Record, frozen=True):
     """Request what happened to each expert; answered by ExpertActivityReply. It is counted from the first of
-    these on, until a few seconds after the last. Over tcp it needs the right `admin`."""
+    these on, until a few seconds after the last."""
 
-    request: int
+    request: Int
 
 
-@dataclass(frozen=True, eq=False)
-class ExpertActivityReply:
+@message(22)
+class ExpertActivityReply(Record, frozen=True, eq=False):
     """By layer and expert [L, E]: its resident tiles, of `tiles`; since the first request the steps that used
     it, its tiles that the device computed, and those of them that had to be fetched first."""
 
-    request: int
-    tiles: int
+    request: Int
+    tiles: Int
     resident: I32Matrix
     used: I32Matrix
     device: I32Matrix
     demanded: I32Matrix
 
 
-@dataclass(frozen=True)
-class SetPolicy:
+@message(11)
+class SetPolicy(Record, frozen=True):
     """Change the policy between two steps; answered by PolicyChanged (sent to every client, with
     `request` -1 for all other clients) or by Error. The coordinator forwards it to the supervisor, so that a
     restarted coordinator begins with this policy."""
 
-    request: int
+    request: Int
     policy: str
-    options: Tree = field(default_factory=dict)  # option name -> text value, as in --set policy.option=value
+    options: dict[str, str] = {}  # option name -> text value, as in --set policy.option=value
     counted: bool = True  # False: the routing of its steps is not counted, as for a measurement
 
 
-@dataclass(frozen=True)
-class PolicyChanged:
-    request: int
+@message(12)
+class PolicyChanged(Record, frozen=True):
+    request: Int
     policy: str
     exact: bool
     notes: tuple[str, ...] = ()  # options that the policy could not apply, with the reason
 
 
-@dataclass(frozen=True)
-class Calibrate:
+@message(16)
+class Calibrate(Record, frozen=True):
     """Run the model over a text and write the statistics that policies plan with to a file on the engine's
     machine; exactly one of `text`, `token_ids`. Answered by any number of Calibrating, then by one
     Calibrated, or by a Done with the reason why not. Meanwhile running requests pause and new ones wait.
 
-    At most 131072 `tokens`; what a client over tcp requests may take half an hour.
+    At most 131072 `tokens`.
 
     Of a longer text the engine reads windows from all of it. A text that is too long for a message is sent
     as excerpts, one after the other."""
 
-    request: int
+    request: Int
     text: str | None = None
-    token_ids: tuple[int, ...] | None = None
-    tokens: int = 8192  # most tokens used; the rest of the text is left out
-    starts: tuple[int, ...] = ()  # where the second and further excerpts begin, in characters or ids
-    share: float = 1.0  # of the whole text that the excerpts are
-    max_loss: float | None = None  # percent that approximations may add to the perplexity of held-out text
+    token_ids: Ints | None = None
+    tokens: Int = CALIBRATION_TOKENS  # most tokens used; the rest of the text is left out
+    starts: Ints = ()  # where the second and further excerpts begin, in characters or ids
+    share: Float = 1.0  # of the whole text that the excerpts are
+    max_loss: Float | None = None  # percent that approximations may add to the perplexity of held-out text
 
 
-@dataclass(frozen=True)
-class Calibrating:
+@message(17)
+class Calibrating(Record, frozen=True):
     """Progress of a Calibrate: `done` of `total` of a stage, in tokens or the stage's own unit."""
 
-    request: int
+    request: Int
     stage: str
-    done: int
-    total: int
+    done: Int
+    total: Int
 
 
-@dataclass(frozen=True)
-class Calibrated:
+@message(18)
+class Calibrated(Record, frozen=True):
     """A Calibrate's answer. `summary`: the main results; see docs/calibration.md."""
 
-    request: int
+    request: Int
     path: str  # of the file, on the engine's machine
     summary: Tree
 
 
-@dataclass(frozen=True)
-class Heartbeat:
+@message(13)
+class Heartbeat(Record, frozen=True):
     """Sent both ways; a peer that is silent for too long counts as lost."""
 
-    time: float = 0.0  # seconds, the sender's monotonic clock; never echoed
+    time: Float = 0.0  # seconds, the sender's monotonic clock; never echoed
 
 
-@dataclass(frozen=True)
-class Error:
+@message(14)
+class Error(Record, frozen=True):
     """A message could not be served. `request` -1: not about a request; the connection has ended."""
 
-    request: int
+    request: Int
     text: str
 
 
 # --- coordinator <-> worker, coordinator <-> prefetcher ------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Ready:
+@message(32)
+class Ready(Record, frozen=True):
     """A child is ready for work. Sent to the supervisor, and by workers and prefetcher to the coordinator.
     Peers refuse another `version` or `fingerprint`."""
 
-    version: int
-    role: str  # loader | coordinator | worker | prefetcher | text | door | gateway
-    index: int
-    incarnation: int
-    pid: int
+    version: Int
+    role: str  # loader | coordinator | worker | prefetcher | text | gateway
+    index: Int
+    incarnation: Int
+    pid: Int
     fingerprint: str
     notes: tuple[str, ...] = ()  # for the user: cores that could not be pinned, for example
 
 
-@dataclass(frozen=True, eq=False)  # arrays have no one truth value to compare by
-class Work:
+@message(33)
+class Work(Record, frozen=True, eq=False):
     """Compute some tiles of some experts of one layer, for the rows of `x` that route to them.
 
     items[i] = (expert, lo, hi): tiles [lo, hi). Item i acts on rows[offsets[i]:offsets[i+1]] of `x`
@@ -383,200 +403,183 @@ class Work:
     whose gate and down lie by channel (`shm/mask.py`); others compute everything.
     """
 
-    seq: int  # unique within the coordinator's incarnation
-    layer: int
+    seq: Int  # unique within the coordinator's incarnation
+    layer: Int
     items: I32Matrix  # [n, 3]
     offsets: I32Vector  # [n + 1]
     rows: I32Vector  # [offsets[-1]]
     weights: F32Vector  # [offsets[-1]]
     x: F32Matrix  # [R, hidden]
-    threshold: float = 0.0
-    share: float = 1.0
+    threshold: Float = 0.0
+    share: Float = 1.0
 
 
-@dataclass(frozen=True, eq=False)  # arrays have no one truth value to compare by
-class Partial:
+@message(34)
+class Partial(Record, frozen=True, eq=False):
     """The weighted sum over a Work's items, a row for each row of its `x`; and what its mask has left out:
     the sum of |u| over rows and channels, of all and of those left out, and how many channels were read."""
 
-    seq: int
-    incarnation: int
-    busy: float  # seconds the worker computed, without waiting and transport
+    seq: Int
+    incarnation: Int
+    busy: Float  # seconds the worker computed, without waiting and transport
     y: F32Matrix  # [R, hidden]
-    mass: float = 0.0
-    left: float = 0.0
-    kept: int = 0  # of `channels`: of all tiles, those that any row keeps
-    channels: int = 0
+    mass: Float = 0.0
+    left: Float = 0.0
+    kept: Int = 0  # of `channels`: of all tiles, those that any row keeps
+    channels: Int = 0
 
 
-@dataclass(frozen=True)
-class WorkFailed:
+@message(35)
+class WorkFailed(Record, frozen=True):
     """A worker refused a Work (its indices are out of range, for example); the worker continues."""
 
-    seq: int
-    incarnation: int
+    seq: Int
+    incarnation: Int
     text: str
 
 
-@dataclass(frozen=True)
-class Abandon:
+@message(36)
+class Abandon(Record, frozen=True):
     """The result of this Work is no longer needed: skip it if it has not been started."""
 
-    seq: int
+    seq: Int
 
 
-@dataclass(frozen=True)
-class AttachRing:
+@message(42)
+class AttachRing(Record, frozen=True):
     """Map this ring (`shm/ring.py`): Work may come through it from now on, and is answered through it."""
 
     name: str
 
 
-@dataclass(frozen=True)
-class AttachSlab:
+@message(37)
+class AttachSlab(Record, frozen=True):
     """Map this slab. kind "shm": `handle` is the segment's name; "cuda": a CUDA IPC memory handle. `flags`:
     the name of the segment with its landing flags (`shm/landing_flags.py`), if it has them."""
 
     kind: str
     handle: bytes
-    device: int
-    slots: int
-    slot_bytes: int
+    device: Int
+    slots: Int
+    slot_bytes: Int
     flags: str = ""
 
 
-@dataclass(frozen=True)
-class SlabAttached:
+@message(38)
+class SlabAttached(Record, frozen=True):
     """Sent again when its notes change. `error`: why the slab cannot be attached by this process. `flags`:
     landings are written to the slab's flags."""
 
-    incarnation: int
+    incarnation: Int
     notes: tuple[str, ...] = ()
     error: str = ""
     flags: bool = False
 
 
-@dataclass(frozen=True)
-class PagesLocked:
+@message(45)
+class PagesLocked(Record, frozen=True):
     """How many of the store's first bytes the prefetcher has page-locked; sent whenever that has changed."""
 
-    incarnation: int
-    locked: int
-    total: int
+    incarnation: Int
+    locked: Int
+    total: Int
 
 
-@dataclass(frozen=True)
-class Fetch:
+@message(39)
+class Fetch(Record, frozen=True):
     """Copy tiles [lo, lo+len(slots)) of an expert to these slots, in this order."""
 
-    id: int
-    layer: int
-    expert: int
-    lo: int
-    slots: tuple[int, ...]
-    urgency: int  # 0 demanded now, 1 predicted, 2 placement in the background; smaller overtakes
-    numbers: tuple[int, ...] = ()  # of each slot: what its landing writes to its flag; none: nothing does
+    id: Int
+    layer: Int
+    expert: Int
+    lo: Int
+    slots: Ints
+    urgency: Int  # 0 demanded now, 1 predicted, 2 placement in the background; smaller overtakes
+    numbers: Ints = ()  # of each slot: what its landing writes to its flag; none: nothing does
 
 
-@dataclass(frozen=True, eq=False)  # arrays have no one truth value to compare by
-class Gather:
+@message(44)
+class Gather(Record, frozen=True, eq=False):
     """Copy the records of these channels of an expert, gathered one after the other, to these slots: as many
     records to each slot as a tile has channels. Answered as a Fetch, counted in channels."""
 
-    id: int  # unique among Fetches too
-    layer: int
-    expert: int
+    id: Int  # unique among Fetches too
+    layer: Int
+    expert: Int
     channels: I32Vector  # counted over the expert, ascending
-    slots: tuple[int, ...]
-    urgency: int  # as in Fetch
+    slots: Ints
+    urgency: Int  # as in Fetch
 
 
-@dataclass(frozen=True)
-class Fetched:
+@message(40)
+class Fetched(Record, frozen=True):
     """`landed` tiles of the order, or channels of a Gather, are in their slots. `final`: the last report of
     this order (all landed, or it was cancelled and what follows `landed` was not written)."""
 
-    id: int
-    incarnation: int
-    landed: int
+    id: Int
+    incarnation: Int
+    landed: Int
     final: bool
-    seconds: float  # copying time of this order so far
+    seconds: Float  # copying time of this order so far
 
 
-@dataclass(frozen=True)
-class CancelFetch:
+@message(41)
+class CancelFetch(Record, frozen=True):
     """Stop an order after the current tile or chunk of channels; its final Fetched follows."""
 
-    id: int
+    id: Int
 
 
-@dataclass(frozen=True)
-class DemandFetch:
+@message(43)
+class DemandFetch(Record, frozen=True):
     """The first `tiles` tiles of an order (channels of a Gather) are demanded now: it goes on as if it had
     just been sent with urgency 0, and ends with them, or with what is being copied."""
 
-    id: int
-    tiles: int
+    id: Int
+    tiles: Int
 
 
-# --- coordinator <-> the door for tcp, coordinator <-> text process
-# ------------------------------------------
+# --- coordinator <-> text process ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RemoteClient:
-    """The door to the coordinator, as the first message of a connection: the client that speaks on it."""
-
-    account: str  # its public key, in Z85
-    right: str  # use | tune | admin, each with those before it
-    address: str  # of its machine, for the log
-
-
-@dataclass(frozen=True)
-class RemoteGone:
-    """The door to the coordinator, as the last message of a connection: its client has ended it. The
-    coordinator answers Error with `request` -1 when it has handled the messages before: ZeroMQ would drop
-    those that a full socket has not read when its peer closes."""
-
-
-@dataclass(frozen=True)
-class Encode:
+@message(49)
+class Encode(Record, frozen=True):
     """Request the token ids of texts, each encoded by itself, or of one conversation, rendered by the model's
     chat template with `template` as in Generate; or the text of `token_ids`. A `grammar` is checked."""
 
     texts: tuple[str, ...] = ()
-    messages: tuple[ChatMessage, ...] | None = None
+    messages: Turns | None = None
     template: str = ""
-    token_ids: tuple[int, ...] | None = None
+    token_ids: Ints | None = None
     grammar: str = ""
 
 
-@dataclass(frozen=True)
-class Encoded:
+@message(50)
+class Encoded(Record, frozen=True):
     """The answer to an Encode: the ids of all texts, one after the other, and their lengths; or text and
     pieces of given ids, as in Tokenized; or why not."""
 
     ids: I32Vector
-    lengths: tuple[int, ...] = ()
+    lengths: Ints = ()
     error: str = ""
     text: str = ""
     pieces: tuple[bytes, ...] = ()
 
 
-@dataclass(frozen=True)
-class Follow:
+@message(52)
+class Follow(Record, frozen=True):
     """Request the tokens of `vocabulary` that an answer's grammar allows behind `tokens`, which are those
     since the last such request of this answer. With `grammar`, which is compiled first, they are the whole
     answer."""
 
-    answer: int
-    vocabulary: int
-    tokens: tuple[int, ...] = ()
+    answer: Int
+    vocabulary: Int
+    tokens: Ints = ()
     grammar: str = ""
 
 
-@dataclass(frozen=True)
-class Allowed:
+@message(53)
+class Allowed(Record, frozen=True):
     """The answer to a Follow: a bit for each token that is allowed, the first one's the lowest of the first
     word; none where nothing may follow, or with an error."""
 
@@ -584,27 +587,27 @@ class Allowed:
     error: str = ""
 
 
-@dataclass(frozen=True)
-class Unfollow:
+@message(54)
+class Unfollow(Record, frozen=True):
     """An answer's grammar is followed no further."""
 
-    answer: int
+    answer: Int
 
 
 # --- supervisor <-> children ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Progress:
+@message(64)
+class Progress(Record, frozen=True):
     """Loader or coordinator to supervisor: `done` of `total` bytes of a stage of the start."""
 
     stage: str
-    done: int
-    total: int
+    done: Int
+    total: Int
 
 
-@dataclass(frozen=True)
-class Failed:
+@message(65)
+class Failed(Record, frozen=True):
     """A child cannot do its work and exits. `usage`: the user's input is at fault (exit code 2)."""
 
     role: str
@@ -612,101 +615,45 @@ class Failed:
     usage: bool
 
 
-@dataclass(frozen=True)
-class Shutdown:
+@message(66)
+class Shutdown(Record, frozen=True):
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class WorkerDied:
+@message(67)
+class WorkerDied(Record, frozen=True):
     """Supervisor to coordinator: this incarnation of a worker or the prefetcher has exited. `crashed`: it
     failed or hung, and was not ended by a SIGKILL or SIGTERM from outside. `seq`: the Work that it was
     computing, -1 if none."""
 
     role: str  # worker | prefetcher
-    index: int
-    incarnation: int
+    index: Int
+    incarnation: Int
     crashed: bool
-    seq: int
+    seq: Int
 
 
-@dataclass(frozen=True)
-class WorkerUp:
+@message(68)
+class WorkerUp(Record, frozen=True):
     """Coordinator to supervisor: this incarnation of a worker or the prefetcher does its work. That is a
     little later than its Ready: a worker has imported its kernels, a prefetcher has mapped the slab."""
 
     role: str
-    index: int
-    incarnation: int
+    index: Int
+    incarnation: Int
 
 
-@dataclass(frozen=True)
-class Hung:
+@message(70)
+class Hung(Record, frozen=True):
     """Coordinator to supervisor: kill this incarnation, which has work and makes no progress."""
 
     role: str
-    index: int
-    incarnation: int
+    index: Int
+    incarnation: Int
 
 
-@dataclass(frozen=True)
-class Needed:
+@message(69)
+class Needed(Record, frozen=True):
     """Coordinator to supervisor: start this child, which the new policy needs and the first one did not."""
 
     role: str  # prefetcher
-
-
-TAGS: dict[int, type] = {
-    1: Hello,
-    2: Welcome,
-    3: Generate,
-    4: Token,
-    5: Done,
-    6: Cancel,
-    7: Score,
-    8: Scores,
-    9: Stats,
-    10: StatsReply,
-    11: SetPolicy,
-    12: PolicyChanged,
-    13: Heartbeat,
-    14: Error,
-    15: Queued,
-    16: Calibrate,
-    17: Calibrating,
-    18: Calibrated,
-    19: Tokenize,
-    20: Tokenized,
-    21: ExpertActivity,
-    22: ExpertActivityReply,
-    32: Ready,
-    33: Work,
-    34: Partial,
-    35: WorkFailed,
-    36: Abandon,
-    37: AttachSlab,
-    38: SlabAttached,
-    39: Fetch,
-    40: Fetched,
-    41: CancelFetch,
-    42: AttachRing,
-    43: DemandFetch,
-    44: Gather,
-    45: PagesLocked,
-    48: RemoteClient,
-    49: Encode,
-    50: Encoded,
-    51: RemoteGone,
-    52: Follow,
-    53: Allowed,
-    54: Unfollow,
-    64: Progress,
-    65: Failed,
-    66: Shutdown,
-    67: WorkerDied,
-    68: WorkerUp,
-    69: Needed,
-    70: Hung,
-}
-VERSION = 7
-SAY_HELLO = "say Hello first"  # the text of the Error that answers a peer without a Welcome

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
+from msgspec import structs
+
 from protocol.connection import ConnectOptions
 from protocol.errors import ProtocolError, RequestFailed
 from protocol.link import Link, RetryBudget
@@ -62,7 +64,7 @@ def _without(block: Scores, count: int) -> Scores:
     """The block without its first rows."""
     if count <= 0:
         return block
-    return replace(
+    return structs.replace(
         block,
         start=block.start + count,
         tokens=block.tokens[count:],

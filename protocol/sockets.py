@@ -1,9 +1,7 @@
 """ZeroMQ sockets with Tandem's options, and their paths in the file system.
 
-Sockets are ipc:// in a directory that only its user can enter: a ROUTER binds, DEALERs connect. A client's
-DEALER may also connect to tcp:// with CURVE keys: encrypted, and authenticated in both directions. There the
-other end is a DEALER as well (`pipeline/door/`). Works for zmq.Context and zmq.asyncio.Context alike. Knows
-no messages.
+Sockets are ipc:// in a directory that only its user can enter: a ROUTER binds, DEALERs connect. Works for
+zmq.Context and zmq.asyncio.Context alike. Knows no messages.
 
 Behaviour of libzmq on Linux, found by experiment: binding creates the socket file with the umask's
 permissions, so `bind_router` narrows them right after, and the 0700 directory protects it in between. Binding
@@ -11,8 +9,8 @@ replaces an existing socket file, even of a listening process: the locks of runt
 engines apart, not the sockets. Closing leaves the file; the directory's owner removes it.
 
 A limit that libzmq lacks: a receive HWM counts whole messages and MAXMSGSIZE single frames, so a peer that
-speaks ZMTP itself and never ends its message fills memory, frame by frame, until it disconnects. Over ipc
-such a peer is a process of the same user; over tcp the door counts the bytes.
+speaks ZMTP itself and never ends its message fills memory, frame by frame, until it disconnects. Such a peer
+is a process of the same user.
 """
 
 from __future__ import annotations
@@ -29,9 +27,8 @@ from typing import Any, TypeVar
 
 import zmq
 
-from protocol.checks import DEFAULT
 from protocol.errors import MalformedMessage, NotPrivate, ProtocolError
-from protocol.keys import ClientKeys, EngineKeys
+from protocol.messages import ARRAY_LIMIT, HEADER_LIMIT
 from protocol.private_files import (
     OTHERS_READ_OR_WRITE,
     check_private_directory,
@@ -49,26 +46,21 @@ RECONNECT_MS, RECONNECT_MAX_MS = 10, 100
 NEVER_MS = 24 * 3600 * 1000
 HANDSHAKE_MS = 5000  # after which a peer that connects and sends nothing is dropped
 
-LARGEST = max(DEFAULT.frame, DEFAULT.header)  # bytes of a frame
-TCP_PROBE_S, TCP_PROBES = 5, 3  # a tcp peer is disconnected if its machine answers none of these probes
+LARGEST = max(ARRAY_LIMIT, HEADER_LIMIT)  # bytes of a frame
 
-_IPC, _TCP = "ipc://", "tcp://"
-_HOST_AND_PORT = re.compile(r"tcp://(\*|\[[0-9a-fA-F:.%a-z]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
-_ENCRYPTION = 1024  # bytes that CURVE adds to a frame, and more
+_IPC = "ipc://"
 CLIENT_IDENTITY = 16  # bytes of a client's identity
 _IDENTITY = re.compile(
-    rb"((loader|coordinator|worker|prefetcher|text|door|gateway|remote)-(0|[1-9][0-9]{0,8})"
-    rb"-(0|[1-9][0-9]{0,17}))"
+    rb"((loader|coordinator|worker|prefetcher|text|gateway)-(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,17}))"
     rb"-([0-9a-f]{16})"
 )
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A child process of the engine, as a ROUTER's identity frame names it; or a connection that the door
-    has opened for a remote client: `remote`, its number and the door's incarnation."""
+    """A child process of the engine, as a ROUTER's identity frame names it."""
 
-    role: str  # loader | coordinator | worker | prefetcher | text | door | gateway | remote
+    role: str  # loader | coordinator | worker | prefetcher | text | gateway
     index: int
     incarnation: int
 
@@ -132,14 +124,6 @@ def ipc_endpoint(runtime: Path, name: str) -> str:
     return _IPC + str(path)
 
 
-def check_tcp(endpoint: str) -> tuple[str, int]:
-    """Host and port of tcp://HOST:PORT. Raises ProtocolError for anything else."""
-    parts = _HOST_AND_PORT.fullmatch(endpoint)
-    if parts is None or int(parts[2]) > 65535:
-        raise ProtocolError(f"endpoint {endpoint[:100]!r} is not tcp://HOST:PORT")
-    return parts[1].strip("[]"), int(parts[2])
-
-
 def bind_router(
     context: zmq.Context[Socket],
     endpoint: str,
@@ -178,23 +162,15 @@ def connect_dealer(
     identity: bytes = b"",
     send_hwm: int = HWM,
     receive_hwm: int = HWM,
-    keys: ClientKeys | None = None,
 ) -> Socket:
-    """A DEALER that connects to an ipc endpoint, or with `keys` to tcp://HOST:PORT, at once or as soon as
-    it is bound, and again after its peer is replaced. `identity`: by default a random one of its own.
-    `receive_hwm` messages may wait to be read; then the peer waits. Raises ProtocolError for an unusable
-    endpoint. A host that does not answer or does not admit these keys is silent."""
-    if not _is_tcp(endpoint, keys):
-        _socket_path(endpoint)
+    """A DEALER that connects to an ipc endpoint, at once or as soon as it is bound, and again after its peer
+    is replaced. `identity`: by default a random one of its own. `receive_hwm` messages may wait to be read;
+    then the peer waits. Raises ProtocolError for an unusable endpoint."""
+    _socket_path(endpoint)
     socket = context.socket(zmq.DEALER)
-    _configure(socket, send_hwm, receive_hwm, LARGEST + (_ENCRYPTION if keys else 0))
+    _configure(socket, send_hwm, receive_hwm, LARGEST)
     socket.setsockopt(zmq.IDENTITY, identity or random_identity())
     try:
-        if keys is not None:
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-            socket.setsockopt(zmq.CURVE_SERVERKEY, keys.engine)
-            socket.setsockopt(zmq.IPV6, 1)  # beside IPv4
         socket.connect(endpoint)
     except zmq.ZMQError as e:
         socket.close(linger=0)
@@ -237,52 +213,6 @@ def check_engine(endpoint: str) -> None:
                 raise NotPrivate(f"{file} belongs to user {status.st_uid}, not to you")
             if stat.S_IMODE(status.st_mode) & OTHERS_READ_OR_WRITE and kind == "directory":
                 raise NotPrivate(f"{file} is open to other users (mode {stat.S_IMODE(status.st_mode):04o})")
-
-
-def connect_curve_server(
-    context: zmq.Context[Socket],
-    endpoint: str,
-    keys: EngineKeys,
-    *,
-    domain: bytes,
-    send_hwm: int,
-    receive_hwm: int,
-    largest: int,
-) -> Socket:
-    """A DEALER for one client: an encrypted connection's end that has the engine's keys. It connects, once,
-    to an ipc endpoint, where the caller passes on the bytes of that client. This context's ZAP handler
-    (ZeroMQ's RFC 27, bound to inproc://zeromq.zap.01) must admit the client; its requests name `domain`.
-    Raises ProtocolError where there are too many sockets."""
-    _socket_path(endpoint)
-    socket = None
-    try:
-        socket = context.socket(zmq.DEALER)
-        _configure(socket, send_hwm, receive_hwm, largest + _ENCRYPTION)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 0)
-        # Without reconnecting at all, libzmq drops the last messages of a connection that ends.
-        socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-        socket.setsockopt(zmq.ZAP_DOMAIN, domain)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler admit no peer, instead of all
-        socket.connect(endpoint)
-    except zmq.ZMQError as e:
-        if socket is not None:
-            socket.close(linger=0)
-        raise ProtocolError(f"cannot connect to {endpoint}: {os.strerror(e.errno or 0)}") from e
-    return socket
-
-
-def _is_tcp(endpoint: str, keys: object | None) -> bool:
-    """Whether this is tcp. Raises ProtocolError for malformed tcp, and for one of tcp and keys alone."""
-    if not endpoint.startswith(_TCP):
-        if keys is not None:
-            raise ProtocolError(f"endpoint {endpoint[:100]!r} is not tcp://HOST:PORT, and keys are for that")
-        return False
-    if keys is None:
-        raise ProtocolError(f"endpoint {endpoint[:100]!r} is tcp, which is served with keys only")
-    check_tcp(endpoint)
-    return True
 
 
 def _seed_made_identities() -> None:

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 from typing import Literal
 
-DEFAULTS = {"CACHE": ".cache", "CONFIG": ".config", "STATE": ".local/state"}
+DEFAULTS = {"CACHE": ".cache", "STATE": ".local/state"}
 
 
-def user_folder(kind: Literal["CACHE", "CONFIG", "STATE"]) -> Path:
-    """$XDG_<kind>_HOME/tandem, usually a folder of that name in ~/.cache, ~/.config or ~/.local/state; it may
-    not exist."""
+def user_folder(kind: Literal["CACHE", "STATE"]) -> Path:
+    """$XDG_<kind>_HOME/tandem, usually a folder of that name in ~/.cache or ~/.local/state; it may be
+    missing."""
     given = os.environ.get(f"XDG_{kind}_HOME", "")
     return (Path(given) if os.path.isabs(given) else Path.home() / DEFAULTS[kind]) / "tandem"

@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from msgspec import ValidationError
+
 from protocol.errors import NotPrivate
 from protocol.private_files import check_private, make_folders
 from protocol.small_files import read_small
@@ -69,7 +71,9 @@ def read(path: Path, parse: Callable[[Any], R]) -> R:
     ValueError where it has no such record."""
     try:
         return parse(json.loads(read_small(path, MAX_BYTES, flags=os.O_NOFOLLOW, check=check_private)))
-    except (NotPrivate, TypeError, KeyError, AttributeError, RecursionError, ArithmeticError) as e:
+    except (NotPrivate, ValidationError, TypeError, KeyError, AttributeError) as e:
+        raise ValueError(str(e)) from e
+    except (RecursionError, ArithmeticError) as e:
         raise ValueError(str(e)) from e
 
 

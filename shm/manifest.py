@@ -26,7 +26,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 
-import msgpack
+import msgspec
 import numpy as np
 
 from shm.errors import StoreInvalid, UnknownFormat
@@ -61,7 +61,7 @@ class StoreManifest:
     def pack(self) -> bytes:
         """The msgpack map. Its length does not depend on the checksums' values."""
         checksums = self.checksums or (0,) * self.shape.layers
-        packed: bytes = msgpack.packb(
+        return msgspec.msgpack.encode(
             {
                 "fingerprint": self.fingerprint,
                 "format": self.format,
@@ -70,7 +70,6 @@ class StoreManifest:
                 "checksums": np.array(checksums, dtype=_CHECKSUM).tobytes(),
             }
         )
-        return packed
 
 
 def data_offset(manifest_length: int) -> int:
@@ -119,11 +118,11 @@ def read_head(head: Bytes, size: int) -> tuple[StoreManifest, int]:
 
 def _unpack(packed: bytes) -> StoreManifest:
     try:
-        fields = msgpack.unpackb(packed)
+        fields = msgspec.msgpack.decode(packed)
         checksums = np.frombuffer(fields["checksums"], dtype=_CHECKSUM)
         shape = ExpertShape(**{key: int(value) for key, value in fields["shape"].items()})
         text = {key: str(fields[key]) for key in ("fingerprint", "format", "source")}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (msgspec.DecodeError, RecursionError, ValueError, KeyError, TypeError, AttributeError):
         raise StoreInvalid("its manifest cannot be read") from None
     if len(checksums) != shape.layers:
         raise StoreInvalid("its manifest lacks checksums")

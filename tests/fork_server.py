@@ -52,7 +52,7 @@ PRELOADED = (
     "transformers.models.auto.tokenization_auto",
     "launch.cli",
     "uvloop",
-    *(f"launch.{name}" for name in ("generate", "score", "serve", "keys", "bench.replay")),
+    *(f"launch.{name}" for name in ("generate", "score", "serve", "bench.replay")),
     *(f"launch.{name}.command" for name in ("chat", "stress", "bench", "calibrate", "doctor", "cache")),
 )
 READ_AT_START = ("PYTHON", "LC_", "LANG", "TORCH")  # variables that a forked process cannot change

@@ -11,12 +11,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from c_libraries import c_libraries
 from packaging.specifiers import SpecifierSet
 
 from launch.command_line.options import Options, parse
 from pipeline.gateway.access import is_loopback
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("protocol", "shm", "workers", "pipeline", "launch")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 SERVICE = ROOT / "packaging/tandem.service"
 DOCKERFILE = ROOT / "packaging/Dockerfile"
@@ -82,11 +84,19 @@ def test_image_has_what_the_project_needs() -> None:
     assert release
     assert SpecifierSet(PROJECT["project"]["requires-python"]).contains(release[1])
     copied = {name for words in of("COPY") for name in words.split()[:-1]}
-    assert copied == {"pyproject.toml", "README.md", "protocol", "shm", "workers", "pipeline", "launch"}
+    assert copied == {
+        "pyproject.toml",
+        "setup.py",
+        "README.md",
+        "protocol",
+        "shm",
+        "workers",
+        "pipeline",
+        "launch",
+    }
     admitted = DOCKERFILE.with_name("Dockerfile.dockerignore").read_text("utf-8")
     assert {line[1:] for line in admitted.splitlines() if line.startswith("!")} == copied
-    modules = len(PROJECT["tool"]["setuptools"]["ext-modules"])
-    assert f"grep --count '\\.so ')\" = {modules}" in of("RUN")[1]
+    assert f"grep --count '\\.so ')\" = {len(c_libraries())}" in of("RUN")[1]
 
 
 def test_image_runs_commands_that_exist() -> None:

@@ -20,7 +20,7 @@ import threading
 from concurrent.futures import Future
 from typing import Any, NoReturn
 
-import msgpack
+from msgspec import msgpack
 
 from protocol.visible import LineFormatter, VisibleStream
 
@@ -53,7 +53,7 @@ def _visible_stream(fd: int) -> VisibleStream:
 
 def pack_config(config: dict[str, Any]) -> bytes:
     """The bytes that the parent writes into a new child's lifeline."""
-    packed: bytes = msgpack.packb(config)
+    packed: bytes = msgpack.encode(config)
     return len(packed).to_bytes(4, "big") + packed
 
 
@@ -82,7 +82,7 @@ def _watch(lifeline: int, received: Future[dict[str, Any]]) -> NoReturn:
         )
     if len(head) < 4 or len(packed) < length:
         os._exit(EXIT_PARENT_GONE)
-    config: dict[str, Any] = msgpack.unpackb(packed)
+    config: dict[str, Any] = msgpack.decode(packed)
     role = config.get("role", "child")
     _open_log(role, config.get("log_level", "INFO"))
     received.set_result(config)

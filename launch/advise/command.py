@@ -12,14 +12,14 @@ from launch.advise.hardware import Hardware, elsewhere
 from launch.advise.here import this_machine
 from launch.advise.plot import draw_advice
 from launch.advise.report import Report
-from launch.advise.routing import RecordedText, drawn, recorded
+from launch.advise.routing import drawn, recorded
 from launch.advise.search import CURVE, DRAWN, Search, fitting
-from launch.advise.sizes import Sizes, sizes_of
 from launch.bench.plan import requested_policies
 from launch.bench.plot import check_picture
 from launch.command_line.checks import check_engine
 from launch.command_line.options import Options
 from launch.errors import WrongUsage
+from launch.forecast import RecordedText, Sizes, sizes_of
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from launch.terminal.progress import ProgressCounter

@@ -1,19 +1,17 @@
-"""A machine that is not here, by its numbers or by a file of costs: what a tile costs there in each format,
-and the memory that it has."""
+"""The machine to advise on: what a model's step costs there in each format, and the memory that it has. This
+module describes machines by numbers or by a file of costs; `here.py` this one."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from launch.advise.sizes import Sizes
 from launch.errors import WrongUsage
+from launch.forecast import Priced, Sizes
 from pipeline.config import DeviceName, FormatName
 from pipeline.memory.plan import Machine
-from pipeline.policies.costs import Costs
-from pipeline.policies.derived_costs import MACHINES, Rates, derived
+from pipeline.policies.costs import MACHINES, Costs, Rates, derived
 from pipeline.policies.options import did_you_mean
 
 GIGABYTE = 1e9
@@ -28,86 +26,15 @@ RATES = {"gpu_gbps": "device_gbps", "gpu_tflops": "device_tflops"}  # where an o
 
 
 @dataclass(frozen=True)
-class Priced:
-    """What a model's step costs on a machine in one format."""
-
-    costs: Costs  # per tile
-    rest: float  # seconds of a decode step outside its layers
-    prefill_rest: float = 0.0  # seconds of a prefill step outside its layers
-    words: str = ""  # where the costs come from
-    planning: float = 0.0  # an engine's seconds of planning for a second of a replay's; 0: not known
-    planned: float = 0.0  # seconds of a replay's step with the preset whose planning is in `rest`
-
-    def rest_of(self, replayed: float) -> float:
-        """`rest` of a preset whose replay takes so many seconds a step: what it has more than another one is
-        planning."""
-        return max(0.0, self.rest + self.planning * (replayed - self.planned))
-
-    def faster(self, **factors: float) -> Priced:
-        """With `link`, `host` or `device` so many times as fast."""
-        costs = self.costs
-        changed: dict[str, Any] = {}
-        for name, factor in factors.items():
-            value = getattr(costs, name)
-            changed[name] = value / factor if name == "link" else tuple(each / factor for each in value)
-        return replace(self, costs=replace(costs, **changed))
-
-
-class Hardware(ABC):
+class Hardware:
     """A machine to advise on."""
 
     words: str
-    device: DeviceName  # cuda or cpu
     memory: Machine
-    only: FormatName | None = None  # the one format that it has costs of
+    priced: Callable[[Sizes, int], Priced]  # for a model's sizes and the tokens that a token attends to
     unknown: list[str]  # what an estimate for it does not contain
-    without_workers: float | None = None  # times as fast is all-host with --workers 0, where measured
-
-    @abstractmethod
-    def priced(self, sizes: Sizes, context: int) -> Priced:
-        """`context`: tokens that a token attends to."""
-
-    def faster(self, side: str, factor: float, sizes: Sizes, context: int) -> Priced:
-        """With a `link`, a `host` memory or a `device` that is so many times as fast."""
-        return self.priced(sizes, context).faster(**{side: factor})
-
-
-@dataclass
-class Numbered(Hardware):
-    """A machine given by rates."""
-
-    words: str
-    rates: Rates
-    memory: Machine
-    unknown: list[str] = field(default_factory=list)
     device: DeviceName = "cuda"
-
-    def priced(self, sizes: Sizes, context: int) -> Priced:
-        other = sizes.other + context * sizes.kv_token
-        costs = derived(self.rates, sizes.expert, sizes.expert_weights, other, sizes.other_weights)
-        costs = replace(costs, link=costs.link * sizes.header.tile_bytes / sizes.tile)
-        rest = BESIDE_STEP + sizes.head / (self.rates.device_gbps * GIGABYTE)
-        return Priced(costs.for_tiles(sizes.header.shape.tiles), rest, rest, "derived from these rates")
-
-    def faster(self, side: str, factor: float, sizes: Sizes, context: int) -> Priced:
-        name = f"{side}_gbps"
-        rates = replace(self.rates, **{name: getattr(self.rates, name) * factor})
-        return replace(self, rates=rates).priced(sizes, context)
-
-
-@dataclass
-class FromFile(Hardware):
-    """A machine given by a file of costs, which are of one format."""
-
-    words: str
-    costs: Costs
-    memory: Machine
-    only: FormatName | None = None
-    unknown: list[str] = field(default_factory=list)
-    device: DeviceName = "cuda"
-
-    def priced(self, sizes: Sizes, context: int) -> Priced:
-        return Priced(self.costs.for_tiles(sizes.header.shape.tiles), 0.0, 0.0, self.words)
+    only: FormatName | None = None  # the one format that it has costs of
 
 
 def elsewhere(written: Mapping[str, Any]) -> Hardware | None:
@@ -132,8 +59,7 @@ def elsewhere(written: Mapping[str, Any]) -> Hardware | None:
             f"advise: a machine that is not here needs {options} as well, or --machine NAME"
             f" ({', '.join(MACHINES)}), or --costs FILE"
         )
-    base = None if known is None else MACHINES[known]
-    rates, guessed = _rates(given, base)
+    rates, guessed = _rates(given, None if known is None else MACHINES[known])
     assert gpu_gb is not None
     name = f"{known}: " if known else ""
     words = (
@@ -147,7 +73,15 @@ def elsewhere(written: Mapping[str, Any]) -> Hardware | None:
         f" for the exchange with the workers{guessed}",
         "small experts reach less than these rates: the fewer bytes in a layer, the more optimistic this is",
     ]
-    return Numbered(words, rates, _memory(written, gpu_gb), unknown)
+
+    def priced(sizes: Sizes, context: int) -> Priced:
+        other = sizes.other + context * sizes.kv_token
+        costs = derived(rates, sizes.expert, sizes.expert_weights, other, sizes.other_weights)
+        costs = replace(costs, link=costs.link * sizes.header.tile_bytes / sizes.tile)
+        rest = BESIDE_STEP + sizes.head / (rates.device_gbps * GIGABYTE)
+        return Priced(costs.for_tiles(sizes.header.shape.tiles), rest, "derived from these rates")
+
+    return Hardware(words, _memory(written, gpu_gb), priced, unknown)
 
 
 def _rates(given: Mapping[str, float], base: Rates | None) -> tuple[Rates, str]:
@@ -175,11 +109,14 @@ def _from_file(written: Mapping[str, Any], gpu_gb: float | None) -> Hardware:
         option = "--" + others[0].replace("_", "-")
         raise WrongUsage(f"advise: --costs FILE has what {option} would give; leave one of them out")
     path, only = written["costs"], written.get("format", "bf16")
+    words, costs = f"costs: {path}, GPU of {gpu_gb:g} GB", Costs.load(path)
     unknown = [f"the costs are taken to be those of {only}, for which alone they hold"]
     unknown.append("embedding, head, sampling, planning and messages are not in the file, and not in this")
-    return FromFile(
-        f"costs: {path}, GPU of {gpu_gb:g} GB", Costs.load(path), _memory(written, gpu_gb), only, unknown
-    )
+
+    def priced(sizes: Sizes, _: int) -> Priced:
+        return Priced(costs.for_tiles(sizes.header.shape.tiles), 0.0, words)
+
+    return Hardware(words, _memory(written, gpu_gb), priced, unknown, only=only)
 
 
 def _memory(written: Mapping[str, Any], gpu_gb: float) -> Machine:

@@ -1,18 +1,23 @@
-"""This machine: costs from a short run of the model, in the one format that is run; other formats by their
-bytes."""
+"""This machine: its costs and a model's routing from a short run of the model, in the one format that is run;
+other formats by their bytes."""
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from launch.advise.hardware import Hardware, Priced
-from launch.advise.routing import RecordedText, recorded
-from launch.advise.sizes import Sizes, sizes_of
-from launch.advise.trial import DEVICE, HOST, engine, fitted, probed_costs, record, run_presets
+from launch.advise.hardware import Hardware
+from launch.advise.routing import recorded
+from launch.bench.prompts import make_prompts, read_other_texts
+from launch.bench.run import warm_up
 from launch.command_line.options import Options
+from launch.connect.session import connected
+from launch.forecast import Priced, RecordedText, Setting, Sizes, by_replay, sizes_of
 from launch.planning.plan import make_plan, situation
 from launch.processes.cores import Cores
 from launch.terminal.format import model_name
@@ -21,41 +26,24 @@ from launch.terminal.log import notice
 from pipeline.assets import model_dir
 from pipeline.calibration.cost_cache import processor
 from pipeline.checkpoint.model_source import ModelSource
-from pipeline.config import DeviceName, EngineConfig
-from pipeline.memory.plan import Machine
+from pipeline.config import EngineConfig
+from pipeline.policies.costs import Costs
+from pipeline.policies.view import PolicyRequest
+from protocol.client import Client
 
-
-@dataclass
-class Here(Hardware):
-    """This machine. `of`: the sizes in the format that was run."""
-
-    words: str
-    device: DeviceName
-    memory: Machine
-    of: Sizes
-    measured: Priced
-    without_workers: float | None = None
-    unknown: list[str] = field(default_factory=list)
-
-    def priced(self, sizes: Sizes, context: int) -> Priced:
-        if sizes.format == self.of.format:
-            return self.measured
-        ratio, moved = sizes.tile / self.of.tile, sizes.header.tile_bytes / self.of.header.tile_bytes
-        costs = self.measured.costs
-        scaled = replace(
-            costs,
-            host=tuple(seconds * ratio for seconds in costs.host),
-            device=tuple(seconds * ratio for seconds in costs.device),
-            link=costs.link * moved,
-        )
-        return replace(self.measured, costs=scaled, words=f"from those of {self.of.format}, by bytes")
+RUN = PolicyRequest("fiddler")  # computes on both sides, so that both sides' costs follow what runs
+NEW = 48  # tokens of an answer
+# Options of the command that its engine takes as well.
+OF_ENGINE = {"model", "format", "backbone_dtype", "device", "expert_cache", "tile", "workers", "context"}
+OF_ENGINE |= {"kv_tokens", "chunk", "prefetcher", "landings", "graphs", "link_gbps", "host_slowdown"}
+OF_ENGINE |= {"seed", "log_level", "record"}
 
 
 @dataclass(frozen=True)
 class Situated:
     """This machine, the configuration of its engines, and the routing that was recorded or given."""
 
-    hardware: Here
+    hardware: Hardware
     config: EngineConfig
     text: RecordedText
 
@@ -63,41 +51,58 @@ class Situated:
 async def this_machine(
     options: Options, interrupts: Interrupts, source: ModelSource, prompt: int
 ) -> Situated:
-    """Runs the model for a moment: one engine records its routing, unless --trace has it, one is timed, and
-    without a GPU one without workers as well. Raises as their start; UsageError where nothing fits."""
+    """Runs the model for a moment. Raises as its start; UsageError where nothing fits."""
     written = {name: value for name, value in options.written.items() if name not in ("policy", "set")}
     asked = Options("bench", written).config()
-    model = asked.model or model_dir()
     now = await asyncio.to_thread(situation, asked, Cores.here().default_workers())
-    plan, _ = await asyncio.to_thread(make_plan, model, now)
+    plan, _ = await asyncio.to_thread(make_plan, asked.model or model_dir(), now)
     config = replace(now.config, format=plan.needs.format)
     sizes = sizes_of(source, config, plan.needs.format)
-    own = Options("advise", written | {"format": sizes.format})
     notice(f"advise: running {model_name(source.name)} in {sizes.format}, to see how fast it is here")
     with tempfile.TemporaryDirectory(prefix="tandem-advise-") as folder:
-        path = written.get("trace")
-        if path is None:
-            path = Path(folder) / "run.trace"
-            async with engine(own, interrupts, record=path, keep_store=True) as client:
-                await record(client, path, prompt)
+        path = written.get("trace") or Path(folder) / "run.trace"
+        recording = {} if "trace" in written else {"record": path}
+        own = Options("advise", written | {"format": sizes.format})
+        async with engine(own, interrupts, **recording) as client:
+            costs, capacity = await run(client, prompt)
         text = recorded(path, sizes.header)
-    async with engine(own, interrupts) as client:
-        probed = await probed_costs(client)
-        cache = int((await client.stats())["cache"]["capacity_tiles"])
-        host, device = await run_presets(client, [HOST, DEVICE], prompt)
-    alone = None
-    if config.device == "cpu" and asked.workers is None:
-        async with engine(own, interrupts, workers=0) as client:
-            (without,) = await run_presets(client, [HOST], prompt)
-        alone = without.run.decode_tok_s / host.run.decode_tok_s
-    priced = fitted(probed, host, device, sizes, cache, text)
+    setting = Setting(RUN, sizes.format, capacity, 0.0)
+    measured = Priced(costs, text.rest or 0.0, "measured by a short run here")
+    replayed = by_replay(setting, sizes, measured, text, prompt, config.seed).replayed
+    measured = replace(measured, planned=replayed)
+
+    def priced(other: Sizes, _: int) -> Priced:
+        if other.format == sizes.format:
+            return measured
+        by_bytes = costs.of_tiles(other.tile / sizes.tile, other.header.tile_bytes / sizes.header.tile_bytes)
+        return replace(measured, costs=by_bytes, words=f"from those of {sizes.format}, by bytes")
+
     unknown = [
-        f"measured in {sizes.format} with {HOST.name} and {DEVICE.name}; other presets are predicted from"
-        " these two, other formats by their bytes",
+        f"measured in {sizes.format} with {RUN.name}; other presets are predicted from its costs, other"
+        " formats by their bytes",
         "batches of more rows than one, and longer prompts, than were run",
     ]
     words = "this machine, {}, {} cores".format(*processor())
     if config.emulation:
         words += f"; emulated: {config.emulation}"
-    hardware = Here(words, config.device, now.machine, sizes, priced, alone, unknown)
-    return Situated(hardware, config, text)
+    return Situated(Hardware(words, now.machine, priced, unknown, config.device), config, text)
+
+
+@asynccontextmanager
+async def engine(options: Options, interrupts: Interrupts, **changes: Any) -> AsyncIterator[Client]:
+    """A client of an engine of its own with the command's options and these. Raises as its start."""
+    written = {name: value for name, value in options.written.items() if name in OF_ENGINE}
+    async with connected(Options("bench", written | changes), interrupts) as client:
+        yield client
+
+
+async def run(client: Client, prompt: int) -> tuple[Costs, int]:
+    """Answer two prompts under RUN, of which the first is the history of a trace that is recorded meanwhile.
+    Returns the engine's costs, as its steps have corrected them, and the tiles of its cache. Raises
+    RequestFailed, PolicyError."""
+    await client.set_policy(RUN.name, {}, counted=False)
+    await read_other_texts(client, 0)
+    for each in reversed(await make_prompts(client, 2, prompt, 0)):
+        await warm_up(client, [each], NEW)
+    stats: Any = await client.stats()
+    return Costs.from_json(stats["costs"]), int(stats["cache"]["capacity_tiles"])

@@ -10,13 +10,12 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from launch.advise.estimate import Estimate
 from launch.advise.hardware import Hardware
-from launch.advise.routing import RecordedText
 from launch.advise.search import Advice, Fitting, best_of
 from launch.bench.profile_table import policy_name
 from launch.bench.replay_report import ASSUMPTION
 from launch.bench.result import merged_notes
+from launch.forecast import Estimate, RecordedText
 from launch.terminal.format import MISSING, alike, count, model_name, percent, three_digits
 from launch.terminal.tables import make_table, render
 from pipeline.checkpoint.model_source import ModelSource
@@ -105,7 +104,9 @@ class Report:
             )
             table.add_row(
                 fitting.sizes.format,
-                _name(each) if each is not None else f"does not fit: {short}",
+                policy_name(each.setting.policy, each.exact)
+                if each is not None
+                else f"does not fit: {short}",
                 *([needed["GPU memory"]] if gpu else []),
                 needed["memory"],
                 *(f"{fitting.plan.expert_cache:.0%}" if fitting.fits else MISSING,) * gpu,
@@ -137,7 +138,7 @@ class Report:
         table = make_table(f"policy, {best.setting.format}", numbers=names, gap=0)
         for each, speed in zip(found, alike([each.tok_s for each in found]), strict=True):
             table.add_row(
-                _name(each),
+                policy_name(each.setting.policy, each.exact),
                 speed,
                 f"{each.tok_s / best.tok_s:.2f}",
                 _seconds(each.first_token_s),
@@ -174,8 +175,6 @@ class Report:
         words.append(f"--format {setting.format}")
         if each.setting.capacity and (each.host_share < 1 or each.moved):
             words.append(f"--expert-cache {setting.share:.3g}")
-        if setting.workers is not None:
-            words.append(f"--workers {setting.workers}")
         return " ".join(words)
 
     def _answer(self) -> Iterator[Text]:
@@ -210,14 +209,6 @@ class Report:
             yield Text(f"note: {note}", style="dim")
         for name, reason in self.advice.left_out.items():
             yield Text(f"note: {name} left out: {reason}", style="dim")
-
-
-def _name(each: Estimate) -> Text:
-    """The first cell of a preset's row."""
-    name = policy_name(each.setting.policy, each.exact)
-    if each.setting.workers is not None:
-        name.append(f"\n--workers {each.setting.workers}", style="dim not bold")
-    return name
 
 
 def _changed(each: Estimate) -> str:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from launch.errors import WrongUsage
+from launch.forecast import RecordedText
 from pipeline.models.shapes import is_shape
-from pipeline.policies.calibration import Calibration
 from pipeline.replay.overview import summarize
 from pipeline.traces.header import Header
 from pipeline.traces.reader import Trace
@@ -25,20 +25,6 @@ HISTORY = 1000  # tokens from which the popularity of experts is known
 # Share of the next layer's experts that its router finds one layer ahead, as papers report it: DAOP for
 # Mixtral-8x7B, DALI for the others (for Qwen3 with its correction).
 ACCURACY = {"mixtral-8x7b": 0.841, "deepseek-v2-lite": 0.795, "qwen3-30b-a3b": 0.933}
-
-
-@dataclass(frozen=True)
-class RecordedText:
-    """Steps in order; those before `begin` warm the caches."""
-
-    steps: Sequence[TracedStep]
-    begin: int
-    counts: NDArray[np.int64]  # [L, E] uses before the steps that count
-    last_steps: dict[int, int]  # of each sequence
-    words: str
-    rest: float | None = None  # seconds of a decode step that were measured and are not simulated
-    unknown: tuple[str, ...] = ()
-    calibration: Calibration | None = None
 
 
 def drawn(header: Header, prompt: int, chunk: int, batch: int, seed: int) -> RecordedText:

@@ -6,10 +6,8 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from launch.advise.estimate import Estimate, Setting, estimate
-from launch.advise.hardware import Hardware, Priced
-from launch.advise.routing import RecordedText
-from launch.advise.sizes import Sizes
+from launch.advise.hardware import Hardware
+from launch.forecast import Estimate, Priced, RecordedText, Setting, Sizes, by_replay
 from pipeline.config import EngineConfig, FormatName
 from pipeline.errors import PlanError, PolicyError, TraceError
 from pipeline.memory.limits import cache_tiles
@@ -26,7 +24,6 @@ ALIKE = 0.98  # of the fastest: not to be told apart
 DEFAULTS = ("all-host", "tandem", "fiddler")  # of several that are alike, the first of these
 MORE = 1.1  # times as fast
 MORE_CACHE = 2e9  # bytes
-WORTH = 1.03  # times as fast: --workers 0 is worth an option
 CURVE = (0.0, 0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0)  # caches of the picture
 DRAWN = 4  # presets in it
 
@@ -108,13 +105,9 @@ class Search:
             priced = self.priced(format)
             for request in requests:
                 share = fitting.plan.expert_cache
-                found = await self._try(request, fitting.sizes, priced, share)
-                if found is None:
-                    continue
-                self.advice.estimates.append(found)
-                if request.name == "all-host" and (self._hardware.without_workers or 0) >= WORTH:
-                    alone = replace(found.setting, workers=0)
-                    self.advice.estimates.append(await self._run(alone, fitting.sizes, priced))
+                estimate = await self._try(request, fitting.sizes, priced, share)
+                if estimate is not None:
+                    self.advice.estimates.append(estimate)
         self.advice.estimates.sort(key=lambda each: -each.tok_s)
 
     async def what_if(self) -> None:
@@ -130,8 +123,7 @@ class Search:
         ):
             if side == "device" and self._hardware.device == "cpu":
                 continue
-            faster = self._hardware.faster(side, MORE, sizes, self._prompt)
-            self._changed(f"{words} 10 % faster", await self._run(settings, sizes, faster))
+            self._changed(f"{words} 10 % faster", await self._run(settings, sizes, plain.faster(side, MORE)))
         tiles = sizes.needs.tiles
         more = min(tiles, settings.capacity + int(MORE_CACHE // sizes.needs.slot))
         if best.moved or best.host_share:
@@ -139,10 +131,10 @@ class Search:
             self._changed(f"{MORE_CACHE / 1e9:g} GB more of expert cache", found)
 
     async def curve(self) -> None:
-        """The fastest presets of the best setting's format over the cache's size, with workers."""
+        """The fastest presets of the best setting's format over the cache's size."""
         best = self.advice.best.setting
         sizes, priced = self._fitting[best.format].sizes, self.priced(best.format)
-        exact = [e for e in self.advice.of(best.format) if e.exact and e.setting.workers is None]
+        exact = [each for each in self.advice.of(best.format) if each.exact]
         for each in exact[:DRAWN]:
             points = self.advice.curves.setdefault(each.setting.policy.label, [])
             for share in CURVE:
@@ -168,11 +160,9 @@ class Search:
 
     async def _run(self, setting: Setting, sizes: Sizes, priced: Priced) -> Estimate:
         await asyncio.sleep(0)  # lets the event loop handle a Ctrl-C
-        found = estimate(setting, sizes, priced, self._text, self._prompt, self._seed)
+        estimate = by_replay(setting, sizes, priced, self._text, self._prompt, self._seed)
         self._progress()
-        if setting.workers == 0:  # measured in one format, with everything on the host
-            return replace(found, tok_s=found.tok_s * (self._hardware.without_workers or 1.0))
-        return found
+        return estimate
 
 
 def fitting(sizes: Sizes, config: EngineConfig, hardware: Hardware) -> Fitting:

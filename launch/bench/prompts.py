@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pipeline.assets import heldout
-from pipeline.policies.parts import ENOUGH_TOKENS
+from pipeline.policies.room import ENOUGH_TOKENS
 from protocol.client import Client
 
 Prompt = tuple[int, ...]

@@ -23,7 +23,7 @@ from launch.bench.result import PolicyResult, merged_notes
 from launch.phase_profile import PhaseProfile
 from launch.terminal.format import alike, count, model_name, percent
 from launch.terminal.tables import make_table, render
-from pipeline.policies.prefetch_meter import pause_note
+from pipeline.engine.prefetch_meter import pause_note
 from shm.segment import byte_size
 
 

@@ -9,9 +9,11 @@ import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
+
+from msgspec.structs import replace
 
 from launch.bench.meter import Meter, PhaseEnergy
 from launch.bench.prompts import Prompt

@@ -1,22 +1,37 @@
-"""`launch.py cache`: list what is kept on disk and in shared memory, or with --prune remove some of it."""
+"""`launch.py cache`: list what is kept on disk and in shared memory, or with --prune remove some of it.
+Entries in use and unknown files are never removed."""
 
 from __future__ import annotations
 
 import logging
+import shutil
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from launch.cache.entries import Entry, scan
-from launch.cache.prune import remove, select
-from launch.cache.report import describe, entry_to_json, table, to_json
+from rich.text import Text
+
+from launch.cache.entries import UNKNOWN, Entry, scan, writer_of
 from launch.command_line.options import Options
+from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
+from launch.terminal.tables import Column, Table, each, render
+from pipeline.calibration import file as calibration_file
 from protocol.program import PROGRAM
+from protocol.sockets import runtime_root
 from protocol.user_folders import user_folder
-from protocol.visible import one_line
+from protocol.visible import one_line, visible
+from shm.cache_lease import unused_entry
+from shm.cache_record import remove_empty
 from shm.errors import ShmError
+from shm.locks import remove_kept
 from shm.segment import byte_size
+
+DAY = 86400.0
+AGES = ((DAY, "day"), (3600.0, "hour"), (60.0, "minute"))
 
 log = logging.getLogger("tandem")
 
@@ -81,3 +96,135 @@ def _calibrations(removed: Sequence[Entry], dry_run: bool) -> list[str]:
         f"warning: the calibration of {', '.join(models)} {goes}; no start makes it again, only"
         f" `{PROGRAM} calibrate --text FILE`, in minutes"
     ]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The entries that a prune removes, and those that it would remove if they were not in use."""
+
+    remove: tuple[Entry, ...]
+    in_use: tuple[Entry, ...]
+
+
+def select(entries: Sequence[Entry], older_than: float | None, to_size: int | None) -> Selection:
+    """`entries`: the least recently used first; `older_than`: days; `to_size`: bytes on disk at most."""
+    remove: list[Entry] = []
+    in_use: list[Entry] = []
+    total = sum(entry.size for entry in entries if entry.on_disk)
+    now = time.time()
+    for entry in entries:
+        old = older_than is not None and now - entry.last_use > older_than * DAY
+        too_much = to_size is not None and entry.on_disk and total > to_size
+        if entry.kind == UNKNOWN or not (old or too_much):
+            continue
+        if entry.in_use:
+            in_use.append(entry)
+            continue
+        remove.append(entry)
+        total -= entry.size * entry.on_disk
+    return Selection(tuple(remove), tuple(in_use))
+
+
+def remove(entry: Entry) -> bool:
+    """Remove an entry; False if it is in use now. Raises OSError, ShmError."""
+    match entry.kind:
+        case "kept store":
+            return remove_kept(entry.fingerprint, runtime_root())
+        case "unfinished":
+            if writer_of(entry.path):
+                return False
+            _unlink(entry)
+            return True
+    with unused_entry(entry.path.parent.parent, entry.lease_key) as unused:
+        if unused:
+            _unlink(entry)
+        return unused
+
+
+def _unlink(entry: Entry) -> None:
+    entry.path.unlink(missing_ok=True)
+    if entry.kind == "calibration":
+        entry.path.with_name(calibration_file.READABLE).unlink(missing_ok=True)
+    remove_empty(entry.path.parent)
+
+
+def table(folder: Path, entries: Sequence[Entry]) -> str:
+    """A row for each entry, the least recently used first, and the sums."""
+    sums = _sums(folder, entries) + "\n"  # not wrapped: its path is to be copied
+    if not entries:
+        return visible(sums)
+    columns = [
+        Column[Entry]("kind", lambda entry: Text(entry.kind, "dim" * (entry.kind == UNKNOWN)), text=True),
+        Column[Entry]("model", lambda entry: Text(_name(entry)), text=True),
+        Column[Entry]("format", lambda entry: Text(_format(entry)), text=True),
+        Column[Entry]("last use", lambda entry: age(entry.last_use), text=True),
+        Column[Entry]("in use by", lambda entry: entry.in_use, text=True, style="green", optional=True),
+        Column[Entry]("size", lambda entry: entry.size, each(byte_size)),
+    ]
+    note = "unknown files are of another program or version, and are never removed\n"
+    unknown = any(entry.kind == UNKNOWN for entry in entries)
+    return render(Table(columns, entries), "") + note * unknown + visible(sums)
+
+
+def to_json(folder: Path, entries: Sequence[Entry]) -> dict[str, Any]:
+    return {
+        "folder": str(folder),
+        "bytes": sum(entry.size for entry in entries if entry.on_disk),
+        "free_bytes": free_bytes(folder),
+        "entries": [entry_to_json(entry) for entry in entries],
+    }
+
+
+def entry_to_json(entry: Entry) -> dict[str, Any]:
+    return {
+        "kind": entry.kind,
+        "path": str(entry.path),
+        "bytes": entry.size,
+        "model": entry.model,
+        "format": entry.format or None,
+        "setting": entry.setting or None,
+        "last_use": entry.last_use,
+        "in_use": entry.in_use or None,
+    }
+
+
+def describe(entry: Entry) -> str:
+    """In a few words: "store of Mixtral-8x7B in int4, 24.10 GB, used 3 days ago"."""
+    of = "" if entry.kind == "unfinished" else " of"
+    format = f" in {_format(entry)}" if entry.format else ""
+    return f"{entry.kind}{of} {_name(entry)}{format}, {byte_size(entry.size)}, used {age(entry.last_use)}"
+
+
+def _format(entry: Entry) -> str:
+    """With what costs were measured with."""
+    return one_line(", ".join(filter(None, (entry.format, entry.setting))))
+
+
+def _name(entry: Entry) -> str:
+    """Of its model, or of a file that tells none."""
+    return one_line(entry.path.name if entry.kind in (UNKNOWN, "unfinished") else entry.model)
+
+
+def age(then: float) -> str:
+    seconds = time.time() - then
+    for length, unit in AGES:
+        if seconds >= length:
+            return f"{count(int(seconds / length), unit)} ago"
+    return "just now"
+
+
+def free_bytes(folder: Path) -> int:
+    """Of the disk that the cache folder is on, or would be."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return shutil.disk_usage(there).free
+
+
+def _sums(folder: Path, entries: Sequence[Entry]) -> str:
+    disk, kept = ([entry for entry in entries if entry.on_disk is on_disk] for on_disk in (True, False))
+    text = f"{folder}: {_sum(disk)}, {byte_size(free_bytes(folder))} free on its disk"
+    return text + (f"; in shared memory: {_sum(kept)}" if kept else "")
+
+
+def _sum(entries: Sequence[Entry]) -> str:
+    noun = "entry" if len(entries) == 1 else "entries"
+    return f"{byte_size(sum(entry.size for entry in entries))} in {len(entries)} {noun}"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from launch.cache.command import describe, free_bytes, select
 from launch.cache.entries import scan
-from launch.cache.prune import select
-from launch.cache.report import describe, free_bytes
 from pipeline.backbone import disk_cache as backbone_cache
 from pipeline.calibration.file import calibration_path
 from pipeline.checkpoint.open import open_model

@@ -24,7 +24,7 @@ from pipeline.calibration.summary import summary
 from pipeline.calibration.windows import HELD_OUT, LANES
 from pipeline.checkpoint.open import open_model
 from pipeline.policies.calibration import Calibration
-from protocol.messages import Calibrate, Calibrating
+from protocol.messages import CALIBRATION_TOKENS, Calibrate, Calibrating
 from protocol.user_folders import user_folder
 
 CHARACTERS = 16  # more than tokens have: of a text longer than this for each token excerpts are sent
@@ -41,11 +41,10 @@ async def calibrate(options: Options, interrupts: Interrupts) -> int:
         check_folder(folder)
     if "text" in written or "tokens" in written:
         path, found = await _calibrate(options, interrupts)
-        # A remote engine's answer holds the summary; the arrays are on its machine.
-        calibration = None if options.remote is not None else read(path)[0]
+        calibration = read(path)[0]
     else:
         path, calibration, found = _earlier(options)
-    pictures = [] if folder is None or calibration is None else draw(calibration, found, folder)
+    pictures = [] if folder is None else draw(calibration, found, folder)
     if "json" in written:
         print_json(found | {"path": str(path), "report": [str(picture) for picture in pictures]})
     else:
@@ -56,7 +55,7 @@ async def calibrate(options: Options, interrupts: Interrupts) -> int:
 async def _calibrate(options: Options, interrupts: Interrupts) -> tuple[Path, dict[str, Any]]:
     """The file's path on the engine's machine, and the summary."""
     written = options.written
-    most = written.get("calibrate_tokens", Calibrate.tokens)
+    most = written.get("calibrate_tokens", CALIBRATION_TOKENS)
     asked = _asked(written, most)
     asked["max_loss"] = written.get("max_loss")
     check_request(written.get("text") or written["tokens"], Calibrate(0, tokens=most, **asked))

@@ -16,8 +16,8 @@ from protocol.codec import decode, encode
 from protocol.messages import VERSION, Hello
 from protocol.sockets import connect_dealer, ipc_endpoint
 
-SOCKETS = ("client.sock", "work.sock", "fetch.sock", "control.sock", "text.sock", "remote.sock")
-ROLES = ("worker", "prefetcher", "coordinator", "loader", "text", "door", "remote")
+SOCKETS = ("client.sock", "work.sock", "fetch.sock", "control.sock", "text.sock")
+ROLES = ("worker", "prefetcher", "coordinator", "loader", "text", "gateway")
 STALL_LIMIT = 5.0  # seconds for which a socket may accept nothing
 LINGER_MS = 5000  # for the last messages of a burst
 BATCH = 32  # messages sent before other tasks of this process may run
@@ -37,8 +37,7 @@ class HostileClient:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None  # until the first burst
 
     def sockets(self) -> list[str]:
-        """Names of the sockets that exist; an engine without a prefetcher has no fetch.sock, and one
-        that does not listen on tcp no remote.sock."""
+        """Names of the sockets that exist; an engine without a prefetcher has no fetch.sock."""
         return [name for name in SOCKETS if (self._runtime / name).is_socket()]
 
     async def burst(self, socket: str, count: int) -> int:

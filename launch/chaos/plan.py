@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from launch.command_line.grammar import nearest
+from launch.command_line.values import nearest
 from launch.errors import WrongUsage
 
 KINDS = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import types
@@ -13,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from protocol.checks import INT_MAX, INT_MIN
-from protocol.messages import ArraySpec
+from protocol.messages import Tree
 
+INT_MIN, INT_MAX = -(1 << 63), (1 << 63) - 1
 Make = Callable[[Random], Any]
 
 EDGES = (0, 1, -1, 2, 7, 255, 2**31 - 1, 2**31, -(2**31), 2**32, INT_MAX, INT_MIN)
@@ -30,8 +29,7 @@ def valid_message(random: Random, message: type) -> Any:
 
 @functools.cache
 def _record(record: type) -> Make:
-    hints = typing.get_type_hints(record, include_extras=True)
-    makes = [(field.name, _value(hints[field.name])) for field in dataclasses.fields(record)]
+    makes = [(name, _value(hint)) for name, hint in typing.get_type_hints(record).items()]
     return lambda random: record(**{name: make(random) for name, make in makes})
 
 
@@ -39,12 +37,14 @@ def _value(annotation: Any) -> Make:
     scalar = _SCALARS.get(annotation)
     if scalar is not None:
         return scalar
-    extras = getattr(annotation, "__metadata__", ())
-    if extras and isinstance(extras[0], ArraySpec):
-        return functools.partial(_array, spec=extras[0])
-    if extras == ("tree",):
+    if annotation == Tree:
         return functools.partial(_map, levels=TREE_LEVELS)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is np.ndarray:
+        shape, dtype = map(typing.get_args, arguments)
+        return functools.partial(_array, dimensions=len(shape), dtype=np.dtype(dtype[0]))
+    if origin is dict:
+        return lambda random: {f"{i}": _text(random) for i in range(random.randrange(4))}
     if origin in (typing.Union, types.UnionType):
         inner = _value(arguments[0])
         return lambda random: inner(random) if random.random() < 0.5 else None
@@ -71,9 +71,8 @@ def _text(random: Random) -> str:
     return "".join(chr(random.randrange(32, 0x2FF)) for _ in range(random.randrange(20)))
 
 
-def _array(random: Random, spec: ArraySpec) -> np.ndarray[Any, Any]:
-    shape = tuple(random.randrange(9) for _ in range(spec.ndim))
-    dtype = np.dtype(spec.dtype)
+def _array(random: Random, dimensions: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    shape = tuple(random.randrange(9) for _ in range(dimensions))
     return np.frombuffer(random.randbytes(math.prod(shape) * dtype.itemsize), dtype).reshape(shape)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from launch.command_line.grammar import nearest
-from launch.command_line.habits import CHAT_COMMANDS
+from launch.command_line.values import nearest
 from launch.errors import WrongUsage
 
 
@@ -57,8 +56,6 @@ def parse_line(text: str) -> Call | str | None:
     name, argument = re.fullmatch(r"/(\S*)\s*(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
     if f"/{name}" in LAST_WORDS:
         raise WrongUsage(f"/{name} takes no argument")
-    if name in CHAT_COMMANDS:
-        raise WrongUsage(f"there is no command /{name}: {CHAT_COMMANDS[name]}")
     if name not in COMMANDS:
         near = nearest(name, COMMANDS).replace("mean ", "mean /").replace(" or ", " or /")
         raise WrongUsage(

@@ -1,25 +1,31 @@
 """A conversation with an engine, of which the oldest turns are dropped when the context leaves too little
-room for an answer. It prints nothing: answers go to a `View`."""
+room for an answer; and its file. It prints nothing: answers go to a `View`.
+
+Lengths of turns are estimates: the engine's count for the whole prompt, divided by characters."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from launch.chat.settings import AnswerSettings
-from launch.chat.trim import answer_room, trimmed
-from launch.command_line.model_files import NO_TEMPLATE, NO_TOKENIZER
-from launch.errors import AnswerLost, WrongUsage
+from launch.command_line.checks import NO_TEMPLATE, NO_TOKENIZER, read_file
+from launch.errors import AnswerLost, OutputFailed, WrongUsage
 from launch.terminal.interrupts import Interrupts
 from protocol.answer import Answer
 from protocol.client import Client
 from protocol.errors import MalformedMessage, RequestFailed
 from protocol.messages import ChatMessage, Done
+from shm.atomic_file import atomic_file
 
 CHARACTERS = 4  # of a token, roughly
+MARKUP = 12  # characters that count for what the chat template writes around a message
+LARGEST_FILE = 16 << 20  # bytes of a saved conversation; one fits a model's context
 KV_NAME = "chat"  # under which the engine keeps this client's KV between questions
 
 
@@ -154,6 +160,41 @@ class Conversation:
             raise _PromptTooLong(text, characters // CHARACTERS) from e
 
 
+def answer_room(context: int, max_tokens: int) -> int:
+    """Tokens of the context that a prompt with earlier turns leaves for the answer: `max_tokens`, but at
+    least a quarter of the context."""
+    return max(1, context // 4, min(max_tokens, context))
+
+
+def trimmed(
+    turns: Sequence[ChatMessage], system: str | None, *, tokens: int, context: int, room: int
+) -> tuple[list[ChatMessage], int]:
+    """The newest of `turns` and the room for their answer, for a prompt of `tokens` tokens that left less
+    than `room`. `turns`: questions and answers in pairs, and then the new question, which is always kept.
+
+    Earlier turns may fill what system message, question and room leave of the context. So many are dropped
+    at once that the others fill half of it (the last pair may fill all): the following prompts then only
+    grow, and their KV is reused. Where nothing is left for earlier turns, the room is reduced to a quarter of
+    the context. At least one pair is dropped, unless a reduced room suffices."""
+    sizes = [MARKUP + len(turn.content) for turn in turns]
+    whole = sum(sizes) + (0 if system is None else MARKUP + len(system))
+    scale = tokens / whole  # tokens for each character
+    history = scale * sum(sizes[:-1])
+    free = context - room - (tokens - history)
+    if free <= 0 and room > (least := max(1, context // 4)):
+        free, room = free + room - least, least
+        if history <= free:
+            return list(turns), room
+    question = len(turns) - 1
+    first = question
+    while first > 2:
+        larger = scale * sum(sizes[first - 2 : question])
+        if larger > (free if first == question else free / 2):
+            break
+        first -= 2
+    return list(turns[first:]), room
+
+
 class _PromptTooLong(RequestFailed):
     """The prompt leaves too little room. `tokens`: its length, or an estimate of a very long one."""
 
@@ -168,3 +209,53 @@ def _dropped(turns: int, context: int) -> str:
     which = "oldest turn" if turns == 1 else f"{turns} oldest turns"
     room = f"the context of {context} tokens left too little room for an answer of max_tokens"
     return f"dropped the {which}: {room}"
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """A conversation as a file, mode 0600: JSON of {"model", "system" (or null), "messages": [{"role",
+    "content"}, ...]}. Questions and answers alternate, from the first question to the last answer."""
+
+    model: str
+    system: str | None
+    messages: tuple[ChatMessage, ...]
+
+    def save(self, path: Path) -> None:
+        """Write the file, or replace it. Raises OutputFailed; an existing file is then unchanged."""
+        messages = [{"role": turn.role, "content": turn.content} for turn in self.messages]
+        value = {"model": self.model, "system": self.system, "messages": messages}
+        try:
+            if path.is_dir():
+                raise OutputFailed(f"{path} is a directory")
+            with atomic_file(path) as file:
+                file.write((json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode())
+        except OSError as e:
+            raise OutputFailed(f"cannot write {path}: {e.strerror}") from e
+
+    @classmethod
+    def load(cls, path: Path) -> Transcript:
+        """Raises WrongUsage, one line, for a file of another format."""
+        wrong = f"{path} is not a saved conversation"
+        try:
+            value = json.loads(read_file(path, LARGEST_FILE))
+            if unknown := value.keys() - {"model", "system", "messages"}:
+                raise WrongUsage(f"{wrong}: unknown field {min(unknown)[:40]!r}")
+            model, system = value.get("model", ""), value.get("system")
+            pairs = [(item["role"], item["content"]) for item in value["messages"]]
+            if not isinstance(value["messages"], list):
+                raise TypeError
+        except (ValueError, RecursionError) as e:
+            raise WrongUsage(f"{path} is not JSON: {' '.join(str(e).split())}") from e
+        except (AttributeError, TypeError, KeyError):
+            raise WrongUsage(f"{wrong}: it has no `messages` with `role` and `content`") from None
+        texts = [model, *([] if system is None else [system]), *(text for pair in pairs for text in pair)]
+        if not all(map(_is_text, texts)) or system == "":
+            raise WrongUsage(f"{wrong}: `model`, `system`, `role` and `content` must be texts")
+        if [role for role, _ in pairs] != ["user", "assistant"] * (len(pairs) // 2):
+            raise WrongUsage(f"{wrong}: questions of the user and answers of the assistant must alternate")
+        return cls(model, system, tuple(ChatMessage(role, content) for role, content in pairs))
+
+
+def _is_text(value: object) -> bool:
+    """Returns whether it is a text that can be sent: JSON's escapes can write half a surrogate pair."""
+    return isinstance(value, str) and value.encode(errors="replace").decode() == value

@@ -1,14 +1,22 @@
-"""The input line of the REPL: its keys, completion and history."""
+"""The input line of the REPL: its keys, Tab completion, and the typed lines of earlier sessions, in
+$XDG_STATE_HOME/tandem/history: one JSON string a line, oldest first.
+
+prompt_toolkit's FileHistory creates its file with the umask's permissions, follows links, grows without
+limit, and raises when the file cannot be used or a line holds half a surrogate pair."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TextIO
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.data_structures import Size
+from prompt_toolkit.document import Document
 from prompt_toolkit.filters import Condition
 from prompt_toolkit.formatted_text import StyleAndTextTuples
 from prompt_toolkit.history import History
@@ -17,9 +25,16 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.styles import Style
 
-from launch.chat.completion import CommandCompleter, completes
+from launch.chat.commands import COMMANDS
+from launch.chat.settings import KEYS
+from launch.chat.tables import describe
 from launch.errors import WrongUsage
+from pipeline.policies.options import Choice
+from pipeline.policies.presets import PRESETS
+from protocol.user_folders import user_folder
 
+MAX_LINES = 2000  # a history of more than twice as many is cut to these when it is loaded
+MAX_BYTES = 8 << 20  # read from the end of the history
 MENU_LINES = 12  # of the screen, for the prompt and the menu of completions
 PROMPT = "> "
 STYLE = Style.from_dict(
@@ -75,6 +90,118 @@ class InputLine:
 
     def _is_command(self) -> bool:
         return completes(self._session.default_buffer.document.text_before_cursor)
+
+
+class CommandCompleter(Completer):
+    """Completes lines that begin with a single "/", up to the cursor."""
+
+    def __init__(self) -> None:
+        self._paths = PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        if not completes(text := document.text_before_cursor):
+            return
+        name, space, argument = text[1:].partition(" ")
+        if space and name in ("save", "load"):
+            typed = argument.lstrip(" ")
+            yield from self._paths.get_completions(Document(typed, len(typed)), complete_event)
+            return
+        *before, word = [f"/{name}"] if not space else [name, *argument.split(" ")]
+        for choice, help in _choices([part for part in before if part], word):
+            if choice.startswith(word):
+                yield Completion(choice, -len(word), display_meta=help)
+
+
+def completes(text: str) -> bool:
+    """Returns whether a line with this text before the cursor is a command."""
+    return text.startswith("/") and not text.startswith("//") and "\n" not in text
+
+
+def _choices(before: list[str], word: str) -> Iterator[tuple[str, str]]:
+    """What may stand for `word` after the words `before`, with its meaning."""
+    match before:
+        case []:
+            for command in COMMANDS.values():
+                yield f"/{command.name}" + " " * bool(command.arguments), command.help
+        case ["help"]:
+            yield from (("policy ", "what /policy can set"), ("set", "what /set can set"))
+        case ["policy"] | ["help", "policy"]:
+            yield from ((preset.name, describe(preset)) for preset in PRESETS.values())
+        case ["policy", name, *_] if name in PRESETS:
+            for option in PRESETS[name].options:
+                if "=" not in word:
+                    yield f"{option.name}=", option.help
+                elif isinstance(option, Choice):
+                    yield from ((f"{option.name}={choice}", "") for choice in option.choices)
+        case ["set", *_]:
+            yield from ((f"{key}=", help) for key, (_, help) in KEYS.items() if "=" not in word)
+            yield from ((f"ignore_eos={value}", "") for value in ("on", "off") if "=" in word)
+
+
+def history_file() -> Path:
+    return user_folder("STATE") / "history"
+
+
+class PrivateFileHistory(History):
+    """Lines in memory and in a file with mode 0600; in memory alone after a `warn` that it is unusable."""
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        super().__init__()
+        self._path = path
+        self._warn = warn
+        self._usable = True
+
+    def load_history_strings(self) -> Iterable[str]:
+        """The lines of the file, newest first; damaged ones are left out."""
+        lines: list[str] = []
+        try:
+            self._path.parent.parent.mkdir(parents=True, exist_ok=True)
+            self._path.parent.mkdir(mode=0o700, exist_ok=True)
+            with os.fdopen(self._open(os.O_RDWR), "r+b") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - MAX_BYTES))
+                content = file.read().decode("utf-8", "replace").splitlines()
+                if len(content) > 2 * MAX_LINES:
+                    content = content[-MAX_LINES:]
+                    file.seek(0)
+                    file.write("".join(line + "\n" for line in content).encode())
+                    file.truncate()
+            lines = [text for line in content if (text := _text(line)) is not None]
+        except OSError as e:
+            self._disable(e)
+        return reversed(lines)
+
+    def store_string(self, string: str) -> None:
+        if not self._usable:
+            return
+        try:
+            with os.fdopen(self._open(os.O_WRONLY | os.O_APPEND), "ab") as file:
+                file.write(json.dumps(string).encode() + b"\n")
+        except OSError as e:
+            self._disable(e)
+
+    def _open(self, flags: int) -> int:
+        fd = os.open(self._path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.fchmod(fd, 0o600)
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
+    def _disable(self, error: OSError) -> None:
+        if self._usable:
+            self._usable = False
+            self._warn(f"the history is not saved: {self._path}: {error.strerror}")
+
+
+def _text(line: str) -> str | None:
+    """The text of a line of the file, or None where it is damaged."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, str) else None
 
 
 def _open_terminal() -> TextIO:

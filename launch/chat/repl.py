@@ -6,13 +6,10 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from launch.chat.answer import AnswerView
-from launch.chat.banner import banner
 from launch.chat.conversation import Conversation
-from launch.chat.history import PrivateFileHistory, history_file
-from launch.chat.input import InputLine
-from launch.chat.screen import LogLines, Screen
-from launch.chat.session import Session, policy_change
+from launch.chat.input import InputLine, PrivateFileHistory, history_file
+from launch.chat.screen import AnswerView, LogLines, Screen
+from launch.chat.session import Session, banner, policy_change
 from launch.connect.reconnect import ANSWERS, WAITING
 from launch.errors import OutputFailed, WrongUsage
 from launch.terminal.interrupts import Interrupts
@@ -93,7 +90,7 @@ class Repl:
                 self._view = None
 
     def _on_policy(self, changed: PolicyChanged) -> None:
-        self._screen.announce(f"another client changed the {policy_change(changed, self._client)}", "yellow")
+        self._screen.announce(f"another client changed the {policy_change(changed)}", "yellow")
 
     def _on_connection(self, text: str) -> None:
         """Show that the connection is lost or restored, also while an answer is written."""

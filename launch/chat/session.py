@@ -12,30 +12,38 @@ from typing import Any, Protocol
 from rich.console import RenderableType
 
 from launch.chat.commands import Call, parse_line, parse_policy
-from launch.chat.conversation import Conversation, Reply, View
-from launch.chat.policy_tables import parts_help, policy_list, policy_options
+from launch.chat.conversation import Conversation, Reply, Transcript, View
 from launch.chat.settings import change, echo
-from launch.chat.summary import cut, summary
-from launch.chat.tables import counters_table, engine_table, help_text, settings_help, settings_table
-from launch.chat.text import in_chat_syntax, in_lines
-from launch.chat.transcript import Transcript, load, save
+from launch.chat.tables import (
+    counters_table,
+    cut,
+    engine_table,
+    help_text,
+    parts_help,
+    policy_list,
+    policy_options,
+    settings_help,
+    settings_table,
+    summary,
+)
 from launch.chat.why import why_text
 from launch.errors import WrongUsage
-from launch.terminal.format import count
+from launch.terminal.format import count, model_name
 from launch.terminal.interrupts import Interrupts
+from pipeline.assets import model_dir
 from protocol.client import Client
-from protocol.errors import RequestFailed
-from protocol.messages import PolicyChanged
+from protocol.messages import PolicyChanged, Welcome
 
 FORCE = "--force"
+QUESTIONS = (  # that the embedded model answers well, also without a repetition penalty
+    "What is the global interpreter lock?",
+    "What is a generator?",
+    "What is a virtual machine?",
+)
 
 
 class Output(Protocol):
     """Where a session's messages and tables go."""
-
-    @property
-    def width(self) -> int:
-        """Columns of a line."""
 
     def show(self, what: RenderableType = "") -> None:
         """Print a table or a text."""
@@ -115,8 +123,7 @@ class Session:
             self._last = reply = await ask(view)
             most = self._conversation.settings.max_tokens
             if self._summaries:
-                parts = summary(reply, self._client.welcome.emulation, most)
-                self._output.note(in_lines(parts, self._output.width))
+                self._output.note(" · ".join(summary(reply, self._client.welcome.emulation, most)))
             elif where := cut(reply, most):
                 self._output.note(f"the answer was {where}, after {count(reply.tokens, 'token')}")
 
@@ -159,21 +166,16 @@ class Session:
             self._output.show(policy_list(current, stats.get("policy_options", {})))
             return
         name, options = parse_policy(argument)
-        try:
-            changed = await self._client.set_policy(name, options)
-        except RequestFailed as e:
-            raise RequestFailed(in_chat_syntax(str(e), connect_name(self._client)), e.usage) from e
+        changed = await self._client.set_policy(name, options)
         given = "".join(f" {option}={value}" for option, value in options.items())
-        self._output.note(
-            policy_change(changed, self._client, f"{given}; /help policy {name} lists its options")
-        )
+        self._output.note(policy_change(changed, f"{given}; /help policy {name} lists its options"))
 
     async def _set(self, argument: str) -> None:
         conversation = self._conversation
         before = conversation.settings
         conversation.settings = after = change(before, argument, self._defaults)
         if argument:
-            self._output.note(in_lines(echo(before, after, argument), self._output.width))
+            self._output.note(" · ".join(echo(before, after, argument)))
         else:
             self._output.show(settings_table(after))
         for line in after.without_effect():
@@ -192,13 +194,13 @@ class Session:
             raise WrongUsage("nothing to save yet")
         if path not in self._files and not force and _exists(path):
             raise WrongUsage(f"{path} exists; /save {path} {FORCE} overwrites it")
-        save(Transcript(self._client.welcome.model, self._conversation.system, turns), path)
+        Transcript(self._client.welcome.model, self._conversation.system, turns).save(path)
         self._files.add(path)
         self._output.note(f"saved {count(len(turns) // 2, 'question')} to {path}")
 
     async def _load(self, argument: str) -> None:
         path = _path(argument, "/load")
-        transcript = load(path)
+        transcript = Transcript.load(path)
         self._conversation.restore(transcript.messages)
         self._conversation.system = transcript.system
         self._last = None
@@ -217,16 +219,25 @@ class Session:
             self._output.note("the same answer: decoding is greedy; /set temperature=0.8 makes it vary")
 
 
-def policy_change(changed: PolicyChanged, client: Client, more: str = "") -> str:
-    """A message about the policy that the client's engine has switched to; `more` ends its first line."""
-    engine = connect_name(client)
+def banner(welcome: Welcome, system: str | None) -> list[str]:
+    """What a chat says before the first question."""
+    lines = [f"{model_name(welcome.model)} on {welcome.device}, policy {welcome.policy}"]
+    if not welcome.exact:
+        lines[0] += " (approximate)"
+    if welcome.model == str(model_dir()):
+        lines.append("It is for trying the engine, and knows little. Three questions that it answers well:")
+        lines += [f"  {question}" for question in QUESTIONS]
+    if welcome.emulation:
+        lines.append(f"emulated: {welcome.emulation}")
+    if system is not None:
+        lines.append(f"system message: {system}")
+    return lines
+
+
+def policy_change(changed: PolicyChanged, more: str = "") -> str:
+    """A message about the policy that an engine has switched to; `more` ends its first line."""
     first = f"policy: {changed.policy}" + ("" if changed.exact else " (approximate)") + more
-    return "\n  ".join((first, *(in_chat_syntax(note, engine) for note in changed.notes)))
-
-
-def connect_name(client: Client) -> str:
-    """What another terminal gives to --connect: the engine's name, or its address on tcp."""
-    return client.endpoint if client.endpoint.startswith("tcp:") else client.welcome.engine
+    return "\n  ".join((first, *changed.notes))
 
 
 def _path(text: str, command: str) -> Path:

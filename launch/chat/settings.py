@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launch.command_line.grammar import nearest
-from launch.command_line.values import above, at_least, between
+from msgspec import structs
+
+from launch.command_line.values import above, at_least, between, nearest
 from launch.errors import WrongUsage
 from pipeline.errors import RequestError
 from pipeline.text.generation_defaults import validate
@@ -37,7 +38,7 @@ class AnswerSettings:
         """A copy in which one of KEYS has this value."""
         if key in _OWN:
             return replace(self, **{key: value})
-        return replace(self, sampling=replace(self.sampling, **{key: value}))
+        return replace(self, sampling=structs.replace(self.sampling, **{key: value}))
 
     def without_effect(self) -> list[str]:
         """A message that names the settings without effect at the present temperature, if any."""
@@ -78,12 +79,6 @@ KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
     "ignore_eos": (_switch, "on: continue after the end-of-text token"),
 }
 
-# The names of keys in llama.cpp, Ollama and HTTP interfaces.
-HABITS = {
-    **dict.fromkeys(("n_predict", "num_predict", "n", "max_new_tokens", "max_length"), "max_tokens"),
-    "repeat_penalty": "repetition_penalty",
-}
-
 
 def change(settings: AnswerSettings, text: str, defaults: AnswerSettings) -> AnswerSettings:
     """The settings after `key=value ...`; an empty value restores the default. Raises WrongUsage."""
@@ -95,7 +90,7 @@ def change(settings: AnswerSettings, text: str, defaults: AnswerSettings) -> Ans
     for word in words:
         key, equals, value = word.partition("=")
         if key not in KEYS:
-            raise WrongUsage(f"unknown setting {key[:40]!r}{_near(key)} ({', '.join(KEYS)})")
+            raise WrongUsage(f"unknown setting {key[:40]!r}{nearest(key, KEYS)} ({', '.join(KEYS)})")
         if not equals:
             raise WrongUsage(f"{key}: write it as {key}=value")
         if key == "stop" and value and value.lower() != NONE:
@@ -112,13 +107,6 @@ def change(settings: AnswerSettings, text: str, defaults: AnswerSettings) -> Ans
     except RequestError as e:
         raise WrongUsage(str(e)) from e
     return changed
-
-
-def _near(word: str) -> str:
-    """The key that another program calls so, or those that begin with the word, or those spelled alike."""
-    begun = [key for key in KEYS if len(word) > 1 and key.startswith(word)]
-    ours = [HABITS[word]] if word in HABITS else begun[:2]
-    return f"; did you mean {' or '.join(ours)}?" if ours else nearest(word, KEYS)
 
 
 def echo(before: AnswerSettings, after: AnswerSettings, text: str) -> list[str]:

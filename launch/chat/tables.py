@@ -1,22 +1,28 @@
-"""The tables of /help, /stats and /set; each fits 80 columns."""
+"""What the commands of a chat show: /help, /policy, /set and /stats, each within 80 columns, and the line
+below an answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from launch.chat.commands import COMMANDS
 from launch.chat.conversation import Reply
 from launch.chat.settings import KEYS, AnswerSettings, value_text
+from launch.errors import WrongUsage
 from launch.phase_profile import PhaseProfile
 from launch.terminal.format import count, model_name, percent
-from launch.terminal.tables import make_grid, make_table
+from launch.terminal.tables import Column, Table, each, grid
 from pipeline.arrays import PHASES
 from pipeline.assets import model_dir
+from pipeline.errors import PolicyError
+from pipeline.policies.options import Option, Seed, Value
+from pipeline.policies.presets import PARTS, PRESETS, Preset, make_policy
+from pipeline.policies.view import PolicyRequest
 from protocol.messages import Welcome
 from shm.segment import byte_size
 
@@ -34,139 +40,231 @@ SUMMARY_HELP = (
     "share of the expert tiles computed on the host, bytes moved to the device; with an approximate "
     "policy also the shares of the routed weight that were not computed as routed."
 )
+SWITCH = "/policy NAME switches, /help policy NAME lists its options"
+EXCHANGE = "A preset of five parts can take others; a part has options of its own:"
+KINDS = {"mps": "a process under MPS", "process": "a process", "thread": "a thread"}  # of the prefetcher
 
 
 def help_text() -> RenderableType:
-    table = make_grid(2)
-    for command in COMMANDS.values():
-        table.add_row(_call(f"/{command.name}", command.arguments), Text(command.help, "dim"))
-    table.add_row("", "")
-    for key, help in KEYS_HELP:
-        table.add_row(key, Text(help, "dim"))
-    return Group(table, "", Text(SUMMARY_HELP, "dim"))
+    commands = [
+        (Text.assemble(f"/{command.name} ", (command.arguments, "dim")), Text(command.help, "dim"))
+        for command in COMMANDS.values()
+    ]
+    keys = [(key, Text(help, "dim")) for key, help in KEYS_HELP]
+    return Group(grid([*commands, ("", ""), *keys]), "", Text(SUMMARY_HELP, "dim"))
 
 
-def settings_table(settings: AnswerSettings) -> Table:
-    table = make_grid(3)
-    for key, (_, help) in KEYS.items():
-        table.add_row(key, value_text(settings, key), Text(help, "dim"))
-    return table
+def settings_table(settings: AnswerSettings) -> RenderableType:
+    return grid((key, value_text(settings, key), Text(help, "dim")) for key, (_, help) in KEYS.items())
 
 
 def settings_help(settings: AnswerSettings, defaults: AnswerSettings) -> RenderableType:
-    table = make_table("setting", "now", "default", "meaning")
-    for key, (_, help) in KEYS.items():
-        table.add_row(key, value_text(settings, key), value_text(defaults, key), Text(help, "dim"))
-    return Group(SET_HELP, "", table)
+    columns = [
+        Column[str]("setting", str, text=True),
+        Column[str]("now", lambda key: value_text(settings, key), text=True),
+        Column[str]("default", lambda key: value_text(defaults, key), text=True),
+        Column[str]("meaning", lambda key: KEYS[key][1], text=True, style="dim"),
+    ]
+    return Group(SET_HELP, "", Table(columns, list(KEYS)))
 
 
-def counters_table(reply: Reply | None, stats: dict[str, Any]) -> Table:
+def describe(preset: Preset) -> str:
+    return preset.help + ("" if preset.exact else " (approximate)")
+
+
+def policy_list(current: str, given: Mapping[str, object]) -> RenderableType:
+    """A line for each preset; the one in use is marked, with the options `given` to it."""
+    rows = [
+        ("*" * chosen, Text(preset.name, "bold" * chosen), Text(describe(preset), "dim"))
+        for preset in PRESETS.values()
+        for chosen in [preset.name == current]
+    ]
+    options = " ".join(f"{name}={value}" for name, value in given.items())
+    lines = [Text(f"in use: {current} {options}")] if options else []
+    return Group(grid(rows, gap=1), "", *lines, Text(SWITCH, "dim"))
+
+
+def policy_options(name: str, given: Mapping[str, object]) -> RenderableType:
+    """The options of a preset with their values, where the options `given` are set. Raises WrongUsage for an
+    unknown preset."""
+    try:
+        if name not in PRESETS:
+            make_policy(PolicyRequest(name), 0)  # raises, with the nearest names
+        values = PRESETS[name].values(given, 0)
+    except PolicyError as e:
+        raise WrongUsage(str(e)) from None
+    rows = []
+    for option, value in values:
+        shown = "the engine's" if isinstance(option, Seed) and option.name not in given else _shown(value)
+        rows.append((f"{option.name}={shown}", Text(_explained(option, value), "dim")))
+    return grid(rows)
+
+
+def parts_help() -> RenderableType:
+    """The parts that a preset's options can exchange."""
+    rows = [
+        (f"{role}={part.name}", Text("\n".join([part.help, *map(_described, part.options)]), "dim"))
+        for role, parts in PARTS.items()
+        for part in parts.values()
+    ]
+    return Group("/policy NAME [OPTION=VALUE ...]", EXCHANGE, "", grid(rows), "", Text(SWITCH, "dim"))
+
+
+def _described(option: Option) -> str:
+    return f"{option.name}: {option.help} ({option.values.replace('|', ', ')})"
+
+
+def _explained(option: Option, value: Value) -> str:
+    """What an option decides and the values it takes; of a part also what the one in use does."""
+    parts = PARTS.get(option.name, {})
+    if str(value) not in parts:
+        return f"{option.help} ({option.values.replace('|', ', ')})"
+    others = ", ".join(name for name in option.values.split("|") if name != value)
+    return f"{option.help}: {parts[str(value)].help} (or {others})"
+
+
+def _shown(value: Value) -> str:
+    if value is None:
+        return "auto"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+Phase = tuple[str, PhaseProfile]
+Figure = Callable[[PhaseProfile], Any]
+
+
+def _figures(title: str, value: Figure, shown: Callable[[Any], str]) -> Column[Phase]:
+    return Column(title, lambda phase: value(phase[1]), each(shown), optional=True)
+
+
+def _shares(title: str, part: Figure, whole: Figure) -> Column[Phase]:
+    return _figures(title, lambda p: part(p) / whole(p) if whole(p) else None, percent)
+
+
+def _seconds(part: str) -> Figure:
+    return lambda p: p.tree["seconds"].get(part, 0.0)
+
+
+def _fidelity(kind: str) -> Figure:
+    return lambda p: p.fidelity[kind]
+
+
+def counters_table(reply: Reply | None, stats: dict[str, Any]) -> RenderableType:
     """The engine's counters by phase, of the last answer and of all since the engine started."""
     last = reply.done.stats if reply is not None else {}
-    columns = {
-        f"{name}\n{phase}": tree[phase]
+    phases = [
+        (f"{name}\n{phase}", PhaseProfile(tree[phase], stats.get("tile_bytes", 0)))
         for name, tree in (("answer", last.get("engine", {})), ("engine", stats.get("engine", {})))
         for phase in PHASES
         if isinstance(tree.get(phase), dict)
-    }
-    table = make_table("", numbers=columns)
-    profiles = [PhaseProfile(tree, stats.get("tile_bytes", 0)) for tree in columns.values()]
-    moved = [profile.moved for profile in profiles]
+    ]
 
-    def shares(name: str, parts: Iterable[float], wholes: Iterable[float]) -> None:
-        pairs = zip(parts, wholes, strict=True)
-        row(name, [part / whole if whole else None for part, whole in pairs], percent)
-
-    def row(name: str, values: Sequence[Any], shown: Callable[[Any], str]) -> None:
-        """Left out where every value is 0 or absent."""
-        if any(values):
-            table.add_row(name, *map(shown, values))
-
-    table.add_row("steps", *(f"{p.steps}" for p in profiles))
-    table.add_row("tokens computed", *(f"{p.rows}" for p in profiles))
-    tiles = [p.tiles for p in profiles]
-    table.add_row("expert tiles", *map(str, tiles))
-    shares("  on the host", (p.tree["host_tiles"] for p in profiles), tiles)
-    shares("  resident on the device", (p.tree["resident_tiles"] for p in profiles), tiles)
-    shares("  fetched to the device", (p.tree["fetched_tiles"] for p in profiles), tiles)
-    row("expert hits", [p.hit_rate for p in profiles], percent)
-    if any(p.tile_hit_rate != p.hit_rate for p in profiles):
-        row("tile hits", [p.tile_hit_rate for p in profiles], percent)
-    row("moved on demand", [m["demanded"] for m in moved], byte_size)
-    predicted = [m["predicted"] for m in moved]
-    row("prefetched", predicted, byte_size)
-    shares("  used", (m["useful"] for m in moved), predicted)
-    shares("  evicted unused", (m["wasted"] for m in moved), predicted)
-    row("  needed before complete", [m["late"] for m in moved], byte_size)
-    for kind in profiles[0].fidelity if profiles else ():
-        row(f"{kind} of routed weight", [p.fidelity[kind] for p in profiles], percent)
-    table.add_row("seconds", *(f"{p.seconds:.2f}" for p in profiles))
-    for part in profiles[0].tree["seconds"] if profiles else ():
-        spent = (p.tree["seconds"].get(part, 0.0) for p in profiles)
-        shares(f"  {part}", spent, (p.seconds for p in profiles))
-    return table
+    columns = [
+        Column[Phase]("", lambda phase: phase[0]),
+        Column[Phase]("steps", lambda phase: phase[1].steps),
+        Column[Phase]("tokens computed", lambda phase: phase[1].rows),
+        Column[Phase]("expert tiles", lambda phase: phase[1].tiles),
+        _shares("  on the host", lambda p: p.tree["host_tiles"], lambda p: p.tiles),
+        _shares("  resident on the device", lambda p: p.tree["resident_tiles"], lambda p: p.tiles),
+        _shares("  fetched to the device", lambda p: p.tree["fetched_tiles"], lambda p: p.tiles),
+        _figures("expert hits", lambda p: p.hit_rate, percent),
+    ]
+    if any(p.tile_hit_rate != p.hit_rate for _, p in phases):
+        columns.append(_figures("tile hits", lambda p: p.tile_hit_rate, percent))
+    columns += [
+        _figures("moved on demand", lambda p: p.moved["demanded"], byte_size),
+        _figures("prefetched", lambda p: p.moved["predicted"], byte_size),
+        _shares("  used", lambda p: p.moved["useful"], lambda p: p.moved["predicted"]),
+        _shares("  evicted unused", lambda p: p.moved["wasted"], lambda p: p.moved["predicted"]),
+        _figures("  needed before complete", lambda p: p.moved["late"], byte_size),
+    ]
+    if phases:
+        first = phases[0][1]
+        columns += [_figures(f"{kind} of routed weight", _fidelity(kind), percent) for kind in first.fidelity]
+    columns.append(Column("seconds", lambda phase: f"{phase[1].seconds:.2f}"))
+    if phases:
+        parts = first.tree["seconds"]
+        columns += [_shares(f"  {part}", _seconds(part), lambda p: p.seconds) for part in parts]
+    return Table(columns, phases, across=True)
 
 
-def engine_table(stats: dict[str, Any], welcome: Welcome) -> Table:
-    table = make_grid(2)
+def engine_table(stats: dict[str, Any], welcome: Welcome) -> RichTable:
+    return grid((name, Text(value)) for name, value in _engine(stats, welcome))
+
+
+def _engine(stats: dict[str, Any], welcome: Welcome) -> Iterator[tuple[str, str]]:
     kinds = (("experts", welcome.format), ("backbone", welcome.backbone_dtype))
     formats = ", ".join(f"{what} {name}" for what, name in kinds if name)
     model = model_name(welcome.model) if welcome.model == str(model_dir()) else welcome.model
-    rows: list[tuple[str, str]] = [
-        ("policy", f"{stats.get('policy', welcome.policy)} on {welcome.device}"),
-        ("model", model + (f" ({formats})" if formats else "")),
-        *_scheduler(stats.get("scheduler", {})),
-        *_cache(stats.get("cache", {}), stats.get("tile_bytes", 0)),
-    ]
+    yield "policy", f"{stats.get('policy', welcome.policy)} on {welcome.device}"
+    yield "model", model + (f" ({formats})" if formats else "")
+    if s := stats.get("scheduler"):
+        more = f", {count(s['preemptions'], 'preemption')} so far" if s.get("preemptions") else ""
+        yield "requests", f"{s['running']} running, {s['waiting']} waiting{more}"
+        conversations = count(s.get("conversations", 0), "conversation")
+        more = f", {s['kv_tokens_kept']} kept for {conversations}" if "kv_tokens_kept" in s else ""
+        yield "KV cache", f"{s['kv_tokens_used']} of {s['kv_tokens']} tokens in use{more}"
+        if "kv_reused_tokens" in s:
+            yield "KV reused", f"{s['kv_reused_tokens']} tokens so far"
+        yield "prefill", f"{s['prefill_chunk']} tokens per step"
+    if c := stats.get("cache"):
+        size = byte_size(c["resident_tiles"] * stats.get("tile_bytes", 0))
+        yield "expert cache", f"{c['resident_tiles']} of {c['capacity_tiles']} tiles resident, {size}"
     if status := stats.get("prefetch", {}).get("status"):
-        rows.append(("prefetching", status))
+        yield "prefetching", status
     if welcome.device != "cpu" and (graphs := stats.get("graphs")):
-        rows.append(("CUDA graphs", graphs))
+        yield "CUDA graphs", graphs
     if link := stats.get("prefetcher"):
-        rows.append(("prefetcher", _prefetcher(link)))
+        parts = [KINDS[link["kind"]], f"landings by {link['landings']}"]
+        if total := link.get("lockable_bytes"):
+            parts.append(f"{byte_size(link['locked_bytes'])} of {byte_size(total)} page-locked")
+        yield "prefetcher", ", ".join(parts)
     if exchange := stats.get("exchange", {}).get("name"):
-        rows.append(("workers", f"get work through {'shared memory' if exchange == 'shm' else 'sockets'}"))
-    clients = stats.get("clients", {})
-    if "connected" in clients:
-        rows.append(("clients", f"{clients['connected']} connected"))
+        yield "workers", f"get work through {'shared memory' if exchange == 'shm' else 'sockets'}"
+    if "connected" in (clients := stats.get("clients", {})):
+        yield "clients", f"{clients['connected']} connected"
     if welcome.emulation:
-        rows.append(("emulated", welcome.emulation))
-    for name, value in rows:
-        table.add_row(name, Text(value))
-    return table
+        yield "emulated", welcome.emulation
 
 
-def _scheduler(s: dict[str, Any]) -> list[tuple[str, str]]:
-    if not s:
-        return []
-    requests = f"{s['running']} running, {s['waiting']} waiting"
-    if s.get("preemptions"):
-        requests += f", {count(s['preemptions'], 'preemption')} so far"
-    kv = f"{s['kv_tokens_used']} of {s['kv_tokens']} tokens in use"
-    if "kv_tokens_kept" in s:
-        kept = count(s.get("conversations", 0), "conversation")
-        kv += f", {s['kv_tokens_kept']} kept for {kept}"
-    rows = [("requests", requests), ("KV cache", kv)]
-    if "kv_reused_tokens" in s:
-        rows.append(("KV reused", f"{s['kv_reused_tokens']} tokens so far"))
-    rows.append(("prefill", f"{s['prefill_chunk']} tokens per step"))
-    return rows
+def summary(reply: Reply, emulation: str, max_tokens: int) -> list[str]:
+    """The parts of the line below an answer."""
+    stats = reply.done.stats
+    parts = [count(reply.tokens, "token")]
+    if stats.get("decode_tok_s"):
+        parts.append(f"{stats['decode_tok_s']:.1f} tok/s")
+    if reply.first_s is not None:
+        parts.append(f"first {reply.first_s:.2f} s")
+    if "kv_reused_tokens" in stats:
+        parts.append(f"KV {stats['kv_reused_tokens']}/{stats.get('prompt_tokens', 0)}")
+    phases = [phase for phase in stats.get("engine", {}).values() if isinstance(phase, dict)]
+    if tiles := sum(PhaseProfile(phase, 0).tiles for phase in phases):
+        parts.append(f"host {percent(sum(phase['host_tiles'] for phase in phases) / tiles)}")
+        parts.append(f"{byte_size(sum(phase['fetched_bytes'] for phase in phases))} moved")
+    if times := stats.get("preemptions"):
+        parts.append(f"preempted {count(times, 'time')}")
+    if where := cut(reply, max_tokens):
+        parts.append(where)
+    elif reply.done.reason == "cancelled":
+        parts.append("cancelled")
+    if note := approximation(stats.get("fidelity", {})):
+        parts.append(note)
+    if emulation:
+        parts.append(f"emulated: {emulation}")
+    return parts
 
 
-def _cache(c: dict[str, Any], tile_bytes: int) -> list[tuple[str, str]]:
-    if not c:
-        return []
-    resident, capacity = c["resident_tiles"], c["capacity_tiles"]
-    return [("expert cache", f"{resident} of {capacity} tiles resident, {byte_size(resident * tile_bytes)}")]
+def cut(reply: Reply, max_tokens: int) -> str:
+    """Where an answer was cut short; "" where the model ended it."""
+    if reply.done.reason != "length":
+        return ""
+    return "cut at max_tokens" if reply.tokens >= max_tokens else "cut at the context's end"
 
 
-def _prefetcher(link: dict[str, Any]) -> str:
-    kinds = {"mps": "a process under MPS", "process": "a process", "thread": "a thread"}
-    parts = [kinds[link["kind"]], f"landings by {link['landings']}"]
-    if total := link.get("lockable_bytes"):
-        parts.append(f"{byte_size(link['locked_bytes'])} of {byte_size(total)} page-locked")
-    return ", ".join(parts)
-
-
-def _call(name: str, arguments: str) -> Text:
-    return Text.assemble(name, (f" {arguments}" if arguments else "", "dim"))
+def approximation(fidelity: dict[str, Any]) -> str:
+    """ "approximate" with each kind's share of the routed weight; "" for an exact answer."""
+    if fidelity.get("exact", True):
+        return ""
+    shares = [(kind, part) for kind, part in fidelity.items() if kind != "exact" and part > 0]
+    words = ", ".join(f"{percent(part, 1)} {kind}" for kind, part in shares)
+    return f"approximate: {words}" if words else "approximate: all computed as routed"

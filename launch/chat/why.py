@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.chat.conversation import Reply
-from launch.chat.levers import LEAST_GAIN, Lever, has_workers, levers, savings, together
+from launch.chat.levers import LEAST_GAIN, Lever, has_workers, levers
 from launch.errors import WrongUsage
 from launch.phase_profile import PhaseProfile
 from launch.terminal.format import percent, three_digits
@@ -96,8 +96,6 @@ def facts(profile: PhaseProfile, answer: dict[str, Any], prefetch: dict[str, Any
     if moved["demanded"]:
         late = percent(moved["late"] / moved["demanded"])
         also = f", {late} of it already being prefetched" if moved["late"] else ""
-        if in_place := profile.zero_copy_share:
-            also += f", {percent(in_place)} of the tiles read by the GPU in the host's memory"
         lines.append(f"moved on demand: {byte_size(moved['demanded'] / rows)} per token{also}")
     if moved["predicted"]:
         used, wasted = (percent(moved[kind] / moved["predicted"]) for kind in ("useful", "wasted"))
@@ -135,30 +133,12 @@ def _sides(profile: PhaseProfile) -> list[str]:
     ]
 
 
-def cost_changes(updates: dict[str, Any]) -> list[str]:
-    """Where the costs that plans are made with are no longer those that were measured first: a line for
-    tiles, and one for what a layer of one row takes beside them."""
-    names = {"host": "a tile on the host", "device": "a tile on the device", "link": "a copy"}
-    names["zero_copy"] = "a tile read in the host's memory"
-    changed = []
-    for side, name in names.items():
-        factors = updates.get(side, {}).get("factors", [])
-        if any(abs(factor - 1) > 0.005 for factor in factors):
-            low, high = (f"{bound(factors):.2f}" for bound in (min, max))
-            changed.append(f"{name} takes {low if low == high else f'{low} to {high}'} times as long")
-    lines = [f"costs: {', '.join(changed)} as was measured first; plans follow"] if changed else []
-    names = {
-        "host": "the host's share of a layer",
-        "device": "the device's",
-        "wake": "the host's behind a layer without one",
-        "both": "a layer of both",
-        "link": "an order of tiles",
-    }
-    beside = updates.get("beside", {})
-    more = [f"{name} {beside[kind] * 1e6:+.0f} us" for kind, name in names.items() if beside.get(kind)]
-    if more:
-        lines.append(f"beside their tiles, in place of what was measured: {', '.join(more)}")
-    return lines
+def cost_changes(updates: dict[str, dict[str, float]]) -> list[str]:
+    """A line where the costs that tokens are planned with are no longer those that were measured first."""
+    names = {"host": "the host", "device": "the device", "link": "the link"}
+    factors = {name: updates.get(side, {}).get("decode", 1.0) for side, name in names.items()}
+    changed = [f"{name} takes {factor:.2f} times" for name, factor in factors.items() if factor != 1.0]
+    return [f"costs: {', '.join(changed)} as long as was measured first; plans follow"] if changed else []
 
 
 def _fidelity(fidelity: dict[str, Any]) -> str:
@@ -172,7 +152,7 @@ def _fidelity(fidelity: dict[str, Any]) -> str:
 
 
 def advice(found: list[Lever], profile: PhaseProfile) -> RenderableType:
-    """The levers, the largest gain first, and the best of them together."""
+    """The levers, the largest gain first."""
     if not found:
         return Text(f"No setting is known that would make this {percent(LEAST_GAIN)} faster.")
     table = make_grid(3)
@@ -183,25 +163,7 @@ def advice(found: list[Lever], profile: PhaseProfile) -> RenderableType:
     options = any(lever.setting.startswith("--") for lever in found)
     start = "; a setting with -- is given at the next start" if options else ""
     now = _speed(profile.seconds / profile.rows)
-    return Group(f"What would help, from {now}{start}:", table, *_combined(found, profile))
-
-
-def _combined(found: list[Lever], profile: PhaseProfile) -> list[RenderableType]:
-    chosen, seconds = together(found, profile)
-    if len(chosen) < 2:
-        return []
-    *most, last = (
-        f"{_milliseconds(saved)} by {lever.setting}"
-        for lever, saved in zip(chosen, savings(chosen, profile), strict=True)
-    )
-    now = _milliseconds(profile.seconds / profile.rows)
-    gain = _gain(seconds, any(lever.bound for lever in chosen))
-    return [
-        Text(
-            f"Together: of a token's {now}, less {', '.join(most)} and {last}, {_milliseconds(seconds)} stay:"
-            f" {gain}."
-        )
-    ]
+    return Group(f"What would help, from {now}{start}:", table)
 
 
 def _gain(seconds: float, bound: bool) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import math
 import os
 import shlex
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, requires
@@ -24,21 +22,23 @@ from pipeline.config import EngineConfig
 from pipeline.errors import PipelineError
 from pipeline.memory.plan import AUTOMATIC
 from pipeline.models.registry import expert_shape
+from pipeline.models.shapes import is_shape, shape_config
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
 from pipeline.text.generation_defaults import sampling_defaults
-from pipeline.text.tokenizer import eos_ids
+from pipeline.text.tokenizer import TOKENIZER_FILES, eos_ids, has_chat_template
 from protocol.codec import encode
 from protocol.errors import MalformedMessage, ProtocolError
-from protocol.keys import CLIENT_FILE, ENGINE_FILE, Address, keys_folder, read_client_keys, read_engine_keys
 from protocol.small_files import read_small
-from protocol.sockets import check_tcp
 from protocol.user_folders import user_folder
 from shm.atomic_file import check_creatable
 from shm.layout import format_named
 
 T = TypeVar("T")
+
+NO_TOKENIZER = "this model has no tokenizer, so it reads no text and cannot chat"
+NO_TEMPLATE = "this model has no chat template, so it cannot chat: `generate --prompt TEXT` continues a text"
 
 HTTP_PACKAGES = ("starlette", "uvicorn", "httptools", "prometheus_client")  # of the extra `serve`
 
@@ -59,8 +59,6 @@ def check_engine(config: EngineConfig, source: ModelSource | None = None) -> Non
     eos_ids(folder)  # before experts are encoded for minutes
     sampling_defaults(folder)
     expert_shape(source.config, config.tile, format_named(config.format or AUTOMATIC[0]))
-    if config.listen is not None:
-        check_listening(config.listen, config.key or keys_folder() / ENGINE_FILE)
     if config.http is not None:
         check_http(config.http, config.http_keys)
 
@@ -88,32 +86,6 @@ def check_record(path: Path) -> None:
     except (OSError, ValueError) as e:  # ValueError: a name with a NUL
         reason = e.strerror if isinstance(e, OSError) else str(e)
         raise WrongUsage(f"--record {path}: no file can be made there: {reason}") from None
-
-
-def check_listening(endpoint: str, key: Path) -> None:
-    """Raises WrongUsage unless an engine with this key file can listen there now."""
-    try:
-        host, port = check_tcp(endpoint)
-        address = "::" if host == "*" else str(ipaddress.ip_address(host))
-    except (ProtocolError, ValueError):
-        form = "tcp://ADDRESS:PORT, with an IP address of this machine, or * for all of them"
-        raise WrongUsage(f"--listen {endpoint}: write it as {form}") from None
-    if port == 0:
-        raise WrongUsage(f"--listen {endpoint}: a port has a number from 1 to 65535")
-    try:
-        read_engine_keys(key)
-    except ProtocolError as e:
-        raise WrongUsage(f"--listen: {e}") from None
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            probe.bind((address, port))
-            probe.listen()
-    except OSError as e:
-        raise WrongUsage(f"--listen {endpoint}: cannot be bound: {e.strerror}") from None
 
 
 def check_extra(option: str, extra: str, *packages: str) -> None:
@@ -148,21 +120,6 @@ def check_http(address: str, keys: Path | None) -> None:
         bind(address).close()
     except ProtocolError as e:
         raise WrongUsage(str(e)) from None
-
-
-def client_address(endpoint: str, key: Path | None) -> Address:
-    """The address of an engine on tcp, with the client's keys. Raises WrongUsage."""
-    try:
-        if check_tcp(endpoint)[1] == 0:
-            raise ProtocolError("port 0")
-    except ProtocolError:
-        raise WrongUsage(
-            f"--connect {endpoint}: give the name of an engine on this machine, or tcp://HOST:PORT"
-        ) from None
-    try:
-        return Address(endpoint, read_client_keys(key or keys_folder() / CLIENT_FILE))
-    except ProtocolError as e:
-        raise WrongUsage(f"--connect {endpoint}: {e}") from None
 
 
 def without_effect(config: EngineConfig, policy: Policy, model: Path) -> list[str]:
@@ -266,3 +223,33 @@ def read_file(path: Path, largest: int = MAX_TEXT_BYTES) -> bytes:
         return read_small(path, largest)
     except OSError as e:
         raise WrongUsage(f"cannot read {path}: {e.strerror}") from None
+
+
+def check_reads_text(folder: Path) -> None:
+    """Raises WrongUsage, one line with what to do, for a model without tokenizer, and ModelError for an
+    unknown shape. What is no model is left to the loader."""
+    if is_shape(folder):
+        shape_config(str(folder))
+        raise WrongUsage(
+            f"{folder} has random weights and no tokenizer, so it reads no text and cannot chat: `bench`"
+            " shows its speed, and `generate --prompt-tokens 1,2,3` runs it"
+        )
+    if os.path.isfile(folder / "config.json") and not _has_tokenizer(folder):
+        raise WrongUsage(
+            f"{NO_TOKENIZER}: put its tokenizer.json and tokenizer_config.json into {folder}, or use"
+            " `generate --prompt-tokens`"
+        )
+
+
+def check_can_chat(folder: Path) -> None:
+    """What `check_reads_text` raises; also WrongUsage for a model without chat template, and ModelError for a
+    damaged file. Loads no tokenizer: that may not end."""
+    check_reads_text(folder)
+    if not _has_tokenizer(folder):
+        return
+    if not has_chat_template(folder):
+        raise WrongUsage(NO_TEMPLATE)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any(os.path.isfile(folder / name) for name in TOKENIZER_FILES)

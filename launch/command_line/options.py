@@ -1,67 +1,44 @@
-"""The command line's meaning as dataclasses. Starts nothing, reads no file; `grammar.py` knows the words.
-Options that were not given are absent, so defaults come from the dataclasses alone."""
+"""The command line's meaning: arguments as `Options`, checked against the table. Starts nothing and reads no
+file. Options that were not given are absent, so defaults come from the dataclasses alone."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from platform import python_version
+from typing import Any, NoReturn
 
-from launch.command_line import habits
-from launch.command_line.grammar import Parser, grammar, nearest_option
+from msgspec import structs
+
 from launch.command_line.sweep import axes
+from launch.command_line.table import COMMANDS, DRAWING, REPLAY, TABLE, Option
+from launch.command_line.values import nearest
 from launch.errors import WrongUsage
 from pipeline.config import EngineConfig
 from pipeline.policies.view import PolicyRequest
 from protocol.messages import Sampling
+from protocol.program import PROGRAM
 
+OPTIONS = [option for group in TABLE.values() for option in group]
+BY_SPELLING = {s: option for option in OPTIONS for s in (option.spelled, option.short) if s.startswith("-")}
+UNKNOWN = re.compile(r"--?[^\W\d]\S*$")  # an option, unless it is known; else a negative number or a text
 CONFIG_FIELDS = {f.name for f in fields(EngineConfig)}
-SAMPLING_FIELDS = {f.name for f in fields(Sampling)}
+SAMPLING_FIELDS = set(Sampling.__struct_fields__)
 RANDOM_OPTIONS = {"top_k", "top_p", "min_p"}  # how to choose at random: without effect at temperature 0
-# Options that decide how much memory an engine takes.
-SIZES = {
-    *("model", "policy", "set", "device", "format", "backbone_dtype", "expert_cache", "tile", "workers"),
-    *("context", "kv_tokens", "chunk", "prefetcher", "landings", "graphs"),
-}
-# Options of an engine that also apply to requests, by command.
-REQUEST_OPTIONS: dict[str | None, set[str]] = {
-    None: {"seed"},
-    "chat": {"seed"},
-    "generate": {"seed"},
-    "bench": {"policy", "set"},
-    "evaluate": {"policy", "set"},
-}
 COMPARING = {"bench", "evaluate", "advise"}  # commands that take several policies
-# Commands that start no engine, and all of their options.
-WITHOUT_ENGINE = {
-    "keys": {"out", "add", "right", "list", "remove", "log_level"},
-    "doctor": {"tune", "json", "log_level"} | SIZES,
-    "advise": {
-        "machine",
-        "host_gbps",
-        "link_gbps",
-        "gpu_gbps",
-        "gpu_gb",
-        "host_gb",
-        "host_tflops",
-        "gpu_tflops",
-    }
-    | {"costs", "trace", "prompt_len", "batch", "plot", "seed", "json", "log_level"}
-    | SIZES,
-    "cache": {"prune", "older_than", "to", "dry_run", "json", "log_level"},
+NEEDING = {"generate": "prompt", "score": "text", "calibrate": "text"}  # a command: what it cannot be without
+MODES = {
+    REPLAY: f"{REPLAY}, which starts no engine",
+    DRAWING: f"{DRAWING} without --text or --tokens",
 }
-# All options of a replay, which starts no engine either.
-REPLAY = {
-    *("replay", "costs", "policy", "set", "sweep", "plot", "expert_cache", "seed", "json", "detail"),
-    "log_level",
-}
-DRAWING = {"report", "model", "json", "log_level"}  # all options of calibrate without a text
 PROMPTS = {"prompt", "text", "system"}
 MAX_VALUE = 4095  # bytes of any other text: of a path, the system takes no more
-ANSWER_OPTIONS = SAMPLING_FIELDS - {"seed"} | {"max_tokens", "stop", "ignore_eos"}
+MAX_ERROR = 1000  # characters
 
 
 @dataclass(frozen=True)
@@ -80,18 +57,13 @@ class Options:
         return self.written.get("connect") or None
 
     @property
-    def remote(self) -> str | None:
-        """The endpoint, where --connect gives one instead of a name."""
-        name = self.connect_name
-        return name if name is not None and "://" in name else None
-
-    @property
     def log_level(self) -> str:
-        return str(self.written.get("log_level", "notice")).upper()
+        otherwise = "info" if "verbose" in self.written else "notice"
+        return str(self.written.get("log_level", otherwise)).upper()
 
     def sampling(self, otherwise: Sampling) -> Sampling:
         """The given settings; those of `otherwise` for the rest."""
-        return replace(otherwise, **{k: v for k, v in self.written.items() if k in SAMPLING_FIELDS})
+        return structs.replace(otherwise, **{k: v for k, v in self.written.items() if k in SAMPLING_FIELDS})
 
     def config(self) -> EngineConfig:
         given = {k: v for k, v in self.written.items() if k in CONFIG_FIELDS}
@@ -111,22 +83,11 @@ class Options:
             of, option, value = _setting("--set", setting, names)
             for name in of:
                 given[name][option] = value
-        found = [PolicyRequest(name, given[name] | own) for name, own in requests]
+        chosen = [PolicyRequest(name, given[name] | own) for name, own in requests]
         for axis in axes(self.written):
-            if axis.is_setting:
-                continue
-            for value in axis.values:
-                of, option, _ = _setting("--sweep", f"{axis.name}={value}", names)
-            if fixed := [r for r in found if r.name in of and option in r.options]:
-                raise WrongUsage(
-                    f"--sweep {axis.name}: {fixed[0].name}.{option} is given as well; give one of them"
-                )
-            found = [
-                replace(request, options=request.options | chosen)
-                for request in found
-                for chosen in ([{option: value} for value in axis.values] if request.name in of else [{}])
-            ]
-        return found
+            if not axis.is_setting:
+                chosen = _swept(chosen, axis.name, axis.values, names)
+        return chosen
 
 
 def _with_options(word: str) -> tuple[str, dict[str, str]]:
@@ -153,157 +114,224 @@ def _setting(argument: str, setting: str, names: list[str]) -> tuple[list[str], 
     return [name], match[2], match[3]
 
 
+def _swept(
+    requests: list[PolicyRequest], name: str, values: Collection[str], names: list[str]
+) -> list[PolicyRequest]:
+    """Each request that --sweep is about, once for each of its values."""
+    for value in values:
+        of, option, _ = _setting("--sweep", f"{name}={value}", names)
+    if fixed := [r for r in requests if r.name in of and option in r.options]:
+        raise WrongUsage(f"--sweep {name}: {fixed[0].name}.{option} is given as well; give one of them")
+    return [
+        replace(request, options=request.options | changed)
+        for request in requests
+        for changed in ([{option: value} for value in values] if request.name in of else [{}])
+    ]
+
+
 def parse(arguments: list[str]) -> Options:
-    """Raises WrongUsage, one line with the nearest known words, for anything the grammar does not have."""
+    """Options, before or after the command. Raises WrongUsage, one line with the nearest known words, for
+    anything that the table does not have or that does not go together."""
     for argument in arguments:
         if argument.encode(errors="replace").decode() != argument:
             raise WrongUsage(f"{argument!a} is not UTF-8 text")
-    parser, commands = grammar()
-    known = {name: command.known_options() for name, command in commands.items()}
-    if line := habits.explain(arguments, {"": parser.known_options()} | known):
-        raise WrongUsage(line)
-    if mistyped := _unknown_before_command(arguments, commands, parser):
-        raise WrongUsage(_unknown(mistyped, None, parser, commands))
-    namespace, unknown = parser.parse_known_args(arguments)
-    written = vars(namespace)
-    command = written.pop("command", None)
+    at = _place_of_command(arguments)
+    command = None if at is None else arguments[at]
+    if at is not None:
+        arguments = arguments[:at] + arguments[at + 1 :]
+    namespace, unknown = _parser(command).parse_known_args(arguments)
     if unknown:
-        raise WrongUsage(_unknown(unknown[0], command, commands[command] if command else parser, commands))
-    if command not in (None, "chat", "generate"):
-        _refuse(ANSWER_OPTIONS & written.keys(), f"does not belong to {command}")
-    if command not in (None, "chat", "generate") and "system" in written:
-        raise WrongUsage(f"--system does not belong to {command}")
-    if command == "generate" and "system" in written and "chat" not in written:
-        raise WrongUsage("--system: generate takes a system message only with --chat")
-    if command == "generate":
-        _check_prompt(written)
-    if {"chat", "prompt_tokens"} <= written.keys():
-        raise WrongUsage("--chat puts a text into a template; not with --prompt-tokens")
-    # A chat samples by default as its model recommends.
-    if written.get("temperature", 0 if command == "generate" and "chat" not in written else None) == 0:
-        why = "has no effect on a greedy answer; give a --temperature as well"
-        _refuse(RANDOM_OPTIONS & written.keys(), why)
-    if "chaos_rate" in written and "chaos" not in written:
-        raise WrongUsage("--chaos-rate belongs to --chaos; give both or neither")
-    if "prefill" in written and "stepwise" not in written:
-        raise WrongUsage("--prefill belongs to --stepwise; give both or neither")
-    if "detail" in written and "json" not in written:
-        raise WrongUsage("--detail belongs to --json; give both or neither")
-    axes(written)
-    if {"replay", "plot"} <= written.keys() and "sweep" not in written:
-        raise WrongUsage("--plot draws a replay with --sweep only; add one, such as --sweep cache=0.25,0.5")
-    if command == "calibrate":
-        _check_calibrate(written)
-    if command == "cache":
-        _check_cache(written)
-    if command == "keys" and "right" in written and written.keys() & {"list", "remove"}:
-        raise WrongUsage("--right is of a new client: give it with --add NAME, or when keys are first made")
-    if command in WITHOUT_ENGINE:
-        _refuse(written.keys() - WITHOUT_ENGINE[command], f"does not belong to {command}")
-    if "replay" in written:
-        _refuse(written.keys() - REPLAY, "does not belong to bench --replay, which starts no engine")
-    if command == "doctor" and "model" not in written:
-        _refuse(SIZES & written.keys(), "is about a model: doctor --model DIR {} ...")
-    if command == "doctor" and {"model", "tune"} <= written.keys():
-        raise WrongUsage("--tune measures the machine and no model: doctor --tune")
-    _check_lengths(written)
-    options = Options(command, written)
-    if "key" in written and "listen" not in written and options.remote is None:
-        raise WrongUsage("--key is for tcp: --connect tcp://HOST:PORT, or serve --listen tcp://ADDRESS:PORT")
-    if "http_keys" in written and "http" not in written:
-        raise WrongUsage("--http-keys belongs to serve --http; give both or neither")
-    if "energy" in written and options.remote is not None:
-        raise WrongUsage("--energy reads the counters of this machine; run bench where the engine runs")
-    if options.connect:
-        # A running engine keeps its seed; injected faults have their own.
-        allowed = {"seed"} if "chaos" in written else REQUEST_OPTIONS.get(command, set())
-        engine_options = (CONFIG_FIELDS | {"set"}) - allowed - {"key"}
-        without = "leave out --connect" if "connect" in written else "leave out the word chat"
-        _refuse(
-            engine_options & written.keys(),
-            f"does not change a running engine; to start one with it, {without}",
-        )
-        if command == "serve":
-            raise WrongUsage("serve starts an engine; it takes no --connect")
-    return options
-
-
-def _check_lengths(written: dict[str, Any]) -> None:
-    """A child's configuration has room for paths and names, and a file system takes no longer ones."""
-    for option in written.keys() - PROMPTS:
-        value = written[option]
-        for text in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(text, str | Path) and len(os.fsencode(text)) > MAX_VALUE:
-                shown = f"{str(text)[:40]!r}..."
-                raise WrongUsage(f"{_spelled(option)}: {shown} is longer than {MAX_VALUE} bytes")
-
-
-def _check_prompt(written: dict[str, Any]) -> None:
-    others = written.keys() & {"prompt", "file", "prompt_tokens"}
-    if "text" in written:
-        _refuse(others, "gives a second prompt; give one")
-        written["prompt"] = written.pop("text")
-    elif not others:
-        name = written.get("connect")
-        ways = "PROMPT, - for stdin, --prompt T, --file F or --prompt-tokens 1,2,3"
-        taken = f" ({name[:40]!r} is taken as the engine's name, after --connect)" if name else ""
-        raise WrongUsage(f"generate needs a prompt: {ways}{taken}")
-
-
-def _check_calibrate(written: dict[str, Any]) -> None:
-    if written.keys() & {"text", "tokens"}:
-        if "report" in written and "://" in (written.get("connect") or ""):
-            raise WrongUsage("--report draws a calibration of this machine; not with one of tcp://")
-        return
-    if "report" not in written:
         raise WrongUsage(
-            "calibrate reads a text: give --text F or --tokens F.json; --report DIR alone draws what an"
-            " earlier calibration found"
+            f"unknown argument {unknown[0][:80]!r}; `{_program(command)} --help` lists the options"
         )
-    why = "applies to the reading of a text: give --text F or --tokens F.json too"
-    _refuse(written.keys() - DRAWING, why)
+    written = vars(namespace)
+    _check(command, written)
+    if command == "generate" and "text" in written:
+        written["prompt"] = written.pop("text")
+    return Options(command, written)
 
 
-def _check_cache(written: dict[str, Any]) -> None:
+def _place_of_command(arguments: list[str]) -> int | None:
+    """The index of the command. Raises WrongUsage for unknown words before it, and for options that the
+    command does not take."""
+    place: int | None = None
+    options: list[Option] = []
+    values = False  # the next argument is the last option's
+    for index, argument in enumerate(arguments):
+        if argument == "--":
+            break
+        if values and not (options[-1].bare is not None and argument.startswith("-")):
+            values = False
+            continue
+        name, equals, _ = argument.partition("=")
+        option = BY_SPELLING.get(name)
+        values = option is not None and option.value is not None and not equals
+        if option is not None:
+            options.append(option)
+        elif UNKNOWN.match(name) and name not in ("-h", "--help", "--version"):
+            near = nearest(name.replace("_", "-"), BY_SPELLING) if name.startswith("--") else ""
+            listed = f"; `{PROGRAM} --help` and `{PROGRAM} COMMAND --help` list the options"
+            raise WrongUsage(f"unknown argument {argument[:80]!r}{near or listed}")
+        elif place is None and not argument.startswith("-"):
+            _check_command(argument)
+            place = index
+    for option in options:
+        _check_taken(option.spelled, None if place is None else arguments[place])
+    return place
+
+
+def _check_command(word: str) -> None:
+    if word not in COMMANDS:
+        hint = f"; a prompt follows a command: {PROGRAM} generate PROMPT" if " " in word else ""
+        known = f"(supported: {', '.join(COMMANDS)})"
+        raise WrongUsage(f"unknown command {word[:80]!r}{nearest(word, COMMANDS)}{hint} {known}")
+
+
+def _check_taken(spelled: str, command: str | None) -> None:
+    takers = [name for name in COMMANDS if any(o.spelled == spelled and o.is_of(name) for o in OPTIONS)]
+    if (command or "chat") not in takers:
+        raise WrongUsage(f"{spelled} does not belong to {command or 'a chat'}, but to {', '.join(takers)}")
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises WrongUsage for errors, instead of printing the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        message = " ".join(message.split()).removeprefix("argument ")
+        raise WrongUsage(message if len(message) <= MAX_ERROR else f"{message[:MAX_ERROR]}...")
+
+
+def _program(command: str | None) -> str:
+    return PROGRAM if command is None else f"{PROGRAM} {command}"
+
+
+def _parser(command: str | None) -> Parser:
+    """The grammar of a command, without the command's word."""
+    lines = (
+        [COMMANDS[command]] if command else ["Mixture-of-experts models on one workstation.", "", "commands:"]
+    )
+    if command is None:
+        lines += [f"  {name:10} {text}" for name, text in COMMANDS.items()]
+        lines += [
+            "",
+            f"`{PROGRAM} COMMAND --help` lists its options. Without a command: chat in this terminal.",
+        ]
+    parser = Parser(
+        prog=_program(command),
+        usage=f"{_program(command or '[command]')} [options]",
+        description="\n".join(lines),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--version", action="version", version=_versions(), help="show versions and exit")
+    for heading, options in TABLE.items():
+        taken = [option for option in options if option.is_of(command or "chat")]
+        group = parser if heading == "options" or not taken else parser.add_argument_group(heading)
+        for option in taken:
+            option.add_to(group)
+    return parser
+
+
+def _versions() -> str:
+    installed = {}
+    for name in ("tandem", "torch"):
+        try:
+            installed[name] = version(name)
+        except PackageNotFoundError:  # a checkout that was not installed
+            installed[name] = "(not installed)"
+    return f"tandem {installed['tandem']}, Python {python_version()}, torch {installed['torch']}"
+
+
+def _check(command: str | None, written: dict[str, Any]) -> None:
+    """Raises WrongUsage for options that do not go together."""
+    mode = command or "chat"
+    if "replay" in written:
+        mode = REPLAY
+    elif command == "calibrate" and "report" in written and not written.keys() & {"text", "tokens"}:
+        mode = DRAWING
+    given = [option for option in OPTIONS if option.is_of(mode.split()[0]) and option.key in written]
+    for option in given:
+        _check_place(option, mode, written)
+        if option.not_with and option.not_with in written:
+            raise WrongUsage(f"{option.spelled} does not go with --{option.not_with}")
+    _check_one(mode, given, written)
+    _check_lengths(given, written)
+    greedy_default = 0 if command == "generate" and "chat" not in written else None
+    if written.get("temperature", greedy_default) == 0:
+        why = "has no effect on a greedy answer; give a --temperature as well"
+        _refuse((option for option in given if option.key in RANDOM_OPTIONS), why)
+    axes(written)
     if "prune" in written and not written.keys() & {"older_than", "to"}:
         raise WrongUsage("--prune: give --older-than DAYS, --to SIZE, or both")
-    for option in ("older_than", "to", "dry_run"):
-        if option in written and "prune" not in written:
-            raise WrongUsage(f"{_spelled(option)} belongs to --prune; give both or neither")
+    _check_connected(Options(command, written), mode, given)
 
 
-def _refuse(options: Collection[str], why: str) -> None:
-    """Raise WrongUsage for the first of these options, if any. `why`: with {} for the option."""
-    if options:
-        option = _spelled(min(options))
-        raise WrongUsage(f"{option} {why.format(option)}")
+def _needs(places: str, mode: str) -> list[list[str]]:
+    """What each of these places needs beside a command's mode; empty where none is of that mode."""
+    return [
+        place.split()[len(mode.split()) :]
+        for place in places.split(", ")
+        if f"{place} ".startswith(f"{mode} ")
+    ]
 
 
-def _unknown_before_command(arguments: list[str], commands: Collection[str], parser: Parser) -> str:
-    """The first unknown option before a command, or "": the parser would take its value for a command."""
-    known = parser.known_options()
-    for before, argument in zip(["", *arguments], arguments, strict=False):
-        is_value = before.startswith("-")
-        if argument in commands or argument == "--" or not (is_value or argument.startswith("-")):
-            break
-        name = argument.partition("=")[0]
-        if (
-            re.match(r"--?[^\W\d]", name)
-            and " " not in argument
-            and name not in known
-            and name[:2] not in known
-        ):
-            return argument
-    return ""
+def _goes(places: str, mode: str, written: Collection[str]) -> bool:
+    return any(all(need.lstrip("-") in written for need in needs) for needs in _needs(places, mode))
 
 
-def _unknown(word: str, command: str | None, parser: Parser, commands: dict[str, Parser]) -> str:
-    others = [name for name, other in commands.items() if word.split("=")[0] in other.known_options()]
-    if others:
-        return f"{word} does not belong to {command or 'a chat'}, but to {', '.join(others)}"
-    near = nearest_option(word, parser.known_options())
-    return f"unknown argument {word[:80]!r}{near or f'; `{parser.prog} --help` lists the options'}"
+def _check_place(option: Option, mode: str, written: Collection[str]) -> None:
+    if _goes(option.takes, mode, written):
+        return
+    needs = _needs(option.takes, mode)
+    if needs:
+        need = " ".join(needs[0])
+        raise WrongUsage(f"{option.spelled} belongs to {need} ({mode} {need}); give both or neither")
+    raise WrongUsage(f"{option.spelled} does not belong to {MODES[mode]}")
 
 
-def _spelled(destination: str) -> str:
-    return "--" + destination.replace("_", "-")
+def _check_one(mode: str, given: Iterable[Option], written: dict[str, Any]) -> None:
+    """Raises WrongUsage where two options give the same, or a command's prompt or text is missing."""
+    kinds = {
+        option.one_of: [o for o in given if o.one_of == option.one_of] for option in given if option.one_of
+    }
+    for kind, several in kinds.items():
+        if len(several) > 1:
+            raise WrongUsage(
+                f"{several[1].spelled} gives a second {kind}, beside {several[0].spelled}; give one"
+            )
+    kind = NEEDING.get(mode, "")
+    if kind and kind not in kinds:
+        ways = " or ".join(o.spelled for o in OPTIONS if o.one_of == kind and o.is_of(mode))
+        name = written.get("connect")
+        taken = f" ({name[:40]!r} is taken as the engine's name, after --connect)" if name else ""
+        raise WrongUsage(f"{mode} needs a {kind}: give {ways}{taken}")
+
+
+def _check_lengths(given: Iterable[Option], written: dict[str, Any]) -> None:
+    """A child's configuration has room for paths and names, and a file system takes no longer ones."""
+    for option in given:
+        value = written[option.key]
+        for text in value if isinstance(value, list | tuple) else (value,):
+            if (
+                isinstance(text, str | Path)
+                and len(os.fsencode(text)) > MAX_VALUE
+                and option.key not in PROMPTS
+            ):
+                raise WrongUsage(f"{option.spelled}: {str(text)[:40]!r}... is longer than {MAX_VALUE} bytes")
+
+
+def _check_connected(options: Options, mode: str, given: Iterable[Option]) -> None:
+    """Raises WrongUsage for options that do not go with an engine that runs already, or only with one."""
+    written = options.written
+    if options.connect:
+        without = "leave out --connect" if "connect" in written else "leave out the word chat"
+        why = f"does not change a running engine; to start one with it, {without}"
+        fixed = (o for o in given if o.of_engine and not _goes(o.asked, mode, written))
+        _refuse(fixed, why)
+
+
+def _refuse(options: Iterable[Option], why: str) -> None:
+    """Raise WrongUsage for the first of these options, if any."""
+    for option in options:
+        raise WrongUsage(f"{option.spelled} {why}")

@@ -6,14 +6,13 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from launch.command_line.checks import check_calibration, check_engine, client_address
+from launch.command_line.checks import check_calibration, check_engine
 from launch.command_line.options import Options
 from launch.processes.supervisor import Supervisor
 from launch.runtime import find_engine
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.log import notice
 from protocol.client import Client
-from protocol.keys import Address
 
 log = logging.getLogger("tandem")
 
@@ -28,15 +27,14 @@ async def connected(options: Options, interrupts: Interrupts) -> AsyncIterator[C
 
 
 @asynccontextmanager
-async def endpoint(options: Options, interrupts: Interrupts) -> AsyncIterator[Address]:
-    """Of the engine that the command line names, or of a new one. Raises as Supervisor; WrongUsage."""
-    if options.remote is not None:
-        yield client_address(options.remote, options.written.get("key"))
-    elif options.connect:
-        yield Address(find_engine(options.connect_name).endpoint)
+async def endpoint(options: Options, interrupts: Interrupts) -> AsyncIterator[str]:
+    """The endpoint of the engine that the command line names, or of a new one. Raises WrongUsage, and as
+    Supervisor."""
+    if options.connect:
+        yield find_engine(options.connect_name).endpoint
     else:
         async with started(options, interrupts) as engine:
-            yield Address(engine.endpoint)
+            yield engine.endpoint
 
 
 @asynccontextmanager
@@ -48,8 +46,6 @@ async def started(options: Options, interrupts: Interrupts) -> AsyncIterator[Sup
     supervisor = Supervisor(config, log_level=options.log_level)
     interrupts.at_once(supervisor.kill)
     async with supervisor:
-        if config.listen is not None:
-            notice(f"clients with a key are taken at {config.listen}")
         if supervisor.http:
             notice(f"HTTP is served at {supervisor.http} (for OpenAI's clients: {supervisor.http}/v1)")
         yield supervisor

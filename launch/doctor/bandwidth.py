@@ -3,6 +3,7 @@ shared memory like the store, far larger than the last level of cache, and namel
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
@@ -10,15 +11,21 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from launch.doctor import cpu
 from launch.doctor.finding import Finding, Topic
-from launch.doctor.models import Reads
 from launch.processes.trials import TrialFailed, trial
 from launch.terminal.format import percent, rate
+from pipeline.assets import model_dir
+from pipeline.memory.plan import AUTOMATIC
+from pipeline.models.config_keys import Config
+from pipeline.models.registry import expert_shape, model_spec
+from pipeline.models.shapes import SHAPES
+from shm.layout import StoreLayout, format_named
 from shm.segment import SHM_FOLDER, byte_size, free_shm_bytes
 from workers.kernels.reading import Reading, fastest
 
 TOPIC = Topic("speed")
-CHILD = "launch.doctor.reader"
+CHILD = "launch.doctor.rates"
 SMALLEST, LARGEST = 1 << 26, 1 << 31  # bytes of the buffer
 UNKNOWN_CACHE = 1 << 26
 TIMES_CACHE = 8
@@ -54,6 +61,41 @@ class Bandwidth:
             "cores": self.cores,
             "buffer_bytes": self.buffer,
         }
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Bytes of a model's experts in the default format: all of them, and those that one token reads."""
+
+    name: str
+    store: int
+    token: int
+    layers: int
+
+
+def embedded() -> Reads:
+    """Raises OSError, ValueError, PipelineError where its files are damaged."""
+    config = json.loads((model_dir() / "config.json").read_text("utf-8"))
+    return _reads("the embedded model", config)
+
+
+def example() -> Reads:
+    """A well-known model of the supported architecture."""
+    return _reads(f"Mixtral-8x7B ({AUTOMATIC[0]})", SHAPES["mixtral-8x7b"])
+
+
+def _reads(name: str, config: Config) -> Reads:
+    tile_format = format_named(AUTOMATIC[0])
+    shape = expert_shape(config, None, tile_format)
+    layout = StoreLayout(shape, tile_format)
+    active = shape.layers * model_spec(config).top_k
+    layers = model_spec(config).layers
+    return Reads(name, layout.total_bytes, active * layout.expert_bytes, layers)
+
+
+def last_cache() -> int | None:
+    """Bytes of the last level of cache, all instances together; None where unknown."""
+    return max((cache.total for cache in cpu.caches().values()), default=None)
 
 
 def buffer_size(cache: int | None, available: int) -> int:

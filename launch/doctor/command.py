@@ -10,27 +10,14 @@ import os
 import resource
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from launch.command_line.options import Options
-from launch.doctor import (
-    bandwidth,
-    costs,
-    cpu,
-    gpu,
-    kernels,
-    memory,
-    models,
-    places,
-    proof,
-    shared_memory,
-    software,
-    threads,
-)
-from launch.doctor.finding import Finding
+from launch.doctor import bandwidth, costs, cpu, gpu, kernels, memory, places, proof, software
+from launch.doctor.finding import Finding, render
 from launch.doctor.model_plan import show_plan
-from launch.doctor.report import render
 from launch.errors import LaunchError
 from launch.processes.cores import Cores
 from launch.processes.kernel_choice import kernel_record
@@ -57,15 +44,15 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
     if "model" in options.written:
         return await show_plan(options, interrupts)
     try:
-        embedded = models.embedded()
+        embedded = bandwidth.embedded()
     except (OSError, ValueError, PipelineError) as e:
         raise LaunchError(f"the embedded model cannot be read: {e}; install Tandem again") from e
     notice("examining the machine")
     cores = Cores.here()
-    kept = await _tuned("tune" in options.written)
-    findings = await _inspect(embedded, cores, kept)
+    kept = await _tuned()
+    findings = _inspect(embedded, cores, kept)
     load = os.getloadavg()[0]
-    seen, link = await gpu.inspect(models.example())
+    seen, link = await gpu.inspect(bandwidth.example())
     findings += seen
     notice("measuring the memory bandwidth: a few seconds")
     speed, speeds = await _measure(embedded, cores)
@@ -73,7 +60,7 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
     notice("starting an engine on the embedded model")
     proofs = await _prove(options, interrupts)
     ceiling = None if speed is None else speed.all / embedded.token
-    findings += [proof.explain(p, ceiling, embedded.store <= (models.last_cache() or 0)) for p in proofs]
+    findings += [proof.explain(p, ceiling, embedded.store <= (bandwidth.last_cache() or 0)) for p in proofs]
     findings += [finding for p in proofs for finding in proof.explain_idle(p)]
     findings += costs.inspect(user_folder("CACHE"))
 
@@ -85,7 +72,7 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
             "expert_bytes_per_token": embedded.token,
             "ceiling_tok_s": ceiling,
             "engine": proofs[0].to_map(),
-            "kernels": None if kept is None else kept.to_json(),
+            "kernels": None if kept is None else asdict(kept),
             "costs": [costs.to_map(*kept) for kept in measured_here(user_folder("CACHE"))],
         }
         print_json({"ok": ok, "findings": [f.to_map() for f in findings], "measured": measured})
@@ -94,17 +81,17 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
     return 0 if ok else 1
 
 
-async def _tuned(again: bool) -> Record | None:
+async def _tuned() -> Record | None:
     """The measured choice of kernels: as kept, or measured now."""
     measuring = partial(notice, "measuring the kernels: a second")
     try:
-        return await kernel_record(user_folder("CACHE"), measuring, again)
+        return await kernel_record(user_folder("CACHE"), measuring)
     except TrialFailed as e:
         notice(f"the kernels were not measured: {e}")
         return None
 
 
-async def _inspect(embedded: models.Reads, cores: Cores, kept: Record | None) -> list[Finding]:
+def _inspect(embedded: bandwidth.Reads, cores: Cores, kept: Record | None) -> list[Finding]:
     """The findings that need no measurement and no GPU."""
     limits = cgroup.limits()
     lockable, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -112,23 +99,25 @@ async def _inspect(embedded: models.Reads, cores: Cores, kept: Record | None) ->
     total = memory.parse_meminfo(contents(memory.MEMINFO)).get("MemTotal", 0)
     return [
         *cpu.inspect(cores.numbers, limits.cpus),
-        *threads.inspect(cores),
+        *cpu.inspect_threads(cores),
         *kernels.inspect(kept, user_folder("CACHE")),
         *memory.inspect(embedded.store, limits.memory, None if lockable < 0 else lockable, files),
-        *shared_memory.inspect(embedded.store, min(total, limits.memory or total)),
-        *await software.inspect(gpu=bool(gpu.driver_nodes())),
+        *memory.inspect_shared(embedded.store, min(total, limits.memory or total)),
+        *software.inspect(gpu=bool(gpu.driver_nodes())),
         *places.inspect(),
     ]
 
 
-async def _measure(embedded: models.Reads, cores: Cores) -> tuple[bandwidth.Bandwidth | None, list[Finding]]:
-    cache, available = models.last_cache(), available_memory()
+async def _measure(
+    embedded: bandwidth.Reads, cores: Cores
+) -> tuple[bandwidth.Bandwidth | None, list[Finding]]:
+    cache, available = bandwidth.last_cache(), available_memory()
     try:
         speed = await bandwidth.measure(cores.numbers, cache, available)
     except TrialFailed as e:
         means = "the bound on this machine's speed is unknown"
         return None, [bandwidth.TOPIC.note(f"memory was not measured: {e}", means)]
-    return speed, [*bandwidth.explain(speed, embedded, models.example(), cache)]
+    return speed, [*bandwidth.explain(speed, embedded, bandwidth.example(), cache)]
 
 
 async def _prove(options: Options, interrupts: Interrupts) -> list[proof.Proof]:

@@ -65,20 +65,10 @@ def explained(record: Record) -> list[str]:
         f"for one token, an expert that is not resident is {sooner}",
         f"for {most} tokens: host {_time(many[0])}, device {_time(many[1])}",
         f"one tile of {byte_size(record.tile_bytes)}: host {_rate(host, record)}, device"
-        f" {_rate(device, record)}, link {_rate(link, record)}{_zero_copy(record)}",
+        f" {_rate(device, record)}, link {_rate(link, record)}",
         f"round trip to the workers {_time(costs.round_trip)}, a layer without its experts"
         f" {_time(costs.other[0])}",
     ]
-
-
-def _zero_copy(record: Record) -> str:
-    """Where the device reads tiles in the host's memory, too."""
-    seconds = record.costs.zero_copy
-    if not seconds:
-        return ""
-    pays = record.costs.zero_copy_pays(1, record.tiles)
-    often = "and is what happens to missing tiles that will not stay" if pays else "and fetching ends sooner"
-    return f", read by the device in the host's memory {_rate(seconds * record.tiles, record)}, {often}"
 
 
 def _finding(path: Path, record: Record, name: str) -> Finding:

@@ -1,16 +1,18 @@
-"""The processor: cores, caches, instruction sets, NUMA nodes, clock, virtualization."""
+"""The processor: cores, caches, instruction sets, NUMA nodes, clock; where an engine's processes compute."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from launch.doctor.finding import Finding, Topic, binary, parse_size
+from launch.processes.cores import Cores
 from protocol.program import COMMAND
 from shm.kernel_files import contents, entries, parse_cores, parse_cpuinfo
 
-TOPIC = Topic("cpu")
+TOPIC, THREADS = Topic("cpu"), Topic("threads")
 INSTRUCTIONS = (
     # as /proc/cpuinfo names them on x86, then on aarch64
     *("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"),
@@ -63,7 +65,6 @@ def inspect(usable: Collection[int], quota: float | None, root: Path = Path("/")
         _instructions(flags),
         *_nodes(root),
         *_clock(root),
-        *_surroundings(root, flags),
     ]
 
 
@@ -139,16 +140,45 @@ def _clock(root: Path) -> Iterator[Finding]:
         yield TOPIC.ok(found, "the cores' clock follows the load")
 
 
-def _surroundings(root: Path, flags: frozenset[str]) -> Iterator[Finding]:
-    places = []
-    if "microsoft" in contents(root / "proc/version").lower():
-        places.append("WSL")
-    elif "hypervisor" in flags or contents(root / "sys/hypervisor/type"):
-        dmi = (contents(root / "sys/class/dmi/id" / name) for name in ("sys_vendor", "product_name"))
-        product = " ".join(part for part in dmi if part)
-        places.append("a virtual machine" + (f" ({product})" if product else ""))
-    if (root / ".dockerenv").exists() or (root / "run/.containerenv").exists():
-        places.append("a container")
-    if places:
-        means = "cores and bandwidth may be shared with other guests: figures vary"
-        yield TOPIC.ok(f"this is {' and '.join(places)}", means)
+def inspect_threads(cores: Cores) -> list[Finding]:
+    """Findings for an engine that is started without `--workers`."""
+    core_sets = cores.for_workers(cores.default_workers())
+    several = len(cores.nodes) > 1
+    found = []
+    first = 0
+    for (width, node), group in groupby(core_sets, key=lambda seat: (len(seat.cores), seat.node)):
+        same = list(group)
+        last = first + len(same) - 1
+        between = "and" if last == first + 1 else "to"
+        workers = f"worker {first}" if first == last else f"workers {first} {between} {last}"
+        each = " each" if first != last else ""
+        words = f"{workers}: {_count(width)}{each} on {' | '.join(spelled(seat.cores) for seat in same)}"
+        where = f", NUMA node {node}" if several and node is not None else ""
+        found.append(THREADS.ok(f"{words}{where}", _workers_mean(cores)))
+        first = last + 1
+    others = f"coordinator: {_count(cores.computing)}, prefetcher: one thread"
+    means = "coordinator and workers compute alternately, and sleep while they wait"
+    found.append(THREADS.ok(f"{others}, on any idle core of {spelled(cores.numbers)}", means))
+    return found
+
+
+def spelled(numbers: Iterable[int]) -> str:
+    """ "0-3,8" for 0, 1, 2, 3, 8: the notation of the kernel and taskset."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in spans)
+
+
+def _count(threads: int) -> str:
+    return "one thread" if threads == 1 else f"{threads} threads"
+
+
+def _workers_mean(cores: Cores) -> str:
+    means = "pinned to these cores, which no other worker uses"
+    if len(cores.nodes) > 1:
+        means += "; in decode each computes tiles of its own node, as far as all workers stay busy"
+    return means

@@ -1,13 +1,22 @@
-"""A finding of the doctor, and parsers for values in the kernel's files."""
+"""A finding of the doctor, findings as text, and parsers for values in the kernel's files."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from launch.terminal import tables
 
 Level = Literal["ok", "note", "problem"]
 
+COLOURS = {"ok": "green", "note": "yellow", "problem": "bold red"}
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -43,16 +52,32 @@ class Topic:
         return Finding(self.name, "problem", found, means, do, prevents)
 
 
+def render(findings: Sequence[Finding], verdict: str) -> str:
+    """The findings by topic, and the verdict, as text."""
+    parts: list[RenderableType] = []
+    for topic, group in groupby(findings, key=lambda finding: finding.topic):
+        table = tables.make_grid(2, gap=1)
+        table.columns[0].width = max(map(len, COLOURS))
+        for finding in group:
+            table.add_row(Text(finding.level, style=COLOURS[finding.level]), _description(finding))
+        parts += [Text(topic, style="bold"), Padding(table, (0, 0, 1, 2))]
+    return tables.render(*parts, Text(verdict, style="bold"))
+
+
+def _description(finding: Finding) -> Text:
+    text = Text(finding.found)
+    if finding.means:
+        text.append(f"\n{finding.means}", style="dim")
+    for line in finding.do.splitlines():
+        text.append("\n> ", style="cyan")
+        text.append(line)
+    return text
+
+
 def parse_size(text: str) -> int | None:
     """Bytes of "32768K", "64M", "1g" or "512", as in sysfs and mount options; None for any other text."""
     match = re.fullmatch(r"([0-9]+)([KMGT]?)", text.strip().upper())
     return int(match[1]) * UNITS[match[2]] if match else None
-
-
-def chosen(text: str) -> str:
-    """The word in brackets of "always [madvise] never"; the text itself where it has no brackets."""
-    match = re.search(r"\[(\w+)\]", text)
-    return match[1] if match else text
 
 
 def binary(count: int) -> str:

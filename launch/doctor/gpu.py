@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from launch.doctor.bandwidth import Reads
 from launch.doctor.finding import Finding, Topic
-from launch.doctor.models import Reads
 from launch.doctor.software import installed, pip_install
 from launch.planning.device_choice import DRIVER_NODES
 from launch.processes.trials import TrialFailed, trial

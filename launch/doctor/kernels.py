@@ -10,7 +10,6 @@ from launch.doctor.finding import Finding, Topic
 from launch.doctor.software import pip_install
 from launch.processes.kernel_choice import choice_of, exchange_of
 from launch.terminal.format import rate
-from protocol.program import PROGRAM
 from shm.blocks import BlockFormat
 from shm.formats import BF16
 from shm.layout import DENSE
@@ -37,8 +36,7 @@ def inspect(record: Record | None = None, cache: Path = Path()) -> list[Finding]
 
 def not_tuned(record: Record, path: Path) -> Finding:
     means = f"the usual choice is used, which may be slower; kept in {path}, tried again after a day"
-    do = f"to try it now: {PROGRAM} doctor --tune"
-    return TOPIC.note(f"the kernels could not be measured: {record.failure}", means, do)
+    return TOPIC.note(f"the kernels could not be measured: {record.failure}", means)
 
 
 def exchanged(tuning: Tuning) -> Iterator[Finding]:
@@ -61,11 +59,10 @@ def tuned(record: Record, of: Tuning, path: Path) -> Finding:
     usual = ", ".join(f"{name} {rate(speed)}" for name, speed in of.default.items())
     means = f"one core reads {here}" + (f"; the default choice {usual}" if of.rates != of.default else "")
     day = time.strftime("%Y-%m-%d", time.localtime(record.measured))
-    means += f"\nmeasured {day}, kept in {path}: doctor --tune measures again"
+    means += f"\nmeasured {day}, kept in {path}; without the file, a start measures again"
     if record.loaded:
         means = f"other programs were computing (load average {record.load:.1f}): it may be wrong\n{means}"
-        do = f"a start at half of that load or less measures again; to do so now: {PROGRAM} doctor --tune"
-        return TOPIC.note(found, means, do)
+        return TOPIC.note(found, means, "a start at half of that load or less measures again")
     return TOPIC.ok(found, means)
 
 

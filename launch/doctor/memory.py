@@ -1,17 +1,20 @@
-"""Main memory: size, limits, swap, page locking, page sizes; and the limit of open files."""
+"""Main memory: size, limits, page locking; the limit of open files; and /dev/shm, which holds the experts."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.doctor.finding import Finding, Topic, chosen
+from launch.doctor.finding import Finding, Topic
 from pipeline.memory.plan import FREE_BYTES
 from shm.kernel_files import contents
-from shm.segment import byte_size
+from shm.segment import SHM_FOLDER, byte_size
 
-TOPIC = Topic("memory")
+TOPIC, SHARED = Topic("memory"), Topic("shared memory")
+SMALL = 1 << 28  # bytes of /dev/shm; a container's default is 64 MB, too small for any larger model
+LARGE_PAGES = {"always", "within_size"}
 CAP_IPC_LOCK = 1 << 14
 FEW_FILES = 256  # a coordinator opens dozens, and one for each client
 KB = 1024
@@ -39,9 +42,7 @@ def inspect(
         lockable = None
     return [
         *_amount(info, needed, group_limit),
-        *_swap(info),
         _locking(lockable, info.get("MemTotal", 0)),
-        *_pages(root, info),
         _files(files),
     ]
 
@@ -72,16 +73,6 @@ def _amount(info: dict[str, int], needed: int, group_limit: int | None) -> Itera
         )
 
 
-def _swap(info: dict[str, int]) -> Iterator[Finding]:
-    total = info.get("SwapTotal")
-    if total:
-        used = total - info.get("SwapFree", total)
-        means = "experts that are not locked can be swapped out under memory pressure, and then take seconds"
-        yield TOPIC.ok(f"swap: {byte_size(total)}, {byte_size(used)} used", means)
-    elif total == 0:
-        yield TOPIC.ok("no swap", "experts stay in memory; a model that does not fit fails")
-
-
 def _locking(lockable: int | None, total: int) -> Finding:
     if lockable is None or (total and lockable >= total):
         return TOPIC.ok("pages can be locked without limit", "experts cannot be swapped out")
@@ -94,27 +85,70 @@ def _locking(lockable: int | None, total: int) -> Finding:
     )
 
 
-def _pages(root: Path, info: dict[str, int]) -> Iterator[Finding]:
-    folder = root / "sys/kernel/mm/transparent_hugepage"
-    enabled, shared = contents(folder / "enabled"), contents(folder / "shmem_enabled")
-    if enabled:
-        words = f"transparent huge pages: {chosen(enabled)}"
-        words += f"; for shared memory: {chosen(shared)}" if shared else ""
-        yield TOPIC.ok(words, "for experts the mount option of /dev/shm decides: see shared memory")
-    else:
-        yield TOPIC.ok("no transparent huge pages", "experts are stored in small pages")
-    reserved, free = info.get("HugePages_Total", 0), info.get("HugePages_Free", 0)
-    if reserved:
-        size = byte_size(reserved * info.get("Hugepagesize", 2 << 20))
-        yield TOPIC.note(
-            f"{reserved} huge pages are reserved, {free} of them free",
-            f"these {size} are reserved for programs that request them; experts cannot use them",
-            "if no other program needs them: sudo sysctl vm.nr_hugepages=0",
-        )
-
-
 def _files(limit: int) -> Finding:
     found = f"limit of open files: {limit}"
     if limit < FEW_FILES:
         return TOPIC.note(found, "an engine opens dozens, and one for each client", "ulimit -n 4096")
     return TOPIC.ok(found, "sufficient: each client needs one")
+
+
+def mount_options(mountinfo: str, folder: str = SHM_FOLDER) -> tuple[str, ...]:
+    """Options of the last mount at this folder, from /proc/self/mountinfo; empty without a mount."""
+    options: tuple[str, ...] = ()
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, rest = before.split(), after.split()
+        if len(fields) >= 6 and len(rest) >= 3 and fields[4] == folder:
+            # of this mount, then of the file system
+            options = tuple(dict.fromkeys(fields[5].split(",") + rest[2].split(",")))
+    return options
+
+
+def inspect_shared(needed: int, memory: int, root: Path = Path("/")) -> list[Finding]:
+    """`needed`: bytes of the embedded model's store. `memory`: MemTotal in bytes."""
+    folder = root / SHM_FOLDER.lstrip("/")
+    try:
+        status = os.statvfs(folder)
+    except OSError as e:
+        do = f"sudo mount -t tmpfs -o mode=1777 tmpfs {SHM_FOLDER}"
+        return [_unusable(e.strerror or str(e), do)]
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return [_unusable("it is not writable", f"sudo chmod 1777 {SHM_FOLDER}")]
+    options = mount_options(contents(root / "proc/self/mountinfo"))
+    total, free = (blocks * status.f_frsize for blocks in (status.f_blocks, status.f_bavail))
+    return [capacity(total, free, needed, memory), *pages(options)]
+
+
+def _unusable(why: str, do: str) -> Finding:
+    means = "experts cannot be stored anywhere else"
+    return SHARED.problem(f"{SHM_FOLDER}: {why}", means, do, prevents=True)
+
+
+def capacity(total: int, free: int, needed: int, memory: int) -> Finding:
+    """Which models' experts fit /dev/shm; all arguments in bytes."""
+    found = f"{SHM_FOLDER}: {byte_size(total)}, {byte_size(free)} free"
+    half = max(memory // 2 // 2**20, 1024)
+    enlarge = (
+        f"sudo mount -o remount,size={half}m {SHM_FOLDER}\n"
+        f"for a container: `docker run --shm-size={half}m` (or `--ipc=host`)"
+    )
+    if free < needed:
+        means = f"even the embedded model's experts need {byte_size(needed)}"
+        return SHARED.problem(found, means, enlarge, prevents=True)
+    if total < SMALL:
+        means = "large enough for the embedded model's experts alone: this is a container's default size"
+        return SHARED.problem(found, means, enlarge)
+    means = f"experts of up to {byte_size(free)} fit; the embedded model's are {byte_size(needed)}"
+    if total < memory // 3:
+        return SHARED.note(found, means + "; the memory could hold more", enlarge)
+    return SHARED.ok(found, means)
+
+
+def pages(options: tuple[str, ...]) -> list[Finding]:
+    if not options:
+        return []
+    huge = next((o.removeprefix("huge=") for o in options if o.startswith("huge=")), "never")
+    found = f"mounted with {','.join(options)}"
+    if huge in LARGE_PAGES:
+        return [SHARED.ok(found, "experts are stored in huge pages while memory has them free")]
+    return [SHARED.ok(found, "experts are stored in small pages; see speed for huge ones")]

@@ -17,7 +17,8 @@ from rich.text import Text
 from launch.command_line.checks import check_engine
 from launch.command_line.options import Options
 from launch.doctor import costs
-from launch.doctor.forecast import Forecast, Speeds, bytes_read, explain, forecast, measure_speeds
+from launch.doctor.speeds import explain, left_out, measure_speeds
+from launch.forecast import Expected, Speeds, by_rates, sizes_of
 from launch.planning.plan import OPTIONS, Situation, every_format, formats, reasons, refusal, situation
 from launch.processes.cores import Cores
 from launch.processes.trials import TrialFailed
@@ -68,7 +69,7 @@ async def _expected(
     each: Mapping[FormatName, Needs],
     options: Options,
     interrupts: Interrupts,
-) -> tuple[Speeds | None, Mapping[FormatName, Forecast], list[str]]:
+) -> tuple[Speeds | None, Mapping[FormatName, Expected], list[str]]:
     """The expected speed in each format, and lines about it."""
     if config.device != "cpu":
         return None, {}, ["Expected tok/s: give --device cpu; with a GPU `bench` measures them."]
@@ -76,8 +77,9 @@ async def _expected(
         speeds = await measure_speeds(source, config, list(each), options, interrupts)
     except TrialFailed as e:
         return None, {}, [f"The expected tok/s are unknown: {e}"]
-    found = {name: forecast(bytes_read(source, config, needs), needs, speeds) for name, needs in each.items()}
-    return speeds, found, explain(found, speeds, config)
+    share = left_out(config)
+    expected = {name: by_rates(sizes_of(source, config, name), speeds, share) for name in each}
+    return speeds, expected, explain(expected, speeds, config)
 
 
 def _row(now: Situation, needs: Needs, chosen: Plan | None) -> Plan:
@@ -95,7 +97,7 @@ def _text(
     chosen: Plan | None,
     why: Sequence[str],
     measured: Sequence[tuple[str, list[str]]],
-    forecasts: Mapping[FormatName, Forecast],
+    forecasts: Mapping[FormatName, Expected],
     notes: Sequence[str],
 ) -> str:
     parts: list[RenderableType] = [Text(source.name, style="bold"), _layers(model_spec(source.config))]
@@ -128,7 +130,7 @@ def _layers(spec: ModelSpec) -> str:
 
 
 def _table(
-    now: Situation, rows: Sequence[Plan], chosen: Plan | None, forecasts: Mapping[FormatName, Forecast]
+    now: Situation, rows: Sequence[Plan], chosen: Plan | None, forecasts: Mapping[FormatName, Expected]
 ) -> Table:
     """A column for each format, with the bytes needed and the expected speed."""
     table = make_table("", numbers=("available", *(plan.needs.format for plan in rows)))
@@ -168,7 +170,7 @@ def _report(
     rows: Sequence[Plan],
     chosen: Plan | None,
     why: Sequence[str],
-    forecasts: Mapping[FormatName, Forecast],
+    forecasts: Mapping[FormatName, Expected],
 ) -> dict[str, Any]:
     resolved = None if chosen is None else chosen.resolved(now.config)
     return {

@@ -6,8 +6,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from launch.cache.command import free_bytes
 from launch.cache.entries import scan
-from launch.cache.report import free_bytes
 from launch.doctor.finding import Finding, Topic
 from launch.runtime import SHM, EngineInfo, running_engines, sweep
 from launch.terminal.format import count

@@ -9,7 +9,6 @@ from typing import Any
 from launch.processes.cores import Cores, CpuSet
 from launch.runtime import RuntimeDir
 from pipeline.config import ResolvedConfig
-from protocol.keys import ENGINE_FILE, keys_folder
 from shm.segment import engine_prefix, present_name
 from shm.store import store_name
 from workers.kernels.choice import DEFAULT, Choice
@@ -77,15 +76,6 @@ class ChildConfigs:
 
     def for_text(self) -> dict[str, Any]:
         return self._engine() | {"model": str(self.model), "fingerprint": ""}  # it knows no store
-
-    def for_door(self, fingerprint: str) -> dict[str, Any]:
-        key_file = self.config.key or keys_folder() / ENGINE_FILE
-        return self._engine() | {
-            "fingerprint": fingerprint,
-            "listen": self.config.listen,
-            "key_file": str(key_file.absolute()),
-            "key": self.key,
-        }
 
     def for_gateway(self, fingerprint: str) -> dict[str, Any]:
         keys = self.config.http_keys

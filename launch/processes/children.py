@@ -25,7 +25,6 @@ MODULES = {
     "coordinator": "pipeline.coordinator",
     "worker": "workers.expert_worker",
     "prefetcher": "workers.prefetcher",
-    "door": "pipeline.door.process",
     "text": "pipeline.text.process",
     "gateway": "pipeline.gateway.process",
 }

@@ -12,9 +12,9 @@ import zmq
 import zmq.asyncio
 
 from pipeline.rate_limit import SparseLog
-from protocol.checks import DEFAULT
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
+from protocol.messages import HEADER_LIMIT
 from protocol.sockets import CHILD_HWM, Identity, bind_router, parse_identity
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class Control:
         self.key = secrets.token_bytes(32)
         self._log = SparseLog(log)
         self._context = zmq.asyncio.Context()
-        self._socket = bind_router(self._context, endpoint, receive_hwm=CHILD_HWM, largest=DEFAULT.header)
+        self._socket = bind_router(self._context, endpoint, receive_hwm=CHILD_HWM, largest=HEADER_LIMIT)
         self._turn = 0.0  # when this task's turn in the event loop began
 
     async def receive(self) -> tuple[Identity, object]:

@@ -16,7 +16,7 @@ from protocol.sockets import Identity
 
 KILL_LIMIT = 2.0  # seconds for the kernel to end a killed child
 LAST_MESSAGE_LIMIT = 0.5  # seconds that the last message of an exited child may still be under way
-STOP_ORDER = (("gateway",), ("coordinator",), ("worker", "prefetcher", "text", "door"), ("loader",))
+STOP_ORDER = (("gateway",), ("coordinator",), ("worker", "prefetcher", "text"), ("loader",))
 
 
 class ProcessGroup:

@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
+
 from launch.processes.trials import TrialFailed, trial
 from pipeline.config import ExchangeName
 from shm.doorbell import library
@@ -55,19 +57,17 @@ def exchange_of(wanted: ExchangeName, workers: int, tuning: Tuning | None) -> st
     return "zmq" if library() is None or (len(trips) == 2 and trips["zmq"] < trips["shm"]) else "shm"
 
 
-async def kernel_record(cache: Path, measuring: Callable[[], None], again: bool = False) -> Record | None:
-    """What is kept of this machine, or else is measured in a child process and kept; `again`: in any case.
+async def kernel_record(cache: Path, measuring: Callable[[], None]) -> Record | None:
+    """Returns what is kept of this machine, or else is measured in a child process and then kept.
     Where another process measures, its record is waited for. A measurement that fails is kept too, with the
     reason. None where nothing can be chosen. Raises TrialFailed where no child can be started."""
     machine = Machine.here()
-    if not again and (kept := _usable(cache, machine)) is not None:
+    if (kept := _usable(cache, machine)) is not None:
         return kept
     measuring()
-    async with _alone(cache, machine) as waited:
-        # Another process may have ended its measurement just before the lock was free, too.
-        if (waited or not again) and (kept := _usable(cache, machine)) is not None:
-            return kept
-        return await _measured(cache, machine)
+    async with _alone(cache, machine):
+        kept = _usable(cache, machine)  # another process may have measured meanwhile
+        return kept if kept is not None else await _measured(cache, machine)
 
 
 def _usable(cache: Path, machine: Machine) -> Record | None:
@@ -76,17 +76,15 @@ def _usable(cache: Path, machine: Machine) -> Record | None:
 
 
 @asynccontextmanager
-async def _alone(cache: Path, machine: Machine) -> AsyncIterator[bool]:
-    """Hold the measurement's lock during the block, and say whether another process held it before. One that
-    holds it for longer than a measurement takes is not waited for."""
+async def _alone(cache: Path, machine: Machine) -> AsyncIterator[None]:
+    """Hold the measurement's lock during the block. A process that holds it for longer than a measurement
+    takes is not waited for."""
     end = time.monotonic() + PATIENCE
-    waited = False
     while True:
         with measuring_alone(cache, machine) as alone:
             if alone or time.monotonic() > end:
-                yield waited
+                yield
                 return
-        waited = True
         await asyncio.sleep(POLL_SECONDS)
 
 
@@ -102,9 +100,9 @@ async def _measured(cache: Path, machine: Machine) -> Record | None:
     load = max(load, os.getloadavg()[0])  # programs that have just begun are seen only afterwards
     tuning: Tuning | None = None
     try:
-        tuning = None if failure else Tuning.from_json(found)
-    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as e:
-        failure = f"unexpected output: {e!r}"
+        tuning = None if failure else msgspec.convert(found, Tuning)
+    except msgspec.ValidationError as e:
+        failure = f"unexpected output: {e}"
     record = Record(machine, tuning, time.time(), load, failure)
     keep(cache, record)
     return record

@@ -1,10 +1,10 @@
 """Restarts an engine's processes when they exit or hang; where that is no use, ends the engine with one line.
 A worker or the prefetcher is restarted at once at first, then after growing pauses; the coordinator receives
 a WorkerDied and gives its work to others. Exits before any work, or by a crash before anything was computed,
-end the engine where no worker computes anything between them. The door for tcp and the gateway for HTTP are
-restarted for ever: another program may have their port for a while, and only their clients notice. When the
-coordinator exits or hangs, all are killed and restarted on the same store, but for the gateway: its clients'
-answers go on when the coordinator is back."""
+end the engine where no worker computes anything between them. The gateway for HTTP is restarted for ever:
+another program may have its port for a while, and only its clients notice. When the coordinator exits or
+hangs, all others but the gateway are killed and restarted on the same store: the answers of the gateway's
+clients go on when the coordinator is back."""
 
 from __future__ import annotations
 
@@ -29,10 +29,8 @@ from shm.control import ControlSegment
 log = logging.getLogger("tandem")
 
 COORDINATOR = "coordinator"
-DOOR = "door"
 GATEWAY = "gateway"
-PORTS = (DOOR, GATEWAY)  # roles that other machines' or programs' clients connect to
-ALONE = (COORDINATOR, *PORTS)  # roles that no other process waits for: they send heartbeats
+ALONE = (COORDINATOR, GATEWAY)  # roles that no other process waits for: they send heartbeats
 COUNTED = ("coordinator", "worker", "prefetcher")  # roles with a line in the control segment
 
 
@@ -96,7 +94,7 @@ class ProcessMonitor:
                 slot = self._slot_of(child)
                 if slot is not None and not slot.ready.done():
                     slot.ready.set_result(None)
-                if slot is not None and slot.role in PORTS:  # the others begin when the coordinator says so
+                if slot is not None and slot.role == GATEWAY:  # the others begin when the coordinator says so
                     self._on_worker_up(slot, child)
             case WorkerUp() | Hung():
                 slot = self._slots.get((message.role, message.index))
@@ -152,9 +150,9 @@ class ProcessMonitor:
             child.kill()
 
     async def _wait_ready(self) -> None:
-        # A restart replaces the futures. Local clients do not wait for a restarted door or gateway.
+        # A restart replaces the futures. Local clients do not wait for a restarted gateway.
         slots = {
-            slot.ready: slot for slot in self._slots.values() if not (slot.role in PORTS and self._started)
+            slot.ready: slot for slot in self._slots.values() if not (slot.role == GATEWAY and self._started)
         }
         limit = self._limits.ready
         done, pending = await asyncio.wait(slots, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
@@ -168,7 +166,7 @@ class ProcessMonitor:
         slot.exited_at = time.monotonic()
         crashed = child.hung or code not in (-signal.SIGKILL, -signal.SIGTERM)
         seq = self._control.line(slot.role, slot.index).seq if slot.role in COUNTED else -1
-        if slot.role not in PORTS:
+        if slot.role != GATEWAY:
             coordinator = Identity(COORDINATOR, 0, self._slots[COORDINATOR, 0].incarnation)
             died = WorkerDied(slot.role, slot.index, slot.incarnation, crashed, seq)
             await self._group.send(coordinator, died)
@@ -177,8 +175,8 @@ class ProcessMonitor:
         slot.count_exit(not child.up or (crashed and idle), self._progress())
         reason = _exit_line(child, code)
         engine_restarts = self._engine_restarts
-        while slot.role in PORTS or slot.futile_exits < self._limits.futile_exits:
-            if slot.role not in PORTS or slot.early_exits == 0:
+        while slot.role == GATEWAY or slot.futile_exits < self._limits.futile_exits:
+            if slot.role != GATEWAY or slot.early_exits == 0:
                 log.warning(f"{reason}; it is being restarted")
             elif reason != slot.reported:
                 log.warning(f"{reason}; until it can, it is tried again every few seconds")

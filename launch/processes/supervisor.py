@@ -242,12 +242,10 @@ class Supervisor:
             self._add_prefetcher(monitor)
         if has_tokenizer(self.model):
             monitor.add_slot("text", 0, self._configs.for_text, 1)
-        if self.config.listen is not None:
-            monitor.add_slot("door", 0, lambda: self._configs.for_door(self._fingerprint), 1)
         if self.config.http is not None:
             monitor.add_slot("gateway", 0, lambda: self._configs.for_gateway(self._fingerprint), 1)
         workers = count(number, "worker") if number else "which computes experts itself"
-        others = "".join(f", {role}" for role in ("prefetcher", "door", "gateway") if monitor.has(role))
+        others = "".join(f", {role}" for role in ("prefetcher", "gateway") if monitor.has(role))
         log.info(f"processes: coordinator, {workers}{others}")
         await monitor.start()
 

@@ -78,9 +78,7 @@ async def score(options: Options, interrupts: Interrupts) -> int:
             except OSError as e:
                 raise OutputFailed(f"--out {out}: {e.strerror}") from e
         stats = await client.stats()
-    exactness = {"exact": client.welcome.exact}
-    if "engine" in stats:  # which an engine shows to local clients, and to a key with the right admin
-        exactness = fidelity(client.welcome.exact, difference(stats["engine"], before["engine"]))
+    exactness = fidelity(client.welcome.exact, difference(stats["engine"], before["engine"]))
     policy = stats.get("policy", client.welcome.policy)
     mean = nll / (count - 1) if count > 1 else math.nan
     perplexity = math.exp(mean) if mean < 700 else math.inf
@@ -144,7 +142,7 @@ async def _requests(
     if text is not None:
         if not welcome.has_tokenizer:
             raise WrongUsage("--text: this model has no tokenizer; give --tokens")
-        if options.remote or len(text.encode()) < welcome.context:  # a byte a token at least, and the bos
+        if len(text.encode()) < welcome.context:  # a byte a token at least, and the bos
             check_request(written["text"], Score(0, text=text))
             whole = Window(0, welcome.context, 0, welcome.context)
             return [(whole, {"text": text, "prefill": prefill, **how})]

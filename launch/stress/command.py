@@ -34,7 +34,6 @@ from launch.terminal.log import hidden
 from launch.terminal.output import print_json
 from launch.terminal.progress import ProgressCounter
 from protocol.client import Client
-from protocol.keys import Address
 from protocol.messages import Welcome
 
 CLIENTS = 8
@@ -53,8 +52,6 @@ async def stress(options: Options, interrupts: Interrupts) -> int:
     entries = read_script(path) * options.written.get("repeat", 1)
     clients = options.written.get("clients", CLIENTS)
     chaos = Chaos.asked(options.written, options.config().seed)
-    if chaos is not None and options.remote is not None:
-        runtime_of(Address(options.remote))  # raises WrongUsage before a connection is made
     if chaos is not None and "log_level" not in options.written:
         # The engine refuses hostile messages by the thousand and restarts what was killed, as intended.
         quiet = options.written | {"log_level": "error"}
@@ -89,9 +86,7 @@ def _check_model(welcome: Welcome, entries: list[Entry], path: Path) -> None:
                 raise WrongUsage(f"{path}: {entry.name} is a chat, and this model has no chat template")
 
 
-async def _run(
-    run: StressRun, where: Address, client: Client, entries: list[Entry], chaos: Chaos | None
-) -> None:
+async def _run(run: StressRun, where: str, client: Client, entries: list[Entry], chaos: Chaos | None) -> None:
     async with AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(Client.connect(where, name=f"stress {number}"))

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from launch.command_line.checks import WrongLine, read_lines
-from launch.command_line.grammar import nearest
+from launch.command_line.values import nearest
 from protocol.codec import encode
 from protocol.errors import MalformedMessage
 from protocol.messages import ChatMessage, Generate, Sampling

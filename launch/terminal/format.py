@@ -72,3 +72,14 @@ def alike(values: Sequence[float], width: int = 5) -> list[str]:
 def count(number: int, noun: str) -> str:
     """ "1 round", "2 rounds"."""
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def merged_notes(noted: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
+    """`noted`: each policy's name and notes. A note that differs only in the policy's name before it comes
+    once, after the names of all its policies."""
+    names: dict[tuple[bool, str], list[str]] = {}
+    for name, notes in noted:
+        for note in notes:
+            text = note.removeprefix(f"{name}: ")
+            names.setdefault((text != note, text), []).append(name)
+    return [", ".join(of) + f": {text}" if named else text for (named, text), of in names.items()]

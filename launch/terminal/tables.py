@@ -1,19 +1,187 @@
-"""The one style of tables, and rendering: coloured for a terminal, plain text without rules elsewhere."""
+"""The one printer of reports: tables and lines, in a terminal's colours and width, else plain in 80 columns.
+
+    table = Table[Run](
+        [
+            Column("policy", lambda run: run.name, text=True),
+            Column("decode\\ntok/s", lambda run: run.speeds, spreads, style="bold"),
+            Column("hits", lambda run: run.hits, each(percent), note="hits: share of the resident experts"),
+            Column("late", lambda run: run.late_bytes, each(byte_size), optional=True),  # gone if all are 0
+        ],
+        runs,
+    )
+    print_parts(table, "", *table.notes)
+
+A column formats all of its values together, so that they can agree on their decimals (`alike`, `spreads`);
+`each` makes such a format of a function of one value. None is shown as "-".
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Generic, TypeVar
 
-from rich import box
+from rich import box, table
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
-from rich.table import Table
+from rich.text import Text
 
+from launch.terminal.format import MISSING, alike
+from launch.terminal.output import show
+from pipeline.policies.view import PolicyRequest
 from protocol.visible import visible
 
 PLAIN_WIDTH = 80
 MAX_WIDTH = 110  # longer lines of text are hard to read
+
+Row = TypeVar("Row")
+Cell = str | Text
+Format = Callable[[Sequence[Any]], Sequence[Cell]]
+
+
+def each(shown: Callable[[Any], Cell]) -> Format:
+    """Returns the format that shows every value by itself."""
+    return lambda values: [shown(value) for value in values]
+
+
+def as_they_are(values: Sequence[Any]) -> list[Cell]:
+    """Shows texts and whole numbers."""
+    return [value if isinstance(value, Text) else str(value) for value in values]
+
+
+def spreads(every: Sequence[Sequence[float]]) -> list[Text]:
+    """Shows the median of each cell's values and, of several, the range below it."""
+    words = iter(alike([figure(values) for values in every for figure in (median, min, max)]))
+    cells = []
+    for values, middle, least, most in zip(every, words, words, words, strict=True):
+        between = " to " if least.startswith("-") else "-"
+        below = f"\n{least}{between}{most}" if len(values) > 1 else ""
+        cells.append(Text.assemble(middle, (below, "dim not bold")))
+    return cells
+
+
+def policy_name(request: PolicyRequest, exact: bool = True) -> Text:
+    """Returns the first cell of a policy's row: its name, its options, and `approximate` where it is."""
+    options = [(f"\n{option}={value}", "dim not bold") for option, value in request.options.items()]
+    return Text.assemble(
+        (request.name, "bold"), *options, ("" if exact else "\napproximate", "yellow not bold")
+    )
+
+
+@dataclass(frozen=True)
+class Column(Generic[Row]):
+    """`title`: of one or more lines. `text`: aligned left and wrapped; numbers are aligned right, and never
+    wrapped. `note`: explains the title. `optional`: left out where each value is None or 0. `once`: empty
+    where all such columns repeat the row above."""
+
+    title: str
+    value: Callable[[Row], Any]
+    format: Format = as_they_are
+    text: bool = False
+    style: str = ""
+    note: str = ""
+    optional: bool = False
+    once: bool = False
+
+    def cells(self, rows: Sequence[Row]) -> list[Cell] | None:
+        """Returns the cell of each row, or None where the column is left out."""
+        values = [self.value(row) for row in rows]
+        if self.optional and not any(values):
+            return None
+        shown = iter(self.format([value for value in values if value is not None]))
+        return [MISSING if value is None else next(shown) for value in values]
+
+
+@dataclass(frozen=True)
+class Table(Generic[Row]):
+    """`style`: of a whole row. `gap`: spaces between columns; one more where no rule is drawn below the
+    titles. `across`: each column becomes a line, with its title before it, and each row a column, with its
+    first cell for a title."""
+
+    columns: Sequence[Column[Row]]
+    rows: Sequence[Row]
+    title: str = ""
+    gap: int = 1
+    style: Callable[[Row], str] = lambda row: ""
+    across: bool = False
+
+    @property
+    def notes(self) -> list[Text]:
+        """The notes of the columns that are shown."""
+        return dim(column.note for column, _ in self._shown() if column.note)
+
+    def __rich__(self) -> table.Table:
+        return self._lying() if self.across else self._standing()
+
+    def _standing(self) -> table.Table:
+        columns = [column for column, _ in self._shown()]
+        once = [place for place, column in enumerate(columns) if column.once]
+        made = _titled([(column.title, column.text) for column in columns], self.gap, self.title)
+        for column, drawn in zip(columns, made.columns, strict=True):
+            drawn.style = column.style
+        above: Sequence[Cell] = ()
+        lines = zip(*(cells for _, cells in self._shown()), strict=True)
+        for row, line in zip(self.rows, lines, strict=True):
+            repeated = above and all(line[place] == above[place] for place in once)
+            shown = ["" if repeated and place in once else cell for place, cell in enumerate(line)]
+            made.add_row(*shown, style=self.style(row))
+            above = line
+        return made
+
+    def _lying(self) -> table.Table:
+        (first, titles), *lines = self._shown()
+        columns = [(first.title, True), *((str(title), False) for title in titles)]
+        made = _titled(columns, self.gap, self.title)
+        for column, cells in lines:
+            made.add_row(column.title, *cells, style=column.style)
+        return made
+
+    def _shown(self) -> Iterator[tuple[Column[Row], list[Cell]]]:
+        for column in self.columns:
+            if (cells := column.cells(self.rows)) is not None:
+                yield column, cells
+
+
+def make_table(*texts: str, numbers: Iterable[str] = (), gap: int = 1, title: str = "") -> table.Table:
+    """A table of rich without rows, for rows that are no list of like things: texts, then numbers."""
+    columns = [(heading, True) for heading in texts] + [(heading, False) for heading in numbers]
+    return _titled(columns, gap, title)
+
+
+def _titled(columns: Sequence[tuple[str, bool]], gap: int, title: str) -> table.Table:
+    """`columns`: the title of each, and whether it holds texts."""
+    terminal = Console().is_terminal
+    titled = table.Table(
+        title=title or None,
+        title_style="bold yellow",
+        box=box.SIMPLE_HEAD if terminal else None,
+        padding=(0, gap if terminal else gap + 1, 0, 0),
+        show_edge=False,
+        header_style="bold",
+    )
+    lines = max(heading.count("\n") for heading, _ in columns)
+    for heading, text in columns:
+        heading = "\n" * (lines - heading.count("\n")) + heading  # all end on the last line
+        if text:
+            titled.add_column(heading, overflow="fold")
+        else:
+            titled.add_column(heading, justify="right", no_wrap=True)
+    return titled
+
+
+def grid(rows: Iterable[Sequence[RenderableType]], gap: int = 2) -> table.Table:
+    """Rows of equally many cells without titles; the last column wraps, the others do not."""
+    lines = list(rows)
+    made = make_grid(len(lines[0]) if lines else 1, gap)
+    for line in lines:
+        made.add_row(*line)
+    return made
+
+
+def dim(lines: Iterable[str]) -> list[Text]:
+    """Lines that explain, in a paler colour."""
+    return [Text(line, style="dim") for line in lines]
 
 
 class VisibleConsole(Console):
@@ -27,34 +195,6 @@ class VisibleConsole(Console):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
 
-def make_table(*text_columns: str, numbers: Iterable[str] = (), gap: int = 1, title: str = "") -> Table:
-    """A table with its columns: texts aligned left, which wrap, then numbers aligned right, which do not.
-    `gap`: spaces between columns; one more where no terminal draws the rule below the heading."""
-    terminal = Console().is_terminal
-    table = Table(
-        title=title or None,
-        title_style="bold yellow",
-        box=box.SIMPLE_HEAD if terminal else None,
-        padding=(0, gap if terminal else gap + 1, 0, 0),
-        show_edge=False,
-        header_style="bold",
-    )
-    for heading in text_columns:
-        table.add_column(heading, overflow="fold")
-    for heading in numbers:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
-
-
-def make_grid(columns: int, gap: int = 2) -> Table:
-    """Rows without headings; the last column wraps, the others do not."""
-    grid = Table.grid(padding=(0, gap, 0, 0))
-    for _ in range(columns - 1):
-        grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    return grid
-
-
 def render(*parts: RenderableType, max_width: int = MAX_WIDTH) -> str:
     """The text of `parts` for stdout, each beginning a line: colours and the terminal's width (at most
     `max_width`) on a terminal, else plain and 80 columns. No line ends in spaces."""
@@ -66,3 +206,17 @@ def render(*parts: RenderableType, max_width: int = MAX_WIDTH) -> str:
         for part in parts:
             console.print(part)
     return "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+
+
+def print_parts(*parts: RenderableType) -> None:
+    """Print what `render` makes of `parts`."""
+    show(render(*parts), rendered=True)
+
+
+def make_grid(columns: int, gap: int = 2) -> table.Table:
+    """An empty `grid` of so many columns, for rows that are added one by one."""
+    made = table.Table.grid(padding=(0, gap, 0, 0))
+    for _ in range(columns - 1):
+        made.add_column(no_wrap=True)
+    made.add_column(overflow="fold")
+    return made

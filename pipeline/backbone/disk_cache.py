@@ -17,7 +17,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgpack
+import msgspec
 
 from pipeline.checkpoint.model_source import ModelSource
 from protocol.errors import NotPrivate
@@ -38,6 +38,11 @@ WRITE_BYTES = 1 << 26
 log = logging.getLogger(__name__)
 
 Entries = dict[str, tuple[int, int, int]]
+
+
+class _Index(msgspec.Struct):
+    version: int
+    matrices: Entries
 
 
 def backbone_fingerprint(source: ModelSource, dtype: str) -> str:
@@ -133,7 +138,7 @@ class BackboneCache:
         unfinished = self._path.with_name(UNFINISHED)
         try:
             if not self._disabled:
-                index = msgpack.packb({"version": VERSION, "matrices": self._new})
+                index = msgspec.msgpack.encode({"version": VERSION, "matrices": self._new})
                 os.pwrite(self._file, index + len(index).to_bytes(8, "little"), self._end)
                 put_in_place(self._file, unfinished, self._path)
                 self._note_use()
@@ -184,16 +189,16 @@ def _open(path: Path) -> tuple[int | None, Entries]:
 def _entries(packed: bytes, end: int) -> Entries:
     """The matrices of an index that begins at byte `end`. Raises ValueError where it is damaged or of another
     version."""
-    index = msgpack.unpackb(packed)
-    if not isinstance(index, dict) or not isinstance(matrices := index.get("matrices"), dict):
-        raise ValueError("its index is damaged")
-    if index.get("version") != VERSION:
+    try:
+        index = msgspec.msgpack.decode(packed, type=_Index)
+    except (msgspec.DecodeError, ValueError, RecursionError) as e:
+        raise ValueError(f"its index is damaged: {str(e)[:80]!r}") from None
+    if index.version != VERSION:
         raise ValueError("it is of another version")
-    for name, place in matrices.items():
-        numbers = isinstance(place, list) and len(place) == 3 and all(type(number) is int for number in place)
-        if not numbers or not 0 <= place[0] <= end - place[1] <= end or place[0] % ALIGNMENT:
-            raise ValueError(f"its index is damaged at {str(name)[:80]!r}")
-    return {name: (offset, nbytes, checksum) for name, (offset, nbytes, checksum) in matrices.items()}
+    for name, (offset, nbytes, _) in index.matrices.items():
+        if not 0 <= offset <= end - nbytes <= end or offset % ALIGNMENT:
+            raise ValueError(f"its index is damaged at {name[:80]!r}")
+    return index.matrices
 
 
 def _remove(path: Path) -> None:

@@ -1,6 +1,5 @@
 """Costs that earlier starts measured, so that a start need not measure them again:
-`<cache folder>/costs/<store>-<setting>.json`, one file for each model, machine and configuration. What an
-engine's steps have shown of them is added when it ends.
+`<cache folder>/costs/<store>-<setting>.json`, one file for each model, machine and configuration.
 
 A file contains the setting that it was measured with; `shm/kept_record.py` says how it is kept. This module
 imports no torch.
@@ -13,11 +12,10 @@ import json
 import os
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from pipeline.engine.learned_costs import NOTHING, Corrections
 from pipeline.errors import PolicyError
 from pipeline.policies.costs import Costs
 from shm import kept_record
@@ -27,7 +25,7 @@ from shm.kernel_files import contents, parse_cpuinfo
 FOLDER = "costs"
 FILE_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.json")  # others in the folder are not touched
 PREFETCHER_FILE = re.compile(r"prefetcher-[0-9a-f]{16}\.json")  # which kind of prefetcher copies better
-VERSION = 2  # of the files, and of how costs are measured
+VERSION = 3  # of the files, and of how costs are measured
 
 
 @dataclass(frozen=True)
@@ -68,18 +66,13 @@ class Record(KeptRecord):
     measured: float  # seconds since the epoch
     load: float  # the machine's load average just before
     costs: Costs
-    learned: Corrections = NOTHING  # what steps have shown of these costs since
 
     @property
     def cores(self) -> int:
         return self.setting.cores
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {
-            "version": VERSION,
-            "costs": self.costs.to_json(),
-            "learned": self.learned.to_json(),
-        }
+        return asdict(self) | {"version": VERSION, "costs": self.costs.to_json()}
 
     @classmethod
     def from_json(cls, data: Any) -> Record:
@@ -103,7 +96,6 @@ class Record(KeptRecord):
             float(data["measured"]),
             float(data["load"]),
             costs,
-            Corrections.from_json(data.get("learned"), len(costs.rows)),
         )
         if record.tiles < 1 or record.tile_bytes < 1:
             raise ValueError("its tiles have no size")
@@ -128,13 +120,6 @@ def find(cache: Path, setting: Setting) -> Record | None:
 def keep(cache: Path, record: Record) -> None:
     """Write the record, replacing that of the same setting. A failure is logged."""
     kept_record.keep(cache / FOLDER / record.setting.name, record.to_json(), "costs")
-
-
-def keep_learned(cache: Path, setting: Setting, costs: Costs, learned: Corrections) -> None:
-    """Add what steps have shown to the record of these costs, unless others have replaced them."""
-    record = _find(cache / FOLDER / setting.name)
-    if record is not None and (record.setting, record.costs) == (setting, costs):
-        keep(cache, replace(record, learned=learned))
 
 
 def measured_here(cache: Path) -> list[tuple[Path, Record]]:

@@ -26,7 +26,7 @@ from pipeline.engine.engine import Engine
 from pipeline.errors import PolicyError
 from pipeline.experts.demand_stream import DemandStream
 from pipeline.experts.device_share import DeviceMemory
-from pipeline.experts.device_work import DeviceWork, Landed
+from pipeline.experts.device_work import Landed
 from pipeline.experts.host_pool import Ticket
 from pipeline.experts.host_shards import divide_into_shards, empty_shard
 from pipeline.experts.shares import Missing, Share
@@ -36,7 +36,6 @@ from shm.mask import DENSE
 ROWS = (1, 4, 16, 64)
 BUDGET = 2.0  # seconds in all
 ROUND_TRIPS = 50
-LOCK_LIMIT = 10.0  # seconds until the first pages of the store are locked
 OTHER_LAYERS = 4  # layers at most that `other` times
 
 log = logging.getLogger(__name__)
@@ -94,18 +93,14 @@ def measure_costs(engine: Engine, context: int = ROWS[-1]) -> Costs:
     """Medians per tile, and per layer for the rest. Raises PolicyError where the engine has no slab."""
     if not engine.memory.exists:
         raise PolicyError("measuring costs needs a slab for experts on the device: give --expert-cache")
-    share = BUDGET / (3 * len(ROWS) + 3)
+    share = BUDGET / (3 * len(ROWS) + 2)
     probe = _Probe(engine, engine.memory)
     probe.warm_up()
     host = tuple(probe.host(rows, share) for rows in ROWS)
     device = tuple(probe.device(rows, share) for rows in ROWS)
     link, fetch = probe.link(share)
     launch = probe.launch(device[0], share)
-    other, zero_copy = probe.other(context, share), probe.zero_copy(share)
-    costs = Costs(ROWS, host, device, link, probe.round_trip(), other, launch, fetch, zero_copy=zero_copy)
-    if engine.memory.zero_copy is not None and not costs.zero_copy_pays(1, engine.shape.tiles):
-        engine.memory.zero_copy.stop_locking()
-    return costs
+    return Costs(ROWS, host, device, link, probe.round_trip(), probe.other(context, share), launch, fetch)
 
 
 class _Probe:
@@ -160,41 +155,6 @@ class _Probe:
             elapsed = time.perf_counter() - started
             ticket.result()
             return elapsed / count
-
-        return _median(once, seconds)
-
-    def zero_copy(self, seconds: float) -> float:
-        """One tile at one row, which the device reads in the store while the pool computes; 0 where it cannot
-        or has no link to it."""
-        engine, memory, shape = self._engine, self._memory, self._engine.shape
-        zero_copy = memory.zero_copy
-        if zero_copy is None or engine.device.on_host:
-            return 0.0
-        if not zero_copy.wait_locked(shape.tiles, LOCK_LIMIT, engine.tick):
-            log.info("no tile is read by the GPU in the store: its pages were not locked")
-            return 0.0
-        x = self._activations(1).to(engine.device.torch_device)
-        found = [
-            [(expert, tile, zero_copy.tile(0, expert, tile)) for tile in range(shape.tiles)]
-            for expert in range(shape.experts)
-        ]
-        whole = [tiles for tiles in found if all(data is not None for _, _, data in tiles)]
-        turns = itertools.cycle(range(len(whole)))
-        items = np.array([[0, 0, shape.tiles]], np.int32)
-        one = np.ones(1, np.float32)
-        share = Share(items, np.array([0, 1], np.int32), np.zeros(1, np.int32), one)
-
-        def once() -> float:
-            tiles = [(0, tile, data) for _, tile, data in whole[next(turns)] if data is not None]
-            ticket = self._submit(1)
-            layer = memory.begin_sum(DeviceWork(0, share, iter(()), []), x)
-            started = time.perf_counter()
-            layer.add(tiles)
-            layer.result()
-            engine.device.wait(engine.device.fence())
-            elapsed = time.perf_counter() - started
-            ticket.result()
-            return elapsed / len(tiles)
 
         return _median(once, seconds)
 

@@ -28,8 +28,7 @@ from safetensors.numpy import save as save_tensors
 from pipeline.calibration.summary import describe
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.errors import CalibrationError
-from pipeline.policies.calibration import Calibration
-from pipeline.policies.sparsity import MOST
+from pipeline.policies.calibration import MOST, Calibration
 from pipeline.policies.split import PRIORITIES
 from protocol.errors import NotPrivate
 from protocol.private_files import check_private, make_folders

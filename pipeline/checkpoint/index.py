@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgpack
+from msgspec import msgpack
 
 from pipeline.checkpoint.header import MAX_TENSORS, Shard, TensorEntry, read_shard
 from pipeline.errors import ModelError
@@ -97,7 +97,7 @@ def fingerprint(index: CheckpointIndex, format_name: str, tile: int) -> str:
         "config": json.dumps(index.config, sort_keys=True),
         "shards": [(s.path.name, s.size, s.mtime_ns, s.header_digest) for s in index.shards],
     }
-    return hashlib.blake2b(msgpack.packb(facts), digest_size=32).hexdigest()
+    return hashlib.blake2b(msgpack.encode(facts), digest_size=32).hexdigest()
 
 
 def _has_two_bits(format_name: str) -> bool:

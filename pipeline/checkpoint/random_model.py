@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
-import msgpack
 import numpy as np
+from msgspec import msgpack
 
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.reader import RawTensor
@@ -65,7 +65,7 @@ class RandomModel(ModelSource):
             "format": format_name,
             "tile": tile,
         }
-        return hashlib.blake2b(msgpack.packb(facts), digest_size=32).hexdigest()
+        return hashlib.blake2b(msgpack.encode(facts), digest_size=32).hexdigest()
 
     def worth_keeping(self, format_name: str) -> bool:
         """False: drawing the weights again is about as fast."""
@@ -173,5 +173,5 @@ def _draw_tile(
 
 def _generator(*position: str | int) -> np.random.Generator:
     """The generator of one tile or block, seeded by its position."""
-    digest = hashlib.blake2b(msgpack.packb(position), digest_size=16).digest()
+    digest = hashlib.blake2b(msgpack.encode(position), digest_size=16).digest()
     return np.random.Generator(np.random.SFC64(int.from_bytes(digest, "little")))

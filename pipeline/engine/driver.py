@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import IntArray, Phase
+from pipeline.engine.prefetch_meter import PrefetchMeter
 from pipeline.errors import PlanError
 from pipeline.policies.costs import Costs
-from pipeline.policies.prefetch_meter import PrefetchMeter
 from pipeline.policies.view import Ahead, Gated, Policy, Routing, Signals, Target, View
 from shm.mask import DENSE, Mask
 

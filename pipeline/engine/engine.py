@@ -18,11 +18,11 @@ from pipeline.backbone.batch import StepInput
 from pipeline.config import GraphsName
 from pipeline.counters import Counters, StepClock
 from pipeline.device import Device
+from pipeline.engine.corrections import Corrections
 from pipeline.engine.driver import PolicyDriver
 from pipeline.engine.failures import restoring_sequences
 from pipeline.engine.graphs import StepGraphs
 from pipeline.engine.layers import EagerLayers
-from pipeline.engine.learned_costs import Learned
 from pipeline.engine.observer import Observer, Probing
 from pipeline.engine.tensor_executor import TensorExecutor
 from pipeline.engine.timing import Timing
@@ -68,7 +68,7 @@ class Engine:
         self.up = layout.format.up.name if isinstance(layout.format, FloeFormat) else ""  # as in View
         # Both outlast policies; of popularity, the rows routed to each expert, only some steps count.
         self.popularity = np.zeros((s.layers, s.experts), np.int64)
-        self.learned: Learned | None = None
+        self.corrections: Corrections | None = None
         self.probing = Probing(backbone, device.torch_device, None)
         self._only_waits = [True] * s.layers  # as in TensorExecutor
         self.graphs = StepGraphs(backbone, device, graphs)
@@ -93,8 +93,9 @@ class Engine:
         memory, decode = self.memory, self.counters.phases["decode"]
         if policy.uses_device and not memory.exists:
             raise PolicyError(f"policy {policy.name} keeps experts on the device, and the engine has no slab")
-        self.learned = Learned.of(costs, self.learned)
-        timing = Timing(memory, self.device, costs, self.learned if follow else None)
+        if costs is not None and (self.corrections is None or self.corrections.measured != costs):
+            self.corrections = Corrections(costs)
+        timing = Timing(memory, self.device, costs, self.corrections if follow else None)
         view = View(
             shape=self.shape,
             phase="decode",
@@ -143,9 +144,8 @@ class Engine:
         self.poll_children()
         clock = StepClock(counters, self.device, self.memory.copied)
         sequences = tuple(item.span.kv.id for item in inputs for _ in item.span.tokens)
-        self.timing.begin_step(len(sequences))
+        self.timing.begin_step(phase)
         driver.use_costs(self.timing.costs)
-        self.memory.use_costs(self.timing.costs)
         driver.begin_step(phase, sequences, live)
         for observer in self.observers:
             observer.begin(phase, sequences)

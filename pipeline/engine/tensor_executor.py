@@ -81,13 +81,10 @@ class TensorExecutor:
         begun = decision.begun
         if begun is None:
             self.only_waits[layer] = waits = not len(split.device.items)
-            self.timing.layer_begins(split)
             begun = self._submit(layer, split.host, self._x_host, decision.mask, waits)
         self._ticket = begun
         x, mask = self._attended.x, decision.mask
         self._device_work = self.memory.begin(layer, split.device, x, mask, self.clock)
-        if chosen := self._device_work.in_place:
-            self.timing.zero_copy(len({item for item, _, _ in chosen}), len(chosen))
         self.clock.mark("submit")
 
     def begin_early(self, layer: int, ahead: Ahead, mask: Mask) -> Ticket:
@@ -113,7 +110,7 @@ class TensorExecutor:
             self._compute_shared_experts()
         if len(split.device.items):
             self._outputs.append(self.memory.compute(self._device_work, self._attended.x, self.clock))
-            self.timing.device_began(split.device, len(self._device_work.in_place))
+            self.timing.device_began(split.device)
         host = [(split.host, self._ticket)]
         if missing := self._device_work.missing:  # the prefetcher is down: the workers compute them
             late = split.host_share_of(missing)
@@ -136,7 +133,6 @@ class TensorExecutor:
             for output in self._outputs[1:]:
                 self._outputs[0].add_(output)
             self.h.add_(self._outputs[0])  # in place: a graph reads it there
-        self.timing.layer_ends()
         self.clock.mark("combine")
 
     def abandon(self, early: Ticket | None) -> None:
@@ -152,6 +148,6 @@ class TensorExecutor:
         self.clock.mark("shared")
 
     def _submit(self, layer: int, share: Share, x: FloatArray, mask: Mask, waits: bool) -> Ticket:
-        self.timing.host_begins(share)
+        self.timing.host_begins(share, waits)
         shards = divide_into_shards(share, self.pool.cores, self.phase, len(x))
         return self.pool.submit(layer, shards, x, waits, mask)

@@ -1,5 +1,5 @@
 """The seconds of an engine's shares by the costs in force: what link and host still have to do, which is the
-policy's `Backlog`, and beside what was measured, which corrects the costs (`cost_updates.py`)."""
+policy's `Backlog`, and beside what was measured, which corrects the costs (`corrections.py`)."""
 
 from __future__ import annotations
 
@@ -7,55 +7,63 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
+from pipeline.arrays import Phase
 from pipeline.device import Device
-from pipeline.engine.cost_updates import SIDES, Side, Work
-from pipeline.engine.layer_times import Kind
-from pipeline.engine.learned_costs import Learned, tables
+from pipeline.engine.corrections import SIDES, Corrections, Priced, Side, Work
 from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.empty_memory import EmptyDeviceMemory
 from pipeline.experts.fetch_link import Order
-from pipeline.experts.shares import Share, Split
-from pipeline.policies.active_costs import SecondsTable
-from pipeline.policies.backlog import Landing
-from pipeline.policies.costs import Costs
+from pipeline.experts.shares import Share
+from pipeline.policies.costs import Costs, SecondsTable
+from pipeline.policies.view import Backlog, Landing
+
+FIRST, SAMPLED = 64, 4  # steps of which each is measured; of later ones every so many
 
 
-class Timing:
-    """Of one engine under one policy: a `Backlog`. Without costs every answer is 0 seconds."""
+class _HostShare(NamedTuple):
+    """A host share that runs."""
+
+    given: float  # when
+    seconds: float  # of its tiles, by the costs
+    alone: bool  # the device computes nothing meanwhile
+
+
+class Timing(Backlog):
+    """The `Backlog` of one engine under one policy. Without costs every answer is 0 seconds."""
 
     def __init__(
         self,
         memory: DeviceMemory | EmptyDeviceMemory,
         device: Device,
         costs: Costs | None,
-        learned: Learned | None = None,
+        corrections: Corrections | None = None,
     ) -> None:
-        """`costs`: per tile, of which `learned` corrects those that were measured."""
-        self.learned = None if costs is None else learned
+        """`costs`: per tile. `corrections`: those of the costs, where these follow what runs."""
+        self.corrections = None if costs is None else corrections
         self._memory = memory
         self._device = device
-        self._tickets: deque[tuple[Share, float]] = deque()  # host shares that run, and when each was given
-        self._given = None if costs is None else tables(costs)
-        self.begin_step(1)
+        self._running: deque[_HostShare] = deque()
+        self._given = None if costs is None else Priced.at(costs)
+        self._steps = 0
+        self.begin_step("decode")
 
     @property
     def costs(self) -> Costs | None:
-        """In force in this step."""
-        return None if self._in_force is None else self._in_force.costs
+        """The costs in force in this step."""
+        return None if self._priced is None else self._priced.costs
 
     # --- the policy's view -------------------------------------------------------------------------------
 
     @property
     def host_seconds(self) -> float:
         """As in Backlog."""
-        if not self._tickets or self._in_force is None:
+        if not self._running or self._priced is None:
             return 0.0
-        costs, table, _ = self._in_force
         free = self._host_ended
-        for share, given in self._tickets:
-            seconds, _, _ = _work(table, share, _tiles(share))
-            free = max(free, given + costs.round_trip) + seconds
+        for share in self._running:
+            free = max(free, share.given + self._priced.costs.round_trip) + share.seconds
         return max(0.0, free - time.perf_counter())
 
     @property
@@ -65,175 +73,86 @@ class Timing:
 
     def landing(self, layer: int) -> Sequence[Landing]:
         """As in Backlog."""
-        found, at = [], 0.0
+        landings, at = [], 0.0
         residency = self._memory.residency
         for order, seconds in self._under_way():
             at += seconds
             if order.layer == layer and order.lo <= residency[layer, order.expert]:
                 tiles = order.lo + order.reach - int(residency[layer, order.expert])
                 if tiles > 0:
-                    found.append(Landing(order.expert, tiles, at))
-        return found
+                    landings.append(Landing(order.expert, tiles, at))
+        return landings
 
     def _under_way(self) -> list[tuple[Order, float]]:
         """The link's orders, and the seconds that each will take."""
         costs, (orders, moving) = self.costs, self._memory.under_way()
         if costs is None:
             return [(order, 0.0) for order in orders]
-        found = []
+        timed = []
         for order in orders:
             seconds = (order.reach - order.landed) * costs.link + (0.0 if order.landed else costs.fetch)
-            found.append((order, seconds - min(moving, costs.link)))
+            timed.append((order, seconds - min(moving, costs.link)))
             moving = 0.0  # only the first one's tile moves
-        return found
+        return timed
 
     # --- what runs ---------------------------------------------------------------------------------------
 
-    def begin_step(self, rows: int) -> None:
-        """A step of so many rows. Shares of one that failed will not be computed."""
-        self._rows = rows
-        self._in_force = self._given if self.learned is None else self.learned.in_force(rows)
+    def begin_step(self, phase: Phase) -> None:
+        """Begin a step. Shares of one that failed will not be computed."""
+        self._phase = phase
+        self._priced = self._given if self.corrections is None else self.corrections.priced(phase)
         self._started = time.perf_counter()
-        self._measures = self.learned is not None and self.learned.begin_step(rows)
-        self._tickets.clear()
+        self._measures = self.corrections is not None and (self._steps < FIRST or not self._steps % SAMPLED)
+        self._steps += 1
+        self._running.clear()
         self._host_ended = 0.0  # when the host had computed the latest share
         self._work: dict[Side, Work] = {side: Work() for side in SIDES}
         self._marks: list[tuple[object, object]] = []  # of the device's resident tiles
-        self._zero_copies: list[tuple[float, tuple[object, object]]] = []  # with others: seconds of those
         self._copied = self._memory.copied()
-        self._began: float | None = None  # the layer that is timed
-        self._rested = False  # the layer before had no host share
-        if self.learned is not None:
-            self.learned.layers(rows).begin_step()
 
-    def layer_begins(self, split: Split) -> None:
-        """A layer's shares begin."""
-        if not self._measures:
-            return
-        items = split.device.items
-        missing = [hi - lo for _, lo, hi in items.tolist() if lo < hi] if len(items) else []
-        self._fetched = len(missing), sum(missing)  # experts, tiles
-        self._began = time.perf_counter()
-        self._planned = {"host": 0.0, "device": 0.0}
-
-    def layer_ends(self) -> None:
-        """The layer that began last has been computed."""
-        if self._began is None or self.learned is None or self.costs is None:
-            return
-        measured = time.perf_counter() - self._began
-        self._began = None
-        host, device = self._planned["host"], self._planned["device"]
-        layers, (fetched, tiles) = self.learned.layers(self._rows), self._fetched
-        planned = max(host, device)
-        kind: Kind = "wake" if host and self._rested else "host" if host else "device"
-        self._rested = not host
-        if host and (device or fetched):
-            planned += self.costs.both
-            kind = "both"
-        if fetched:
-            link = self.costs.fetch * fetched + self.costs.link * tiles + self.costs.device[0]
-            layers.note("link", max(planned, link), measured, fetched)
-        elif kind != "device" or self._device.on_host:  # another device may still compute
-            layers.note(kind, planned, measured)
-
-    def host_begins(self, share: Share) -> None:
-        """The host was given a share."""
-        if self._in_force is None or not len(share.items):
-            return
-        self._tickets.append((share, time.perf_counter()))
-        if self._measures:
-            costs, table, _ = self._in_force
-            seconds = self._add("host", table, share, _tiles(share))
-            if self._began is not None:
-                self._planned["host"] += costs.round_trip + costs.wake * self._rested + seconds
+    def host_begins(self, share: Share, alone: bool) -> None:
+        """The host was given a share. `alone`: the device has none, so that the step waits for it."""
+        if self._priced is not None and len(share.items):
+            seconds = _seconds(self._priced.host, share, [hi - lo for _, lo, hi in share.items.tolist()])
+            self._running.append(_HostShare(time.perf_counter(), seconds, alone))
 
     def host_ends(self, busy: float) -> None:
         """The first share that runs has been computed, in `busy` seconds of the slowest worker."""
-        if self._tickets:
-            self._tickets.popleft()
-            self._host_ended = time.perf_counter()
-            self._work["host"].measured += busy
-
-    def zero_copy(self, experts: int, tiles: int) -> None:
-        """Of the layer that began, so many missing tiles will not be fetched."""
-        if self._measures:
-            self._fetched = self._fetched[0] - experts, self._fetched[1] - tiles
-
-    def device_began(self, share: Share, zero_copies: int) -> None:
-        """The device computes its share's resident tiles, and so many in the store, between the marks of its
-        memory."""
-        if not self._measures:
+        if not self._running or self._priced is None:
             return
-        if zero_copies and self._in_force is not None:
-            costs, _, table = self._in_force
-            beside, _, _ = _work(table, share, share.items[:, 1].tolist())
-            self._zero_copies.append((costs.launch + beside, self._memory.resident_marks))
-            self._work["zero_copy"].add(costs.zero_copy * zero_copies, zero_copies, zero_copies)
-            if self._began is not None:
-                self._planned["device"] += costs.launch + beside + costs.zero_copy * zero_copies
-            return
+        share, now = self._running.popleft(), time.perf_counter()
+        work = self._work["host"]
+        work.forecast += share.seconds + (self._priced.costs.round_trip if share.alone else 0.0)
+        work.measured += now - share.given if share.alone else busy
+        self._host_ended = now
+
+    def device_began(self, share: Share) -> None:
+        """The device computes its share's resident tiles, between the marks of its memory."""
         resident = share.items[:, 1].tolist()
-        if self._in_force is not None and any(resident):
-            costs, _, table = self._in_force
-            seconds = self._add("device", table, share, resident)
-            # `launch` as measured at first: its correction is not of the tiles
-            launch = (costs if self.learned is None else self.learned.updates.measured).launch
-            self._work["device"].planned += launch
-            if self._began is not None:
-                self._planned["device"] += costs.launch + seconds
+        if self._measures and self._priced is not None and any(resident):
+            seconds = _seconds(self._priced.device, share, resident)
+            self._work["device"].forecast += self._priced.costs.launch + seconds
             self._marks.append(self._memory.resident_marks)
 
     def end_step(self) -> float:
         """The costs in force may change with the next step. Returns this one's seconds; 0 where costs do not
         follow what runs."""
-        learned, costs = self.learned, self.costs
-        if learned is None or costs is None:
+        if self.corrections is None or self._priced is None:
             return 0.0
         seconds = time.perf_counter() - self._started
         if self._measures:
-            self._learn(learned, costs)
-        return seconds
-
-    def _learn(self, learned: Learned, costs: Costs) -> None:
-        tiles, seconds = self._memory.copied()
-        tiles, seconds = tiles - self._copied[0], seconds - self._copied[1]
-        work = self._work
-        for marks in self._marks:
-            work["device"].measured += self._device.seconds_between(*marks)
-        for beside, marks in self._zero_copies:
-            work["zero_copy"].measured += max(0.0, self._device.seconds_between(*marks) - beside)
-        work["link"] = Work(costs.link * tiles, seconds, tiles, tiles)
-        host, device, link = (work[side].measured for side in ("host", "device", "link"))
-        beside = device if self._device.on_host else 0.0
-        contended: dict[Side, bool] = {
-            "host": link + beside >= host / 2,
-            "device": host >= device / 2,
-            "link": host + beside >= link / 2,
-            "zero_copy": True,
-        }
-        layers_changed = learned.layers(self._rows).end_step()
-        if learned.updates.end_step(work, contended):
-            learned.tiles_changed(self._rows)
-        elif layers_changed:
-            learned.layers_changed(self._rows)
-
-    def _add(self, side: Side, table: SecondsTable, share: Share, tiles: list[int]) -> float:
-        """Count a share's tiles of each item. Returns their seconds."""
-        seconds, total, used = _work(table, share, tiles)
-        self._work[side].add(seconds, total, used)
+            tiles, copying = self._memory.copied()
+            link = self._priced.costs.link * (tiles - self._copied[0])
+            self._work["link"] = Work(link, copying - self._copied[1])
+            marks = self._marks
+            self._work["device"].measured = sum(self._device.seconds_between(*each) for each in marks)
+            self.corrections.note(self._phase, self._work)
         return seconds
 
 
-def _tiles(share: Share) -> list[int]:
-    return [hi - lo for _, lo, hi in share.items.tolist()]
-
-
-def _work(table: SecondsTable, share: Share, tiles: list[int]) -> tuple[float, int, int]:
-    """Of a share with so many tiles of each item: seconds, tiles, and rows of each tile summed."""
-    total = sum(tiles)
+def _seconds(table: SecondsTable, share: Share, tiles: list[int]) -> float:
+    """Seconds of a share with so many tiles of each item."""
     if len(share.rows) == len(tiles):  # a row each
-        (each,) = table((1,))
-        return each * total, total, total
+        return table.of(1) * sum(tiles)
     rows = [end - start for start, end in pairwise(share.offsets.tolist())]
-    seconds = sum(seconds * count for seconds, count in zip(table(rows), tiles, strict=True))
-    return seconds, total, sum(row * count for row, count in zip(rows, tiles, strict=True))
+    return sum(seconds * count for seconds, count in zip(table(rows), tiles, strict=True))

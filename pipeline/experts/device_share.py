@@ -17,8 +17,6 @@ from pipeline.experts.device_work import DeviceWork, Landed, Landing
 from pipeline.experts.fetch_link import Order
 from pipeline.experts.shares import Missing, Share
 from pipeline.experts.tile_mover import TileMover
-from pipeline.experts.zero_copy import ZeroCopy, without
-from pipeline.policies.costs import Costs
 from pipeline.policies.view import Target
 from shm.mask import NOTHING, Mask, Tally
 
@@ -30,14 +28,10 @@ class DeviceMemory:
     ahead = True  # tiles may be given before they have landed, see DemandStream.groups
     kernel: Any  # of the experts' format
 
-    def __init__(
-        self, mover: TileMover, slab: SlabMemory, kernel: DeviceKernel, zero_copy: ZeroCopy | None = None
-    ) -> None:
-        """`zero_copy`: where the kernel reads tiles in the store."""
+    def __init__(self, mover: TileMover, slab: SlabMemory, kernel: DeviceKernel) -> None:
         self.mover = mover
         self.slab = slab
         self.kernel = kernel
-        self.zero_copy = zero_copy
         self.capacity = mover.cache.capacity  # tiles
         self.staging = mover.cache.slots - self.capacity
         self.residency = mover.cache.residency  # [L, E], live
@@ -68,11 +62,6 @@ class DeviceMemory:
         """Count moved and computed tiles here from now on."""
         self.mover.counters = counters
 
-    def use_costs(self, costs: Costs | None) -> None:
-        """The costs in force from now on."""
-        if self.zero_copy is not None:
-            self.zero_copy.use_costs(costs)
-
     def prefetch(self, targets: Iterable[Target]) -> None:
         """Set predicted targets and order their tiles."""
         self.mover.retarget(targets, predicted=True)
@@ -90,10 +79,9 @@ class DeviceMemory:
     def begin(self, layer: int, share: Share, x: Tensor, mask: Mask, clock: StepClock) -> DeviceWork:
         """Order the share's missing tiles, before all else. x: float32 [R, H], the experts' input."""
         self._use(layer, share)
-        chosen = self.zero_copy.chosen(layer, share, self.target[layer]) if self.zero_copy else []
-        wanted = [Missing(*item) for item in without(share, chosen)]
+        wanted = [Missing(*item) for item in share.items.tolist() if item[1] < item[2]]
         missing: list[Missing] = []
-        return DeviceWork(layer, share, self._stream(layer, share, wanted, missing), missing, chosen)
+        return DeviceWork(layer, share, self._stream(layer, share, wanted, missing), missing)
 
     def _use(self, layer: int, share: Share) -> None:
         """The share's resident tiles are computed."""
@@ -136,13 +124,8 @@ class DeviceMemory:
             for item, (expert, number, _) in enumerate(items)
             for tile, slot in enumerate(slots_of(work.layer, expert)[:number])
         ]
-        here = [*resident, *work.in_place]
-        layer.add(here)
+        layer.add(resident)
         counters.resident_tiles += len(resident)
-        counters.fetched_tiles += len(work.in_place)
-        if work.in_place and self.zero_copy is not None:
-            counters.zero_copy_tiles += len(work.in_place)
-            counters.link_busy += self.zero_copy.seconds(len(work.in_place))
         self.resident_marks = began, device.time_mark()
         clock.mark("device")
         place = {expert: item for item, (expert, _, _) in enumerate(items)}
@@ -150,7 +133,7 @@ class DeviceMemory:
             clock.mark("link")
             if group is None:  # anew, without the tiles that have not landed
                 layer, group = self.begin_sum(work, x), []
-                layer.add(here)
+                layer.add(resident)
             layer.add([(place[expert], tile, data) for expert, tile, data in group])
             clock.mark("device")
         clock.mark("link")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from pipeline.device import Device
 from pipeline.experts.shares import Missing, Share
-from pipeline.experts.zero_copy import Tile as ZeroCopyTile
 
 
 class Landed(NamedTuple):
@@ -35,7 +34,6 @@ class DeviceWork(NamedTuple):
     share: Share
     landing: Landing
     missing: list[Missing]
-    in_place: Sequence[ZeroCopyTile] = ()  # missing tiles that are read in the store, of whole items
     masked: Any = None  # what the memory has found of the layer's masks, for itself
 
 

@@ -32,7 +32,7 @@ class EmptyDeviceMemory:
     def _nothing(self, *_: object) -> None:
         """Replaces methods of DeviceMemory that act on tiles."""
 
-    audit = count_in = use_costs = poll = collect_landings = _nothing
+    audit = count_in = poll = collect_landings = _nothing
     retarget = prefetch = prefetch_channels = end_layer = _nothing
 
     def wait_idle(self) -> bool:

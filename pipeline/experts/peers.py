@@ -20,10 +20,9 @@ import zmq
 
 from pipeline.errors import PeerLost
 from pipeline.rate_limit import SparseLog
-from protocol.checks import DEFAULT
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
-from protocol.messages import VERSION, Hung, Partial, Ready, WorkerDied, WorkerUp
+from protocol.messages import HEADER_LIMIT, VERSION, Hung, Partial, Ready, WorkerDied, WorkerUp
 from protocol.sockets import CHILD_HWM, Identity, bind_router, ipc_endpoint, parse_identity
 
 log = logging.getLogger(__name__)
@@ -92,7 +91,7 @@ class ChildServerSocket:
             self._context,
             ipc_endpoint(runtime, socket),
             receive_hwm=CHILD_HWM,
-            largest=max(largest, DEFAULT.header),
+            largest=max(largest, HEADER_LIMIT),
         )
         self.role = role
         self._fingerprint = fingerprint

@@ -14,9 +14,8 @@ import numpy as np
 
 from pipeline.arrays import IntArray
 from pipeline.policies import balance
-from pipeline.policies.active_costs import ActiveCosts, LayerSeconds
-from pipeline.policies.composed import Assignment
-from pipeline.policies.options import Option, Whole
+from pipeline.policies.balance import ActiveCosts, LayerSeconds
+from pipeline.policies.parts import Assignment
 from pipeline.policies.view import Routing, View
 
 
@@ -110,47 +109,8 @@ class Greedy(WholeByCosts):
     help: ClassVar[str] = "DALI's: one expert after the other to the side that finishes sooner"
 
     def on_device(self, active: ActiveCosts) -> list[bool]:
-        return self.decide([max(pair) for pair in zip(active.link, active.device, strict=True)], active)
-
-    def decide(self, device: list[float], active: ActiveCosts) -> list[bool]:
-        """For each active expert whether the device computes it, at `device` seconds each."""
+        device = [max(pair) for pair in zip(active.link, active.device, strict=True)]
         return balance.greedy(device, active.host, active.exchange, active.launch)
-
-
-class Optimum(Greedy):
-    """The fastest assignment of whole experts by DALI's costs; for comparison, because the search takes
-    long."""
-
-    name: ClassVar[str] = "optimum"
-    help: ClassVar[str] = "the fastest assignment of whole experts; slow to find, for comparison"
-
-    def notes(self, view: View) -> tuple[str, ...]:
-        if view.shape.experts <= balance.EXACT:
-            return ()
-        return (
-            f"the optimum is searched for up to {balance.EXACT} active experts a layer; with more, as in a "
-            f"prompt, the better of greedy and of a beam of {balance.WIDE} stands in for it",
-        )
-
-    def decide(self, device: list[float], active: ActiveCosts) -> list[bool]:
-        return balance.optimum(device, active.host, active.exchange, active.launch)
-
-
-class Beam(Greedy):
-    """Greedy's order with several assignments followed at once (DALI, appendix A.2); for comparison."""
-
-    name: ClassVar[str] = "beam"
-    help: ClassVar[str] = "as greedy, with the best few assignments followed at once; for comparison"
-    options: ClassVar[tuple[Option, ...]] = (
-        Whole(name="width", help="assignments that beam search follows at once", default=2, low=1, high=1024),
-    )
-
-    def __init__(self, *, width: int) -> None:
-        super().__init__()
-        self._width = width
-
-    def decide(self, device: list[float], active: ActiveCosts) -> list[bool]:
-        return balance.beam(device, active.host, active.exchange, self._width, active.launch)
 
 
 class TwoEnded(WholeByCosts):
@@ -179,5 +139,5 @@ class Bandwidth(ByCosts):
 
 
 ASSIGNMENTS: tuple[type[Assignment], ...] = (
-    Device, Host, Resident, Cheaper, Greedy, Optimum, Beam, TwoEnded, Bandwidth,
+    Device, Host, Resident, Cheaper, Greedy, TwoEnded, Bandwidth,
 )  # fmt: skip

@@ -1,37 +1,79 @@
-"""The algorithms that divide a layer's active experts between the device and the host.
+"""Divides a layer's active experts between the device and the host, each as a whole: the seconds of each on
+either side, and the algorithms that decide.
 
-Each takes the seconds of every expert on either side and returns a list of booleans, True where the device
-computes the expert (`bandwidth` divides experts, and returns tiles). The two sides work at the same time, so
-a layer takes as long as the slower one: the aim is min max(T_device, T_host), DALI's equation 3.
+Each algorithm takes the seconds of every expert on either side and returns a list of booleans, True where the
+device computes the expert (`bandwidth` divides experts, and returns tiles). The two sides work at the same
+time, so a layer takes as long as the slower one: the aim is min max(T_device, T_host), DALI's equation 3.
 
 `exchange` and `launch` are the seconds that a layer's host share and its device share take beside their
 experts, whatever their number: that side's sum begins with it, and is 0 without an expert. An expert that the
 device cannot hold (DALI's equation 9) takes infinitely long there. Plain Python numbers throughout: a layer
-of one token has a handful of experts, and a call of numpy costs as much as the whole loop.
+of one token has a handful of experts, and a call of numpy costs as much as the whole loop. The replay's clock
+(`pipeline/replay/machine.py`) counts the same parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
+from math import inf
 from typing import NamedTuple
+
+from pipeline.arrays import IntArray
+from pipeline.policies.costs import Costs, SecondsTable
+from pipeline.policies.view import Active, View
 
 Seconds = Sequence[float]
 
-EXACT = 16  # active experts up to which `optimum` searches them all
-WIDE = 64  # width of the beam search that replaces it beyond
+
+class ActiveCosts(NamedTuple):
+    """A layer's active experts and their costs, all lists in the same order."""
+
+    rows: list[int]
+    missing: list[int]  # tiles
+    link: list[float]  # seconds to fetch the missing tiles; 0 without any
+    device: list[float]  # seconds for all tiles on the device, without transfers
+    host: list[float]  # seconds for all tiles on the host
+    exchange: float  # seconds of a host share beside its experts: the Work there and the Partial back
+    launch: float  # seconds of a device share beside its experts
+
+    @property
+    def for_queue(self) -> tuple[list[float], list[float], list[float], list[int], float, float]:
+        """The arguments of `two_ended`."""
+        return self.link, self.device, self.host, self.rows, self.exchange, self.launch
 
 
-def makespan(
-    on_device: Sequence[bool], device: Seconds, host: Seconds, exchange: float, launch: float = 0.0
-) -> float:
-    """Seconds of an assignment: the larger of the two sides' sums."""
-    device_total = sum(seconds for seconds, here in zip(device, on_device, strict=True) if here)
-    host_total = sum(seconds for seconds, here in zip(host, on_device, strict=True) if not here)
-    return max(
-        launch + device_total if any(on_device) else device_total,
-        host_total if all(on_device) else exchange + host_total,
-    )
+class LayerSeconds:
+    """Looks up the costs of active experts.
+
+    DALI's equation 9 bounds what the device holds at once. A missing tile passes through a staging slot,
+    which is free again once the tile has been computed, so that any number of experts fits beside the
+    resident ones, also with an empty cache. Without staging none does: its transfer would never end."""
+
+    def __init__(self) -> None:
+        self._costs: Costs | None = None  # of the two tables
+        self._device: SecondsTable
+        self._host: SecondsTable
+
+    def of(self, active: Active, residency: IntArray, view: View) -> ActiveCosts:
+        """`residency` [E]: the layer's resident tiles. At least one expert is active."""
+        costs, tiles = view.costs, view.shape.tiles
+        assert costs is not None
+        if self._costs is not costs:
+            self._costs = costs
+            self._device = SecondsTable(costs.device_seconds, tiles)
+            self._host = SecondsTable(costs.host_seconds, tiles)
+        rows = active.counts.tolist()
+        missing = (tiles - residency[active.indices]).tolist()
+        link = costs.link if view.staging else inf
+        return ActiveCosts(
+            rows,
+            missing,
+            [costs.fetch + link * count if count else 0.0 for count in missing],
+            self._device(rows),
+            self._host(rows),
+            costs.round_trip,
+            costs.launch,
+        )
 
 
 def by_difference(device: Seconds, host: Seconds) -> list[int]:
@@ -53,64 +95,6 @@ def greedy(device: Seconds, host: Seconds, exchange: float, launch: float = 0.0)
         else:
             host_total = with_host
     return on_device
-
-
-def beam(device: Seconds, host: Seconds, exchange: float, width: int, launch: float = 0.0) -> list[bool]:
-    """DALI's comparison: greedy's order, but keeping the `width` fastest assignments so far instead of one.
-    Of equally fast assignments the one with more experts on the device stays."""
-    # each: the layer's seconds, the device's, the host's, the device's experts as bits
-    beams = [(0.0, 0.0, 0.0, 0)]
-    for index in by_difference(device, host):
-        longer = []
-        for _, here, there, chosen in beams:
-            more = (here or launch) + device[index]
-            longer.append((max(more, there), more, there, chosen | 1 << index))
-            more = (there or exchange) + host[index]
-            longer.append((max(here, more), here, more, chosen))
-        longer.sort(key=itemgetter(0))
-        beams = longer[:width]
-    return [bool(beams[0][3] >> index & 1) for index in range(len(device))]
-
-
-def optimum(device: Seconds, host: Seconds, exchange: float, launch: float = 0.0) -> list[bool]:
-    """The fastest assignment, by branch and bound, for at most EXACT experts. With more, which would take
-    too long to search, the better of greedy's answer and of a beam of width WIDE."""
-    best = greedy(device, host, exchange, launch)
-    if len(device) > EXACT:
-        wide = beam(device, host, exchange, WIDE, launch)
-        return min(best, wide, key=lambda answer: makespan(answer, device, host, exchange, launch))
-    limit = makespan(best, device, host, exchange, launch)
-    order = by_difference(device, host)
-    # the least work of the experts from each place in the order on, on any side
-    rest = [0.0] * (len(order) + 1)
-    for place in reversed(range(len(order))):
-        rest[place] = rest[place + 1] + min(device[order[place]], host[order[place]])
-    on_device = [False] * len(order)
-
-    def search(place: int, here: float, there: float) -> None:
-        nonlocal best, limit
-        # a lower bound: the work of both sides so far and the least work left, shared evenly
-        if max(here, there, (here + there + rest[place]) / 2) >= limit:
-            return
-        if place == len(order):
-            best, limit = on_device.copy(), max(here, there)
-            return
-        index = order[place]
-        before = order[place - 1] if place else index
-        # of equal experts the first ones go to the device: their other orders give the same result
-        alike = place > 0 and not on_device[before] and _same(index, before, device, host)
-        if not alike:
-            on_device[index] = True
-            search(place + 1, (here or launch) + device[index], there)
-            on_device[index] = False
-        search(place + 1, here, (there or exchange) + host[index])
-
-    search(0, 0.0, 0.0)
-    return best
-
-
-def _same(a: int, b: int, device: Seconds, host: Seconds) -> bool:
-    return device[a] == device[b] and host[a] == host[b]
 
 
 def cheaper(fetched: Seconds, host: Seconds, exchange: float, launch: float = 0.0) -> list[bool]:

@@ -1,185 +1,24 @@
 """Policies made of five parts: placement, gate, prediction, assignment and replacement.
 
-A part is a small object over arrays; the composed policy calls each in turn and keeps the counts. It divides
+The composed policy calls each part in turn (`parts.py`) and keeps the counts. It divides
 the capacity, in tiles: some are the *reserve* of the prediction, the rest is the *cache* of the replacement,
 which the placement fills at the start. A cached expert keeps its leading tiles, all of them or as many as its
-layer's `Room.kept`. The reserve (`reserve.py`) holds the other tiles of a predicted expert. When its layer is
+layer's `Room.kept`. The reserve (`room.py`) holds the other tiles of a predicted expert. When its layer is
 planned, they are released at once where the device does not need the expert, and otherwise once the layer has
 been computed; the replacement may take leading tiles of it into the cache.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from collections.abc import Iterable, Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipeline.arrays import IntArray
 from pipeline.policies.calibration import Calibration
-from pipeline.policies.inputs import NeedsInputs, require, require_calibration
-from pipeline.policies.options import PAUSE, Option
-from pipeline.policies.parts import Room, cacheable, unused_tiles_note, whole_experts, whole_room
-from pipeline.policies.reserve import Reserve
-from pipeline.policies.view import Active, Gated, Plan, Policy, Routing, Signals, Target, View
-
-Expert = tuple[int, int]  # (layer, expert)
-Chosen = NDArray[np.bool_]  # [L, E]
-ApplyGate = Callable[[int, Routing], Routing]  # layer, predicted routing -> the gated routing
-
-
-class Part(NeedsInputs, ABC):
-    """One of a policy's five parts. The constructor takes the part's options by keyword, already read."""
-
-    name: ClassVar[str]
-    help: ClassVar[str]  # one line
-    options: ClassVar[tuple[Option, ...]] = ()
-
-    def contradiction(self) -> str:
-        """The part's options that contradict each other, "" where none do."""
-        return ""
-
-    def join(self, parts: Parts) -> None:
-        """Called once with all five parts, before any other method."""
-        del parts  # most parts do not need the others
-
-    def notes(self, view: View) -> tuple[str, ...]:
-        """Options that cannot be followed here, with the reason; each one line without the policy's name."""
-        return ()
-
-
-class Placement(Part):
-    """The part that decides which experts are resident at the start."""
-
-    likes_calibration: bool = False  # where the model has none, it goes by the use of the experts
-
-    @abstractmethod
-    def chosen(self, view: View, room: Room) -> Chosen:
-        """The resident experts, at most `room.experts`; those beyond a layer's size are not placed."""
-
-
-class Gate(Part):
-    """The part that decides which experts a token needs."""
-
-    exact: bool = True
-    pre_gated: bool = False  # True: in decode the layer before decides (`pre_gated.py`)
-
-    def __call__(self, layer: int, signals: Signals, view: View) -> Gated:
-        """The routing of the layer from its own router's logits."""
-        assert signals.logits is not None
-        assert view.router is not None
-        routing = view.router(signals.logits)
-        return Gated(self.apply_gate(layer, routing, view), routing)
-
-    def limits(self, view: View) -> Sequence[float]:
-        """The share of a token's weight that may be dropped in each layer, [L]; may be infinite."""
-        return [0.0] * view.shape.layers
-
-    @abstractmethod
-    def apply_gate(self, layer: int, routing: Routing, view: View) -> Routing:
-        """The experts that the tokens need of those that the layer's router chose, or is predicted to."""
-
-
-class Prediction(Part):
-    """The part that predicts which experts later layers will need."""
-
-    predictor: ClassVar[Literal["raw", "residual"] | None] = "raw"  # its name in the calibration
-    options: ClassVar[tuple[Option, ...]] = (PAUSE,)
-
-    def __init__(self, *, pause: str = PAUSE.default) -> None:
-        self.pauses = pause == "1"
-
-    @abstractmethod
-    def reserve(self, view: View) -> int:
-        """Experts that may be held at once because they were predicted: for the layer that is computed and
-        for later ones; 0: the part predicts nothing, and the methods below are not called."""
-
-    def probes(self, layer: int, view: View) -> tuple[int, ...]:
-        """As `Policy.probes`; by default the next layer."""
-        return (layer + 1,) if layer + 1 < view.shape.layers else ()
-
-    names_channels: ClassVar[bool] = False  # True: it predicts a routing and no experts, and needs no reserve
-
-    def routing(self, layer: int, signals: Signals, view: View) -> Routing | None:
-        """Where `names_channels`: as `Policy.channels_ahead`."""
-        return None
-
-    @abstractmethod
-    def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
-        """Experts that should be fetched because they will be needed: no target keeps them yet (`view.target`
-        is 0). The most probable first."""
-
-
-class Assignment(Part):
-    """The part that decides which side computes which tiles: a cut for each active expert."""
-
-    uses_device: ClassVar[bool] = True  # False: every cut is 0
-    uses_host: ClassVar[bool] = True  # False: every cut is n
-    fetches: ClassVar[bool] = True  # False: no cut is ever beyond the residency
-
-    @abstractmethod
-    def cut(self, layer: int, routing: Routing, view: View) -> IntArray:
-        """Cuts int32 [E] in 0..n; only those of active experts are read."""
-
-
-class Moves(NamedTuple):
-    """Changes of the replacement's cache: experts that leave it, and at most as many that enter it."""
-
-    out: Sequence[Expert]
-    into: Sequence[Expert]
-
-
-STAY = Moves((), ())
-
-
-class Replacement(Part):
-    """The part that decides which experts stay resident. It tracks the cache's experts from `start` on; it
-    does not see those that a prediction holds in the reserve."""
-
-    settles: int = 0  # as `Policy.settles`
-    fills: ClassVar[str] = ""  # where new experts come from: "fetched" ones, "swapped" for held ones, or none
-    admits: ClassVar[bool] = False  # True: predicted experts enter the cache at once, and there is no reserve
-    splits: ClassVar[bool] = False  # True: a cached expert may keep a part of its tiles
-
-    def room(self, view: View, tiles: int) -> Room:
-        """The room of a cache of so many tiles."""
-        return whole_room(view.shape, tiles)
-
-    def start(self, placed: list[Expert], room: Room, view: View) -> None:
-        """The cache holds these experts and has this room; earlier state is dropped."""
-
-    def observe(self, layer: int, signals: Signals, view: View) -> None:
-        """Take note of the layer's router logits, before the layer is planned."""
-
-    def plan(self, layer: int, active: Active, cut: IntArray, view: View) -> Moves:
-        """Before the layer is computed. Experts that enter the cache have a cut above 0, so this step needs
-        them on the device anyway; no active one leaves."""
-        return STAY
-
-    def admit(self, experts: Sequence[Expert]) -> Moves:
-        """Where `admits`: predicted experts of later layers enter the cache."""
-        return STAY
-
-    def after(self, layer: int, active: Active, view: View) -> Moves:
-        """Once the layer has been computed."""
-        return STAY
-
-
-@dataclass(frozen=True)
-class Parts:
-    """A policy's five parts."""
-
-    placement: Placement
-    gate: Gate
-    prediction: Prediction
-    assignment: Assignment
-    replacement: Replacement
-
-    def __iter__(self) -> Iterator[Part]:
-        yield from (self.placement, self.gate, self.prediction, self.assignment, self.replacement)
+from pipeline.policies.parts import STAY, Expert, Moves, Parts, require, require_calibration
+from pipeline.policies.room import Reserve, Room, cacheable, unused_tiles_note, whole_experts
+from pipeline.policies.view import Ahead, Gated, Plan, Policy, Routing, Signals, Target, View
 
 
 class Composed(Policy):
@@ -318,3 +157,42 @@ class Composed(Policy):
         kept = self._room.kept
         grown = [Target(*k, kept[k[0]]) for k in moves.into if not self._reserve.give(k, kept[k[0]])]
         return *(Target(*key, 0) for key in moves.out), *grown
+
+
+class PreGated(Composed):
+    """As Composed; but in decode each layer's experts are those that its router names on the input of the
+    layer before, and they enter the cache once that layer has been computed. The host's share of them begins
+    in their own layer, from its own input: only the routing is early."""
+
+    def __init__(self, name: str, parts: Parts) -> None:
+        super().__init__(name, parts)
+        self._next: tuple[Routing, IntArray] | None = None  # of the layer decided ahead, with its cuts
+
+    @property
+    def runs_all_routers(self) -> bool:
+        return False
+
+    def probes(self, layer: int, view: View) -> tuple[int, ...]:
+        predicted = super().probes(layer, view)
+        return tuple(dict.fromkeys((layer + 1, *predicted))) if self._decides(layer, view) else predicted
+
+    def ahead(self, layer: int, signals: Signals, view: View) -> Ahead | None:
+        self._next = None
+        if not self._decides(layer, view):
+            return None
+        assert view.router is not None
+        routing = view.router(signals.probes[layer + 1])
+        cut = self.parts.assignment.cut(layer + 1, routing, view)
+        self._next = routing, cut
+        return Ahead(Gated(routing, routing, predicted=True), cut, early=False)
+
+    def after(self, layer: int, routing: Routing, view: View) -> tuple[Target, ...]:
+        targets = super().after(layer, routing, view)
+        if self._next is None or not self.uses_device:
+            return targets
+        decided, cut = self._next  # its `plan` is not called
+        moves = self.parts.replacement.plan(layer + 1, decided.active, cut, view)
+        return *targets, *self._targets(moves, view)
+
+    def _decides(self, layer: int, view: View) -> bool:
+        return view.phase == "decode" and layer + 1 < view.shape.layers

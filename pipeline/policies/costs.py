@@ -1,7 +1,7 @@
 """The costs of one tile on the host, on the device and on the link: the numbers that policies plan with.
 
 They are measured at start, or read from a file (`--costs FILE`). The file is one JSON object with these keys,
-of which the last seven may be left out; all times are seconds:
+of which the last four may be left out; all times are seconds:
 
     {"rows": [1, 4, 16, 64],                        row counts of the grid, ascending, each at least 1
      "host": [2e-5, 3e-5, 7e-5, 2.4e-4],            one tile at each row count, all workers together
@@ -11,25 +11,26 @@ of which the last seven may be left out; all times are seconds:
      "other": [1e-4, 1e-4, 2e-4, 6e-4],             one layer on the device without its routed experts (0)
      "launch": 2e-5,                                a layer's device share beside its tiles (0)
      "fetch": 1e-5,                                 an order of missing tiles beside its tiles (0)
-     "both": 0,                                     a layer with both shares beside the later of them (0)
-     "wake": 0,                                     a host share behind a layer without one (0)
-     "zero_copy": 6e-5,                             one tile that the device reads in the host's memory (0)
      "per": "expert"}                               all of one tile are of a whole expert (tile)
 
 A side's seconds are linear in its tiles, behind a part that does not depend on their number: `round_trip`
 once for a layer's host share, `launch` once for its device share, both only where that side computes any
-tile, and `fetch` on the link once for each expert of which tiles are fetched. Where both sides compute, the
-layer ends `both` after the later of them. Workers that had nothing to do in the layer before begin `wake`
-later. Without a number for "zero_copy" the device reads no tile in the host's memory.
+tile, and `fetch` on the link once for each expert of which tiles are fetched.
+A layer ends with the later of its shares.
 
 "All workers together" means wall time for each tile while every worker computes its share. The host and the
 link read the same memory, so measure one while the other runs; otherwise the gain of a plan is imaginary.
+
+The costs of a machine that is not here are derived from its rates by a roofline: an expert takes as long as
+its bytes are read or its arithmetic is done, whichever is longer. What that leaves out (caches, small batches
+that use a few cores, clocks that fall) is why measured costs come first where there are any.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -43,7 +44,11 @@ from protocol.small_files import read_small
 
 MAX_FILE_BYTES = 1 << 20
 Unit = Literal["tile", "expert"]
-OPTIONAL = ("other", "launch", "fetch", "both", "wake", "zero_copy", "per")  # keys that a file may leave out
+_TABLE = 512  # row counts with seconds in a table; wider batches are few and slow
+DERIVED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)  # the grid of derived costs
+LATENCIES = ("round_trip", "layer", "launch", "fetch")
+OPERATIONS = 2  # a multiplication and an addition, for each weight and row
+OPTIONAL = ("other", "launch", "fetch", "per")  # keys that a file may leave out
 
 
 @dataclass(frozen=True)
@@ -59,9 +64,6 @@ class Costs:
     other: tuple[float, ...] = ()  # at those row counts, a layer on the device outside its routed experts
     launch: float = 0.0  # a layer's device share, once, where the device computes any tile
     fetch: float = 0.0  # an order of missing tiles, once for each expert that is fetched
-    both: float = 0.0  # a layer with both shares takes so much longer than the later of them
-    wake: float = 0.0  # a host share behind a layer without one begins so much later
-    zero_copy: float = 0.0  # a tile that the device computes from the host's memory, at few rows; 0: unknown
     per: Unit = "tile"
 
     def __post_init__(self) -> None:
@@ -77,7 +79,7 @@ class Costs:
                 raise PolicyError(
                     f"costs: '{name}' has {len(values)} values for {len(self.rows)} row counts; give one each"
                 )
-        single = ("link", "round_trip", "launch", "fetch", "both", "wake", "zero_copy")
+        single = ("link", "round_trip", "launch", "fetch")
         for name, values in (by_rows | {name: (getattr(self, name),) for name in single}).items():
             wrong = [value for value in values if not (math.isfinite(value) and value >= 0)]
             if wrong:
@@ -92,8 +94,16 @@ class Costs:
             host=tuple(seconds / tiles for seconds in self.host),
             device=tuple(seconds / tiles for seconds in self.device),
             link=self.link / tiles,
-            zero_copy=self.zero_copy / tiles,
             per="tile",
+        )
+
+    def of_tiles(self, read: float, moved: float) -> Costs:
+        """The same for tiles of `read` times the bytes, of which `moved` times as many are moved."""
+        return replace(
+            self,
+            host=tuple(seconds * read for seconds in self.host),
+            device=tuple(seconds * read for seconds in self.device),
+            link=self.link * moved,
         )
 
     def host_seconds(self, rows: ArrayLike, tiles: ArrayLike) -> NDArray[np.float64]:
@@ -114,11 +124,17 @@ class Costs:
         """Seconds to move `tiles` tiles to the device, without `fetch`."""
         return self.link * np.asarray(tiles, dtype=np.float64)
 
-    def zero_copy_pays(self, experts: int, tiles: int) -> bool:
-        """Whether the device computes so many missing tiles of a few rows sooner where they are than behind
-        their fetches: these move one after the other, and the last one is computed then."""
-        fetched = self.fetch * experts + self.link * tiles + self.device[0]
-        return 0 < self.zero_copy * tiles < fetched
+    def scaled(self, host: float, device: float, link: float) -> Costs:
+        """The same with the seconds of host and exchange, device and launch, and link times these."""
+        return replace(
+            self,
+            host=tuple(seconds * host for seconds in self.host),
+            round_trip=self.round_trip * host,
+            device=tuple(seconds * device for seconds in self.device),
+            launch=self.launch * device,
+            link=self.link * link,
+            fetch=self.fetch * link,
+        )
 
     def _seconds(self, values: tuple[float, ...], rows: ArrayLike, tiles: ArrayLike) -> NDArray[np.float64]:
         count = np.asarray(rows, dtype=np.float64)
@@ -157,9 +173,6 @@ class Costs:
             other=_numbers("other", data.get("other", [])),
             launch=_number("launch", data.get("launch", 0.0)),
             fetch=_number("fetch", data.get("fetch", 0.0)),
-            both=_number("both", data.get("both", 0.0)),
-            wake=_number("wake", data.get("wake", 0.0)),
-            zero_copy=_number("zero_copy", data.get("zero_copy", 0.0)),
             per=_unit(data.get("per", "tile")),
         )
 
@@ -182,6 +195,24 @@ class Costs:
             raise PolicyError(f"{path}: {error}") from error
         except (ValueError, RecursionError) as error:
             raise PolicyError(f"{path} is not JSON: {' '.join(str(error).split())[:100]}") from error
+
+
+class SecondsTable:
+    """Seconds of one side for `tiles` tiles, by the rows that use them, in a table that needs no numpy."""
+
+    def __init__(self, seconds: Callable[[ArrayLike, int], NDArray[np.float64]], tiles: int) -> None:
+        self._seconds, self._tiles = seconds, tiles
+        self._table: list[float] = seconds(np.arange(_TABLE), tiles).tolist()
+
+    def __call__(self, rows: Sequence[int]) -> list[float]:
+        if max(rows) < _TABLE:
+            table = self._table
+            return [table[count] for count in rows]
+        return list(self._seconds(rows, self._tiles).tolist())
+
+    def of(self, rows: int) -> float:
+        """Seconds at one row count."""
+        return self._table[rows] if rows < _TABLE else float(self._seconds(rows, self._tiles))
 
 
 def shipped_costs() -> list[str]:
@@ -219,3 +250,67 @@ def _number(name: str, value: object) -> float:
         return float(value)
     except OverflowError:
         raise PolicyError(f"costs: '{name}' holds a number that is too large") from None
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine reaches. Raises PolicyError where a number cannot be a rate or a latency."""
+
+    host_gbps: float  # of the host's memory, which the workers and the link read together
+    link_gbps: float
+    device_gbps: float  # of the device's memory
+    host_tflops: float
+    device_tflops: float
+    round_trip: float = 6e-5  # seconds of an empty Work, there and back
+    layer: float = 1e-4  # seconds of starting the kernels of a layer, without its routed experts
+    launch: float = 2e-5  # of starting those of its routed experts
+    fetch: float = 1e-5  # of ordering the missing tiles of an expert
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            latency = field.name in LATENCIES
+            if not (math.isfinite(value) and (value >= 0 if latency else value > 0)):
+                wanted = "seconds, not negative" if latency else "a rate above 0"
+                raise PolicyError(f"rates: '{field.name}' is {value}; it must be {wanted}")
+
+    @property
+    def workers_gbps(self) -> float:
+        """What the workers read while the link runs: the two share one memory. They have half of it at
+        least, as a link that could take more does not come before them."""
+        return max(self.host_gbps - self.link_gbps, self.host_gbps / 2)
+
+
+# What programs reach, by our own estimate: about 80 % of the memory's and the link's data sheet, half of
+# the arithmetic. The A100 stands beside 8 channels of DDR4-3200, the 4090 beside 2 of DDR5-5600, the H200
+# beside 12 of DDR5-4800.
+MACHINES = {
+    "a100-pcie4": Rates(160.0, 25.0, 1500.0, 1.5, 150.0),
+    "4090-pcie4": Rates(70.0, 25.0, 850.0, 1.2, 80.0),
+    "h200-pcie5": Rates(360.0, 52.0, 3800.0, 4.0, 450.0),
+}
+
+
+def derived(
+    rates: Rates, expert_bytes: float, expert_weights: float, other_bytes: float = 0, other_weights: float = 0
+) -> Costs:
+    """Costs of whole experts (`per` expert) of so many bytes as they are stored, and of so many weights. A
+    layer has `other_bytes` and `other_weights` beside its routed experts, all on the device."""
+
+    def seconds(gbps: float, tflops: float, size: float, weights: float) -> tuple[float, ...]:
+        return tuple(
+            max(size / gbps / 1e9, OPERATIONS * weights * rows / tflops / 1e12) for rows in DERIVED_ROWS
+        )
+
+    other = seconds(rates.device_gbps, rates.device_tflops, other_bytes, other_weights)
+    return Costs(
+        rows=DERIVED_ROWS,
+        host=seconds(rates.workers_gbps, rates.host_tflops, expert_bytes, expert_weights),
+        device=seconds(rates.device_gbps, rates.device_tflops, expert_bytes, expert_weights),
+        link=expert_bytes / rates.link_gbps / 1e9,
+        round_trip=rates.round_trip,
+        other=tuple(rates.layer + value for value in other),
+        launch=rates.launch,
+        fetch=rates.fetch,
+        per="expert",
+    )

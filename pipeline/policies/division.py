@@ -10,12 +10,11 @@ from math import inf
 import numpy as np
 
 from pipeline.arrays import IntArray
-from pipeline.policies.costs import Costs
+from pipeline.policies.costs import Costs, SecondsTable
 from pipeline.policies.filling import Fixed, Group, Sides, balance
 from pipeline.policies.view import Active, View
 
 _TABLES = 8  # of costs that are kept
-_TABLE = 512  # row counts with seconds in a table; wider batches are few and slow
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Balanced:
     @cached_property
     def seconds(self) -> float:
         """Until the layer has ended."""
-        return self.sides.layer(self.fixed.both)
+        return self.sides.seconds
 
     @cached_property
     def alone(self) -> float:
@@ -74,7 +73,7 @@ class Balanced:
                 others[index].resident += 1
                 others[index].missing -= 1
                 others[index].lacking = min(group.lacking, others[index].missing)
-                best = max(best, self.seconds - balance(others, self.fixed).layer(self.fixed.both))
+                best = max(best, self.seconds - balance(others, self.fixed).seconds)
         return best
 
 
@@ -82,15 +81,13 @@ class _Table:
     """What a Divider looks up of some costs."""
 
     def __init__(self, costs: Costs, staging: int) -> None:
-        rows = np.arange(_TABLE)
         self.costs = costs
-        self.host: list[float] = costs.host_seconds(rows, 1).tolist()
-        self.device: list[float] = costs.device_seconds(rows, 1).tolist()
-        self.other: list[float] = costs.other_seconds(rows).tolist()
+        self.host = SecondsTable(costs.host_seconds, 1).of
+        self.device = SecondsTable(costs.device_seconds, 1).of
+        self.other = SecondsTable(lambda rows, _: costs.other_seconds(rows), 1).of
         self.tile = costs.link if staging else inf
-        self.fixed = Fixed(costs.round_trip, costs.launch, 0.0, self.tile, costs.fetch, costs.both)
-        self.resting = self.fixed._replace(host=costs.round_trip + costs.wake)
-        self.known: dict[tuple[int, int, int, bool], Balanced] = {}
+        self.fixed = Fixed(costs.round_trip, costs.launch, 0.0, self.tile, costs.fetch)
+        self.known: dict[tuple[int, int, int], Balanced] = {}
         self.worthless: dict[int, bool] = {}  # by the number of experts
 
 
@@ -120,48 +117,38 @@ class Divider:
         """Seconds of a tile on the link; infinite where none can be moved."""
         return self._used.tile
 
-    @property
-    def wake(self) -> float:
-        """Seconds by which a host share behind a layer without one begins later."""
-        return self._used.costs.wake
-
     def host(self, rows: int) -> float:
         """Seconds of a tile on the host."""
-        used = self._used
-        return used.host[rows] if rows < _TABLE else float(used.costs.host_seconds(rows, 1))
+        return self._used.host(rows)
 
     def device(self, rows: int) -> float:
         """Seconds of a tile on the device."""
-        used = self._used
-        return used.device[rows] if rows < _TABLE else float(used.costs.device_seconds(rows, 1))
+        return self._used.device(rows)
 
     def other(self, rows: int) -> float:
         """Seconds of a layer's other work on the device."""
-        used = self._used
-        return used.other[rows] if rows < _TABLE else float(used.costs.other_seconds(rows))
+        return self._used.other(rows)
 
     def worthless(self, experts: int, tiles: int) -> bool:
         """Whether the host computes all of so many experts of one row each, wherever their tiles are."""
         known = self._used.worthless
         found = known.get(experts)
         if found is None:
-            found = known[experts] = not self._single(experts, experts * tiles, 0, 0, True).groups[0].taken
+            found = known[experts] = not self._single(experts, experts * tiles, 0, 0).groups[0].taken
         return found
 
-    def balanced(
-        self, active: Active, resident: IntArray, tiles: int, rested: bool = False, busy: float = 0.0
-    ) -> Balanced:
-        """`resident` [m]: tiles of each active expert; at least one is active. `rested`: the layer before had
-        no host share. `busy`: seconds until the host is free."""
+    def balanced(self, active: Active, resident: IntArray, tiles: int, busy: float = 0.0) -> Balanced:
+        """`resident` [m]: tiles of each active expert; at least one is active. `busy`: seconds until the host
+        is free."""
         rows = active.counts
         alike = len(active.rows) == len(rows)  # one row, or rows that share no expert
-        fixed = self._used.resting if rested else self._used.fixed
+        fixed = self._used.fixed
         if alike:
             kept: list[int] = resident.tolist()
             total = sum(kept)
             key = len(rows), total, tiles * len(rows) - total, len(rows) - kept.count(tiles)
             if busy <= fixed.host:
-                return self._single(*key, rested)
+                return self._single(*key)
             groups = [self._group(1, *key[1:])]
         else:
             counted = np.bincount(rows)
@@ -176,20 +163,13 @@ class Divider:
         fixed = fixed if busy <= fixed.host else fixed._replace(host=busy)
         return Balanced(groups, fixed, balance(groups, fixed))
 
-    def empty(self, active: Active, tiles: int, rested: bool) -> Balanced:
-        """With none of their tiles resident."""
-        count = len(active.counts)
-        if len(active.rows) == count:
-            return self._single(count, 0, tiles * count, count, rested)
-        return self.balanced(active, np.zeros(count, np.int32), tiles, rested)
-
-    def _single(self, experts: int, resident: int, missing: int, lacking: int, rested: bool) -> Balanced:
+    def _single(self, experts: int, resident: int, missing: int, lacking: int) -> Balanced:
         """Of experts with a row each. Few of these differ, so each is computed once."""
-        key = experts, missing, lacking, rested
+        key = experts, missing, lacking
         found = self._used.known.get(key)
         if found is None:
             groups = [self._group(1, resident, missing, lacking)]
-            fixed = self._used.resting if rested else self._used.fixed
+            fixed = self._used.fixed
             found = self._used.known[key] = Balanced(groups, fixed, balance(groups, fixed))
         return found
 

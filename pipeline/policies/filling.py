@@ -40,7 +40,6 @@ class Fixed(NamedTuple):
     link: float  # before the first missing tile can begin to move
     tile: float  # a missing tile on the link; infinite where none can be moved
     fetch: float  # beside its tiles, for each expert with a missing tile that is moved
-    both: float = 0.0  # behind the later side, where both have work
 
 
 @dataclass(slots=True)
@@ -69,10 +68,6 @@ class Sides(NamedTuple):
     def seconds(self) -> float:
         return max(self)
 
-    def layer(self, both: float) -> float:
-        """Seconds until the layer has ended."""
-        return self.seconds + both if self.host and self.device else self.seconds
-
 
 def balance(groups: Sequence[Group], fixed: Fixed) -> Sides:
     """Set each group's `taken`, so that the layer ends as early as possible."""
@@ -95,14 +90,14 @@ def balance(groups: Sequence[Group], fixed: Fixed) -> Sides:
             best = _search(groups, fixed, best, every)
     missing = sum([group.missing for group in groups])
     # all of it on the device needs no exchange: better, unless the link alone takes longer
-    if best.host and not (missing and fixed.tile * missing > best.layer(fixed.both)):
+    if best.host and not (missing and fixed.tile * missing > best.seconds):
         taken = [group.taken for group in groups]
         _take(groups, [group.tiles for group in groups])
         whole = sides(groups, fixed)
-        if max(whole) <= min(best.layer(fixed.both), alone.seconds):
+        if max(whole) <= min(best.seconds, alone.seconds):
             return whole
         _take(groups, taken)
-    if alone.seconds < best.layer(fixed.both):
+    if alone.seconds < best.seconds:
         _take(groups, [0] * len(groups))
         return alone
     return best
@@ -110,7 +105,7 @@ def balance(groups: Sequence[Group], fixed: Fixed) -> Sides:
 
 def sides(groups: Sequence[Group], fixed: Fixed) -> Sides:
     """Of the tiles that are taken."""
-    begins, launch, waits, tile, fetch, _ = fixed
+    begins, launch, waits, tile, fetch = fixed
     left, host, device, landed, moved = 0, 0.0, launch, waits, False
     for group in groups:
         taken, resident = group.taken, group.resident
@@ -138,7 +133,7 @@ def _host_alone(groups: Sequence[Group], fixed: Fixed) -> Sides:
 def _least_with_device(groups: Sequence[Group], fixed: Fixed) -> float:
     """A layer takes at least so long where the device computes any tile."""
     first = min([group.device for group in groups])
-    shared = fixed.both + max(fixed.host + min([group.host for group in groups]), fixed.launch + first)
+    shared = max(fixed.host + min([group.host for group in groups]), fixed.launch + first)
     computing, missing = fixed.launch, 0
     for group in groups:
         computing += group.device * (group.resident + group.missing)
@@ -157,7 +152,7 @@ def _in_order(groups: Sequence[Group], fixed: Fixed, by_link: bool) -> tuple[Sid
     """Move tiles to the device in the order of the host's time that each saves for a second of the device;
     with `by_link`, for a second of the link where a missing tile takes longer there. Returns what it reaches,
     what parts of tiles would reach, and whether the link is what ends late."""
-    begins, launch, waits, tile, fetch, _ = fixed
+    begins, launch, waits, tile, fetch = fixed
     order = []
     left, host = 0, 0.0  # of the host
     for group in groups:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from math import inf, sqrt
 from typing import ClassVar
 
@@ -11,9 +10,9 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray
 from pipeline.errors import PolicyError
-from pipeline.policies.calibration import Calibration, at_limits
-from pipeline.policies.composed import Gate
+from pipeline.policies.calibration import Calibration
 from pipeline.policies.options import Choice, Option, Real
+from pipeline.policies.parts import Gate
 from pipeline.policies.view import Routing, View
 from protocol.program import COMMAND
 
@@ -50,26 +49,48 @@ PHASE = Choice(
 )
 
 
-class DroppingGate(Gate):
-    """A gate that drops a token's smallest weights as long as (their share of the sum)^2 * s_l <= T; the
-    largest always stays. A dropped expert keeps its place with a weight of 0; those that are kept are
-    rescaled to the sum of all."""
+class AdaptiveGate(Gate):
+    """AdapMoE's gate (section 4.2, equation 8): a token uses its first expert alone where
 
+        (1 - alpha)^2 * s_l <= T
+
+    with alpha the first expert's share of the two weights, s_l the layer's sensitivity and T the threshold.
+    Of more than two experts, the smallest weights are dropped as long as (their share of the sum)^2 * s_l is
+    at most T; the largest always stays. A dropped expert keeps its place with a weight of 0; those that are
+    kept are rescaled to the sum of all."""
+
+    name: ClassVar[str] = "adaptive"
+    help: ClassVar[str] = "AdapMoE's: small weights are dropped where the layer is not sensitive to it"
     exact = False
     needs_calibration = True
     without: ClassVar[str] = "gate=own"
+    options: ClassVar[tuple[Option, ...]] = (
+        Real(
+            name="threshold",
+            help="T of (dropped share)^2 * sensitivity <= T; by default the calibration's",
+            default=None,
+            low=0.0,
+            high=1e9,
+        ),
+        PHASE,
+    )
 
-    def __init__(self, *, phase: str) -> None:
+    def __init__(self, *, threshold: float | None, phase: str) -> None:
+        self._threshold = threshold
         self._prompts_too = phase == "all"
         # s_l by layer and T, of a calibration
         self._rule: tuple[Calibration | None, list[float], float] | None = None
 
-    @abstractmethod
-    def rule(self, calibration: Calibration | None, layers: int) -> tuple[list[float], float]:
-        """s_l of each layer, and T. The calibration has what `missing` asks for."""
+    def missing(self, calibration: Calibration | None) -> str:
+        if calibration is not None and calibration.sensitivity is None:
+            return "a calibration with sensitivities"
+        if calibration is not None and calibration.threshold is None and self._threshold is None:
+            return "a calibration with a threshold"
+        return super().missing(calibration)
 
     def limits(self, view: View) -> list[float]:
-        return _limits(*self._known(view))
+        sensitivity, limit = self._known(view)
+        return [sqrt(limit / one) if one > 0 else inf for one in sensitivity]
 
     def apply_gate(self, layer: int, routing: Routing, view: View) -> Routing:
         if view.phase != "decode" and not self._prompts_too:
@@ -87,104 +108,16 @@ class DroppingGate(Gate):
 
     def _known(self, view: View) -> tuple[list[float], float]:
         """The rule in plain numbers, which are fast for one token."""
-        rule = self._rule
-        if rule is None or rule[0] is not view.calibration:
-            if absent := self.missing(view.calibration):
+        calibration = view.calibration
+        if self._rule is None or self._rule[0] is not calibration:
+            if absent := self.missing(calibration):
                 raise PolicyError(f"gate {self.name} needs {absent}: run {COMMAND} calibrate --text FILE")
-            rule = self._rule = view.calibration, *self.rule(view.calibration, view.shape.layers)
-        return rule[1:]
-
-
-class AdaptiveGate(DroppingGate):
-    """AdapMoE's gate (section 4.2, equation 8): a token uses its first expert alone where
-
-        (1 - alpha)^2 * s_l <= T
-
-    with alpha the first expert's share of the two weights, s_l the layer's sensitivity and T the threshold.
-    Of more than two experts, the smallest weights are dropped as long as (their share of the sum)^2 * s_l is
-    at most T."""
-
-    name: ClassVar[str] = "adaptive"
-    help: ClassVar[str] = "AdapMoE's: small weights are dropped where the layer is not sensitive to it"
-    options: ClassVar[tuple[Option, ...]] = (
-        Real(
-            name="threshold",
-            help="T of (dropped share)^2 * sensitivity <= T; by default the calibration's",
-            default=None,
-            low=0.0,
-            high=1e9,
-        ),
-        PHASE,
-    )
-
-    def __init__(self, *, threshold: float | None, phase: str) -> None:
-        super().__init__(phase=phase)
-        self._threshold = threshold
-
-    def missing(self, calibration: Calibration | None) -> str:
-        if calibration is not None and calibration.sensitivity is None:
-            return "a calibration with sensitivities"
-        if calibration is not None and calibration.threshold is None and self._threshold is None:
-            return "a calibration with a threshold"
-        return super().missing(calibration)
-
-    def rule(self, calibration: Calibration | None, layers: int) -> tuple[list[float], float]:
-        assert calibration is not None
-        assert calibration.sensitivity is not None
-        limit = calibration.threshold if self._threshold is None else self._threshold
-        assert limit is not None
-        return calibration.sensitivity.tolist(), limit
-
-
-class ScoreGate(DroppingGate):
-    """Score-based gating, AdapMoE's baseline (its figures 7 and 9): a token uses its first expert alone where
-    the second one's share of the two weights is at most `share`, in every layer alike. Of more than two
-    experts, the smallest weights are dropped as long as their share of the sum is at most that."""
-
-    name: ClassVar[str] = "score"
-    help: ClassVar[str] = "small weights are dropped in every layer alike, AdapMoE's baseline"
-    options: ClassVar[tuple[Option, ...]] = (
-        Real(
-            name="share",
-            help="of a token's weight, dropped at most; by default as many experts as gate=adaptive drops",
-            default=None,
-            low=0.0,
-            high=1.0,
-        ),
-        PHASE,
-    )
-
-    def __init__(self, *, share: float | None, phase: str) -> None:
-        super().__init__(phase=phase)
-        self._share = share
-        self.needs_calibration = share is None
-        self._equal = AdaptiveGate(threshold=None, phase=phase)
-
-    def missing(self, calibration: Calibration | None) -> str:
-        return self._equal.missing(calibration) if self._share is None else ""
-
-    def rule(self, calibration: Calibration | None, layers: int) -> tuple[list[float], float]:
-        share = self._share
-        if share is None:
             assert calibration is not None
-            share = _equal_share(calibration, *self._equal.rule(calibration, layers))
-        return [1.0] * layers, share * share
-
-
-def _limits(sensitivity: list[float], limit: float) -> list[float]:
-    """The share that may be dropped in each layer."""
-    return [sqrt(limit / one) if one > 0 else inf for one in sensitivity]
-
-
-def _equal_share(calibration: Calibration, sensitivity: list[float], limit: float) -> float:
-    """The share at which all layers together drop as many experts as under AdapMoE's gate."""
-    kept = calibration.kept.astype(np.float64)
-    counts = np.arange(kept.shape[2])
-    left = float((at_limits(calibration.kept, _limits(sensitivity, limit)) @ counts).mean())
-    by_step = (kept @ counts).mean(axis=0)  # [G], falling
-    steps = np.linspace(0, 1, len(by_step))
-    _, first = np.unique(by_step, return_index=True)  # of equal ones the smallest share
-    return float(np.interp(left, by_step[first], steps[first]))
+            assert calibration.sensitivity is not None
+            limit = calibration.threshold if self._threshold is None else self._threshold
+            assert limit is not None
+            self._rule = calibration, calibration.sensitivity.tolist(), limit
+        return self._rule[1:]
 
 
 def drop_shares(weights: FloatArray) -> NDArray[np.float64]:
@@ -239,4 +172,4 @@ def _gate_rows(weights: FloatArray, sensitivity: float, limit: float) -> FloatAr
     return np.where(left == total, weights, rescaled).astype(np.float32)
 
 
-GATES: tuple[type[Gate], ...] = (OwnGate, AdaptiveGate, ScoreGate, PreGate)
+GATES: tuple[type[Gate], ...] = (OwnGate, AdaptiveGate, PreGate)

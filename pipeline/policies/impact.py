@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from pipeline.policies.active_costs import ActiveCosts, LayerSeconds
-from pipeline.policies.balance import in_queue, two_ended
-from pipeline.policies.composed import ApplyGate, Expert, Prediction
+from pipeline.policies.balance import ActiveCosts, LayerSeconds, in_queue, two_ended
 from pipeline.policies.costs import Costs
 from pipeline.policies.options import PAUSE, Whole
+from pipeline.policies.parts import ApplyGate, Expert, Prediction
 from pipeline.policies.predictions import DEPTH
 from pipeline.policies.view import Active, Signals, View
 

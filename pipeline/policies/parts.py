@@ -1,132 +1,211 @@
-"""Helpers of several parts of policies: the room of a cache, and the most counted experts."""
+"""A policy's five parts: placement, gate, prediction, assignment and replacement, small objects over arrays
+that `composed.py` calls in turn; what they need to be given, and their refusals without it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.arrays import IntArray
+from pipeline.errors import PolicyError
 from pipeline.policies.calibration import Calibration
-from pipeline.policies.view import ModelShape, View
-
-Counts = NDArray[np.int64]  # [L, E] rows routed to each expert
-ENOUGH_TOKENS = 256  # that were counted, for a comparison of counts
-DIFFERENT = 0.85  # of the hits of its own text a placement has on text that routes differently, at most
-
-
-@dataclass(frozen=True)
-class Room:
-    """What a replacement's cache holds at most."""
-
-    experts: int  # over all layers
-    kept: Sequence[int]  # [L] leading tiles of each cached expert
-    sizes: Sequence[int] | None = None  # [L] experts of each layer, in all at most `experts`; None: any
+from pipeline.policies.options import PAUSE, Option
+from pipeline.policies.room import Room, whole_room
+from pipeline.policies.view import Active, Gated, Routing, Signals, View
+from protocol.program import COMMAND
 
 
-def whole_experts(shape: ModelShape, capacity: int) -> int:
-    """How many whole experts a cache of `capacity` tiles holds."""
-    return min(capacity // shape.tiles, shape.layers * shape.experts)
+class NeedsInputs:
+    """What a policy, or a part of one, needs to be given."""
+
+    needs_costs: bool = False
+    needs_calibration: bool = False
+    without: ClassVar[str] = ""  # the option that avoids the missing input, as "gate=own"
+
+    def missing(self, calibration: Calibration | None) -> str:
+        """What it needs and the model's calibration lacks, as the object of "needs"; "" where it has all."""
+        if self.needs_calibration and calibration is None:
+            return "a calibration of this model"
+        return ""
 
 
-def whole_room(shape: ModelShape, tiles: int) -> Room:
-    """That of a cache of whole experts, without sizes of layers."""
-    return Room(tiles // shape.tiles, [shape.tiles] * shape.layers)
+def require(policy: str, parts: Sequence[NeedsInputs], view: View) -> None:
+    """Raises PolicyError, one line with the remedy, where a part lacks an input."""
+    if view.costs is None and any(part.needs_costs for part in parts):
+        raise PolicyError(f"policy {policy} plans by costs, and none were measured or given (--costs)")
+    require_calibration(policy, parts, view.calibration)
 
 
-def cacheable(view: View) -> int:
-    """The capacity, in tiles, but for what is more than all experts."""
-    shape = view.shape
-    return min(view.capacity, shape.layers * shape.experts * shape.tiles)
-
-
-def evenly(layers: int, budget: int) -> list[int]:
-    """`budget` experts divided evenly over the layers, the remainder to the first layers."""
-    each, left = divmod(budget, layers)
-    return [each + (layer < left) for layer in range(layers)]
-
-
-def most_counted(counts: NDArray[np.int64], sizes: Sequence[int]) -> NDArray[np.bool_]:
-    """The sizes[l] most counted experts of each layer, of counts [L, E]. Ties go to the smaller index."""
-    # a stable sort of the negated counts keeps equal ones in index order
-    order = np.argsort(-counts, axis=1, kind="stable")
-    chosen = np.zeros(counts.shape, dtype=bool)
-    for layer, size in enumerate(sizes):
-        chosen[layer, order[layer, :size]] = True
-    return chosen
-
-
-def evenly_counted(counts: NDArray[np.int64], budget: int) -> NDArray[np.bool_]:
-    """`budget` experts of counts [L, E]: the same number in every layer, the most counted ones; the remainder
-    (fewer than L) goes to the next most counted anywhere. Ties go to the first layer and expert."""
-    layers = len(counts)
-    each, left = divmod(budget, layers)
-    chosen = most_counted(counts, [each] * layers)
-    rest = np.flatnonzero(~chosen)
-    by_count = np.argsort(-counts.ravel()[rest], kind="stable")
-    chosen.ravel()[rest[by_count[:left]]] = True
-    return chosen
-
-
-def counted_tokens(counts: Counts, top_k: int) -> int:
-    """The tokens that counts [L, E] are of."""
-    return int(counts[0].sum()) // top_k
-
-
-def placed_share(used: Counts, counts: Counts, experts: int) -> float:
-    """The share of `counts` that `evenly_counted(used, experts)` holds: the hits of that placement."""
-    return float(counts[evenly_counted(used, experts)].sum() / max(counts.sum(), 1))
-
-
-@dataclass(frozen=True)
-class TextComparison:
-    """Hits of a calibration's most used experts: `prompts`, of what its own text's prompts used, because the
-    placement counted the decoded tokens; `engine`, of what the tokens used that the engine has computed."""
-
-    prompts: float
-    engine: float
-
-    @classmethod
-    def of(cls, calibration: Calibration, popularity: Counts, experts: int) -> TextComparison:
-        """With this many experts placed."""
-        used = calibration.decode_counts
-        return cls(
-            placed_share(used, calibration.prefill_counts, experts), placed_share(used, popularity, experts)
+def require_calibration(policy: str, parts: Sequence[NeedsInputs], calibration: Calibration | None) -> None:
+    """Raises PolicyError, one line with the remedy, where a part lacks what a calibration measures."""
+    incomplete = [(part, missing) for part in parts if (missing := part.missing(calibration))]
+    if incomplete:
+        needs = " and ".join(dict.fromkeys(missing for _, missing in incomplete))
+        without = " ".join(
+            dict.fromkeys(f"--set {policy}.{part.without}" for part, _ in incomplete if part.without)
+        )
+        raise PolicyError(
+            f"policy {policy} needs {needs}: run {COMMAND} calibrate --text FILE"
+            " (and --model, if given)" + (f", or avoid that with {without}" if without else "")
         )
 
-    @property
-    def differs(self) -> bool:
-        """Whether the two route differently enough for a warning."""
-        return self.engine <= DIFFERENT * self.prompts
+
+Expert = tuple[int, int]  # (layer, expert)
+Chosen = NDArray[np.bool_]  # [L, E]
+ApplyGate = Callable[[int, Routing], Routing]  # layer, predicted routing -> the gated routing
 
 
-def other_text_note(view: View) -> tuple[str, ...]:
-    """A note where the calibration's most used experts serve the tokens that this engine has computed clearly
-    worse than the calibration's own text."""
-    shape, calibration = view.shape, view.calibration
-    experts = whole_experts(shape, view.capacity)
-    tokens = counted_tokens(view.popularity, shape.top_k)
-    if calibration is None or not 0 < experts < shape.layers * shape.experts or tokens < ENOUGH_TOKENS:
+class Part(NeedsInputs, ABC):
+    """One of a policy's five parts. The constructor takes the part's options by keyword, already read."""
+
+    name: ClassVar[str]
+    help: ClassVar[str]  # one line
+    options: ClassVar[tuple[Option, ...]] = ()
+
+    def contradiction(self) -> str:
+        """The part's options that contradict each other, "" where none do."""
+        return ""
+
+    def join(self, parts: Parts) -> None:
+        """Called once with all five parts, before any other method."""
+        del parts  # most parts do not need the others
+
+    def notes(self, view: View) -> tuple[str, ...]:
+        """Options that cannot be followed here, with the reason; each one line without the policy's name."""
         return ()
-    hits = TextComparison.of(calibration, view.popularity, experts)
-    if not hits.differs:
-        return ()
-    return (
-        f"the calibration's text routes differently from the {tokens} tokens that this engine has computed:"
-        f" the experts placed by it are {100 * hits.engine:.0f}% of those used here,"
-        f" {100 * hits.prompts:.0f}% of those used by its own prompts; calibrate on text of the kind that you"
-        " run",
-    )
 
 
-def unused_tiles_note(name: str, view: View) -> tuple[str, ...]:
-    """A note where a preset of whole experts must leave tiles of the cache empty."""
-    shape = view.shape
-    unused = view.capacity - whole_experts(shape, view.capacity) * shape.tiles
-    if unused == 0 or view.capacity >= shape.layers * shape.experts * shape.tiles:
-        return ()
-    return (
-        f"{name}: {unused} of the cache's {view.capacity} tiles stay empty, because it keeps whole experts "
-        f"and an expert has {shape.tiles} tiles",
-    )
+class Placement(Part):
+    """The part that decides which experts are resident at the start."""
+
+    likes_calibration: bool = False  # where the model has none, it goes by the use of the experts
+
+    @abstractmethod
+    def chosen(self, view: View, room: Room) -> Chosen:
+        """The resident experts, at most `room.experts`; those beyond a layer's size are not placed."""
+
+
+class Gate(Part):
+    """The part that decides which experts a token needs."""
+
+    exact: bool = True
+    pre_gated: bool = False  # True: in decode the layer before decides (`composed.py`)
+
+    def __call__(self, layer: int, signals: Signals, view: View) -> Gated:
+        """The routing of the layer from its own router's logits."""
+        assert signals.logits is not None
+        assert view.router is not None
+        routing = view.router(signals.logits)
+        return Gated(self.apply_gate(layer, routing, view), routing)
+
+    def limits(self, view: View) -> Sequence[float]:
+        """The share of a token's weight that may be dropped in each layer, [L]; may be infinite."""
+        return [0.0] * view.shape.layers
+
+    @abstractmethod
+    def apply_gate(self, layer: int, routing: Routing, view: View) -> Routing:
+        """The experts that the tokens need of those that the layer's router chose, or is predicted to."""
+
+
+class Prediction(Part):
+    """The part that predicts which experts later layers will need."""
+
+    predictor: ClassVar[Literal["raw", "residual"] | None] = "raw"  # its name in the calibration
+    options: ClassVar[tuple[Option, ...]] = (PAUSE,)
+
+    def __init__(self, *, pause: str = PAUSE.default) -> None:
+        self.pauses = pause == "1"
+
+    @abstractmethod
+    def reserve(self, view: View) -> int:
+        """Experts that may be held at once because they were predicted: for the layer that is computed and
+        for later ones; 0: the part predicts nothing, and the methods below are not called."""
+
+    def probes(self, layer: int, view: View) -> tuple[int, ...]:
+        """As `Policy.probes`; by default the next layer."""
+        return (layer + 1,) if layer + 1 < view.shape.layers else ()
+
+    names_channels: ClassVar[bool] = False  # True: it predicts a routing and no experts, and needs no reserve
+
+    def routing(self, layer: int, signals: Signals, view: View) -> Routing | None:
+        """Where `names_channels`: as `Policy.channels_ahead`."""
+        return None
+
+    @abstractmethod
+    def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
+        """Experts that should be fetched because they will be needed: no target keeps them yet (`view.target`
+        is 0). The most probable first."""
+
+
+class Assignment(Part):
+    """The part that decides which side computes which tiles: a cut for each active expert."""
+
+    uses_device: ClassVar[bool] = True  # False: every cut is 0
+    uses_host: ClassVar[bool] = True  # False: every cut is n
+    fetches: ClassVar[bool] = True  # False: no cut is ever beyond the residency
+
+    @abstractmethod
+    def cut(self, layer: int, routing: Routing, view: View) -> IntArray:
+        """Cuts int32 [E] in 0..n; only those of active experts are read."""
+
+
+class Moves(NamedTuple):
+    """Changes of the replacement's cache: experts that leave it, and at most as many that enter it."""
+
+    out: Sequence[Expert]
+    into: Sequence[Expert]
+
+
+STAY = Moves((), ())
+
+
+class Replacement(Part):
+    """The part that decides which experts stay resident. It tracks the cache's experts from `start` on; it
+    does not see those that a prediction holds in the reserve."""
+
+    settles: int = 0  # as `Policy.settles`
+    fills: ClassVar[str] = ""  # where new experts come from: "fetched" ones, "swapped" for held ones, or none
+    admits: ClassVar[bool] = False  # True: predicted experts enter the cache at once, and there is no reserve
+    splits: ClassVar[bool] = False  # True: a cached expert may keep a part of its tiles
+
+    def room(self, view: View, tiles: int) -> Room:
+        """The room of a cache of so many tiles."""
+        return whole_room(view.shape, tiles)
+
+    def start(self, placed: list[Expert], room: Room, view: View) -> None:
+        """The cache holds these experts and has this room; earlier state is dropped."""
+
+    def observe(self, layer: int, signals: Signals, view: View) -> None:
+        """Take note of the layer's router logits, before the layer is planned."""
+
+    def plan(self, layer: int, active: Active, cut: IntArray, view: View) -> Moves:
+        """Before the layer is computed. Experts that enter the cache have a cut above 0, so this step needs
+        them on the device anyway; no active one leaves."""
+        return STAY
+
+    def admit(self, experts: Sequence[Expert]) -> Moves:
+        """Where `admits`: predicted experts of later layers enter the cache."""
+        return STAY
+
+    def after(self, layer: int, active: Active, view: View) -> Moves:
+        """Once the layer has been computed."""
+        return STAY
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A policy's five parts."""
+
+    placement: Placement
+    gate: Gate
+    prediction: Prediction
+    assignment: Assignment
+    replacement: Replacement
+
+    def __iter__(self) -> Iterator[Part]:
+        yield from (self.placement, self.gate, self.prediction, self.assignment, self.replacement)

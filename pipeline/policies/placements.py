@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from pipeline.policies.composed import Chosen, Placement
 from pipeline.policies.options import Seed
-from pipeline.policies.parts import Room, evenly_counted, most_counted, other_text_note, whole_experts
+from pipeline.policies.parts import Chosen, Placement
+from pipeline.policies.room import Room, evenly_counted, most_counted, other_text_note, whole_experts
 from pipeline.policies.view import View
 from protocol.program import COMMAND
 

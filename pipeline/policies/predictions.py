@@ -13,8 +13,8 @@ import numpy as np
 
 from pipeline.arrays import FloatArray
 from pipeline.policies.calibration import corrected
-from pipeline.policies.composed import ApplyGate, Expert, Prediction
 from pipeline.policies.options import PAUSE, Whole
+from pipeline.policies.parts import ApplyGate, Expert, Prediction
 from pipeline.policies.view import Routing, Signals, View
 
 DEPTH = Whole(name="depth", help="layers to look ahead at most", default=3, low=1, high=3)
@@ -89,54 +89,29 @@ class NextGate(Prediction):
         return _needed(following, signals.probes[following], view, apply_gate)[: view.shape.top_k]
 
 
-class CorrectedGate(NextGate):
-    """FloE's predictor between experts (section 3.3.1): in the first layers the next layer's router on this
-    layer's x, corrected by the calibration's MLP where that predicted its held-out text better; elsewhere,
-    and without a calibration, the next gate."""
-
-    name: ClassVar[str] = "mlp"
-    help: ClassVar[str] = "next-gate, in the first layers corrected by the calibration's trained MLP"
-
-    def notes(self, view: View) -> tuple[str, ...]:
-        if any(corrected(view.calibration, layer) for layer in range(view.shape.layers)):
-            return ()
-        return ("no calibration has an MLP that is better than the next gate, which predicts all layers",)
-
-    def probes(self, layer: int, view: View) -> tuple[int, ...]:
-        following = super().probes(layer, view)
-        return (*following, -layer - 1) if corrected(view.calibration, layer + 1) else following
-
-    def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
-        if layer + 1 not in signals.probes:
-            return []
-        found = _needed(layer + 1, self._logits(layer + 1, signals), view, apply_gate)
-        return found[: view.shape.top_k]
-
-    @staticmethod
-    def _logits(following: int, signals: Signals) -> FloatArray:
-        added = signals.probes.get(-following)
-        return signals.probes[following] if added is None else signals.probes[following] + added
-
-
-class NextChannels(CorrectedGate):
-    """FloE's: the next layer's corrected router on this layer's x names experts, and the next layer's up
-    matrices on this layer's x the channels of them that its mask will probably keep."""
+class NextChannels(NextGate):
+    """FloE's: the next layer's router on this layer's x names experts, and the next layer's up matrices on
+    this layer's x the channels of them that its mask will probably keep. In the first layers the
+    calibration's MLP corrects the router where it predicted its held-out text better (FloE, section
+    3.3.1)."""
 
     name: ClassVar[str] = "next-channels"
     help: ClassVar[str] = "channels of the next layer's experts, by its router and up matrices on this input"
     names_channels: ClassVar[bool] = True
 
-    def notes(self, view: View) -> tuple[str, ...]:
-        return ()  # its channels are named by up matrices, with an MLP and without
-
     def reserve(self, view: View) -> int:
         return 0  # channels lie in staging slots
 
+    def probes(self, layer: int, view: View) -> tuple[int, ...]:
+        following = super().probes(layer, view)
+        return (*following, -layer - 1) if corrected(view.calibration, layer + 1) else following
+
     def routing(self, layer: int, signals: Signals, view: View) -> Routing | None:
-        if layer + 1 not in signals.probes:
+        logits, added = signals.probes.get(layer + 1), signals.probes.get(-layer - 1)
+        if logits is None:
             return None
         assert view.router is not None
-        return view.router(self._logits(layer + 1, signals))
+        return view.router(logits if added is None else logits + added)
 
     def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
         return []

@@ -9,13 +9,13 @@ from typing import Any
 
 from pipeline.errors import PolicyError
 from pipeline.policies import assignments, gates, placements, predictions, replacements
-from pipeline.policies.composed import Composed, Gate, Part, Parts
+from pipeline.policies.calibration import SPARSITY_OPTIONS, Sparsity
+from pipeline.policies.composed import Composed, PreGated
 from pipeline.policies.daop import Daop
 from pipeline.policies.impact import Impact
 from pipeline.policies.options import Choice, Option, Value, did_you_mean, parse_options
-from pipeline.policies.pre_gated import PreGated
+from pipeline.policies.parts import Gate, Part, Parts
 from pipeline.policies.random_plan import RandomPlan
-from pipeline.policies.sparsity import SPARSITY_OPTIONS, Sparsity
 from pipeline.policies.split import Split
 from pipeline.policies.tandem import Tandem
 from pipeline.policies.view import Policy, PolicyRequest
@@ -39,7 +39,6 @@ PARTS: dict[str, dict[str, type[Part]]] = {
     "prediction": _named(
         predictions.NoPrediction,
         predictions.NextGate,
-        predictions.CorrectedGate,
         predictions.NextChannels,
         predictions.WholeLayer,
         predictions.Residual,

@@ -10,11 +10,10 @@ from typing import ClassVar
 import numpy as np
 
 from pipeline.arrays import FloatArray, IntArray
-from pipeline.policies.cache_sizes import layer_sizes
-from pipeline.policies.composed import STAY, Expert, Moves, Parts, Replacement
 from pipeline.policies.options import Choice, Whole
-from pipeline.policies.parts import Room, evenly, whole_room
+from pipeline.policies.parts import STAY, Expert, Moves, Parts, Replacement
 from pipeline.policies.predictions import FEW_EXPERTS
+from pipeline.policies.room import Room, evenly, layer_sizes, whole_room
 from pipeline.policies.view import Active, ModelShape, Signals, View
 
 SETTLED = (

@@ -1,8 +1,16 @@
-"""The preset tandem: experts that are resident in part, and computed in part by either side."""
+"""The preset tandem: experts that are resident in part, and computed in part by either side.
+
+Whether dividing a step is worth it at all is also measured. A cost model says what a layer's shares take, not
+what dividing takes beside them: its planning, the two sides' arrays, caches that are colder afterwards. Where
+experts are a small part of a step, that decides. So steps of either kind are compared by the clock: now and
+then a few of the other kind, each time later where they were slower.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from math import inf
+from statistics import median
 from typing import ClassVar
 
 import numpy as np
@@ -10,12 +18,52 @@ import numpy as np
 from pipeline.arrays import IntArray
 from pipeline.errors import PolicyError
 from pipeline.policies.division import Balanced, Divider, cuts
-from pipeline.policies.host_trial import HOPELESS, HostTrial
 from pipeline.policies.options import PAUSE, Choice, Option
 from pipeline.policies.predictions import by_probability
 from pipeline.policies.view import Gated, Plan, Policy, Routing, Signals, Target, View
-from pipeline.policies.whole_layers import WholeLayers
 from pipeline.policies.worth import Worth
+
+PRESENT = 8  # steps of the present kind that are compared
+TRIED, SKIPPED = 6, 2  # of the other kind, and how many of these come too early to count
+LEAST = 0.02  # relative gain of a change
+FIRST, LONGEST = 256, 4096  # steps from one trial to the next
+HOPELESS = 1.5  # times the present seconds of the layers, by the costs: not tried
+
+
+class HostTrial:
+    """Of steps of about equally many rows. `host`: the next step's experts are all the host's; `settled`: so
+    were those of the kind that was faster."""
+
+    def __init__(self) -> None:
+        self.host = False
+        self.settled = False
+        self._present: deque[float] = deque(maxlen=PRESENT)
+        self._tried: list[float] = []
+        self._period = FIRST
+        self._left = 0  # steps until the next trial
+
+    def note(self, seconds: float, hopeless: bool) -> None:
+        """A step has taken so long. `hopeless`: by the costs the host alone would take HOPELESS times that of
+        the layers."""
+        if self.host != self.settled:
+            self._tried.append(seconds)
+            if len(self._tried) == TRIED:
+                self._compare()
+            return
+        self._present.append(seconds)
+        self._left -= 1
+        if self._left <= 0 and len(self._present) == PRESENT and (self.host or not hopeless):
+            self.host = not self.settled
+
+    def _compare(self) -> None:
+        if median(self._tried[SKIPPED:]) < (1 - LEAST) * median(self._present):
+            self.settled, self._period = self.host, FIRST
+        else:
+            self._period = min(2 * self._period, LONGEST)
+        self.host, self._left = self.settled, self._period
+        self._tried.clear()
+        self._present.clear()
+
 
 PAYS_WITHIN = 64  # steps in which a move in the background saves as much time as it takes of the link
 
@@ -43,7 +91,6 @@ class Tandem(Policy):
         self._prefetches = prefetch == "1"
         self.pauses = pause == "1"
         self._divider = Divider()
-        self._layers: WholeLayers  # from the placement on
         self._balanced: Balanced | None = None  # of the present layer, unless only the host is worth it
         self._moving: tuple[int, int] | None = None  # in the background
 
@@ -53,7 +100,7 @@ class Tandem(Policy):
             return "experts: all on the host; by the clock, steps took longer with a share on the device"
         if all(self._worthless):
             return "experts: all on the host; by the costs it would be faster even with all of them resident"
-        return self._layers.status
+        return ""
 
     def placement(self, view: View) -> IntArray:
         if view.costs is None:
@@ -68,11 +115,7 @@ class Tandem(Policy):
         self._trials: dict[int, HostTrial] = {}  # by the power of two of a step's rows
         self._trial: HostTrial | None = None  # of this step
         self._alone = self._divided = 0.0  # its layers' seconds so far, on the host alone and as planned
-        self._rested = False  # the layer before had no host share
         self._moving = None
-        self._layers = WholeLayers(view.shape, view.capacity)
-        self._by_use = self._worth.target.copy()  # as it would be now without whole layers
-        self._apart = False  # the layer before would then have had no host share
         return self._worth.target.copy()
 
     def probes(self, layer: int, view: View) -> tuple[int, ...]:
@@ -94,7 +137,6 @@ class Tandem(Policy):
         if trial is not None and view.seconds:
             trial.note(view.seconds, self._alone > HOPELESS * self._divided)
         self._alone = self._divided = 0.0
-        self._layers.begin_step()
         if view.phase == "decode" and view.capacity:
             self._trial = self._trials.setdefault(len(view.sequences).bit_length(), HostTrial())
 
@@ -112,17 +154,14 @@ class Tandem(Policy):
             worthless = worthless or divider.worthless(count, tiles)
         self._worthless[layer] = worthless
         if worthless:
-            self._ahead[layer], self._rested = 0, False
+            self._ahead[layer] = 0
             return self._host_alone
         kept = worth.target[layer][active.indices]
         resident = np.minimum(view.residency[layer][active.indices], kept)  # the others are evicted
-        balanced = self._balanced = divider.balanced(active, resident, tiles, self._rested, busy)
-        if self._layers.possible:
-            self._compare(layer, routing, balanced, view)
-        self._rested = not balanced.sides.host
+        balanced = self._balanced = divider.balanced(active, resident, tiles, busy)
         self._alone += balanced.alone
         self._divided += balanced.seconds
-        if balanced.leaves or not balanced.pays or self._layers.used:
+        if balanced.leaves or not balanced.pays:
             self._ahead[layer] = 0
         else:
             free = balanced.spare + divider.other(len(routing.experts))
@@ -139,31 +178,10 @@ class Tandem(Policy):
         else:
             own = cuts(balanced, active, resident, tiles, worth.value[layer][active.indices].tolist())
             cut[active.indices] = own
-        if not (balanced.moved and view.capacity) or self._layers.used:
+        if not (balanced.moved and view.capacity):
             return Plan(cut)
         more = [wanted - held for wanted, held in zip(own, kept.tolist(), strict=True)]
         return tuple.__new__(Plan, (cut, tuple(worth.fetch(layer, experts, more))))  # in half the time
-
-    def _compare(self, layer: int, routing: Routing, balanced: Balanced, view: View) -> None:
-        """Count a layer for the comparison of experts by use with whole layers."""
-        divider, active, tiles, layers = self._divider, routing.active, view.shape.tiles, self._layers
-        by_use, by_layer = balanced.seconds, balanced.there
-        if layers.used:
-            resident = self._by_use[layer][active.indices]
-            other = divider.balanced(active, resident, tiles, self._apart)
-            self._apart, by_use = not other.sides.host, other.seconds
-        if layer >= layers.count:
-            by_layer = divider.empty(active, tiles, rested=layer == layers.count).seconds
-        layers.note(by_use, by_layer)
-
-    def _rearranged(self, view: View) -> list[Target]:
-        """At the end of a step: the other arrangement's targets, where it is faster."""
-        worth, layers = self._worth, self._layers
-        if not layers.end_step(view.phase == "decode", view.capacity, self._divider.tile):
-            return []
-        self._moving = None
-        self._by_use = worth.filled(worth.value)
-        return worth.place(worth.filled(worth.value, layers.count) if layers.used else self._by_use)
 
     def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
         self.no_room = 0
@@ -177,9 +195,7 @@ class Tandem(Policy):
 
     def after(self, layer: int, routing: Routing, view: View) -> tuple[Target, ...]:
         worth = self._worth
-        if layer == view.shape.layers - 1 and (targets := self._rearranged(view)):
-            return tuple(targets)
-        balanced = None if self._layers.used else self._balanced
+        balanced = self._balanced
         if balanced is None or balanced.moved or not view.capacity or view.phase != "decode":
             return ()
         if self._moving is not None:

@@ -11,7 +11,7 @@ Tiles [r, p) are fetched first. A *target* is the residency that the policy sets
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -20,10 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray, IntArray, Phase, one_row
-from pipeline.policies.backlog import Backlog, NoBacklog
-from pipeline.policies.calibration import Calibration
+from pipeline.policies.calibration import Calibration, Sparsity
 from pipeline.policies.costs import Costs
-from pipeline.policies.sparsity import Sparsity
 
 
 @dataclass(frozen=True)
@@ -137,6 +135,32 @@ class Plan(NamedTuple):
     targets: tuple[Target, ...] = ()
 
 
+class Landing(NamedTuple):
+    """Tiles of one expert that are under way: its next `tiles` tiles beyond the residency."""
+
+    expert: int
+    tiles: int
+    seconds: float  # from now until the last of them has landed
+
+
+class Backlog:
+    """What link and host still have to do, in seconds from now by the costs in force; here nothing."""
+
+    @property
+    def link_seconds(self) -> float:
+        """Until the link has moved everything that is ordered."""
+        return 0.0
+
+    @property
+    def host_seconds(self) -> float:
+        """Until the host is free: an earlier layer's share still runs, as under early dispatch."""
+        return 0.0
+
+    def landing(self, layer: int) -> Sequence[Landing]:
+        """The layer's tiles under way, in the order in which they will land if nothing is demanded."""
+        return ()
+
+
 _NOTHING: IntArray = np.zeros((0, 0), np.int32)  # a view without `ordered`: only what is resident
 
 
@@ -159,7 +183,7 @@ class View:
     prefetching: bool = True  # False: the prefetch meter pauses predictions
     staging: int = 0  # slots beside the capacity, through which a layer's step streams missing tiles
     ordered: IntArray = field(default_factory=lambda: _NOTHING)  # [L, E]: leading tiles resident or on order
-    backlog: Backlog = field(default_factory=NoBacklog)
+    backlog: Backlog = field(default_factory=Backlog)
     seconds: float = 0.0  # that the step before took; 0 where costs do not follow what runs
     up: str = ""  # the format of up matrices that are apart, so that channels can be left out; "" without
 

@@ -1,14 +1,9 @@
-"""What resident tiles are worth to the preset tandem, and which leave for others.
-
-The loops of each layer are also in the C library `worth.c`, which is used where it was compiled: in numpy
-they are many calls on a few numbers.
-"""
+"""What resident tiles are worth to the preset tandem, and which leave for others."""
 
 from __future__ import annotations
 
 from math import inf
 from operator import itemgetter
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,19 +11,6 @@ from numpy.typing import NDArray
 from pipeline.arrays import PHASES, FloatArray, IntArray, Phase
 from pipeline.policies.division import move
 from pipeline.policies.view import ModelShape, Target
-
-if TYPE_CHECKING:
-    from pipeline.policies._worth import Table
-
-    COMPILED = True
-else:
-    try:
-        from pipeline.policies import _worth
-
-        COMPILED = _worth.VERSION == 4  # not one that an older checkout left behind
-        Table = _worth.Table
-    except (ImportError, AttributeError):
-        COMPILED = False
 
 # A step's weight in the two averages of the router's probabilities: what a text uses now, and what it uses on
 # the whole. A prompt's step has many tokens.
@@ -45,30 +27,20 @@ _WEIGHTS = {
     for phase in PHASES
 }
 _LASTING_WEIGHT = np.float32(LASTING_WEIGHT)
-_PLAIN = {  # the same as numbers, and whether the fresh average counts
-    phase: (
-        *(1 - FRESH[phase], 1 - LASTING[phase], FRESH[phase], LASTING[phase]),
-        *(LASTING_WEIGHT, phase == "decode"),
-    )
-    for phase in PHASES
-}
 
 
 class Worth:
     """The tiles to keep, and how much each is expected to be used. All of an expert's tiles are worth the
     same, so of the least valuable expert the last tiles leave, and a part of it stays."""
 
-    def __init__(
-        self, shape: ModelShape, capacity: int, counts: NDArray[np.int64], compiled: bool = COMPILED
-    ) -> None:
-        """`counts` [L, E]: rows that used each expert so far, by which the first targets are set. `compiled`:
-        by the library."""
+    def __init__(self, shape: ModelShape, capacity: int, counts: NDArray[np.int64]) -> None:
+        """`counts` [L, E]: rows that used each expert so far, by which the first targets are set."""
         rows = counts.sum(axis=1, keepdims=True)
         share = (counts / np.maximum(rows, 1)).astype(np.float32)
         self._averages: FloatArray = np.stack((share, share), axis=1)  # [L, 2, E], fresh and lasting
         self.value: FloatArray = share * np.float32(1 + LASTING_WEIGHT)  # [L, E]
         self._tiles, self._capacity = shape.tiles, capacity
-        self.target: IntArray = self.filled(share)
+        self.target: IntArray = self._filled(share)
         self._free = capacity - int(self.target.sum())
         # added to `value`: infinite where nothing can leave
         self._empty = np.where(self.target > 0, np.float32(0), np.float32(inf))
@@ -84,47 +56,16 @@ class Worth:
         # the same memory, of which Python reads single numbers sooner, and the part of each layer
         self._kept = self.target.data
         self.kept = [part.data for part in self.target]
-        self._table = self._compiled() if compiled else None
 
-    def _compiled(self) -> Table:
-        """The library's, on the same memory; it has its own count of free tiles."""
-        return Table(
-            value=self.value,
-            empty=self._empty,
-            rank=self._rank,
-            noted=self._noted,
-            averages=self._averages,
-            target=self.target,
-            free=self._free,
-            made=Target,
-        )
-
-    def filled(self, value: FloatArray, whole: int = 0) -> IntArray:
-        """Targets [L, E]: all of the first `whole` layers, and of the others the tiles of the most valuable
-        experts, until the cache is full."""
+    def _filled(self, value: FloatArray) -> IntArray:
+        """Targets [L, E]: the tiles of the most valuable experts, until the cache is full."""
         target = np.zeros(value.shape, np.int32)
-        target[:whole] = self._tiles
-        left = min(self._capacity - int(target.sum()), target[whole:].size * self._tiles)
-        experts, part = divmod(left, self._tiles)
-        order = np.argsort(-value[whole:], axis=None, kind="stable")
-        target[whole:].reshape(-1)[order[:experts]] = self._tiles
+        experts, part = divmod(min(self._capacity, target.size * self._tiles), self._tiles)
+        order = np.argsort(-value, axis=None, kind="stable")
+        target.reshape(-1)[order[:experts]] = self._tiles
         if part:
-            target[whole:].reshape(-1)[order[experts]] = part
+            target.reshape(-1)[order[experts]] = part
         return target
-
-    def place(self, target: IntArray) -> list[Target]:
-        """Keep these tiles [L, E] from now on. What changes, evictions first."""
-        changed = np.argwhere(target != self.target)
-        targets = [Target(int(i), int(e), int(target[i, e])) for i, e in changed]
-        targets.sort(key=lambda change: change.tiles > self.target[change.layer, change.expert])
-        self.target[...] = target
-        self._free = self._capacity - int(target.sum())
-        self._empty[...] = np.where(target > 0, np.float32(0), np.float32(inf))
-        np.add(self.value, self._empty, out=self._rank)
-        if self._table is not None:
-            self._table.free = self._free
-            self._table.rank()
-        return targets
 
     def note(self, layer: int, logits: FloatArray, phase: Phase) -> None:
         """Take note of a layer's router logits [R, E]. They count from `observe` on, at the latest from the
@@ -139,21 +80,13 @@ class Worth:
 
     def observe(self, layer: int) -> None:
         """Count what was noted of the layer."""
-        if not self._waiting[layer]:
-            return
-        if self._table is None:
+        if self._waiting[layer]:
             self._observe([layer])
-        else:
-            self._waiting[layer] = False
-            self._table.observe(layer, self._single, *_PLAIN[self._phase])
 
     def _observe_all(self) -> None:
         layers = [layer for layer, waits in enumerate(self._waiting) if waits]
-        if layers and self._table is None:
+        if layers:
             self._observe(layers)
-        elif layers:
-            for layer in layers:
-                self.observe(layer)
 
     def _observe(self, layers: list[int]) -> None:
         # one layer is a slice, which is quicker and needs no copies
@@ -177,8 +110,6 @@ class Worth:
     def moved(self, layer: int, experts: list[int], cuts: list[int], more: int, out: IntArray) -> list[int]:
         """The cuts of experts with equally many rows, changed by `more` tiles in all: beyond the residency
         the most valuable come first; short of it the least valuable go to the host. Also into `out` [E]."""
-        if self._table is not None:
-            return self._table.moved(layer, experts, cuts, more, self._tiles, out)
         cuts = cuts.copy()
         values = [self.value.item(layer, expert) for expert in experts]
         move(cuts, more, list(range(len(cuts))), self._tiles, values)
@@ -188,8 +119,6 @@ class Worth:
     def fetch(self, layer: int, experts: list[int], more: list[int]) -> list[Target]:
         """Keep so many more tiles of these experts of a layer, as long as others are worth less, the most
         valuable first. No tile of theirs leaves for another."""
-        if self._table is not None:
-            return self._table.fetch(layer, experts, more)
         value, empty, rank = self._rows[layer]
         rank.put(experts, inf)
         found = [(value.item(expert), expert, count) for expert, count in zip(experts, more, strict=True)]
@@ -209,8 +138,6 @@ class Worth:
         """Keep up to `tiles` more tiles of an expert, in the place of tiles worth less than `least`. They are
         of layer `near`, if it is `within`, or of the half of all layers before it, whose next use is farthest
         away."""
-        if self._table is not None:
-            return self._table.grow(layer, expert, tiles, least, near, within)
         targets: list[Target] = []
         got = min(tiles, self._free)
         self._free -= got
@@ -243,8 +170,6 @@ class Worth:
     def ahead(self, layer: int, experts: list[int], left: int, near: int) -> tuple[list[Target], int]:
         """Keep the missing tiles of these experts in their order, `left` in all, at any cost, while layer
         `near` is computed. What changes, and how many of the experts found no room."""
-        if self._table is not None:
-            return self._table.ahead(layer, experts, left, near, self._tiles)
         targets: list[Target] = []
         no_room, kept = 0, self.kept[layer]
         for expert in experts:

@@ -6,10 +6,10 @@ decisions:
 - the device: of each layer all but its routed experts (`other`), then, where it computes any tile, the start
   of its share (`launch`), its resident tiles, and fetched tiles as they land;
 - the link: tile after tile, each order with its start (`fetch`), see `cache.py`;
-- the host: one layer's share after the other; a Work arrives a round trip after it was sent, `wake` later
-  behind a layer without one, and the Work of a layer that was decided early is sent one layer earlier.
+- the host: one layer's share after the other; a Work arrives a round trip after it was sent, and that of a
+  layer that was decided early is sent one layer earlier.
 
-A layer ends when its device and host shares are computed, `both` later where it has the two. Embedding and
+A layer ends when its device and host shares are computed. Embedding and
 head cost nothing here. Where channels are left out, a tile on the host or the device takes the share of its
 time that is the share of its bytes which are read, as if each row's channels were drawn independently of the
 others', and the link moves that share of it (`channels.py`).
@@ -25,15 +25,16 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import PHASES, FloatArray, IntArray, Phase
 from pipeline.engine.driver import LayerDecision, PolicyDriver
+from pipeline.engine.prefetch_meter import pause_note
 from pipeline.errors import PlanError, TraceError
 from pipeline.memory.limits import STAGING_TILES
-from pipeline.policies.backlog import Landing
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
-from pipeline.policies.prefetch_meter import pause_note
 from pipeline.policies.view import (
     Active,
     Ahead,
+    Backlog,
+    Landing,
     Policy,
     Routing,
     Signals,
@@ -49,7 +50,7 @@ from pipeline.traces.steps import TracedStep
 from shm.mask import DENSE, Mask
 
 
-class Replay:
+class Replay(Backlog):
     """A policy, its cache and the clock: a `LayerExecutor`, and the policy's `Backlog`. Its handle of an
     early host share is the time at which the share is done."""
 
@@ -85,7 +86,6 @@ class Replay:
         self.cache.counters = self._channels.counters = self._counters
         self.now = 0.0  # seconds
         self._host_free = 0.0
-        self._wake = 0.0  # `Costs.wake` where the layer before had no host share
         counted = np.zeros((shape.layers, shape.experts), np.int64)
         view = View(
             shape=shape,
@@ -237,8 +237,7 @@ class Replay:
                 counters.device_busy += of_tile[expert]
         if self._host_done > at:
             counters.wait_host += self._host_done - at
-        divided = self._host_done and self._on_device
-        self.now = max(at, self._host_done) + (self._costs.both if divided else 0.0)
+        self.now = max(at, self._host_done)
 
     def end(self, targets: Sequence[Target]) -> None:
         if targets or self._named:
@@ -262,7 +261,6 @@ class Replay:
         tiles, known = self._header.shape.tiles, self._seconds
         count = tiles * len(cuts) - sum(cuts)
         if not count:
-            self._wake = self._costs.wake
             return 0.0
         for row in rows:
             if row not in known:
@@ -272,8 +270,7 @@ class Replay:
         else:
             parts = zip(rows, cuts, strict=True)
             seconds = sum(known[row][0] * (tiles - p) * self._read.share(row) for row, p in parts)
-        self._host_free = max(self._host_free, self.now + self._costs.round_trip + self._wake) + seconds
-        self._wake = 0.0
+        self._host_free = max(self._host_free, self.now + self._costs.round_trip) + seconds
         self._counters.host_busy += seconds
         self._counters.host_tiles += count
         return self._host_free

@@ -1,5 +1,5 @@
 """A request that is being served: a Generate with its state, as inputs for the engine's steps, and what a
-Score (score_job.py) has in common with it. The scheduler decides when it runs. Used by the engine's thread
+Score (job_factory.py) has in common with it. The scheduler decides when it runs. Used by the engine's thread
 alone."""
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from typing import Any, Literal
 from pipeline.arrays import FloatArray, Phase
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import SequenceKV
+from pipeline.fairness import ID_BYTES
 from pipeline.scheduling.prefix_cache import PrefixKey
 from pipeline.text.detokenizer import TextStream
 from pipeline.text.logprobs import Greedy
 from pipeline.text.sampler import Choice, TokenChooser
 from protocol.messages import Done, Queued, Token
 
+JOB_BYTES = 4096  # of a request beside its tokens
 REPORT_AGAIN = 10.0  # seconds after which an unchanged queue position is sent again, as a heartbeat
 Emit = Callable[[object], None]
 
@@ -35,6 +37,7 @@ class Job(ABC):
         self.client = client
         self.request = request
         self.tokens = tokens
+        self.size = JOB_BYTES + ID_BYTES * len(tokens)  # of memory, about
         self.prompt_length = prompt
         self.max_kv_tokens = max_kv_tokens  # the most that the job can need
         self.prefill_end = prompt  # KV tokens at which prefilling is over
@@ -62,11 +65,6 @@ class Job(ABC):
     @property
     def prefilling(self) -> bool:
         return self.filled < self.prefill_end
-
-    @property
-    def computed(self) -> int:
-        """Tokens of its steps so far."""
-        return sum(self._computed.values())
 
     @property
     def filled(self) -> int:

@@ -1,8 +1,8 @@
 """The scheduler: decides which requests run in each step, by continuous batching with chunked prefill.
 
-One round is a prefill chunk of one request that is still prefilling (accounts take turns, and the clients
-of each), then one decode step of all other running requests. A request is admitted when its prompt and a
-few more tokens fit the KV cache; the others wait in the `FairQueue`. A sequence grows while it is decoded.
+One round is a prefill chunk of one request that is still prefilling (clients take turns), then one decode
+step of all other running requests. A request is admitted when its prompt and a few more tokens fit the KV
+cache; the others wait in the `WaitingQueue`. A sequence grows while it is decoded.
 When the cache is full, kept conversations are evicted first; then the request that was admitted last is
 preempted: it waits again, its tokens are prefilled again, and it continues where it was. Requests whose
 clients do not read pause; they are preempted first, and admitted last. Every request ends with exactly one
@@ -19,20 +19,19 @@ from typing import Any
 from pipeline.arrays import Phase
 from pipeline.backbone.kv_cache import GROWTH, KVCache, SequenceKV, capacity_for
 from pipeline.config import KV_BLOCK
-from pipeline.counters import fidelity
+from pipeline.counters import difference, fidelity
 from pipeline.engine.engine import Engine
 from pipeline.errors import NumberInUse, OutOfDeviceMemory, PipelineError, RequestError, StepFailed
-from pipeline.scheduling.account_book import AccountBook, counted_for
-from pipeline.scheduling.fair_queue import FairQueue
+from pipeline.fairness import Held, Turns
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.jobs import Job
 from pipeline.scheduling.prefix_cache import PrefixCache
-from pipeline.scheduling.turns import PrefillTurns, to_preempt
+from pipeline.scheduling.waiting_queue import WaitingQueue, to_preempt
 from protocol.messages import Generate, Score
 
 Send = Callable[[bytes, object], None]
 
-QUEUE_LIMIT = 1024  # waiting requests of one local client, or one remote account
+QUEUE_LIMIT = 1024  # waiting requests of one client
 POSITION_SECONDS = 0.5  # between two reports of queue positions
 
 
@@ -59,13 +58,13 @@ class Scheduler:
         self._max_sequences = max_sequences
         self._send = send
         self._congested = congested
-        self._waiting = FairQueue()
+        self._waiting = WaitingQueue()
         self._running: list[Job] = []  # in the order of their latest admission
         self._live: dict[tuple[bytes, int], Job] = {}  # waiting and running, by client and request
         self._prefixes = PrefixCache(kv)
         self._admissions = itertools.count()
-        self._turns = PrefillTurns()
-        self._book = AccountBook()
+        self._prefill_turns = Turns()
+        self._held = Held()  # by waiting and running requests
         self._reported = 0.0  # when queue positions were last reported
         self._reused = 0
         self._preemptions = 0
@@ -76,21 +75,14 @@ class Scheduler:
         return not self._waiting and not self._running
 
     def enqueue(self, client: bytes, message: Generate | Score) -> None:
-        """Queue a request. Raises RequestError, one line, for a request that can never be served."""
+        """Queue a request. Raises RequestError, one line, for one that can never be served, or not now."""
         if (client, message.request) in self._live:
             raise NumberInUse(f"request {message.request} is already being served")
         if self._waiting.of(client) >= QUEUE_LIMIT:
             raise RequestError(f"{QUEUE_LIMIT} requests of this client are already queued; try again later")
-
-        def emit(answer: object) -> None:
-            self._send(client, answer)
-
-        job = (
-            self._jobs.generate(client, message, emit)
-            if isinstance(message, Generate)
-            else self._jobs.score(client, message, emit)
-        )
-        self._book.add(job)
+        job = self._jobs.make(client, message, functools.partial(self._send, client))
+        if not self._held.take(client, job.size):
+            raise RequestError("too many tokens are already queued; try again later")
         self._live[client, message.request] = job
         self._waiting.add(job)
 
@@ -119,10 +111,18 @@ class Scheduler:
         for job in list(self._running):
             self._resume(job)
         ready = [job for job in self._running if job.ready and not self._congested(job.client)]
-        self._step(self._turns.next(ready, self._running), "prefill")
+        self._step(self._next_prefill(ready), "prefill")
         decoding = [job for job in ready if job.ready and not job.prefilling and job.reason is None]
         self._step(self._with_capacity(decoding), "decode")
         return bool(ready)
+
+    def _next_prefill(self, ready: list[Job]) -> list[Job]:
+        """The job to prefill next, if any: the first one of the client whose turn it is."""
+        first: dict[bytes, Job] = {}
+        for job in ready:
+            if job.prefilling:
+                first.setdefault(job.client, job)
+        return [first[self._prefill_turns.next(first)]] if first else []
 
     def stats(self) -> dict[str, Any]:
         kept = self._prefixes.tokens
@@ -142,17 +142,12 @@ class Scheduler:
             "context": self._jobs.context,
         }
 
-    def stats_of(self, account: bytes) -> dict[str, int]:
-        """An account's own requests. Any thread may call it."""
-        return self._book.requests_of(account, list(self._running))
-
     # --- admission and capacity --------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Admit in the queue's order. An account or client with many requests does not block others: one slot
-        is reserved for clients without a running request, and where that slot or the capacity is taken, a
-        request of the account with most is preempted, or within the account one of the client with most. For
-        a request that can run, paused ones are preempted before."""
+        """Admit in the queue's order. A client with many requests does not block others: one slot is reserved
+        for clients without a running request, and where that slot or the capacity is taken, a request of the
+        client with most is preempted. For a request that can run, paused ones are preempted before."""
         paused = functools.cache(self._congested)  # one answer for the whole loop, so that it ends
         while self._waiting:
             order = self._waiting.in_order(self._running)
@@ -174,7 +169,7 @@ class Scheduler:
                 return
             elif held := [j for j in self._running if paused(j.client)]:
                 self._preempt(held[-1])
-            elif job.client in running or (heavy := to_preempt(self._running, job.client)) is None:
+            elif job.client in running or (heavy := to_preempt(self._running)) is None:
                 return
             else:
                 self._preempt(heavy)
@@ -266,13 +261,12 @@ class Scheduler:
     def _end(self, job: Job, reason: str, error: str = "") -> None:
         """Remove a job and send its Done. A conversation's KV is kept, unless a failure made it doubtful."""
         del self._live[job.client, job.request]
-        self._book.remove(job)
+        self._held.give_back(job.client, job.size)
         policy = self.engine.policy
         stats: dict[str, Any] = {"policy": policy.name, "fidelity": {"exact": policy.exact}}
         if job.admission >= 0:
-            counted = counted_for(job, self.engine.counters.snapshot())
-            if counted is not None:
-                stats |= {"engine": counted, "fidelity": fidelity(policy.exact, counted)}
+            counted = difference(self.engine.counters.snapshot(), job.counters_before)
+            stats |= {"engine": counted, "fidelity": fidelity(policy.exact, counted)}
         if job.kv is None:
             self._waiting.remove(job)
         else:

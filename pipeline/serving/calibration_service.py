@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
-from pipeline.accounts import LOCAL, account_of
 from pipeline.assets import model_dir
 from pipeline.calibration.context import CalibrationContext, Findings
 from pipeline.calibration.cost_cache import processor
@@ -32,7 +31,6 @@ from protocol.messages import Calibrate, Calibrated, Calibrating, Done
 
 PROGRESS_SECONDS = 0.2  # between two Calibrating messages
 MOST_TOKENS = 1 << 17
-REMOTE_SECONDS = 1800.0  # for a calibration that a remote client requests: others' requests wait meanwhile
 
 
 class _Cancelled(Exception):
@@ -109,7 +107,6 @@ class CalibrationService:
         )
         costs = self._policies.costs
         began = time.perf_counter()
-        limit = math.inf if account_of(client) == LOCAL else REMOTE_SECONDS
 
         def report(stage: str, done: int, total: int) -> None:
             now = time.perf_counter()
@@ -119,10 +116,6 @@ class CalibrationService:
             self._stopping = not self._drain_inbox()
             if self._stopping or self._cancelled:
                 raise _Cancelled
-            if time.perf_counter() - began > limit:
-                raise RequestError(
-                    f"the calibration took longer than {limit:.0f} s; try it with fewer tokens"
-                )
 
         try:
             calibration, findings = calibrate(context, excerpts, message.tokens, report)

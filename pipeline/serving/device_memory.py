@@ -17,7 +17,6 @@ from pipeline.experts.fetch_link import THREAD_STALL_LIMIT, FetchLink
 from pipeline.experts.landings import Landings
 from pipeline.experts.progress import CopyProgress
 from pipeline.experts.tile_mover import TileMover
-from pipeline.experts.zero_copy import ZeroCopy
 from pipeline.memory.limits import cache_tiles, staging_tiles
 from pipeline.serving.engine_parts import CHILD_LIMIT, EngineParts
 from pipeline.serving.prefetcher_kind import prefetcher_kind
@@ -73,7 +72,7 @@ class DeviceMemoryOpener:
         mover = TileMover(ExpertCache(*sizes, opened.capacity, slab.slots, device.fence), link, device)
         if not layout.head_bytes:
             kernel = device.expert_kernel(layout)
-            return DeviceMemory(mover, slab, kernel, _zero_copy(parts, slab) if kernel.reads_host else None)
+            return DeviceMemory(mover, slab, kernel)
         heads = device.load_heads(parts.store, parts.tick)
         parts.closing.callback(heads.clear)
         resident = byte_size(layout.head_stride * len(heads) * shape.experts)
@@ -142,13 +141,6 @@ def _landings(
     landings = Landings(slab.flags, slab.wait_landing, ready=ready)
     parts.closing.callback(landings.close)
     return landings
-
-
-def _zero_copy(parts: EngineParts, slab: SlabMemory) -> ZeroCopy:
-    memory = parts.store.segment.array
-    zero_copy = ZeroCopy(parts.store, lambda: parts.device.lock_pages(memory, slab.locks), slab.locks is None)
-    parts.closing.callback(zero_copy.close)
-    return zero_copy
 
 
 def wait_for_room(check: Callable[[], None], limit: float, tick: Callable[[], None]) -> None:

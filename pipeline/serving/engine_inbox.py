@@ -1,18 +1,18 @@
-"""Client messages that wait for the engine's thread, in one queue for each client. Accounts are served in
-turn, and each account's clients in turn, so a client with many messages delays no other client, and a key
-with many clients no other account. Each client's messages stay in order. Thread-safe."""
+"""What passes between the event loop and the engine's thread: clients' messages one way, events the other."""
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeline.accounts import ID_BYTES, Held, account_of
-from protocol.messages import Calibrate, Cancel, ChatMessage, Generate, Score, SetPolicy
+from pipeline.fairness import ID_BYTES, Held, Turns
+from pipeline.serving.engine_status import EngineStatus
+from pipeline.serving.text_messages import TextMessages
+from pipeline.text.grammar import MaskDropped, MaskRequest
+from protocol.messages import Calibrate, Cancel, ChatMessage, Generate, Record, Score, SetPolicy
 
 LIMIT = 4096  # waiting messages of one client
 MESSAGE_BYTES = 512  # of a message beside its texts and ids
@@ -24,17 +24,16 @@ class ClientGone:
 
 
 EngineMessage = Generate | Score | Calibrate | SetPolicy | Cancel | ClientGone
-_Queue = deque[tuple[EngineMessage, int]]  # messages, each with its size in bytes
 
 
 class EngineInbox:
-    """The event loop calls `put` and `drop`, the engine's thread `get`."""
+    """Clients' messages that wait for the engine's thread. Clients are served in turn, each client's messages
+    in their order. Thread-safe: the event loop calls `put` and `drop`, the engine's thread `get`."""
 
-    def __init__(self, charge: Callable[[bytes, float], None] = lambda client, seconds: None) -> None:
-        """`charge` counts the seconds that the engine's thread took to handle a client's message."""
-        self.charge = charge
-        # by account and client, none of them empty
-        self._accounts: OrderedDict[bytes, OrderedDict[bytes, _Queue]] = OrderedDict()
+    def __init__(self) -> None:
+        # by client, none of them empty: messages, each with its size in bytes
+        self._queues: dict[bytes, deque[tuple[EngineMessage, int]]] = {}
+        self._turns = Turns()
         self._gone: deque[bytes] = deque()  # clients that have disconnected
         self._held = Held()
         self._changed = threading.Condition()
@@ -46,50 +45,42 @@ class EngineInbox:
         return self._stopped
 
     def put(self, client: bytes, message: EngineMessage) -> bool:
-        """Queue a message. False after `stop`, and where the waiting messages of this client are too many, or
-        those of this client, its account or all clients too large (that never refuses a Cancel)."""
+        """Queue a message. Returns False after `stop`, and where the waiting messages of this client are too
+        many, or those of this client or all clients too large (that never refuses a Cancel)."""
         size = 0 if isinstance(message, Cancel) else held_bytes(message)
-        account = account_of(client)
         with self._changed:
-            waiting = len(self._accounts.get(account, OrderedDict()).get(client, ()))
+            waiting = len(self._queues.get(client, ()))
             if self._stopped or waiting >= LIMIT or not self._held.take(client, size):
                 return False
-            queues = self._accounts.setdefault(account, OrderedDict())
-            queues.setdefault(client, deque()).append((message, size))
+            self._queues.setdefault(client, deque()).append((message, size))
             self._changed.notify()
         return True
 
     def drop(self, client: bytes) -> None:
-        """A client has disconnected: its messages are dropped, and the next `get` returns a ClientGone."""
+        """Drop the messages of a client that has disconnected; the next `get` returns a ClientGone."""
         with self._changed:
-            queues = self._accounts.get(account_of(client), OrderedDict())
-            for _, size in queues.pop(client, ()):
+            for _, size in self._queues.pop(client, ()):
                 self._held.give_back(client, size)
-            if not queues:
-                self._accounts.pop(account_of(client), None)
             if not self._stopped:
                 self._gone.append(client)
                 self._changed.notify()
 
     def get(self, wait: float) -> tuple[bytes, EngineMessage] | None:
-        """The next client's oldest message. None after `wait` seconds or a `wake`, and after `stop` once none
-        is left."""
+        """Take the next client's oldest message. Returns None after `wait` seconds or a `wake`, and after
+        `stop` once none is left."""
         with self._changed:
-            if not (self._accounts or self._gone or self._stopped or self._woken) and wait:
+            if not (self._queues or self._gone or self._stopped or self._woken) and wait:
                 self._changed.wait(wait)
             self._woken = False
             if self._gone:
                 return self._gone.popleft(), ClientGone()
-            if not self._accounts:
+            if not self._queues:
                 return None
-            account, queues = self._accounts.popitem(last=False)
-            client, queue = queues.popitem(last=False)
-            message, size = queue.popleft()
+            client = self._turns.next(self._queues)
+            message, size = self._queues[client].popleft()
+            if not self._queues[client]:
+                del self._queues[client]
             self._held.give_back(client, size)
-            if queue:
-                queues[client] = queue
-            if queues:
-                self._accounts[account] = queues
             return client, message
 
     def wake(self) -> None:
@@ -122,6 +113,43 @@ def held_bytes(value: object) -> int:
         case int() | float() | None:
             return 0
         case _:
-            assert dataclasses.is_dataclass(value)
-            names = dataclasses.fields(value)
-            return MESSAGE_BYTES + sum(held_bytes(getattr(value, field.name)) for field in names)
+            names = value.__struct_fields__ if isinstance(value, Record) else ()
+            return MESSAGE_BYTES + sum(held_bytes(getattr(value, name)) for name in names)
+
+
+@dataclass(frozen=True)
+class ToClient:
+    client: bytes
+    message: object
+
+
+@dataclass(frozen=True)
+class ToOtherClients:
+    excluded: bytes
+    message: object
+
+
+@dataclass(frozen=True)
+class ToSupervisor:
+    message: object
+
+
+@dataclass(frozen=True)
+class EngineReady:
+    status: EngineStatus
+    texts: TextMessages
+    notes: tuple[str, ...]  # lines about the engine for a person
+
+
+@dataclass(frozen=True)
+class EngineFailed:
+    """The engine cannot start, or cannot continue."""
+
+    reason: str
+    usage: bool  # the user's input is at fault
+
+
+EngineEvent = (
+    ToClient | ToOtherClients | ToSupervisor | MaskRequest | MaskDropped | EngineReady | EngineFailed
+)
+Post = Callable[[EngineEvent], None]

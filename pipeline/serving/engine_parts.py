@@ -4,10 +4,14 @@ Device memory is opened by the first policy that needs it (`device_memory.py`)."
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+import numpy as np
+
 from pipeline.backbone.backbone import Backbone
+from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.disk_cache import BackboneCache, backbone_fingerprint
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
@@ -45,6 +49,10 @@ CHILD_LIMIT = 60.0  # seconds for workers and prefetcher to announce themselves
 TEXT_LIMIT = 300.0  # seconds for the text process, which loads a tokenizer
 RING_ROWS = 32  # most rows of a Work that a ring has room for: with more, its transport is a small part
 STAGE = "loading the other weights"  # beside the experts
+CHUNK_SECONDS = 0.25  # target duration of a prefill chunk
+ALONE = 8  # factor of the chunk of a lone request: a second request waits a second or two at most
+TRIAL_TOKENS = 64
+TRIAL_SECONDS = 1.0  # no trial begins after this: the first request waits for them
 SOCKET_FILES = {"worker": "work.sock", "prefetcher": "fetch.sock"}
 
 
@@ -175,3 +183,20 @@ class EngineParts:
             pool = InlineExpertPool(store, self.device.team, slowdown, config.kernels)
         pool.wait_ready(CHILD_LIMIT)
         return pool
+
+
+def measure_chunks(engine: Engine, kv: KVCache, context: int) -> tuple[int, int]:
+    """Prefill tokens that take about CHUNK_SECONDS, by the fastest of up to three trials (a power of two,
+    so that a little noise does not change it), and the larger chunk of an engine's only request."""
+    count = min(TRIAL_TOKENS, context)
+    tokens = np.linspace(0, engine.backbone.spec.vocabulary - 1, count).astype(int).tolist()
+    seconds: list[float] = []
+    while len(seconds) < 3 and sum(seconds) < TRIAL_SECONDS:
+        sequence = kv.allocate(count)
+        started = time.perf_counter()
+        engine.step([StepInput(TokenSpan(sequence, tokens), "none")], "prefill")
+        seconds.append(time.perf_counter() - started)
+        kv.release(sequence)
+    wanted = count * CHUNK_SECONDS / min(seconds)
+    chunk = int(min(max(2 ** int(np.log2(wanted)), 16), CHUNK_MAX, context))
+    return chunk, min(ALONE * chunk, CHUNK_MAX, context)

@@ -14,12 +14,18 @@ from pipeline.rate_limit import TimeShare
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.scheduler import Scheduler
 from pipeline.serving.calibration_service import CalibrationService
-from pipeline.serving.engine_events import Post, ToClient, ToOtherClients, ToSupervisor
-from pipeline.serving.engine_inbox import ClientGone, EngineInbox, EngineMessage
-from pipeline.serving.engine_parts import EngineParts
+from pipeline.serving.engine_inbox import (
+    ClientGone,
+    EngineInbox,
+    EngineMessage,
+    Post,
+    ToClient,
+    ToOtherClients,
+    ToSupervisor,
+)
+from pipeline.serving.engine_parts import TRIAL_TOKENS, EngineParts, measure_chunks
 from pipeline.serving.engine_status import EngineStatus
 from pipeline.serving.policy_switch import PolicySwitch
-from pipeline.serving.prefill_chunk import TRIAL_TOKENS, measure_chunks
 from pipeline.text.tokenizer import eos_ids
 from pipeline.traces.recorder import recorder_of
 from protocol.messages import Calibrate, Cancel, Done, Error, Generate, PolicyChanged, Score, SetPolicy
@@ -119,10 +125,7 @@ class EngineService:
             began = time.perf_counter()
             self._handle(*item)
             if not isinstance(item[1], SetPolicy | Calibrate):  # those are work, and no flood
-                spent = time.perf_counter() - began
-                self._share.spend(spent)
-                if isinstance(item[1], Generate | Score):
-                    self._inbox.charge(item[0], spent)
+                self._share.spend(time.perf_counter() - began)
             item = self._inbox.get(0.0) if time.perf_counter() < until else None
         return not self._inbox.stopped
 

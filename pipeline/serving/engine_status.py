@@ -7,14 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.assets import model_dir
 from pipeline.engine.activity import ActivityObserver
-from pipeline.models.shapes import short_name
-from pipeline.policies.parts import counted_tokens
+from pipeline.policies.room import counted_tokens
 from pipeline.scheduling.scheduler import Scheduler
 from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.policy_switch import PolicySwitch
-from pipeline.serving.rights import WithoutPaths, own_stats
 from pipeline.text.generation_defaults import sampling_defaults
 from pipeline.text.tokenizer import has_chat_template
 from protocol.messages import VERSION, ExpertActivityReply, Welcome
@@ -60,17 +57,6 @@ class EngineStatus:
             backbone_dtype=options.backbone_dtype,
         )
 
-    def stats_of(self, account: bytes) -> dict[str, Any]:
-        """What a client with a key may know: the engine's sizes, and its own account's requests."""
-        return own_stats(self.stats(), self._scheduler.stats_of(account))
-
-    def without_paths(self) -> WithoutPaths:
-        """For what is sent to a client that must not see paths on this machine."""
-        config = self._parts.config
-        name = "the embedded model" if config.model == model_dir() else short_name(config.model)
-        folders = {name: config.model, "the cache": config.cache, "the runtime directory": config.runtime}
-        return WithoutPaths(name, folders)
-
     def activity(self, request: int) -> ExpertActivityReply:
         """What happened to each expert. It is recorded for some seconds from now on."""
         seen = self._activity
@@ -106,8 +92,8 @@ class EngineStatus:
             stats["exchange"] = {"name": "zmq"}
         if (costs := engine.timing.costs or self._policies.costs) is not None:
             stats["costs"] = costs.to_json()
-        if (learned := engine.timing.learned) is not None:
-            stats["cost_updates"] = learned.report()
+        if (corrections := engine.timing.corrections) is not None:
+            stats["cost_updates"] = corrections.report()
         memory = engine.memory
         if memory.exists:
             mover, cache = memory.mover, memory.mover.cache

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from pipeline.calibration.cost_cache import Setting, find, keep_learned
 from pipeline.calibration.cost_probe import costs_for, setting_of
 from pipeline.calibration.file import calibration_path, load
-from pipeline.engine.learned_costs import NOTHING, Learned
 from pipeline.errors import CalibrationError
 from pipeline.memory.limits import full_memory_in_one_line
 from pipeline.policies.calibration import Calibration
@@ -69,17 +67,7 @@ class PolicySwitch:
                 lease = CacheLease.acquire(parts.config.cache, [setting.lease_key], parts.config.engine)
                 parts.closing.callback(lease.release)
             self.costs = costs_for(parts.engine, parts.config, parts.context)
-            if parts.config.options.costs is None:
-                self._go_on(setting, self.costs)
         return self.costs
-
-    def _go_on(self, setting: Setting, costs: Costs) -> None:
-        """Begin with what an earlier engine has learned of these costs, and keep it in the end."""
-        cache, engine = self._parts.config.cache, self._parts.engine
-        record = find(cache, setting)
-        learned = Learned(costs, record.learned if record and record.costs == costs else NOTHING)
-        engine.learned = learned
-        self._parts.closing.callback(lambda: keep_learned(cache, setting, costs, learned.corrections))
 
     def _calibration_for(self, policy: Policy) -> Calibration | None:
         """None without a usable file. Raises CalibrationError where the policy needs it."""

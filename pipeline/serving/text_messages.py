@@ -3,10 +3,10 @@ token ids instead. A text that can never be served is refused before it is encod
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+from msgspec.structs import replace
 
 from pipeline.errors import PromptTooLong, RequestError
 from pipeline.text.detokenizer import Detokenizer

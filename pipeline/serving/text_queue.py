@@ -78,9 +78,7 @@ class TextQueue:
         self._queues: dict[bytes, deque[_Waiting]] = {}
         self._requests: dict[tuple[bytes, int], _Waiting] = {}  # that a Cancel ends, by client and request
         self._following: dict[int, _Following] = {}  # by answer
-        self._masks: dict[
-            bytes, deque[_Following]
-        ] = {}  # whose mask is wanted, by client, none of them empty
+        self._masks: dict[bytes, deque[_Following]] = {}  # those whose mask is wanted, by client, none empty
         self._turns = Turns()
         self._held = Held()
         self._filled = asyncio.Event()
@@ -140,7 +138,6 @@ class TextQueue:
         for waiting in self._queues.pop(client, ()):
             self._end(client, waiting)
         self._masks.pop(client, None)
-        self._turns.forget(client)
 
     def stop(self, refusal: str) -> None:
         """The engine is stopped: end all requests as cancelled, and refuse all calls."""
@@ -162,7 +159,6 @@ class TextQueue:
             await self._link.wait_up()
             if clients := [*self._masks, *self._queues]:
                 client = self._turns.next(clients)
-                self._turns.take(client)
                 if masks := self._masks.get(client):
                     following = masks.popleft()
                     if not masks:

@@ -48,12 +48,17 @@ def config(model: Path, **settings: Any) -> EngineConfig:
 
 
 async def answer(
-    client: Client, prompt: Sequence[int] = PROMPT, count: int = 32, fault: Callable[[], None] | None = None
+    client: Client,
+    prompt: Sequence[int] = PROMPT,
+    count: int = 32,
+    fault: Callable[[], None] | None = None,
+    on_token: Callable[[], None] = lambda: None,
 ) -> list[Token]:
-    """A greedy answer; `fault` happens after its eighth token."""
+    """Returns a greedy answer; `fault` happens after its eighth token."""
     tokens = []
     async for token in client.generate(token_ids=prompt, max_tokens=count, ignore_eos=True):
         tokens.append(token)
+        on_token()
         if fault is not None and len(tokens) == 8:
             fault()
     assert len(tokens) == count

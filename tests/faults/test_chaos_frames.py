@@ -15,7 +15,7 @@ from launch.chaos.frames import KINDS, MUTATIONS, HostileFrames
 from launch.chaos.samples import valid_message
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
-from protocol.messages import TAGS
+from protocol.messages import TAGS, Record
 
 
 @given(st.integers(0, 2**64))
@@ -58,12 +58,12 @@ def is_message(frames: list[bytes]) -> bool:
 
 
 @pytest.mark.parametrize("message", TAGS.values(), ids=lambda message: message.__name__)
-def test_samples_survive_the_codec(message: type) -> None:
+def test_samples_survive_the_codec(message: type[Record]) -> None:
     for seed in range(50):
         made = valid_message(Random(seed), message)
         back = decode(encode(made))
         assert type(back) is message
-        for name in message.__dataclass_fields__:  # type: ignore[attr-defined]
+        for name in message.__struct_fields__:
             before, after = getattr(made, name), getattr(back, name)
             assert (
                 np.array_equal(before, after, equal_nan=True)

@@ -12,14 +12,12 @@ from expected_errors import expect_error
 from launch.chaos.injector import Fault, Injector
 from launch.chaos.plan import Chaos
 from launch.chaos.pool import missing_peers, wait_recovered
-from launch.chaos.processes import Usage, runtime_of
-from launch.cli import main
+from launch.chaos.processes import Usage
 from launch.command_line.options import parse
 from launch.errors import WrongUsage
 from launch.stress.chaos import ChaosRun
 from launch.stress.chaos_table import chaos_parts
 from launch.stress.requests import End, Outcome, Request
-from protocol.keys import Address
 from protocol.messages import Sampling
 
 
@@ -38,14 +36,6 @@ def test_chaos_options() -> None:
     assert parse(["stress", "--chaos", "kill", "--seed", "3", "--connect"]).config().seed == 3
     with pytest.raises(WrongUsage, match=r"^--seed does not change a running engine"):
         parse(["stress", "--seed", "3", "--connect"])
-
-
-def test_chaos_needs_a_local_engine(capfd: pytest.CaptureFixture[str]) -> None:
-    assert runtime_of(Address("ipc:///run/tandem/a/client.sock")) == Path("/run/tandem/a")
-    with pytest.raises(WrongUsage, match=r"^--chaos needs a local engine, not one at tcp://there:1$"):
-        runtime_of(Address("tcp://there:1"))
-    assert main(["stress", "--chaos", "kill", "--connect", "tcp://there:1"]) == 2
-    assert capfd.readouterr() == ("", "launch.py: --chaos needs a local engine, not one at tcp://there:1\n")
 
 
 def peer(role: str, index: int, incarnation: int, up: bool = True) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
@@ -116,12 +117,16 @@ async def test_worker_stopped_before_its_ready_is_restarted(state) -> None:
 
 
 async def test_workers_killed_at_random_instants_under_load_change_no_token(state) -> None:
-    draw, before, kills = random.Random(7), await state.exits(), 8
+    """The instants are numbers of tokens that have arrived, of all answers together."""
+    draw, before, arrived = random.Random(7), await state.exits(), Counter[str]()
     prompts = [PROMPT, LONG[:60], PROMPT[5:]]
     references = [bits(await answer(state.client, prompt, 48)) for prompt in prompts]
-    running = [asyncio.create_task(answer(state.client, prompt, 48)) for prompt in prompts * 2]
-    for _ in range(kills):
-        await asyncio.sleep(draw.uniform(0.0, 0.5))
+    running = [
+        asyncio.create_task(answer(state.client, prompt, 48, on_token=lambda: arrived.update(".")))
+        for prompt in prompts * 2
+    ]
+    for tokens in sorted(draw.sample(range(1, len(running) * 48 - 24), 8)):
+        await until(lambda tokens=tokens: arrived.total() >= tokens, LIMIT)
         index = draw.randrange(2)
         if state.incarnation("worker", index) >= 0:  # else it is being restarted
             state.send(KILL, "worker", index)
@@ -146,9 +151,7 @@ async def test_both_exchanges_give_the_same_bits_and_survive_the_same_exits(stat
 @pytest.mark.parametrize("number", [KILL, STOP], ids=["killed", "stopped"])
 async def test_only_worker_exits_in_decode(alone, number) -> None:
     reference, before = await answer(alone.client), await alone.exits()
-    began = time.monotonic()
     tokens = await answer(alone.client, fault=lambda: alone.send(number, "worker"))
-    assert time.monotonic() - began < 15
     assert bits(tokens) == bits(reference)
     await recovered(alone, before, 1)
     assert bits(await answer(alone.client)) == bits(reference)

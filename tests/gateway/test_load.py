@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+from collections import Counter
 from collections.abc import Iterator
 
 import httpx2 as httpx
 import pytest
 from gateway_engine import Served, serve
+from waiting import until
 
 STREAMS = 64
 TOKENS = 80
@@ -26,8 +28,12 @@ def own_token(number: int) -> int:
     return 300 + 7 * number
 
 
-async def read(http: httpx.AsyncClient, number: int) -> tuple[str, str, int]:
-    """Text, reason and tokens of a stream that a bias makes repeat its own token."""
+async def read(
+    http: httpx.AsyncClient, number: int, arrived: Counter[int] | None = None
+) -> tuple[str, str, int]:
+    """Returns text, reason and tokens of a stream that a bias makes repeat its own token.
+
+    `arrived` counts its events as they come."""
     body = {
         "prompt": [*range(10, 30), own_token(number)],
         "max_tokens": TOKENS - number % 7,
@@ -47,6 +53,8 @@ async def read(http: httpx.AsyncClient, number: int) -> tuple[str, str, int]:
             assert "error" not in event, event
             if event["usage"] is not None:
                 tokens = event["usage"]["completion_tokens"]
+            if arrived is not None:
+                arrived[number] += 1
             for choice in event["choices"]:
                 text += choice["text"]
                 reason = choice["finish_reason"] or reason
@@ -63,19 +71,21 @@ async def test_streams_survive_the_death_of_workers_and_of_the_coordinator(serve
     limits = httpx.Limits(max_connections=STREAMS + 1)
     async with httpx.AsyncClient(base_url=served.url, timeout=200, limits=limits) as http:
         gateway = served.child("pipeline.gateway.process").pid
-        running = [asyncio.create_task(read(http, number)) for number in range(STREAMS)]
-        await asyncio.sleep(0.5)
-        served.child("workers.expert_worker").send_signal(signal.SIGKILL)
-        await asyncio.sleep(0.5)
-        served.child("pipeline.coordinator").send_signal(signal.SIGKILL)
-        assert not any(task.done() for task in running)
-        found = await asyncio.gather(*running)
+        arrived: Counter[int] = Counter()
+        running = [asyncio.create_task(read(http, number, arrived)) for number in range(STREAMS)]
+        # Each round of the engine prefills one of the streams, so at the first token most have yet to begin.
+        for module in ("workers.expert_worker", "pipeline.coordinator"):
+            before = arrived.total()
+            await until(lambda before=before: arrived.total() > before, 100)
+            served.child(module).send_signal(signal.SIGKILL)
+            assert not all(task.done() for task in running)
+        answers = await asyncio.gather(*running)
         assert served.child("pipeline.gateway.process").pid == gateway
         assert "tandem_engine_restarts_total 1.0" in (await http.get("/metrics")).text
         wanted = [await expected(http, number) for number in range(STREAMS)]
-    assert [text for text, _, _ in found] == wanted
-    assert [tokens for _, _, tokens in found] == [TOKENS - number % 7 for number in range(STREAMS)]
-    assert {reason for _, reason, _ in found} == {"length"}
+    assert [text for text, _, _ in answers] == wanted
+    assert [tokens for _, _, tokens in answers] == [TOKENS - number % 7 for number in range(STREAMS)]
+    assert {reason for _, reason, _ in answers} == {"length"}
 
 
 async def test_a_killed_gateway_is_back_at_its_port(served: Served) -> None:

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from pipeline.device import Device, open_device
 from pipeline.device.base import SlabMemory
 from pipeline.device.partial_sums import Part, sum_on_host
-from pipeline.experts.zero_copy import ZeroCopy
 from pipeline.serving.prefetcher_kind import kernels
 from protocol.messages import AttachSlab, Fetch, Fetched, SlabAttached
 from shm import landing_flags
@@ -210,34 +209,6 @@ def copy_all(slab: SlabMemory, store: Store, gbps: float | None) -> Copier:
     while under_way:
         under_way -= copier.finish()
     return copier
-
-
-def test_kernels_read_tiles_in_the_store(device: Device, store: Store) -> None:
-    """Once their pages are locked in this process; the bits are those of tiles on the device."""
-    kernel, shape = device.expert_kernel(store.layout), store.layout.shape
-    if not kernel.reads_host:
-        pytest.skip("torch computes this format")
-    locks = device.lock_pages(store.segment.array)
-    assert isinstance(locks, cuda.PageLocks), "kernels cannot read by the host's addresses here"
-    zero_copy = ZeroCopy(store, lambda: locks)
-    assert zero_copy.wait_locked(shape.tiles, 20.0, lambda: None)
-    x = torch.from_numpy(normal(3, shape.hidden)).to(device.torch_device)
-    arguments = (
-        np.array([shape.tiles]),
-        np.array([0, 3]),
-        np.arange(3, dtype=np.int32),
-        np.ones(3, np.float32),
-    )
-    found = []
-    for there in (False, True):
-        tiles = [zero_copy.tile(0, 0, tile) for tile in range(shape.tiles)]
-        share = kernel.begin(x, *arguments)
-        places = [data.to(device.torch_device) if there else data for data in tiles if data is not None]
-        share.add([(0, tile, data) for tile, data in enumerate(places)])
-        found.append(share.result().cpu().numpy())
-    np.testing.assert_array_equal(bits(found[0]), bits(found[1]))
-    zero_copy.close()
-    locks.undo()
 
 
 @pytest.mark.parametrize("gbps", [None, 1.0])

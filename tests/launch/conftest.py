@@ -11,7 +11,7 @@ from hub_server import HubServer
 
 from launch.cli import main
 from launch.doctor import model_plan
-from launch.doctor.forecast import Speeds, Spread
+from launch.forecast import Speeds, Spread
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ GENERATE = ("generate", "--prompt", "a")
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = "model.safetensors.index.json"
 RESOLVE = (
-    "import logging, sys; from pathlib import Path; from launch.hub.hf_download import model_folder;"
+    "import logging, sys; from pathlib import Path; from launch.hub import model_folder;"
     "logging.basicConfig(level='INFO', format='[%(name)s] %(message)s');"
     "print(model_folder(Path(sys.argv[1]), download=True))"
 )

@@ -7,14 +7,14 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import msgpack
 import pytest
 import zmq.asyncio
 from child_harness import small_store
+from msgspec import msgpack
+from msgspec.structs import replace
 from waiting import until
 
 from launch.processes import group
@@ -76,7 +76,7 @@ class ScriptedChild:
         packed = os.read(self._reader, 1 << 16)
         if not packed:
             return  # its lifeline was closed before
-        self.config = msgpack.unpackb(packed[4:])
+        self.config = msgpack.decode(packed[4:])
         self._play.events.append(f"{title(self.identity)} is configured")
         endpoint = ipc_endpoint(Path(self.config["runtime"]), "control.sock")
         self._socket = connect_dealer(self._play.context, endpoint, identity=self.config["identity"])

@@ -8,19 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.advise.estimate import Setting, estimate
-from launch.advise.hardware import FromFile, Priced
-from launch.advise.report import Report
-from launch.advise.routing import RecordedText, drawn
-from launch.advise.search import Search, fitting
-from launch.advise.sizes import Sizes, sizes_of
-from launch.advise.trial import DEVICE, HOST, Ran, fitted
-from launch.bench.run import Run
+from launch.advise.routing import drawn
 from launch.cli import main
+from launch.forecast import Priced, Setting, by_replay, sizes_of
 from pipeline.checkpoint.open import open_config
 from pipeline.config import EngineConfig
-from pipeline.counters import PARTS
-from pipeline.memory.plan import Machine
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import PolicyRequest
 
@@ -114,72 +106,36 @@ def test_a_picture_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert "what fits" in text or "<svg" in text
 
 
-async def test_a_machine_without_gpu_may_be_fastest_without_workers() -> None:
-    """A machine with costs of one format, where all-host was measured with --workers 0 as well."""
-    config = EngineConfig(device="cpu", workers=2)
-    sizes = sizes_of(open_config(Path("shape:mixtral-8x7b/4")), config, "int4")
-    text = drawn(sizes.header, prompt=32, chunk=32, batch=1, seed=0)
-    costs = Costs((1, 64), (1e-4, 2e-3), (1e-4, 2e-3), link=1e-3, round_trip=1e-4, other=(2e-4, 2e-4))
-    hardware = FromFile("a machine", costs, Machine(10**11, 10**11, None), device="cpu")
-    hardware.without_workers = 1.5
-    search = Search(hardware, [fitting(sizes, config, hardware)], text, 32, 0, lambda: None)
-    await search.presets([PolicyRequest("all-host"), PolicyRequest("on-demand")])
-    await search.what_if()
-    report = Report(open_config(Path("shape:mixtral-8x7b/4")), hardware, config, text, 32, 1, search.advice)
-    best, plain, _ = search.advice.estimates
-    assert best.tok_s == pytest.approx(1.5 * plain.tok_s)
-    assert report.to_json()["advice"] == ["--policy all-host --format int4 --workers 0"]
-    assert all(1 <= change.ratio < 1.2 for change in search.advice.changes)
-    assert "\n  --policy all-host --format int4 --workers 0\n" in report.render()
-
-
-def test_costs_are_fitted_to_two_runs_so_that_their_replays_take_as_long() -> None:
-    """Runs made by replays with other costs than the probe's: the fit finds these costs."""
-    config = EngineConfig(device="cpu", workers=2)
-    sizes = sizes_of(open_config(Path("shape:mixtral-8x7b/4")), config, "int4")
-    text = drawn(sizes.header, prompt=32, chunk=32, batch=1, seed=0)
-    probed = Costs((1, 64), (1e-4, 2e-3), (5e-5, 4e-4), link=3e-4, round_trip=1e-4, other=(2e-4, 2e-4))
-    sides = {"host": (1.5e-4, 3e-3), "device": (6e-5, 4.8e-4), "other": (5e-4, 5e-4)}
-    true = Priced(replace(probed, **sides, link=4e-4, round_trip=3e-4), rest=2e-3)
-    cache = sizes.needs.tiles // 2
-    host, device = (_ran(request, true, sizes, text, cache) for request in (HOST, DEVICE))
-    found = fitted(probed, host, device, sizes, cache, text)
-    for name in ("host", "device", "other"):
-        assert getattr(found.costs, name) == pytest.approx(getattr(true.costs, name), rel=0.01)
-    assert found.costs.link == pytest.approx(true.costs.link, rel=0.02)
-    assert found.costs.round_trip == pytest.approx(true.costs.round_trip, rel=0.02)
-    assert found.rest == pytest.approx(true.rest, rel=0.01)
-    assert found.rest_of(1.0) == found.rest, "no planning was measured"
-
-
-def test_a_preset_that_plans_longer_in_a_replay_is_predicted_to_plan_longer() -> None:
-    """By as many times as the device's run planned longer than its replay took."""
-    config = EngineConfig(device="cpu", workers=2)
-    sizes = sizes_of(open_config(Path("shape:mixtral-8x7b/4")), config, "int4")
+def test_presets_that_plan_longer_in_a_replay_than_the_one_that_was_run_take_longer() -> None:
+    sizes = sizes_of(open_config(Path("shape:mixtral-8x7b/4")), EngineConfig(device="cpu", workers=2), "int4")
     text = drawn(sizes.header, prompt=32, chunk=32, batch=1, seed=0)
     costs = Costs((1, 64), (1e-4, 2e-3), (5e-5, 4e-4), link=3e-4, round_trip=1e-4, other=(2e-4, 2e-4))
-    cache = sizes.needs.tiles // 2
-    host, device = (_ran(request, Priced(costs, 2e-3), sizes, text, cache) for request in (HOST, DEVICE))
-    device.run.decode["seconds"]["plan"] = 10 * 1e-3  # of ten steps
-    found = fitted(costs, host, device, sizes, cache, text)
-    assert found.rest_of(found.planned) == pytest.approx(found.rest)
-    assert found.rest_of(3 * found.planned) == pytest.approx(found.rest + 2e-3)
-    assert found.rest_of(0.0) == pytest.approx(max(0.0, found.rest - 1e-3))
+    setting = Setting(PolicyRequest("all-host"), "int4", sizes.needs.tiles // 2, 0.5)
+    plain = by_replay(setting, sizes, Priced(costs, 2e-3), text, 32, 0)
+    layer = 2 * sizes.header.shape.tiles * 1e-4 + 1e-4 + 2e-4  # of two experts
+    assert 1 / plain.tok_s == pytest.approx(4 * layer + 2e-3)
+    assert plain.replayed > 0
+    priced = Priced(costs, 2e-3, planned=1e-3)
+    assert priced.rest_of(3e-3) == pytest.approx(4e-3)
+    assert priced.rest_of(5e-4) == pytest.approx(1.5e-3)
+    assert Priced(costs, 2e-3).rest_of(3e-3) == 2e-3, "the machine is not here"
 
 
-def _ran(request: PolicyRequest, priced: Priced, sizes: Sizes, text: RecordedText, cache: int) -> Ran:
-    """What an engine with these costs would have counted in one run of the text."""
-    found = estimate(Setting(request, sizes.format, cache, 0.5), sizes, priced, text, 32, 0)
-    shape, costs, steps = sizes.header.shape, priced.costs, 10
-    tiles = steps * shape.layers * shape.top_k * shape.tiles
-    host = tiles if request is HOST else 0
-    step = 1 / found.tok_s
-    parts = dict.fromkeys(PARTS, 0.0)
-    parts["attention"] = steps * shape.layers * costs.other[0]
-    parts["device"] = (tiles - host) * costs.device[0]
-    parts["link"] = 0.0 if host else steps * (step - priced.rest) - parts["attention"] - parts["device"]
-    parts["wait"] = host * costs.host[0] + (steps * shape.layers * costs.round_trip if host else 0.0)
-    tree = {"host_tiles": host, "resident_tiles": tiles - host, "fetched_tiles": 0, "seconds": parts}
-    tree |= {"steps": steps, "rows": steps, "host_busy_s": host * costs.host[0]}
-    run = Run(1.0, 1.0, found.tok_s, 0, 0.0, host / tiles, decode=tree)
-    return Ran(request, 32, run)
+@pytest.mark.parametrize(("side", "gains"), [("host", True), ("device", False), ("link", False)])
+def test_a_faster_side_helps_what_it_computes(side: str, gains: bool) -> None:
+    costs = Costs((1,), (1e-3,), (1e-4,), link=1e-2, round_trip=0.0, other=(1e-4,))
+    faster = Priced(costs, 0.0).faster(side, 2.0).costs
+    assert (faster.host < costs.host) == gains
+    assert replace(faster, host=costs.host, device=costs.device, link=costs.link, other=costs.other) == costs
+
+
+def test_a_trial_records_and_prices_this_machine(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """One engine, whose trace has the routing and what is not simulated, and whose costs are in force."""
+    options = ["--device", "cpu", "--workers", "1", "--expert-cache", "0.5", "--prompt-len", "16"]
+    arguments = ["advise", "--model", str(tiny_model), *options, "--policy", "all-host,fiddler", "--json"]
+    assert main(arguments) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert report["machine"].startswith("this machine, ")
+    assert {each["policy"] for each in report["estimates"]} == {"all-host", "fiddler"}
+    assert all(0 < each["tok_s"] < 1e5 for each in report["estimates"])
+    assert report["advice"]

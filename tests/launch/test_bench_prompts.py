@@ -15,7 +15,7 @@ from launch.bench.perplexity import LEAST, Perplexity, Texts
 from launch.bench.prompts import OTHER_TOKENS, STRIDE, make_prompts, make_texts, read_other_texts
 from launch.errors import WrongUsage
 from pipeline.assets import heldout
-from pipeline.policies.parts import ENOUGH_TOKENS
+from pipeline.policies.room import ENOUGH_TOKENS
 
 BOS = 256
 FILES = [path.read_bytes() for path in heldout().values()]

@@ -168,7 +168,7 @@ def test_policy_may_come_several_times_with_other_options() -> None:
         ("--sweep cache=0.25,0.5 --connect", "leave out --connect"),
         ("--sweep batch=1,2 --record x", "leave out --record"),
         ("--replay x --sweep batch=1,2", "a trace has the batch"),
-        ("--replay x --plot x.png", "--plot draws a replay with --sweep only"),
+        ("--replay x --plot x.png", "--plot belongs to --sweep"),
     ],
 )
 def test_wrong_sweep_is_one_line(words: str, said: str) -> None:

@@ -16,14 +16,12 @@ from typing import Any
 import pytest
 from engines import LAUNCH, run, store_of
 
-from launch.cache.entries import Entry, scan
+from launch.cache import command
+from launch.cache.command import DAY, remove, select, table
+from launch.cache.entries import WRITING_SECONDS, Entry, scan, writer_of
 from launch.cache.full_disk import cache_use, full_disk_line
-from launch.cache.prune import DAY, remove, select
-from launch.cache.report import table
+from launch.cli import main
 from launch.command_line.options import parse
-from launch.doctor.places import cache_findings
-from launch.errors import WrongUsage
-from launch.runtime import SHM
 from pipeline.calibration import cost_cache
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig, ResolvedConfig
@@ -31,7 +29,6 @@ from pipeline.memory.needs import needs
 from pipeline.policies.costs import Costs
 from protocol.user_folders import user_folder
 from shm.cache_record import RECORD, CacheRecord, note_use
-from shm.store import store_prefix
 
 STORE, BACKBONE = "5" * 64, "b" * 64
 
@@ -98,12 +95,6 @@ def test_size_selects_the_least_recently_used_until_the_rest_fits() -> None:
         assert select(entries, None, size).remove == tuple(entries[:count])
 
 
-def test_age_and_size_together_select_what_either_does() -> None:
-    entries = [entry("a", 10, 40), entry("b", 20, 8), entry("c", 30, 7)]
-    assert select(entries, 30, 60).remove == (entries[0],)
-    assert select(entries, 30, 30).remove == tuple(entries[:2])
-
-
 def test_entries_in_use_are_passed_over_and_named() -> None:
     used, free = entry("used", 10, 9, in_use="engine e1"), entry("free", 20, 1)
     selection = select([used, free], None, 10)
@@ -131,6 +122,57 @@ def test_stores_in_memory_are_selected_by_age_alone() -> None:
     assert select([kept, first, second], 8.5, 25).remove == (kept, first)  # `kept` frees nothing on disk
 
 
+@pytest.mark.parametrize(
+    ("days", "size", "goes"),
+    [
+        (3, None, False),
+        (2.9999, None, True),
+        (0, None, True),
+        (None, None, False),
+        (None, 1000, False),
+        (None, 999, True),
+    ],
+)
+def test_bounds_of_a_prune_are_exact(
+    days: float | None, size: int | None, goes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1.7e9)  # the clock stands still
+    free, used = entry("a", 1000, 3), entry("b", 0, 3, in_use="engine e1")
+    assert select([free], days, size).remove == (free,) * goes
+    assert select([used], days, size).in_use == (used,) * (goes and size is None)
+
+
+def test_small_file_is_being_written_for_a_minute(tmp_path: Path) -> None:
+    path = tmp_path / ".calibration.txt.0123abcd"
+    path.touch()
+    for seconds, writer in ((0.0, "its writer"), (0.9, "its writer"), (1.1, "")):
+        then = time.time() - seconds * WRITING_SECONDS
+        os.utime(path, (then, then))
+        assert writer_of(path) == writer
+    assert writer_of(tmp_path / "store.tmp") == ""  # removed meanwhile
+
+
+def test_keys_of_leases_are_those_of_the_entries_folders() -> None:
+    store = Entry("store", Path(f"/c/{STORE}/store.bin"), 1, 0.0)
+    assert (store.fingerprint, store.on_disk) == (STORE, True)
+    assert store.lease_key == Entry("backbone", Path(f"/c/{STORE}/backbone.bin"), 1, 0.0).lease_key
+    assert Entry("costs", Path("/c/costs/abc.json"), 1, 0.0).lease_key == "abc"
+    assert not replace(store, kind="kept store").on_disk
+
+
+def test_entry_that_an_engine_uses_by_now_is_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_file(folder / STORE / "store.bin", 2000, 40)
+    make_file(folder / BACKBONE / "backbone.bin", 1000, 40)
+    monkeypatch.setattr(command, "remove", lambda one: one.kind != "store")
+    assert main(["cache", "--prune", "--to", "0"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("kept: store of mixtral in int4, 2.0 kB, used 40 days ago: in use by an engine\n") == 1
+    assert "removed 1 of 2, 1.0 kB; 2.0 kB stay on disk\n" in out
+    assert "that is more than --to 0 B: the rest is in use or unknown\n" in out
+
+
 # --- files --------------------------------------------------------------------------------------------------
 
 
@@ -151,15 +193,6 @@ def test_list_names_kind_model_format_size_and_last_use(folder: Path) -> None:
     ]
     assert f"{folder}: 3.1 MB in 2 entries, " in out
     assert "\x1b" not in out
-
-
-def test_an_old_folder_without_a_record_has_an_unknown_model(folder: Path) -> None:
-    make_file(folder / BACKBONE / "backbone.bin", 10, 5)
-    (folder / BACKBONE / RECORD).unlink()
-    (found,) = disk(run_json())
-    assert (found["kind"], found["model"]) == ("backbone", "unknown")
-    assert run_json("--prune", "--to", "0")["removed"][0]["model"] == "unknown"
-    assert os.listdir(folder) == []
 
 
 def test_unknown_files_are_listed_and_stay(folder: Path) -> None:
@@ -205,32 +238,6 @@ def test_names_of_files_and_models_cannot_control_the_terminal(folder: Path) -> 
     assert "\x1b" not in run_cache("--prune", "--to", "0")[1]
 
 
-def test_a_changed_record_replaces_the_old_one_whole(folder: Path, tmp_path: Path) -> None:
-    make_file(folder / STORE / "store.bin", 10, 40)
-    os.link(folder / STORE / RECORD, tmp_path / "old")
-    note_use(folder / STORE, CacheRecord("store", "/models/other", "int8"))
-    assert json.loads((tmp_path / "old").read_text())["model"] == "/models/mixtral"
-    assert sorted(os.listdir(folder / STORE)) == [RECORD, "store.bin"]
-    assert disk(run_json())[0]["model"] == "other"
-
-
-def test_the_doctor_counts_what_the_command_lists(folder: Path) -> None:
-    make_file(folder / STORE / "store.bin", 3_100_000, 40)
-    make_file(folder / "notes.txt", 400_000, 1)
-    of_another_space = SHM / f"{store_prefix()[1:-1]}_other-{'5' * 16}-{os.geteuid()}"
-    of_another_space.write_bytes(bytes(4096))
-    try:
-        findings = cache_findings(folder)
-    finally:
-        of_another_space.unlink()
-    cache = findings[-1]
-    assert cache.found.startswith(f"cache {folder}: 3.5 MB, disk has ")
-    assert cache.means.endswith("`python launch.py cache` lists and prunes it")
-    kept = [e for e in scan(folder) if not e.on_disk]
-    assert len(findings) == 1 + bool(kept)
-    assert all(f.found.startswith(f"{len(kept)} store") for f in findings[:-1])
-
-
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_prune_warns_of_calibrations_that_go(dry_run: bool, folder: Path) -> None:
     make_file(folder / BACKBONE / "backbone.bin", 100, 9)
@@ -260,13 +267,6 @@ def test_costs_are_listed_with_their_model_and_their_use_is_noted(folder: Path) 
     os.utime(path, (0, 0))
     assert cost_cache.find(folder, setting) is not None
     assert path.stat().st_mtime > time.time() - 60
-
-
-def test_each_use_moves_the_time_of_the_last_use(folder: Path) -> None:
-    path = make_file(folder / STORE / "store.bin", 10, 40)
-    note_use(folder / STORE, CacheRecord("store", "/models/mixtral", "int4"))
-    (found,) = (e for e in scan(folder) if e.path == path)
-    assert time.time() - found.last_use < 60
 
 
 def test_dry_run_lists_the_same_and_removes_nothing(folder: Path) -> None:
@@ -299,13 +299,6 @@ def test_unfinished_file_is_removed_after_the_exit_of_its_writer(folder: Path, n
     assert not path.parent.exists()
 
 
-def test_unreachable_size_is_reported(folder: Path) -> None:
-    make_file(folder / "notes.txt", 5000, 1)
-    code, out = run_cache("--prune", "--to", "2kB")
-    assert code == 0
-    assert "that is more than --to 2.0 kB: the rest is in use or unknown" in out
-
-
 def test_a_file_that_cannot_be_removed_is_one_line_and_exit_1(folder: Path) -> None:
     make_file(folder / BACKBONE / "backbone.bin", 10, 1)
     program = (
@@ -326,49 +319,7 @@ def test_a_file_that_cannot_be_removed_is_one_line_and_exit_1(folder: Path) -> N
     assert "removed 0 of" in done.stdout
 
 
-def test_table_fits_80_columns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "80")
-    name = "a-rather-long-organisation/Some-Mixture-8x22B-Instruct-v0.1"
-    entries = [entry("a", 123_450_000_000, 400, model=name, format="int4", in_use="engine e123456")]
-    text = table(folder, entries)
-    assert "\x1b" in text
-    plain = "".join(text.split("\x1b[")[i].partition("m")[2] for i in range(1, text.count("\x1b[") + 1))
-    assert "123.45 GB" in plain
-    assert "400 days ago" in plain
-
-
 # --- the command line ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--prune"], "--prune: give --older-than DAYS, --to SIZE, or both"),
-        (["--prune", "--to", "5XB"], "--to: '5XB' is not a size like 500MB or 1.5GB"),
-        (["--prune", "--to", "-5"], "--to: '-5' is not a size like 500MB or 1.5GB"),
-        (["--prune", "--to", "9" * 400], "is not a size"),
-        (["--prune", "--older-than", "-1"], "--older-than: must be between 0 and 1e+06, not -1"),
-        (["--prune", "--older-than", "soon"], "'soon' is not a number"),
-        (["--to", "5GB"], "--to belongs to --prune"),
-        (["--older-than", "5"], "--older-than belongs to --prune"),
-        (["--dry-run"], "--dry-run belongs to --prune"),
-        (["--model", "x"], "--model does not belong to cache"),
-    ],
-)
-def test_wrong_usage_is_one_line(arguments: list[str], message: str) -> None:
-    with pytest.raises(WrongUsage) as raised:
-        parse(["cache", *arguments])
-    assert message in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("0", 0), ("123", 123), ("5kB", 5000), ("500MB", 5 * 10**8), ("1.5GB", 15 * 10**8), ("2t", 2 * 10**12)],
-)
-def test_sizes_are_decimal(text: str, size: int) -> None:
-    assert parse(["cache", "--prune", "--to", text]).written["to"] == size
 
 
 # --- engines ------------------------------------------------------------------------------------------------

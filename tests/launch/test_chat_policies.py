@@ -6,10 +6,9 @@ import pytest
 from rich.console import Console, RenderableType
 
 from launch.chat.conversation import Reply
-from launch.chat.policy_tables import parts_help, policy_list, policy_options
-from launch.chat.summary import summary
+from launch.chat.tables import policy_list, policy_options, summary
 from launch.errors import WrongUsage
-from pipeline.policies.presets import PARTS, PRESETS
+from pipeline.policies.presets import PRESETS
 from protocol.messages import Done
 
 
@@ -39,24 +38,6 @@ def test_options_of_a_policy_have_the_values_in_force() -> None:
     }
     with pytest.raises(WrongUsage, match="did you mean fiddler"):
         policy_options("fidler", {})
-
-
-def test_options_of_a_policy_are_explained_in_words() -> None:
-    shown = " ".join(" ".join(lines(policy_options("fiddler", {}))).split())
-    start = (
-        "placement=known which experts are resident at the start: calibrated if the model is, else popular"
-    )
-    assert f"{start} (or empty, first-layers, popular, " in shown
-    shown = " ".join(" ".join(lines(policy_options("daop", {}))).split())
-    assert "most used experts in the calibration's decoding (or popular, known) first_layer=4" in shown
-    assert "to change places (0..100)" in shown
-
-
-def test_help_on_policies_names_every_part() -> None:
-    shown = "\n".join(lines(parts_help()))
-    for role, parts in PARTS.items():
-        for part in parts:
-            assert f"{role}={part} " in shown
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,12 @@ import signal
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
-import msgpack
 import pytest
 from scripted_children import KILLED, ScriptedProcess
 
 from launch.errors import EngineFailed, StartFailed
 from launch.processes import children
-from launch.processes.children import PIPE_CAPACITY, Child, spawn, wait_exits
+from launch.processes.children import PIPE_CAPACITY, Child, spawn
 from launch.processes.task_guard import TaskGuard
 from protocol.messages import Failed
 from protocol.sockets import Identity
@@ -36,31 +35,12 @@ async def made() -> AsyncIterator[tuple[Child, ScriptedProcess, int]]:
     os.close(reader)
 
 
-async def test_configuration_has_the_identity_and_its_proof(made: Any) -> None:
-    child, _, reader = made
-    child.configure({"a": [1], "role": "overwritten"})
-    packed = os.read(reader, 1 << 16)
-    assert int.from_bytes(packed[:4], "big") == len(packed) - 4
-    expected = {"a": [1], "role": "worker", "index": 1, "incarnation": 4, "identity": WORKER.prove(KEY)}
-    assert msgpack.unpackb(packed[4:]) == expected
-
-
 async def test_configuration_that_no_pipe_takes_ends_the_child(made: Any) -> None:
     child, process, _ = made
     with pytest.raises(StartFailed, match=r"^the worker 1's configuration has \d+ bytes: too many options$"):
         child.configure({"a": "x" * PIPE_CAPACITY})
     assert (process.signals, child.exit_expected) == ([signal.SIGKILL], True)
     child.configure({"a": 1})  # its reader is there; what a killed child gets does not matter
-
-
-async def test_exit_closes_the_lifeline_once(made: Any) -> None:
-    child, process, reader = made
-    assert child.running
-    process.end(3)
-    assert [await child.wait_exit(), await child.wait_exit()] == [3, 3]
-    assert (child.running, child.lifeline) == (False, -1)
-    assert os.read(reader, 1) == b""
-    child.configure({"a": 1})  # nothing is written
 
 
 @pytest.mark.parametrize(
@@ -84,40 +64,6 @@ async def test_reason_of_an_exit(made: Any, code: int, hung: bool, failed: str |
     assert child.exit_reason(code) == reason
 
 
-@pytest.mark.parametrize(
-    ("code", "message", "waits"),
-    [(0, "ready", False), (0, "failed", False), (1, "failed", False), (1, "ready", True), (0, "", True)],
-)
-async def test_last_message_is_waited_for(made: Any, code: int, message: str, waits: bool) -> None:
-    """A Ready is the last message only of a child that did its work."""
-    child, process, _ = made
-    process.end(code)
-    loop = asyncio.get_running_loop()
-    if message == "ready":
-        loop.call_later(0.01, child.ready.set)
-    elif message == "failed":
-        loop.call_later(0.01, child.failed.set_result, Failed("worker", "w", False))
-    began = loop.time()
-    await child.wait_last_message(0.1)
-    assert (loop.time() - began >= 0.09) is waits
-    assert not child.failed.cancelled()
-
-
-async def test_checks_count_silence_and_stops_in_a_row(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    child, process, _ = made
-    stopped = True
-    monkeypatch.setattr(Child, "is_stopped", property(lambda self: stopped))
-    for silent, halted in ((1, 1), (2, 2)):
-        child.count_check()
-        assert (child.silent_checks, child.stopped_checks) == (silent, halted)
-    child.last_message, stopped = 5.0, False
-    child.count_check()
-    assert (child.silent_checks, child.stopped_checks) == (0, 0)
-    child.count_check()
-    assert (child.silent_checks, child.stopped_checks) == (1, 0)
-    assert process.signals == []
-
-
 def test_stopped_processes_are_recognized() -> None:
     class Process:
         pid = os.getpid()
@@ -137,18 +83,6 @@ def test_stopped_processes_are_recognized() -> None:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     assert not asyncio.run(asked(pid))
-
-
-async def test_exits_are_waited_for_no_longer_than_the_limit(made: Any) -> None:
-    child, process, _ = made
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    await wait_exits([child], 0.05)
-    assert 0.05 <= loop.time() - began < 5
-    loop.call_later(0.01, process.end, 0)
-    await wait_exits([child], 60.0)
-    assert loop.time() - began < 5
-    await wait_exits([], 60.0)
 
 
 def test_libraries_of_a_child_neither_spin_nor_take_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from launch import cli
 from launch.command_line.options import Options, parse
-from launch.connect import reconnect, session
+from launch.connect import session
 from launch.equality import (
     BF16_BOUND,
     F32_BOUND,
@@ -27,18 +24,12 @@ from launch.equality import (
 )
 from launch.errors import AnswerLost, DownloadFailed, StartFailed, WrongUsage
 from launch.runtime import EngineInfo, RuntimeDir
-from launch.terminal.format import MISSING, count, model_name, percent
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.lines import Lines
-from launch.terminal.log import NOTICE, child_level, hidden, notice
 from launch.terminal.output import print_json, show
-from pipeline.assets import model_dir
 from pipeline.errors import UsageError
-from protocol.client import Client
 from protocol.errors import EngineGone, RequestFailed
-from protocol.keys import Address
 from protocol.messages import VERSION
-from protocol.visible import one_line
 from shm.errors import NotEnoughMemory, SegmentMissing
 
 # --- exit codes ---------------------------------------------------------------------------------------------
@@ -75,15 +66,6 @@ def test_each_error_has_its_exit_code_and_one_line(
     assert out == ""
     assert err.startswith(f"launch.py: {line}")
     assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize("code", [0, 1])
-def test_exit_code_of_a_command_is_that_of_the_program(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def command(options: Options, interrupts: Interrupts) -> int:
-        return code
-
-    monkeypatch.setattr(cli, "_command", lambda options: command)
-    assert cli.main(["doctor"]) == code
 
 
 def test_each_command_has_its_function() -> None:
@@ -206,7 +188,7 @@ async def test_running_engine_is_found_by_its_name_and_another_is_started() -> N
         runtime.publish(EngineInfo(runtime.name, os.getpid(), "/m", "all-host", where, VERSION))
         for words in ("chat --connect", "chat --connect command-ends"):
             async with session.endpoint(parse(words.split()), Interrupts()) as found:
-                assert found == Address(where)
+                assert found == where
         with pytest.raises(WrongUsage, match="--connect other"):
             async with session.endpoint(parse("chat --connect other".split()), Interrupts()):
                 pass
@@ -238,51 +220,11 @@ async def test_started_engine_ends_with_the_command(monkeypatch: pytest.MonkeyPa
     options = parse("--name mine --workers 3 --log-level debug".split())
     interrupts = Interrupts()
     async with session.endpoint(options, interrupts) as found:
-        assert found == Address(StandInSupervisor.endpoint)
+        assert found == StandInSupervisor.endpoint
         assert StandInSupervisor.notes == [("mine", 3, "DEBUG"), "started"]
         interrupts.received = "SIGINT"
         interrupts._end(signal.SIGINT)  # the second signal
     assert StandInSupervisor.notes[1:] == ["started", "killed", "stopped"]
-
-
-@pytest.mark.parametrize("reconnects", [True, False])
-async def test_clients_of_commands_have_their_name_and_retry(
-    reconnects: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    seen: list[Any] = []
-
-    class StandIn:
-        on_pause: Any = None
-        on_reconnect: Any = None
-
-    @asynccontextmanager
-    async def connect(where: Any, **how: Any) -> AsyncIterator[StandIn]:
-        seen.append((where, how))
-        yield StandIn()
-        seen.append("closed")
-
-    @asynccontextmanager
-    async def endpoint(*_: object) -> AsyncIterator[Address]:
-        yield Address("ipc:///there")
-        seen.append("ended")
-
-    monkeypatch.setattr(Client, "connect", connect)
-    module = reconnect if reconnects else session
-    monkeypatch.setattr(module, "endpoint", endpoint)
-    opened: Any = reconnect.reconnecting_client if reconnects else session.connected
-    caplog.set_level(logging.INFO)
-    async with opened(parse(["chat"]), Interrupts()) as client:
-        if reconnects:
-            client.on_pause(EngineGone("why"))
-            assert reconnect.WAITING in caplog.text
-            assert "why" not in caplog.text  # a detail
-            assert reconnect.ANSWERS not in caplog.text
-            client.on_reconnect()
-            assert reconnect.ANSWERS in caplog.text
-        else:
-            assert client.on_pause is client.on_reconnect is None
-    retry = {"retry": reconnect.RETRY_SECONDS} if reconnects else {}
-    assert seen == [(Address("ipc:///there"), {"name": "launch.py"} | retry), "closed", "ended"]
 
 
 # --- lines and words ----------------------------------------------------------------------------------------
@@ -312,70 +254,11 @@ async def test_lines_come_whole_whatever_the_pieces() -> None:
             os.close(writer)
 
 
-@pytest.mark.parametrize(("text", "lines"), [("", []), ("a", ["a"]), ("a\n", ["a"]), ("\n", [""])])
-async def test_end_of_the_last_line_is_no_line(text: str, lines: list[str], tmp_path: Any) -> None:
-    (tmp_path / "file").write_text(text)
-    with (tmp_path / "file").open() as file:
-        read = Lines(file.fileno())
-        assert [await read.next() for _ in range(len(lines) + 1)] == [*lines, None]
-
-
-def test_words_of_figures_and_names() -> None:
-    assert [count(n, "round") for n in (0, 1, 2)] == ["0 rounds", "1 round", "2 rounds"]
-    assert model_name(str(model_dir())) == "the embedded model"
-    assert model_name(str(model_dir()), article="") == "embedded model"
-    assert model_name("/a/b/model") == model_name("/a/b/model", article="") == "model"
-    assert one_line("a\x1b[2J\nb é") == "a\ufffd[2J\ufffdb é"
-    assert [percent(share) for share in (0.004, 0.005, 0.994, 0.995, 1.2, -0.1)] == [
-        *("<1%", "0%", "99%", ">99%", "120%", "-10%"),
-    ]
-    assert percent(None, 2) == MISSING
-
-
 def test_output_is_flushed_text_or_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
     show("")
     show("a\n")
     print_json({"é": (1.23456, float("nan"), True, None), 3: -0.000123456})  # type: ignore[dict-item]
     assert capsys.readouterr().out == 'a\n{"é": [1.235, null, true, null], "3": -0.0001235}\n'
-
-
-def test_log_levels_of_commands_and_children(caplog: pytest.LogCaptureFixture) -> None:
-    assert [child_level(level) for level in ("NOTICE", "DEBUG", "ERROR")] == ["WARNING", "DEBUG", "ERROR"]
-    caplog.set_level(NOTICE, "tandem")
-    notice("always said")
-    logging.getLogger("tandem").info("a detail")
-    assert [(r.levelno, r.getMessage()) for r in caplog.records] == [(NOTICE, "always said")]
-    assert logging.INFO < NOTICE < logging.WARNING
-
-
-@pytest.mark.parametrize(("level", "shown"), [(logging.WARNING, False), (logging.INFO, True)])
-def test_warnings_of_a_package_are_hidden_for_a_block(level: int, shown: bool) -> None:
-    root, records = logging.getLogger(), list[str]()
-
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record.getMessage())
-
-    handler, before = Kept(), root.level
-    root.addHandler(handler)
-    root.setLevel(level)
-    try:
-        with hidden("launch.processes"):
-            for name in ("launch.processes.control", "launch.stress"):
-                logging.getLogger(name).warning(f"warning of {name}")
-                logging.getLogger(name).error(f"error of {name}")
-        logging.getLogger("launch.processes.control").warning("after it")
-    finally:
-        root.removeHandler(handler)
-        root.setLevel(before)
-    hidden_line = "warning of launch.processes.control"
-    assert (hidden_line in records) is shown
-    assert [line for line in records if line != hidden_line] == [
-        "error of launch.processes.control",
-        "warning of launch.stress",
-        "error of launch.stress",
-        "after it",
-    ]
 
 
 # --- the rule of equality -----------------------------------------------------------------------------------

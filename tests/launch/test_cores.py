@@ -86,13 +86,6 @@ def test_default_workers_share_no_core(cores: Cores) -> None:
     assert {cpus.node for cpus in cores.for_workers(workers)} <= {*cores.nodes, None}
 
 
-def test_two_workers_on_eight_cores_have_four_each() -> None:
-    cores = Cores(machine(1, 8))
-    assert sets(cores.for_workers(2)) == [{0, 1, 2, 3}, {4, 5, 6, 7}]
-    assert sets(cores.for_workers(3)) == [{0, 1}, {2, 3, 4}, {5, 6, 7}]
-    assert cores.default_workers() == 8
-
-
 def test_second_hardware_threads_are_used_only_by_additional_workers() -> None:
     cores = Cores(machine(1, 4, threads=2))
     assert cores.default_workers() == cores.computing == 4
@@ -125,12 +118,6 @@ def test_a_quota_s_cores_are_taken_from_all_nodes() -> None:
     assert sets(cores.for_workers(8)) == [{0}, {1}, {0}, {1}, {4}, {5}, {4}, {5}]
 
 
-def test_a_large_machine_has_wider_workers_not_more() -> None:
-    cores = Cores(machine(2, 32))
-    assert cores.default_workers() == MOST_WORKERS
-    assert {len(cpus.cores) for cpus in cores.for_workers(MOST_WORKERS)} == {4}
-
-
 def test_topology_is_read_from_sysfs(tmp_path: Path) -> None:
     two_threads_a_core(tmp_path)
     assert read_threads(range(4), tmp_path) == tuple(Thread(0, (0, n % 2), n) for n in range(4))
@@ -145,10 +132,6 @@ def test_topology_is_read_from_sysfs(tmp_path: Path) -> None:
     found = read_threads({1, 2, 3}, tmp_path)
     assert found == (Thread(3, (1,), 1), Thread(3, (1,), 3))
     assert Cores(found).for_workers(1) == (CpuSet((1,), 3),)
-
-
-def test_without_sysfs_each_thread_is_a_core(tmp_path: Path) -> None:
-    assert Cores(read_threads({2, 5}, tmp_path)).for_workers(2) == (CpuSet((2,), 0), CpuSet((5,), 0))
 
 
 @pytest.mark.parametrize("usable", [None, 1])

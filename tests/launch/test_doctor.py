@@ -7,43 +7,21 @@ import os
 import resource
 from pathlib import Path
 
-import pytest
-from engines import LIMIT, engines_left, launch
-from machines import GB, words, write
+from engines import engines_left, launch
+from machines import GB, write
 
-from launch.doctor import gpu, models
-from launch.doctor.bandwidth import LARGEST, buffer_size
-from launch.doctor.finding import Finding
-from launch.doctor.report import render
-from launch.processes.trials import TrialFailed, trial
+from launch.doctor import gpu
+from launch.doctor.bandwidth import LARGEST, buffer_size, example
+from launch.doctor.finding import Finding, render
 
 TOPICS = {"cpu", "threads", "kernels", "memory", "shared memory", "software"}
 TOPICS |= {"places", "gpu", "speed", "engine", "costs"}
 
 
-async def test_machine_without_a_gpu_driver_gets_a_note(tmp_path: Path) -> None:
-    found, rate = await gpu.inspect(models.example(), tmp_path)
-    assert rate is None
-    assert [f.level for f in found] == ["note"]
-    assert "all-host" in found[0].means
-    write(
-        tmp_path,
-        **{
-            "sys/bus/pci/devices/0000:01:00.0/vendor": "0x10de",
-            "sys/bus/pci/devices/0000:01:00.0/class": "0x030000",
-            "sys/bus/pci/devices/0000:01:00.1/vendor": "0x10de",  # its audio function
-            "sys/bus/pci/devices/0000:01:00.1/class": "0x040300",
-        },
-    )
-    assert gpu.cards(tmp_path) == 1
-    found, _ = await gpu.inspect(models.example(), tmp_path)
-    assert "no driver is loaded" in words(found, "note")
-
-
 async def test_gpu_driver_is_checked_with_the_installed_torch(tmp_path: Path) -> None:
     """The device nodes are files of the test; torch's findings depend on this machine."""
     write(tmp_path, dev__nvidiactl="", proc__driver__nvidia__version="NVIDIA Kernel Module  550.54.14  Thu")
-    found, rate = await gpu.inspect(models.example(), tmp_path)
+    found, rate = await gpu.inspect(example(), tmp_path)
     assert found[0].found == "NVIDIA driver 550.54.14"
     assert len(found) > 1
     if rate is None:
@@ -51,30 +29,6 @@ async def test_gpu_driver_is_checked_with_the_installed_torch(tmp_path: Path) ->
     else:
         assert rate > 0
         assert "host to device" in found[-1].found
-
-
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        (
-            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22\nGCC version: 12",
-            "550.54.14",
-        ),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build", "570.86.15"),
-        ("", ""),
-    ],
-)
-def test_driver_version_is_parsed(text: str, version: str) -> None:
-    assert gpu.driver_version(text) == version
-
-
-async def test_failed_trial_raises_one_line() -> None:
-    """Without a GPU the CUDA calls fail; with one the handle is invalid."""
-    with pytest.raises(TrialFailed) as failure:
-        async with trial("launch.doctor.gpu_child", {"what": "open", "handle": "00" * 64}) as child:
-            await child.result(LIMIT)
-    assert str(failure.value)
-    assert "\n" not in str(failure.value)
 
 
 def test_buffer_exceeds_the_cache_and_not_the_memory() -> None:

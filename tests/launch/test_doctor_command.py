@@ -6,13 +6,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from launch.command_line.options import parse
-from launch.doctor import bandwidth, command, gpu, models, proof
+from launch.doctor import bandwidth, command, gpu, proof
 from launch.doctor.bandwidth import BUSY, Bandwidth
 from launch.doctor.finding import Finding
 from launch.doctor.proof import Proof
@@ -59,7 +58,7 @@ def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         monkeypatch.setattr(gpu, "driver_nodes", lambda *_: ["/dev/nvidia0"] * driver)
         monkeypatch.setattr(bandwidth, "measure", measured)
         monkeypatch.setattr(proof, "prove", proved)
-        monkeypatch.setattr(models, "last_cache", lambda: cache)
+        monkeypatch.setattr(bandwidth, "last_cache", lambda: cache)
         monkeypatch.setattr(os, "getloadavg", lambda: (load, 1e6, 1e6))
         code = await command.doctor(parse(["doctor", *words]), Interrupts())
         out = capsys.readouterr().out
@@ -80,7 +79,7 @@ async def test_load_is_compared_with_the_cores_of_this_process(
 
 
 async def test_report_has_what_was_measured(doctor: Run) -> None:
-    token = models.embedded().token
+    token = bandwidth.embedded().token
     code, report, devices = await doctor("--json", link=2e9)
     assert (code, report["ok"], devices) == (0, True, ["auto"])
     measured = report["measured"]
@@ -101,19 +100,9 @@ async def test_report_has_what_was_measured(doctor: Run) -> None:
     assert topics[-3:] == ["speed", "engine", "costs"]
 
 
-async def test_figures_that_could_not_be_measured_are_null(doctor: Run) -> None:
-    code, report, _ = await doctor("--json", speed=None)
-    assert code == 0
-    found = [f["found"] for f in report["findings"] if f["topic"] == "speed"]
-    assert found == ["memory was not measured: no memory"]
-    assert report["measured"]["host_to_device_gbps"] is report["measured"]["ceiling_tok_s"] is None
-    assert "read_all_cores_gbps" not in report["measured"]
-    assert "overhead of a step" in json.dumps(report["findings"])
-
-
 @pytest.mark.parametrize("fits", [True, False])
 async def test_bound_of_memory_is_no_bound_for_experts_in_the_cache(doctor: Run, fits: bool) -> None:
-    _, report, _ = await doctor("--json", cache=models.embedded().store - (not fits))
+    _, report, _ = await doctor("--json", cache=bandwidth.embedded().store - (not fits))
     (engine,) = [f for f in report["findings"] if f["topic"] == "engine"]
     assert ("of the bound" in engine["means"]) is not fits
 
@@ -163,31 +152,3 @@ async def test_verdict_counts_problems_and_notes(
     words = " and ".join(f"{n} {level}{'s' * (n > 1)}" for n, level in counts if n)
     _, text, _ = await doctor(others=found)
     assert " ".join(text.split()).endswith(f"{verdict}: {words}." if words else f"{verdict}.")
-
-
-@pytest.mark.parametrize(("policy", "advice"), [("all-host", True), ("fiddler", False)])
-def test_an_engine_that_computes_all_on_the_host_is_advised_to_have_no_workers(
-    policy: str, advice: bool
-) -> None:
-    found = proof.explain(replace(GOOD, policy=policy), None, fits_cache=True)
-    assert found.level == "ok"
-    assert ("--workers 0" in found.do) is advice
-
-
-@pytest.mark.parametrize(
-    ("idle", "found", "means"),
-    [
-        (
-            {"GPU": 0.8, "link": 1.0, "workers": 0.25},
-            "GPU 80%, link 100%, workers 25% of the time",
-            "GPU's own clock",
-        ),
-        ({"workers": 0.4}, "idle while it decoded: workers 40% of the time", "no GPU"),
-    ],
-)
-def test_idle_shares_are_named(idle: dict[str, float], found: str, means: str) -> None:
-    (finding,) = proof.explain_idle(replace(GOOD, idle=idle))
-    assert found in finding.found
-    assert means in finding.means
-    assert finding.level == "ok"
-    assert not list(proof.explain_idle(Proof("auto", "it failed")))

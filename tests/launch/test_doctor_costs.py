@@ -12,7 +12,7 @@ from engines import fingerprint_of
 
 from launch.cli import main
 from launch.doctor import costs
-from launch.doctor.report import render
+from launch.doctor.finding import render
 from pipeline.assets import model_dir
 from pipeline.calibration.cost_cache import Record, Setting, keep, processor
 from pipeline.policies.costs import Costs
@@ -43,15 +43,6 @@ def test_fast_link_makes_moving_the_cheaper_choice(tmp_path: Path) -> None:
     keep(tmp_path, replace(RECORD, costs=replace(COSTS, link=1e-4)))
     (found,) = costs.inspect(tmp_path)
     assert "moved sooner than computed on the host" in found.means
-
-
-@pytest.mark.parametrize(("seconds", "words"), [(1e-3, "missing tiles that will not stay"), (4e-3, "sooner")])
-def test_zero_copy_is_reported_where_it_was_measured(tmp_path: Path, seconds: float, words: str) -> None:
-    keep(tmp_path, replace(RECORD, costs=replace(COSTS, zero_copy=seconds)))
-    (found,) = costs.inspect(tmp_path)
-    assert f"in the host's memory {1e3 * seconds:g} ms ({0.01 / seconds:.2g} GB/s)" in found.means
-    assert words in found.means
-    assert max(map(len, render([found], "").splitlines())) <= 80
 
 
 def test_costs_of_a_busy_machine_get_a_note(tmp_path: Path) -> None:

@@ -14,9 +14,11 @@ import pytest
 
 from launch.cli import main
 from launch.command_line.options import parse
-from launch.doctor import costs, forecast, model_plan, models
-from launch.doctor.forecast import QUANTILES, Spread, measure_speeds
+from launch.doctor import costs, model_plan, speeds
+from launch.doctor.bandwidth import embedded
 from launch.doctor.proof import Proof
+from launch.doctor.speeds import measure_speeds
+from launch.forecast import QUANTILES, Spread
 from launch.processes.cores import Cores
 from launch.processes.trials import TrialFailed
 from launch.terminal.interrupts import Interrupts
@@ -38,18 +40,18 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Given:
         runs: list[list[dict[str, Any]]] = []
 
         async def run_children(module: str, configs: list[dict[str, Any]], fd: int) -> Any:
-            assert module == forecast.CHILD
+            assert module == speeds.CHILD
             runs.append(configs)
             kinds = [10e9, *(4e9 - 1e9 * n for n in range(len(configs[0]["experts"])))]
             kinds += [] if configs[0]["matrix"] is None else [12e9]
-            return [[[rate] * 3 for rate in kinds] for _ in configs]
+            return [[{"": [rate] * 3} for rate in kinds] for _ in configs]
 
         async def prove(options: object, interrupts: object, device: str) -> Proof:
             assert device == "cpu"
             return Proof("cpu", failure, rate=tok_s)
 
-        monkeypatch.setattr(forecast, "run_children", run_children)
-        monkeypatch.setattr(forecast, "prove", prove)
+        monkeypatch.setattr(speeds, "run_children", run_children)
+        monkeypatch.setattr(speeds, "prove", prove)
         monkeypatch.setattr(os, "getloadavg", lambda: (7.0, 8.0, 9.0))
         config = EngineConfig(device="cpu", **asked)
         options = parse(["doctor", "--model", str(SHAPE)])
@@ -69,7 +71,7 @@ async def test_speeds_are_sums_over_the_cores(measured: Given) -> None:
     }
     assert found.backbone.usual == pytest.approx(12e9)  # of one process with all cores
     assert found.memory == pytest.approx(max(10e9 * cores, 12e9))
-    small = models.embedded()
+    small = embedded()
     expected = (1 / 100.0 - small.token / (10e9 * cores)) / small.layers
     assert found.layer == pytest.approx(expected)
     together, matrix = runs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 import pytest
 from machines import GB, words, write
 
-from launch.doctor import gpu, places, software
-from launch.doctor.models import Reads
+from launch.doctor import gpu, places
+from launch.doctor.bandwidth import Reads
 from launch.errors import WrongUsage
 from launch.planning import device_choice
 from launch.planning.device_choice import usable_device
@@ -186,16 +185,3 @@ def test_running_engines_and_leftovers_of_killed_ones_are_named(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
     found = places.inspect()[0]
     assert (found.level, found.prevents) == ("problem", True)
-
-
-def test_library_that_a_gpu_alone_needs_prevents_no_start() -> None:
-    for optional in (False, True):
-        (found,) = software.judge(["no-such-library>=1"], optional)
-        assert (found.level, found.prevents) == ("problem", not optional)
-        assert "is not installed" in found.found
-        assert "no-such-library>=1" in found.do
-    old, good = software.judge(["numpy>=999", "rich"])
-    assert "is not >=999" in old.found
-    assert (good.level, good.found.split()[0]) == ("ok", "rich")
-    assert software.judge(["!"])[0].level == "note"
-    assert os.sep in software.pip_install("x")

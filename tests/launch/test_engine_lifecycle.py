@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import pty
 import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from engines import (
     LAUNCH,
     LIMIT,
     Launched,
     engines_left,
-    fingerprint_of,
-    is_running,
     own_segments,
     run,
     runs,
     store_of,
 )
 from fork_server import ForkedPython
-from waiting import Stopwatch, wait_until
+from waiting import wait_until
 
 from launch.errors import StartFailed
 from launch.processes.cores import Cores
@@ -39,8 +33,6 @@ from launch.processes.limits import Limits
 from launch.processes.supervisor import Supervisor
 from launch.terminal.progress import LINE_INTERVAL
 from pipeline.config import EngineConfig
-from protocol.sockets import runtime_root
-from shm.locks import build_lock
 
 # `launch.py` where these streams, given by their numbers, are closed.
 CLOSED = """
@@ -163,119 +155,6 @@ def test_a_start_in_a_pipe_says_two_lines(arguments: list[str]) -> None:
     assert (code, "[tandem]" in err) == (0, False)
 
 
-def test_a_start_on_a_terminal_shows_signs_of_life(arguments: list[str]) -> None:
-    """The line of progress is cleared before each line of the log, and at the end."""
-    command = [LAUNCH, "generate", "--prompt-tokens", "5", "--max-tokens", "1", *arguments]
-    shown, times = run_on_terminal(command)
-    text = shown.decode()
-    assert "reading the model" in text
-    assert "starting the processes" in text
-    assert "? 0:" not in text
-    assert "0 B of 0 B" not in text
-    assert len(times) > 10
-    assert max(later - earlier for earlier, later in itertools.pairwise(times)) < 2
-    lines = [line.rpartition("\x1b[2K")[2] for line in text.splitlines()]
-    assert sum(line.startswith("[tandem] engine ") for line in lines) == 1, lines
-    assert sum(line.startswith("[tandem] tiny: ") for line in lines) == 1, lines
-
-
-def run_on_terminal(command: list[str]) -> tuple[bytes, list[float]]:
-    """What a command writes on stderr where that is a terminal, and when each part of it came until the
-    engine was ready, in seconds without those for which it had no core."""
-    ours, theirs = pty.openpty()
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
-    with subprocess.Popen(
-        [sys.executable, *command],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=theirs,
-        env=environment,
-    ) as process:
-        os.close(theirs)
-        shown, times, watch = b"", [], Stopwatch(process.pid)
-        while True:
-            try:
-                part = os.read(ours, 4096)
-            except OSError:  # no process has it open any more
-                break
-            if b"is ready after" not in shown:
-                times.append(watch.range()[0])
-            shown += part
-        os.close(ours)
-        assert process.wait(LIMIT) == 0, shown
-    return shown, times
-
-
-def test_piped_chat_answers_every_line_that_fits_and_reports_the_others(arguments: list[str]) -> None:
-    turns = ["What is a generator?", "", "word " * 500, "And a coroutine?"]
-    options = ["--max-tokens", "5", "--ignore-eos", "--context", "128"]
-    with Launched(*arguments, *options, stdin=subprocess.PIPE) as chat:
-        assert chat.process.stdin is not None
-        chat.process.stdin.write("\n".join(turns))
-        code, out, err = chat.end()
-    complaints = [line for line in err.splitlines() if line.startswith("launch.py: ")]
-    assert code == 1
-    assert len(complaints) == 1
-    assert "context" in complaints[0]
-    assert "Traceback" not in err
-    assert out.strip()
-    assert out.endswith("\n")
-    assert engines_left() == []
-
-
-def test_killed_child_is_restarted_and_answers_are_the_same(arguments: list[str]) -> None:
-    """Until its coordinator keeps exiting: then the engine stops, with one line."""
-    generate = "generate --prompt-tokens 5,6,7 --max-tokens 4 --ignore-eos --json --connect killed".split()
-    with Launched("serve", "--name", "killed", *arguments) as engine:
-        engine.line()
-        code, before, _ = run(*generate)
-        assert code == 0
-        for module, count in (("workers.expert_worker", 2), ("pipeline.coordinator", 1)):
-            killed = engine.child(module)
-            killed.kill()
-
-            def restarted(module: str = module, count: int = count, killed: psutil.Process = killed) -> bool:
-                running = [c for c in engine.children() if runs(c, module) and is_running(c)]
-                return len(running) == count and killed not in running
-
-            assert wait_until(restarted, 60)
-            assert wait_until(lambda: run(*generate)[0] == 0, 60)
-            code, after, _ = run(*generate)
-            assert json.loads(after)["token_ids"] == json.loads(before)["token_ids"]
-        exits = [line for line in engine.stderr.splitlines() if "killed by SIGKILL" in line]
-        assert len(exits) == 2
-        assert "the worker 0 was killed by SIGKILL; it is being restarted" in exits[0]
-        assert "the coordinator was killed by SIGKILL; the engine is being restarted" in exits[1]
-
-        while engine.process.poll() is None:
-            for child in engine.children():
-                if runs(child, "pipeline.coordinator") and is_running(child):
-                    child.kill()
-            time.sleep(0.02)
-        code, _, err = engine.end()
-    assert code == 1
-    complaints = [line for line in err.splitlines() if line.startswith("launch.py: ")]
-    assert len(complaints) == 1
-    assert "killed by SIGKILL" in complaints[0]
-    assert "in a row" in complaints[0]
-    assert "Traceback" not in err
-    assert engines_left() == []
-    assert own_segments("killed") == []
-
-
-def test_sigint_during_the_start_leaves_no_process_and_no_file(arguments: list[str]) -> None:
-    with Launched("generate", "--prompt-tokens", "5", "--name", "early", *arguments, executed=True) as engine:
-        assert wait_until(lambda: any(runs(c, "pipeline.coordinator") for c in engine.children()), 30)
-        children = engine.children()
-        engine.send(signal.SIGINT)
-        code, out, err = engine.end(10)
-    assert (code, out) == (1, "")
-    assert err.splitlines()[-1] == "launch.py: interrupted"
-    assert "Traceback" not in err
-    assert not any(is_running(c) for c in children)
-    assert engines_left() == []
-
-
 def check_cores(engine: Launched, workers: int) -> None:
     """Each worker is bound to its own cores and computes with as many threads; the coordinator may use all
     cores."""
@@ -338,25 +217,6 @@ def test_kept_store_is_attached_by_the_next_start(arguments: list[str], tiny_mod
     assert engines_left() == []
     assert "0 B read from the checkpoint, 0 B from the cache" in err
     assert not store_of(tiny_model).exists()
-
-
-def test_ready_of_a_loader_that_exited_while_the_supervisor_was_stopped_counts(arguments, tiny_model) -> None:
-    with (
-        ExitStack() as held,
-        Launched("generate", "--prompt-tokens", "5", "--max-tokens", "1", *arguments) as launched,
-    ):
-        held.enter_context(build_lock(fingerprint_of(tiny_model), runtime_root(), lambda: None))
-        assert wait_until(lambda: any(runs(c, "pipeline.loader") for c in launched.children()), 30)
-        loader = launched.child("pipeline.loader")
-        assert wait_until(lambda: bool(loader.net_connections("unix")), 30)
-        time.sleep(0.5)  # the loader is connected, and waits for the lock
-        launched.send(signal.SIGSTOP)
-        held.close()
-        assert wait_until(lambda: loader.status() == psutil.STATUS_ZOMBIE, 30)
-        launched.send(signal.SIGCONT)
-        code, _, err = launched.end()
-    assert code == 0, err
-    assert engines_left() == []
 
 
 def test_answer_cancelled_by_the_engine_is_one_line_and_exit_1(arguments: list[str], tmp_path: Path) -> None:

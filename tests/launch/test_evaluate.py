@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from engines import run
+from msgspec.structs import replace
 from test_bench_command import WELCOME, StandInEngine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

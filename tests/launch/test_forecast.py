@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from launch.cli import main
-from launch.doctor.forecast import CONTEXT, MARGIN, Speeds, Spread, bytes_read, explain, forecast
+from launch.doctor.speeds import explain, left_out
+from launch.forecast import CONTEXT, MARGIN, Expected, Speeds, Spread, by_rates, sizes_of
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig
-from pipeline.memory.needs import needs
 
 GB = 1e9
 EVEN = Spread(20 * GB, 20 * GB, 20 * GB)
@@ -29,29 +29,27 @@ CONFIG = EngineConfig(device="cpu")
 SHAPE = Path("shape:mixtral-8x7b/2")
 
 
-def expected(format: Any, speeds: Speeds = SPEEDS, config: EngineConfig = CONFIG) -> Any:
-    source = open_model(SHAPE)
-    of_format = needs(source, config, format)
-    return forecast(bytes_read(source, config, of_format), of_format, speeds)
+def expected(format: Any, speeds: Speeds = SPEEDS, config: EngineConfig = CONFIG) -> Expected:
+    return by_rates(sizes_of(open_model(SHAPE), config, format), speeds, left_out(config))
 
 
 def test_a_token_reads_its_active_experts_the_backbone_without_its_table_and_the_kv_cache() -> None:
-    reads = expected("bf16").reads
+    reads = expected("bf16")
     assert reads.experts == 2 * 2 * 3 * 14336 * 4096 * 2
     attention = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024) * 2
     head, small = 32000 * 4096 * 2, reads.backbone - attention - 32000 * 4096 * 2
     assert reads.backbone - small == attention + head
     assert 0 < small < 1e6  # norms and routers
     assert reads.kv == CONTEXT * 2 * 2 * 1024 * 2
-    quantized = expected("bf16", config=replace(CONFIG, backbone_dtype="int8")).reads
+    quantized = expected("bf16", config=replace(CONFIG, backbone_dtype="int8"))
     assert 0.5 < quantized.backbone / reads.backbone < 0.6
 
 
 def test_the_time_of_a_token_is_that_of_its_reads_and_of_its_layers() -> None:
     found = expected("bf16")
-    seconds = found.reads.experts / 20e9 + found.reads.backbone / 10e9 + found.reads.kv / 25e9 + 2e-3
+    seconds = found.experts / 20e9 + found.backbone / 10e9 + found.kv / 25e9 + 2e-3
     assert found.usual == pytest.approx(1 / seconds)
-    assert found.limit == pytest.approx(25e9 / found.reads.total)
+    assert found.limit == pytest.approx(25e9 / (found.experts + found.backbone + found.kv))
     assert found.to_map()["share_of_limit"] == pytest.approx(found.usual / found.limit)
     assert (found.slow, found.fast) == pytest.approx((found.usual * (1 - MARGIN), found.usual * (1 + MARGIN)))
     assert expected("bf16", replace(SPEEDS, layer=5e-3)).usual == pytest.approx(1 / (seconds + 8e-3))
@@ -79,10 +77,10 @@ def test_floe_formats_are_expected_without_the_channels_that_are_left_out() -> N
     ):
         config: EngineConfig = replace(CONFIG, **changes)  # type: ignore[arg-type]
         found = expected("floe-int4", speeds, config)
-        assert found.reads.experts == pytest.approx(numbers * (2.5 + (1 - share) * 9) / 8, rel=1e-6)
+        assert found.experts == pytest.approx(numbers * (2.5 + (1 - share) * 9) / 8, rel=1e-6)
         text = "\n".join(explain({"floe-int4": found}, speeds, config))
         assert f"leaves out {share:.0%} of an expert's channels" in text
-    assert expected("int4").reads.experts == numbers * 13.5 / 8
+    assert expected("int4").experts == numbers * 13.5 / 8
 
 
 def test_the_explanation_says_what_was_measured_and_that_the_machine_was_busy() -> None:
@@ -99,7 +97,7 @@ def test_the_explanation_says_what_was_measured_and_that_the_machine_was_busy() 
 def test_the_doctor_measures_and_expects(
     tiny_model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.doctor.forecast.SECONDS", 0.05)  # of each measurement
+    monkeypatch.setattr("launch.doctor.speeds.SECONDS", 0.05)  # of each measurement
     assert main(["doctor", "--model", str(tiny_model), "--device", "cpu", "--workers", "1", "--json"]) == 0
     report = json.loads(capfd.readouterr().out)
     speeds = report["speeds"]

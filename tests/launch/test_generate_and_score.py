@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from counters import decode
+from msgspec.structs import replace
 
 from launch import generate as generating
 from launch.command_line.options import parse
@@ -154,17 +153,6 @@ async def test_prompt_from_stdin_is_read_to_its_end_or_limit(
         assert engine.sent[0]["prompt"] == prompt
 
 
-async def test_options_of_random_choice_without_effect_are_named(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for temperature, words, named in ((0.0, "--top-k 3", True), (0.0, "", False), (0.7, "--top-k 3", False)):
-        engine = StandInEngine()
-        engine.welcome = replace(WELCOME, sampling=Sampling(temperature))
-        caplog.clear()
-        await run_on(engine, generating, monkeypatch, "hello", "--chat", *words.split())
-        assert bool(caplog.messages) is named
-
-
 async def test_answer_as_json_and_as_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,44 +185,6 @@ async def test_answer_as_json_and_as_text(
         assert end in err
         assert ("--max-tokens" in err or "full" in err) is bool(end)
         assert "approximate" in err
-
-
-@pytest.mark.parametrize(
-    ("stats", "line"),
-    [
-        ({}, "2 tokens"),
-        ({"decode_tok_s": 12.34}, "2 tokens, 12.3 tok/s"),
-        ({"prefill_tok_s": 81.6, "prompt_tokens": 3}, "2 tokens; prompt of 3, 82 tok/s"),
-        ({"prefill_tok_s": 81.6, "decode_tok_s": 0.0}, "2 tokens; prompt of 0, 82 tok/s"),
-        ({"fidelity": {}}, "2 tokens"),
-        ({"fidelity": {"exact": True}}, "2 tokens"),
-        ({"fidelity": {"exact": False}}, "2 tokens; approximate (shares: --json)"),
-    ],
-)
-async def test_last_line_has_the_figures_that_the_stats_have(
-    stats: dict[str, Any], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engine = StandInEngine()
-    engine.end = Done(0, "stop", stats=stats)
-    assert await run_on(engine, generating, monkeypatch, "hello") == 0
-    assert capsys.readouterr().err == f"[tandem] {line}\n"
-    await run_on(engine, generating, monkeypatch, "hello", "--json")
-    found = json.loads(capsys.readouterr().out)
-    for key in ("prefill_tok_s", "decode_tok_s", "fidelity"):
-        assert found[key] == stats.get(key)
-
-
-@pytest.mark.parametrize(("tokens", "end"), [(128, "--max-tokens reached"), (127, "full")])
-async def test_default_of_max_tokens_is_a_reason_to_end(
-    tokens: int, end: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engine, answer = StandInEngine(), Answer(0, lambda request: None)
-    for index in range(tokens):
-        answer.feed(Token(0, index, 5, "a"))
-    answer.feed(Done(0, "length"))
-    monkeypatch.setattr(engine, "generate", lambda **_: answer)
-    await run_on(engine, generating, monkeypatch, "hello")
-    assert end in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -346,48 +296,6 @@ async def test_score_is_that_of_each_token_once(
     assert [sent["prefill"] for sent in again] == [3] + [max(3, 15 - stride)] * (windows - 2) + [
         max(3, 15 - (tokens - 16 - stride * (windows - 2)))
     ] * (windows > 1)
-
-
-@pytest.mark.parametrize(
-    ("exact", "end"),
-    [(True, ""), (False, "; exact, as dali approximated nothing here (--stepwise scores by its decode)")],
-)
-async def test_score_without_approximation_says_so_of_an_approximate_policy_alone(
-    exact: bool,
-    end: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "ids").write_text("[1, 2, 3]")
-    engine = StandInEngine()
-    engine.welcome = replace(WELCOME, exact=exact)
-    monkeypatch.setattr(engine, "_decode", lambda: decode(weight=60.0 * engine.scored))
-    await run_on(engine, scoring, monkeypatch, "--tokens", str(tmp_path / "ids"))
-    figures, _, rest = capsys.readouterr().out.rstrip("\n").partition(";")
-    assert re.search(r"perplexity [\d.]+$", figures)
-    assert rest == end[1:]
-
-
-async def test_short_text_is_tokenized_by_the_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "text"
-    path.write_text("fifteen bytes.\n")  # a token a byte and the first would fill the context
-    engine = StandInEngine()
-    await run_on(engine, scoring, monkeypatch, "--text", str(path), "--json")
-    assert engine.sent == [{"text": "fifteen bytes.\n", "prefill": 1, "stepwise": False, "full": False}]
-    found = json.loads(capsys.readouterr().out)
-    assert found["mean_nll"] == pytest.approx(1 - float(TABLE[[0, 1, 2], [2, 3, 4]].mean()), rel=1e-5)
-    path.write_text("sixteen bytes..\n")
-    with pytest.raises(WrongUsage, match="no tokenizer any more"):  # /models/m is not there
-        await run_on(engine, scoring, monkeypatch, "--text", str(path))
-    # One on another machine has the tokenizer.
-    await run_on(engine, scoring, monkeypatch, "--text", str(path), "--connect", "tcp://127.0.0.1:9")
-    assert engine.sent[-1]["text"] == "sixteen bytes..\n"
-    engine.welcome = replace(WELCOME, has_tokenizer=False)
-    with pytest.raises(WrongUsage, match="this model has no tokenizer"):
-        await run_on(engine, scoring, monkeypatch, "--text", str(path))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pytest
 from engines import LAUNCH
 from hub_home import GENERATE, IMPATIENT, NAME, RESOLVE, SHARDS, WANTED, Home
 from hub_server import BRANCH, COMMIT, HubServer, Repository
-from terminal import TMUX, Terminal
 
 
 def names_in(folder: Path) -> set[str]:
@@ -66,15 +65,6 @@ def test_second_start_sends_no_request(home: Home, hub: HubServer, files: dict[s
     assert hub.sent() == ["config.json"] or not {*SHARDS} & {*hub.sent()}  # the same bytes are not sent again
 
 
-def test_other_programs_find_the_download(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
-    hub.repositories[NAME] = Repository(files)
-    folder, _ = home.resolve()
-    find = f"from huggingface_hub import snapshot_download as s; print(s({NAME!r}, local_files_only=True))"
-    process = home.start("-c", find)
-    out, log = process.communicate(timeout=60)
-    assert out.strip() == str(folder), log
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted_download_resumes_after_complete_files(home, hub, files, number) -> None:
     """The next start continues after the complete files."""
@@ -97,19 +87,6 @@ def test_interrupted_download_resumes_after_complete_files(home, hub, files, num
     folder, _ = home.resolve()
     assert hub.sent() == [SHARDS[1]]
     assert all((folder / name).read_bytes() == files[name] for name in WANTED)
-
-
-@pytest.mark.skipif(TMUX is None, reason="tmux is not installed")
-def test_download_shows_a_bar_on_a_terminal(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
-    hub.repositories[NAME] = Repository(files)
-    hub.stuck = SHARDS[1]
-    env = {name: value for name, value in home.env.items() if name.startswith("HF_")}
-    with Terminal("generate", "--prompt", "a", "--model", NAME, env=env) as terminal:
-        assert hub.half.wait(60)
-        terminal.until(rf"{SHARDS[1]}: +\d+%\|")
-        terminal.keys("C-c")
-        terminal.until("^launch.py: interrupted$")
-        assert terminal.end() == (1, True)
 
 
 def test_lost_network_is_one_line(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:

@@ -12,7 +12,7 @@ from engines import LAUNCH, ROOT
 from hub_home import INDEX, NAME, RESOLVE, SHARDS, Home
 from hub_server import COMMIT, HubServer, Repository
 
-from launch.hub.hf_download import is_hub_name
+from launch.hub import is_hub_name
 
 
 def test_refused_models_get_one_line_and_no_weights(home, hub, files) -> None:
@@ -109,7 +109,7 @@ def test_hub_names_are_distinguished_from_paths(text: str, is_name: bool) -> Non
 
 def test_huggingface_hub_is_imported_only_for_such_names(tiny_model: Path) -> None:
     script = (
-        "import sys, pathlib, launch.cli, launch.hub.hf_download as hub; "
+        "import sys, pathlib, launch.cli, launch.hub as hub; "
         "hub.model_folder(pathlib.Path(sys.argv[1]), True)"
     )
     script += "; sys.exit('huggingface_hub' in sys.modules)"

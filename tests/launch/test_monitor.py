@@ -186,16 +186,6 @@ async def test_exit_during_the_start_fails_it_with_the_reason(role: str, code: i
         assert failed.value.exit_code == (2 if usage else 1)
 
 
-async def test_worker_killed_during_the_start_is_restarted() -> None:
-    async with engine(ready=False) as e:
-        starting = await e.start()
-        e.exit(KILLED, "worker", 0, 0)
-        again = await e.started("worker", 0, 1)
-        for child in (e.child("coordinator"), e.child("worker", 1), e.child("prefetcher"), again):
-            e.ready(child)
-        await starting
-
-
 async def test_messages_about_an_earlier_incarnation_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with engine() as e:
@@ -306,29 +296,28 @@ async def test_exits_of_the_young_do_not_end_an_engine_whose_workers_compute(
     assert pauses[:8] == paused
 
 
-async def test_door_without_its_port_is_tried_again_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+async def test_gateway_without_its_port_is_tried_again_for_ever(caplog: pytest.LogCaptureFixture) -> None:
     """Also while the whole engine is restarted, which does not wait for it."""
     pauses.clear()
-    failed = Failed("door", "cannot bind tcp://*:9: Address already in use", usage=True)
+    failed = Failed("gateway", "cannot bind 127.0.0.1:9: Address already in use", usage=True)
     async with engine(Recorded(check_interval=1e6, futile_exits=3), ready=False) as e:
-        e.slots["door", 0] = e.monitor.add_slot("door", 0, partial(dict, of="door"), 1)
+        e.slots["gateway", 0] = e.monitor.add_slot("gateway", 0, partial(dict, of="gateway"), 1)
         starting = await e.start()
         for child in [await e.started(*slot, 0) for slot in e.slots]:
             e.ready(child)
         await starting
         for incarnation in range(6):
-            child = await e.started("door", 0, incarnation)
-            await until(lambda child=child: e.slots["door", 0].child is child)
+            child = await e.started("gateway", 0, incarnation)
+            await until(lambda child=child: e.slots["gateway", 0].child is child)
             if incarnation:
                 child.failed.set_result(failed)
-            e.exit(2 if incarnation else KILLED, "door", 0, incarnation)
-        await e.started("door", 0, 6)
+            e.exit(2 if incarnation else KILLED, "gateway", 0, incarnation)
+        await e.started("gateway", 0, 6)
         assert pauses == [0, 1, 2, 3, 4, 5]
         assert caplog.text.count("Address already in use; until it can, it is tried again") == 1
         e.exit(KILLED, "coordinator", 0, 0)
-        await e.started("door", 0, 7)
         for role, index in list(e.slots)[:-1]:
-            e.ready(e.child(role, index, 1))
+            e.ready(await e.started(role, index, 1))
         await until(lambda: "the engine is up again" in caplog.text)
 
 
@@ -336,48 +325,6 @@ def test_pauses_between_restarts_double_up_to_the_longest() -> None:
     pauses = [Limits(first_pause=0.1, longest_pause=1.0).pause(exits) for exits in range(8)]
     assert pauses == [0, 0, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
     assert Limits(longest_pause=5.0).pause(10_000) == 5.0
-
-
-async def test_engine_is_restarted_whole_when_its_coordinator_exits(caplog: pytest.LogCaptureFixture) -> None:
-    async with engine() as e:
-        e.control.line("prefetcher", 0).begin(7)
-        e.exit(KILLED, "coordinator", 0, 0)
-        await e.started("prefetcher", 0, 1)
-        kill = [("kill", "worker", "prefetcher"), ("killed", "worker", "prefetcher"), "on_restart"]
-        assert e.events == [*kill, *((r, i, 1) for r, i in e.slots)]
-        assert e.control.line("prefetcher", 0).seq == IDLE
-        assert [e.signals(role, index, 0) for role, index in e.slots] == [[], *[[signal.SIGKILL]] * 3]
-        assert e.child("worker", 1).exit_expected
-        for role, index in e.slots:
-            assert "the engine is up again" not in caplog.text
-            e.ready(e.child(role, index, 1))
-        await until(lambda: "the engine is up again after 0." in caplog.text)
-        assert "the coordinator was killed by SIGKILL; the engine is being restarted" in caplog.text
-
-
-@pytest.mark.parametrize(("early", "survives"), [(1e6, False), (-1.0, True)])
-async def test_coordinator_that_exits_early_too_often_ends_the_engine(early: float, survives: bool) -> None:
-    limits = Recorded(check_interval=1e6, early=early, coordinator_exits=2)
-    pauses.clear()
-    ended = None
-    try:
-        async with engine(limits) as e:
-            for incarnation in range(3):
-                await e.started("prefetcher", 0, incarnation)
-                for role, index in e.slots if incarnation else ():
-                    e.ready(e.child(role, index, incarnation))
-                await asyncio.sleep(0.01)
-                e.exit(1, "coordinator", 0, incarnation)
-            await e.started("prefetcher", 0, 3)
-    except (EngineFailed, TimeoutError) as error:
-        ended = error
-    assert pauses == ([1, 1, 1] if survives else [1])
-    if survives:
-        assert ended is None
-    else:
-        assert str(ended) == (
-            "the coordinator exited with code 1, 2 times in a row; the engine has been stopped"
-        )
 
 
 async def test_restarted_coordinator_with_wrong_usage_ends_the_engine_at_once() -> None:
@@ -413,15 +360,6 @@ async def test_expected_exits_and_exits_at_the_end_restart_nothing() -> None:
         e.exit(KILLED, "coordinator", 0, 0)
         await asyncio.sleep(0.02)
         assert e.events == []
-
-
-async def test_restart_that_meets_the_end_of_the_engine_starts_nothing() -> None:
-    async with engine() as e:
-        e.exit(KILLED, "coordinator", 0, 0)
-        e.monitor.stop()
-        await until(lambda: "on_restart" in e.events)
-        await asyncio.sleep(0.02)
-        assert e.events[-1] == "on_restart"
 
 
 async def test_late_start_ends_when_the_engine_is_restarted_meanwhile() -> None:

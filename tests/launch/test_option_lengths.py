@@ -9,11 +9,10 @@ from typing import Any, cast
 
 import pytest
 
-from launch.command_line.checks import check_engine
-from launch.command_line.model_files import check_reads_text
+from launch.command_line.checks import check_engine, check_reads_text
 from launch.command_line.options import MAX_VALUE, parse
 from launch.errors import WrongUsage
-from launch.hub.hf_download import model_folder
+from launch.hub import model_folder
 from launch.processes.child_configs import ChildConfigs
 from launch.processes.children import PIPE_CAPACITY
 from launch.processes.cores import Cores
@@ -33,7 +32,6 @@ LONG = "a" * 70_000
     [
         ("serve", "--model", LONG),
         ("serve", "--name", LONG),
-        ("serve", "--listen", f"tcp://{LONG}"),
         ("serve", "--policy", "fiddler", "--set", f"gate={LONG}"),
         ("serve", "--tile", LONG),
         ("serve", f"--{LONG}"),
@@ -80,8 +78,7 @@ def test_the_longest_configuration_fits_a_childs_pipe() -> None:
         policy_options={str(i) * 32: "\u3000" * policy_options.MAX_VALUE for i in range(2 * most)},
         costs=path,
         record=path,
-        key=path,
-        listen="x" * MAX_VALUE,
+        http_keys=path,
     )
     runtime = cast(Any, SimpleNamespace(name="n" * 32, path=Path(f"/{'x' * 100}")))
     configs = ChildConfigs(

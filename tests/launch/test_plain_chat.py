@@ -12,13 +12,9 @@ from pathlib import Path
 import pytest
 from engines import LIMIT, engines_left, run
 
-from launch.chat.banner import QUESTIONS, banner
-from launch.chat.plain import PlainOutput
-from launch.command_line.model_files import check_can_chat
+from launch.command_line.checks import check_can_chat
 from launch.errors import WrongUsage
-from launch.terminal.tables import PLAIN_WIDTH
 from pipeline.assets import model_dir
-from protocol.messages import VERSION, Welcome
 
 
 def piped(text: str, *arguments: str) -> tuple[int, str, str]:
@@ -99,30 +95,10 @@ def test_model_that_cannot_chat_is_refused_before_it_is_loaded(tmp_path, missing
     assert time.monotonic() - began < LIMIT / 4
 
 
-def test_shape_cannot_chat() -> None:
-    with pytest.raises(WrongUsage, match="random weights and no tokenizer"):
-        check_can_chat(Path("shape:qwen3-30b-a3b"))
-
-
 def test_generate_refuses_a_text_for_a_shape_before_loading(complaint: Callable[..., str]) -> None:
     line = complaint("generate", "Hello", "--model", "shape:mixtral-8x7b")
     assert "random weights and no tokenizer" in line
     assert "--prompt-tokens" in line
-
-
-def test_banner_says_what_the_embedded_model_is_for() -> None:
-    def of(model: str) -> str:
-        return "\n".join(
-            banner(Welcome(VERSION, "e", model, "f", "cpu", "daop", False, 10, 10, True, True), "Be brief.")
-        )
-
-    embedded = of(str(model_dir()))
-    assert "for trying the engine" in embedded
-    assert all(question in embedded for question in QUESTIONS)
-    assert "daop (approximate)" in embedded
-    other = of("/models/other")
-    assert "trying" not in other
-    assert "system message: Be brief." in other
 
 
 def test_whether_a_model_can_chat_is_seen_without_loading_its_tokenizer(tmp_path: Path) -> None:
@@ -137,8 +113,3 @@ def test_whether_a_model_can_chat_is_seen_without_loading_its_tokenizer(tmp_path
     settings.write_text(json.dumps(others | {"chat_template": [{"name": "rag", "template": template}]}))
     with pytest.raises(WrongUsage, match="no chat template"):
         check_can_chat(folder)
-
-
-def test_width_in_a_pipe_does_not_depend_on_the_terminal_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(PLAIN_WIDTH - 30))
-    assert PlainOutput().width == PLAIN_WIDTH

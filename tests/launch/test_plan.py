@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import engines_left
 from hypothesis import given
 from hypothesis import strategies as st
 from waiting import until
 
 from launch.cli import main
-from launch.command_line.options import SIZES, parse
+from launch.command_line.options import parse
 from launch.planning.plan import (
     Situation,
     every_format,
@@ -27,9 +25,7 @@ from launch.planning.plan import (
     reasons,
     refusal,
     situation,
-    start_line,
 )
-from launch.processes.cores import Cores
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig, ResolvedConfig
 from pipeline.errors import ModelError, UsageError
@@ -206,27 +202,6 @@ def test_model_that_cannot_be_read_is_not_reported_as_too_large(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("known_speeds")
-def test_the_doctor_shows_the_plan(tiny_model: Path, capfd: Finds) -> None:
-    assert main(["doctor", "--model", str(tiny_model), "--device", "cpu"]) == 0
-    out, err = capfd.readouterr()
-    assert err == ""
-    assert all(len(line) <= 80 for line in out.splitlines() if str(tiny_model) not in line)
-    assert "\x1b" not in out
-    assert "2 layers with 4 experts, 2 active per token" in out
-    assert re.search(r"^ *available +bf16 +int8 +int4 +int4-g128$", out, re.M)
-    assert re.search(r"^ +chosen +fits +fits +fits$", out, re.M)
-    assert "It fits. An engine would start with\n  --format bf16 --context 256 --kv-tokens 1024\n" in out
-    assert engines_left() == []
-    there = situation(EngineConfig(model=tiny_model, device="cpu"), Cores.here().default_workers())
-    line = start_line(tiny_model, make_plan(tiny_model, there)[0], there.machine, "bf16")
-    (taken,) = re.findall(r"memory (\S+ \S+) of", line)
-    assert re.search(rf"^memory +\S+ \S+ +{taken} ", out, re.M)
-    assert re.search(r"^and left free +2\.00 GB", out, re.M)
-    assert out.index("tok/s: expected") < out.index("It fits")
-    assert out.index(" chosen ") < out.index("tok/s, about")
-
-
-@pytest.mark.usefixtures("known_speeds")
 def test_doctor_reports_the_chosen_plan_as_json(tiny_model: Path, capfd: Finds) -> None:
     options = ["--format", "f32", "--policy", "fiddler", "--context", "100", "--device", "cpu"]
     assert main(["doctor", "--model", str(tiny_model), *options, "--json"]) == 0
@@ -272,33 +247,6 @@ def test_the_doctor_refuses_what_is_too_large(capfd: Finds) -> None:
     assert main(["doctor", "--model", HUGE, "--format", "f32", "--device", "cpu", "--json"]) == 1
     report = json.loads(capfd.readouterr().out)
     assert (report["fits"], report["chosen"], len(report["why"])) == (False, None, 1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("doctor --model /nowhere", ["/nowhere", "does not exist"]),
-        ("doctor --model shape:mixtral-8x7b --context 99999999", ["--context 99999999", "32768"]),
-        ("doctor --model shape:mixtral-8x7b --context 100 --kv-tokens 99", ["--kv-tokens 99"]),
-        ("doctor --model shape:mixtral-8x7b --policy fidler", ["fidler", "fiddler"]),
-        ("doctor --format int8", ["--format", "--model"]),
-        ("doctor --model shape:mixtral-8x7b --name x", ["--name"]),
-        ("--seed 3 doctor --model shape:mixtral-8x7b", ["--seed", "doctor"]),
-        (f"generate --prompt-tokens 1 --model {HUGE} --format f32 --device cpu", ["does not fit", "f32"]),
-        ("serve --model shape:mixtral-8x7b --context 40000 --device cpu", ["40000", "32768"]),
-    ],
-)
-def test_wrong_usage_is_one_line(arguments: str, words: list[str], complaint: Callable[..., str]) -> None:
-    line = complaint(*arguments.split())
-    assert all(word in line for word in words), line
-    assert engines_left() == []
-
-
-def test_every_option_of_a_plan_is_understood() -> None:
-    words = "doctor --model shape:mixtral-8x7b --policy random --set random.seed=1 --device cpu --format int8"
-    words += " --backbone-dtype int8 --expert-cache 0.1 --tile 128 --workers 2 --context 100 --kv-tokens 200"
-    words += " --chunk 8 --prefetcher thread --landings messages --graphs off"
-    assert SIZES - parse(words.split()).written.keys() == set()
 
 
 # --- an engine ----------------------------------------------------------------------------------------------

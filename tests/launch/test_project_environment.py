@@ -39,7 +39,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def test_command_continues_with_the_environment_of_the_checkout(bare_python: Path, checkout: Path) -> None:
     (checkout / ".venv").symlink_to(sys.prefix)
-    done = run(bare_python, checkout / "launch.py", "keys", "--no-such-option")
+    done = run(bare_python, checkout / "launch.py", "cache", "--no-such-option")
     assert done.returncode == 2
     assert "--no-such-option" in done.stderr
     assert "Traceback" not in done.stderr
@@ -53,6 +53,6 @@ def test_without_an_environment_the_error_names_the_command_that_makes_it(bare_p
 
 def test_complete_environment_is_used_as_it_is(checkout: Path) -> None:
     """The checkout has no .venv, so a second environment would be an error."""
-    done = run(Path(sys.executable), checkout / "launch.py", "keys", "--no-such-option")
+    done = run(Path(sys.executable), checkout / "launch.py", "cache", "--no-such-option")
     assert done.returncode == 2
     assert "--no-such-option" in done.stderr

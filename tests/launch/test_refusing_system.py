@@ -97,6 +97,6 @@ def test_a_command_that_the_system_refuses_something_ends_with_one_line(
 ) -> None:
     monkeypatch.setattr(cli, "_run", full)
     level = logging.getLogger().level
-    assert cli.main(["keys"]) == 1
+    assert cli.main(["cache"]) == 1
     assert logging.getLogger().level == level
     assert capsys.readouterr().err == "launch.py: /run/x: No space left on device\n"

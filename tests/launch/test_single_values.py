@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +10,9 @@ from typing import Any
 
 import pytest
 
-from launch.cli import main
 from launch.command_line.checks import (
-    check_listening,
     check_output,
     check_request,
-    client_address,
     read_file,
     read_ids,
     read_text,
@@ -32,7 +28,6 @@ from launch.command_line.values import (
     token_ids,
 )
 from launch.errors import WrongUsage
-from protocol.keys import CLIENT_FILE, ENGINE_FILE, read_client_keys
 from protocol.messages import Generate
 
 
@@ -105,53 +100,3 @@ def test_file_is_read_up_to_the_largest_size(tmp_path: Path) -> None:
     check_request(path, Generate(0, prompt="a"))
     with pytest.raises(WrongUsage, match="cannot be sent"):
         check_request(path, Generate(0, prompt="a" * (80 << 20)))
-
-
-def test_keys_are_made_once_and_private(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "new" / "keys"
-    assert main(["keys", "--out", str(folder)]) == 0
-    engine, client = folder / ENGINE_FILE, folder / CLIENT_FILE
-    out = capsys.readouterr().out
-    assert f"--key {engine}" in out
-    assert str(client) in out
-    assert {path.stat().st_mode & 0o777 for path in (engine, client)} == {0o600}
-    assert {path.stat().st_mode & 0o777 for path in (folder, folder.parent)} == {0o700}
-    before = engine.read_bytes()
-    client.unlink()
-    assert main(["keys", "--out", str(folder)]) == 2
-    assert (engine.read_bytes(), client.exists()) == (before, False)
-    engine.unlink()
-    client.mkdir()
-    assert main(["keys", "--out", str(folder)]) == 2
-    assert not engine.exists()
-    open_folder = tmp_path / "open"
-    open_folder.mkdir(mode=0o755)
-    assert main(["keys", "--out", str(open_folder)]) == 2
-    assert [*open_folder.iterdir()] == []
-
-
-def test_addresses_are_checked_before_anything_starts(tmp_path: Path) -> None:
-    assert main(["keys", "--out", str(tmp_path / "keys")]) == 0
-    key = tmp_path / "keys" / ENGINE_FILE
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        for endpoint, words in (
-            (f"tcp://127.0.0.1:{port}", "cannot be bound"),
-            (f"tcp://*:{port}", "cannot be bound"),
-            ("tcp://127.0.0.1:0", "1 to 65535"),
-            ("tcp://a-host:5", "IP address"),
-            ("ipc:///x", "IP address"),
-        ):
-            with pytest.raises(WrongUsage, match=words):
-                check_listening(endpoint, key)
-    check_listening(f"tcp://127.0.0.1:{port}", key)
-    with pytest.raises(WrongUsage, match="--listen: "):
-        check_listening(f"tcp://127.0.0.1:{port}", tmp_path / "none")
-    client = tmp_path / "keys" / CLIENT_FILE
-    address = client_address("tcp://a-host:5", client)
-    assert (address.endpoint, address.keys) == ("tcp://a-host:5", read_client_keys(client))
-    for endpoint, path in (("tcp://a-host:0", client), ("a-name", client), ("tcp://a-host:5", key)):
-        with pytest.raises(WrongUsage, match="--connect"):
-            client_address(endpoint, path)

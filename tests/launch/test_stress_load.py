@@ -23,7 +23,6 @@ from launch.terminal.interrupts import Interrupts
 from protocol.answer import Answer
 from protocol.client import Client
 from protocol.errors import EngineGone, MalformedMessage, ProtocolError, RequestFailed
-from protocol.keys import Address
 from protocol.messages import VERSION, ChatMessage, Done, Queued, Sampling, Token, Welcome
 
 WELCOME = Welcome(VERSION, "e", "m", "f", "cpu", "all-host", True, 4096, 256, True, True, "", format="bf16")
@@ -243,8 +242,8 @@ def stressed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         names: list[str] = []
 
         @asynccontextmanager
-        async def where(*_: object) -> AsyncIterator[Address]:
-            yield Address("ipc:///nowhere/client.sock")
+        async def where(*_: object) -> AsyncIterator[str]:
+            yield "ipc:///nowhere/client.sock"
 
         @asynccontextmanager
         async def connect(*_: object, name: str) -> AsyncIterator[AnsweringClient]:

@@ -15,16 +15,14 @@ from engines import engines_left
 from scripted_children import KILLED, PID, Play, ScriptedChild, stage, supervisor
 from waiting import until
 
-from launch.errors import EngineFailed, StartFailed
-from launch.processes import children
+from launch.errors import StartFailed
 from launch.processes import supervisor as supervising
-from launch.processes.cores import Cores, Thread
+from launch.processes.cores import Cores
 from launch.processes.limits import Limits
 from launch.processes.supervisor import Supervisor
 from pipeline.assets import model_dir
 from protocol.messages import VERSION, Failed, Heartbeat, Needed, SetPolicy, Shutdown, WorkerUp
 from protocol.sockets import Identity, runtime_root
-from protocol.user_folders import user_folder
 from shm.segment import SHM_FOLDER
 from shm.store import store_name
 
@@ -100,67 +98,6 @@ async def test_nothing_stays_behind_however_often_the_end_is_cancelled(play: Pla
     assert all(child.process.returncode is not None for child in play.children)
 
 
-async def test_each_child_gets_its_configuration(play: Play) -> None:
-    asked: dict[str, Any] = {
-        "policy": "on-demand",
-        "verify": True,
-        "host_slowdown": 2.0,
-        "link_gbps": 3.0,
-        "tile": 64,
-    }
-    async with supervisor(NEVER, **asked) as engine:
-        runtime = runtime_root() / engine.name
-        common = {"engine": engine.name, "runtime": str(runtime), "log_level": "INFO"}
-        store = {"store": store_name(play.fingerprint), "fingerprint": play.fingerprint}
-        found = {c.identity: dict(c.config) for c in play.children}
-        controls = set()
-        for identity, config in found.items():
-            assert [config.pop(key) for key in ("role", "index", "incarnation")] == [
-                identity.role,
-                identity.index,
-                identity.incarnation,
-            ]
-            assert config.pop("identity") == identity.prove(engine._configs.key)
-            assert {key: config.pop(key) for key in common} == common
-            if identity.role not in ("loader", "text"):
-                assert {key: config.pop(key) for key in store} == store
-                controls.add(config.pop("control"))
-        assert len(controls) == 1
-        loader = found[Identity("loader", 0, 0)]
-        assert loader.pop("reserve_bytes") > 0
-        assert loader == {
-            **{"model": str(model_dir()), "format": engine.config.format, "tile": 64, "verify": True},
-            **{"cache_dir": str(user_folder("CACHE")), "nodes": list(Cores.here().nodes)},
-        }
-        kernels = engine._configs.kernels.to_map()
-        assert found[Identity("coordinator", 0, 0)].pop("kernels") == kernels
-        sets = Cores.here().for_workers(2)
-        for index, cpus in enumerate(sets):
-            expected = {"cores": list(cpus.cores), "host_slowdown": 2.0, "kernels": kernels}
-            assert found[Identity("worker", index, 0)] == expected
-        assert found[Identity("prefetcher", 0, 0)] == {"cores": [], "link_gbps": 3.0, "mps": True}
-        assert found[Identity("text", 0, 0)] == {"model": str(model_dir()), "fingerprint": ""}
-        assert play.child("prefetcher").threads == 1
-        coordinator = found[Identity("coordinator", 0, 0)]
-        config = coordinator.pop("config")
-        assert (config["policy"], config["tile"], config["workers"], config["name"]) == (
-            "on-demand",
-            64,
-            2,
-            engine.name,
-        )
-        nodes = len(Cores.here().nodes) if all(cpus.node is not None for cpus in sets) else 1
-        assert coordinator == {
-            **{
-                "model": str(model_dir()),
-                "cache_dir": str(user_folder("CACHE")),
-                "slab": True,
-                "nodes": nodes,
-            },
-            **{"workers": [len(cpus.cores) for cpus in sets], "key": engine._configs.key},
-        }
-
-
 @pytest.mark.parametrize(
     ("workers", "policy", "prefetcher", "spawned"),
     [
@@ -187,14 +124,6 @@ async def test_only_needed_children_start(
     (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("processes: ")]
     words = "1 worker" if workers else "which computes experts itself"
     assert line == f"processes: coordinator, {words}" + ", prefetcher" * ("prefetcher" in spawned)
-
-
-async def test_workers_have_as_many_threads_as_the_least_has_cores(play: Play, monkeypatch) -> None:
-    three = Cores(tuple(Thread(0, (number,), number) for number in range(3)))
-    monkeypatch.setattr(Cores, "here", lambda: three)
-    async with supervisor(NEVER):
-        workers = [child for child in play.children if child.identity.role == "worker"]
-        assert [(len(child.config["cores"]), child.threads) for child in workers] == [(1, 1), (2, 1)]
 
 
 async def test_more_workers_than_cores_are_warned_of(play: Play, caplog: pytest.LogCaptureFixture) -> None:
@@ -352,19 +281,6 @@ async def test_child_of_another_version_or_store_ends_the_start(
     assert engines_left() == []
 
 
-async def test_start_that_is_cancelled_lets_the_loader_remove_its_store(play: Play) -> None:
-    play.script = lambda child: child.send(Heartbeat())
-    starting = asyncio.create_task(supervisor(NEVER).__aenter__())
-    loader = await play.spawned("loader")
-    await until(lambda: loader.child.last_message)  # it is connected
-    starting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await starting
-    assert (loader.received, loader.process.signals) == ([Shutdown()], [])
-    assert play.child("coordinator").process.signals == [signal.SIGTERM]
-    assert engines_left() == []
-
-
 # --- a running engine ---------------------------------------------------------------------------------------
 
 
@@ -429,47 +345,3 @@ async def test_messages_of_earlier_incarnations_and_malformed_ones_are_dropped(
             Identity(*who)
             for who in (("coordinator", 0, 0), ("worker", 0, 1), ("worker", 1, 0), ("text", 0, 0))
         }
-
-
-async def test_reason_of_a_failed_child_is_in_its_line(play: Play, caplog: pytest.LogCaptureFixture) -> None:
-    line = "^the coordinator failed: out of memory; the engine has been stopped$"
-    with pytest.raises(EngineFailed, match=line):  # noqa: PT012 - from the end of the block
-        async with supervisor(NEVER):
-            coordinator = play.child("coordinator")
-            coordinator.send(Failed("coordinator", "out of memory", True))
-            coordinator.process.end(2)
-            await asyncio.sleep(10)
-    assert [c.process.returncode for c in play.children] == [2, -signal.SIGTERM, 0, 0, 0]
-    assert engines_left() == []
-
-
-async def test_children_that_do_not_stop_are_terminated_and_killed(
-    play: Play, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(children, "STOP_LIMIT", 0.05)
-    monkeypatch.setattr(children, "TERM_LIMIT", 0.05)
-    play.obeys = lambda child: False
-    async with supervisor(NEVER):
-        play.child("worker", 1).process.ignores.add(signal.SIGTERM)
-    assert play.child("coordinator").process.signals == [signal.SIGTERM]
-    assert play.child("worker", 0).process.signals == [signal.SIGTERM]
-    assert play.child("worker", 1).process.signals == [signal.SIGTERM, signal.SIGKILL]
-    assert play.child("loader").process.returncode == 0
-
-
-async def test_kill_ends_every_child_at_once_and_restarts_none(play: Play) -> None:
-    async with supervisor(NEVER) as engine:
-        engine.kill()
-        assert [c.process.returncode for c in play.children] == [KILLED, KILLED, 0, KILLED, KILLED]
-        assert engine.pids == {}
-        await asyncio.sleep(0.02)
-        assert len(play.children) == 5
-    assert engines_left() == []
-    assert not any(c.received for c in play.children)
-
-
-@pytest.mark.parametrize("keep", [True, False])
-async def test_store_is_kept_where_that_was_asked_for(play: Play, keep: bool) -> None:
-    async with supervisor(NEVER, keep_store=keep):
-        pass
-    assert (Path(SHM_FOLDER) / store_name(play.fingerprint)[1:]).exists() is keep

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.chat.trim import MARKUP, answer_room, trimmed
+from launch.chat.conversation import MARKUP, answer_room, trimmed
 from protocol.messages import ChatMessage
 
 

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from launch.command_line.checks import check_engine
-from launch.command_line.model_files import check_can_chat
+from launch.command_line.checks import check_can_chat, check_engine
 from pipeline.checkpoint.hf_checkpoint import Checkpoint
 from pipeline.checkpoint.index import INDEX_FILE, SINGLE_FILE, CheckpointIndex
 from pipeline.config import EngineConfig

@@ -11,7 +11,6 @@ import zmq.asyncio
 
 from protocol.client import Client
 from protocol.codec import decode, encode
-from protocol.keys import ClientKeys
 from protocol.messages import VERSION, Done, Error, Heartbeat, Hello, SetPolicy, Stats, StatsReply, Welcome
 from protocol.sockets import connect_dealer
 
@@ -69,11 +68,9 @@ class RawClient:
 
 
 @asynccontextmanager
-async def raw_client(
-    endpoint: str, *, hello: bool = True, identity: bytes = b"", keys: ClientKeys | None = None
-) -> AsyncIterator[RawClient]:
+async def raw_client(endpoint: str, *, hello: bool = True, identity: bytes = b"") -> AsyncIterator[RawClient]:
     """Connected; with `hello` it has its Welcome."""
-    socket = connect_dealer(zmq.asyncio.Context.instance(), endpoint, identity=identity, keys=keys)
+    socket = connect_dealer(zmq.asyncio.Context.instance(), endpoint, identity=identity)
     try:
         client = RawClient(socket)
         if hello:

@@ -9,11 +9,11 @@ import threading
 import zlib
 from pathlib import Path
 
-import msgpack
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec import msgpack
 from waiting import until, wait_until
 
 from launch.processes.supervisor import Supervisor
@@ -92,7 +92,7 @@ def test_damaged_file_is_made_again(tmp_path: Path, place: str, caplog: pytest.L
 
 def indexed(value: object) -> bytes:
     """A file's last bytes, with this index."""
-    packed = msgpack.packb(value)
+    packed = msgpack.encode(value)
     return bytes(packed + len(packed).to_bytes(8, "little"))
 
 
@@ -152,7 +152,7 @@ def test_directory_in_place_of_the_file_is_one_line(tmp_path: Path, caplog, insi
 def test_matrices_are_aligned_and_the_index_tells_their_places(tmp_path: Path) -> None:
     data = complete_file(tmp_path).read_bytes()
     length = int.from_bytes(data[-8:], "little")
-    index = msgpack.unpackb(data[-8 - length : -8])
+    index = msgpack.decode(data[-8 - length : -8])
     assert index == {
         "version": VERSION,
         "matrices": {

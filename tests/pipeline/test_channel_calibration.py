@@ -21,9 +21,8 @@ from pipeline.calibration.up import up_of
 from pipeline.calibration.windows import Division
 from pipeline.checkpoint.open import open_model
 from pipeline.models.registry import expert_shape
-from pipeline.policies.calibration import Calibration
+from pipeline.policies.calibration import MOST, Calibration
 from pipeline.policies.presets import make_policy
-from pipeline.policies.sparsity import MOST
 from pipeline.policies.view import PolicyRequest
 from shm.layout import format_named
 

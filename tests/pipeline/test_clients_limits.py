@@ -3,7 +3,6 @@ and a socket is full while the test lets `send` fail."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,13 +14,10 @@ from clock import Clock
 from raw_client import RawClient, raw_client
 from waiting import until
 
-from pipeline.serving import account_limits, clients, outbox
-from pipeline.serving.client_sockets import ClientSocket
-from pipeline.serving.outbox import OVERHEAD
+from pipeline.serving import client_socket, clients
+from pipeline.serving.client_socket import OVERHEAD, ClientSocket
 from protocol.codec import decode
 from protocol.messages import Error, Heartbeat, PolicyChanged, Stats, StatsReply
-
-LOOPS = 0.05  # seconds: some turns of the heartbeats, which here come every 0.01 s
 
 
 class Scene(Clock):
@@ -42,8 +38,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
     monkeypatch.setattr(ClientSocket, "send", limited)
     monkeypatch.setattr(clients, "HEARTBEAT_SECONDS", 0.01)
     monkeypatch.setattr(clients, "time", scene)
-    monkeypatch.setattr(account_limits, "time", scene)
-    monkeypatch.setattr(outbox, "time", scene)
+    monkeypatch.setattr(client_socket, "time", scene)
     return scene
 
 
@@ -62,11 +57,22 @@ async def heard(client: RawClient, request: int) -> None:
     assert (await client.expect(StatsReply)).request == request
 
 
+async def full(running: Service, name: bytes) -> None:
+    """Wait until the client's socket was found to be full."""
+    await until(lambda: running.clients._clients[name].outbox.full_since is not None)
+
+
+async def beats(running: Service, client: RawClient, name: bytes, scene: Scene) -> None:
+    """The client sends a heartbeat, and it has been heard."""
+    await client.send(Heartbeat(0.0))
+    await until(lambda: running.clients._clients[name].last_message == scene.now)
+
+
 async def test_silent_client_is_disconnected_and_one_that_is_heard_is_not(scene: Scene) -> None:
     async with service() as running, connected(running) as (talking, _), connected(running) as (_, silent):
-        assert isinstance(decode(await talking.socket.recv_multipart()), Heartbeat)  # no other message waits
         scene.now += clients.SILENCE_LIMIT
-        await asyncio.sleep(LOOPS)
+        while decode(await talking.socket.recv_multipart()) != Heartbeat(scene.now):
+            pass  # of an earlier turn
         assert running.gone == []
         await heard(talking, 2)
         scene.now += 1.0
@@ -80,25 +86,23 @@ async def test_client_that_does_not_read_is_cut_off_unless_it_reads_again(scene:
         for request in (5, 6):  # full twice, each time for less than the limit
             scene.full = True
             running.clients.send(name, PolicyChanged(request, "p", True))
-            await asyncio.sleep(LOOPS)
+            await full(running, name)
             scene.now += 0.7 * clients.SILENCE_LIMIT
-            await client.send(Heartbeat(0.0))
-            await asyncio.sleep(LOOPS)
+            await beats(running, client, name, scene)
             scene.full = False
             assert (await client.expect(PolicyChanged)).request == request
             await heard(client, request)
         assert running.clients.counts()["cut_off"] == 0
         scene.full = True
         running.clients.send(name, PolicyChanged(7, "p", True))
-        await asyncio.sleep(LOOPS)
+        await full(running, name)
         scene.now += 0.7 * clients.SILENCE_LIMIT
-        await client.send(Heartbeat(0.0))  # it is heard, and reads nothing
-        await asyncio.sleep(LOOPS)
+        await beats(running, client, name, scene)  # it is heard, and reads nothing
         scene.now += 0.7 * clients.SILENCE_LIMIT
         await until(lambda: running.gone == [name])
         assert running.clients.counts()["cut_off"] == 1
         scene.full = False
-        scene.now += account_limits.CUT_OFF_SECONDS + 1.0
+        scene.now += clients.CUT_OFF_SECONDS + 1.0
 
 
 async def test_client_is_congested_by_the_bytes_that_wait_for_it(scene: Scene, monkeypatch) -> None:

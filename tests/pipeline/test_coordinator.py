@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import zmq.asyncio
 from child_messages import KEY
+from msgspec import structs
 from raw_client import raw_client
 from waiting import until
 from whole_engine import IDENTITY, OPTIONS, coordinator_map
@@ -128,7 +129,7 @@ async def test_coordinator_connects_supervisor_clients_and_engine(tiny_model: Pa
         assert ready == Ready(VERSION, "coordinator", 0, 0, os.getpid(), ready.fingerprint, notes)
         assert (len(ready.fingerprint), len(notes)) == (32, 5)
         async with raw_client(supervisor.endpoint) as second:
-            message = SetPolicy(7, "random", {"seed": 3})
+            message = SetPolicy(7, "random", {"seed": "3"})
             await first.send(message)
             assert await first.expect(PolicyChanged) == PolicyChanged(7, "random", True)
             assert await second.expect(PolicyChanged) == PolicyChanged(-1, "random", True)
@@ -156,7 +157,9 @@ async def test_requests_of_a_stopping_engine_are_refused(
         ending = asyncio.create_task(supervisor.shut_down())
         while not await client.socket.poll(10):  # the Shutdown has not arrived
             await client.send(SetPolicy(2, "x"))
-        await client.send(Cancel(1), replace(ASKED, request=3), Score(4, token_ids=(5,)), SetPolicy(5, "x"))
+        await client.send(
+            Cancel(1), structs.replace(ASKED, request=3), Score(4, token_ids=(5,)), SetPolicy(5, "x")
+        )
         while (refused := await client.next()) == Error(2, STOPPING):
             pass
         assert refused == Done(3, "error", STOPPING)
@@ -176,7 +179,7 @@ async def test_client_that_floods_the_inbox_is_refused_and_for_a_cancel_cut_off(
     async with supervised(tiny_model, tmp_path) as supervisor, raw_client(supervisor.endpoint) as client:
         await client.send(ASKED)
         await until(gate.reached.is_set)
-        await client.send(*(replace(ASKED, request=number) for number in (2, 3, 4)))
+        await client.send(*(structs.replace(ASKED, request=number) for number in (2, 3, 4)))
         await client.send(SetPolicy(5, "x"), Cancel(1))
         assert await client.next() == Done(4, "error", FLOODED)
         assert await client.next() == Error(5, FLOODED)
@@ -246,7 +249,7 @@ async def test_disconnected_clients_requests_end(
     monkeypatch.setattr(clients, "HEARTBEAT_SECONDS", 0.01)
     async with supervised(tiny_model, tmp_path) as supervisor, raw_client(supervisor.endpoint) as other:
         async with raw_client(supervisor.endpoint) as leaving:
-            await leaving.send(replace(ASKED, max_tokens=50, conversation="talk"))
+            await leaving.send(structs.replace(ASKED, max_tokens=50, conversation="talk"))
             await leaving.next()
         stats: dict[str, Any] = {"ended": 0}
         async with asyncio.timeout(LIMIT):

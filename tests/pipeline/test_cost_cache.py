@@ -15,12 +15,10 @@ import pytest
 from thread_engine import CONTEXT, engine_in_threads
 
 from pipeline.calibration import cost_cache, cost_probe
-from pipeline.calibration.cost_cache import FOLDER, Record, Setting, find, keep, keep_learned, measured_here
+from pipeline.calibration.cost_cache import FOLDER, Record, Setting, find, keep, measured_here
 from pipeline.calibration.cost_probe import costs_for, setting_of
 from pipeline.config import ResolvedConfig
 from pipeline.coordinator_config import CoordinatorConfig, WorkerCores
-from pipeline.engine.layer_times import KINDS
-from pipeline.engine.learned_costs import NOTHING, Corrections
 from pipeline.errors import PolicyError
 from pipeline.policies.costs import Costs
 from shm.kept_record import LOADED
@@ -28,11 +26,7 @@ from shm.kept_record import LOADED
 COSTS = Costs((1, 4), (1e-3, 2e-3), (1e-4, 2e-4), 5e-3, 1e-4, (1e-3, 1e-3))
 CPU, CORES = cost_cache.processor()
 SETTING = Setting(CPU, CORES, "cpu", "f" * 64, "bf16", "bf16", (1, 1), "avx512", "process", "")
-LEARNED = Corrections(
-    {"host": (1.5, 1.0), "device": (1.0, 0.5), "link": (2.0,)},
-    {1: dict.fromkeys(KINDS, 1e-4), 8: dict.fromkeys(KINDS, -1e-4)},
-)
-RECORD = Record(SETTING, "/models/m", 3, 4096, 1e9, 0.25, COSTS, LEARNED)
+RECORD = Record(SETTING, "/models/m", 3, 4096, 1e9, 0.25, COSTS)
 
 
 def path_of(cache: Path, setting: Setting = SETTING) -> Path:
@@ -84,13 +78,6 @@ def changed(change: Callable[[dict], object]) -> Callable[[Path], None]:
         changed(lambda data: data.update(tiles=0)),
         changed(lambda data: data["costs"].update(link=-1.0)),
         changed(lambda data: data["costs"].pop("host")),
-        changed(lambda data: data.update(learned=7)),
-        changed(lambda data: data["learned"].pop("beside")),
-        changed(lambda data: data["learned"]["factors"].update(host=[1.0])),
-        changed(lambda data: data["learned"]["factors"].update(link=[0.0])),
-        changed(lambda data: data["learned"]["factors"].update(link=["1"])),
-        changed(lambda data: data["learned"]["beside"].update(many={})),
-        changed(lambda data: data["learned"]["beside"]["1"].update(wake=float("nan"))),
     ],
 )
 def test_damaged_file_is_ignored_and_replaced(tmp_path: Path, damage: Callable[[Path], object]) -> None:
@@ -99,24 +86,6 @@ def test_damaged_file_is_ignored_and_replaced(tmp_path: Path, damage: Callable[[
     assert find(tmp_path, SETTING) is None
     keep(tmp_path, RECORD)
     assert find(tmp_path, SETTING) == RECORD
-
-
-def test_what_steps_have_shown_is_added_to_the_costs_that_it_is_about(tmp_path: Path) -> None:
-    keep_learned(tmp_path, SETTING, COSTS, LEARNED)
-    assert find(tmp_path, SETTING) is None
-    keep(tmp_path, replace(RECORD, learned=NOTHING))
-    keep_learned(tmp_path, SETTING, COSTS, LEARNED)
-    assert find(tmp_path, SETTING) == RECORD
-    others = replace(RECORD, costs=replace(COSTS, link=6e-3), learned=NOTHING)
-    keep(tmp_path, others)
-    keep_learned(tmp_path, SETTING, COSTS, LEARNED)
-    assert find(tmp_path, SETTING) == others
-
-
-def test_costs_kept_without_corrections_are_used(tmp_path: Path) -> None:
-    keep(tmp_path, RECORD)
-    changed(lambda data: data.pop("learned"))(path_of(tmp_path))
-    assert find(tmp_path, SETTING) == replace(RECORD, learned=NOTHING)
 
 
 def test_damaged_file_is_removed_with_a_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""EngineInbox: in order for each client, in turns between accounts and between clients, bounded."""
+"""EngineInbox: in order for each client, in turns between clients, bounded."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline import accounts
-from pipeline.accounts import ACCOUNT_BYTES, CLIENT_BYTES, ID_BYTES, LOCAL, client_name
+from pipeline import fairness
+from pipeline.fairness import CLIENT_BYTES, ID_BYTES
 from pipeline.serving.engine_inbox import LIMIT, ClientGone, EngineInbox, EngineMessage
 from protocol.messages import Calibrate, Cancel, ChatMessage, Generate, Sampling, Score, SetPolicy
 
@@ -69,8 +69,8 @@ def test_large_messages_of_one_client_are_bounded() -> None:
         Calibrate(0, token_ids=ids),
         Calibrate(0, text="", starts=ids),
         SetPolicy(0, half),
-        SetPolicy(0, "x", {half: 1}),
-        SetPolicy(0, "x", {"a": [1, {"b": half}]}),
+        SetPolicy(0, "x", {half: "1"}),
+        SetPolicy(0, "x", {"a": half}),
     ):
         inbox = EngineInbox()
         assert inbox.put(b"a", Generate(0, prompt=half + half + "x"))
@@ -79,21 +79,6 @@ def test_large_messages_of_one_client_are_bounded() -> None:
         drained(inbox)
         assert inbox.put(b"a", large)  # messages that were taken out no longer count
         assert not inbox.put(b"a", Generate(1, resume=ids))
-
-
-def test_account_with_many_clients_delays_no_other_account() -> None:
-    inbox = EngineInbox()
-    names = [client_name(b"key", b"%d" % i) for i in range(3)]
-    for name in names:
-        inbox.put(name, Cancel(0))
-        inbox.put(name, Cancel(1))
-    other, others = client_name(LOCAL, b"x"), client_name(LOCAL, b"y")
-    for message in (Cancel(2), Cancel(3)):
-        inbox.put(other, message)
-    inbox.put(others, Cancel(4))
-    order = [client for client, _ in drained(inbox)]
-    assert order[:6] == [names[0], other, names[1], others, names[2], other]
-    assert order[6:] == names
 
 
 def test_messages_of_a_client_that_has_disconnected_are_dropped() -> None:
@@ -110,28 +95,17 @@ def test_messages_of_a_client_that_has_disconnected_are_dropped() -> None:
     assert drained(inbox) == [*gone, (b"b", large), (b"a", large), (b"b", Cancel(1)), (b"b", Cancel(2))]
 
 
-def test_bytes_of_an_account_and_of_all_remote_clients_are_bounded(monkeypatch) -> None:
-    """What remote clients hold never keeps local ones out."""
-    monkeypatch.setattr(accounts, "REMOTE_BYTES", 3 * ACCOUNT_BYTES)
+def test_bytes_of_all_clients_are_bounded(monkeypatch) -> None:
+    """Small messages count too, and Cancels are taken all the same."""
+    monkeypatch.setattr(fairness, "ALL_BYTES", 3 * CLIENT_BYTES)
     half = Generate(0, prompt="x" * (CLIENT_BYTES // 2))
     inbox = EngineInbox()
-    taken = {
-        account: sum(inbox.put(client_name(account, b"%d" % i), half) for i in range(40))
-        for account in (b"first", b"second", b"third", b"fourth", b"fifth", LOCAL)
-    }
-    most = ACCOUNT_BYTES * 2 // CLIENT_BYTES - 1
-    assert taken == {
-        b"first": most, b"second": most, b"third": most, b"fourth": 2, b"fifth": 0,
-        LOCAL: accounts.LOCAL_BYTES * 2 // CLIENT_BYTES - 1,
-    }  # fmt: skip
-
-
-def test_small_messages_count_too_and_cancels_are_taken_all_the_same(monkeypatch) -> None:
-    monkeypatch.setattr(accounts, "ACCOUNT_BYTES", 1 << 20)
+    assert [inbox.put(b"%d" % i, half) for i in range(7)] == [True] * 5 + [False] * 2
+    one = Generate(0, prompt="", sampling=Sampling())
     inbox = EngineInbox()
-    one, name = Generate(0, prompt="", sampling=Sampling()), client_name(b"key", b"1")
-    assert 100 < sum(inbox.put(name, one) for _ in range(3000)) < 2000
-    assert inbox.put(name, Cancel(0))
+    monkeypatch.setattr(fairness, "ALL_BYTES", 1 << 20)
+    assert 100 < sum(inbox.put(b"a", one) for _ in range(3000)) < 2000
+    assert inbox.put(b"a", Cancel(0))
 
 
 def test_stop_wakes_the_waiting_thread() -> None:

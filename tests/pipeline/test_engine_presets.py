@@ -117,15 +117,6 @@ def test_next_gate_prefetch_is_used(presets: PresetEngine, preset: str) -> None:
     assert counted["issued_experts"] > 0.95 * counted["wanted_experts"] > 0
 
 
-def test_score_gate_skips_experts_of_small_share(presets: PresetEngine) -> None:
-    options = {"gate": "score", "placement": "empty", "sizes": "even"}
-    skipping = presets.decode("adapmoe", calibration(sensitivity=1e6), share="1", **options)
-    assert skipping["fidelity"]["skipped"] > 0
-    assert sum(skipping["layers"]["active"]) == LAYERS * len(TOKENS), "one expert a token is left"
-    kept = presets.decode("adapmoe", calibration(sensitivity=0.0), share="0", **options)
-    assert kept["fidelity"]["skipped"] == 0
-
-
 def test_pre_gated_layers_are_decided_and_fetched_one_layer_early(presets: PresetEngine) -> None:
     counted = presets.decode("pre-gated")
     assert counted["fidelity"]["predicted"] == pytest.approx(len(TOKENS), rel=1e-4), "each second layer"

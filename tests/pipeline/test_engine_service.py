@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from msgspec import structs
 from plain_calibration import plain_calibration
 from whole_engine import CONTEXT, OPTIONS, TEXT_UP, Inbox, WholeEngine, coordinator_map, whole_engine
 
 from pipeline.calibration.file import calibration_path, save
+from pipeline.coordinator import run_engine
 from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.device.cpu import CpuDevice
 from pipeline.errors import CalibrationError, PeerLost, PolicyError, ShardFailed
@@ -25,8 +27,15 @@ from pipeline.experts.peers import ExitEvents
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import PolicyRequest, Target
 from pipeline.serving import engine_service
-from pipeline.serving.engine_events import EngineFailed, EngineReady, ToClient, ToOtherClients, ToSupervisor
-from pipeline.serving.engine_inbox import ClientGone, EngineInbox
+from pipeline.serving.engine_inbox import (
+    ClientGone,
+    EngineFailed,
+    EngineInbox,
+    EngineReady,
+    ToClient,
+    ToOtherClients,
+    ToSupervisor,
+)
 from pipeline.serving.engine_service import (
     CONGESTED_WAIT,
     IDLE_WAIT,
@@ -34,7 +43,6 @@ from pipeline.serving.engine_service import (
     MOVING_WAIT,
 )
 from pipeline.serving.engine_status import EngineStatus
-from pipeline.serving.engine_thread import run_engine
 from pipeline.traces.reader import Trace
 from protocol.messages import (
     VERSION,
@@ -109,7 +117,12 @@ def test_requests_are_answered_to_their_client(whole: WholeEngine) -> None:
 
 def test_refused_requests_end_at_once(whole: WholeEngine) -> None:
     """A prompt that is too long with its length; a number in use as an Error, because its Done follows."""
-    asked = (ASKED, replace(ASKED, request=4, max_tokens=0), Generate(2, token_ids=(7,) * CONTEXT), ASKED)
+    asked = (
+        ASKED,
+        structs.replace(ASKED, request=4, max_tokens=0),
+        Generate(2, token_ids=(7,) * CONTEXT),
+        ASKED,
+    )
     empty, too_long, in_use, *answer = whole.serve(*asked)
     assert empty == Done(4, "error", "max_tokens must be at least 1, it is 0", usage=True)
     assert (too_long.request, too_long.reason, too_long.usage) == (2, "error", True)
@@ -129,7 +142,7 @@ def test_cancel_and_disconnect_end_only_their_own_requests(whole: WholeEngine) -
     inbox = Inbox(until)
     service = whole.service(inbox)
     for client in (b"c", b"d", b"e"):
-        inbox.put(client, replace(ASKED, conversation="talk"))
+        inbox.put(client, structs.replace(ASKED, conversation="talk"))
     inbox.put(b"c", Cancel(2))  # no request has this number
     inbox.put(b"d", Cancel(1))
     inbox.put(b"e", ClientGone())
@@ -148,7 +161,7 @@ def test_stopped_engine_takes_the_waiting_messages_and_ends_every_request(
     inbox = EngineInbox()
     service = whole.service(inbox)
     for number in range(4):
-        inbox.put(b"c", replace(ASKED, request=number))
+        inbox.put(b"c", structs.replace(ASKED, request=number))
     inbox.stop()
     service.serve()
     assert [(m.request, m.reason) for m in whole.sent()] == [(n, "cancelled") for n in range(4)]
@@ -186,7 +199,7 @@ def test_flood_of_messages_does_not_stop_the_rounds(
     whole: WholeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_messages(monkeypatch)
-    found = whole.serve(ASKED, *(replace(ASKED, request=n, max_tokens=0) for n in (2, 3, 4)))
+    found = whole.serve(ASKED, *(structs.replace(ASKED, request=n, max_tokens=0) for n in (2, 3, 4)))
     assert [m.request for m in found] == [1, 1, 1, 1, 2, 3, 4]
 
 
@@ -196,7 +209,8 @@ def test_engine_s_seed_is_that_of_requests_and_policies_without_one(whole: Whole
     def answer(first: int, second: int | None) -> list[int]:
         whole.events.clear()
         asked = (
-            replace(ASKED, request=r, sampling=Sampling(1.0, seed=s)) for r, s in ((1, first), (2, second))
+            structs.replace(ASKED, request=r, sampling=Sampling(1.0, seed=s))
+            for r, s in ((1, first), (2, second))
         )
         whole.serve(*asked)
         return [m.token for m in whole.sent() if isinstance(m, Token) and m.request == 2]
@@ -226,7 +240,7 @@ def test_policy_change_reaches_supervisor_client_and_others(whole: WholeEngine) 
 def test_options_of_a_policy_are_texts(whole: WholeEngine) -> None:
     inbox = Inbox()
     service = whole.service(inbox)
-    inbox.put(b"c", SetPolicy(7, "random", {"seed": 3}, counted=False))
+    inbox.put(b"c", SetPolicy(7, "random", {"seed": "3"}, counted=False))
     inbox.put(b"c", SetPolicy(8, "random", {"seed": " " * 70_000 + "4"}))
     inbox.put(b"c", ASKED)
     service.serve()

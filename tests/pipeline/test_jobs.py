@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from clock import Clock
 from expected_errors import expect_error
+from msgspec.structs import replace
 from test_models import GOOD
 
 from pipeline.backbone.greedy import greedy as device_choice
 from pipeline.backbone.kv_cache import KVCache, SequenceKV
 from pipeline.errors import RequestError
 from pipeline.models.registry import model_spec
-from pipeline.scheduling import jobs, score_job
+from pipeline.scheduling import job_factory, jobs
 from pipeline.scheduling.job_factory import NAME_LIMIT, JobFactory
 from pipeline.text.detokenizer import RunDecoder, StopStrings, TextStream
 from pipeline.text.logprobs import MOST, log_softmax
@@ -278,7 +278,7 @@ def test_tokens_of_the_other_rotary_embedding_are_prefilled_again() -> None:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_score_sends_blocks_of_every_row(full, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(score_job, "BLOCK_BYTES", 2 * 4 * VOCABULARY + 3)  # two rows
+    monkeypatch.setattr(job_factory, "BLOCK_BYTES", 2 * 4 * VOCABULARY + 3)  # two rows
     sent: list[Scores] = []
     tokens = (10, 11, 12, 13, 14, 15)
     message = Score(4, token_ids=tokens, stepwise=True, prefill=5, full=full)

@@ -11,8 +11,8 @@ from test_models import GOOD
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.memory.limits import CHUNK_MAX
 from pipeline.models.registry import model_spec
-from pipeline.serving import prefill_chunk
-from pipeline.serving.prefill_chunk import measure_chunks
+from pipeline.serving import engine_parts
+from pipeline.serving.engine_parts import measure_chunks
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_chunk_takes_a_quarter_of_a_second(monkeypatch, seconds, context, trials
         now[0] += seconds[len(steps)]
         steps.append(item.span.tokens)
 
-    monkeypatch.setattr(prefill_chunk, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(engine_parts, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     engine = SimpleNamespace(backbone=SimpleNamespace(spec=spec), step=step)
     assert measure_chunks(engine, kv, context) == (chunk, alone)
     assert len(steps) == trials

@@ -6,10 +6,11 @@ near-ties. Seeded answers draw the same random numbers, and a difference by roun
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 from raw_client import RawClient, one_line, raw_client
 
 from launch.equality import F32_BOUND, Verdict, compare

@@ -11,7 +11,6 @@ from thread_engine import CONTEXT as LONGEST
 from thread_engine import engine_in_threads
 
 from launch.equality import Verdict, compare
-from pipeline.accounts import LOCAL, client_name
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.config import KV_BLOCK
 from pipeline.errors import NumberInUse, RequestError, ShardFailed
@@ -181,7 +180,7 @@ def test_request_that_is_alone_has_longer_chunks(harness) -> None:
 
 
 def test_decoding_continues_beside_a_chunked_prefill(harness) -> None:
-    a, b = client_name(LOCAL, b"a"), client_name(LOCAL, b"b")
+    a, b = b"a", b"b"
     harness.scheduler.enqueue(a, ask(0, 2, 20))
     harness.scheduler.round()
     harness.scheduler.enqueue(b, ask(0, 40, 2))  # 5 chunks of 8

@@ -1,4 +1,4 @@
-"""Requests in a running engine: cancelled, batched, repeated, queued, abandoned; and the ends of answers."""
+"""Requests in a running engine: cancelled, batched, under changing policies; and the ends of answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from equality import near_tie_or_equal
 from raw_client import idle, raw_client
 
-from launch.equality import Verdict, compare
 from pipeline.policies.presets import PRESETS, make_policy
 from pipeline.policies.view import PolicyRequest
 from protocol.client import Client
@@ -22,7 +21,6 @@ from protocol.messages import (
     Generate,
     PolicyChanged,
     Queued,
-    Sampling,
     Score,
     Scores,
     SetPolicy,
@@ -44,11 +42,6 @@ async def alone(client: Client, prompt: tuple[int, ...], count: int) -> tuple[li
     return tokens, np.concatenate(blocks)[len(prompt) - 1 :]
 
 
-def same_answer(tokens: list, reference: list) -> bool:
-    """Whether two answers, as Token messages, are equal up to near-ties."""
-    return compare([t.token for t in tokens], reference, BOUND).verdict is not Verdict.MISMATCH
-
-
 def check_request(messages: list, kind: type = Token) -> Done:
     """Any queue positions, any number of messages of one kind in order, exactly one terminal message, no
     more."""
@@ -60,29 +53,23 @@ def check_request(messages: list, kind: type = Token) -> Done:
     return done
 
 
-@pytest.mark.parametrize("wait", [0, 0.002, 0.01, 0.03, 0.08, 0.2])
-async def test_request_is_cancelled_at_any_moment(engine, wait) -> None:
-    """Eight requests of which six can run: the Cancel meets some in prefill, some in decode, some waiting."""
+@pytest.mark.parametrize("before", [0, 1, 5, 20, 100])
+async def test_request_is_cancelled_at_any_moment(engine, before) -> None:
+    """Eight requests of which six can run: the Cancels, after so many answers, meet some in prefill, some in
+    decode, some waiting."""
     async with raw_client(engine[1].endpoint) as raw:
         await raw.send(*(Generate(i, token_ids=LONG, max_tokens=50, ignore_eos=True) for i in range(8)))
         await raw.send(Score(8, token_ids=LONG, stepwise=True))
-        await asyncio.sleep(wait)
+        early = [await raw.next() for _ in range(before)]
         await raw.send(*(Cancel(i) for i in (5, 5, 3, 8, 7, 0, 6, 4, 1, 2, 99)))
         found = await raw.to_the_end(*range(9))
         for i in range(9):
-            assert check_request(found[i], Scores if i == 8 else Token).reason in ("cancelled", "length")
-        assert check_request(found[7]).reason == "cancelled"
+            messages = [m for m in early if m.request == i] + found[i]
+            assert check_request(messages, Scores if i == 8 else Token).reason in ("cancelled", "length")
+        assert found[7][-1].reason == "cancelled"
         await raw.send(*(Cancel(i) for i in range(9)))  # all have ended
         assert (await raw.until_stats())[0] == []
     await idle(engine[1])
-
-
-async def test_only_its_own_client_cancels_a_request(engine) -> None:
-    async with raw_client(engine[1].endpoint) as owner, raw_client(engine[1].endpoint) as other:
-        await owner.send(Generate(0, token_ids=(5, 6), max_tokens=40, ignore_eos=True))
-        await other.send(Cancel(0))
-        assert (await other.until_stats())[0] == []
-        assert check_request((await owner.to_the_end(0))[0]).reason == "length"
 
 
 async def test_batched_answers_equal_those_computed_alone(engine) -> None:
@@ -101,17 +88,6 @@ async def test_batched_answers_equal_those_computed_alone(engine) -> None:
         assert near_tie_or_equal(tokens, reference, logprobs, BOUND)
     decode = (await idle(client))["engine"]["decode"]
     assert decode["rows"] > decode["steps"]  # some steps had several sequences
-
-
-async def test_seed_repeats_an_answer(engine) -> None:
-    async def sample(seed: int | None) -> tuple[int, ...]:
-        sampling = Sampling(temperature=1.0, top_p=0.95, seed=seed)
-        answer = engine[1].generate(token_ids=PROMPTS[0], max_tokens=24, sampling=sampling, ignore_eos=True)
-        return (await answer.result()).tokens
-
-    assert await sample(7) == await sample(7)
-    assert await sample(7) != await sample(8)
-    assert await sample(None) != await sample(None)  # the engine chooses a new seed each time
 
 
 async def test_policy_changes_during_an_answer(engine) -> None:
@@ -142,75 +118,6 @@ async def test_policy_changes_during_an_answer(engine) -> None:
         engine_part = done.stats["engine"]["decode"]
         assert engine_part["host_tiles"]
         assert engine_part["resident_tiles"] + engine_part["fetched_tiles"]
-
-
-async def test_requests_of_a_disconnected_client_are_released(engine) -> None:
-    """The client's forty answers of 200 tokens are not computed to the end."""
-    before = (await idle(engine[1]))["engine"]["decode"]["rows"]
-    async with raw_client(engine[1].endpoint) as raw:
-        many = (Generate(i, token_ids=(5, 6, 7), max_tokens=200, ignore_eos=True) for i in range(40))
-        await raw.send(*many)
-        while not isinstance(await raw.next(), Token):
-            pass
-        assert (await engine[1].stats())["scheduler"]["kv_tokens_used"] > 0
-    after = (await idle(engine[1]))["engine"]["decode"]["rows"]
-    assert after - before < 40 * 200 / 2
-    await asyncio.sleep(1.0)  # a heartbeat later the other tests' clients are disconnected too
-    assert (await engine[1].stats())["clients"]["connected"] == 1
-
-
-async def test_requests_beyond_the_kv_cache_wait(engine) -> None:
-    """Eight requests that need 250 tokens of the KV cache's 1024 each, with small ones in between."""
-    async with raw_client(engine[1].endpoint) as raw:
-        large = [Generate(i, token_ids=LONG, max_tokens=50, ignore_eos=True) for i in range(8)]
-        small = [Generate(i, token_ids=(5,), max_tokens=3, ignore_eos=True) for i in range(8, 16)]
-        await raw.send(*(m for pair in zip(large, small, strict=True) for m in pair))
-        most = {"running": 0, "waiting": 0, "kv_tokens_used": 0}
-        found: dict[int, list] = {i: [] for i in range(16)}
-        while sum(isinstance(ms[-1], Done) for ms in found.values() if ms) < 16:
-            messages, stats = await raw.until_stats()
-            for message in messages:
-                found[message.request].append(message)
-            most = {key: max(most[key], stats["scheduler"][key]) for key in most}
-            await asyncio.sleep(0.005)
-        for i, messages in found.items():
-            assert check_request(messages).reason == "length"
-            assert sum(isinstance(m, Token) for m in messages) == (50 if i < 8 else 3)
-        assert 4 <= most["running"] <= 6
-        assert most["waiting"] >= 9
-        assert 750 <= most["kv_tokens_used"] <= 1024
-    await idle(engine[1])
-
-
-async def say(client: Client, turns: list[ChatMessage], conversation: str | None) -> tuple[list, Done]:
-    answer = client.generate(messages=turns, max_tokens=20, ignore_eos=True, conversation=conversation)
-    tokens = [token async for token in answer]
-    assert answer.done is not None
-    return tokens, answer.done
-
-
-async def test_second_turn_prefills_only_new_tokens(engine) -> None:
-    """It equals a fresh prefill of the whole conversation. Names of conversations are separate for each
-    client."""
-    turns = [ChatMessage("user", "What is a list?")]
-    async with Client.connect(engine[1].endpoint) as client:
-        tokens, first = await say(client, turns, "x")
-        assert first.stats["kv_reused_tokens"] == 0
-        text = "".join(token.text for token in tokens) + first.text
-        turns += [ChatMessage("assistant", text), ChatMessage("user", "And a dict?")]
-        before = (await idle(client))["engine"]["prefill"]["rows"]
-        again, second = await say(client, turns, "x")
-        reused, whole = second.stats["kv_reused_tokens"], second.stats["prompt_tokens"]
-        assert reused >= first.stats["prompt_tokens"] - 1
-        scheduler = await idle(client)
-        assert scheduler["engine"]["prefill"]["rows"] - before == whole - reused
-        assert scheduler["scheduler"]["conversations"] == 1
-        assert scheduler["scheduler"]["kv_tokens_kept"] >= whole + 19
-        async with Client.connect(client.endpoint) as new_client:
-            fresh, done = await say(new_client, turns, "x")
-        assert done.stats["kv_reused_tokens"] == 0
-        assert same_answer(again, fresh)
-    await idle(engine[1], kept=False)  # released with their clients
 
 
 async def test_answer_ends_at_a_stop_string_and_at_the_context(engine) -> None:

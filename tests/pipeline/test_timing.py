@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,8 +13,6 @@ from thread_engine import decode, engine_in_threads, prefilled
 
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.device.partial_sums import Part
-from pipeline.engine import learned_costs
-from pipeline.engine.cost_updates import WINDOW
 from pipeline.engine.engine import Engine
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
@@ -98,46 +95,32 @@ def test_backlog_without_costs_takes_no_time_but_names_what_lands(running) -> No
     engine.set_policy(policy, None)
     decode(engine, sequence)
     assert {(host, link) for host, link, _ in policy.seen} == {(0.0, 0.0)}
-    assert engine.timing.learned is None
+    assert engine.timing.corrections is None
 
 
-def test_costs_of_a_file_stay_and_measured_ones_follow_a_slowed_host(running, timed, monkeypatch) -> None:
+def test_costs_of_a_file_stay_and_measured_ones_follow_a_slowed_host(running, timed) -> None:
+    """Also under another policy, as long as they are the same."""
     engine, kv = running
     sequence = prefilled(engine, kv, 256)
-    monkeypatch.setattr(learned_costs, "SAMPLED", 1)  # every step is measured
-    per_tile = 1e-3 / 4  # of four tiles a layer
-    measured = replace(COSTS, host=(per_tile,))
+    measured = replace(COSTS, host=(1e-3 / 4,))  # of four tiles a layer
     policy = Halves()
     engine.set_policy(policy, measured, follow=False)
     timed[0] = 6e-3
-    for _ in range(WINDOW + 8):
+    for _ in range(20):
         decode(engine, sequence)
     assert set(policy.costs) == {measured}
-    policy = Halves()
-    engine.set_policy(policy, measured, follow=True)
-    for factor in (1.0, 6.0, 1.0):
+    engine.set_policy(Halves(), measured, follow=True)
+    for factor in (1.0, 6.0):
         timed[0] = 1e-3 * factor
-        for _ in range(WINDOW + 8):
+        for _ in range(100):
             decode(engine, sequence)
         assert engine.driver.view.costs is engine.timing.costs
-        assert engine.timing.costs.host == pytest.approx((per_tile * factor,))
-    found = engine.timing.learned.report()
-    assert found["link"]["contended"] == pytest.approx(1e-6 / COSTS.link)
-    hosts = [costs.host for costs in policy.costs if costs is not None]
-    assert sum(a != b for a, b in pairwise(hosts)) == 2, "three phases, two changes"
-
-
-def test_what_steps_have_shown_outlasts_a_change_of_policy(running, timed) -> None:
-    engine, kv = running
-    sequence = prefilled(engine, kv, 128)
-    timed[0] = 6e-3
-    measured = replace(COSTS, host=(1e-3 / 4,))
-    engine.set_policy(Halves(), measured, follow=True)
-    for _ in range(WINDOW + 8):
-        decode(engine, sequence)
-    found = engine.timing.costs
+        assert engine.timing.corrections.report()["host"]["decode"] == pytest.approx(factor, rel=0.11)
+    assert engine.timing.corrections.report()["device"]["decode"] < 0.1
+    costs = engine.timing.costs
     engine.set_policy(make_policy(PolicyRequest("all-host"), 0), None)
     engine.set_policy(Halves(), measured, follow=True)
-    assert engine.driver.view.costs == found != measured
+    decode(engine, sequence)
+    assert engine.driver.view.costs == costs != measured
     engine.set_policy(Halves(), replace(measured, link=11.0), follow=True)  # measured anew
     assert engine.driver.view.costs == replace(measured, link=11.0)

@@ -29,7 +29,6 @@ from pipeline.experts.channel_share import ChannelMemory
 from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.ring_exchange import RingExchange
 from pipeline.experts.worker_pool import WorkerPool
-from pipeline.experts.zero_copy import ZeroCopy
 from pipeline.models.registry import expert_shape, model_spec
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Plan, Policy, PolicyRequest, Routing, View
@@ -90,8 +89,6 @@ def engine_in_threads(
             engine.memory = device_memory(parts, capacity, staging)
             yield engine, parts.prefetcher
         finally:
-            if engine.memory.exists and engine.memory.zero_copy is not None:
-                engine.memory.zero_copy.close()
             socket.send(0, Shutdown())
             thread.join(LIMIT)
             assert not thread.is_alive()
@@ -102,9 +99,7 @@ def device_memory(parts: MoverParts, capacity: int, staging: int) -> DeviceMemor
     """Of the store's format."""
     mover, layout = parts.mover(capacity=capacity, staging=staging), parts.store.layout
     if not layout.head_bytes:
-        memory, kernel = parts.store.segment.array, parts.device.expert_kernel(layout)
-        zero_copy = ZeroCopy(parts.store, lambda: parts.device.lock_pages(memory, parts.slab.locks))
-        return DeviceMemory(mover, parts.slab, kernel, zero_copy if kernel.reads_host else None)
+        return DeviceMemory(mover, parts.slab, parts.device.expert_kernel(layout))
     heads, kernel = parts.device.load_heads(parts.store), parts.device.channel_kernel(layout)
     return ChannelMemory(mover, parts.slab, kernel, heads, layout)
 

@@ -21,8 +21,7 @@ from pipeline.config import ResolvedConfig
 from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.experts.peers import ExitEvents
 from pipeline.models.registry import expert_shape
-from pipeline.serving.engine_events import EngineEvent, ToClient
-from pipeline.serving.engine_inbox import EngineInbox, EngineMessage
+from pipeline.serving.engine_inbox import EngineEvent, EngineInbox, EngineMessage, ToClient
 from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.engine_service import EngineService
 from pipeline.serving.policy_switch import PolicySwitch

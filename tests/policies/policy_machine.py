@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from pipeline.arrays import FloatArray, IntArray, Phase
 from pipeline.engine.driver import LayerDecision, PolicyDriver
+from pipeline.engine.prefetch_meter import LEAST
 from pipeline.errors import ShardFailed
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
-from pipeline.policies.prefetch_meter import LEAST
 from pipeline.policies.presets import PRESETS
 from pipeline.policies.view import Ahead, Gated, ModelShape, Policy, Routing, Signals, Target, View
 from shm.mask import DENSE, Mask

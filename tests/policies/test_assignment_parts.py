@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
@@ -11,28 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_machine import COSTS, capacities, make_routing, make_view, shapes
 
-from pipeline.arrays import IntArray
 from pipeline.errors import PolicyError
 from pipeline.policies.assignments import (
     ASSIGNMENTS,
     Bandwidth,
-    Beam,
     Cheaper,
     Device,
     Greedy,
     Host,
-    Optimum,
     Resident,
     TwoEnded,
 )
-from pipeline.policies.composed import Assignment
 from pipeline.policies.costs import Costs
-from pipeline.policies.inputs import require
+from pipeline.policies.parts import Assignment, require
 from pipeline.policies.view import ModelShape, Routing, View
 
 
 def every_assignment() -> list[Assignment]:
-    return [Beam(width=2) if part is Beam else part() for part in ASSIGNMENTS]
+    return [part() for part in ASSIGNMENTS]
 
 
 @st.composite
@@ -69,23 +64,9 @@ class Seconds:
         self.link = np.where(self.missing > 0, view.costs.link_seconds(self.missing) + view.costs.fetch, 0.0)
         if not view.staging:
             self.link[self.missing > 0] = np.inf
-        compute = view.costs.device_seconds(workload, tiles)
-        self.device = np.maximum(self.link, compute)
-        self.apart = self.link + compute
+        self.apart = self.link + view.costs.device_seconds(workload, tiles)
         self.host = view.costs.host_seconds(workload, tiles)
         self.exchange, self.launch = view.costs.round_trip, view.costs.launch
-
-    def layer(self, on_device: set[int]) -> float:
-        device = sum(self.device[expert] for expert in self.active if expert in on_device)
-        device += self.launch if on_device else 0.0
-        others = [self.host[expert] for expert in self.active if expert not in on_device]
-        return float(max(device, self.exchange + sum(others) if others else 0))
-
-
-def on_device(cut: IntArray, seconds: Seconds, tiles: int) -> set[int]:
-    """The active experts with cut n; all other cuts are 0."""
-    assert {int(cut[expert]) for expert in seconds.active} <= {0, tiles}
-    return {expert for expert in seconds.active if cut[expert]}
 
 
 @settings(deadline=None, max_examples=150)
@@ -138,29 +119,6 @@ def test_cheaper_follows_fiddlers_rule(step: tuple[View, Routing]) -> None:
         assert cut[expert] == (0 if expert in on_host else view.shape.tiles)
 
 
-@settings(deadline=None, max_examples=150)
-@given(steps())
-def test_no_assignment_is_faster_than_the_optimum(step: tuple[View, Routing]) -> None:
-    view, routing = step
-    tiles = view.shape.tiles
-    seconds = Seconds(view, routing)
-    if len(seconds.active) > 9:
-        routing = Routing(routing.experts[:1, :9], routing.weights[:1, :9])
-        seconds = Seconds(view, routing)
-    least = float("inf")
-    for choice in product([True, False], repeat=len(seconds.active)):
-        chosen = {expert for expert, here in zip(seconds.active, choice, strict=True) if here}
-        if view.staging or not any(seconds.missing[expert] for expert in chosen):
-            least = min(least, seconds.layer(chosen))
-    best = on_device(Optimum().cut(0, routing, view), seconds, tiles)
-    assert seconds.layer(best) == pytest.approx(least, rel=1e-9)
-    for part in (Greedy(), Beam(width=2)):
-        chosen = on_device(part.cut(0, routing, view), seconds, tiles)
-        assert seconds.layer(chosen) >= least * (1 - 1e-9)
-        # within the device's memory (equation 9)
-        assert view.staging or not any(seconds.missing[expert] for expert in chosen)
-
-
 SHAPE = ModelShape(layers=2, experts=4, tiles=4, top_k=2)
 ROUTING = Routing(np.array([[3, 1]], np.int32), np.array([[0.7, 0.3]], np.float32))
 
@@ -188,7 +146,7 @@ def test_greedy_by_hand() -> None:
     assert Greedy().cut(1, ROUTING, still)[[1, 3]].tolist() == [4, 0]
 
 
-@pytest.mark.parametrize("part", [Greedy, Optimum, TwoEnded, Cheaper])
+@pytest.mark.parametrize("part", [Greedy, TwoEnded, Cheaper])
 def test_missing_experts_are_streamed_to_a_device_without_a_cache(part: type[Assignment]) -> None:
     """Equation 9 bounds what is held at once: staging slots are enough for experts of any size."""
     fast = Costs(rows=(1,), host=(9.0,), device=(1.0,), link=0.5, round_trip=0.0)
@@ -196,7 +154,7 @@ def test_missing_experts_are_streamed_to_a_device_without_a_cache(part: type[Ass
     assert part().cut(1, ROUTING, view)[[1, 3]].tolist() == [4, 4]
 
 
-@pytest.mark.parametrize("part", [Greedy, Optimum, TwoEnded, Cheaper])
+@pytest.mark.parametrize("part", [Greedy, TwoEnded, Cheaper])
 def test_small_experts_stay_on_the_device_where_the_exchange_takes_longer(part: type[Assignment]) -> None:
     """An expert takes 4 on the host and 6 on the device, with its transfer 8; an exchange is 20."""
     small = Costs(rows=(1,), host=(1.0,), device=(1.5,), link=0.5, round_trip=0.0)
@@ -231,13 +189,6 @@ def test_assignments_need_costs_and_follow_them() -> None:
     slow_link = Costs(rows=(1,), host=(2.0,), device=(1.0,), link=9.0, round_trip=0.0)
     assert part.cut(1, ROUTING, view_of([0, 0, 0, 0], slow_link))[3] == 0
     assert part.cut(1, ROUTING, view_of([0, 0, 0, 0], replace(slow_link, link=0.1)))[3] == 4
-
-
-def test_optimum_notes_the_limit_of_its_search() -> None:
-    large = make_view(replace(SHAPE, experts=64), 8)
-    assert "16 active experts" in Optimum().notes(large)[0]
-    assert Optimum().notes(make_view(SHAPE, 8)) == ()
-    assert Greedy().notes(large) == ()
 
 
 def test_layer_without_active_experts_has_no_cuts() -> None:

@@ -16,8 +16,8 @@ from plain_calibration import plain_calibration
 from policy_machine import make_view, policy
 
 from pipeline.errors import PolicyError
-from pipeline.policies.cache_sizes import best_sizes, expected_loads, filled, layer_sizes
 from pipeline.policies.calibration import at_limits
+from pipeline.policies.room import best_sizes, expected_loads, filled, layer_sizes
 from pipeline.policies.view import ModelShape, View
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "data/adapmoe_mixtral_8x7b.json").read_text())
@@ -110,8 +110,6 @@ def test_cache_sizes_follow_the_threshold_in_force() -> None:
     assert len({str(sizes) for sizes in every}) == 3
     assert sizes_of(view) == every[1]
     assert sizes_of(view, gate="own") == every[0]
-    assert sizes_of(view, gate="score", share="0") == every[0]
-    assert sizes_of(view, gate="score", share="1") == every[2]
 
 
 def test_cache_sizes_follow_the_accuracy_of_gated_predictions() -> None:

@@ -7,8 +7,8 @@ import pytest
 from policy_machine import Machine, make_routing, make_view, policy
 
 from pipeline.engine.driver import PolicyDriver
+from pipeline.engine.prefetch_meter import LEAST, WINDOW
 from pipeline.errors import PlanError
-from pipeline.policies.prefetch_meter import LEAST, WINDOW
 from pipeline.policies.view import ModelShape, Target
 
 SHAPE = ModelShape(layers=3, experts=6, tiles=2, top_k=2)

@@ -14,7 +14,7 @@ from policy_machine import make_view
 from pipeline.arrays import FloatArray
 from pipeline.errors import PolicyError
 from pipeline.policies.calibration import Calibration
-from pipeline.policies.gates import AdaptiveGate, OwnGate, ScoreGate, drop_shares
+from pipeline.policies.gates import AdaptiveGate, OwnGate, drop_shares
 from pipeline.policies.view import ModelShape, Routing, Signals, View
 
 
@@ -143,35 +143,6 @@ def test_own_gate_is_the_routers_routing() -> None:
     assert OwnGate().apply_gate(0, gated.router_routing, view) is gated.router_routing
     assert OwnGate.exact
     assert not AdaptiveGate.exact
-
-
-@pytest.mark.parametrize("rows", [1, 20])
-def test_score_gate_goes_by_the_weights_alone(rows: int) -> None:
-    """Whatever the layer's sensitivity; small shares are dropped as long as their sum is allowed."""
-    weights = np.tile(np.array([[0.6, 0.2, 0.15, 0.05]], np.float32), (rows, 1))
-    view = a_view(4, [1e-9, 1e9], None, weights)
-    for share, kept in ((0.04, 4), (0.06, 3), (0.21, 2), (0.41, 1)):
-        gate = ScoreGate(share=share, phase="decode")
-        assert gate.missing(None) == ""
-        for layer in (0, 1):
-            gated = gate(layer, SIGNALS, view).routing
-            assert (np.count_nonzero(gated.weights, axis=1) == kept).all()
-            assert gated.weights.sum(axis=1) == pytest.approx(np.ones(rows))
-        assert gate.limits(view) == pytest.approx([share, share])
-
-
-def test_score_gate_drops_as_many_experts_as_the_adaptive_one() -> None:
-    """By default: two layers whose tokens drop an expert at shares that are even from 0 to 1."""
-    even = np.linspace(0, 1, 11, dtype=np.float32)
-    kept = np.stack([np.stack([np.zeros(11), even, 1 - even], axis=1)] * 2).astype(np.float32)
-    known = replace(calibration([0.25, 1.0], 0.04), kept=kept)
-    view = replace(a_view(2, [0.25, 1.0], None, UNEVEN), calibration=known)
-    # shares of 0.4 and 0.2 may be dropped there: 0.3 in both layers
-    assert AdaptiveGate(threshold=None, phase="decode").limits(view) == pytest.approx([0.4, 0.2])
-    gate = ScoreGate(share=None, phase="decode")
-    assert gate.limits(view) == pytest.approx([0.3, 0.3])
-    assert gate.missing(None) == "a calibration of this model"
-    assert gate.missing(replace(known, threshold=None)) == "a calibration with a threshold"
 
 
 def test_shares_from_which_experts_are_dropped() -> None:

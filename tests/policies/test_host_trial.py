@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.policies.host_trial import FIRST, HostTrial
+from pipeline.policies.tandem import FIRST, HostTrial
 
 
 def steps(trial: HostTrial, count: int, divided: float, host: float, hopeless: bool = False) -> int:

@@ -10,7 +10,6 @@ from policy_machine import make_calibration, make_view
 
 from pipeline.arrays import FloatArray
 from pipeline.policies.predictions import (
-    CorrectedGate,
     Lookahead,
     NextChannels,
     NextGate,
@@ -64,21 +63,15 @@ def test_an_mlp_corrects_the_next_gate_where_it_is_better() -> None:
     mlps = np.zeros((2, 3, 4), np.float32), np.zeros((2, 6, 3), np.float32), np.array([0.5, 0.6], np.float32)
     fields = dict(zip(("mlp_inner", "mlp_outer", "mlp_accuracy"), mlps, strict=True))
     trained = replace(view, calibration=replace(view.calibration, accuracy=accuracy, **fields))
-    part = CorrectedGate()
+    part = NextChannels()
     assert [part.probes(layer, trained) for layer in range(4)] == [(1,), (2, -2), (3,), ()]
     assert [part.probes(layer, view) for layer in range(4)] == [(1,), (2,), (3,), ()]
-    assert [bool(part.notes(each)) for each in (trained, view, replace(view, calibration=None))] == [
-        False,
-        True,
-        True,
-    ]
     both = Signals(None, {2: FAVOURS_2_3, -2: 9 * (FAVOURS_1_4 > 3)})
-    assert part.experts(1, both, trained, as_it_is) == [(2, 1), (2, 4)]
-    assert part.experts(1, Signals(None, {2: FAVOURS_2_3}), view, as_it_is) == [(2, 3), (2, 2)]
-    assert part.experts(3, Signals(None, {}), trained, as_it_is) == []
-    named = NextChannels().routing(1, both, trained)
-    assert named is not None
-    assert named.experts.tolist() == [[1, 4]]
+    for given, experts in ((both, [1, 4]), (Signals(None, {2: FAVOURS_2_3}), [3, 2])):
+        named = part.routing(1, given, trained)
+        assert named is not None
+        assert named.experts.tolist() == [experts]
+    assert part.routing(3, Signals(None, {}), trained) is None
 
 
 def test_gate_is_applied_to_predicted_routing() -> None:

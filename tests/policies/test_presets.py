@@ -16,9 +16,9 @@ from policy_machine import policy as make
 
 from pipeline.arrays import IntArray, Phase
 from pipeline.engine.driver import LayerDecision, PolicyDriver
+from pipeline.engine.prefetch_meter import LEAST, WINDOW, PrefetchMeter
 from pipeline.errors import PolicyError, ShardFailed
 from pipeline.policies.options import Real, Whole
-from pipeline.policies.prefetch_meter import LEAST, WINDOW, PrefetchMeter
 from pipeline.policies.presets import PARTS, PRESETS, make_policy
 from pipeline.policies.view import Gated, ModelShape, Policy, PolicyRequest, Routing, Signals, Target
 
@@ -30,13 +30,12 @@ VARIANTS = [
     PolicyRequest("layerwise", {"prediction": "next-gate", "replacement": "lru"}),
     PolicyRequest("layerwise", {"replacement": "workload", "window": "1", "swaps": "3"}),
     PolicyRequest("fiddler", {"gate": "adaptive", "replacement": "score"}),
-    PolicyRequest("dali", {"window": "1", "assignment": "beam"}),
+    PolicyRequest("dali", {"window": "1"}),
     PolicyRequest("hybrimoe", {"depth": "2", "prefetch": "3"}),
-    PolicyRequest("dali", {"assignment": "optimum", "prediction": "none"}),
+    PolicyRequest("dali", {"prediction": "none"}),
     PolicyRequest("bandwidth-split", {"replacement": "lru", "prediction": "next-gate"}),
     PolicyRequest("adapmoe", {"sizes": "even", "gate": "own"}),
     PolicyRequest("adapmoe", {"placement": "first-layers", "phase": "all"}),
-    PolicyRequest("adapmoe", {"gate": "score"}),
     PolicyRequest("dali", {"gate": "pre-gated"}),
     PolicyRequest("pre-gated", {"assignment": "greedy", "scope": "global"}),
     PolicyRequest("daop", {"first_layer": "1", "swap": "0", "placement": "popular"}),
@@ -565,8 +564,8 @@ def test_parts_and_defaults_of_the_presets() -> None:
     }
     daop = {"placement": "calibrated", "first_layer": 4, "swap": 1.05, "early": "1", "predict": "1"}
     assert found["daop"] | {"placement": PRESETS["daop"].options[0].default} == daop
-    beam = dict((o.name, value) for o, value in PRESETS["dali"].values({"assignment": "beam"}, 9))
-    assert (beam["width"], beam["seed"], beam["window"]) == (2, 9, 4)
+    dali = dict((o.name, value) for o, value in PRESETS["dali"].values({"prefetch": "2"}, 9))
+    assert (dali["prefetch"], dali["seed"], dali["window"]) == (2, 9, 4)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_machine import Machine, capacities, make_calibration, make_routing, make_view, policy, shapes
 
-from pipeline.policies.cache_sizes import layer_sizes
+from pipeline.policies.room import layer_sizes
 from pipeline.policies.view import Gated, ModelShape, Routing, Signals, Target
 
 

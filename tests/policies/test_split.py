@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from policy_machine import Machine, capacities, make_calibration, make_routing, make_view, policy, shapes
 
 from pipeline.errors import PolicyError
-from pipeline.policies.split_sizes import LayerLoads, configured
+from pipeline.policies.split import LayerLoads, configured
 from pipeline.policies.view import Gated, ModelShape, Routing, Signals, Target, View
 
 SHAPE = ModelShape(layers=4, experts=8, tiles=4, top_k=2)

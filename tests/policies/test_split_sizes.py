@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.policies.split_sizes import Division, LayerLoads, configured
+from pipeline.policies.split import Division, LayerLoads, configured
 
 
 @st.composite

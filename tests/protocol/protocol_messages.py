@@ -1,14 +1,14 @@
 """Random valid messages, made from the annotations of messages.py alone."""
 
-import dataclasses
 import types
 import typing
 from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from protocol.messages import TAGS, ArraySpec
+from protocol.messages import TAGS, Tree
 
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
 integers = st.integers(-(2**63), 2**63 - 1)
@@ -34,13 +34,16 @@ SCALARS = {
 def values(annotation: Any) -> st.SearchStrategy[Any]:
     if annotation in SCALARS:
         return SCALARS[annotation]
-    extras = getattr(annotation, "__metadata__", ())
-    if extras and isinstance(extras[0], ArraySpec):
-        shapes = hnp.array_shapes(min_dims=extras[0].ndim, max_dims=extras[0].ndim, min_side=0, max_side=40)
-        return hnp.arrays(extras[0].dtype, shapes)
-    if extras == ("tree",):
+    if annotation == Tree:
         return trees
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is np.ndarray:
+        shape, (dtype,) = map(typing.get_args, arguments)
+        return hnp.arrays(
+            dtype, hnp.array_shapes(min_dims=len(shape), max_dims=len(shape), min_side=0, max_side=40)
+        )
+    if origin is dict:
+        return st.dictionaries(texts, texts, max_size=4)
     if origin in (typing.Union, types.UnionType):
         return st.none() | values(arguments[0])
     if origin is tuple:
@@ -49,10 +52,7 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
 
 
 def records(record: type) -> st.SearchStrategy[Any]:
-    hints = typing.get_type_hints(record, include_extras=True)
-    return st.builds(
-        record, **{field.name: values(hints[field.name]) for field in dataclasses.fields(record)}
-    )
+    return st.builds(record, **{name: values(hint) for name, hint in typing.get_type_hints(record).items()})
 
 
 messages = st.sampled_from(sorted(TAGS.values(), key=lambda c: c.__name__)).flatmap(records)

@@ -2,17 +2,16 @@
 
 import asyncio
 import time
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from protocol_engine import QUIET, WELCOME, both, drain, engine, until
 
-from protocol import connection, link, scoring
+from protocol import link, scoring
 from protocol.answer import Answer
 from protocol.client import Client
 from protocol.connection import SILENCE_SECONDS, ConnectOptions
 from protocol.errors import ConnectionLost, EngineGone, RequestFailed, VersionMismatch
-from protocol.keys import Address
 from protocol.link import MAX_EXITS, Link, RetryBudget
 from protocol.messages import (
     Calibrate,
@@ -210,7 +209,7 @@ def test_exits_are_counted_from_the_last_progress(progress, fails):
 
 def options(endpoint, **changed):
     given = {"name": "link", "timeout": 1.0, "retry": 0.0, "silence": QUIET} | changed
-    return ConnectOptions(Address(endpoint), **given)
+    return ConnectOptions(endpoint, **given)
 
 
 async def nothing():
@@ -280,7 +279,7 @@ async def test_score_has_a_connection_of_its_own_with_a_short_queue(endpoint, mo
         assert (whole.name, own.name) == ("test", "test/score")
         assert own.receive_hwm == scoring.SCORES_HWM < whole.receive_hwm
         assert (first, second) == (3.0, 3.0)
-        assert (own.silence, own.address) == (SILENCE_SECONDS, whole.address)
+        assert (own.silence, own.endpoint) == (SILENCE_SECONDS, whole.endpoint)
         assert server.ever(Score) == [Score(0, token_ids=(0, 1))]
 
 
@@ -297,19 +296,3 @@ async def test_client_sends_five_heartbeats_in_its_silence(endpoint, monkeypatch
         await until(lambda: len([name for name, _ in server.heartbeats if name == "test"]) >= 2)
         assert set(pauses) == {0.1}
         assert client.endpoint == endpoint
-
-
-async def test_hint_at_a_key_is_given_where_one_is_used(endpoint, monkeypatch):
-    for keys, ends in ((None, r"is it running\?$"), (object(), r"Does it know this client's key\?$")):
-        how = options(endpoint)
-        monkeypatch.setattr(connection, "connect_dealer", dealer := connection.connect_dealer)
-        if keys is not None:
-            how = ConnectOptions(Address(endpoint, keys), "n", 1.0, 0.0, QUIET)  # type: ignore[arg-type]
-            monkeypatch.setattr(
-                connection,
-                "connect_dealer",
-                lambda c, e, receive_hwm, keys: dealer(c, e, receive_hwm=receive_hwm),
-            )
-        with pytest.raises(ConnectionLost, match=ends) as lost:
-            await connection.open_connection(how, 0.05)
-        assert not lost.value.dropped

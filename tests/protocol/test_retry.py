@@ -4,12 +4,12 @@ import asyncio
 import fcntl
 import shutil
 from contextlib import AsyncExitStack
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from protocol_engine import BLOCK, QUIET, WELCOME, both, drain, engine, leaves_nothing, until
 from waiting import Stopwatch
 
@@ -124,7 +124,7 @@ async def test_requests_continue_after_a_silent_engine_is_restarted(endpoint):
         assert engines.events == [f"the engine at {endpoint} has been silent for {QUIET} s"]
 
         late = client.generate(prompt="hi", max_tokens=2)  # no engine can receive it
-        with pytest.raises(MalformedMessage, match=r"^Generate\.max_tokens must be int"):
+        with pytest.raises(MalformedMessage, match=r"got `str` - at `\$.max_tokens`"):
             client.generate(prompt="hi", max_tokens="5")
         given_up = asyncio.create_task(client.stats())
         await asyncio.sleep(0.1)

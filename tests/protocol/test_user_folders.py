@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.chat.history import history_file
-from protocol.keys import keys_folder
+from launch.chat.input import history_file
 from protocol.user_folders import user_folder
 
 
@@ -16,7 +15,6 @@ from protocol.user_folders import user_folder
     ("variable", "folder", "default", "end"),
     [
         ("XDG_CACHE_HOME", lambda: user_folder("CACHE"), ".cache", "tandem"),
-        ("XDG_CONFIG_HOME", keys_folder, ".config", "tandem/keys"),
         ("XDG_STATE_HOME", history_file, ".local/state", "tandem/history"),
     ],
 )

@@ -12,13 +12,12 @@ import pytest
 from plain_calibration import plain_calibration
 from small_store import build
 
-from launch.chat import transcript
+from launch.chat.conversation import Transcript
 from pipeline.backbone.disk_cache import BackboneCache
 from pipeline.calibration import cost_cache
 from pipeline.calibration import file as calibration_file
 from pipeline.calibration.cost_cache import Record, Setting
 from pipeline.policies.costs import Costs
-from protocol.keys import new_keys, write_client_keys, write_engine_keys
 from shm.atomic_file import atomic_file
 from shm.cache_writer import write_cache
 from shm.segment import unlink
@@ -80,7 +79,7 @@ WRITERS: dict[str, tuple[Callable[[Path], None], str]] = {
         f"{FINGERPRINT}/{calibration_file.NAME}",
     ),
     "transcript": (
-        lambda folder: transcript.save(transcript.Transcript("m", None, ()), folder / "chat.json"),
+        lambda folder: Transcript("m", None, ()).save(folder / "chat.json"),
         "chat.json",
     ),
     "output": (output, "figure.png"),
@@ -101,11 +100,3 @@ def test_a_file_is_synced_before_its_rename_and_its_folder_after_it(
         assert temporary.parent == path.parent
         assert calls[i - 1] == ("sync", temporary)
         assert calls[i + 1] == ("sync", path.parent)
-
-
-def test_keys_are_synced_with_their_folder(tmp_path: Path, calls: list[tuple[str, Path]]) -> None:
-    engine, client = new_keys()
-    write_engine_keys(tmp_path / "engine.key", engine)
-    write_client_keys(tmp_path / "client.key", client)
-    names = ("engine.key", "client.key")
-    assert calls == [("sync", path) for name in names for path in (tmp_path / name, tmp_path)]

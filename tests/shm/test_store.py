@@ -4,12 +4,12 @@ import struct
 import time
 import zlib
 
-import msgpack
 import numpy as np
 import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import msgpack
 from small_store import SHAPE, build, file_of, fill, flip
 
 from shm.checksums import damaged_layers, name_layers
@@ -258,7 +258,7 @@ def test_an_arbitrary_manifest_is_refused(packed):
         read_head(head_of(packed), 10 * PAGE)
 
 
-FIELDS = msgpack.unpackb(GOOD.pack())
+FIELDS = msgpack.decode(GOOD.pack())
 UNREADABLE = "its manifest cannot be read"
 
 
@@ -279,7 +279,7 @@ UNREADABLE = "its manifest cannot be read"
 )
 def test_a_manifest_that_describes_no_store_is_refused(fields, text):
     with pytest.raises(StoreInvalid, match=text):
-        read_head(head_of(msgpack.packb(fields)), 1 << 30)
+        read_head(head_of(msgpack.encode(fields)), 1 << 30)
 
 
 def test_a_head_cut_short_is_refused():

@@ -13,9 +13,8 @@ from replay_cases import COSTS, Scripted, preset, run
 from trace_files import drawn_steps, make_header, scripted_steps
 
 from pipeline.errors import PlanError, TraceError
-from pipeline.policies.backlog import Landing
 from pipeline.policies.costs import Costs
-from pipeline.policies.view import Gated, ModelShape, Routing, Signals, Target, View
+from pipeline.policies.view import Gated, Landing, ModelShape, Routing, Signals, Target, View
 from pipeline.replay.machine import Replay
 
 # Two layers of two experts, of which a token uses one; an expert has so many tiles.
@@ -308,14 +307,6 @@ def test_each_sides_share_begins_with_its_fixed_cost(
     _, resident = run(header, Scripted(2, placed=[(0, 0, 2)]), [[[0]]], capacity=2, costs=costs)
     assert resident.decode.seconds == pytest.approx(2 + 0.75 + 2)
     assert resident.decode.link_busy == 0
-
-
-@pytest.mark.parametrize(("cut", "seconds"), [(0, 2 * 8.5), (1, 2 * (5.5 + 7)), (2, 2 * 4)])
-def test_a_layer_of_both_sides_ends_later(cut: int, seconds: float) -> None:
-    """Also where all of the device's tiles are resident."""
-    policy = Scripted(cut, placed=[(0, 0, 2), (1, 1, 2)])
-    _, outcome = run(TWO_TILES, policy, [[[0], [1]]], capacity=4, costs=replace(COSTS, both=7.0))
-    assert outcome.decode.seconds == pytest.approx(seconds)
 
 
 def test_policy_sees_what_is_ordered_and_the_backlogs() -> None:

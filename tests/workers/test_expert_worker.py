@@ -16,6 +16,7 @@ import pytest
 from child_harness import ROOT, SHAPE, Child, Surroundings, small_store, surroundings
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from work_cases import GOOD, Item, expected, make_work
 
 from protocol.codec import encode
@@ -153,7 +154,7 @@ FAULTS = {
 @pytest.mark.parametrize("change", FAULTS.values(), ids=FAULTS)
 def test_faulty_work_fails_and_the_worker_continues(pool: Pool, change: dict) -> None:
     child = pool.workers[0]
-    pool.place.send(child, dataclasses.replace(GOOD, seq=99, **change))
+    pool.place.send(child, structs.replace(GOOD, seq=99, **change))
     answer = pool.place.expect(WorkFailed)
     assert (answer.seq, answer.incarnation) == (99, child.incarnation)
     assert answer.text
@@ -163,7 +164,7 @@ def test_faulty_work_fails_and_the_worker_continues(pool: Pool, change: dict) ->
 def test_a_refused_work_is_not_under_way_any_more() -> None:
     """Or the exit of an idle worker would be put down to it."""
     sent: list[object] = []
-    bad = dataclasses.replace(GOOD, items=with_item(SHAPE.experts, 0, 1))
+    bad = structs.replace(GOOD, items=with_item(SHAPE.experts, 0, 1))
     peer = SimpleNamespace(stopped=False, incarnation=3, send=sent.append)
     messages = [bad, GOOD]
 
@@ -215,11 +216,11 @@ def test_an_abandoned_work_is_skipped(pool: Pool) -> None:
     whole: list[Item] = [(expert, 0, SHAPE.tiles, list(range(64))) for expert in range(SHAPE.experts)]
     for message in (
         make_work(1, 0, whole, rows=64),  # busy for a while: the others wait in the queue
-        dataclasses.replace(GOOD, seq=2),
-        dataclasses.replace(GOOD, seq=3),
+        structs.replace(GOOD, seq=2),
+        structs.replace(GOOD, seq=3),
         Abandon(2),
         Abandon(77),
-        dataclasses.replace(GOOD, seq=4),
+        structs.replace(GOOD, seq=4),
     ):
         pool.place.send(pool.slowed, message)
     assert [pool.place.expect(Partial).seq for _ in range(3)] == [1, 3, 4]

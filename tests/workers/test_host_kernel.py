@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from child_harness import SHAPE, small_store, surroundings
 from kernel_runs import bits, kernel_of, reference
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from test_masked_kernels import made
 

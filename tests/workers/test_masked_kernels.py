@@ -3,7 +3,7 @@ the same mask and against the reference; and that a row's bits depend on nothing
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from kernel_runs import bits, kernel_of, quick, seeds
+from msgspec import structs
 
 from protocol.messages import Work
 from shm.floe import FLOE_FORMATS, FloeFormat
@@ -280,7 +281,7 @@ def test_what_is_no_mask_is_refused(library: Library) -> None:
         {"share": np.nan},
     ):
         with pytest.raises(IndexError, match="no mask at all"):
-            run(library, expert, replace(good, **wrong))
+            run(library, expert, structs.replace(good, **wrong))
 
 
 def test_not_a_number_is_kept_and_counts_for_nothing(library: Library) -> None:

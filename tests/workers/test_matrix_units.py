@@ -7,12 +7,12 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-import tomllib
 from pathlib import Path
 
 import brute_force
 import numpy as np
 import pytest
+from c_libraries import c_libraries
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from kernel_runs import bf16_expert, kernel_of
@@ -40,16 +40,15 @@ def emulated(vectors: Library, tmp_path_factory: pytest.TempPathFactory) -> Libr
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("no C compiler")
-    modules = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
-    (module,) = (one for one in modules if one["name"] == "workers.kernels._amx")
-    options = [one for one in module["extra-compile-args"] if not one.startswith(("-mamx", "-O"))]
+    (module,) = (one for one in c_libraries() if one.name == "workers.kernels._amx")
+    options = [one for one in module.extra_compile_args if not one.startswith(("-mamx", "-O"))]
     options.append("-O1")  # takes a third of the time
     tiles = Path(__file__).with_name("emulated_tiles.h")
     library = tmp_path_factory.mktemp("amx") / "emulated.so"
     options += [f'-DTANDEM_EMULATED_TILES="{tiles}"', "-DTANDEM_WITHOUT_PAIRS"]
     command = [compiler, *options, "-shared", "-fPIC", "-o", library]
     built = subprocess.run(
-        [*command, *(ROOT / one for one in module["sources"])], capture_output=True, text=True
+        [*command, *(ROOT / one for one in module.sources)], capture_output=True, text=True
     )
     assert built.returncode == 0, built.stderr
     functions = ctypes.CDLL(str(library))

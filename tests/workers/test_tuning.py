@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -40,7 +42,7 @@ def test_what_is_measured_can_be_used_here(monkeypatch: pytest.MonkeyPatch) -> N
     assert found is not None
     assert isinstance(load(found.choice.variant), Library)
     assert found.rates.keys() == found.default.keys() == set(tuning.FORMATS)
-    assert Tuning.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert msgspec.convert(json.loads(json.dumps(asdict(found))), Tuning) == found
     monkeypatch.setattr(tuning, "available_memory", lambda: 1 << 20)
     assert tuning.tune() is None
 

@@ -3,7 +3,6 @@ numbers that would read or write outside the arrays, which are refused."""
 
 from __future__ import annotations
 
-import dataclasses
 from itertools import pairwise
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from kernel_runs import kernel_of
+from msgspec import structs
 
 from protocol.messages import Work
 from shm.layout import ExpertShape, StoreLayout, format_named
@@ -155,7 +155,7 @@ def test_wrong_numbers_are_refused_by_c_and_for_torch(work: Work) -> None:
 
 @pytest.mark.parametrize("layer", [-1, 1, 1 << 40])
 def test_layers_outside_the_store_are_refused(library, layer: int) -> None:
-    work = dataclasses.replace(work_of([(0, 0, 1)], [0, 1], [0]), layer=layer)
+    work = structs.replace(work_of([(0, 0, 1)], [0, 1], [0]), layer=layer)
     works = kernel_of(library, LIMITED).works(np.zeros(LIMITED.total_bytes, np.uint8), LIMITED)
     assert fault_of(work, LIMITED) is not None
     with pytest.raises(IndexError, match="no such layer"):
@@ -184,7 +184,7 @@ def test_arrays_of_a_work_that_do_not_fit_each_other_are_refused() -> None:
         {"x": good.x[:, :63]},
     ):
         with pytest.raises(ValueError, match=r"do not fit each other|instead of 64"):
-            slot.put(dataclasses.replace(good, **wrong))
+            slot.put(structs.replace(good, **wrong))
 
 
 def test_tiles_that_are_no_whole_store_are_refused(library) -> None:

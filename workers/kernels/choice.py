@@ -9,19 +9,22 @@ bf16.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
 
 MOST_AHEAD = 1 << 20  # bytes
 MOST_ROWS = 1 << 16
-HINTS = ("none", "nta", "t0", "t1")  # in the order of c/kernels.h
+Hint = Literal["none", "nta", "t0", "t1"]
+HINTS: tuple[Hint, ...] = get_args(Hint)  # in the order of c/kernels.h
 
 
 @dataclass(frozen=True)
 class Prefetch:
     """How weights are prefetched that are read once: a hint of HINTS and bytes ahead."""
 
-    hint: str = "t0"
-    ahead: int = 4096
+    hint: Hint = "t0"
+    ahead: Annotated[int, msgspec.Meta(ge=0, le=MOST_AHEAD)] = 4096
 
     def __str__(self) -> str:
         return "no prefetch" if self.hint == "none" else f"prefetch {self.hint} {self.ahead} bytes ahead"
@@ -39,7 +42,7 @@ class Choice:
 
     variant: str = ""
     prefetch: Prefetch = Prefetch()
-    matrix_rows: int = 12
+    matrix_rows: Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)] = 12
 
     def to_map(self) -> dict[str, Any]:
         """For a child's configuration and for JSON."""
@@ -47,18 +50,8 @@ class Choice:
 
     @classmethod
     def from_map(cls, data: Any) -> Choice:
-        """The inverse of `to_map`. Anything else raises ValueError, TypeError, KeyError or
-        OverflowError."""
-        choice = cls(str(data["variant"]), Prefetch(**data["prefetch"]), int(data["matrix_rows"]))
-        hint, ahead = choice.prefetch.hint, choice.prefetch.ahead
-        if (
-            hint not in HINTS
-            or type(ahead) is not int
-            or not 0 <= ahead <= MOST_AHEAD
-            or not 1 <= choice.matrix_rows <= MOST_ROWS
-        ):
-            raise ValueError("it has no valid choice of kernels")
-        return choice
+        """The inverse of `to_map`. Raises msgspec.ValidationError for anything else."""
+        return msgspec.convert(data, cls)
 
 
 DEFAULT = Choice()

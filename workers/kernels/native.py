@@ -31,7 +31,6 @@ from workers.kernels.memory import LINE, Kept
 VARIANTS = {  # best first
     "amx": "AMX",
     "avx512": "AVX-512 VNNI",
-    "avxvnni": "AVX-VNNI",
     "avx2": "AVX2",
     "portable": "portable C",
 }

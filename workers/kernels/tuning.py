@@ -16,7 +16,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -67,7 +67,7 @@ def main(config: dict[str, Any]) -> None:
     found = tune()
     if found is not None:
         found = replace(found, round_trips=trips)
-    print(json.dumps(None if found is None else found.to_json()), flush=True)
+    print(json.dumps(None if found is None else asdict(found)), flush=True)
 
 
 @dataclass(frozen=True)
@@ -80,22 +80,11 @@ class Tuning:
     default: dict[str, float]
     round_trips: dict[str, float] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        rates = {"rates": self.rates, "default": self.default, "round_trips": self.round_trips}
-        return {"choice": self.choice.to_map(), **rates}
-
-    @classmethod
-    def from_json(cls, data: Any) -> Tuning:
-        """The inverse of `to_json`. Anything else raises ValueError, TypeError, KeyError or
-        AttributeError."""
-        rates, default, trips = (
-            {str(k): float(v) for k, v in data[name].items()} for name in ("rates", "default", "round_trips")
-        )
-        if not all(math.isfinite(rate) for each in (rates, default, trips) for rate in each.values()):
-            raise ValueError("it has rates that are not finite")
-        if trips.keys() not in (set(), {"zmq", "shm"}):
-            raise ValueError("it has no valid round trips")
-        return cls(Choice.from_map(data["choice"]), rates, default, trips)
+    def __post_init__(self) -> None:
+        """Raises ValueError for round trips that are not of both exchanges, and for rates that are none."""
+        rates = (*self.rates.values(), *self.default.values(), *self.round_trips.values())
+        if self.round_trips.keys() not in (set(), {"zmq", "shm"}) or not all(map(math.isfinite, rates)):
+            raise ValueError("it has no valid rates or round trips")
 
 
 def memory_size() -> int:

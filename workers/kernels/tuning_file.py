@@ -11,14 +11,15 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from protocol.errors import NotPrivate
 from protocol.private_files import make_folders, private_directory
@@ -33,10 +34,7 @@ from workers.kernels.tuning import Tuning
 
 FOLDER = "kernels"
 FILE_NAME = re.compile(r"[0-9a-f]{16}\.json")  # others in the folder are not touched
-LATEST = 1 << 40  # seconds since the epoch
 RETRY = 86400.0  # seconds after which a measurement that failed is tried again
-MAX_REASON = 1000  # characters
-VERSION = 4  # of the files, and of how is measured
 
 
 @dataclass(frozen=True)
@@ -68,9 +66,17 @@ class Record(KeptRecord):
 
     machine: Machine
     tuning: Tuning | None
-    measured: float  # seconds since the epoch
-    load: float  # the machine's load average just before
-    failure: str = ""
+    measured: Annotated[float, msgspec.Meta(ge=0, le=1 << 40)]  # seconds since the epoch
+    load: Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # the machine's load average just before
+    failure: Annotated[str, msgspec.Meta(max_length=1000)] = ""
+    version: Literal[5] = 5  # of the files, and of how is measured
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where a record would contradict itself."""
+        if self.tuning is not None and self.tuning.choice.variant not in self.machine.variants:
+            raise ValueError("it chooses a variant that its machine does not have")
+        if (self.tuning is None) != bool(self.failure):
+            raise ValueError("it has neither a tuning nor the reason why it has none, or both")
 
     @property
     def cores(self) -> int:
@@ -81,34 +87,6 @@ class Record(KeptRecord):
         failed = self.tuning is None and not 0 <= now - self.measured < RETRY
         return failed or self.outdated(load)
 
-    def to_json(self) -> dict[str, Any]:
-        tuning = None if self.tuning is None else self.tuning.to_json()
-        found = {"tuning": tuning, "measured": self.measured, "load": self.load, "failure": self.failure}
-        return {"version": VERSION, "machine": asdict(self.machine)} | found
-
-    @classmethod
-    def from_json(cls, data: Any) -> Record:
-        """The inverse of `to_json`. Anything else raises ValueError, TypeError, KeyError, AttributeError or
-        ArithmeticError."""
-        if data["version"] != VERSION:
-            raise ValueError("it is of another version")
-        plain = data["machine"]
-        machine = Machine(
-            str(plain["cpu"]), str(plain["flags"]), int(plain["cores"]), int(plain["kernels"]),
-            tuple(map(str, plain["variants"])),
-        )  # fmt: skip
-        tuning = None if data["tuning"] is None else Tuning.from_json(data["tuning"])
-        record = cls(
-            machine, tuning, float(data["measured"]), float(data["load"]), str(data["failure"])[:MAX_REASON]
-        )
-        if tuning is not None and tuning.choice.variant not in machine.variants:
-            raise ValueError("it chooses a variant that its machine does not have")
-        if (tuning is None) != bool(record.failure):
-            raise ValueError("it has neither a tuning nor the reason why it has none, or both")
-        if not (0 <= record.measured <= LATEST and math.isfinite(record.load)):
-            raise ValueError("it has no valid time or load")
-        return record
-
 
 def path_of(cache: Path, machine: Machine) -> Path:
     return cache / FOLDER / f"{machine.key}.json"
@@ -117,21 +95,25 @@ def path_of(cache: Path, machine: Machine) -> Path:
 def find(cache: Path, machine: Machine) -> Record | None:
     """The record of exactly this machine; None without one."""
     path = path_of(cache, machine)
-    record = kept_record.find(path, Record.from_json, "the kernels are")
+    record = kept_record.find(path, _parse, "the kernels are")
     if record is None:
         return None
     kept_record.note_use(path)
     return record if record.machine == machine else None
 
 
+def _parse(data: Any) -> Record:
+    return msgspec.convert(data, Record)
+
+
 def keep(cache: Path, record: Record) -> None:
     """Write the record, replacing that of the same machine. A failure is logged."""
-    kept_record.keep(path_of(cache, record.machine), record.to_json(), "the choice of kernels")
+    kept_record.keep(path_of(cache, record.machine), asdict(record), "the choice of kernels")
 
 
 def read(path: Path) -> Record:
     """Raises OSError, ValueError as `kept_record.read`."""
-    return kept_record.read(path, Record.from_json)
+    return kept_record.read(path, _parse)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 /* Expert kernels: the functions that every variant's library exports, plain C called through ctypes.
  *
- * A variant (avx512.c, avxvnni.c, avx2.c, portable.c) defines how one block of 16 outputs is computed for a few rows,
+ * A variant (avx512.c, avx2.c, portable.c) defines how one block of 16 outputs is computed for a few rows,
  * and then includes body.h, which has the rest: loops over blocks, tiles and rows, the inner activations.
  *
  * shm/formats.py and shm/blocks.py draw the bytes of weights. Arrays are row-major; sizes are counted in numbers

@@ -1,0 +1,397 @@
+"""Every option, declared once: `options.py` makes the grammar, the help and the checks of it. Defaults come
+from the configuration's dataclasses.
+
+An option belongs to places: a command ("chat" also without the word), or a command with another option
+("stress --chaos"). `bench --replay`, and `calibrate --report` without a text, start no engine, and take only
+what names them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from msgspec import structs
+
+from launch.command_line.values import (
+    above,
+    absolute,
+    at_least,
+    between,
+    http_address,
+    model_path,
+    not_empty,
+    one_of,
+    size,
+    token_ids,
+)
+from pipeline.calibration.windows import LEAST_TOKENS
+from pipeline.config import (
+    DEFAULT_CACHE,
+    DEFAULT_CONTEXT,
+    KV_CONTEXTS,
+    BackboneDType,
+    DenseName,
+    DeviceName,
+    EngineConfig,
+    ExchangeName,
+    FormatName,
+    GraphsName,
+    LandingsName,
+    PrefetcherName,
+)
+from pipeline.models.shapes import PREFIX, SHAPES
+from protocol.messages import CALIBRATION_TOKENS, MAX_TOKENS, Sampling
+
+DEFAULTS = {field.name: field.default for field in structs.fields(Sampling)}
+DEFAULTS |= {field.name: field.default for field in fields(EngineConfig)}
+DEFAULT_HTTP = "127.0.0.1:8000"
+LOG_LEVELS = ("debug", "info", "notice", "warning", "error")
+
+COMMANDS = {
+    "generate": "complete one prompt",
+    "chat": "chat with a running engine (--connect NAME to choose one)",
+    "serve": "start an engine and print its name and address",
+    "score": "log-probabilities of a text",
+    "evaluate": "multiple-choice items: how many the model answers right under --policy a,b,c",
+    "bench": "speed of the same prompts under each of --policy a,b,c",
+    "stress": "many clients at once; each answer is compared with the same request alone",
+    "calibrate": "measure the model's routing statistics, which policies use",
+    "advise": "which policy, cache and format for a model, on any machine",
+    "doctor": "what this machine can do, and what to change",
+    "cache": "list and prune what is kept on disk and in shared memory",
+}
+CLIENTS = "chat, generate, score, evaluate, stress, bench, calibrate"
+ENGINE = f"{CLIENTS}, serve"
+SIZES = f"{ENGINE}, doctor --model, advise"
+REPLAY = "bench --replay"
+DRAWING = "calibrate --report"
+JSON = f"generate, score, evaluate, stress, bench, calibrate, doctor, advise, cache, {REPLAY}, {DRAWING}"
+EVERYWHERE = f"{ENGINE}, doctor, advise, cache, {REPLAY}, {DRAWING}"
+
+FORMATS = (
+    f"format of the experts' weights: {', '.join(get_args(DenseName))}; or floe[-u4|-u8][-int8|-int4], of"
+    " which single channels can be left out: up in 2 (4, 8) bits, channels in bf16 (int8, int4) (default:"
+    " the most exact that fits, none of the last)"
+)
+MODEL = (
+    "Hugging Face checkpoint directory, or ORG/NAME, a model of the Hub, which is downloaded once"
+    " (default: the embedded model); or random weights in the shape of a known model, to see its speed:"
+    f" {PREFIX}NAME, or {PREFIX}NAME/N for N of its layers ({', '.join(SHAPES)})"
+)
+
+
+@dataclass(frozen=True)
+class Option:
+    """`words`: its name and, unless it is a flag, what stands for its value; a positional one is in capitals.
+    `value`: the words that it takes, or what reads one; None for a flag."""
+
+    words: str
+    value: Callable[[str], Any] | tuple[str, ...] | None
+    help: str
+    takes: str = ""  # its places, where they are not those of its section
+    also: str = ""  # further places
+    bare: str | None = None  # its value where none follows
+    repeatable: bool = False
+    short: str = ""
+    one_of: str = ""  # only one option may give this
+    not_with: str = ""  # an option that excludes it
+    asked: str = ""  # where an engine's option is one of requests too, which may go with --connect
+    of_engine: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.words.split()[0]
+
+    @property
+    def is_positional(self) -> bool:
+        return self.name.isupper()
+
+    @property
+    def spelled(self) -> str:
+        return self.name if self.is_positional else f"--{self.name}"
+
+    @property
+    def key(self) -> str:
+        """Returns its name among the given options and in the configuration."""
+        return "text" if self.is_positional else self.name.replace("-", "_")
+
+    def is_of(self, command: str) -> bool:
+        return any(place.split()[0] == command for place in self.takes.split(", "))
+
+    def add_to(self, parser: argparse._ActionsContainer) -> None:
+        """Add it to the grammar of a command."""
+        settings: dict[str, Any] = {"help": self.help}
+        default = DEFAULTS.get(self.key)
+        if isinstance(default, str | float | int) and self.value and "(default" not in self.help:
+            settings["help"] += f" (default {default})"
+        if self.value is None:
+            settings["action"] = "store_true"
+        elif isinstance(self.value, tuple):
+            settings |= {"type": one_of(self.value), "metavar": f"{{{','.join(self.value)}}}"}
+        else:
+            settings |= {"type": self.value, "metavar": self.words.split()[-1]}
+        if self.repeatable:
+            settings["action"] = "append"
+        if self.bare is not None or self.is_positional:
+            settings |= {"nargs": "?", "const": self.bare}
+        names = [self.key] if self.is_positional else [*filter(None, [self.short]), self.spelled]
+        parser.add_argument(*names, **settings)
+
+
+def _section(takes: str, *options: Option, of_engine: bool = False) -> list[Option]:
+    return [
+        replace(o, takes=(o.takes or takes) + (o.also and f", {o.also}"), of_engine=of_engine)
+        for o in options
+    ]
+
+
+_sizes = _section(
+    SIZES,
+    Option("model DIR", model_path, MODEL, also=DRAWING),
+    Option(
+        "policy PRESET",
+        str,
+        "what to compute where (default all-host without a GPU, fiddler with one)",
+        also=REPLAY,
+        asked="bench, evaluate",
+    ),
+    Option(
+        "set POLICY.OPTION=VALUE",
+        str,
+        "set an option of the policy; repeatable",
+        also=REPLAY,
+        asked="bench, evaluate",
+        repeatable=True,
+    ),
+    Option("device", get_args(DeviceName), "device of the backbone and the resident experts"),
+    Option("format FORMAT", one_of(get_args(FormatName)), FORMATS),
+    Option("backbone-dtype", get_args(BackboneDType), "format of all other weights"),
+    Option(
+        "expert-cache RATIO",
+        between(0.0, 1.0),
+        f"share of all expert tiles on the device (default {DEFAULT_CACHE}; on a GPU all that fit)",
+        also=REPLAY,
+    ),
+    Option("tile N", at_least(1), "channels of a tile (default: by the experts' shape)"),
+    Option(
+        "workers N",
+        at_least(0),
+        "expert workers, which divide the cores (default one per core, at most 16); 0: no processes",
+    ),
+    Option(
+        "exchange",
+        get_args(ExchangeName),
+        "how work gets to the workers: sockets or shared memory",
+        takes=ENGINE,
+    ),
+    Option(
+        "context N",
+        at_least(1),
+        f"tokens of prompt and answer (default: the model's, at most {DEFAULT_CONTEXT}, or what fits)",
+    ),
+    Option(
+        "kv-tokens N",
+        at_least(1),
+        f"tokens in the KV cache, of all requests (default {KV_CONTEXTS} contexts, or what fits)",
+    ),
+    Option("chunk N", at_least(1), "prefill tokens of one step (default: measured)"),
+    Option("prefetcher", get_args(PrefetcherName), "what copies tiles to the device"),
+    Option("landings", get_args(LandingsName), "how a GPU learns that tiles have landed"),
+    Option("graphs", get_args(GraphsName), "decode steps by CUDA graphs, on a GPU"),
+    of_engine=True,
+)
+_engine = _section(
+    ENGINE,
+    Option("link-gbps X", above(0.0), "emulate a link of X GB/s"),
+    Option("host-slowdown X", between(1.0, math.inf), "emulate workers X times slower"),
+    Option(
+        "costs FILE",
+        Path,
+        "use these costs instead of measuring; daop-table-1: those published for DAOP",
+        also=REPLAY,
+    ),
+    Option("record F", absolute, "record the routing into a new file, for bench --replay"),
+    Option(
+        "seed S",
+        at_least(0),
+        "seed of sampling and of the policy random",
+        also=REPLAY,
+        asked="chat, generate, stress --chaos",
+    ),
+    Option("keep-store", None, "leave the experts in shared memory for the next start"),
+    Option("verify", None, "compare the experts with their checksums before use"),
+    Option("name NAME", str, "the engine's name (default: e and the process id)"),
+    Option(
+        "http HOST:PORT",
+        http_address,
+        f"also serve OpenAI's and Anthropic's API over HTTP (default address {DEFAULT_HTTP})",
+        takes="serve",
+        bare=DEFAULT_HTTP,
+    ),
+    Option(
+        "http-keys FILE",
+        Path,
+        "API keys for --http, one a line: a name and a key; needed beyond this machine",
+        takes="serve --http",
+    ),
+    of_engine=True,
+)
+_answer = _section(
+    "chat, generate",
+    Option("max-tokens N", at_least(1), f"new tokens at most (default {MAX_TOKENS})"),
+    Option(
+        "temperature X",
+        between(0.0, math.inf),
+        "0: greedy (default 0; in a chat and with --chat the model's)",
+    ),
+    Option("top-k K", at_least(0), "only the K most probable tokens; 0: all"),
+    Option("top-p P", above(0.0, 1.0), "only the most probable tokens, P in all"),
+    Option("min-p P", between(0.0, 1.0), "only tokens P times as probable as the best"),
+    Option("repetition-penalty X", above(0.0), "divides the logits of tokens that occurred; 1: none"),
+    Option("stop T", not_empty, "end before this text; repeatable", repeatable=True),
+    Option("ignore-eos", None, "continue after the model's end-of-text token"),
+    Option("system T", not_empty, "system message of the chat", takes="chat, generate --chat"),
+)
+_generate = _section(
+    "generate",
+    Option("PROMPT", str, "text to continue, with --chat the user's message; -: from stdin", one_of="prompt"),
+    Option("prompt T", str, "the same as PROMPT", one_of="prompt"),
+    Option("file F", Path, "UTF-8 file with the prompt", one_of="prompt"),
+    Option("prompt-tokens 1,2,3", token_ids, "token ids to continue", one_of="prompt", not_with="chat"),
+    Option("chat", None, "use the model's chat template, and sample as a chat does"),
+)
+_texts = _section(
+    "score",
+    Option("text F", Path, "UTF-8 file", one_of="text", also="calibrate"),
+    Option("tokens F.json", Path, "file with a JSON list of token ids", one_of="text", also="calibrate"),
+    Option("out F.npy", Path, "write all log-probabilities: float32 [positions, vocab]"),
+    Option("stepwise", None, "score one token at a time, by the decode path"),
+    Option(
+        "prefill N", at_least(1), "tokens to prefill before stepping (default 1)", takes="score --stepwise"
+    ),
+    Option(
+        "stride N",
+        at_least(1),
+        "tokens by which the window moves over a text longer than the context (default: half of it)",
+    ),
+    Option("items F.jsonl", Path, "items, one JSON object a line (default: built-in ones)", takes="evaluate"),
+    Option("limit N", at_least(1), "only the first N items", takes="evaluate"),
+)
+_stress = _section(
+    "stress",
+    Option("script F.jsonl", Path, "requests, one JSON object a line (default: built-in ones)"),
+    Option("clients C", at_least(1), "clients connected at once (default 8)"),
+    Option("repeat N", at_least(1), "repetitions of the script (default 1)"),
+    Option("chaos KINDS", str, "inject faults meanwhile: kill, stop, delay, corrupt, separated by commas"),
+    Option("chaos-rate R", above(0.0), "faults a second on average (default 1)", takes="stress --chaos"),
+)
+_bench = _section(
+    "bench",
+    Option("prompt-len P", at_least(1), "tokens of a prompt (default 128)", also="advise"),
+    Option("gen-len G", at_least(2), "new tokens of an answer (default 64)"),
+    Option("batch B", at_least(1), "requests at once (default 1)", also="advise"),
+    Option("rounds N", at_least(1), "measured runs of each policy (default 5)"),
+    Option(
+        "ppl-tokens N",
+        at_least(0),
+        "held-out tokens to compare approximate policies with an exact one (default 256; 0: none)",
+    ),
+    Option("energy", None, "joules a token as well, from the counters of processors (RAPL) and GPUs (NVML)"),
+    Option("plot F.png", Path, "draw the results (also .svg, .pdf)", also=f"{REPLAY} --sweep, advise"),
+    Option(
+        "sweep NAME=V1,V2",
+        str,
+        "measure each of these values: cache, batch, prompt, gen, or POLICY.OPTION; repeatable, crossed",
+        also=REPLAY,
+        repeatable=True,
+    ),
+    Option(
+        "replay F",
+        Path,
+        "simulate the policies on the recorded routing of --record; no engine is started",
+        takes=REPLAY,
+    ),
+)
+_calibrate = _section(
+    "calibrate",
+    Option(
+        "calibrate-tokens N",
+        at_least(LEAST_TOKENS),
+        f"tokens to read at most, from all of the text (default {CALIBRATION_TOKENS})",
+    ),
+    Option(
+        "max-loss X",
+        above(0, 1000),
+        "find the strongest settings of approximations that add at most X %% to the perplexity",
+    ),
+    Option(
+        "report DIR",
+        Path,
+        "draw the results into this folder; without a text, those of an earlier calibration",
+        also=DRAWING,
+    ),
+)
+_advise = _section(
+    "advise",
+    Option("machine NAME", str, "a known one, such as 4090-pcie4; the other options change its numbers"),
+    Option("host-gbps X", above(0.0), "GB/s that all cores read from the host's memory"),
+    Option("link-gbps X", above(0.0), "GB/s from the host's memory to the GPU's"),
+    Option("gpu-gbps X", above(0.0), "GB/s that the GPU reads from its memory"),
+    Option("gpu-gb X", above(0.0), "size of the GPU's memory"),
+    Option("host-gb X", above(0.0), "free memory of the host (default: enough)"),
+    Option("host-tflops X", above(0.0), "of all cores (default: by --host-gbps)"),
+    Option("gpu-tflops X", above(0.0), "of the GPU (default: by --gpu-gbps)"),
+    Option(
+        "costs FILE",
+        Path,
+        "costs measured on that machine in --format, in place of the rates; daop-table-1: DAOP's",
+    ),
+    Option("trace F", Path, "routing of this model that --record wrote"),
+    Option("seed S", at_least(0), "seed of synthetic routing"),
+)
+_cache = _section(
+    "cache --prune",
+    Option("prune", None, "remove entries that are not in use, by --older-than, --to or both", takes="cache"),
+    Option(
+        "older-than DAYS",
+        between(0.0, 1e6),
+        "those last used more than DAYS days ago, on disk and of --keep-store in shared memory",
+    ),
+    Option("to SIZE", size, "the least recently used, until at most SIZE is left on disk (such as 20GB)"),
+    Option("dry-run", None, "only list what would be removed"),
+)
+_every = _section(
+    EVERYWHERE,
+    Option(
+        "connect NAME",
+        str,
+        "use a running engine instead of starting one",
+        takes=CLIENTS,
+        bare="",
+    ),
+    Option("json", None, "print one JSON object on stdout, and nothing else there", takes=JSON),
+    Option(
+        "detail",
+        None,
+        "with --json: also the figures of each layer",
+        takes=f"generate --json, score --json, bench --json, {REPLAY} --json",
+    ),
+    Option("log-level", LOG_LEVELS, "least severe messages shown (default notice)"),
+    Option("verbose", None, "show details on stderr: --log-level info", short="-v"),
+)
+
+# By the headings of --help.
+TABLE = {
+    "options": [
+        *(_generate + _texts + _stress + _bench + _calibrate),
+        *(_cache + _every),
+    ],
+    "answer": _answer,
+    "model and memory": _sizes,
+    "engine": _engine,
+    "a machine (default: this one, on which the model is run for a moment)": _advise,
+}

@@ -1,0 +1,364 @@
+"""Expected speeds. `doctor --model` asks for them by the bytes that a token reads and by measured rates,
+`advise` by a replay of a model's routing with costs, and `/why` by where the time of an answer went.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launch.phase_profile import PhaseProfile
+from pipeline.checkpoint.model_source import ModelSource
+from pipeline.config import EngineConfig, FormatName
+from pipeline.memory.needs import Needs, backbone_tensors, needs, plain_bytes, quantized_bytes
+from pipeline.models.registry import expert_shape
+from pipeline.policies.calibration import Calibration
+from pipeline.policies.costs import Costs
+from pipeline.policies.presets import make_policy
+from pipeline.policies.view import ModelShape, PolicyRequest
+from pipeline.replay.machine import Replay
+from pipeline.replay.outcome import PhaseOutcome
+from pipeline.traces.header import Header
+from pipeline.traces.recorder import DEPTH
+from pipeline.traces.steps import TracedStep
+from shm.layout import FloeFormat, StoreLayout, format_named
+
+CONTEXT = 1000  # tokens that an expected token attends to
+QUANTILES = (0.1, 0.5, 0.9)  # of measured rates: the slow, the usual and the fast ones
+MARGIN = 0.2  # of the range at least: how evenly a token's experts divide over the workers is not measured
+SIDE = 1024  # of a matrix whose formats' sizes are compared
+HIDDEN = ("setting", "notes", "replayed")  # from `Estimate.to_map`
+
+
+# --- what a model's parts weigh -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model in one format, from its config alone; bytes unless noted otherwise."""
+
+    needs: Needs
+    header: Header  # as a trace of the model in this format would have it
+    expert: int  # with its heads, where the format has them
+    expert_weights: int  # numbers
+    other: int  # of a layer, without its routed experts
+    other_weights: int  # numbers
+    head: int  # read once a step
+    kv_token: int  # of one token in one layer
+
+    @property
+    def format(self) -> FormatName:
+        return self.needs.format
+
+    @property
+    def tile(self) -> float:
+        """Bytes that are read for a tile; the header has those that are moved for it."""
+        return self.expert / self.header.shape.tiles
+
+
+def sizes_of(source: ModelSource, config: EngineConfig, format: FormatName) -> Sizes:
+    """A model's sizes with the config's device and workers. Raises as `needs`."""
+    known = needs(source, config, format)
+    spec, tile_format = known.spec, format_named(format)
+    shape = expert_shape(source.config, config.tile, tile_format)
+    layout = StoreLayout(shape, tile_format)
+    tensors = list(backbone_tensors(source, spec))
+    table, number = spec.vocabulary * spec.hidden, plain_bytes(config)
+    # a token reads the head's table, and of the embeddings' a row; a tied table is one tensor
+    once = spec.tied_embeddings and not quantized_bytes(tensors, spec, config)
+    read = known.backbone - (0 if once else table * number)
+    numbers = sum(math.prod(tensor.shape) for tensor in tensors) - (0 if spec.tied_embeddings else table)
+    weights = max(0, numbers - table) // spec.layers
+    head = round(read * table / max(numbers, 1))
+    header = Header(
+        model=source.name,
+        fingerprint=source.fingerprint("calibration", 0),
+        store=source.fingerprint(format, shape.tile),
+        shape=ModelShape(shape.layers, shape.experts, shape.tiles, spec.top_k),
+        tile_bytes=layout.tile_bytes,
+        router=spec.router,
+        depth=DEPTH,
+    )
+    return Sizes(
+        needs=known,
+        header=header,
+        expert=layout.expert_bytes,
+        expert_weights=3 * spec.hidden * spec.intermediate,
+        other=max(0, read - head) // spec.layers,
+        other_weights=weights,
+        head=head,
+        kv_token=known.kv_token // spec.layers,
+    )
+
+
+def format_bytes(name: str) -> int:
+    """Bytes of a matrix in this format, to compare formats by."""
+    tile_format = format_named(name)
+    return tile_format.head_bytes(SIDE, SIDE) + tile_format.tile_bytes(SIDE, SIDE)
+
+
+# --- by bytes and rates -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Bytes a second: slow, usual, fast."""
+
+    slow: float
+    usual: float
+    fast: float
+
+    @classmethod
+    def of(cls, together: Sequence[Sequence[float]]) -> Spread:
+        """`together`: the rates of each process that computed at the same time."""
+        return cls(*np.sum([np.quantile(rates, QUANTILES) for rates in together], axis=0).tolist())
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What a machine's cores reach. `experts`: by format; `layer`: seconds of a layer beside its reads."""
+
+    memory: float  # bytes a second, all cores: the fastest of all readings, so that no share exceeds it
+    experts: Mapping[str, Spread]
+    backbone: Spread
+    layer: float
+    load: float  # load average just before
+    cores: int  # that computed
+
+    def to_map(self) -> dict[str, Any]:
+        return {
+            "memory_gbps": self.memory / 1e9,
+            "expert_kernels_gbps": {name: spread.usual / 1e9 for name, spread in self.experts.items()},
+            "backbone_gbps": self.backbone.usual / 1e9,
+            "layer_overhead_s": self.layer,
+            "load_average": self.load,
+            "cores": self.cores,
+        }
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Tokens a second of one request on the host alone, and the bytes that one token reads."""
+
+    experts: int
+    backbone: int
+    kv: int
+    limit: float  # where all bytes were read at the memory's full bandwidth
+    slow: float
+    usual: float
+    fast: float
+
+    def to_map(self) -> dict[str, Any]:
+        return {
+            "tok_s": self.usual,
+            "tok_s_range": [self.slow, self.fast],
+            "memory_limit_tok_s": self.limit,
+            "share_of_limit": self.usual / self.limit,
+            "bytes_per_token": {"experts": self.experts, "backbone": self.backbone, "kv": self.kv},
+        }
+
+
+def by_rates(sizes: Sizes, speeds: Speeds, left_out: float) -> Expected:
+    """The speed after CONTEXT other tokens. `left_out`: the share of an expert's channels that a token leaves
+    out in a floe format."""
+    spec, shape, tile_format = sizes.needs.spec, sizes.header.shape, format_named(sizes.format)
+    expert = sizes.expert
+    if isinstance(tile_format, FloeFormat):
+        expert -= round(left_out * sizes.header.tile_bytes * shape.tiles)
+    experts = shape.layers * shape.top_k * expert
+    backbone, kv = spec.layers * sizes.other + sizes.head, CONTEXT * sizes.needs.kv_token
+    rest = spec.layers * speeds.layer + kv / speeds.memory
+    slow, usual, fast = (
+        1 / (experts / of_experts + backbone / of_backbone + rest)
+        for of_experts, of_backbone in zip(
+            astuple(speeds.experts[sizes.format]), astuple(speeds.backbone), strict=True
+        )
+    )
+    limit = speeds.memory / (experts + backbone + kv)
+    slow, fast = min(slow, usual * (1 - MARGIN)), max(fast, usual * (1 + MARGIN))
+    return Expected(experts, backbone, kv, limit, slow, usual, min(fast, limit))
+
+
+# --- by a replay --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RecordedText:
+    """A model's routing, steps in order; those before `begin` warm the caches."""
+
+    steps: Sequence[TracedStep]
+    begin: int
+    counts: NDArray[np.int64]  # [L, E] uses before the steps that count
+    last_steps: dict[int, int]  # of each sequence
+    words: str
+    rest: float | None = None  # seconds of a decode step that were measured and are not simulated
+    unknown: tuple[str, ...] = ()
+    calibration: Calibration | None = None
+
+
+@dataclass(frozen=True)
+class Priced:
+    """What a model's step costs on a machine in one format."""
+
+    costs: Costs  # per tile
+    rest: float  # seconds of a step outside its layers
+    words: str = ""  # where the costs come from
+    planned: float | None = None  # seconds of a replay's step with the preset whose planning is in `rest`
+
+    def rest_of(self, replayed: float) -> float:
+        """`rest` of a preset whose replay takes so many seconds a step: what it takes longer than the other
+        one is planning."""
+        return self.rest if self.planned is None else max(0.0, self.rest + replayed - self.planned)
+
+    def faster(self, side: str, factor: float) -> Priced:
+        """The same with a `link`, a `host` or a `device` that is so many times as fast."""
+        costs, changed = self.costs, dict[str, Any]()
+        for name in {"link": ("link",), "host": ("host",), "device": ("device", "other")}[side]:
+            value = getattr(costs, name)
+            changed[name] = value / factor if name == "link" else tuple(each / factor for each in value)
+        return replace(self, costs=replace(costs, **changed))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A preset with an expert cache, in one format."""
+
+    policy: PolicyRequest
+    format: FormatName
+    capacity: int  # tiles
+    share: float  # of all tiles
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a setting would reach. Rates and shares are of decode."""
+
+    setting: Setting
+    exact: bool
+    tok_s: float
+    first_token_s: float | None  # of a prompt alone; None where the routing has no prompt
+    hit_rate: float
+    host_share: float  # of the tiles
+    moved: float  # bytes a token
+    wait_link: float  # share of the time
+    wait_host: float
+    fidelity: dict[str, float | None]
+    notes: tuple[str, ...]
+    replayed: float  # seconds that the replay itself took for a step
+
+    def to_map(self) -> dict[str, Any]:
+        plain = {name: value for name, value in vars(self).items() if name not in HIDDEN}
+        setting = self.setting
+        return {
+            "policy": setting.policy.name,
+            "options": setting.policy.options,
+            "format": setting.format,
+            "expert_cache": setting.share,
+            "cache_tiles": setting.capacity,
+            "workers": None,  # the default
+            **plain,
+            "notes": list(self.notes),
+        }
+
+
+def by_replay(
+    setting: Setting, sizes: Sizes, priced: Priced, text: RecordedText, prompt: int, seed: int
+) -> Estimate:
+    """The speed of a setting on this routing. `prompt`: tokens of the prompt whose first token is timed.
+    Raises PolicyError where the preset lacks an input, TraceError where the routing does, PlanError."""
+    machine = Replay(
+        *(sizes.header, make_policy(setting.policy, seed), priced.costs, setting.capacity),
+        calibration=text.calibration,
+        popularity=text.counts,
+        last_steps=text.last_steps,
+    )
+    for step in text.steps[: text.begin]:
+        machine.step(step)
+    before = {phase: _copied(outcome) for phase, outcome in machine.outcome.phases.items()}
+    replayed = 0.0
+    for step in text.steps[text.begin :]:
+        began = time.process_time()
+        machine.step(step)
+        if step.phase == "decode":
+            replayed += time.process_time() - began
+    outcome = machine.outcome
+    decode, read = (_since(outcome.phases[phase], before[phase]) for phase in ("decode", "prefill"))
+    if not read.rows:  # no prompt among the steps that count
+        read = before["prefill"]
+    replayed /= max(decode.steps, 1)
+    whole = decode.seconds + decode.steps * priced.rest_of(replayed)
+    return Estimate(
+        setting=setting,
+        exact=outcome.exact,
+        tok_s=decode.rows / whole,
+        first_token_s=(read.seconds + read.steps * priced.rest) * prompt / read.rows if read.rows else None,
+        hit_rate=decode.hit_rate,
+        host_share=decode.host_share,
+        moved=decode.moved * sizes.header.tile_bytes / max(decode.rows, 1),
+        wait_link=decode.wait_link / whole,
+        wait_host=decode.wait_host / whole,
+        fidelity={} if outcome.exact else decode.shares(),
+        notes=tuple(outcome.notes),
+        replayed=replayed,
+    )
+
+
+def _copied(outcome: PhaseOutcome) -> PhaseOutcome:
+    copied = replace(outcome)
+    copied.active, copied.hits = outcome.active.copy(), outcome.hits.copy()
+    return copied
+
+
+def _since(now: PhaseOutcome, then: PhaseOutcome) -> PhaseOutcome:
+    """The difference of the sums."""
+    plain = {
+        name: getattr(now, name) - getattr(then, name)
+        for name, value in vars(then).items()
+        if isinstance(value, int | float) and name != "layers"
+    }
+    difference = replace(now, **plain)
+    difference.active, difference.hits = now.active - then.active, now.hits - then.hits
+    return difference
+
+
+# --- by where the time of an answer went --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenTime:
+    """Seconds of a measured token by part of a step. Waiting for the host's experts is divided into `host`,
+    the time in which they were computed, and `idle`, the rest: negative where the coordinator computed
+    meanwhile."""
+
+    parts: dict[str, float]
+
+    @classmethod
+    def of(cls, profile: PhaseProfile) -> TokenTime:
+        """The time of a phase's tokens."""
+        parts = {part: spent / profile.rows for part, spent in profile.tree["seconds"].items()}
+        host = profile.host_busy * profile.seconds / profile.rows
+        wait = parts.pop("wait")
+        return cls(parts | {"host": host, "idle": wait - host})
+
+    def with_parts(self, **changed: float) -> float:
+        """Seconds of a token where these parts take so long instead."""
+        return sum((self.parts | changed).values())
+
+    def scaled(self, names: Sequence[str], ratio: float) -> float:
+        """Seconds of a token where these parts take `ratio` times as long."""
+        return self.with_parts(**{name: self.parts[name] * ratio for name in names})
+
+    def missing_divided(self, tiles: float, host: float, link: float) -> float:
+        """Seconds of a token at least, where so many missing tiles are divided so that the host, at `host`
+        seconds each, and the link, at `link`, end together."""
+        return self.with_parts(host=0.0, idle=0.0, link=tiles * host * link / (host + link))
+
+    def missing_cheapest(self, tiles: float, host: float, link: float) -> float:
+        """The same where all missing tiles go to the faster side."""
+        return self.with_parts(host=0.0, idle=0.0, link=tiles * min(host, link))

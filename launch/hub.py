@@ -1,0 +1,311 @@
+"""`--model org/name`: a model of the Hugging Face Hub, from this machine's cache of it or downloaded into it.
+
+The cache is huggingface_hub's own, with its progress bars and environment variables. A model that is complete
+in the cache is used as it is, without the network, even if the Hub has a newer version. Before the weights a
+few kilobytes are downloaded and checked: architecture, format of the weights, free space.
+
+Files are downloaded one after the other in the main thread, and not by snapshot_download: its pool of threads
+ends only when the files under way are complete, so a Ctrl-C would take effect after gigabytes. Complete files
+are kept: the next start continues after them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, cast
+from urllib.parse import urlsplit
+
+from launch.errors import DownloadFailed, LaunchError, WrongUsage
+from launch.terminal.log import notice
+from pipeline.errors import ModelError
+from protocol.visible import one_line
+from shm.segment import byte_size
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelInfo
+
+log = logging.getLogger("tandem")
+
+# A name as the Hub accepts it, and a revision: a branch, a tag, or a commit.
+_PART = r"\w(?:[\w.-]{0,94}\w)?"
+_NAME = re.compile(rf"({_PART}/{_PART})(?:@({_PART}))?", re.ASCII)
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# Files that are read beside the weights. Neither code nor pickles.
+SMALL = (
+    "generation_config.json",
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates/*.jinja",
+)
+OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors")
+LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+DEADLINE = 20.0  # seconds for the Hub to list a model's files
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether this could be a model of the Hub, org/name or org/name@revision."""
+    match = _NAME.fullmatch(text)
+    return match is not None and not re.search(r"\.\.|--", text) and not match[1].endswith(".git")
+
+
+def model_folder(model: Path, download: bool) -> Path:
+    """What `--model` means: a shape or a path as it is, or the folder of a model of the Hub, which is
+    downloaded; without `download` only its config, where the cache has none. Raises WrongUsage where the Hub
+    refuses it or it cannot be run, DownloadFailed where it cannot be downloaded now; KeyboardInterrupt for
+    SIGTERM and SIGHUP too."""
+    name = str(model)
+    match = _NAME.fullmatch(name)
+    if os.path.exists(model) or match is None or not is_hub_name(name):
+        return model
+    from huggingface_hub import try_to_load_from_cache
+
+    repository, revision = match[1], match[2] or "main"
+    config = try_to_load_from_cache(repository, CONFIG, revision=revision)
+    folder = Path(config).parent if isinstance(config, str) else None
+    flaw = "" if folder is None else _flaw(folder)
+    if folder is not None and not flaw and _has_tokenizer(folder):
+        log.info(f"{name}: from {folder}")
+        return folder
+    if not download:
+        return folder or _config_folder(name, repository, revision)
+    try:
+        with _interruptible():
+            return _download(name, repository, revision)
+    except DownloadFailed as e:
+        if folder is None:
+            raise
+        if flaw:
+            raise DownloadFailed(f"{e}; the files in the cache are incomplete: {flaw}") from None
+        log.warning(f"note: {name} has no tokenizer in {folder}, and none can be downloaded: {e}")
+        return folder
+
+
+def _config_folder(name: str, repository: str, revision: str) -> Path:
+    """The folder of its config.json, which alone is downloaded."""
+    from huggingface_hub import HfApi, hf_hub_download
+
+    _quiet()
+    with _translate(name, answered=False):
+        # Tried once: an unreachable Hub is known at once, and not after six tries for the file.
+        HfApi().model_info(repository, revision=revision, timeout=DEADLINE)
+    with _translate(name, answered=True):
+        folder = Path(hf_hub_download(repository, CONFIG, revision=revision)).parent
+    _check_architecture(name, folder / CONFIG)
+    return folder
+
+
+def _download(name: str, repository: str, revision: str) -> Path:
+    """The folder with all needed files, of one commit even if the model changes on the Hub meanwhile."""
+    from huggingface_hub import HfApi, hf_hub_download
+
+    _quiet()
+    with _translate(name, answered=False):
+        about = HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=DEADLINE)
+    commit = about.sha
+    sizes = {file.rfilename: file.size or 0 for file in about.siblings or ()}
+    _check_kind(name, sizes)
+    with _translate(name, answered=True):
+        # by the revision's name, so that the cache records its commit
+        folder = Path(hf_hub_download(repository, CONFIG, revision=revision)).parent
+    if folder.name != commit:
+        raise DownloadFailed(f"{name} is being changed on the Hub at this moment: start again")
+    _check_architecture(name, folder / CONFIG)
+    weights = [SINGLE]
+    if INDEX in sizes:
+        with _translate(name, answered=True):
+            weights = _shards(name, Path(hf_hub_download(repository, INDEX, revision=commit)), sizes)
+    small = [file for file in sizes if any(_matches(file, pattern) for pattern in SMALL)]
+    files = [file for file in (*small, *weights) if not (folder / file).exists()]
+    _check_disk(name, about, files, folder)
+    for number, file in enumerate(files, start=1):
+        if not sys.stderr.isatty():  # on a terminal the library draws a bar
+            notice(f"{name}: {file} ({number} of {len(files)}), {byte_size(sizes[file])}")
+        with _translate(name, answered=True):
+            hf_hub_download(repository, file, revision=commit)
+    notice(f"{name}: downloaded into {folder}")
+    return folder
+
+
+def _quiet() -> None:
+    """The libraries log each request, and the Hub's each failure, which is an error of ours in the end."""
+    for library in ("httpx", "httpx2"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+
+
+def _matches(file: str, pattern: str) -> bool:
+    """A pattern means the files of its own folder alone."""
+    return file.count("/") == pattern.count("/") and fnmatchcase(file, pattern)
+
+
+def _flaw(folder: Path) -> str:
+    """Why a folder of the cache holds no complete checkpoint; "" where it does."""
+    from pipeline.checkpoint.open import open_model
+
+    try:
+        open_model(folder)
+    except ModelError as e:
+        return str(e)
+    return ""
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    """Whether it has a tokenizer: other programs may have downloaded the weights alone."""
+    from pipeline.text.tokenizer import TOKENIZER_FILES
+
+    return any((folder / file).exists() for file in TOKENIZER_FILES)
+
+
+def _check_kind(name: str, sizes: dict[str, int]) -> None:
+    """Raises WrongUsage for a repository that holds no checkpoint in safetensors, and for names of files that
+    the library would write to the terminal, beside its bars, as they are."""
+    if evil := next((file for file in sizes if one_line(file) != file), None):
+        raise WrongUsage(f"{name}: the name of a file holds characters that control a terminal: {evil}")
+    if SINGLE not in sizes and INDEX not in sizes:
+        other = next((f for kind in OTHER_WEIGHTS for f in sizes if fnmatchcase(f, kind)), None)
+        has = f"its weights are in files like {other}" if other else "it has no weights"
+        raise WrongUsage(
+            f"{name}: neither {SINGLE} nor {INDEX} is on the Hub: {has}, and only safetensors are read; "
+            "look for a repository that has those"
+        )
+    if CONFIG not in sizes:
+        raise WrongUsage(f"{name}: {CONFIG} is not on the Hub, and the model cannot be run without it")
+
+
+def _check_architecture(name: str, config: Path) -> None:
+    """Raises WrongUsage for a model that cannot be run, before its weights are downloaded."""
+    from pipeline.checkpoint.index import read_fields
+    from pipeline.models.registry import model_spec
+
+    try:
+        model_spec(read_fields(config))
+    except ModelError as e:
+        raise WrongUsage(f"{name}: {e}; nothing more was downloaded") from None
+
+
+def _shards(name: str, index: Path, sizes: dict[str, int]) -> list[str]:
+    """The weight files that an index names, in order. Raises WrongUsage where it names what is not there."""
+    from pipeline.checkpoint.index import MAX_INDEX_BYTES, read_fields
+
+    try:
+        shards = sorted(set(read_fields(index, MAX_INDEX_BYTES)["weight_map"].values()))
+    except (ModelError, KeyError, TypeError, AttributeError):
+        raise WrongUsage(f"{name}: its {INDEX} is damaged") from None
+    for shard in shards:
+        if shard not in sizes or not fnmatchcase(shard, "*.safetensors"):
+            raise WrongUsage(f"{name}: {INDEX} names {str(shard)[:80]!r}, which is not on the Hub")
+    return shards
+
+
+def _check_disk(name: str, about: ModelInfo, files: list[str], folder: Path) -> None:
+    """Log the download's size. Raises DownloadFailed where the disk has too little space for it."""
+    cache = folder.parents[2]  # CACHE/models--org--name/snapshots/COMMIT
+    blobs = folder.parents[1] / "blobs"  # files by their hashes, of other commits as well
+    need = 0
+    for file in about.siblings or ():
+        known_as = file.lfs.sha256 if file.lfs is not None else file.blob_id
+        if file.rfilename in files and not (known_as and (blobs / known_as).exists()):
+            need += file.size or 0
+    free = shutil.disk_usage(cache).free
+    if need > free:
+        raise DownloadFailed(
+            f"{name}: {byte_size(need)} have to be downloaded, and the disk of {cache} has {byte_size(free)}"
+            " free; free some space, or set HF_HOME to a folder on a larger disk"
+        )
+    notice(
+        f"{name}: downloading {len(files)} files, {byte_size(need)}, into {cache} ({byte_size(free)} free)"
+    )
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a download as Ctrl-C does: the unfinished file is removed."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _translate(name: str, *, answered: bool) -> Iterator[None]:
+    """Raises WrongUsage where the Hub refuses this model, DownloadFailed for everything else that
+    huggingface_hub raises in the block. `answered`: the Hub has answered before."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # the base of httpx's errors, or of httpx2's, whichever this version of the library uses
+    transport = cast("type[Exception]", HfHubHTTPError.__bases__[0])
+    try:
+        yield
+    except (OSError, ValueError, transport) as error:
+        raise _translated(name, answered, error, transport) from None
+
+
+def _translated(name: str, answered: bool, error: Exception, transport: type[Exception]) -> LaunchError:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    hub = urlsplit(constants.ENDPOINT).netloc
+    # Where the Hub refuses a file, the library looks for it in the cache, and raises that it is not there.
+    while isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    if isinstance(error, RevisionNotFoundError):
+        return WrongUsage(f"{name}: the model is on {hub}, but not in this revision")
+    if isinstance(error, GatedRepoError) or status == 403:
+        return WrongUsage(f"{name}: access is restricted: request it on the page at {hub}, then {LOG_IN}")
+    if isinstance(error, RepositoryNotFoundError):
+        text = f"no folder of this name is here, and {hub} has no such model, or it is private"
+        return WrongUsage(f"{name}: {text}; check the name, or {LOG_IN}")
+    if status == 401:
+        return WrongUsage(f"{name}: {hub} does not accept the token that is set here; {LOG_IN}")
+    if status is not None:
+        return DownloadFailed(f"{name}: {hub} answers with error {status}; try again later")
+    if isinstance(error, OfflineModeIsEnabled):
+        text = "is not in the cache of this machine, and HF_HUB_OFFLINE forbids downloading it"
+        return DownloadFailed(f"{name} {text}; unset it, or give a folder with --model")
+    reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, ValueError):  # an answer that is no JSON, say
+        return DownloadFailed(f"{name}: {hub} does not answer as the Hub does: {reason[:160]}")
+    if answered:
+        return DownloadFailed(f"{name}: the download stopped: {reason[:160]}; start again to continue")
+    if isinstance(error, transport):
+        elsewhere = f"`hf download {name.partition('@')[0]} --local-dir DIR`"
+        return DownloadFailed(
+            f"{name}: no folder of this name is here, and {hub} cannot be reached ({reason[:120]}): without "
+            f"a network, download it on another machine ({elsewhere}) and give that folder with --model"
+        )
+    return DownloadFailed(f"{name}: cannot be downloaded: {reason[:160]}")

@@ -1,1 +1,0 @@
-"""Models of the Hugging Face Hub: download, and its errors in one line each."""

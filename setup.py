@@ -1,0 +1,35 @@
+"""The C libraries, which pyproject.toml cannot describe without a list of every header. Where one cannot be
+compiled, numpy or torch does the same more slowly."""
+
+from glob import glob
+
+from setuptools import Extension, setup
+
+# As in the C standard, and nothing fused: the same numbers become the same bytes on every processor.
+EXACT = ["-O3", "-ffp-contract=off"]
+AVX2 = ["-mavx2", "-mfma"]
+AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni")]
+AVX512 += ["-mfma", "-mprefer-vector-width=512"]
+AMX = ["-mamx-tile", "-mamx-int8", "-mamx-bf16"]
+VARIANTS = {"amx": AMX + AVX512, "avx512": AVX512, "avx2": AVX2, "portable": []}
+
+
+def library(name: str, source: str, *flags: str, **settings: list[str]) -> Extension:
+    return Extension(name, [source], extra_compile_args=[*EXACT, *flags], optional=True, **settings)
+
+
+def kernels(variant: str, flags: list[str]) -> Extension:
+    folder = "workers/kernels/c"
+    linked = {"depends": sorted(glob(f"{folder}/*")), "extra_link_args": ["-pthread"]}
+    return library(f"workers.kernels._{variant}", f"{folder}/{variant}.c", "-pthread", *flags, **linked)
+
+
+setup(
+    ext_modules=[
+        library("shm._quantize", "shm/quantize.c", "-fno-trapping-math", "-fno-math-errno"),
+        library("shm._doorbell", "shm/doorbell.c"),
+        # Extensions of Python, with its headers: called so often that ctypes would take longer than they do.
+        library("pipeline.replay._cache", "pipeline/replay/cache.c"),
+        *(kernels(variant, flags) for variant, flags in VARIANTS.items()),
+    ]
+)
