@@ -98,7 +98,7 @@ def _run(options: Options) -> int:
 
 
 def _with_model(options: Options) -> Options:
-    """With the folder of a Hub's model; its download may take hours, so policies are checked before."""
+    """Resolves a Hub's model to its folder; a download may take hours, so policies are checked before."""
     if "model" not in options.written:
         return options
     from launch.hub import model_folder

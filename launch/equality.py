@@ -48,7 +48,7 @@ class Choice(Protocol):
 
     @property
     def margin(self) -> float:
-        """By how many nats the best token's log-probability exceeds the runner-up's, 0 or more."""
+        """The nats by which the best token's log-probability exceeds the runner-up's, 0 or more."""
 
 
 @dataclass(frozen=True)

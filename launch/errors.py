@@ -6,7 +6,7 @@ import os
 
 
 def system_reason(error: OSError) -> str:
-    """Why the system refused something, and the file if there is one: "/run/x: No space left on device"."""
+    """Tells why the system refused something, with the file: "/run/x: No space left on device"."""
     reason = error.strerror or str(error)
     return reason if error.filename is None else f"{os.fsdecode(error.filename)}: {reason}"
 

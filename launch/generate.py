@@ -17,7 +17,7 @@ from launch.command_line.checks import (
     read_text,
 )
 from launch.command_line.options import RANDOM_OPTIONS, Options
-from launch.connect.reconnect import reconnecting_client
+from launch.connect import reconnecting_client
 from launch.errors import AnswerLost, WrongUsage
 from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
@@ -33,7 +33,7 @@ log = logging.getLogger("tandem")
 
 
 async def generate(options: Options, interrupts: Interrupts) -> int:
-    """Raises WrongUsage, RequestFailed, AnswerLost and what `reconnecting_client` raises."""
+    """Complete a prompt. Raises WrongUsage, RequestFailed, AnswerLost, what `reconnecting_client` raises."""
     text = await _text(options)
     if text is not None and not options.connect:
         check = check_can_chat if "chat" in options.written else check_reads_text

@@ -61,13 +61,13 @@ DEADLINE = 20.0  # seconds for the Hub to list a model's files
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether this could be a model of the Hub, org/name or org/name@revision."""
+    """Returns whether this could be a model of the Hub, org/name or org/name@revision."""
     match = _NAME.fullmatch(text)
     return match is not None and not re.search(r"\.\.|--", text) and not match[1].endswith(".git")
 
 
 def model_folder(model: Path, download: bool) -> Path:
-    """What `--model` means: a shape or a path as it is, or the folder of a model of the Hub, which is
+    """Returns what `--model` means: a shape or a path as it is, or the folder of a model of the Hub, which is
     downloaded; without `download` only its config, where the cache has none. Raises WrongUsage where the Hub
     refuses it or it cannot be run, DownloadFailed where it cannot be downloaded now; KeyboardInterrupt for
     SIGTERM and SIGHUP too."""
@@ -157,7 +157,7 @@ def _matches(file: str, pattern: str) -> bool:
 
 
 def _flaw(folder: Path) -> str:
-    """Why a folder of the cache holds no complete checkpoint; "" where it does."""
+    """Tells why a folder of the cache holds no complete checkpoint; "" where it does."""
     from pipeline.checkpoint.open import open_model
 
     try:
@@ -168,7 +168,7 @@ def _flaw(folder: Path) -> str:
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    """Whether it has a tokenizer: other programs may have downloaded the weights alone."""
+    """Returns whether it has a tokenizer: other programs may have downloaded the weights alone."""
     from pipeline.text.tokenizer import TOKENIZER_FILES
 
     return any((folder / file).exists() for file in TOKENIZER_FILES)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import logging
 import os
 import re
@@ -24,8 +23,10 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from launch.errors import WrongUsage, system_reason
 from pipeline.models.shapes import short_name
@@ -100,17 +101,17 @@ class RuntimeDir:
 
     @property
     def intact(self) -> bool:
-        """Whether this is still the directory of its name, with the lock in it."""
+        """Tells whether this is still the directory of its name, with the lock in it."""
         return self._lock >= 0 and leads_to(self.path / "lock", self._lock)
 
     def endpoint(self, name: str) -> str:
-        """Of a socket in this directory. Raises ProtocolError where its path is too long."""
+        """Returns the address of a socket in it. Raises ProtocolError where its path is too long."""
         return ipc_endpoint(self.path, name)
 
     def publish(self, info: EngineInfo) -> None:
         """Write engine.json, whole or not at all."""
         with atomic_file(self.path / INFO, sync=False) as file:
-            file.write(json.dumps(asdict(info)).encode())
+            file.write(msgspec.json.encode(info))
 
     def remove_of_coordinator(self) -> None:
         """Remove the segments that an exited coordinator made: its slab, rings that no worker has mapped."""
@@ -147,29 +148,27 @@ def _running_dirs() -> Iterator[Path]:
 
 def running_engines() -> list[EngineInfo]:
     """Engines of this user that are ready, by name."""
-    found = []
+    engines = []
     for path in _running_dirs():
-        with suppress(OSError, ValueError, KeyError, TypeError):  # not ready yet, or stopped meanwhile
-            found_info = json.loads(read_small(path / INFO, MAX_INFO))
+        with suppress(OSError, msgspec.DecodeError):  # not ready yet, or stopped meanwhile
             # another version's may hold more, and lack what has a default
-            names = [field.name for field in fields(EngineInfo) if field.name in found_info]
-            found.append(EngineInfo(**{name: found_info[name] for name in names}))
-    return found
+            engines.append(msgspec.json.decode(read_small(path / INFO, MAX_INFO), type=EngineInfo))
+    return engines
 
 
 def find_engine(name: str | None) -> EngineInfo:
     """The running engine of this name, or the only one. Raises WrongUsage, also for another version's."""
     engines = running_engines()
-    found = [engine for engine in engines if name in (None, engine.name)]
-    if not found and name is not None:
+    matching = [engine for engine in engines if name in (None, engine.name)]
+    if not matching and name is not None:
         there = f"running: {', '.join(e.name for e in engines)}" if engines else "none is running"
         raise WrongUsage(f"--connect {name}: no engine of that name is ready ({there})")
-    if not found:
+    if not matching:
         raise WrongUsage(f"no engine is running; start one with `{COMMAND} serve`")
-    if len(found) > 1:
-        which = ", ".join(f"{e.name} ({short_name(e.model)})" for e in found)
-        raise WrongUsage(f"{len(found)} engines are running; choose one with --connect NAME: {which}")
-    engine = found[0]
+    if len(matching) > 1:
+        which = ", ".join(f"{e.name} ({short_name(e.model)})" for e in matching)
+        raise WrongUsage(f"{len(matching)} engines are running; choose one with --connect NAME: {which}")
+    engine = matching[0]
     if engine.version != VERSION:
         raise WrongUsage(
             f"engine {engine.name} speaks protocol version {engine.version}, this program version {VERSION};"
@@ -238,8 +237,8 @@ def _try_lock(path: Path, create: bool = False) -> int | None:
 def _without_directory() -> list[str]:
     """Names of engines that have segments and no directory, which exists longer than the segments."""
     root = runtime_root()
-    found = [SEGMENT.fullmatch(name) for name in shm_names(SEGMENT) if is_segment(SHM / name)]
-    paths = [root / name for name in sorted({match[1] for match in found if match})]
+    matches = [SEGMENT.fullmatch(name) for name in shm_names(SEGMENT) if is_segment(SHM / name)]
+    paths = [root / name for name in sorted({match[1] for match in matches if match})]
     return [path.name for path in paths if not path.exists() and segments(path)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from launch.command_line.options import Options
-from launch.connect.session import CLIENT, started
+from launch.connect import CLIENT, started
 from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.log import notice

@@ -34,7 +34,6 @@ from pipeline.serving.engine_inbox import (
 from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.engine_service import EngineService
 from pipeline.serving.engine_status import EngineStatus
-from pipeline.serving.request_limits import RequestReader
 from pipeline.serving.text_link import ROLE as TEXT
 from pipeline.serving.text_link import TextLink
 from pipeline.serving.text_messages import TextMessages
@@ -211,7 +210,7 @@ class Coordinator:
         await self._ready.wait()
         assert self._status is not None
         assert self._texts is not None
-        clients = self._clients.serve(RequestReader(self._status.context))
+        clients = self._clients.serve()
         async with asyncio.TaskGroup() as group:
             for service in (clients, self._texts.serve()):
                 group.create_task(service)

@@ -16,7 +16,7 @@ from launch.advise.routing import recorded
 from launch.bench.prompts import make_prompts, read_other_texts
 from launch.bench.run import warm_up
 from launch.command_line.options import Options
-from launch.connect.session import connected
+from launch.connect import connected
 from launch.forecast import Priced, RecordedText, Setting, Sizes, by_replay, sizes_of
 from launch.planning.plan import make_plan, situation
 from launch.processes.cores import Cores

@@ -28,7 +28,7 @@ from launch.bench.report import Report
 from launch.bench.result import PolicyResult
 from launch.bench.run import measure, warm_up
 from launch.command_line.options import Options
-from launch.connect.session import connected
+from launch.connect import connected
 from launch.errors import Disturbed
 from launch.processes.cores import Cores
 from launch.terminal.interrupts import Interrupts

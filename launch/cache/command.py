@@ -189,19 +189,19 @@ def entry_to_json(entry: Entry) -> dict[str, Any]:
 
 
 def describe(entry: Entry) -> str:
-    """In a few words: "store of Mixtral-8x7B in int4, 24.10 GB, used 3 days ago"."""
+    """Describe an entry: "store of Mixtral-8x7B in int4, 24.10 GB, used 3 days ago"."""
     of = "" if entry.kind == "unfinished" else " of"
     format = f" in {_format(entry)}" if entry.format else ""
     return f"{entry.kind}{of} {_name(entry)}{format}, {byte_size(entry.size)}, used {age(entry.last_use)}"
 
 
 def _format(entry: Entry) -> str:
-    """With what costs were measured with."""
+    """Returns its format and, of costs, what else they were measured with."""
     return one_line(", ".join(filter(None, (entry.format, entry.setting))))
 
 
 def _name(entry: Entry) -> str:
-    """Of its model, or of a file that tells none."""
+    """Returns its model's name, or that of a file that tells none."""
     return one_line(entry.path.name if entry.kind in (UNKNOWN, "unfinished") else entry.model)
 
 
@@ -214,7 +214,7 @@ def age(then: float) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """Of the disk that the cache folder is on, or would be."""
+    """Returns the free space of the disk that the cache folder is on, or would be."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     return shutil.disk_usage(there).free
 

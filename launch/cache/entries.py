@@ -63,38 +63,38 @@ class Entry:
 
     @property
     def fingerprint(self) -> str:
-        """Of a store, a backbone or a calibration; of a kept store its first 16 digits."""
+        """The fingerprint of a store, a backbone or a calibration; of a kept store its first 16 digits."""
         return store_key(self.path.name) or self.path.parent.name
 
     @property
     def lease_key(self) -> str:
-        """Of the leases that keep it from being removed."""
+        """The key of the leases that keep it from being removed."""
         return self.path.stem if self.kind in ("costs", "kernels") else lease_key(self.fingerprint)
 
 
 def scan(folder: Path) -> list[Entry]:
     """All entries, the least recently used first. Entries removed meanwhile are left out."""
-    found: list[Entry] = []
+    entries: list[Entry] = []
     for path in _children(folder):
         with suppress(FileNotFoundError):
             if path.is_symlink() or not path.is_dir():
-                found.append(_unknown(path))
+                entries.append(_unknown(path))
             elif path.name == LOCK_FOLDER:
                 continue
             elif path.name == cost_cache.FOLDER:
-                found += [_costs(entry) for entry in _children(path)]
+                entries += [_costs(entry) for entry in _children(path)]
             elif path.name == tuning_file.FOLDER:
-                found += [_kernels(entry) for entry in _children(path)]
+                entries += [_kernels(entry) for entry in _children(path)]
             elif FINGERPRINT.fullmatch(path.name):
-                found += _fingerprint_folder(path)
+                entries += _fingerprint_folder(path)
             else:
-                found.append(_unknown(path))
+                entries.append(_unknown(path))
     for path in _children(SHM):
         if store_key(path.name) and is_segment(path):
             with suppress(FileNotFoundError):
-                found.append(_kept_store(path, users(folder, store_key(path.name))))
-    names = distinct_names({entry.model for entry in found} - {UNKNOWN})
-    named = [replace(entry, model=names.get(entry.model, entry.model)) for entry in found]
+                entries.append(_kept_store(path, users(folder, store_key(path.name))))
+    names = distinct_names({entry.model for entry in entries} - {UNKNOWN})
+    named = [replace(entry, model=names.get(entry.model, entry.model)) for entry in entries]
     return sorted(named, key=lambda entry: entry.last_use)
 
 

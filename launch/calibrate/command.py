@@ -13,7 +13,7 @@ from launch.calibrate.figures import check_folder, draw
 from launch.calibrate.table import render
 from launch.command_line.checks import check_request, read_ids, read_text
 from launch.command_line.options import Options
-from launch.connect.reconnect import reconnecting_client
+from launch.connect import reconnecting_client
 from launch.errors import WrongUsage
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show

@@ -17,7 +17,7 @@ from launch.chat.session import Session, banner
 from launch.chat.settings import AnswerSettings
 from launch.command_line.checks import check_can_chat
 from launch.command_line.options import Options
-from launch.connect.reconnect import reconnecting_client
+from launch.connect import reconnecting_client
 from launch.errors import OutputFailed, WrongUsage
 from launch.generate import answer_settings
 from launch.terminal.interrupts import Interrupts

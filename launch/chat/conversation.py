@@ -6,12 +6,14 @@ Lengths of turns are estimates: the engine's count for the whole prompt, divided
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
+
+import msgspec
+from msgspec import Meta, Struct
 
 from launch.chat.settings import AnswerSettings
 from launch.command_line.checks import NO_TEMPLATE, NO_TOKENIZER, read_file
@@ -82,8 +84,8 @@ class Conversation:
         self._dropping = False
 
     async def ask(self, text: str, view: View, interrupts: Interrupts) -> Reply:
-        """Raises AnswerLost where the engine shuts down meanwhile, EngineGone, and RequestFailed where the
-        request fails or is refused even without earlier turns; the conversation is then unchanged."""
+        """Ask a question. Raises AnswerLost where the engine shuts down meanwhile, EngineGone, and
+        RequestFailed where it is refused even without earlier turns; the conversation is then unchanged."""
         return await self._continue([*self._turns, ChatMessage("user", text)], view, interrupts)
 
     async def ask_again(self, view: View, interrupts: Interrupts) -> Reply:
@@ -115,7 +117,7 @@ class Conversation:
     async def _answer(
         self, turns: list[ChatMessage], room: int, view: View, interrupts: Interrupts, notice: str
     ) -> Reply:
-        """Raises _PromptTooLong where the prompt leaves less than `room` tokens."""
+        """Send `turns`, show the answer. Raises _PromptTooLong where they leave less than `room` tokens."""
         began = time.monotonic()
         answer = self._send(turns, room)
         answer.on_queued = view.queued
@@ -211,51 +213,45 @@ def _dropped(turns: int, context: int) -> str:
     return f"dropped the {which}: {room}"
 
 
-@dataclass(frozen=True)
-class Transcript:
-    """A conversation as a file, mode 0600: JSON of {"model", "system" (or null), "messages": [{"role",
-    "content"}, ...]}. Questions and answers alternate, from the first question to the last answer."""
+class _Turn(Struct, forbid_unknown_fields=True):
+    role: Literal["user", "assistant"]
+    content: str
 
-    model: str
-    system: str | None
-    messages: tuple[ChatMessage, ...]
+
+class Transcript(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A conversation as a file of JSON, mode 0600. Questions and answers alternate, from the first question
+    to the last answer."""
+
+    model: str = ""
+    system: Annotated[str, Meta(min_length=1)] | None = None
+    messages: list[_Turn]
+
+    @classmethod
+    def of(cls, model: str, system: str | None, turns: Sequence[ChatMessage]) -> Transcript:
+        messages = [_Turn(turn.role, turn.content) for turn in turns]  # type: ignore[arg-type]
+        return cls(model=model, system=system, messages=messages)
+
+    @property
+    def turns(self) -> tuple[ChatMessage, ...]:
+        return tuple(ChatMessage(turn.role, turn.content) for turn in self.messages)
 
     def save(self, path: Path) -> None:
         """Write the file, or replace it. Raises OutputFailed; an existing file is then unchanged."""
-        messages = [{"role": turn.role, "content": turn.content} for turn in self.messages]
-        value = {"model": self.model, "system": self.system, "messages": messages}
         try:
             if path.is_dir():
                 raise OutputFailed(f"{path} is a directory")
             with atomic_file(path) as file:
-                file.write((json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode())
+                file.write(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
         except OSError as e:
             raise OutputFailed(f"cannot write {path}: {e.strerror}") from e
 
     @classmethod
     def load(cls, path: Path) -> Transcript:
-        """Raises WrongUsage, one line, for a file of another format."""
-        wrong = f"{path} is not a saved conversation"
+        """Read a file. Raises WrongUsage, one line, for another format."""
         try:
-            value = json.loads(read_file(path, LARGEST_FILE))
-            if unknown := value.keys() - {"model", "system", "messages"}:
-                raise WrongUsage(f"{wrong}: unknown field {min(unknown)[:40]!r}")
-            model, system = value.get("model", ""), value.get("system")
-            pairs = [(item["role"], item["content"]) for item in value["messages"]]
-            if not isinstance(value["messages"], list):
-                raise TypeError
-        except (ValueError, RecursionError) as e:
-            raise WrongUsage(f"{path} is not JSON: {' '.join(str(e).split())}") from e
-        except (AttributeError, TypeError, KeyError):
-            raise WrongUsage(f"{wrong}: it has no `messages` with `role` and `content`") from None
-        texts = [model, *([] if system is None else [system]), *(text for pair in pairs for text in pair)]
-        if not all(map(_is_text, texts)) or system == "":
-            raise WrongUsage(f"{wrong}: `model`, `system`, `role` and `content` must be texts")
-        if [role for role, _ in pairs] != ["user", "assistant"] * (len(pairs) // 2):
-            raise WrongUsage(f"{wrong}: questions of the user and answers of the assistant must alternate")
-        return cls(model, system, tuple(ChatMessage(role, content) for role, content in pairs))
-
-
-def _is_text(value: object) -> bool:
-    """Returns whether it is a text that can be sent: JSON's escapes can write half a surrogate pair."""
-    return isinstance(value, str) and value.encode(errors="replace").decode() == value
+            read = msgspec.json.decode(read_file(path, LARGEST_FILE), type=cls)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as e:
+            raise WrongUsage(f"{path} is not a saved conversation: {' '.join(str(e).split())}") from None
+        if [turn.role for turn in read.messages] != ["user", "assistant"] * (len(read.messages) // 2):
+            raise WrongUsage(f"{path} is not a saved conversation: questions and answers must alternate")
+        return read

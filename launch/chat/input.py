@@ -118,7 +118,7 @@ def completes(text: str) -> bool:
 
 
 def _choices(before: list[str], word: str) -> Iterator[tuple[str, str]]:
-    """What may stand for `word` after the words `before`, with its meaning."""
+    """Yields what may stand for `word` after the words `before`, with its meaning."""
     match before:
         case []:
             for command in COMMANDS.values():

@@ -10,7 +10,7 @@ from launch.chat.conversation import Conversation
 from launch.chat.input import InputLine, PrivateFileHistory, history_file
 from launch.chat.screen import AnswerView, LogLines, Screen
 from launch.chat.session import Session, banner, policy_change
-from launch.connect.reconnect import ANSWERS, WAITING
+from launch.connect import ANSWERS, WAITING
 from launch.errors import OutputFailed, WrongUsage
 from launch.terminal.interrupts import Interrupts
 from protocol.client import Client

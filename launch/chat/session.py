@@ -43,7 +43,7 @@ QUESTIONS = (  # that the embedded model answers well, also without a repetition
 
 
 class Output(Protocol):
-    """Where a session's messages and tables go."""
+    """Shows a session's messages and tables."""
 
     def show(self, what: RenderableType = "") -> None:
         """Print a table or a text."""
@@ -194,14 +194,14 @@ class Session:
             raise WrongUsage("nothing to save yet")
         if path not in self._files and not force and _exists(path):
             raise WrongUsage(f"{path} exists; /save {path} {FORCE} overwrites it")
-        Transcript(self._client.welcome.model, self._conversation.system, turns).save(path)
+        Transcript.of(self._client.welcome.model, self._conversation.system, turns).save(path)
         self._files.add(path)
         self._output.note(f"saved {count(len(turns) // 2, 'question')} to {path}")
 
     async def _load(self, argument: str) -> None:
         path = _path(argument, "/load")
         transcript = Transcript.load(path)
-        self._conversation.restore(transcript.messages)
+        self._conversation.restore(transcript.turns)
         self._conversation.system = transcript.system
         self._last = None
         self._files.add(path)
@@ -220,7 +220,7 @@ class Session:
 
 
 def banner(welcome: Welcome, system: str | None) -> list[str]:
-    """What a chat says before the first question."""
+    """Returns what a chat says before the first question."""
     lines = [f"{model_name(welcome.model)} on {welcome.device}, policy {welcome.policy}"]
     if not welcome.exact:
         lines[0] += " (approximate)"

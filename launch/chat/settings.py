@@ -110,7 +110,7 @@ def change(settings: AnswerSettings, text: str, defaults: AnswerSettings) -> Ans
 
 
 def echo(before: AnswerSettings, after: AnswerSettings, text: str) -> list[str]:
-    """What the settings named in `text`, which `change` has accepted, are now: each as /set takes it."""
+    """Returns the settings named in `text`, which `change` has accepted: each as /set takes it."""
     named = dict.fromkeys(word.partition("=")[0] for word in shlex.split(text))
     lines = []
     for key in named:

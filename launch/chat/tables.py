@@ -115,7 +115,7 @@ def _described(option: Option) -> str:
 
 
 def _explained(option: Option, value: Value) -> str:
-    """What an option decides and the values it takes; of a part also what the one in use does."""
+    """Tells what an option decides and which values it takes; of a part also what the one in use does."""
     parts = PARTS.get(option.name, {})
     if str(value) not in parts:
         return f"{option.help} ({option.values.replace('|', ', ')})"
@@ -255,7 +255,7 @@ def summary(reply: Reply, emulation: str, max_tokens: int) -> list[str]:
 
 
 def cut(reply: Reply, max_tokens: int) -> str:
-    """Where an answer was cut short; "" where the model ended it."""
+    """Tells where an answer was cut short; "" where the model ended it."""
     if reply.done.reason != "length":
         return ""
     return "cut at max_tokens" if reply.tokens >= max_tokens else "cut at the context's end"

@@ -96,7 +96,7 @@ def check_extra(option: str, extra: str, *packages: str) -> None:
 
 
 def _install_command(extra: str) -> str:
-    """For the packages of this extra alone: with Tandem itself, pip would compile the C libraries again."""
+    """Returns the command for the extra alone: with Tandem itself, pip would compile the libraries again."""
     try:
         lines = requires("tandem") or []
     except PackageNotFoundError:  # a checkout that was not installed
@@ -191,16 +191,16 @@ class WrongLine(Exception):
 def read_lines(path: Path, read: Callable[[str, int], T], what: str) -> list[T]:
     """`read` of each line that is not blank and of its number, from 1. Raises WrongUsage, one line with the
     file and the line's number, where `read` raises WrongLine, and for a file without a `what`."""
-    found = []
+    items = []
     for number, line in enumerate(read_text(path).removeprefix("\ufeff").split("\n"), 1):
         if line.strip():
             try:
-                found.append(read(line, number))
+                items.append(read(line, number))
             except WrongLine as e:
                 raise WrongUsage(f"{path}, line {number}: {e}") from None
-    if not found:
+    if not items:
         raise WrongUsage(f"{path} has no {what}; write one JSON object a line")
-    return found
+    return items
 
 
 def read_ids(path: Path) -> tuple[int, ...]:
@@ -242,7 +242,7 @@ def check_reads_text(folder: Path) -> None:
 
 
 def check_can_chat(folder: Path) -> None:
-    """What `check_reads_text` raises; also WrongUsage for a model without chat template, and ModelError for a
+    """Raises what `check_reads_text` does, WrongUsage for a model without chat template, and ModelError for a
     damaged file. Loads no tokenizer: that may not end."""
     check_reads_text(folder)
     if not _has_tokenizer(folder):

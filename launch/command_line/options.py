@@ -58,8 +58,7 @@ class Options:
 
     @property
     def log_level(self) -> str:
-        otherwise = "info" if "verbose" in self.written else "notice"
-        return str(self.written.get("log_level", otherwise)).upper()
+        return str(self.written.get("log_level", "notice")).upper()
 
     def sampling(self, otherwise: Sampling) -> Sampling:
         """The given settings; those of `otherwise` for the rest."""
@@ -72,8 +71,8 @@ class Options:
         return EngineConfig(**given)
 
     def policies(self) -> list[PolicyRequest]:
-        """Those of --policy, --set and --sweep, in order. A --set without a name is for each; `NAME:OPTION=V`
-        in the list of `bench` is a policy with options of its own. Raises WrongUsage."""
+        """Returns those of --policy, --set and --sweep, in order. A --set without a name is for each;
+        `NAME:OPTION=V` in the list of `bench` is a policy with options of its own. Raises WrongUsage."""
         policy = self.written.get("policy")
         words = [] if policy is None else policy.split(",") if self.command in COMPARING else [policy]
         requests = [_with_options(word) for word in words]
@@ -146,6 +145,8 @@ def parse(arguments: list[str]) -> Options:
         )
     written = vars(namespace)
     _check(command, written)
+    if written.pop("verbose", False):
+        written.setdefault("log_level", "info")
     if command == "generate" and "text" in written:
         written["prompt"] = written.pop("text")
     return Options(command, written)
@@ -194,7 +195,7 @@ def _check_taken(spelled: str, command: str | None) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises WrongUsage for errors, instead of printing the usage."""
+    """A parser that raises WrongUsage for errors, instead of printing the usage."""
 
     def error(self, message: str) -> NoReturn:
         message = " ".join(message.split()).removeprefix("argument ")
@@ -268,7 +269,7 @@ def _check(command: str | None, written: dict[str, Any]) -> None:
 
 
 def _needs(places: str, mode: str) -> list[list[str]]:
-    """What each of these places needs beside a command's mode; empty where none is of that mode."""
+    """Returns what each of these places needs beside a command's mode; empty where none is of that mode."""
     return [
         place.split()[len(mode.split()) :]
         for place in places.split(", ")

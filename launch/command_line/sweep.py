@@ -37,16 +37,16 @@ class Axis:
 
 def axes(written: dict[str, Any]) -> list[Axis]:
     """Settings first, in the order of SETTINGS. Raises WrongUsage."""
-    found = [_axis(text) for text in written.get("sweep", ())]
-    names = [axis.name for axis in found]
-    for axis in found:
+    given = [_axis(text) for text in written.get("sweep", ())]
+    names = [axis.name for axis in given]
+    for axis in given:
         if names.count(axis.name) > 1:
             raise WrongUsage(f"--sweep {axis.name} is given twice; write all of its values in one list")
         if axis.is_setting:
             _check_setting(axis, written)
     order = list(SETTINGS)
-    settings = sorted((axis for axis in found if axis.is_setting), key=lambda axis: order.index(axis.name))
-    return settings + [axis for axis in found if not axis.is_setting]
+    settings = sorted((axis for axis in given if axis.is_setting), key=lambda axis: order.index(axis.name))
+    return settings + [axis for axis in given if not axis.is_setting]
 
 
 def _axis(text: str) -> Axis:

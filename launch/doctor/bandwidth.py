@@ -50,7 +50,7 @@ class Bandwidth:
     ways: tuple[str, str] = ("", "")  # that read fastest, by one core and by all
 
     def to_map(self) -> dict[str, Any]:
-        """For JSON; GB are 1e9 bytes."""
+        """Returns the figures for JSON; GB are 1e9 bytes."""
         return {
             "read_one_core_gbps": self.one / 1e9,
             "read_all_cores_gbps": self.all / 1e9,
@@ -74,7 +74,7 @@ class Reads:
 
 
 def embedded() -> Reads:
-    """Raises OSError, ValueError, PipelineError where its files are damaged."""
+    """Returns those of the embedded model. Raises OSError, ValueError, PipelineError where it is damaged."""
     config = json.loads((model_dir() / "config.json").read_text("utf-8"))
     return _reads("the embedded model", config)
 
@@ -180,7 +180,7 @@ def busy(load: float, cores: int) -> list[Finding]:
 
 
 def explain(found: Bandwidth, embedded: Reads, example: Reads, cache: int | None) -> Iterator[Finding]:
-    """What the figures mean for the embedded model and for `example`, a large model."""
+    """Tells what the figures mean for the embedded model and for `example`, a large model."""
     each = f"one core reads {rate(found.one)}{f' ({found.ways[0]})' if found.ways[0] else ''}"
     together = f"{rate(found.all)}{f' ({found.ways[1]})' if found.ways[1] else ''}"
     both = f", {found.cores} together {together}" if found.cores > 1 else ""

@@ -38,7 +38,7 @@ log = logging.getLogger("tandem")
 
 
 async def doctor(options: Options, interrupts: Interrupts) -> int:
-    """Raises LaunchError on another system than Linux and for a damaged installation."""
+    """Examine the machine. Raises LaunchError on another system than Linux and for a damaged installation."""
     if sys.platform != "linux":
         raise LaunchError(f"Tandem runs on Linux; this is {sys.platform}")
     if "model" in options.written:
@@ -121,7 +121,7 @@ async def _measure(
 
 
 async def _prove(options: Options, interrupts: Interrupts) -> list[proof.Proof]:
-    """On the default device; where that fails on a machine with a GPU, on the CPU as well."""
+    """Start an engine on the default device; where that fails on a machine with a GPU, on the CPU as well."""
     proofs = [await proof.prove(options, interrupts, "auto")]
     if proofs[0].failure and gpu.driver_nodes():
         proofs.append(await proof.prove(options, interrupts, "cpu"))

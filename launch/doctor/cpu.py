@@ -33,7 +33,7 @@ class Cache:
 
 
 def caches(root: Path = Path("/")) -> dict[str, Cache]:
-    """By name (L1d, L2, L3), from sysfs; empty where sysfs lists none, as in some virtual machines."""
+    """Returns all by name (L1d, L2, L3); none where sysfs lists none, as in some virtual machines."""
     seen: dict[tuple[str, str, str], int] = {}
     for index in entries(root / "sys/devices/system/cpu", "cpu[0-9]*/cache/index*"):
         level, kind = contents(index / "level"), contents(index / "type")
@@ -41,11 +41,11 @@ def caches(root: Path = Path("/")) -> dict[str, Cache]:
         if level and size and kind != "Instruction":
             name = f"L{level}" + ("d" if kind == "Data" else "")
             seen[(name, shared, "" if shared else str(index))] = size
-    found: dict[str, Cache] = {}
+    levels: dict[str, Cache] = {}
     for (name, _, _), size in sorted(seen.items()):
-        before = found.get(name, Cache(0, 0))
-        found[name] = Cache(before.instances + 1, before.total + size)
-    return found
+        before = levels.get(name, Cache(0, 0))
+        levels[name] = Cache(before.instances + 1, before.total + size)
+    return levels
 
 
 def physical_cores(root: Path = Path("/")) -> int | None:

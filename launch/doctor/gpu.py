@@ -33,7 +33,7 @@ def driver_nodes(root: Path = Path("/")) -> list[str]:
 
 
 def driver_version(text: str) -> str:
-    """From /proc/driver/nvidia/version; "" where it holds none."""
+    """Returns the version in /proc/driver/nvidia/version; "" where it holds none."""
     match = re.search(r"Module(?:\s+for\s+\S+)?\s+([0-9]+(?:\.[0-9]+)+)", text)
     return match[1] if match else ""
 

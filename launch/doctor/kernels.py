@@ -40,7 +40,7 @@ def not_tuned(record: Record, path: Path) -> Finding:
 
 
 def exchanged(tuning: Tuning) -> Iterator[Finding]:
-    """What carries work to the workers where `--exchange` is `auto`."""
+    """Tells what carries work to the workers where `--exchange` is `auto`."""
     words = {"shm": "shared memory", "zmq": "sockets"}
     trips = sorted((seconds, words[name]) for name, seconds in tuning.round_trips.items())
     if trips:
@@ -51,7 +51,7 @@ def exchanged(tuning: Tuning) -> Iterator[Finding]:
 
 
 def tuned(record: Record, of: Tuning, path: Path) -> Finding:
-    """What was measured for one row, and how to measure it again."""
+    """Tells what was measured for one row, and how to measure it again."""
     choice = of.choice
     units = f", from {choice.matrix_rows} rows on by matrix units" if choice.variant in MATRIX_UNITS else ""
     found = f"one row, measured: {VARIANTS[choice.variant]}, {choice.prefetch}{units}"
@@ -72,35 +72,19 @@ def explain(variants: dict[str, Library | str], chosen: Library | None, quantize
     other = [name for name in DENSE if name not in compiled]
     fix = "install a C compiler (Debian, Ubuntu: sudo apt install gcc)\n" + pip_install(f"-e {ROOT}")
     if chosen is None:
-        of_reason: dict[str, list[str]] = {}
-        for name, reason in variants.items():
-            of_reason.setdefault(str(reason), []).append(VARIANTS[name])
+        reasons = ", ".join(f"{VARIANTS[name]} ({reason})" for name, reason in variants.items())
         means = "experts of every format are computed through torch, the quantized ones much slower"
-        what = "no compiled kernels: " + "; ".join(f"{', '.join(n)}: {r}" for r, n in of_reason.items())
-        yield TOPIC.note(what, means, fix)
+        yield TOPIC.note(f"no compiled kernels: {reasons}", means, fix)
     else:
-        runs = VARIANTS[chosen.variant]
         means = "for any number of rows, directly from the stored bytes"
-        yield TOPIC.ok(f"{', '.join(compiled)}: {runs}", means)
+        yield TOPIC.ok(f"{', '.join(compiled)}: {VARIANTS[chosen.variant]}", means)
         yield TOPIC.ok(f"{', '.join(other)}: torch", "a reference for comparisons")
-        yield from _others(variants, chosen.variant)
+        unused = {name: loaded for name, loaded in variants.items() if name != chosen.variant}
+        reasons = ", ".join(
+            f"{VARIANTS[name]} ({loaded if isinstance(loaded, str) else 'not faster'})"
+            for name, loaded in unused.items()
+        )
+        yield TOPIC.ok(f"not used: {reasons}", "one that was not compiled may be faster, if it is supported")
     if not quantizer:
         means = "the first start of a model quantizes it with numpy, which takes much longer"
         yield TOPIC.note("the quantizer is not compiled", means, fix)
-
-
-def _others(variants: dict[str, Library | str], chosen: str) -> Iterator[Finding]:
-    """A finding for each variant that cannot run, with its reason, and one for those that could."""
-    able = []
-    better = True
-    for name, loaded in variants.items():
-        better = better and name != chosen
-        if isinstance(loaded, str):
-            maybe = "it may be faster, if this processor supports it"
-            means = maybe if better and "compiled" in loaded else ""
-            yield TOPIC.ok(f"{VARIANTS[name]}: not used, {loaded}", means)
-        elif name != chosen:
-            able.append(VARIANTS[name])
-    if able:
-        means = f"supported by this processor, but {VARIANTS[chosen]} is faster, or as fast"
-        yield TOPIC.ok(f"{', '.join(able)}: not used", means)

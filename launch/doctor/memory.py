@@ -23,13 +23,13 @@ MEMINFO = Path("/proc/meminfo")
 
 def parse_meminfo(text: str) -> dict[str, int]:
     """/proc/meminfo: sizes in bytes, counts (HugePages_*) unscaled; other lines are skipped."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for line in text.splitlines():
         key, _, value = line.partition(":")
         words = value.split()
         if words and words[0].isdigit() and len(words) <= 2:
-            found[key.strip()] = int(words[0]) * (KB if words[1:] == ["kB"] else 1)
-    return found
+            sizes[key.strip()] = int(words[0]) * (KB if words[1:] == ["kB"] else 1)
+    return sizes
 
 
 def inspect(
@@ -125,7 +125,7 @@ def _unusable(why: str, do: str) -> Finding:
 
 
 def capacity(total: int, free: int, needed: int, memory: int) -> Finding:
-    """Which models' experts fit /dev/shm; all arguments in bytes."""
+    """Tells which models' experts fit /dev/shm; all arguments in bytes."""
     found = f"{SHM_FOLDER}: {byte_size(total)}, {byte_size(free)} free"
     half = max(memory // 2 // 2**20, 1024)
     enlarge = (

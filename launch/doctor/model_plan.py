@@ -40,7 +40,7 @@ from shm.segment import SHM_FOLDER, byte_size
 
 
 async def show_plan(options: Options, interrupts: Interrupts) -> int:
-    """Raises UsageError, WrongUsage for a model that cannot be read and for wrong options."""
+    """Show the plan. Raises UsageError, WrongUsage for a model that cannot be read and for wrong options."""
     config = options.config()
     source = open_config(options.written["model"])
     check_engine(config, source)

@@ -69,7 +69,7 @@ def _runtime_findings() -> Iterator[Finding]:
 
 
 def cache_findings(folder: Path) -> list[Finding]:
-    """What `launch.py cache` lists: stores in shared memory, if any, and the disk cache."""
+    """Counts what `launch.py cache` lists: stores in shared memory, if any, and the disk cache."""
     entries = scan(folder)
     stores = [entry.size for entry in entries if not entry.on_disk]
     found = [_cache_finding(folder, sum(entry.size for entry in entries if entry.on_disk))]

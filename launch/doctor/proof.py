@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launch.command_line.options import Options
-from launch.connect.session import connected
+from launch.connect import connected
 from launch.doctor.finding import Finding, Topic
 from launch.errors import LaunchError
 from launch.phase_profile import PhaseProfile
@@ -99,7 +99,7 @@ def _quiet(level: str) -> Iterator[None]:
 
 
 def explain_idle(proof: Proof) -> Iterator[Finding]:
-    """What waited while the engine decoded, as /why says it of an answer."""
+    """Tells what waited while the engine decoded, as /why does of an answer."""
     shares = ", ".join(f"{name} {percent(share)}" for name, share in proof.idle.items())
     if "GPU" in proof.idle:
         means = "by the GPU's own clock, and of a small model; /why in the chat has the shares of each answer"

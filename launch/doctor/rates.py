@@ -36,7 +36,7 @@ SAMPLE = 0.02  # seconds; the same for all kinds, because other programs interru
 
 
 class Work(NamedTuple):
-    """What computes with `size` bytes of a buffer, of which it counts `read`."""
+    """A computation with `size` bytes of a buffer, of which it counts `read`."""
 
     compute: Callable[[Bytes], object]
     size: int

@@ -26,7 +26,7 @@ COMPILERS = ("gcc", "clang", "cc")
 
 
 def allows(specifier: SpecifierSet, version: str) -> bool:
-    """Whether a release fits; a local build or a pre-release (2.13.0+cpu, 1.2rc1) counts as its release."""
+    """Tells whether a release fits; a local build or a pre-release (2.13.0+cpu) counts as its release."""
     try:
         return specifier.contains(Version(version).base_version)
     except InvalidVersion:

@@ -49,7 +49,7 @@ class Situation:
     machine: Machine
 
     def plan(self, config: EngineConfig, every: Sequence[Needs]) -> Plan | None:
-        """What would be chosen for another configuration of the same processes."""
+        """Returns what would be chosen for another configuration of the same processes."""
         return choose(every, config, self.machine, self.policy.uses_device)
 
     def smallest(self, needs: Needs) -> Plan:
@@ -79,14 +79,14 @@ def formats(asked: EngineConfig) -> tuple[FormatName, ...]:
 
 def every_format(source: ModelSource, asked: EngineConfig, names: Sequence[FormatName]) -> list[Needs]:
     """The needs in each format that has tiles of the given size. Raises UsageError, ModelError."""
-    found = []
+    fitting = []
     for name in names:
         try:
-            found.append(needs(source, asked, name))
+            fitting.append(needs(source, asked, name))
         except UsageError as e:
             if isinstance(e, ModelError) or len(names) == 1:
                 raise
-    return found
+    return fitting
 
 
 def make_plan(model: Path, now: Situation) -> tuple[Plan, list[str]]:
@@ -100,7 +100,7 @@ def make_plan(model: Path, now: Situation) -> tuple[Plan, list[str]]:
 
 
 def start_line(model: Path, plan: Plan, machine: Machine, backbone_dtype: str) -> str:
-    """What a start will run: the model, its formats, and the memory that it takes."""
+    """Tells what a start will run: the model, its formats, and the memory that it takes."""
     needs = []
     for pool in plan.pools(machine):
         if pool.name != SHM_FOLDER:
@@ -143,7 +143,7 @@ def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
 
 
 def refusal(source: ModelSource, now: Situation, every: Sequence[Needs]) -> str:
-    """Why the model does not fit, with the numbers of the smallest plan, and what to do."""
+    """Tells why the model does not fit, with the numbers of the smallest plan, and what to do."""
     plan = now.smallest(every[-1])
     pool = worst(plan, now.machine)
     even = "even " if len(every) > 1 else ""
@@ -154,7 +154,7 @@ def refusal(source: ModelSource, now: Situation, every: Sequence[Needs]) -> str:
 
 
 def remedy(source: ModelSource, now: Situation, least: Plan, pool: Pool) -> str:
-    """What would make it fit. `least`: the smallest plan, which does not; `pool`: the memory it lacks."""
+    """Tells what would make it fit. `least`: the smallest plan, too large; `pool`: the memory it lacks."""
     ways = []
     for config in _others(now.config):
         plan = now.plan(config, every_format(source, config, formats(config)))
@@ -175,7 +175,7 @@ def remedy(source: ModelSource, now: Situation, least: Plan, pool: Pool) -> str:
 
 
 def _smaller(source: ModelSource, now: Situation, least: Plan) -> str:
-    """What remains where no option helps. `least`: the smallest plan of all formats."""
+    """Tells what remains where no option helps. `least`: the smallest plan of all formats."""
     total, model = now.machine.total, "use a smaller model"
     if is_shape(source.name) and least.needs.spec.layers > 1:
         shape, layers = source.name.partition("/")[0], least.needs.spec.layers
@@ -192,7 +192,7 @@ def worst(plan: Plan, machine: Machine) -> Pool:
 
 
 def parts(pool: Pool, plan: Plan, rest: bool = False) -> str:
-    """What a kind of memory is for; `rest`: with what stays free."""
+    """Lists what a kind of memory is for; `rest`: with what stays free."""
     needs, words = plan.needs, []
     for part, size in pool.parts.items():
         if part == "experts" and needs.present:
@@ -211,13 +211,13 @@ def _needs(pool: Pool) -> str:
 
 
 def _with_larger_shm(plan: Plan, now: Situation, better: Sequence[Needs]) -> list[str]:
-    """What a larger /dev/shm would allow; its default size is half of the memory."""
+    """Tells what a larger /dev/shm would allow; its default size is half of the memory."""
     larger = replace(now, machine=replace(now.machine, shm=now.machine.memory))
-    found = larger.plan(now.config, better)
-    if found is None:
+    better_plan = larger.plan(now.config, better)
+    if better_plan is None:
         return []
-    pool = next(pool for pool in found.pools(now.machine) if pool.name == SHM_FOLDER)
-    return [f"--format {found.needs.format} fits a larger {SHM_FOLDER}: {_enlarge(pool)}"]
+    pool = next(pool for pool in better_plan.pools(now.machine) if pool.name == SHM_FOLDER)
+    return [f"--format {better_plan.needs.format} fits a larger {SHM_FOLDER}: {_enlarge(pool)}"]
 
 
 def _enlarge(pool: Pool) -> str:

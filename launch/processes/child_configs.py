@@ -32,7 +32,7 @@ class ChildConfigs:
 
     @property
     def control_name(self) -> str:
-        """Of the control segment, in which workers and prefetcher count their progress."""
+        """The name of the control segment, in which workers and prefetcher count their progress."""
         return present_name(f"{engine_prefix(self.runtime.path)}control-0")
 
     @property

@@ -31,7 +31,7 @@ MODULES = {
 
 
 def title(identity: Identity) -> str:
-    """A child's name in messages: "worker 1"; just "loader", of which an engine has only one."""
+    """Returns a child's name in messages: "worker 1"; just "loader", of which an engine has only one."""
     if identity.role == "text":
         return "text process"
     return f"{identity.role} {identity.index}" if identity.role == "worker" else identity.role
@@ -65,7 +65,7 @@ class Child:
 
     @property
     def is_stopped(self) -> bool:
-        """By SIGSTOP or the like; a process under a debugger does not count."""
+        """Returns whether SIGSTOP or the like has stopped it; a process under a debugger does not count."""
         try:
             stat = Path(f"/proc/{self.process.pid}/stat").read_text()
         except OSError:
@@ -104,7 +104,7 @@ class Child:
         self.send_signal(signal.SIGKILL)
 
     def kill_hung(self, part: str = "") -> None:
-        """As unexpected as a crash: it is restarted. `part`: what of it hangs."""
+        """Kill it, as unexpectedly as a crash: it is restarted. `part`: what of it hangs."""
         self.hung, self.hung_in = True, part
         self.send_signal(signal.SIGKILL)
 
@@ -189,7 +189,7 @@ async def terminate(children: list[Child]) -> None:
 
 
 async def wait_exits(children: list[Child], limit: float) -> None:
-    """Until all have exited, at most `limit` seconds."""
+    """Wait until all have exited, at most `limit` seconds."""
     exits = [asyncio.ensure_future(child.wait_exit()) for child in children]
     if exits:
         _, pending = await asyncio.wait(exits, timeout=limit)

@@ -55,7 +55,7 @@ class Control:
             return frames
 
     async def send(self, child: Identity, message: object) -> bool:
-        """False where this child never connected, has exited, or does not read."""
+        """Send a message; False where this child never connected, has exited, or does not read."""
         try:
             await self._socket.send_multipart([child.prove(self.key), *encode(message)], flags=zmq.DONTWAIT)
         except zmq.ZMQError:

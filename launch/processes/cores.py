@@ -1,4 +1,4 @@
-"""Which of the machine's cores the engine's processes compute on.
+"""The choice of cores that the engine's processes compute on.
 
 Decode is bound by reading weights, and two hardware threads of a core read no more than one: so workers take
 one thread of each core, and both only where --workers asks for more workers than there are cores. By default
@@ -73,7 +73,7 @@ class Cores:
         return min(self.computing, MOST_WORKERS)
 
     def beside_coordinator(self, workers: int | None) -> Cores:
-        """Those of the workers where the coordinator uses a GPU: one core less, the last of the first node,
+        """Returns the workers' cores where the coordinator uses a GPU: one less, the last of the first node,
         unless so many `workers` were asked for that each would not have one."""
         most = self.computing - 1
         if most + 1 < LEAST_TO_LEAVE_ONE or (workers is not None and workers > most):
@@ -122,7 +122,7 @@ def read_threads(usable: Collection[int], root: Path = Path("/")) -> tuple[Threa
 
 
 def _turns(keys: Sequence[object]) -> list[int]:
-    """For each key, how many equal ones are before it."""
+    """Counts for each key how many equal ones are before it."""
     seen: Counter[object] = Counter()
     turns = []
     for key in keys:

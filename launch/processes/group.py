@@ -71,7 +71,7 @@ class ProcessGroup:
         await wait_exits(self._of(*roles), KILL_LIMIT)
 
     async def stop(self, orderly: bool) -> None:
-        """In order: the gateway lets answers end, the coordinator needs the others to end its requests.
+        """End all in order: the gateway lets answers end, the coordinator needs the others for its requests.
         `orderly`: the engine was ready."""
         self._stopped = True
         for roles in STOP_ORDER:

@@ -1,6 +1,5 @@
-"""Which kernels an engine's processes use, and what carries work to the workers: measured at the first start
-on a machine, and kept.
-"""
+"""The choice of an engine's kernels, and of what carries work to the workers: measured at the first start
+on a machine, and kept."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ log = logging.getLogger("tandem")
 
 
 async def kept_or_measured(cache: Path, measuring: Callable[[], None]) -> Tuning | None:
-    """As `kernel_record`, for an engine. Where it was not measured, the log says why."""
+    """Returns the tuning for an engine. Where it was not measured, the log says why."""
     try:
         record = await kernel_record(cache, measuring)
     except TrialFailed as e:
@@ -42,13 +41,13 @@ async def kept_or_measured(cache: Path, measuring: Callable[[], None]) -> Tuning
 
 
 def choice_of(tuning: Tuning | None) -> Choice:
-    """For all processes of an engine."""
+    """Returns the choice for all processes of an engine."""
     return DEFAULT if tuning is None else tuning.choice
 
 
 def exchange_of(wanted: ExchangeName, workers: int, tuning: Tuning | None) -> str:
-    """What carries work to the workers: "zmq" or "shm"; empty without workers. `auto` is what was measured to
-    be faster, shared memory where nothing was."""
+    """Returns what carries work to the workers: "zmq" or "shm"; empty without workers. `auto` is what was
+    measured to be faster, shared memory where nothing was."""
     if not workers:
         return ""
     if wanted != "auto":
@@ -89,18 +88,18 @@ async def _alone(cache: Path, machine: Machine) -> AsyncIterator[None]:
 
 
 async def _measured(cache: Path, machine: Machine) -> Record | None:
-    load, failure, found = os.getloadavg()[0], "", None
+    load, failure, measured = os.getloadavg()[0], "", None
     async with trial(CHILD, {}) as child:
         try:
-            found = await child.result(LIMIT)
+            measured = await child.result(LIMIT)
         except TrialFailed as e:
             failure = str(e)
-    if found is None and not failure:
+    if measured is None and not failure:
         return None
     load = max(load, os.getloadavg()[0])  # programs that have just begun are seen only afterwards
     tuning: Tuning | None = None
     try:
-        tuning = None if failure else msgspec.convert(found, Tuning)
+        tuning = None if failure else msgspec.convert(measured, Tuning)
     except msgspec.ValidationError as e:
         failure = f"unexpected output: {e}"
     record = Record(machine, tuning, time.time(), load, failure)

@@ -243,7 +243,7 @@ class ProcessMonitor:
     # --- hangs -------------------------------------------------------------------------------------------
 
     async def _kill_hung_children(self) -> None:
-        """Of those that no other process waits for: stopped, silent since their start, without heartbeats,
+        """Kill those that no process waits for: stopped, silent since their start, without heartbeats,
         and a coordinator whose engine thread makes no progress while its event loop sends heartbeats."""
         while True:
             await asyncio.sleep(self._limits.check_interval)

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class TaskGuard:
-    """For an asynchronous context manager: `enter` at its start, `raise_failure` at its end."""
+    """A helper of an asynchronous context manager: `enter` at its start, `raise_failure` at its end."""
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None

@@ -17,7 +17,7 @@ import numpy as np
 
 from launch.command_line.checks import check_output, check_request, read_ids, read_text
 from launch.command_line.options import Options
-from launch.connect.reconnect import reconnecting_client
+from launch.connect import reconnecting_client
 from launch.errors import OutputFailed, WrongUsage
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import plain, print_json, show

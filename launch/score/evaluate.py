@@ -23,7 +23,7 @@ from launch.bench.plan import requested_policies
 from launch.bench.profile_table import policy_name
 from launch.bench.run import warm_up
 from launch.command_line.options import Options
-from launch.connect.session import connected
+from launch.connect import connected
 from launch.errors import WrongUsage
 from launch.score.items import Item, read_items
 from launch.terminal.format import count, model_name, percent

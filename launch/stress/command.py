@@ -18,7 +18,7 @@ from launch.assets import stress_script
 from launch.chaos.plan import Chaos
 from launch.chaos.processes import runtime_of
 from launch.command_line.options import Options
-from launch.connect.session import endpoint
+from launch.connect import endpoint
 from launch.equality import Verdict, rounding_bound
 from launch.errors import WrongUsage
 from launch.stress.chaos import ChaosRun

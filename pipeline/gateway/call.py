@@ -38,14 +38,14 @@ class Service:
 
 @dataclass
 class Call:
-    """A request. `account`: the name of its API key, "" without keys. `prompt_field`, `grammar_field`: of the
+    """A request. `key_name`: of its API key, "" without keys. `prompt_field`, `grammar_field`: of the
     body, for errors of the engine."""
 
     service: Service
     scope: Scope
     receive: Receive
     send: Send
-    account: str
+    key_name: str
     anthropic: bool
     prompt_field: str | None = None
     grammar_field: str | None = None
@@ -57,8 +57,8 @@ class Call:
         return of_engine(error, self.prompt_field, self.grammar_field)
 
     async def client(self) -> Client:
-        """The account's connection to the engine. Raises ApiError."""
-        return await self.service.links.client(self.account)
+        """The API key's connection to the engine. Raises ApiError."""
+        return await self.service.links.client(self.key_name)
 
     async def fields(self) -> Fields:
         """The body's. Raises ApiError, ConnectionError."""

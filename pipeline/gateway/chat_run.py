@@ -75,7 +75,7 @@ class ChatRun:
             ChatOutput(kind, request.tools.schemas, thinking=thinking and not forced)
             for _ in range(settings.choices)
         ]
-        name = cache_name(request.messages, self._call.account, request.template)
+        name = cache_name(request.messages, self._call.key_name, request.template)
         answers = await started(
             self._client.generate(
                 messages=request.messages,

@@ -146,7 +146,7 @@ class _Maker:
     def __init__(self, call: Call, client: Client, request: CompletionRequest) -> None:
         self._client = client
         self._request = request
-        self._account = call.account
+        self._key_name = call.key_name
         self._texts = TokenTexts(client, call.service.pieces)
         self._usage = Usage(call.service.meter)
         self._head = {
@@ -237,7 +237,7 @@ class _Maker:
     def _generate(self, prompt: Prompt, index: int) -> Answer:
         what: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"token_ids": prompt}
         if len(self._request.prompts) == 1:
-            what["conversation"] = f"{hashed([self._account, prompt[:OPENING]])}/{index}"
+            what["conversation"] = f"{hashed([self._key_name, prompt[:OPENING]])}/{index}"
         return self._client.generate(**what, **self._request.settings.of_choice(index))
 
     async def _note(self, choice: _Choice, token: Token) -> None:

@@ -77,13 +77,13 @@ class Front:
     async def _serve(self, scope: Scope, receive: Receive, send: Send, anthropic: bool) -> None:
         endpoint = self._endpoint(scope)
         self._access.check_page(scope)
-        account = "" if endpoint.public else self._access.client(scope)
+        key_name = "" if endpoint.public else self._access.client(scope)
         if endpoint.method == "POST":
             if self._service.draining:
                 raise ApiError(503, "the server is shutting down")
             if self.running > MOST_CALLS:
                 raise ApiError(429, f"{MOST_CALLS} requests are running; try again later")
-        call = Call(self._service, scope, receive, send, account, anthropic, endpoint.prompt)
+        call = Call(self._service, scope, receive, send, key_name, anthropic, endpoint.prompt)
         try:
             await endpoint.handler(call)
         except ProtocolError as e:

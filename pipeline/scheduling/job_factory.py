@@ -67,7 +67,7 @@ class JobFactory:
         validate(message.sampling)
         if message.token_ids is None:
             raise RequestError("give exactly one of prompt, token_ids and messages")
-        prompt = self._checked(message.token_ids)
+        prompt = list(message.token_ids)
         reserve = max(message.reserve, 1)
         if len(prompt) + reserve > self.context:
             answer = "the answer" if reserve == 1 else f"{reserve} tokens of an answer"
@@ -76,6 +76,7 @@ class JobFactory:
                 f" {self._remedy}",
                 len(prompt),
             )
+        self._check_prompt(prompt)
         if message.stop and self._detokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model has none")
         limit = min(message.max_tokens, self.context - len(prompt))
@@ -98,10 +99,9 @@ class JobFactory:
         seed = next(self._seeds) if seed is None else seed
         return GenerateJob(
             client,
-            message.request,
+            message,
             prompt,
             emit,
-            resume=message.resume,
             max_tokens=limit,
             chooser=TokenChooser(
                 Sampler(message.sampling, seed, drawn=len(message.resume)),
@@ -113,7 +113,6 @@ class JobFactory:
             ),
             text=None if self._detokenizer is None else self._detokenizer.stream(message.stop),
             eos=frozenset() if message.ignore_eos else self._eos,
-            conversation=message.conversation,
             vocabulary=self._greedy_of,
         )
 
@@ -121,24 +120,22 @@ class JobFactory:
         """Raises RequestError."""
         if message.token_ids is None:
             raise RequestError("give exactly one of text and token_ids")
-        tokens = self._checked(message.token_ids)
+        tokens = list(message.token_ids)
         if len(tokens) > self.context:
             raise RequestError(
                 f"the text has {len(tokens)} tokens, the context is {self.context}; {self._remedy}"
             )
+        self._check_prompt(tokens)
         if not 1 <= message.prefill <= len(tokens):
             raise RequestError(f"prefill must be in 1..{len(tokens)}, it is {message.prefill}")
         if not 0 <= message.top <= min(MOST_LOGPROBS, self._vocabulary):
             raise RequestError(f"top must be in 0..{MOST_LOGPROBS}, it is {message.top}")
-        prefill = message.prefill if message.stepwise else len(tokens)
-        full, top = message.full, message.top
-        return ScoreJob(client, message.request, tokens, emit, prefill=prefill, full=full, top=top)
+        return ScoreJob(client, message, tokens, emit)
 
-    def _checked(self, tokens: Sequence[int]) -> list[int]:
+    def _check_prompt(self, tokens: Sequence[int]) -> None:
         check_ids(tokens, self._vocabulary)
         if not tokens:
             raise RequestError("the prompt has no tokens")
-        return list(tokens)
 
 
 def check_ids(tokens: Sequence[int], vocabulary: int) -> None:
@@ -152,20 +149,11 @@ class ScoreJob(Job):
     """Log-probabilities of given tokens: a prefill, then (stepwise) one token at a time. After a preemption
     the tokens whose rows were sent are prefilled without logits, and the next row is sent next."""
 
-    def __init__(
-        self,
-        client: bytes,
-        request: int,
-        tokens: list[int],
-        emit: Emit,
-        *,
-        prefill: int,
-        full: bool,
-        top: int = 0,
-    ) -> None:
-        super().__init__(client, request, tokens, prefill, len(tokens), emit)
-        self._full = full
-        self._top = top
+    def __init__(self, client: bytes, message: Score, tokens: list[int], emit: Emit) -> None:
+        prefill = message.prefill if message.stepwise else len(tokens)
+        super().__init__(client, message.request, tokens, prefill, len(tokens), emit)
+        self._full = message.full
+        self._top = message.top
         self._sent = 0  # rows
 
     def preempt(self) -> SequenceKV:

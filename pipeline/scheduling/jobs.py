@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 from pipeline.arrays import FloatArray, Phase
@@ -17,7 +17,7 @@ from pipeline.scheduling.prefix_cache import PrefixKey
 from pipeline.text.detokenizer import TextStream
 from pipeline.text.logprobs import Greedy
 from pipeline.text.sampler import Choice, TokenChooser
-from protocol.messages import Done, Queued, Token
+from protocol.messages import Done, Generate, Queued, Token
 
 JOB_BYTES = 4096  # of a request beside its tokens
 REPORT_AGAIN = 10.0  # seconds after which an unchanged queue position is sent again, as a heartbeat
@@ -151,30 +151,28 @@ class GenerateJob(Job):
     def __init__(
         self,
         client: bytes,
-        request: int,
+        message: Generate,
         prompt: list[int],
         emit: Emit,
         *,
-        resume: Sequence[int],
         max_tokens: int,
         chooser: TokenChooser,
         text: TextStream | None,
         eos: frozenset[int],
-        conversation: str | None,
         vocabulary: int = 0,
     ) -> None:
-        """`resume`: the answer's first tokens, which the client has; the `chooser` has drawn them.
-        `vocabulary`: its size where the device makes greedy choices, else 0."""
-        tokens = [*prompt, *resume]
-        super().__init__(client, request, tokens, len(prompt), len(prompt) + max_tokens, emit)
+        """`chooser`: has drawn the tokens that the message resumes with. `vocabulary`: its size where the
+        device makes greedy choices, else 0."""
+        tokens = [*prompt, *message.resume]
+        super().__init__(client, message.request, tokens, len(prompt), len(prompt) + max_tokens, emit)
         self.prefill_end = len(tokens)
-        self.prefix_key = None if conversation is None else (client, conversation)
+        self.prefix_key = None if message.conversation is None else (client, message.conversation)
         self._chooser = chooser
         self._wanted: Literal["last", "greedy"] = "greedy" if vocabulary and chooser.greedy else "last"
         self._vocabulary = vocabulary
         self._text = text
         if text is not None:
-            text.resume(resume)
+            text.resume(message.resume)
         self._eos = eos
         self._logits: FloatArray | None = None  # the next token's, while a mask is missing
         self._end: dict[str, Any] = {}  # content for the missing Token message of an end token

@@ -1,5 +1,5 @@
-"""The socket for clients, which is read within a share of the time, and the queue of messages to one client.
-Runs in the event loop."""
+"""Messages from and to clients: the socket, which is read within a share of the time, the queue for one
+client, and limits of what messages hold. Runs in the event loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import logging
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import thread_time
 from typing import cast
@@ -17,9 +17,9 @@ import zmq.asyncio
 from msgspec.structs import replace
 
 from pipeline.rate_limit import RateLimiter, SparseLog, TimeShare
-from protocol.codec import encode
+from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
-from protocol.messages import HEADER_LIMIT, Done, Error
+from protocol.messages import HEADER_LIMIT, Calibrate, Done, Error, Generate, Score, SetPolicy, Tokenize
 from protocol.sockets import CLIENT_IDENTITY, bind_router, is_client_identity
 
 SEND_HWM = 64  # messages in a client's socket; the rest wait in its Outbox, where they are counted
@@ -36,6 +36,11 @@ BYTE_SECONDS = 2e-9  # to receive a byte
 RETRY = 0.005  # seconds until a full socket is tried again
 OVERHEAD = 4096  # bytes counted for a message beside its own: 16384 small messages are a congestion
 LONGEST_ERROR = 1000  # characters
+ROLE_LIMIT = 256  # characters of a turn's role
+GRAMMAR_LIMIT = 1 << 18  # characters
+OPTIONS_LIMIT = 64  # options of a policy
+OPTION_LIMIT = 1024  # characters of a policy's name, and of an option's name and value
+EXCERPTS_LIMIT = 1 << 16  # of a calibration
 
 Frames = list[bytes | memoryview]
 log = logging.getLogger(__name__)
@@ -169,3 +174,49 @@ def frames_of(message: object) -> Frames:
 
 
 _sparse_log = SparseLog(log)
+
+
+class RequestRefused(Exception):
+    """A request that can never be served. `answer`: the message that says so."""
+
+    def __init__(self, answer: Done | Error) -> None:
+        super().__init__(answer)
+        self.answer = answer
+
+
+def read_message(frames: Sequence[bytes]) -> object:
+    """Decode a client's message. Raises RequestRefused for a text that is larger than any request needs, and
+    MalformedMessage as `decode`."""
+    message = decode(frames)
+    match message:
+        case Generate() | Score() | Calibrate() | Tokenize():
+            if reason := _too_much(message):
+                raise RequestRefused(Done(message.request, "error", reason, usage=True))
+        case SetPolicy():
+            if reason := _too_many_options(message):
+                raise RequestRefused(Error(message.request, reason))
+    return message
+
+
+def _too_much(message: Generate | Score | Calibrate | Tokenize) -> str:
+    """Which text of a request is too long; "" where none is."""
+    if isinstance(message, Calibrate):
+        excerpts = len(message.starts)
+        return f"starts has {excerpts} entries, at most {EXCERPTS_LIMIT} can be" * (excerpts > EXCERPTS_LIMIT)
+    if isinstance(message, Score):
+        return ""
+    if isinstance(message, Generate) and len(message.shaping.grammar) > GRAMMAR_LIMIT:
+        return f"a grammar has {GRAMMAR_LIMIT} characters at most"
+    if any(len(turn.role) > ROLE_LIMIT for turn in message.messages or ()):
+        return f"a turn's role has {ROLE_LIMIT} characters at most"
+    return ""
+
+
+def _too_many_options(message: SetPolicy) -> str:
+    if len(message.options) > OPTIONS_LIMIT:
+        return f"a policy has {OPTIONS_LIMIT} options at most"
+    if any(len(text) > OPTION_LIMIT for pair in message.options.items() for text in pair):
+        return f"an option of a policy has {OPTION_LIMIT} characters at most"
+    if len(message.policy) > OPTION_LIMIT:
+        return f"a policy's name has {OPTION_LIMIT} characters at most"
+    return ""

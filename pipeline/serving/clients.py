@@ -21,9 +21,7 @@ from typing import Any
 import zmq
 
 from pipeline.rate_limit import RateLimiter, SparseLog
-from pipeline.serving.client_socket import ClientSocket, Outbox, frames_of
-from pipeline.serving.request_limits import RequestRefused
-from protocol.codec import decode
+from pipeline.serving.client_socket import ClientSocket, Outbox, RequestRefused, frames_of, read_message
 from protocol.connection import HEARTBEAT_SECONDS
 from protocol.errors import MalformedMessage
 from protocol.messages import SAY_HELLO, VERSION, Error, Heartbeat, Hello, Welcome
@@ -71,17 +69,14 @@ class Clients:
         self._on_gone = on_gone
         self._clients: dict[bytes, Client] = {}
         self._cut_off_until: dict[bytes, float] = {}
-        self._read: Callable[[list[bytes]], object] = decode
         self._group: asyncio.TaskGroup | None = None
         self._log = SparseLog(log)
         self.malformed = 0
         self.cut_offs = 0  # clients that did not read, or sent too much
         self.unheard = 0  # dropped messages of clients that were cut off
 
-    async def serve(self, read: Callable[[list[bytes]], object] = decode) -> None:
-        """Serve all clients, until cancelled. `read` decodes a client's message; it raises MalformedMessage,
-        and RequestRefused for one that has its answer at once."""
-        self._read = read
+    async def serve(self) -> None:
+        """Serve all clients, until cancelled."""
         async with asyncio.TaskGroup() as self._group:
             self._group.create_task(self._send_heartbeats())
             self._group.create_task(self._socket.serve(self._receive_safely))
@@ -168,7 +163,7 @@ class Clients:
             self.refuse(sender, SAY_HELLO)
             return
         try:
-            message: Any = self._read(frames)
+            message: Any = read_message(frames)
         except RequestRefused as e:
             self.send(sender, e.answer)
             return

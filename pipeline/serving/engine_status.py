@@ -30,10 +30,6 @@ class EngineStatus:
         parts.engine.observers.append(self._activity)
         self._sampling = sampling_defaults(parts.config.model)
 
-    @property
-    def context(self) -> int:
-        return self._parts.context
-
     def welcome(self) -> Welcome:
         """The engine's description for a client that connects."""
         parts = self._parts

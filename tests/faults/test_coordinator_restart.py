@@ -62,7 +62,7 @@ async def test_engine_restarts_when_killed_in_decode(start_engine, tiny_model) -
         await client.set_policy("on-demand", {"scope": "global"})
         state = State(supervisor, client)
         await state.wait_recovered()
-        assert find_engine(supervisor.name).policy == "on-demand"  # what other programs see
+        await until(lambda: find_engine(supervisor.name).policy == "on-demand")  # what other programs see
         reference, store = await answer(client), the_store(client)
         watching = asyncio.create_task(loaders(supervisor))
         slabs = [name for name in state.segments() if "-slab-" in name]

@@ -1,4 +1,4 @@
-"""Who may send requests, and what is refused at the door."""
+"""Who may send requests, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from gateway_engine import Served, serve
+from waiting import until
 
 from pipeline.assets import model_dir
 from pipeline.gateway.access import read_api_keys
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.served_model import check_model, model_name
+from protocol.client import Client
 from protocol.errors import ProtocolError
 from protocol.messages import VERSION, Welcome
 
@@ -35,12 +38,14 @@ def served(keys: Path, tiny_model: Path) -> Iterator[Served]:
         yield running
 
 
-def test_requests_need_a_known_key(served: Served, keys: Path) -> None:
+def status_of(served: Served, **headers: str) -> int:
     body = {"prompt": [5, 6], "max_tokens": 2}
+    with served.http() as http:
+        return http.post("/v1/completions", json=body, headers=headers).status_code
 
-    def status(**headers: str) -> int:
-        with served.http() as http:
-            return http.post("/v1/completions", json=body, headers=headers).status_code
+
+def test_requests_need_a_known_key(served: Served, keys: Path) -> None:
+    status = partial(status_of, served)
 
     with served.http() as http:
         assert http.get("/health").status_code == 200  # needs none
@@ -59,6 +64,15 @@ def test_requests_need_a_known_key(served: Served, keys: Path) -> None:
     time.sleep(1.2)
     assert status(authorization=f"Bearer {BERT}") == 200
     keys.write_text(f"anna {ANNA}\n")
+
+
+async def test_each_key_is_a_client_of_the_engine(served: Served, keys: Path) -> None:
+    """So that keys take turns, and each has its own limits and conversations."""
+    keys.write_text(f"anna {ANNA}\nbert {BERT}\n")  # noqa: ASYNC240 - a small file
+    for key in (ANNA, BERT, ANNA):
+        await until(lambda key=key: status_of(served, authorization=f"Bearer {key}") == 200)
+    async with Client.connect(served.endpoint) as own:
+        assert (await own.stats())["clients"]["connected"] == 4  # with the one that watches the engine
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from launch import cli
+from launch import cli, connect
 from launch.command_line.options import Options, parse
-from launch.connect import session
 from launch.equality import (
     BF16_BOUND,
     F32_BOUND,
@@ -187,10 +186,10 @@ async def test_running_engine_is_found_by_its_name_and_another_is_started() -> N
         where = runtime.endpoint("client.sock")
         runtime.publish(EngineInfo(runtime.name, os.getpid(), "/m", "all-host", where, VERSION))
         for words in ("chat --connect", "chat --connect command-ends"):
-            async with session.endpoint(parse(words.split()), Interrupts()) as found:
+            async with connect.endpoint(parse(words.split()), Interrupts()) as found:
                 assert found == where
         with pytest.raises(WrongUsage, match="--connect other"):
-            async with session.endpoint(parse("chat --connect other".split()), Interrupts()):
+            async with connect.endpoint(parse("chat --connect other".split()), Interrupts()):
                 pass
     finally:
         runtime.remove()
@@ -216,10 +215,10 @@ class StandInSupervisor:
 
 
 async def test_started_engine_ends_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "Supervisor", StandInSupervisor)
+    monkeypatch.setattr(connect, "Supervisor", StandInSupervisor)
     options = parse("--name mine --workers 3 --log-level debug".split())
     interrupts = Interrupts()
-    async with session.endpoint(options, interrupts) as found:
+    async with connect.endpoint(options, interrupts) as found:
         assert found == StandInSupervisor.endpoint
         assert StandInSupervisor.notes == [("mine", 3, "DEBUG"), "started"]
         interrupts.received = "SIGINT"

@@ -172,6 +172,15 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
     assert options.sampling(Sampling()) == Sampling()
 
 
+@pytest.mark.parametrize(
+    ("words", "level"), [("", "NOTICE"), ("-v", "INFO"), ("-v --log-level debug", "DEBUG")]
+)
+def test_log_level_has_a_short_form(words: str, level: str) -> None:
+    options = parse([*words.split(), "doctor"])
+    assert options.log_level == level
+    assert options.written.keys() <= {"log_level"}
+
+
 def test_options_are_taken_before_and_after_the_command() -> None:
     options = parse("--policy random --workers 3 generate --prompt a --seed 7 --set random.churn=1".split())
     expected = EngineConfig(policy="random", workers=3, seed=7, policy_options={"churn": "1"})

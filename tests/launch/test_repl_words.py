@@ -110,7 +110,7 @@ def test_wrong_setting_is_refused_in_one_line(text: str, expected: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-TALK = Transcript("model", "Be brief.", (ChatMessage("user", 'a "b"\n漢'), ChatMessage("assistant", "")))
+TALK = Transcript.of("model", "Be brief.", (ChatMessage("user", 'a "b"\n漢'), ChatMessage("assistant", "")))
 
 
 def test_saved_conversation_loads_unchanged_from_a_private_file(tmp_path: Path) -> None:
@@ -136,32 +136,34 @@ ASSISTANT = {"role": "assistant", "content": "!"}
 
 
 @pytest.mark.parametrize(
-    ("content", "expected"),
+    "content",
     [
-        ("{", "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ("[]", "not a saved conversation"),
-        ({"model": "m"}, "not a saved conversation"),
-        ({"messages": [], "sytem": "x"}, "unknown field 'sytem'"),
-        ({"messages": {}}, "no `messages`"),
-        ({"messages": [], "system": ""}, "`system`"),
-        ({"messages": [], "model": 1}, "`model`"),
-        ({"messages": [USER]}, "must alternate"),
-        ({"messages": [ASSISTANT, USER]}, "must alternate"),
-        ({"messages": [USER, USER]}, "must alternate"),
-        ({"messages": [USER | {"content": None}, ASSISTANT]}, "must be texts"),
-        ({"messages": [USER | {"content": "\ud800"}, ASSISTANT]}, "must be texts"),
-        ({"messages": ["ab", "ab"]}, "no `messages`"),
-        (b"\xff\xfe\xff", "not JSON"),
+        "{",
+        "[" * 100_000,
+        '{"messages": ' + "[" * 100_000,
+        "[]",
+        {"model": "m"},
+        {"messages": [], "sytem": "x"},
+        {"messages": {}},
+        {"messages": [], "system": ""},
+        {"messages": [], "model": 1},
+        {"messages": [USER]},
+        {"messages": [ASSISTANT, USER]},
+        {"messages": [USER, USER]},
+        {"messages": [USER | {"name": "x"}, ASSISTANT]},
+        {"messages": [USER | {"content": None}, ASSISTANT]},
+        {"messages": [USER | {"content": "\ud800"}, ASSISTANT]},
+        b"\xff\xfe\xff",
+        b'{"messages": [], "model": "\xff"}',
     ],
 )
-def test_other_json_is_refused_in_one_line(tmp_path: Path, content: object, expected: str) -> None:
+def test_other_json_is_refused_in_one_line(tmp_path: Path, content: object) -> None:
     path = tmp_path / "talk.json"
     text = content if isinstance(content, str | bytes) else json.dumps(content)
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(WrongUsage) as raised:
         Transcript.load(path)
-    assert expected in str(raised.value)
+    assert str(raised.value).startswith(f"{path} is not a saved conversation: ")
     assert "\n" not in str(raised.value)
 
 

@@ -21,12 +21,11 @@ from raw_client import raw_client as raw
 from waiting import Stopwatch, until
 
 from pipeline.serving import client_socket
-from pipeline.serving.client_socket import ANONYMOUS_REFUSALS, LARGEST, LONGEST_ERROR
+from pipeline.serving.client_socket import ANONYMOUS_REFUSALS, LARGEST, LONGEST_ERROR, OPTION_LIMIT
 from pipeline.serving.clients import CUT_OFF_MOST, REFUSED_LIMIT
 from protocol.client import Client
 from protocol.codec import decode, encode
 from protocol.messages import (
-    HEADER_LIMIT,
     VERSION,
     Cancel,
     Error,
@@ -244,7 +243,7 @@ async def test_answer_that_cannot_be_encoded_ends_its_request() -> None:
 
 async def test_long_names_are_cut_in_errors() -> None:
     async with service() as running, raw(running.local) as client:
-        await client.send(SetPolicy(1, "x" * (HEADER_LIMIT - 100)))
+        await client.send(SetPolicy(1, "x" * OPTION_LIMIT))
         answer = await client.expect(Error)
         assert answer.request == 1
         assert len(answer.text) == LONGEST_ERROR + 3

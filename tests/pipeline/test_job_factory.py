@@ -110,3 +110,7 @@ def test_score_has_the_given_prefill_only_stepwise() -> None:
             5,
             None,
         )
+
+
+def test_model_without_tokenizer_refuses_stop_strings() -> None:
+    expect_error(RequestError, made, Generate(0, token_ids=PROMPT, stop=("x",)), [], match="need a tokenizer")

@@ -11,13 +11,14 @@ from thread_engine import CONTEXT as LONGEST
 from thread_engine import engine_in_threads
 
 from launch.equality import Verdict, compare
+from pipeline import fairness
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.config import KV_BLOCK
 from pipeline.errors import NumberInUse, RequestError, ShardFailed
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
-from pipeline.scheduling import scheduler
 from pipeline.scheduling.job_factory import JobFactory
+from pipeline.scheduling.jobs import JOB_BYTES
 from pipeline.scheduling.scheduler import Scheduler
 from protocol.messages import Done, Generate, Queued, Score, Scores, Token
 
@@ -123,13 +124,13 @@ def test_congested_client_pauses_and_delays_no_other(harness) -> None:
     assert harness.to(b"slow", Token)
 
 
-def test_number_in_use_and_too_many_waiting_requests_are_refused(harness, monkeypatch) -> None:
-    monkeypatch.setattr(scheduler, "QUEUE_LIMIT", 2)
+def test_number_in_use_and_too_many_tokens_are_refused(harness, monkeypatch) -> None:
+    monkeypatch.setattr(fairness, "CLIENT_BYTES", 3 * JOB_BYTES)
     for i in range(2):
         harness.scheduler.enqueue(b"a", ask(i, 4, 3))
     with pytest.raises(NumberInUse, match="request 1 is already being served"):
         harness.scheduler.enqueue(b"a", ask(1, 4, 3))
-    with pytest.raises(RequestError, match="2 requests of this client are already queued"):
+    with pytest.raises(RequestError, match="too many tokens are already queued"):
         harness.scheduler.enqueue(b"a", ask(2, 4, 3))
     harness.scheduler.enqueue(b"b", ask(1, 4, 3))
     harness.finish()
@@ -473,12 +474,6 @@ def test_failed_shard_ends_only_the_request_that_causes_it(harness, monkeypatch)
     assert [done.reason for done in ends] == ["length", "error", "length"]
     assert ends[1].error == "computing this request ended 2 workers"
     assert [len(harness.answer(i)[0]) for i in (0, 2)] == [6, 6]
-
-
-def test_model_without_tokenizer_refuses_stop_strings(harness) -> None:
-    with pytest.raises(RequestError, match="stop strings need a tokenizer"):
-        harness.scheduler.enqueue(b"c", Generate(0, token_ids=(1,), stop=("x",)))
-    assert harness.scheduler.idle
 
 
 def test_kv_of_a_failed_request_is_not_reused(harness, monkeypatch) -> None:

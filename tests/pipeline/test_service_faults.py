@@ -40,6 +40,18 @@ IDS = (5, 6, 7)
 
 REFUSED = {
     "over the context": (Generate(0, token_ids=(7,) * 256), "the prompt has 256 tokens, the context is 256"),
+    "very many ids": (
+        Generate(0, token_ids=(9999,) * (1 << 19)),
+        "the prompt has 524288 tokens, the context is 256",
+    ),
+    "a long resume": (
+        Generate(0, token_ids=IDS, resume=(9999,) * (1 << 19)),
+        "resume has 524288 tokens, the answer can have 128 at most",
+    ),
+    "very many turns": (
+        Generate(0, messages=(ChatMessage("", ""),) * 5000),
+        "5000 turns do not fit the context of 256",
+    ),
     "a long text": (Generate(0, prompt="word " * 3000), "the context is 256"),
     "an id beyond the vocabulary": (
         Generate(0, token_ids=(1, 4096)),
@@ -61,7 +73,7 @@ REFUSED = {
     "score no ids": (Score(0, token_ids=()), "no tokens"),
     "score over the context": (
         Score(0, token_ids=(7,) * 257),
-        "token_ids has 257 tokens",
+        "the text has 257 tokens",
     ),
     "score an unknown id": (Score(0, token_ids=(9999,)), "9999 is outside"),
     "score no prefill": (

@@ -79,7 +79,7 @@ WRITERS: dict[str, tuple[Callable[[Path], None], str]] = {
         f"{FINGERPRINT}/{calibration_file.NAME}",
     ),
     "transcript": (
-        lambda folder: Transcript("m", None, ()).save(folder / "chat.json"),
+        lambda folder: Transcript.of("m", None, ()).save(folder / "chat.json"),
         "chat.json",
     ),
     "output": (output, "figure.png"),

@@ -1,4 +1,5 @@
-"""Which kernels compute, and how: what differs between processors, the same in all processes of an engine.
+"""The choice of kernels and of how they compute, which differs between processors and is the same in all
+processes of an engine.
 
 The default is for any processor; `tuning.py` measures what is faster on this one. Hint and distance of the
 prefetches change no bit. The variant changes those of bf16 and of attention (sums over more or fewer lanes)
@@ -37,15 +38,15 @@ class Prefetch:
 
 @dataclass(frozen=True)
 class Choice:
-    """What differs between processors. `variant`: of VARIANTS; "": the first one that can be used here.
-    `matrix_rows`: rows of a product from which matrix units compute it, in a variant that has them."""
+    """A choice of kernels. `variant`: of VARIANTS; "": the first one that can be used here. `matrix_rows`:
+    rows of a product from which matrix units compute it, in a variant that has them."""
 
     variant: str = ""
     prefetch: Prefetch = Prefetch()
     matrix_rows: Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)] = 12
 
     def to_map(self) -> dict[str, Any]:
-        """For a child's configuration and for JSON."""
+        """Returns it for a child's configuration and for JSON."""
         return asdict(self)
 
     @classmethod

@@ -190,8 +190,8 @@ def _rounds(
 
 
 def _compute(choice: Choice, name: str, rows: int) -> tuple[Compute, int]:
-    """What computes tiles of this format for so many rows, and the bytes that it reads: one row as many tiles
-    as are in PART, because its call takes about as long as 100 KB."""
+    """Returns what computes tiles of this format for so many rows, and the bytes that it reads: for one row
+    as many tiles as are in PART, because its call takes about as long as 100 KB."""
     library, format = chosen(choice), ALL_FORMATS[name]
     assert library is not None
     x, every = np.full((rows, HIDDEN), 0.5, np.float32), np.arange(rows, dtype=np.int32)

@@ -39,7 +39,7 @@ RETRY = 86400.0  # seconds after which a measurement that failed is tried again
 
 @dataclass(frozen=True)
 class Machine:
-    """What a tuning depends on."""
+    """The machine, as far as a tuning depends on it."""
 
     cpu: str
     flags: str  # of the processor, in order
@@ -83,7 +83,7 @@ class Record(KeptRecord):
         return self.machine.cores
 
     def stale(self, now: float, load: float) -> bool:
-        """Whether to measure again at this time (seconds since the epoch) and load average."""
+        """Tells whether to measure again at this time (seconds since the epoch) and load average."""
         failed = self.tuning is None and not 0 <= now - self.measured < RETRY
         return failed or self.outdated(load)
 
@@ -112,14 +112,14 @@ def keep(cache: Path, record: Record) -> None:
 
 
 def read(path: Path) -> Record:
-    """Raises OSError, ValueError as `kept_record.read`."""
+    """Returns the record of a file. Raises OSError, ValueError as `kept_record.read`."""
     return kept_record.read(path, _parse)
 
 
 @contextmanager
 def measuring_alone(cache: Path, machine: Machine) -> Iterator[bool]:
-    """Whether no other process measures this machine before the end of the block; True also where a lock
-    cannot be had, because two measurements are better than none."""
+    """Tells whether no other process measures this machine before the end of the block; True also where a
+    lock cannot be had, because two measurements are better than none."""
     path = cache / LOCK_FOLDER / f"{machine.key}.measure"
     descriptor: int | None = -1
     try:

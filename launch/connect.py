@@ -1,4 +1,5 @@
-"""A client of an engine: of one started for this command and then stopped, or of a running one."""
+"""A command's client of an engine: of one started for it and then stopped, or of a running one. One that
+reconnects when the coordinator is restarted resumes its requests."""
 
 from __future__ import annotations
 
@@ -13,17 +14,38 @@ from launch.runtime import find_engine
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.log import notice
 from protocol.client import Client
+from protocol.errors import ProtocolError
 
 log = logging.getLogger("tandem")
 
 CLIENT = "launch.py"  # the name that these clients send
+RETRY_SECONDS = 60.0  # a large model's backbone is read again, and costs are measured
+WAITING = f"the engine does not answer; waiting for it, {RETRY_SECONDS:.0f} s at most"
+ANSWERS = "the engine answers again"
 
 
 @asynccontextmanager
 async def connected(options: Options, interrupts: Interrupts) -> AsyncIterator[Client]:
-    """Raises what `endpoint` and Client.connect raise."""
+    """A client of `endpoint`. Raises what that and Client.connect raise."""
     async with endpoint(options, interrupts) as where, Client.connect(where, name=CLIENT) as client:
         yield client
+
+
+@asynccontextmanager
+async def reconnecting_client(options: Options, interrupts: Interrupts) -> AsyncIterator[Client]:
+    """Logs the begin and end of a wait for the engine. Raises as `endpoint` and Client.connect."""
+    async with (
+        endpoint(options, interrupts) as where,
+        Client.connect(where, name=CLIENT, retry=RETRY_SECONDS) as client,
+    ):
+        client.on_pause = _on_pause
+        client.on_reconnect = lambda: log.warning(ANSWERS)
+        yield client
+
+
+def _on_pause(lost: ProtocolError) -> None:
+    log.warning(WAITING)
+    log.debug("%s", lost)
 
 
 @asynccontextmanager
