@@ -52,7 +52,7 @@ class ProcessGroup:
     async def start(self, identity: Identity, config: dict[str, Any], threads: int) -> Child:
         """Spawn a child, unless it was prepared, and send it its configuration. Raises StartFailed."""
         child = self._children.get(identity)
-        if child is None or not child.running:
+        if child is None or not (child.running or child.configured):  # one that has run ends as `_watch` says
             child = await self.prepare(identity, threads)
         child.configure(config)
         return child
@@ -111,5 +111,6 @@ class ProcessGroup:
         # The exit may be seen before a message sent just ahead of it: a loader's Ready, a Failed.
         if code >= 0:
             await child.wait_last_message(LAST_MESSAGE_LIMIT)
-        del self._children[child.identity]
+        if self._children.get(child.identity) is child:
+            del self._children[child.identity]
         self.on_exit(child, code)
