@@ -52,21 +52,7 @@ def traces(c: Commands) -> dict[str, list[Row]]:
         words = ("--prompt-len", str(prompt), "--gen-len", str(new), "--rounds", "1")
         to = ("--sweep", f"batch={batch}", "--record", str(c.file(f"batch-{batch}.trace")))
         c.run(f"record-{batch}", "bench", "--policy", "all-host", *words, *to)
-    prefetch = found["prefetch"]
-    top = [
-        {
-            "batch": b,
-            **{
-                f"{of} top {t}": each[i]
-                for of, by in prefetch["accuracy"].items()
-                for t, each in zip(prefetch["top"], zip(*by, strict=True), strict=True)
-            },
-        }
-        for i, b in enumerate(prefetch["rows"])
-    ]
-    cosines = {of: sum(each) / len(each) for of, each in prefetch["cosines"].items()}
     return {
-        "DALI's top-k accuracy": top,
         "calibration": [
             {"figure": "similarity of prefill and decode", "ours": found["similarity"], "paper": 0.9005},
             {
@@ -75,8 +61,6 @@ def traces(c: Commands) -> dict[str, list[Row]]:
                 "paper": 0.8411,
             },
             {"figure": "with DALI's residual", "ours": found["accuracy"]["residual"], "paper": None},
-            {"figure": "cosine of DALI's inputs, raw", "ours": cosines["raw"], "paper": 0.79},
-            {"figure": "cosine of DALI's inputs, corrected", "ours": cosines["residual"], "paper": 0.89},
             {"figure": "tokens of one expert at T", "ours": found["single_expert_share"], "paper": 0.25},
         ],
     }

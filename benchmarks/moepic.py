@@ -112,13 +112,10 @@ def calibrated(header: Header, steps: Sequence[TracedStep], accuracy: float) -> 
     return Calibration(
         prefill_counts=counts,
         decode_counts=counts,
-        residuals=empty,
         residual_logits=empty,
         accuracy={"raw": named},
-        similarity=np.ones(shape.layers, np.float32),
         kept=np.zeros((0, 0, 0), np.float32),
         gated_accuracy={},
-        needed=None,
         sensitivity=None,
         threshold=None,
         first_gate=None,

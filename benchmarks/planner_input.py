@@ -91,13 +91,10 @@ def calibrated(model: Model, text: Text) -> Calibration:
     return Calibration(
         prefill_counts=counts.astype(np.int64),
         decode_counts=counts.astype(np.int64),
-        residuals=np.zeros((LAYERS - 1, 64), np.float32),
         residual_logits=np.full((LAYERS - 1, model.experts), 0.01, np.float32),
         accuracy=dict.fromkeys(predictors, accuracy),
-        similarity=np.full(LAYERS, 0.9, np.float32),
         kept=np.stack([needed, needed], axis=1),
         gated_accuracy=dict.fromkeys(predictors, np.stack([accuracy, accuracy], axis=1)),
-        needed=needed,
         sensitivity=np.geomspace(40, 0.02, LAYERS).astype(np.float32),  # Mixtral's fall like this
         threshold=0.005,
         first_gate=np.zeros((model.experts, 64), np.float32),

@@ -27,11 +27,8 @@ if TYPE_CHECKING:
 
 # Where each command's function is, which has the command's name.
 MODULES = {
-    **{name: f"launch.{name}" for name in ("generate", "serve")},
-    **{
-        name: f"launch.{name}.command"
-        for name in ("chat", "stress", "bench", "calibrate", "doctor", "cache", "advise")
-    },
+    **{name: f"launch.{name}" for name in ("calibrate", "generate", "serve")},
+    **{name: f"launch.{name}.command" for name in ("chat", "stress", "bench", "doctor", "cache", "advise")},
     "score": "launch.score.command",
     "evaluate": "launch.score.evaluate",
     "replay": "launch.bench.replay",

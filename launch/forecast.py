@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launch.phase_profile import PhaseProfile
+from launch.bench.profile import PhaseProfile
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import EngineConfig, FormatName
 from pipeline.memory.needs import Needs, backbone_tensors, needs, plain_bytes, quantized_bytes

@@ -52,8 +52,8 @@ PRELOADED = (
     "transformers.models.auto.tokenization_auto",
     "launch.cli",
     "uvloop",
-    *(f"launch.{name}" for name in ("generate", "score", "serve", "bench.replay")),
-    *(f"launch.{name}.command" for name in ("chat", "stress", "bench", "calibrate", "doctor", "cache")),
+    *(f"launch.{name}" for name in ("calibrate", "generate", "score", "serve", "bench.replay")),
+    *(f"launch.{name}.command" for name in ("chat", "stress", "bench", "doctor", "cache")),
 )
 READ_AT_START = ("PYTHON", "LC_", "LANG", "TORCH")  # variables that a forked process cannot change
 HUB = ("HF_", "huggingface_hub")  # variables that this package reads when it is imported

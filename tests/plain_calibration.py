@@ -18,13 +18,10 @@ def plain_calibration(
     plain = {
         "prefill_counts": counts,
         "decode_counts": counts,
-        "residuals": np.zeros((layers - 1, hidden), np.float32),
         "residual_logits": np.zeros((layers - 1, experts), np.float32),
         "accuracy": {name: np.full(layers, accuracy, np.float32) for name in names},
-        "similarity": np.ones(layers, np.float32),
         "kept": np.full((layers, 2, 3), 1 / 3, np.float32),
         "gated_accuracy": {name: np.full((layers, 2), accuracy, np.float32) for name in names},
-        "needed": np.full((layers, 3), 1 / 3, np.float32),
         "sensitivity": np.ones(layers, np.float32),
         "threshold": 0.05,
         "first_gate": None,

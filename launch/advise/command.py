@@ -15,13 +15,13 @@ from launch.advise.report import Report
 from launch.advise.routing import drawn, recorded
 from launch.advise.search import CURVE, DRAWN, Search, fitting
 from launch.bench.plan import requested_policies
-from launch.bench.plot import check_picture
 from launch.command_line.checks import check_engine
 from launch.command_line.options import Options
 from launch.errors import WrongUsage
 from launch.forecast import RecordedText, Sizes, sizes_of
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
+from launch.terminal.plot import check_picture
 from launch.terminal.progress import ProgressCounter
 from pipeline.assets import model_dir
 from pipeline.checkpoint.model_source import ModelSource
@@ -54,8 +54,8 @@ async def advise(options: Options, interrupts: Interrupts) -> int:
                 "--batch is of a machine given by numbers; bench --batch measures it on this one"
             )
         check_engine(asked, source)
-        found = await this_machine(options, interrupts, source, prompt)
-        hardware, config, text = found.hardware, found.config, found.text
+        trial = await this_machine(options, interrupts, source, prompt)
+        hardware, config, text = trial.hardware, trial.config, trial.text
         each = _every_size(source, replace(config, format=asked.format), hardware)
     formats = [fitting(sizes, config, hardware) for sizes in each]
     fit = sum(one.fits for one in formats)
@@ -79,18 +79,18 @@ async def advise(options: Options, interrupts: Interrupts) -> int:
 
 
 def _every_size(source: ModelSource, config: EngineConfig, hardware: Hardware) -> list[Sizes]:
-    """In the formats to choose from, the most exact first. Raises UsageError."""
+    """Sizes in the formats to choose from, the most exact first. Raises UsageError."""
     names: Sequence[FormatName] = AUTOMATIC if config.format is None else (config.format,)
     if hardware.only is not None:
         names = (hardware.only,)
-    found = []
+    sizes = []
     for name in names:
         try:
-            found.append(sizes_of(source, config, name))
+            sizes.append(sizes_of(source, config, name))
         except UsageError as e:
             if isinstance(e, ModelError) or len(names) == 1:
                 raise
-    return found
+    return sizes
 
 
 def _text(path: Path | None, sizes: Sizes, prompt: int, chunk: int, batch: int, seed: int) -> RecordedText:

@@ -12,12 +12,10 @@ from rich.text import Text
 
 from launch.advise.hardware import Hardware
 from launch.advise.search import Advice, Fitting, best_of
-from launch.bench.profile_table import policy_name
-from launch.bench.replay_report import ASSUMPTION
-from launch.bench.result import merged_notes
+from launch.bench.replay import ASSUMPTION
 from launch.forecast import Estimate, RecordedText
-from launch.terminal.format import MISSING, alike, count, model_name, percent, three_digits
-from launch.terminal.tables import make_table, render
+from launch.terminal.format import MISSING, alike, count, merged_notes, model_name, percent, three_digits
+from launch.terminal.tables import make_table, policy_name, render
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import EngineConfig
 from shm.segment import SHM_FOLDER, byte_size
@@ -117,13 +115,13 @@ class Report:
         return table
 
     def _fastest(self, fitting: Fitting) -> Estimate | None:
-        found = self.advice.of(fitting.sizes.format)
-        return best_of(found) if found else None
+        estimates = self.advice.of(fitting.sizes.format)
+        return best_of(estimates) if estimates else None
 
     def _presets(self) -> Table:
         """The presets of the best setting's format."""
         best = self.advice.best
-        found = self.advice.of(best.setting.format)[:SHOWN]
+        estimates = self.advice.of(best.setting.format)[:SHOWN]
         names = (
             "tok/s",
             "x",
@@ -136,7 +134,7 @@ class Report:
             "weight\nchanged",
         )
         table = make_table(f"policy, {best.setting.format}", numbers=names, gap=0)
-        for each, speed in zip(found, alike([each.tok_s for each in found]), strict=True):
+        for each, speed in zip(estimates, alike([each.tok_s for each in estimates]), strict=True):
             table.add_row(
                 policy_name(each.setting.policy, each.exact),
                 speed,
@@ -157,14 +155,14 @@ class Report:
         if not self.advice.estimates:
             return []
         best = self.advice.best
-        found = [best]
+        advised = [best]
         for fitting in self.advice.formats:
             each = self._fastest(fitting)
             if each is best:
                 break
             if each is not None and each.exact:
                 return [each] if each.tok_s >= CLOSE * best.tok_s else [best, each]
-        return found
+        return advised
 
     def _command(self, each: Estimate) -> str:
         setting = each.setting

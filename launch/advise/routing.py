@@ -35,8 +35,8 @@ def drawn(header: Header, prompt: int, chunk: int, batch: int, seed: int) -> Rec
     counts = text.counts(HISTORY)
     warm = text.steps(0, 1, WARM, batch)
     steps = [*warm, *text.steps(prompt, chunk, COUNTED, batch)]
-    found = f", predictions right in {accuracy:.0%} as a paper reports" if accuracy else ""
-    words = f"synthetic routing, as uneven as the embedded model's{found}"
+    predicted = f", predictions right in {accuracy:.0%} as a paper reports" if accuracy else ""
+    words = f"synthetic routing, as uneven as the embedded model's{predicted}"
     unknown = (
         "the model's own routing: a cache hits more where few experts are popular; record it with --record"
         " and give it with --trace",

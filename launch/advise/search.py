@@ -127,8 +127,8 @@ class Search:
         tiles = sizes.needs.tiles
         more = min(tiles, settings.capacity + int(MORE_CACHE // sizes.needs.slot))
         if best.moved or best.host_share:
-            found = await self._run(replace(settings, capacity=more, share=more / tiles), sizes, plain)
-            self._changed(f"{MORE_CACHE / 1e9:g} GB more of expert cache", found)
+            estimate = await self._run(replace(settings, capacity=more, share=more / tiles), sizes, plain)
+            self._changed(f"{MORE_CACHE / 1e9:g} GB more of expert cache", estimate)
 
     async def curve(self) -> None:
         """The fastest presets of the best setting's format over the cache's size."""
@@ -138,16 +138,16 @@ class Search:
         for each in exact[:DRAWN]:
             points = self.advice.curves.setdefault(each.setting.policy.label, [])
             for share in CURVE:
-                found = await self._run(_with(each.setting, share, sizes), sizes, priced)
-                points.append((share, found.tok_s))
+                estimate = await self._run(_with(each.setting, share, sizes), sizes, priced)
+                points.append((share, estimate.tok_s))
 
-    def _changed(self, words: str, found: Estimate) -> None:
-        self.advice.changes.append(Change(words, found.tok_s, found.tok_s / self.advice.best.tok_s))
+    def _changed(self, words: str, estimate: Estimate) -> None:
+        self.advice.changes.append(Change(words, estimate.tok_s, estimate.tok_s / self.advice.best.tok_s))
 
     async def _try(
         self, request: PolicyRequest, sizes: Sizes, priced: Priced, share: float
     ) -> Estimate | None:
-        """None where the preset cannot be replayed here, which is noted."""
+        """Replay a preset; None where it cannot be replayed here, which is noted."""
         reason = ""
         for each in _variants(request):
             setting = _with(Setting(each, sizes.format, 0, 0.0), share, sizes)

@@ -19,21 +19,18 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any
 
-from launch.bench.meter import Meter, open_meter
-from launch.bench.perplexity import Perplexity, Texts
 from launch.bench.plan import BenchPlan
-from launch.bench.plot import draw
-from launch.bench.prompts import Prompt, make_prompts, read_other_texts
+from launch.bench.prompts import Perplexity, Prompt, Texts, make_prompts, read_other_texts
 from launch.bench.report import Report
-from launch.bench.result import PolicyResult
-from launch.bench.run import measure, warm_up
+from launch.bench.run import PolicyResult, measure, warm_up
 from launch.command_line.options import Options
 from launch.connect import connected
 from launch.errors import Disturbed
 from launch.processes.cores import Cores
 from launch.terminal.interrupts import Interrupts
-from launch.terminal.output import print_json, show
+from launch.terminal.output import print_json
 from launch.terminal.progress import ProgressCounter
+from launch.terminal.tables import print_parts
 from pipeline.calibration.cost_cache import processor
 from pipeline.policies.presets import make_policy
 from pipeline.policies.room import ENOUGH_TOKENS
@@ -51,16 +48,16 @@ EXACT = "all-host"
 async def bench(options: Options, interrupts: Interrupts) -> int:
     """Raises Disturbed, AnswerLost, OutputFailed, RequestFailed, WrongUsage; as an engine's start."""
     plan = BenchPlan.of(options)
-    meter = await open_meter(options)
     async with session(options, interrupts) as (client, changes):
         await check(client, plan, options)
-        report = await compare(client, plan, options, changes, meter=meter)
+        with ProgressCounter("bench: prompts", plan.runs) as bar:
+            report = await compare(client, plan, options, changes, bar)
     if "json" in options.written:
         print_json(report.to_json(), detail="detail" in options.written)
     else:
-        show(report.render(), rendered=True)
+        print_parts(*report.parts())
     if plan.plot is not None:
-        draw(report, plan.plot)
+        report.draw(plan.plot)
     return 0
 
 
@@ -93,20 +90,14 @@ async def compare(
     plan: BenchPlan,
     options: Options,
     changes: list[PolicyChanged],
-    bar: ProgressCounter | None = None,
+    bar: ProgressCounter,
     prefix: str = "bench: ",
-    meter: Meter | None = None,
 ) -> Report:
-    """Measure every policy, with `meter` its energy as well. `bar`: counts the runs, 1 + rounds of each
-    policy; by default one is shown with these alone, each described after `prefix`. Raises Disturbed,
-    AnswerLost, RequestFailed, WrongUsage."""
-    if bar is None:
-        with ProgressCounter("bench: prompts", plan.runs) as bar:
-            every = await _run(client, plan, changes, bar, prefix, meter)
-    else:
-        every = await _run(client, plan, changes, bar, prefix, meter)
+    """Measure every policy. `bar`: counts the runs, 1 + rounds of each policy, each described after `prefix`.
+    Raises Disturbed, AnswerLost, RequestFailed, WrongUsage."""
+    every = await _run(client, plan, changes, bar, prefix)
     results = [result for result in every if not result.left_out]
-    await _compare_perplexity(client, plan, results, changes)
+    await _compare_perplexity(client, plan, results, changes, bar, prefix)
     stats = await client.stats()
     left_out = [result for result in every if result.left_out]
     config = _config(options, plan, client, stats) | {
@@ -114,8 +105,6 @@ async def compare(
         "uncalibrated": [] if stats["calibrated"] else _uncalibrated(results, plan.seed),
         "left_out": {result.request.label: result.left_out for result in left_out},
     }
-    if meter is not None:
-        config["energy"] = meter.to_map()
     return Report(config, results, stats["emulation"], left_out)
 
 
@@ -133,13 +122,10 @@ async def _run(
     changes: list[PolicyChanged],
     bar: ProgressCounter,
     prefix: str,
-    meter: Meter | None,
 ) -> list[PolicyResult]:
     """Each policy's runs; a policy that cannot run here has none, and `left_out` has the reason."""
     results = [PolicyResult(request) for request in plan.policies]
     prompts, others = await _prepare(client, plan)
-    if meter is not None:
-        await meter.measure_idle()
     _, new = plan.warm_up(client.welcome.context)
     for turn in range(1 + plan.rounds):
         for result in (results[index] for index in plan.order(turn)):
@@ -157,7 +143,7 @@ async def _run(
                 bar.drop(1 + plan.rounds)
                 continue
             await warm_up(client, others, new)
-            run, _ = await measure(client, prompts, plan.gen_len, meter)
+            run, _ = await measure(client, prompts, plan.gen_len)
             check_own(changes)
             if turn:  # the first is the warm-up; a policy's notes about a cold engine are dropped with it
                 result.exact = changed.exact
@@ -186,31 +172,34 @@ async def _others(client: Client, plan: BenchPlan, count: int) -> list[Prompt]:
 
 
 async def _compare_perplexity(
-    client: Client, plan: BenchPlan, results: Sequence[PolicyResult], changes: list[PolicyChanged]
+    client: Client,
+    plan: BenchPlan,
+    results: Sequence[PolicyResult],
+    changes: list[PolicyChanged],
+    bar: ProgressCounter,
+    prefix: str,
 ) -> None:
     """Set the perplexity of each approximate policy, beside that of the first exact one, or of all-host."""
     approximate = [result for result in results if not result.exact]
     if not approximate or not plan.ppl_tokens:
         return
     exact = next((result.request for result in results if result.exact), PolicyRequest(EXACT))
-    with ProgressCounter("bench: held-out text", 1 + len(approximate)) as bar:
-        texts = await Texts.make(client, plan.ppl_tokens, plan.prompt_len, plan.seed)
-        others = await _others(client, plan, 1)
-        _, new = plan.warm_up(client.welcome.context)
+    texts = await Texts.make(client, plan.ppl_tokens, plan.prompt_len, plan.seed)
+    others = await _others(client, plan, 1)
+    _, new = plan.warm_up(client.welcome.context)
 
-        async def perplexity(request: PolicyRequest) -> float:
-            bar.start_stage(f"bench: perplexity, {request.label}")
-            await client.set_policy(request.name, request.options, counted=False)
-            await warm_up(client, others, new)
-            found = await texts.perplexity(client)
-            check_own(changes)
-            bar.count()
-            return found
+    async def perplexity(request: PolicyRequest) -> float:
+        bar.start_stage(f"{prefix}perplexity, {request.label}")
+        await client.set_policy(request.name, request.options, counted=False)
+        await warm_up(client, others, new)
+        measured = await texts.perplexity(client)
+        check_own(changes)
+        return measured
 
-        reference = await perplexity(exact)
-        for result in approximate:
-            found = await perplexity(result.request)
-            result.perplexity = Perplexity(found, reference, exact.name, texts.tokens, texts.prefill)
+    reference = await perplexity(exact)
+    for result in approximate:
+        measured = await perplexity(result.request)
+        result.perplexity = Perplexity(measured, reference, exact.name, texts.tokens, texts.prefill)
 
 
 def _uncalibrated(results: Sequence[PolicyResult], seed: int) -> list[str]:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launch.bench.plot import check_picture
 from launch.command_line.options import Options
 from launch.errors import WrongUsage
+from launch.terminal.plot import check_picture
 from pipeline.assets import model_dir
 from pipeline.checkpoint.open import open_model
 from pipeline.config import DEFAULT_CONTEXT, KV_CONTEXTS
@@ -82,7 +82,7 @@ class BenchPlan:
 
     @property
     def runs(self) -> int:
-        """Of all policies, the uncounted round among them."""
+        """The number of runs of all policies, the uncounted round among them."""
         return len(self.policies) * (1 + self.rounds)
 
     def warm_up(self, context: int) -> tuple[int, int]:
@@ -99,7 +99,8 @@ class BenchPlan:
 
 
 def _recordable(requests: Sequence[PolicyRequest], named: bool, seed: int) -> tuple[PolicyRequest, ...]:
-    """Those that run every layer's router, which a replay needs. Raises WrongUsage for another named one."""
+    """Returns those that run every layer's router, which a replay needs. Raises WrongUsage for another named
+    one."""
     unable = [request for request in requests if not make_policy(request, seed).runs_all_routers]
     if unable and named:
         name = unable[0].name
@@ -111,7 +112,7 @@ def _recordable(requests: Sequence[PolicyRequest], named: bool, seed: int) -> tu
 
 
 def requested_policies(options: Options, seed: int) -> list[PolicyRequest]:
-    """Those of --policy, else every preset but the one for tests. Raises WrongUsage, PolicyError."""
+    """Returns those of --policy, else every preset but the one for tests. Raises WrongUsage, PolicyError."""
     requests = options.policies() or [PolicyRequest(name) for name in PRESETS if name != RandomPlan.name]
     if not all(request.name for request in requests):
         raise WrongUsage(f"--policy {options.written['policy']}: a name is missing; write it as a,b,c")

@@ -7,25 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from rich.console import RenderableType
+
+from launch.bench.figures import Figures, compared, policy_tables, show_tables
 from launch.bench.plan import requested_policies
-from launch.bench.plot import check_picture
-from launch.bench.replay_report import Report, Result
-from launch.bench.sweep import combinations
-from launch.bench.sweep_plot import draw_sweep
-from launch.bench.sweep_report import Point, SweepReport
+from launch.bench.report import routing_notes
+from launch.bench.sweep import Point, SweepReport, combinations
 from launch.command_line.options import Options
 from launch.command_line.sweep import axes
 from launch.errors import LaunchError, WrongUsage
-from launch.terminal.format import count
+from launch.terminal.format import count, merged_notes, model_name
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.log import notice
-from launch.terminal.output import print_json, show
+from launch.terminal.output import print_json
+from launch.terminal.plot import check_picture
 from launch.terminal.progress import ProgressCounter
+from launch.terminal.tables import print_parts
+from pipeline.arrays import Phase
 from pipeline.calibration.cost_cache import measured_here
 from pipeline.calibration.file import NAME, load
 from pipeline.config import DEFAULT_CACHE
@@ -36,13 +40,18 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from pipeline.replay.machine import Replay
+from pipeline.replay.outcome import MOVED, Outcome, PhaseOutcome
 from pipeline.replay.overview import Overview, summarize
 from pipeline.traces.header import Header
 from pipeline.traces.reader import Trace
 from pipeline.traces.steps import TracedStep
 from protocol.user_folders import user_folder
+from shm.segment import byte_size
 
 log = logging.getLogger("tandem")
+
+LEFT_OUT = ("embedding", "head", "sampling", "planning", "messages", "scheduling")  # of the time
+ASSUMPTION = "approximate policies are replayed on the recorded text; they might have generated another"
 
 
 async def replay(options: Options, interrupts: Interrupts) -> int:
@@ -64,16 +73,164 @@ async def replay(options: Options, interrupts: Interrupts) -> int:
                 await asyncio.sleep(0)  # lets the event loop handle a Ctrl-C
             bar.count()
     reports = [(settings, replays.report()) for settings, replays in points]
-    found: Report | SweepReport = reports[0][1]
+    report: ReplayReport | SweepReport = reports[0][1]
     if "sweep" in written:
-        found = SweepReport(axes(written), [Point(*each) for each in reports])
+        report = SweepReport(axes(written), [Point(*each) for each in reports])
     if "json" in written:
-        print_json(found.to_json(), detail="detail" in written)
+        print_json(report.to_json(), detail="detail" in written)
     else:
-        show(found.render(), rendered=True)
-    if isinstance(found, SweepReport) and "plot" in written:
-        draw_sweep(found, written["plot"])
+        print_parts(*report.parts())
+    if isinstance(report, SweepReport) and "plot" in written:
+        report.draw(written["plot"])
     return 0
+
+
+class Result(NamedTuple):
+    """One policy's replay."""
+
+    request: PolicyRequest
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class ReplayReport:
+    """All policies' outcomes, and the settings that they were replayed with."""
+
+    path: Path  # of the trace
+    header: Header
+    overview: Overview
+    capacity: int  # tiles
+    costs: Costs  # per tile
+    costs_of: str  # where they come from, in words
+    here: bool  # they were measured on this machine, like the steps' rest
+    calibrated: bool
+    results: Sequence[Result]
+    left_out: Mapping[str, str]  # policy: why it cannot be replayed here
+
+    def to_json(self) -> dict[str, Any]:
+        header, seen = self.header, self.overview
+        shape = header.shape
+        config = {
+            "trace": str(self.path),
+            "model": header.model,
+            "layers": shape.layers,
+            "experts": shape.experts,
+            "tiles": shape.tiles,
+            "top_k": shape.top_k,
+            "tile_bytes": header.tile_bytes,
+            "steps": dict(seen.steps),
+            "tokens": dict(seen.rows),
+            "cut_short": seen.cut_short,
+            "time_leaves_out": self._left_out,
+            "cache_tiles": self.capacity,
+            "calibrated": self.calibrated,
+            "costs": self.costs.to_json() | {"of": self.costs_of},
+        }
+        policies = [self._to_map(result) for result in self.results]
+        left_out = [{"name": name, "reason": reason} for name, reason in self.left_out.items()]
+        return {"config": config, "policies": policies, "left_out": left_out}
+
+    def _to_map(self, result: Result) -> dict[str, Any]:
+        outcome = result.outcome
+        plain: dict[str, Any] = {
+            "name": result.request.name,
+            "options": result.request.options,
+            "exact": outcome.exact,
+            "notes": outcome.notes,
+        }
+        if not outcome.exact:
+            plain["assumption"] = ASSUMPTION
+        for name, phase in outcome.phases.items():
+            ratio = _ratio(phase, self.results[0].outcome.phases[name])
+            rest, whole = self._rest(name), self._whole(name, phase)
+            plain[name] = phase.to_json(self.header.tile_bytes)
+            plain[name] |= {"ratio": ratio, "rest_s_per_step": rest, "whole_tok_s": whole}
+        plain["notes"] = [*outcome.notes, *routing_notes(self.header.model)]
+        return plain
+
+    @property
+    def _left_out(self) -> tuple[str, ...]:
+        """What the simulated time does not contain."""
+        return LEFT_OUT if any(self.costs.other) else ("attention", *LEFT_OUT)
+
+    def _rest(self, phase: Phase) -> float | None:
+        """Seconds a step that were measured while recording and are not simulated; None for another machine's
+        costs, and where they were not measured."""
+        return self.overview.rest[phase] if self.here else None
+
+    def _whole(self, name: Phase, phase: PhaseOutcome) -> float | None:
+        """Estimated tokens a second of an engine: the simulated time and the rest."""
+        rest = self._rest(name)
+        return None if rest is None or not phase.rows else phase.rows / (phase.seconds + phase.steps * rest)
+
+    @property
+    def figures(self) -> list[Figures]:
+        return [self._figures(result) for result in self.results]
+
+    def _figures(self, result: Result) -> Figures:
+        outcome, first = result.outcome, self.results[0].outcome
+        prefill, decode = outcome.prefill, outcome.decode
+        plain = decode.to_json(self.header.tile_bytes)
+        several = len(self.results) > 1
+        return Figures(
+            result.request,
+            outcome.exact,
+            prefill=[prefill.tok_s] if prefill.seconds else [],
+            decode=[decode.tok_s] if decode.seconds else [],
+            prefill_ratio=_ratio(prefill, first.prefill) if several else None,
+            decode_ratio=_ratio(decode, first.decode) if several else None,
+            whole=self._whole("decode", decode),
+            copied=plain["bytes_per_token"]["moved"],
+            moved={kind: plain["bytes_per_token"][kind] for kind in MOVED},
+            hits=decode.hit_rate,
+            tile_hits=decode.tile_hit_rate,
+            host_share=decode.host_share,
+            issued=decode.issued_share,
+            busy=plain["busy"],
+            waits={"workers": plain["waits"]["host"], "link": plain["waits"]["link"]},
+            fidelity=plain["fidelity"],
+        )
+
+    @property
+    def without(self) -> list[str]:
+        """A line for each policy that cannot be replayed here."""
+        return [f"{name} left out: {reason}" for name, reason in self.left_out.items()]
+
+    def conditions(self, swept: Sequence[str]) -> list[str]:
+        """What all settings of a sweep of `swept` have in common."""
+        lines = [f"{model_name(self.header.model, article='')}, replayed: {self.path.name}"]
+        lines += [f"costs: {self.costs_of}"] * ("costs" not in swept)
+        return [*lines, "tok/s: of the layers alone, simulated"]
+
+    def parts(self) -> Iterator[RenderableType]:
+        """The report as text."""
+        rows = self.figures
+        notes = [*routing_notes(self.header.model), *[ASSUMPTION] * (not all(row.exact for row in rows))]
+        notes += ["the file ends within a step; that step is left out"] * self.overview.cut_short
+        notes += merged_notes((result.request.name, result.outcome.notes) for result in self.results)
+        return show_tables(policy_tables(rows), [*self._about(), *compared(rows)], [*notes, *self.without])
+
+    def _about(self) -> list[str]:
+        header, seen, shape = self.header, self.overview, self.header.shape
+        every = shape.layers * shape.experts * shape.tiles
+        size = byte_size(self.capacity * header.tile_bytes)
+        rest = self._rest("decode")
+        why = "these costs are another machine's" if not self.here else "the trace has no measurement of it"
+        whole = "whole token: estimated tok/s of decode with the rest too: {:.1f} ms a step, as recorded"
+        return [
+            f"{model_name(header.model, article='')}, {shape.layers} x {shape.experts} experts of"
+            f" {count(shape.tiles, 'tile')}; recorded: {count(seen.rows['prefill'], 'token')} of prefill,"
+            f" {seen.rows['decode']} of decode",
+            f"expert cache: {self.capacity} of {every} tiles, {size}",
+            f"costs: {self.costs_of}",
+            "tok/s: of the layers alone, simulated; an engine is slower, because this leaves out"
+            f" {', '.join(self._left_out)}",
+            f"no estimate of a whole token: {why}" if rest is None else whole.format(1e3 * rest),
+        ]
+
+
+def _ratio(phase: PhaseOutcome, first: PhaseOutcome) -> float | None:
+    return phase.tok_s / first.tok_s if phase.seconds and first.seconds else None
 
 
 @dataclass
@@ -127,11 +284,11 @@ class Replays:
             with self.guarded(request):
                 machine.step(step)
 
-    def report(self) -> Report:
+    def report(self) -> ReplayReport:
         """Raises WrongUsage where no policy is left."""
         if not self.running:
             raise WrongUsage(f"no policy can be replayed here: {'; '.join(self.left_out.values())}")
-        return Report(
+        return ReplayReport(
             self.trace.path,
             self.trace.header,
             self.overview,
@@ -179,11 +336,12 @@ def _calibration(header: Header, first: bool) -> Calibration | None:
     if not path.exists():
         return None
     try:
-        found = load(path)
+        calibration = load(path)
     except CalibrationError as e:
         log.warning(f"warning: {e}")
         return None
-    if found.decode_counts.shape != (header.shape.layers, header.shape.experts):
+    if calibration.decode_counts.shape != (header.shape.layers, header.shape.experts):
         raise WrongUsage(f"{path} calibrates a model of another shape than the trace's")
-    found = replace(found, mlp_inner=None, mlp_outer=None, mlp_accuracy=None)  # traces hold no probe of them
-    return found if first else replace(found, first_gate=None)
+    # traces hold no probe of the MLPs
+    calibration = replace(calibration, mlp_inner=None, mlp_outer=None, mlp_accuracy=None)
+    return calibration if first else replace(calibration, first_gate=None)

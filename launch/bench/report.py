@@ -1,35 +1,38 @@
-"""The report of `bench`, as one JSON object or as tables that fit 80 columns."""
+"""The report of a comparison of policies: tables, the JSON object, a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
+from rich.console import RenderableType
 
-from launch.bench.energy_table import energy_legend, energy_notes, energy_table, energy_to_map
-from launch.bench.profile_table import (
-    legend,
-    policy_name,
-    profile_tables,
-    profile_to_map,
-    routing_notes,
-    spreads,
-)
-from launch.bench.result import PolicyResult, merged_notes
-from launch.phase_profile import PhaseProfile
-from launch.terminal.format import alike, count, model_name, percent
-from launch.terminal.tables import make_table, render
+from launch.bench.figures import Figures, compared, policy_panels, policy_tables, show_tables
+from launch.bench.profile import PhaseProfile
+from launch.bench.run import PolicyResult
+from launch.terminal.format import count, merged_notes, model_name, percent
+from launch.terminal.plot import draw
 from pipeline.engine.prefetch_meter import pause_note
+from pipeline.models.shapes import is_shape
 from shm.segment import byte_size
+
+
+def routing_notes(model: str) -> list[str]:
+    """A note on hits where a model's weights, and so its routers, are random."""
+    note = "random weights route at random: hits, and what depends on them, are not those of the real model"
+    return [note] * is_shape(model)
+
+
+SPREAD = ("prefill_tok_s", "decode_tok_s", "first_token_s")  # shown with their range
+SWEPT_AS = {"new": "gen"}  # where --sweep has another name for it
 
 
 @dataclass(frozen=True)
 class Report:
-    """`config`: the engine and the workload, as in the JSON object."""
+    """A comparison of policies. `config`: the engine and the workload, as in the JSON object."""
 
     config: dict[str, Any]
     results: Sequence[PolicyResult]
@@ -37,42 +40,50 @@ class Report:
     left_out: Sequence[PolicyResult] = ()  # policies that cannot run here
 
     @property
-    def profiles(self) -> list[PhaseProfile]:
-        """Each policy's decode profile; empty where the runs hold no counters of the engine."""
-        tile_bytes = self.config["tile_bytes"]
-        counted = all(run.decode for result in self.results for run in result.runs)
-        return [result.decode(tile_bytes) for result in self.results] if counted else []
-
-    @property
-    def energy(self) -> dict[str, Any]:
-        """How the energy was measured; empty without --energy."""
-        return dict(self.config.get("energy", {}))
-
-    @property
     def model_name(self) -> str:
         return model_name(self.config["model"], article="")
 
-    def to_json(self) -> dict[str, Any]:
-        policies = [_result_to_map(result, self.results[0]) for result in self.results]
-        for result, plain, profile in zip(self.results, policies, self.profiles, strict=True):
-            plain["decode"] = profile_to_map(profile, result)
-        if self.energy:
-            for result, plain in zip(self.results, policies, strict=True):
-                plain["energy"] = energy_to_map(result, self.results[0])
-        notes = routing_notes(self.config["model"])
-        return {"config": self.config, "policies": policies, "emulation": self.emulation, "notes": notes}
+    @property
+    def figures(self) -> list[Figures]:
+        first = self.results[0]
+        return [self._figures(result, None if len(self.results) == 1 else first) for result in self.results]
 
-    def render(self) -> str:
-        tables = [_table(self)]
-        if profiles := self.profiles:
-            tables += profile_tables(self.results, profiles)
-        if self.energy:
-            tables.append(energy_table(self.results, list(self.energy["counters"])))
-        return render(*(part for table in tables for part in (table, "")), *self._footnotes())
+    def _figures(self, result: PolicyResult, first: PolicyResult | None) -> Figures:
+        profile = result.decode(self.config["tile_bytes"])
+        rows = max(profile.rows, 1)
+        return Figures(
+            result.request,
+            result.exact,
+            prefill=result.figures("prefill_tok_s"),
+            decode=result.figures("decode_tok_s"),
+            prefill_ratio=None if first is None else result.ratio(first, "prefill_tok_s"),
+            decode_ratio=None if first is None else result.ratio(first, "decode_tok_s"),
+            copied=median(result.figures("moved_bytes_per_token")),
+            moved={kind: size / rows for kind, size in profile.moved.items()}
+            | {"placed": result.placed_bytes},
+            hits=profile.hit_rate,
+            tile_hits=profile.tile_hit_rate,
+            host_share=median(result.figures("host_share")),
+            issued=profile.issued_share,
+            busy={"host": profile.host_busy, "device": profile.device_busy},
+            waits=profile.shares,
+            fidelity=dict(profile.fidelity),
+            first_token=[1e3 * seconds for seconds in result.figures("first_token_s")],
+            kept=profile.kept_share,
+            channels=profile.channels,
+            perplexity=result.perplexity,
+        )
 
-    def _footnotes(self) -> list[Text]:
+    def parts(self) -> Iterator[RenderableType]:
+        """The report as text."""
+        rows = self.figures
+        return show_tables(
+            policy_tables(rows, self.emulation), [*self._about(), *compared(rows)], self._notes()
+        )
+
+    def _about(self) -> list[str]:
         c = self.config
-        lines = [
+        return [
             f"{self.model_name} on {c['device']}"
             + (f", {c['workers']} workers" if c["workers"] is not None else "")
             + f": experts {c['format']}, backbone {c['backbone_dtype']}",
@@ -84,79 +95,100 @@ class Report:
             *placed_by(c),
             *([f"{c['machine']}, {c['when'][:10]}"] if "machine" in c else []),
         ]
-        if len(self.results) > 1:
-            lines.append(f"x: speed relative to {self.results[0].request.label}, median over the rounds")
-        lines.append("copied: to the device in decode")
-        lines.append("workers' share: of decode's expert tiles; the device computed the others")
-        lines += legend(self.results, self.profiles, c["prompts"])
-        notes = [f"note: {note}" for note in routing_notes(c["model"])]
-        if self.energy:
-            lines += energy_legend(self.energy, len(self.results))
-            notes += [f"note: {note}" for note in energy_notes(self.results, self.energy, self.emulation)]
-        noted = [(r.request.name, r.notes) for r in self.results]
-        noted += [
-            (result.request.name, [f"{result.request.name}: {paused}"])
-            for result, profile in zip(self.results, self.profiles, strict=False)
-            if (paused := pause_note(profile.tree["paused_steps"], profile.steps))
+
+    def _notes(self) -> Iterator[str]:
+        yield from routing_notes(self.config["model"])
+        yield from merged_notes((result.request.name, self._notes_of(result)) for result in self.results)
+        yield from self.without
+
+    def _notes_of(self, result: PolicyResult) -> list[str]:
+        tree = result.decode(self.config["tile_bytes"]).tree
+        paused = pause_note(tree["paused_steps"], tree["steps"])
+        return [*result.notes, *([f"{result.request.name}: {paused}"] if paused else [])]
+
+    @property
+    def without(self) -> list[str]:
+        """A line for each policy that cannot run here."""
+        return [f"{result.request.label} left out: {result.left_out}" for result in self.left_out]
+
+    def conditions(self, swept: Sequence[str]) -> list[str]:
+        """What all settings of a sweep of `swept` have in common."""
+        c = self.config
+        fixed = {"batch": c["batch"], "prompt": c["prompt_len"], "new": c["gen_len"]}
+        words = [f"{name} {value}" for name, value in fixed.items() if SWEPT_AS.get(name, name) not in swept]
+        if "cache" not in swept and c["expert_cache"] is not None:
+            words.append(f"cache {percent(c['expert_cache'])} of all tiles")
+        return [
+            f"{self.model_name} on {c['device']}: experts {c['format']}",
+            *[f"emulation: {self.emulation}"] * bool(self.emulation),
+            *[", ".join(words)] * bool(words),
+            *[f"median of {c['rounds']} rounds, and below it the least and the most"] * (c["rounds"] > 1),
+            warmed(c | ({"batch": "batch"} if "batch" in swept else {})),
         ]
-        notes += [f"note: {note}" for note in merged_notes(noted)]
-        notes += [f"note: {result.request.label} left out: {result.left_out}" for result in self.left_out]
-        return [*(Text(line, style="dim") for line in lines), *map(Text, dict.fromkeys(notes))]
+
+    def to_json(self) -> dict[str, Any]:
+        policies = [self._to_map(result) for result in self.results]
+        notes = routing_notes(self.config["model"])
+        return {"config": self.config, "policies": policies, "emulation": self.emulation, "notes": notes}
+
+    def _to_map(self, result: PolicyResult) -> dict[str, Any]:
+        figures = {
+            name: result.figures(name)
+            for name in (*SPREAD, "moved_bytes", "moved_bytes_per_token", "host_share")
+        }
+        return {
+            "name": result.request.name,
+            "options": result.request.options,
+            "exact": result.exact,
+            **{
+                name: {"median": median(runs), "min": min(runs), "max": max(runs), "runs": runs}
+                if name in SPREAD
+                else median(runs)
+                for name, runs in figures.items()
+            },
+            "prefill_ratio": result.ratio(self.results[0], "prefill_tok_s"),
+            "decode_ratio": result.ratio(self.results[0], "decode_tok_s"),
+            "notes": result.notes,
+            "decode": _profile_to_map(result, result.decode(self.config["tile_bytes"])),
+        }
+
+    def draw(self, path: Path) -> None:
+        """Write the picture. Raises OutputFailed."""
+        c = self.config
+        cache = "" if c.get("expert_cache") is None else f", expert cache {percent(c['expert_cache'])}"
+        heading = (
+            f"{self.model_name} on {c['device']}: experts {c['format']}{cache}\n"
+            f"batch {c['batch']}, {count(c['prompt_len'], 'prompt token')}, {c['gen_len']} generated;"
+            f" bars: median of {count(c['rounds'], 'round')}, lines: range"
+        )
+        heading += f"; emulated: {self.emulation}" if self.emulation else ""
+        footnote = f"{c.get('machine', '')}, {c.get('when', '')[:10]}".strip(", ")
+        draw(path, policy_panels(self.figures), heading, footnote)
 
 
-def _result_to_map(result: PolicyResult, first: PolicyResult) -> dict[str, Any]:
+def _profile_to_map(result: PolicyResult, profile: PhaseProfile) -> dict[str, Any]:
+    """For JSON: shares are 0..1, bytes are per token."""
+    rows = max(profile.rows, 1)
     return {
-        "name": result.request.name,
-        "options": result.request.options,
-        "exact": result.exact,
-        **{
-            figure: _spread(result.figures(figure))
-            for figure in ("prefill_tok_s", "decode_tok_s", "first_token_s")
+        "hit_rate": profile.hit_rate,
+        "hit_rate_by_layer": profile.hit_rates,
+        "tile_hit_rate": profile.tile_hit_rate,
+        "bytes_per_token": {kind: size / rows for kind, size in profile.moved.items()}
+        | {"placed": result.placed_bytes},
+        "prefetches": {
+            "wanted": profile.tree["wanted_experts"],
+            "issued": profile.tree["issued_experts"],
+            "share": profile.issued_share,
+            "paused_steps": profile.tree["paused_steps"],
         },
-        "prefill_ratio": result.ratio(first, "prefill_tok_s"),
-        "decode_ratio": result.ratio(first, "decode_tok_s"),
-        **{
-            figure: median(result.figures(figure))
-            for figure in ("moved_bytes", "moved_bytes_per_token", "host_share")
-        },
-        "notes": result.notes,
+        "host_busy": profile.host_busy,
+        "device_busy": profile.device_busy,
+        "shares": profile.shares,
+        "fidelity": {"exact": result.exact, **profile.fidelity},
+        "channels_read": profile.kept_share,
+        "channels": None if profile.channels is None else profile.channels._asdict(),
+        "perplexity": None if result.perplexity is None else result.perplexity.to_map(),
     }
-
-
-def _spread(values: list[float]) -> dict[str, Any]:
-    return {"median": median(values), "min": min(values), "max": max(values), "runs": values}
-
-
-def _table(report: Report) -> Table:
-    title = f"emulation: {report.emulation}" if report.emulation else ""
-    several = len(report.results) > 1
-    speeds = ("prefill\ntok/s", *("\nx",) * several, "first\ntoken ms", "decode\ntok/s", *("\nx",) * several)
-    table = make_table(
-        "\npolicy", numbers=(*speeds, "copied\nMB/token", "workers'\nshare"), gap=0, title=title
-    )
-    results = report.results
-    prefill, first_token, decode = (
-        spreads([[scale * value for value in result.figures(name)] for result in results], style)
-        for name, scale, style in (
-            ("prefill_tok_s", 1, ""),
-            ("first_token_s", 1e3, ""),
-            ("decode_tok_s", 1, "bold"),
-        )
-    )
-    copied = alike([median(result.figures("moved_bytes_per_token")) / 1e6 for result in results])
-    for i, result in enumerate(results):
-        ratios = [f"{result.ratio(results[0], f'{phase}_tok_s'):.2f}" for phase in ("prefill", "decode")]
-        table.add_row(
-            policy_name(result.request, result.exact),
-            prefill[i],
-            *ratios[:1] * several,
-            first_token[i],
-            decode[i],
-            *[Text(ratios[1], style="bold")] * several,
-            copied[i],
-            percent(median(result.figures("host_share"))),
-        )
-    return table
 
 
 def _cache(config: dict[str, Any]) -> str:

@@ -8,37 +8,23 @@ import asyncio
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from msgspec.structs import replace
 
-from launch.bench.meter import Meter, PhaseEnergy
-from launch.bench.prompts import Prompt
+from launch.bench.profile import PhaseProfile, Tree, added
+from launch.bench.prompts import Perplexity, Prompt
 from launch.errors import AnswerLost, Disturbed, WrongUsage
-from launch.phase_profile import Tree
 from pipeline.counters import difference
+from pipeline.policies.view import PolicyRequest
 from protocol.answer import Answer
 from protocol.client import Client
 from protocol.messages import Done, Sampling
 
 # A greedy answer of a small model soon repeats itself, and then uses few experts over and over, unlike text.
 SAMPLING = Sampling(temperature=1.0)
-
-
-@dataclass(frozen=True)
-class Span:
-    """A phase: two times, and the tokens of all requests between them."""
-
-    begin: float
-    end: float
-    tokens: int
-
-    @property
-    def tok_s(self) -> float:
-        return self.tokens / (self.end - self.begin)
 
 
 @dataclass(frozen=True)
@@ -50,14 +36,10 @@ class Timeline:
     arrivals: tuple[tuple[float, ...], ...]  # [B][G], each ascending
 
     @property
-    def prefill(self) -> Span:
-        """All prompts' tokens, in the time until the last request's first token. With several requests this
-        time includes decode steps between the chunks of later prompts."""
-        return Span(self.sent, self._all_began, len(self.arrivals) * self.prompt_tokens)
-
-    @property
     def prefill_tok_s(self) -> float:
-        return self.prefill.tok_s
+        """All prompts' tokens a second until the last request's first token. With several requests this time
+        includes decode steps between the chunks of later prompts."""
+        return len(self.arrivals) * self.prompt_tokens / (self._all_began - self.sent)
 
     @property
     def first_token_s(self) -> float:
@@ -70,15 +52,11 @@ class Timeline:
         return min(len(times) - had for times, had in zip(self.arrivals, self._had, strict=True))
 
     @property
-    def decode(self) -> Span:
-        """New tokens of all requests while all of them decode; needs `decode_steps` above 0."""
+    def decode_tok_s(self) -> float:
+        """New tokens of all requests a second while all of them decode; needs `decode_steps` above 0."""
         steps = self.decode_steps
         end = max(times[had + steps - 1] for times, had in zip(self.arrivals, self._had, strict=True))
-        return Span(self._all_began, end, len(self.arrivals) * steps)
-
-    @property
-    def decode_tok_s(self) -> float:
-        return self.decode.tok_s
+        return len(self.arrivals) * steps / (end - self._all_began)
 
     @property
     def _all_began(self) -> float:
@@ -100,26 +78,45 @@ class Run:
     host_share: float  # of the expert tiles of decode, 0..1
     placed_bytes_per_token: float = 0.0  # of those: by placement and replacement, in the background
     decode: Tree = field(default_factory=dict)  # the engine's counters of decode, see pipeline/counters.py
-    energy: dict[str, PhaseEnergy] = field(default_factory=dict)  # with --energy: `prefill` and `decode`
+
+
+@dataclass
+class PolicyResult:
+    """One policy's runs, in the order of the rounds."""
+
+    request: PolicyRequest
+    exact: bool = True
+    notes: list[str] = field(default_factory=list)  # from the engine, without repetitions
+    runs: list[Run] = field(default_factory=list)
+    perplexity: Perplexity | None = None  # of an approximate policy
+    left_out: str = ""  # why the policy cannot run here
+
+    def ratio(self, first: PolicyResult, figure: str) -> float:
+        """The median of the rounds' ratios to the first policy. A round's runs are neighbours in time, so
+        a drift of the machine's speed weighs less in it than in the ratio of two medians."""
+        pairs = zip(self.figures(figure), first.figures(figure), strict=True)
+        return median(mine / its for mine, its in pairs)
+
+    def figures(self, name: str) -> list[float]:
+        """A field of Run, in the order of the rounds."""
+        return [float(getattr(run, name)) for run in self.runs]
 
     @property
-    def prefill_j_token(self) -> float:
-        return self.energy["prefill"].j_token
+    def placed_bytes(self) -> float:
+        """Bytes a token that placement and replacement copied in the background: the rounds' median."""
+        return median(self.figures("placed_bytes_per_token"))
 
-    @property
-    def decode_j_token(self) -> float:
-        return self.energy["decode"].j_token
+    def decode(self, tile_bytes: int) -> PhaseProfile:
+        """The engine's counters of decode, summed over the rounds."""
+        return PhaseProfile(added(run.decode for run in self.runs), tile_bytes)
 
 
-async def measure(
-    client: Client, prompts: Sequence[Prompt], gen_len: int, meter: Meter | None = None
-) -> tuple[Run, list[Done]]:
+async def measure(client: Client, prompts: Sequence[Prompt], gen_len: int) -> tuple[Run, list[Done]]:
     """Send all prompts (of one length) at once and wait for exactly `gen_len` new tokens of each, at least 2.
-    Returns the figures, with `meter` of energy too, and each request's Done. Raises Disturbed, WrongUsage
-    where no step would have all requests decode, AnswerLost, RequestFailed, OSError of the counters."""
+    Returns the figures and each request's Done. Raises Disturbed, WrongUsage where no step would have all
+    requests decode, AnswerLost, RequestFailed."""
     before = await client.stats()
-    async with nullcontext() if meter is None else meter.recording() as recording:
-        timeline, ends = await _generate(client, prompts, gen_len)
+    timeline, ends = await _generate(client, prompts, gen_len)
     after = await client.stats()
     rows = {"prefill": sum(map(len, prompts)), "decode": len(prompts) * (gen_len - 1)}
     _check_undisturbed(before, after, rows, ends)
@@ -134,10 +131,6 @@ async def measure(
     later = decode["fetched_bytes"] + background
     predicted = sum(_grown(before, after, "engine", phase)["predicted_tiles"] for phase in rows)
     tiles = decode["host_tiles"] + decode["resident_tiles"] + decode["fetched_tiles"]
-    energy = {}
-    if meter is not None and recording is not None:
-        for phase, span in (("prefill", timeline.prefill), ("decode", timeline.decode)):
-            energy[phase] = meter.energy(recording, span.begin, span.end, span.tokens)
     run = Run(
         prefill_tok_s=timeline.prefill_tok_s,
         first_token_s=timeline.first_token_s,
@@ -147,7 +140,6 @@ async def measure(
         host_share=decode["host_tiles"] / tiles if tiles else 0.0,
         placed_bytes_per_token=(background - predicted * after["tile_bytes"]) / rows["decode"],
         decode=difference(after["engine"]["decode"], before["engine"]["decode"]),
-        energy=energy,
     )
     return run, ends
 

@@ -5,31 +5,150 @@ the expert cache keeps its size. What was measured before a Ctrl-C or a failure 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby, product
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-from launch.bench.command import EXACT, check, compare, session
-from launch.bench.meter import open_meter
+from rich.console import RenderableType
+
+from launch.bench.command import check, compare, session
+from launch.bench.figures import SWEPT, Figures, show_tables
 from launch.bench.plan import WARM_UP_NEW, WARM_UP_PROMPT, BenchPlan
-from launch.bench.prompts import make_prompts
-from launch.bench.run import Run, measure
-from launch.bench.sweep_plot import draw_sweep
-from launch.bench.sweep_report import Point, SweepReport, words_of
 from launch.command_line.options import Options
-from launch.command_line.sweep import SETTINGS, axes
-from launch.errors import Disturbed, WrongUsage
+from launch.command_line.sweep import SETTINGS, Axis, axes
+from launch.errors import WrongUsage
 from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.log import notice
-from launch.terminal.output import print_json, show
+from launch.terminal.output import print_json
+from launch.terminal.plot import Panel, Series, draw
 from launch.terminal.progress import ProgressCounter
+from launch.terminal.tables import Column, Table, print_parts
 from pipeline.config import KV_BLOCK, EngineConfig
-from protocol.client import Client
 from protocol.errors import RequestFailed
 
-TRIAL_PROMPT, TRIAL_NEW = 32, 24  # tokens of the runs that a sweep's time is estimated from
+HEADINGS = {"cache": "cache", "batch": "batch", "prompt": "prompt", "gen": "new", "costs": "costs"}
+# What a plot's x axis can be.
+ALONG = {"cache": "expert cache, share of all tiles", "batch": "batch, requests at once"}
+ALONG |= {"prompt": "prompt, tokens", "gen": "new tokens of an answer"}
+
+
+class Compared(Protocol):
+    """The report of one setting's policies, measured or replayed."""
+
+    @property
+    def figures(self) -> list[Figures]: ...
+
+    @property
+    def without(self) -> list[str]: ...
+
+    def conditions(self, swept: Sequence[str]) -> list[str]: ...
+
+    def to_json(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Point:
+    """One combination of settings; without a report where it could not be measured, with the reason."""
+
+    settings: dict[str, Any]
+    report: Compared | None
+    left_out: str = ""
+
+    def plain(self) -> dict[str, Any]:
+        """The settings for JSON: paths as text."""
+        return {name: v if isinstance(v, int | float) else str(v) for name, v in self.settings.items()}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{HEADINGS[name]} {_word(value)}" for name, value in self.settings.items())
+
+
+def _setting(name: str) -> Column[Figures]:
+    return Column(HEADINGS[name], lambda row: _word(row.settings[name]), text=True, once=True)
+
+
+def _word(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@dataclass
+class SweepReport:
+    """One table with a row for each policy and setting, or one JSON object with every setting's report."""
+
+    axes: Sequence[Axis]
+    points: list[Point] = field(default_factory=list)
+    interrupted: bool = False
+
+    @property
+    def reports(self) -> list[Compared]:
+        """The reports of the settings that were measured."""
+        return [point.report for point in self.points if point.report is not None]
+
+    @property
+    def rows(self) -> list[Figures]:
+        return [
+            replace(row, settings=point.settings)
+            for point in self.points
+            if point.report is not None
+            for row in point.report.figures
+        ]
+
+    @property
+    def _swept(self) -> list[str]:
+        return [axis.name for axis in self.axes if axis.is_setting]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "sweep": {axis.name: [str(value) for value in axis.values] for axis in self.axes},
+            "points": [
+                {"settings": point.plain(), **point.report.to_json()} for point in self.points if point.report
+            ],
+            "left_out": [
+                {"settings": point.plain(), "reason": point.left_out}
+                for point in self.points
+                if point.report is None
+            ],
+            "interrupted": self.interrupted,
+        }
+
+    def parts(self) -> Iterator[RenderableType]:
+        """The report as text."""
+        settings = [_setting(name) for name in self._swept]
+        notes = [f"{point} left out: {point.left_out}" for point in self.points if point.report is None]
+        notes += [line for report in self.reports for line in report.without]
+        notes += ["interrupted; the settings above are those that were finished"] * self.interrupted
+        about = [*self.reports[0].conditions(self._swept), "x: decode relative to the setting's first policy"]
+        return show_tables([Table([*settings, *SWEPT], self.rows, gap=0)], about, notes)
+
+    def draw(self, path: Path) -> None:
+        """Write a picture with a line for each policy over one swept setting, and a column of panels for each
+        combination of the others; bars for each policy where no setting is swept. Raises OutputFailed."""
+        swept = [axis.name for axis in self.axes if axis.is_setting and len(axis.values) > 1]
+        along = next((name for name in swept if name in ALONG), "")
+        others = [name for name in swept if name != along]
+        every = [{name: row.settings[name] for name in others} for row in self.rows]
+        facets = [facet for i, facet in enumerate(every) if facet not in every[:i]]
+        figures: dict[str, Callable[[Figures], Sequence[float]]] = {
+            "decode, tok/s": lambda row: row.decode,
+            "prefill, tok/s": lambda row: row.prefill,
+        }
+        panels = [[self._panel(title, of, along, facet) for facet in facets] for title, of in figures.items()]
+        draw(path, panels, "\n".join(self.reports[0].conditions(self._swept)))
+
+    def _panel(
+        self, title: str, of: Callable[[Figures], Sequence[float]], along: str, facet: dict[str, Any]
+    ) -> Panel:
+        where = ", ".join(f"{HEADINGS[name]} {_word(value)}" for name, value in facet.items())
+        lines: dict[str, dict[Any, Sequence[float]]] = {}
+        for row in self.rows:
+            if facet.items() <= row.settings.items():
+                label = row.request.label
+                line, place = (label, row.settings[along]) if along else ("", label.replace(" ", "\n"))
+                lines.setdefault(line, {})[place] = of(row)
+        series = [Series(label, values) for label, values in lines.items()]
+        return Panel(f"{title}{': ' * bool(where)}{where}", series, ALONG.get(along, ""))
 
 
 @dataclass(frozen=True)
@@ -43,10 +162,10 @@ class Comparison:
 
 def combinations(options: Options) -> Iterator[tuple[dict[str, Any], Options]]:
     """Every combination of the swept settings, and the command line with it. Raises WrongUsage."""
-    found = axes(options.written)
-    swept = [axis for axis in found if axis.is_setting]
+    every = axes(options.written)
+    swept = [axis for axis in every if axis.is_setting]
     # the policies' options stay: Options.policies makes further policies of them
-    rest = [f"{axis.name}={','.join(axis.values)}" for axis in found if not axis.is_setting]
+    rest = [f"{axis.name}={','.join(axis.values)}" for axis in every if not axis.is_setting]
     for values in product(*(axis.values for axis in swept)):
         settings = {axis.name: value for axis, value in zip(swept, values, strict=True)}
         given = {SETTINGS[name][0]: value for name, value in settings.items()}
@@ -55,17 +174,17 @@ def combinations(options: Options) -> Iterator[tuple[dict[str, Any], Options]]:
 
 def comparisons(options: Options) -> list[Comparison]:
     """All, with an engine that is large enough for each. Raises WrongUsage; UsageError as BenchPlan.of."""
-    found = list(combinations(options))
+    pairs = list(combinations(options))
     if not options.connect:
-        found = _in_one_size(found)
+        pairs = _in_one_size(pairs)
     # perplexities, unless asked for: they would take most of the time
-    found = [(of, replace(o, written={"ppl_tokens": 0} | o.written)) for of, o in found]
-    return [Comparison(of, each, BenchPlan.of(each)) for of, each in found]
+    pairs = [(of, replace(o, written={"ppl_tokens": 0} | o.written)) for of, o in pairs]
+    return [Comparison(of, each, BenchPlan.of(each)) for of, each in pairs]
 
 
-def _in_one_size(found: Sequence[tuple[dict[str, Any], Options]]) -> list[tuple[dict[str, Any], Options]]:
+def _in_one_size(pairs: Sequence[tuple[dict[str, Any], Options]]) -> list[tuple[dict[str, Any], Options]]:
     """The same engine for every batch and length, so that only the cache's size needs another one."""
-    written = [options.written for _, options in found]
+    written = [options.written for _, options in pairs]
     batches = [given.get("batch", 1) for given in written]
     longest = [
         max(given.get("prompt_len", 128) + given.get("gen_len", 64), WARM_UP_PROMPT + WARM_UP_NEW)
@@ -75,13 +194,12 @@ def _in_one_size(found: Sequence[tuple[dict[str, Any], Options]]) -> list[tuple[
     if max(batches) > EngineConfig.max_sequences:
         blocks = max(b * -(-tokens // KV_BLOCK) for b, tokens in zip(batches, longest, strict=True))
         size["kv_tokens"] = blocks * KV_BLOCK
-    return [(of, replace(options, written=size | options.written)) for of, options in found]
+    return [(of, replace(options, written=size | options.written)) for of, options in pairs]
 
 
 async def sweep(options: Options, interrupts: Interrupts) -> int:
     """Raises as `bench`."""
     every = comparisons(options)
-    meter = await open_meter(options)
     caches = [list(group) for _, group in groupby(every, key=lambda each: each.settings.get("cache"))]
     runs = sum(each.plan.runs for each in every)
     policies, rounds = len(every[0].plan.policies), every[0].plan.rounds
@@ -89,35 +207,33 @@ async def sweep(options: Options, interrupts: Interrupts) -> int:
         f"sweep: {count(len(every), 'setting')} x {policies} policies x {rounds + 1} rounds = {runs} runs"
         + (f", {count(len(caches), 'engine')} one after the other" if len(caches) > 1 else "")
     )
-    report = SweepReport([axis for axis in axes(options.written)])
+    report = SweepReport(axes(options.written))
     bar = ProgressCounter("sweep", runs)
     try:
         for group in caches:
             async with session(group[0].options, interrupts) as (client, changes):
-                if group is caches[0]:
-                    await _announce(client, every)
                 for each in group:
-                    where = f"{len(report.points) + 1}/{len(every)} {words_of(each.settings)}: "
+                    where = f"{len(report.points) + 1}/{len(every)} {Point(each.settings, None)}: "
                     try:
                         with bar:
                             await check(client, each.plan, each.options)
-                            found = await compare(client, each.plan, each.options, changes, bar, where, meter)
+                            compared = await compare(client, each.plan, each.options, changes, bar, where)
                     except (WrongUsage, RequestFailed) as e:
                         if isinstance(e, RequestFailed) and not e.usage:
                             raise
                         report.points.append(Point(each.settings, None, str(e)))
                         continue
-                    report.points.append(Point(each.settings, found))
+                    report.points.append(Point(each.settings, compared))
     except (Exception, asyncio.CancelledError):
         report.interrupted = True
-        if report.measured:
+        if report.reports:
             _show(report, options)
         raise
-    if not report.measured:
+    if not report.reports:
         raise WrongUsage(f"no setting can be measured: {report.points[0].left_out}")
     _show(report, options)
     if every[0].plan.plot is not None:
-        draw_sweep(report, every[0].plan.plot)
+        report.draw(every[0].plan.plot)
     return 0
 
 
@@ -125,27 +241,4 @@ def _show(report: SweepReport, options: Options) -> None:
     if "json" in options.written:
         print_json(report.to_json(), detail="detail" in options.written)
     else:
-        show(report.render(), rendered=True)
-
-
-async def _announce(client: Client, every: Sequence[Comparison]) -> None:
-    """Say how long the sweep will probably take, from two short runs under an exact policy."""
-    largest = max(each.plan.batch for each in every)
-    await client.set_policy(EXACT, counted=False)
-    prompts = await make_prompts(client, largest, TRIAL_PROMPT, seed=0)
-    try:
-        pace = {b: (await measure(client, prompts[:b], TRIAL_NEW))[0] for b in {1, largest}}
-    except (WrongUsage, Disturbed):  # so many requests do not overlap, or do not fit
-        return
-    minutes = sum(_seconds(each.plan, pace, client.welcome.context) for each in every) / 60
-    notice(f"sweep: about {minutes:.0f} minutes" if minutes >= 1.5 else f"sweep: about {60 * minutes:.0f} s")
-
-
-def _seconds(plan: BenchPlan, pace: dict[int, Run], context: int) -> float:
-    """Of all runs and their warm-ups; between the measured batches a step's time is taken to be linear."""
-    largest = max(pace)
-    first, last = 1 / pace[1].decode_tok_s, largest / pace[largest].decode_tok_s
-    step = first + (last - first) * (plan.batch - 1) / max(largest - 1, 1)
-    read, new = plan.warm_up(context)
-    prefill = plan.batch * (plan.prompt_len + read) / pace[largest].prefill_tok_s
-    return plan.runs * (prefill + step * (plan.gen_len + new))
+        print_parts(*report.parts())

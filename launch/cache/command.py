@@ -19,7 +19,6 @@ from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from launch.terminal.tables import Column, Table, each, render
-from pipeline.calibration import file as calibration_file
 from protocol.program import PROGRAM
 from protocol.sockets import runtime_root
 from protocol.user_folders import user_folder
@@ -143,8 +142,6 @@ def remove(entry: Entry) -> bool:
 
 def _unlink(entry: Entry) -> None:
     entry.path.unlink(missing_ok=True)
-    if entry.kind == "calibration":
-        entry.path.with_name(calibration_file.READABLE).unlink(missing_ok=True)
     remove_empty(entry.path.parent)
 
 

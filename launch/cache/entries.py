@@ -1,6 +1,6 @@
 """The entries of the disk cache, and the kept stores in shared memory. Read-only.
 
-    <cache folder>/<fingerprint>/   store.bin | backbone.bin | calibration.safetensors, calibration.txt
+    <cache folder>/<fingerprint>/   store.bin | backbone.bin | calibration.safetensors
                                     about.json: `shm/cache_record.py`; *.tmp and .NAME.*: being written
     <cache folder>/costs/*.json     measured costs; .NAME.*: being written
     <cache folder>/kernels/*.json   which kernels are the fastest here; .NAME.*: being written
@@ -126,7 +126,7 @@ def _fingerprint_folder(folder: Path) -> Iterator[Entry]:
     in_use = users(folder.parent, lease_key(folder.name))
     for path in _children(folder):
         kind = KINDS.get(path.name)
-        if path.name in (RECORD, calibration_file.READABLE):
+        if path.name == RECORD:
             continue
         if path.name in LOCKED or TEMPORARY.fullmatch(path.name):
             yield Entry("unfinished", path, *_size_and_time(path), in_use=writer_of(path))
@@ -137,9 +137,6 @@ def _fingerprint_folder(folder: Path) -> Iterator[Entry]:
             if kind == "store" and not model:
                 model, format = _of_cached_store(folder)
             size, written = _size_and_time(path)
-            if kind == "calibration":
-                with suppress(FileNotFoundError):
-                    size += _size_and_time(path.with_name(calibration_file.READABLE))[0]
             yield Entry(kind, path, size, used or written, model or UNKNOWN, format, in_use)
 
 

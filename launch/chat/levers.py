@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from launch.bench.profile import PhaseProfile
 from launch.forecast import TokenTime, format_bytes
-from launch.phase_profile import PhaseProfile
 from pipeline.assets import model_dir
 from protocol.messages import Welcome
 from protocol.program import PROGRAM
@@ -35,7 +35,7 @@ class Lever:
 
 
 def levers(profile: PhaseProfile, stats: dict[str, Any], welcome: Welcome, policy: str) -> list[Lever]:
-    """Those that would raise the speed of decoding by LEAST_GAIN or more, the largest gain first. `stats`:
+    """Changes that would raise the speed of decoding by LEAST_GAIN or more, the largest gain first. `stats`:
     the engine's present Stats; `policy`: the answer's."""
     now, token = profile.seconds / profile.rows, TokenTime.of(profile)
     every = [*_processes(token, stats, welcome), *_formats(token, welcome)]

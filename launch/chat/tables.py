@@ -10,11 +10,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from launch.bench.profile import PhaseProfile
 from launch.chat.commands import COMMANDS
 from launch.chat.conversation import Reply
 from launch.chat.settings import KEYS, AnswerSettings, value_text
 from launch.errors import WrongUsage
-from launch.phase_profile import PhaseProfile
 from launch.terminal.format import count, model_name, percent
 from launch.terminal.tables import Column, Table, each, grid
 from pipeline.arrays import PHASES
@@ -134,7 +134,7 @@ Figure = Callable[[PhaseProfile], Any]
 
 
 def _figures(title: str, value: Figure, shown: Callable[[Any], str]) -> Column[Phase]:
-    return Column(title, lambda phase: value(phase[1]), each(shown), optional=True)
+    return Column(title, lambda phase: value(phase[1]) or None, each(shown), optional=True)
 
 
 def _shares(title: str, part: Figure, whole: Figure) -> Column[Phase]:

@@ -8,12 +8,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from launch.bench.profile import PhaseProfile
 from launch.chat.conversation import Reply
 from launch.chat.levers import LEAST_GAIN, Lever, has_workers, levers
 from launch.errors import WrongUsage
-from launch.phase_profile import PhaseProfile
 from launch.terminal.format import percent, three_digits
-from launch.terminal.tables import make_grid, make_table
+from launch.terminal.tables import grid, make_table
 from protocol.messages import Welcome
 from shm.segment import byte_size
 
@@ -47,8 +47,8 @@ def why_text(reply: Reply | None, stats: dict[str, Any], welcome: Welcome) -> Re
     if stats.get("policy") == policy and (status := stats.get("policy_status")):
         parts.append(Text(status))
     parts += [Text(line) for line in cost_changes(stats.get("cost_updates", {}))]
-    found = levers(profile, stats, welcome, policy)
-    parts += ["", advice(found, profile)]
+    changes = levers(profile, stats, welcome, policy)
+    parts += ["", advice(changes, profile)]
     return Group(*parts)
 
 
@@ -106,12 +106,12 @@ def facts(profile: PhaseProfile, answer: dict[str, Any], prefetch: dict[str, Any
     if profile.kept_share is not None:
         lines.append(f"channels: {percent(profile.kept_share)} of the experts' were read")
     if (channels := profile.channels) is not None:
-        found = f"channels copied: {channels.moved / rows:.0f} per token"
+        words = f"channels copied: {channels.moved / rows:.0f} per token"
         if channels.experts is not None:
             named, of_them = percent(channels.experts), percent(channels.recall)
-            found += f"; predicted were {named} of the experts, and {of_them} of their channels;"
-            found += f" {percent(channels.used)} of the predicted channels were used"
-        lines.append(found)
+            words += f"; predicted were {named} of the experts, and {of_them} of their channels;"
+            words += f" {percent(channels.used)} of the predicted channels were used"
+        lines.append(words)
     return [*lines, f"fidelity: {_fidelity(answer.get('fidelity', {}))}"]
 
 
@@ -151,19 +151,18 @@ def _fidelity(fidelity: dict[str, Any]) -> str:
     return f"approximate; of the routed weight: {words}"
 
 
-def advice(found: list[Lever], profile: PhaseProfile) -> RenderableType:
+def advice(changes: list[Lever], profile: PhaseProfile) -> RenderableType:
     """The levers, the largest gain first."""
-    if not found:
+    if not changes:
         return Text(f"No setting is known that would make this {percent(LEAST_GAIN)} faster.")
-    table = make_grid(3)
-    for lever in found:
-        table.add_row(
-            Text(lever.setting, "bold"), _gain(lever.seconds, lever.bound), Text(lever.effect, "dim")
-        )
-    options = any(lever.setting.startswith("--") for lever in found)
+    rows = [
+        (Text(lever.setting, "bold"), _gain(lever.seconds, lever.bound), Text(lever.effect, "dim"))
+        for lever in changes
+    ]
+    options = any(lever.setting.startswith("--") for lever in changes)
     start = "; a setting with -- is given at the next start" if options else ""
     now = _speed(profile.seconds / profile.rows)
-    return Group(f"What would help, from {now}{start}:", table)
+    return Group(f"What would help, from {now}{start}:", grid(rows))
 
 
 def _gain(seconds: float, bound: bool) -> str:

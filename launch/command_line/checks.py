@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from launch.errors import WrongUsage
 from pipeline.assets import model_dir
 from pipeline.calibration.file import calibration_path, read
@@ -36,12 +38,14 @@ from shm.atomic_file import check_creatable
 from shm.layout import format_named
 
 T = TypeVar("T")
+Record = TypeVar("Record", bound=msgspec.Struct)
 
 NO_TOKENIZER = "this model has no tokenizer, so it reads no text and cannot chat"
 NO_TEMPLATE = "this model has no chat template, so it cannot chat: `generate --prompt TEXT` continues a text"
 
 HTTP_PACKAGES = ("starlette", "uvicorn", "httptools", "prometheus_client")  # of the extra `serve`
 
+MOST_CHARACTERS = 120  # of an error about a line of a file
 MAX_TEXT_BYTES = 64 << 20  # of a text or a list of ids: far more than any context holds
 
 
@@ -186,6 +190,18 @@ def read_text(path: Path) -> str:
 
 class WrongLine(Exception):
     """Raised for an invalid line of a file; the text names the error."""
+
+
+def parse_line(line: str, kind: type[Record]) -> Record:
+    """The JSON object of a line as this struct. Raises WrongLine."""
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except msgspec.ValidationError as e:
+        known = ", ".join(field.name for field in msgspec.structs.fields(kind))
+        more = f"; known are {known}" if "unknown field" in str(e) else ""
+        raise WrongLine(f"{str(e)[:MOST_CHARACTERS]}{more}") from None
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as e:
+        raise WrongLine(f"this is not JSON: {str(e)[:MOST_CHARACTERS]}") from None
 
 
 def read_lines(path: Path, read: Callable[[str, int], T], what: str) -> list[T]:

@@ -28,7 +28,7 @@ from launch.command_line.values import (
     size,
     token_ids,
 )
-from pipeline.calibration.windows import LEAST_TOKENS
+from pipeline.calibration.lanes import LEAST_TOKENS
 from pipeline.config import (
     DEFAULT_CACHE,
     DEFAULT_CONTEXT,
@@ -300,7 +300,6 @@ _bench = _section(
         at_least(0),
         "held-out tokens to compare approximate policies with an exact one (default 256; 0: none)",
     ),
-    Option("energy", None, "joules a token as well, from the counters of processors (RAPL) and GPUs (NVML)"),
     Option("plot F.png", Path, "draw the results (also .svg, .pdf)", also=f"{REPLAY} --sweep, advise"),
     Option(
         "sweep NAME=V1,V2",

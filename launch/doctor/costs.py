@@ -37,7 +37,7 @@ def of_model(cache: Path, fingerprints: Collection[str]) -> list[Kept]:
 
 
 def to_map(path: Path, record: Record) -> dict[str, Any]:
-    """For JSON: `costs` are seconds per tile, as in a file for --costs."""
+    """Map for JSON; `costs` are seconds per tile, as in a file for --costs."""
     return {"file": str(path)} | record.to_json()
 
 

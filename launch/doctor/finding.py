@@ -56,10 +56,9 @@ def render(findings: Sequence[Finding], verdict: str) -> str:
     """The findings by topic, and the verdict, as text."""
     parts: list[RenderableType] = []
     for topic, group in groupby(findings, key=lambda finding: finding.topic):
-        table = tables.make_grid(2, gap=1)
+        rows = [(Text(found.level, style=COLOURS[found.level]), _description(found)) for found in group]
+        table = tables.grid(rows, gap=1)
         table.columns[0].width = max(map(len, COLOURS))
-        for finding in group:
-            table.add_row(Text(finding.level, style=COLOURS[finding.level]), _description(finding))
         parts += [Text(topic, style="bold"), Padding(table, (0, 0, 1, 2))]
     return tables.render(*parts, Text(verdict, style="bold"))
 

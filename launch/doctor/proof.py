@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from launch.bench.profile import PhaseProfile
 from launch.command_line.options import Options
 from launch.connect import connected
 from launch.doctor.finding import Finding, Topic
 from launch.errors import LaunchError
-from launch.phase_profile import PhaseProfile
 from launch.terminal.format import percent
 from launch.terminal.interrupts import Interrupts
 from pipeline.errors import PipelineError

@@ -21,7 +21,6 @@ from workers.interpreter import ROOT
 TOPIC = Topic("software")
 # What a missing library of the extra `cuda` means.
 WITHOUT = "engines cannot use the GPU without it"
-OPTIONAL = {"nvidia-ml-py": "bench --energy cannot read the GPU's counter without it"}
 COMPILERS = ("gcc", "clang", "cc")
 
 
@@ -86,7 +85,7 @@ def judge(texts: list[str], optional: bool = False) -> list[Finding]:
             fitting.append(f"{required.name} {version}")
             continue
         what = "is not installed" if version is None else f"{version} is not {required.specifier}"
-        means = OPTIONAL.get(required.name, WITHOUT) if optional else "engines need it, in these versions"
+        means = WITHOUT if optional else "engines need it, in these versions"
         do = pip_install(f'"{required}"')
         found.append(TOPIC.problem(f"{required.name} {what}", means, do, prevents=not optional))
     if fitting:

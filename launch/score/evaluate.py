@@ -10,7 +10,7 @@ rest is computed one token at a time: approximations act while decoding.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
@@ -18,9 +18,10 @@ from math import fsum, isnan, sqrt
 from pathlib import Path
 from typing import Any
 
+from rich.console import RenderableType
+
 from launch.bench.command import check_own, session
 from launch.bench.plan import requested_policies
-from launch.bench.profile_table import policy_name
 from launch.bench.run import warm_up
 from launch.command_line.options import Options
 from launch.connect import connected
@@ -28,9 +29,9 @@ from launch.errors import WrongUsage
 from launch.score.items import Item, read_items
 from launch.terminal.format import count, model_name, percent
 from launch.terminal.interrupts import Interrupts
-from launch.terminal.output import print_json, show
+from launch.terminal.output import print_json
 from launch.terminal.progress import ProgressCounter
-from launch.terminal.tables import make_table, render
+from launch.terminal.tables import Column, Table, each, make_table, policy_name, print_parts
 from pipeline.assets import items as embedded_items
 from pipeline.policies.view import PolicyRequest
 from protocol.client import Client
@@ -54,7 +55,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Of n items."""
+    """How many of n items were answered right."""
 
     items: int
     right: int
@@ -62,7 +63,7 @@ class Accuracy:
 
     @classmethod
     def of(cls, items: Sequence[Item], answers: Answers, kind: str | None = None) -> Accuracy:
-        """Of the items of this kind, or of all."""
+        """Count the items of this kind, or all."""
         wanted = [i for i, item in enumerate(items) if kind is None or item.kind == kind]
         right = [
             sum(given[i] == items[i].answer for i in wanted) for given in (answers.chosen, answers.per_byte)
@@ -114,7 +115,7 @@ async def evaluate(options: Options, interrupts: Interrupts) -> int:
     if "json" in options.written:
         print_json(_to_json(model, path, items, results), digits=7)
     else:
-        show(_report(model, path, items, results), rendered=True)
+        print_parts(*_report(model, path, items, results))
     return 0
 
 
@@ -122,10 +123,10 @@ async def evaluate(options: Options, interrupts: Interrupts) -> int:
 async def _engine(
     options: Options, interrupts: Interrupts
 ) -> AsyncIterator[tuple[Client, list[PolicyChanged]]]:
-    """As `session`; without --policy no policy is set, and a client needs no right."""
+    """Yields what `session` does; without --policy no policy is set, and a client needs no right."""
     if options.policies():
-        async with session(options, interrupts) as found:
-            yield found
+        async with session(options, interrupts) as both:
+            yield both
         return
     async with connected(options, interrupts) as client:
         changes: list[PolicyChanged] = []
@@ -149,10 +150,10 @@ def _named(path: Path, item: Item) -> Iterator[None]:
 
 
 async def _tokens(client: Client, text: str) -> list[int]:
-    found: list[int] = []
+    tokens: list[int] = []
     async for block in client.score(text=text):
-        found += block.tokens.tolist()
-    return found
+        tokens += block.tokens.tolist()
+    return tokens
 
 
 async def _answers(
@@ -237,23 +238,33 @@ def _changed(first: Answers, answers: Answers) -> int:
     return sum(a != b for a, b in zip(first.chosen, answers.chosen, strict=True))
 
 
-def _report(model: str, path: Path, items: Sequence[Item], results: Sequence[Answers]) -> str:
+def _report(
+    model: str, path: Path, items: Sequence[Item], results: Sequence[Answers]
+) -> Iterator[RenderableType]:
     several = len(results) > 1
-    kinds = _kinds(items)
-    table = make_table("policy", numbers=("right", "+-", "per byte", *("changed",) * several))
-    names = [policy_name(answers.policy, answers.exact) for answers in results]
-    by_kind = make_table("right, by kind", numbers=[name.plain for name in names])
-    for name, answers in zip(names, results, strict=True):
-        all_items = Accuracy.of(items, answers)
-        figures = (all_items.share, all_items.error, all_items.share_per_byte)
-        row = [percent(figure, 1) for figure in figures]
-        table.add_row(name, *row, *[str(_changed(results[0], answers))] * several)
-    for kind in kinds:
-        shares = [Accuracy.of(items, answers, kind).share for answers in results]
-        by_kind.add_row(kind, *(percent(share) for share in shares))
+    every = {answers.policy.label: Accuracy.of(items, answers) for answers in results}
+
+    def of(figure: Callable[[Accuracy], float]) -> Callable[[Answers], float]:
+        return lambda answers: figure(every[answers.policy.label])
+
+    shares = each(lambda share: percent(share, 1))
+    columns = [
+        Column[Answers]("policy", lambda answers: policy_name(answers.policy, answers.exact), text=True),
+        Column[Answers]("right", of(lambda accuracy: accuracy.share), shares),
+        Column[Answers]("+-", of(lambda accuracy: accuracy.error), shares),
+        Column[Answers]("per byte", of(lambda accuracy: accuracy.share_per_byte), shares),
+        Column[Answers](
+            "changed", lambda answers: _changed(results[0], answers) if several else None, optional=True
+        ),
+    ]
+    yield from (Table(columns, results), "")
+    if kinds := _kinds(items):
+        by_kind = make_table("right, by kind", numbers=[answers.policy.label for answers in results])
+        for kind in kinds:
+            by_kind.add_row(kind, *(percent(Accuracy.of(items, of, kind).share) for of in results))
+        yield from (by_kind, "")
     chance = sum(1 / len(item.choices) for item in items) / len(items)
-    lines = [f"{model_name(model)}, {count(len(items), 'item')} of {path.name}; by chance {percent(chance)}"]
-    lines += ["+-: the standard error; per byte: choices compared by their log-probability a byte"]
+    yield f"{model_name(model)}, {count(len(items), 'item')} of {path.name}; by chance {percent(chance)}"
+    yield "+-: the standard error; per byte: choices compared by their log-probability a byte"
     if several:
-        lines.append(f"changed: items that {results[0].policy.label} answers differently")
-    return render(table, "", *((by_kind, "") if kinds else ()), *lines)
+        yield f"changed: items that {results[0].policy.label} answers differently"

@@ -12,28 +12,28 @@ The file is UTF-8; blank lines are skipped.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from launch.command_line.checks import WrongLine, read_lines
+import msgspec
+from msgspec import Meta, Struct
+
+from launch.command_line.checks import WrongLine, parse_line, read_lines
 from protocol.codec import encode
 from protocol.errors import MalformedMessage
 from protocol.messages import Score
 
-FIELDS = ("context", "choices", "answer", "kind")
+Text = Annotated[str, Meta(min_length=1)]
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One question. `line`: its number in the file."""
 
-    line: int
-    context: str
-    choices: tuple[str, ...]
-    answer: int
-    kind: str
+    context: Text
+    choices: Annotated[tuple[Text, ...], Meta(min_length=2)]
+    answer: Annotated[int, Meta(ge=0)]
+    kind: str = ""
+    line: int = 0
 
 
 def read_items(path: Path) -> list[Item]:
@@ -43,35 +43,14 @@ def read_items(path: Path) -> list[Item]:
 
 def _item(line: str, number: int) -> Item:
     """Raises WrongLine with the reason."""
+    item = parse_line(line, Item)
+    if len(set(item.choices)) < len(item.choices):
+        raise WrongLine("choices must be different texts")
+    if item.answer >= len(item.choices):
+        raise WrongLine(f"answer must be an index of the choices, 0 to {len(item.choices) - 1}")
     try:
-        given = json.loads(line)
-    except (ValueError, RecursionError):
-        raise WrongLine("this is no JSON object") from None
-    if not isinstance(given, dict):
-        raise WrongLine("this is no JSON object")
-    if unknown := [key for key in given if key not in FIELDS]:
-        raise WrongLine(f"unknown field {unknown[0][:40]!r}; known are {', '.join(FIELDS)}")
-    context, choices, answer = (_needed(given, name) for name in ("context", "choices", "answer"))
-    kind = given.get("kind", "")
-    if not (isinstance(context, str) and context):
-        raise WrongLine("context must be text")
-    if not isinstance(choices, list) or not all(isinstance(each, str) and each for each in choices):
-        raise WrongLine("choices must be a list of texts")
-    if len(choices) < 2 or len(set(choices)) < len(choices):
-        raise WrongLine("choices must be two or more different texts")
-    if type(answer) is not int or not 0 <= answer < len(choices):
-        raise WrongLine(f"answer must be an index of the choices, 0 to {len(choices) - 1}")
-    if not isinstance(kind, str):
-        raise WrongLine("kind must be text")
-    try:
-        for text in (kind, *(context + choice for choice in choices)):
+        for text in (item.kind, *(item.context + choice for choice in item.choices)):
             encode(Score(0, text=text))
     except MalformedMessage as e:
         raise WrongLine(f"this cannot be sent to the engine: {e}") from None
-    return Item(number, context, tuple(choices), answer, kind)
-
-
-def _needed(given: dict[str, Any], name: str) -> Any:
-    if name not in given:
-        raise WrongLine(f"the field {name} is missing")
-    return given[name]
+    return msgspec.structs.replace(item, line=number)

@@ -10,12 +10,38 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from launch.chaos.injector import Fault, Injector, StatsOf
-from launch.chaos.plan import KINDS, SIGNALS, Chaos
-from launch.chaos.pool import wait_recovered
+from launch.chaos.injector import KINDS, SIGNALS, Chaos, Fault, Injector, StatsOf
 from launch.chaos.processes import Usage, supervisor_of, usage
 from launch.errors import WrongUsage
-from launch.stress.requests import Outcome
+from launch.stress.load import Outcome
+
+
+def missing_peers(
+    peers: list[dict[str, Any]], before: list[dict[str, Any]], faults: list[Fault]
+) -> list[str]:
+    """A line for each worker and prefetcher of `before` that is not up, or only as the killed incarnation."""
+    killed = {(f.role, f.index, f.incarnation) for f in faults if f.kind == "kill"}
+    up = {
+        (p["role"], p["index"])
+        for p in peers
+        if p["up"] and (p["role"], p["index"], p["incarnation"]) not in killed
+    }
+    known = dict.fromkeys((p["role"], p["index"]) for p in [*before, *peers])
+    return [f"{role} {index} is not up" for role, index in known if (role, index) not in up]
+
+
+async def wait_recovered(
+    stats: StatsOf, before: list[dict[str, Any]], faults: list[Fault], limit: float
+) -> list[str]:
+    """Wait until no peer is missing, `limit` seconds at most. Returns the missing ones."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + limit
+    while missing := missing_peers((await stats())["peers"], before, faults):
+        if loop.time() > deadline:
+            break
+        await asyncio.sleep(0.05)
+    return missing
+
 
 DOWN_SECONDS = 3.0  # a stopped worker is killed after so long; a killed one works again after about two
 RECOVERY_LIMIT = 60.0  # seconds from the load's end until all peers are up
@@ -94,8 +120,8 @@ class ChaosRun:
             "kills_measured": len(first),  # during an answer that went on
             "kills_with_all_workers_down": together,  # of these
             "respawns": {
-                role: found["deaths"] - self.before["recovery"].get(role, {"deaths": 0})["deaths"]
-                for role, found in self.after.get("recovery", {}).items()
+                role: times["deaths"] - self.before["recovery"].get(role, {"deaths": 0})["deaths"]
+                for role, times in self.after.get("recovery", {}).items()
             },
             "recovery": self.after.get("recovery"),
             "whole_after_s": self.recovered_after,

@@ -15,24 +15,24 @@ from pathlib import Path
 
 from launch import processes
 from launch.assets import stress_script
-from launch.chaos.plan import Chaos
+from launch.chaos.injector import Chaos
 from launch.chaos.processes import runtime_of
 from launch.command_line.options import Options
 from launch.connect import endpoint
 from launch.equality import Verdict, rounding_bound
 from launch.errors import WrongUsage
 from launch.stress.chaos import ChaosRun
-from launch.stress.load import Load, count_strays, run_load
+from launch.stress.load import End, Load, Outcome, count_strays, run_load
 from launch.stress.reference import Finding, alone, compare_all
 from launch.stress.report import StressRun, report
-from launch.stress.requests import End, Outcome
 from launch.stress.script import Entry, read_script
-from launch.stress.table import show_report
+from launch.stress.table import report_parts
 from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.log import hidden
 from launch.terminal.output import print_json
 from launch.terminal.progress import ProgressCounter
+from launch.terminal.tables import print_parts
 from protocol.client import Client
 from protocol.messages import Welcome
 
@@ -69,12 +69,12 @@ async def stress(options: Options, interrupts: Interrupts) -> int:
                 await _run(run, where, client, entries, chaos)
             run.finished = True
         finally:
-            found = report(run)
+            summary = report(run)
             if "json" in options.written:
-                print_json(found)
+                print_json(summary)
             else:
-                show_report(found)
-    return 0 if found["passed"] else 1
+                print_parts(*report_parts(summary))
+    return 0 if summary["passed"] else 1
 
 
 def _check_model(welcome: Welcome, entries: list[Entry], path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The load of a stress run: clients with separate connections take a script's entries from one queue."""
+"""The load of a stress run: requests and their outcomes, from clients with connections of their own, which
+take a script's entries from one queue."""
 
 from __future__ import annotations
 
@@ -7,11 +8,127 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
 
-from launch.stress.requests import End, Outcome, Request, ask
+from launch.equality import Choice, Step
 from launch.stress.script import Entry
 from protocol.client import Client
-from protocol.messages import ChatMessage
+from protocol.errors import EngineGone, ProtocolError, RequestFailed
+from protocol.messages import ChatMessage, Sampling, Token
+
+SILENCE = 120.0  # seconds without a message, after which a request counts as lost
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to send, and when to cancel it; exactly one of `prompt` and `messages` is not None."""
+
+    label: str
+    prompt: str | None
+    messages: tuple[ChatMessage, ...] | None
+    max_tokens: int
+    sampling: Sampling
+    cancel_after: int | None = None  # tokens
+    conversation: str | None = None
+    resume: tuple[int, ...] = ()  # the answer's first tokens, to be prefilled with the prompt
+    rival: int = -1  # the token that every step is to measure in place of its runner-up
+
+    @property
+    def deterministic(self) -> bool:
+        return self.sampling.temperature == 0
+
+
+class End(StrEnum):
+    STOP = "stop"  # by the model
+    LENGTH = "length"  # by max_tokens or the context
+    CANCELLED = "cancelled"  # by cancel_after
+    REFUSED = "refused"  # the request is invalid, e.g. too long for the context
+    FAILED = "failed"
+    GONE = "gone"  # the engine ended
+    LOST = "lost"  # no terminal message
+
+
+@dataclass
+class Outcome:
+    """An answer as received. Times are seconds of one monotonic clock."""
+
+    request: Request
+    sent: float
+    tokens: list[Token] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)  # of each token
+    end: End = End.LOST
+    ended: float = 0.0
+    text: str = ""  # "" unless the request was served
+    error: str = ""
+    stats: dict[str, Any] = field(default_factory=dict)  # of Done
+
+    @property
+    def served(self) -> bool:
+        return self.end in (End.STOP, End.LENGTH, End.CANCELLED)
+
+    @property
+    def steps(self) -> list[Choice]:
+        """The chosen tokens, including the one that ended the answer."""
+        end = self.stats.get("end")
+        return [*self.tokens, *([Step(end["token"], end["runner_up"], end["margin"])] if end else [])]
+
+    @property
+    def in_order(self) -> bool:
+        return [token.index for token in self.tokens] == list(range(len(self.tokens)))
+
+
+async def ask(client: Client, request: Request, silence: float = SILENCE) -> Outcome:
+    """Send a request and receive its answer. Errors become part of the outcome."""
+    outcome = Outcome(request, time.perf_counter())
+    try:
+        async with asyncio.timeout(silence) as limit:
+            await _receive(client, outcome, limit, silence)
+    except TimeoutError:
+        outcome.error = f"no message for {silence:g} s after {len(outcome.tokens)} tokens"
+    except RequestFailed as e:
+        outcome.end, outcome.error = End.REFUSED if e.usage else End.FAILED, str(e)
+    except EngineGone as e:
+        outcome.end, outcome.error = End.GONE, str(e)
+    except ProtocolError as e:
+        outcome.end, outcome.error = End.FAILED, str(e)
+    outcome.ended = time.perf_counter()
+    return outcome
+
+
+async def _receive(client: Client, outcome: Outcome, limit: asyncio.Timeout, silence: float) -> None:
+    loop = asyncio.get_running_loop()
+    request = outcome.request
+
+    def extend_limit(_position: int = 0) -> None:
+        # A queue position may arrive when the limit has just passed, or the answer has just ended.
+        if not limit.expired() and not outcome.ended:
+            limit.reschedule(loop.time() + silence)
+
+    answer = client.generate(
+        prompt=request.prompt,
+        messages=request.messages,
+        max_tokens=request.max_tokens,
+        sampling=request.sampling,
+        conversation=request.conversation,
+        resume=request.resume,
+        rival=request.rival,
+    )
+    answer.on_queued = extend_limit
+    if request.cancel_after == 0:
+        await answer.cancel()
+    async for token in answer:
+        outcome.arrivals.append(time.perf_counter())
+        outcome.tokens.append(token)
+        extend_limit()
+        if len(outcome.tokens) == request.cancel_after:
+            await answer.cancel()
+    assert answer.done is not None  # the loop above raises otherwise
+    outcome.end, outcome.stats = End(answer.done.reason), answer.done.stats
+    outcome.text = "".join(token.text for token in outcome.tokens) + answer.done.text
+    enough = request.cancel_after is not None and len(outcome.tokens) >= request.cancel_after
+    if outcome.end is End.CANCELLED and not enough:
+        outcome.end, outcome.error = End.FAILED, "the engine cancelled this answer"
 
 
 @dataclass

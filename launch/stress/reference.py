@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from launch.equality import Comparison, Verdict, compare
-from launch.stress.requests import End, Outcome, Request, ask
+from launch.stress.load import End, Outcome, Request, ask
 from protocol.client import Client
 from protocol.errors import EngineGone
 
@@ -28,14 +28,15 @@ class Finding:
         return self.comparison.verdict
 
     def __str__(self) -> str:
-        found = self.comparison
-        if found.at is None:
-            return f"{self.label}: {self.why or found.verdict}"
-        tie = "" if found.margin is None else f", {found.margin:.3g} nats less likely"
+        difference = self.comparison
+        if difference.at is None:
+            return f"{self.label}: {self.why or difference.verdict}"
+        tie = "" if difference.margin is None else f", {difference.margin:.3g} nats less likely"
         tie += " (not the second best)" * self.third
         if self.prefilled is not None:
             tie += f" with {self.prefilled} of them prefilled"
-        return f"{self.label}: token {found.at} is {_token(found.ours)}{tie}; alone {_token(found.expected)}"
+        ours, expected = _token(difference.ours), _token(difference.expected)
+        return f"{self.label}: token {difference.at} is {ours}{tie}; alone {expected}"
 
 
 def alone(outcome: Outcome) -> Request | None:
@@ -74,12 +75,12 @@ async def _measured(
     """A mismatch of two tokens, judged by the reference's log-probabilities of the answer's token: with the
     past decoded, as in the reference, and where that is beyond the bound, with a part of it prefilled. Each
     is one more run of the request alone, up to that token. A run that differs before it measures nothing."""
-    found = finding.comparison
-    at, ours = found.at, found.ours
-    if finding.verdict is not Verdict.MISMATCH or at is None or ours is None or found.expected is None:
+    difference = finding.comparison
+    at, ours = difference.at, difference.ours
+    if finding.verdict is not Verdict.MISMATCH or at is None or ours is None or difference.expected is None:
         return finding
     past = tuple(step.token for step in outcome.steps[:at])
-    third = found.margin is None
+    third = difference.margin is None
     divisions = range(at, 0, -max(1, -(-at // DIVISIONS)))
     for prefilled in (0, *divisions) if third else divisions:
         resume = past[:prefilled]
@@ -90,12 +91,12 @@ async def _measured(
         if tuple(step.token for step in steps[:-1]) != past[prefilled:]:
             continue
         margin = steps[-1].margin
-        if found.margin is None or margin < bound:
-            found = replace(found, margin=margin)
+        if difference.margin is None or margin < bound:
+            difference = replace(difference, margin=margin)
         if margin < bound:
-            found = replace(found, verdict=Verdict.NEAR_TIE)
-            return replace(finding, comparison=found, third=third, prefilled=prefilled or None)
-    return replace(finding, comparison=found, third=third)
+            difference = replace(difference, verdict=Verdict.NEAR_TIE)
+            return replace(finding, comparison=difference, third=third, prefilled=prefilled or None)
+    return replace(finding, comparison=difference, third=third)
 
 
 def judge(outcome: Outcome, reference: Outcome, bound: float) -> Finding:
@@ -106,14 +107,14 @@ def judge(outcome: Outcome, reference: Outcome, bound: float) -> Finding:
             return Finding(label, Comparison(Verdict.EQUAL))
         why = f"{_ended(outcome)}; alone {_ended(reference)}"
         return Finding(label, Comparison(Verdict.MISMATCH), why)
-    found = compare([step.token for step in outcome.steps], reference.steps, bound)
-    if found.verdict is Verdict.EQUAL and outcome.text != reference.text:
+    difference = compare([step.token for step in outcome.steps], reference.steps, bound)
+    if difference.verdict is Verdict.EQUAL and outcome.text != reference.text:
         why = f"equal tokens, but the text {outcome.text!r:.60}; alone {reference.text!r:.60}"
         return Finding(label, Comparison(Verdict.MISMATCH), why)
-    if found.verdict is Verdict.EQUAL and not cut and outcome.end is not reference.end:
+    if difference.verdict is Verdict.EQUAL and not cut and outcome.end is not reference.end:
         why = f"equal tokens, but {_ended(outcome)}; alone {_ended(reference)}"
         return Finding(label, Comparison(Verdict.MISMATCH), why)
-    return Finding(label, found)
+    return Finding(label, difference)
 
 
 def _ended(outcome: Outcome) -> str:

@@ -11,9 +11,8 @@ import numpy as np
 
 from launch.equality import Verdict
 from launch.stress.chaos import ChaosRun
-from launch.stress.load import Load
+from launch.stress.load import End, Load, Outcome
 from launch.stress.reference import Finding
-from launch.stress.requests import End, Outcome
 from launch.terminal.format import count
 from protocol.messages import Welcome
 
@@ -89,8 +88,8 @@ def report(run: StressRun) -> dict[str, Any]:
 
 def _details(run: StressRun) -> dict[str, list[str]]:
     def ended(*ends: End) -> list[str]:
-        found = (outcome for outcome in run.load.all if outcome.end in ends)
-        return [f"{outcome.request.label}: {outcome.error}" for outcome in found]
+        outcomes = (outcome for outcome in run.load.all if outcome.end in ends)
+        return [f"{outcome.request.label}: {outcome.error}" for outcome in outcomes]
 
     def judged(verdict: Verdict) -> list[str]:
         return [str(finding) for finding in run.findings if finding.verdict is verdict]

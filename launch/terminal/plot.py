@@ -64,6 +64,11 @@ class Panel:
         """Every place of the series, in their order."""
         return list(dict.fromkeys(place for series in self.series for place in series.values))
 
+    @property
+    def most(self) -> float:
+        """The largest value."""
+        return max(max(values) for series in self.series for values in series.values.values())
+
 
 def check_picture(path: Path) -> None:
     """Raises WrongUsage unless a picture can be made there."""
@@ -77,8 +82,11 @@ def check_picture(path: Path) -> None:
         raise WrongUsage(f"--plot {path}: no file can be made there: {e.strerror}") from None
 
 
-def draw(path: Path, rows: Sequence[Sequence[Panel]], heading: str, footnote: str = "") -> None:
-    """Write a picture of the panels, whole or not at all. Raises OutputFailed."""
+def draw(
+    path: Path, rows: Sequence[Sequence[Panel]], heading: str, footnote: str = "", shared: bool = True
+) -> None:
+    """Write a picture of the panels, whole or not at all. `shared`: the panels of a row have one y axis.
+    Raises OutputFailed."""
     import matplotlib  # here, because it takes a second
 
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # on its first use it logs a search for fonts
@@ -91,18 +99,21 @@ def draw(path: Path, rows: Sequence[Sequence[Panel]], heading: str, footnote: st
         figure, grid = pyplot.subplots(
             len(rows),
             columns,
-            sharey="row",
+            sharey="row" if shared else "none",
             squeeze=False,
             figsize=(2.0 + 3.8 * columns, 1.0 + sum(heights)),
             height_ratios=heights,
             layout="constrained",
         )
         for line, panels in zip(grid, rows, strict=True):
+            most = max(panel.most for panel in panels)
             for axes, panel in zip_longest(line, panels):
                 if panel is None:
                     axes.set_axis_off()
+                elif panel.along:
+                    _lines(axes, panel, most if shared else panel.most)
                 else:
-                    (_lines if panel.along else _bars)(axes, panel)
+                    _bars(axes, panel)
         figure.suptitle(heading, fontsize=10, color=INK, x=0.01, ha="left")
         layout: Any = figure.get_layout_engine()
         layout.set(rect=(0, 0.03, 1, 0.97), w_pad=0.12, h_pad=0.08)
@@ -129,7 +140,7 @@ def _middle(values: Sequence[Sequence[float]]) -> tuple[list[float], list[list[f
     return middle, [below, above] if any(below + above) else None
 
 
-def _lines(axes: Any, panel: Panel) -> None:
+def _lines(axes: Any, panel: Panel, most: float) -> None:
     for i, series in enumerate(panel.series):
         places = sorted(series.values)
         middle, errors = _middle([series.values[place] for place in places])
@@ -145,7 +156,7 @@ def _lines(axes: Any, panel: Panel) -> None:
         at, words = panel.mark
         axes.axvline(at, color=FAINT, lw=1, ls=":")
         axes.text(at, 0, f" {words}", color=FAINT, fontsize=8, rotation=90, va="bottom")
-    axes.set_ylim(0, panel.end)
+    axes.set_ylim(0, panel.end or 1.08 * most or 1.0)
     axes.set_xlabel(panel.along, fontsize=8, color=FAINT)
     _tidy(axes, panel, "y")
 

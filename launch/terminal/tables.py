@@ -5,14 +5,15 @@
             Column("policy", lambda run: run.name, text=True),
             Column("decode\\ntok/s", lambda run: run.speeds, spreads, style="bold"),
             Column("hits", lambda run: run.hits, each(percent), note="hits: share of the resident experts"),
-            Column("late", lambda run: run.late_bytes, each(byte_size), optional=True),  # gone if all are 0
+            Column("late", lambda run: run.late_bytes or None, each(byte_size), optional=True),
         ],
         runs,
     )
-    print_parts(table, "", *table.notes)
+    print_parts(table, "", *dim(table.notes))
 
 A column formats all of its values together, so that they can agree on their decimals (`alike`, `spreads`);
-`each` makes such a format of a function of one value. None is shown as "-".
+`each` makes such a format of a function of one value. None is shown as "-"; an `optional` column is left out
+where every row has None.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ def policy_name(request: PolicyRequest, exact: bool = True) -> Text:
 @dataclass(frozen=True)
 class Column(Generic[Row]):
     """`title`: of one or more lines. `text`: aligned left and wrapped; numbers are aligned right, and never
-    wrapped. `note`: explains the title. `optional`: left out where each value is None or 0. `once`: empty
-    where all such columns repeat the row above."""
+    wrapped. `note`: explains the title. `optional`: left out where each value is None. `once`: empty where
+    all such columns repeat the row above."""
 
     title: str
     value: Callable[[Row], Any]
@@ -87,7 +88,7 @@ class Column(Generic[Row]):
     def cells(self, rows: Sequence[Row]) -> list[Cell] | None:
         """Returns the cell of each row, or None where the column is left out."""
         values = [self.value(row) for row in rows]
-        if self.optional and not any(values):
+        if self.optional and all(value is None for value in values):
             return None
         shown = iter(self.format([value for value in values if value is not None]))
         return [MISSING if value is None else next(shown) for value in values]
@@ -107,9 +108,9 @@ class Table(Generic[Row]):
     across: bool = False
 
     @property
-    def notes(self) -> list[Text]:
-        """The notes of the columns that are shown."""
-        return dim(column.note for column, _ in self._shown() if column.note)
+    def notes(self) -> list[str]:
+        """The notes of the columns that are shown, each once."""
+        return list(dict.fromkeys(column.note for column, _ in self._shown() if column.note))
 
     def __rich__(self) -> table.Table:
         return self._lying() if self.across else self._standing()
@@ -172,8 +173,11 @@ def _titled(columns: Sequence[tuple[str, bool]], gap: int, title: str) -> table.
 
 def grid(rows: Iterable[Sequence[RenderableType]], gap: int = 2) -> table.Table:
     """Rows of equally many cells without titles; the last column wraps, the others do not."""
+    made = table.Table.grid(padding=(0, gap, 0, 0))
     lines = list(rows)
-    made = make_grid(len(lines[0]) if lines else 1, gap)
+    for _ in lines[0][:-1] if lines else ():
+        made.add_column(no_wrap=True)
+    made.add_column(overflow="fold")
     for line in lines:
         made.add_row(*line)
     return made
@@ -211,12 +215,3 @@ def render(*parts: RenderableType, max_width: int = MAX_WIDTH) -> str:
 def print_parts(*parts: RenderableType) -> None:
     """Print what `render` makes of `parts`."""
     show(render(*parts), rendered=True)
-
-
-def make_grid(columns: int, gap: int = 2) -> table.Table:
-    """An empty `grid` of so many columns, for rows that are added one by one."""
-    made = table.Table.grid(padding=(0, gap, 0, 0))
-    for _ in range(columns - 1):
-        made.add_column(no_wrap=True)
-    made.add_column(overflow="fold")
-    return made

@@ -1,23 +1,26 @@
 """The strongest settings of approximations that a validation text allows: AdapMoE's threshold, and where the
 added perplexity is bounded (--max-loss) the largest contextual sparsity. Both are searched by decoding the
-text repeatedly."""
+text repeatedly.
+
+AdapMoE's gate (section 4.2) drops a token's smallest weights as long as (their normalised sum)^2 * s_l <= T.
+For two experts this is equation 8, (1 - alpha)^2 * s_l <= T. So only finitely many T differ: those from which
+on a token of the text loses another expert in a layer. The search bisects their ranks, not their values,
+which span many powers of ten.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from math import exp, log, log1p
+from dataclasses import dataclass, replace
+from math import exp, isfinite, log, log1p
 
 import numpy as np
 
 from pipeline.arrays import FloatArray
-from pipeline.calibration.collector import Needs
 from pipeline.calibration.context import CalibrationContext, Findings, Progress
-from pipeline.calibration.lanes import TokenCount, lanes, observed
-from pipeline.calibration.threshold import Threshold, largest_threshold, perturbations
-from pipeline.calibration.windows import Window
-from pipeline.policies.calibration import Calibration, Floats
+from pipeline.calibration.lanes import TokenCount, Window, lanes
+from pipeline.policies.calibration import Calibration
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 
@@ -32,6 +35,64 @@ UNBOUNDED = {  # approximate presets without a setting that a bound could choose
 }
 
 LossUnder = Callable[[dict[str, str]], float]  # options of all-host -> nats a token
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """The result of a search. Losses are the values of `loss`."""
+
+    value: float  # T; 0 where no other T kept the loss within the bound
+    loss: float  # at T
+    exact: float  # at 0
+    tried: tuple[tuple[float, float], ...]  # every T with its loss, in the order tried; the first is 0
+
+
+def perturbations(weights: FloatArray, sensitivity: float) -> FloatArray:
+    """The thresholds from which on a token loses another of its experts: one layer's routing weights [R, k]
+    and its s_l to float32 [R, k - 1], ascending in each row."""
+    ascending = np.sort(weights.astype(np.float64), axis=1)
+    total = ascending.sum(axis=1, keepdims=True)
+    dropped = ascending[:, :-1].cumsum(axis=1) / np.where(total > 0, total, 1)
+    squares: FloatArray = (dropped**2 * sensitivity).astype(np.float32)
+    return squares
+
+
+def largest_threshold(
+    candidates: FloatArray, loss: Callable[[float], float], bound: float = 0.005, evaluations: int = 8
+) -> Threshold:
+    """The largest candidate T with a loss of at most (1 + bound) times the loss at 0.
+
+    `candidates`: the perturbations of the text's tokens in all layers, in any shape. `loss(T)`: the mean
+    negative log-likelihood of the text under the adaptive gate with T; it is called with 0, with the largest
+    candidate, and then with the middle one of those in question, at most `evaluations` times in all, at least
+    2, so that 6 more leave 1/64 of the candidates undecided.
+
+    A loss need not grow with T. The returned T was tried, keeps the bound, and is below every tried T that
+    does not; a larger T that happens to keep the bound too is not searched for, except the largest. A NaN
+    loss does not keep the bound. Raises ValueError without candidates, for negative or non-finite ones, and
+    where the loss at 0 is not finite."""
+    ranked = np.sort(np.asarray(candidates, np.float64), axis=None)
+    if not len(ranked) or not np.isfinite(ranked).all() or ranked[0] < 0:
+        raise ValueError("a threshold is found among one or more finite numbers from 0 on")
+    exact = loss(0.0)
+    if not isfinite(exact):
+        raise ValueError(f"the loss without a gate is {exact}")
+    most = exact + bound * abs(exact)
+    tried = [(0.0, exact)]
+    best = tried[0]
+    kept = int(np.searchsorted(ranked, 0.0, side="right"))  # candidates up to the best T
+    broken = len(ranked)  # the first candidate that breaks the bound, or is undecided from above
+    rank = broken - 1
+    while kept < broken and len(tried) < max(evaluations, 2):
+        value = float(ranked[rank])
+        tried.append((value, loss(value)))
+        if tried[-1][1] <= most:
+            best = tried[-1]
+            kept = int(np.searchsorted(ranked, value, side="right"))
+        else:
+            broken = int(np.searchsorted(ranked, value, side="left"))
+        rank = (kept + broken) // 2
+    return Threshold(best[0], best[1], exact, tuple(tried))
 
 
 class Approximations:
@@ -51,7 +112,7 @@ class Approximations:
         self._answers = sum(len(window.tokens) - window.prefill for window in windows)
 
     def find_threshold(self, validated: Calibration, weights: Sequence[Sequence[FloatArray]]) -> Calibration:
-        """With AdapMoE's threshold, if the sensitivities are known. `weights`: of decoded tokens, [R, k]
+        """Add AdapMoE's threshold, if the sensitivities are known. `weights`: of decoded tokens, [R, k]
         each, by layer."""
         sensitivity, max_loss = validated.sensitivity, self._ctx.max_loss
         if sensitivity is None:
@@ -59,19 +120,13 @@ class Approximations:
         candidates = [
             perturbations(np.concatenate(w), float(s)) for w, s in zip(weights, sensitivity, strict=True)
         ]
-        engine = self._ctx.engine
-        if engine.shape.top_k == 1:  # a gate cannot skip the only expert
-            only = np.tile(np.array([0, 1], np.float32), (engine.shape.layers, 1))
-            return replace(validated, threshold=0.0, needed=only)
-        needs: dict[float, Floats] = {}
+        if self._ctx.engine.shape.top_k == 1:  # a gate cannot skip the only expert
+            return replace(validated, threshold=0.0)
         with self._approximated("threshold", validated) as loss_under:
 
             def loss(threshold: float) -> float:
-                seen = Needs(engine.shape)
-                with observed(engine, seen):
-                    found = loss_under({"gate": "adaptive", "threshold": repr(float(threshold))})
-                needs[threshold] = seen.shares()
-                return found if max_loss is None else exp(found)
+                nats = loss_under({"gate": "adaptive", "threshold": repr(float(threshold))})
+                return nats if max_loss is None else exp(nats)
 
             bound = BOUND if max_loss is None else max_loss / 100
             best = self._largest("threshold of AdapMoE's gate", np.concatenate(candidates), loss, bound)
@@ -84,10 +139,10 @@ class Approximations:
             self._findings.bounded["adapmoe"] = f"threshold={best.value:.3g}"
         self._findings.losses = losses | {"bound": bound}
         self._note("threshold")
-        return replace(validated, threshold=best.value, needed=needs[best.value])
+        return replace(validated, threshold=best.value)
 
     def find_sparsity(self, validated: Calibration) -> Calibration:
-        """With the largest sparsity within the bound, if there is one."""
+        """Add the largest sparsity within the bound, if there is one."""
         max_loss, bounded = self._ctx.max_loss, self._findings.bounded
         if max_loss is None:
             return validated
@@ -138,7 +193,7 @@ class Approximations:
     def _largest(
         self, what: str, candidates: FloatArray, loss: Callable[[float], float], bound: float
     ) -> Threshold | None:
-        """As `largest_threshold`; None with a note where it cannot be searched."""
+        """Search the `largest_threshold`; None with a note where it cannot be searched."""
         try:
             return largest_threshold(candidates, loss, bound, EVALUATIONS)
         except ValueError as e:
@@ -146,7 +201,7 @@ class Approximations:
             return None
 
     def _note(self, what: str) -> None:
-        """By how little text it was found."""
+        """Note by how little text it was found."""
         notes = self._findings.notes
         if len(self._windows) < self._of:
             notes.append(f"the {what} was found on {len(self._windows)} of {self._of} validation windows")

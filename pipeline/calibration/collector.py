@@ -8,28 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import groupby
-from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.arrays import FloatArray, Phase
-from pipeline.calibration.drops import DropTables
+from pipeline.arrays import PHASES, FloatArray, Phase
+from pipeline.calibration.trained_gates import GateMlps
 from pipeline.engine.driver import LayerDecision
+from pipeline.policies.calibration import Floats
+from pipeline.policies.gates import drop_shares
 from pipeline.policies.view import ModelShape, Routing
 
 Counts = NDArray[np.int64]
 Router = Callable[[FloatArray], Routing]
-Predictor = Literal["raw", "residual", "first"]
-PREDICTORS: tuple[Predictor, ...] = get_args(Predictor)
+PREDICTORS = ("raw", "residual", "first")
+
+
+STEPS = 65  # limits from 0 to 1
+LIMITS = np.linspace(0, 1, STEPS)
 
 
 class Activations:
-    """Counts the rows of each expert of each layer, by phase, and compares the two phases by sequence."""
+    """Counts the rows of each expert of each layer, by phase."""
 
     def __init__(self, shape: ModelShape) -> None:
         self._shape = shape
-        self._counts: dict[int, dict[Phase, Counts]] = {}  # by sequence
+        size = shape.layers, shape.experts
+        self.counts: dict[Phase, Counts] = {phase: np.zeros(size, np.int64) for phase in PHASES}  # [L, E]
         self._phase: Phase = "prefill"
         self._runs: list[tuple[int, slice]] = []  # the step's sequences and their rows
 
@@ -42,37 +47,16 @@ class Activations:
         self._runs = list(sequence_runs(sequences))
 
     def layer(self, decision: LayerDecision[object], x: FloatArray) -> None:
-        routing, shape = decision.gated.routing, self._shape
-        for sequence, rows in self._runs:
-            counts = self._counts.setdefault(sequence, _both(shape))
-            its = Routing(routing.experts[rows], routing.weights[rows])
-            counts[self._phase][decision.layer] += its.workload(shape.experts)
+        self.counts[self._phase][decision.layer] += decision.gated.routing.workload(self._shape.experts)
 
     def end(self) -> None:
         """Each layer was counted when it was observed."""
 
-    def counts(self, phase: Phase) -> Counts:
-        """[L, E], over all sequences."""
-        total = _both(self._shape)[phase]
-        for counts in self._counts.values():
-            total += counts[phase]
-        return total
-
-    def similarities(self) -> NDArray[np.float64]:
-        """[sequences, L]: the cosine of a sequence's counts in prefill and in decode (DAOP, equation 1)."""
-        prefill, decode = (
-            np.array([counts[phase] for counts in self._counts.values()], np.float64)
-            for phase in ("prefill", "decode")
-        )
-        lengths = np.linalg.norm(prefill, axis=2) * np.linalg.norm(decode, axis=2)
-        cosines: NDArray[np.float64] = (prefill * decode).sum(axis=2) / np.maximum(lengths, 1e-30)
-        return cosines
-
 
 class TrainPass(Activations):
-    """Also collects the data of the predictors: the mean of each layer's x, from which DALI's residuals
-    follow (equation 11), and pairs of a token's last x and the next token's first logits (AdapMoE, equation
-    9)."""
+    """Counts, and collects the data of the predictors: the mean of each layer's x, from which DALI's
+    residuals follow (equation 11), and pairs of a token's last x and the next token's first logits (AdapMoE,
+    equation 9)."""
 
     def __init__(self, shape: ModelShape, hidden: int, every: int) -> None:
         """`every`: of that many pairs one is kept."""
@@ -120,20 +104,27 @@ class TrainPass(Activations):
 
 
 class ValidationPass(Activations):
-    """Also counts how many of each layer's used experts a predictor named, among as many predictions; and in
-    decode the same under gates that drop small weights."""
+    """Counts, and checks how many of each layer's used experts a predictor named, among as many predictions;
+    and in decode the same under gates that drop small weights."""
 
     def __init__(
-        self, shape: ModelShape, router: Router, residual_logits: FloatArray, first_gate: FloatArray | None
+        self,
+        shape: ModelShape,
+        router: Router,
+        residual_logits: FloatArray,
+        first_gate: FloatArray | None,
+        mlps: GateMlps | None = None,
     ) -> None:
         """`router`: the model's own rule, from logits [R, E] to a routing; `residual_logits` [L - 1, E];
-        `first_gate` [E, H]."""
+        `first_gate` [E, H]; `mlps` correct the next gate's predictions of the first layers."""
         super().__init__(shape)
         self.weights: list[list[FloatArray]] = [[] for _ in range(shape.layers)]  # [R, k] of decode, by layer
         self._router, self._residual_logits, self._first_gate = router, residual_logits, first_gate
+        self._mlps = mlps
+        self._added: FloatArray | None = None  # by the next layer's MLP
         self.drops = DropTables(shape, PREDICTORS)
-        self._hits = {name: np.zeros(shape.layers) for name in PREDICTORS}
-        self._asked = {name: np.zeros(shape.layers) for name in PREDICTORS}
+        self._hits = {name: np.zeros(shape.layers) for name in (*PREDICTORS, "mlp")}
+        self._asked = {name: np.zeros(shape.layers) for name in (*PREDICTORS, "mlp")}
         self._ahead: FloatArray  # the next layer's router on the layer's x
         self._last: dict[int, FloatArray] = {}  # the first gate's logits [1, E] at a sequence's latest token
         self._true_first: Routing
@@ -152,8 +143,12 @@ class ValidationPass(Activations):
         else:
             self._check("raw", layer, self._ahead, routing)
             self._check("residual", layer, self._ahead + self._residual_logits[layer - 1], routing)
+            if self._added is not None:
+                self._check("mlp", layer, self._ahead + self._added, routing)
         if layer + 1 < self._shape.layers:
             self._ahead = decision.signals.probes[layer + 1].copy()
+            known = self._mlps is not None and layer < len(self._mlps.inner)
+            self._added = self._mlps.logits(layer + 1, x) if self._mlps is not None and known else None
         elif self._first_gate is not None:
             logits = x @ self._first_gate.T
             for sequence, rows in self._runs:
@@ -161,19 +156,24 @@ class ValidationPass(Activations):
                 self._check_first(sequence, logits[rows], Routing(true.experts[rows], true.weights[rows]))
 
     def accuracy(self) -> dict[str, FloatArray]:
-        """By predictor, [L]; 0 in layers that it does not predict."""
-        return {
-            name: (hits / np.maximum(self._asked[name], 1)).astype(np.float32)
-            for name, hits in self._hits.items()
-        }
+        """Accuracy by predictor, [L]; 0 in layers that it does not predict."""
+        return {name: self._share(name) for name in PREDICTORS}
 
-    def _check(self, name: Predictor, layer: int, logits: FloatArray, routing: Routing) -> None:
+    def mlp_accuracy(self) -> FloatArray | None:
+        """[P], of the layers 1 to P that have an MLP."""
+        return None if self._mlps is None else self._share("mlp")[1 : 1 + len(self._mlps.inner)]
+
+    def _share(self, name: str) -> FloatArray:
+        shares: FloatArray = (self._hits[name] / np.maximum(self._asked[name], 1)).astype(np.float32)
+        return shares
+
+    def _check(self, name: str, layer: int, logits: FloatArray, routing: Routing) -> None:
         named = self._router(logits)
         used = np.where(routing.weights != 0, routing.experts, -1)
-        found = (used[:, :, None] == named.experts[:, None, :]).any(axis=2)
-        self._hits[name][layer] += np.count_nonzero(found)
+        named_too = (used[:, :, None] == named.experts[:, None, :]).any(axis=2)
+        self._hits[name][layer] += np.count_nonzero(named_too)
         self._asked[name][layer] += np.count_nonzero(used >= 0)
-        if self._phase == "decode":
+        if self._phase == "decode" and name in PREDICTORS:
             self.drops.predicted(name, layer, named, routing)
 
     def _check_first(self, sequence: int, logits: FloatArray, routing: Routing) -> None:
@@ -186,27 +186,39 @@ class ValidationPass(Activations):
             self._check("first", 0, logits[:-1], routing)
 
 
-class Needs(Activations):
-    """Also counts how many experts each decoded token used in each layer under the present gate."""
+class DropTables:
+    """Counts of decoded tokens."""
 
-    def __init__(self, shape: ModelShape) -> None:
-        super().__init__(shape)
-        self._tokens = np.zeros((shape.layers, shape.top_k + 1))
+    def __init__(self, shape: ModelShape, predictors: tuple[str, ...]) -> None:
+        self._counts = np.arange(shape.top_k + 1)
+        self._tokens = np.zeros((shape.layers, STEPS, shape.top_k + 1))
+        self._hits = {name: np.zeros((shape.layers, STEPS)) for name in predictors}
 
-    def layer(self, decision: LayerDecision[object], x: FloatArray) -> None:
-        if self._phase == "decode":
-            used = np.count_nonzero(decision.gated.routing.weights, axis=1)
-            self._tokens[decision.layer] += np.bincount(used, minlength=self._shape.top_k + 1)
+    def used(self, layer: int, routing: Routing) -> None:
+        """The experts of some tokens, by the layer's own router."""
+        kept = (_shares(routing)[:, :, None] > LIMITS).sum(axis=1)  # [R, G]
+        self._tokens[layer] += (kept[:, :, None] == self._counts).sum(axis=0)
 
-    def shares(self) -> FloatArray:
-        """[L, k + 1]: the share of the tokens that used j experts."""
-        shares: NDArray[np.float64] = self._tokens / self._tokens.sum(axis=1, keepdims=True)
-        return shares.astype(np.float32)
+    def predicted(self, name: str, layer: int, named: Routing, routing: Routing) -> None:
+        """A prediction of the same tokens: an expert is named_too as long as both keep it."""
+        named_too = routing.experts[:, :, None] == named.experts[:, None, :]
+        until = np.minimum(_shares(routing)[:, :, None], _shares(named)[:, None, :])[named_too]
+        self._hits[name][layer] += (until[:, None] > LIMITS).sum(axis=0)
+
+    def kept(self) -> Floats:
+        """`Calibration.kept`."""
+        shares: Floats = (self._tokens / self._tokens.sum(axis=2, keepdims=True)).astype(np.float32)
+        return shares
+
+    def accuracy(self) -> dict[str, Floats]:
+        """`Calibration.gated_accuracy`."""
+        asked = np.maximum(self._tokens @ self._counts, 1)
+        return {name: (hits / asked).astype(np.float32) for name, hits in self._hits.items()}
 
 
-def _both(shape: ModelShape) -> dict[Phase, Counts]:
-    size = shape.layers, shape.experts
-    return {"prefill": np.zeros(size, np.int64), "decode": np.zeros(size, np.int64)}
+def _shares(routing: Routing) -> NDArray[np.float64]:
+    """Returns `drop_shares`, and -1 for an expert without weight, which is never kept."""
+    return np.where(routing.weights == 0, -1, drop_shares(routing.weights))
 
 
 def sequence_runs(sequences: tuple[int, ...]) -> Iterator[tuple[int, slice]]:

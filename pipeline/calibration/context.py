@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.calibration.magnitudes import Up
@@ -47,8 +46,6 @@ class Findings:
     tokens: int = 0  # that were read
     windows: int = 0
     hits: dict[str, float | int | None] = field(default_factory=dict)
-    prefetch: dict[str, Any] = field(default_factory=dict)  # DALI's measures; empty with a single layer
-    channels: dict[str, Any] = field(default_factory=dict)  # `ChannelRecall.measured`; empty without up apart
     seconds: dict[str, float] = field(default_factory=dict)  # by stage
     notes: list[str] = field(default_factory=list)  # arrays that could not be measured, with the remedy
     losses: dict[str, float] = field(default_factory=dict)  # nats a token: "exact", "gated"; "bound": of both

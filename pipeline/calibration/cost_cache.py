@@ -50,7 +50,7 @@ class Setting:
 
     @property
     def lease_key(self) -> str:
-        """Of the leases that keep its file from being removed: `shm/cache_lease.py`."""
+        """Key of the leases that keep its file from being removed: `shm/cache_lease.py`."""
         text = json.dumps(asdict(self), sort_keys=True)
         return f"{self.store[:16]}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
@@ -124,12 +124,12 @@ def keep(cache: Path, record: Record) -> None:
 
 def measured_here(cache: Path) -> list[tuple[Path, Record]]:
     """The records of this processor with as many cores, the newest first."""
-    found = []
+    records = []
     for path in (cache / FOLDER).glob("*.json"):
         record = _find(path) if FILE_NAME.fullmatch(path.name) else None
         if record is not None and (record.setting.cpu, record.setting.cores) == processor():
-            found.append((path, record))
-    return sorted(found, key=lambda item: -item[1].measured)
+            records.append((path, record))
+    return sorted(records, key=lambda item: -item[1].measured)
 
 
 def read(path: Path) -> Record:

@@ -228,7 +228,7 @@ class _Probe:
         # A separate cache, because requests may have filled the engine's.
         sequence = KVCache(model.spec, model.dtype, device.torch_device, longest).allocate(longest)
         layers = min(self._engine.shape.layers, OTHER_LAYERS)
-        found = {}
+        by_rows = {}
         for rows in sorted({min(rows, longest) for rows in ROWS}, reverse=True):  # the longest fills it first
             sequence.truncate(0)
             sequence.advance(longest - rows)
@@ -248,8 +248,8 @@ class _Probe:
 
             for _ in range(layers):  # every layer's cache is filled before a shorter chunk reads it
                 once()
-            found[rows] = _median(once, seconds)
-        return tuple(found[min(rows, longest)] for rows in ROWS)
+            by_rows[rows] = _median(once, seconds)
+        return tuple(by_rows[min(rows, longest)] for rows in ROWS)
 
     def _submit(self, rows: int) -> Ticket:
         expert, layer = next(self._places)

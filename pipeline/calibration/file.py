@@ -1,5 +1,4 @@
-"""A calibration on disk: `<cache folder>/<fingerprint>/calibration.safetensors`, and calibration.txt beside
-it, the same as readable text.
+"""A calibration on disk, `<cache folder>/<fingerprint>/calibration.safetensors`, and as a few numbers.
 
 The tensors are the arrays of `Calibration` by their names (accuracy.raw, accuracy.residual, accuracy.first,
 the same of gated_accuracy, and hit_rates.lcp, .lru and .lfu);
@@ -25,7 +24,6 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
-from pipeline.calibration.summary import describe
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.errors import CalibrationError
 from pipeline.policies.calibration import MOST, Calibration
@@ -36,9 +34,8 @@ from protocol.small_files import read_small
 from shm.atomic_file import atomic_file
 from shm.cache_record import CacheRecord, note_use
 
-NAME, READABLE = "calibration.safetensors", "calibration.txt"
-VERSION = 5
-READABLE_VERSIONS = (2, 3, 4, VERSION)  # those of 2 lack the hit rates, to 3 the magnitudes, to 4 the MLPs
+NAME = "calibration.safetensors"
+VERSION = 6
 KEY = "tandem"  # of the metadata
 PREDICTORS = ("raw", "residual", "first")
 MOST_BYTES = 1 << 28
@@ -53,7 +50,7 @@ def calibration_path(cache: Path, source: ModelSource) -> Path:
 
 
 def save(path: Path, calibration: Calibration, about: dict[str, Any]) -> None:
-    """Write both files, replacing older ones. `about` is JSON-like. Raises OSError; a file that was not
+    """Write the file, replacing an older one. `about` is JSON-like. Raises OSError; a file that was not
     complete is removed then."""
     tensors = {name: np.ascontiguousarray(array) for name, array in _arrays(calibration).items()}
     facts: dict[str, Any] = {
@@ -68,12 +65,8 @@ def save(path: Path, calibration: Calibration, about: dict[str, Any]) -> None:
     facts["crc32"] = _checksum(facts, tensors)
     make_folders(path.parent)
     path.parent.chmod(0o700)
-    for target, data in (
-        (path.with_name(READABLE), describe(calibration, about).encode()),
-        (path, save_tensors(tensors, {KEY: json.dumps(facts)})),
-    ):
-        with atomic_file(target) as file:
-            file.write(data)
+    with atomic_file(path) as file:
+        file.write(save_tensors(tensors, {KEY: json.dumps(facts)}))
     note_use(path.parent, _record(about))
 
 
@@ -86,7 +79,7 @@ def load(path: Path) -> Calibration:
 
 
 def read(path: Path) -> tuple[Calibration, dict[str, Any]]:
-    """Like `load`, with the `about` of `save`."""
+    """Returns what `load` does, and the `about` of `save`."""
     data = _bytes_of_own(path)
     try:
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
@@ -96,7 +89,7 @@ def read(path: Path) -> tuple[Calibration, dict[str, Any]]:
         about = dict(facts["about"])
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as e:
         raise _unusable(path, f"it is not a complete calibration ({type(e).__name__})") from None
-    if version not in READABLE_VERSIONS:
+    if version != VERSION:
         raise _unusable(path, f"it is of version {str(version)[:20]}, this program's is {VERSION}")
     if fingerprint != path.parent.name:
         raise _unusable(path, "it belongs to another model")
@@ -106,6 +99,43 @@ def read(path: Path) -> tuple[Calibration, dict[str, Any]]:
         return _checked(tensors, facts), about
     except ValueError as e:
         raise _unusable(path, str(e)) from None
+
+
+def summary(calibration: Calibration, about: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a client: `about`, and means over the layers."""
+    figures: dict[str, Any] = {
+        "accuracy": {name: mean_accuracy(calibration, name) for name in ("raw", "residual", "first", "mlp")},
+        "similarity": float(calibration.similarity.mean()),
+        "threshold": calibration.threshold,
+        "up": calibration.up,
+        "max_loss": calibration.max_loss,
+        "sparsity": calibration.sparsity,
+        "single_expert_share": None,
+        "experts_per_token": None,
+    }
+    if (needed := calibration.needed) is not None:
+        figures["single_expert_share"] = float(needed[:, 1].mean())
+        figures["experts_per_token"] = float(experts_per_token(needed).mean())
+    return about | figures
+
+
+def mean_accuracy(calibration: Calibration, predictor: str) -> float | None:
+    """Mean over the layers that the predictor predicts; None without any."""
+    if predictor == "first":
+        return None if calibration.first_gate is None else float(calibration.accuracy["first"][0])
+    if predictor == "mlp":  # by the next gate where that is better
+        mlps = calibration.mlp_accuracy
+        raw = calibration.accuracy["raw"][1:]
+        if mlps is None:
+            return None
+        return float(np.concatenate((np.maximum(mlps, raw[: len(mlps)]), raw[len(mlps) :])).mean())
+    predicted = calibration.accuracy[predictor][1:]
+    return float(predicted.mean()) if len(predicted) else None
+
+
+def experts_per_token(needed: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Experts per token [L], from the shares [L, k + 1]."""
+    return needed @ np.arange(needed.shape[1])
 
 
 def _record(about: dict[str, Any]) -> CacheRecord:
@@ -166,30 +196,24 @@ def _checked(tensors: dict[str, Array], facts: dict[str, Any]) -> Calibration:
     if counts is None or counts.ndim != 2 or 0 in counts.shape:
         raise ValueError("prefill_counts is missing or not a matrix")
     layers, experts = counts.shape
-    hidden = width("residuals", 0)
     kept = tensors.get("kept")
     if kept is None or kept.ndim != 3 or kept.shape[1] < 2:
         raise ValueError("kept is missing or has no steps")
     steps, most = kept.shape[1:]
     inner = tensors.get("mlp_inner")
-    predicted, wide = inner.shape[:2] if inner is not None and inner.ndim == 3 else (0, 0)
+    predicted, wide, hidden = inner.shape if inner is not None and inner.ndim == 3 else (0, 0, 0)
+    hidden = width("first_gate", hidden)
     result = Calibration(
         prefill_counts=take("prefill_counts", (layers, experts), "int64"),
         decode_counts=take("decode_counts", (layers, experts), "int64"),
-        residuals=take("residuals", (layers - 1, hidden)),
         residual_logits=take("residual_logits", (layers - 1, experts)),
         accuracy={name: take(f"accuracy.{name}", (layers,)) for name in PREDICTORS},
-        similarity=take("similarity", (layers,)),
         kept=take("kept", (layers, steps, most)),
         gated_accuracy={name: take(f"gated_accuracy.{name}", (layers, steps)) for name in PREDICTORS},
-        needed=optional("needed", layers, most),
         sensitivity=optional("sensitivity", layers),
         threshold=_number(facts, "threshold"),
         first_gate=optional("first_gate", experts, hidden),
-        hit_rates={
-            name: take(f"hit_rates.{name}", (layers, experts + 1))
-            for name in (PRIORITIES if any(name.startswith("hit_rates.") for name in tensors) else ())
-        },
+        hit_rates={name: take(f"hit_rates.{name}", (layers, experts + 1)) for name in PRIORITIES},
         magnitudes=optional("magnitudes", layers, sizes := width("magnitudes", 2)),
         left_mass=optional("left_mass", layers, sizes),
         mlp_inner=optional("mlp_inner", predicted, wide, hidden),
@@ -215,11 +239,9 @@ def _checked(tensors: dict[str, Array], facts: dict[str, Any]) -> Calibration:
     _check_magnitudes(result)
     if result.sensitivity is not None and (result.sensitivity < 0).any():
         raise ValueError("a sensitivity is below 0")
-    for name, shares in (("kept", result.kept), ("needed", result.needed)):
-        if shares is not None and (
-            most > experts + 1 or (shares < 0).any() or abs(shares.sum(axis=-1) - 1).max() > 1e-4
-        ):
-            raise ValueError(f"{name} does not consist of shares")
+    shares = result.kept
+    if most > experts + 1 or (shares < 0).any() or abs(shares.sum(axis=-1) - 1).max() > 1e-4:
+        raise ValueError("kept does not consist of shares")
     return result
 
 
@@ -237,7 +259,7 @@ def _check_magnitudes(calibration: Calibration) -> None:
 
 
 def _number(facts: dict[str, Any], name: str) -> float | None:
-    """None where it is absent, as in older files."""
+    """Read a number; None where it is absent."""
     value = facts.get(name)
     if value is None:
         return None

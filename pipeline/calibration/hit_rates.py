@@ -40,8 +40,8 @@ class TokenOrder:
         """Each layer was kept when it was observed."""
 
     def hit_rates(self) -> dict[str, FloatArray]:
-        """By the order of a cache, [L, E + 1]: of the experts that decode uses in a layer, the share in
-        a cache that holds so many of the layer's experts, those of the highest priority."""
+        """Hit rates by the order of a cache, [L, E + 1]: of the experts that decode uses in a layer, the
+        share in a cache that holds so many of the layer's experts, those of the highest priority."""
         counts = {name: _Ranks(self._shape, Priority.named(name)) for name in PRIORITIES}
         for steps in self._steps.values():  # one after the other, as in an engine with one client
             for phase, by_layer in steps:

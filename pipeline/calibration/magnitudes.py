@@ -6,12 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray, IntArray, Phase
 from pipeline.engine.driver import LayerDecision
 from pipeline.policies.calibration import Floats
 from pipeline.policies.view import ModelShape
+from shm.floe import FloeFormat
+from shm.store import Store
+from workers.kernels.unpack import int8_steps
 
 STEPS = 100  # shares of the channels, from 0 on
 BINS_AN_OCTAVE = 128  # so a quantile is exact to half a percent
@@ -21,12 +25,15 @@ BINS = (HIGHEST - LOWEST) * BINS_AN_OCTAVE
 Up = Callable[[int, int, FloatArray], FloatArray]  # layer, expert, x [n, H] -> u [n, channels]
 
 
-class DecodeObserver:
-    """An observer of the engine that counts some of the decode steps, each layer when it is observed."""
+class Magnitudes:
+    """An observer of the engine that counts |u| by size, in bins of equal ratio."""
 
-    def __init__(self, every: int = 1) -> None:
+    def __init__(self, shape: ModelShape, up: Up, every: int = 1) -> None:
         """`every`: of that many decode steps one is counted."""
         self._every = every
+        self._up = up
+        self._counts: NDArray[np.int64] = np.zeros((shape.layers, BINS), np.int64)
+        self._sums = np.zeros((shape.layers, BINS))
         self._steps = 0
         self._phase: Phase = "prefill"
 
@@ -44,16 +51,6 @@ class DecodeObserver:
 
     def end(self) -> None:
         """Nothing is left over."""
-
-
-class Magnitudes(DecodeObserver):
-    """Counts |u| by size, in bins of equal ratio."""
-
-    def __init__(self, shape: ModelShape, up: Up, every: int = 1) -> None:
-        super().__init__(every)
-        self._up = up
-        self._counts: NDArray[np.int64] = np.zeros((shape.layers, BINS), np.int64)
-        self._sums = np.zeros((shape.layers, BINS))
 
     def layer(self, decision: LayerDecision[object], x: FloatArray) -> None:
         """Masks act on decoded tokens, so only these count."""
@@ -89,3 +86,20 @@ class Magnitudes(DecodeObserver):
             left[layer] = np.interp(shares, below[keep], mass[keep])
         thresholds[:, 0] = left[:, 0] = 0
         return thresholds, left
+
+
+def up_of(store: Store) -> Up | None:
+    """u = up x of an expert, from the heads of the store, with x in the int8 steps that the kernels of these
+    formats compute with; None where the experts' format keeps no up matrices apart."""
+    shape, kind = store.layout.shape, store.layout.format
+    if not isinstance(kind, FloeFormat):
+        return None
+
+    def up(layer: int, expert: int, x: FloatArray) -> FloatArray:
+        heads = store.heads(layer, expert, 0, shape.tiles)  # whole blocks: together one matrix
+        matrix = kind.up.decode_matrix(heads, shape.padded, shape.hidden)[: shape.intermediate]
+        steps = int8_steps(torch.from_numpy(x), kind.up.group)[:, : shape.hidden].numpy()
+        u: FloatArray = steps @ matrix.T
+        return u
+
+    return up

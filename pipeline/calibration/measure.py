@@ -20,17 +20,13 @@ import numpy as np
 import torch
 
 from pipeline.calibration.approximations import EXACT, Approximations
-from pipeline.calibration.batches import MOST_ROWS, BatchedPredictions
-from pipeline.calibration.channel_recall import ChannelRecall
 from pipeline.calibration.collector import TrainPass, ValidationPass
 from pipeline.calibration.context import CalibrationContext, Findings, Progress
-from pipeline.calibration.first_gate import train_first_gate
-from pipeline.calibration.gate_mlp import GateMlps, GatePairs, MlpAccuracy, predicted_layers
 from pipeline.calibration.hit_rates import TokenOrder
-from pipeline.calibration.lanes import TokenCount, lanes, observed, separate_counters
+from pipeline.calibration.lanes import LANES, Division, TokenCount, Window, lanes, observed, separate_counters
 from pipeline.calibration.magnitudes import Magnitudes
 from pipeline.calibration.sensitivity import sensitivities
-from pipeline.calibration.windows import LANES, Division, Window
+from pipeline.calibration.trained_gates import GateMlps, GatePairs, predicted_layers, train_first_gate
 from pipeline.config import DEFAULT_CACHE
 from pipeline.engine.engine import Engine
 from pipeline.engine.observer import Observer
@@ -81,15 +77,14 @@ class _Measurement:
     def measure(self) -> tuple[Calibration, Findings]:
         with separate_counters(self._ctx.engine):
             self._ctx.engine.set_policy(make_policy(EXACT, self._ctx.seed), None, None, counted=False)
-            train_pass, trained = self._train()
-            validated, validation = self._validate(train_pass, trained)
+            validated, validation = self._validate(self._train())
             judged = _spread(self._division.validation, self._width)
             held_out = len(self._division.validation)
             stage = Approximations(self._ctx, self._findings, judged, held_out, self._progress)
-            found = stage.find_threshold(validated, validation.weights)
-            return stage.find_sparsity(found), self._findings
+            bounded = stage.find_threshold(validated, validation.weights)
+            return stage.find_sparsity(bounded), self._findings
 
-    def _train(self) -> tuple[TrainPass, Calibration]:
+    def _train(self) -> Calibration:
         """Stages 1 and 2."""
         engine, windows = self._ctx.engine, self._division.training
         shape, hidden = engine.shape, self._spec.hidden
@@ -105,32 +100,28 @@ class _Measurement:
                 also.enter_context(observed(engine, sizes))
             self._read(windows, train_pass, done=0)
         magnitudes, left_mass = (sizes and sizes.quantiles()) or (None, None)
-        residuals = train_pass.residuals()
         with self._findings.timed("first gate"):
             self._progress("training the first gate", 0, 1)
-            pairs, router = train_pass.pairs(), self._spec.router
-            gate = train_first_gate(*pairs, router, self._ctx.seed, engine.tick)
+            gate = train_first_gate(*train_pass.pairs(), self._ctx.seed, engine.tick)
         with self._findings.timed("gate MLPs"):
             self._progress("training the MLPs of the next gate", 0, 1)
             mlps = ahead.train(self._ctx.seed, engine.tick)
-        return train_pass, Calibration(
-            prefill_counts=train_pass.counts("prefill"),
-            decode_counts=train_pass.counts("decode"),
-            residuals=residuals,
-            residual_logits=_next_logits(engine, residuals),
+        return Calibration(
+            prefill_counts=train_pass.counts["prefill"],
+            decode_counts=train_pass.counts["decode"],
+            residual_logits=_next_logits(engine, train_pass.residuals()),
             accuracy={},
-            similarity=np.zeros(shape.layers, np.float32),
             kept=np.zeros((0, 0, 0), np.float32),
             gated_accuracy={},
-            needed=None,
             sensitivity=self._sensitivity(),
             threshold=None,
-            first_gate=gate.matrix,
+            first_gate=gate,
             magnitudes=magnitudes,
             left_mass=left_mass,
             up="" if magnitudes is None else engine.up,
             mlp_inner=None if mlps is None else mlps.inner,
             mlp_outer=None if mlps is None else mlps.outer,
+            hit_rates={},
             max_loss=self._ctx.max_loss,
         )
 
@@ -141,7 +132,7 @@ class _Measurement:
         return None if up is None else Magnitudes(self._ctx.engine.shape, up, every)
 
     def _every(self, windows: Sequence[Window]) -> int:
-        """Of that many decode steps one is multiplied with up matrices once more."""
+        """Number of decode steps of which one is multiplied with up matrices once more."""
         engine = self._ctx.engine
         experts = engine.layout.shape
         decoded = sum(len(window.tokens) - window.prefill for window in windows)
@@ -160,30 +151,18 @@ class _Measurement:
             self._findings.notes.append(f"no sensitivities, and so no threshold of AdapMoE's gate: {e}")
             return None
 
-    def _validate(self, train_pass: TrainPass, trained: Calibration) -> tuple[Calibration, ValidationPass]:
+    def _validate(self, trained: Calibration) -> tuple[Calibration, ValidationPass]:
         """Stage 3."""
-        engine = self._ctx.engine
-        shape = engine.shape
-        validation = ValidationPass(shape, self._spec.router, trained.residual_logits, trained.first_gate)
-        router, held_out = self._spec.router, self._division.validation
-        every = 1 + sum(len(window.tokens) for window in held_out) // MOST_ROWS
-        batched = BatchedPredictions(shape, router, trained.residuals, trained.residual_logits, every)
-        corrected, channels = self._predictors(trained)
-        with (
-            self._findings.timed("reading"),
-            observed(self._ctx.engine, batched),
-            observed(engine, self._order),
-            ExitStack() as also,
-        ):
-            for observer in (corrected, channels):
-                if observer is not None:
-                    also.enter_context(observed(engine, observer))
-            read = sum(len(window.tokens) for window in self._division.training)
-            self._read(held_out, validation, done=read)
-        self._findings.prefetch = batched.measured(self._ctx.seed)
-        self._findings.channels = {} if channels is None else channels.measured()
-        counts = validation.counts("prefill"), validation.counts("decode")
-        similarity = np.concatenate((train_pass.similarities(), validation.similarities()))
+        engine, division = self._ctx.engine, self._division
+        mlps = None
+        if trained.mlp_inner is not None and trained.mlp_outer is not None:
+            mlps = GateMlps(trained.mlp_inner, trained.mlp_outer)
+        router = self._spec.router
+        validation = ValidationPass(engine.shape, router, trained.residual_logits, trained.first_gate, mlps)
+        with self._findings.timed("reading"), observed(engine, self._order):
+            read = sum(len(window.tokens) for window in division.training)
+            self._read(division.validation, validation, done=read)
+        counts = validation.counts["prefill"], validation.counts["decode"]
         validated = replace(
             trained,
             prefill_counts=trained.prefill_counts + counts[0],
@@ -191,22 +170,11 @@ class _Measurement:
             accuracy=validation.accuracy(),
             kept=validation.drops.kept(),
             gated_accuracy=validation.drops.accuracy(),
-            similarity=similarity.mean(axis=0).astype(np.float32),
             hit_rates=self._order.hit_rates(),
-            mlp_accuracy=None if corrected is None else corrected.accuracy(),
+            mlp_accuracy=validation.mlp_accuracy(),
         )
         self._findings.hits = self._hits(trained.decode_counts, counts[0] + counts[1], validated)
         return validated, validation
-
-    def _predictors(self, trained: Calibration) -> tuple[MlpAccuracy | None, ChannelRecall | None]:
-        """Observers of FloE's two predictors; None where there is none."""
-        ctx, shape, corrected, channels = self._ctx, self._ctx.engine.shape, None, None
-        if trained.mlp_inner is not None and trained.mlp_outer is not None:
-            mlps = GateMlps(trained.mlp_inner, trained.mlp_outer)
-            corrected = MlpAccuracy(shape, self._spec.router, mlps)
-        if ctx.up is not None:
-            channels = ChannelRecall(shape, ctx.up, 2 * self._every(self._division.validation))
-        return corrected, channels
 
     def _hits(self, used: Counts, heldout: Counts, validated: Calibration) -> dict[str, float | int | None]:
         """`Findings.hits`."""

@@ -16,8 +16,7 @@ from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.empty_memory import EmptyDeviceMemory
 from pipeline.experts.fetch_link import Order
 from pipeline.experts.shares import Share
-from pipeline.policies.costs import Costs, SecondsTable
-from pipeline.policies.view import Backlog, Landing
+from pipeline.policies.costs import Backlog, Costs, Landing, SecondsTable
 
 FIRST, SAMPLED = 64, 4  # steps of which each is measured; of later ones every so many
 
@@ -58,7 +57,6 @@ class Timing(Backlog):
 
     @property
     def host_seconds(self) -> float:
-        """As in Backlog."""
         if not self._running or self._priced is None:
             return 0.0
         free = self._host_ended
@@ -68,11 +66,9 @@ class Timing(Backlog):
 
     @property
     def link_seconds(self) -> float:
-        """As in Backlog."""
         return sum(seconds for _, seconds in self._under_way())
 
     def landing(self, layer: int) -> Sequence[Landing]:
-        """As in Backlog."""
         landings, at = [], 0.0
         residency = self._memory.residency
         for order, seconds in self._under_way():

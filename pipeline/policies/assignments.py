@@ -83,7 +83,7 @@ class WholeByCosts(ByCosts):
 
     @abstractmethod
     def on_device(self, active: ActiveCosts) -> list[bool]:
-        """For each active expert whether the device computes it."""
+        """Whether the device computes each active expert."""
 
 
 class Cheaper(WholeByCosts):
@@ -125,8 +125,8 @@ class TwoEnded(WholeByCosts):
 
 
 class Bandwidth(ByCosts):
-    """As current engines do (PAPERS.md, baselines): the share of missing tiles is fetched with which link and
-    host finish together, by their rates; the device computes resident tiles."""
+    """The split of current engines (PAPERS.md, baselines): the share of missing tiles is fetched with which
+    link and host finish together, by their rates; the device computes resident tiles."""
 
     name: ClassVar[str] = "bandwidth"
     help: ClassVar[str] = "of the missing tiles the share link / (link + host) is fetched, by their rates"

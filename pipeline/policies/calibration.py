@@ -12,7 +12,8 @@ with the same up matrices; without one, the largest |u| of each tile are kept.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import inf, sqrt
 from typing import Self
 
 import numpy as np
@@ -34,36 +35,48 @@ class Calibration:
 
     prefill_counts: NDArray[np.int64]  # [L, E] rows routed to each expert while prompts were read
     decode_counts: NDArray[np.int64]  # [L, E] the same while one token at a time was decoded
-    residuals: Floats  # [L - 1, H] mean of x[l + 1] - x[l] over tokens (DALI)
-    residual_logits: Floats  # [L - 1, E] router l + 1 applied to residuals[l]
+    residual_logits: Floats  # [L - 1, E] router l + 1 applied to the mean of x[l + 1] - x[l] (DALI)
     accuracy: dict[str, Floats]  # by predictor "raw" | "residual" | "first": [L] share of layer l's experts
     # that were among as many predicted; raw and residual predict layer l from l - 1, first predicts layer 0
     # from the last token's last layer. 0 where a predictor does not apply
-    similarity: Floats  # [L] cosine of a text's counts in prefill and in decode, mean over the texts
     kept: Floats  # [L, G, k + 1] share of decode's tokens that keep j experts where a gate drops at most the
     # g-th of G even steps from 0 to 1 of a token's weight
     gated_accuracy: dict[
         str, Floats
     ]  # by predictor, [L, G]: as accuracy, in decode alone and with that gate on
     # both sides: of the experts that tokens keep, the share that their predictions keep as well
-    needed: Floats | None  # [L, k + 1] share of decode's tokens that used j experts with `threshold`'s gate
     sensitivity: Floats | None  # [L] mean over tokens of the squared gradient at the MoE block's output
     threshold: float | None  # T of AdapMoE's gate, found on the validation part of the text
     first_gate: Floats | None  # [E, H] predicts layer 0 of the next token from the last layer's x
-    hit_rates: dict[str, Floats] = field(default_factory=dict)  # by the order "lcp" | "lru" | "lfu" of a
-    # cache, [L, E + 1]: of the experts that decode uses, the share in a cache of 0..E experts. Empty in files
-    # of earlier versions
+    hit_rates: dict[str, Floats]  # by the order "lcp" | "lru" | "lfu" of a cache, [L, E + 1]: of the experts
+    # that decode uses, the share in a cache of 0..E experts
     magnitudes: Floats | None = None  # [L, S] quantiles of |u|, u = up x of decoded tokens' experts, at the
     # shares 0, 1/S, 2/S, ... None unless it was made with a format that keeps up apart
     left_mass: Floats | None = None  # [L, S] share of the sum of |u| that lies below each of them
     up: str = ""  # the format of the up matrices that u was computed with
     mlp_inner: Floats | None = None  # [P, W, H] and [P, E, W]: MLPs that correct the next gate's prediction
-    mlp_outer: Floats | None = None  # of the layers 1 to P (FloE); None in files of earlier versions
+    mlp_outer: Floats | None = None  # of the layers 1 to P (FloE)
     mlp_accuracy: Floats | None = None  # [P] share of those layers' experts that were named, as `accuracy`
     max_loss: float | None = (
         None  # percent that an approximation may add to the perplexity, where it was given
     )
     sparsity: float | None = None  # the largest within it; 0: none is
+
+    @property
+    def similarity(self) -> NDArray[np.float64]:
+        """[L]: the cosine of the counts in prefill and in decode (DAOP, equation 1)."""
+        prefill, decode = self.prefill_counts.astype(np.float64), self.decode_counts.astype(np.float64)
+        lengths = np.linalg.norm(prefill, axis=1) * np.linalg.norm(decode, axis=1)
+        cosines: NDArray[np.float64] = (prefill * decode).sum(axis=1) / np.maximum(lengths, 1e-30)
+        return cosines
+
+    @property
+    def needed(self) -> NDArray[np.float64] | None:
+        """[L, k + 1]: the share of decode's tokens that use j experts with `threshold`'s gate; None without
+        it."""
+        if self.sensitivity is None or self.threshold is None:
+            return None
+        return at_limits(self.kept, drop_limits(self.sensitivity.tolist(), self.threshold))
 
 
 def corrected(calibration: Calibration | None, layer: int) -> bool:
@@ -72,6 +85,11 @@ def corrected(calibration: Calibration | None, layer: int) -> bool:
         return False
     known = calibration.mlp_accuracy
     return 0 < layer <= len(known) and bool(known[layer - 1] > calibration.accuracy["raw"][layer])
+
+
+def drop_limits(sensitivity: Sequence[float], threshold: float) -> list[float]:
+    """The share of a token's weight that AdapMoE's gate may drop in each layer."""
+    return [sqrt(threshold / one) if one > 0 else inf for one in sensitivity]
 
 
 def at_limits(table: Floats, limits: Sequence[float]) -> NDArray[np.float64]:
@@ -126,7 +144,7 @@ class Sparsity:
 
     @classmethod
     def of(cls, values: Mapping[str, Value]) -> Self:
-        """From the values of SPARSITY_OPTIONS."""
+        """Make one from the values of SPARSITY_OPTIONS."""
         wished = values[SPARSITY.name]
         return cls(None if wished == AUTO else float(wished or 0), values[MASKED.name] == "all")
 
@@ -171,7 +189,7 @@ class Sparsity:
         return [Mask(threshold, 1.0) for threshold in quantiles(known.magnitudes, wished).tolist()]
 
     def share(self, calibration: Calibration | None) -> float:
-        """Of the channels, left out; the calibration has passed `check`."""
+        """Share of the channels that is left out; the calibration has passed `check`."""
         if self.wished is not None:
             return self.wished
         assert calibration is not None
@@ -179,13 +197,13 @@ class Sparsity:
         return calibration.sparsity
 
     def left(self, up: str, calibration: Calibration | None) -> list[float] | None:
-        """By layer: the share of the sum of |u| that the calibration's text would leave out; None where it
+        """Share of the sum of |u| by layer that the calibration's text would leave out; None where it
         was not measured."""
         known = _measured(up, calibration)
         if known is None or known.left_mass is None:
             return None
-        found: list[float] = quantiles(known.left_mass, self.share(calibration)).tolist()
-        return found
+        shares: list[float] = quantiles(known.left_mass, self.share(calibration)).tolist()
+        return shares
 
     def notes(self, policy: str, up: str, calibration: Calibration | None) -> tuple[str, ...]:
         """A line where no threshold was measured."""

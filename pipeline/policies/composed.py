@@ -90,7 +90,7 @@ class Composed(Policy):
         return self.parts.prediction.probes(layer, view)
 
     def _names_channels(self, view: View) -> bool:
-        """In this step."""
+        """Whether the prediction names channels in this step."""
         masked = not self.sparsity.dense and self.sparsity.acts_in(view.phase)
         return masked and self.parts.prediction.names_channels
 
@@ -143,7 +143,7 @@ class Composed(Policy):
         return Reserve(self.parts.prediction.reserve(view), whole, view.shape.tiles)
 
     def _cached(self, released: Iterable[tuple[Expert, int]], view: View) -> Iterator[Target]:
-        """Of experts with so many tiles in the reserve the cache keeps the others, if any."""
+        """Targets for the tiles that the cache keeps of experts that the reserve has released."""
         return (Target(*key, view.shape.tiles - held) for key, held in released)
 
     def _targets(self, moves: Moves, view: View) -> tuple[Target, ...]:
@@ -160,9 +160,9 @@ class Composed(Policy):
 
 
 class PreGated(Composed):
-    """As Composed; but in decode each layer's experts are those that its router names on the input of the
-    layer before, and they enter the cache once that layer has been computed. The host's share of them begins
-    in their own layer, from its own input: only the routing is early."""
+    """A composed policy in which in decode each layer's experts are those that its router names on the input
+    of the layer before, and they enter the cache once that layer has been computed. The host's share of them
+    begins in their own layer, from its own input: only the routing is early."""
 
     def __init__(self, name: str, parts: Parts) -> None:
         super().__init__(name, parts)

@@ -27,12 +27,12 @@ class Balanced:
 
     @cached_property
     def seconds(self) -> float:
-        """Until the layer has ended."""
+        """Seconds until the layer has ended."""
         return self.sides.seconds
 
     @cached_property
     def alone(self) -> float:
-        """Until it would have ended without the device."""
+        """Seconds until it would have ended without the device."""
         return self.fixed.host + sum([group.host * group.tiles for group in self.groups])
 
     @cached_property
@@ -52,7 +52,7 @@ class Balanced:
 
     @cached_property
     def there(self) -> float:
-        """Until it would end on the device alone, with every tile there."""
+        """Seconds until it would end on the device alone, with every tile there."""
         return self.fixed.launch + sum([group.device * group.tiles for group in self.groups])
 
     @cached_property
@@ -105,12 +105,12 @@ class Divider:
         assert costs is not None
         if self._tables and self._used.costs is costs:
             return
-        found = self._tables.get(id(costs))
-        if found is None or found.costs is not costs:
+        table = self._tables.get(id(costs))
+        if table is None or table.costs is not costs:
             if len(self._tables) == _TABLES:
                 self._tables.clear()
-            found = self._tables[id(costs)] = _Table(costs, view.staging)
-        self._used = found
+            table = self._tables[id(costs)] = _Table(costs, view.staging)
+        self._used = table
 
     @property
     def tile(self) -> float:
@@ -132,10 +132,10 @@ class Divider:
     def worthless(self, experts: int, tiles: int) -> bool:
         """Whether the host computes all of so many experts of one row each, wherever their tiles are."""
         known = self._used.worthless
-        found = known.get(experts)
-        if found is None:
-            found = known[experts] = not self._single(experts, experts * tiles, 0, 0).groups[0].taken
-        return found
+        answer = known.get(experts)
+        if answer is None:
+            answer = known[experts] = not self._single(experts, experts * tiles, 0, 0).groups[0].taken
+        return answer
 
     def balanced(self, active: Active, resident: IntArray, tiles: int, busy: float = 0.0) -> Balanced:
         """`resident` [m]: tiles of each active expert; at least one is active. `busy`: seconds until the host
@@ -164,14 +164,14 @@ class Divider:
         return Balanced(groups, fixed, balance(groups, fixed))
 
     def _single(self, experts: int, resident: int, missing: int, lacking: int) -> Balanced:
-        """Of experts with a row each. Few of these differ, so each is computed once."""
+        """Divide experts with a row each. Few of these differ, so each is computed once."""
         key = experts, missing, lacking
-        found = self._used.known.get(key)
-        if found is None:
+        balanced = self._used.known.get(key)
+        if balanced is None:
             groups = [self._group(1, resident, missing, lacking)]
             fixed = self._used.fixed
-            found = self._used.known[key] = Balanced(groups, fixed, balance(groups, fixed))
-        return found
+            balanced = self._used.known[key] = Balanced(groups, fixed, balance(groups, fixed))
+        return balanced
 
     def _group(self, rows: int, resident: int, missing: int, lacking: int) -> Group:
         return Group(self.host(rows), self.device(rows), resident, missing, lacking)

@@ -104,7 +104,7 @@ def balance(groups: Sequence[Group], fixed: Fixed) -> Sides:
 
 
 def sides(groups: Sequence[Group], fixed: Fixed) -> Sides:
-    """Of the tiles that are taken."""
+    """Returns the ends of both sides with the tiles that are taken."""
     begins, launch, waits, tile, fetch = fixed
     left, host, device, landed, moved = 0, 0.0, launch, waits, False
     for group in groups:
@@ -125,7 +125,7 @@ def sides(groups: Sequence[Group], fixed: Fixed) -> Sides:
 
 
 def _host_alone(groups: Sequence[Group], fixed: Fixed) -> Sides:
-    """Without the device."""
+    """Returns the ends of both sides without the device."""
     seconds = [group.host * (group.resident + group.missing) for group in groups]
     return Sides(fixed.host + sum(seconds), 0.0)
 
@@ -228,12 +228,12 @@ def _search(groups: Sequence[Group], fixed: Fixed, best: Sides, every: bool) -> 
                 counts[index] = np.arange(group.taken, group.taken + 1)
     host, device = _ends(groups, counts, fixed)
     index = int(np.maximum(host, device).argmin())
-    found = Sides(float(host[index]), float(device[index]))
-    if max(found) >= max(best):
+    sides_there = Sides(float(host[index]), float(device[index]))
+    if max(sides_there) >= max(best):
         return best
     places = np.unravel_index(index, [len(tried) for tried in counts])
     _take(groups, [int(tried[place]) for tried, place in zip(counts, places, strict=True)])
-    return found
+    return sides_there
 
 
 def _boundary(groups: Sequence[Group]) -> list[int]:

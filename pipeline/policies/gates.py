@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf, sqrt
+from math import inf
 from typing import ClassVar
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray
 from pipeline.errors import PolicyError
-from pipeline.policies.calibration import Calibration
+from pipeline.policies.calibration import Calibration, drop_limits
 from pipeline.policies.options import Choice, Option, Real
 from pipeline.policies.parts import Gate
 from pipeline.policies.view import Routing, View
@@ -89,8 +89,7 @@ class AdaptiveGate(Gate):
         return super().missing(calibration)
 
     def limits(self, view: View) -> list[float]:
-        sensitivity, limit = self._known(view)
-        return [sqrt(limit / one) if one > 0 else inf for one in sensitivity]
+        return drop_limits(*self._known(view))
 
     def apply_gate(self, layer: int, routing: Routing, view: View) -> Routing:
         if view.phase != "decode" and not self._prompts_too:

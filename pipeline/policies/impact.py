@@ -108,24 +108,24 @@ class _Simulations:
             missing, link = missing.copy(), link.copy()
             missing[resident], link[resident] = 0, 0.0
         key = tuple(sorted(zip(costs.rows, missing, strict=True)))
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = two_ended(link, *costs.for_queue[1:]).seconds
-        return found
+        seconds = self._known.get(key)
+        if seconds is None:
+            seconds = self._known[key] = two_ended(link, *costs.for_queue[1:]).seconds
+        return seconds
 
     def wide(self, costs: ActiveCosts, resident: Sequence[int]) -> list[float]:
         """The same of a prompt's layer, of which none is met again: as it is, and with each of these experts
         resident. The queue is sorted once."""
         link, rest = costs.link.copy(), costs.for_queue[1:]
         queue = in_queue(link, costs.rows)
-        found = [two_ended(link, *rest, queue).seconds]
+        seconds = [two_ended(link, *rest, queue).seconds]
         for index in resident:
             kept, link[index] = link[index], 0.0
             moved = [other for other in queue if other != index]
             insort(moved, index, key=lambda one: (link[one], -costs.rows[one]))
-            found.append(two_ended(link, *rest, moved).seconds)
+            seconds.append(two_ended(link, *rest, moved).seconds)
             link[index] = kept
-        return found
+        return seconds
 
 
 class _Known(NamedTuple):

@@ -127,13 +127,13 @@ class Prediction(Part):
         for later ones; 0: the part predicts nothing, and the methods below are not called."""
 
     def probes(self, layer: int, view: View) -> tuple[int, ...]:
-        """As `Policy.probes`; by default the next layer."""
+        """Returns what `Policy.probes` does; by default the next layer."""
         return (layer + 1,) if layer + 1 < view.shape.layers else ()
 
     names_channels: ClassVar[bool] = False  # True: it predicts a routing and no experts, and needs no reserve
 
     def routing(self, layer: int, signals: Signals, view: View) -> Routing | None:
-        """Where `names_channels`: as `Policy.channels_ahead`."""
+        """Returns what `Policy.channels_ahead` does, where `names_channels`."""
         return None
 
     @abstractmethod
@@ -184,16 +184,16 @@ class Replacement(Part):
         """Take note of the layer's router logits, before the layer is planned."""
 
     def plan(self, layer: int, active: Active, cut: IntArray, view: View) -> Moves:
-        """Before the layer is computed. Experts that enter the cache have a cut above 0, so this step needs
-        them on the device anyway; no active one leaves."""
+        """Changes before the layer is computed. Experts that enter the cache have a cut above 0, so this step
+        needs them on the device anyway; no active one leaves."""
         return STAY
 
     def admit(self, experts: Sequence[Expert]) -> Moves:
-        """Where `admits`: predicted experts of later layers enter the cache."""
+        """Let predicted experts of later layers enter the cache, where `admits`."""
         return STAY
 
     def after(self, layer: int, active: Active, view: View) -> Moves:
-        """Once the layer has been computed."""
+        """Changes once the layer has been computed."""
         return STAY
 
 

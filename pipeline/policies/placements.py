@@ -41,7 +41,7 @@ class FirstLayers(Placement):
 
 
 class Popular(Placement):
-    """In every layer the experts that most rows were routed to since the engine started."""
+    """The experts of every layer that most rows were routed to since the engine started."""
 
     name: ClassVar[str] = "popular"
     help: ClassVar[str] = "each layer's most used experts since the engine started"
@@ -113,7 +113,7 @@ class Random(Placement):
 
 
 class Sized(Placement):
-    """As many of each layer's most used experts as the replacement's cache of that layer holds: by the
+    """Each layer's most used experts, as many as the replacement's cache of that layer holds: by the
     calibration's decoding, or without one, since the engine started."""
 
     name: ClassVar[str] = "sized"

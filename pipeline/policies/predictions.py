@@ -40,8 +40,7 @@ def by_probability(routing: Routing) -> list[int]:
 
 
 def _not_kept(layer: int, experts: list[int], view: View) -> list[Expert]:
-    """Those of which a target does not keep all tiles; first those of which it keeps some, as fewer are to
-    be fetched."""
+    """Experts of which not all tiles are targets; first those that are kept in part, as fewer are fetched."""
     kept, tiles = view.target[layer], view.shape.tiles
     missing = [(layer, expert) for expert in experts if kept[expert] < tiles]
     return sorted(missing, key=lambda one: not kept[one[1]]) if len(missing) > 1 else missing

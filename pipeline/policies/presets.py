@@ -128,7 +128,7 @@ class ComposedPreset(Preset):
         return {role: parts[str(chosen.get(role, self.parts[role]))] for role, parts in PARTS.items()}
 
     def _options(self, classes: Mapping[str, type[Part]]) -> tuple[Option, ...]:
-        """With these parts. An option that two parts have is one option."""
+        """Options with these parts. One that two parts have is one option."""
         options: dict[str, Option] = {o.name: o for part in classes.values() for o in part.options}
         options |= {option.name: option for option in SPARSITY_OPTIONS}
         for name in self.defaults.keys() & options.keys():

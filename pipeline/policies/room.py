@@ -40,7 +40,7 @@ def whole_experts(shape: ModelShape, capacity: int) -> int:
 
 
 def whole_room(shape: ModelShape, tiles: int) -> Room:
-    """That of a cache of whole experts, without sizes of layers."""
+    """Returns the room of a cache of whole experts, without sizes of layers."""
     return Room(tiles // shape.tiles, [shape.tiles] * shape.layers)
 
 
@@ -98,7 +98,7 @@ class TextComparison:
 
     @classmethod
     def of(cls, calibration: Calibration, popularity: Counts, experts: int) -> TextComparison:
-        """With this many experts placed."""
+        """Compare with this many experts placed."""
         used = calibration.decode_counts
         return cls(
             placed_share(used, calibration.prefill_counts, experts), placed_share(used, popularity, experts)
@@ -198,9 +198,9 @@ class Reserve:
         if not held:
             return []
         released = sorted(held.keys() - set(needed))
-        found = [((layer, expert), held.pop(expert)) for expert in released]
-        self._free += sum(tiles for _, tiles in found)
-        return found
+        freed = [((layer, expert), held.pop(expert)) for expert in released]
+        self._free += sum(tiles for _, tiles in freed)
+        return freed
 
 
 Floats = NDArray[np.float64]

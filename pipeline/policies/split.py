@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import IntArray
-from pipeline.policies.calibration import Calibration
 from pipeline.policies.options import Choice, Real
 from pipeline.policies.parts import STAY, Expert, Moves, Parts, Replacement
 from pipeline.policies.room import Room, evenly
@@ -67,11 +66,11 @@ class LayerLoads:
         """The inner problem: the best division of `budget` tiles. Of equally good ones, that with the most
         tiles of each expert."""
         most = len(self.hits) - 1
-        found = []
+        divisions = []
         for kept in range(self.tiles, 0, -1):
             experts = min(most, budget // kept)
-            found.append(Division(kept, experts, self.exposed(kept, experts)))
-        return min(found, key=lambda division: division.seconds)
+            divisions.append(Division(kept, experts, self.exposed(kept, experts)))
+        return min(divisions, key=lambda division: division.seconds)
 
 
 def configured(layers: Sequence[LayerLoads], budget: int) -> list[Division]:
@@ -127,7 +126,8 @@ class Priority(NamedTuple):
         return {"lru": cls(0, 1), "lfu": cls(1, 0), "lcp": cls(1, -log(rho) / omega)}[name]
 
     def of(self, rows: float, step: int) -> float:
-        """Of an expert with so many rows so far that was last used in this step; without rows, the lowest."""
+        """Priority of an expert with so many rows so far, last used in this step; without rows, the
+        lowest."""
         return self.frequency * log(rows) + self.recency * step if rows else -inf
 
     def of_each(self, rows: NDArray[np.int64], step: int) -> NDArray[np.float64]:
@@ -180,13 +180,6 @@ class Split(Replacement):
     def join(self, parts: Parts) -> None:
         self._predictor = parts.prediction.predictor
 
-    def missing(self, calibration: Calibration | None) -> str:
-        if missing := super().missing(calibration):
-            return missing
-        if self.needs_calibration and calibration is not None and not calibration.hit_rates:
-            return "a calibration with hit rates, which this model's older one lacks"
-        return ""
-
     def notes(self, view: View) -> tuple[str, ...]:
         if view.shape.tiles > 1 or self._theta == 1:
             return ()
@@ -205,7 +198,7 @@ class Split(Replacement):
         return Room(sum(sizes), kept, sizes)
 
     def _loads(self, view: View) -> list[LayerLoads]:
-        """For a decode step of one row."""
+        """Loads of the layers in a decode step of one row."""
         shape, costs, calibration = view.shape, view.costs, view.calibration
         assert costs is not None
         assert calibration is not None

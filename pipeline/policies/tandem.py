@@ -31,8 +31,8 @@ HOPELESS = 1.5  # times the present seconds of the layers, by the costs: not tri
 
 
 class HostTrial:
-    """Of steps of about equally many rows. `host`: the next step's experts are all the host's; `settled`: so
-    were those of the kind that was faster."""
+    """Compares steps of about equally many rows. `host`: the next step's experts are all the host's;
+    `settled`: so were those of the kind that was faster."""
 
     def __init__(self) -> None:
         self.host = False

@@ -11,7 +11,7 @@ Tiles [r, p) are fetched first. A *target* is the residency that the policy sets
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray, IntArray, Phase, one_row
 from pipeline.policies.calibration import Calibration, Sparsity
-from pipeline.policies.costs import Costs
+from pipeline.policies.costs import Backlog, Costs
 
 
 @dataclass(frozen=True)
@@ -133,32 +133,6 @@ class Plan(NamedTuple):
 
     cut: IntArray
     targets: tuple[Target, ...] = ()
-
-
-class Landing(NamedTuple):
-    """Tiles of one expert that are under way: its next `tiles` tiles beyond the residency."""
-
-    expert: int
-    tiles: int
-    seconds: float  # from now until the last of them has landed
-
-
-class Backlog:
-    """What link and host still have to do, in seconds from now by the costs in force; here nothing."""
-
-    @property
-    def link_seconds(self) -> float:
-        """Until the link has moved everything that is ordered."""
-        return 0.0
-
-    @property
-    def host_seconds(self) -> float:
-        """Until the host is free: an earlier layer's share still runs, as under early dispatch."""
-        return 0.0
-
-    def landing(self, layer: int) -> Sequence[Landing]:
-        """The layer's tiles under way, in the order in which they will land if nothing is demanded."""
-        return ()
 
 
 _NOTHING: IntArray = np.zeros((0, 0), np.int32)  # a view without `ordered`: only what is resident

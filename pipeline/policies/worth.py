@@ -121,9 +121,9 @@ class Worth:
         valuable first. No tile of theirs leaves for another."""
         value, empty, rank = self._rows[layer]
         rank.put(experts, inf)
-        found = [(value.item(expert), expert, count) for expert, count in zip(experts, more, strict=True)]
+        wanted = [(value.item(expert), expert, count) for expert, count in zip(experts, more, strict=True)]
         targets: list[Target] = []
-        for worth, expert, count in sorted(found, key=itemgetter(0), reverse=True):
+        for worth, expert, count in sorted(wanted, key=itemgetter(0), reverse=True):
             if count > 0:
                 grown = self.grow(layer, expert, count, worth, layer)
                 if not grown:
@@ -142,13 +142,13 @@ class Worth:
         got = min(tiles, self._free)
         self._free -= got
         while got < tiles:
-            found = self._least(self._places[within][near], least)
-            if found is None:
+            victim = self._least(self._places[within][near], least)
+            if victim is None:
                 break
-            held = self._kept[found]
+            held = self._kept[victim]
             lost = min(held, tiles - got)
-            self._keep(found, held - lost)
-            targets.append(Target(*found, held - lost))
+            self._keep(victim, held - lost)
+            targets.append(Target(*victim, held - lost))
             got += lost
         if got:
             held = self._kept[layer, expert] + got
@@ -159,13 +159,13 @@ class Worth:
     def _least(self, places: list[tuple[int, FloatArray]], least: float) -> tuple[int, int] | None:
         """The expert whose tiles are worth least."""
         experts = self._rank.shape[1]
-        found = None
+        victim = None
         for first, part in places:
             index = int(part.argmin())
             value = part.item(index)
             if value < least:
-                least, found = value, (first + index // experts, index % experts)
-        return found
+                least, victim = value, (first + index // experts, index % experts)
+        return victim
 
     def ahead(self, layer: int, experts: list[int], left: int, near: int) -> tuple[list[Target], int]:
         """Keep the missing tiles of these experts in their order, `left` in all, at any cost, while layer

@@ -19,7 +19,8 @@ import numpy as np
 from pipeline.arrays import IntArray
 from pipeline.config import BACKGROUND_ORDERS
 from pipeline.errors import PlanError
-from pipeline.policies.view import Landing, ModelShape, Target
+from pipeline.policies.costs import Landing
+from pipeline.policies.view import ModelShape, Target
 from pipeline.replay.orders import Key, Order, Prediction
 from pipeline.replay.outcome import PhaseOutcome
 

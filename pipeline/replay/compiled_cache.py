@@ -10,7 +10,8 @@ import numpy as np
 from pipeline.arrays import IntArray
 from pipeline.config import BACKGROUND_ORDERS
 from pipeline.errors import PlanError
-from pipeline.policies.view import Landing, ModelShape
+from pipeline.policies.costs import Landing
+from pipeline.policies.view import ModelShape
 from pipeline.replay.cache import SimulatedCache, targets_of
 
 VERSION = 4  # of the library: one that an older checkout left behind is not used

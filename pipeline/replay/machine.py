@@ -29,18 +29,8 @@ from pipeline.engine.prefetch_meter import pause_note
 from pipeline.errors import PlanError, TraceError
 from pipeline.memory.limits import STAGING_TILES
 from pipeline.policies.calibration import Calibration
-from pipeline.policies.costs import Costs
-from pipeline.policies.view import (
-    Active,
-    Ahead,
-    Backlog,
-    Landing,
-    Policy,
-    Routing,
-    Signals,
-    Target,
-    View,
-)
+from pipeline.policies.costs import Backlog, Costs, Landing
+from pipeline.policies.view import Active, Ahead, Policy, Routing, Signals, Target, View
 from pipeline.replay.channels import NOTE, RIGHT, ChannelLink, Chosen, MaskedTile
 from pipeline.replay.compiled_cache import simulated_cache
 from pipeline.replay.outcome import Outcome, PhaseOutcome

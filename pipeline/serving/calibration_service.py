@@ -16,10 +16,9 @@ from typing import Any
 from pipeline.assets import model_dir
 from pipeline.calibration.context import CalibrationContext, Findings
 from pipeline.calibration.cost_cache import processor
-from pipeline.calibration.file import calibration_path, save
+from pipeline.calibration.file import calibration_path, save, summary
+from pipeline.calibration.magnitudes import up_of
 from pipeline.calibration.measure import calibrate
-from pipeline.calibration.summary import summary
-from pipeline.calibration.up import up_of
 from pipeline.errors import PipelineError, RequestError, UsageError
 from pipeline.models.shapes import short_name
 from pipeline.scheduling.job_factory import check_ids
@@ -160,8 +159,6 @@ class CalibrationService:
             "tokens": findings.tokens,
             "windows": findings.windows,
             "hits": findings.hits,
-            "prefetch": findings.prefetch,
-            "channels": findings.channels,
             "experts_of_a_token": self._parts.engine.shape.top_k,
             "loss": findings.losses or None,
             "bounded": findings.bounded,

@@ -6,16 +6,13 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from tokenizers import Tokenizer
 
 from benchmarks.embedded_model.batches import IGNORED, Dialogues, Stream
-from benchmarks.embedded_model.bigram import Bigram
 from benchmarks.embedded_model.corpus import Document, split
 from benchmarks.embedded_model.extract import html_text
 from benchmarks.embedded_model.model import Model, Shape
-from benchmarks.embedded_model.routing import counts, jensen_shannon, total_variation
 from benchmarks.embedded_model.tokenizer import VOCABULARY
 from pipeline.assets import model_dir
 
@@ -61,25 +58,6 @@ def test_targets_are_answers_and_their_end(tmp_path: Path) -> None:
     assert (targets[:-1][trained[:-1]] == inputs[1:][trained[:-1]]).all()
     text = tokenizer.decode(targets[trained].tolist(), skip_special_tokens=False)
     assert text.startswith("A thing.<|end|>A thing.<|end|>")
-
-
-@pytest.mark.parametrize("smoothing", ["interpolated", "kneser_ney"])
-def test_bigram_probabilities_sum_to_one(smoothing: str) -> None:
-    model = Bigram([np.random.default_rng(2).integers(0, 50, 5000).astype(np.uint16)])
-    every = np.arange(VOCABULARY)
-    for first in (3, 4000):  # a known and an unknown context
-        firsts = np.full(VOCABULARY, first)
-        nats = [getattr(model, smoothing)(firsts[i : i + 1], every[i : i + 1], 0.7) for i in every]
-        assert np.exp(-np.array(nats)).sum() == pytest.approx(1.0, abs=1e-4)
-
-
-def test_divergences_between_kinds() -> None:
-    chosen = torch.tensor([[[0, 1], [0, 2]]])  # one layer, two tokens
-    assert counts(chosen, 4).tolist() == [[2.0, 1.0, 1.0, 0.0]]
-    apart = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # two kinds, one layer, two experts
-    assert total_variation(apart).tolist() == [1.0]
-    assert jensen_shannon(apart).tolist() == pytest.approx([1.0])
-    assert total_variation(apart[:1].repeat(2, 1, 1)).tolist() == [0.0]
 
 
 def test_every_weight_gets_a_gradient() -> None:

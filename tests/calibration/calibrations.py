@@ -24,7 +24,6 @@ def calibrations(draw: st.DrawFn) -> Calibration:
     layers, experts, hidden = (draw(st.integers(1, most)) for most in (5, 9, 7))
     used = draw(st.integers(1, experts))
     counts = hnp.arrays(np.int64, (layers, experts), elements=st.integers(0, 2**40))
-    needed = draw(arrays((layers, used + 1), st.floats(0.125, 1, width=32)))
     steps = draw(st.integers(2, 5))
     kept = draw(arrays((layers, steps, used + 1), st.floats(0.125, 1, width=32)))
     known, sparse, bounded = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
@@ -32,13 +31,10 @@ def calibrations(draw: st.DrawFn) -> Calibration:
     return Calibration(
         prefill_counts=draw(counts),
         decode_counts=draw(counts),
-        residuals=draw(arrays((layers - 1, hidden))),
         residual_logits=draw(arrays((layers - 1, experts))),
         accuracy={name: draw(arrays((layers,), shares)) for name in ("raw", "residual", "first")},
-        similarity=draw(arrays((layers,), shares)),
         kept=kept / kept.sum(axis=2, keepdims=True),
         gated_accuracy={n: draw(arrays((layers, steps), shares)) for n in ("raw", "residual", "first")},
-        needed=needed / needed.sum(axis=1, keepdims=True) if known else None,
         sensitivity=draw(arrays((layers,), st.floats(0, 1e6, width=32))) if known else None,
         threshold=draw(st.floats(0, 1e6)) if known else None,
         first_gate=draw(st.none() | arrays((experts, hidden))),

@@ -19,13 +19,13 @@ from plain_calibration import plain_calibration
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
-from pipeline.calibration.file import NAME, calibration_path, load, read, save
+from pipeline.calibration.file import NAME, calibration_path, load, read, save, summary
 from pipeline.checkpoint.open import open_model
 from pipeline.errors import CalibrationError
 from pipeline.policies.calibration import Calibration
 from shm.cache_record import RECORD, CacheRecord, read_record
 
-SMALL = plain_calibration(2, 3, threshold=0.005, first_gate=np.ones((3, 4), np.float32), hit_rates={})
+SMALL = plain_calibration(2, 3, threshold=0.005, first_gate=np.ones((3, 4), np.float32))
 STEPS = np.array([[0, 0.25, 0.5], [0, 0.5, 0.5]], np.float32)
 MLPS = {
     "mlp_inner": np.ones((1, 5, 4), np.float32),
@@ -48,22 +48,14 @@ def test_calibration_is_read_back_unchanged(path: Path, calibration: Calibration
     assert found_about == about
     for field in fields(Calibration):
         assert same(getattr(found, field.name), getattr(calibration, field.name)), field.name
-    assert sorted(p.name for p in path.parent.iterdir()) == [
-        "about.json",
-        "calibration.safetensors",
-        "calibration.txt",
-    ]
+    assert sorted(p.name for p in path.parent.iterdir()) == ["about.json", "calibration.safetensors"]
 
 
-def test_both_files_are_private(path: Path) -> None:
+def test_the_file_is_private(path: Path) -> None:
     save(path, SMALL, {"model": "small", "notes": ["nothing to note"]})
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     for file in path.parent.iterdir():
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    text = path.with_name("calibration.txt").read_text()
-    assert "Calibration of small" in text
-    assert "nothing to note" in text
-    assert "0.005" in text
 
 
 def test_folder_that_others_could_read_is_made_private(path: Path) -> None:
@@ -96,18 +88,6 @@ def test_far_too_large_file_is_refused(path: Path, monkeypatch: pytest.MonkeyPat
     with path.open("r+b") as file:
         file.truncate((1 << 20) + 1)
     with pytest.raises(CalibrationError, match="it is larger than 1 MB"):
-        load(path)
-
-
-def test_file_of_version_2_lacks_the_hit_rates(path: Path) -> None:
-    """A calibration that was made before MoEpic was built serves the other policies."""
-    save(path, SMALL, {"model": "small"})
-    rewrite(path, {"version": 2})
-    assert load(path).hit_rates == {}
-    rewrite(path, {"version": 3})
-    assert load(path).magnitudes is None
-    rewrite(path, {"hit_rates.lcp": np.ones((2, 4), np.float32)})
-    with pytest.raises(CalibrationError, match=r"hit_rates.lru is missing"):
         load(path)
 
 
@@ -173,7 +153,7 @@ def rewrite(path: Path, changes: dict) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 1}, "of version 1"),
+        ({"version": 5}, "of version 5"),
         ({"version": "x"}, "of version x"),
         ({"fingerprint": "cd" * 32}, "another model"),
         ({"threshold": -1.0}, "threshold"),
@@ -181,22 +161,22 @@ def rewrite(path: Path, changes: dict) -> None:
         ({"threshold": "0.1"}, "threshold"),
         ({"crc32": 7}, "damaged"),
         ({"about": 7}, "not a complete calibration"),
-        ({"residuals": np.ones((2, 4), np.float32)}, r"residuals is float32\[2, 4\], not float32\[1, 4\]"),
-        ({"residual_logits": np.ones((1, 4), np.float32)}, "residual_logits"),
+        ({"residual_logits": np.ones((1, 4), np.float32)}, r"residual_logits is float32\[1, 4\]"),
+        ({"residual_logits": np.ones((1, 3))}, "residual_logits is float64"),
+        ({"residual_logits": np.full((1, 3), np.nan, np.float32)}, "values that are not finite"),
+        ({"residual_logits": None}, "residual_logits is missing"),
         ({"prefill_counts": np.ones((2, 3), np.int32)}, "prefill_counts is int32"),
         ({"prefill_counts": np.ones(3, np.int64)}, "not a matrix"),
         ({"decode_counts": -np.ones((2, 3), np.int64)}, "below 0"),
-        ({"similarity": np.array([np.nan, 1], np.float32)}, "similarity holds values that are not finite"),
-        ({"similarity": np.ones(2)}, "similarity is float64"),
         ({"accuracy.first": np.full(2, 1.5, np.float32)}, "outside 0..1"),
         ({"accuracy.residual": None}, "accuracy.residual is missing"),
         ({"accuracy.third": np.zeros(2, np.float32)}, "'accuracy.third', an unknown array"),
-        ({"needed": np.full((2, 3), 0.5, np.float32)}, "does not consist of shares"),
         ({"kept": np.full((2, 2, 3), 0.5, np.float32)}, "kept does not consist of shares"),
-        ({"hit_rates.lfu": np.ones((2, 3), np.float32)}, "hit_rates.lcp is missing"),
+        ({"hit_rates.lfu": np.ones((2, 3), np.float32)}, "hit_rates.lfu is float32"),
+        ({"hit_rates.lcp": None}, "hit_rates.lcp is missing"),
         ({"kept": np.ones((2, 3), np.float32)}, "kept is missing or has no steps"),
         ({"sensitivity": np.array([-1, 1], np.float32)}, "sensitivity is below 0"),
-        ({"first_gate": np.ones((3, 5), np.float32)}, "first_gate"),
+        ({"first_gate": np.ones(3, np.float32)}, "first_gate"),
         ({"first_gate": np.ones((2, 4), np.float32)}, "first_gate"),
         ({"accuracy.raw": np.full(2, -0.5, np.float32)}, "outside 0..1"),
         ({"accuracy.raw": np.array([0, 1.25], np.float32)}, "outside 0..1"),
@@ -217,12 +197,8 @@ def rewrite(path: Path, changes: dict) -> None:
         ({"sparsity": 0.96, "max_loss": 2.0}, "its sparsity is not that of a bound"),
         ({"max_loss": "2"}, "its max_loss is not a number"),
         ({"prefill_counts": np.ones((0, 3), np.int64)}, "prefill_counts is missing or not a matrix"),
-        ({"residuals": None}, "residuals is missing"),
-        ({"needed": np.array([[1.5, -0.5, 0]] * 2, np.float32)}, "does not consist of shares"),
-        ({"needed": np.full((2, 5), 0.2, np.float32)}, "needed is float32"),
         ({"gated_accuracy.raw": np.ones((2, 3), np.float32)}, "gated_accuracy.raw is float32"),
         ({"gated_accuracy.first": np.full((2, 2), 1.5, np.float32)}, "outside 0..1"),
-        ({"needed": np.ones((3, 3), np.float32)}, "needed is float32"),
         ({"sensitivity": np.ones(3, np.float32)}, "sensitivity is float32"),
         ({"threshold": float("inf")}, "threshold"),
         ({"threshold": float("nan")}, "threshold"),
@@ -265,3 +241,51 @@ def test_full_disk_keeps_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(OSError, match="No space"):
         save(path, replace(SMALL, threshold=0.1), {"model": "new"})
     assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before
+
+
+FOUND = replace(
+    plain_calibration(3, 2, threshold=0.0625, first_gate=np.ones((2, 4), np.float32)),
+    prefill_counts=np.array([[1, 2], [3, 4], [5, 6]]),
+    decode_counts=np.array([[10, 20], [30, 40], [50, 60]]),
+    accuracy={
+        "raw": np.array([0.9, 0.25, 0.75], np.float32),
+        "residual": np.array([0.8, 0.375, 0.625], np.float32),
+        "first": np.array([0.7, 0.1, 0.2], np.float32),
+    },
+    sensitivity=np.array([1, 0.0625, 4], np.float32),  # a quarter, all and an eighth may be dropped
+    kept=np.array([[[0, 0, 1], [0, 1, 0]]] * 3, np.float32),
+)
+BARE = replace(FOUND, sensitivity=None, threshold=None, first_gate=None)
+
+
+def test_each_number_of_a_summary() -> None:
+    """Raw and residual predictions begin with the second layer, the first gate's are of the first alone."""
+    assert summary(FOUND, {"model": "m"}) == {
+        "model": "m",
+        "accuracy": {"raw": 0.5, "residual": 0.5, "first": pytest.approx(0.7), "mlp": None},
+        "similarity": pytest.approx(1.0),
+        "threshold": 0.0625,
+        "up": "",
+        "max_loss": None,
+        "sparsity": None,
+        "single_expert_share": pytest.approx((0.25 + 1 + 0.125) / 3),
+        "experts_per_token": pytest.approx((1.75 + 1 + 1.875) / 3),
+    }
+    accuracy = FOUND.accuracy | {"residual": np.array([0, 0.5, 1], np.float32)}
+    assert summary(replace(FOUND, accuracy=accuracy), {})["accuracy"]["residual"] == 0.75
+
+
+def test_numbers_that_were_not_measured_are_none() -> None:
+    found = summary(BARE, {})
+    names = ("threshold", "single_expert_share", "experts_per_token")
+    assert [found[name] for name in names] == [None] * 3
+    assert found["accuracy"] == {"raw": 0.5, "residual": 0.5, "first": None, "mlp": None}
+    one = plain_calibration(1, 2, first_gate=np.ones((2, 4), np.float32))
+    assert summary(one, {})["accuracy"] == {"raw": None, "residual": None, "first": 1.0, "mlp": None}
+
+
+def test_accuracy_with_mlps_is_that_of_the_better_gate_of_each_layer() -> None:
+    """Raw: 0.25 and 0.75."""
+    for found, mean in (([0.75], 0.75), ([0.125], 0.5), ([0.5, 0.875], 0.6875)):
+        mlps = replace(FOUND, mlp_accuracy=np.array(found, np.float32))
+        assert summary(mlps, {})["accuracy"]["mlp"] == mean

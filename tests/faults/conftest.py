@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from fault_engines import sweep_all
-
-from benchmarks.marked_engine import Place
+from marked_engine import Place
 
 
 @pytest.fixture

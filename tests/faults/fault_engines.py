@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.marked_engine import Place
+from marked_engine import Place
+
 from launch.equality import F32_BOUND, Verdict, compare
 from launch.processes.supervisor import Supervisor
 from launch.runtime import segments, sweep

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.chaos.frames import KINDS, MUTATIONS, HostileFrames
-from launch.chaos.samples import valid_message
+from launch.chaos.frames import KINDS, MUTATIONS, HostileFrames, valid_message
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
 from protocol.messages import TAGS, Record

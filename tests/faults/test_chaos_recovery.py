@@ -11,13 +11,12 @@ from typing import Any, cast
 
 import pytest
 
-from launch.chaos.injector import Fault
-from launch.chaos.plan import Chaos
+from launch.chaos.injector import Chaos, Fault
 from launch.command_line.options import parse
 from launch.errors import WrongUsage
 from launch.stress import chaos, command
 from launch.stress.chaos import ChaosRun
-from launch.stress.chaos_table import chaos_parts
+from launch.stress.table import chaos_parts
 from protocol.messages import Welcome
 
 UP = {"role": "worker", "index": 0, "incarnation": 0, "pid": 1, "up": True}
@@ -115,7 +114,8 @@ async def test_answers_are_compared_only_when_the_engine_has_recovered(
     monkeypatch.setattr(command, "runtime_of", lambda where: Path("/nowhere"))
     monkeypatch.setattr(command, "ChaosRun", SimpleNamespace(begin=lambda *_: _value(faults)))
     monkeypatch.setattr(command, "report", lambda run: {"passed": run.finished})
-    monkeypatch.setattr(command, "show_report", lambda found: order.append("reported"))
+    monkeypatch.setattr(command, "report_parts", lambda found: [])
+    monkeypatch.setattr(command, "print_parts", lambda *_: order.append("reported"))
     for name in ("run_load", "compare_all", "count_strays"):
         monkeypatch.setattr(command, name, step(name))
     options = parse(["stress", "--connect", "x", "--clients", "2", "--chaos", "kill"])

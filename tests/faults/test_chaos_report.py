@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 from expected_errors import expect_error
 
-from launch.chaos.injector import Fault, Injector
-from launch.chaos.plan import Chaos
-from launch.chaos.pool import missing_peers, wait_recovered
+from launch.chaos.injector import Chaos, Fault, Injector
 from launch.chaos.processes import Usage
 from launch.command_line.options import parse
 from launch.errors import WrongUsage
-from launch.stress.chaos import ChaosRun
-from launch.stress.chaos_table import chaos_parts
-from launch.stress.requests import End, Outcome, Request
+from launch.stress.chaos import ChaosRun, missing_peers, wait_recovered
+from launch.stress.load import End, Outcome, Request
+from launch.stress.table import chaos_parts
 from protocol.messages import Sampling
 
 

@@ -16,8 +16,7 @@ import psutil
 import pytest
 from waiting import until
 
-from launch.chaos.injector import DELAY_SECONDS, Injector
-from launch.chaos.plan import Chaos
+from launch.chaos.injector import DELAY_SECONDS, Chaos, Injector
 from launch.chaos.processes import PidHandle, runtime_of, supervisor_of, usage
 from launch.errors import WrongUsage
 from launch.runtime import EngineInfo, RuntimeDir

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from launch.chaos.hostile_client import SOCKETS, HostileClient
 from launch.chaos.processes import supervisor_of, usage
 from launch.equality import Verdict, compare, rounding_bound
-from launch.stress.requests import End, Request, ask
+from launch.stress.load import End, Request, ask
 from pipeline.config import EngineConfig
 from protocol.client import Client
 from protocol.messages import TAGS, VERSION, Sampling

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from fork_server import ForkedPython
+from marked_engine import ROOT, Engine, Place
 
-from benchmarks.marked_engine import ROOT, Engine, Place
 from shm.segment import unlink
 from shm.store import store_name
 

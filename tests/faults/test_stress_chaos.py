@@ -12,16 +12,13 @@ from typing import Any
 import pytest
 from fork_server import ForkedPython
 
-from launch.chaos.injector import Injector
-from launch.chaos.plan import Chaos
-from launch.chaos.pool import wait_recovered
+from launch.chaos.injector import Chaos, Injector
 from launch.equality import rounding_bound
 from launch.errors import WrongUsage
-from launch.stress.chaos import ChaosRun
-from launch.stress.load import Load, count_strays, run_load
+from launch.stress.chaos import ChaosRun, wait_recovered
+from launch.stress.load import End, Load, Request, ask, count_strays, run_load
 from launch.stress.reference import compare_all
 from launch.stress.report import StressRun, report
-from launch.stress.requests import End, Request, ask
 from launch.stress.script import Entry
 from pipeline.config import EngineConfig
 from protocol.client import Client

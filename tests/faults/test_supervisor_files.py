@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from marked_engine import Engine, Place
 
-from benchmarks.marked_engine import Engine, Place
 from shm.locks import build_folder
 from shm.store import store_name
 

@@ -11,9 +11,9 @@ from functools import partial
 
 import pytest
 from fault_engines import sweep_all
+from marked_engine import LIMIT, Engine, Place
 from waiting import wait_until
 
-from benchmarks.marked_engine import LIMIT, Engine, Place
 from launch.runtime import sweep
 
 # What these leave half built, any engine's start may sweep; and they measure.

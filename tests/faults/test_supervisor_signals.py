@@ -15,9 +15,8 @@ import uuid
 
 import psutil
 import pytest
+from marked_engine import MARK, ROOT, Engine, Place, marked
 from waiting import wait_until
-
-from benchmarks.marked_engine import MARK, ROOT, Engine, Place, marked
 
 pytestmark = pytest.mark.timeout(150)
 

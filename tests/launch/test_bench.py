@@ -16,9 +16,8 @@ import pytest
 from engines import Launched, engines_left, run
 from waiting import wait_until
 
-from launch.bench.perplexity import Texts
-from launch.bench.prompts import make_prompts
-from launch.bench.run import Disturbed, measure
+from launch.bench.prompts import Texts, make_prompts
+from launch.bench.run import measure
 from launch.cli import main
 from launch.errors import WrongUsage
 from launch.runtime import find_engine
@@ -73,32 +72,6 @@ async def test_figures_lie_between_the_engine_s_own_and_the_wall_clock(engine: s
         assert len(ends) == 3
         assert together.host_share == 1
         assert together.moved_bytes == together.moved_bytes_per_token == 0
-
-
-async def test_prompt_longer_than_one_request_of_text(engine: str) -> None:
-    async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
-        (prompt,) = await make_prompts(client, 1, 250, seed=0)
-        assert len(prompt) == 250
-        _, (done,) = await measure(client, [prompt], 2)
-        assert done.stats["prompt_tokens"] == 250
-
-
-async def test_batch_whose_answers_do_not_overlap_is_refused(engine: str) -> None:
-    async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
-        prompts = await make_prompts(client, 4, 100, seed=0)
-        with pytest.raises(WrongUsage, match="--gen-len 2 is too short for --batch 4"):
-            await measure(client, prompts, 2)
-
-
-async def test_request_of_another_client_disturbs_a_run(engine: str) -> None:
-    endpoint = find_engine(engine).endpoint
-    async with Client.connect(endpoint, name="tests") as client, Client.connect(endpoint) as other:
-        prompts = await make_prompts(client, 1, 40, seed=0)
-        answer = other.generate(token_ids=prompts[0], max_tokens=120, ignore_eos=True)
-        waiting = asyncio.create_task(answer.result())
-        with pytest.raises(Disturbed, match="another client"):
-            await measure(client, prompts, 24)
-        await waiting
 
 
 async def test_policies_alternate_and_the_engine_s_is_restored(engine: str) -> None:
@@ -212,19 +185,6 @@ async def test_measured_prompts_are_not_counted(engine: str) -> None:
         assert (await client.stats())["counted_tokens"] == counted[1] + 5, "bench must leave counting on"
 
 
-async def test_policy_is_restored_with_its_options(engine: str) -> None:
-    async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
-        await client.set_policy("on-demand", {"scope": "global"})
-        arguments = ("--connect", engine, "--policy", "all-host", "--rounds", "1", *SHORT)
-        code, out, err = await asyncio.to_thread(run, "bench", *arguments)
-        assert code == 0, err
-        stats = await client.stats()
-        assert (stats["policy"], stats["policy_options"]) == ("on-demand", {"scope": "global"})
-        await client.set_policy("layerwise")
-    assert "emulation: link paced to 5 GB/s" in out
-    assert "\x1b" not in out
-
-
 async def test_interrupted_bench_restores_the_policy(engine: str) -> None:
     changes: list[str] = []
     async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
@@ -240,22 +200,6 @@ async def test_interrupted_bench_restores_the_policy(engine: str) -> None:
         assert err.splitlines()[-1] == "launch.py: interrupted"
         assert (await client.stats())["policy"] == "layerwise"
         assert (await client.stats())["scheduler"]["running"] == 0
-
-
-async def test_policy_set_by_another_client_ends_the_comparison(engine: str) -> None:
-    changes: list[str] = []
-    async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
-        client.on_policy = lambda changed: changes.append(changed.policy)
-        with Launched(
-            *("bench", "--connect", engine, "--policy", "all-host,on-demand"), *("--rounds", "1000", *SHORT)
-        ) as launched:
-            assert await asyncio.to_thread(wait_until, lambda: len(changes) > 3, 60.0)
-            await client.set_policy("fiddler")
-            code, out, err = await asyncio.to_thread(launched.end)
-        assert (code, out) == (1, "")
-        assert "another client set the policy fiddler meanwhile" in err.splitlines()[-1]
-        # bench does not undo the other client's change, but may have set a policy just after it
-        assert (await client.stats())["policy"] in ("fiddler", "all-host", "on-demand")
 
 
 # --- with an engine of its own --------------------------------------------------------------------------
@@ -318,13 +262,6 @@ def test_wrong_usage_is_one_line(arguments, words, tiny_model, complaint) -> Non
     line = complaint("bench", *model, *arguments.split())
     for word in words:
         assert word in line
-
-
-def test_named_policy_that_cannot_run_is_an_error(engine: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--connect", engine, "--policy", "all-host,dali", *SHORT]) == 2
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert "launch.py calibrate" in err.splitlines()[-1]
 
 
 def test_lengths_are_checked_against_a_running_engine(engine: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -99,8 +99,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         async def connected(*_: object) -> AsyncIterator[StandInEngine]:
             yield engine
 
-        async def measure(client: StandInEngine, prompts: Any, gen_len: int, meter: object) -> Any:
-            assert meter is None
+        async def measure(client: StandInEngine, prompts: Any, gen_len: int) -> Any:
             return await client.measure(prompts, gen_len)
 
         monkeypatch.setattr(command, "connected", connected)

@@ -11,8 +11,16 @@ import numpy as np
 import pytest
 
 from launch.bench import prompts as module
-from launch.bench.perplexity import LEAST, Perplexity, Texts
-from launch.bench.prompts import OTHER_TOKENS, STRIDE, make_prompts, make_texts, read_other_texts
+from launch.bench.prompts import (
+    LEAST,
+    OTHER_TOKENS,
+    STRIDE,
+    Perplexity,
+    Texts,
+    make_prompts,
+    make_texts,
+    read_other_texts,
+)
 from launch.errors import WrongUsage
 from pipeline.assets import heldout
 from pipeline.policies.room import ENOUGH_TOKENS

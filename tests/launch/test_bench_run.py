@@ -177,11 +177,3 @@ def test_only_policies_that_run_every_router_are_recorded(tmp_path: Path) -> Non
     assert left
     with pytest.raises(WrongUsage, match=min(left)):
         plan(*record, "--policy", f"fiddler,{min(left)}")
-
-
-@pytest.mark.parametrize(
-    ("names", "words"), [("a,,b", "missing"), ("lru,fiddler,lru", "lru is named 2 times")]
-)
-def test_list_of_policies_names_each_once(names: str, words: str) -> None:
-    with pytest.raises(WrongUsage, match=words):
-        plan("--policy", names)

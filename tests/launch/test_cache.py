@@ -143,7 +143,7 @@ def test_bounds_of_a_prune_are_exact(
 
 
 def test_small_file_is_being_written_for_a_minute(tmp_path: Path) -> None:
-    path = tmp_path / ".calibration.txt.0123abcd"
+    path = tmp_path / ".store.bin.0123abcd"
     path.touch()
     for seconds, writer in ((0.0, "its writer"), (0.9, "its writer"), (1.1, "")):
         then = time.time() - seconds * WRITING_SECONDS
@@ -218,7 +218,12 @@ def test_damaged_costs_are_listed_as_costs_and_removed(folder: Path) -> None:
 
 
 def test_leftovers_of_killed_writers_are_unfinished(folder: Path) -> None:
-    temporary = (".about.json.0badcafe", ".calibration.txt.0123abcd", ".x.json.deadbeef", ".y.json.00000000")
+    temporary = (
+        ".about.json.0badcafe",
+        ".store.bin.0123abcd",
+        ".x.json.deadbeef",
+        ".y.json.00000000",
+    )
     for place, name in zip((STORE, STORE, "costs", "kernels"), temporary, strict=True):
         make_file(folder / place / name, 10, 1)
     assert kinds(run_json("--prune", "--to", "0")["removed"]) == ["unfinished"] * 4
@@ -278,13 +283,6 @@ def test_dry_run_lists_the_same_and_removes_nothing(folder: Path) -> None:
     assert store.exists()
     assert run_cache(*options)[1] == out.replace("would remove", "removed")
     assert not store.parent.exists()
-
-
-def test_a_calibration_is_removed_with_its_readable_text(folder: Path) -> None:
-    make_file(folder / STORE / "calibration.safetensors", 1000, 40)
-    make_file(folder / STORE / "calibration.txt", 10, 40)
-    assert kinds(run_json("--prune", "--older-than", "30")["removed"]) == ["calibration"]
-    assert not (folder / STORE).exists()
 
 
 @pytest.mark.parametrize("name", ["store.tmp", "backbone.tmp"])

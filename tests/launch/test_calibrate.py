@@ -7,8 +7,6 @@ import os
 import shutil
 import signal
 import stat
-import struct
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,21 +21,13 @@ from waiting import wait_until
 
 from pipeline.assets import heldout, model_dir
 from pipeline.calibration.file import calibration_path, load
-from pipeline.calibration.windows import Division, Window
+from pipeline.calibration.lanes import Division, Window
 from pipeline.checkpoint.open import open_model
 from pipeline.policies.calibration import Calibration
 from pipeline.text.tokenizer import Tokenizer
 from protocol.user_folders import user_folder
 
 CHARACTERS = 5500  # of held-out text: about 1600 tokens
-FIGURES = [
-    "accuracy.png",
-    "activations.png",
-    "prefetch.png",
-    "report.png",
-    "sensitivity.png",
-    "similarity.png",
-]
 TIES = 0.002  # share of the routings that rounding may change
 
 
@@ -230,21 +220,6 @@ def test_threshold_keeps_the_loss_bound_and_drops_experts(calibrated, seen) -> N
     assert summary["single_expert_share"] == pytest.approx(calibration.needed[:, 1].mean(), rel=1e-3)
 
 
-def size_of(png: Path) -> tuple[int, int]:
-    data = png.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    return struct.unpack(">II", data[16:24])
-
-
-def test_report_holds_every_figure(calibrated: Calibrated) -> None:
-    assert sorted(p.name for p in calibrated.report.iterdir()) == FIGURES
-    assert sorted(Path(p).name for p in calibrated.summary["report"]) == FIGURES
-    for png in calibrated.report.iterdir():
-        width, height = size_of(png)
-        assert 600 <= width <= 3000
-        assert 400 <= height <= 2100
-
-
 def test_hits_are_those_of_the_held_out_part(calibrated: Calibrated, seen: dict[str, Any]) -> None:
     """Two of eight experts in each layer: those that the training windows used most in decode."""
     routers, division = seen["routers"], calibrated.division
@@ -271,7 +246,7 @@ def test_earlier_calibration_is_drawn_without_an_engine(calibrated: Calibrated, 
     done = launch("calibrate", "--report", str(tmp_path / "new"), "--log-level", "info", limit=60)
     assert done.returncode == 0, done.stderr
     assert "engine" not in done.stderr
-    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == FIGURES
+    assert os.listdir(tmp_path / "new") == os.listdir(calibrated.report) == ["report.png"]
     for word in ("the embedded model", "the whole text", "residual", "threshold", calibrated.summary["path"]):
         assert word in done.stdout
     assert max(map(len, done.stdout.split("saved:")[0].splitlines())) <= 80
@@ -311,8 +286,7 @@ def test_interrupt_leaves_no_file(tiny_model: Path, tmp_path: Path) -> None:
     ids.write_text(json.dumps([i % 4000 for i in range(60_000)]))
     arguments = ("--tokens", str(ids), "--calibrate-tokens", "60000", "--model", str(tiny_model))
     with Launched("calibrate", *arguments, "--report", str(tmp_path / "report")) as process:
-        assert wait_until(lambda: "is ready" in process.stderr, 60)
-        time.sleep(1)  # the calibration has begun; it would take a minute
+        assert wait_until(lambda: "calibrate: " in process.stderr, 60)  # it would take a minute
         process.send(signal.SIGINT)
         code, out, err = process.end()
     assert (code, out) == (1, "")

@@ -158,7 +158,7 @@ def test_supervisor_imports_no_torch() -> None:
         "chat.command",
         "stress.command",
         "bench.command",
-        "calibrate.command",
+        "calibrate",
         "doctor.command",
     )
     imports = ", ".join(f"launch.{module}" for module in modules)

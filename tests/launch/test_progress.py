@@ -87,17 +87,6 @@ def test_a_bar_fits_80_columns(monkeypatch: pytest.MonkeyPatch, unit: Literal["b
     assert drawn.endswith("\r") or not drawn.splitlines()[-1].strip()  # cleared at the end
 
 
-def test_a_narrow_terminal_cuts_the_line_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", FakeTerminal())
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "40")
-    with ProgressDisplay("bytes") as display:
-        for done in (0, 50, 100):
-            display.update("reading the cache", done * MB, 300 * MB)
-            time.sleep(0.15)
-    assert sys.stderr.getvalue().count("\n") <= 1  # at the end, before the line is cleared
-
-
 def test_seconds_are_shown_where_the_end_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """They go on without another update."""
     monkeypatch.setattr(sys, "stderr", FakeTerminal())

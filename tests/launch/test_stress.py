@@ -14,18 +14,18 @@ from typing import Any, cast
 
 import pytest
 from engines import Launched, launch, run
+from msgspec import structs
 from waiting import wait_until
 
-from launch.chaos.injector import Injector
-from launch.chaos.plan import Chaos
+from launch.chaos.injector import Chaos, Injector
 from launch.equality import QUANTIZED_BOUND, Comparison, Verdict
 from launch.stress.chaos import ChaosRun
-from launch.stress.load import Load, count_strays, run_load
+from launch.stress.load import End, Load, Outcome, Request, ask, count_strays, run_load
 from launch.stress.reference import Finding, alone, compare_all
 from launch.stress.report import ERRORS, StressRun, report
-from launch.stress.requests import End, Outcome, Request, ask
 from launch.stress.script import Entry
-from launch.stress.table import NAMES, show_report
+from launch.stress.table import NAMES, report_parts
+from launch.terminal.tables import print_parts
 from pipeline.config import EngineConfig
 from protocol.client import Client
 from protocol.messages import ChatMessage, Done, Sampling, Token, Welcome
@@ -212,7 +212,7 @@ async def test_a_third_token_counts_by_its_own_distance_to_the_best(start_engine
         others = {t: margin for t, margin in margins.items() if t not in (second.token, second.runner_up)}
         for token, margin in others.items():
             assert margin > second.margin  # so the second token's margin alone would not do
-            changed = replace(whole.tokens[at], token=token)
+            changed = structs.replace(whole.tokens[at], token=token)
             other = replace(whole, tokens=[*whole.tokens[:at], changed, *whole.tokens[at + 1 :]])
             for bound, verdict in (
                 (margin + 0.01, Verdict.NEAR_TIE),
@@ -282,47 +282,6 @@ async def test_only_an_answer_that_was_to_be_cancelled_ends_as_cancelled(
     ]
 
 
-class FlippingClient:
-    """Answers with the tokens 1, 2, 3, 4; the last exceeds its rival 9 by 2 nats, and by `flipped` where
-    two tokens are prefilled."""
-
-    def __init__(self, flipped: float) -> None:
-        self.flipped = flipped
-        self.asked: list[int] = []  # tokens that were to be prefilled
-
-    def generate(
-        self, *, resume: tuple[int, ...] = (), rival: int, max_tokens: int, **_: Any
-    ) -> FinishedAnswer:
-        self.asked.append(len(resume))
-        last = self.flipped if len(resume) == 2 else 2.0
-        margins = {1: 5.0, 2: 5.0, 3: 5.0, 4: last}
-        rest = [Token(0, i, token, "", margins[token], rival) for i, token in enumerate((1, 2, 3, 4))]
-        return FinishedAnswer(rest[len(resume) : max_tokens])
-
-
-@pytest.mark.parametrize(("flipped", "verdict"), [(0.1, Verdict.NEAR_TIE), (0.9, Verdict.MISMATCH)])
-async def test_a_router_that_flips_gives_the_reference_a_second_value(flipped, verdict) -> None:
-    """Beyond the bound with a decoded past, the token must be within it where a part is prefilled."""
-    client = FlippingClient(flipped)
-    request = Request("flips", "x", None, 4, Sampling())
-    answer = await ask(cast(Client, client), replace(request, rival=9))
-    other = replace(answer, request=request, tokens=[*answer.tokens[:3], replace(answer.tokens[3], token=9)])
-    client.asked.clear()
-    findings: list[Finding] = []
-    await compare_all(cast(Client, client), [other], 0.5, findings.append)
-    (found,) = findings
-    assert found.verdict is verdict
-    assert client.asked[:2] == [0, 0]  # the reference, and the same with this token measured
-    if verdict is Verdict.NEAR_TIE:
-        assert found.prefilled == 2
-        assert "0.1 nats less likely" in str(found)
-    else:
-        assert sorted(client.asked[2:]) == [1, 2, 3]  # every division was tried
-        assert found.comparison.margin == 2.0
-    run = StressRun("s", WELCOME, 0.5, Load([[other]]), findings, finished=True)
-    assert report(run)["prefilled_ties"] == int(verdict is Verdict.NEAR_TIE)
-
-
 async def test_end_of_an_answer_is_compared_like_a_token(start_engine) -> None:
     """The embedded model ends its answers; a longer answer is a near-tie only if it continues with the
     runner-up of the end token, and within the bound."""
@@ -387,7 +346,7 @@ def test_every_fault_fails_a_run_and_is_shown(fault: str, capsys: pytest.Capture
     found = report(run)
     assert not found["passed"]
     assert {name: found[name] for name in ERRORS} == {name: int(name == fault) for name in ERRORS}
-    show_report(found)
+    print_parts(*report_parts(found))
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1] == f"FAILED: 1 {NAMES[fault][0]}"
     assert "emulation: link paced to 1 GB/s" in shown
@@ -399,44 +358,3 @@ def test_stray_messages_and_an_interrupt_fail_a_run() -> None:
     assert report(run)["doubled"] == 1
     assert not report(replace(run, load=Load([[outcome(0)]]), finished=False))["passed"]
     assert report(replace(run, load=Load([[outcome(0)]])))["passed"]
-
-
-def test_report_figures() -> None:
-    load = Load([[outcome(0, 1, 2)], [outcome(0, 1)], []], seconds=2.0)
-    found = report(StressRun("s", WELCOME, BOUND, load, finished=True))
-    assert (found["tokens"], found["tok_s"]) == (5, 2.5)
-    assert found["first_token_s"]["p50"] == pytest.approx(0.5)
-    assert found["token_gap_s"]["max"] == pytest.approx(0.1)
-    rates = [client["tok_s"] for client in found["fairness"]["clients"]]
-    assert rates == [1.5, 1.0, None]
-    assert found["fairness"]["jain"] == pytest.approx(2.5**2 / (2 * (1.5**2 + 1)))
-
-
-def test_compared_requests_and_the_others_add_up_to_those_sent(capsys: pytest.CaptureFixture[str]) -> None:
-    sampled = replace(outcome(0), request=Request("a", "p", None, 9, Sampling(1.0)))
-    outcomes = [outcome(0), outcome(end=End.CANCELLED), sampled, outcome(0, end=End.CANCELLED)]
-    findings = [Finding("a", Comparison(Verdict.EQUAL))] * 2
-    show_report(report(StressRun("s", WELCOME, BOUND, Load([outcomes], unsent=1), findings, finished=True)))
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "4 of 5 requests by 1 client" in shown
-    assert "requests 2 completed, 2 cancelled, 0 refused, 1 unsent" in shown
-    assert "alone 2 compared, 2 equal, 0 near-ties; not compared: 1 sampled, 1 cancelled before" in shown
-    assert "tok/s: of a client's completed answers, by their seconds from sending to end" in shown
-
-
-def test_many_clients_are_shown_as_three(capsys: pytest.CaptureFixture[str]) -> None:
-    load = Load([[replace(outcome(0, 1), ended=float(1 + i))] for i in range(19)] + [[]], seconds=2.0)
-    show_report(report(StressRun("s", WELCOME, BOUND, load, finished=True)))
-    shown = capsys.readouterr().out
-    rows = [line.split() for line in shown.splitlines() if line.split()[1:3] == ["1", "2"]]
-    assert [row[0] for row in rows] == ["18", "9", "0"]
-
-
-def test_refusals_and_near_ties_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    refused = outcome(end=End.REFUSED, error="too long")
-    tie = Finding("a", Comparison(Verdict.NEAR_TIE))
-    show_report(report(StressRun("s", WELCOME, BOUND, Load([[refused]]), [tie], finished=True)))
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "refused: the script's invalid requests, such as one beyond the context" in shown
-    assert f"1 near-tie: first differences where rounding decides, less than {BOUND:g} nats below" in shown
-    assert " errors 0 mismatches" in shown

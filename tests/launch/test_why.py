@@ -11,12 +11,12 @@ from counters import TILE, decode
 from msgspec.structs import replace
 from rich.console import Console, RenderableType
 
+from launch.bench.profile import PhaseProfile
 from launch.chat.conversation import Reply
 from launch.chat.levers import EMBEDDED_COST, SCORE, Lever, levers
 from launch.chat.tables import counters_table, engine_table
 from launch.chat.why import why_text
 from launch.errors import WrongUsage
-from launch.phase_profile import PhaseProfile
 from pipeline.assets import model_dir
 from protocol.messages import VERSION, Done, Welcome
 

@@ -16,9 +16,9 @@ import torch
 from filled_store import filled
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_checkpoint import write as write_random
 
 import pipeline
-from benchmarks.random_checkpoint import write as write_random
 from pipeline.checkpoint import chunks, encode
 from pipeline.checkpoint.hf_checkpoint import Checkpoint
 from pipeline.checkpoint.index import CheckpointIndex

@@ -18,15 +18,13 @@ from whole_engine import CONTEXT, Inbox, WholeEngine, whole_engine
 from pipeline.arrays import Phase
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.calibration import approximations, context, measure
-from pipeline.calibration.approximations import BOUND
+from pipeline.calibration.approximations import BOUND, Threshold
 from pipeline.calibration.collector import Activations
 from pipeline.calibration.context import CalibrationContext
 from pipeline.calibration.file import calibration_path, read
-from pipeline.calibration.lanes import lanes
+from pipeline.calibration.lanes import LANES, Division, Window, lanes
 from pipeline.calibration.measure import calibrate
 from pipeline.calibration.sensitivity import sensitivities
-from pipeline.calibration.threshold import Threshold
-from pipeline.calibration.windows import LANES, Division, Window
 from pipeline.config import DEFAULT_CACHE
 from pipeline.errors import RequestError, ShardFailed
 from pipeline.experts.inline_pool import InlineExpertPool

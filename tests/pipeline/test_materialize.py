@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from random_checkpoint import write
 from waiting import wait_until
 
-from benchmarks.random_checkpoint import write
 from pipeline.backbone import embedding
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import TokenSpan

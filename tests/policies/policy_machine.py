@@ -76,13 +76,10 @@ def make_calibration(shape: ModelShape, rng: np.random.Generator) -> Calibration
     return Calibration(
         prefill_counts=rng.integers(0, 99, (layers, experts)),
         decode_counts=rng.integers(0, 99, (layers, experts)),
-        residuals=np.zeros((layers - 1, 4), np.float32),
         residual_logits=rng.normal(size=(layers - 1, experts)).astype(np.float32),
         accuracy={name: rng.random(layers).astype(np.float32) for name in names},
-        similarity=np.ones(layers, np.float32),
         kept=kept,
         gated_accuracy={name: own.random((layers, 3)).astype(np.float32) for name in names},
-        needed=None,
         sensitivity=rng.random(layers).astype(np.float32),
         threshold=0.05,
         first_gate=np.zeros((experts, 4), np.float32),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_machine import Machine, make_calibration, make_routing, make_view, policy, softmax_router
+from policy_machine import Machine, make_calibration, make_view, policy, softmax_router
 
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.policies.daop import degrade, swaps
@@ -228,39 +228,6 @@ def test_degradation_of_two() -> None:
     assert np.allclose(routing.weights, [[1 / (1 + np.exp(-1)), 1 / (1 + np.exp(1))]])
 
 
-@pytest.mark.parametrize("resident", [[6], [5, 0], [6, 5], []])
-def test_no_degradation_with_one_on_the_host_or_none_on_the_device(resident: list[int]) -> None:
-    original, routing = degraded(logits(e6=2, e5=1.5, e0=0.5, e1=1), resident, k=2)
-    assert routing is original
-
-
-def test_degradation_of_four() -> None:
-    """Two may stay on the host, the others are replaced; where too few are on the device, the best stay."""
-    scores = logits(e7=4, e6=3.5, e5=3, e4=2.5, e3=2, e2=1, e1=0)
-    original, routing = degraded(scores, [1, 2, 3], k=4)
-    assert original.experts.tolist() == [[7, 6, 5, 4]]
-    assert routing.experts.tolist() == [[7, 6, 3, 2]]
-    shares = np.exp(np.array([4, 3.5, 2, 1]))
-    assert np.allclose(routing.weights, shares / shares.sum())
-    # one of the four is on the device already: of three on the host, one is replaced
-    assert degraded(scores, [6, 1, 2], k=4)[1].experts.tolist() == [[7, 6, 5, 2]]
-    # only one is on the device: it replaces the lowest-scored
-    assert degraded(scores, [2], k=4)[1].experts.tolist() == [[7, 6, 5, 2]]
-    # two on the host are not too many
-    original, routing = degraded(scores, [7, 5, 3], k=4)
-    assert routing is original
-
-
-def test_degradation_keeps_the_sum_of_the_weights() -> None:
-    """For a model with plain probabilities as weights, which do not sum to 1."""
-    original, routing = degraded(logits(e6=2, e5=1.5, e0=0.5, e1=1, e3=1.8), [0, 1], k=2, rescaled=False)
-    assert original.experts.tolist() == [[6, 3]]
-    assert routing.experts.tolist() == [[6, 1]]
-    assert original.weights.sum() < 0.9
-    assert np.isclose(routing.weights.sum(), original.weights.sum())
-    assert np.isclose(routing.weights[0, 0] / routing.weights[0, 1], np.exp(2 - 1))
-
-
 def test_expert_with_weight_0_does_not_count() -> None:
     original = Routing(np.array([[6, 5]], np.int32), np.array([[0.7, 0]], np.float32))
     cut = np.array([3, 0, 0, 0, 0, 0, 0, 0], np.int32)
@@ -295,12 +262,6 @@ def test_degradation_of_any_size(data: st.DataObject) -> None:
             assert np.isclose(np.log(one / other), scores[row, a] - scores[row, b], atol=1e-3)
 
 
-def test_rows_without_sequences_count_as_one_prompt() -> None:
-    policy = placed(view := view_of("prefill", [0, 1], ()))
-    assert len(policy.plan(0, rows((5, 6), (5, 7)), view).targets) == 4
-    policy.plan(1, make_routing(SHAPE, RNG, 5), view)
-
-
 def test_predicted_layer_is_divided_by_landed_tiles_within_their_targets() -> None:
     """Expert 1 is landing, and expert 2 is about to be evicted."""
     view = view_of("decode", [0, 1, 2], (7,))
@@ -324,11 +285,3 @@ def test_uses_are_counted_layer_by_layer(layer: int, places: list[int]) -> None:
     targets = (first, second)[layer].targets
     assert [target.expert for target in targets if target.tiles] == places
     assert {target.layer for target in targets} == {layer}
-
-
-def test_live_sequences_keep_their_counts_and_others_lose_theirs() -> None:
-    policy = placed(view_of("prefill", [0, 1], (7,)))
-    policy.plan(0, rows((0, 1), times=5), view_of("prefill", [0, 1], (7,) * 5, step=0))
-    policy.plan(0, rows((0, 1), times=5), view_of("prefill", [0, 1], (8,) * 5, step=1, live=(7,)))
-    later = view_of("prefill", [0, 1], (9,) * 6, step=2, live=(8,))  # 5 uses of 0 and 1 are left
-    assert len(policy.plan(0, rows((5, 6), times=6), later).targets) == 4

@@ -21,7 +21,7 @@ from pipeline.policies.view import ModelShape, Routing, Signals, View
 def calibration(sensitivity: list[float] | None, threshold: float | None) -> Calibration:
     known = None if sensitivity is None else np.array(sensitivity, np.float32)
     layers = 1 if known is None else len(known)
-    return plain_calibration(layers, 16, needed=None, sensitivity=known, threshold=threshold)
+    return plain_calibration(layers, 16, sensitivity=known, threshold=threshold)
 
 
 def a_view(top_k: int, sensitivity: list[float], threshold: float | None, weights: FloatArray) -> View:

@@ -305,22 +305,6 @@ def test_pauses_of_prefetching_can_be_switched_off(name: str) -> None:
         assert driver.view.prefetching == (pause == "0")
 
 
-@pytest.mark.parametrize(("sensitivity", "named"), [(0.0, [3]), (1e6, [3, 7])])
-def test_adapmoe_predicts_only_experts_that_its_gate_keeps(sensitivity: float, named: list[int]) -> None:
-    """The preset as it is wired: its gate is applied to the predicted routing of the next layer."""
-    shape = ModelShape(layers=2, experts=16, tiles=2, top_k=2)
-    calibration = make_calibration(shape, np.random.default_rng(0))
-    calibration = replace(calibration, sensitivity=np.array([1e6, sensitivity], np.float32))
-    view = replace(make_view(shape, 40), calibration=calibration)
-    policy = make("adapmoe", placement="empty", sizes="even")
-    driver = PolicyDriver[str](policy, view)
-    logits = np.zeros((1, 16), np.float32)
-    logits[0, [3, 7]] = 6, 5
-    routing = Routing(np.array([[0, 1]], np.int32), np.ones((1, 2), np.float32))
-    targets = policy.predict(0, Signals(None, {1: logits}), Gated.from_router(routing), driver.view)
-    assert targets == tuple(Target(1, expert, 2) for expert in named)
-
-
 def test_unused_predictions_are_released_after_their_layer() -> None:
     """The reserve is empty once every layer has been computed, and the cache keeps its size."""
     shape = ModelShape(layers=4, experts=16, tiles=2, top_k=2)
@@ -412,7 +396,7 @@ def test_missing_calibration_is_named_with_the_way_without(name, options, words)
 def test_missing_calibration_parts_are_named_with_the_way_without() -> None:
     shape = ModelShape(layers=2, experts=8, tiles=2, top_k=2)
     calibration = make_calibration(shape, np.random.default_rng(0))
-    calibration = replace(calibration, sensitivity=None, needed=None, threshold=None, first_gate=None)
+    calibration = replace(calibration, sensitivity=None, threshold=None, first_gate=None)
     view = replace(make_view(shape, 16), calibration=calibration)
     with pytest.raises(PolicyError, match=r"a calibration with sensitivities: .* --set adapmoe\.gate=own"):
         make("adapmoe").placement(view)
@@ -458,29 +442,21 @@ def test_engine_seed_is_the_default() -> None:
     assert np.array_equal(three, make_policy(PolicyRequest("dali"), 3).placement(view))
 
 
-def test_options_can_be_listed() -> None:
-    """Each has a name, values, a default and a line of help, and its default is one of its values."""
+def test_presets_options_and_parts_can_be_listed() -> None:
+    """Each has a line of help; an option's default is one of its values."""
+    parts = [(name, part) for parts in PARTS.values() for name, part in parts.items()]
+    assert all(part.name == name and part.__doc__ for name, part in parts)
+    options = [option for preset in PRESETS.values() for option in preset.options]
+    helped = [*PRESETS.values(), *(part for _, part in parts), *options]
+    assert all(one.help and "\n" not in one.help for one in helped)
     for preset in PRESETS.values():
-        assert preset.help
-        assert "\n" not in preset.help
         names = [option.name for option in preset.options]
         assert len(set(names)) == len(names)
         for option in preset.options:
             assert option.values
-            assert option.help
-            assert "\n" not in option.help
             assert option.default is not None or isinstance(option, (Whole, Real))
             if option.default is not None:
                 make_policy(PolicyRequest(preset.name, {option.name: str(option.default)}), 0)
-
-
-def test_every_part_is_a_line_of_help() -> None:
-    for parts in PARTS.values():
-        for name, part in parts.items():
-            assert part.name == name
-            assert part.help
-            assert "\n" not in part.help
-            assert part.__doc__
 
 
 @pytest.mark.parametrize("name", list(PRESETS))
@@ -505,67 +481,6 @@ def test_placement_forgets_what_earlier_steps_left(name: str) -> None:
     run(made, 1)
     for again, new in zip(run(made, 2), run(make(name), 2), strict=True):
         assert np.array_equal(again, new)
-
-
-@pytest.mark.parametrize(("scope", "evicted"), [("layer", [(1, 2), (1, 1)]), ("global", [(1, 2), (1, 1)])])
-def test_placed_experts_are_evicted_from_the_last_on(scope: str, evicted: list[tuple[int, int]]) -> None:
-    shape = ModelShape(layers=2, experts=6, tiles=1, top_k=1)
-    popularity = np.array([[3, 2, 1, 0, 0, 0]] * 2, np.int32)
-    view = make_view(shape, 6, popularity=popularity)
-    machine = Machine(make("on-demand", placement="popular", scope=scope), view, np.random.default_rng(0))
-    machine.start()
-    gone = []
-    for expert in (4, 5):
-        before = machine.view.target
-        machine.layer(1, Routing(np.array([[expert]], np.int32), np.ones((1, 1), np.float32)))
-        gone += [(int(a), int(b)) for a, b in np.argwhere(machine.view.target < before)]
-    assert gone == evicted
-
-
-def test_parts_and_defaults_of_the_presets() -> None:
-    """As docs and papers have them."""
-    assert {name: tuple(preset.parts.values()) for name, preset in PRESETS.items() if preset.parts} == {
-        "all-host": ("empty", "own", "none", "host", "keep"),
-        "on-demand": ("empty", "own", "none", "device", "lru"),
-        "mixtral-offloading": ("empty", "own", "next-gate", "device", "lru"),
-        "whole-layer": ("first-layers", "own", "whole-layer", "device", "keep"),
-        "pre-gated": ("empty", "pre-gated", "next-gate", "device", "lru"),
-        "layerwise": ("first-layers", "own", "none", "resident", "keep"),
-        "fiddler": ("known", "own", "none", "cheaper", "keep"),
-        "hybrimoe": ("popular", "own", "impact", "two-ended", "score"),
-        "bandwidth-split": ("popular", "own", "none", "bandwidth", "keep"),
-        "dali": ("random", "own", "residual", "greedy", "workload"),
-        "adapmoe": ("sized", "adaptive", "lookahead", "device", "lru"),
-        "moepic": ("sized", "own", "next-gate", "device", "split"),
-        "floe": ("known", "own", "next-channels", "device", "keep"),
-        "floe-host": ("empty", "own", "none", "host", "keep"),
-    }
-    found = {
-        name: {option.name: option.default for option in preset.options if option.name not in PARTS}
-        for name, preset in PRESETS.items()
-    }
-    sparse = {name: (options.pop("sparsity"), options.pop("masked")) for name, options in found.items()}
-    floe = {"floe": (0.8, "decode"), "floe-host": (0.8, "decode")}
-    assert sparse == dict.fromkeys(PRESETS, (0.0, "decode")) | floe
-    lru, pause = {"scope": "layer", "sizes": "even"}, {"pause": "1"}
-    assert {name: options for name, options in found.items() if options} == {
-        "on-demand": lru,
-        "mixtral-offloading": pause | lru,
-        "pre-gated": pause | lru,
-        "whole-layer": pause,
-        "hybrimoe": {"depth": 3, "prefetch": 1} | pause,
-        "dali": {"seed": None, "prefetch": None, "window": 4, "swaps": None} | pause,
-        "adapmoe": {"threshold": None, "phase": "decode", "depth": 3} | pause | lru | {"sizes": "dp"},
-        "moepic": pause | {"theta": None, "priority": "lcp", "rho": 0.25, "omega": 128},
-        "daop": found["daop"],
-        "tandem": {"prefetch": "1"} | pause,
-        "floe": pause,
-        "random": {"seed": None, "churn": "0"},
-    }
-    daop = {"placement": "calibrated", "first_layer": 4, "swap": 1.05, "early": "1", "predict": "1"}
-    assert found["daop"] | {"placement": PRESETS["daop"].options[0].default} == daop
-    dali = dict((o.name, value) for o, value in PRESETS["dali"].values({"prefetch": "2"}, 9))
-    assert (dali["prefetch"], dali["seed"], dali["window"]) == (2, 9, 4)
 
 
 @pytest.mark.parametrize(
@@ -631,51 +546,3 @@ def test_new_calibration_and_new_capacity_change_the_cache_sizes() -> None:
     for view, found in zip(views, placed, strict=True):
         assert np.array_equal(found, make("adapmoe").placement(view))
     assert len({str(found.sum(axis=1)) for found in placed}) == 3
-
-
-# --- the preset random ------------------------------------------------------------------------------------
-
-FEW = ModelShape(layers=3, experts=20, tiles=3, top_k=2)
-
-
-@pytest.mark.parametrize("capacity", [0, 10, 60, 500])
-def test_random_residencies_fill_the_cache(capacity: int) -> None:
-    view = make_view(FEW, capacity)
-    placed = make("random").placement(view)
-    everything = make("random").placement(make_view(FEW, 500))
-    assert placed.sum() == min(capacity, everything.sum())
-    assert (placed <= everything).all()
-    assert (placed == everything).sum() >= 60 - (everything > 0).sum() + (capacity > 0)
-    assert set(everything.ravel()) == {0, 1, 2, 3}
-    assert np.array_equal(placed, make("random").placement(view))
-    if capacity > 0:
-        assert not np.array_equal(placed, make("random", seed="1").placement(view))
-
-
-def test_random_cuts_stay_and_random_targets_churn() -> None:
-    """The draws of cuts, of placements and of churn are independent; without churn no target changes."""
-    view = make_view(FEW, 60)
-    routing = Routing(np.zeros((1, 2), np.int32), np.ones((1, 2), np.float32))
-    plain, churned = make("random"), make("random", churn="1")
-    target = plain.placement(view)
-    steps = [replace(view, step=step, target=target) for step in range(4)]
-    plans = [[plain.plan(layer, routing, step) for layer in range(3)] for step in steps]
-    assert all(plan.targets == () for plan in plans[0])
-    assert plain.after(0, routing, view) == ()
-    for layer in range(3):
-        assert all(np.array_equal(plans[0][layer].cut, plans[step][layer].cut) for step in range(4))
-        assert set(plans[0][layer].cut) == {0, 1, 2, 3}
-        assert not np.array_equal(plans[0][layer].cut, target[layer])
-    assert not np.array_equal(plans[0][0].cut, plans[0][1].cut)
-    drawn = [churned.plan(1, routing, step) for step in steps]
-    assert all(np.array_equal(plan.cut, plans[0][1].cut) for plan in drawn)
-    assert [len(plan.targets) for plan in drawn] == [1 + 20 // 8] * 4
-    assert {change.layer for plan in drawn for change in plan.targets} == {1}
-    assert len({plan.targets for plan in drawn}) == 4
-    assert churned.plan(1, routing, steps[2]).targets == drawn[2].targets
-    later = [churned.after(1, routing, replace(view, step=step, target=target)) for step in range(40)]
-    assert {len(changes) for changes in later} == {1}
-    assert {changes[0].layer for changes in later} == {0, 1, 2}
-    plan = drawn[0].cut
-    plan[:] = 9  # the policy keeps a copy
-    assert np.array_equal(churned.plan(1, routing, steps[0]).cut, plans[0][1].cut)

@@ -13,8 +13,8 @@ from replay_cases import COSTS, Scripted, preset, run
 from trace_files import drawn_steps, make_header, scripted_steps
 
 from pipeline.errors import PlanError, TraceError
-from pipeline.policies.costs import Costs
-from pipeline.policies.view import Gated, Landing, ModelShape, Routing, Signals, Target, View
+from pipeline.policies.costs import Costs, Landing
+from pipeline.policies.view import Gated, ModelShape, Routing, Signals, Target, View
 from pipeline.replay.machine import Replay
 
 # Two layers of two experts, of which a token uses one; an expert has so many tiles.

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from pipeline.config import BACKGROUND_ORDERS
 from pipeline.errors import PlanError
-from pipeline.policies.view import Landing, ModelShape, Target
+from pipeline.policies.costs import Landing
+from pipeline.policies.view import ModelShape, Target
 from pipeline.replay.cache import SimulatedCache
 from pipeline.replay.compiled_cache import AnyCache, CompiledCache, compiled
 from pipeline.replay.outcome import PhaseOutcome

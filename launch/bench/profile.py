@@ -162,7 +162,7 @@ class PhaseProfile:
 
     @property
     def channels(self) -> ChannelFigures | None:
-        """Of moved channels, if there were any."""
+        """The figures of moved channels, if there were any."""
         c = self.tree["channels"]
         if not c["moved"]:
             return None
@@ -178,11 +178,11 @@ class PhaseProfile:
         """Each layer's time in a step, the slowest first."""
         by_part = self.tree["layers"]["seconds"]
         steps = max(self.steps, 1)
-        found = []
+        times = []
         for layer in range(len(self.tree["layers"]["active"])):
             spent = _by_cause({part: values[layer] / steps for part, values in by_part.items()})
-            found.append(LayerTime(layer, sum(spent.values()), spent))
-        return sorted(found, key=lambda layer: -layer.seconds)
+            times.append(LayerTime(layer, sum(spent.values()), spent))
+        return sorted(times, key=lambda layer: -layer.seconds)
 
 
 def added(trees: Iterable[Tree]) -> Tree:

@@ -1,15 +1,11 @@
 """Writes a checkpoint of random weights for any supported config: bfloat16, in sharded safetensors files.
 
-    python benchmarks/random_checkpoint.py DIR shape:mixtral-8x7b/2     # its first 2 layers
-    python benchmarks/random_checkpoint.py DIR path/to/config.json --fused
-
-For measuring: speed depends on shapes, not on weights. There is no tokenizer; use token ids. Norms are ones,
+There is no tokenizer; use token ids. Norms are ones,
 biases are zeros, and a matrix has the standard deviation 1 / sqrt(inputs).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -19,7 +15,6 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from pipeline.models.registry import architecture_of, model_spec
-from pipeline.models.shapes import is_shape, shape_config
 from shm.layout import BF16, Bytes
 
 SHARD_BYTES = 4 << 30
@@ -88,21 +83,3 @@ def _numbers(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Ite
         chunk = np.empty(min(CHUNK, 2 * count - begin), np.uint8)
         BF16().fill_random(rng, 0, 0, shape[-1] ** -0.5, chunk)
         yield chunk
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("model", help="shape:NAME[/LAYERS] or a config.json")
-    parser.add_argument("--fused", action="store_true", help="all experts of a layer in two tensors")
-    arguments = parser.parse_args()
-    if is_shape(arguments.model):
-        config = shape_config(arguments.model)[1]
-    else:
-        config = json.loads(Path(arguments.model).read_text())
-    total = write(arguments.folder, config, arguments.fused)
-    print(f"{total / 1e9:.2f} GB in {arguments.folder}")
-
-
-if __name__ == "__main__":
-    main()

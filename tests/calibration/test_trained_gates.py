@@ -1,4 +1,4 @@
-"""The MLPs that correct the next gate: what they learn, when they learn nothing, and how they are counted."""
+"""The trained gates: what they learn, and when they learn nothing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ import pytest
 import torch
 
 from pipeline.arrays import FloatArray
-from pipeline.calibration.channel_recall import KEPT, ChannelRecall
-from pipeline.calibration.gate_mlp import WIDTH, GateMlps, GatePairs, MlpAccuracy, predicted_layers, train_mlp
+from pipeline.calibration.trained_gates import (
+    WIDTH,
+    GateMlps,
+    GatePairs,
+    predicted_layers,
+    train_first_gate,
+    train_mlp,
+)
 from pipeline.engine.driver import LayerDecision
 from pipeline.policies.view import Gated, ModelShape, Routing, Signals
 
@@ -106,7 +112,7 @@ def test_pairs_are_of_neighbouring_layers_and_the_same_tokens(
         seen.append(parts[:4])
         return np.zeros((1, 1), np.float32), np.zeros((1, 1), np.float32)
 
-    monkeypatch.setattr("pipeline.calibration.gate_mlp.train_mlp", spied)
+    monkeypatch.setattr("pipeline.calibration.trained_gates.train_mlp", spied)
     pairs, taken = GatePairs(SHAPE, every), steps(4, 5)
     for x, own, ahead in taken:
         step(pairs, x, own, ahead)
@@ -124,39 +130,62 @@ def test_a_model_of_one_layer_has_no_mlp() -> None:
     assert GatePairs(ModelShape(1, 6, 2, 2), 1).train(0, lambda: None) is None
 
 
-def test_accuracy_is_that_of_the_corrected_gate() -> None:
-    random = np.random.default_rng(9)
-    inner, outer = (
-        random.standard_normal(shape).astype(np.float32)
-        for shape in ((2, WIDTH, HIDDEN), (2, SHAPE.experts, WIDTH))
-    )
-    mlps, taken = GateMlps(inner, outer), steps(3, 7)
-    counted = MlpAccuracy(SHAPE, router, mlps)
-    for x, own, ahead in taken:
-        step(counted, x, own, ahead)
-    wanted = [
-        np.mean([named(ahead[at] + mlps.logits(at, x[at - 1]), own[at]) for x, own, ahead in taken])
-        for at in (1, 2)
-    ]
-    np.testing.assert_allclose(counted.accuracy(), wanted, rtol=1e-6)
+EXPERTS, WIDE, ROWS = 8, 48, 3000
 
 
-def test_channel_recall_is_of_the_layer_befores_input() -> None:
-    random = np.random.default_rng(2)
-    channels = 40
-    up = random.standard_normal((SHAPE.layers, SHAPE.experts, channels, HIDDEN)).astype(np.float32)
-    found = ChannelRecall(SHAPE, lambda layer, expert, x: x @ up[layer, expert].T)
-    taken = steps(3, 4)
-    hits = np.zeros((SHAPE.layers, 2))
-    for x, own, ahead in taken:
-        step(found, x, own, ahead)
-        for layer in (1, 2):
-            for row, experts in enumerate(router(own[layer]).experts):
-                for expert in experts:
-                    early, right = (
-                        set(np.argsort(-np.abs(up[layer, expert] @ x[at][row]))[: round(KEPT * channels)])
-                        for at in (layer - 1, layer)
-                    )
-                    hits[layer] += len(early & right), len(right)
-    assert found.measured()["recall"] == pytest.approx((hits[1:, 0] / hits[1:, 1]).tolist())
-    assert ChannelRecall(SHAPE, lambda *_: np.zeros((1, 4), np.float32)).measured() == {}
+def taught(noise: float, size: float = 1.0, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x, the logits that a linear teacher gives with noise on them, and the teacher [E, H]."""
+    random = np.random.default_rng(seed)
+    teacher = random.standard_normal((EXPERTS, WIDE)) * 2 / np.sqrt(WIDE)
+    x = random.standard_normal((ROWS, WIDE))
+    logits = x @ teacher.T + noise * random.standard_normal((ROWS, EXPERTS))
+    return (size * x).astype(np.float32), logits.astype(np.float32), teacher
+
+
+def held_out_accuracy(gate: np.ndarray, x: np.ndarray, logits: np.ndarray) -> float:
+    """Share of the two largest logits of the last fifth of the rows that are the gate's two largest too."""
+    rows = slice(-ROWS // 5, None)
+    best, guess = (np.argsort(-each, axis=1)[:, :2] for each in (logits[rows], x[rows] @ gate.T))
+    return float(np.mean([len({*a} & {*b}) / 2 for a, b in zip(best.tolist(), guess.tolist(), strict=True)]))
+
+
+@pytest.mark.parametrize("size", [1.0, 0.01, 30.0])
+def test_linear_teacher_is_recovered(size: float) -> None:
+    x, logits, teacher = taught(noise=0.0, size=size)
+    found = train_first_gate(x, logits, seed=1)
+    assert found.dtype == np.float32
+    assert found.shape == (EXPERTS, WIDE)
+    assert held_out_accuracy(found, x, logits) > 0.95
+    # Up to a vector added to every expert's: softmax does not depend on it.
+    wanted = (teacher - teacher.mean(axis=0)) / size
+    assert np.abs(found - found.mean(axis=0) - wanted).max() < 0.1 * np.abs(wanted).max()
+
+
+def test_noisy_teacher_is_recovered_by_the_same_seed_in_the_same_way() -> None:
+    x, logits, _ = taught(noise=1.0)
+    found, again, other = (train_first_gate(x, logits, seed) for seed in (1, 1, 2))
+    untrained = np.random.default_rng(9).standard_normal((EXPERTS, WIDE)).astype(np.float32)
+    accuracy = held_out_accuracy(found, x, logits)
+    assert max(held_out_accuracy(untrained, x, logits), 2 / EXPERTS) + 0.3 < accuracy < 0.9
+    np.testing.assert_array_equal(found, again)
+    assert (found != other).any()
+
+
+def test_training_stops_before_it_overfits_few_rows() -> None:
+    random = np.random.default_rng(3)
+    x = random.standard_normal((60, WIDE)).astype(np.float32)
+    logits = 3 * random.standard_normal((60, EXPERTS)).astype(np.float32)  # nothing to learn
+    found = train_first_gate(x, logits, seed=1)
+
+    def divergence(gate: np.ndarray) -> float:
+        truth, guess = (torch.from_numpy(a).log_softmax(dim=1) for a in (logits[-12:], x[-12:] @ gate.T))
+        return float((truth.exp() * (truth - guess)).sum(dim=1).mean())
+
+    assert divergence(found) <= divergence(np.zeros_like(found)) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("rows", [(1, 1), (5, 4)])
+def test_arrays_of_different_lengths_are_refused(rows: tuple[int, int]) -> None:
+    x, logits, _ = taught(noise=0.0)
+    with pytest.raises(ValueError, match="pairs of tokens"):
+        train_first_gate(x[: rows[0]], logits[: rows[1]], seed=1)

@@ -1,0 +1,258 @@
+"""`launch.py calibrate`: the model reads a text once; what policies plan with is kept in a file: routing
+statistics, residuals, sensitivities. --report draws it; without a text, an earlier calibration."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import RenderableType
+
+from launch.command_line.checks import check_extra, check_request, read_ids, read_text
+from launch.command_line.options import Options
+from launch.connect import reconnecting_client
+from launch.errors import WrongUsage
+from launch.terminal.format import percent
+from launch.terminal.interrupts import Interrupts
+from launch.terminal.output import print_json, show
+from launch.terminal.plot import Panel, Series, draw
+from launch.terminal.progress import ProgressDisplay
+from launch.terminal.tables import Column, Table, each, print_parts
+from pipeline.assets import model_dir
+from pipeline.calibration.file import calibration_path, experts_per_token, read, summary
+from pipeline.calibration.lanes import HELD_OUT, LANES
+from pipeline.checkpoint.open import open_model
+from pipeline.policies.calibration import Calibration
+from protocol.messages import CALIBRATION_TOKENS, Calibrate, Calibrating
+from protocol.program import COMMAND
+from protocol.user_folders import user_folder
+from protocol.visible import visible
+from shm.atomic_file import check_creatable
+
+MOST_LAYERS = 64  # a model with more gets the mean values only
+PICTURE = "report.png"
+CHARACTERS = 16  # more than tokens have: of a text longer than this for each token excerpts are sent
+EXCERPTS = HELD_OUT * LANES  # of a longer text: a window is read from each, unless they are large
+
+Text = TypeVar("Text", str, tuple[int, ...])
+
+
+async def calibrate(options: Options, interrupts: Interrupts) -> int:
+    """Raises WrongUsage, OutputFailed, CalibrationError, RequestFailed; as `reconnecting_client`."""
+    written = options.written
+    folder: Path | None = written.get("report")
+    if folder is not None:
+        _check_folder(folder)
+    if "text" in written or "tokens" in written:
+        path, about = await _calibrate(options, interrupts)
+        calibration = read(path)[0]
+    else:
+        path, calibration, about = _earlier(options)
+    pictures = []
+    if folder is not None:
+        pictures = [folder / PICTURE]
+        _draw(calibration, about, pictures[0])
+    if "json" in written:
+        print_json(about | {"path": str(path), "report": [str(picture) for picture in pictures]})
+        return 0
+    print_parts(*_parts(about, calibration))
+    # Without a calibration, by one where there is one, only with one that has a threshold.
+    policies = "all-host,fiddler" + ",adapmoe" * (about["threshold"] is not None)
+    then = f"next: {COMMAND} bench --policy {policies}{_engine(options)} compares policies that use it\n"
+    # Paths are not wrapped, so that they can be copied.
+    show(visible("".join([f"saved: {path}\n", *(f"figure: {picture}\n" for picture in pictures), then])))
+    return 0
+
+
+def _check_folder(folder: Path) -> None:
+    """Create the folder. Raises WrongUsage where no file can be created in it, or without matplotlib."""
+    check_extra("--report", "plots", "matplotlib")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        check_creatable(folder / PICTURE)
+    except OSError as e:
+        raise WrongUsage(f"--report {folder}: no file can be created there: {e.strerror}") from None
+
+
+async def _calibrate(options: Options, interrupts: Interrupts) -> tuple[Path, dict[str, Any]]:
+    """The file's path on the engine's machine, and the summary."""
+    written = options.written
+    most = written.get("calibrate_tokens", CALIBRATION_TOKENS)
+    asked = _asked(written, most)
+    asked["max_loss"] = written.get("max_loss")
+    check_request(written.get("text") or written["tokens"], Calibrate(0, tokens=most, **asked))
+    async with reconnecting_client(_with_costs(options), interrupts) as client:
+        if "text" in asked and not client.welcome.has_tokenizer:
+            raise WrongUsage("--text: this model has no tokenizer; give --tokens")
+        with ProgressDisplay("items") as display:
+
+            def show_progress(progress: Calibrating) -> None:
+                display.update(f"calibrate: {progress.stage}", progress.done, progress.total)
+
+            done = await client.calibrate(tokens=most, on_progress=show_progress, **asked)
+    return Path(done.path), done.summary
+
+
+def _with_costs(options: Options) -> Options:
+    """For a new engine: a policy that plans with costs measures them too; no expert need be resident."""
+    if options.connect or "policy" in options.written:
+        return options
+    return replace(options, written={"expert_cache": 0.0} | options.written | {"policy": "fiddler"})
+
+
+def _asked(written: dict[str, Any], most: int) -> dict[str, Any]:
+    """The arguments of `Client.calibrate` for the text or its ids. Raises WrongUsage."""
+    if "text" in written:
+        text = read_text(written["text"])
+        parts, starts = _excerpts(text, CHARACTERS * most)
+        return {"text": "".join(parts), "starts": starts, "share": _share(parts, text)}
+    ids = read_ids(written["tokens"])
+    pieces, starts = _excerpts(ids, most)
+    return {"token_ids": tuple(chain(*pieces)), "starts": starts, "share": _share(pieces, ids)}
+
+
+def _engine(options: Options) -> str:
+    """The options by which other commands use the calibrated model."""
+    if options.connect:
+        return f" --connect {options.connect_name or ''}".rstrip()
+    model = options.written.get("model")
+    return "" if model is None else f" --model {shlex.quote(str(model))}"
+
+
+def _share(parts: list[Text], whole: Text) -> float:
+    return sum(map(len, parts)) / len(whole) if whole else 1.0
+
+
+def _excerpts(whole: Text, most: int) -> tuple[list[Text], tuple[int, ...]]:
+    """All of a text (or of its ids), or EXCERPTS parts of equal length, `most` in all and evenly spaced over
+    it; and where the second and further ones begin in their concatenation."""
+    if len(whole) <= most:
+        return [whole], ()
+    begins = (len(whole) * i // EXCERPTS for i in range(EXCERPTS))
+    parts = [
+        whole[begin : begin + most * (i + 1) // EXCERPTS - most * i // EXCERPTS]
+        for i, begin in enumerate(begins)
+    ]
+    return parts, tuple(accumulate(map(len, parts[:-1])))
+
+
+def _earlier(options: Options) -> tuple[Path, Calibration, dict[str, Any]]:
+    """The kept calibration: path, arrays, summary. Raises WrongUsage, CalibrationError."""
+    model = options.config().model or model_dir()
+    path = calibration_path(user_folder("CACHE"), open_model(model))
+    if not path.exists():
+        raise WrongUsage(f"--report: {model} has not been calibrated on this machine; add --text F")
+    calibration, about = read(path)
+    return path, calibration, summary(calibration, about)
+
+
+def _layers(calibration: Calibration) -> Sequence[Column[int]]:
+    """What is known of each layer; a predictor of layer 0 is another one than those of the others."""
+    raw, residual, first = (100 * calibration.accuracy[name] for name in ("raw", "residual", "first"))
+    gate, sensitivity, needed = calibration.first_gate, calibration.sensitivity, calibration.needed
+    used = None if needed is None else experts_per_token(needed)
+    percents = each("{:.1f}".format)
+    return [
+        Column("layer", lambda layer: layer),
+        Column("router\npredicts %", lambda layer: raw[layer] if layer else None, percents),
+        Column("residual\npredicts %", lambda layer: residual[layer] if layer else None, percents),
+        Column("gate\npredicts %", lambda layer: None if layer or gate is None else first[0], percents),
+        Column("prefill ~\ndecode", lambda layer: calibration.similarity[layer], each("{:.3f}".format)),
+        Column(
+            "sensitivity\nof the loss",
+            lambda layer: None if sensitivity is None else sensitivity[layer],
+            each("{:.1e}".format),
+        ),
+        Column(
+            "experts\nper token", lambda layer: None if used is None else used[layer], each("{:.2f}".format)
+        ),
+    ]
+
+
+def _draw(calibration: Calibration, about: dict[str, Any], path: Path) -> None:
+    """Write a page with a panel for each column of the table. Raises OutputFailed."""
+    panels = []
+    for column in _layers(calibration)[1:]:
+        values = {layer: column.value(layer) for layer in range(len(calibration.similarity))}
+        series = Series("", {layer: [float(of)] for layer, of in values.items() if of is not None})
+        if len(series.values) > 1:
+            panels.append(Panel(column.title.replace("\n", " "), [series], "layer"))
+    model, tokens, machine, when = (about.get(key, "?") for key in ("model", "tokens", "machine", "when"))
+    rows = [row for row in (panels[:3], panels[3:]) if row]
+    draw(path, rows, f"{model}, {tokens} tokens of text", f"{machine}, {when[:10]}", shared=False)
+
+
+def _parts(about: dict[str, Any], calibration: Calibration) -> Iterator[RenderableType]:
+    """The calibration as a table and lines of text."""
+    if len(calibration.similarity) <= MOST_LAYERS:
+        yield from (Table(_layers(calibration), range(len(calibration.similarity))), "")
+    accuracy = about["accuracy"]
+    yield f"{about['model']}: {_read(about)}"
+    yield from _hits(about.get("hits") or {})
+    yield (
+        f"next layer's experts predicted: {percent(accuracy['raw'], 1)} by its router on this layer's input,"
+        f" {percent(accuracy['residual'], 1)} with the mean residual added"
+    )
+    yield from _corrected(accuracy.get("mlp"))
+    yield (
+        "first layer's experts predicted from the previous token by a trained gate:"
+        f" {percent(accuracy['first'], 1)}"
+    )
+    yield f"similarity of expert activations in prefill and decode (cosine): {about['similarity']:.3f}"
+    if loss := about["loss"]:
+        yield (
+            f"adaptive gating, threshold {about['threshold']:.3g}: {percent(about['single_expert_share'], 1)}"
+            f" of decode's tokens use one expert, {about['experts_per_token']:.2f} on average; the loss goes"
+            f" from {loss['exact']:.4f} to {loss['gated']:.4f} nats per token"
+        )
+    if bounded := about.get("bounded"):
+        yield f"at most {about['max_loss']:g} % more perplexity:"
+        yield from (f"{name}: {setting}" for name, setting in bounded.items())
+    if bounded and about["sparsities"]:
+        curve = ", ".join(f"{share:g}: {perplexity:.4g}" for share, perplexity in about["sparsities"])
+        yield f"perplexity by sparsity (--set sparsity=auto takes the largest): {curve}"
+    yield from (f"note: {note}" for note in about["notes"])
+
+
+def _corrected(accuracy: float | None) -> list[str]:
+    """Returns a line about FloE's predictor, if it was trained."""
+    if accuracy is None:
+        return []
+    return [f"the same with the first layers' routers corrected by trained MLPs: {percent(accuracy, 1)}"]
+
+
+def _read(about: dict[str, Any]) -> str:
+    """How much of the text was read."""
+    share = about.get("share")
+    if share is None:  # an older file
+        return f"{about['tokens']} tokens"
+    if share == 1:
+        return f"{about['tokens']} tokens, the whole text"
+    windows = f"{about['windows']} windows, evenly spaced over the text"
+    return f"{about['tokens']} tokens in {windows}: {percent(share, 1)} of it"
+
+
+def _hits(hits: dict[str, Any]) -> list[str]:
+    """The use of placing experts by this text, and a line where the engine's clients run another kind."""
+    if not hits:
+        return []
+    heldout, own = percent(hits["heldout"]), hits["own"]
+    placed = (
+        f"with the {percent(hits['share'])} of the experts resident that this text uses most, {heldout} of"
+        " those that its held-out part needs would be resident"
+    )
+    if own is None:
+        return [placed]
+    before = f"{percent(own)} of those used by the {hits['tokens']} tokens that the engine has computed"
+    lines = [f"{placed}, and {before}"]
+    if hits["differs"]:
+        lines.append(
+            f"warning: the text routes differently from what the engine runs ({percent(own)} of those used"
+            f" there, {percent(hits['prompts'])} of those used by the text's own prompts); give text of the"
+            " kind that you run"
+        )
+    return lines

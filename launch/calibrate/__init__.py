@@ -1,1 +1,0 @@
-"""`launch.py calibrate`."""

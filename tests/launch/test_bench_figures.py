@@ -1,0 +1,256 @@
+"""The figures of `bench`: ratios, tables, JSON and panels. No engine."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from counters import TILE, decode
+
+from launch.bench.figures import CAUSES, policy_panels
+from launch.bench.prompts import Perplexity
+from launch.bench.report import Report
+from launch.bench.run import PolicyResult, Run, Timeline
+from launch.terminal.format import alike
+from launch.terminal.tables import render
+from pipeline.policies.view import PolicyRequest
+
+SNAPSHOT = """\
+                   prefill         first    decode        copied workers'
+policy               tok/s    x token ms     tok/s    x MB/token    share
+mixtral-offloading     900 1.00      100      30.5 1.00    0.070      50%
+                   900-900       100-100 30.0-31.0
+daop                   900 1.00      100      30.5 1.00    0.070      50%
+approximate        900-900       100-100 30.0-31.0
+
+                    expert  on demand  prefetched  of it  replaced
+policy                hits   MB/token    MB/token   used  MB/token
+mixtral-offloading     50%       5.00        2.00    60%      3.00
+daop                   50%       5.00        2.00    60%      3.00
+
+                    workers  device  waiting for  waiting for
+policy                 busy    busy      workers       copies
+mixtral-offloading      10%     30%          20%          50%
+daop                    10%     30%          20%          50%
+
+                                                     added
+policy  skipped  substituted  stale  predicted  perplexity
+daop       0.0%        12.3%  25.0%      75.0%      +2.50%
+
+a-model on cuda, 8 workers: experts bf16, backbone f32
+expert cache: 16 tiles, 16.0 MB, 25% of all tiles
+batch 1: 128 prompt tokens (held-out text), 11 generated tokens, sampled
+2 rounds, policies interleaved: median, and below it the range
+warm-up before each run, for all alike: 1 x 64 other tokens, 128 generated
+x: speed relative to mixtral-offloading
+perplexity: relative to mixtral-offloading, 256 decoded tokens
+copied: to the device in decode
+workers' share: of decode's expert tiles; the device computed the others
+expert hits: share of the needed experts that were resident, in decode
+on demand: a step waited for it
+prefetched: before a step needed it
+replaced: in the background, by replacement
+busy, waiting: shares of decode's time; the device computes attention, resident
+experts and the head
+skipped, substituted, stale, predicted: shares of the routed weight
+note: dali left out: not calibrated
+"""
+
+
+def test_timeline_of_one_request() -> None:
+    line = Timeline(sent=10.0, prompt_tokens=100, arrivals=((12.0, 12.5, 13.0, 13.5),))
+    assert line.prefill_tok_s == 50.0
+    assert line.first_token_s == 2.0
+    assert line.decode_steps == 3
+    assert line.decode_tok_s == 2.0
+
+
+def test_timeline_of_a_batch_counts_decode_only_while_all_requests_decode() -> None:
+    first = (1.0, 2.0, 3.0, 4.0, 5.0)  # decodes alone until 2.5, and ends first
+    second = (2.5, 3.0, 4.0, 5.0, 9.0)
+    line = Timeline(sent=0.0, prompt_tokens=10, arrivals=(first, second))
+    assert line.prefill_tok_s == 20 / 2.5
+    assert line.first_token_s == 1.75
+    assert line.decode_steps == 3
+    assert line.decode_tok_s == 6 / 2.5
+
+
+def test_timeline_without_overlap_has_no_decode_steps() -> None:
+    assert Timeline(0.0, 10, ((1.0, 2.0), (3.0, 4.0))).decode_steps == 0
+
+
+def test_ratio_pairs_the_runs_of_a_round() -> None:
+    def entry(*speeds: float) -> PolicyResult:
+        runs = [Run(1.0, 1.0, speed, 0, 0.0, 0.5) for speed in speeds]
+        return PolicyResult(PolicyRequest("all-host"), runs=runs)
+
+    first, second = entry(1.0, 10.0, 100.0), entry(2.0, 30.0, 400.0)
+    assert second.ratio(first, "decode_tok_s") == 3.0
+    assert first.ratio(first, "decode_tok_s") == 1.0
+
+
+def shown(report: Report) -> str:
+    return render(*report.parts())
+
+
+def test_report_in_80_columns() -> None:
+    assert shown(whole_report()) == SNAPSHOT
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "120"])
+def test_headings_do_not_break_within_words(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal; and no line is longer than it is wide."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", columns)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", shown(whole_report()))
+    assert max(map(len, text.splitlines())) <= int(columns)
+    words = set(text.split())
+    assert {"prefill", "decode", "MB/token", "prefetched", "replaced", "waiting", "perplexity"} <= words
+    assert not any(word.endswith(("-", "…")) for word in words)
+
+
+def test_columns_of_what_no_policy_does_are_left_out() -> None:
+    """A policy that does it is enough for a column; a policy without a figure has none in it."""
+    report = whole_report()
+    still: dict[str, Any] = {"fetched_tiles": 0, "predicted_tiles": 0, "useful_tiles": 0, "late_tiles": 0}
+    runs = [Run(900.0, 0.1, 30.0, 0, 0.0, 0.5, 0.0, decode(link=0.0, **still))] * 2
+    idle = PolicyResult(PolicyRequest("all-host"), runs=runs)
+    text = shown(replace(report, results=[idle], config=report.config | {"workers": None}))
+    for words in ("on demand", "prefetched", "replaced", "copies", "approximate", "routed", "perplexity"):
+        assert words not in text
+    assert "x: " not in text
+    assert "a-model on cuda: experts bf16" in text
+    text = shown(replace(report, results=[idle, *report.results]))
+    rows = [" ".join(line.split()) for line in text.splitlines() if line.startswith("all-host")]
+    assert rows[1] == "all-host 50% - - - -"
+    approximate = replace(report.results[1], perplexity=None)
+    worse = replace(approximate, perplexity=Perplexity(8.8, 10.0, "all-host", 256, 128))
+    slight = replace(approximate, perplexity=Perplexity(9.99, 10.0, "all-host", 256, 128))
+    text = shown(replace(report, results=[approximate, worse, slight]))
+    ends = [line.split()[-1] for line in text.splitlines() if line.startswith("daop") and "25.0%" in line]
+    assert ends == ["-", "-12%", "-0.10%"]
+
+
+def test_report_says_what_differs_from_the_usual() -> None:
+    """Paused prefetching, placements without a calibration, an emulated link, random weights."""
+    report = whole_report()
+    counted = decode(wanted_experts=40, issued_experts=30, paused_steps=4)
+    runs = [Run(900.0, 0.1, 30.0, 0, 0.0, 0.5, 0.0, counted)] * 2
+    config = report.config | {
+        "uncalibrated": ["fiddler"],
+        "counted_tokens": 300,
+        "model": "shape:mixtral-8x7b/4",
+    }
+    other = Report(config, [PolicyResult(PolicyRequest("dali"), runs=runs)], "link paced to 2 GB/s")
+    text = " ".join(shown(other).split())
+    for words in (
+        "note: dali: prefetching paused in 8 of 20 decode steps",
+        "fiddler: not calibrated, experts placed by their use in 300 tokens of other text",
+        "emulation: link paced to 2 GB/s",
+        "note: random weights route at random",
+    ):
+        assert words in text
+        assert words not in SNAPSHOT
+    plain = other.to_json()
+    assert len(plain["notes"]) == 1
+    prefetches = plain["policies"][0]["decode"]["prefetches"]
+    assert prefetches == {"wanted": 80, "issued": 60, "share": 0.75, "paused_steps": 8}
+
+
+def whole_report() -> Report:
+    """Two policies that fill every column and legend line, and one that was left out."""
+    config = {
+        **{"model": "/models/a-model", "device": "cuda", "workers": 8, "format": "bf16"},
+        **{"backbone_dtype": "f32", "expert_cache": 0.25, "cache_tiles": 16, "tile_bytes": TILE},
+        **{"prompts": "held-out text", "batch": 1, "prompt_len": 128, "gen_len": 11, "rounds": 2},
+        "warm_up_tokens": (64, 128),
+    }
+
+    def entry(name: str, exact: bool, **counters: Any) -> PolicyResult:
+        runs = [Run(900.0, 0.1, 30.0 + n, 10**6, 7e4, 0.5, 3e6, decode(**counters)) for n in range(2)]
+        return PolicyResult(PolicyRequest(name), exact, runs=runs)
+
+    exact = entry("mixtral-offloading", True)
+    approximate = entry("daop", False, substituted=7.38, stale=15.0, predicted=45.0)
+    approximate.perplexity = Perplexity(10.25, 10.0, "mixtral-offloading", 256, 128)
+    return Report(
+        config, [exact, approximate], "", [PolicyResult(PolicyRequest("dali"), left_out="not calibrated")]
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([3067.0, 41.7], ["3067", "42"]),
+        ([41.7, 7.08], ["41.7", "7.1"]),
+        ([134.2, 98.6], ["134", "99"]),
+        ([0.42, 0.0, 0.0001], ["0.420", "0.000", "<0.001"]),
+        ([0.0, 0.0], ["0", "0"]),
+        ([9.999, 99.95], ["10.0", "100.0"]),
+        ([123456.0, 0.5], ["123456", "<1"]),
+    ],
+)
+def test_figures_of_a_column_are_alike(values: list[float], words: list[str]) -> None:
+    assert alike(values) == words
+
+
+def test_note_of_several_policies_comes_once_with_their_names() -> None:
+    report = whole_report()
+    first, second = (replace(report.results[0], request=PolicyRequest(name)) for name in ("fiddler", "daop"))
+    noted = [
+        replace(first, notes=["fiddler: other text", "both alike"]),
+        replace(second, notes=["daop: other text", "both alike", "daop: its own"]),
+    ]
+    text = shown(replace(report, results=noted, left_out=()))
+    assert [line for line in text.splitlines() if line.startswith("note: ")] == [
+        "note: fiddler, daop: other text",
+        "note: both alike",
+        "note: daop: its own",
+    ]
+
+
+def test_json_holds_the_profile_of_each_policy() -> None:
+    exact, approximate = whole_report().to_json()["policies"]
+    for policy in (exact, approximate):
+        profile = policy["decode"]
+        assert profile["hit_rate"] == 0.5
+        assert profile["hit_rate_by_layer"] == [0.0, 0.5, 1.0]
+        tiles = {"demanded": 5, "predicted": 2, "useful": 1.2, "late": 0.5, "wasted": 0.6, "placed": 3}
+        assert profile["bytes_per_token"] == pytest.approx({kind: n * TILE for kind, n in tiles.items()})
+        assert profile["shares"]["link"] == pytest.approx(0.5)
+        assert sum(profile["shares"].values()) == pytest.approx(1)
+    assert exact["decode"]["perplexity"] is None
+    assert exact["decode"]["fidelity"]["exact"] is True
+    assert approximate["decode"]["fidelity"]["stale"] == pytest.approx(0.25)
+    assert approximate["decode"]["perplexity"]["difference_percent"] == pytest.approx(2.5)
+
+
+def test_panels_have_the_figures_of_the_policies() -> None:
+    report = whole_report()
+    (prefill, first, decoded), (hits, moved, changed) = policy_panels(report.figures)
+    assert [panel.title.split(",")[-1] for panel in (prefill, first, decoded)] == [" tok/s", " ms", " tok/s"]
+    assert decoded.series[0].values == {name: [30, 31] for name in ("mixtral-offloading", "daop")}
+    assert first.series[0].values["daop"] == [100, 100]
+    assert hits.words == {"mixtral-offloading": "50%", "daop": "50%"}
+    sizes = {series.label: series.values["daop"] for series in moved.series}
+    assert sizes == dict(zip(CAUSES, [[4.5], [0.5], [1.2], [pytest.approx(0.8)], [3.0]], strict=True))
+    shares = [series.values["daop"] for series in changed.series]
+    assert shares == [[0], [pytest.approx(12.3)], [pytest.approx(25)], [0]]
+    assert changed.words == {"mixtral-offloading": "exact", "daop": "12.3 + 25.0   (perplexity +2.50%)"}
+
+
+def test_picture_names_the_engine_and_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("launch.bench.report.draw", lambda path, panels, *texts: drawn.extend(texts))
+    report = whole_report()
+    config = report.config | {"machine": "a machine", "when": "2026-01-02T03:04:05"}
+    replace(report, config=config, emulation="slow link").draw(tmp_path / "a.png")
+    heading, footnote = drawn
+    assert (
+        "a-model on cuda: experts bf16, expert cache 25%\nbatch 1, 128 prompt tokens, 11 generated" in heading
+    )
+    assert heading.endswith("emulated: slow link")
+    assert footnote == "a machine, 2026-01-02"
