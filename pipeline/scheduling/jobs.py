@@ -16,7 +16,7 @@ from pipeline.fairness import ID_BYTES
 from pipeline.scheduling.prefix_cache import PrefixKey
 from pipeline.text.detokenizer import TextStream
 from pipeline.text.logprobs import Greedy
-from pipeline.text.sampler import Choice, TokenChooser
+from pipeline.text.token_choice import Choice, TokenChooser
 from protocol.messages import Done, Generate, Queued, Token
 
 JOB_BYTES = 4096  # of a request beside its tokens
@@ -207,11 +207,9 @@ class GenerateJob(Job):
         if self._logits is None and not self._chooser.complete:
             return
         self.reason = self._end_reason()  # a resumed answer may lack only its Done
-        if self.reason is None and self._logits is not None and self._chooser.ready:
-            logits, self._logits = self._logits, None
-            self._take_token(logits)
-
-    def _take_token(self, logits: FloatArray) -> None:
+        if self.reason is not None or self._logits is None or not self._chooser.ready:
+            return
+        logits, self._logits = self._logits, None
         choice: Choice | Greedy
         if self._wanted == "greedy":
             choice = Greedy.read(logits, self._vocabulary)

@@ -10,7 +10,8 @@ import pytest
 from pipeline.assets import model_dir
 from pipeline.errors import PipelineError, RequestError
 from pipeline.text.grammar import Grammar, Grammars, MaskDropped, MaskRequest, check_grammar
-from pipeline.text.sampler import Sampler, TokenChooser
+from pipeline.text.sampler import Sampler
+from pipeline.text.token_choice import TokenChooser
 from pipeline.text.tokenizer import Tokenizer
 from protocol.messages import Follow, Sampling, Shaping
 
