@@ -20,8 +20,6 @@ from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.errors import PipelineError, UsageError
 from pipeline.experts.peers import ExitEvents
 from pipeline.serving.clients import Clients
-from pipeline.serving.encoder_link import ROLE as TOKENIZER
-from pipeline.serving.encoder_link import EncoderLink
 from pipeline.serving.engine_inbox import (
     EngineEvent,
     EngineFailed,
@@ -35,8 +33,11 @@ from pipeline.serving.engine_inbox import (
 from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.engine_service import EngineService
 from pipeline.serving.engine_status import EngineStatus
+from pipeline.serving.text_link import ROLE as TEXT
+from pipeline.serving.text_link import TextLink
 from pipeline.serving.text_messages import TextMessages
 from pipeline.serving.text_queue import QueuedMessage, TextQueue
+from pipeline.text.grammar import MaskDropped, MaskRequest
 from protocol.codec import decode, encode
 from protocol.connection import HEARTBEAT_SECONDS
 from protocol.errors import MalformedMessage, ProtocolError
@@ -101,11 +102,12 @@ class Coordinator:
         def post(event: EngineEvent) -> None:  # called by the engine's thread
             loop.call_soon_threadsafe(self._on_engine_event, event)
 
-        engine = (self._config, self._inbox, post, self._exits, self._clients.congested)
+        text_up = threading.Event()
+        engine = (self._config, self._inbox, post, self._exits, self._clients.congested, text_up)
         self._engine = threading.Thread(target=run_engine, args=engine, name="engine", daemon=True)
         self._status: EngineStatus | None = None
-        identity = (self._config.fingerprint, self._config.key)
-        self._encoder = EncoderLink(self._context, runtime, *identity, self._send_to_supervisor)
+        to_text = (self._context, runtime, self._config.key)
+        self._text_link = TextLink(*to_text, self._send_to_supervisor, on_up=text_up.set)
         self._texts: TextQueue | None = None  # until the engine is ready
         self._ready = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -114,7 +116,10 @@ class Coordinator:
     async def serve(self) -> int:
         """Serve until Shutdown or a failure. Returns the exit code."""
         self._engine.start()
-        serving = (self._receive_from_supervisor(), self._serve_clients(), self._send_heartbeats())
+        serving = (
+            *(self._receive_from_supervisor(), self._serve_clients(), self._send_heartbeats()),
+            self._text_link.serve(),
+        )
         tasks = [asyncio.create_task(coroutine) for coroutine in (*serving, self._stopping.wait())]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -134,7 +139,7 @@ class Coordinator:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._clients.close()
         self._control.close()
-        self._encoder.close()
+        self._text_link.close()
         self._context.term()
         return self._exit_code
 
@@ -149,9 +154,14 @@ class Coordinator:
                 self._clients.broadcast(message, excluded)
             case ToSupervisor(message):
                 self._send_to_supervisor(message)
+            case MaskRequest() | MaskDropped():
+                assert self._texts is not None
+                self._texts.ask(event)
             case EngineReady(status, texts, notes):
                 self._status = status
-                self._texts = TextQueue(texts, self._encoder, self._pass_on, self._clients.send)
+                self._texts = TextQueue(
+                    texts, self._text_link, self._pass_on, self._clients.send, self._inbox.wake
+                )
                 self._ready.set()
                 number, store = self._config.incarnation, self._config.fingerprint
                 ready = Ready(VERSION, "coordinator", 0, number, os.getpid(), store, notes)
@@ -188,8 +198,8 @@ class Coordinator:
                     self._stopping.set()
                     return
                 case WorkerDied(role=role):
-                    if role == TOKENIZER:
-                        self._encoder.on_exit(message)
+                    if role == TEXT:
+                        self._text_link.on_exit(message)
                     self._exits.put(message)
 
     # --- clients ------------------------------------------------------------------------------------------
@@ -201,7 +211,7 @@ class Coordinator:
         assert self._texts is not None
         clients = self._clients.serve()
         async with asyncio.TaskGroup() as group:
-            for service in (clients, self._texts.serve(), self._encoder.serve()):
+            for service in (clients, self._texts.serve()):
                 group.create_task(service)
 
     def _welcome(self) -> Welcome:
@@ -251,13 +261,15 @@ def run_engine(
     post: Post,
     exits: ExitEvents,
     congested: Callable[[bytes], bool],
+    text_up: threading.Event,
 ) -> None:
-    """Build an engine and serve until `inbox` is stopped: the whole life of the engine's thread."""
+    """Build an engine and serve until `inbox` is stopped: the whole life of the engine's thread. `text_up`:
+    set once the text process is ready."""
     try:
         with ExitStack() as closing:
-            parts = EngineParts(config, exits, lambda message: post(ToSupervisor(message)), closing)
+            parts = EngineParts(config, exits, lambda message: post(ToSupervisor(message)), closing, text_up)
             service = EngineService(parts, inbox, post, congested)
-            texts = TextMessages(parts.tokenizer, parts.context)
+            texts = TextMessages(parts.detokenizer, parts.context)
             post(EngineReady(service.status, texts, tuple(parts.notes)))
             service.warm_up()
             service.serve()

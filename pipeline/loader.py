@@ -3,8 +3,7 @@
 It uses the fastest source available: a segment in memory; the disk cache; the checkpoint, while writing the
 disk cache. A store is not cached on disk where that would not be faster: with the checkpoint's own bits, or
 random weights. The loader holds the store's build lock meanwhile, so engines that start together share one
-store. It imports no torch, which on a small model would take nearly all of its time. Before that it has the
-tokenizer loaded under limits (`text/guarded.py`), as the coordinator later loads it without.
+store. It imports no torch, which on a small model would take nearly all of its time.
 
 A damaged store or cached file is written again, with a warning, but never while another engine uses it. A
 cached file's checksums are verified whenever it is read; those of a store in memory, and of the cached file
@@ -27,13 +26,9 @@ from typing import Any, TypeVar
 
 import zmq
 
-from pipeline.assets import model_dir
 from pipeline.checkpoint.open import open_model
 from pipeline.errors import UsageError
 from pipeline.models.registry import expert_shape
-from pipeline.models.shapes import is_shape
-from pipeline.text.guarded import GuardedLoad
-from pipeline.text.tokenizer import has_tokenizer
 from protocol.codec import decode, encode
 from protocol.messages import VERSION, Failed, Progress, Ready, Shutdown
 from protocol.sockets import connect_dealer, ipc_endpoint
@@ -111,9 +106,8 @@ class Loading:
         """Of the store's segment."""
         return store_name(self.fingerprint)
 
-    def load(self, tokenizer: GuardedLoad | None) -> None:
-        """Make a ready store under `name`; a tokenizer that cannot be loaded is noticed before minutes of
-        filling. Raises NotEnoughMemory, ModelError, ShmError, Stopped."""
+    def load(self) -> None:
+        """Make a ready store under `name`. Raises NotEnoughMemory, ModelError, ShmError, Stopped."""
         for path in sweep_cache(self.cache_folder):
             log.warning(f"removed the half-written {path}, left by a loader that was killed")
         waiting = self.control.stage("waiting for another engine that loads this model", 0)
@@ -125,19 +119,12 @@ class Loading:
             elif self._from_cache():
                 origin, read, cached = "cache", 0, self.size
             else:
-                self._check(tokenizer)
                 origin, read, cached = self.source.kind, self._from_source(), 0
         if (path := store_path(self.cache_folder, self.fingerprint)).exists():
             note_use(path.parent, CacheRecord("store", self.source.name, self.manifest.format))
-        self._check(tokenizer)
         self.origin = (
             f"source {origin}: {byte_size(read)} read from the checkpoint, {byte_size(cached)} from the cache"
         )
-
-    def _check(self, tokenizer: GuardedLoad | None) -> None:
-        if tokenizer is not None:
-            waiting = self.control.stage("checking the tokenizer", 0)
-            tokenizer.wait(lambda: waiting(0))
 
     def _attached(self) -> bool:
         """Whether a usable store exists. A damaged one is removed; ShmError where another engine uses it."""
@@ -227,12 +214,6 @@ class Loading:
         return result, manifest
 
 
-def _tokenizer_check(model: Path) -> AbstractContextManager[GuardedLoad | None]:
-    """Before another process loads the tokenizer without limits. The embedded one is known."""
-    known = is_shape(model) or model == model_dir()
-    return nullcontext() if known or not has_tokenizer(model) else GuardedLoad(model)
-
-
 @contextmanager
 def _cache_optional() -> Iterator[None]:
     """Turn a failure to write the cached file into a warning."""
@@ -248,9 +229,8 @@ def main(config: dict[str, Any]) -> int:
     with zmq.Context[zmq.Socket[bytes]]() as context:
         control = Control(context, Path(config["runtime"]), config["identity"])
         try:
-            with _tokenizer_check(Path(config["model"])) as tokenizer:
-                loading = Loading(config, control)
-                loading.load(tokenizer)
+            loading = Loading(config, control)
+            loading.load()
         except Stopped:
             return 0
         except (UsageError, NotEnoughMemory, UnknownFormat) as e:

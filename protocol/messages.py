@@ -386,7 +386,7 @@ class Ready(Record, frozen=True):
     Peers refuse another `version` or `fingerprint`."""
 
     version: Int
-    role: str  # loader | coordinator | worker | prefetcher | tokenizer | gateway
+    role: str  # loader | coordinator | worker | prefetcher | text | gateway
     index: Int
     incarnation: Int
     pid: Int
@@ -495,7 +495,7 @@ class CancelFetch(Record, frozen=True):
     id: Int
 
 
-# --- coordinator <-> tokenizer ---------------------------------------------------------------------------
+# --- coordinator <-> text process ------------------------------------------------------------------------
 
 
 @message(49)
@@ -503,7 +503,6 @@ class Encode(Record, frozen=True):
     """Request the token ids of texts, each encoded by itself, or of one conversation, rendered by the model's
     chat template with `template` as in Generate; or the text of `token_ids`. A `grammar` is checked."""
 
-    job: Int
     texts: tuple[str, ...] = ()
     messages: Turns | None = None
     template: str = ""
@@ -516,12 +515,39 @@ class Encoded(Record, frozen=True):
     """The answer to an Encode: the ids of all texts, one after the other, and their lengths; or text and
     pieces of given ids, as in Tokenized; or why not."""
 
-    job: Int
     ids: I32Vector
     lengths: Ints = ()
     error: str = ""
     text: str = ""
     pieces: tuple[bytes, ...] = ()
+
+
+@message(52)
+class Follow(Record, frozen=True):
+    """Request the tokens of `vocabulary` that an answer's grammar allows behind `tokens`, which are those
+    since the last such request of this answer. With `grammar`, which is compiled first, they are the whole
+    answer."""
+
+    answer: Int
+    vocabulary: Int
+    tokens: Ints = ()
+    grammar: str = ""
+
+
+@message(53)
+class Allowed(Record, frozen=True):
+    """The answer to a Follow: a bit for each token that is allowed, the first one's the lowest of the first
+    word; none where nothing may follow, or with an error."""
+
+    mask: I32Vector
+    error: str = ""
+
+
+@message(54)
+class Unfollow(Record, frozen=True):
+    """An answer's grammar is followed no further."""
+
+    answer: Int
 
 
 # --- supervisor <-> children ---------------------------------------------------------------------------

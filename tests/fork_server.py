@@ -42,7 +42,7 @@ PRELOADED = (
     "pipeline.coordinator",
     "pipeline.loader",
     "pipeline.device.cpu",
-    "pipeline.text.encoder_process",
+    "pipeline.text.process",
     "workers.child",
     "workers.expert_worker",
     "workers.prefetcher",

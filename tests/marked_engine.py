@@ -108,8 +108,8 @@ class Engine:
         for process in self.processes():
             with suppress(psutil.Error):  # it has exited
                 commands.append(" ".join(process.cmdline()))
-        for role in ("loader", "coordinator", "expert_worker", "prefetcher", "encoder_process"):
-            name = "tokenizer" if role == "encoder_process" else role.removeprefix("expert_")
+        for role in ("loader", "coordinator", "expert_worker", "prefetcher", "pipeline.text"):
+            name = "text" if role == "pipeline.text" else role.removeprefix("expert_")
             if count := sum(role in command for command in commands):
                 words.append(name if count == 1 else f"{count} {name}s")
         return ", ".join(words) or "no children"

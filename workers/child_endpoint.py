@@ -51,9 +51,9 @@ class ChildEndpoint:
         for socket in self._sockets:
             socket.send_multipart(encode(ready))
 
-    def fail(self, text: str) -> None:
-        """Send the supervisor the reason why this process exits."""
-        self._sockets[-1].send_multipart(encode(Failed(self.role, text, usage=False)))
+    def fail(self, text: str, usage: bool = False) -> None:
+        """Send the supervisor the reason why this process exits. `usage`: the user's input is at fault."""
+        self._sockets[-1].send_multipart(encode(Failed(self.role, text, usage)))
 
     def send(self, message: object) -> None:
         """Send to the coordinator. Large arrays are not copied: do not change them afterwards."""

@@ -17,7 +17,7 @@ from protocol.messages import VERSION, Hello
 from protocol.sockets import connect_dealer, ipc_endpoint
 
 SOCKETS = ("client.sock", "work.sock", "fetch.sock", "control.sock", "text.sock")
-ROLES = ("worker", "prefetcher", "coordinator", "loader", "tokenizer", "gateway")
+ROLES = ("worker", "prefetcher", "coordinator", "loader", "text", "gateway")
 STALL_LIMIT = 5.0  # seconds for which a socket may accept nothing
 LINGER_MS = 5000  # for the last messages of a burst
 BATCH = 32  # messages sent before other tasks of this process may run

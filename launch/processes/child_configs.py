@@ -73,8 +73,8 @@ class ChildConfigs:
         # Bound to a core, it would wait for that core's worker; so it copies on any that is idle.
         return self._store(fingerprint) | {"cores": [], "link_gbps": self.config.link_gbps}
 
-    def for_tokenizer(self, fingerprint: str) -> dict[str, Any]:
-        return self._store(fingerprint) | {"model": str(self.model)}
+    def for_text(self) -> dict[str, Any]:
+        return self._engine() | {"model": str(self.model), "fingerprint": ""}  # it knows no store
 
     def for_gateway(self, fingerprint: str) -> dict[str, Any]:
         keys = self.config.http_keys

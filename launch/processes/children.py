@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.errors import StartFailed
+from pipeline.text.tokenizer import LOAD_FAILURES
 from protocol.messages import Failed
 from protocol.sockets import Identity
 from workers.interpreter import CHILD_PROCESS, environment
@@ -24,13 +25,15 @@ MODULES = {
     "coordinator": "pipeline.coordinator",
     "worker": "workers.expert_worker",
     "prefetcher": "workers.prefetcher",
-    "tokenizer": "pipeline.text.encoder_process",
+    "text": "pipeline.text.process",
     "gateway": "pipeline.gateway.process",
 }
 
 
 def title(identity: Identity) -> str:
-    """Returns its name in messages: "worker 1"; just "loader", of which an engine has only one."""
+    """Returns a child's name in messages: "worker 1"; just "loader", of which an engine has only one."""
+    if identity.role == "text":
+        return "text process"
     return f"{identity.role} {identity.index}" if identity.role == "worker" else identity.role
 
 
@@ -54,6 +57,7 @@ class Child:
     hung: bool = False  # it was killed because it made no progress
     hung_in: str = ""  # which part of it
     exit_expected: bool = False
+    configured: bool = False
 
     @property
     def running(self) -> bool:
@@ -81,7 +85,10 @@ class Child:
         return self.idle_checks
 
     def configure(self, config: dict[str, Any]) -> None:
-        """Send the configuration, with the child's identity; once. Raises StartFailed."""
+        """Send the configuration, with the child's identity, unless it has one. Raises StartFailed."""
+        if self.configured:
+            return
+        self.configured = True
         packed = pack_config(config | asdict(self.identity) | {"identity": self.identity.prove(self.key)})
         if len(packed) > PIPE_CAPACITY:
             self.kill()
@@ -122,12 +129,28 @@ class Child:
         finally:
             ready.cancel()
 
+    def start_failure(self, code: int) -> StartFailed | None:
+        """Return why the engine cannot start, as this child has exited before it was ready; None where
+        another may be started, because this one was killed."""
+        killed = code in (-signal.SIGKILL, -signal.SIGTERM) if self.identity.role == "text" else code < 0
+        if killed and self.identity.role != "coordinator":
+            return None
+        usage = (self.failed.done() and self.failed.result().usage) or self._load_failure(code) != ""
+        return StartFailed(self.exit_reason(code), usage)
+
+    def _load_failure(self, code: int) -> str:
+        loading = self.identity.role == "text" and not self.ready.is_set()
+        return LOAD_FAILURES.get(code, "") if loading else ""
+
     def exit_reason(self, code: int) -> str:
+        """Return why the child has exited, as one line."""
         if self.failed.done():
             return self.failed.result().text
         if self.hung:
             where = f" in its {self.hung_in}" if self.hung_in else ""
             return f"the {title(self.identity)} made no progress{where} and was killed"
+        if reason := self._load_failure(code):
+            return f"the model's tokenizer {reason}"
         if code < 0:
             return f"the {title(self.identity)} was killed by {signal.Signals(-code).name}"
         return f"the {title(self.identity)} exited with code {code}"

@@ -16,7 +16,7 @@ from protocol.sockets import Identity
 
 KILL_LIMIT = 2.0  # seconds for the kernel to end a killed child
 LAST_MESSAGE_LIMIT = 0.5  # seconds that the last message of an exited child may still be under way
-STOP_ORDER = (("gateway",), ("coordinator",), ("worker", "prefetcher", "tokenizer"), ("loader",))
+STOP_ORDER = (("gateway",), ("coordinator",), ("worker", "prefetcher", "text"), ("loader",))
 
 
 class ProcessGroup:
@@ -52,7 +52,7 @@ class ProcessGroup:
     async def start(self, identity: Identity, config: dict[str, Any], threads: int) -> Child:
         """Spawn a child, unless it was prepared, and send it its configuration. Raises StartFailed."""
         child = self._children.get(identity)
-        if child is None or not child.running:
+        if child is None or not (child.running or child.configured):  # one that has run ends as `_watch` says
             child = await self.prepare(identity, threads)
         child.configure(config)
         return child
@@ -80,9 +80,9 @@ class ProcessGroup:
                 child.exit_expected = True
                 # Before the engine is up there is nothing to finish, and most children do not receive yet;
                 # the loader does, and removes the store that it has half built.
-                # The tokenizer has nothing to finish, and may be busy with a text.
+                # The text process has nothing to finish, and may be busy.
                 role = child.identity.role
-                receives = (orderly and role != "tokenizer") or role == "loader"
+                receives = (orderly and role != "text") or role == "loader"
                 if not (receives and await self.send(child.identity, Shutdown())):
                     child.send_signal(signal.SIGTERM)
             await terminate(children)
@@ -111,5 +111,6 @@ class ProcessGroup:
         # The exit may be seen before a message sent just ahead of it: a loader's Ready, a Failed.
         if code >= 0:
             await child.wait_last_message(LAST_MESSAGE_LIMIT)
-        del self._children[child.identity]
+        if self._children.get(child.identity) is child:
+            del self._children[child.identity]
         self.on_exit(child, code)

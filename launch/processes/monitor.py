@@ -62,23 +62,20 @@ class ProcessMonitor:
         index: int,
         config: Callable[[], dict[str, Any]],
         threads: int,
-        after_ready: bool = False,
     ) -> ProcessSlot:
-        slot = self._slots[role, index] = ProcessSlot(role, index, config, threads, after_ready)
+        slot = self._slots[role, index] = ProcessSlot(role, index, config, threads)
         return slot
 
     def has(self, role: str) -> bool:
         return any(slot.role == role for slot in self._slots.values())
 
     async def start(self) -> None:
-        """Start the processes of all slots and wait until each is ready, but for those that are started after
-        that. Raises StartFailed."""
-        await self._start_children(after_ready=False)
+        """Start the processes of all slots and wait until each is ready. Raises StartFailed."""
+        await self._start_children()
         self._guard.keep(self._kill_hung_children())
         await self._wait_ready()
         self._started = True
         self._guard.keep(self._restart_coordinator(time.monotonic()))
-        await self._start_children(after_ready=True)
 
     async def start_late(self, slot: ProcessSlot) -> None:
         """Start a slot that was added after `start`, and wait until it is ready. Raises StartFailed."""
@@ -112,9 +109,8 @@ class ProcessMonitor:
         if slot is None or child.exit_expected or self._stopping:
             return
         slot.child = None
-        usage = child.failed.done() and child.failed.result().usage
-        if not self._started and (code >= 0 or slot.role == COORDINATOR):
-            slot.fail(StartFailed(child.exit_reason(code), usage))
+        if not self._started and (failure := child.start_failure(code)) is not None:
+            slot.fail(failure)
         elif slot.role == COORDINATOR:
             self._coordinator_exit.set_result((child, code))
         else:
@@ -128,10 +124,10 @@ class ProcessMonitor:
 
     # --- starts and restarts -----------------------------------------------------------------------------
 
-    async def _start_children(self, after_ready: bool) -> None:
+    async def _start_children(self) -> None:
         for slot in list(self._slots.values()):
             running = slot.role == GATEWAY and slot.child is not None
-            if slot.after_ready == after_ready and not self._stopping and not running:
+            if not self._stopping and not running:
                 await self._start_child(slot)
 
     async def _start_child(self, slot: ProcessSlot) -> None:
@@ -148,15 +144,15 @@ class ProcessMonitor:
         child = await self._group.start(identity, slot.config(), slot.threads)
         if slot.incarnation == identity.incarnation:
             slot.child = child
+            if child.ready.is_set() and not slot.ready.done():  # it was started before
+                slot.ready.set_result(None)
         else:  # the whole engine was restarted meanwhile
             child.kill()
 
     async def _wait_ready(self) -> None:
         # A restart replaces the futures. Local clients do not wait for a restarted gateway.
         slots = {
-            slot.ready: slot
-            for slot in self._slots.values()
-            if not slot.after_ready and not (slot.role == GATEWAY and self._started)
+            slot.ready: slot for slot in self._slots.values() if not (slot.role == GATEWAY and self._started)
         }
         limit = self._limits.ready
         done, pending = await asyncio.wait(slots, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
@@ -225,7 +221,6 @@ class ProcessMonitor:
                 all_ready.cancel()
             else:
                 all_ready.result()
-                await self._start_children(after_ready=True)
                 log.warning(f"the engine is up again after {ready_at - exited_at:.1f} s")
 
     async def _restart_all(self, pause: float) -> None:
@@ -243,7 +238,7 @@ class ProcessMonitor:
                 slot.ready.set_result(None)  # a task that waits for this incarnation must not wait for ever
             slot.ready = asyncio.get_running_loop().create_future()
             slot.exited_at = None
-        await self._start_children(after_ready=False)
+        await self._start_children()
 
     # --- hangs -------------------------------------------------------------------------------------------
 

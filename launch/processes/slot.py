@@ -19,7 +19,6 @@ class ProcessSlot:
     index: int
     config: Callable[[], dict[str, Any]]
     threads: int
-    after_ready: bool = False  # it is started once the engine is ready, which does not wait for it
     incarnation: int = -1
     child: Child | None = None
     ticks: int = 0  # of its line in the control segment, when the present incarnation was started

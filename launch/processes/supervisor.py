@@ -182,6 +182,8 @@ class Supervisor:
             log.warning(f"emulation: {emulation}")
         # Spawned before the store is loaded: importing torch takes longer than attaching a store.
         await group.prepare(Identity("coordinator", 0, 0), self._cores.computing)
+        if has_tokenizer(self.model):  # an unusable one is noticed before minutes of loading
+            await group.start(Identity("text", 0, 0), self._configs.for_text(), 1)
         self._progress.update("starting the loader")
         await self._load(group)
         self._progress.update("starting the processes")
@@ -239,8 +241,7 @@ class Supervisor:
         if self._configs.slab:
             self._add_prefetcher(monitor)
         if has_tokenizer(self.model):
-            tokenizer = partial(self._configs.for_tokenizer, self._fingerprint)
-            monitor.add_slot("tokenizer", 0, tokenizer, 1, after_ready=True)
+            monitor.add_slot("text", 0, self._configs.for_text, 1)
         if self.config.http is not None:
             monitor.add_slot("gateway", 0, lambda: self._configs.for_gateway(self._fingerprint), 1)
         workers = count(number, "worker") if number else "which computes experts itself"
@@ -281,6 +282,8 @@ class Supervisor:
         if child.identity.role != "loader":
             if self._monitor is not None:
                 self._monitor.on_exit(child, code)
+            elif child.identity.role == "text" and (failure := child.start_failure(code)) is not None:
+                self._guard.fail(failure)
         elif not child.ready.is_set():  # the exit of an earlier loader may come during the next one's work
             usage = child.failed.done() and child.failed.result().usage
             self._loaded.set_exception(StartFailed(child.exit_reason(code), usage))
@@ -293,7 +296,8 @@ class Supervisor:
             # A loader's notes but the first are warnings.
             level = logging.WARNING if ready.role == "loader" and number else logging.INFO
             log.log(level, f"{topic}: {note}")
-        if ready.version != VERSION or self._fingerprint not in ("", ready.fingerprint):
+        known = {self._fingerprint, ready.fingerprint} - {""}
+        if ready.version != VERSION or len(known) > 1:
             other = "version of Tandem" if ready.version != VERSION else "store"
             self._guard.fail(StartFailed(f"the {title(child.identity)} has another {other}"))
         elif ready.role == "loader":

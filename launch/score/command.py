@@ -22,10 +22,9 @@ from launch.errors import OutputFailed, WrongUsage
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import plain, print_json, show
 from pipeline.counters import difference, fidelity
-from pipeline.text.guarded import encode_guarded
 from protocol.client import Client
 from protocol.errors import RequestFailed
-from protocol.messages import F32Matrix, Score
+from protocol.messages import F32Matrix, Score, Tokenize
 from shm.atomic_file import atomic_file
 
 
@@ -68,7 +67,7 @@ async def score(options: Options, interrupts: Interrupts) -> int:
                 f"--stride {stride}: must be less than the context of {context} tokens; windows that move by"
                 f" {context - 1} share only the token from which the later one predicts its first"
             )
-        requests = _requests(client, options, text, ids, stride)
+        requests = await _requests(client, options, text, ids, stride)
         before = await client.stats()
         if out is None:
             count, nll = await _sum(client, requests, None)
@@ -133,11 +132,10 @@ def windows_of(tokens: int, context: int, stride: int) -> Iterator[Window]:
     yield Window(max(0, end - context), end, first, tokens)
 
 
-def _requests(
+async def _requests(
     client: Client, options: Options, text: str | None, ids: Sequence[int], stride: int
 ) -> list[tuple[Window, dict[str, Any]]]:
-    """Each window with the arguments of Client.score. Raises WrongUsage, and ModelError for an unusable
-    tokenizer."""
+    """Each window with the arguments of Client.score. Raises WrongUsage and what `tokenize` raises."""
     welcome, written = client.welcome, options.written
     how = {"stepwise": "stepwise" in written, "full": "out" in written}
     prefill = written.get("prefill", 1)
@@ -148,10 +146,8 @@ def _requests(
             check_request(written["text"], Score(0, text=text))
             whole = Window(0, welcome.context, 0, welcome.context)
             return [(whole, {"text": text, "prefill": prefill, **how})]
-        encoded = encode_guarded(Path(welcome.model), text)
-        if encoded is None:
-            raise WrongUsage(f"--text: {welcome.model} has no tokenizer any more; give --tokens")
-        ids = encoded
+        check_request(written["text"], Tokenize(0, text=text))
+        ids = (await client.tokenize(text=text)).ids.tolist()
     if len(ids) > welcome.context == 1:
         raise WrongUsage("the engine's context has 1 token; start it with a larger --context")
     largest = welcome.vocabulary - 1

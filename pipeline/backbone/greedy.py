@@ -1,4 +1,4 @@
-"""The device's part of greedy sampling (`pipeline/text/greedy.py` is the host's)."""
+"""The device's part of greedy sampling (`pipeline/text/logprobs.py` is the host's)."""
 
 from __future__ import annotations
 

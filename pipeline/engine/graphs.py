@@ -33,7 +33,7 @@ from pipeline.device.cuda_graphs import CudaGraphs
 from pipeline.engine.head import answers
 from pipeline.engine.layers import Attended, StepLayers
 from pipeline.engine.observer import Probing
-from pipeline.text.greedy import WIDTH
+from pipeline.text.logprobs import WIDTH
 from shm.segment import byte_size
 from workers.cuda import CudaError
 

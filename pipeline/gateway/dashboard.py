@@ -42,7 +42,6 @@ PROC = Path("/proc")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 TICKS = os.sysconf("SC_CLK_TCK")
 ROLES = {
-    "encoder_process": "tokenizer",
     "expert_worker": "worker",
 }  # by module, where the name is another one
 KINDS = {

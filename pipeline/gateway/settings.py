@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from pipeline.gateway.bodies import MOST_SEED, Common
 from pipeline.gateway.errors import bad
 from pipeline.gateway.tools import Grammar
-from pipeline.text.tokenizer import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from pipeline.text.detokenizer import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from protocol.messages import Sampling, Shaping, TokenBias, Welcome
 
 

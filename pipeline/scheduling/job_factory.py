@@ -13,12 +13,12 @@ from pipeline.backbone.batch import StepInput
 from pipeline.backbone.kv_cache import SequenceKV
 from pipeline.errors import PromptTooLong, RequestError
 from pipeline.scheduling.jobs import Emit, GenerateJob, Job
+from pipeline.text.detokenizer import Detokenizer
 from pipeline.text.generation_defaults import MOST_LOGPROBS, validate, validate_shaping
-from pipeline.text.grammar import GrammarCompiler
+from pipeline.text.grammar import AskMask, Grammar
 from pipeline.text.logprobs import log_softmax, top_of_rows
 from pipeline.text.sampler import Sampler
 from pipeline.text.token_choice import TokenChooser
-from pipeline.text.tokenizer import Tokenizer
 from protocol.messages import Generate, Score, Scores
 
 BLOCK_BYTES = 4 << 20  # log-probabilities of one Scores message
@@ -30,8 +30,9 @@ class JobFactory:
 
     def __init__(
         self,
-        tokenizer: Tokenizer | None,
+        detokenizer: Detokenizer | None,
         eos: frozenset[int],
+        ask_mask: AskMask,
         *,
         vocabulary: int,
         context: int,
@@ -39,18 +40,18 @@ class JobFactory:
         seed: int,
         greedy: bool = False,
     ) -> None:
-        """`tokenizer`: for the text of answers; `context`: tokens of prompt and answer together; `longest`:
-        the model's own limit of those; `seed`: of the first request without one; `greedy`: whether the
-        device makes greedy choices."""
+        """`detokenizer`: for the text of answers; `ask_mask`: as of Grammar; `context`: tokens of prompt and
+        answer together; `longest`: the model's own limit of those; `seed`: of the first request without one;
+        `greedy`: whether the device makes greedy choices."""
         self.context = context
         larger = " or start the engine with a larger --context" if context < longest else ""
         self._remedy = f"shorten it{larger}"
-        self._tokenizer = tokenizer
+        self._detokenizer = detokenizer
+        self._ask_mask = ask_mask
         self._eos = eos
         self._vocabulary = vocabulary
         self._greedy_of = vocabulary if greedy else 0
         self._seeds = itertools.count(seed)
-        self._grammars = None if tokenizer is None else GrammarCompiler(tokenizer, vocabulary, sorted(eos))
 
     def make(self, client: bytes, message: Generate | Score, emit: Emit) -> Job:
         """The job of a request. Raises RequestError."""
@@ -77,7 +78,7 @@ class JobFactory:
                 len(prompt),
             )
         self._check_prompt(prompt)
-        if message.stop and self._tokenizer is None:
+        if message.stop and self._detokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model has none")
         limit = min(message.max_tokens, self.context - len(prompt))
         if len(message.resume) > limit:
@@ -90,12 +91,10 @@ class JobFactory:
         shaping = message.shaping
         validate_shaping(shaping, message.logprobs)
         check_ids([bias.token for bias in shaping.bias], self._vocabulary)
-        if shaping.grammar and (self._grammars is None or message.ignore_eos):
+        if shaping.grammar and (self._detokenizer is None or message.ignore_eos):
             raise RequestError("a grammar needs a tokenizer, and ends the answer: not with ignore_eos")
         grammar = (
-            self._grammars.start(shaping.grammar, message.resume)
-            if shaping.grammar and self._grammars is not None
-            else None
+            Grammar(client, shaping.grammar, self._vocabulary, self._ask_mask) if shaping.grammar else None
         )
         seed = message.sampling.seed
         seed = next(self._seeds) if seed is None else seed
@@ -113,7 +112,7 @@ class JobFactory:
                 logprobs=message.logprobs,
                 rival=None if message.rival == -1 else message.rival,
             ),
-            text=None if self._tokenizer is None else self._tokenizer.stream(message.stop),
+            text=None if self._detokenizer is None else self._detokenizer.stream(message.stop),
             eos=frozenset() if message.ignore_eos else self._eos,
             vocabulary=self._greedy_of,
         )

@@ -14,8 +14,8 @@ from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import SequenceKV
 from pipeline.fairness import ID_BYTES
 from pipeline.scheduling.prefix_cache import PrefixKey
-from pipeline.text.greedy import Greedy
-from pipeline.text.text_stream import TextStream
+from pipeline.text.detokenizer import TextStream
+from pipeline.text.logprobs import Greedy
 from pipeline.text.token_choice import Choice, TokenChooser
 from protocol.messages import Done, Generate, Queued, Token
 
@@ -79,6 +79,9 @@ class Job(ABC):
     def take_logits(self, logits: FloatArray) -> None:
         """Take the last `step_input`'s logits [n, vocabulary] or choice; may set `reason`. Raises
         PipelineError."""
+
+    def resume(self) -> None:  # noqa: B027 - most never wait
+        """Go on where the last step left something to wait for; may set `reason`. Raises PipelineError."""
 
     def admit(self, kv: SequenceKV, number: int, counters: dict[str, Any]) -> None:
         """Begin, or continue after a preemption. `number`: of this admission; `counters`: the engine's."""
@@ -171,11 +174,21 @@ class GenerateJob(Job):
         if text is not None:
             text.resume(message.resume)
         self._eos = eos
+        self._logits: FloatArray | None = None  # the next token's, while a mask is missing
         self._end: dict[str, Any] = {}  # content for the missing Token message of an end token
 
     @property
     def ready(self) -> bool:
-        return self._chooser.ready
+        return self._logits is None
+
+    def admit(self, kv: SequenceKV, number: int, counters: dict[str, Any]) -> None:
+        super().admit(kv, number, counters)
+        self._chooser.begin(self.tokens)
+
+    def preempt(self) -> SequenceKV:
+        self._chooser.end()
+        self._logits = None  # the tokens are prefilled again, to the same ones
+        return super().preempt()
 
     def step_input(self, chunk: int) -> StepInput:
         new = self._next_tokens(chunk)
@@ -185,21 +198,30 @@ class GenerateJob(Job):
         if len(logits) == 0:
             return  # the prompt has more chunks
         self._note_answer()
-        self.reason = self._end_reason()
-        if self.reason is not None:  # the resumed answer lacks only its Done
+        self._logits = logits[0]
+        self.resume()
+        if self._logits is not None:
+            self._logits = self._logits.copy()  # the engine's next step overwrites its own
+
+    def resume(self) -> None:
+        if self._logits is None and not self._chooser.complete:
             return
+        self.reason = self._end_reason()  # a resumed answer may lack only its Done
+        if self.reason is not None or self._logits is None or not self._chooser.ready:
+            return
+        logits, self._logits = self._logits, None
         choice: Choice | Greedy
         if self._wanted == "greedy":
-            choice = Greedy.read(logits[0], self._vocabulary)
+            choice = Greedy.read(logits, self._vocabulary)
         else:
-            choice = self._chooser.next(logits[0], self.tokens)
+            choice = self._chooser.next(logits, self.tokens)
         token = choice.token
         if token in self._eos:
             self.reason = "stop"
             self._end = {"end": {"token": token, "margin": choice.margin, "runner_up": choice.runner_up}}
             return
         self.tokens.append(token)
-        self._chooser.accept(token)
+        self._chooser.accept()
         if self.kv is not None and not self.kv.select_rope(len(self.tokens)):
             self.prefill_end = len(self.tokens)  # their KV was dropped: prefill them again
         shown = self._text.push(token) if self._text is not None else ""
@@ -214,6 +236,7 @@ class GenerateJob(Job):
         return "length" if len(self.tokens) == self.max_kv_tokens else None
 
     def finish(self, reason: str, stats: dict[str, Any], error: str = "", text: str = "") -> None:
+        self._chooser.end()
         if self._text is not None:
             text = self._text.finish()
             if reason == "length" and self._text.stopped:

@@ -110,9 +110,11 @@ class Scheduler:
         """Admit, run a prefill chunk and a decode step. False where all requests wait for their clients."""
         self._admit()
         self._report_positions()
+        for job in list(self._running):
+            self._resume(job)
         ready = [job for job in self._running if job.ready and not self._congested(job.client)]
         self._step(self._next_prefill(ready), "prefill")
-        decoding = [job for job in ready if not job.prefilling and job.reason is None]
+        decoding = [job for job in ready if job.ready and not job.prefilling and job.reason is None]
         self._step(self._with_capacity(decoding), "decode")
         return bool(ready)
 
@@ -211,6 +213,16 @@ class Scheduler:
         for position, job in enumerate(order, start=1):
             if not paused(job.client):
                 job.report_position(position)
+
+    def _resume(self, job: Job) -> None:
+        """Let a job go on, or end, that the last step has left waiting."""
+        try:
+            job.resume()
+        except PipelineError as e:
+            self._end(job, "error", str(e))
+            return
+        if job.reason is not None:
+            self._end(job, job.reason)
 
     # --- steps -------------------------------------------------------------------------------------------
 

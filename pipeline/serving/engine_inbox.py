@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pipeline.fairness import ID_BYTES, Held, Turns
 from pipeline.serving.engine_status import EngineStatus
 from pipeline.serving.text_messages import TextMessages
+from pipeline.text.grammar import MaskDropped, MaskRequest
 from protocol.messages import Calibrate, Cancel, ChatMessage, Generate, Record, Score, SetPolicy
 
 LIMIT = 4096  # waiting messages of one client
@@ -36,7 +37,7 @@ class EngineInbox:
         self._gone: deque[bytes] = deque()  # clients that have disconnected
         self._held = Held()
         self._changed = threading.Condition()
-        self._stopped = False
+        self._stopped = self._woken = False
 
     @property
     def stopped(self) -> bool:
@@ -65,11 +66,12 @@ class EngineInbox:
                 self._changed.notify()
 
     def get(self, wait: float) -> tuple[bytes, EngineMessage] | None:
-        """Take the next client's oldest message. Returns None after `wait` seconds, and after `stop` once
-        none is left."""
+        """Take the next client's oldest message. Returns None after `wait` seconds or a `wake`, and after
+        `stop` once none is left."""
         with self._changed:
-            if not self._queues and not self._gone and not self._stopped and wait:
+            if not (self._queues or self._gone or self._stopped or self._woken) and wait:
                 self._changed.wait(wait)
+            self._woken = False
             if self._gone:
                 return self._gone.popleft(), ClientGone()
             if not self._queues:
@@ -80,6 +82,12 @@ class EngineInbox:
                 del self._queues[client]
             self._held.give_back(client, size)
             return client, message
+
+    def wake(self) -> None:
+        """End the present wait of the engine's thread, or its next one: what it waits for is elsewhere."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify()
 
     def stop(self) -> None:
         """Refuse further messages, and wake the engine's thread."""
@@ -142,5 +150,7 @@ class EngineFailed:
     usage: bool  # the user's input is at fault
 
 
-EngineEvent = ToClients | ToOtherClients | ToSupervisor | EngineReady | EngineFailed
+EngineEvent = (
+    ToClients | ToOtherClients | ToSupervisor | MaskRequest | MaskDropped | EngineReady | EngineFailed
+)
 Post = Callable[[EngineEvent], None]

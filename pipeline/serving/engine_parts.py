@@ -3,6 +3,7 @@ Device memory is opened by the first policy that needs it (`device_memory.py`)."
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ from pipeline.checkpoint.open import open_model
 from pipeline.coordinator_config import CoordinatorConfig, WorkerCores
 from pipeline.device import open_device
 from pipeline.engine.engine import Engine
-from pipeline.errors import UsageError
+from pipeline.errors import PeerLost, UsageError
 from pipeline.experts.carriers import ArenaCarrier, SocketCarrier
 from pipeline.experts.compiled_division import divider
 from pipeline.experts.division import largest
@@ -29,7 +30,8 @@ from pipeline.memory.limits import CHUNK_MAX, choose_context, full_memory_in_one
 from pipeline.memory.needs import needs
 from pipeline.models.registry import model_spec
 from pipeline.models.spec import ModelSpec
-from pipeline.text.tokenizer import Tokenizer
+from pipeline.text.detokenizer import DECODER, Detokenizer
+from pipeline.text.tokenizer import has_tokenizer
 from protocol.messages import Progress
 from protocol.program import COMMAND
 from shm.cache_record import CacheRecord
@@ -44,6 +46,7 @@ from workers.kernels.host import HostKernel
 from workers.kernels.native import chosen
 
 CHILD_LIMIT = 60.0  # seconds for workers and prefetcher to announce themselves
+TEXT_LIMIT = 300.0  # seconds for the text process, which loads a tokenizer
 NARROW_ROWS = 32  # of the slots of a lane of which there are several
 # Nanoseconds for which this process's team spins for its next computation, where no worker needs the cores:
 # longer than what lies between two of a step. Waking a thread takes as long as the products of a small layer.
@@ -67,8 +70,10 @@ class EngineParts:
         exits: ExitEvents,
         to_supervisor: SendToSupervisor,
         closing: ExitStack,
+        text_up: threading.Event,
     ) -> None:
-        """`closing` releases the parts. Raises UsageError, ShmError, PeerLost or CudaError, each one line."""
+        """`text_up`: set once the text process is ready. `closing` releases the parts. Raises UsageError,
+        ShmError, PeerLost or CudaError, each one line."""
         self.config = config
         self.to_supervisor = to_supervisor
         self.closing = closing
@@ -96,10 +101,8 @@ class EngineParts:
         with ThreadPoolExecutor(1, "locking") as beside:
             locked = beside.submit(lock_pages, self.store.segment.array)
             backbone = self._load_backbone(spec)
-        pool = self._open_pool(
-            spec.top_k
-        )  # workers load their kernels while this process reads the tokenizer
-        self.tokenizer = Tokenizer.load(config.model)
+        pool = self._open_pool(spec.top_k)
+        self.detokenizer = self._detokenizer(text_up)
         held = kv_budget(options.kv_tokens, self.context)
         self.kv = KVCache(spec, backbone.dtype, device.torch_device, held)
         self.kv_bytes = held * spec.kv_numbers_per_token * backbone.dtype.itemsize  # of a full KV cache
@@ -116,6 +119,14 @@ class EngineParts:
             f" {layout.shape.tiles}, {byte_size(layout.expert_bytes // layout.shape.tiles)} each",
             f"context: {self.context} tokens; the KV cache holds {held}",
         ]
+
+    def _detokenizer(self, text_up: threading.Event) -> Detokenizer | None:
+        """The decoding half of the model's tokenizer, which the text process has loaded under limits."""
+        if not has_tokenizer(self.config.model):
+            return None
+        if not text_up.wait(TEXT_LIMIT):
+            raise PeerLost(f"the text process was not ready after {TEXT_LIMIT:.0f} s")
+        return Detokenizer.read(self.config.runtime / DECODER)
 
     def bind_socket(self, role: str, largest: int = 0) -> None:
         """Open the socket to the children of a role. `largest`: bytes of the largest array that they send."""

@@ -55,10 +55,11 @@ class EngineService:
         self._inbox = inbox
         self._post = post
         self._policies = PolicySwitch(parts)
-        options, tokenizer = parts.config.options, parts.tokenizer
+        options, detokenizer = parts.config.options, parts.detokenizer
         jobs = JobFactory(
-            tokenizer,
-            eos_ids(parts.config.model) if tokenizer is None else tokenizer.eos_ids,
+            detokenizer,
+            eos_ids(parts.config.model) if detokenizer is None else detokenizer.eos_ids,
+            post,
             vocabulary=parts.engine.backbone.spec.vocabulary,
             context=parts.context,
             longest=parts.engine.backbone.spec.max_positions,

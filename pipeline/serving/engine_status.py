@@ -13,6 +13,7 @@ from pipeline.scheduling.scheduler import Scheduler
 from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.policy_switch import PolicySwitch
 from pipeline.text.generation_defaults import sampling_defaults
+from pipeline.text.tokenizer import has_chat_template
 from protocol.messages import VERSION, ExpertActivityReply, Welcome
 
 
@@ -33,7 +34,7 @@ class EngineStatus:
         """The engine's description for a client that connects."""
         parts = self._parts
         config, options = parts.config, parts.config.options
-        tokenizer, policy = parts.tokenizer, parts.engine.policy
+        policy = parts.engine.policy
         return Welcome(
             version=VERSION,
             engine=config.engine,
@@ -44,8 +45,8 @@ class EngineStatus:
             exact=policy.exact,
             vocabulary=parts.engine.backbone.spec.vocabulary,
             context=parts.context,
-            has_tokenizer=tokenizer is not None,
-            has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
+            has_tokenizer=parts.detokenizer is not None,
+            has_chat_template=parts.detokenizer is not None and has_chat_template(config.model),
             emulation=options.emulation,
             sampling=self._sampling,
             format=options.format,

@@ -1,27 +1,39 @@
-"""Clients' messages that wait until the tokenizer process has encoded a text: that of the message itself, or
-of an earlier one of the same client, because each client's messages stay in order. Clients take turns, one
-text each: many texts of one delay another by no more than one of them.
-Runs in the event loop.
-"""
+"""What waits for the text process: clients' messages with a text, and masks of answers that follow a grammar.
+
+Clients take turns, one job each: many texts of one delay another by no more than one of them. A client's
+masks come before its texts. Its messages stay in order, so also one without a text waits behind those with
+one. Runs in the event loop."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from pipeline.errors import PromptTooLong, RequestError
 from pipeline.fairness import Held, Turns
-from pipeline.serving.encoder_link import EncoderExited, EncoderLink, limit_of
 from pipeline.serving.engine_inbox import LIMIT, held_bytes
+from pipeline.serving.text_link import TextLink, TextProcessExited, limit_of
 from pipeline.serving.text_messages import TextMessage, TextMessages, with_ids
+from pipeline.text.grammar import MaskDropped, MaskRequest
 from protocol.errors import MalformedMessage
-from protocol.messages import Done, Encode, Error, SetPolicy, Tokenize, Tokenized
+from protocol.messages import (
+    Allowed,
+    Done,
+    Encode,
+    Encoded,
+    Error,
+    Follow,
+    SetPolicy,
+    Tokenize,
+    Tokenized,
+    Unfollow,
+)
 
-MOST_CRASHES = 2  # of the process while it encoded one text
-MOST_EXITS = 8  # the same by any cause: the system may kill it when memory is short
+MOST_EXITS = 8  # of the process during one job, by signals from outside: the system may lack memory
 QueuedMessage = TextMessage | SetPolicy
 
 
@@ -30,31 +42,45 @@ class _Waiting:
     message: QueuedMessage
     text: Encode | None  # None: it waits for an earlier message's text
     size: int
-    crashes: int = 0  # of the process during this text
-    exits: int = 0
+    exits: int = 0  # of the process during this text
     ended: bool = False  # answered or passed on; it may still be in its queue, and its text be encoded
 
 
+@dataclass(eq=False)
+class _Following:
+    """An answer whose grammar is followed."""
+
+    client: bytes
+    asked: MaskRequest  # the latest
+    generation: int = -1  # of the process that has its grammar
+    known: int = 0  # tokens of the answer that this process has
+    exits: int = 0  # of processes during one mask
+
+
 class TextQueue:
-    """`forward(client, message)` passes on a message without a text, `send(client, message)` answers."""
+    """`forward(client, message)` passes on a message without a text, `send(client, message)` answers, `wake`
+    tells the engine's thread of a mask."""
 
     def __init__(
         self,
         texts: TextMessages,
-        link: EncoderLink,
+        link: TextLink,
         forward: Callable[[bytes, QueuedMessage], None],
         send: Callable[[bytes, object], None],
+        wake: Callable[[], None],
     ) -> None:
         self._texts = texts
         self._link = link
         self._forward = forward
         self._send = send
+        self._wake = wake
         # By client, none of them empty: the first message of each has a text.
         self._queues: dict[bytes, deque[_Waiting]] = {}
         self._requests: dict[tuple[bytes, int], _Waiting] = {}  # that a Cancel ends, by client and request
+        self._following: dict[int, _Following] = {}  # by answer
+        self._masks: dict[bytes, deque[_Following]] = {}  # those whose mask is wanted, by client, none empty
         self._turns = Turns()
         self._held = Held()
-        self._jobs = itertools.count()
         self._filled = asyncio.Event()
         self._stopped = False
 
@@ -64,7 +90,7 @@ class TextQueue:
         text = None
         if not isinstance(message, SetPolicy):
             try:
-                text = self._texts.to_encode(message, next(self._jobs))
+                text = self._texts.to_encode(message)
             except RequestError as e:
                 self._refuse(client, message, e)
                 return True
@@ -87,6 +113,18 @@ class TextQueue:
         self._filled.set()
         return True
 
+    def ask(self, wanted: MaskRequest | MaskDropped) -> None:
+        """Have a mask made, or forget an answer's grammar."""
+        if isinstance(wanted, MaskDropped):
+            following = self._following.pop(wanted.answer, None)
+            if following is not None and following.generation == self._link.generation:
+                self._link.tell(Unfollow(wanted.answer))
+            return
+        following = self._following.setdefault(wanted.answer, _Following(wanted.client, wanted))
+        following.asked, following.exits = wanted, 0
+        self._masks.setdefault(wanted.client, deque()).append(following)
+        self._filled.set()
+
     def cancel(self, client: bytes, request: int) -> None:
         """End this client's request, if it waits here."""
         waiting = self._requests.get((client, request))
@@ -96,9 +134,10 @@ class TextQueue:
             self._advance(client)
 
     def forget(self, client: bytes) -> None:
-        """A client has disconnected."""
+        """A client has disconnected. Its answers' grammars are dropped when the engine ends the answers."""
         for waiting in self._queues.pop(client, ()):
             self._end(client, waiting)
+        self._masks.pop(client, None)
 
     def stop(self, refusal: str) -> None:
         """The engine is stopped: end all requests as cancelled, and refuse all calls."""
@@ -112,35 +151,57 @@ class TextQueue:
             self.forget(client)
 
     async def serve(self) -> None:
-        """Have the texts encoded, until cancelled."""
+        """Have the process do one job after the other, until cancelled."""
         while True:
-            while not self._queues:
+            while not (self._queues or self._masks):
                 self._filled.clear()
                 await self._filled.wait()
             await self._link.wait_up()
-            if self._queues:
-                client = self._turns.next(self._queues)
-                await self._encode(client, self._queues[client][0])
+            if clients := [*self._masks, *self._queues]:
+                client = self._turns.next(clients)
+                if masks := self._masks.get(client):
+                    following = masks.popleft()
+                    if not masks:
+                        del self._masks[client]
+                    await self._follow(following)
+                else:
+                    await self._encode(client, self._queues[client][0])
+
+    async def _follow(self, following: _Following) -> None:
+        """Have an answer's mask made, by the whole answer where the process does not know it."""
+        asked, answer = following.asked, following.asked.answer
+        if answer not in self._following:
+            return
+        new = following.generation != self._link.generation
+        start = asked.start + (0 if new else following.known)
+        grammar = asked.grammar if new else ""
+        following.generation, following.known = self._link.generation, len(asked.tokens) - asked.start
+        wanted = Follow(answer, asked.vocabulary, tuple(asked.tokens[start:]), grammar)
+        allowed: Allowed
+        try:
+            allowed = await self._link.ask(wanted)
+        except (TextProcessExited, TimeoutError, MalformedMessage) as e:
+            following.exits += 1
+            if not (reason := _failure(e, "it", following.exits, limit_of(wanted))):
+                self._masks.setdefault(following.client, deque()).appendleft(following)
+                return
+            allowed = Allowed(np.empty(0, np.int32), f"the grammar cannot be followed further: {reason}")
+        asked.allowed = allowed
+        self._wake()
 
     async def _encode(self, client: bytes, waiting: _Waiting) -> None:
-        """Have the first message's text encoded, then pass it on and give the next client its turn."""
+        """Have the first message's text encoded, then pass it on."""
         message, text = waiting.message, waiting.text
         assert text is not None
         assert not isinstance(message, SetPolicy)
-        failure = ""
         try:
-            answer = await self._link.encode(text)
+            answer: Encoded = await self._link.ask(text)
             failure = answer.error
-        except EncoderExited as e:
+        except (TextProcessExited, TimeoutError, MalformedMessage) as e:
             waiting.exits += 1
-            waiting.crashes += e.crashed
-            if waiting.crashes < MOST_CRASHES and waiting.exits < MOST_EXITS:
+            what = "encoding this text" + " or checking its grammar" * bool(text.grammar)
+            if not (failure := _failure(e, what, waiting.exits, limit_of(text))):
                 return
-            failure = f"encoding this text ended the tokenizer {waiting.exits} times"
-        except TimeoutError:
-            failure = f"encoding this text took longer than {limit_of(text):.0f} s, and it was given up"
-        except MalformedMessage as e:
-            failure = str(e)
         if waiting.ended:
             return
         self._end(client, waiting)
@@ -174,3 +235,16 @@ class TextQueue:
     def _refuse(self, client: bytes, message: TextMessage, failure: RequestError) -> None:
         stats = {"prompt_tokens": failure.tokens} if isinstance(failure, PromptTooLong) else {}
         self._send(client, Done(message.request, "error", str(failure), stats=stats, usage=True))
+
+
+def _failure(error: Exception, what: str, exits: int, limit: float) -> str:
+    """Why a job of the process has failed; "" where it is to be tried again, because the process was
+    killed."""
+    match error:
+        case TextProcessExited() if not error.crashed and exits < MOST_EXITS:
+            return ""
+        case TextProcessExited():
+            return f"{what} ended the text process" + f" {exits} times" * (exits > 1)
+        case TimeoutError():
+            return f"{what} took longer than {limit:.0f} s, and it was given up"
+    return str(error)

@@ -1,16 +1,14 @@
 """Grammars that an answer must follow, as masks of the tokens that may come next (llguidance).
 
-A grammar is compiled, and each mask is made, in a thread of its own, which holds the interpreter's lock for
-next to none of that time: a mask is made while the engine computes the step it is for. Compiling may take as
-long as a second, and a request waits for that without holding up others.
-"""
+They are compiled and followed in the text process (`Grammars`), because one can take long or crash the
+library. `Grammar` is the engine's side: it asks for a mask behind each token, and is ready when the mask is
+there. The engine's thread never waits for one."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import PipelineError, RequestError
-from pipeline.text.tokenizer import Tokenizer
+from pipeline.text.tokenizer import Tokenizer, one_line
+from protocol.messages import Allowed, Follow
 
 LIMITS = {  # of llguidance, each for one grammar or one token: a tenth of its own, ample for real schemas
     "initial_lexer_fuel": 500_000,
@@ -26,11 +25,10 @@ LIMITS = {  # of llguidance, each for one grammar or one token: a tenth of its o
     "step_max_items": 20_000,
     "max_grammar_size": 200_000,
 }
-MASK_SECONDS = 20.0  # for a mask or a compilation; the limits above end either much earlier
-SLOW_SECONDS = 0.01  # a request whose masks take longer is left out of steps until its mask is made
 
 
 def limits() -> Any:
+    """Return llguidance's form of LIMITS."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(**LIMITS)
@@ -50,87 +48,137 @@ def check_grammar(grammar: str) -> None:
         raise RequestError(f"the grammar or schema cannot be used: {' '.join(error.split())[:300]}")
 
 
-class GrammarCompiler:
-    """Of one model. Makes what the compilation needs of the tokenizer at the first grammar."""
+class Grammars:
+    """The grammars of running answers, in the text process."""
 
-    def __init__(self, tokenizer: Tokenizer, vocabulary: int, ends: Sequence[int]) -> None:
-        """`vocabulary`: of the logits; `ends`: tokens that end an answer."""
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._vocabulary = vocabulary
-        self._ends = list(ends)
-        self._threads: ThreadPoolExecutor | None = None
-        self._made: Any = None
-        self._lock = threading.Lock()
+        self._made: Any = None  # what llguidance needs of the tokenizer
+        self._matchers: dict[int, Any] = {}  # by answer
 
-    def start(self, grammar: str, resume: Sequence[int]) -> Grammar:
-        """A grammar whose text is `check_grammar`ed, behind the answer's first tokens. Returns at once."""
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(1, "grammar")
-        return Grammar(self._threads, self._vocabulary, lambda: self._compile(grammar, resume))
+    def follow(self, asked: Follow) -> Allowed:
+        """Advance an answer's grammar, compiled first where the message has it, and say what may come
+        next."""
+        try:
+            matcher = self._compile(asked) if asked.grammar else self._matchers[asked.answer]
+            if asked.tokens and not matcher.is_error():
+                matcher.consume_tokens(list(asked.tokens))
+            return _allowed(matcher, asked.vocabulary)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as e:  # as in `process.encoded`
+            return _refused(f"the grammar cannot be followed further: {one_line(e)}")
 
-    def _compile(self, grammar: str, resume: Sequence[int]) -> Any:
+    def drop(self, answer: int) -> None:
+        """Free the grammar of an answer that has ended."""
+        self._matchers.pop(answer, None)
+
+    def _compile(self, asked: Follow) -> Any:
         from llguidance import LLMatcher
 
-        with self._lock:
-            if self._made is None:
-                self._made = self._tokenizer.for_grammars(self._vocabulary, self._ends)
-        matcher = LLMatcher(self._made, grammar, log_level=0, limits=limits())
-        if resume and not matcher.is_error():
-            matcher.consume_tokens(list(resume))
+        if self._made is None:
+            self._made = self._tokenizer.for_grammars(asked.vocabulary)
+        matcher = LLMatcher(self._made, asked.grammar, log_level=0, limits=limits())
+        self._matchers[asked.answer] = matcher
         return matcher
 
 
-class Grammar:
-    """One answer's. Used by the engine's thread, which calls `allowed` and `accept` in turns."""
+def _allowed(matcher: Any, vocabulary: int) -> Allowed:
+    from llguidance.numpy import fill_next_token_bitmask
 
-    def __init__(self, threads: ThreadPoolExecutor, vocabulary: int, compile_: Any) -> None:
-        self._threads = threads
+    mask = np.zeros(words(vocabulary), np.int32)
+    if matcher.is_stopped() and not matcher.is_error():
+        return Allowed(mask[:0])
+    if not matcher.is_error():
+        fill_next_token_bitmask(matcher, mask[np.newaxis], 0)
+    if matcher.is_error():
+        reason = " ".join(matcher.get_error().split())[:200]
+        return _refused(f"the grammar cannot be followed further: {reason}")
+    return Allowed(mask) if mask.any() else _refused("the grammar allows no token here")
+
+
+def _refused(reason: str) -> Allowed:
+    return Allowed(np.empty(0, np.int32), reason)
+
+
+def words(vocabulary: int) -> int:
+    """The number of 32-bit words of a mask."""
+    return -(-vocabulary // 32)
+
+
+@dataclass(eq=False)
+class MaskRequest:
+    """What a grammar allows behind `tokens[start:]`, to be set as `allowed`. Nothing is added to `tokens`
+    before that, so the event loop may read them meanwhile."""
+
+    client: bytes
+    answer: int  # a number of its own each time that the request is admitted
+    grammar: str
+    vocabulary: int
+    tokens: Sequence[int]
+    start: int
+    allowed: Allowed | None = None
+
+
+@dataclass(frozen=True)
+class MaskDropped:
+    """No more masks of this answer are needed."""
+
+    answer: int
+
+
+AskMask = Callable[[MaskRequest | MaskDropped], None]
+_answers = itertools.count()
+
+
+class Grammar:
+    """One answer's grammar, on the engine's side. Used by the engine's thread."""
+
+    def __init__(self, client: bytes, grammar: str, vocabulary: int, ask: AskMask) -> None:
+        """`vocabulary`: of the logits; `ask` has a request answered at some time."""
+        self._client = client
+        self._grammar = grammar
         self._vocabulary = vocabulary
-        self._bits = np.zeros(-(-vocabulary // 32), np.int32)
-        self._matcher: Any = None
-        self._slow = True  # the compilation may be
-        self._pending: Future[bool] = threads.submit(self._first, compile_)
+        self._ask = ask
+        self._asked: MaskRequest | None = None  # the latest, while the request is admitted
+
+    def begin(self, tokens: Sequence[int], start: int) -> None:
+        """Ask for the first mask; the answer begins at `tokens[start]`."""
+        self.end()
+        self._request(next(_answers), tokens, start)
+
+    def advance(self) -> None:
+        """Ask for the next mask: a token was added to `tokens`."""
+        assert self._asked is not None
+        self._request(self._asked.answer, self._asked.tokens, self._asked.start)
+
+    def end(self) -> None:
+        """Ask for no more masks until `begin`."""
+        if self._asked is not None:
+            self._ask(MaskDropped(self._asked.answer))
+            self._asked = None
 
     @property
     def ready(self) -> bool:
-        """Whether the next mask is made, or will be within a step."""
-        return not self._slow or self._pending.done()
+        """Whether the mask behind the last token is there."""
+        return self._asked is not None and self._asked.allowed is not None
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is known that nothing may follow the last token."""
+        allowed = None if self._asked is None else self._asked.allowed
+        return allowed is not None and not allowed.error and not len(allowed.mask)
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Which tokens [vocabulary] may come next. Raises PipelineError where none may, or at a limit."""
-        self._wait()
-        bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: self._vocabulary]
-        return bits.astype(bool)
+        """Which tokens [vocabulary] may come next, where it is ready. Raises PipelineError where none may, or
+        the grammar cannot be followed."""
+        assert self._asked is not None
+        assert self._asked.allowed is not None
+        if self._asked.allowed.error:
+            raise PipelineError(self._asked.allowed.error)
+        mask = self._asked.allowed.mask.view(np.uint8)
+        return np.unpackbits(mask, count=self._vocabulary, bitorder="little").astype(bool)
 
-    def accept(self, token: int) -> bool:
-        """Go on behind this token. True where the answer is complete: nothing may follow."""
-        self._matcher.consume_token(token)
-        if self._matcher.is_stopped() and not self._matcher.is_error():
-            return True
-        self._pending = self._threads.submit(self._next)
-        return False
-
-    def _wait(self) -> None:
-        try:
-            some = self._pending.result(MASK_SECONDS)
-        except TimeoutError:
-            raise PipelineError("the grammar is too slow; simplify it") from None
-        if self._matcher.is_error():
-            reason = " ".join(self._matcher.get_error().split())[:200]
-            raise PipelineError(f"the grammar cannot be followed further: {reason}")
-        if not some:
-            raise PipelineError("the grammar allows no token here")
-
-    def _first(self, compile_: Any) -> bool:
-        self._matcher = compile_()
-        return self._next()
-
-    def _next(self) -> bool:
-        from llguidance.numpy import fill_next_token_bitmask
-
-        began = time.perf_counter()
-        if self._matcher.is_error():
-            return False
-        fill_next_token_bitmask(self._matcher, self._bits[np.newaxis], 0)
-        self._slow = time.perf_counter() - began > SLOW_SECONDS
-        return bool(self._bits.any())
+    def _request(self, answer: int, tokens: Sequence[int], start: int) -> None:
+        self._asked = MaskRequest(self._client, answer, self._grammar, self._vocabulary, tokens, start)
+        self._ask(self._asked)

@@ -1,19 +1,47 @@
-"""What scores and comparisons of answers are made of: log-probabilities, and margins between two tokens."""
+"""Log-probabilities of tokens and margins between two, as scores and comparisons of answers need them; greedy
+choices that a device makes."""
 
 from __future__ import annotations
+
+import math
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray
+from pipeline.errors import PipelineError
 
 Scores = NDArray[np.float32] | NDArray[np.float64]  # [V], or of the remaining candidates
 
 MOST = float(np.finfo(np.float32).max)  # a margin to a token that a model excludes, with a logit of -infinity
+WIDTH = 4  # numbers of a row of a device's greedy choices: both logits, and the bits of their tokens, int32
+
+
+class Greedy(NamedTuple):
+    """One row's token, as `Sampler` chooses it at temperature 0: the first of equals. The device finds it and
+    the second one, instead of copying a number for each token of the vocabulary to the host."""
+
+    token: int
+    margin: float  # as `best_margin`, like `runner_up`
+    runner_up: int
+
+    @classmethod
+    def read(cls, row: FloatArray, vocabulary: int) -> Greedy:
+        """From float32 [WIDTH], the larger logit first. Raises PipelineError where no largest is finite."""
+        best, second = row[:2].tolist()
+        token, runner_up = row[2:].view(np.int32).tolist()
+        if not math.isfinite(best):
+            raise PipelineError("the model's logits are not finite")
+        if vocabulary == 1:
+            return cls(token, 0.0, -1)
+        if runner_up == token:  # all others are minus infinity, as is the excluded best: the first of those
+            runner_up = int(token == 0)
+        return cls(token, min(best - second, MOST), runner_up)
 
 
 def log_softmax(logits: FloatArray) -> FloatArray:
-    """Natural-log probabilities float32 [n, vocabulary] of logits of that shape."""
+    """Return the natural-log probabilities float32 [n, vocabulary] of logits of that shape."""
     shifted = logits - logits.max(axis=1, keepdims=True)
     total = np.log(np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64))
     logprobs: FloatArray = (shifted - total).astype(np.float32)
@@ -30,7 +58,7 @@ def best_margin(logits: FloatArray, rival: int | None = None) -> tuple[float, in
     rest = [start + int(part.argmax()) for start, part in parts if len(part)]
     if not rest:
         return 0.0, -1
-    place = max(rest, key=lambda found: logits[found])
+    place = max(rest, key=lambda token: logits[token])
     return min(float(logits[best]) - float(logits[place]), MOST), place
 
 
@@ -43,8 +71,8 @@ def top_logprobs(
     total = float(np.log(np.exp(shifted).sum(dtype=np.float64)))
     ids = largest(shifted, count)
     ids = ids[np.argsort(-shifted[ids], kind="stable")][:count]
-    found = np.maximum(shifted[[token, *ids]] - total, -MOST).tolist()
-    return found[0], tuple(ids.tolist()), tuple(found[1:])
+    values = np.maximum(shifted[[token, *ids]] - total, -MOST).tolist()
+    return values[0], tuple(ids.tolist()), tuple(values[1:])
 
 
 def top_of_rows(logprobs: FloatArray, count: int) -> tuple[NDArray[np.int32], FloatArray]:
@@ -52,8 +80,8 @@ def top_of_rows(logprobs: FloatArray, count: int) -> tuple[NDArray[np.int32], Fl
     [n, count]."""
     ids = np.empty((len(logprobs), count), np.int32)
     for row, values in enumerate(logprobs):
-        found = largest(values, count)
-        ids[row] = found[np.argsort(-values[found], kind="stable")][:count]
+        best = largest(values, count)
+        ids[row] = best[np.argsort(-values[best], kind="stable")][:count]
     return ids, np.maximum(np.take_along_axis(logprobs, ids.astype(np.int64), 1), -MOST)
 
 

@@ -1,5 +1,5 @@
-"""One answer's next token with all that decides about it: the sampler, and before it penalties, biases and a
-grammar; and what a client may ask to know about the choice, which is always of the model's own logits."""
+"""Chooses an answer's next token from one row of logits: penalties, biases and a grammar, then the sampler;
+and what a client may ask to know about the choice, which is always of the model's own logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from protocol.messages import Shaping
 
 
 class Choice(NamedTuple):
-    """A token, and the fields of its Token message."""
+    """A token, and the fields of its Token message. All but the token are of the model's own logits."""
 
     token: int
     margin: float
@@ -45,17 +45,32 @@ class TokenChooser:
         self._grammar = grammar
         self._logprobs = logprobs
         self._rival = rival
+        self._prompt = prompt
         self._counted = prompt  # leading ids that are counted, or of the prompt
         self._counts: dict[int, int] = {}  # of the answer's tokens
         self._penalizes = shaping.presence_penalty != 0 or shaping.frequency_penalty != 0
         self._biased = np.array([b.token for b in shaping.bias], np.int64)
         self._biases = np.array([b.bias for b in shaping.bias], np.float32)
-        self.complete = False  # nothing may follow the last chosen token
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """The request is admitted. `tokens`: prompt and answer, a list that only grows."""
+        if self._grammar is not None:
+            self._grammar.begin(tokens, self._prompt)
+
+    def end(self) -> None:
+        """The request has ended, or is no longer admitted."""
+        if self._grammar is not None:
+            self._grammar.end()
 
     @property
     def ready(self) -> bool:
-        """Whether a step with this answer waits for no grammar."""
+        """Whether `next` has what it needs."""
         return self._grammar is None or self._grammar.ready
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is known that nothing may follow."""
+        return self._grammar is not None and self._grammar.complete
 
     @property
     def greedy(self) -> bool:
@@ -73,10 +88,10 @@ class TokenChooser:
         logprob, ids, values = top_logprobs(logits, token, self._logprobs)
         return Choice(token, margin, runner_up, logprob, ids, values)
 
-    def accept(self, token: int) -> None:
-        """The chosen token is part of the answer."""
+    def accept(self) -> None:
+        """The chosen token was added to the tokens."""
         if self._grammar is not None:
-            self.complete = self._grammar.accept(token)
+            self._grammar.advance()
 
     def _shaped(self, logits: FloatArray, tokens: Sequence[int]) -> FloatArray:
         if not (self._penalizes or len(self._biased) or self._grammar is not None):

@@ -1,18 +1,17 @@
-"""Text and conversations to ids, ids to text. `Tokenizer.load` imports the tokenizer library."""
+"""A model's tokenizer, as the text process loads it, and what its files say without being loaded."""
 
 from __future__ import annotations
 
 import json
-import re
+import signal
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint.index import check_place, read_fields
 from pipeline.errors import ModelError, RequestError
 from pipeline.models.config_keys import MAX_INT
-from pipeline.text.text_stream import ByteDecoder, RunDecoder, StopStrings, TextStream, TokenDecoder
+from pipeline.text.detokenizer import Detokenizer
 from protocol.messages import ChatMessage
 
 # A directory with any of these has a tokenizer; settings alone are not a tokenizer.
@@ -21,16 +20,20 @@ SETTINGS, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
 FOREIGN = "fast_tokenizer_files"  # the setting that makes the library read a file of any name
 # What the library may open in the directory, whichever class of tokenizer it makes.
 OPENED = ("*.json", "*.jinja", "*/*.jinja", "*.model", "*.spm", "*.codes", "*tiktoken*", "vocab*", "merges*")
+LOAD_SECONDS = 20  # of the processor; the largest known one takes 3
+MEMORY = (
+    4 << 30
+)  # bytes that the text process may allocate; the longest text that a message holds takes 1.2 GB
+LOAD_FAILURES = {  # what an exit code of the process means while it loads
+    -signal.SIGPROF: f"took longer than {LOAD_SECONDS} s to load",
+    -signal.SIGABRT: f"failed to load, or needs more than {MEMORY >> 30} GB of memory",
+}
 MAX_TOKENIZER_BYTES = 1 << 28  # of each file; the largest known one has an eighth
-MAX_STOP_STRINGS = 16
-QUICK = 65536  # characters; shorter texts are encoded in less time than a step
-MAX_STOP_CHARACTERS = 512
 # Arguments of the library's function that are no variables of a template.
 RESERVED = {
     *("conversation", "tokenize", "chat_template", "padding", "truncation", "max_length", "return_tensors"),
     *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "messages"),
 }
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def has_tokenizer(model_dir: Path) -> bool:
@@ -70,26 +73,17 @@ def eos_ids(model_dir: Path) -> frozenset[int]:
 
 
 class Tokenizer:
-    """One model's tokenizer, made by `load`. Immutable."""
+    """One model's tokenizer, made by `load`; `decoder` is its other half. Immutable."""
 
     def __init__(self, tokenizer: Any, model_dir: Path) -> None:
         """`tokenizer`: a transformers tokenizer backed by the `tokenizers` library."""
         self._tokenizer = tokenizer
-        self._backend = tokenizer.backend_tokenizer
-        self._special = frozenset(
-            token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
-        )
-        decoders = _decoders(self._backend)
-        self._byte_level = "ByteLevel" in decoders
-        self._byte_fallback = "ByteFallback" in decoders
-        if self._byte_level and decoders - {"ByteLevel", "Fuse"}:
-            raise ModelError(
-                f"the tokenizer in {model_dir} chains decoders that are not supported: {sorted(decoders)}"
-            )
-        self._bytes: dict[int, bytes] = {}
-        self._letters = _byte_level_letters()
         own = tokenizer.eos_token_id
-        self.eos_ids = eos_ids(model_dir) or frozenset(() if own is None else (own,))
+        eos = eos_ids(model_dir) or frozenset(() if own is None else (own,))
+        try:
+            self.decoder = Detokenizer(tokenizer.backend_tokenizer, eos)
+        except ModelError as e:
+            raise ModelError(f"{model_dir}: {e}") from None
 
     @classmethod
     def load(cls, model_dir: Path) -> Tokenizer | None:
@@ -103,7 +97,7 @@ class Tokenizer:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # damaged files raise any; the library's panics are no Exception
-            raise ModelError(f"cannot load the tokenizer in {model_dir}: {_one_line(error)}") from error
+            raise ModelError(f"cannot load the tokenizer in {model_dir}: {one_line(error)}") from error
         if not getattr(tokenizer, "is_fast", False):
             raise ModelError(
                 f"the tokenizer in {model_dir} has no tokenizer.json and cannot be made into one"
@@ -122,42 +116,12 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode(_valid(text), verbose=False)
         return ids
 
-    def min_tokens(self, characters: int) -> int:
-        """A lower bound on the tokens of so many characters; 0 where encoding takes no time."""
-        if characters <= QUICK:
-            return 0
-        return characters // (2 * self._longest)  # twice: a normalizer may shorten the text
-
-    @cached_property
-    def _longest(self) -> int:
-        """Characters of the longest token; a byte-level one has as many letters as bytes."""
-        return max(map(len, self._backend.get_vocab()))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, without special tokens and unknown ids; invalid UTF-8, and what the library fails on,
-        becomes U+FFFD."""
-        try:
-            text: str = self._backend.decode(list(ids), skip_special_tokens=True)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException:  # as in `load`
-            return "\ufffd"
-        return text
-
-    def pieces(self, ids: Sequence[int]) -> tuple[bytes, ...]:
-        """The bytes of each token by itself, the spelling of a special one; none for an unknown id."""
-        return tuple(map(self._piece, ids))
-
-    def _piece(self, token: int) -> bytes:
-        if token in self._special:
-            return (self._backend.id_to_token(token) or "").encode()
-        return self._token_bytes(token) if self._byte_level else self.decode((token,)).encode()
-
-    def for_grammars(self, vocabulary: int, ends: Sequence[int]) -> Any:
+    def for_grammars(self, vocabulary: int) -> Any:
         """llguidance's form of this tokenizer, for logits of this size; takes up to a second."""
         from llguidance.hf import from_tokenizer
 
-        return from_tokenizer(self._tokenizer, n_vocab=vocabulary, eos_token=list(ends) or None)
+        ends = sorted(self.decoder.eos_ids)
+        return from_tokenizer(self._tokenizer, n_vocab=vocabulary, eos_token=ends or None)
 
     def render_chat(self, messages: Sequence[ChatMessage], template: str = "") -> list[int]:
         """Ids of a conversation up to the beginning of the model's answer. `template`: as in Generate. Raises
@@ -173,43 +137,10 @@ class Tokenizer:
         try:
             text = self._tokenizer.apply_chat_template(turns, tokenize=False, **variables)
         except Exception as error:  # a template is a program, which may raise anything
-            raise RequestError(f"the model's chat template refuses this: {_one_line(error)}") from error
+            raise RequestError(f"the model's chat template refuses this: {one_line(error)}") from error
         # The template has written the special tokens.
         ids: list[int] = self._tokenizer.encode(_valid(text), add_special_tokens=False, verbose=False)
         return ids
-
-    def stream(self, stop: Sequence[str]) -> TextStream:
-        """A new answer's text, up to the first stop string. Raises RequestError for unusable stop strings."""
-        if len(stop) > MAX_STOP_STRINGS:
-            raise RequestError(
-                f"{len(stop)} stop strings are too many; at most {MAX_STOP_STRINGS} are allowed"
-            )
-        for text in stop:
-            if not 0 < len(text) <= MAX_STOP_CHARACTERS:
-                raise RequestError(
-                    f"a stop string has {len(text)} characters; 1 to {MAX_STOP_CHARACTERS} are allowed"
-                )
-        decoder: TokenDecoder = (
-            ByteDecoder(self._token_bytes) if self._byte_level else RunDecoder(self.decode, self._is_byte)
-        )
-        return TextStream(decoder, StopStrings(stop), self._special.__contains__)
-
-    def _token_bytes(self, token: int) -> bytes:
-        """A byte-level token's bytes; an added token that is not spelled in byte letters is plain text."""
-        found = self._bytes.get(token)
-        if found is None:
-            piece = self._backend.id_to_token(token) or ""
-            if all(letter in self._letters for letter in piece):
-                found = bytes(self._letters[letter] for letter in piece)
-            else:
-                found = piece.encode()
-            self._bytes[token] = found
-        return found
-
-    def _is_byte(self, token: int) -> bool:
-        piece = self._backend.id_to_token(token)
-        # An unknown id has no text, so it ends no run of byte tokens.
-        return piece is None or (self._byte_fallback and _BYTE_TOKEN.fullmatch(piece) is not None)
 
 
 def check_files(model_dir: Path) -> None:
@@ -266,37 +197,6 @@ def _names(value: Any) -> Iterator[str]:
         yield from _names(inner)
 
 
-def _decoders(backend: Any) -> frozenset[str]:
-    """The kinds of decoder in a tokenizer's chain, named as in tokenizer.json."""
-    if backend.decoder is None:
-        return frozenset()
-    # The decoder's own JSON: the whole tokenizer's holds every token and takes long to write.
-    decoder = json.loads(backend.decoder.__getstate__())
-    kinds = set()
-    pending = [decoder]
-    while pending:
-        decoder = pending.pop()
-        if decoder["type"] == "Sequence":
-            pending += decoder["decoders"]
-        else:
-            kinds.add(decoder["type"])
-    return frozenset(kinds)
-
-
-def _byte_level_letters() -> dict[str, int]:
-    """The byte of each letter in byte-level vocabularies. A byte's letter is itself where it is printable in
-    Latin-1, else the next letter from U+0100 on."""
-    letters = {}
-    spare = 0x100
-    for byte in range(256):
-        if 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or 0xAE <= byte <= 0xFF:
-            letters[chr(byte)] = byte
-        else:
-            letters[chr(spare)] = byte
-            spare += 1
-    return letters
-
-
 def _valid(text: str) -> str:
     try:
         text.encode()
@@ -315,6 +215,7 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """An error's text without line breaks, or its kind."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text[:200]

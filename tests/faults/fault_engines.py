@@ -137,7 +137,7 @@ class State:
         while True:
             stats = await self.client.stats()
             there = {(peer["role"], peer["index"]): peer for peer in stats["peers"]}
-            expected = {slot for slot in self._processes if slot[0] not in ("coordinator", "tokenizer")}
+            expected = {slot for slot in self._processes if slot[0] not in ("coordinator", "text")}
             known = stats["recovery"].get(role, {"deaths": 0})["deaths"] >= exits
             up = set(there) == expected and all(peer["up"] for peer in there.values())
             if known and up and self._slots() == self._processes and self._agree(there):

@@ -29,7 +29,7 @@ SHM = Path(SHM_FOLDER)
 NOTICED = 3.0  # seconds in which a client notices the loss of its engine
 RESTARTED = 60.0  # seconds for a restart of the engine; three on an idle machine
 MANY = 30  # answers, five batches: however late the first is noticed, the last is unfinished
-SLOTS = [("coordinator", 0), ("prefetcher", 0), ("tokenizer", 0), ("worker", 0), ("worker", 1)]
+SLOTS = [("coordinator", 0), ("prefetcher", 0), ("text", 0), ("worker", 0), ("worker", 1)]
 
 
 async def loaders(supervisor: Supervisor) -> set[int]:

@@ -67,7 +67,7 @@ async def test_four_clients_lose_no_answer_to_kills(start_engine, tiny_model: Pa
     assert sum(faults["respawns"].values()) == faults["total"] == sum(faults["faults"]["kill"].values())
     assert 0 < faults["kill_to_next_token_s"]["median"] <= faults["kill_to_every_next_token_s"]["max"]
     assert {role: used["processes"] for role, used in faults["engine_after"].items()} == {
-        **{"supervisor": 1, "coordinator": 1, "worker": 2, "prefetcher": 1, "tokenizer": 1}
+        **{"supervisor": 1, "coordinator": 1, "worker": 2, "prefetcher": 1, "text": 1}
     }
 
 

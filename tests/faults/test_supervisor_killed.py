@@ -55,7 +55,7 @@ def test_supervisor_kill_during_an_answer(place: Place) -> None:
         engine.wait_ready()
         engine.ask(200)
         doing, gone = engine.kill()
-        assert doing == "coordinator, 2 workers, prefetcher, tokenizer"
+        assert doing == "coordinator, 2 workers, prefetcher, text"
         assert gone < GONE_LIMIT
         kinds = {"directory", "segment slab", "segment control", "store", "lock .use"}
         assert set(place.remains(name)) == kinds

@@ -22,8 +22,7 @@ from pipeline.engine.layers import EagerLayers
 from pipeline.engine.observer import Probing
 from pipeline.errors import PipelineError
 from pipeline.models.registry import model_spec
-from pipeline.text.greedy import Greedy
-from pipeline.text.logprobs import best_margin
+from pipeline.text.logprobs import Greedy, best_margin
 from pipeline.text.sampler import Sampler
 from protocol.messages import Sampling
 

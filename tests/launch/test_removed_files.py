@@ -47,7 +47,7 @@ async def test_removed_segments_are_one_warning_and_the_engine_goes_on(
         assert "loginctl enable-linger" in line
         await asyncio.sleep(0.05)
         assert caplog.text.count("another program") == 1
-        assert {identity.role for identity in engine.pids} == {"coordinator", "worker", "tokenizer"}
+        assert {identity.role for identity in engine.pids} == {"coordinator", "worker", "text"}
     assert engines_left() == []
 
 
@@ -64,8 +64,8 @@ async def test_engine_that_no_client_can_reach_ends_in_order_with_one_line(play:
                 shutil.rmtree(path)
             await asyncio.sleep(10)
     assert failed.value.exit_code == 1
-    # Connections outlive the names of sockets; the tokenizer is not waited for, and has none so far.
-    assert [c.process.signals for c in play.children] == [*[[]] * 4, [signal.SIGTERM]]
+    # Connections outlive the names of sockets; the text process has nothing to finish.
+    assert [c.process.signals for c in play.children] == [[], [signal.SIGTERM], [], [], []]
     assert engines_left() == []
 
 

@@ -44,19 +44,17 @@ async def test_children_start_and_stop_in_order(play: Play, caplog: pytest.LogCa
     caplog.set_level(logging.INFO, "tandem")
     play.notes = {"loader": ("attached", "no huge pages"), "worker": ("not pinned",)}
     async with supervisor(NEVER) as engine:
-        await play.spawned("tokenizer")
         spawned = [event for event in play.events if event.endswith("spawned")]
-        order = ["coordinator", "loader", "worker 0", "worker 1", "tokenizer"]
+        order = ["coordinator", "text process", "loader", "worker 0", "worker 1"]
         assert spawned == [f"{name} is spawned" for name in order]
         configured = [event for event in play.events if event.endswith("configured")]
-        assert configured[0] == "loader is configured"  # the coordinator waits for the store
-        assert sorted(configured[1:-1]) == sorted(f"{name} is configured" for name in CHILDREN)
-        assert configured[-1] == "tokenizer is configured"  # once the others are ready
+        # The coordinator waits for the store, which the text process does not need.
+        assert configured[:2] == ["text process is configured", "loader is configured"]
+        assert sorted(configured[2:]) == sorted(f"{name} is configured" for name in CHILDREN)
         computing = Cores.here().computing
-        assert [c.threads for c in play.children] == [computing, computing, *[threads_of(engine)] * 2, 1]
+        assert [c.threads for c in play.children] == [computing, 1, computing, *[threads_of(engine)] * 2]
         assert engine.pids == {
-            Identity(*who, 0): PID
-            for who in (("coordinator", 0), ("worker", 0), ("worker", 1), ("tokenizer", 0))
+            Identity(*who, 0): PID for who in (("coordinator", 0), ("worker", 0), ("worker", 1), ("text", 0))
         }
         folder = runtime_root() / engine.name
         info = json.loads((folder / "engine.json").read_text())
@@ -77,7 +75,9 @@ async def test_children_start_and_stop_in_order(play: Play, caplog: pytest.LogCa
         play.child("coordinator").process.end(0)
         await ending
         assert sorted(play.events[1:]) == ["worker 0 gets Shutdown", "worker 1 gets Shutdown"]
-        assert [c.process.signals for c in play.children] == [*[[]] * 4, [signal.SIGTERM]]
+        assert {c.identity.role: c.process.signals for c in play.children if c.process.signals} == {
+            "text": [signal.SIGTERM]
+        }
     assert engines_left() == []
     assert not (Path(SHM_FOLDER) / store_name(play.fingerprint)[1:]).exists()
 
@@ -88,7 +88,7 @@ async def test_nothing_stays_behind_however_often_the_end_is_cancelled(play: Pla
             await asyncio.Future()
 
     using = asyncio.create_task(use())
-    await play.spawned("tokenizer")
+    await play.spawned("worker", 1)
     while not using.done():
         using.cancel()
         await asyncio.sleep(0)
@@ -116,7 +116,7 @@ async def test_only_needed_children_start(
     caplog.set_level(logging.INFO, "tandem")
     async with supervisor(NEVER, workers=workers, policy=policy):
         names = [event.removesuffix(" is spawned") for event in play.events if event.endswith("spawned")]
-        assert [name for name in names if name != "loader"] == [*spawned, "tokenizer"]
+        assert [name for name in names if name not in ("loader", "text process")] == spawned
         assert play.child("coordinator").config["workers"] == [
             len(cpus.cores) for cpus in (Cores.here().for_workers(workers) if workers else ())
         ]
@@ -154,6 +154,39 @@ async def test_loader_that_fails_ends_the_start_with_its_line(play: Play, usage:
     assert engines_left() == []
 
 
+@pytest.mark.parametrize(
+    ("role", "code", "line"),
+    [
+        ("loader", KILLED, "the loader was killed by SIGKILL"),
+        ("loader", 3, "the loader exited with code 3"),
+        ("text", 3, "the text process exited with code 3"),
+        ("text", -signal.SIGPROF, "the model's tokenizer took longer than 20 s to load"),
+        ("text", -signal.SIGABRT, "the model's tokenizer failed to load, or needs more than 4 GB of memory"),
+    ],
+)
+async def test_early_exit_without_a_word_ends_the_start(
+    play: Play, role: str, code: int, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.processes.group.LAST_MESSAGE_LIMIT", 0.02)
+    play.script = lambda child: child.process.end(code) if child.identity.role == role else play.begin(child)
+    with pytest.raises(StartFailed, match=f"^{line}$") as failed:
+        async with supervisor(NEVER):
+            pass
+    assert failed.value.exit_code == (2 if "tokenizer" in line else 1)
+    assert engines_left() == []
+
+
+async def test_text_process_that_is_killed_during_the_start_is_replaced(play: Play) -> None:
+    def script(child: ScriptedChild) -> None:
+        if child.identity == Identity("text", 0, 0):
+            return child.process.end(KILLED)
+        return play.begin(child)
+
+    play.script = script
+    async with supervisor(NEVER) as engine:
+        assert [who.role for who in engine.pids].count("text") == 1
+
+
 async def test_ready_that_arrives_after_the_exit_of_the_loader_counts(play: Play) -> None:
     def script(child: ScriptedChild) -> None:
         if child.identity.role != "loader":
@@ -172,6 +205,8 @@ async def test_silent_loader_is_stopped_and_one_with_progress_is_not(play: Play)
 
     def talk(child: ScriptedChild) -> None:
         nonlocal talks
+        if child.identity.role != "loader":
+            return
         talks += 1
         if talks < 8:
             child.send(Heartbeat())
@@ -211,13 +246,14 @@ async def test_store_that_is_removed_each_time_ends_the_start(
 
     def script(child: ScriptedChild) -> None:
         child.ready()
-        child.process.end(0)
+        if child.identity.role == "loader":
+            child.process.end(0)
 
     play.script = script
     with pytest.raises(StartFailed, match="removed the store each time"):
         async with supervisor(NEVER):
             pass
-    assert [c.identity.role for c in play.children] == ["coordinator", *["loader"] * 3]
+    assert [c.identity.role for c in play.children] == ["coordinator", "text", *["loader"] * 3]
 
 
 @pytest.mark.parametrize(
@@ -279,7 +315,7 @@ async def test_restarted_coordinator_has_the_policy_that_was_set_last(
         assert (second.config["config"]["policy"], second.config["slab"]) == ("random", True)
         assert second.config["config"]["policy_options"] == {"seed": "3"}
         assert engine.config.policy == "random"
-        assert [c.process.returncode for c in play.children[2:4]] == [KILLED] * 2
+        assert [c.process.returncode for c in play.children[3:5]] == [KILLED] * 2
         await until(lambda: "the engine is up again" in caplog.text)
         assert "not pinned" not in caplog.text  # it was said of the first incarnation
         second.send(SetPolicy(0, "all-host"))
@@ -306,5 +342,5 @@ async def test_messages_of_earlier_incarnations_and_malformed_ones_are_dropped(
         assert caplog.text.count("dropped a malformed message on the control socket") >= 1
         assert engine.pids.keys() == {
             Identity(*who)
-            for who in (("coordinator", 0, 0), ("worker", 0, 1), ("worker", 1, 0), ("tokenizer", 0, 0))
+            for who in (("coordinator", 0, 0), ("worker", 0, 1), ("worker", 1, 0), ("text", 0, 0))
         }

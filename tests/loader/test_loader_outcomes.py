@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,12 +11,10 @@ import zmq
 from loader_harness import Supervisor, exists
 
 from pipeline import loader
-from pipeline.assets import model_dir
 from pipeline.checkpoint.index import CheckpointIndex
 from pipeline.checkpoint.index import fingerprint as fingerprint_of
 from pipeline.errors import UsageError
 from pipeline.loader import PROGRESS_SECONDS, Control, Stopped
-from pipeline.text import guarded
 from protocol.codec import decode, encode
 from protocol.messages import Failed, Heartbeat, Progress, Ready, Shutdown
 from shm.cache_record import CacheRecord, read_record
@@ -85,33 +82,6 @@ def test_cached_file_has_a_record_of_its_model(supervisor: Supervisor, model: Pa
 
 def fingerprint(model: Path) -> str:
     return fingerprint_of(CheckpointIndex.open(model), "f32", 32)
-
-
-@pytest.mark.parametrize(
-    ("normalizer", "token", "words"),
-    [
-        ({"Regex": "(?:a|a)*$"}, ("a" * 20 + "b") * 20_000, "took longer than 3 s"),
-        ({"String": "a"}, "a" * 200, "needs more than 0.25 GB of memory"),
-    ],
-)
-def test_tokenizer_that_does_not_end_or_fills_the_memory_is_one_line(
-    supervisor: Supervisor, model: Path, monkeypatch, normalizer: dict[str, str], token: str, words: str
-) -> None:
-    monkeypatch.setattr(guarded, "LOAD_SECONDS", 3)
-    monkeypatch.setattr(guarded, "MEMORY", 1 << 28)
-    described = json.loads((model_dir() / "tokenizer.json").read_text())
-    content = "x" * 5_000_000 if "String" in normalizer else "x"
-    described["normalizer"] = {"type": "Replace", "pattern": normalizer, "content": content}
-    described["added_tokens"].append(
-        described["added_tokens"][0] | {"id": 512, "content": token, "normalized": True}
-    )
-    (model / "tokenizer.json").write_text(json.dumps(described))
-    assert loader.main(supervisor.config(model)) == 2
-    *_, failed = received(supervisor)
-    assert isinstance(failed, Failed)
-    assert words in failed.text
-    assert "\n" not in failed.text
-    assert not exists(fingerprint(model))
 
 
 @pytest.mark.parametrize(

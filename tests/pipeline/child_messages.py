@@ -33,9 +33,9 @@ def received(child, *kinds):
     return messages
 
 
-def exit_of(incarnation: int, index: int = 0, role: str = "worker") -> WorkerDied:
+def exit_of(incarnation: int, index: int = 0, role: str = "worker", *, crashed: bool = False) -> WorkerDied:
     """An exit as the supervisor reports it."""
-    return WorkerDied(role, index, incarnation, False, -1)
+    return WorkerDied(role, index, incarnation, crashed, -1)
 
 
 @contextmanager

@@ -157,8 +157,7 @@ def test_calibration_says_how_it_was_measured(whole: WholeEngine) -> None:
 
 def test_excerpts_of_a_text_are_encoded_by_themselves(whole: WholeEngine) -> None:
     """`starts` are in characters of a text, in tokens of ids."""
-    tokenizer = whole.parts.tokenizer
-    assert tokenizer is not None
+    tokenizer = whole.tokenizer
     first, second = "def add(a, b):\n    return a + b\n" * 20, "What is a list? " * 20
     whole.serve(Calibrate(1, text=first + second, tokens=256, starts=(len(first),)))
     of_text = answer_of(whole).summary

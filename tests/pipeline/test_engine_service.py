@@ -16,7 +16,7 @@ import psutil
 import pytest
 from msgspec import structs
 from plain_calibration import plain_calibration
-from whole_engine import CONTEXT, OPTIONS, Inbox, WholeEngine, coordinator_map, whole_engine
+from whole_engine import CONTEXT, OPTIONS, TEXT_UP, Inbox, WholeEngine, coordinator_map, whole_engine
 
 from pipeline.calibration.file import calibration_path, save
 from pipeline.coordinator import run_engine
@@ -420,7 +420,9 @@ def test_welcome_describes_the_engine(whole: WholeEngine, tmp_path: Path, tokeni
     options = replace(OPTIONS, format="int8", backbone_dtype="int4", host_slowdown=2.0)
     parts: Any = whole.parts
     parts.config = replace(whole.config, model=tmp_path, options=options)
-    parts.tokenizer = None if tokenizer is None else SimpleNamespace(has_chat_template=tokenizer)
+    parts.detokenizer = None if tokenizer is None else whole.parts.detokenizer
+    if tokenizer:
+        (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     parts.context = 55
     scheduler: Any = None
     assert EngineStatus(parts, policies, scheduler).welcome() == Welcome(
@@ -493,7 +495,7 @@ def test_stats_of_an_engine(whole: WholeEngine, costs_file: Path) -> None:
 def run(config: dict[str, Any], inbox: EngineInbox, congested: Any = lambda client: False) -> list[Any]:
     """The events but the progress of loading."""
     events: list[Any] = []
-    run_engine(CoordinatorConfig.from_map(config), inbox, events.append, ExitEvents(), congested)
+    run_engine(CoordinatorConfig.from_map(config), inbox, events.append, ExitEvents(), congested, TEXT_UP)
     return [e for e in events if not (isinstance(e, ToSupervisor) and isinstance(e.message, Progress))]
 
 

@@ -19,7 +19,7 @@ from pipeline.experts.link import PrefetchLink
 from pipeline.models.registry import model_spec
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
-from pipeline.text.greedy import Greedy
+from pipeline.text.logprobs import Greedy
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 

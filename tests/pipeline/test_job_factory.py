@@ -62,7 +62,7 @@ def test_prompt_leaves_the_reserve_for_the_answer(reserve: int, longest: int, an
 )
 def test_larger_context_is_a_remedy_where_the_model_has_one(longest: int, remedy: str) -> None:
     ends = frozenset({END})
-    jobs = JobFactory(Letters(), ends, vocabulary=VOCABULARY, context=CONTEXT, longest=longest, seed=0)
+    jobs = JobFactory(Letters(), ends, print, vocabulary=VOCABULARY, context=CONTEXT, longest=longest, seed=0)
     for make, message in (
         (jobs.generate, Generate(0, token_ids=(1,) * CONTEXT)),
         (jobs.score, Score(0, token_ids=(1,) * (CONTEXT + 1))),

@@ -18,9 +18,9 @@ from pipeline.errors import RequestError
 from pipeline.models.registry import model_spec
 from pipeline.scheduling import job_factory, jobs
 from pipeline.scheduling.job_factory import NAME_LIMIT, JobFactory
+from pipeline.text.detokenizer import RunDecoder, StopStrings, TextStream
 from pipeline.text.logprobs import MOST, log_softmax
 from pipeline.text.sampler import Sampler
-from pipeline.text.text_stream import RunDecoder, StopStrings, TextStream
 from protocol.codec import decode, encode
 from protocol.messages import (
     ChatMessage,
@@ -59,7 +59,7 @@ def clock(clock, monkeypatch) -> Clock:
 
 def factory(tokenizer: object = None, seed: int = 0, *, greedy: bool = False) -> JobFactory:
     limits = {"vocabulary": VOCABULARY, "context": CONTEXT, "longest": CONTEXT}
-    return JobFactory(tokenizer, frozenset({END}), **limits, seed=seed, greedy=greedy)
+    return JobFactory(tokenizer, frozenset({END}), print, **limits, seed=seed, greedy=greedy)
 
 
 def sequence(capacity: int = CONTEXT, switch: int | None = None) -> SequenceKV:

@@ -40,7 +40,13 @@ class Harness:
             engine,
             KVCache(spec, torch.float32, device, budget),
             JobFactory(
-                None, frozenset({2}), vocabulary=spec.vocabulary, context=context, longest=context, seed=0
+                None,
+                frozenset({2}),
+                print,
+                vocabulary=spec.vocabulary,
+                context=context,
+                longest=context,
+                seed=0,
             ),
             max_sequences=slots,
             chunk=8,

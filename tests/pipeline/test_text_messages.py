@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline.errors import PromptTooLong, RequestError
-from pipeline.serving.text_messages import TextMessages, answers, with_ids
+from pipeline.serving.text_messages import TextMessages, with_ids
 from protocol.messages import Calibrate, ChatMessage, Encode, Encoded, Generate, Score
 
 CONTEXT = 20
@@ -27,23 +27,23 @@ class Estimate:
 
 
 def asked(message: Any, tokenizer: Any = None) -> Encode | None:
-    return TextMessages(tokenizer or Estimate(), CONTEXT).to_encode(message, 7)
+    return TextMessages(tokenizer or Estimate(), CONTEXT).to_encode(message)
 
 
-def answer(*lengths: int, **changed: Any) -> Encoded:
-    return Encoded(**{"job": 7, "ids": np.arange(sum(lengths), dtype=np.int32), "lengths": lengths} | changed)
+def answer(*lengths: int) -> Encoded:
+    return Encoded(np.arange(sum(lengths), dtype=np.int32), lengths)
 
 
 @pytest.mark.parametrize(
     ("message", "job", "found", "ids"),
     [
-        (Generate(1, prompt="ab"), Encode(7, ("ab",)), answer(2), Generate(1, token_ids=(0, 1))),
-        (Generate(1, messages=(TURN,)), Encode(7, (), (TURN,)), answer(3), Generate(1, token_ids=(0, 1, 2))),
-        (Generate(1, messages=()), Encode(7, (), ()), answer(0), Generate(1, token_ids=())),
-        (Score(1, text=""), Encode(7, ("",)), answer(1), Score(1, token_ids=(0,))),
+        (Generate(1, prompt="ab"), Encode(("ab",)), answer(2), Generate(1, token_ids=(0, 1))),
+        (Generate(1, messages=(TURN,)), Encode((), (TURN,)), answer(3), Generate(1, token_ids=(0, 1, 2))),
+        (Generate(1, messages=()), Encode((), ()), answer(0), Generate(1, token_ids=())),
+        (Score(1, text=""), Encode(("",)), answer(1), Score(1, token_ids=(0,))),
         (
             Calibrate(1, text="abcdef", starts=(2, 5)),
-            Encode(7, ("ab", "cde", "f")),
+            Encode(("ab", "cde", "f")),
             answer(4, 1, 2),
             Calibrate(1, token_ids=tuple(range(7)), starts=(4, 5)),
         ),
@@ -51,7 +51,6 @@ def answer(*lengths: int, **changed: Any) -> Encoded:
 )
 def test_texts_are_replaced_by_their_ids(message, job, found, ids) -> None:
     assert asked(message) == job
-    assert answers(job, found)
     assert with_ids(message, found) == ids
     assert asked(ids) is None
 
@@ -117,22 +116,5 @@ def test_model_without_tokenizer_takes_ids_alone(message, what: str) -> None:
     texts = TextMessages(None, CONTEXT)
     reason = f"^{what} needs a tokenizer, and this model has none; give token ids$"
     with pytest.raises(RequestError, match=reason):
-        texts.to_encode(message, 7)
-    assert texts.to_encode(Generate(1, token_ids=IDS), 7) is None
-
-
-@pytest.mark.parametrize(
-    ("found", "right"),
-    [
-        (answer(2, 1), True),
-        (answer(error="no"), True),
-        (answer(2, 1, job=6), False),
-        (answer(3), False),
-        (answer(2, 0, 1), False),
-        (answer(2, 1, ids=np.arange(2, dtype=np.int32)), False),
-        (answer(2, 1, lengths=(4, -1)), False),
-        (answer(job=6, error="no"), False),
-    ],
-)
-def test_answers_that_are_none_to_what_was_asked(found: Encoded, right: bool) -> None:
-    assert answers(Encode(7, ("a", "b")), found) is right
+        texts.to_encode(message)
+    assert texts.to_encode(Generate(1, token_ids=IDS)) is None

@@ -3,10 +3,12 @@ prefetcher as a thread."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,17 @@ from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.engine_service import EngineService
 from pipeline.serving.policy_switch import PolicySwitch
 from pipeline.serving.text_messages import TextMessages, with_ids
-from pipeline.text.encoder_process import encoded
+from pipeline.text.detokenizer import DECODER
+from pipeline.text.process import encoded
+from pipeline.text.tokenizer import Tokenizer, has_tokenizer
 from protocol.messages import Calibrate, Generate, Needed, Score
 from protocol.sockets import Identity
 from shm.layout import format_named
 from workers.kernels.choice import Choice
 
 CONTEXT = 64
+TEXT_UP = threading.Event()  # a text process has loaded the tokenizer
+TEXT_UP.set()
 IDENTITY = Identity("coordinator", 0, 0)
 OPTIONS = ResolvedConfig(
     device="cpu",
@@ -52,6 +58,8 @@ OPTIONS = ResolvedConfig(
 def coordinator_map(model: Path, folder: Path, options: ResolvedConfig = OPTIONS) -> Iterator[dict[str, Any]]:
     """The configuration that a supervisor gives to a coordinator; its store and control segment exist."""
     folder.chmod(0o700)
+    if has_tokenizer(model) and (tokenizer := Tokenizer.load(model)) is not None:
+        tokenizer.decoder.write(folder / DECODER)
     shape = expert_shape(open_model(model).config, 32, format_named("f32"))
     with random_store(shape, str(folder)) as store, control_segment(options.workers) as control:
         plain = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()}
@@ -102,7 +110,7 @@ class WholeEngine:
         self.reports: list[object] = []
         self.exits = ExitEvents()
         self._closing = closing
-        self.parts = EngineParts(config, self.exits, self._report, closing)
+        self.parts = EngineParts(config, self.exits, self._report, closing, TEXT_UP)
         self.events: list[EngineEvent] = []
         self.congested: Callable[[bytes], bool] = lambda client: False
 
@@ -137,12 +145,14 @@ class WholeEngine:
         """A message with its text encoded, as the event loop passes it on."""
         if not isinstance(message, Generate | Score | Calibrate):
             return message
-        tokenizer = self.parts.tokenizer
-        asked = TextMessages(tokenizer, self.parts.context).to_encode(message, 0)
-        if asked is None:
-            return message
+        asked = TextMessages(self.parts.detokenizer, self.parts.context).to_encode(message)
+        return message if asked is None else with_ids(message, encoded(self.tokenizer, asked))
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        tokenizer = Tokenizer.load(self.config.model)
         assert tokenizer is not None
-        return with_ids(message, encoded(tokenizer, asked))
+        return tokenizer
 
     def to_clients(self) -> list[tuple[bytes, Any]]:
         """The clients' messages so far."""

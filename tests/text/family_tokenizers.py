@@ -20,6 +20,7 @@ from tokenizers import (
     trainers,
 )
 
+from pipeline.text.detokenizer import DECODER, Detokenizer
 from pipeline.text.tokenizer import Tokenizer as TextTokenizer
 
 TEXTS = [
@@ -246,8 +247,11 @@ def write_settings(folder: Path, **changed: Any) -> None:
 
 
 def loaded(folder: Path) -> TextTokenizer:
+    """A folder's tokenizer, with its decoder as the coordinator reads it."""
     tokenizer = TextTokenizer.load(folder)
     assert tokenizer is not None
+    tokenizer.decoder.write(folder / DECODER)
+    tokenizer.decoder = Detokenizer.read(folder / DECODER)
     return tokenizer
 
 

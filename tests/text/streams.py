@@ -28,9 +28,9 @@ def cut(text: str, stop: Sequence[str]) -> str:
 
 
 def check(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> None:
-    whole = tokenizer.decode(ids)
+    whole = tokenizer.decoder.decode(ids)
     wanted = cut(whole, stop)
-    stream = tokenizer.stream(stop)
+    stream = tokenizer.decoder.stream(stop)
     shown = ""
     for token in ids:
         text = stream.push(token)

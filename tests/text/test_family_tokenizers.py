@@ -62,8 +62,8 @@ def test_encodes_as_transformers(family_dir: Path, family: Tokenizer) -> None:
     for text in FIXED:
         ids = family.encode(text)
         assert ids == bos + oracle.encode(text)
-        assert family.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
-    assert family.eos_ids == {oracle.eos_token_id}
+        assert family.decoder.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
+    assert family.decoder.eos_ids == {oracle.eos_token_id}
     turns = [{"role": turn.role, "content": turn.content} for turn in TALK]
     whole = oracle.apply_chat_template(turns, add_generation_prompt=True)
     assert family.render_chat(TALK) == whole["input_ids"]
@@ -74,7 +74,7 @@ def test_encodes_as_transformers(family_dir: Path, family: Tokenizer) -> None:
 def test_streamed_text_has_no_half_character(family: Tokenizer, text: str) -> None:
     ids = family.encode(text)
     check(family, ids, [])
-    stream = family.stream([])
+    stream = family.decoder.stream([])
     shown = [stream.push(token) for token in ids]
     assert not any("\ufffd" in piece for piece in shown)
     assert "\ufffd" not in stream.finish()
@@ -96,10 +96,10 @@ def test_only_an_incomplete_last_character_is_held_back(family: Tokenizer, text:
     """Wherever an answer ends, all of its certain text was returned."""
     ids = family.encode(text)
     for end in range(len(ids) + 1):
-        stream = family.stream([])
+        stream = family.decoder.stream([])
         shown = "".join(stream.push(token) for token in ids[:end])
         assert "\ufffd" not in shown
-        assert shown + stream.finish() == family.decode(ids[:end])
+        assert shown + stream.finish() == family.decoder.decode(ids[:end])
 
 
 @pytest.mark.parametrize(
@@ -196,10 +196,10 @@ def test_end_of_turn_and_end_of_text_both_end_an_answer(tmp_path: Path) -> None:
     folder = write_family(tmp_path, "qwen2_moe")
     tokenizer = loaded(folder)
     (end,), (text,) = tokenizer.encode("<|im_end|>"), tokenizer.encode("<|endoftext|>")
-    assert tokenizer.eos_ids == {end}
+    assert tokenizer.decoder.eos_ids == {end}
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, text]}))
-    assert loaded(folder).eos_ids == {end, text}
-    stream = tokenizer.stream([])
+    assert loaded(folder).decoder.eos_ids == {end, text}
+    stream = tokenizer.decoder.stream([])
     assert stream.push(end) + stream.push(text) + stream.finish() == ""
 
 
@@ -226,7 +226,7 @@ def test_panics_of_the_library_are_no_crash(tmp_path: Path) -> None:
     path.write_text(json.dumps(described | {"decoder": strip}))
     tokenizer = Tokenizer.load(folder)
     assert tokenizer is not None
-    assert tokenizer.decode([token]) == "\ufffd"
+    assert tokenizer.decoder.decode([token]) == "\ufffd"
 
 
 @pytest.mark.parametrize("length", ["many", -1, None])

@@ -1,23 +1,20 @@
-"""Penalties, biases and grammars before a token is sampled, and what is reported of a model's own logits."""
+"""Penalties and biases before a token is sampled, what is reported of a model's own logits, and greedy
+choices made by a device."""
 
 from __future__ import annotations
 
-import json
-import time
-
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.assets import model_dir
+from pipeline.backbone.greedy import greedy
 from pipeline.errors import PipelineError, RequestError
 from pipeline.text.generation_defaults import validate_shaping
-from pipeline.text.grammar import GrammarCompiler, check_grammar
-from pipeline.text.logprobs import log_softmax, top_logprobs, top_of_rows
+from pipeline.text.logprobs import Greedy, best_margin, log_softmax, top_logprobs, top_of_rows
 from pipeline.text.sampler import Sampler
 from pipeline.text.token_choice import TokenChooser
-from pipeline.text.tokenizer import Tokenizer
 from protocol.messages import Sampling, Shaping, TokenBias
 
 GREEDY = Sampling()
@@ -93,88 +90,29 @@ def test_values_that_cannot_be_served(shaping: Shaping, logprobs: int, word: str
         validate_shaping(shaping, logprobs)
 
 
-# --- grammars ---------------------------------------------------------------------------------------------
-
-VOCABULARY = 4096
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
+NUMBERS = st.one_of(
+    st.sampled_from([-np.inf, np.inf, np.nan, 0.0, -0.0, 1.0, 3.4e38, -3.4e38]),
+    st.floats(-3, 3, width=32),
+)
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    pytest.importorskip("llguidance", reason="of the extra `serve`")
-    found = Tokenizer.load(model_dir())
-    assert found is not None
-    return found
+@given(st.integers(1, 9).flatmap(lambda n: st.lists(st.lists(NUMBERS, min_size=n, max_size=n), min_size=1)))
+def test_choices_are_the_samplers(rows: list[list[float]]) -> None:
+    """Ties, infinities and numbers that are none, in any place."""
+    logits = np.array(rows, np.float32)
+    for row, made in zip(logits, greedy(torch.from_numpy(logits)).numpy(), strict=True):
+        try:
+            token = Sampler(Sampling(0.0), 0).next(row, ())
+        except PipelineError as e:
+            with pytest.raises(PipelineError, match=str(e)):
+                Greedy.read(made, len(row))
+            continue
+        assert Greedy.read(made, len(row)) == (token, *best_margin(row))
 
 
-def schema_grammar() -> str:
-    from llguidance import LLMatcher
-
-    return str(
-        LLMatcher.grammar_from_json_schema(
-            json.dumps(SCHEMA | {"x-guidance": {"whitespace_flexible": False}})
-        )
-    )
-
-
-def write(compiler: GrammarCompiler, grammar: str, seed: int, resume: list[int] | None = None) -> list[int]:
-    """Tokens of an answer that follows the grammar, drawn from nearly uniform logits."""
-    random = np.random.default_rng(seed)
-    tokens = list(resume or [])
-    shaped = TokenChooser(
-        Sampler(Sampling(temperature=1.0), seed, drawn=len(tokens)),
-        Shaping(grammar=grammar),
-        prompt=0,
-        grammar=compiler.start(grammar, tokens),
-    )
-    logits = random.normal(size=(200, VOCABULARY)).astype(np.float32)
-    while len(tokens) < 150:
-        token = shaped.next(logits[len(tokens)], tokens).token
-        if token in (1, 6):
-            break
-        tokens.append(token)
-        shaped.accept(token)
-        if shaped.complete:
-            break
-    return tokens
-
-
-def test_whatever_is_drawn_follows_the_schema(tokenizer: Tokenizer) -> None:
-    compiler = GrammarCompiler(tokenizer, VOCABULARY, [1, 6])
-    written = [write(compiler, schema_grammar(), seed) for seed in range(6)]
-    for tokens in written:
-        found = json.loads(tokenizer.decode(tokens))
-        assert isinstance(found["a"], int)
-        assert found["b"] in ("x", "y")
-    assert len({tuple(tokens) for tokens in written}) > 1
-    # an answer that is continued elsewhere goes on in the same place
-    assert write(compiler, schema_grammar(), 3, written[3][:4]) == written[3]
-
-
-def test_a_request_waits_for_its_grammar_without_holding_up_others(tokenizer: Tokenizer) -> None:
-    compiler = GrammarCompiler(tokenizer, VOCABULARY, [1])
-    grammar = compiler.start(schema_grammar(), [])
-    until = time.monotonic() + 20
-    while not grammar.ready and time.monotonic() < until:
-        time.sleep(0.01)
-    assert grammar.ready
-    allowed = grammar.allowed()
-    assert {tokenizer.decode([token])[0] for token in np.flatnonzero(allowed)} == {"{"}
-
-
-def test_a_grammar_that_nothing_can_follow_ends_with_a_line(tokenizer: Tokenizer) -> None:
-    compiler = GrammarCompiler(tokenizer, VOCABULARY, [1])
-    grammar = compiler.start(schema_grammar(), [5, 5])  # no beginning of an object
-    with pytest.raises(PipelineError, match="grammar"):
-        grammar.allowed()
-
-
-@pytest.mark.parametrize("grammar", ['{"grammars": 1}', "start: nowhere", 'start: "a', "start: /(/"])
-def test_what_is_no_grammar_is_refused(tokenizer: Tokenizer, grammar: str) -> None:
-    with pytest.raises(RequestError, match="grammar"):
-        check_grammar(grammar)
+def test_a_large_vocabularys_tokens_keep_their_bits() -> None:
+    logits = torch.zeros(2, (1 << 18) + 3)
+    logits[0, -1], logits[0, -2], logits[1, 1] = 2.0, 1.5, 1.0
+    first, second = (Greedy.read(row, logits.shape[1]) for row in greedy(logits).numpy())
+    assert first == (logits.shape[1] - 1, 0.5, logits.shape[1] - 2)
+    assert second == (1, 1.0, 0)

@@ -13,7 +13,8 @@ from family_tokenizers import loaded, write_settings
 from tokenizers import Tokenizer as Backend
 
 from pipeline.errors import ModelError, RequestError
-from pipeline.text.tokenizer import QUICK, Tokenizer, eos_ids
+from pipeline.text.detokenizer import QUICK
+from pipeline.text.tokenizer import Tokenizer, eos_ids
 from protocol.messages import ChatMessage
 
 
@@ -44,9 +45,9 @@ def test_folder_of_a_tokenizer_file_s_name_is_no_tokenizer(tmp_path: Path) -> No
 def test_least_tokens_of_a_long_text(model_dir: Path, tokenizer: Tokenizer) -> None:
     """No text of so many characters has fewer; a short one is encoded at once."""
     longest = max(map(len, Backend.from_file(str(model_dir / "tokenizer.json")).get_vocab()))
-    assert [tokenizer.min_tokens(count) for count in (0, QUICK)] == [0, 0]
+    assert [tokenizer.decoder.min_tokens(count) for count in (0, QUICK)] == [0, 0]
     for count in (QUICK + 1, 1_000_000):
-        assert tokenizer.min_tokens(count) == count // (2 * longest)
+        assert tokenizer.decoder.min_tokens(count) == count // (2 * longest)
 
 
 def test_encode_and_decode_are_as_tokenizer_json_says(model_dir: Path, tokenizer: Tokenizer) -> None:
@@ -54,7 +55,7 @@ def test_encode_and_decode_are_as_tokenizer_json_says(model_dir: Path, tokenizer
     for text in ("", "the value", "  größere\n日本語 <tool> </s>", "👩‍👩‍👧‍👦"):
         ids = tokenizer.encode(text)
         assert ids == oracle.encode(text).ids
-        assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
+        assert tokenizer.decoder.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
 
 
 def test_bos_is_added_where_the_model_configures_it(model_dir: Path, tokenizer: Tokenizer) -> None:
@@ -124,7 +125,7 @@ def test_unknown_tokenizer_class_is_read_from_tokenizer_json(own_dir: Path) -> N
     write_settings(own_dir, tokenizer_class=name, auto_map={"AutoTokenizer": [f"code.{name}", None]})
     (own_dir / "code.py").write_text("raise SystemExit('code from a model directory has run')\n")
     tokenizer = loaded(own_dir)
-    assert "the" in tokenizer.decode(tokenizer.encode("the value"))
+    assert "the" in tokenizer.decoder.decode(tokenizer.encode("the value"))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_damaged_eos_ids_are_refused(tmp_path: Path, content: str) -> None:
 
 
 def test_tokenizer_s_own_eos_is_the_fallback(own_dir: Path, tokenizer: Tokenizer) -> None:
-    assert tokenizer.eos_ids == {1, 2}
+    assert tokenizer.decoder.eos_ids == {1, 2}
     (own_dir / "generation_config.json").unlink()
     (own_dir / "config.json").write_text('{"model_type": "mixtral"}')
-    assert loaded(own_dir).eos_ids == {tokenizer.encode("</s>")[-1]}
+    assert loaded(own_dir).decoder.eos_ids == {tokenizer.encode("</s>")[-1]}

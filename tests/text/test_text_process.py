@@ -1,7 +1,8 @@
-"""The tokenizer process as it is executed, and its answers."""
+"""The text process as it is executed, and its answers."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,16 +15,17 @@ import pytest
 import zmq
 
 from pipeline.assets import model_dir
-from pipeline.text import encoder_process
-from pipeline.text.encoder_process import encoded
-from pipeline.text.tokenizer import Tokenizer
+from pipeline.text import process as text_process
+from pipeline.text.detokenizer import DECODER, Detokenizer
+from pipeline.text.process import encoded
+from pipeline.text.tokenizer import LOAD_FAILURES, Tokenizer
 from protocol.codec import decode, encode
 from protocol.messages import VERSION, ChatMessage, Encode, Encoded, Ready
 from protocol.sockets import Identity, bind_router, ipc_endpoint, parse_identity
 from workers.lifetime import pack_config
 
 ROOT = Path(__file__).resolve().parents[2]
-KEY, IDENTITY = b"k" * 32, Identity("tokenizer", 0, 3)
+KEY, IDENTITY = b"k" * 32, Identity("text", 0, 3)
 TEXTS = ("def add(a, b):", "", "é" * 9)
 TURN = ChatMessage("user", "What is a list?")
 
@@ -47,7 +49,7 @@ def test_executed_process_answers_and_holds_no_file_of_the_program_that_started_
     config = asdict(IDENTITY) | {
         "identity": IDENTITY.prove(KEY),
         "runtime": str(tmp_path),
-        "fingerprint": "f" * 64,
+        "fingerprint": "",
         "model": str(model_dir()),
     }
     tokenizer = Tokenizer.load(model_dir())
@@ -57,7 +59,7 @@ def test_executed_process_answers_and_holds_no_file_of_the_program_that_started_
             bind_router(context, ipc_endpoint(tmp_path, name)) for name in ("text.sock", "control.sock")
         ]
         with subprocess.Popen(
-            [sys.executable, "-m", "workers.child", encoder_process.__name__, "--lifeline", str(for_child)],
+            [sys.executable, "-m", "workers.child", text_process.__name__, "--lifeline", str(for_child)],
             pass_fds=(for_child, inherited.fileno()),
             env=os.environ | {"PYTHONPATH": str(ROOT)},
         ) as process:
@@ -65,10 +67,11 @@ def test_executed_process_answers_and_holds_no_file_of_the_program_that_started_
                 os.write(lifeline, pack_config(config))
                 for socket in sockets:
                     (ready,) = received(socket, Ready)
-                    assert ready == Ready(VERSION, "tokenizer", 0, 3, process.pid, "f" * 64)
+                    assert ready == Ready(VERSION, "text", 0, 3, process.pid, "")
                 files = Path(f"/proc/{process.pid}/fd")
                 assert str(planted) not in [os.readlink(files / number) for number in os.listdir(files)]
-                for asked in (Encode(7, TEXTS), Encode(8, messages=(TURN,))):
+                decoder = Detokenizer.read(tmp_path / DECODER)
+                for asked in (Encode(TEXTS), Encode(messages=(TURN,))):
                     sockets[0].send_multipart([IDENTITY.prove(KEY), *encode(asked)])
                 of_texts, of_turns = received(sockets[0], Encoded, Encoded)
             finally:
@@ -78,7 +81,8 @@ def test_executed_process_answers_and_holds_no_file_of_the_program_that_started_
                     socket.close(linger=0)
     parts = [tokenizer.encode(text) for text in TEXTS]
     assert of_texts.ids.tolist() == [token for part in parts for token in part]
-    assert (of_texts.job, of_texts.lengths, of_texts.error) == (7, tuple(map(len, parts)), "")
+    assert (of_texts.lengths, of_texts.error) == (tuple(map(len, parts)), "")
+    assert [decoder.decode(part) for part in parts] == list(TEXTS)
     assert of_turns.ids.tolist() == tokenizer.render_chat([TURN])
 
 
@@ -92,13 +96,41 @@ def test_executed_process_answers_and_holds_no_file_of_the_program_that_started_
     ],
 )
 def test_texts_that_cannot_be_encoded_are_answered_by_a_line(result: Any, reason: str, monkeypatch) -> None:
-    monkeypatch.setattr(encoder_process, "MOST_IDS", 8)
+    monkeypatch.setattr(text_process, "MOST_IDS", 8)
 
     def fake(text: str) -> list[int]:
         if isinstance(result, BaseException):
             raise result
         return cast(list[int], result)
 
-    answer = encoded(cast(Tokenizer, SimpleNamespace(encode=fake)), Encode(3, ("a",)))
-    assert (answer.job, answer.ids.tolist(), answer.lengths, answer.error) == (3, [], (), reason)
+    answer = encoded(cast(Tokenizer, SimpleNamespace(encode=fake)), Encode(("a",)))
+    assert (answer.ids.tolist(), answer.lengths, answer.error) == ([], (), reason)
     encode(answer)
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "token", "words"),
+    [
+        ({"Regex": "(?:a|a)*$"}, ("a" * 20 + "b") * 20_000, "took longer than 20 s to load"),
+        ({"String": "a"}, "a" * 200, "failed to load, or needs more than 4 GB of memory"),
+    ],
+)
+def test_tokenizer_that_does_not_end_or_fills_the_memory_ends_the_process(
+    tmp_path: Path, normalizer: dict[str, str], token: str, words: str
+) -> None:
+    """By the signals that the supervisor knows. Lower limits: a second, 256 MB."""
+    described = json.loads((model_dir() / "tokenizer.json").read_text())
+    content = "x" * 5_000_000 if "String" in normalizer else "x"
+    described["normalizer"] = {"type": "Replace", "pattern": normalizer, "content": content}
+    described["added_tokens"].append(
+        described["added_tokens"][0] | {"id": 512, "content": token, "normalized": True}
+    )
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    code = (
+        "from pathlib import Path; from pipeline.text import process\n"
+        "process.LOAD_SECONDS, process.MEMORY = 1, 1 << 28\n"
+        f"process._load(Path({str(tmp_path)!r}), Path({str(tmp_path)!r}))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False)
+    assert LOAD_FAILURES[ended.returncode] == words

@@ -13,15 +13,21 @@ from hypothesis import strategies as st
 from streams import UNICODE, check, cut
 
 from pipeline.errors import RequestError
-from pipeline.text.text_stream import ByteDecoder, RunDecoder, StopStrings
-from pipeline.text.tokenizer import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, Tokenizer
+from pipeline.text.detokenizer import (
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    ByteDecoder,
+    RunDecoder,
+    StopStrings,
+)
+from pipeline.text.tokenizer import Tokenizer
 
 
 @settings(deadline=None, max_examples=150)
 @given(text=UNICODE, data=st.data())
 def test_stream_of_encoded_text_is_its_decoding(tokenizer: Tokenizer, text: str, data: st.DataObject) -> None:
     ids = tokenizer.encode(text)
-    whole = tokenizer.decode(ids)
+    whole = tokenizer.decoder.decode(ids)
     places = st.integers(0, max(0, len(whole) - 1))
     stop = data.draw(
         st.lists(
@@ -42,7 +48,7 @@ def test_stream_of_random_ids_is_their_decoding(tokenizer: Tokenizer, data: st.D
     vocabulary."""
     bytes_and_specials = st.integers(0, 270)
     ids = data.draw(st.lists(bytes_and_specials | st.integers(0, 430), max_size=25))
-    whole = tokenizer.decode(ids)
+    whole = tokenizer.decoder.decode(ids)
     pieces = st.sampled_from([whole[a : a + n] for a in range(len(whole)) for n in (1, 2, 3)] or ["\ufffd"])
     check(tokenizer, ids, [])
     check(tokenizer, ids, data.draw(st.lists(pieces | st.sampled_from(["\ufffd", " ", "aa"]), max_size=4)))
@@ -111,11 +117,11 @@ def test_added_tokens_are_plain_text(tokenizer: Tokenizer) -> None:
 def test_certain_text_is_returned_at_once(tokenizer: Tokenizer) -> None:
     """Returning all text at the end would be exact too, but not streaming."""
     ids = tokenizer.encode("the value goes on and the caller decides")
-    stream = tokenizer.stream(["zzz"])
+    stream = tokenizer.decoder.stream(["zzz"])
     for count, token in enumerate(ids, start=1):
         stream.push(token)
-        fresh = tokenizer.stream(["zzz"])
-        assert "".join(fresh.push(t) for t in ids[:count]) == tokenizer.decode(ids[:count])
+        fresh = tokenizer.decoder.stream(["zzz"])
+        assert "".join(fresh.push(t) for t in ids[:count]) == tokenizer.decoder.decode(ids[:count])
     assert stream.finish() == ""
 
 
@@ -124,15 +130,15 @@ def test_certain_text_is_returned_at_once(tokenizer: Tokenizer) -> None:
 def test_resumed_stream_continues_as_the_first(tokenizer: Tokenizer, text: str, data: st.DataObject) -> None:
     """At any point, including within a character or a possible stop string."""
     ids = tokenizer.encode(text) + data.draw(st.lists(st.integers(0, 430), max_size=8))
-    whole = tokenizer.decode(ids)
+    whole = tokenizer.decoder.decode(ids)
     places = st.integers(0, max(0, len(whole) - 2))
     words = st.builds(lambda a, n: whole[a : a + n] or "x", places, st.integers(1, 6))
     stop = data.draw(st.lists(words, max_size=2))
-    first = tokenizer.stream(stop)
+    first = tokenizer.decoder.stream(stop)
     shown = [first.push(token) for token in ids]
     rest = first.finish()
     for place in range(len(ids) + 1):
-        second = tokenizer.stream(stop)
+        second = tokenizer.decoder.stream(stop)
         second.resume(ids[:place])
         assert [second.push(token) for token in ids[place:]] == shown[place:]
         assert second.finish() == rest
@@ -141,11 +147,11 @@ def test_resumed_stream_continues_as_the_first(tokenizer: Tokenizer, text: str, 
 
 def test_no_half_character_is_returned(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("x日本語👩‍👩‍👧‍👦é")
-    stream = tokenizer.stream([])
+    stream = tokenizer.decoder.stream([])
     shown = [stream.push(token) for token in ids]
-    if "\ufffd" not in tokenizer.decode(ids):
+    if "\ufffd" not in tokenizer.decoder.decode(ids):
         assert not any("\ufffd" in text for text in shown)
-    assert "".join(shown) + stream.finish() == tokenizer.decode(ids)
+    assert "".join(shown) + stream.finish() == tokenizer.decoder.decode(ids)
 
 
 def test_run_of_byte_tokens_is_decoded_when_it_ends() -> None:
@@ -170,16 +176,16 @@ def test_incomplete_character_at_the_end_is_one_replacement() -> None:
 
 
 def test_invalid_stop_strings_are_refused(tokenizer: Tokenizer) -> None:
-    tokenizer.stream(["x" * MAX_STOP_CHARACTERS] * MAX_STOP_STRINGS)
+    tokenizer.decoder.stream(["x" * MAX_STOP_CHARACTERS] * MAX_STOP_STRINGS)
     for stop in ([""], ["x" * 513], ["x"] * 17):
         with pytest.raises(RequestError, match="allowed"):
-            tokenizer.stream(stop)
+            tokenizer.decoder.stream(stop)
 
 
 @pytest.mark.parametrize("stop", [[], ["\n\nUser:", "</answer>"]], ids=["plain", "stops"])
 def test_work_per_token_does_not_grow(tokenizer: Tokenizer, stop: list[str]) -> None:
     ids = tokenizer.encode("the value of the generator naïve 日本 " * 40)[1:]
-    stream = tokenizer.stream(stop)
+    stream = tokenizer.decoder.stream(stop)
     parts = []
     for _ in range(6):
         start = time.process_time()

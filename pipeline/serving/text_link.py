@@ -1,0 +1,181 @@
+"""The event loop's link to the text process: one job at a time, each with a limit in seconds.
+
+A process that does not answer within it is reported to the supervisor, which kills and restarts it. Of the
+process only the newest generation counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import zmq
+import zmq.asyncio
+
+from pipeline.errors import PeerLost
+from pipeline.rate_limit import SparseLog
+from pipeline.text.grammar import words
+from protocol.codec import decode, encode
+from protocol.errors import MalformedMessage
+from protocol.messages import (
+    VERSION,
+    Allowed,
+    Encode,
+    Encoded,
+    Follow,
+    Hung,
+    Ready,
+    Unfollow,
+    WorkerDied,
+    WorkerUp,
+)
+from protocol.sockets import CHILD_HWM, Identity, bind_router, ipc_endpoint, parse_identity
+
+log = logging.getLogger(__name__)
+
+ROLE = "text"
+SECONDS = 5.0  # for a job
+SECONDS_A_CHARACTER = 10e-6  # more: ten times as many as on an idle core
+TOKEN_CHARACTERS = 100  # a token that a grammar is advanced by counts as so many
+ONCE_MORE = 0.2  # seconds; an event loop that was stopped runs its timers before it reads
+
+
+def limit_of(asked: Encode | Follow) -> float:
+    """Seconds for its answer."""
+    if isinstance(asked, Follow):
+        characters = len(asked.grammar) + TOKEN_CHARACTERS * len(asked.tokens)
+    else:
+        texts = asked.texts if asked.messages is None else [turn.content for turn in asked.messages]
+        characters = len(asked.grammar) + sum(map(len, texts))
+    return SECONDS + SECONDS_A_CHARACTER * characters
+
+
+class TextProcessExited(PeerLost):
+    """The process has exited before its answer. `crashed`: by the job, not by a signal from outside."""
+
+    def __init__(self, crashed: bool) -> None:
+        super().__init__("the text process exited")
+        self.crashed = crashed
+
+
+class TextLink:
+    """A bound ROUTER. Used by the event loop. `generation`: the number of the newest process, which knows
+    nothing of what an earlier one was told."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        runtime: Path,
+        key: bytes,
+        to_supervisor: Callable[[object], None],
+        on_up: Callable[[], None],
+    ) -> None:
+        """`key`: proves the process's identity; `on_up`: called when a process is there. Raises ProtocolError
+        where the socket cannot be bound."""
+        self._socket = bind_router(context, ipc_endpoint(runtime, "text.sock"), receive_hwm=CHILD_HWM)
+        self._key = key
+        self._to_supervisor = to_supervisor
+        self._on_up = on_up
+        self._name = b""  # of the running process
+        self.generation = -1
+        self._up = asyncio.Event()
+        self._asked: Encode | Follow | None = None
+        self._answer: asyncio.Future[Any] | None = None  # to `_asked`
+        self._log = SparseLog(log)
+
+    async def wait_up(self) -> None:
+        """Wait until a process has announced itself."""
+        await self._up.wait()
+
+    async def ask(self, asked: Encode | Follow) -> Any:
+        """Return the answer of the process, Encoded or Allowed, after `wait_up`. Raises TimeoutError where it
+        is late, TextProcessExited, and MalformedMessage for what cannot be sent."""
+        frames = encode(asked)
+        self._asked = asked
+        self._answer = answer = asyncio.get_running_loop().create_future()
+        if not self._send(frames):
+            self._drop(crashed=False)  # it has exited, before this job
+        for seconds in (limit_of(asked), ONCE_MORE):
+            await asyncio.wait((answer,), timeout=seconds)
+        if not answer.done():
+            self._to_supervisor(Hung(ROLE, 0, self.generation))
+            self._drop(crashed=True)
+            raise TimeoutError
+        return answer.result()
+
+    def tell(self, message: Unfollow) -> None:
+        """Send what has no answer, where a process is there."""
+        if self._name:
+            self._send(encode(message))
+
+    async def serve(self) -> None:
+        """Receive from the process, until cancelled."""
+        while True:
+            sender, *frames = await self._socket.recv_multipart()
+            try:
+                self._receive(sender, parse_identity(sender, self._key), decode(frames))
+            except MalformedMessage as e:
+                self._log.warning(f"dropped a malformed message on the text process's socket: {e}")
+            await asyncio.sleep(0)  # receiving a message that has arrived does not suspend
+
+    def on_exit(self, exit: WorkerDied) -> None:
+        """The supervisor reports an exit."""
+        if exit.incarnation == self.generation:
+            self._drop(exit.crashed)
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+    def _send(self, frames: list[Any]) -> bool:
+        """Whether the running process has got the message."""
+        try:
+            # With NOBLOCK the message is sent when this returns.
+            sent = self._socket.send_multipart([self._name, *frames], flags=zmq.NOBLOCK)
+            cast("asyncio.Future[None]", sent).result()
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def _receive(self, sender: bytes, identity: Identity, message: Any) -> None:
+        if identity.role != ROLE:
+            raise MalformedMessage(f"a {identity.role} sends on it")
+        if isinstance(message, Ready) and identity.incarnation > self.generation:
+            if message.version != VERSION:
+                raise MalformedMessage("another version")
+            self._drop(crashed=False)  # the one before, whose exit was not reported yet
+            self._name, self.generation = sender, identity.incarnation
+            self._up.set()
+            self._to_supervisor(WorkerUp(ROLE, 0, identity.incarnation))
+            self._on_up()
+        elif isinstance(message, Encoded | Allowed) and sender == self._name:
+            if self._asked is None or self._answer is None or not answers(self._asked, message):
+                raise MalformedMessage("no answer to what was asked")
+            if not self._answer.done():
+                self._answer.set_result(message)
+
+    def _drop(self, crashed: bool) -> None:
+        """The process has exited, or is being killed."""
+        self._name = b""
+        self._up.clear()
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(TextProcessExited(crashed))
+            self._answer.exception()  # retrieved, also where `ask` has given up
+
+
+def answers(asked: Encode | Follow, answer: Encoded | Allowed) -> bool:
+    """Whether it is an answer to what was asked, complete and consistent."""
+    match asked, answer:
+        case Follow(), Allowed():
+            return len(answer.mask) in (0, 0 if answer.error else words(asked.vocabulary))
+        case Encode(), Encoded() if answer.error:
+            return True
+        case Encode(token_ids=ids), Encoded() if ids is not None:
+            return len(answer.pieces) == len(ids)
+        case Encode(), Encoded():
+            count = len(asked.texts) if asked.messages is None else 1
+            complete = len(answer.lengths) == count and min(answer.lengths, default=0) >= 0
+            return complete and sum(answer.lengths) == len(answer.ids)
+    return False

@@ -1,0 +1,143 @@
+"""Process entry: all that a model's own programs do with texts, for the coordinator. It encodes texts,
+renders conversations, and follows the grammars of answers.
+
+A chat template is a program, a tokenizer may search with any regular expression, and a grammar may have any
+depth: on some input they do not end, fill the memory, or crash their library. In a process of its own they
+hold up no step of the engine, and can be killed. It has the model's files, a socket to the coordinator and to
+the supervisor, and no others.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import resource
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from pipeline.errors import ModelError, RequestError
+from pipeline.text.detokenizer import DECODER
+from pipeline.text.grammar import Grammars, check_grammar
+from pipeline.text.tokenizer import LOAD_SECONDS, MEMORY, Tokenizer, one_line
+from protocol.messages import Encode, Encoded, Follow, Unfollow
+from workers.child_endpoint import ChildEndpoint
+
+NICENESS = 5  # of the threads that compute steps, each gets three times as much of a core
+MOST_IDS = 1 << 22  # of one answer: as many as a message has bytes
+
+
+def encoded(tokenizer: Tokenizer, asked: Encode) -> Encoded:
+    """Answer an Encode."""
+    try:
+        if asked.grammar:
+            check_grammar(asked.grammar)
+        if asked.token_ids is not None:
+            text, pieces = (
+                tokenizer.decoder.decode(asked.token_ids),
+                tokenizer.decoder.pieces(asked.token_ids),
+            )
+            return Encoded(np.empty(0, np.int32), text=text, pieces=pieces)
+        if asked.messages is not None:
+            parts = [tokenizer.render_chat(asked.messages, asked.template)]
+        else:
+            parts = [tokenizer.encode(text) for text in asked.texts]
+        lengths = tuple(map(len, parts))
+        if sum(lengths) > MOST_IDS:
+            raise RequestError(f"the text has {sum(lengths)} tokens, more than {MOST_IDS}")
+        ids = np.fromiter((token for part in parts for token in part), np.int32, sum(lengths))
+        return Encoded(ids, lengths)
+    except RequestError as e:
+        reason = str(e)
+    except MemoryError:
+        reason = "the text takes too much memory to encode"
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as e:  # the library raises any; its panics are no Exception
+        reason = f"the model's tokenizer failed: {one_line(e)}"
+    # A template may name half a character in its refusal.
+    return Encoded(np.empty(0, np.int32), error=reason.encode(errors="replace").decode())
+
+
+def main(config: dict[str, Any]) -> int:
+    """Run the text process; returns its exit code."""
+    _close_inherited(lifeline=int(sys.argv[-1]))
+    endpoint = ChildEndpoint(config, "text.sock")
+    try:
+        tokenizer = _load(Path(config["model"]), Path(config["runtime"]))
+        endpoint.announce()
+        os.nice(NICENESS)
+        _serve(endpoint, tokenizer)
+    except ModelError as e:
+        endpoint.fail(str(e), usage=True)
+        return 2
+    finally:
+        endpoint.close()
+    return 0
+
+
+def _load(model: Path, runtime: Path) -> Tokenizer:
+    """Load the model's tokenizer within the limits, and write what the coordinator needs of it. The kernel
+    ends the process at a limit, also within the library."""
+    from transformers import PreTrainedTokenizerFast  # noqa: F401 - takes memory, and time on a cold disk
+
+    _limit_memory(MEMORY)
+    _silence_panics()
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, LOAD_SECONDS)
+    tokenizer = Tokenizer.load(model)
+    if tokenizer is None:
+        raise ModelError(f"the tokenizer of {model} has been removed")
+    tokenizer.decoder.write(runtime / DECODER)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    return tokenizer
+
+
+def _serve(endpoint: ChildEndpoint, tokenizer: Tokenizer) -> None:
+    """Answer the coordinator's messages, until one says Shutdown."""
+    grammars = Grammars(tokenizer)
+    while not endpoint.stopped:
+        for message in endpoint.receive(wait=True):
+            match message:
+                case Encode():
+                    endpoint.send(encoded(tokenizer, message))
+                case Follow():
+                    endpoint.send(grammars.follow(message))
+                case Unfollow():
+                    grammars.drop(message.answer)
+
+
+def _limit_memory(more: int) -> None:
+    """Let the process allocate so many more bytes from now on: beyond them an allocation fails."""
+    fields = Path("/proc/self/status").read_text().partition("VmData:")[2].split()
+    wanted = int(fields[0]) * 1024 + more
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+def _close_inherited(lifeline: int) -> None:
+    """Close descriptors of the program that started the engine; uvloop passes them on."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) != lifeline:
+            with suppress(OSError):  # the one that listed the folder
+                os.close(int(name))
+
+
+def _silence_panics() -> None:
+    """Drop what the library writes to descriptor 2, past `sys.stderr`: a report of each of its panics, of
+    which a text can cause as many as it likes."""
+    # Of the same class, which may filter what is printed.
+    stream = io.BufferedWriter(io.FileIO(os.dup(2), "w"))
+    sys.stderr = cast(Any, type(sys.stderr))(stream, errors="replace", line_buffering=True)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)

@@ -1,0 +1,151 @@
+"""Grammars: what is drawn follows them, also where they are compiled again behind a part of the answer."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from pipeline.assets import model_dir
+from pipeline.errors import PipelineError, RequestError
+from pipeline.text.grammar import Grammar, Grammars, MaskDropped, MaskRequest, check_grammar
+from pipeline.text.sampler import Sampler
+from pipeline.text.token_choice import TokenChooser
+from pipeline.text.tokenizer import Tokenizer
+from protocol.messages import Follow, Sampling, Shaping
+
+VOCABULARY = 4096
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    pytest.importorskip("llguidance", reason="of the extra `serve`")
+    loaded = Tokenizer.load(model_dir())
+    assert loaded is not None
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def schema(tokenizer: Tokenizer) -> str:
+    from llguidance import LLMatcher
+
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA)))
+
+
+class Answers:
+    """Answers requests at once, as the event loop with the text process does. `restart`: before which mask
+    the process is another one."""
+
+    def __init__(self, tokenizer: Tokenizer, restart: int = -1) -> None:
+        self.grammars = Grammars(tokenizer)
+        self.asked = 0
+        self._tokenizer = tokenizer
+        self._restart = restart
+        self._known: dict[int, int] = {}
+
+    def __call__(self, wanted: MaskRequest | MaskDropped) -> None:
+        if isinstance(wanted, MaskDropped):
+            return self.grammars.drop(wanted.answer)
+        if self.asked == self._restart:
+            self.grammars, self._known = Grammars(self._tokenizer), {}
+        self.asked += 1
+        known = self._known.get(wanted.answer)
+        tokens = tuple(wanted.tokens[wanted.start + (known or 0) :])
+        grammar = wanted.grammar if known is None else ""
+        self._known[wanted.answer] = len(wanted.tokens) - wanted.start
+        wanted.allowed = self.grammars.follow(Follow(wanted.answer, wanted.vocabulary, tokens, grammar))
+        return None
+
+
+def write(answers: Answers, schema: str, seed: int, resume: list[int] | None = None) -> list[int]:
+    """Tokens of an answer that follows the grammar, drawn from nearly uniform logits."""
+    random = np.random.default_rng(seed)
+    tokens = [9, 9, *(resume or [])]  # behind a prompt of two
+    chooser = TokenChooser(
+        Sampler(Sampling(temperature=1.0), seed, drawn=len(tokens) - 2),
+        Shaping(grammar=schema),
+        prompt=2,
+        grammar=Grammar(b"c", schema, VOCABULARY, answers),
+    )
+    logits = random.normal(size=(200, VOCABULARY)).astype(np.float32)
+    chooser.begin(tokens)
+    while not chooser.complete and len(tokens) < 150:
+        tokens.append(chooser.next(logits[len(tokens)], tokens).token)
+        chooser.accept()
+    chooser.end()
+    return tokens[2:]
+
+
+def test_whatever_is_drawn_follows_the_schema(tokenizer: Tokenizer, schema: str) -> None:
+    answers = Answers(tokenizer)
+    written = [write(answers, schema, seed) for seed in range(6)]
+    for tokens in written:
+        value = json.loads(tokenizer.decoder.decode(tokens))
+        assert isinstance(value["a"], int)
+        assert value["b"] in ("x", "y")
+    assert len({tuple(tokens) for tokens in written}) > 1
+    assert not answers.grammars._matchers  # each was dropped at its end
+
+
+@pytest.mark.parametrize("place", [0, 1, 4])
+def test_the_answer_is_the_same_behind_a_part_of_it(tokenizer: Tokenizer, schema: str, place: int) -> None:
+    """Another client's request resumed here, or another process in the midst of it."""
+    whole = write(Answers(tokenizer), schema, 3)
+    assert write(Answers(tokenizer), schema, 3, whole[:place]) == whole
+    restarted = Answers(tokenizer, restart=place)
+    assert write(restarted, schema, 3) == whole
+    assert restarted.asked > place
+
+
+def test_a_grammar_without_its_mask_is_not_ready(tokenizer: Tokenizer, schema: str) -> None:
+    asked: list[MaskRequest | MaskDropped] = []
+    grammar = Grammar(b"c", schema, VOCABULARY, asked.append)
+    assert not grammar.ready
+    tokens = [9]
+    grammar.begin(tokens, 1)
+    assert not grammar.ready
+    assert not grammar.complete
+    (wanted,) = asked
+    Answers(tokenizer)(wanted)
+    assert grammar.ready
+    assert {tokenizer.decoder.decode([token])[0] for token in np.flatnonzero(grammar.allowed())} == {"{"}
+    tokens.append(5)
+    grammar.advance()
+    assert not grammar.ready
+    grammar.begin(tokens, 1)  # admitted again: a late answer to the last request is none to this one
+    second, dropped, third = asked[1:]
+    assert isinstance(second, MaskRequest)
+    assert isinstance(third, MaskRequest)
+    assert dropped == MaskDropped(wanted.answer)
+    second.allowed = wanted.allowed
+    assert not grammar.ready
+    assert third.answer != second.answer
+
+
+@pytest.mark.parametrize("tokens", [(5, 5), (VOCABULARY + 7,)])
+def test_a_grammar_that_nothing_can_follow_ends_with_a_line(
+    tokenizer: Tokenizer, schema: str, tokens: tuple[int, ...]
+) -> None:
+    answers = Answers(tokenizer)
+    grammar = Grammar(b"c", schema, VOCABULARY, answers)
+    grammar.begin(tokens, 0)  # no beginning of an object
+    assert grammar.ready
+    assert not grammar.complete
+    with pytest.raises(PipelineError, match=r"^the grammar cannot be followed further: .+"):
+        grammar.allowed()
+    unknown = answers.grammars.follow(Follow(99, VOCABULARY))
+    assert unknown.error.startswith("the grammar cannot be followed further")
+
+
+@pytest.mark.parametrize("grammar", ['{"grammars": 1}', "start: nowhere", 'start: "a', "start: /(/"])
+def test_what_is_no_grammar_is_refused(tokenizer: Tokenizer, grammar: str) -> None:
+    with pytest.raises(RequestError, match="grammar"):
+        check_grammar(grammar)
