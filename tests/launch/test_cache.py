@@ -254,7 +254,7 @@ def test_prune_warns_of_calibrations_that_go(dry_run: bool, folder: Path) -> Non
 
 
 def test_costs_are_listed_with_their_model_and_their_use_is_noted(folder: Path) -> None:
-    setting = cost_cache.Setting("cpu", 2, "cpu", STORE, "int8", "bf16", (1, 1), "k", "process", "")
+    setting = cost_cache.Setting("cpu", 2, "cpu", STORE, "int8", "bf16", (1, 1), "k", "")
     costs = Costs(rows=(1,), host=(1e-3,), device=(1e-3,), link=1e-3, round_trip=1e-4)
     cost_cache.keep(folder, cost_cache.Record(setting, "/models/olmoe", 3, 100, time.time(), 0.1, costs))
     path = folder / cost_cache.FOLDER / setting.name

@@ -20,7 +20,7 @@ from protocol.program import user_folder
 
 # An expert has 4 tiles: host 4 ms, device 0.4 ms, move 8 ms.
 COSTS = Costs((1, 64), (1e-3, 8e-3), (1e-4, 2e-4), 2e-3, 5e-5, (3e-4, 2e-3))
-SETTING = Setting(*processor(), "cpu", "f" * 64, "bf16", "bf16", (1, 1), "avx512", "process", "")
+SETTING = Setting(*processor(), "cpu", "f" * 64, "bf16", "bf16", (1, 1), "avx512", "")
 RECORD = Record(SETTING, str(model_dir()), 4, 10_000_000, 1.6e9, 0.0, COSTS)
 
 

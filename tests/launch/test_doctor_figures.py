@@ -177,7 +177,7 @@ def test_formats_beside_the_asked_one_are_shown_and_not_chosen(capfd: pytest.Cap
 # --- costs --------------------------------------------------------------------------------------------------
 
 COSTS = Costs((1, 64), (1e-3, 8e-3), (1e-4, 2e-4), 2e-3, 5e-5, (3e-4, 2e-3))
-SETTING = Setting(*processor(), "cpu", "f" * 64, "bf16", "bf16", (), "avx512", "process", "slow link")
+SETTING = Setting(*processor(), "cpu", "f" * 64, "bf16", "bf16", (), "avx512", "slow link")
 RECORD = Record(SETTING, "/m", 4, 10_000_000, 1.6e9, 0.0, COSTS)
 
 

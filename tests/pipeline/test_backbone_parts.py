@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from pipeline.calibration.gate_mlp import GateMlps
 from plain_calibration import plain_calibration
 from safetensors.torch import load_file, save_file
 from test_engine import Notes
@@ -21,6 +20,7 @@ from pipeline.backbone.batch import StepInput, TokenSpan, logit_rows
 from pipeline.backbone.kv_cache import KVCache, TransientKV
 from pipeline.backbone.linear import FEW_ROWS, BiasedLinear, DenseLinear, Precision
 from pipeline.backbone.rope import RopeTables, rotate
+from pipeline.calibration.trained_gates import GateMlps
 from pipeline.checkpoint.open import open_model
 from pipeline.device import open_device
 from pipeline.device.cpu import CpuDevice

@@ -25,7 +25,7 @@ from shm.kept_record import LOADED
 
 COSTS = Costs((1, 4), (1e-3, 2e-3), (1e-4, 2e-4), 5e-3, 1e-4, (1e-3, 1e-3))
 CPU, CORES = cost_cache.processor()
-SETTING = Setting(CPU, CORES, "cpu", "f" * 64, "bf16", "bf16", (1, 1), "avx512", "process", "")
+SETTING = Setting(CPU, CORES, "cpu", "f" * 64, "bf16", "bf16", (1, 1), "avx512", "")
 RECORD = Record(SETTING, "/models/m", 3, 4096, 1e9, 0.25, COSTS)
 
 
@@ -192,7 +192,7 @@ def test_second_start_does_not_measure_again(tiny_model: Path, tmp_path, monkeyp
         kernels = engine.device.library.variant
         assert setting == Setting(
             *(CPU, CORES, "cpu", "a" * 64, config.format, config.backbone_dtype, (1,)),
-            *(kernels, "process", "link paced to 3 GB/s"),
+            *(kernels, "link paced to 3 GB/s"),
         )
         began = time.time()
         first = costs_for(engine, coordinator(config), CONTEXT)
