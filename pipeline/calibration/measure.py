@@ -23,10 +23,11 @@ from pipeline.calibration.approximations import EXACT, Approximations
 from pipeline.calibration.collector import TrainPass, ValidationPass
 from pipeline.calibration.context import CalibrationContext, Findings, Progress
 from pipeline.calibration.hit_rates import TokenOrder
-from pipeline.calibration.lanes import LANES, Division, TokenCount, Window, lanes, observed, separate_counters
+from pipeline.calibration.lanes import TokenCount, lanes, observed, separate_counters
 from pipeline.calibration.magnitudes import Magnitudes
 from pipeline.calibration.sensitivity import sensitivities
 from pipeline.calibration.trained_gates import GateMlps, GatePairs, predicted_layers, train_first_gate
+from pipeline.calibration.windows import LANES, Division, Window
 from pipeline.config import DEFAULT_CACHE
 from pipeline.engine.engine import Engine
 from pipeline.engine.observer import Observer

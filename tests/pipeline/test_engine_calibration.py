@@ -22,9 +22,10 @@ from pipeline.calibration.approximations import BOUND, Threshold
 from pipeline.calibration.collector import Activations
 from pipeline.calibration.context import CalibrationContext
 from pipeline.calibration.file import calibration_path, read
-from pipeline.calibration.lanes import LANES, Division, Window, lanes
+from pipeline.calibration.lanes import lanes
 from pipeline.calibration.measure import calibrate
 from pipeline.calibration.sensitivity import sensitivities
+from pipeline.calibration.windows import LANES, Division, Window
 from pipeline.config import DEFAULT_CACHE
 from pipeline.errors import RequestError, ShardFailed
 from pipeline.experts.pool import Ticket
