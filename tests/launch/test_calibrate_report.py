@@ -74,9 +74,9 @@ def shown(found: Calibration | None = None, **changed: Any) -> str:
 
 def test_table_of_a_calibration() -> None:
     assert shown(calibration()) == SNAPSHOT
-    unknown = calibration(sensitivity=None, needed=None, first_gate=None)
+    unknown = calibration(sensitivity=None, first_gate=None)
     row = next(line for line in shown(unknown, loss=None).splitlines() if line.split()[:1] == ["0"])
-    assert row.split() == ["0", "-", "-", "-", "0.900", "-", "-"]
+    assert row.split() == ["0", "-", "-", "-", "0.387", "-", "-"]
     assert "threshold" not in shown(loss=None)
     for layers, tabled in ((64, True), (65, False)):
         assert ("sensitivity" in shown(calibration(layers))) is tabled
@@ -106,10 +106,10 @@ def test_page_has_a_panel_for_each_column(tmp_path: Path, monkeypatch: pytest.Mo
     drawn: list[list[list[Panel]]] = []
     monkeypatch.setattr(module, "draw", lambda path, rows, *_, **__: drawn.append(rows))
     module._draw(calibration(), ABOUT, tmp_path / "a.png")
-    module._draw(calibration(sensitivity=None, needed=None), ABOUT, tmp_path / "a.png")
+    module._draw(calibration(sensitivity=None), ABOUT, tmp_path / "a.png")
     panels = {panel.title: panel.series[0].values for row in drawn[0] for panel in row}
     assert panels["router predicts %"] == {1: [pytest.approx(51)], 2: [pytest.approx(52)]}
-    assert panels["prefill ~ decode"] == {i: [pytest.approx(0.9 - i / 10)] for i in range(3)}
+    assert panels["prefill ~ decode"] == {i: [pytest.approx(0.387, abs=0.001)] for i in range(3)}
     assert panels["experts per token"] == {i: [1.75] for i in range(3)}
     assert len(panels) == 5
     assert [len(row) for row in drawn[1]] == [3]

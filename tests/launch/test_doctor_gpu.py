@@ -96,8 +96,6 @@ async def test_gpu_that_works_is_measured(tmp_path: Path, answers: dict[str, Any
         ({"bindings": None}, "", 1),
         ({"graph": False}, "other numbers", 6),
         ({"graph": TrialFailed("not supported")}, "not supported", 6),
-        ({"open": False}, "something else", 6),
-        ({"export": TrialFailed("not permitted")}, "not permitted", 4),
         ({"link": TrialFailed("out of memory")}, "out of memory", 6),
     ],
 )
@@ -116,6 +114,26 @@ async def test_gpu_that_does_not_work_is_a_problem(
     assert found[0].level == "ok"
 
 
+@pytest.mark.parametrize(
+    ("changed", "reason", "asked"),
+    [
+        ({"open": False}, "something else", 6),
+        ({"export": TrialFailed("not permitted")}, "not permitted", 4),
+    ],
+)
+async def test_without_cuda_ipc_nothing_is_prefetched(
+    tmp_path: Path, answers: dict[str, Any], changed: dict[str, Any], reason: str, asked: int
+) -> None:
+    machine(tmp_path)
+    answers |= changed
+    findings, _ = await gpu.inspect(READS, tmp_path)
+    (note,) = [f for f in findings if reason in f.found]
+    assert note.level == "note"
+    assert "no tile is prefetched" in note.means
+    assert not any(f.level == "problem" for f in findings)
+    assert len(answers["asked"]) == asked
+
+
 async def test_machine_without_a_driver_is_not_probed(tmp_path: Path, answers: dict[str, Any]) -> None:
     (found,), pace = await gpu.inspect(READS, tmp_path)
     assert (found.level, pace, answers["asked"]) == ("note", None, [])
@@ -130,7 +148,7 @@ async def test_machine_without_a_driver_is_not_probed(tmp_path: Path, answers: d
     answers["open"] = False
     several, _ = await gpu.inspect(READS, tmp_path)
     assert "of unknown version" in words(several)
-    assert "WSL has no CUDA IPC" in words(several, "problem")
+    assert "WSL has no CUDA IPC" in words(several)
 
 
 def test_device_is_the_gpu_where_one_is_usable(

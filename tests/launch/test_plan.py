@@ -114,7 +114,7 @@ def test_refusal_names_options_that_would_fit() -> None:
     assert "or a machine with more memory, as this one has 25.00 GB in all" in text
     assert "GB is available (with 2.00 GB that stay free: experts " in text
     with pytest.raises(UsageError, match=r"use --backbone-dtype int4"):
-        make_plan(model, now(Machine(28_500_000_000, 28 * GB), model=model, backbone_dtype="bf16"))
+        make_plan(model, now(Machine(28_700_000_000, 28 * GB), model=model, backbone_dtype="bf16"))
     with pytest.raises(UsageError, match=r"/dev/shm, and .*: enlarge it: sudo mount -o remount,size=\d+m"):
         make_plan(model, now(Machine(200 * GB, 10 * GB), model=model))
 
@@ -143,7 +143,7 @@ def test_each_choice_other_than_the_default_has_a_reason() -> None:
 
     assert why(Machine(200 * GB, 200 * GB)) == [
         "memory: experts 90.19 GB (bf16), KV cache 4.29 GB (32768 tokens), backbone 3.22 GB,"
-        " processes 1.27 GB; 200.00 GB available"
+        " processes 1.36 GB; 200.00 GB available"
     ]
     _, first, second = why(Machine(64 * GB, 32 * GB))
     assert first == "--format int4: int8 needs 46.51 GB of /dev/shm, and 32.00 GB is available"
