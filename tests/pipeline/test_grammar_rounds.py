@@ -70,7 +70,7 @@ class Rounds:
             ),
             max_sequences=4,
             chunk=8,
-            send=lambda client, message: self.sent.append(message),
+            send=lambda messages: self.sent.extend(message for _, message in messages),
             congested=lambda client: False,
         )
 
