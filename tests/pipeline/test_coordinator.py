@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -95,6 +96,16 @@ async def supervised(
                 await supervisor.shut_down()
             supervisor.socket.close(linger=0)
             supervisor.context.term()
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Without a tokenizer: no text process runs here, for which the coordinator would wait."""
+    folder = tmp_path_factory.mktemp("ids")
+    for path in tiny_model.iterdir():
+        if path.is_file() and "token" not in path.name:
+            shutil.copy(path, folder)
+    return folder
 
 
 class Gate:
