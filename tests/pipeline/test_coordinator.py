@@ -45,7 +45,6 @@ from protocol.messages import (
     Stats,
     StatsReply,
     WorkerDied,
-    WorkerUp,
 )
 from protocol.sockets import bind_router, ipc_endpoint, parse_identity
 
@@ -140,11 +139,10 @@ async def test_coordinator_connects_supervisor_clients_and_engine(tiny_model: Pa
         assert ready == Ready(VERSION, "coordinator", 0, 0, os.getpid(), ready.fingerprint, notes)
         assert (len(ready.fingerprint), len(notes)) == (32, 5)
         async with raw_client(supervisor.endpoint) as second:
-            message = SetPolicy(7, "random", {"seed": "3"})
+            message = SetPolicy(7, "all-host")
             await first.send(message)
-            assert await first.expect(PolicyChanged) == PolicyChanged(7, "random", True)
-            assert await second.expect(PolicyChanged) == PolicyChanged(-1, "random", True)
-            assert await supervisor.next() == WorkerUp("prefetcher", 0, 0)
+            assert await first.expect(PolicyChanged) == PolicyChanged(7, "all-host", True)
+            assert await second.expect(PolicyChanged) == PolicyChanged(-1, "all-host", True)
             assert await supervisor.next() == message
             await supervisor.send(b"\x01")  # dropped
             await second.send(ASKED)
