@@ -51,6 +51,7 @@ LONGEST = (
     "gateway/test_dashboard.py",
     "launch/test_doctor.py",
     "faults/test_poisoned_work.py",
+    "faults/test_text_faults.py",
     "pipeline/test_many_clients.py",
     "pipeline/test_clients_hostile.py",
     "faults/test_worker_restart.py",

@@ -10,6 +10,7 @@ import pytest
 import torch
 from mover_parts import model_store
 from thread_engine import engine_in_threads
+from waiting import wait_until
 
 from pipeline.arrays import FloatArray
 from pipeline.backbone.batch import StepInput, TokenSpan
@@ -45,9 +46,13 @@ class Run:
                 self.prefetcher.exit_after(3, restarted=True)
             found += engine.step([StepInput(TokenSpan(sequence, [token]), "last")], "decode")
         self.kv.release(sequence)
-        engine.memory.poll()
+        assert wait_until(self._idle, 30)  # predicted tiles may still be under way
         engine.memory.audit()
         return np.concatenate(found), difference(engine.counters.snapshot(), before)["decode"]
+
+    def _idle(self) -> bool:
+        self.engine.memory.poll()
+        return bool(self.engine.memory.idle)
 
 
 @pytest.fixture(scope="module")
