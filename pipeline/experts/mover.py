@@ -434,7 +434,7 @@ class Mover:
                 awaited.append((moving, its))
             else:
                 self._waiting.extend(self._parts(its, orders[1]))
-        self._begin_copies(layer)
+        self._begin_copies(layer, split=not awaited)
         return self._landings(layer, awaited)
 
     def _note_demand(self, key: Key, items: list[Wanted]) -> None:
@@ -475,9 +475,11 @@ class Mover:
         self.counters.channels.book(len(there), int((places >= 0).sum()), len(channels))
         return places
 
-    def _begin_copies(self, layer: int) -> None:
-        """Begin to copy as many waiting tiles as slots are free, in groups."""
-        rest = 0 if self._each else len(self._waiting) // 4
+    def _begin_copies(self, layer: int, split: bool = True) -> None:
+        """Begin to copy as many waiting tiles as slots are free, in groups: a large and a small one, so that
+        little is left to compute when the last tile lands. Without `split` one, as an order is awaited, whose
+        rest is another group: a layer has two, whatever was predicted."""
+        rest = len(self._waiting) // 4 if split and not self._each else 0
         while self._waiting:
             group: list[_Part] = []
             copies: list[TileCopy] = []
@@ -499,18 +501,22 @@ class Mover:
     def _landings(
         self, layer: int, awaited: list[tuple[list[Order], list[Wanted]]]
     ) -> Iterator[list[Landed]]:
+        adopted: list[Landed] = []
         for orders, (first, *others) in awaited:
             for order in orders:
                 self.link.wait(order, order.size)
                 if order.channels is None:
                     landed = self._adopt(order, first) if first.channels is None else []
                     self._ended.append(order)
-                    yield from self._give(landed)
+                    adopted += landed
                     first = first._replace(lo=first.lo + len(landed))
             guess = next((used for used in self._used if used.key == orders[0].key), None)
             self._waiting.extend(self._parts([first, *others], guess))
         self._collect_ended()
-        self._begin_copies(layer)
+        self._begin_copies(layer, split=not awaited)
+        if self._each or not self._copying:
+            yield from self._give(adopted)
+            adopted = []
         while self._copying or self._waiting:
             if not self._copying:
                 self._make_room()
@@ -518,8 +524,9 @@ class Mover:
                 group, begun = self._copying.popleft()
                 if begun is not None and self._copier is not None:
                     self._copier.ready(begun)
-                yield from self._give([self._land(layer, part) for part in group])
-            self._begin_copies(layer)
+                yield from self._give(adopted + [self._land(layer, part) for part in group])
+                adopted = []
+            self._begin_copies(layer, split=not awaited)
         self._end_demand()
 
     def _give(self, landed: list[Landed]) -> Iterator[list[Landed]]:

@@ -8,26 +8,19 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
-from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from pipeline.assets import model_dir
 from pipeline.gateway.asgi import EventStream, Receive, Scope, Send, send_json, unless_gone
 from pipeline.gateway.body import decoded, read_body
 from pipeline.gateway.chat_output import TemplateKind
-from pipeline.gateway.engine_links import EngineLinks
+from pipeline.gateway.dashboard import Feed
+from pipeline.gateway.engine_links import EngineLinks, model_name
 from pipeline.gateway.errors import ApiError, of_engine
-from pipeline.models.shapes import short_name
 from protocol.client import Client
 from protocol.errors import ProtocolError
 from protocol.messages import Welcome
 
-if TYPE_CHECKING:
-    from pipeline.gateway.dashboard import Feed
-
-
 T = TypeVar("T")
-EMBEDDED = "tandem-embedded"
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -115,13 +108,6 @@ class Call:
     async def stream(self, events: AsyncIterator[bytes]) -> None:
         """Send events; the generator is ended where the client disconnects."""
         await EventStream(events, self.refusal, self.anthropic).send(self.receive, self.send)
-
-
-def model_name(welcome: Welcome) -> str:
-    """The model as clients know it: a folder without those before it, of the Hub's cache ORG/NAME."""
-    if PurePath(welcome.model) == model_dir():
-        return EMBEDDED
-    return short_name(welcome.model) or welcome.model
 
 
 def check_model(name: str | None, welcome: Welcome) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.gateway.asgi import event_of
 from pipeline.gateway.bodies import ChatBody, ChatTurn, Object, TokenizeBody
-from pipeline.gateway.call import Call, check_model, model_name
+from pipeline.gateway.call import Call, check_model
 from pipeline.gateway.chat_output import Part, TemplateKind, ToolCall
 from pipeline.gateway.chat_run import (
     ChatRequest,
@@ -20,6 +20,7 @@ from pipeline.gateway.chat_run import (
     turn,
     whole_choices,
 )
+from pipeline.gateway.engine_links import model_name
 from pipeline.gateway.errors import bad
 from pipeline.gateway.settings import settings_of
 from pipeline.gateway.tools import grammar_of, openai_tools

@@ -11,9 +11,10 @@ from typing import Any
 from pipeline.gateway.answers import TokenTexts, Usage, events_of, started
 from pipeline.gateway.asgi import event_of
 from pipeline.gateway.bodies import MOST_PROMPTS, CompletionBody
-from pipeline.gateway.call import Call, check_model, model_name
+from pipeline.gateway.call import Call, check_model
 from pipeline.gateway.chat import DONE
 from pipeline.gateway.chat_run import hashed
+from pipeline.gateway.engine_links import model_name
 from pipeline.gateway.errors import ApiError, bad
 from pipeline.gateway.settings import Settings, settings_of
 from pipeline.gateway.tools import grammar_of

@@ -1,5 +1,5 @@
-"""The dashboard: its page's files, which hold nothing about the engine and are public, and what it shows, as
-server-sent events. The engine is asked once for all pages, and only while there is one.
+"""What the dashboard shows, as server-sent events. The engine is asked once for all pages, and only while
+there is one.
 
 `state`: whether the engine answers; `about`: what it is; `counters`: totals since its start, once a second;
 `experts`: what has changed since the event before, up to ten times a second.
@@ -14,17 +14,14 @@ import os
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import suppress
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.gateway.asgi import event_of, send_bytes
-from pipeline.gateway.call import Call, model_name
-from pipeline.gateway.engine_links import EngineLinks
+from pipeline.gateway.asgi import event_of
+from pipeline.gateway.engine_links import EngineLinks, model_name
 from pipeline.gateway.errors import ApiError
 from protocol.client import Client
 from protocol.errors import ProtocolError
@@ -44,43 +41,6 @@ TICKS = os.sysconf("SC_CLK_TCK")
 ROLES = {
     "expert_worker": "worker",
 }  # by module, where the name is another one
-KINDS = {
-    "index.html": "text/html; charset=utf-8",
-    "style.css": "text/css; charset=utf-8",
-    "page.js": "text/javascript; charset=utf-8",
-    "stream.js": "text/javascript; charset=utf-8",
-    "experts.js": "text/javascript; charset=utf-8",
-    "figures.js": "text/javascript; charset=utf-8",
-}
-ONLY_HERE = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:"
-)
-HEADERS = (
-    (
-        b"content-security-policy",
-        f"{ONLY_HERE}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'".encode(),
-    ),
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"cache-control", b"no-cache"),
-)
-
-
-@cache
-def _content(name: str) -> bytes:
-    return files("pipeline.gateway").joinpath("web", name).read_bytes()
-
-
-async def page(call: Call) -> None:
-    """A file by the last part of the path; the page itself without one that is known."""
-    name = call.scope["path"].rpartition("/")[2]
-    name = name if name in KINDS else "index.html"
-    await send_bytes(call.send, _content(name), KINDS[name], headers=HEADERS)
-
-
-async def events(call: Call) -> None:
-    """What happens, as server-sent events, until the client disconnects."""
-    await call.stream(call.service.feed.events())
 
 
 class Feed:

@@ -7,13 +7,18 @@ import asyncio
 import logging
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
+from pipeline.assets import model_dir
 from pipeline.gateway.errors import ApiError
+from pipeline.models.shapes import short_name
 from protocol.client import Client
 from protocol.errors import ProtocolError
+from protocol.messages import Welcome
 
 log = logging.getLogger(__name__)
 
+EMBEDDED = "tandem-embedded"
 CONNECT_SECONDS = 60.0  # for an engine that is still being started
 RETRY_SECONDS = 600.0  # for a restart: a large model's backbone is read again
 PAUSE_SECONDS = 0.2  # before a connection that failed is made again
@@ -106,3 +111,10 @@ class EngineLinks:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def model_name(welcome: Welcome) -> str:
+    """The model as clients know it: a folder without those before it, of the Hub's cache ORG/NAME."""
+    if PurePath(welcome.model) == model_dir():
+        return EMBEDDED
+    return short_name(welcome.model) or welcome.model

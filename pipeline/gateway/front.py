@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.routing import Match, Route
 
-from pipeline.gateway import chat, completions, dashboard, info, messages, metrics, responses
+from pipeline.gateway import chat, completions, info, messages, metrics, pages, responses
 from pipeline.gateway.access import Access
 from pipeline.gateway.asgi import Receive, Scope, Send, send_error
 from pipeline.gateway.call import Call, Service
@@ -39,10 +39,10 @@ class Endpoint:
 
 
 ENDPOINTS = (
-    Endpoint("GET", "/", dashboard.page, public=True),
-    Endpoint("GET", "/dashboard", dashboard.page, public=True),
-    Endpoint("GET", "/dashboard/events", dashboard.events),
-    Endpoint("GET", "/dashboard/{file}", dashboard.page, public=True),
+    Endpoint("GET", "/", pages.page, public=True),
+    Endpoint("GET", "/dashboard", pages.page, public=True),
+    Endpoint("GET", "/dashboard/events", pages.events),
+    Endpoint("GET", "/dashboard/{file}", pages.page, public=True),
     Endpoint("GET", "/health", info.health, public=True),
     Endpoint("GET", "/v1/health", info.health, public=True),
     Endpoint("GET", "/v1/models", info.models),

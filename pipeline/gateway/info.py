@@ -9,9 +9,10 @@ from typing import Any
 from pipeline.errors import ModelError
 from pipeline.gateway.asgi import send_json
 from pipeline.gateway.bodies import DetokenizeBody, TokenizeBody
-from pipeline.gateway.call import Call, check_model, model_name
+from pipeline.gateway.call import Call, check_model
 from pipeline.gateway.chat import chat_turns, template_variables
 from pipeline.gateway.chat_run import check_chats
+from pipeline.gateway.engine_links import model_name
 from pipeline.gateway.errors import ApiError, bad
 from pipeline.gateway.tools import openai_tools
 from pipeline.text.tokenizer import eos_ids

@@ -14,7 +14,8 @@ from prometheus_client.core import (
 )
 
 from pipeline.gateway.asgi import send_bytes
-from pipeline.gateway.call import Call, Histogram, Service, model_name
+from pipeline.gateway.call import Call, Histogram, Service
+from pipeline.gateway.engine_links import model_name
 from pipeline.gateway.errors import ApiError, of_engine
 from protocol.errors import ProtocolError
 from protocol.messages import Welcome

@@ -18,10 +18,11 @@ from pipeline.gateway.bodies import (
     ResponsesBody,
 )
 from pipeline.gateway.body import fitting
-from pipeline.gateway.call import Call, check_model, model_name
+from pipeline.gateway.call import Call, check_model
 from pipeline.gateway.chat import reasoning_variables
 from pipeline.gateway.chat_output import Part, TemplateKind, ToolCall
 from pipeline.gateway.chat_run import ChatRequest, ChatRun, Whole, blocks, check_chats, rendered_call, turn
+from pipeline.gateway.engine_links import model_name
 from pipeline.gateway.errors import bad
 from pipeline.gateway.settings import settings_of
 from pipeline.gateway.tools import chosen_tools, flat_tools, grammar_of

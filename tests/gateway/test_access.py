@@ -15,7 +15,8 @@ from waiting import until
 
 from pipeline.assets import model_dir
 from pipeline.gateway.access import read_api_keys
-from pipeline.gateway.call import check_model, model_name
+from pipeline.gateway.call import check_model
+from pipeline.gateway.engine_links import model_name
 from pipeline.gateway.errors import ApiError
 from protocol.client import Client
 from protocol.errors import ProtocolError

@@ -6,18 +6,18 @@ import asyncio
 import os
 import shutil
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq.asyncio
-from child_messages import KEY
+from child_messages import KEY, child_endpoint
 from msgspec import structs
 from raw_client import raw_client
-from waiting import until
+from waiting import until, wait_until
 from whole_engine import IDENTITY, OPTIONS, coordinator_map
 
 from pipeline import coordinator
@@ -36,6 +36,7 @@ from protocol.messages import (
     Failed,
     Generate,
     Heartbeat,
+    Needed,
     PolicyChanged,
     Progress,
     Ready,
@@ -45,8 +46,13 @@ from protocol.messages import (
     Stats,
     StatsReply,
     WorkerDied,
+    WorkerUp,
 )
 from protocol.sockets import bind_router, ipc_endpoint, parse_identity
+from shm.control import ControlSegment
+from shm.store import Store
+from workers.child_endpoint import ChildEndpoint
+from workers.prefetcher import CopyLoop
 
 LIMIT = 20.0  # seconds
 ASKED = Generate(1, token_ids=(5, 6, 7), max_tokens=3, ignore_eos=True)
@@ -57,6 +63,7 @@ class Supervisor:
 
     def __init__(self, runtime: Path, config: dict[str, Any]) -> None:
         self.endpoint = ipc_endpoint(runtime, "client.sock")
+        self.config = config
         self.context = zmq.asyncio.Context()
         self.socket = bind_router(self.context, ipc_endpoint(runtime, "control.sock"))
         self.heartbeats = 0
@@ -95,6 +102,31 @@ async def supervised(
                 await supervisor.shut_down()
             supervisor.socket.close(linger=0)
             supervisor.context.term()
+
+
+@contextmanager
+def prefetcher(config: dict[str, Any]) -> Iterator[None]:
+    """A prefetcher in a thread."""
+    endpoints: list[ChildEndpoint] = []
+
+    def copy() -> None:
+        endpoint = child_endpoint(Path(config["runtime"]), "prefetcher", "fetch.sock", config["fingerprint"])
+        endpoints.append(endpoint)
+        endpoint.announce()
+        CopyLoop(endpoint, store, control.line("prefetcher", 0)).serve()
+        endpoint.close()
+
+    control = ControlSegment.attach(config["control"])
+    with closing(control), Store.attach(config["store"], config["fingerprint"]) as store:
+        thread = threading.Thread(target=copy, name="prefetcher", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            assert wait_until(lambda: endpoints, LIMIT)
+            endpoints[0].stopped = True
+            thread.join(LIMIT)
+            assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")
@@ -139,10 +171,13 @@ async def test_coordinator_connects_supervisor_clients_and_engine(tiny_model: Pa
         assert ready == Ready(VERSION, "coordinator", 0, 0, os.getpid(), ready.fingerprint, notes)
         assert (len(ready.fingerprint), len(notes)) == (32, 5)
         async with raw_client(supervisor.endpoint) as second:
-            message = SetPolicy(7, "all-host")
+            message = SetPolicy(7, "random", {"seed": "3"})
             await first.send(message)
-            assert await first.expect(PolicyChanged) == PolicyChanged(7, "all-host", True)
-            assert await second.expect(PolicyChanged) == PolicyChanged(-1, "all-host", True)
+            assert await supervisor.next() == Needed("prefetcher")
+            with prefetcher(supervisor.config):
+                assert await first.expect(PolicyChanged) == PolicyChanged(7, "random", True)
+                assert await second.expect(PolicyChanged) == PolicyChanged(-1, "random", True)
+                assert await supervisor.next() == WorkerUp("prefetcher", 0, 0)
             assert await supervisor.next() == message
             await supervisor.send(b"\x01")  # dropped
             await second.send(ASKED)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from embedded_tokenizer import embedded_tokenizer
 from thread_engine import engine_in_threads
 
-from pipeline.assets import model_dir
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
@@ -33,10 +33,7 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    pytest.importorskip("llguidance", reason="of the extra `serve`")
-    loaded = Tokenizer.load(model_dir())
-    assert loaded is not None
-    return loaded
+    return embedded_tokenizer()
 
 
 @pytest.fixture(scope="module")

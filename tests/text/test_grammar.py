@@ -6,8 +6,8 @@ import json
 
 import numpy as np
 import pytest
+from embedded_tokenizer import embedded_tokenizer
 
-from pipeline.assets import model_dir
 from pipeline.errors import PipelineError, RequestError
 from pipeline.text.grammar import Grammar, Grammars, MaskDropped, MaskRequest, check_grammar
 from pipeline.text.sampler import Sampler
@@ -27,10 +27,7 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    pytest.importorskip("llguidance", reason="of the extra `serve`")
-    loaded = Tokenizer.load(model_dir())
-    assert loaded is not None
-    return loaded
+    return embedded_tokenizer()
 
 
 @pytest.fixture(scope="module")
