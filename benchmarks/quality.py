@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from benchmarks.embedded_model.evaluate import windows
 from pipeline.assets import heldout, model_dir
 from shm.layout import FORMATS, Bytes, ExpertShape, Float32, FloeFormat, Int4, StoreLayout, TileFormat
 from shm.mask import DENSE
@@ -33,8 +32,16 @@ from workers.kernels.reference import ReferenceKernel
 from workers.kernels.reference_channels import ReferenceChannels
 
 BATCH = 16  # windows at a time
+WINDOW = 512  # tokens
 DEFAULT = ("bf16", "f32", "int8", "int4", "int4-rtn", "int4-g128", "int4-g128-rtn")
 DEFAULT += ("floe-u8-int4", "floe-u4-int4", "floe-int4")
+
+
+def windows(tokenizer: Tokenizer, text: str, length: int = WINDOW) -> Tensor:
+    """Returns the text's tokens, without special ones, as (rows, length); a shorter remainder is dropped."""
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    rows = len(ids) // length
+    return torch.tensor(ids[: rows * length]).view(rows, length)
 
 
 class RoundToNearest(Int4):

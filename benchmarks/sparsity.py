@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from benchmarks.embedded_model.evaluate import windows
-from benchmarks.quality import BATCH, perplexity
+from benchmarks.quality import BATCH, perplexity, windows
 from launch.score.items import Item, read_items
 from pipeline.assets import heldout, items, model_dir
 from shm.layout import FORMATS, ExpertShape, FloeFormat, StoreLayout
