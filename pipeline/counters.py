@@ -214,7 +214,7 @@ class StepClock:
     ) -> None:
         """`copied`: the tiles that were moved so far, and the seconds of that."""
         self._copied, (_, self._before) = copied, copied()
-        self._counters, self._seconds = counters, counters.seconds
+        self.counters, self._seconds = counters, counters.seconds
         self._marks: list[tuple[Part, Any]] = []
         timed = device is not None and not device.on_host and counters.steps % TIMED == TIMED // 2
         self._device = device if timed else None
@@ -232,13 +232,13 @@ class StepClock:
     def finish(self, part: Part) -> None:
         """As `mark`, where the step has ended and what it has launched was waited for."""
         self.mark(part)
-        self._counters.link_busy += self._copied()[1] - self._before
+        self.counters.link_busy += self._copied()[1] - self._before
         if self._device is not None:
             before = self._first
             for part, mark in self._marks:
-                self._counters.device_seconds[part] += self._device.seconds_between(before, mark)
+                self.counters.device_seconds[part] += self._device.seconds_between(before, mark)
                 before = mark
-            self._counters.timed += self._last - self._began
+            self.counters.timed += self._last - self._began
 
 
 class Counters:

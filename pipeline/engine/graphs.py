@@ -30,8 +30,7 @@ from pipeline.backbone.greedy import greedy
 from pipeline.config import GRAPH_BYTES, GraphsName
 from pipeline.device import Device
 from pipeline.device.cuda_graphs import CudaGraphs
-from pipeline.engine.head import answers
-from pipeline.engine.layers import Attended, StepLayers
+from pipeline.engine.layers import Attended, StepLayers, answers
 from pipeline.engine.observer import Probing
 from pipeline.text.logprobs import WIDTH
 from shm.segment import byte_size

@@ -15,9 +15,9 @@ from pipeline.device import Device, SlabMemory
 from pipeline.device.base import LayerSum
 from pipeline.errors import PlanError
 from pipeline.experts.cache import ExpertCache
+from pipeline.experts.division import Share
 from pipeline.experts.link import DownLink, PrefetchLink
 from pipeline.experts.mover import Landed, Mover, Order, Wanted
-from pipeline.experts.shares import Share
 from pipeline.policies.view import ModelShape, Target
 from shm.mask import NOTHING, Mask, Tally
 from workers.copiers import Copier

@@ -13,8 +13,7 @@ import numpy as np
 
 from pipeline.arrays import IntArray
 from pipeline.experts.mover import Order
-from pipeline.experts.peers import ChildServerSocket
-from pipeline.experts.progress import ProgressWatch
+from pipeline.experts.peers import ChildServerSocket, ProgressWatch
 from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, Ready, SlabAttached, WorkerDied
 from shm.control import ControlLine
 

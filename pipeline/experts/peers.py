@@ -1,4 +1,5 @@
-"""The coordinator's end of a socket to its workers or to its prefetcher: child states, messages both ways.
+"""Serves a socket to the coordinator's workers or to its prefetcher: child states, messages both ways, and
+how long a child that has work has made no progress.
 
 A child is identified by its index. Of each index only the newest incarnation counts; messages of earlier ones
 are dropped. A child's start and its exit are delivered in order among its messages, as its Ready and as
@@ -32,8 +33,46 @@ SLICE_MS = 10  # of a wait, between two checks of the exit events
 COPY_BELOW = 65536  # bytes; copying less is cheaper than tracking the buffer
 DRAIN_SECONDS = 0.001  # for the messages that have arrived: a flood of foreign ones must not hold `receive`
 RECOVERIES = 256  # of the latest ones, in the statistics
+STALL_SLICE = 0.1  # seconds that one reading may count: this process may have been stopped itself
 
 SendToSupervisor = Callable[[object], None]
+
+
+@dataclass(frozen=True)
+class SilenceLimits:
+    """Seconds without a sign of progress that the pool accepts."""
+
+    stall: float = 3.0  # without a tile: the worker is hung
+    stall_row: float = 0.02  # added for each row that it computes
+    first_answer: float = 60.0  # instead of these, while it imports: that does not count as progress
+    pool: float = 120.0  # without a message from any worker: the engine fails
+
+
+class ProgressWatch:
+    """Measures the seconds without progress of a child that has work. Only time between close readings
+    counts."""
+
+    clock = staticmethod(time.monotonic)
+
+    def __init__(self) -> None:
+        self._ticks = -1
+        self._stalled = 0.0
+        self._read_at = 0.0
+
+    def stalled(self, ticks: int) -> float:
+        """Return the seconds without progress, as far as they were observed; `ticks` is the child's counter
+        now."""
+        now = self.clock()
+        if ticks != self._ticks:
+            self._ticks, self._stalled = ticks, 0.0
+        else:
+            self._stalled += min(now - self._read_at, STALL_SLICE)
+        self._read_at = now
+        return self._stalled
+
+    def reset(self) -> None:
+        """Restart the count: the child has no work, or has just answered."""
+        self._ticks = -1
 
 
 @dataclass

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.device import cuda, cuda_slab
+from pipeline.device import cuda
 from pipeline.device.cuda_kernels import CudaKernels
 from workers.kernels.choice import DEFAULT
 from workers.kernels.cuda import attention
@@ -79,8 +79,8 @@ class CountingDevice(cuda.CudaDevice):
 
     def open_slab(
         self, name: str, slots: int, slot_bytes: int, tick: Callable[[], None] = lambda: None
-    ) -> cuda_slab.CudaSlab:
-        return cuda_slab.CudaSlab(0, slots, slot_bytes, self.from_host, lambda: self.stream)
+    ) -> cuda.CudaSlab:
+        return cuda.CudaSlab(0, slots, slot_bytes, self.from_host, lambda: self.stream)
 
     def time_mark(self) -> float:
         return 0.0
@@ -131,6 +131,6 @@ def counting_device(*, flash: bool = False) -> Iterator[tuple[CountingDevice, Fa
         return torch.empty(size, dtype=torch.uint8, device=META)
 
     with fake_runtime() as runtime, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_slab, "_allocated", allocated)
+        patch.setattr(cuda, "_allocated", allocated)
         with cuda_device(lambda: CountingDevice(flash=flash), runtime) as device:
             yield device, runtime

@@ -17,7 +17,7 @@ from thread_engine import device_memory
 from pipeline.counters import PhaseCounters, StepClock
 from pipeline.experts.channel_share import ChannelMemory
 from pipeline.experts.device_share import Slab
-from pipeline.experts.shares import Share
+from pipeline.experts.division import Share
 from pipeline.policies.view import ModelShape, Target
 from shm.descriptor import describe
 from shm.layout import ExpertShape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.arrays import Phase
-from pipeline.engine.corrections import FORGOTTEN, Corrections, Work
+from pipeline.engine.timing import FORGOTTEN, Corrections, Work
 from pipeline.policies.costs import Costs
 
 COSTS = Costs((1, 4), (1.0, 2.0), (0.5, 0.5), 4.0, 0.25, (1.0, 1.0), launch=0.125, fetch=0.5)

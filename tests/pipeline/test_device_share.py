@@ -15,8 +15,8 @@ from pipeline.counters import PhaseCounters, StepClock
 from pipeline.device import open_device
 from pipeline.errors import PlanError
 from pipeline.experts.device_share import DeviceMemory, Slab
+from pipeline.experts.division import NOTHING, Share
 from pipeline.experts.mover import PLACED, PREDICTED
-from pipeline.experts.shares import NOTHING, Share
 from pipeline.policies.view import ModelShape, Target
 from shm.mask import DENSE
 from workers.kernels.reference import ReferenceKernel

@@ -110,7 +110,7 @@ def test_a_worker_exits_over_a_part_and_another_computes_it(pool, gpu) -> None:
         workers[2].answer(works[2], tiles[2])
         pool.update_until(lambda: 1 not in pool.pool._running)
         pool.update_until(lambda ticket=ticket: len(ticket.answers) >= 2)
-        answered([worker for worker in workers[::2] if pool.pool._running[worker.index].orders])
+        answered([worker for worker in workers[::2] if pool.pool._running[worker.index].tasks])
         runtime.launch(lambda: time.sleep(0.05))  # the GPU is busy while the next worker starts
         found.append((ticket.result_on(device), tiles))
         workers[1] = pool.worker(1, next(incarnations))

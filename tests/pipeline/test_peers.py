@@ -17,7 +17,7 @@ from waiting import Stopwatch
 
 from pipeline.errors import PeerLost
 from pipeline.experts import peers
-from pipeline.experts.peers import ChildServerSocket
+from pipeline.experts.peers import STALL_SLICE, ChildServerSocket, ProgressWatch
 from protocol.codec import encode
 from protocol.messages import VERSION, CancelFetch, Hung, Partial, Ready, WorkerDied, WorkerUp
 from protocol.sockets import Identity, connect_dealer, ipc_endpoint
@@ -395,3 +395,23 @@ def test_flood_of_a_foreign_process_delays_no_child(workers, child, foreign) -> 
         assert time.monotonic() - began < 2
     assert slowest < 2
     assert workers.malformed >= 1000
+
+
+def test_seconds_without_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [50.0]
+    monkeypatch.setattr(ProgressWatch, "clock", lambda watch: now[0])
+    watch = ProgressWatch()
+
+    def stalled(after: float, ticks: int) -> float:
+        now[0] += after
+        return watch.stalled(ticks)
+
+    assert stalled(0, 0) == 0.0
+    assert stalled(0.04, 0) == pytest.approx(0.04)
+    assert stalled(0.05, 0) == pytest.approx(0.09)
+    assert stalled(60, 0) == pytest.approx(0.09 + STALL_SLICE)  # this process stood still itself
+    assert stalled(0.05, 1) == 0.0
+    assert stalled(0.03, 1) == pytest.approx(0.03)
+    watch.reset()
+    assert stalled(0.05, 1) == 0.0
+    assert stalled(0.02, 1) == pytest.approx(0.02)

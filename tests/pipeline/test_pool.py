@@ -8,7 +8,7 @@ import pytest
 from pool_harness import HIDDEN, QUIET, PoolHarness, X
 
 from pipeline.errors import PeerLost, ShardFailed
-from pipeline.experts.progress import SilenceLimits
+from pipeline.experts.peers import SilenceLimits
 from protocol.messages import Abandon, Partial, WorkerDied, WorkerUp
 from shm.mask import Mask, Tally
 

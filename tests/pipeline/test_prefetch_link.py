@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from child_messages import LIMIT, PRINT, child_socket, control_segment, exit_of, received
 
-from pipeline.experts import progress
 from pipeline.experts.link import ATTACH_LIMIT, STALL_LIMIT, PrefetchLink
 from pipeline.experts.mover import PLACED, PREDICTED
-from pipeline.experts.peers import ChildServerSocket
+from pipeline.experts.peers import STALL_SLICE, ChildServerSocket, ProgressWatch
 from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, Hung, SlabAttached, WorkerUp
 from shm.control import ControlSegment
 
@@ -182,13 +181,13 @@ def test_prefetcher_without_progress_is_reported_once(harness) -> None:
 
 def test_orders_of_a_prefetcher_that_exited_are_not_expected_of_the_next(harness, clock, monkeypatch) -> None:
     clock.now = time.monotonic()
-    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(ProgressWatch, "clock", clock.monotonic)
     harness.attach(0)
     harness.link.order(0, 0, 0, [1], PLACED)
     harness.exit(0)
     harness.attach(1)
-    for _ in range(int(STALL_LIMIT / progress.STALL_SLICE) + 3):
-        clock.now += progress.STALL_SLICE
+    for _ in range(int(STALL_LIMIT / STALL_SLICE) + 3):
+        clock.now += STALL_SLICE
         harness.link.update(1)
     assert harness.reports[1:] == [WorkerUp("prefetcher", 0, 1)]
 
@@ -231,11 +230,11 @@ def test_final_order_is_not_cancelled_any_more(harness) -> None:
 def test_only_a_wait_measures_progress(harness, clock, monkeypatch, wait_ms: int, hung: bool) -> None:
     """An engine that only polls may be busy elsewhere."""
     clock.now = time.monotonic()
-    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(ProgressWatch, "clock", clock.monotonic)
     harness.attach(0)
     harness.link.order(0, 0, 0, [1], PLACED)
-    for _ in range(int(STALL_LIMIT / progress.STALL_SLICE) + 3):
-        clock.now += progress.STALL_SLICE
+    for _ in range(int(STALL_LIMIT / STALL_SLICE) + 3):
+        clock.now += STALL_SLICE
         harness.link.update(wait_ms)
     assert harness.reports[1:] == [Hung("prefetcher", 0, 0)] * hung
 
@@ -245,7 +244,7 @@ def test_only_a_wait_measures_progress(harness, clock, monkeypatch, wait_ms: int
 )
 def test_prefetchers_limits(harness, clock, monkeypatch, mapped: bool, limit: float) -> None:
     clock.now = time.monotonic()
-    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(ProgressWatch, "clock", clock.monotonic)
     if mapped:
         harness.attach(0)
         harness.link.order(0, 0, 0, [1], PLACED)
@@ -253,13 +252,13 @@ def test_prefetchers_limits(harness, clock, monkeypatch, mapped: bool, limit: fl
         harness.start(0)
     harness.link.update(1)  # the count begins here at the latest
     before = len(harness.reports)
-    slices = int(limit / progress.STALL_SLICE)
+    slices = int(limit / STALL_SLICE)
     for _ in range(slices - 2):
-        clock.now += progress.STALL_SLICE
+        clock.now += STALL_SLICE
         harness.link.update(1)
     assert len(harness.reports) == before
     for _ in range(4):
-        clock.now += progress.STALL_SLICE
+        clock.now += STALL_SLICE
         harness.link.update(1)
     assert harness.reports[before:] == [Hung("prefetcher", 0, 0)]
 
