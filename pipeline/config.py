@@ -28,7 +28,7 @@ FloeName = Literal[
 ]  # fmt: skip
 FormatName = Literal[DenseName, FloeName]
 ExchangeName = Literal["auto", "zmq", "shm"]
-GraphsName = Literal["auto", "on", "off"]
+GraphsName = Literal["auto", "off"]
 BackboneDType = Literal["f32", "bf16", "int8", "int4"]
 
 
@@ -56,7 +56,7 @@ class EngineConfig:
     record: Path | None = None  # a new file for the trace of every step's routing; absolute
     seed: int = 0  # of the preset `random` and of requests that give none
     exchange: ExchangeName = "auto"  # of Work with the workers; auto: what was measured to be faster here
-    graphs: GraphsName = "auto"  # CUDA graphs of decode steps; auto: each is compared with a step without
+    graphs: GraphsName = "auto"  # CUDA graphs of decode steps
     keep_store: bool = False
     verify: bool = False  # compare the store's bytes with their checksums before they are used
     http: str | None = None  # HOST:PORT of the gateway, for clients over HTTP; None: there is no gateway

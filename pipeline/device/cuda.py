@@ -22,18 +22,13 @@ from pipeline.device.base import (
     CONTEXT_BYTES,
     SLOT_ALIGNMENT,
     SPARE_BYTES,
-    Device,
-    DeviceChannelKernel,
-    DeviceKernel,
     SlabMemory,
     heads_of,
 )
 from pipeline.device.cuda_graphs import CudaGraphs
-from pipeline.device.cuda_kernels import CudaKernels
+from pipeline.device.cuda_kernels import KernelDevice
 from pipeline.errors import NoRoom
 from protocol.messages import AttachSlab
-from shm.blocks import BlockFormat
-from shm.formats import Bytes
 from shm.layout import StoreLayout
 from shm.segment import byte_size
 from shm.store import Store
@@ -49,9 +44,7 @@ from workers.cuda import (
 from workers.cuda_copier import CudaCopier
 from workers.emulation import EmulatedLink
 from workers.kernels.choice import DEFAULT, Choice
-from workers.kernels.cuda.attention import DecodeAttention
 from workers.kernels.cuda.launcher import Launcher
-from workers.kernels.cuda.matrix import CudaMatrix
 from workers.kernels.cuda.reserved import Reserved
 from workers.kernels.cuda.sources import Program
 from workers.kernels.cuda.sums import PartSums
@@ -80,7 +73,7 @@ class _Fence:
         return event if self._reads == self._device.reads else None  # else `to_host` has waited since
 
 
-class CudaDevice(Device):
+class CudaDevice(KernelDevice):
     """The first CUDA device."""
 
     name = "cuda"
@@ -90,8 +83,8 @@ class CudaDevice(Device):
     def __init__(
         self, kernels: Choice = DEFAULT, cache: Path | None = None, *, in_torch: bool = False
     ) -> None:
-        """Quantized tiles have the bits of the host's `kernels`. `cache`: a folder of compiled kernels.
-        `in_torch`: torch computes all tiles, for comparison."""
+        """As KernelDevice; `kernels`: of the host."""
+        super().__init__(kernels, cache, in_torch)
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.flash = torch.cuda.get_device_capability(self.torch_device) >= FLASH
         # cuDNN's attention makes a plan for each length of a sequence: 40 to 400 ms a token.
@@ -102,17 +95,8 @@ class CudaDevice(Device):
         self._made: list[Any] = []  # all events of fences
         self.events: list[Any] = []  # of them, those that no fence uses
         self.reads = 0  # calls of `to_host`, each of which waits for all work before it
-        self.cuda_kernels = CudaKernels(
-            self.torch_device, kernels, cache, self.from_host, self.reserve, in_torch=in_torch
-        )
         self._graphs: CudaGraphs | None = None
-        self._host_reads = HostReads(lambda: self.cuda_kernels.launcher(Program.of_sums()))
-
-    def expert_kernel(self, layout: StoreLayout) -> DeviceKernel:
-        return self.cuda_kernels.experts(layout)
-
-    def channel_kernel(self, layout: StoreLayout) -> DeviceChannelKernel:
-        return self.cuda_kernels.channels(layout)
+        self._host_reads = HostReads(lambda: self.launcher(Program.of_sums()))
 
     def heads_bytes(self, layout: StoreLayout) -> int:
         return layout.head_stride * layout.shape.experts * layout.shape.layers
@@ -126,17 +110,6 @@ class CudaDevice(Device):
             found.append(on_device.copy_(torch.from_numpy(heads.copy())))
             tick()
         return found
-
-    def check_quantized(self, format: BlockFormat) -> None:
-        self.cuda_kernels.check_quantized(format)
-
-    def quantized_matrix(self, format: BlockFormat, data: Bytes, shape: tuple[int, int]) -> CudaMatrix:
-        return self.cuda_kernels.matrix(format, data, shape)
-
-    def decode_attention(
-        self, streams: Sequence[tuple[int, int]], dtype: torch.dtype, context: int
-    ) -> DecodeAttention | None:
-        return self.cuda_kernels.attention(streams, dtype, context)
 
     def prepare(self, multiply_adds: int) -> None:
         """A GPU needs no setup."""
@@ -178,7 +151,6 @@ class CudaDevice(Device):
         self._copy(tensor, pinned)
 
     def reserve(self, size: int) -> Reserved:
-        """Memory for uploads of so many bytes, which are made before the next `to_host`."""
         on_device = torch.empty(size, dtype=torch.uint8, device=self.torch_device)
         return Reserved(self._from_host.take(size), on_device, self._copy)
 

@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.device import cuda
-from pipeline.device.cuda_kernels import CudaKernels
-from workers.kernels.choice import DEFAULT
 from workers.kernels.cuda import attention
 from workers.kernels.cuda.reserved import Reserved
 from workers.kernels.cuda.sources import Program
@@ -43,15 +41,6 @@ class CountingLauncher:
         self._counts[kind] += 1
 
 
-class CountingKernels(CudaKernels):
-    def __init__(self, device: CountingDevice) -> None:
-        super().__init__(META, DEFAULT, None, device.from_host, device.reserve, in_torch=False)
-        self._counting = device
-
-    def launcher(self, program: Program) -> Any:
-        return CountingLauncher(self._counting)
-
-
 class CountingDevice(cuda.CudaDevice):
     """`counts`: kernels of ours; copies each way; allocations, operations and blocking copies of torch, while
     `counted` is on."""
@@ -59,9 +48,11 @@ class CountingDevice(cuda.CudaDevice):
     def __init__(self, *, flash: bool) -> None:
         super().__init__()
         self.torch_device, self.flash = META, flash
-        self.cuda_kernels = CountingKernels(self)
         self.counts: Counter[str] = Counter()
         self._random = np.random.default_rng(0)
+
+    def launcher(self, program: Program) -> Any:
+        return CountingLauncher(self)
 
     def to_host(self, *tensors: Tensor) -> tuple[NDArray[np.float32], ...]:
         self.counts["to host"] += 1

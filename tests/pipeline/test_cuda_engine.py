@@ -112,7 +112,7 @@ def test_partial_sums_are_read_where_the_worker_has_written_them(tiny_model, tmp
         folder.mkdir()
         with fake_device() as (device, _), random_store(shape, "partial_sums") as store:
             launcher = EmulatedLauncher(library(Program.of_sums()))
-            monkeypatch.setattr(device.cuda_kernels, "launcher", lambda program: launcher)  # noqa: B023
+            monkeypatch.setattr(device, "launcher", lambda program: launcher)  # noqa: B023
             made = engine_in_threads(tiny_model, folder, store=store, device=device, arena=arena)
             with made as (engine, _):
                 found.append([texts(engine, preset) for preset in ("all-host", "layerwise", "random")])

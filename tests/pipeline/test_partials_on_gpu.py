@@ -46,7 +46,7 @@ class LateLauncher(EmulatedLauncher):
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeCudaDevice, FakeRuntime]]:
     with fake_device() as (device, runtime):
-        monkeypatch.setattr(device.cuda_kernels, "launcher", lambda program: LateLauncher(program, runtime))
+        monkeypatch.setattr(device, "launcher", lambda program: LateLauncher(program, runtime))
         yield device, runtime
 
 

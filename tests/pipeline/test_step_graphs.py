@@ -78,9 +78,7 @@ def test_steps_are_those_without_graphs(family: str, tmp_path: Path, gpu) -> Non
 def test_quantized_backbones_are_captured(tmp_path: Path, gpu, monkeypatch) -> None:
     """By the kernels themselves, emulated: what they read is on the device before a capture."""
     device, _ = gpu
-    monkeypatch.setattr(
-        device.cuda_kernels, "launcher", lambda program: RecordedLauncher(library(program), device)
-    )
+    monkeypatch.setattr(device, "launcher", lambda program: RecordedLauncher(library(program), device))
     made = compare(model(tmp_path, "mixtral", device, "int4"), device, 3, steps=8)
     assert made.captured > 0
     assert made.status.startswith(f"on: {made.captured} captured")
@@ -197,14 +195,11 @@ def test_the_stand_in_notices_memory_that_is_gone(gpu) -> None:
         made.capture(reads)
 
 
-@pytest.mark.parametrize("mode", ["auto", "on", "off"])
-def test_a_device_without_graphs_says_so(mode, caplog) -> None:
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_a_device_without_graphs_says_so(mode) -> None:
     made = StepGraphs(cast(Any, SimpleNamespace(kernels=None)), CpuDevice(), mode)
     assert made.layers([], cast(Any, None)) is None
     assert made.status == ("off: --graphs off" if mode == "off" else "off: the device cpu has none")
-    assert [one.message for one in caplog.records] == (
-        ["--graphs on has no effect: the device cpu has none"] if mode == "on" else []
-    )
 
 
 def texts(engine: Engine, preset: str) -> list[np.ndarray]:
