@@ -158,15 +158,6 @@ def test_arrays_are_read_inside_and_outside_of_inference_mode() -> None:
         np.testing.assert_array_equal(again, np.ones((3, 4)))
 
 
-def test_torch_is_set_up_for_a_gpu() -> None:
-    """cuDNN's attention plans anew for each length of a sequence; bf16 sums keep their bits."""
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
-    with fake_device():
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-        assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-
-
 def test_fences_use_their_events_again() -> None:
     with fake_device() as (device, runtime):
         for _ in range(10):

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import zmq
 from child_messages import KEY, LIMIT, PRINT, child_socket, exit_of, received
-from clock import Clock
 from waiting import Stopwatch
 
 from pipeline.errors import PeerLost
@@ -194,36 +193,6 @@ def test_second_ready_of_a_running_child_changes_nothing(workers, child, exits) 
     assert [type(m) for m in drain(workers, 0.1)] == [Ready]  # the first
     assert workers.is_up(0)
     assert workers.recovery_stats()["deaths"] == 0
-
-
-def test_recovery_times_are_from_the_exit_until_ready_and_up(workers, make_child, exits, monkeypatch) -> None:
-    """Two restarts of one child and one of another: ready after 2, 4 and 9 s, up after 5, 6 and 20 s."""
-    clock = Clock()
-    monkeypatch.setattr(peers, "time", clock)
-
-    def restart(index: int, incarnation: int, ready: float, up: float) -> None:
-        exits.put(exit_of(incarnation, index))
-        assert kinds(until(workers, 1)) == [(index, WorkerDied)]
-        clock.now += ready
-        make_child(index, incarnation + 1)
-        assert kinds(until(workers, 1)) == [(index, Ready)]
-        clock.now += up - ready
-        workers.mark_up(index, incarnation + 1)
-        clock.now += 100.0
-        workers.mark_up(index, incarnation + 1)
-
-    for index in (0, 1):
-        make_child(index)
-    until(workers, 2)
-    for index in (0, 1):
-        workers.mark_up(index, 0)
-    assert workers.recovery_stats() == {"deaths": 0, "ready_s": None, "whole_s": None}
-    restart(0, 0, 2.0, 5.0)
-    restart(0, 1, 4.0, 6.0)
-    assert workers.recovery_stats() == {"deaths": 2, "ready_s": 3.0, "whole_s": 5.5}
-    restart(1, 0, 9.0, 20.0)
-    assert workers.recovery_stats() == {"deaths": 3, "ready_s": 4.0, "whole_s": 6.0}
-    assert [(c["index"], c["incarnation"], c["up"]) for c in workers.stats()] == [(0, 2, True), (1, 1, True)]
 
 
 def test_exit_during_a_long_wait_is_received_at_once(workers, child, exits) -> None:

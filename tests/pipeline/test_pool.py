@@ -95,16 +95,6 @@ def test_exited_workers_shards_go_to_another_with_the_same_bits(harness: PoolHar
     assert workers[2].messages() == []
 
 
-def test_work_answered_before_the_exit_is_not_repeated(harness: PoolHarness) -> None:
-    (first, second), ticket, (work, other) = harness.begin(2)
-    first.answer(work, 1.0)
-    harness.update_for(QUIET)
-    first.exit()
-    assert second.messages() == []
-    second.answer(other, 2.0)
-    assert ticket.result().tolist() == [[3.0] * HIDDEN]
-
-
 @pytest.mark.parametrize("exit_first", [True, False], ids=["exit event first", "Ready first"])
 def test_late_partials_of_an_earlier_incarnation_are_dropped(harness: PoolHarness, exit_first: bool) -> None:
     (worker,), ticket, (work,) = harness.begin(1)
@@ -183,14 +173,6 @@ def test_worker_that_is_not_up_gets_no_work_while_another_is(harness: PoolHarnes
     assert ticket.result().tolist() == [[2.0] * HIDDEN]
     harness.submit(2, 3)
     assert (first.take()[0].tile, restarted.take()[0].tile) == (2, 3)
-
-
-def test_all_workers_get_work_while_none_is_up_yet(harness: PoolHarness) -> None:
-    workers = harness.start(2, warm=False)
-    harness.submit(0, 1)
-    for index, worker in enumerate(workers):
-        warm_up, work = worker.take(2)
-        assert (len(warm_up.work.items), work.tile) == (0, index)
 
 
 def test_orders_of_an_exited_worker_go_to_the_least_busy(harness: PoolHarness) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from pool_harness import HIDDEN, QUIET, PoolHarness, Taken, Tiles, Worker
+from pool_harness import HIDDEN, QUIET, PoolHarness, Taken, Worker
 
-from pipeline.config import WorkerCores
-from pipeline.errors import PeerLost, ShardFailed
+from pipeline.errors import ShardFailed
 from pipeline.experts import pool
 from pipeline.experts.peers import STALL_SLICE, SilenceLimits
-from pipeline.experts.pool import HostPool, Ticket
+from pipeline.experts.pool import Ticket
 from protocol.messages import Abandon, Hung
-from shm.mask import DENSE
 
 SHORT = SilenceLimits(stall=0.3, stall_row=0.001, first_answer=1.2)  # a worker is hung soon
 
@@ -223,11 +221,3 @@ def test_default_limits_of_silence(harness: PoolHarness, warm: bool, rows: int, 
         harness.clock.now += STALL_SLICE
     assert hung(harness) == [Hung("worker", 0, 0)]
     assert seconds == pytest.approx(hung_after, abs=2.1 * STALL_SLICE)
-
-
-def test_missing_workers_are_lost_after_the_limit(harness: PoolHarness) -> None:
-    cores, parts = WorkerCores.equal(2), (harness.socket, harness.carrier, harness.control)
-    harness.pool = HostPool(Tiles((), 0, DENSE), cores, None, *parts)
-    harness.worker(1)
-    with pytest.raises(PeerLost, match="1 of 2 workers were ready"):
-        harness.pool.wait_ready(0.3)
