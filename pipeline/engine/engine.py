@@ -108,8 +108,6 @@ class Engine:
             router=self.backbone.spec.router,
             calibration=calibration,
             staging=memory.staging,
-            ordered=memory.ordered,
-            backlog=timing,
             up=self.up,
         )
         self.driver = PolicyDriver(policy, view, *decode.prefetched)
@@ -297,6 +295,5 @@ class TensorExecutor:
         self.clock.mark("shared")
 
     def _submit(self, split: Split, x: FloatArray, waits: bool) -> Ticket:
-        if self.engine.timing.costs is not None:
-            self.engine.timing.host_begins(split, waits)
+        self.engine.timing.host_begins(split, waits)
         return self.engine.pool.submit(split, x, waits)
