@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import PHASES, FloatArray, IntArray, Phase
-from pipeline.engine.driver import LayerDecision, PolicyDriver, pause_note
+from pipeline.counters import pause_note
+from pipeline.engine.driver import LayerDecision, PolicyDriver
 from pipeline.errors import PlanError, TraceError
 from pipeline.memory.limits import STAGING_TILES
 from pipeline.policies.calibration import Calibration

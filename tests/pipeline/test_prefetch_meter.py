@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.engine.driver import LEAST, LONGEST_PAUSE, PAUSE, WINDOW, PrefetchMeter
+from pipeline.counters import LEAST, LONGEST_PAUSE, PAUSE, WINDOW, PrefetchMeter
 
 
 class MeteredSteps:
