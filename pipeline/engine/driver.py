@@ -1,7 +1,7 @@
 """The one place that calls a policy's methods, in their fixed order (docs/architecture.md, One step).
 
 A `PolicyDriver` calls the policy for each layer in turn, and a `LayerExecutor` carries out its decisions:
-with tensors and processes (`pipeline/engine/tensor_executor.py`), on the clock of a cost model
+with tensors and processes (`pipeline/engine/engine.py`), on the clock of a cost model
 (`pipeline/replay/machine.py`), or with arrays alone in tests and benchmarks. Imports no torch.
 """
 

@@ -222,7 +222,7 @@ class TensorExecutor:
         self._memory.mover.retarget(decision.targets)
         routing, mask = decision.gated.routing, decision.mask
         cuts = decision.cut, decision.resident, self._tiles
-        self._split = split = split_layer(routing, *cuts, layer, self.phase, mask)
+        self._split = split = split_layer(routing, *cuts, layer, mask)
         self.counters.fidelity.book(decision.gated, decision.cut, self._tiles, decision.stale)
         self.clock.mark("plan")
 
@@ -239,7 +239,7 @@ class TensorExecutor:
 
     def begin_early(self, layer: int, ahead: Ahead, mask: Mask) -> Ticket:
         gated, resident = ahead.gated, self._memory.residency[layer]
-        split = split_layer(gated.routing, ahead.cut, resident, self._tiles, layer, self.phase, mask)
+        split = split_layer(gated.routing, ahead.cut, resident, self._tiles, layer, mask)
         # a copy: this layer's x is overwritten before the next layer's result is read
         ticket = self._submit(split, self._x_host.copy(), False)
         self.clock.mark("submit")

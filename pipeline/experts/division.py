@@ -5,11 +5,10 @@ The division depends on the plan and the batch alone, never on timing or on whic
 sums are added in the workers' order. So any worker can compute any part, and the result has the same bits
 (docs/architecture.md, Equality).
 
-In decode the tiles in (NUMA node, expert, tile) order are cut into consecutive runs, whose costs are in
-proportion to the workers' cores: one sequence uses every core, and with several nodes (`shm/numa.py`) a
-worker reads its own node's memory, except where a node holds a larger part of the tiles than of the cores. In
-prefill whole experts are assigned, the most expensive first. C does all of it in one call (`divide.c`);
-`Plain` says the same in Python, for machines without a compiler and for tests."""
+The tiles in (NUMA node, expert, tile) order are cut into consecutive runs, whose costs are in proportion to
+the workers' cores: one sequence uses every core, and with several nodes (`shm/numa.py`) a worker reads its
+own node's memory, except where a node holds a larger part of the tiles than of the cores. C does all of it in
+one call (`divide.c`); `Plain` says the same in Python, for machines without a compiler and for tests."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.arrays import FloatArray, IntArray, Phase
+from pipeline.arrays import FloatArray, IntArray
 from pipeline.config import WorkerCores
 from pipeline.errors import PlanError
 from pipeline.policies.view import Active, Routing
@@ -34,7 +33,7 @@ from shm.numa import node_of
 # The products of this many rows take as long as one read of a tile's weights. Measured on experts of 14336 x
 # 4096: one more row costs a quarter of that read in int4, an eighth in int8, a seventh in bf16.
 ROWS_PER_READ = 5
-VERSION = 1  # of divide.c: a library that an older checkout left behind is not used
+VERSION = 2  # of divide.c: a library that an older checkout left behind is not used
 
 
 class Share(NamedTuple):
@@ -70,7 +69,6 @@ class Split(NamedTuple):
     routing: Routing
     lo: IntArray  # [E]
     hi: IntArray  # [E]
-    phase: Phase
     mask: Mask
     device: Share = NOTHING
 
@@ -87,7 +85,6 @@ def split_layer(
     residency: IntArray,
     tiles: int,
     layer: int = 0,
-    phase: Phase = "decode",
     mask: Mask = DENSE,
 ) -> Split:
     """Divide a layer: of each active expert the device computes tiles [0, cut), the host [cut, tiles). cut,
@@ -97,13 +94,13 @@ def split_layer(
     if cuts is None or ((used := np.count_nonzero(cuts)) and (cuts.min() < 0 or cuts.max() > tiles)):
         raise PlanError(f"a policy's cuts must be {len(residency)} numbers in 0..{tiles}")
     if not used:
-        return Split(layer, routing, cut, every, phase, mask)
+        return Split(layer, routing, cut, every, mask)
     items = np.empty((len(cuts), 3), np.int32)
     items[:, 0], items[:, 2] = active.experts, cuts
     np.minimum(cuts, residency.take(active.experts), out=items[:, 1])
     share = Share(items, active.offsets, active.rows, active.weights)
     share = share if used == len(cuts) else share.where(cuts > 0)
-    return Split(layer, routing, cut, every, phase, mask, share)
+    return Split(layer, routing, cut, every, mask, share)
 
 
 @cache
@@ -140,9 +137,8 @@ class Plain:
         users = dict(zip(active.experts.tolist(), pairwise(active.offsets.tolist()), strict=True))
         items = [(e, int(split.lo[e]), int(split.hi[e])) for e in users if split.lo[e] < split.hi[e]]
         costs = [ROWS_PER_READ + end - start for start, end in (users[e] for e, _, _ in items)]  # of a tile
-        cut = _consecutive if split.phase == "decode" else _by_expert
         parts: list[tuple[int, Descriptor]] = []
-        for worker, part in enumerate(cut(items, costs, self._workers)):
+        for worker, part in enumerate(_runs(items, costs, self._workers)):
             if not part:
                 continue
             places = [np.arange(*users[items[i][0]]) for i, _, _ in part]
@@ -154,8 +150,8 @@ class Plain:
         return Divided(parts, sum(hi - lo for _, lo, hi in items))
 
 
-def _consecutive(items: Items, costs: list[int], workers: WorkerCores) -> list[Part]:
-    """A tile belongs to the worker in whose run its middle lies."""
+def _runs(items: Items, costs: list[int], workers: WorkerCores) -> list[Part]:
+    """Cut the tiles into runs: a tile belongs to the worker in whose run its middle lies."""
     tiles = [(i, tile) for i, (_, lo, hi) in enumerate(items) for tile in range(lo, hi)]
     if workers.nodes > 1:
         tiles.sort(key=lambda at: node_of(items[at[0]][0], at[1], workers.nodes))
@@ -174,18 +170,6 @@ def _consecutive(items: Items, costs: list[int], workers: WorkerCores) -> list[P
     return parts
 
 
-def _by_expert(items: Items, costs: list[int], workers: WorkerCores) -> list[Part]:
-    """Whole experts, the most expensive first, each to the worker that would finish it first."""
-    totals = [cost * (hi - lo) for cost, (_, lo, hi) in zip(costs, items, strict=True)]
-    loads = [0] * len(workers)
-    parts: list[Part] = [[] for _ in loads]
-    for i in sorted(range(len(totals)), key=lambda i: -totals[i]):
-        worker = min(range(len(loads)), key=lambda w: (loads[w] + totals[i]) / workers.cores[w])
-        loads[worker] += totals[i]
-        parts[worker].append((i, items[i][1], items[i][2]))
-    return [sorted(part) for part in parts]
-
-
 def _no_expert(experts: int) -> PlanError:
     return PlanError(f"a policy's routing names an expert outside the layer's {experts}")
 
@@ -194,7 +178,7 @@ class _Division(ctypes.Structure):
     """`struct division` of divide.c."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("experts", "nodes", "workers", "by_expert")),
+        *((name, ctypes.c_int64) for name in ("experts", "nodes", "workers")),
         ("cores", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("row_cost", "rows", "k")),
         *((name, ctypes.c_void_p) for name in ("chosen", "weights", "lo", "hi")),
@@ -237,7 +221,7 @@ class Compiled:
             self._cores,
             self._starts,
             self._lengths,
-            np.empty(7 * experts + 2 * len(workers) + 2, np.int64),
+            np.empty(4 * experts + 2, np.int64),
             np.empty((experts * self._tiles + 1, 3), np.int64),
         ]
         self._pairs = np.empty((2, 0), np.int32)
@@ -258,7 +242,7 @@ class Compiled:
             np.ascontiguousarray(split.hi, np.int32),
         )
         s.chosen, s.weights, s.lo, s.hi = map(address_of, given)
-        s.seq, s.layer, s.by_expert = seq, split.layer, split.phase != "decode"
+        s.seq, s.layer = seq, split.layer
         s.threshold, s.share = split.mask.threshold, split.mask.share
         to = np.empty(self._room(rows, k), np.int32)
         s.to, s.room = address_of(to), len(to)

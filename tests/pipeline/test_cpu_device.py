@@ -44,22 +44,6 @@ def test_small_products_are_computed_by_one_thread_and_large_ones_by_all(device:
         assert torch.get_num_threads() == threads
 
 
-def test_kernels_threads_are_torchs_of_the_start(device: CpuDevice, monkeypatch) -> None:
-    wanted: list[int] = []
-
-    class Compiled:
-        def team(self, threads: int) -> None:
-            wanted.append(threads)
-
-    monkeypatch.setattr(cpu, "chosen", lambda kernels: Compiled())
-    assert CpuDevice().team is None
-    assert wanted == [THREADS]
-    monkeypatch.setattr(cpu, "chosen", lambda kernels: None)
-    uncompiled = CpuDevice()
-    assert (uncompiled.library, uncompiled.team) == (None, None)
-    uncompiled.close()  # nothing to end
-
-
 @pytest.mark.parametrize(
     ("slab", "memory", "fits"),
     [

@@ -31,13 +31,12 @@ from shm.mask import DENSE, Mask
 from shm.numa import node_of
 
 EXPERTS, TILES = 12, 7
-PHASES = ["decode", "prefill"]
 SEQ = 40
 Tile = tuple[int, int]
 
 
 @st.composite
-def plans(draw: st.DrawFn, phase: str = "") -> Split:
+def plans(draw: st.DrawFn) -> Split:
     """Up to 6 rows, some weights 0; of each expert any range of tiles, or none."""
     rows, k = draw(st.integers(1, 6)), draw(st.integers(1, 4))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -47,7 +46,7 @@ def plans(draw: st.DrawFn, phase: str = "") -> Split:
     if draw(st.booleans()):
         hi[:] = TILES
     mask = draw(st.sampled_from([DENSE, Mask(0.5, 0.25)]))
-    return Split(3, Routing(experts, weights), lo, hi, phase or draw(st.sampled_from(PHASES)), mask)
+    return Split(3, Routing(experts, weights), lo, hi, mask)
 
 
 @st.composite
@@ -104,13 +103,13 @@ def test_each_active_expert_is_divided_at_its_cut(plan, data) -> None:
     counts = arrays(np.int32, EXPERTS, elements=st.integers(0, TILES))
     cut, residency = data.draw(counts), data.draw(counts)
     every = plan._replace(lo=np.zeros_like(cut), hi=np.ones_like(cut))
-    split, users = split_layer(plan.routing, cut, residency, TILES, 3, "prefill", plan.mask), users_of(every)
+    split, users = split_layer(plan.routing, cut, residency, TILES, 3, plan.mask), users_of(every)
     active = plan.routing.active
     assert active.experts.tolist() == list(users)
     assert active.counts.tolist() == [len(pairs) for pairs in users.values()]
     assert pairs_of(active) == list(users.values())
     assert split.host_tiles().tolist() == [TILES - cut[e] for e in users]
-    assert (split.layer, split.phase, split.mask) == (3, "prefill", plan.mask)
+    assert (split.layer, split.mask) == (3, plan.mask)
     device = [e for e in users if cut[e]]
     assert split.device.items.tolist() == [[e, min(cut[e], residency[e]), cut[e]] for e in device]
     assert pairs_of(split.device) == [users[e] for e in device]
@@ -175,8 +174,8 @@ def test_every_tile_is_computed_once_for_the_rows_that_use_it(plan, workers) -> 
 
 
 @settings(max_examples=200, deadline=None)
-@given(plans("decode"), worker_cores())
-def test_decode_cuts_in_node_order_and_in_proportion_to_cores(plan, workers) -> None:
+@given(plans(), worker_cores())
+def test_tiles_are_cut_in_node_order_and_in_proportion_to_cores(plan, workers) -> None:
     found = divided(plan, workers)
     tiles = [tile for parts in found.values() for tile in tiles_of(parts)]
     order = all_tiles(plan)
@@ -196,25 +195,6 @@ def test_decode_cuts_in_node_order_and_in_proportion_to_cores(plan, workers) -> 
             assert len(set(parts.items[:, 0].tolist())) == len(parts.items)
 
 
-@settings(max_examples=200, deadline=None)
-@given(plans("prefill"), worker_cores())
-def test_prefill_assigns_whole_experts_by_longest_processing_time_first(plan, workers) -> None:
-    """Against a second implementation: the most expensive expert that is left goes to the worker that would
-    finish it first."""
-    left = {e: cost(plan, [(e, tile) for tile in range(plan.lo[e], plan.hi[e])]) for e in users_of(plan)}
-    loads, expected = [0] * len(workers), [set[int]() for _ in workers.cores]
-    while left:
-        expert = min(left, key=lambda e: (-left[e], e))
-        total = left.pop(expert)
-        ends = [(load + total) / width for load, width in zip(loads, workers.cores, strict=True)]
-        expected[ends.index(min(ends))].add(expert)
-        loads[ends.index(min(ends))] += total
-    found = divided(plan, workers)
-    assert {w: parts.items.tolist() for w, parts in found.items()} == {
-        w: [[e, plan.lo[e], plan.hi[e]] for e in sorted(some)] for w, some in enumerate(expected) if some
-    }
-
-
 @settings(max_examples=60, deadline=None)
 @given(plans(), st.integers(1, 6), st.integers(1, 8))
 def test_equally_wide_workers_get_the_same_as_workers_of_one_core(plan, workers, cores) -> None:
@@ -227,7 +207,7 @@ def simple(ranges: list[tuple[int, int, int]], rows: int = 1) -> Split:
     lo, hi = np.zeros((2, 16), np.int32)
     for expert, *ends in ranges:
         lo[expert], hi[expert] = ends
-    return Split(0, Routing(experts, np.ones(experts.shape, np.float32)), lo, hi, "decode", DENSE)
+    return Split(0, Routing(experts, np.ones(experts.shape, np.float32)), lo, hi, DENSE)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -248,12 +228,9 @@ def test_few_tiles_keep_their_workers_and_many_go_to_neighbours() -> None:
     assert [len(tiles_of(parts_of(part))) for _, part in parts] == [4, 4]
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_what_is_nobodys_has_no_descriptor_and_unknown_experts_are_refused(phase: str) -> None:
+def test_what_is_nobodys_has_no_descriptor_and_unknown_experts_are_refused() -> None:
     workers, none = WorkerCores.equal(3), np.zeros(EXPERTS, np.int32)
-    plan = Split(
-        0, Routing(np.array([[1, 2]], np.int32), np.ones((1, 2), np.float32)), none, none, phase, DENSE
-    )
+    plan = Split(0, Routing(np.array([[1, 2]], np.int32), np.ones((1, 2), np.float32)), none, none, DENSE)
     for way in by_all(plan, workers):
         assert way.divide(plan, 0) == ([], 0)
         for expert in (-1, EXPERTS, 2**31 - 1):

@@ -57,7 +57,7 @@ def plan(layer: int = 1) -> Split:
     weights = np.array([[0.5, 0], [0, 0], [1.0, 2.0]], np.float32)
     lo, hi = np.zeros((2, SHAPE.experts), np.int32)
     lo[0], hi[0], hi[2] = 1, SHAPE.tiles, 2
-    return Split(layer, Routing(np.array([[0, 2]] * 3, np.int32), weights), lo, hi, "prefill", DENSE)
+    return Split(layer, Routing(np.array([[0, 2]] * 3, np.int32), weights), lo, hi, DENSE)
 
 
 @pytest.mark.parametrize(("slowdown", "busy", "slept"), [(1.0, 2.0, []), (3.0, 6.0, [4.0])])

@@ -10,7 +10,6 @@ from pool_harness import HIDDEN, QUIET, PoolHarness, X
 from pipeline.errors import PeerLost, ShardFailed
 from pipeline.experts.peers import SilenceLimits
 from protocol.messages import Abandon, Partial, WorkerDied, WorkerUp
-from shm.mask import Mask, Tally
 
 CANCELS = [1e8, -1e8, 1.0]  # their float32 sum depends on the order: 1 in this one, 0 in others
 
@@ -26,20 +25,6 @@ def test_partials_are_added_in_shard_order_not_in_arrival_order(harness: PoolHar
         harness.update_for(0.02)
     assert ticket.result().tolist() == [[1.0] * HIDDEN]
     assert ticket.busy == pytest.approx(0.3)  # of the slowest
-
-
-def test_masks_reach_the_workers_and_what_they_left_out_is_added_in_shard_order(harness: PoolHarness) -> None:
-    workers = harness.start(3)
-    mask = Mask(threshold=0.75, share=0.3)
-    ticket = harness.submit(0, 1, 2, mask=mask)
-    works = [worker.take()[0] for worker in workers]
-    for work in works:
-        assert work.work.mask == (0.75, float(np.float32(0.3)))
-    for i in (2, 0, 1):
-        workers[i].answer(works[i], tally=Tally(10.0 ** (8 * i), 0.5 * i, i, 16))
-        harness.update_for(0.02)
-    ticket.result()
-    assert ticket.tally == Tally((1.0 + 1e8) + 1e16, 1.5, 3, 48)
 
 
 def test_unexpected_partials_are_dropped(harness: PoolHarness) -> None:

@@ -7,7 +7,6 @@ import pytest
 from pool_harness import HIDDEN, QUIET, PoolHarness, Taken, Worker
 
 from pipeline.errors import ShardFailed
-from pipeline.experts import pool
 from pipeline.experts.peers import STALL_SLICE, SilenceLimits
 from pipeline.experts.pool import Ticket
 from protocol.messages import Abandon, Hung
@@ -70,12 +69,6 @@ def test_kills_from_outside_fail_a_work_only_when_they_are_many(harness: PoolHar
     restarted = harness.worker(0, 99)
     assert restarted.take(1)[0].work.items.size == 0  # the pool continues, and the Work is dropped
     assert restarted.messages() == []
-
-
-def test_one_crash_among_kills_does_not_fail_a_work(harness: PoolHarness) -> None:
-    ticket, work, worker = exit_repeatedly(harness, [False, True, False, False])
-    worker.answer(work, 1.0)
-    assert ticket.result().tolist() == [[1.0] * HIDDEN]
 
 
 def test_warm_up_is_not_repeated_by_another_worker(harness: PoolHarness) -> None:
@@ -152,53 +145,6 @@ def test_abandoned_work_is_not_sent_to_the_next_worker(harness: PoolHarness) -> 
     restarted.answer(work, 3.0)
     assert kept.result().tolist() == [[3.0] * HIDDEN]
     assert restarted.messages() == []
-
-
-def test_each_message_extends_the_pools_limit(harness: PoolHarness, monkeypatch) -> None:
-    """No two messages are further apart than the limit, the first and the last are."""
-    limits = SilenceLimits(pool=10.0)
-    (first, second), ticket, (work, other) = harness.begin(2, limits)
-    monkeypatch.setattr(pool, "time", harness.clock)
-    update, turns = harness.pool.update, iter(range(9))
-
-    def slow(wait_ms: int) -> bool:
-        harness.clock.now += 6.0
-        match next(turns):
-            case 0:
-                first.answer(work, 1.0)
-            case 1:
-                return False  # nothing has arrived
-            case 2:
-                second.answer(other, 2.0)
-        while not update(wait_ms):
-            pass
-        return True
-
-    monkeypatch.setattr(harness.pool, "update", slow)
-    assert ticket.result().tolist() == [[3.0] * HIDDEN]
-
-
-def test_time_in_which_the_engine_stood_still_does_not_count(harness: PoolHarness) -> None:
-    harness.begin(1, SHORT)
-    harness.let_pass(0.05)
-    harness.clock.now += 0.6  # a long step elsewhere
-    harness.let_pass(0.05)
-    assert hung(harness) == []
-    harness.let_pass(SHORT.stall)
-    assert hung(harness) == [Hung("worker", 0, 0)]
-
-
-def test_many_rows_and_the_first_answer_may_take_longer(harness: PoolHarness) -> None:
-    _, second = harness.start(2, warm=False, limits=SHORT)
-    second.warm_up()
-    harness.submit(0, 1)
-    harness.submit(2, x=np.ones((500, HIDDEN), np.float32))
-    harness.let_pass(0.6)
-    assert hung(harness) == []  # one imports its kernels, the other computes many rows
-    harness.let_pass(0.4)
-    assert [message.index for message in hung(harness)] == [1]
-    harness.let_pass(0.4)
-    assert [message.index for message in hung(harness)] == [1, 0]
 
 
 @pytest.mark.parametrize(
