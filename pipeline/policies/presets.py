@@ -12,7 +12,6 @@ from pipeline.policies import assignments, gates, placements, predictions, repla
 from pipeline.policies.calibration import SPARSITY_OPTIONS, Sparsity
 from pipeline.policies.composed import Composed, PreGated
 from pipeline.policies.daop import Daop
-from pipeline.policies.impact import Impact
 from pipeline.policies.options import Choice, Option, Value, did_you_mean, parse_options
 from pipeline.policies.parts import Gate, Part, Parts
 from pipeline.policies.random_plan import RandomPlan
@@ -43,7 +42,7 @@ PARTS: dict[str, dict[str, type[Part]]] = {
         predictions.WholeLayer,
         predictions.Residual,
         predictions.Lookahead,
-        Impact,
+        predictions.Impact,
     ),
     "assignment": _named(*assignments.ASSIGNMENTS),
     "replacement": _named(
