@@ -197,7 +197,8 @@ def _emulated_link(c: Commands, words: Sequence[str]) -> float:
     layer = 1 / resident["policies"][0]["decode_tok_s"]["max"] / shape.layers  # s; the least disturbed run's
     expert = CASES[1].layout.expert_bytes
     ratio = (expert / LINK) / (TOP_K * expert / DEVICE + BESIDE / DEVICE)
-    return StoreLayout(shape, format_named("bf16")).expert_bytes / (ratio * layer) / 1e9
+    pace: float = StoreLayout(shape, format_named("bf16")).expert_bytes / (ratio * layer) / 1e9
+    return pace
 
 
 def main() -> int:

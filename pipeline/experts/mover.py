@@ -31,7 +31,7 @@ from pipeline.experts.cache import IN_USE, ExpertCache
 from pipeline.policies.view import Target
 from workers.copiers import TileCopy
 
-DEMANDED, PREDICTED, PLACED = 0, 1, 2  # urgency; smaller overtakes
+PREDICTED, PLACED = 1, 2  # urgency; smaller overtakes
 SPARE_SLOTS = 2  # that predicted channels leave to demands: one to compute from while the next is filled
 
 Key = tuple[int, int]  # layer, expert
@@ -91,11 +91,6 @@ class Order:
     def size(self) -> int:
         """Its tiles or channels."""
         return len(self.slots if self.channels is None else self.channels)
-
-    @property
-    def reach(self) -> int:
-        """How many of them are certain to land."""
-        return self.landed if self.final or self.cancelled else self.size
 
 
 class Link(Protocol):
@@ -170,7 +165,6 @@ class Mover:
         where the device computes at once; else in few groups, of which the last is small, because the layer
         waits for it. `channels`: of a tile."""
         self.cache, self.link = cache, link
-        self.ordered: IntArray = cache.residency.copy()  # as in View
         self.counters = MoveCounters(len(cache.residency))  # of the present phase
         self.demanded = 0  # tiles that landed on demand
         self.placed = 0  # tiles that landed in the background
@@ -180,8 +174,7 @@ class Mover:
         self._used: list[Order] = []  # those that the present layer reads
         self._ended: list[Order] = []  # cancelled, or read: their slots are free once they are final
         self._predicted: dict[Key, Prediction] = {}
-        self._demanded: dict[Key, int] = {}  # of the present demand, the end of its tiles
-        self.outstanding: dict[int, Order] = {}  # by expert: whole demanded tiles, as if ordered
+        self._demanded: set[Key] = set()  # of the present demand
         self._waiting: deque[_Part] = deque()  # demanded tiles without a slot
         self._copying: deque[tuple[list[_Part], Any]] = deque()
 
@@ -206,7 +199,6 @@ class Mover:
             order = self._orders.get(key)
             if order is not None and order.lo + order.size > change.tiles:
                 self._cancel(order)
-            self._note_ordered(key)
             prediction = self._predicted.get(key)
             if predicted and change.tiles > was:
                 if prediction is None:
@@ -228,15 +220,6 @@ class Mover:
         if not self._predicted[key].unused and self.cache.residency[key] == self.cache.target[key]:
             del self._predicted[key]
 
-    def _note_ordered(self, key: Key) -> None:
-        """Bring `ordered` up to date."""
-        order, reach = self._orders.get(key), int(self.cache.residency[key])
-        if key in self._demanded:
-            reach = max(reach, min(self._demanded[key], int(self.cache.target[key])))
-        elif order is not None and order.lo + order.booked == reach:
-            reach = max(reach, min(order.lo + order.reach, int(self.cache.target[key])))
-        self.ordered[key] = reach
-
     # --- in the background ---------------------------------------------------------------------------------
 
     def update(self) -> None:
@@ -253,7 +236,6 @@ class Mover:
                     self._book(order)
                     if order.final:
                         del self._orders[key]
-                    self._note_ordered(key)
             self._collect_ended()
 
     def fetch_missing(self) -> None:
@@ -284,7 +266,6 @@ class Mover:
             order.prediction = prediction
             prediction.counters.issued_experts += not prediction.ordered
             prediction.ordered = True
-        self._note_ordered(key)
         return True
 
     def wait_idle(self) -> None:
@@ -311,7 +292,6 @@ class Mover:
         self._copier.ready(self._copier.begin(copies))
         order.landed = len(slots)
         self._book(order)
-        self._note_ordered(key)
 
     def forget(self) -> None:
         """Drop all predicted channels."""
@@ -387,7 +367,6 @@ class Mover:
         for order in self._ended:
             if order.channels is None:
                 self._book(order)
-                self._note_ordered(order.key)
             elif order.final:
                 self.counters.channels.moved += order.landed
                 self.counters.channels.wasted += order.landed if order.prediction else 0
@@ -441,10 +420,7 @@ class Mover:
         """An expert is demanded: tiles that were predicted for it are late."""
         whole = [item for item in items if item.channels is None]
         if whole:
-            self._demanded[key] = whole[-1].hi
-            slots = [-1] * (whole[-1].hi - whole[0].lo)
-            self.outstanding[key[1]] = Order(-1, *key, whole[0].lo, slots, DEMANDED)
-            self._note_ordered(key)
+            self._demanded.add(key)
             if self._predicted.pop(key, None) is not None:
                 late = min(whole[-1].hi, int(self.cache.target[key])) - whole[0].lo
                 self.counters.late_tiles += max(0, late)
@@ -533,10 +509,7 @@ class Mover:
         """Yield tiles together, if there are any, and then end the use of slots that are not kept."""
         if not landed:
             return
-        for one in landed:
-            if one.places is None:
-                self.demanded += 1
-                self.outstanding[one.expert].landed += 1
+        self.demanded += sum(one.places is None for one in landed)
         yield landed
         for one in landed:
             if one.slot >= 0 and self.cache.state(one.slot) is IN_USE:
@@ -571,8 +544,4 @@ class Mover:
             self._end(order)
         self._used.clear()
         self._collect_ended()
-        keys = list(self._demanded)
         self._demanded.clear()
-        self.outstanding.clear()
-        for key in keys:
-            self._note_ordered(key)

@@ -223,24 +223,6 @@ class Landing(NamedTuple):
     seconds: float  # from now until the last of them has landed
 
 
-class Backlog:
-    """What link and host still have to do, in seconds from now by the costs in force; here nothing."""
-
-    @property
-    def link_seconds(self) -> float:
-        """Seconds until the link has moved everything that is ordered."""
-        return 0.0
-
-    @property
-    def host_seconds(self) -> float:
-        """Seconds until the host is free: an earlier layer's share still runs, as under early dispatch."""
-        return 0.0
-
-    def landing(self, layer: int) -> Sequence[Landing]:
-        """The layer's tiles under way, in the order in which they will land if nothing is demanded."""
-        return ()
-
-
 def shipped_costs() -> list[str]:
     """Names of the costs files that ship with Tandem."""
     return sorted(file.stem for file in costs_dir().glob("*.json"))

@@ -29,7 +29,7 @@ from pipeline.engine.prefetch_meter import pause_note
 from pipeline.errors import PlanError, TraceError
 from pipeline.memory.limits import STAGING_TILES
 from pipeline.policies.calibration import Calibration
-from pipeline.policies.costs import Backlog, Costs, Landing
+from pipeline.policies.costs import Costs
 from pipeline.policies.view import Active, Ahead, Policy, Routing, Signals, Target, View
 from pipeline.replay.channels import NOTE, RIGHT, ChannelLink, Chosen, MaskedTile
 from pipeline.replay.compiled_cache import simulated_cache
@@ -40,8 +40,8 @@ from pipeline.traces.steps import TracedStep
 from shm.mask import DENSE, Mask
 
 
-class Replay(Backlog):
-    """A policy, its cache and the clock: a `LayerExecutor`, and the policy's `Backlog`. Its handle of an
+class Replay:
+    """A policy, its cache and the clock: a `LayerExecutor`. Its handle of an
     early host share is the time at which the share is done."""
 
     def __init__(
@@ -89,8 +89,6 @@ class Replay(Backlog):
             router=self._route,
             calibration=calibration,
             staging=STAGING_TILES if policy.uses_device else 0,
-            ordered=self.cache.ordered,
-            backlog=self,
             up=header.up,
         )
         self._driver = PolicyDriver[float](policy, view)
@@ -117,20 +115,6 @@ class Replay(Backlog):
         if self._named:
             notes.append(f"{self._policy.name}: {NOTE}")
         return Outcome(prefill, decode, self._policy.exact, notes)
-
-    @property
-    def link_seconds(self) -> float:
-        """As in Backlog."""
-        return self.cache.link_seconds(self.now)
-
-    @property
-    def host_seconds(self) -> float:
-        """As in Backlog."""
-        return max(0.0, self._host_free - self.now)
-
-    def landing(self, layer: int) -> list[Landing]:
-        """As in Backlog."""
-        return self.cache.landing(layer, self.now)
 
     def step(self, step: TracedStep) -> None:
         """One step of the engine."""

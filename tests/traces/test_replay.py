@@ -13,7 +13,7 @@ from replay_cases import COSTS, Scripted, preset, run
 from trace_files import drawn_steps, make_header, scripted_steps
 
 from pipeline.errors import PlanError, TraceError
-from pipeline.policies.costs import Costs, Landing
+from pipeline.policies.costs import Costs
 from pipeline.policies.view import Gated, ModelShape, Routing, Signals, Target, View
 from pipeline.replay.machine import Replay
 
@@ -307,17 +307,3 @@ def test_each_sides_share_begins_with_its_fixed_cost(
     _, resident = run(header, Scripted(2, placed=[(0, 0, 2)]), [[[0]]], capacity=2, costs=costs)
     assert resident.decode.seconds == pytest.approx(2 + 0.75 + 2)
     assert resident.decode.link_busy == 0
-
-
-def test_policy_sees_what_is_ordered_and_the_backlogs() -> None:
-    """At 2, the host has a tile until 5.5 and then layer 1's until 8.5, the link one until 7. Both tiles of
-    (1, 1) are predicted: one moves until 12. At 10, (1, 0) is demanded, until 17; then the other moves."""
-    seen = []
-
-    def predicts(layer: int, view: View) -> list[Target]:
-        backlog = view.backlog
-        seen.append((backlog.link_seconds, backlog.host_seconds, backlog.landing(1), int(view.ordered[1, 1])))
-        return [Target(1, 1, 2)] if layer == 0 else []
-
-    run(TWO_TILES, Scripted(1, predicts=predicts, ahead=True), [[[0], [0]]], capacity=2)
-    assert seen == [(5.0, 6.5, [], 0), (12.0, 0.0, [Landing(1, 1, 12.0)], 2)]
