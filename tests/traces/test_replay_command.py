@@ -94,7 +94,7 @@ def test_figures_are_those_of_the_replay(trace: Path, capsys: pytest.CaptureFixt
             assert its["tokens"] == mine.rows
             assert its["hit_rate"] == digits(mine.hits.sum() / mine.active.sum())
             assert its["hit_rate_by_layer"] == digits(mine.hits / mine.active)
-            assert its["bytes_per_token"]["demanded"] == digits(mine.demanded * 1000 / mine.rows)
+            assert its["bytes_per_token"]["demanded"] == digits(mine.demanded_tiles * 1000 / mine.rows)
             assert its["busy"]["host"] == digits(mine.host_busy / mine.seconds)
             assert its["waits"]["link"] == digits(mine.wait_link / mine.seconds)
         assert entry["exact"]
