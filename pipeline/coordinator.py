@@ -224,7 +224,7 @@ class Coordinator:
         self._inbox.drop(client)
 
     def _pass_on(self, client: bytes, message: QueuedMessage) -> None:
-        """To the engine's thread: texts have been encoded."""
+        """Pass a message, whose texts have been encoded, to the engine's thread."""
         assert not isinstance(message, Tokenize)  # the queue answers it
         if not self._inbox.put(client, message):
             self._refuse(client, message)

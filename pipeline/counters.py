@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from pipeline.arrays import IntArray
 from pipeline.policies.view import Gated
 from shm.mask import Tally
+
+if TYPE_CHECKING:
+    from pipeline.device.base import Device
 
 Part = Literal["attention", "read", "plan", "submit", "shared", "device", "link", "wait", "combine", "head"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -66,8 +69,8 @@ def fidelity(exact: bool, counted: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Hits:
-    """What a phase's steps used and found resident when their layers were planned, by layer, also where the
-    host computed it. An expert is a hit where all of its tiles are."""
+    """Counts by layer what a phase's steps used and found resident when their layers were planned, also where
+    the host computed it. An expert is a hit where all of its tiles are."""
 
     layers: int
 
@@ -121,24 +124,24 @@ class PrefetchedTiles:
     def __len__(self) -> int:
         return self.hi - self.lo
 
-    def land(self, tile: int, count: int = 1) -> None:
-        """The next `count` tiles of the expert have landed, of which `tile` is the first."""
+    def land(self, tile: int) -> None:
+        """The next tile of the expert has landed."""
         if self.lo == self.hi:
             self.lo = tile
-        self.hi = tile + count
+        self.hi = tile + 1
 
     def use(self, tiles: int) -> int:
         """The device computes with the expert's first `tiles` tiles. Returns how many of them it uses for the
         first time."""
-        found = max(0, min(self.hi, tiles) - self.lo)
-        self.lo += found
-        return found
+        used = max(0, min(self.hi, tiles) - self.lo)
+        self.lo += used
+        return used
 
     def evict(self, keep: int) -> int:
         """The expert's tiles from `keep` on are evicted. Returns how many of them were not used."""
-        found = max(0, self.hi - max(self.lo, keep))
-        self.hi -= found
-        return found
+        unused = max(0, self.hi - max(self.lo, keep))
+        self.hi -= unused
+        return unused
 
 
 @dataclass
@@ -249,18 +252,6 @@ class PrefetchMeter:
         self._steps, self._landed, self._useful = 0, landed, useful
 
 
-class DeviceClock(Protocol):
-    """What a Device has of a clock."""
-
-    on_host: bool
-
-    def time_mark(self) -> Any:
-        """As of Device."""
-
-    def seconds_between(self, earlier: Any, later: Any) -> float:
-        """As of Device."""
-
-
 class StepClock:
     """Divides a step's time: `mark(part)` adds the time since the previous mark to that part. On an
     asynchronous device a part counts the host's time; the device's own appears where the host waits for it
@@ -270,7 +261,7 @@ class StepClock:
     def __init__(
         self,
         counters: PhaseCounters,
-        device: DeviceClock | None = None,
+        device: Device | None = None,
         copied: Callable[[], tuple[int, float]] = lambda: (0, 0.0),
     ) -> None:
         """`copied`: the tiles that were moved so far, and the seconds of that."""
@@ -291,7 +282,7 @@ class StepClock:
             self._marks.append((part, self._device.time_mark()))
 
     def finish(self, part: Part) -> None:
-        """As `mark`, where the step has ended and what it has launched was waited for."""
+        """End the step, of which all that was launched was waited for; the rest is as `mark`."""
         self.mark(part)
         self.counters.link_busy += self._copied()[1] - self._before
         if self._device is not None:

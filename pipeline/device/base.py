@@ -66,7 +66,7 @@ class SlabMemory(ABC):
 
     @abstractmethod
     def upload(self, array: NDArray[Any]) -> Tensor:
-        """As `Device.from_host`."""
+        """Return an array on the device, as `Device.from_host`."""
 
     @abstractmethod
     def address(self) -> AttachSlab:
@@ -123,7 +123,7 @@ class DeviceChannelKernel(Protocol):
 
 
 class Device(ABC):
-    """Where the backbone is computed."""
+    """A device: computes the backbone and holds the slab."""
 
     name: str
     torch_device: torch.device

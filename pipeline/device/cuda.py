@@ -83,7 +83,7 @@ class CudaDevice(KernelDevice):
     def __init__(
         self, kernels: Choice = DEFAULT, cache: Path | None = None, *, in_torch: bool = False
     ) -> None:
-        """As KernelDevice; `kernels`: of the host."""
+        """Take arguments as KernelDevice; `kernels` are the host's."""
         super().__init__(kernels, cache, in_torch)
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.flash = torch.cuda.get_device_capability(self.torch_device) >= FLASH
@@ -102,14 +102,14 @@ class CudaDevice(KernelDevice):
         return layout.head_stride * layout.shape.experts * layout.shape.layers
 
     def load_heads(self, store: Store, tick: Callable[[], None] = lambda: None) -> list[Tensor]:
-        found = []
+        every = []
         for layer in range(store.layout.shape.layers):
             heads = heads_of(store, layer)
             on_device = torch.empty(heads.shape, dtype=torch.uint8, device=self.torch_device)
             # Copied once more, because torch takes no read-only array; a layer's heads are small.
-            found.append(on_device.copy_(torch.from_numpy(heads.copy())))
+            every.append(on_device.copy_(torch.from_numpy(heads.copy())))
             tick()
-        return found
+        return every
 
     def prepare(self, multiply_adds: int) -> None:
         """A GPU needs no setup."""
@@ -238,7 +238,7 @@ class HostReads:
         self._ranges: dict[int, tuple[int, int]] = {}  # by start: end, and distance on the device
 
     def share(self, memory: NDArray[np.uint8]) -> str:
-        """As Device.share_memory."""
+        """Do what Device.share_memory says."""
         start = memory.ctypes.data
         try:
             if self._sums is None:
@@ -255,7 +255,7 @@ class HostReads:
         return ""
 
     def unshare(self, memory: NDArray[np.uint8]) -> None:
-        """As Device.unshare_memory."""
+        """Do what Device.unshare_memory says."""
         if self._ranges.pop(memory.ctypes.data, None):
             call("cudaHostUnregister", memory.ctypes.data)
 

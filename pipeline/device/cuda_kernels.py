@@ -55,7 +55,7 @@ class FewRows:
     def begin(
         self, x: Tensor, cuts: IntArray, offsets: IntArray, rows: IntArray, weights: FloatArray
     ) -> LayerSum:
-        """As of DeviceKernel."""
+        """Begin a share, as DeviceKernel says."""
         few = np.diff(offsets).max(initial=0) <= self._few.most_rows
         kernel: DeviceKernel = self._few if few else self._many
         return kernel.begin(x, cuts, offsets, rows, weights)

@@ -53,7 +53,7 @@ class Engine:
         pool: HostPool,
         graphs: GraphsName = "off",
     ) -> None:
-        """Without a slab: set `memory` before a policy with `uses_device`. `graphs`: as in
+        """The engine has no slab: set `memory` before a policy with `uses_device`. `graphs`: as in
         EngineConfig."""
         s = layout.shape
         self.backbone, self.layout = backbone, layout

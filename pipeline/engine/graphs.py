@@ -125,7 +125,7 @@ class StepGraphs:
 
     @property
     def full(self) -> bool:
-        """Whether the memory that is planned for graphs is taken."""
+        """The memory that is planned for graphs is taken."""
         return self.taken > GRAPH_BYTES
 
 
@@ -133,12 +133,12 @@ class _Failed(Exception):
     """No graph was made; the text says why."""
 
 
-def _agrees(found: Tensor, expected: Tensor) -> bool:
+def _agrees(ours: Tensor, expected: Tensor) -> bool:
     """Compare all bits; else the difference is at most CLOSE of the largest number."""
-    if torch.equal(found.view(torch.int32), expected.view(torch.int32)):
+    if torch.equal(ours.view(torch.int32), expected.view(torch.int32)):
         return True
     limit = CLOSE * float(expected.abs().max())
-    return bool(((found - expected).abs() <= limit).all())
+    return bool(((ours - expected).abs() <= limit).all())
 
 
 @dataclass
@@ -215,10 +215,10 @@ class Bucket:
         def work() -> None:
             attended = self._backbone.attend(layer, self._h, self._batch, routed=own)
             self._layers[layer] = attended.layer
-            found = [attended.logits()] if own else []
-            found += [probing.logits(target, attended.x) for target in probes]
-            if found:
-                torch.stack(found, out=logits)
+            routed = [attended.logits()] if own else []
+            routed += [probing.logits(target, attended.x) for target in probes]
+            if routed:
+                torch.stack(routed, out=logits)
                 self._gpu.read(logits, logits_host)
             self._x.copy_(attended.x)
             self._gpu.read(self._x, self._x_host)

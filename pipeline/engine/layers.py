@@ -38,10 +38,10 @@ class StepLayers(Protocol):
         """A layer up to its experts; with the logits of its router if `own`, and of these probes on its x."""
 
     def read(self) -> Sequence[FloatArray]:
-        """Of the latest `attend`, on the host: x [R, H] and the logits, [R, E] each. Waits for them."""
+        """Wait for x [R, H] and the logits [R, E] of the latest `attend`, and return them on the host."""
 
     def answers(self, h: Tensor, inputs: Sequence[StepInput]) -> list[FloatArray]:
-        """From h after the last layer with experts: as `answers` gives them."""
+        """Return the answers from h after the last layer with experts, as `answers` below."""
 
 
 class EagerLayers:
@@ -72,9 +72,9 @@ class EagerLayers:
 
 
 def answers(backbone: Backbone, device: Device, h: Tensor, inputs: Sequence[StepInput]) -> list[FloatArray]:
-    """From the last hidden states h float32 [R, H] the wanted logits of each input, float32 [n, vocabulary],
-    or its greedy choice [1, 4] as `Greedy` reads it. Other rows do not go through the head, and logits whose
-    choice is enough stay on the device."""
+    """Return, from the last hidden states h float32 [R, H], the wanted logits of each input, float32 [n,
+    vocabulary], or its greedy choice [1, 4] as `Greedy` reads it. Other rows do not go through the head, and
+    logits whose choice is enough stay on the device."""
     wanted, counts = logit_rows(inputs)
     if not wanted:
         return [np.empty((0, backbone.spec.vocabulary), np.float32) for _ in inputs]
@@ -89,7 +89,7 @@ def answers(backbone: Backbone, device: Device, h: Tensor, inputs: Sequence[Step
     (others,) = device.to_host(logits[device.from_host(np.flatnonzero(~chosen))])
     other_counts = [0 if item.logits == "greedy" else n for item, n in zip(inputs, counts, strict=True)]
     logits_of = zip(inputs, choices, _parts(others, other_counts), strict=True)
-    return [choice if item.logits == "greedy" else found for item, choice, found in logits_of]
+    return [choice if item.logits == "greedy" else logits for item, choice, logits in logits_of]
 
 
 def _parts(rows: FloatArray, counts: Sequence[int]) -> list[FloatArray]:

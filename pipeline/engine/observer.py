@@ -52,7 +52,7 @@ class Probing:
 
     @property
     def has_first_gate(self) -> bool:
-        """Whether the last layer can probe the next token's first layer."""
+        """The last layer can probe the next token's first layer."""
         return 0 in self._trained
 
     def logits(self, target: int, x: Tensor) -> Tensor:

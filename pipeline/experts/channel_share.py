@@ -31,7 +31,7 @@ from shm.mask import DENSE, NOTHING, Mask, Tally
 
 @dataclass
 class MaskedExpert:
-    """Of the tiles [0, cut) of one expert."""
+    """The masked channels of the tiles [0, cut) of one expert."""
 
     kept: IntArray  # the channels that some row keeps, ascending
     tiles: IntArray  # [cut + 1]: tile i has kept[tiles[i]:tiles[i + 1]]
@@ -94,7 +94,7 @@ class ChannelMemory(DeviceMemory):
     # --- a layer -------------------------------------------------------------------------------------------
 
     def begin(self, layer: int, share: Share, x: Tensor, mask: Mask, clock: StepClock) -> DeviceWork:
-        """As DeviceMemory.begin. Computes u and its masks first: they say what is copied."""
+        """Begin a share, as DeviceMemory.begin. Computes u and its masks first: they say what is copied."""
         if (named := self._named.pop(layer, None)) is not None:
             used = share.items[:, 0].tolist()
             self.counters.channels.used_experts += len(used)

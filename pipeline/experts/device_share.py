@@ -76,12 +76,12 @@ class DeviceMemory:
 
     @property
     def exists(self) -> bool:
-        """Whether there is a slab."""
+        """There is a slab."""
         return self.slab is not None
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is being fetched in the background."""
+        """Nothing is being fetched in the background."""
         return self.mover.idle
 
     def audit(self) -> None:

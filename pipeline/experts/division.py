@@ -230,7 +230,7 @@ class Compiled:
         self._at = ctypes.addressof(s)
 
     def divide(self, split: Split, seq: int) -> Divided:
-        """As Plain.divide."""
+        """Divide as Plain.divide says."""
         s, routing = self._struct, split.routing
         s.rows, s.k = rows, k = routing.experts.shape
         if not len(split.lo) == len(split.hi) == self._experts or routing.weights.shape != (rows, k):

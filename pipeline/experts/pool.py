@@ -93,7 +93,7 @@ class Ticket:
 
     @property
     def tally(self) -> Tally:
-        """What the share's mask left out, after the result."""
+        """The channels and sums that the share's mask left out, after the result."""
         return Tally.of(self.answers[task.seq].tally for task in self.tasks)
 
     def result(self) -> FloatArray:
