@@ -48,22 +48,12 @@ class DownLink:
 class PrefetchLink:
     """Sends orders and tracks their progress. Used by the engine's thread alone."""
 
-    def __init__(
-        self,
-        socket: ChildServerSocket,
-        slab: AttachSlab | None,
-        line: ControlLine,
-        *,
-        stall_limit: float = STALL_LIMIT,
-        attach_limit: float = ATTACH_LIMIT,
-    ) -> None:
+    def __init__(self, socket: ChildServerSocket, slab: AttachSlab | None, line: ControlLine) -> None:
         """`slab`: what every new prefetcher maps; None where it cannot be shared, so that the link stays
-        down. `line`: the prefetcher's, with its progress and the order that it moves. Limits are seconds
-        without progress."""
+        down. `line`: the prefetcher's, with its progress and the order that it moves."""
         self.refusal = "" if slab is not None else "the slab cannot be shared"  # why it is not mapped
         self.copied = (0, 0.0)  # tiles so far, and the seconds in which the prefetcher copied them
         self._socket, self._slab, self._line = socket, slab, line
-        self._stall_limit, self._attach_limit = stall_limit, attach_limit
         self._attaching = False
         self._next = 0
         self._orders: dict[int, Order] = {}
@@ -168,5 +158,5 @@ class PrefetchLink:
     def _check_progress(self) -> None:
         if not (self._orders or self._attaching):
             self._watch.reset()
-        elif self._watch.stalled(self._line.ticks) > (self._stall_limit if self.up else self._attach_limit):
+        elif self._watch.stalled(self._line.ticks) > (STALL_LIMIT if self.up else ATTACH_LIMIT):
             self._socket.report_hung(0)

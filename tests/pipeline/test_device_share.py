@@ -86,14 +86,6 @@ def test_resident_and_fetched_tiles_are_summed_and_counted(parts: MoverParts) ->
     assert torch.equal(found[0], found[2])
 
 
-def test_rows_without_a_share_are_zero(parts: MoverParts) -> None:
-    memory = memory_on(parts, 0)
-    y, counters = computed(parts, memory, share_of([(1, 0, 1)], [[1]]))
-    assert y[1].any()
-    assert not y[[0, 2]].any()
-    assert (counters.resident_tiles, counters.fetched_tiles) == (0, 1)
-
-
 class SlotNumbers:
     """A slab of which only the number of slots matters."""
 

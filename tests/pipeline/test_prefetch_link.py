@@ -25,21 +25,12 @@ class LinkHarness:
         self, socket: ChildServerSocket, control: ControlSegment, make: Callable, exits, reports
     ) -> None:
         self.line, self.reports = control.line("prefetcher", 0), reports
-        self._socket, self._make, self._exits = socket, make, exits
-        self.link: PrefetchLink
-        self.connect()
-
-    def connect(self, **limits: float) -> None:
-        """A new link on the same socket, with these limits of silence."""
-        self.link = PrefetchLink(self._socket, SLAB, self.line, **limits)
-
-    def announce(self, incarnation: int):
-        """A prefetcher that has announced itself."""
-        return self._make(0, incarnation, role="prefetcher", socket="fetch.sock")
+        self._make, self._exits = make, exits
+        self.link = PrefetchLink(socket, SLAB, self.line)
 
     def start(self, incarnation: int):
-        """A prefetcher that has also got the slab's address."""
-        endpoint = self.announce(incarnation)
+        """A prefetcher that has got the slab's address."""
+        endpoint = self._make(0, incarnation, role="prefetcher", socket="fetch.sock")
         messages: list[object] = []
 
         def arrived() -> list[object]:
@@ -67,11 +58,9 @@ class LinkHarness:
             assert time.monotonic() < deadline
             self.link.update(wait_ms)
 
-    def update_for(self, seconds: float, ticking: bool = False) -> None:
+    def update_for(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            if ticking:
-                self.line.tick()
             self.link.update(20)
 
 
@@ -151,32 +140,6 @@ def test_prefetcher_that_exits_before_it_has_mapped_the_slab(harness) -> None:
     harness.exit(0)
     harness.attach(1)
     assert harness.reports == [WorkerUp("prefetcher", 0, 1)]
-
-
-def test_prefetcher_without_progress_is_reported_once(harness) -> None:
-    harness.connect(stall_limit=0.3, attach_limit=0.6)
-
-    def assert_reports(count: int) -> None:
-        """So many reports are sent, and no more."""
-        harness.update_until(lambda: len(harness.reports) >= count)
-        harness.update_for(0.5)
-        assert len(harness.reports) == count
-
-    harness.start(0)
-    harness.update_for(0.4)
-    assert harness.reports == []
-    assert_reports(1)  # this prefetcher has not mapped the slab
-    harness.exit(0)
-    harness.update_for(0.1)
-    endpoint = harness.attach(1)
-    harness.update_for(0.6)  # no order is open
-    order = harness.link.order(0, 0, 0, [1, 2], PLACED)
-    harness.update_for(0.6, ticking=True)
-    assert harness.reports[1:] == [WorkerUp("prefetcher", 0, 1)]
-    assert_reports(3)
-    endpoint.send(Fetched(order.id, 1, 2, True, 0.5))
-    assert_reports(3)
-    assert [harness.reports[0], harness.reports[2]] == [Hung("prefetcher", 0, 0), Hung("prefetcher", 0, 1)]
 
 
 def test_orders_of_a_prefetcher_that_exited_are_not_expected_of_the_next(harness, clock, monkeypatch) -> None:
@@ -261,29 +224,6 @@ def test_prefetchers_limits(harness, clock, monkeypatch, mapped: bool, limit: fl
         clock.now += STALL_SLICE
         harness.link.update(1)
     assert harness.reports[before:] == [Hung("prefetcher", 0, 0)]
-
-
-def test_restarted_prefetcher_is_not_blamed_for_its_previous_incarnation(harness) -> None:
-    """In an idle engine, which polls only now and then."""
-    harness.connect(attach_limit=0.4)
-
-    def poll_until(count: int) -> None:
-        end = time.monotonic() + LIMIT
-        while len(harness.reports) < count and time.monotonic() < end:
-            harness.link.update(0)
-            time.sleep(0.005)
-
-    harness.start(0)
-    poll_until(1)
-    assert harness.reports == [Hung("prefetcher", 0, 0)]
-    harness.exit(0)
-    endpoint = harness.announce(1)
-    for _ in range(30):  # slow, but within the limit
-        harness.link.update(0)
-        time.sleep(0.005)
-    endpoint.send(SlabAttached(1))
-    poll_until(2)
-    assert harness.reports[1:] == [WorkerUp("prefetcher", 0, 1)]
 
 
 def test_order_moves_while_its_prefetcher_says_so(harness) -> None:
