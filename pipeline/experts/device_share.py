@@ -16,8 +16,8 @@ from pipeline.device.base import LayerSum
 from pipeline.errors import PlanError
 from pipeline.experts.cache import ExpertCache
 from pipeline.experts.division import Share
-from pipeline.experts.link import DownLink, PrefetchLink
-from pipeline.experts.mover import Landed, Mover, Wanted
+from pipeline.experts.link import PrefetchLink
+from pipeline.experts.mover import Landed, Link, Mover, Wanted
 from pipeline.policies.view import ModelShape, Target
 from shm.mask import NOTHING, Mask, Tally
 from workers.copiers import Copier
@@ -63,7 +63,7 @@ class DeviceMemory:
         cache = ExpertCache(*sizes, self.capacity, slots, device.fence)
         self.mover = Mover(
             cache,
-            slab.link if slab else DownLink(),
+            slab.link if slab else Link(),
             slab.copier if slab else None,
             wait=device.wait,
             each=device.on_host,

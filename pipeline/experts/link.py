@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.arrays import IntArray
-from pipeline.experts.mover import Order
+from pipeline.experts.mover import Link, Order
 from pipeline.experts.peers import ChildServerSocket, ProgressWatch
 from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, Ready, SlabAttached, WorkerDied
 from shm.control import ControlLine
@@ -24,28 +24,7 @@ ATTACH_LIMIT = 60.0  # the same while it maps the slab
 NO_CHANNELS: IntArray = np.zeros(0, np.int32)
 
 
-class DownLink:
-    """The link of an engine without a slab: it takes no orders."""
-
-    up = False
-
-    def order(
-        self, layer: int, expert: int, lo: int, slots: list[int], urgency: int, channels: IntArray | None
-    ) -> Order:
-        """Never called while the link is down."""
-        raise NotImplementedError
-
-    def moving(self, order: Order) -> bool:
-        """Return False."""
-        return False
-
-    def ignore(self, *_: object) -> None:
-        """Do nothing, for methods that act on orders."""
-
-    cancel = update = wait = ignore
-
-
-class PrefetchLink:
+class PrefetchLink(Link):
     """Sends orders and tracks their progress. Used by the engine's thread alone."""
 
     def __init__(self, socket: ChildServerSocket, slab: AttachSlab | None, line: ControlLine) -> None:
@@ -83,9 +62,8 @@ class PrefetchLink:
         urgency: int,
         channels: IntArray | None = None,
     ) -> Order:
-        """Order tiles [lo, lo + len(slots)) of an expert, or channels (ascending), as many to each slot as a
-        tile has. While the link is not up the order is final at once: a prefetcher must not get an order
-        before it has mapped the slab."""
+        """Order tiles or channels, as Link says. While the link is not up the order is final at once: a
+        prefetcher must not get an order before it has mapped the slab."""
         order = Order(self._next, layer, expert, lo, slots, urgency, channels, final=not self.up)
         self._next += 1
         if order.final:

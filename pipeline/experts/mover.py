@@ -94,23 +94,26 @@ class Order:
         return len(self.slots if self.channels is None else self.channels)
 
 
-class Link(Protocol):
-    """Carries orders to the prefetch process; `pipeline/experts/link.py`."""
+class Link:
+    """Carries orders to the prefetch process (`link.py` beside); this one is down, and takes none."""
 
     @property
     def up(self) -> bool:
         """Orders are taken."""
+        return False
 
     def order(
         self, layer: int, expert: int, lo: int, slots: list[int], urgency: int, channels: IntArray | None
     ) -> Order:
         """Order tiles from `lo` on, one for each slot, or channels, as many to a slot as a tile has."""
+        raise NotImplementedError
 
     def cancel(self, order: Order) -> None:
         """Drop what has not begun to move; the order stays open until it is final."""
 
     def moving(self, order: Order) -> bool:
         """Return whether a part of the order is being moved, as far as is known."""
+        return False
 
     def update(self, wait_ms: int) -> None:
         """Bring the progress of all orders up to date; wait at most so long for news."""
