@@ -144,12 +144,6 @@ class Table(Generic[Row]):
                 yield column, cells
 
 
-def make_table(*texts: str, numbers: Iterable[str] = (), gap: int = 1, title: str = "") -> table.Table:
-    """A table of rich without rows, for rows that are no list of like things: texts, then numbers."""
-    columns = [(heading, True) for heading in texts] + [(heading, False) for heading in numbers]
-    return _titled(columns, gap, title)
-
-
 def _titled(columns: Sequence[tuple[str, bool]], gap: int, title: str) -> table.Table:
     """`columns`: the title of each, and whether it holds texts."""
     terminal = Console().is_terminal
