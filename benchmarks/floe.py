@@ -25,8 +25,7 @@ from pipeline.models.routing import Softmax
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import ModelShape, PolicyRequest
-from pipeline.replay.channels import RIGHT
-from pipeline.replay.machine import Replay
+from pipeline.replay.machine import RIGHT, Replay
 from pipeline.traces.header import Header
 from pipeline.traces.steps import TracedStep
 from pipeline.traces.synthetic import EMBEDDED, SyntheticText

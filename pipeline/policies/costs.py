@@ -33,7 +33,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -213,14 +213,6 @@ class SecondsTable:
     def of(self, rows: int) -> float:
         """Seconds at one row count."""
         return self._table[rows] if rows < _TABLE else float(self._seconds(rows, self._tiles))
-
-
-class Landing(NamedTuple):
-    """Tiles of one expert that are under way: its next `tiles` tiles beyond the residency."""
-
-    expert: int
-    tiles: int
-    seconds: float  # from now until the last of them has landed
 
 
 def shipped_costs() -> list[str]:
