@@ -89,8 +89,8 @@ class Interrupts:
 
 
 class Lines:
-    """The lines of a terminal, pipe or file, by its descriptor, without a thread: the event loop waits for them
-    along with signals and the engine. UTF-8; invalid bytes are replaced."""
+    """The lines of a terminal, pipe or file, by its descriptor, without a thread: the event loop waits for
+    them along with signals and the engine. UTF-8; invalid bytes are replaced."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -1,5 +1,5 @@
-"""`--model org/name`, in separate processes: downloads, models in the cache, interrupted downloads; and models
-that are refused: one line each, and no weights are downloaded."""
+"""`--model org/name`, in separate processes: downloads, models in the cache, and interrupted
+downloads; refused models get one line each, and no weights."""
 
 from __future__ import annotations
 
