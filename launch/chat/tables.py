@@ -121,7 +121,7 @@ def _explained(option: Option, value: Value) -> str:
     """Tells what an option decides and which values it takes; of a part also what each of them does."""
     if parts := PARTS.get(option.name):
         others = [f"{name}: {parts[name].help}" for name in option.values.split("|") if name != value]
-        return "\n  or ".join([f"{option.help}: {parts[str(value)].help}", *others])
+        return "\nor ".join([f"{option.help}: {parts[str(value)].help}", *others])
     return f"{option.help} ({option.values.replace('|', ', ')})"
 
 
