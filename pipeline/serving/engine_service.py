@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from pipeline.backbone.materialize import start_materializing
 from pipeline.errors import NumberInUse, PrefetcherLost, PromptTooLong, UsageError
+from pipeline.fairness import TimeShare
 from pipeline.policies.view import PolicyRequest
-from pipeline.rate_limit import TimeShare
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.scheduler import Scheduler
 from pipeline.serving.calibration_service import CalibrationService

@@ -7,9 +7,8 @@ import re
 from typing import Any
 
 import pytest
-from pipeline.gateway.bodies import decoded, parse_json
 
-from pipeline.gateway.bodies import ChatBody
+from pipeline.gateway.bodies import ChatBody, decoded, parse_json
 from pipeline.gateway.errors import ApiError, of_engine
 from protocol.errors import EngineGone, MalformedMessage, ProtocolError, RequestFailed
 
