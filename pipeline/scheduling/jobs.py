@@ -16,7 +16,7 @@ from pipeline.fairness import ID_BYTES
 from pipeline.scheduling.prefix_cache import PrefixKey
 from pipeline.text.detokenizer import TextStream
 from pipeline.text.logprobs import Greedy
-from pipeline.text.token_choice import Choice, TokenChooser
+from pipeline.text.sampler import Choice, TokenChooser
 from protocol.messages import Done, Generate, Queued, Token
 
 JOB_BYTES = 4096  # of a request beside its tokens

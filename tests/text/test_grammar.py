@@ -10,8 +10,7 @@ from embedded_tokenizer import embedded_tokenizer
 
 from pipeline.errors import PipelineError, RequestError
 from pipeline.text.grammar import Grammar, Grammars, MaskDropped, MaskRequest, check_grammar
-from pipeline.text.sampler import Sampler
-from pipeline.text.token_choice import TokenChooser
+from pipeline.text.sampler import Sampler, TokenChooser
 from pipeline.text.tokenizer import Tokenizer
 from protocol.messages import Follow, Sampling, Shaping
 
