@@ -157,9 +157,8 @@ class EngineService:
         if self._calibrations.running:
             self._send(client, Error(message.request, CALIBRATING))
             return
-        options = {name: str(value) for name, value in message.options.items()}
         try:
-            notes = self._policies.set(PolicyRequest(message.policy, options), message.counted)
+            notes = self._policies.set(PolicyRequest(message.policy, message.options), message.counted)
         except (UsageError, ShmError, CudaError, PrefetcherLost) as e:
             self._send(client, Error(message.request, str(e)))
             return

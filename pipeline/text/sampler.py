@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray
 from pipeline.errors import PipelineError
-from pipeline.text.grammar import Grammar
 from pipeline.text.logprobs import Scores, best_margin, largest, top_logprobs
 from protocol.messages import Sampling, Shaping
+
+Allowed = NDArray[np.bool_] | None
 
 
 class Sampler:
@@ -146,66 +147,38 @@ class TokenChooser:
         shaping: Shaping,
         *,
         prompt: int,
-        grammar: Grammar | None = None,
         logprobs: int = -1,
         rival: int | None = None,
     ) -> None:
         """`prompt`: tokens before the answer; `logprobs`, `rival`: as in Generate."""
         self._sampler = sampler
         self._shaping = shaping
-        self._grammar = grammar
         self._logprobs = logprobs
         self._rival = rival
-        self._prompt = prompt
         self._counted = prompt  # leading ids that are counted, or of the prompt
         self._counts: dict[int, int] = {}  # of the answer's tokens
         self._penalizes = shaping.presence_penalty != 0 or shaping.frequency_penalty != 0
         self._biased = np.array([b.token for b in shaping.bias], np.int64)
         self._biases = np.array([b.bias for b in shaping.bias], np.float32)
 
-    def begin(self, tokens: Sequence[int]) -> None:
-        """Note that the request is admitted. `tokens`: prompt and answer, a list that only grows."""
-        if self._grammar is not None:
-            self._grammar.begin(tokens, self._prompt)
-
-    def end(self) -> None:
-        """Note that the request has ended, or is no longer admitted."""
-        if self._grammar is not None:
-            self._grammar.end()
-
-    @property
-    def ready(self) -> bool:
-        """Whether `next` has what it needs."""
-        return self._grammar is None or self._grammar.ready
-
-    @property
-    def complete(self) -> bool:
-        """Whether it is known that nothing may follow."""
-        return self._grammar is not None and self._grammar.complete
-
     @property
     def greedy(self) -> bool:
         """Whether each token is the largest logit, and nothing else of the logits is asked for."""
-        asks = self._logprobs >= 0 or self._rival is not None or self._grammar is not None
+        asks = self._logprobs >= 0 or self._rival is not None
         return self._sampler.greedy and not (asks or self._penalizes or len(self._biased))
 
-    def next(self, logits: FloatArray, tokens: Sequence[int]) -> Choice:
-        """Returns the token after `tokens`, prompt and answer, which only grow. Raises PipelineError as the
-        sampler, and where the grammar allows none."""
-        token = self._sampler.next(self._shaped(logits, tokens), tokens)
+    def next(self, logits: FloatArray, tokens: Sequence[int], allowed: Allowed = None) -> Choice:
+        """Returns the token after `tokens`, prompt and answer, which only grow. `allowed` [vocabulary]: by a
+        grammar. Raises PipelineError as the sampler."""
+        token = self._sampler.next(self._shaped(logits, tokens, allowed), tokens)
         margin, runner_up = best_margin(logits, self._rival)
         if self._logprobs < 0:
             return Choice(token, margin, runner_up)
         logprob, ids, values = top_logprobs(logits, token, self._logprobs)
         return Choice(token, margin, runner_up, logprob, ids, values)
 
-    def accept(self) -> None:
-        """Note that the chosen token was added to the tokens."""
-        if self._grammar is not None:
-            self._grammar.advance()
-
-    def _shaped(self, logits: FloatArray, tokens: Sequence[int]) -> FloatArray:
-        if not (self._penalizes or len(self._biased) or self._grammar is not None):
+    def _shaped(self, logits: FloatArray, tokens: Sequence[int], allowed: Allowed) -> FloatArray:
+        if not (self._penalizes or len(self._biased) or allowed is not None):
             return logits
         shaped = logits.copy()
         if self._penalizes:
@@ -217,6 +190,6 @@ class TokenChooser:
             shaped[ids] -= self._shaping.presence_penalty + self._shaping.frequency_penalty * times
         if len(self._biased):
             np.add.at(shaped, self._biased, self._biases)
-        if self._grammar is not None:
-            shaped[~self._grammar.allowed()] = -np.inf
+        if allowed is not None:
+            shaped[~allowed] = -np.inf
         return shaped
