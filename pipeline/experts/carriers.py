@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.device.base import Device
 from pipeline.experts.peers import SLICE_MS, ChildServerSocket
 from pipeline.experts.pool import Answer, Carrier, Task, Ticket
-from pipeline.rate_limit import SparseLog
+from pipeline.fairness import SparseLog
 from protocol.messages import Abandon, AttachLane, Partial, Ready, Work, WorkerDied
 from shm.descriptor import GENERATION, head_of
 from shm.doorbell import Library
