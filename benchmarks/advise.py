@@ -21,8 +21,7 @@ from typing import Any
 
 from launch.advise.here import NEW, engine, run
 from launch.advise.routing import counts_of, recorded
-from launch.bench.prompts import make_prompts, read_other_texts
-from launch.bench.run import measure, warm_up
+from launch.bench.measure import make_prompts, measure, read_other_texts, warm_up
 from launch.command_line.options import Options, parse
 from launch.forecast import Priced, RecordedText, Setting, Sizes, by_replay, sizes_of
 from launch.terminal.interrupts import Interrupts

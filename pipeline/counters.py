@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.arrays import IntArray
+from pipeline.arrays import PHASES, IntArray, Phase
 from pipeline.policies.view import Gated
 from shm.mask import Tally
 
@@ -245,17 +245,17 @@ class StepClock:
 class Counters:
     """All counters since the engine started."""
 
-    def __init__(self, tile_bytes: int, layers: int, channel_bytes: int = 0) -> None:
+    def __init__(self, tile_bytes: int, layers: int, channel_bytes: float = 0) -> None:
         """`channel_bytes`: of what is moved of a single channel."""
         self._bytes = tile_bytes, channel_bytes
-        self.phases = {"prefill": PhaseCounters(layers), "decode": PhaseCounters(layers)}
+        self.phases: dict[Phase, PhaseCounters] = {phase: PhaseCounters(layers) for phase in PHASES}
 
     def snapshot(self) -> dict[str, Any]:
         """The counters as a JSON-like tree; the differences of two snapshots are a request's own."""
         return {name: _tree(counters, *self._bytes) for name, counters in self.phases.items()}
 
 
-def _tree(c: PhaseCounters, tile_bytes: int, channel_bytes: int) -> dict[str, Any]:
+def _tree(c: PhaseCounters, tile_bytes: int, channel_bytes: float) -> dict[str, Any]:
     return {
         "steps": c.steps,
         "rows": c.rows,

@@ -13,8 +13,7 @@ from typing import Any
 
 from launch.advise.hardware import Hardware
 from launch.advise.routing import recorded
-from launch.bench.prompts import make_prompts, read_other_texts
-from launch.bench.run import warm_up
+from launch.bench.measure import make_prompts, read_other_texts, warm_up
 from launch.command_line.options import Options
 from launch.connect import connected
 from launch.forecast import Priced, RecordedText, Setting, Sizes, by_replay, sizes_of

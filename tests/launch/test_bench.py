@@ -16,8 +16,7 @@ import pytest
 from engines import Launched, engines_left, run
 from waiting import wait_until
 
-from launch.bench.prompts import Texts, make_prompts
-from launch.bench.run import measure
+from launch.bench.measure import Texts, make_prompts, measure
 from launch.cli import main
 from launch.errors import WrongUsage
 from launch.runtime import find_engine

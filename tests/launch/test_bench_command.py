@@ -13,7 +13,7 @@ import pytest
 from counters import decode
 
 from launch.bench import command
-from launch.bench.run import Run
+from launch.bench.measure import Run
 from launch.command_line.options import parse
 from launch.errors import Disturbed
 from launch.processes.cores import Cores
@@ -86,7 +86,7 @@ class StandInEngine:
         self.runs += 1
         self.measured.update(prompts)
         self.events.append(([len(prompt) for prompt in prompts], gen_len))
-        return Run(float(self.runs), 0.1, float(self.runs), 0, 0.0, 1.0, decode=decode()), []
+        return Run(float(self.runs), 0.1, float(self.runs), 0, decode()), []
 
 
 SHORT = ("--prompt-len", "100", "--gen-len", "4", "--batch", "2", "--ppl-tokens", "0", "--rounds", "2")

@@ -13,7 +13,7 @@ import pytest
 from test_bench_command import StandInEngine
 
 from launch.bench import command, sweep
-from launch.bench.run import Run
+from launch.bench.measure import Run
 from launch.command_line.options import Options, parse
 from launch.errors import WrongUsage
 from launch.terminal.interrupts import Interrupts
