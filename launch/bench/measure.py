@@ -28,7 +28,7 @@ from launch.bench.profile import PhaseProfile, Tree, added
 from launch.errors import AnswerLost, Disturbed, WrongUsage
 from pipeline.assets import heldout
 from pipeline.counters import difference
-from pipeline.policies.room import ENOUGH_TOKENS
+from pipeline.policies.placements import ENOUGH_TOKENS
 from pipeline.policies.view import PolicyRequest
 from protocol.answer import Answer
 from protocol.client import Client
