@@ -17,7 +17,7 @@ from launch.bench.profile import PhaseProfile
 from launch.terminal.format import alike, count, merged_notes, model_name, percent, three_digits
 from launch.terminal.plot import Panel, Series, draw
 from launch.terminal.tables import Column, Table, dim, each, policy_name, spreads
-from pipeline.engine.prefetch_meter import pause_note
+from pipeline.counters import pause_note
 from pipeline.models.shapes import is_shape
 from pipeline.policies.view import PolicyRequest
 from shm.segment import byte_size
