@@ -20,7 +20,7 @@ from launch.bench.run import warm_up
 from launch.command_line.options import Options
 from launch.connect import connected
 from launch.errors import WrongUsage
-from launch.forecast import Priced, RecordedText, Setting, Sizes, by_replay, sizes_of
+from launch.forecast import Priced, RecordedText, Sizes, sizes_of
 from launch.planning.plan import make_plan, situation
 from launch.processes.cores import Cores
 from launch.terminal.format import model_name
@@ -126,7 +126,7 @@ def elsewhere(written: Mapping[str, Any]) -> Hardware | None:
         costs = derived(rates, sizes.expert, sizes.expert_weights, other, sizes.other_weights)
         costs = replace(costs, link=costs.link * sizes.header.tile_bytes / sizes.tile)
         rest = BESIDE_STEP + sizes.head / (rates.device_gbps * GIGABYTE)
-        return Priced(costs.for_tiles(sizes.header.shape.tiles), rest, "derived from these rates")
+        return Priced(costs.for_tiles(sizes.header.shape.tiles), rest)
 
     return Hardware(words, memory, priced, unknown)
 
@@ -146,7 +146,7 @@ def _from_file(written: Mapping[str, Any], memory: Machine) -> Hardware:
     ]
 
     def priced(sizes: Sizes, _: int) -> Priced:
-        return Priced(costs.for_tiles(sizes.header.shape.tiles), 0.0, words)
+        return Priced(costs.for_tiles(sizes.header.shape.tiles), 0.0)
 
     return Hardware(words, memory, priced, unknown, only=only)
 
@@ -171,18 +171,14 @@ async def this_machine(
         recording = {} if "trace" in written else {"record": path}
         own = Options("advise", written | {"format": sizes.format})
         async with engine(own, interrupts, **recording) as client:
-            costs, capacity = await run(client, prompt)
+            costs, _ = await run(client, prompt)
         text = recorded(path, sizes.header)
-    setting = Setting(RUN, sizes.format, capacity, 0.0)
-    measured = Priced(costs, text.rest or 0.0, "measured by a short run here")
-    replayed = by_replay(setting, sizes, measured, text, prompt, config.seed).replayed
-    measured = replace(measured, planned=replayed)
 
     def priced(other: Sizes, _: int) -> Priced:
         if other.format == sizes.format:
-            return measured
+            return Priced(costs, text.rest or 0.0)
         by_bytes = costs.of_tiles(other.tile / sizes.tile, other.header.tile_bytes / sizes.header.tile_bytes)
-        return replace(measured, costs=by_bytes, words=f"from those of {sizes.format}, by bytes")
+        return Priced(by_bytes, text.rest or 0.0)
 
     unknown = [
         f"measured in {sizes.format} with {RUN.name}; other presets are predicted from its costs, other"

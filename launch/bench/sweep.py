@@ -16,8 +16,7 @@ from rich.console import RenderableType
 from launch.bench.command import check, compare, session
 from launch.bench.figures import SWEPT, Figures, show_tables
 from launch.bench.plan import WARM_UP_NEW, WARM_UP_PROMPT, BenchPlan
-from launch.command_line.options import Options
-from launch.command_line.sweep import SETTINGS, Axis, axes
+from launch.command_line.options import SETTINGS, Axis, Options, axes
 from launch.errors import WrongUsage
 from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
