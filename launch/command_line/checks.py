@@ -80,10 +80,10 @@ def check_calibration(config: EngineConfig, policies: Sequence[PolicyRequest]) -
 def check_new_file(option: str, path: Path, replace: bool = True) -> None:
     """Raises WrongUsage unless a file can be made there. `replace`: instead of one that exists."""
     try:
-        if path.is_dir():
-            raise WrongUsage(f"{option} {path}: it is a folder")
         if not replace and path.exists():
             raise WrongUsage(f"{option} {path}: it exists already; give another name, or remove it")
+        if path.is_dir():
+            raise WrongUsage(f"{option} {path}: it is a folder")
         check_creatable(path)
     except (OSError, ValueError) as e:  # ValueError: a name with a NUL
         reason = e.strerror if isinstance(e, OSError) else str(e)
