@@ -90,7 +90,8 @@ def model_folder(model: Path, download: bool) -> Path:
 
 
 def _download(name: str, repository: str, revision: str, only_config: bool) -> Path:
-    """The folder with all needed files, of one commit even if the model changes on the Hub meanwhile."""
+    """Returns the folder with all needed files, of one commit even if the model changes on the Hub
+    meanwhile."""
     from huggingface_hub import HfApi, hf_hub_download
 
     _quiet()
@@ -123,14 +124,15 @@ def _download(name: str, repository: str, revision: str, only_config: bool) -> P
 
 
 def _quiet() -> None:
-    """The libraries log each request, and the Hub's each failure, which is an error of ours in the end."""
+    """Silence the libraries, which log each request, and each failure, which is an error of ours in the
+    end."""
     for library in ("httpx", "httpx2"):
         logging.getLogger(library).setLevel(logging.WARNING)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def _matches(file: str, pattern: str) -> bool:
-    """A pattern means the files of its own folder alone."""
+    """Returns whether a pattern means a file, which it does in its own folder alone."""
     return file.count("/") == pattern.count("/") and fnmatchcase(file, pattern)
 
 
@@ -180,7 +182,8 @@ def _check_architecture(name: str, config: Path) -> None:
 
 
 def _shards(name: str, index: Path, sizes: dict[str, int]) -> list[str]:
-    """The weight files that an index names, in order. Raises WrongUsage where it names what is not there."""
+    """Returns the weight files that an index names, in order. Raises WrongUsage where it names what is not
+    there."""
     from pipeline.checkpoint.index import MAX_INDEX_BYTES, read_fields
 
     try:

@@ -193,7 +193,7 @@ async def this_machine(
 
 @asynccontextmanager
 async def engine(options: Options, interrupts: Interrupts, **changes: Any) -> AsyncIterator[Client]:
-    """A client of an engine of its own with the command's options and these. Raises as its start."""
+    """Returns a client of an engine of its own with the command's options and these. Raises as its start."""
     written = {name: value for name, value in options.written.items() if name in OF_ENGINE}
     async with connected(Options("bench", written | changes), interrupts) as client:
         yield client

@@ -132,7 +132,7 @@ class Options:
         return str(self.written.get("log_level", "notice")).upper()
 
     def sampling(self, otherwise: Sampling) -> Sampling:
-        """The given settings; those of `otherwise` for the rest."""
+        """Returns the given settings; those of `otherwise` for the rest."""
         return structs.replace(otherwise, **{k: v for k, v in self.written.items() if k in SAMPLING_FIELDS})
 
     def config(self) -> EngineConfig:
@@ -161,7 +161,7 @@ class Options:
 
 
 def _with_options(word: str) -> tuple[str, dict[str, str]]:
-    """The policy and the options of `NAME:OPTION=VALUE:...`."""
+    """Returns the policy and the options of `NAME:OPTION=VALUE:...`."""
     name, *settings = word.split(":")
     pairs = [setting.partition("=") for setting in settings]
     if not all(option and equals for option, equals, _ in pairs):
@@ -170,7 +170,7 @@ def _with_options(word: str) -> tuple[str, dict[str, str]]:
 
 
 def _setting(argument: str, setting: str, names: list[str]) -> tuple[list[str], str, str]:
-    """The policies, option and value of `POLICY.OPTION=VALUE` or, for all, `OPTION=VALUE`."""
+    """Returns the policies, option and value of `POLICY.OPTION=VALUE` or, for all, `OPTION=VALUE`."""
     if not names:
         raise WrongUsage(f"{argument} {setting}: name the policy with --policy as well")
     match = re.fullmatch(r"(?:([^.=]+)\.)?([^.=]+)=(.*)", setting)
@@ -187,7 +187,7 @@ def _setting(argument: str, setting: str, names: list[str]) -> tuple[list[str], 
 def _swept(
     requests: list[PolicyRequest], name: str, values: Collection[str], names: list[str]
 ) -> list[PolicyRequest]:
-    """Each request that --sweep is about, once for each of its values."""
+    """Returns each request that --sweep is about, once for each of its values."""
     for value in values:
         of, option, _ = _setting("--sweep", f"{name}={value}", names)
     if fixed := [r for r in requests if r.name in of and option in r.options]:
@@ -200,9 +200,9 @@ def _swept(
 
 
 def parse(arguments: list[str]) -> Options:
-    """Options, before or after the command. Raises WrongUsage, one line with the nearest known words, for
-    anything that the table does not have or that does not go together. Prints --help and --version, and
-    exits."""
+    """Returns the options, before or after the command. Raises WrongUsage, one line with the nearest known
+    words, for anything that the table does not have or that does not go together. Prints --help and
+    --version, and exits."""
     for argument in arguments:
         if argument.encode(errors="replace").decode() != argument:
             raise WrongUsage(f"{argument!a} is not UTF-8 text")
@@ -248,7 +248,7 @@ def _program(command: str | None) -> str:
 
 
 def _grammar() -> Parser:
-    """All options of all commands, and the words between them."""
+    """Returns the grammar of all options, and of the words between them."""
     parser = Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False)
     parser.add_argument("words", nargs="*")
     parser.add_argument("-h", "--help", action="store_true")
@@ -259,7 +259,7 @@ def _grammar() -> Parser:
 
 
 def _help(command: str | None) -> Parser:
-    """The options of one command."""
+    """Returns the parser that prints the options of one command."""
     text = COMMANDS[command] if command else "Mixture-of-experts models on one workstation.\n\ncommands:\n"
     if command is None:
         text += "".join(f"  {name:10} {text}\n" for name, text in COMMANDS.items())
@@ -368,7 +368,8 @@ def _check_one(mode: str, given: Iterable[Option], written: dict[str, Any]) -> N
 
 
 def _check_length(option: Option, value: Any) -> None:
-    """A child's configuration has room for paths and names, and a file system takes no longer ones."""
+    """Raises WrongUsage for a longer text than a child's configuration has room for, and a file system takes
+    no longer ones."""
     for text in value if isinstance(value, list) else [value]:
         if isinstance(text, str | Path) and len(os.fsencode(text)) > MAX_VALUE and option.key not in PROMPTS:
             raise WrongUsage(f"{option.spelled}: {str(text)[:40]!r}... is longer than {MAX_VALUE} bytes")

@@ -1,4 +1,4 @@
-"""What a command gets from its terminal: lines of stdin, and Ctrl-C, SIGTERM and a closed terminal. The first
+"""Input of a command from its terminal: lines of stdin, and Ctrl-C, SIGTERM and a closed terminal. The first
 signal ends the command in order, the second at once. A chat that is answering cancels the answer; all else is
 cancelled and its engine stopped. So the first signal goes to the innermost handler."""
 
@@ -47,7 +47,7 @@ class Interrupts:
 
     @contextmanager
     def handled_by(self, handler: Handler) -> Iterator[None]:
-        """The first SIGINT within the block calls `handler` instead of ending the command."""
+        """Let the first SIGINT within the block call `handler` instead of ending the command."""
         before, self._handler = self._handler, handler
         self._depth += 1
         try:
@@ -58,7 +58,7 @@ class Interrupts:
 
     @contextmanager
     def otherwise(self, handler: Handler) -> Iterator[None]:
-        """SIGINT outside of every `handled_by` calls `handler`: it was probably meant for an answer."""
+        """Let SIGINT outside of every `handled_by` call `handler`: it was probably meant for an answer."""
         self._otherwise = handler
         try:
             yield
@@ -99,7 +99,7 @@ class Lines:
         self._at_end = False
 
     async def next(self) -> str | None:
-        """The next line without its end, or None after the last."""
+        """Returns the next line without its end, or None after the last."""
         while "\n" not in self._text and not self._at_end:
             await self._readable()
             data = os.read(self._fd, CHUNK)

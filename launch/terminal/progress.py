@@ -1,4 +1,4 @@
-"""How far a long work has come, on stderr: a line with a bar on a terminal, else log lines."""
+"""Progress of a long work, on stderr: a line with a bar on a terminal, else log lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DUMB_TERMINALS = ("dumb", "unknown")
 
 
 def draws_bars() -> bool:
-    """Whether stderr is a terminal that can draw a line again."""
+    """Returns whether stderr is a terminal that can draw a line again."""
     return sys.stderr.isatty() and os.environ.get("TERM", "") not in DUMB_TERMINALS
 
 
@@ -59,7 +59,8 @@ class ProgressDisplay:
             log.log(NOTICE, ", ".join(word for word in words if word))
 
     def figures(self) -> str:
-        """What is done of the stage, its rate, and the time that it still needs, as far as that is known."""
+        """Returns what is done of the stage, its rate, and the time that it still needs, as far as that is
+        known."""
         seconds = time.monotonic() - self._began
         if not self._total:
             return f"{seconds:.0f} s"
