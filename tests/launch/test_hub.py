@@ -107,18 +107,6 @@ def test_lost_network_is_one_line(home: Home, hub: HubServer, files: dict[str, b
     assert home.unfinished() == []
 
 
-def test_incomplete_model_without_network_is_one_line(home, hub, files, tmp_path) -> None:
-    hub.repositories[NAME] = Repository(files)
-    hub.stuck = SHARDS[1]
-    process = home.start("-c", RESOLVE, NAME)
-    assert hub.half.wait(60)
-    process.kill()
-    process.communicate(timeout=100)
-    line = Home(tmp_path, "http://127.0.0.1:9").complaint(code=1)
-    assert "cannot be reached" in line
-    assert SHARDS[1] in line
-
-
 def test_missing_tokenizer_is_downloaded(home, hub, files, tmp_path) -> None:
     """Another program has downloaded the weights alone."""
     hub.repositories[NAME] = Repository(files)
