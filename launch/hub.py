@@ -50,7 +50,6 @@ SMALL = (
     "chat_template*",
     "additional_chat_templates/*.jinja",
 )
-OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors")
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 DEADLINE = 20.0  # seconds for the Hub to list a model's files
 
@@ -160,12 +159,7 @@ def _check_kind(name: str, sizes: dict[str, int]) -> None:
     if evil := next((file for file in sizes if one_line(file) != file), None):
         raise WrongUsage(f"{name}: the name of a file holds characters that control a terminal: {evil}")
     if SINGLE not in sizes and INDEX not in sizes:
-        other = next((f for kind in OTHER_WEIGHTS for f in sizes if fnmatchcase(f, kind)), None)
-        has = f"its weights are in files like {other}" if other else "it has no weights"
-        raise WrongUsage(
-            f"{name}: neither {SINGLE} nor {INDEX} is on the Hub: {has}, and only safetensors are read; "
-            "look for a repository that has those"
-        )
+        raise WrongUsage(f"{name}: neither {SINGLE} nor {INDEX} is on the Hub, and only safetensors are read")
     if CONFIG not in sizes:
         raise WrongUsage(f"{name}: {CONFIG} is not on the Hub, and the model cannot be run without it")
 

@@ -113,12 +113,9 @@ def elsewhere(written: Mapping[str, Any]) -> Hardware | None:
         f" GPU of {gpu_gb:g} GB at {rates.device_gbps:g} GB/s"
     )
     unknown = [
-        "the rates are taken to be what programs reach, about 80 % of a data sheet's; the workers read what"
-        " the link leaves of the host's memory",
+        "the rates are taken to be what programs reach, 80 % of a data sheet's; small experts reach less",
         f"assumed: {1e6 * rates.layer:.0f} us a layer to start its kernels, {1e6 * rates.round_trip:.0f} us"
-        f" for the exchange with the workers; TFLOP/s: host {rates.host_tflops:.3g}, GPU"
-        f" {rates.device_tflops:.3g}",
-        "small experts reach less than these rates: the fewer bytes in a layer, the more optimistic this is",
+        f" for the exchange with the workers",
     ]
 
     def priced(sizes: Sizes, context: int) -> Priced:
@@ -140,10 +137,7 @@ def _from_file(written: Mapping[str, Any], memory: Machine) -> Hardware:
             raise WrongUsage(f"advise: --costs FILE has what {option} would give; leave one of them out")
     path, only = written["costs"], written.get("format", "bf16")
     words, costs = f"costs: {path}, GPU of {written['gpu_gb']:g} GB", Costs.load(path)
-    unknown = [
-        f"the costs are taken to be those of {only}, for which alone they hold",
-        "embedding, head, sampling, planning and messages are not in the file, and not in this",
-    ]
+    unknown = ["embedding, head, sampling, planning and messages are not in the file, and not in this"]
 
     def priced(sizes: Sizes, _: int) -> Priced:
         return Priced(costs.for_tiles(sizes.header.shape.tiles), 0.0)

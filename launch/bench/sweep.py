@@ -167,7 +167,7 @@ def combinations(options: Options) -> Iterator[tuple[dict[str, Any], Options]]:
     rest = [f"{axis.name}={','.join(axis.values)}" for axis in every if not axis.is_setting]
     for values in product(*(axis.values for axis in swept)):
         settings = {axis.name: value for axis, value in zip(swept, values, strict=True)}
-        given = {SETTINGS[name][0]: value for name, value in settings.items()}
+        given = {SETTINGS[name]: value for name, value in settings.items()}
         yield settings, replace(options, written=options.written | given | {"sweep": rest})
 
 

@@ -7,7 +7,7 @@ import argparse
 import difflib
 import os
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 from msgspec import structs
 
 from launch.command_line.table import COMMANDS, DRAWING, REPLAY, TABLE, Option
-from launch.command_line.values import at_least, between
 from launch.errors import WrongUsage
 from pipeline.config import EngineConfig
 from pipeline.policies.options import did_you_mean
@@ -40,13 +39,13 @@ PROMPTS = {"PROMPT", "prompt", "system"}
 MAX_VALUE = 4095  # bytes of any other text: of a path, the system takes no more
 MAX_ERROR = 1000  # characters
 
-# Name: its option, and what reads a value. Those of the engine come first: each value starts another engine.
-SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "costs": ("costs", Path),
-    "cache": ("expert_cache", between(0.0, 1.0)),
-    "batch": ("batch", at_least(1)),
-    "prompt": ("prompt_len", at_least(1)),
-    "gen": ("gen_len", at_least(2)),
+# Settings that --sweep takes, and their options. Those of the engine come first: each value starts another.
+SETTINGS = {
+    "costs": "costs",
+    "cache": "expert_cache",
+    "batch": "batch",
+    "prompt": "prompt_len",
+    "gen": "gen_len",
 }
 OF_REPLAY = ("costs", "cache")  # settings that a trace leaves open
 
@@ -85,8 +84,10 @@ def _axis(text: str) -> Axis:
     known = name in SETTINGS or "." in name
     if not known and (near := difflib.get_close_matches(name, SETTINGS, 1)):
         raise WrongUsage(f"--sweep {text}: unknown {name!r}; did you mean {near[0]!r}?")
+    spelled = "--" + SETTINGS.get(name, "").replace("_", "-")
+    read: Any = BY_SPELLING[spelled].value if name in SETTINGS else str
     try:
-        axis = Axis(name, tuple(map(SETTINGS[name][1] if name in SETTINGS else str, words)))
+        axis = Axis(name, tuple(map(read, words)))
     except argparse.ArgumentTypeError as e:
         raise WrongUsage(f"--sweep {text}: {e}") from None
     if len(set(axis.values)) < len(words):
@@ -95,7 +96,7 @@ def _axis(text: str) -> Axis:
 
 
 def _check_setting(axis: Axis, written: dict[str, Any]) -> None:
-    name, option = axis.name, SETTINGS[axis.name][0]
+    name, option = axis.name, SETTINGS[axis.name]
     spelled = "--" + option.replace("_", "-")
     if option in written:
         raise WrongUsage(f"--sweep {name}: {spelled} is given as well; give one of them")
