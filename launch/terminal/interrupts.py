@@ -22,8 +22,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.received = ""
         self._task = asyncio.current_task()
-        self._handler: Handler | None = None
-        self._depth = 0  # blocks of handled_by
+        self._handlers: list[Handler | None] = []  # of the blocks of handled_by; None once it was called
         self._otherwise: Handler | None = None
         self._at_once: list[Handler] = []
 
@@ -48,13 +47,11 @@ class Interrupts:
     @contextmanager
     def handled_by(self, handler: Handler) -> Iterator[None]:
         """Let the first SIGINT within the block call `handler` instead of ending the command."""
-        before, self._handler = self._handler, handler
-        self._depth += 1
+        self._handlers.append(handler)
         try:
             yield
         finally:
-            self._handler = before
-            self._depth -= 1
+            self._handlers.pop()
 
     @contextmanager
     def otherwise(self, handler: Handler) -> Iterator[None]:
@@ -70,9 +67,9 @@ class Interrupts:
         self._at_once.append(handler)
 
     def _on_interrupt(self) -> None:
-        handler, self._handler = self._handler, None
-        if handler is None and self._depth == 0:
-            handler = self._otherwise
+        handler = self._handlers[-1] if self._handlers else self._otherwise
+        if self._handlers:
+            self._handlers[-1] = None
         if handler is not None and not self.received:
             handler()
         else:
