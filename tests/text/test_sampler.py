@@ -255,17 +255,6 @@ def test_margin_over_a_rival(rival: int, margin: float) -> None:
     assert best_margin(np.array([1.0, 3.5, 2.0], np.float32), rival) == (margin, rival)
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        *(Sampling(repetition_penalty=penalty) for penalty in (0.01, 100.0)),
-        *(Sampling(top_p=1.0, min_p=share, seed=0, top_k=0, temperature=0.0) for share in (0.0, 1.0)),
-    ],
-)
-def test_settings_at_their_bounds_are_allowed(sampling: Sampling) -> None:
-    validate(sampling)
-
-
 def test_log_softmax_of_each_row() -> None:
     rows = (np.random.default_rng(0).normal(size=(4, 9)) * 3).astype(np.float32)
     wide = rows.astype(np.float64)
