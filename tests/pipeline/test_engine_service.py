@@ -27,7 +27,6 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.view import PolicyRequest, Target
 from pipeline.serving import engine_service
 from pipeline.serving.engine_inbox import (
-    ClientGone,
     EngineFailed,
     EngineInbox,
     EngineReady,
@@ -36,14 +35,12 @@ from pipeline.serving.engine_inbox import (
     ToSupervisor,
 )
 from pipeline.serving.engine_service import (
-    CONGESTED_WAIT,
     IDLE_WAIT,
     INBOX_SECONDS,
     MOVING_WAIT,
 )
 from pipeline.traces.reader import Trace
 from protocol.messages import (
-    Cancel,
     Done,
     Error,
     Generate,
@@ -118,27 +115,6 @@ def test_refused_requests_end_at_once(whole: WholeEngine) -> None:
     assert [type(message) for message in answer] == ANSWER
 
 
-def test_cancel_and_disconnect_end_only_their_own_requests(whole: WholeEngine) -> None:
-    kept: list[object] = []
-
-    def until() -> bool:
-        kept.append(service.status.stats()["scheduler"]["conversations"])
-        return len(kept) == 2 or not inbox.put(b"c", ClientGone())
-
-    inbox = Inbox(until)
-    service = whole.service(inbox)
-    for client in (b"c", b"d", b"e"):
-        inbox.put(client, structs.replace(ASKED, conversation="talk"))
-    inbox.put(b"c", Cancel(2))  # no request has this number
-    inbox.put(b"d", Cancel(1))
-    inbox.put(b"e", ClientGone())
-    service.serve()
-    ends = {client: whole.sent(client)[-1].reason for client in (b"c", b"d", b"e")}
-    assert ends == {b"c": "length", b"d": "cancelled", b"e": "cancelled"}
-    assert kept == [1, 0]
-    assert whole.parts.kv.used == 0
-
-
 def test_stopped_engine_takes_the_waiting_messages_and_ends_every_request(
     whole: WholeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,19 +142,6 @@ def test_failing_shard_ends_its_request_and_a_failing_engine_none(
     with pytest.raises(PeerLost):
         whole.serve(ASKED)
     assert whole.events == []
-
-
-def test_requests_of_a_congested_client_pause(whole: WholeEngine) -> None:
-    """The engine then waits a little between two rounds."""
-    inbox = Inbox(lambda: len(inbox.waits) > 5)
-    whole.congested = lambda client: client == b"c" and len(inbox.waits) < 4
-    service = whole.service(inbox)
-    inbox.put(b"c", ASKED)
-    inbox.put(b"d", ASKED)
-    service.serve()
-    assert inbox.waits == [CONGESTED_WAIT] * 4 + [IDLE_WAIT] * 2
-    clients = [client for client, _ in whole.to_clients()]
-    assert clients == [b"d"] * 4 + [b"c"] * 4
 
 
 def test_flood_of_messages_does_not_stop_the_rounds(

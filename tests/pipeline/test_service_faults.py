@@ -102,35 +102,6 @@ async def test_invalid_policy_is_refused(engine, message, reason) -> None:
         assert stats["policy"] == "all-host"
 
 
-@pytest.mark.parametrize(
-    "frames",
-    [
-        [b""],
-        [b"junk"],
-        [b"\x03\x03", b"\xc1"],
-        [b"\x03\x03", b"\x81\xa7request\x01", b"extra"],
-        [b"\xff\x03", b"\x80"],
-        [b"\x09\x03", b"\xdf\xff\xff\xff\xff"],
-        [b"\x09\x02", b"\x81\xa7request\x01"],
-    ],
-    ids=range(7),
-)
-@pytest.mark.parametrize("known", [True, False], ids=["a client", "no client"])
-async def test_malformed_frames_are_answered_and_counted(engine, frames, known) -> None:
-    endpoint = engine[1].endpoint
-    before = (await engine[1].stats())["clients"]["malformed"]
-    async with raw_client(endpoint, hello=known) as raw:
-        await raw.socket.send_multipart(frames)
-        answer = await raw.expect(Error)
-        assert answer.request == -1
-        assert one_line(answer.text).startswith("malformed message: ")
-        if not known:
-            await raw.send(Hello(VERSION))
-            await raw.expect(Welcome)
-        assert (await raw.until_stats())[1]["clients"]["malformed"] == before + 1
-    await works(endpoint)
-
-
 async def test_hello_of_another_version_is_refused(engine) -> None:
     async with raw_client(engine[1].endpoint, hello=False) as raw:
         await raw.send(Hello(VERSION + 1))
