@@ -132,8 +132,8 @@ class Tool(Struct):
     function: Function
 
 
-class Rendered(Struct, kw_only=True):
-    """What a chat template reads beside the messages."""
+class Rendered(Common, kw_only=True):
+    """What a chat template reads beside the messages, too."""
 
     tools: ToolObjects | None = None  # as the template reads them; each is a Tool
     tool_choice: str | Object | None = None
@@ -144,7 +144,7 @@ class Rendered(Struct, kw_only=True):
     reasoning_effort: OpenAiEffort | None = None
 
 
-class ChatBody(Rendered, Common, kw_only=True):
+class ChatBody(Rendered, kw_only=True):
     messages: Turns
     stop: str | list[str] | None = None
     n: Choices | None = None
@@ -301,9 +301,8 @@ class MessagesBody(CountBody, kw_only=True):
 
 
 class TokenizeBody(Rendered, kw_only=True):
-    """A text, or a conversation with the template's variables."""
+    """A text, or a conversation with the template's variables. What chooses tokens has no meaning."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: Turns | None = None
     add_special_tokens: bool | None = None

@@ -59,7 +59,7 @@ def test_encodes_as_transformers(model_dir: Path, tokenizer: Tokenizer) -> None:
     assert tokenizer.render_chat(TALK) == whole["input_ids"]
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=60)
 @given(text=TEXT)
 def test_streamed_text_has_no_half_character(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
@@ -70,7 +70,7 @@ def test_streamed_text_has_no_half_character(tokenizer: Tokenizer, text: str) ->
     assert "\ufffd" not in stream.finish()
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=60)
 @given(text=TEXT, data=st.data())
 def test_stream_ends_before_a_stop_string_of_its_text(
     tokenizer: Tokenizer, text: str, data: st.DataObject
@@ -82,7 +82,7 @@ def test_stream_ends_before_a_stop_string_of_its_text(
     check(tokenizer, ids, data.draw(st.lists(words, max_size=3)))
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=60)
 @given(text=TEXT, data=st.data())
 def test_stream_of_any_ids_is_their_decoding(tokenizer: Tokenizer, text: str, data: st.DataObject) -> None:
     """Half characters in the middle, tokens in any order, ids outside the vocabulary."""
