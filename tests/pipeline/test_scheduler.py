@@ -31,7 +31,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not wri
 class Harness:
     """A scheduler that records its messages; the clients in `slow` are congested."""
 
-    def __init__(self, engine, budget: int = 2 * CONTEXT, context: int = CONTEXT, slots: int = 3) -> None:
+    def __init__(
+        self,
+        engine,
+        budget: int = 2 * CONTEXT,
+        context: int = CONTEXT,
+        slots: int = 3,
+        decoder=None,
+        ask=print,
+    ) -> None:
         self.sent: list[tuple[bytes, object]] = []
         self.batches: list[int] = []  # messages that were sent together
         self.slow: set[bytes] = set()
@@ -40,9 +48,9 @@ class Harness:
             engine,
             KVCache(spec, torch.float32, device, budget),
             JobFactory(
-                None,
-                frozenset({2}),
-                print,
+                decoder,
+                frozenset({2}) if decoder is None else decoder.eos_ids,
+                ask,
                 vocabulary=spec.vocabulary,
                 context=context,
                 longest=context,
