@@ -1,7 +1,7 @@
 """The one place that calls a policy's methods, in their fixed order (docs/architecture.md, One step).
 
 A `PolicyDriver` calls the policy for each layer in turn, and a `LayerExecutor` carries out its decisions:
-with tensors and processes (`pipeline/engine/tensor_executor.py`), on the clock of a cost model
+with tensors and processes (`pipeline/engine/engine.py`), on the clock of a cost model
 (`pipeline/replay/machine.py`), or with arrays alone in tests and benchmarks. Imports no torch.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import IntArray, Phase
-from pipeline.engine.prefetch_meter import PrefetchMeter
+from pipeline.counters import PrefetchMeter
 from pipeline.errors import PlanError
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import Ahead, Gated, Policy, Routing, Signals, Target, View
@@ -40,7 +40,7 @@ class LayerDecision(NamedTuple, Generic[BegunCo]):
 
     @property
     def stale(self) -> bool:
-        """Whether the host computes its share from the input of the layer before."""
+        """The host computes its share from the input of the layer before."""
         return self.begun is not None
 
 
@@ -93,15 +93,24 @@ class PolicyDriver(Generic[Begun]):
         self._masks = policy.sparsity.masks(policy.name, view.shape.layers, view.up, view.calibration)
         self._masked = False  # in the present step
 
-    def begin_step(self, phase: Phase, sequences: tuple[int, ...], live: Iterable[int] = ()) -> None:
-        """`sequences`: that of each row; `live`: these and others that have begun and not ended."""
+    def begin_step(
+        self,
+        phase: Phase,
+        sequences: tuple[int, ...],
+        live: Iterable[int] = (),
+        costs: Costs | None = None,
+    ) -> None:
+        """Begin a step. `sequences`: that of each row; `live`: these and others that have begun and not
+        ended; `costs`: to plan with from now on, if they have changed."""
         self._early = None
         self._masked = self.policy.sparsity.acts_in(phase)
         known, on = frozenset(sequences).union(live), self.prefetch.on
-        self.view = replace(self.view, phase=phase, sequences=sequences, live=known, prefetching=on)
+        view, costs = self.view, costs or self.view.costs
+        self.view = replace(view, phase=phase, sequences=sequences, live=known, prefetching=on, costs=costs)
 
     def layer(self, layer: int, executor: LayerExecutor[Begun]) -> None:
-        """Raises PlanError where the policy breaks its contract, and the executor's exceptions."""
+        """Have a layer decided and computed. Raises PlanError where the policy breaks its contract, and the
+        executor's exceptions."""
         policy, view, early = self.policy, self.view, self._early
         self._early = None
         signals = executor.read(layer, policy.probes(layer, view), own=early is None)
@@ -140,14 +149,9 @@ class PolicyDriver(Generic[Begun]):
         self.view = replace(self.view, step=self.view.step + 1, seconds=seconds)
         return self.view.phase == "decode" and self.policy.pauses and self.prefetch.step(landed, useful)
 
-    def use_costs(self, costs: Costs | None) -> None:
-        """Plan with these costs from now on."""
-        if costs is not self.view.costs:
-            self.view = replace(self.view, costs=costs)
-
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the policy cannot follow here, and how its masks are found; each one line."""
+        """Lines about what the policy cannot follow here, and how its masks are found."""
         policy, view = self.policy, self.view
         return *policy.notes(view), *policy.sparsity.notes(policy.name, view.up, view.calibration)
 
@@ -162,7 +166,7 @@ class PolicyDriver(Generic[Begun]):
         self.prefetch = PrefetchMeter()
 
     def _mask(self, layer: int) -> Mask:
-        """In the present step."""
+        """Return a layer's mask in the present step."""
         return self._masks[layer] if self._masked else DENSE
 
     def _check_prediction(self, targets: Sequence[Target], decision: LayerDecision[Begun]) -> None:
