@@ -45,11 +45,13 @@ class Calibration:
         str, Floats
     ]  # by predictor, [L, G]: as accuracy, in decode alone and with that gate on
     # both sides: of the experts that tokens keep, the share that their predictions keep as well
-    sensitivity: Floats | None  # [L] mean over tokens of the squared gradient at the MoE block's output
-    threshold: float | None  # T of AdapMoE's gate, found on the validation part of the text
-    first_gate: Floats | None  # [E, H] predicts layer 0 of the next token from the last layer's x
     hit_rates: dict[str, Floats]  # by the order "lcp" | "lru" | "lfu" of a cache, [L, E + 1]: of the experts
     # that decode uses, the share in a cache of 0..E experts
+    sensitivity: Floats | None = (
+        None  # [L] mean over tokens of the squared gradient at the MoE block's output
+    )
+    threshold: float | None = None  # T of AdapMoE's gate, found on the validation part of the text
+    first_gate: Floats | None = None  # [E, H] predicts layer 0 of the next token from the last layer's x
     magnitudes: Floats | None = None  # [L, S] quantiles of |u|, u = up x of decoded tokens' experts, at the
     # shares 0, 1/S, 2/S, ... None unless it was made with a format that keeps up apart
     left_mass: Floats | None = None  # [L, S] share of the sum of |u| that lies below each of them
