@@ -23,8 +23,8 @@ from launch.terminal.plot import Panel, Series, draw
 from launch.terminal.progress import ProgressDisplay
 from launch.terminal.tables import Column, Table, each, print_parts
 from pipeline.assets import model_dir
+from pipeline.calibration import HELD_OUT, LANES
 from pipeline.calibration.file import calibration_path, experts_per_token, read, summary
-from pipeline.calibration.windows import HELD_OUT, LANES
 from pipeline.checkpoint.open import open_model
 from pipeline.policies.calibration import Calibration
 from protocol.messages import CALIBRATION_TOKENS, Calibrate, Calibrating

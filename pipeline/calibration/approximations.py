@@ -18,9 +18,7 @@ from math import exp, isfinite, log, log1p
 import numpy as np
 
 from pipeline.arrays import FloatArray
-from pipeline.calibration.context import CalibrationContext, Findings, Progress
-from pipeline.calibration.lanes import TokenCount, lanes
-from pipeline.calibration.windows import Window
+from pipeline.calibration.reading import CalibrationContext, Findings, Progress, TokenCount, Window, lanes
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest

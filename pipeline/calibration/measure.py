@@ -19,22 +19,26 @@ from functools import partial
 import numpy as np
 import torch
 
+from pipeline.calibration import LANES
 from pipeline.calibration.approximations import EXACT, Approximations
-from pipeline.calibration.collector import TrainPass, ValidationPass
-from pipeline.calibration.context import CalibrationContext, Findings, Progress
-from pipeline.calibration.hit_rates import TokenOrder
-from pipeline.calibration.lanes import TokenCount, lanes, observed, separate_counters
-from pipeline.calibration.magnitudes import Magnitudes
+from pipeline.calibration.observers import Magnitudes, TokenOrder, TrainPass, ValidationPass
+from pipeline.calibration.reading import (
+    CalibrationContext,
+    Division,
+    Findings,
+    Progress,
+    TokenCount,
+    Window,
+    lanes,
+    observed,
+    separate_counters,
+)
 from pipeline.calibration.sensitivity import sensitivities
 from pipeline.calibration.trained_gates import GateMlps, GatePairs, predicted_layers, train_first_gate
-from pipeline.calibration.windows import LANES, Division, Window
-from pipeline.config import DEFAULT_CACHE
 from pipeline.engine.engine import Engine
 from pipeline.engine.observer import Observer
 from pipeline.errors import RequestError, UsageError
 from pipeline.policies.calibration import Calibration, Floats
-from pipeline.policies.parts import whole_experts
-from pipeline.policies.placements import ENOUGH_TOKENS, Counts, TextComparison, counted_tokens, placed_share
 from pipeline.policies.presets import make_policy
 
 PAIR_BYTES = 64 << 20  # of the pairs that the first gate is trained on
@@ -168,27 +172,7 @@ class _Measurement:
             hit_rates=self._order.hit_rates(),
             mlp_accuracy=validation.mlp_accuracy(),
         )
-        self._findings.hits = self._hits(trained.decode_counts, counts[0] + counts[1], validated)
         return validated, validation
-
-    def _hits(self, used: Counts, heldout: Counts, validated: Calibration) -> dict[str, float | int | None]:
-        """`Findings.hits`."""
-        engine = self._ctx.engine
-        experts = used.size
-        share = self._ctx.cache or DEFAULT_CACHE  # an engine may be configured without a cache
-        placed = whole_experts(engine.shape, engine.memory.capacity) or round(share * experts)
-        own = engine.popularity
-        tokens = counted_tokens(own, engine.shape.top_k)
-        # A policy will place by the counts of all windows, and its note compares these.
-        compared, enough = TextComparison.of(validated, own, placed), tokens >= ENOUGH_TOKENS
-        return {
-            "share": placed / experts,
-            "heldout": placed_share(used, heldout, placed),
-            "prompts": compared.prompts if enough else None,
-            "own": compared.engine if enough else None,
-            "differs": enough and compared.differs,
-            "tokens": tokens,
-        }
 
     def _read(self, windows: Sequence[Window], observer: Observer, done: int) -> None:
         """Read all windows, a few at a time."""

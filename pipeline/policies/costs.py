@@ -32,6 +32,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -44,7 +45,7 @@ from pipeline.errors import PolicyError
 from protocol.small_files import read_small
 
 MAX_FILE_BYTES = 1 << 20
-MOST_ROWS = 1 << 31
+MOST_ROWS = 1 << 31  # more than any batch has
 _TABLE = 512  # row counts with seconds in a table; wider batches are few and slow
 DERIVED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)  # the grid of derived costs
 LATENCIES = ("round_trip", "layer", "launch", "fetch")
@@ -69,14 +70,9 @@ class Costs:
     def __post_init__(self) -> None:
         if not self.rows:
             raise PolicyError("costs: 'rows' is empty; give at least one row count")
-        if (
-            self.rows[0] < 1
-            or self.rows[-1] > MOST_ROWS
-            or any(b <= a for a, b in zip(self.rows, self.rows[1:], strict=False))
-        ):
-            raise PolicyError(
-                f"costs: 'rows' must be ascending, from 1 to {MOST_ROWS}, not {str(list(self.rows))[:60]}"
-            )
+        if any(b <= a for a, b in pairwise((0, *self.rows, MOST_ROWS))):
+            given = str(list(self.rows))[:60]
+            raise PolicyError(f"costs: 'rows' must be ascending, at least 1 and below 2**31, not {given}")
         if not self.other:
             object.__setattr__(self, "other", (0.0,) * len(self.rows))
         by_rows = {"host": self.host, "device": self.device, "other": self.other}

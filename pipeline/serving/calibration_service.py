@@ -14,11 +14,11 @@ from itertools import pairwise
 from typing import Any
 
 from pipeline.assets import model_dir
-from pipeline.calibration.context import CalibrationContext, Findings
 from pipeline.calibration.cost_cache import processor
 from pipeline.calibration.file import calibration_path, save, summary
-from pipeline.calibration.magnitudes import up_of
 from pipeline.calibration.measure import calibrate
+from pipeline.calibration.observers import up_of
+from pipeline.calibration.reading import CalibrationContext, Findings
 from pipeline.errors import PipelineError, RequestError, UsageError
 from pipeline.models.shapes import short_name
 from pipeline.scheduling.job_factory import check_ids
@@ -100,7 +100,6 @@ class CalibrationService:
             parts.config.options.max_sequences,
             parts.context,
             parts.config.options.seed,
-            parts.config.options.expert_cache,
             up_of(parts.store),
             message.max_loss,
         )
@@ -158,7 +157,6 @@ class CalibrationService:
             "emulation": options.emulation,
             "tokens": findings.tokens,
             "windows": findings.windows,
-            "hits": findings.hits,
             "experts_of_a_token": self._parts.engine.shape.top_k,
             "loss": findings.losses or None,
             "bounded": findings.bounded,

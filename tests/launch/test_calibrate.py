@@ -21,7 +21,7 @@ from waiting import wait_until
 
 from pipeline.assets import heldout, model_dir
 from pipeline.calibration.file import calibration_path, load
-from pipeline.calibration.windows import Division, Window
+from pipeline.calibration.reading import Division, Window
 from pipeline.checkpoint.open import open_model
 from pipeline.policies.calibration import Calibration
 from pipeline.text.tokenizer import Tokenizer

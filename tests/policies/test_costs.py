@@ -94,9 +94,9 @@ def test_costs_file_round_trip(tmp_path: Path) -> None:
     [
         ({"rows": []}, "'rows' is empty"),
         ({"rows": [2, 2, 3]}, "ascending"),
-        ({"rows": [0, 1, 2]}, "from 1 to"),
+        ({"rows": [0, 1, 2]}, "at least 1"),
         ({"rows": [1, 2, 3.5]}, r"Expected `int`, got `float` - at `\$\.rows\[2\]`"),
-        ({"rows": [1, 2, 10**400]}, "ascending, from 1 to"),
+        ({"rows": [1, 2, 10**400]}, "ascending, .* below"),
         ({"rows": 3}, "Expected `array`, got `int`"),
         ({"host": [1.0, 2.0]}, "2 values for 3"),
         ({"host": [1.0, 2.0, -1]}, "not negative"),
