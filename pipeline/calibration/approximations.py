@@ -175,7 +175,7 @@ class Approximations:
         EVALUATIONS times at most."""
         engine, ctx = self._ctx.engine, self._ctx
         total = EVALUATIONS * self._answers
-        with self._findings.timed(stage), lanes(engine, ctx.kv, self._windows, ctx.chunk) as held:
+        with lanes(engine, ctx.kv, self._windows, ctx.chunk) as held:
             held.read_prompts(lambda _: self._progress(stage, 0, total))
             done = TokenCount(self._progress, stage, 0, total)
 

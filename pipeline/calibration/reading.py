@@ -6,7 +6,6 @@ fifth is held out for validation."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -124,19 +123,11 @@ class Findings:
 
     tokens: int = 0  # that were read
     windows: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)  # by stage
     notes: list[str] = field(default_factory=list)  # arrays that could not be measured, with the remedy
     losses: dict[str, float] = field(default_factory=dict)  # nats a token: "exact", "gated"; "bound": of both
     bounded: dict[str, str] = field(default_factory=dict)  # with `max_loss`, by approximate preset: its
     # setting, or why it has none
     sparsities: list[list[float]] = field(default_factory=list)  # tried: share of the channels, perplexity
-
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """Add the block's time to the stage's."""
-        began = time.perf_counter()
-        yield
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - began
 
 
 class TokenCount:
@@ -216,9 +207,11 @@ def separate_counters(engine: Engine) -> Iterator[None]:
 
 
 @contextmanager
-def observed(engine: Engine, observer: Observer) -> Iterator[None]:
-    engine.observers.append(observer)
+def observed(engine: Engine, observers: Sequence[Observer]) -> Iterator[None]:
+    """Show the block's steps to these observers too."""
+    before = engine.observers
+    engine.observers = [*before, *observers]
     try:
         yield
     finally:
-        engine.observers.remove(observer)
+        engine.observers = before

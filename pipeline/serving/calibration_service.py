@@ -120,7 +120,7 @@ class CalibrationService:
             about = self._about(findings)
             about["share"] = message.share * findings.tokens / sum(map(len, excerpts))
             about["costs"] = None if costs is None else costs.to_json()
-            about["seconds"]["all"] = time.perf_counter() - began
+            about["seconds"] = time.perf_counter() - began
             path = calibration_path(parts.config.cache, parts.source)
             save(path, calibration, about)
         finally:
@@ -161,6 +161,5 @@ class CalibrationService:
             "loss": findings.losses or None,
             "bounded": findings.bounded,
             "sparsities": findings.sparsities,
-            "seconds": findings.seconds,
             "notes": findings.notes,
         }

@@ -16,7 +16,7 @@ from whole_engine import CONTEXT, Inbox, WholeEngine, whole_engine
 
 from pipeline.arrays import Phase
 from pipeline.backbone.batch import StepInput, TokenSpan
-from pipeline.calibration import LANES, approximations, context, measure
+from pipeline.calibration import LANES, approximations, measure
 from pipeline.calibration.approximations import BOUND, Threshold
 from pipeline.calibration.file import calibration_path, read
 from pipeline.calibration.measure import calibrate
@@ -115,9 +115,7 @@ def test_calibration_says_how_it_was_measured(whole: WholeEngine) -> None:
     assert abs((datetime.now(when.tzinfo) - when).total_seconds()) < 60
     assert machine.startswith(f"{platform.node()}: ")
     assert machine.endswith(whole.parts.device.describe())
-    seconds = about.pop("seconds")
-    assert seconds.keys() == {"reading", "first gate", "gate MLPs", "sensitivities", "threshold", "all"}
-    assert elapsed >= seconds.pop("all") >= sum(seconds.values())
+    assert elapsed >= about.pop("seconds")
     loss, windows = about.pop("loss"), about.pop("windows")
     assert loss["bound"] == BOUND
     assert loss["gated"] <= loss["exact"] * (1 + BOUND)
@@ -466,10 +464,9 @@ def test_arrays_of_the_chosen_threshold(
     assert (found.needed == np.eye(3)[used]).all()
 
 
-def test_stages_are_timed_and_sensitivities_are_of_windows_of_all_the_text(
+def test_sensitivities_are_of_windows_of_all_the_text(
     whole: WholeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a clock that goes on by a second at each reading; the windows are read in two parts."""
     read: list[Sequence[Sequence[int]]] = []
 
     def spied(*arguments: Any) -> Any:
@@ -477,12 +474,9 @@ def test_stages_are_timed_and_sensitivities_are_of_windows_of_all_the_text(
         return sensitivities(*arguments)
 
     monkeypatch.setattr(measure, "sensitivities", spied)
-    monkeypatch.setattr(context, "time", Ticks(1.0))
     whole.policies()
     ids = np.random.default_rng(2).integers(3, 4000, 640).tolist()
-    seconds = calibrated(whole, ids, most=640)[1].seconds
-    once = dict.fromkeys(("first gate", "gate MLPs", "sensitivities", "threshold"), 1.0)
-    assert seconds == {"reading": 2.0} | once
+    calibrated(whole, ids, most=640)
     training = Division.of([ids], CONTEXT, 640).training
     assert len(training) == 8
     assert read == [[training[place].tokens for place in (0, 2, 5, 7)]]
