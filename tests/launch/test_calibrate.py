@@ -216,7 +216,6 @@ def test_earlier_calibration_is_drawn_without_an_engine(calibrated: Calibrated, 
     for word in ("the embedded model", "the whole text", "residual", "threshold", calibrated.summary["path"]):
         assert word in done.stdout
     assert max(map(len, done.stdout.split("saved:")[0].splitlines())) <= 80
-    words = " ".join(done.stdout.split())
 
 
 @pytest.mark.parametrize(
