@@ -14,11 +14,11 @@ from itertools import pairwise
 from typing import Any
 
 from pipeline.assets import model_dir
-from pipeline.calibration.context import CalibrationContext, Findings
 from pipeline.calibration.cost_cache import processor
 from pipeline.calibration.file import calibration_path, save, summary
-from pipeline.calibration.magnitudes import up_of
 from pipeline.calibration.measure import calibrate
+from pipeline.calibration.observers import up_of
+from pipeline.calibration.reading import CalibrationContext, Findings
 from pipeline.errors import PipelineError, RequestError, UsageError
 from pipeline.models.shapes import short_name
 from pipeline.scheduling.job_factory import check_ids
@@ -100,7 +100,6 @@ class CalibrationService:
             parts.config.options.max_sequences,
             parts.context,
             parts.config.options.seed,
-            parts.config.options.expert_cache,
             up_of(parts.store),
             message.max_loss,
         )
@@ -121,7 +120,7 @@ class CalibrationService:
             about = self._about(findings)
             about["share"] = message.share * findings.tokens / sum(map(len, excerpts))
             about["costs"] = None if costs is None else costs.to_json()
-            about["seconds"]["all"] = time.perf_counter() - began
+            about["seconds"] = time.perf_counter() - began
             path = calibration_path(parts.config.cache, parts.source)
             save(path, calibration, about)
         finally:
@@ -158,11 +157,9 @@ class CalibrationService:
             "emulation": options.emulation,
             "tokens": findings.tokens,
             "windows": findings.windows,
-            "hits": findings.hits,
             "experts_of_a_token": self._parts.engine.shape.top_k,
             "loss": findings.losses or None,
             "bounded": findings.bounded,
             "sparsities": findings.sparsities,
-            "seconds": findings.seconds,
             "notes": findings.notes,
         }
