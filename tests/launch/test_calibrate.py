@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import shutil
 import signal
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
