@@ -41,9 +41,7 @@ from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from pipeline.replay.machine import Replay
 from pipeline.replay.overview import Overview, summarize
-from pipeline.traces.header import Header
-from pipeline.traces.reader import Trace
-from pipeline.traces.steps import TracedStep
+from pipeline.traces.trace import Header, Trace, TracedStep
 from protocol.program import user_folder
 from shm.segment import byte_size
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import Phase
 from pipeline.errors import TraceError
-from pipeline.traces.reader import Trace
+from pipeline.traces.trace import Trace
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 from pipeline.arrays import FloatArray, one_row
 from pipeline.models.routing import Router
 from pipeline.policies.view import Active, Routing
-from pipeline.traces.steps import TracedStep
+from pipeline.traces.trace import TracedStep
 
 KEPT_ROWS = 128  # of a step up to which they are kept with it, for the next replay
 

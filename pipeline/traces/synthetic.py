@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray, Phase
 from pipeline.policies.view import Routing
-from pipeline.traces.header import Header
-from pipeline.traces.steps import LayerTrace, TracedStep, halves
+from pipeline.traces.trace import Header, LayerTrace, TracedStep, halves
 
 SHARPNESS = 1.5  # factor on all logits: how uneven a token's weights are
 BISECTIONS = 10

@@ -43,7 +43,7 @@ from pipeline.serving.engine_service import (
     MOVING_WAIT,
 )
 from pipeline.serving.engine_status import EngineStatus
-from pipeline.traces.reader import Trace
+from pipeline.traces.trace import Trace
 from protocol.messages import (
     VERSION,
     Cancel,
