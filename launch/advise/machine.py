@@ -34,7 +34,7 @@ from pipeline.models.shapes import is_shape
 from pipeline.policies.costs import MACHINES, Costs, Rates, derived
 from pipeline.policies.options import did_you_mean
 from pipeline.policies.view import PolicyRequest
-from pipeline.replay.overview import summarize
+from pipeline.replay.steps import summarize
 from pipeline.traces.synthetic import EMBEDDED, SyntheticText
 from pipeline.traces.trace import Header, Trace, TracedStep
 from protocol.client import Client

@@ -275,7 +275,7 @@ def _listed(report: dict[str, Any], kind: str) -> Iterator[RenderableType]:
 
 
 def chaos_parts(chaos: dict[str, Any]) -> Iterator[RenderableType]:
-    """What was injected, and how the engine recovered."""
+    """Tell what was injected, and how the engine recovered."""
     kinds = "; ".join(
         f"{kind} {sum(roles.values())} ({', '.join(f'{role} {n}' for role, n in roles.items())})"
         for kind, roles in chaos["faults"].items()

@@ -165,7 +165,7 @@ def recorder_of(config: CoordinatorConfig, source: ModelSource, engine: Engine, 
 
 
 def _resumable(path: Path, header: Header) -> tuple[int, int, int]:
-    """For a file with this header: its number of complete steps, the offset behind them, and the first
+    """Return of a file with this header its number of complete steps, the offset behind them, and the first
     sequence number that they do not use."""
     trace = Trace(path)
     if trace.header != header:

@@ -26,7 +26,7 @@ SAMPLE = 64  # tokens and layers from which the error of predictions is found
 
 @dataclass(frozen=True)
 class Skew:
-    """How uneven and how predictable a model's routing is."""
+    """A model's routing: how uneven and how predictable it is."""
 
     spread: float  # standard deviation of the constant part; that of a token's own part is 1
     persistence: float  # correlation of a token's own part with that of the token before

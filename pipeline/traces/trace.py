@@ -177,7 +177,7 @@ class TracedStep:
 
 
 def halves(values: NDArray[np.float32]) -> Halves:
-    """As float16, clipped to its range."""
+    """Convert to float16, clipped to its range."""
     return np.clip(values, -LARGEST_HALF, LARGEST_HALF).astype("<f2")
 
 
@@ -263,11 +263,11 @@ class _BodyReader:
         size = self._rows, self._header.shape.top_k
         experts = self.take("<u2", *size).astype(np.int32)
         weights = self.take("<f4", *size)
-        self._routings.append((layer, found := Routing(experts, weights)))
-        return found
+        self._routings.append((layer, routing := Routing(experts, weights)))
+        return routing
 
     def check_routings(self) -> None:
-        """Those that were read; all at once, as a check of each takes longer than reading it."""
+        """Check what was read all at once, as a check of each takes longer than reading it."""
         experts = np.concatenate([routing.experts for _, routing in self._routings])
         weights = np.concatenate([routing.weights for _, routing in self._routings])
         wrong = (experts >= self._header.shape.experts).any(axis=1) | ~np.isfinite(weights).all(axis=1)
