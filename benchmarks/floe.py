@@ -27,9 +27,8 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import ModelShape, PolicyRequest
 from pipeline.replay.machine import RIGHT, Replay
-from pipeline.traces.header import Header
-from pipeline.traces.steps import TracedStep
 from pipeline.traces.synthetic import EMBEDDED, SyntheticText
+from pipeline.traces.trace import Header, TracedStep
 from shm.layout import ExpertShape, StoreLayout, format_named
 
 MIXTRAL = ExpertShape(32, 8, 4096, 14336, 896)

@@ -29,10 +29,8 @@ from pipeline.policies.costs import MACHINES, Costs, derived
 from pipeline.policies.presets import PRESETS, make_policy
 from pipeline.policies.view import ModelShape, PolicyRequest
 from pipeline.replay.machine import Outcome, Replay
-from pipeline.traces.header import Header
-from pipeline.traces.reader import Trace
-from pipeline.traces.steps import TracedStep
 from pipeline.traces.synthetic import EMBEDDED, SyntheticText
+from pipeline.traces.trace import Header, Trace, TracedStep
 
 PHASES = ("prefill", "decode")
 CHUNK = 256  # tokens of a prompt's step

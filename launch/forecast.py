@@ -22,9 +22,8 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import ModelShape, PolicyRequest
 from pipeline.replay.machine import Replay
-from pipeline.traces.header import Header
 from pipeline.traces.recorder import DEPTH
-from pipeline.traces.steps import TracedStep
+from pipeline.traces.trace import Header, TracedStep
 from shm.layout import FloeFormat, StoreLayout, format_named
 
 CONTEXT = 1000  # tokens that an expected token attends to

@@ -34,11 +34,9 @@ from pipeline.models.shapes import is_shape
 from pipeline.policies.costs import MACHINES, Costs, Rates, derived
 from pipeline.policies.options import did_you_mean
 from pipeline.policies.view import PolicyRequest
-from pipeline.replay.overview import summarize
-from pipeline.traces.header import Header
-from pipeline.traces.reader import Trace
-from pipeline.traces.steps import TracedStep
+from pipeline.replay.steps import summarize
 from pipeline.traces.synthetic import EMBEDDED, SyntheticText
+from pipeline.traces.trace import Header, Trace, TracedStep
 from protocol.client import Client
 
 GIGABYTE = 1e9

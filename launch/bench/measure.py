@@ -1,4 +1,4 @@
-"""What `bench` has an engine do: text to read, measured runs, perplexities.
+"""Has an engine do what `bench` measures: text to read, measured runs, perplexities.
 
 The text is held-out where the model has a tokenizer, else seeded random ids. In a run requests are sent
 together; speeds are taken from the arrivals of their tokens by the client's clock, so scheduling, transport
@@ -123,7 +123,7 @@ class Perplexity:
 
     @property
     def percent(self) -> float:
-        """How much the approximation adds."""
+        """Returns how much the approximation adds."""
         return 100 * (self.approximate / self.exact - 1)
 
     def to_map(self) -> dict[str, object]:

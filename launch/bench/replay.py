@@ -39,10 +39,8 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from pipeline.replay.machine import Replay
-from pipeline.replay.overview import Overview, summarize
-from pipeline.traces.header import Header
-from pipeline.traces.reader import Trace
-from pipeline.traces.steps import TracedStep
+from pipeline.replay.steps import Overview, summarize
+from pipeline.traces.trace import Header, Trace, TracedStep
 from protocol.program import user_folder
 from shm.segment import byte_size
 
@@ -167,7 +165,7 @@ class ReplayReport:
 
     @property
     def _left_out(self) -> tuple[str, ...]:
-        """What the simulated time does not contain."""
+        """Returns what the simulated time does not contain."""
         return LEFT_OUT if any(self.costs.other) else ("attention", *LEFT_OUT)
 
     def _rest(self, phase: Phase) -> float | None:
@@ -206,7 +204,7 @@ class ReplayReport:
         return [f"{name} left out: {reason}" for name, reason in self.left_out.items()]
 
     def conditions(self, swept: Sequence[str]) -> list[str]:
-        """What all settings of a sweep of `swept` have in common."""
+        """Returns what all settings of a sweep of `swept` have in common."""
         lines = [f"{model_name(self.header.model, article='')}, replayed: {self.path.name}"]
         lines += [f"costs: {self.costs_of}"] * ("costs" not in swept)
         return [*lines, "tok/s: of the layers alone, simulated"]

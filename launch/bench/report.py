@@ -74,7 +74,7 @@ def _ratios(values: Sequence[float]) -> list[str]:
 
 
 def _added(perplexity: Perplexity) -> str:
-    """By how much an approximation raises the perplexity."""
+    """Returns by how much an approximation raises the perplexity."""
     added = perplexity.percent
     return f"{added:+.2f}%" if abs(added) < 9.995 else f"{added:+.0f}%"
 
@@ -98,7 +98,7 @@ def _channels(name: str) -> Callable[[Figures], float | None]:
 
 
 def _tile_hits(figures: Figures) -> float | None:
-    """Where they are not the experts'."""
+    """Returns the tiles' hits where they are not the experts'."""
     tiles = figures.profile.tile_hit_rate
     return None if tiles == figures.profile.hit_rate else tiles
 
@@ -193,7 +193,7 @@ def show_tables(
 
 
 def compared(rows: Sequence[Figures]) -> list[str]:
-    """What the columns `x` and the perplexities are relative to."""
+    """Returns what the columns `x` and the perplexities are relative to."""
     lines = [f"x: speed relative to {rows[0].request.label}"] if rows[0].decode_ratio is not None else []
     judged = next((row.perplexity for row in rows if row.perplexity), None)
     if judged is not None:
@@ -348,7 +348,7 @@ class Report:
         return [f"{result.request.label} left out: {result.left_out}" for result in self.left_out]
 
     def conditions(self, swept: Sequence[str]) -> list[str]:
-        """What all settings of a sweep of `swept` have in common."""
+        """Returns what all settings of a sweep of `swept` have in common."""
         c = self.config
         fixed = {"batch": c["batch"], "prompt": c["prompt_len"], "new": c["gen_len"]}
         words = [f"{name} {value}" for name, value in fixed.items() if SWEPT_AS.get(name, name) not in swept]
@@ -419,14 +419,14 @@ def _cache(config: dict[str, Any]) -> str:
 
 
 def warmed(config: dict[str, Any]) -> str:
-    """What each policy computes before it is measured."""
+    """Returns what each policy computes before it is measured."""
     read, new = config["warm_up_tokens"]
     lengths = f"{config['batch']} x {read} other tokens, {new} generated"
     return f"warm-up before each run, for all alike: {lengths}"
 
 
 def placed_by(config: dict[str, Any]) -> list[str]:
-    """What policies went by that lack a calibration, if any did."""
+    """Returns what policies went by that lack a calibration, if any did."""
     names = config.get("uncalibrated")
     if not names:
         return []

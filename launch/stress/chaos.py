@@ -77,13 +77,13 @@ def supervisor_of(runtime: Path) -> int:
 
 def usage(supervisor: int) -> list[Usage]:
     """Usage of the supervisor and its children; a process that exits meanwhile is left out."""
-    found = []
+    used = []
     for process, role in [(_process(supervisor), "supervisor"), *_children(supervisor)]:
         try:
-            found.append(Usage(role, process.pid, process.memory_full_info().uss, process.num_fds()))
+            used.append(Usage(role, process.pid, process.memory_full_info().uss, process.num_fds()))
         except psutil.Error:
             continue
-    return found
+    return used
 
 
 def _process(pid: int) -> psutil.Process:
@@ -94,14 +94,14 @@ def _process(pid: int) -> psutil.Process:
 
 
 def _children(supervisor: int) -> list[tuple[psutil.Process, str]]:
-    found = []
+    children = []
     for process in _process(supervisor).children():
         try:
             words = process.cmdline()
         except psutil.Error:  # it has exited
             continue
-        found += [(process, role) for role, module in MODULES.items() if module in words]
-    return found
+        children += [(process, role) for role, module in MODULES.items() if module in words]
+    return children
 
 
 class PidHandle:
@@ -131,7 +131,7 @@ class PidHandle:
 
     @property
     def running(self) -> bool:
-        """Whether the process has not been waited for by its parent."""
+        """Return whether the process has not been waited for by its parent."""
         return self.send(0)
 
     def send(self, number: int) -> bool:
@@ -159,7 +159,7 @@ class Chaos:
 
     @classmethod
     def asked(cls, written: dict[str, Any], seed: int) -> Chaos | None:
-        """From --chaos and --chaos-rate; None without --chaos. Raises WrongUsage."""
+        """Return what --chaos and --chaos-rate ask for; None without --chaos. Raises WrongUsage."""
         if "chaos" not in written:
             return None
         kinds = tuple(dict.fromkeys(kind.strip() for kind in written["chaos"].split(",")))
@@ -268,7 +268,7 @@ class Injector:
             self.missed += 1
 
     def _untouched(self, peer: dict[str, Any]) -> bool:
-        """Whether this injector has neither stopped nor killed it; Stats may still list a killed process."""
+        """Return whether it was neither stopped nor killed here; Stats may still list a killed process."""
         incarnation = (peer["role"], peer["index"], peer["incarnation"])
         return peer["pid"] not in self._stopped and incarnation not in self._killed
 
@@ -432,7 +432,7 @@ def _median(seconds: list[float]) -> dict[str, float | None]:
 
 
 def _summed(used: Iterable[Usage]) -> dict[str, dict[str, int]]:
-    """By role: processes, their private memory, their descriptors."""
+    """Returns each role's processes, their private memory, their descriptors."""
     roles: dict[str, dict[str, int]] = {}
     for one in used:
         role = roles.setdefault(one.role, {"processes": 0, "private_bytes": 0, "descriptors": 0})

@@ -115,7 +115,7 @@ async def _run(run: StressRun, where: str, client: Client, entries: list[Entry],
 
 
 async def _look_for_leaks(client: Client, run: StressRun) -> None:
-    """What the engine holds after this run's clients; not checked while other clients are connected."""
+    """Note what the engine holds after this run's clients; not checked while others are connected."""
     deadline = asyncio.get_running_loop().time() + IDLE_SECONDS
     while True:
         stats = await client.stats()

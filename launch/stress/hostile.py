@@ -329,7 +329,7 @@ class HostileClient:
             await asyncio.to_thread(self._context.term)
 
     def _identity(self) -> bytes:
-        """For an empty one `connect_dealer` makes a client's."""
+        """Draw an identity; for an empty one `connect_dealer` makes a client's."""
         match self._random.randrange(4):
             case 0:
                 return b"\x01" + self._random.randbytes(self._random.randrange(255))

@@ -98,7 +98,7 @@ def _entry(line: str, number: int) -> Entry:
 
 @dataclass(frozen=True)
 class Request:
-    """What to send, and when to cancel it; exactly one of `prompt` and `messages` is not None."""
+    """A request: what to send, and when to cancel it; exactly one of `prompt` and `messages` is not None."""
 
     label: str
     prompt: str | None

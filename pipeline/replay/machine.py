@@ -39,9 +39,8 @@ from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import Active, Ahead, Policy, Routing, Signals, Target, View
 from pipeline.replay.link import ClockedLink
-from pipeline.replay.step_inputs import inputs_of
-from pipeline.traces.header import Header
-from pipeline.traces.steps import TracedStep
+from pipeline.replay.steps import inputs_of
+from pipeline.traces.trace import Header, TracedStep
 from shm.mask import DENSE, Mask
 
 CHANNELS = 256  # of a tile, where channels are left out: so fine are the shares

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,18 +96,6 @@ def test_report_in_80_columns() -> None:
     assert shown(whole_report()) == SNAPSHOT
 
 
-@pytest.mark.parametrize("columns", ["60", "80", "120"])
-def test_headings_do_not_break_within_words(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal; and no line is longer than it is wide."""
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", columns)
-    text = re.sub(r"\x1b\[[0-9;]*m", "", shown(whole_report()))
-    assert max(map(len, text.splitlines())) <= int(columns)
-    words = set(text.split())
-    assert {"prefill", "decode", "MB/token", "prefetched", "replaced", "waiting", "perplexity"} <= words
-    assert not any(word.endswith(("-", "…")) for word in words)
-
-
 def test_columns_of_what_no_policy_does_are_left_out() -> None:
     """A policy that does it is enough for a column; a policy without a figure has none in it."""
     report = whole_report()
@@ -195,21 +181,6 @@ def test_figures_of_a_column_are_alike(values: list[float], words: list[str]) ->
     assert alike(values) == words
 
 
-def test_note_of_several_policies_comes_once_with_their_names() -> None:
-    report = whole_report()
-    first, second = (replace(report.results[0], request=PolicyRequest(name)) for name in ("fiddler", "daop"))
-    noted = [
-        replace(first, notes=["fiddler: other text", "both alike"]),
-        replace(second, notes=["daop: other text", "both alike", "daop: its own"]),
-    ]
-    text = shown(replace(report, results=noted, left_out=()))
-    assert [line for line in text.splitlines() if line.startswith("note: ")] == [
-        "note: fiddler, daop: other text",
-        "note: both alike",
-        "note: daop: its own",
-    ]
-
-
 def test_json_holds_the_profile_of_each_policy() -> None:
     exact, approximate = whole_report().to_json()["policies"]
     for policy in (exact, approximate):
@@ -238,17 +209,3 @@ def test_panels_have_the_figures_of_the_policies() -> None:
     shares = [series.values["daop"] for series in changed.series]
     assert shares == [[0], [pytest.approx(12.3)], [pytest.approx(25)], [0]]
     assert changed.words == {"mixtral-offloading": "exact", "daop": "12.3 + 25.0   (perplexity +2.50%)"}
-
-
-def test_picture_names_the_engine_and_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
-    monkeypatch.setattr("launch.bench.report.draw", lambda path, panels, *texts: drawn.extend(texts))
-    report = whole_report()
-    config = report.config | {"machine": "a machine", "when": "2026-01-02T03:04:05"}
-    replace(report, config=config, emulation="slow link").draw(tmp_path / "a.png")
-    heading, footnote = drawn
-    assert (
-        "a-model on cuda: experts bf16, expert cache 25%\nbatch 1, 128 prompt tokens, 11 generated" in heading
-    )
-    assert heading.endswith("emulated: slow link")
-    assert footnote == "a machine, 2026-01-02"

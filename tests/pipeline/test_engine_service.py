@@ -39,7 +39,7 @@ from pipeline.serving.engine_service import (
     INBOX_SECONDS,
     MOVING_WAIT,
 )
-from pipeline.traces.reader import Trace
+from pipeline.traces.trace import Trace
 from protocol.messages import (
     Done,
     Error,

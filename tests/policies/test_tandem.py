@@ -15,9 +15,8 @@ from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Active, ModelShape, PolicyRequest, Routing
 from pipeline.policies.worth import Worth
 from pipeline.replay.machine import Replay
-from pipeline.traces.header import Header
-from pipeline.traces.steps import TracedStep
 from pipeline.traces.synthetic import EMBEDDED, SyntheticText
+from pipeline.traces.trace import Header, TracedStep
 
 SHAPE = ModelShape(layers=6, experts=16, tiles=4, top_k=2)
 HEADER = Header("synthetic", "", "", SHAPE, 1, Softmax(2, rescaled=True), 3)

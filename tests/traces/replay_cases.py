@@ -14,7 +14,7 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Ahead, Gated, Plan, Policy, PolicyRequest, Routing, Signals, Target, View
 from pipeline.replay.machine import CHANNELS, Outcome, Replay
-from pipeline.traces.header import Header
+from pipeline.traces.trace import Header
 
 # Of a tile: host 3, device 1, link 5; a round trip 0.5; a layer's other work 2.
 COSTS = Costs(rows=(1,), host=(3.0,), device=(1.0,), link=5.0, round_trip=0.5, other=(2.0,))

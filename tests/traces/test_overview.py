@@ -10,9 +10,8 @@ import pytest
 from trace_files import drawn_steps, make_header, write_trace
 
 from pipeline.policies.view import ModelShape
-from pipeline.replay.overview import summarize
-from pipeline.traces.reader import Trace
-from pipeline.traces.steps import TracedStep
+from pipeline.replay.steps import summarize
+from pipeline.traces.trace import Trace, TracedStep
 
 HEADER = make_header(ModelShape(layers=2, experts=4, tiles=2, top_k=2))
 

@@ -17,8 +17,8 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from pipeline.replay.machine import Replay
-from pipeline.replay.overview import summarize
-from pipeline.traces.reader import Trace
+from pipeline.replay.steps import summarize
+from pipeline.traces.trace import Trace
 
 pytestmark = pytest.mark.timeout(300)  # an engine starts, on a machine that may be busy
 
