@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from launch.bench.profile import PhaseProfile
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import EngineConfig, FormatName
+from pipeline.counters import difference
 from pipeline.memory.needs import Needs, backbone_tensors, needs, plain_bytes, quantized_bytes
 from pipeline.models.registry import expert_shape
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import ModelShape, PolicyRequest
 from pipeline.replay.machine import Replay
-from pipeline.replay.outcome import PhaseOutcome
 from pipeline.traces.header import Header
 from pipeline.traces.recorder import DEPTH
 from pipeline.traces.steps import TracedStep
@@ -267,42 +268,25 @@ def by_replay(
     )
     for step in text.steps[: text.begin]:
         machine.step(step)
-    before = {phase: _copied(outcome) for phase, outcome in machine.outcome.phases.items()}
+    before = machine.outcome.counters.snapshot()
     for step in text.steps[text.begin :]:
         machine.step(step)
-    outcome = machine.outcome
-    decode, read = (_since(outcome.phases[phase], before[phase]) for phase in ("decode", "prefill"))
+    outcome, size = machine.outcome, sizes.header.tile_bytes
+    counted = difference(outcome.counters.snapshot(), before)
+    decode, read = PhaseProfile(counted["decode"], size), PhaseProfile(counted["prefill"], size)
     if not read.rows:  # no prompt among the steps that count
-        read = before["prefill"]
+        read = PhaseProfile(before["prefill"], size)
     whole = decode.seconds + decode.steps * priced.rest
     return Estimate(
         setting=setting,
         exact=outcome.exact,
         tok_s=decode.rows / whole,
         first_token_s=(read.seconds + read.steps * priced.rest) * prompt / read.rows if read.rows else None,
-        hit_rate=decode.hit_rate,
+        hit_rate=decode.hit_rate or 0.0,
         host_share=decode.host_share,
-        moved=decode.moved * sizes.header.tile_bytes / max(decode.rows, 1),
-        wait_link=decode.wait_link / whole,
-        wait_host=decode.wait_host / whole,
-        fidelity={} if outcome.exact else decode.shares(),
+        moved=decode.copied / max(decode.rows, 1),
+        wait_link=decode.causes["link"] / whole,
+        wait_host=decode.causes["workers"] / whole,
+        fidelity={} if outcome.exact else decode.fidelity,
         notes=tuple(outcome.notes),
     )
-
-
-def _copied(outcome: PhaseOutcome) -> PhaseOutcome:
-    copied = replace(outcome)
-    copied.active, copied.hits = outcome.active.copy(), outcome.hits.copy()
-    return copied
-
-
-def _since(now: PhaseOutcome, then: PhaseOutcome) -> PhaseOutcome:
-    """The difference of the sums."""
-    plain = {
-        name: getattr(now, name) - getattr(then, name)
-        for name, value in vars(then).items()
-        if isinstance(value, int | float) and name != "layers"
-    }
-    difference = replace(now, **plain)
-    difference.active, difference.hits = now.active - then.active, now.hits - then.hits
-    return difference
