@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -307,27 +307,12 @@ class Counters:
 
 
 def _tree(c: PhaseCounters, tile_bytes: int, channel_bytes: int) -> dict[str, Any]:
-    return {
-        "steps": c.steps,
-        "rows": c.rows,
-        "host_tiles": c.host_tiles,
-        "resident_tiles": c.resident_tiles,
-        "fetched_tiles": c.fetched_tiles,
+    return {field.name: getattr(c, field.name) for field in fields(c) if field.type == "int"} | {
         "fetched_bytes": c.fetched_tiles * tile_bytes + c.channels.moved * channel_bytes,
-        "wanted_experts": c.wanted_experts,
-        "issued_experts": c.issued_experts,
-        "paused_steps": c.paused_steps,
-        "predicted_tiles": c.predicted_tiles,
-        "useful_tiles": c.useful_tiles,
-        "wasted_tiles": c.wasted_tiles,
-        "late_tiles": c.late_tiles,
-        "placed_tiles": c.placed_tiles,
         "channels": dict(vars(c.channels)),
         "host_busy_s": c.host_busy,
         "link_busy_s": c.link_busy,
         "device_timed": {"of_s": c.timed, "busy_s": sum(c.device_seconds[part] for part in LAUNCHING)},
-        "masked_channels": c.masked_channels,
-        "kept_channels": c.kept_channels,
         "seconds": {part: sum(seconds) for part, seconds in c.seconds.items()},
         "layers": {
             "seconds": {part: seconds[:-1] for part, seconds in c.seconds.items()},

@@ -91,7 +91,7 @@ class Engine:
         Raises PolicyError where the policy needs a slab or anything else that the engine does not have; the
         previous policy is kept then."""
         memory, decode = self.memory, self.counters.phases["decode"]
-        if policy.uses_device and not memory.exists:
+        if policy.uses_device and memory.slab is None:
             raise PolicyError(f"policy {policy.name} keeps experts on the device, and the engine has no slab")
         if costs is not None and (self.corrections is None or self.corrections.measured != costs):
             self.corrections = Corrections(costs)
