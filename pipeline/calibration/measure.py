@@ -173,7 +173,7 @@ class _Measurement:
 
 
 def _spread(windows: Sequence[Window], most: int) -> list[Window]:
-    """At most so many, evenly spaced."""
+    """Returns at most so many, evenly spaced."""
     places = np.linspace(0, len(windows) - 1, min(most, len(windows))).round().astype(int)
     return [windows[place] for place in places]
 

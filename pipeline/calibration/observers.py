@@ -323,7 +323,7 @@ class Magnitudes(StepObserver):
 
     @property
     def counts(self) -> bool:
-        """Whether the present step is counted."""
+        """True where the present step is counted."""
         return self._phase == "decode" and (self._steps - 1) % self._every == 0
 
     def begin(self, phase: Phase, sequences: tuple[int, ...]) -> None:

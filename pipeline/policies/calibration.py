@@ -76,7 +76,7 @@ class Calibration:
 
 
 def corrected(calibration: Calibration | None, layer: int) -> bool:
-    """Whether a trained MLP predicts this layer's experts better than the next gate alone."""
+    """True where a trained MLP predicts this layer's experts better than the next gate alone."""
     if calibration is None or calibration.mlp_accuracy is None:
         return False
     known = calibration.mlp_accuracy

@@ -213,7 +213,7 @@ def shipped_costs() -> list[str]:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine reaches. Raises PolicyError where a number cannot be a rate or a latency."""
+    """The rates of a machine. Raises PolicyError where a number cannot be a rate or a latency."""
 
     host_gbps: float  # of the host's memory, which the workers and the link read together
     link_gbps: float
@@ -235,7 +235,7 @@ class Rates:
 
     @property
     def workers_gbps(self) -> float:
-        """What the workers read while the link runs: the two share one memory. They have half of it at
+        """GB/s that the workers read while the link runs: the two share one memory. They have half of it at
         least, as a link that could take more does not come before them."""
         return max(self.host_gbps - self.link_gbps, self.host_gbps / 2)
 
