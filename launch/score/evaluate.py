@@ -5,6 +5,15 @@ divides it by the choice's length first, so that a long choice is no worse for i
 join the context's end and a choice's beginning in one token, so an item's choices are compared from the first
 token on that they and the context do not all share. The context but for its last token is prefilled, and the
 rest is computed one token at a time: approximations act while decoding.
+
+Items are JSON objects, one a line; blank lines are skipped:
+
+    {"context": "The capital of France is", "choices": [" Paris", " Rome", " Bonn"], "answer": 0}
+
+context   text before the choice
+choices   two or more continuations of it, all different; a choice begins with the space before its word
+answer    the index of the right one, from 0
+kind      a group for the report; optional
 """
 
 from __future__ import annotations
@@ -16,17 +25,19 @@ from dataclasses import dataclass
 from itertools import takewhile
 from math import fsum, isnan, sqrt
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import Meta, Struct
 from rich.console import RenderableType
 
 from launch.bench.command import check_own, session
 from launch.bench.plan import requested_policies
 from launch.bench.run import warm_up
+from launch.command_line.checks import WrongLine, parse_line, read_lines
 from launch.command_line.options import Options
 from launch.connect import connected
 from launch.errors import WrongUsage
-from launch.score.items import Item, read_items
 from launch.terminal.format import count, model_name, percent
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json
@@ -35,11 +46,44 @@ from launch.terminal.tables import Column, Table, each, make_table, policy_name,
 from pipeline.assets import items as embedded_items
 from pipeline.policies.view import PolicyRequest
 from protocol.client import Client
-from protocol.errors import RequestFailed
-from protocol.messages import PolicyChanged
+from protocol.codec import encode
+from protocol.errors import MalformedMessage, RequestFailed
+from protocol.messages import PolicyChanged, Score
 
 AT_ONCE = 8  # items whose choices are scored at the same time
 WARM_UP_NEW = 8  # tokens generated under a new policy before its first item
+
+Text = Annotated[str, Meta(min_length=1)]
+
+
+class Item(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One question. `line`: its number in the file."""
+
+    context: Text
+    choices: Annotated[tuple[Text, ...], Meta(min_length=2)]
+    answer: Annotated[int, Meta(ge=0)]
+    kind: str = ""
+    line: int = 0
+
+
+def read_items(path: Path) -> list[Item]:
+    """Raises WrongUsage, one line with the file and the line's number, for invalid items."""
+    return read_lines(path, _item, "item")
+
+
+def _item(line: str, number: int) -> Item:
+    """Raises WrongLine with the reason."""
+    item = parse_line(line, Item)
+    if len(set(item.choices)) < len(item.choices):
+        raise WrongLine("choices must be different texts")
+    if item.answer >= len(item.choices):
+        raise WrongLine(f"answer must be an index of the choices, 0 to {len(item.choices) - 1}")
+    try:
+        for text in (item.kind, *(item.context + choice for choice in item.choices)):
+            encode(Score(0, text=text))
+    except MalformedMessage as e:
+        raise WrongLine(f"this cannot be sent to the engine: {e}") from None
+    return msgspec.structs.replace(item, line=number)
 
 
 @dataclass(frozen=True)

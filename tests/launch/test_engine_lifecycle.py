@@ -29,7 +29,7 @@ from waiting import wait_until
 
 from launch.errors import StartFailed
 from launch.processes.cores import Cores
-from launch.processes.limits import Limits
+from launch.processes.monitor import Limits
 from launch.processes.supervisor import Supervisor
 from launch.terminal.progress import LINE_INTERVAL
 from pipeline.config import EngineConfig

@@ -21,7 +21,7 @@ from launch.bench import command
 from launch.command_line.options import parse
 from launch.errors import Disturbed, WrongUsage
 from launch.score import evaluate
-from launch.score.items import read_items
+from launch.score.evaluate import read_items
 from launch.terminal.interrupts import Interrupts
 from pipeline.assets import heldout, items, model_dir
 from protocol.errors import RequestFailed

@@ -288,7 +288,7 @@ async def test_score_is_that_of_each_token_once(
     shown = capsys.readouterr().out
     assert shown.startswith(f"{tokens} tokens")
     assert (f"({windows} windows of 16, stride {stride})" in shown) is (windows > 1)
-    assert shown.endswith("; approximate, under dali (shares: --json)\n")
+    assert shown.endswith("; approximate, under dali\n")
     again = engine.sent[windows:]
     assert [sent["stepwise"] for sent in again] == [True] * windows
     assert not any(sent["full"] for sent in again)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import until
 
+from launch import planning
 from launch.cli import main
 from launch.command_line.options import parse
-from launch.planning.plan import (
+from launch.doctor import model_plan
+from launch.errors import WrongUsage
+from launch.planning import (
     Situation,
     every_format,
     formats,
@@ -26,6 +28,7 @@ from launch.planning.plan import (
     refusal,
     situation,
 )
+from launch.processes.trials import TrialFailed
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig, ResolvedConfig
 from pipeline.errors import ModelError, UsageError
@@ -110,28 +113,12 @@ def test_refusal_names_options_that_would_fit() -> None:
     text = str(refused.value)
     # other programs have 5 GB, and 10 are missing
     assert "close other programs" not in text
-    assert "use fewer of its layers, e.g. --model shape:mixtral-8x7b/4, or a smaller model" in text
-    assert "or a machine with more memory, as this one has 25.00 GB in all" in text
+    assert "use a smaller model or a machine with more memory" in text
     assert "GB is available (with 2.00 GB that stay free: experts " in text
     with pytest.raises(UsageError, match=r"use --backbone-dtype int4"):
         make_plan(model, now(Machine(28_700_000_000, 28 * GB), model=model, backbone_dtype="bf16"))
     with pytest.raises(UsageError, match=r"/dev/shm, and .*: enlarge it: sudo mount -o remount,size=\d+m"):
         make_plan(model, now(Machine(200 * GB, 10 * GB), model=model))
-
-
-def test_proposed_size_of_shared_memory_adds_what_is_missing_to_all_it_has(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = Path("shape:mixtral-8x7b")
-    here = now(Machine(200 * GB, 10 * GB), model=model)
-    half_used = os.statvfs_result((4096, 4096, 10_000_000, 5_000_000, 5_000_000, 0, 0, 0, 0, 255))
-    monkeypatch.setattr(os, "statvfs", lambda path: half_used)
-    with pytest.raises(UsageError) as refused:
-        make_plan(model, here)
-    found = re.search(r"(\S+ GB) of /dev/shm, and (\S+ GB) is .* remount,size=(\d+)m", str(refused.value))
-    assert found is not None
-    least = 4096 * 10_000_000 + size(found[1]) - size(found[2])
-    assert abs((int(found[3]) << 20) - least - (64 << 20)) < 20e6  # the sentence's numbers are rounded
 
 
 def test_each_choice_other_than_the_default_has_a_reason() -> None:
@@ -145,11 +132,8 @@ def test_each_choice_other_than_the_default_has_a_reason() -> None:
         "memory: experts 90.19 GB (bf16), KV cache 4.29 GB (32768 tokens), backbone 3.22 GB,"
         " processes 1.36 GB; 200.00 GB available"
     ]
-    _, first, second = why(Machine(64 * GB, 32 * GB))
-    assert first == "--format int4: int8 needs 46.51 GB of /dev/shm, and 32.00 GB is available"
-    assert re.fullmatch(
-        r"--format int8 fits a larger /dev/shm: sudo mount -o remount,size=\d+m /dev/shm", second
-    )
+    _, line = why(Machine(64 * GB, 32 * GB))
+    assert line == "--format int4: int8 needs 46.51 GB of /dev/shm, and 32.00 GB is available"
     line = why(Machine(100 * GB, 95 * GB))[-1]
     assert re.fullmatch(r"--kv-tokens \d+: \d\.\d contexts at once; more does not fit", line)
     line = why(Machine(31 * GB, 31 * GB), format="int4-g128")[-1]
@@ -247,6 +231,95 @@ def test_the_doctor_refuses_what_is_too_large(capfd: Finds) -> None:
     assert main(["doctor", "--model", HUGE, "--format", "f32", "--device", "cpu", "--json"]) == 1
     report = json.loads(capfd.readouterr().out)
     assert (report["fits"], report["chosen"], len(report["why"])) == (False, None, 1)
+
+
+def test_device_is_the_gpu_where_one_is_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = tmp_path / "nvidiactl"
+    monkeypatch.setattr(planning, "DRIVER_NODES", (tmp_path / "dxg", node))
+    for probe, driver, asked, expected in (
+        ("print('warning'); print(7)", True, "auto", ("cuda", 7)),
+        ("print(7)", True, "cpu", ("cpu", None)),
+        ("print(7)", False, "auto", ("cpu", None)),
+        ("print(7)", False, "cuda", None),
+        ("print('')", True, "auto", ("cpu", None)),
+        ("print(7); raise SystemExit(1)", True, "auto", ("cpu", None)),
+        ("print('')", True, "cuda", None),
+        ("import time; time.sleep(60)", True, "auto", ("cpu", None)),
+    ):
+        monkeypatch.setattr(planning, "PROBE", probe)
+        monkeypatch.setattr(planning, "PROBE_LIMIT", 0.2 if "sleep" in probe else 60)
+        node.touch() if driver else node.unlink(missing_ok=True)
+        caplog.clear()
+        if expected is None:
+            with pytest.raises(WrongUsage, match="--device cuda"):
+                planning.usable_device(asked)  # type: ignore[arg-type]
+        else:
+            assert planning.usable_device(asked) == expected  # type: ignore[arg-type]
+        warned = driver and asked == "auto" and expected == ("cpu", None)
+        assert bool(caplog.messages) is warned
+
+
+SHAPE = Path("shape:mixtral-8x7b/2")
+
+
+def shown(capfd: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert main(["doctor", "--model", str(SHAPE), "--device", "cpu", *words]) == code
+    return capfd.readouterr().out
+
+
+@pytest.mark.usefixtures("known_speeds")
+def test_expected_speeds_are_beside_their_formats(capfd: pytest.CaptureFixture[str]) -> None:
+    report = json.loads(shown(capfd, "--json"))
+    text = shown(capfd)
+    rates = [row["expected"]["tok_s"] for row in report["formats"]]
+    assert rates == sorted(rates)
+    rows = {
+        line.strip().split("  ")[0]: line.split()
+        for line in text.splitlines()
+        if line.startswith(("tok/s, about", "  range", "  memory's limit", "context (tokens)"))
+    }
+    assert [float(cell) for cell in rows["tok/s, about"][2:]] == pytest.approx(rates, rel=0.05)
+    limits = [row["expected"]["memory_limit_tok_s"] for row in report["formats"]]
+    assert [float(cell) for cell in rows["memory's limit"][2:]] == pytest.approx(limits, rel=0.05)
+    ranges = [tuple(map(float, cell.split("-"))) for cell in rows["range"][1:]]
+    assert ranges == [pytest.approx(row["expected"]["tok_s_range"], rel=0.05) for row in report["formats"]]
+    assert rows["context (tokens)"][2:] == [str(row["context"]) for row in report["formats"]]
+    assert report["speeds"]["cores"] == 2
+    assert (report["device"], report["policy"], report["model"]) == ("cpu", "all-host", str(SHAPE))
+    assert "with --device cpu --policy all-host" in text
+    assert "2 layers with 8 experts, 2 active per token; context of up to 32768 tokens" in text
+
+
+def test_speeds_that_cannot_be_measured_leave_the_plan(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise TrialFailed("too little memory is available to measure")
+
+    monkeypatch.setattr(model_plan, "measure_speeds", fail)
+    text = shown(capfd)
+    assert "The expected tok/s are unknown: too little memory is available to measure" in " ".join(
+        text.split()
+    )
+    assert "tok/s, about" not in text
+    report = json.loads(shown(capfd, "--json"))
+    assert report["speeds"] is None
+    assert [row["expected"] for row in report["formats"]] == [None] * len(AUTOMATIC)
+
+
+@pytest.mark.usefixtures("known_speeds")
+def test_formats_beside_the_asked_one_are_shown_and_not_chosen(capfd: pytest.CaptureFixture[str]) -> None:
+    report = json.loads(shown(capfd, "--format", "int8", "--json"))
+    assert sorted(row["format"] for row in report["formats"]) == sorted(AUTOMATIC)
+    assert report["chosen"]["format"] == "int8"
+    text = shown(capfd, "--format", "int8")
+    (line,) = [line for line in text.splitlines() if "chosen" in line]
+    heads = next(line for line in text.splitlines() if line.split()[:1] == ["available"]).split()[1:]
+    assert line.split()[heads.index("int8")] == "chosen"
+    assert line.split().count("chosen") == 1
+    assert re.search(r"--format int8 --context \d+ --kv-tokens \d+$", text, re.M)
 
 
 # --- an engine ----------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import logging
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from engines import engines_left
@@ -16,9 +15,8 @@ from scripted_children import KILLED, PID, Play, ScriptedChild, stage, superviso
 from waiting import until
 
 from launch.errors import StartFailed
-from launch.processes import supervisor as supervising
 from launch.processes.cores import Cores
-from launch.processes.limits import Limits
+from launch.processes.monitor import Limits
 from launch.processes.supervisor import Supervisor
 from pipeline.assets import model_dir
 from protocol.messages import VERSION, Failed, Heartbeat, Needed, SetPolicy, Shutdown, WorkerUp
@@ -125,17 +123,6 @@ async def test_only_needed_children_start(
     assert line == f"processes: coordinator, {words}" + ", prefetcher" * ("prefetcher" in spawned)
 
 
-async def test_more_workers_than_cores_are_warned_of(play: Play, caplog: pytest.LogCaptureFixture) -> None:
-    cores = len(Cores.here().numbers)
-    async with supervisor(NEVER, workers=cores + 1):
-        pass
-    assert f"warning: {cores + 1} workers share {cores} cores" in caplog.text
-    caplog.clear()
-    async with supervisor(NEVER, workers=1):
-        pass
-    assert "share" not in caplog.text
-
-
 # --- the loader ---------------------------------------------------------------------------------------------
 
 
@@ -167,7 +154,7 @@ async def test_loader_that_fails_ends_the_start_with_its_line(play: Play, usage:
 async def test_early_exit_without_a_word_ends_the_start(
     play: Play, role: str, code: int, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.processes.group.LAST_MESSAGE_LIMIT", 0.02)
+    monkeypatch.setattr("launch.processes.children.LAST_MESSAGE_LIMIT", 0.02)
     play.script = lambda child: child.process.end(code) if child.identity.role == role else play.begin(child)
     with pytest.raises(StartFailed, match=f"^{line}$") as failed:
         async with supervisor(NEVER):
@@ -236,48 +223,6 @@ async def test_store_that_was_removed_meanwhile_is_loaded_again(play: Play) -> N
         assert [c.identity.incarnation for c in loaders] == [0, 1, 2]
         assert play.child("worker").config["fingerprint"] == play.fingerprint
         assert engine.endpoint
-
-
-async def test_store_that_is_removed_each_time_ends_the_start(
-    play: Play, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervising, "LOAD_TRIES", 3)
-    play.fingerprint = "0" * 64
-
-    def script(child: ScriptedChild) -> None:
-        child.ready()
-        if child.identity.role == "loader":
-            child.process.end(0)
-
-    play.script = script
-    with pytest.raises(StartFailed, match="removed the store each time"):
-        async with supervisor(NEVER):
-            pass
-    assert [c.identity.role for c in play.children] == ["coordinator", "text", *["loader"] * 3]
-
-
-@pytest.mark.parametrize(
-    ("role", "changed", "line"),
-    [
-        ("loader", {"version": 1}, "the loader has another version of Tandem"),
-        ("coordinator", {"version": 1}, "the coordinator has another version of Tandem"),
-        ("worker", {"fingerprint": "e" * 64}, "the worker 1 has another store"),
-    ],
-)
-async def test_child_of_another_version_or_store_ends_the_start(
-    play: Play, role: str, changed: dict[str, Any], line: str
-) -> None:
-    def script(child: ScriptedChild) -> None:
-        if child.identity.role == role and child.identity.index == (role == "worker"):
-            child.ready(**changed)
-        else:
-            play.begin(child)
-
-    play.script = script
-    with pytest.raises(StartFailed, match=f"^{line}$"):
-        async with supervisor(NEVER):
-            pass
-    assert engines_left() == []
 
 
 # --- a running engine ---------------------------------------------------------------------------------------
