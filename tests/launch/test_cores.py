@@ -228,7 +228,7 @@ def test_one_core_is_left_to_a_coordinator_with_a_gpu(nodes: int, cores: int, th
     beside = here.beside_coordinator(None)
     assert beside.computing == here.computing - 1
     gone = set(here.threads) - set(beside.threads)
-    assert {(thread.node, thread.core) for thread in gone} == {(0, (cores - 1,))}
+    assert {(thread.node, thread.core) for thread in gone} == {(0, cores - 1)}
     assert len(gone) == threads
     used = set().union(*sets(beside.for_workers(beside.default_workers())))
     assert not used & {thread.number for thread in gone}
