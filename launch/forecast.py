@@ -22,7 +22,6 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import ModelShape, PolicyRequest
 from pipeline.replay.machine import Replay
-from pipeline.replay.outcome import PhaseOutcome
 from pipeline.traces.header import Header
 from pipeline.traces.recorder import DEPTH
 from pipeline.traces.steps import TracedStep
@@ -62,7 +61,7 @@ class Sizes:
 
 
 def sizes_of(source: ModelSource, config: EngineConfig, format: FormatName) -> Sizes:
-    """A model's sizes with the config's device and workers. Raises as `needs`."""
+    """Returns a model's sizes with the config's device and workers. Raises as `needs`."""
     known = needs(source, config, format)
     spec, tile_format = known.spec, format_named(format)
     shape = expert_shape(source.config, config.tile, tile_format)
@@ -97,7 +96,7 @@ def sizes_of(source: ModelSource, config: EngineConfig, format: FormatName) -> S
 
 
 def format_bytes(name: str) -> int:
-    """Bytes of a matrix in this format, to compare formats by."""
+    """Returns the bytes of a matrix in this format, to compare formats by."""
     tile_format = format_named(name)
     return tile_format.head_bytes(SIDE, SIDE) + tile_format.tile_bytes(SIDE, SIDE)
 
@@ -164,8 +163,8 @@ class Expected:
 
 
 def by_rates(sizes: Sizes, speeds: Speeds, left_out: float) -> Expected:
-    """The speed after CONTEXT other tokens. `left_out`: the share of an expert's channels that a token leaves
-    out in a floe format."""
+    """Returns the speed after CONTEXT other tokens. `left_out`: the share of an expert's channels that a
+    token leaves out in a floe format."""
     spec, shape, tile_format = sizes.needs.spec, sizes.header.shape, format_named(sizes.format)
     expert = sizes.expert
     if isinstance(tile_format, FloeFormat):
@@ -269,8 +268,9 @@ class Estimate:
 def by_replay(
     setting: Setting, sizes: Sizes, priced: Priced, text: RecordedText, prompt: int, seed: int
 ) -> Estimate:
-    """The speed of a setting on this routing. `prompt`: tokens of the prompt whose first token is timed.
-    Raises PolicyError where the preset lacks an input, TraceError where the routing does, PlanError."""
+    """Returns the speed of a setting on this routing. `prompt`: tokens of the prompt whose first token is
+    timed. Raises PolicyError where the preset lacks an input, TraceError where the routing does,
+    PlanError."""
     machine = Replay(
         *(sizes.header, make_policy(setting.policy, seed), priced.costs, setting.capacity),
         calibration=text.calibration,
@@ -279,7 +279,8 @@ def by_replay(
     )
     for step in text.steps[: text.begin]:
         machine.step(step)
-    before = {phase: _copied(outcome) for phase, outcome in machine.outcome.phases.items()}
+    warm = machine.outcome.prefill
+    machine.start_counting()
     replayed = 0.0
     for step in text.steps[text.begin :]:
         began = time.process_time()
@@ -287,9 +288,8 @@ def by_replay(
         if step.phase == "decode":
             replayed += time.process_time() - began
     outcome = machine.outcome
-    decode, read = (_since(outcome.phases[phase], before[phase]) for phase in ("decode", "prefill"))
-    if not read.rows:  # no prompt among the steps that count
-        read = before["prefill"]
+    decode = outcome.decode
+    read = outcome.prefill if outcome.prefill.rows else warm  # no prompt among the steps that count
     replayed /= max(decode.steps, 1)
     whole = decode.seconds + decode.steps * priced.rest_of(replayed)
     return Estimate(
@@ -306,21 +306,3 @@ def by_replay(
         notes=tuple(outcome.notes),
         replayed=replayed,
     )
-
-
-def _copied(outcome: PhaseOutcome) -> PhaseOutcome:
-    copied = replace(outcome)
-    copied.active, copied.hits = outcome.active.copy(), outcome.hits.copy()
-    return copied
-
-
-def _since(now: PhaseOutcome, then: PhaseOutcome) -> PhaseOutcome:
-    """The difference of the sums."""
-    plain = {
-        name: getattr(now, name) - getattr(then, name)
-        for name, value in vars(then).items()
-        if isinstance(value, int | float) and name != "layers"
-    }
-    difference = replace(now, **plain)
-    difference.active, difference.hits = now.active - then.active, now.hits - then.hits
-    return difference

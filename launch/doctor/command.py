@@ -53,8 +53,7 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
         *machine.processor(cores),
         *machine.kernels(kept, cache),
         *machine.memory(embedded.store),
-        *machine.software(gpu=gpu.has_driver()),
-        *machine.places(cache),
+        *machine.places(),
     ]
     load = os.getloadavg()[0]
     seen, link = await gpu.inspect(measure.example())

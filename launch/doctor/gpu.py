@@ -3,10 +3,11 @@ Every call of the driver is made in a child process with a time limit."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
-from launch.doctor.machine import Finding, installed, pip_install
+from launch.doctor.machine import Finding, pip_install
 from launch.doctor.measure import CHILD, Reads
 from launch.planning import DRIVER_NODES
 from launch.processes.trials import Trial, TrialFailed, trial
@@ -34,8 +35,12 @@ async def inspect(example: Reads) -> tuple[list[Finding], float | None]:
         if failure:
             do = "nvidia-smi\nengines start with --device cpu meanwhile"
             return [Finding("gpu", "problem", f"torch fails: {failure}", ON_CPU, do)], None
-        if not seen["devices"] or installed("cuda-bindings") is None:  # topic `software` has the remedy
+        if not seen["devices"]:
             return [_devices(seen)], None
+        if find_spec("cuda") is None:
+            do = pip_install("'tandem[cuda]'")
+            words = "cuda-bindings is not installed"
+            return [_devices(seen), Finding("gpu", "problem", words, ON_CPU, do)], None
         graph, no_graph = await _tried(child)
         paces, no_copy = await _tried(child)
         handle, no_ipc = await _tried(child)

@@ -1,25 +1,19 @@
-"""What the doctor reads of this machine without measuring: processor, kernels, memory, libraries, folders. A
-file that cannot be read makes its fact unknown, never an error."""
+"""What the doctor reads of this machine without measuring: processor, kernels, memory, folders. A file
+that cannot be read makes its fact unknown, never an error."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import platform
 import resource
 import shlex
 import sys
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import psutil
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
 from launch.processes.cores import Cores
 from launch.processes.trials import choice_of, exchange_of
@@ -29,8 +23,7 @@ from pipeline.calibration.cost_cache import Record as CostRecord
 from pipeline.memory.plan import FREE_BYTES
 from pipeline.models.shapes import short_name
 from protocol.errors import ProtocolError
-from protocol.private_files import make_folders
-from protocol.program import COMMAND, REPAIR
+from protocol.program import COMMAND
 from protocol.sockets import runtime_root
 from shm.cgroup import limits
 from shm.errors import ShmError
@@ -100,7 +93,9 @@ def processor(cores: Cores) -> Iterator[Finding]:
     yield Finding("cpu", "ok", "instruction sets: " + (", ".join(have) or "none that are used"), means)
     yield from _clock(Path("/sys/devices/system/cpu/cpu0/cpufreq"))
     seats = cores.for_workers(cores.default_workers())
-    words = f"{count(len(seats), 'worker')}: on {' | '.join(_spelled(seat.cores) for seat in seats)}"
+    words = (
+        f"{count(len(seats), 'worker')}: on {' | '.join(','.join(map(str, seat.cores)) for seat in seats)}"
+    )
     nodes = f"{count(len(cores.nodes), 'NUMA node')}; " if len(cores.nodes) > 1 else ""
     means = f"{nodes}the coordinator computes on any of these cores while the workers wait"
     yield Finding("threads", "ok", words, means)
@@ -114,15 +109,9 @@ def _clock(folder: Path) -> Iterator[Finding]:
         yield Finding("cpu", "note", f"frequency governor: {governor}", means, do)
 
 
-def _spelled(numbers: Iterable[int]) -> str:
-    """Returns "0-3,8" for 0, 1, 2, 3, 8: the notation of the kernel and taskset."""
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ",".join(str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in spans)
+def pip_install(arguments: str) -> str:
+    """Returns a command that installs into the running environment."""
+    return f"{shlex.quote(sys.executable)} -m pip install {arguments}"
 
 
 # --- kernels and costs --------------------------------------------------------------------------------------
@@ -258,60 +247,12 @@ def capacity(size: int, free: int, needed: int, total: int) -> Finding:
     return Finding("shared memory", "ok", shm, means)
 
 
-# --- software -----------------------------------------------------------------------------------------------
-
-
-def software(gpu: bool) -> list[Finding]:
-    """Compares the versions of Python and of libraries with the required ones. `gpu`: the machine has one,
-    for which optional libraries are needed."""
-    try:
-        metadata = importlib.metadata.metadata("tandem")
-    except importlib.metadata.PackageNotFoundError:
-        return [Finding("software", "note", "Tandem is not installed", "versions cannot be checked", REPAIR)]
-    python, here = metadata["Requires-Python"] or "", platform.python_version()
-    findings = []
-    if not SpecifierSet(python).contains(here):
-        do = "create a new virtual environment with a newer Python"
-        findings.append(Finding("software", "problem", f"Python {here} is not {python}", "", do, True))
-    every = [Requirement(line) for line in metadata.get_all("Requires-Dist") or []]
-    needed = [r for r in every if r.marker is None or r.marker.evaluate({"extra": ""})]
-    cuda = [r for r in every if gpu and r not in needed and r.marker and r.marker.evaluate({"extra": "cuda"})]
-    wrong = [finding for r in [*needed, *cuda] if (finding := judge(r, optional=r in cuda)) is not None]
-    fitting = f"Python {here}, and {len(needed)} libraries in the required versions"
-    return [*findings, *wrong] or [Finding("software", "ok", fitting, "")]
-
-
-def judge(required: Requirement, optional: bool = False) -> Finding | None:
-    """Returns the problem with a library that is missing or of a wrong version. A local build or a
-    pre-release (2.13.0+cpu) counts as its release."""
-    version = installed(required.name)
-    if version is not None and required.specifier.contains(Version(version).base_version):
-        return None
-    wrong = f"{required.name} " + ("is not installed" if version is None else f"{version} does not fit")
-    means = "engines cannot use the GPU without it" if optional else "engines need it"
-    do = pip_install(f'"{required.name}{required.specifier}"')
-    return Finding("software", "problem", wrong, means, do, prevents=not optional)
-
-
-def installed(name: str) -> str | None:
-    """Returns a library's version; None where it is not installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def pip_install(arguments: str) -> str:
-    """Returns a command that installs into the running environment."""
-    return f"{shlex.quote(sys.executable)} -m pip install {arguments}"
-
-
 # --- folders ------------------------------------------------------------------------------------------------
 
 
-def places(cache: Path) -> Iterator[Finding]:
-    """Examines the runtime directory and the disk cache, names running engines, and removes what killed ones
-    left behind, as every start does."""
+def places() -> Iterator[Finding]:
+    """Examines the runtime directory, names running engines, and removes what killed ones left behind, as
+    every start does."""
     try:
         swept = [*sweep(), *sweep_stores(runtime_root())]
         engines = running_engines()
@@ -329,15 +270,6 @@ def places(cache: Path) -> Iterator[Finding]:
         words = f"engine {engine.name} runs: {short_name(engine.model)}, {engine.policy}"
         do = f"{COMMAND} chat --connect {engine.name}\nto stop it: kill {engine.pid}"
         yield Finding("places", "note", words, "it competes for cores and memory: figures are too low", do)
-    try:
-        make_folders(cache)
-        with tempfile.TemporaryFile(dir=cache) as file:
-            file.write(b"\0")
-            file.flush()
-    except OSError as e:
-        means = "engines run without it, but convert a model's experts at every start"
-        do = f"ls -ld {cache}; df -h {cache}"
-        yield Finding("places", "note", f"cache {cache}: {e.strerror}", means, do)
-    else:
-        means = f"it holds experts in the engine's format; `{COMMAND} cache` lists and prunes it"
-        yield Finding("places", "ok", f"runtime directory {runtime_root()}, cache {cache}", means)
+    if not engines:
+        words = f"runtime directory {runtime_root()} is private"
+        yield Finding("places", "ok", words, "no engine is running")

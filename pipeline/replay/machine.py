@@ -78,8 +78,7 @@ class Replay:
         self._last_steps = last_steps or {}
         self._live: set[int] = set()  # sequences that have begun and not ended
         self._choices: dict[int, Routing] = {}  # of the logits of this layer's probes, by identity
-        self._phases: dict[Phase, PhaseOutcome] = {phase: PhaseOutcome(shape.layers) for phase in PHASES}
-        self._counters = self._phases["decode"]
+        self.start_counting()
         self._seconds: dict[int, tuple[float, float, float]] = {}  # by rows: see _tile
         self._host_free = 0.0
         self._sparsity = 0.0 if policy.sparsity.dense else policy.sparsity.share(calibration)
@@ -120,6 +119,13 @@ class Replay:
             self.mover.update()
             self._link.settle()
             self.mover.collect_landings()
+
+    def start_counting(self) -> None:
+        """Begin the sums of the outcome anew."""
+        self._phases: dict[Phase, PhaseOutcome] = {
+            phase: PhaseOutcome(self._shape.layers) for phase in PHASES
+        }
+        self._counters = self._phases["decode"]
 
     def run(self, steps: Iterable[TracedStep]) -> Outcome:
         """Replay all steps. Raises PlanError for decisions that break a policy's contract."""

@@ -138,23 +138,6 @@ async def test_failed_task_cancels_the_block_and_is_raised_from_it() -> None:
     assert await guarded(body) == "first"
 
 
-async def test_block_without_a_failure_ends_its_tasks() -> None:
-    ended = []
-
-    async def beside() -> None:
-        try:
-            await asyncio.sleep(100)
-        finally:
-            ended.append("cancelled")
-
-    async def body(guard: TaskGuard) -> None:
-        guard.keep(beside())
-        await asyncio.sleep(0)
-
-    assert await guarded(body) == "done"
-    assert ended == ["cancelled"]
-
-
 async def test_cancellation_from_outside_wins_over_a_failure() -> None:
     async def both(guard: TaskGuard) -> None:
         task = asyncio.current_task()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -127,30 +127,6 @@ async def test_prompt_that_the_engine_cannot_read_is_not_sent(
     assert engine.sent == []
     engine.welcome = replace(WELCOME, has_tokenizer=False, has_chat_template=False)
     assert await run_on(engine, generating, monkeypatch, "--prompt-tokens", "6") == 0
-
-
-@contextmanager
-def stdin_from(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with open(path) as file:
-        monkeypatch.setattr("sys.stdin", file)
-        yield
-
-
-async def test_prompt_from_stdin_is_read_to_its_end_or_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    numbers = "one\ntwo\nthree\nfour\n"
-    for text, limit, prompt in (
-        (numbers, 100, "one\ntwo\nthree\nfour"),
-        (numbers, 5, "one\ntwo"),
-        ("\n" * 20, 5, "\n" * 5),
-    ):
-        (tmp_path / "in").write_text(text)
-        engine = StandInEngine()
-        monkeypatch.setattr(generating, "MAX_TEXT_BYTES", limit)
-        with stdin_from(tmp_path / "in", monkeypatch):
-            await run_on(engine, generating, monkeypatch, "-")
-        assert engine.sent[0]["prompt"] == prompt
 
 
 async def test_answer_as_json_and_as_text(

@@ -309,19 +309,6 @@ def test_speeds_that_cannot_be_measured_leave_the_plan(
     assert [row["expected"] for row in report["formats"]] == [None] * len(AUTOMATIC)
 
 
-@pytest.mark.usefixtures("known_speeds")
-def test_formats_beside_the_asked_one_are_shown_and_not_chosen(capfd: pytest.CaptureFixture[str]) -> None:
-    report = json.loads(shown(capfd, "--format", "int8", "--json"))
-    assert sorted(row["format"] for row in report["formats"]) == sorted(AUTOMATIC)
-    assert report["chosen"]["format"] == "int8"
-    text = shown(capfd, "--format", "int8")
-    (line,) = [line for line in text.splitlines() if "chosen" in line]
-    heads = next(line for line in text.splitlines() if line.split()[:1] == ["available"]).split()[1:]
-    assert line.split()[heads.index("int8")] == "chosen"
-    assert line.split().count("chosen") == 1
-    assert re.search(r"--format int8 --context \d+ --kv-tokens \d+$", text, re.M)
-
-
 # --- an engine ----------------------------------------------------------------------------------------------
 
 

@@ -96,33 +96,6 @@ async def test_nothing_stays_behind_however_often_the_end_is_cancelled(play: Pla
     assert all(child.process.returncode is not None for child in play.children)
 
 
-@pytest.mark.parametrize(
-    ("workers", "policy", "spawned"),
-    [
-        (0, "all-host", ["coordinator"]),
-        (1, "all-host", ["coordinator", "worker 0"]),
-        (0, "on-demand", ["coordinator", "prefetcher"]),
-    ],
-)
-async def test_only_needed_children_start(
-    play: Play,
-    workers: int,
-    policy: str,
-    spawned: list[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO, "tandem")
-    async with supervisor(NEVER, workers=workers, policy=policy):
-        names = [event.removesuffix(" is spawned") for event in play.events if event.endswith("spawned")]
-        assert [name for name in names if name not in ("loader", "text process")] == spawned
-        assert play.child("coordinator").config["workers"] == [
-            len(cpus.cores) for cpus in (Cores.here().for_workers(workers) if workers else ())
-        ]
-    (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("processes: ")]
-    words = "1 worker" if workers else "which computes experts itself"
-    assert line == f"processes: coordinator, {words}" + ", prefetcher" * ("prefetcher" in spawned)
-
-
 # --- the loader ---------------------------------------------------------------------------------------------
 
 
