@@ -1,4 +1,4 @@
-"""What the doctor reads of this machine without measuring: processor, kernels, memory, folders. A file
+"""Facts of this machine that need no measurement: processor, kernels, memory, folders. A file
 that cannot be read makes its fact unknown, never an error."""
 
 from __future__ import annotations
@@ -93,9 +93,8 @@ def processor(cores: Cores) -> Iterator[Finding]:
     yield Finding("cpu", "ok", "instruction sets: " + (", ".join(have) or "none that are used"), means)
     yield from _clock(Path("/sys/devices/system/cpu/cpu0/cpufreq"))
     seats = cores.for_workers(cores.default_workers())
-    words = (
-        f"{count(len(seats), 'worker')}: on {' | '.join(','.join(map(str, seat.cores)) for seat in seats)}"
-    )
+    sets = " | ".join(",".join(map(str, seat.cores)) for seat in seats)
+    words = f"{count(len(seats), 'worker')}: on {sets}"
     nodes = f"{count(len(cores.nodes), 'NUMA node')}; " if len(cores.nodes) > 1 else ""
     means = f"{nodes}the coordinator computes on any of these cores while the workers wait"
     yield Finding("threads", "ok", words, means)

@@ -24,7 +24,7 @@ from launch.command_line.options import Options
 from launch.connect import connected
 from launch.doctor.machine import Finding
 from launch.errors import LaunchError, system_reason
-from launch.forecast import Speeds, Spread
+from launch.forecast import Speeds
 from launch.processes.cores import Cores
 from launch.processes.trials import TrialFailed, choice_of, kept_or_measured, trial
 from launch.terminal.format import percent, rate
@@ -167,23 +167,19 @@ def _parts(size: int, cores: Sequence[int]) -> list[dict[str, Any]]:
 
 
 async def _readings(configs: list[dict[str, Any]]) -> list[Reading]:
-    """Run these children together: of each kind of work the way with the largest sum of medians."""
-    return [
-        fastest({way: [sum(median(rates[way]) for rates in of_kind)] for way in of_kind[0]})
-        for of_kind in zip(*await run_children(configs), strict=True)
-    ]
-
-
-async def run_children(configs: list[dict[str, Any]]) -> list[list[dict[str, list[float]]]]:
-    """Run these children at the same time: returns for each, and for each kind of its work, the rates of each
-    way. Raises TrialFailed."""
+    """Run these children at the same time: returns for each kind of work the way with the largest sum of
+    medians. Raises TrialFailed."""
     async with AsyncExitStack() as stack:
         children = [await stack.enter_async_context(trial(CHILD, c, (c["fd"],))) for c in configs]
         for child in children:
             await child.result(LIMIT)
         for child in children:
             await child.go()
-        return [await child.result(LIMIT) for child in children]
+        results = [await child.result(LIMIT) for child in children]
+    return [
+        fastest({way: [sum(median(rates[way]) for rates in of_kind)] for way in of_kind[0]})
+        for of_kind in zip(*results, strict=True)
+    ]
 
 
 @contextmanager
@@ -298,15 +294,16 @@ async def measure_speeds(
     with _buffer() as (fd, size):
         base: dict[str, Any] = {"what": "kernels", "fd": fd, "size": size, "seconds": SECONDS}
         base |= {"kernels": kernels.to_map(), "left_out": left_out(asked), "experts": kinds}
-        together = zip(*await run_children([base | part for part in _parts(size, cores)]), strict=True)
-        reads, *spreads = [Spread.of([rates[""] for rates in of_kind]) for of_kind in together]
+        reads, *paces = [
+            reading.rate for reading in await _readings([base | part for part in _parts(size, cores)])
+        ]
     proof = await prove(options, interrupts, "cpu")
     if proof.failure:
         raise TrialFailed(proof.failure)
     small = embedded()
-    layer = max(0.0, 1 / proof.rate - small.token / reads.usual) / small.layers
-    memory = max(spread.fast for spread in (reads, *spreads))
-    return Speeds(memory, dict(zip(names, spreads, strict=False)), spreads[-1], layer, load, len(cores))
+    layer = max(0.0, 1 / proof.rate - small.token / reads) / small.layers
+    experts = dict(zip(names, paces, strict=False))
+    return Speeds(max(reads, *paces), experts, paces[-1], layer, load, len(cores))
 
 
 def left_out(asked: EngineConfig) -> float:
@@ -321,10 +318,10 @@ def left_out(asked: EngineConfig) -> float:
 
 def explain_speeds(names: Sequence[FormatName], speeds: Speeds) -> list[str]:
     """Tells how expected speeds were measured, in lines."""
-    reached = ", ".join(f"{name} {percent(speeds.experts[name].usual / speeds.memory)}" for name in names)
+    reached = ", ".join(f"{name} {percent(speeds.experts[name] / speeds.memory)}" for name in names)
     return [
         *(f"{finding.found}; {finding.means}" for finding in busy(speeds.load, speeds.cores)),
         f"Measured here just now: all cores read up to {rate(speeds.memory)}; the expert kernels reach"
-        f" {reached} of that, the backbone {percent(speeds.backbone.usual / speeds.memory)}; the rest of a"
+        f" {reached} of that, the backbone {percent(speeds.backbone / speeds.memory)}; the rest of a"
         f" layer takes {1e3 * speeds.layer:.2g} ms.",
     ]

@@ -136,7 +136,7 @@ class ModelPlan:
         if forecasts:  # also of a format that is too large
             expected = [forecasts[name] for name in self.formats]
             yield "tok/s, about", "", alike([each.usual for each in expected])
-            slow, fast = alike([each.slow for each in expected]), alike([each.fast for each in expected])
+            slow, fast = (alike(speeds) for speeds in zip(*(each.range for each in expected), strict=True))
             yield "  range", "", list(map("{}-{}".format, slow, fast))
             yield "  memory's limit", "", alike([each.limit for each in expected])
 

@@ -66,7 +66,7 @@ class Cores:
 
     @property
     def computing(self) -> int:
-        """How many threads can compute at once without sharing a core or exceeding the quota."""
+        """Counts the threads that can compute at once without sharing a core or exceeding the quota."""
         return len(self._units(1))
 
     def default_workers(self) -> int:

@@ -36,9 +36,8 @@ COUNTED = ("coordinator", "worker", "prefetcher")  # roles with a line in the co
 
 @dataclass(frozen=True)
 class Limits:
-    """How long the supervisor waits for its children, and how often it restarts them: in seconds, or in
-    checks in a row, one every `check_interval`, so that only time counts in which the supervisor itself was
-    running."""
+    """Limits of the supervisor's waits for its children, and of their restarts: in seconds, or in checks in
+    a row, one every `check_interval`, so that only time counts in which the supervisor itself was running."""
 
     loader_silence: float = 300.0  # without a message; a cold disk may take long for the first bytes
     ready: float = 300.0  # of coordinator, workers and prefetcher: backbone read, costs measured

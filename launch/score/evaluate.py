@@ -99,7 +99,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How many of n items were answered right."""
+    """The numbers of items, and of those that were answered right."""
 
     items: int
     right: int
