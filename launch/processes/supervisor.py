@@ -14,7 +14,7 @@ import asyncio
 import logging
 import os
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from launch.processes.children import Child, ProcessGroup, TaskGuard, title, to_
 from launch.processes.cores import Cores, CpuSet
 from launch.processes.monitor import Limits, ProcessMonitor, ProcessSlot
 from launch.processes.trials import choice_of, exchange_of, kept_or_measured
-from launch.runtime import INFO, EngineInfo, RuntimeDir, sweep
+from launch.runtime import EngineInfo, RuntimeDir, sweep
 from launch.terminal.format import count
 from launch.terminal.log import child_level, notice
 from launch.terminal.progress import ProgressDisplay
@@ -326,17 +326,15 @@ class Supervisor:
 
     async def _watch_files(self) -> None:
         """Raises EngineFailed where the engine's directory is gone, as after a logout: no client can reach
-        the engine any more. A removed engine.json is written again."""
+        the engine any more."""
         runtime = self._configs.runtime
-        while runtime.intact:
-            if not (runtime.path / INFO).exists():
-                with suppress(OSError):
-                    self._publish()
+        while True:
             await asyncio.sleep(FILES_SECONDS)
-        raise EngineFailed(
-            f"another program has removed {runtime.path}, so no client can connect: the engine has been"
-            " stopped (systemd-logind does that at a logout; loginctl enable-linger prevents it)"
-        )
+            if not runtime.intact:
+                raise EngineFailed(
+                    f"another program has removed {runtime.path}, so no client can connect: the engine has"
+                    " been stopped (systemd-logind does that at a logout; loginctl enable-linger prevents it)"
+                )
 
     # --- children's messages and exits -------------------------------------------------------------------
 

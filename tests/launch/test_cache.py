@@ -16,10 +16,8 @@ from typing import Any
 import pytest
 from engines import LAUNCH, run, store_of
 
-from launch.cache import command
 from launch.cache.command import DAY, cache_use, full_disk_line, remove, select, table
 from launch.cache.entries import Entry, scan
-from launch.cli import main
 from launch.command_line.options import parse
 from pipeline.calibration import cost_cache
 from pipeline.checkpoint.open import open_model
@@ -110,39 +108,7 @@ def test_age_and_size_select_what_is_removed(
     assert select(entries, days, size) == (removed, in_use)
 
 
-def test_entry_that_an_engine_uses_by_now_is_kept(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_file(folder / STORE / "store.bin", 2000, 40)
-    make_file(folder / BACKBONE / "backbone.bin", 1000, 40)
-    monkeypatch.setattr(command, "remove", lambda one: one.kind != "store")
-    assert main(["cache", "--prune", "--to", "0"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("kept: store of mixtral in int4, 2.0 kB, used 40 days ago: in use by an engine\n") == 1
-    assert "removed 1 of 2, 1.0 kB; 2.0 kB stay on disk\n" in out
-    assert "that is more than --to 0 B: the rest is in use or unknown\n" in out
-
-
 # --- files --------------------------------------------------------------------------------------------------
-
-
-def test_list_names_kind_model_format_size_and_last_use(folder: Path) -> None:
-    make_file(folder / STORE / "store.bin", 3_100_000, 40)
-    make_file(folder / BACKBONE / "backbone.bin", 25_000, 2)
-    found = disk(run_json())
-    assert [(e["kind"], e["model"], e["format"], e["bytes"]) for e in found] == [
-        ("store", "mixtral", "int4", 3_100_000),
-        ("backbone", "mixtral", "int4", 25_000),
-    ]
-    assert [round((time.time() - e["last_use"]) / DAY) for e in found] == [40, 2]
-    code, out = run_cache()
-    assert code == 0
-    assert [line.split() for line in out.splitlines() if line.startswith(("store", "backbone"))] == [
-        ["store", "mixtral", "int4", "40", "days", "ago", "3.1", "MB"],
-        ["backbone", "mixtral", "int4", "2", "days", "ago", "25.0", "kB"],
-    ]
-    assert f"{folder}: 3.1 MB in 2 entries, " in out
-    assert "\x1b" not in out
 
 
 def test_unknown_files_are_listed_and_stay(folder: Path) -> None:

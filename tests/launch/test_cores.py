@@ -104,10 +104,6 @@ def test_second_hardware_threads_are_used_only_by_additional_workers() -> None:
     assert sets(Cores(only(cores.threads, {4, 5, 1})).for_workers(2)) == [{4}, {1}]  # 1 and 5 are one core
 
 
-def test_more_workers_than_threads_share() -> None:
-    assert sets(Cores(machine(1, 2)).for_workers(3)) == [{0}, {1}, {0}]
-
-
 def test_each_worker_has_its_cores_on_one_node() -> None:
     cores = Cores(machine(2, 4))
     assert cores.nodes == (0, 1)
@@ -234,11 +230,6 @@ def test_one_core_is_left_to_a_coordinator_with_a_gpu(nodes: int, cores: int, th
     assert not used & {thread.number for thread in gone}
     assert here.beside_coordinator(here.computing) is here  # all were asked for
     assert here.beside_coordinator(here.computing - 1) == beside
-
-
-def test_few_cores_are_all_the_workers() -> None:
-    here = Cores(machine(1, 3))
-    assert here.beside_coordinator(None) is here
 
 
 TWO_NODES = Cores(tuple(Thread(number // 2, number, number) for number in range(4)))

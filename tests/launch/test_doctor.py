@@ -319,12 +319,6 @@ async def test_gpu_is_examined_by_a_child(
     assert not any(f.prevents for f in findings)  # engines run on the CPU
 
 
-async def test_machine_without_a_driver_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "has_driver", lambda: False)
-    (finding,), pace = await gpu.inspect(READS)
-    assert (finding.level, pace) == ("note", None)
-
-
 async def test_torch_of_this_machine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "has_driver", lambda: True)
     findings, pace = await gpu.inspect(READS)

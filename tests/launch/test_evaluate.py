@@ -23,7 +23,6 @@ from launch.score import evaluate
 from launch.score.evaluate import read_items
 from launch.terminal.interrupts import Interrupts
 from pipeline.assets import items, model_dir
-from protocol.errors import RequestFailed
 from protocol.messages import PolicyChanged, Scores
 
 NONE = tuple(np.zeros((0, 0), kind) for kind in ("float32", "int32", "float32"))  # of a block of scores
@@ -186,14 +185,6 @@ async def test_choices_that_join_the_contexts_last_token_are_compared_with_it(
     await evaluated(path)
     (found,) = json.loads(capsys.readouterr().out)["policies"]
     assert (found["answers"], found["accuracy"]) == ([1], 1)
-
-
-async def test_a_choice_without_a_token_is_refused_with_its_line(
-    scoring: ScoringEngine, tmp_path: Path
-) -> None:
-    path = written(tmp_path, {"context": "x y", "choices": [" ", " c"], "answer": 0})
-    with pytest.raises(RequestFailed, match="line 1: its choices do not begin with a token of their own"):
-        await evaluated(path)
 
 
 async def test_a_running_engine_has_its_policy_again(scoring: ScoringEngine, tmp_path: Path) -> None:

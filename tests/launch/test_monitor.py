@@ -17,7 +17,7 @@ from launch.processes import children
 from launch.processes.children import Child, terminate
 from launch.processes.monitor import Limits
 from launch.processes.supervisor import Supervisor
-from protocol.messages import Failed, Heartbeat, Hung, WorkerDied, WorkerUp
+from protocol.messages import VERSION, Failed, Heartbeat, Hung, WorkerDied, WorkerUp
 from protocol.sockets import Identity
 from shm.control import IDLE, ControlLine
 
@@ -68,15 +68,22 @@ async def test_coordinator_learns_of_an_exit_and_its_work_before_the_restart(
         assert "the worker 1 is up again after " in caplog.text
 
 
-async def test_messages_about_an_earlier_incarnation_change_nothing(play: Play) -> None:
+async def test_messages_of_and_about_an_earlier_incarnation_and_malformed_ones_change_nothing(
+    play: Play, caplog: pytest.LogCaptureFixture
+) -> None:
     async with supervisor(NEVER):
-        coordinator = play.child("coordinator")
-        play.child("worker").process.end(KILLED)
+        coordinator, first = play.child("coordinator"), play.child("worker")
+        first.process.end(KILLED)
         second = await play.spawned("worker", 0, 1)
+        first.send(Failed("worker", "late", True))
+        first._socket.send_multipart([b"?"])  # type: ignore[union-attr]
+        coordinator._socket.send_multipart([bytes([32, VERSION]), b"\xc1"])  # type: ignore[union-attr]
         coordinator.send(Hung("worker", 0, 0), WorkerUp("worker", 0, 0), Hung("worker", 7, 0))
         coordinator.send(WorkerUp("worker", 1, 0))
         await until(lambda: play.child("worker", 1).child.up)
         assert (second.child.up, second.child.hung, second.process.signals) == (False, None, [])
+        assert not second.child.failed.done()
+        assert "dropped a malformed message on the control socket" in caplog.text
         coordinator.send(Hung("worker", 0, 1))
         await play.spawned("worker", 0, 2)
         assert second.child.exit_reason(KILLED) == "the worker 0 made no progress and was killed"

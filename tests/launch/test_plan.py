@@ -159,18 +159,6 @@ def test_each_choice_other_than_the_default_has_a_reason() -> None:
     assert "it needs 25.37 GB of /dev/shm" in refusal(source, there, [needed])
 
 
-def test_a_tile_leaves_only_formats_that_have_it() -> None:
-    model = Path("shape:mixtral-8x7b")
-    plan, _ = make_plan(model, now(Machine(40 * GB, 39 * GB), model=model, tile=64))
-    assert plan.needs.format == "int4"  # in groups of 64; the others have groups of 128
-    with pytest.raises(UsageError, match=r"with --format bf16 it .* even int4 would need "):
-        make_plan(model, now(Machine(20 * GB, 20 * GB), model=model, tile=64, format="bf16"))
-    with pytest.raises(UsageError, match="even with --format int4 it needs"):
-        make_plan(model, now(Machine(30 * GB, 30 * GB), model=model, tile=64))
-    with pytest.raises(UsageError, match="--tile 96: --format int4 has tiles of whole groups of 64"):
-        make_plan(model, now(Machine(30 * GB, 30 * GB), model=model, tile=96, format="int4"))
-
-
 def test_format_of_the_embedded_model_does_not_depend_on_memory() -> None:
     assert formats(EngineConfig()) == ("bf16",)
     assert formats(EngineConfig(model=Path("m"))) == AUTOMATIC
@@ -267,29 +255,6 @@ SHAPE = Path("shape:mixtral-8x7b/2")
 def shown(capfd: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
     assert main(["doctor", "--model", str(SHAPE), "--device", "cpu", *words]) == code
     return capfd.readouterr().out
-
-
-@pytest.mark.usefixtures("known_speeds")
-def test_expected_speeds_are_beside_their_formats(capfd: pytest.CaptureFixture[str]) -> None:
-    report = json.loads(shown(capfd, "--json"))
-    text = shown(capfd)
-    rates = [row["expected"]["tok_s"] for row in report["formats"]]
-    assert rates == sorted(rates)
-    rows = {
-        line.strip().split("  ")[0]: line.split()
-        for line in text.splitlines()
-        if line.startswith(("tok/s, about", "  range", "  memory's limit", "context (tokens)"))
-    }
-    assert [float(cell) for cell in rows["tok/s, about"][2:]] == pytest.approx(rates, rel=0.05)
-    limits = [row["expected"]["memory_limit_tok_s"] for row in report["formats"]]
-    assert [float(cell) for cell in rows["memory's limit"][2:]] == pytest.approx(limits, rel=0.05)
-    ranges = [tuple(map(float, cell.split("-"))) for cell in rows["range"][1:]]
-    assert ranges == [pytest.approx(row["expected"]["tok_s_range"], rel=0.05) for row in report["formats"]]
-    assert rows["context (tokens)"][2:] == [str(row["context"]) for row in report["formats"]]
-    assert report["speeds"]["cores"] == 2
-    assert (report["device"], report["policy"], report["model"]) == ("cpu", "all-host", str(SHAPE))
-    assert "with --device cpu --policy all-host" in text
-    assert "2 layers with 8 experts, 2 active per token; context of up to 32768 tokens" in text
 
 
 def test_speeds_that_cannot_be_measured_leave_the_plan(

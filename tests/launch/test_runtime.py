@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -100,18 +101,6 @@ def test_an_engine_is_found_once_it_is_ready(claimed: RuntimeDir) -> None:
     assert find_engine("rt-test") == info
     with pytest.raises(WrongUsage, match=r"other.*running: rt-test"):
         find_engine("other")
-
-
-def test_two_engines_require_a_name(claimed: RuntimeDir) -> None:
-    publish(claimed)
-    second = RuntimeDir.claim("rt-second")
-    try:
-        info = publish(second)
-        with pytest.raises(WrongUsage, match=r"rt-second \(m\), rt-test \(m\)"):
-            find_engine(None)
-        assert find_engine("rt-second") == info
-    finally:
-        second.remove()
 
 
 def test_engine_of_another_version_is_listed_and_refused(claimed: RuntimeDir) -> None:
@@ -221,3 +210,28 @@ def test_segments_of_engines_with_similar_names_are_kept_apart(other: str) -> No
     finally:
         for path in paths:
             path.unlink(missing_ok=True)
+
+
+def test_directory_of_another_engine_with_the_same_name_is_left_alone() -> None:
+    first = RuntimeDir.claim("rt-removed")
+    shutil.rmtree(first.path)
+    assert not first.intact
+    second = RuntimeDir.claim("rt-removed")
+    segment = Path("/dev/shm" + engine_prefix(second.path) + "control-0")
+    segment.touch()
+    first.remove()
+    assert second.intact
+    assert segment.exists()
+    second.remove()
+    assert not segment.exists()
+
+
+def test_directory_is_locked_against_systemd_tmpfiles() -> None:
+    """It skips a directory on which it gets no exclusive lock."""
+    claimed = RuntimeDir.claim("rt-locked")
+    folder = os.open(claimed.path, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    claimed.remove()
+    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(folder)

@@ -240,25 +240,3 @@ async def test_restarted_coordinator_has_the_policy_that_was_set_last(
         await until(lambda: engine.config.policy == "all-host")
         second.process.end(KILLED)
         assert (await play.spawned("coordinator", 0, 2)).config["slab"] is False
-
-
-async def test_messages_of_earlier_incarnations_and_malformed_ones_are_dropped(
-    play: Play, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with supervisor(NEVER) as engine:
-        first, coordinator = play.child("worker"), play.child("coordinator")
-        first.process.end(KILLED)
-        second = await play.spawned("worker", 0, 1)
-        first.send(Failed("worker", "late", True))
-        first._socket.send_multipart([b"?"])  # type: ignore[union-attr]
-        coordinator._socket.send_multipart([bytes([32, VERSION]), b"\xc1"])  # type: ignore[union-attr]
-        before = coordinator.child.last_message
-        coordinator.send(WorkerUp("worker", 0, 1))
-        await until(lambda: second.child.up)
-        assert coordinator.child.last_message > before
-        assert not second.child.failed.done()
-        assert caplog.text.count("dropped a malformed message on the control socket") >= 1
-        assert engine.pids.keys() == {
-            Identity(*who)
-            for who in (("coordinator", 0, 0), ("worker", 0, 1), ("worker", 1, 0), ("text", 0, 0))
-        }
