@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from statistics import median
 from typing import Any
 
@@ -209,28 +209,15 @@ def _buffer() -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Proof:
-    """The outcome of a trial run of an engine; `failure`: its error in one line, or ""."""
+    """The outcome of a trial run of an engine: its figures for JSON, or its error in one line. `start_s`:
+    until it accepted clients, including a first import of torch; `idle_shares`: of decode."""
 
     device: str
+    figures: Mapping[str, Any]
     failure: str = ""
-    start: float = 0.0  # seconds until it accepted clients, including a first import of torch
-    tokens: int = 0
-    first: float = 0.0  # seconds to the first token
-    rate: float = 0.0  # tokens a second after it
-    policy: str = ""
-    idle: Mapping[str, float] = field(default_factory=dict)  # shares of decode, as of PhaseProfile
 
     def to_map(self) -> dict[str, Any]:
-        if self.failure:
-            return {"failure": self.failure}
-        return {
-            "start_s": self.start,
-            "first_token_s": self.first,
-            "decode_tok_s": self.rate,
-            "tokens": self.tokens,
-            "policy": self.policy,
-            "idle_shares": dict(self.idle),
-        }
+        return {"failure": self.failure} if self.failure else dict(self.figures)
 
     def explain(self) -> Finding:
         """Tells how the engine did, and what waited while it decoded."""
@@ -241,13 +228,11 @@ class Proof:
             words = f"the engine failed{where}: {self.failure}"
             return Finding("engine", "problem", words, means, do, prevents=True)
         words = (
-            f"an engine started in {self.start:.1f} s and generated {self.tokens} tokens at"
-            f" {self.rate:,.0f} tok/s ({self.policy})"
+            "an engine started in {start_s:.1f} s and generated {tokens} tokens at {decode_tok_s:,.0f} tok/s"
+            " ({policy})".format_map(self.figures)
         )
-        means = (
-            "the embedded model is so small that the overhead of a step exceeds the reading of its experts"
-        )
-        idle = ", ".join(f"{name} {percent(share)}" for name, share in self.idle.items())
+        means = "the embedded model is so small that a step's overhead exceeds the reading of its experts"
+        idle = ", ".join(f"{name} {percent(share)}" for name, share in self.figures["idle_shares"].items())
         return Finding("engine", "ok", words, means + f"\nidle while it decoded: {idle}" * bool(idle))
 
 
@@ -266,16 +251,24 @@ async def prove(options: Options, interrupts: Interrupts, device: str) -> Proof:
                 result = await client.generate(prompt=PROMPT, max_tokens=TOKENS, ignore_eos=True).result()
             stats, policy = result.done.stats, client.welcome.policy
     except TimeoutError:
-        return Proof(device, f"no answer within {ANSWER_LIMIT:g} s")
+        return Proof(device, {}, f"no answer within {ANSWER_LIMIT:g} s")
     except OSError as e:
-        return Proof(device, system_reason(e))
+        return Proof(device, {}, system_reason(e))
     except (LaunchError, PipelineError, ProtocolError, ShmError) as e:
-        return Proof(device, str(e))
+        return Proof(device, {}, str(e))
     finally:
         log.setLevel(before)
-    first, pace = (float(stats.get(key, 0.0)) for key in ("first_token_s", "decode_tok_s"))
-    idle = PhaseProfile(stats["engine"]["decode"], 0).idle
-    return Proof(device, "", start, len(result.tokens), first, pace, policy, idle)
+    return Proof(
+        device,
+        {
+            "start_s": start,
+            "first_token_s": stats.get("first_token_s", 0.0),
+            "decode_tok_s": stats.get("decode_tok_s", 0.0),
+            "tokens": len(result.tokens),
+            "policy": policy,
+            "idle_shares": dict(PhaseProfile(stats["engine"]["decode"], 0).idle),
+        },
+    )
 
 
 # --- a model that need not be there -------------------------------------------------------------------------
@@ -301,7 +294,7 @@ async def measure_speeds(
     if proof.failure:
         raise TrialFailed(proof.failure)
     small = embedded()
-    layer = max(0.0, 1 / proof.rate - small.token / reads) / small.layers
+    layer = max(0.0, 1 / proof.figures["decode_tok_s"] - small.token / reads) / small.layers
     experts = dict(zip(names, paces, strict=False))
     return Speeds(max(reads, *paces), experts, paces[-1], layer, load, len(cores))
 

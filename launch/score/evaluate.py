@@ -22,7 +22,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 from math import fsum, isnan, sqrt
 from pathlib import Path
@@ -98,43 +97,21 @@ class Answers:
     per_byte: Sequence[int]
 
 
-@dataclass(frozen=True)
-class Accuracy:
-    """The numbers of items, and of those that were answered right."""
-
-    items: int
-    right: int
-    right_per_byte: int
-
-    @classmethod
-    def of(cls, items: Sequence[Item], answers: Answers, kind: str | None = None) -> Accuracy:
-        """Count the items of this kind, or all."""
-        wanted = [i for i, item in enumerate(items) if kind is None or item.kind == kind]
-        right = [
-            sum(given[i] == items[i].answer for i in wanted) for given in (answers.chosen, answers.per_byte)
-        ]
-        return cls(len(wanted), *right)
-
-    @property
-    def share(self) -> float:
-        return self.right / self.items
-
-    @property
-    def share_per_byte(self) -> float:
-        return self.right_per_byte / self.items
-
-    @property
-    def error(self) -> float:
-        """The standard error of `share`."""
-        return sqrt(self.share * (1 - self.share) / self.items)
-
-    def to_map(self) -> dict[str, Any]:
-        return {
-            "items": self.items,
-            "accuracy": self.share,
-            "standard_error": self.error,
-            "accuracy_per_byte": self.share_per_byte,
-        }
+def accuracy(items: Sequence[Item], answers: Answers, kind: str | None = None) -> dict[str, float]:
+    """Returns the shares of items of this kind, or of all, that were answered right, and the standard error
+    of the first."""
+    wanted = [i for i, item in enumerate(items) if kind is None or item.kind == kind]
+    number = len(wanted)
+    share, per_byte = (
+        sum(given[i] == items[i].answer for i in wanted) / number
+        for given in (answers.chosen, answers.per_byte)
+    )
+    return {
+        "items": number,
+        "accuracy": share,
+        "standard_error": sqrt(share * (1 - share) / number),
+        "accuracy_per_byte": per_byte,
+    }
 
 
 async def evaluate(options: Options, interrupts: Interrupts) -> int:
@@ -254,10 +231,6 @@ async def _scores(client: Client, item: Item) -> list[float]:
     return scores
 
 
-def _share(items: Sequence[Item], answers: Answers, kind: str) -> float:
-    return Accuracy.of(items, answers, kind).share
-
-
 def _kinds(items: Sequence[Item]) -> list[str]:
     return list(dict.fromkeys(item.kind for item in items if item.kind))
 
@@ -272,10 +245,10 @@ def _to_json(model: str, path: Path, items: Sequence[Item], results: Sequence[An
                 "name": answers.policy.name,
                 "options": answers.policy.options,
                 "exact": answers.exact,
-                **Accuracy.of(items, answers).to_map(),
+                **accuracy(items, answers),
                 "changed": _changed(first, answers),
                 "answers": list(answers.chosen),
-                "kinds": {kind: Accuracy.of(items, answers, kind).to_map() for kind in _kinds(items)},
+                "kinds": {kind: accuracy(items, answers, kind) for kind in _kinds(items)},
             }
             for answers in results
         ],
@@ -283,7 +256,7 @@ def _to_json(model: str, path: Path, items: Sequence[Item], results: Sequence[An
 
 
 def _changed(first: Answers, answers: Answers) -> int:
-    """Items that the first policy's model answers differently."""
+    """Counts the items that the first policy's model answers differently."""
     return sum(a != b for a, b in zip(first.chosen, answers.chosen, strict=True))
 
 
@@ -291,25 +264,29 @@ def _report(
     model: str, path: Path, items: Sequence[Item], results: Sequence[Answers]
 ) -> Iterator[RenderableType]:
     several = len(results) > 1
-    every = {answers.policy.label: Accuracy.of(items, answers) for answers in results}
 
-    def of(figure: Callable[[Accuracy], float]) -> Callable[[Answers], float]:
-        return lambda answers: figure(every[answers.policy.label])
+    def of(figure: str) -> Callable[[Answers], float]:
+        return lambda answers: accuracy(items, answers)[figure]
+
+    def by_kind(answers: Answers) -> Column[str]:
+        return Column(
+            answers.policy.label, lambda kind: accuracy(items, answers, kind)["accuracy"], each(percent)
+        )
 
     shares = each(lambda share: percent(share, 1))
     columns = [
         Column[Answers]("policy", lambda answers: policy_name(answers.policy, answers.exact), text=True),
-        Column[Answers]("right", of(lambda accuracy: accuracy.share), shares),
-        Column[Answers]("+-", of(lambda accuracy: accuracy.error), shares),
-        Column[Answers]("per byte", of(lambda accuracy: accuracy.share_per_byte), shares),
+        Column[Answers]("right", of("accuracy"), shares),
+        Column[Answers]("+-", of("standard_error"), shares),
+        Column[Answers]("per byte", of("accuracy_per_byte"), shares),
         Column[Answers](
             "changed", lambda answers: _changed(results[0], answers) if several else None, optional=True
         ),
     ]
     yield from (Table(columns, results), "")
     if kinds := _kinds(items):
-        by_kind = [Column[str](of.policy.label, partial(_share, items, of), each(percent)) for of in results]
-        yield from (Table([Column[str]("right, by kind", str, text=True), *by_kind], kinds), "")
+        title = Column[str]("right, by kind", str, text=True)
+        yield from (Table([title, *map(by_kind, results)], kinds), "")
     chance = sum(1 / len(item.choices) for item in items) / len(items)
     yield f"{model_name(model)}, {count(len(items), 'item')} of {path.name}; by chance {percent(chance)}"
     yield "+-: the standard error; per byte: choices compared by their log-probability a byte"

@@ -108,7 +108,8 @@ async def test_verdict_follows_from_findings_and_from_engines(
 
     async def prove(options: object, interrupts: object, device: str) -> Proof:
         tried.append(device)
-        return Proof(device, f"broken {device}" * (device in failed), 1.0, 32, 0.1, 50.0, "lru")
+        figures = {"start_s": 1.0, "tokens": 32, "decode_tok_s": 50.0, "policy": "lru", "idle_shares": {}}
+        return Proof(device, figures, f"broken {device}" * (device in failed))
 
     monkeypatch.setattr(gpu, "inspect", inspect)
     monkeypatch.setattr(gpu, "has_driver", lambda: driver)
