@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 
 from launch.errors import StartFailed, system_reason
-from pipeline.rate_limit import SparseLog
+from pipeline.fairness import SparseLog
 from pipeline.text.tokenizer import LOAD_FAILURES
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage

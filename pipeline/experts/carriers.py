@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from pipeline.arrays import FloatArray
 from pipeline.device import Device, Fence
 from pipeline.experts.peers import SLICE_MS, ChildServerSocket
-from pipeline.rate_limit import SparseLog
+from pipeline.fairness import SparseLog
 from protocol.messages import Abandon, AttachLane, Partial, Ready, Work, WorkerDied
 from shm.descriptor import GENERATION, Descriptor, head_of
 from shm.doorbell import Library

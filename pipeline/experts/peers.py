@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 
 from pipeline.errors import PeerLost
-from pipeline.rate_limit import SparseLog
+from pipeline.fairness import SparseLog
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
 from protocol.messages import HEADER_LIMIT, VERSION, Hung, Ready, WorkerDied, WorkerUp

@@ -1,5 +1,5 @@
 """Builds an engine inside the coordinator: model, device, sockets, store, backbone, expert pool, KV cache.
-Device memory is opened by the first policy that needs it (`device_memory.py`)."""
+Device memory is opened by the first policy that needs it (`policy_switch.py`)."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from pipeline.serving.engine_inbox import EngineEvent, EngineInbox, EngineMessag
 from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.engine_service import EngineService
 from pipeline.serving.policy_switch import PolicySwitch
-from pipeline.serving.text_messages import TextMessages, with_ids
+from pipeline.serving.text_queue import TextMessages, with_ids
 from pipeline.text.detokenizer import DECODER
 from pipeline.text.process import encoded
 from pipeline.text.tokenizer import Tokenizer, has_tokenizer
