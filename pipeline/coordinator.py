@@ -16,7 +16,7 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from pipeline.coordinator_config import CoordinatorConfig
+from pipeline.config import CoordinatorConfig
 from pipeline.errors import PipelineError, UsageError
 from pipeline.experts.peers import ExitEvents
 from pipeline.serving.clients import Clients

@@ -18,8 +18,7 @@ from mover_parts import random_store
 
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.checkpoint.open import open_model
-from pipeline.config import ResolvedConfig
-from pipeline.coordinator_config import CoordinatorConfig
+from pipeline.config import CoordinatorConfig, ResolvedConfig
 from pipeline.experts.peers import ExitEvents
 from pipeline.models.registry import expert_shape
 from pipeline.serving.engine_inbox import EngineEvent, EngineInbox, EngineMessage, ToClients
