@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from launch.bench.profile import PhaseProfile
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import EngineConfig, FormatName
+from pipeline.counters import difference
 from pipeline.memory.needs import Needs, backbone_tensors, needs, plain_bytes, quantized_bytes
 from pipeline.models.registry import expert_shape
 from pipeline.policies.calibration import Calibration
@@ -260,17 +262,18 @@ def by_replay(
     )
     for step in text.steps[: text.begin]:
         machine.step(step)
-    warm = machine.outcome.prefill
-    machine.start_counting()
+    before = machine.outcome.counters.snapshot()
     replayed = 0.0
     for step in text.steps[text.begin :]:
         began = time.process_time()
         machine.step(step)
         if step.phase == "decode":
             replayed += time.process_time() - began
-    outcome = machine.outcome
-    decode = outcome.decode
-    read = outcome.prefill if outcome.prefill.rows else warm  # no prompt among the steps that count
+    outcome, size = machine.outcome, sizes.header.tile_bytes
+    counted = difference(outcome.counters.snapshot(), before)
+    decode, read = PhaseProfile(counted["decode"], size), PhaseProfile(counted["prefill"], size)
+    if not read.rows:  # no prompt among the steps that count
+        read = PhaseProfile(before["prefill"], size)
     replayed /= max(decode.steps, 1)
     whole = decode.seconds + decode.steps * priced.rest_of(replayed)
     return Estimate(
@@ -278,12 +281,12 @@ def by_replay(
         exact=outcome.exact,
         tok_s=decode.rows / whole,
         first_token_s=(read.seconds + read.steps * priced.rest) * prompt / read.rows if read.rows else None,
-        hit_rate=decode.hit_rate,
+        hit_rate=decode.hit_rate or 0.0,
         host_share=decode.host_share,
-        moved=decode.moved * sizes.header.tile_bytes / max(decode.rows, 1),
-        wait_link=decode.wait_link / whole,
-        wait_host=decode.wait_host / whole,
-        fidelity={} if outcome.exact else decode.shares(),
+        moved=decode.copied / max(decode.rows, 1),
+        wait_link=decode.causes["link"] / whole,
+        wait_host=decode.causes["workers"] / whole,
+        fidelity={} if outcome.exact else decode.fidelity,
         notes=tuple(outcome.notes),
         replayed=replayed,
     )

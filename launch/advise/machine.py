@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launch.bench.prompts import make_prompts, read_other_texts
-from launch.bench.run import warm_up
+from launch.bench.measure import make_prompts, read_other_texts, warm_up
 from launch.command_line.options import Options
 from launch.connect import connected
 from launch.errors import WrongUsage

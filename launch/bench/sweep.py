@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from rich.console import RenderableType
 
 from launch.bench.command import check, compare, session
-from launch.bench.figures import SWEPT, Figures, show_tables
 from launch.bench.plan import WARM_UP_NEW, WARM_UP_PROMPT, BenchPlan
+from launch.bench.report import SWEPT, Figures, show_tables
 from launch.command_line.options import Options
 from launch.command_line.sweep import SETTINGS, Axis, axes
 from launch.errors import WrongUsage

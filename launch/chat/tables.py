@@ -166,7 +166,7 @@ def _counters(p: PhaseProfile) -> dict[str, str | None]:
         "moved on demand": byte_size(moved["demanded"]) if moved["demanded"] else None,
         "prefetched": byte_size(moved["predicted"]) if moved["predicted"] else None,
         "  used": _share(moved["useful"], moved["predicted"]),
-        **{f"{kind} of routed weight": _share(part, 1.0) for kind, part in p.fidelity.items()},
+        **{f"{kind} of routed weight": _share(part or 0.0, 1.0) for kind, part in p.fidelity.items()},
         "seconds": f"{p.seconds:.2f}",
         **{f"  {part}": _share(spent, p.seconds) for part, spent in tree["seconds"].items()},
     }

@@ -52,7 +52,7 @@ class PolicySwitch:
         engine cannot go on."""
         engine = self._parts.engine
         policy: Policy = make_policy(request, self._parts.config.options.seed)
-        if policy.uses_device and not engine.memory.exists:
+        if policy.uses_device and engine.memory.slab is None:
             engine.memory = self._opener.open()
         costs, calibration = self._costs_for(policy), self._calibration_for(policy)
         follow = self._parts.config.options.costs is None  # those of a file are meant as they are

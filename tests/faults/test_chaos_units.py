@@ -16,11 +16,18 @@ import psutil
 import pytest
 from waiting import until
 
-from launch.chaos.injector import DELAY_SECONDS, Chaos, Injector
-from launch.chaos.processes import PidHandle, runtime_of, supervisor_of, usage
 from launch.errors import WrongUsage
 from launch.runtime import EngineInfo, RuntimeDir
-from launch.stress.chaos import ChaosRun
+from launch.stress.chaos import (
+    DELAY_SECONDS,
+    Chaos,
+    ChaosRun,
+    Injector,
+    PidHandle,
+    runtime_of,
+    supervisor_of,
+    usage,
+)
 from protocol.errors import EngineGone
 from protocol.messages import VERSION
 

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 from counters import TILE, decode
 
-from launch.bench.figures import CAUSES, policy_panels
-from launch.bench.prompts import Perplexity
-from launch.bench.report import Report
-from launch.bench.run import PolicyResult, Run, Timeline
+from launch.bench.measure import Perplexity, PolicyResult, Run, Timeline
+from launch.bench.report import CAUSES, Report, policy_panels
 from launch.terminal.format import alike
 from launch.terminal.tables import render
 from pipeline.policies.view import PolicyRequest
@@ -21,9 +19,9 @@ from pipeline.policies.view import PolicyRequest
 SNAPSHOT = """\
                    prefill         first    decode        copied workers'
 policy               tok/s    x token ms     tok/s    x MB/token    share
-mixtral-offloading     900 1.00      100      30.5 1.00    0.070      50%
+mixtral-offloading     900 1.00      100      30.5 1.00     10.0      33%
                    900-900       100-100 30.0-31.0
-daop                   900 1.00      100      30.5 1.00    0.070      50%
+daop                   900 1.00      100      30.5 1.00     10.0      33%
 approximate        900-900       100-100 30.0-31.0
 
                     expert  on demand  prefetched  of it  replaced
@@ -84,7 +82,7 @@ def test_timeline_without_overlap_has_no_decode_steps() -> None:
 
 def test_ratio_pairs_the_runs_of_a_round() -> None:
     def entry(*speeds: float) -> PolicyResult:
-        runs = [Run(1.0, 1.0, speed, 0, 0.0, 0.5) for speed in speeds]
+        runs = [Run(1.0, 1.0, speed, 0, {}) for speed in speeds]
         return PolicyResult(PolicyRequest("all-host"), runs=runs)
 
     first, second = entry(1.0, 10.0, 100.0), entry(2.0, 30.0, 400.0)
@@ -116,7 +114,7 @@ def test_columns_of_what_no_policy_does_are_left_out() -> None:
     """A policy that does it is enough for a column; a policy without a figure has none in it."""
     report = whole_report()
     still: dict[str, Any] = {"fetched_tiles": 0, "predicted_tiles": 0, "useful_tiles": 0, "late_tiles": 0}
-    runs = [Run(900.0, 0.1, 30.0, 0, 0.0, 0.5, 0.0, decode(link=0.0, **still))] * 2
+    runs = [Run(900.0, 0.1, 30.0, 0, decode(link=0.0, **still))] * 2
     idle = PolicyResult(PolicyRequest("all-host"), runs=runs)
     text = shown(replace(report, results=[idle], config=report.config | {"workers": None}))
     for words in ("on demand", "prefetched", "replaced", "copies", "approximate", "routed", "perplexity"):
@@ -138,7 +136,7 @@ def test_report_says_what_differs_from_the_usual() -> None:
     """Paused prefetching, placements without a calibration, an emulated link, random weights."""
     report = whole_report()
     counted = decode(wanted_experts=40, issued_experts=30, paused_steps=4)
-    runs = [Run(900.0, 0.1, 30.0, 0, 0.0, 0.5, 0.0, counted)] * 2
+    runs = [Run(900.0, 0.1, 30.0, 0, counted)] * 2
     config = report.config | {
         "uncalibrated": ["fiddler"],
         "counted_tokens": 300,
@@ -170,7 +168,7 @@ def whole_report() -> Report:
     }
 
     def entry(name: str, exact: bool, **counters: Any) -> PolicyResult:
-        runs = [Run(900.0, 0.1, 30.0 + n, 10**6, 7e4, 0.5, 3e6, decode(**counters)) for n in range(2)]
+        runs = [Run(900.0, 0.1, 30.0 + n, 10**6, decode(placed_tiles=30, **counters)) for n in range(2)]
         return PolicyResult(PolicyRequest(name), exact, runs=runs)
 
     exact = entry("mixtral-offloading", True)

@@ -17,14 +17,11 @@ from engines import Launched, launch, run
 from msgspec import structs
 from waiting import wait_until
 
-from launch.chaos.injector import Chaos, Injector
 from launch.equality import QUANTIZED_BOUND, Comparison, Verdict
-from launch.stress.chaos import ChaosRun
-from launch.stress.load import End, Load, Outcome, Request, ask, count_strays, run_load
+from launch.stress.chaos import Chaos, ChaosRun, Injector
+from launch.stress.load import End, Entry, Load, Outcome, Request, ask, count_strays, run_load
 from launch.stress.reference import Finding, alone, compare_all
-from launch.stress.report import ERRORS, StressRun, report
-from launch.stress.script import Entry
-from launch.stress.table import NAMES, report_parts
+from launch.stress.report import ERRORS, NAMES, StressRun, report, report_parts
 from launch.terminal.tables import print_parts
 from pipeline.config import EngineConfig
 from protocol.client import Client

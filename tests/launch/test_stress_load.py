@@ -14,10 +14,9 @@ from launch.command_line.options import parse
 from launch.equality import Comparison, Verdict
 from launch.errors import WrongUsage
 from launch.stress import command
-from launch.stress.load import End, Load, Outcome, Request, ask, count_strays, run_load
+from launch.stress.load import End, Entry, Load, Outcome, Request, ask, count_strays, run_load
 from launch.stress.reference import Finding
 from launch.stress.report import StressRun, report
-from launch.stress.script import Entry
 from launch.terminal.interrupts import Interrupts
 from protocol.answer import Answer
 from protocol.client import Client

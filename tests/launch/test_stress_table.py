@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from launch.stress.report import ERRORS
-from launch.stress.table import MOST_CLIENTS, MOST_DETAILS, report_parts
+from launch.stress.report import ERRORS, MOST_CLIENTS, MOST_DETAILS, report_parts
 from launch.terminal.format import MISSING
 from launch.terminal.tables import render
 

@@ -13,6 +13,7 @@ import pytest
 from plain_calibration import plain_calibration
 from trace_files import FINGERPRINT, drawn_steps, make_header, scripted_steps, write_trace
 
+from launch.bench.profile import PhaseProfile
 from launch.cli import main
 from launch.terminal.format import percent
 from pipeline.calibration.cost_cache import Record, Setting, keep, processor
@@ -82,21 +83,21 @@ def test_figures_are_those_of_the_replay(trace: Path, capsys: pytest.CaptureFixt
         for step in STEPS
         for index, layer in enumerate(step.layers)
     )
-    first = None
+    first: dict[str, PhaseProfile] = {}
     for name, entry in zip(("on-demand", "fiddler"), report["policies"], strict=True):
         policy = make_policy(PolicyRequest(name), 0)
         outcome = Replay(HEADER, policy, Costs.load(Path("daop-table-1")), 64, popularity=counts).run(STEPS)
-        first = first or outcome
-        for phase in ("prefill", "decode"):
-            mine, its = getattr(outcome, phase), entry[phase]
+        for phase, tree in outcome.counters.snapshot().items():
+            mine, its, layers = PhaseProfile(tree, 1000), entry[phase], tree["layers"]
+            relative = mine.tok_s / first.setdefault(phase, mine).tok_s
             assert its["tok_s"] == digits(mine.rows / mine.seconds)
-            assert its["ratio"] == digits(mine.tok_s / getattr(first, phase).tok_s)
+            assert its["ratio"] == digits(relative)
             assert its["tokens"] == mine.rows
-            assert its["hit_rate"] == digits(mine.hits.sum() / mine.active.sum())
-            assert its["hit_rate_by_layer"] == digits(mine.hits / mine.active)
-            assert its["bytes_per_token"]["demanded"] == digits(mine.demanded_tiles * 1000 / mine.rows)
-            assert its["busy"]["host"] == digits(mine.host_busy / mine.seconds)
-            assert its["waits"]["link"] == digits(mine.wait_link / mine.seconds)
+            assert its["hit_rate"] == digits(sum(layers["hits"]) / sum(layers["active"]))
+            assert its["hit_rate_by_layer"] == digits(np.divide(layers["hits"], layers["active"]))
+            assert its["bytes_per_token"]["demanded"] == digits(tree["fetched_tiles"] * 1000 / mine.rows)
+            assert its["busy"]["host"] == digits(tree["host_busy_s"] / mine.seconds)
+            assert its["waits"]["link"] == digits(mine.causes["link"] / mine.seconds)
         assert entry["exact"]
         assert "assumption" not in entry
     assert report["config"]["cache_tiles"] == 64
@@ -109,7 +110,8 @@ def test_figures_are_those_of_the_replay(trace: Path, capsys: pytest.CaptureFixt
         figures = [prefill["tok_s"], prefill["ratio"], decode["tok_s"], decode["ratio"]]
         assert [float(cell) for cell in speeds[:4]] == [pytest.approx(figure, rel=2e-2) for figure in figures]
         assert (speeds[-1], hits[0]) == (percent(decode["host_share"]), percent(decode["hit_rate"]))
-        shares = [*decode["busy"].values(), decode["waits"]["host"], decode["waits"]["link"] or None]
+        busy, waits = decode["busy"], decode["waits"]
+        shares = [busy["host"], busy["device"], busy["link"] or None, waits["host"], waits["link"] or None]
         assert times == [percent(share) for share in shares]
     assert "64 of 128 tiles, 64.0 kB" in out
     assert report["config"]["tokens"] == {"prefill": 12, "decode": 30}
@@ -324,7 +326,7 @@ def test_recording_is_refused_before_an_engine_starts(trace, capsys, words, reas
 
 
 def test_unwritable_trace_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path, reason in ((tmp_path / "no" / "f", "No such file"), (tmp_path, "exists"), ("", "empty")):
+    for path, reason in ((tmp_path / "no" / "f", "No such file"), (tmp_path, "a folder"), ("", "empty")):
         assert main(["generate", "--prompt", "x", "--record", str(path)]) == 2
         assert reason in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
