@@ -106,7 +106,7 @@ def points(machine: str, words: list[str], found: dict[str, Any]) -> list[Point]
         setting = Setting(PolicyRequest(policy), sizes.format, found["cache"], 0.0)
         return by_replay(setting, sizes, priced, text, PROMPT, 0)
 
-    priced = Priced(costs, rest, planned=predicted("fiddler", Priced(costs, rest)).replayed)
+    priced = Priced(costs, rest)
     rows = []
     for policy, ran in found["runs"].items():
         best = predicted(policy, priced)

@@ -73,7 +73,7 @@ def _prepare(folder: Path) -> None:
 
 
 async def _calibrate(options: Options, interrupts: Interrupts) -> tuple[Path, dict[str, Any]]:
-    """The file's path on the engine's machine, and the summary."""
+    """Returns the file's path on the engine's machine, and the summary."""
     written = options.written
     most = written.get("calibrate_tokens", CALIBRATION_TOKENS)
     asked = _asked(written, most)
@@ -173,7 +173,7 @@ def _draw(calibration: Calibration, about: dict[str, Any], path: Path) -> None:
 
 
 def _parts(about: dict[str, Any], calibration: Calibration) -> Iterator[RenderableType]:
-    """The calibration as a table and lines of text."""
+    """Returns the calibration as a table and lines of text."""
     if len(calibration.similarity) <= MOST_LAYERS:
         yield from (Table(_layers(calibration), range(len(calibration.similarity))), "")
     accuracy, share = about["accuracy"], about.get("share", 1)

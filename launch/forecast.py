@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,6 @@ from pipeline.config import EngineConfig, FormatName
 from pipeline.counters import difference
 from pipeline.memory.needs import Needs, backbone_tensors, needs, plain_bytes, quantized_bytes
 from pipeline.models.registry import expert_shape
-from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import ModelShape, PolicyRequest
@@ -32,7 +30,7 @@ from shm.layout import FloeFormat, StoreLayout, format_named
 CONTEXT = 1000  # tokens that an expected token attends to
 MARGIN = 0.2  # of the range: how evenly a token's experts divide over the workers is not measured
 SIDE = 1024  # of a matrix whose formats' sizes are compared
-HIDDEN = ("setting", "notes", "replayed")  # from `Estimate.to_map`
+HIDDEN = ("setting", "notes")  # from `Estimate.to_map`
 
 
 # --- what a model's parts weigh -----------------------------------------------------------------------------
@@ -180,7 +178,6 @@ class RecordedText:
     words: str
     rest: float | None = None  # seconds of a decode step that were measured and are not simulated
     unknown: tuple[str, ...] = ()
-    calibration: Calibration | None = None
 
 
 @dataclass(frozen=True)
@@ -189,13 +186,6 @@ class Priced:
 
     costs: Costs  # per tile
     rest: float  # seconds of a step outside its layers
-    words: str = ""  # where the costs come from
-    planned: float | None = None  # seconds of a replay's step with the preset whose planning is in `rest`
-
-    def rest_of(self, replayed: float) -> float:
-        """`rest` of a preset whose replay takes so many seconds a step: what it takes longer than the other
-        one is planning."""
-        return self.rest if self.planned is None else max(0.0, self.rest + replayed - self.planned)
 
     def faster(self, side: str, factor: float) -> Priced:
         """The same with a `link`, a `host` or a `device` that is so many times as fast."""
@@ -231,7 +221,6 @@ class Estimate:
     wait_host: float
     fidelity: dict[str, float | None]
     notes: tuple[str, ...]
-    replayed: float  # seconds that the replay itself took for a step
 
     def to_map(self) -> dict[str, Any]:
         plain = {name: value for name, value in vars(self).items() if name not in HIDDEN}
@@ -256,26 +245,20 @@ def by_replay(
     PlanError."""
     machine = Replay(
         *(sizes.header, make_policy(setting.policy, seed), priced.costs, setting.capacity),
-        calibration=text.calibration,
         popularity=text.counts,
         last_steps=text.last_steps,
     )
     for step in text.steps[: text.begin]:
         machine.step(step)
     before = machine.outcome.counters.snapshot()
-    replayed = 0.0
     for step in text.steps[text.begin :]:
-        began = time.process_time()
         machine.step(step)
-        if step.phase == "decode":
-            replayed += time.process_time() - began
     outcome, size = machine.outcome, sizes.header.tile_bytes
     counted = difference(outcome.counters.snapshot(), before)
     decode, read = PhaseProfile(counted["decode"], size), PhaseProfile(counted["prefill"], size)
     if not read.rows:  # no prompt among the steps that count
         read = PhaseProfile(before["prefill"], size)
-    replayed /= max(decode.steps, 1)
-    whole = decode.seconds + decode.steps * priced.rest_of(replayed)
+    whole = decode.seconds + decode.steps * priced.rest
     return Estimate(
         setting=setting,
         exact=outcome.exact,
@@ -288,5 +271,4 @@ def by_replay(
         wait_host=decode.causes["workers"] / whole,
         fidelity={} if outcome.exact else decode.fidelity,
         notes=tuple(outcome.notes),
-        replayed=replayed,
     )

@@ -19,8 +19,7 @@ from launch.bench.plan import requested_policies
 from launch.bench.profile import PhaseProfile
 from launch.bench.report import Figures, compared, policy_tables, routing_notes, show_tables
 from launch.bench.sweep import Point, SweepReport, combinations
-from launch.command_line.options import Options
-from launch.command_line.sweep import axes
+from launch.command_line.options import Options, axes
 from launch.errors import LaunchError, WrongUsage
 from launch.terminal.format import count, merged_notes, model_name
 from launch.terminal.interrupts import Interrupts

@@ -1,5 +1,5 @@
-"""What the commands of a chat show: /help, /policy, /set and /stats, each within 80 columns, and the line
-below an answer."""
+"""Texts and tables of a chat's commands: /help, /policy, /set and /stats, each within 80 columns, and the
+line below an answer."""
 
 from __future__ import annotations
 

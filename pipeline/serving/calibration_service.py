@@ -86,7 +86,7 @@ class CalibrationService:
         self._cancelled |= self._current == (client, request)
 
     def forget(self, client: bytes) -> None:
-        """A client has disconnected: end its calibration."""
+        """End the calibration of a client that has disconnected."""
         self._cancelled |= self._current is not None and self._current[0] == client
 
     def _calibrate(self, client: bytes, message: Calibrate) -> Calibrated:
@@ -130,7 +130,7 @@ class CalibrationService:
         return Calibrated(message.request, str(path), summary(calibration, about))
 
     def _excerpts(self, message: Calibrate) -> list[list[int]]:
-        """The ids of each excerpt; a text has been encoded before. Raises RequestError."""
+        """Returns the ids of each excerpt; a text has been encoded before. Raises RequestError."""
         if message.tokens < 1:
             raise RequestError(f"tokens must be at least 1, it is {message.tokens}")
         if message.tokens > MOST_TOKENS:
@@ -147,7 +147,7 @@ class CalibrationService:
         return [list(message.token_ids[start:end]) for start, end in pairwise(places)]
 
     def _about(self, findings: Findings) -> dict[str, Any]:
-        """The circumstances of the calibration."""
+        """Returns the circumstances of the calibration."""
         config, options = self._parts.config, self._parts.config.options
         return {
             "model": "the embedded model" if config.model == model_dir() else short_name(config.model),

@@ -160,7 +160,7 @@ def test_policy_may_come_several_times_with_other_options() -> None:
         ("--sweep cache=0.5,2", "between 0 and 1"),
         ("--sweep batch=1,2 --sweep batch=4", "given twice"),
         ("--sweep batch=1,2 --batch 4", "--batch is given as well"),
-        ("--sweep expert-cache=0,1 --expert-cache 1", "--expert-cache is given as well"),
+        ("--sweep cache=0,1 --expert-cache 1", "--expert-cache is given as well"),
         ("--sweep costs=a,b", "they can vary with --replay"),
         ("--sweep cache=0.25,0.5 --connect", "leave out --connect"),
         ("--sweep batch=1,2 --record x", "leave out --record"),
