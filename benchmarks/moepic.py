@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.evidence_commands import COSTS, Commands, Row, paces, relative
-from pipeline.calibration.hit_rates import TokenOrder
+from pipeline.calibration.observers import TokenOrder
 from pipeline.engine.driver import LayerDecision
 from pipeline.models.routing import Softmax
 from pipeline.policies.calibration import Calibration
