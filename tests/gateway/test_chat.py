@@ -30,7 +30,7 @@ def client(served: Served) -> Any:
 
 
 def engine_answer(served: Served, **arguments: Any) -> tuple[str, str]:
-    """Returns text and reason of the engine's own answer to QUESTION, whose prompt is in the prefix cache then:
+    """Returns text and reason of the engine's answer to QUESTION, whose prompt is in the prefix cache then:
     sums are rounded in an order that depends on how much of a prompt is computed together."""
 
     async def ask() -> tuple[str, str]:
