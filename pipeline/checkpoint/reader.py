@@ -46,10 +46,6 @@ class TensorReader:
         self._lock = threading.Lock()  # guards the files and the count
         self.bytes_read = 0
 
-    def reopen(self) -> TensorReader:
-        """Another reader of the same checkpoint, with its own files."""
-        return TensorReader(self._index)
-
     def quantized(self, name: str, shape: tuple[int, int], block_format: BlockFormat) -> Bytes | None:
         return None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import queue
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -393,19 +392,6 @@ def test_warm_up_measures_the_chunk_and_forgets_the_trials(
     assert str(record) in {file.path for file in process.open_files()}
     whole.parts.closing.close()
     assert str(record) not in {file.path for file in process.open_files()}
-
-
-def test_warm_up_begins_to_copy_the_weights_into_memory(
-    whole: WholeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until the engine is closed."""
-    proceeds: queue.Queue[Any] = queue.Queue()
-    monkeypatch.setattr(whole.parts.engine.backbone, "materialize", proceeds.put)
-    whole.service(Inbox()).warm_up()
-    proceed = proceeds.get(timeout=10)
-    assert proceed()
-    whole.parts.closing.close()
-    assert not proceed()
 
 
 # --- the status -------------------------------------------------------------------------------------------
