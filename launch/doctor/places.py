@@ -13,7 +13,7 @@ from launch.runtime import SHM, EngineInfo, running_engines, sweep
 from launch.terminal.format import count
 from pipeline.models.shapes import short_name
 from protocol.errors import ProtocolError
-from protocol.private_files import make_folders
+from protocol.files import make_folders
 from protocol.program import COMMAND, user_folder
 from protocol.sockets import ipc_endpoint, runtime_root
 from shm.errors import ShmError

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from pipeline.errors import ModelError
-from protocol.small_files import open_regular
+from protocol.files import open_regular
 
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
 LFS_POINTER = b"version "  # the first bytes of the text file that git-lfs puts in place of a large one

@@ -16,7 +16,7 @@ from msgspec import msgpack
 
 from pipeline.checkpoint.header import MAX_TENSORS, Shard, TensorEntry, read_shard
 from pipeline.errors import ModelError
-from protocol.small_files import MAX_SETTINGS, read_json
+from protocol.files import MAX_SETTINGS, read_json
 from shm.layout import FORMATS, FloeFormat
 
 CONFIG_FILE = "config.json"

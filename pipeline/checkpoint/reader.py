@@ -19,7 +19,7 @@ from pipeline.checkpoint.header import TensorEntry
 from pipeline.checkpoint.index import CheckpointIndex
 from pipeline.errors import ModelError
 from pipeline.models.architecture import TensorRows
-from protocol.small_files import open_regular
+from protocol.files import open_regular
 from shm.huge import private
 from shm.layout import BlockFormat, Bytes, Float32
 

@@ -11,7 +11,7 @@ import msgspec
 
 from pipeline.gateway.asgi import Receive, Scope, header_of
 from pipeline.gateway.errors import ApiError, bad
-from protocol.small_files import is_nested
+from protocol.files import is_nested
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pipeline.checkpoint.index import read_fields
 from pipeline.errors import ModelError
 from pipeline.text.tokenizer import MAX_TOKENIZER_BYTES, SETTINGS, check_files
-from protocol.small_files import read_small
+from protocol.files import read_small
 
 MOST_BYTES = 1 << 22  # of a template
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"

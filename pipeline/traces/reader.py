@@ -12,7 +12,7 @@ from typing import BinaryIO
 from pipeline.errors import TraceError
 from pipeline.traces.header import MAGIC, MAX_JSON, PREFIX, VERSION, Header
 from pipeline.traces.steps import FRAME, MAX_BODY, TracedStep, decode_step
-from protocol.small_files import open_regular
+from protocol.files import open_regular
 
 
 class Trace:

@@ -20,7 +20,7 @@ from pipeline.policies.view import Routing
 from pipeline.traces.header import Header
 from pipeline.traces.reader import Trace
 from pipeline.traces.steps import LayerTrace, TracedStep, encode_step, halves
-from protocol.private_files import sync_folder
+from protocol.files import sync_folder
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.model_source import ModelSource

@@ -8,12 +8,11 @@ from msgspec.structs import replace
 from protocol_engine import QUIET, WELCOME, both, drain, engine, until
 
 from protocol import answer as answers
-from protocol import link
-from protocol.answer import Answer
-from protocol.client import Client
-from protocol.connection import SILENCE_SECONDS, ConnectOptions
+from protocol import connection
+from protocol.answer import MAX_EXITS, Answer, RetryBudget
+from protocol.client import Client, copy_of
+from protocol.connection import SILENCE_SECONDS, ConnectOptions, Link
 from protocol.errors import ConnectionLost, EngineGone, RequestFailed, VersionMismatch
-from protocol.link import MAX_EXITS, Link, RetryBudget
 from protocol.messages import (
     Calibrate,
     Calibrated,
@@ -30,7 +29,6 @@ from protocol.messages import (
     StatsReply,
     Token,
 )
-from protocol.pending import copy_of
 
 TOKEN, DONE = Token(9, 0, 7, "x"), Done(9, "length")
 
@@ -265,13 +263,13 @@ async def test_full_queue_delays_a_message_and_then_loses_the_connection(endpoin
 
 async def test_score_has_a_connection_of_its_own_with_a_short_queue(endpoint, monkeypatch):
     seen = []
-    opened = link.open_connection
+    opened = connection.open_connection
 
     async def recorded(how, timeout):
         seen.append((how, timeout))
         return await opened(how, timeout)
 
-    monkeypatch.setattr(link, "open_connection", recorded)
+    monkeypatch.setattr(connection, "open_connection", recorded)
     async with both(endpoint, timeout=3.0) as (server, client):
         blocks = await drain(client.score(token_ids=range(2)))
         assert [block.start for block in blocks] == [0, server.rows]

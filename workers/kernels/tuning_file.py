@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from protocol.errors import NotPrivate
-from protocol.private_files import make_folders, private_directory
+from protocol.files import make_folders, private_directory
 from shm import kept_record
 from shm.cache_lease import LOCK_FOLDER
 from shm.errors import ShmError
