@@ -20,10 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.backbone.attention import Attention, GroupedQueryAttention, LatentAttention
-from pipeline.backbone.batch import Batch, Masks, TokenSpan
-from pipeline.backbone.blocks import Norm, SwiGLU
-from pipeline.backbone.decode_rows import DecodeRows, table_of
-from pipeline.backbone.decoder_layer import AfterAttention, DecoderLayer
+from pipeline.backbone.batch import Batch, DecodeRows, Masks, TokenSpan, table_of
+from pipeline.backbone.decoder_layer import AfterAttention, DecoderLayer, Norm, SwiGLU
 from pipeline.backbone.linear import FEW_ROWS, BiasedLinear, DenseLinear, Linear, Precision
 from pipeline.backbone.rope import RopeTables
 from pipeline.backbone.weights import Weights
@@ -128,7 +126,7 @@ class Backbone:
         positions = [(range(s.kv.length, s.kv.length + len(s.tokens)), s.kv.long) for s in spans]
         device, rope_rows = self._precision.device, self._rope.rows(positions)
         common = self._rope, rope_rows, self._masks, device.flash
-        single = all(len(s.tokens) == 1 and s.kv.uniform for s in spans)
+        single = all(len(s.tokens) == 1 and s.kv.layers for s in spans)
         if self.kernels is not None and single:
             return self.decode_batch(device.from_host(self.decode_table(spans, len(spans))), spans)
         return Batch(spans, len(tokens), device.from_host(torch.tensor(tokens).numpy()), *common)
@@ -187,3 +185,15 @@ class Backbone:
         for layer in layers:
             h = layer.dense(h, batch)
         return h
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """Returns each row's largest and second of logits float32 [R, vocabulary], and the bits of their tokens:
+    float32 [R, 4]; the device's part of greedy sampling (`pipeline/text/logprobs.py` is the host's). torch's
+    argmax takes the first of equals, and a NaN for the largest, on every device."""
+    token = logits.argmax(1, keepdim=True)
+    others = logits.scatter(1, token, -torch.inf)
+    second = others.argmax(1, keepdim=True)
+    numbers = torch.cat((logits.gather(1, token), others.gather(1, second)), dim=1)
+    tokens = torch.cat((token, second), dim=1).to(torch.int32)
+    return torch.cat((numbers, tokens.view(torch.float32)), dim=1)

@@ -42,9 +42,7 @@ class SequenceKV:
         self.id = next(self._ids)
 
     def _find_streams(self) -> None:
-        capacities = {s.shape[1] for streams in self.layers for s in streams}
-        self.capacity = min(capacities, default=0)
-        self.uniform = len(capacities) == 1  # no `resize` has failed: all streams have this capacity
+        self.capacity = self.layers[0][0].shape[1] if self.layers else 0
         self.stream_addresses = np.array(
             [[s.data_ptr() for s in streams] for streams in self.layers], np.int64
         )  # [layers, streams]

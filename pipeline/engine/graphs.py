@@ -22,11 +22,9 @@ import torch
 from torch import Tensor
 
 from pipeline.arrays import FloatArray
-from pipeline.backbone.backbone import Backbone
-from pipeline.backbone.batch import StepInput, TokenSpan
-from pipeline.backbone.decode_rows import STREAMS
+from pipeline.backbone.backbone import Backbone, greedy
+from pipeline.backbone.batch import STREAMS, StepInput, TokenSpan
 from pipeline.backbone.decoder_layer import DecoderLayer
-from pipeline.backbone.greedy import greedy
 from pipeline.config import GRAPH_BYTES, GraphsName
 from pipeline.device import Device
 from pipeline.device.cuda_graphs import CudaGraphs
@@ -86,7 +84,7 @@ class StepGraphs:
         """A decode step by graphs; None where it has to be done without."""
         if self._off or self._gpu is None:
             return None
-        if not all(len(span.tokens) == 1 and span.kv.uniform for span in spans):
+        if not all(len(span.tokens) == 1 and span.kv.layers for span in spans):
             return None
         rows = next((rows for rows in BUCKETS if len(spans) <= rows), None)
         if rows is None:

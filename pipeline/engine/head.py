@@ -8,9 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from pipeline.arrays import FloatArray
-from pipeline.backbone.backbone import Backbone
+from pipeline.backbone.backbone import Backbone, greedy
 from pipeline.backbone.batch import StepInput, logit_rows
-from pipeline.backbone.greedy import greedy
 from pipeline.device import Device
 
 

@@ -11,9 +11,8 @@ import torch
 from families import PLAIN, Case, save
 from step_runs import compare, through
 
-from pipeline.backbone.backbone import Backbone
+from pipeline.backbone.backbone import Backbone, greedy
 from pipeline.backbone.batch import StepInput, TokenSpan
-from pipeline.backbone.greedy import greedy
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model

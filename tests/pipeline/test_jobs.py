@@ -12,7 +12,7 @@ from expected_errors import expect_error
 from msgspec.structs import replace
 from test_models import GOOD
 
-from pipeline.backbone.greedy import greedy as device_choice
+from pipeline.backbone.backbone import greedy as device_choice
 from pipeline.backbone.kv_cache import KVCache, SequenceKV
 from pipeline.errors import RequestError
 from pipeline.models.registry import model_spec
