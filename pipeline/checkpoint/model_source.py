@@ -1,4 +1,4 @@
-"""The interface of a model that can be loaded: a checkpoint folder (`hf_checkpoint.py`) or a shape with
+"""The interface of a model that can be loaded: a checkpoint folder (`open.py`) or a shape with
 random weights (`random_model.py`)."""
 
 from __future__ import annotations

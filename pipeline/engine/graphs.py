@@ -2,7 +2,7 @@
 a layer, where torch takes one for each of its operations.
 
 Graphs are of fixed shapes, so steps are padded to a bucket of rows. A bucket's graphs read and write tensors
-that stay: the table of its rows (`pipeline/backbone/decode_rows.py`), the residual stream, the input of the
+that stay: the table of its rows (`pipeline/backbone/batch.py`), the residual stream, the input of the
 experts, the routers' logits. A row without a sequence attends to nothing, and its numbers are read by no
 other row. Routed experts are computed between the graphs, as ever.
 
