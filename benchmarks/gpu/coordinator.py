@@ -20,17 +20,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.coordinator_config import WorkerCores
-from pipeline.device.partial_sums import sum_on_host
-from pipeline.experts.compiled_division import divider
-from pipeline.experts.division import Divided, HostPlan
-from pipeline.experts.shares import split_layer
+from pipeline.config import WorkerCores
+from pipeline.device.base import sum_on_host
+from pipeline.experts.division import Divided, divider, split_layer
 from pipeline.models.routing import Softmax
 from pipeline.policies.view import Routing
 from shm.doorbell import library
 from shm.lane import CoordinatorLane, LaneShape, WorkerLane
 from shm.layout import StoreLayout
-from shm.mask import DENSE, NOTHING
+from shm.mask import NOTHING
 from shm.segment import Segment, unlink
 from workers.kernels.cuda.experts import CudaExperts
 from workers.kernels.cuda.reserved import Reserved
@@ -38,7 +36,7 @@ from workers.kernels.cuda.sums import PartSums
 
 ROOT = Path(__file__).parents[2]
 REPEATS, TURNS = 300, 100
-PLANNER = "benchmarks/planner.py --policy tandem --tokens 32 --runs 2 --layers 1 --json"
+PLANNER = "-m benchmarks.planner --policy tandem --tokens 32 --runs 2 --json"
 
 
 class NoLauncher:
@@ -48,17 +46,19 @@ class NoLauncher:
 
     def __init__(self) -> None:
         self.calls = 0
+        self.upload: Callable[[NDArray[np.uint8]], Tensor] = self._upload
+        self.reserve: Callable[[int], Reserved] = self._reserve
 
     def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
         self.calls += 1
 
-    def reserve(self, size: int) -> Reserved:
+    def _reserve(self, size: int) -> Reserved:
         return Reserved(np.empty(size, np.uint8), torch.empty(size, dtype=torch.uint8), self._count)
 
     def _count(self, *copy: object) -> None:
         self.calls += 1
 
-    def upload(self, array: NDArray[np.uint8]) -> Tensor:
+    def _upload(self, array: NDArray[np.uint8]) -> Tensor:
         self.calls += 1
         return torch.from_numpy(array)
 
@@ -110,8 +110,7 @@ def measured(layout: StoreLayout, experts: int, active: int, plan: float, worker
     division = divider(cores, experts, tiles)
 
     def divided() -> Divided:
-        split = split_layer(Routing(chosen, weights), cut, residency, tiles)
-        return division.divide(HostPlan(0, split.routing, split.lo, split.hi, "decode", DENSE), 1)
+        return division.divide(split_layer(Routing(chosen, weights), cut, residency, tiles), 1)
 
     with torch.inference_mode():
         share, calls = _share(layout, active)

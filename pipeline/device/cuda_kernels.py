@@ -1,8 +1,9 @@
-"""Which kernels compute on the device `cuda`: compiled ones, or torch where these cannot be had."""
+"""Chooses the kernels of the device `cuda`: compiled ones, or torch where these cannot be had."""
 
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.arrays import FloatArray, IntArray
-from pipeline.device.base import DeviceChannelKernel, DeviceKernel, LayerSum
+from pipeline.device.base import Device, DeviceChannelKernel, DeviceKernel, LayerSum
 from pipeline.device.tile_sums import TileByTile
 from pipeline.errors import UsageError
 from shm.blocks import BlockFormat
@@ -54,45 +55,40 @@ class FewRows:
     def begin(
         self, x: Tensor, cuts: IntArray, offsets: IntArray, rows: IntArray, weights: FloatArray
     ) -> LayerSum:
-        """As of DeviceKernel."""
+        """Begin a share, as DeviceKernel says."""
         few = np.diff(offsets).max(initial=0) <= self._few.most_rows
         kernel: DeviceKernel = self._few if few else self._many
         return kernel.begin(x, cuts, offsets, rows, weights)
 
 
-class CudaKernels:
-    """Chooses them, and compiles each program once. Used by the engine's thread alone."""
+class KernelDevice(Device):
+    """A device whose tiles and matrices kernels compute. Each program is compiled once. Used by the engine's
+    thread alone."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        host: Choice,
-        cache: Path | None,
-        upload: Callable[[NDArray[Any]], Tensor],
-        reserve: Callable[[int], Reserved],
-        *,
-        in_torch: bool,
-    ) -> None:
-        """As of CudaDevice; `host`: the host's kernels, `upload`: as `Device.from_host`."""
-        self._device, self._host, self._cache = device, host, cache
-        self._upload, self._reserve, self._in_torch = upload, reserve, in_torch
+    def __init__(self, host: Choice, cache: Path | None, in_torch: bool) -> None:
+        """`host`: kernels whose bits quantized tiles have. `cache`: a folder of compiled kernels. `in_torch`:
+        torch computes all tiles, for comparison."""
+        self._host, self._cache, self._in_torch = host, cache, in_torch
         self._launchers: dict[Program, CudaLauncher] = {}
 
+    @abstractmethod
+    def reserve(self, size: int) -> Reserved:
+        """Return memory for uploads of so many bytes, which are made before the next `to_host`."""
+
     def launcher(self, program: Program) -> CudaLauncher:
-        """The compiled kernels. Raises CudaError."""
+        """Return the compiled kernels. Raises CudaError."""
         if program not in self._launchers:
-            upload, reserve = self._upload, self._reserve
-            self._launchers[program] = CudaLauncher(program, self._device, self._cache, upload, reserve)
+            place = self.torch_device, self._cache
+            self._launchers[program] = CudaLauncher(program, *place, self.from_host, self.reserve)
         return self._launchers[program]
 
     def _program(self, format: TileFormat) -> Program | None:
-        """Without it torch computes the format."""
+        """Return the kernels of a format; None where torch computes it."""
         host = chosen(self._host)
         return Program.of_format(format, fused=host is None or host.variant != "portable")
 
-    def experts(self, layout: StoreLayout) -> DeviceKernel:
-        """As Device.expert_kernel."""
-        in_torch, program = TorchKernel(layout, self._upload), self._program(layout.format)
+    def expert_kernel(self, layout: StoreLayout) -> DeviceKernel:
+        in_torch, program = TorchKernel(layout, self.from_host), self._program(layout.format)
         if program is None or self._in_torch:
             return in_torch
         try:
@@ -102,8 +98,7 @@ class CudaKernels:
             return in_torch
         return experts if experts.most_rows == NO_LIMIT else FewRows(experts, in_torch)
 
-    def channels(self, layout: StoreLayout) -> DeviceChannelKernel:
-        """As Device.channel_kernel."""
+    def channel_kernel(self, layout: StoreLayout) -> DeviceChannelKernel:
         assert isinstance(layout.format, FloeFormat)
         program = self._program(layout.format.up)
         if program is None or self._in_torch:
@@ -115,7 +110,6 @@ class CudaKernels:
             return ReferenceChannels(layout)
 
     def check_quantized(self, format: BlockFormat) -> None:
-        """As Device.check_quantized."""
         program = self._program(format)
         assert program is not None
         try:
@@ -125,16 +119,14 @@ class CudaKernels:
                 f"--backbone-dtype {format.name} needs kernels that cannot be had here: {e}; use bf16"
             ) from None
 
-    def matrix(self, format: BlockFormat, data: Bytes, shape: tuple[int, int]) -> CudaMatrix:
-        """As Device.quantized_matrix."""
+    def quantized_matrix(self, format: BlockFormat, data: Bytes, shape: tuple[int, int]) -> CudaMatrix:
         program = self._program(format)
         assert program is not None
         return CudaMatrix(self.launcher(program), format, data, shape)
 
-    def attention(
+    def decode_attention(
         self, streams: Sequence[tuple[int, int]], dtype: torch.dtype, context: int
     ) -> DecodeAttention | None:
-        """As Device.decode_attention."""
         if self._in_torch or not attention.fits(streams):
             return None
         try:

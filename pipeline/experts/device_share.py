@@ -15,9 +15,9 @@ from pipeline.device import Device, SlabMemory
 from pipeline.device.base import LayerSum
 from pipeline.errors import PlanError
 from pipeline.experts.cache import ExpertCache
-from pipeline.experts.link import DownLink, PrefetchLink
-from pipeline.experts.mover import Landed, Mover, Order, Wanted
-from pipeline.experts.shares import Share
+from pipeline.experts.division import Share
+from pipeline.experts.link import PrefetchLink
+from pipeline.experts.mover import Landed, Link, Mover, Wanted
 from pipeline.policies.view import ModelShape, Target
 from shm.mask import NOTHING, Mask, Tally
 from workers.copiers import Copier
@@ -30,7 +30,7 @@ class DeviceWork(NamedTuple):
     layer: int
     share: Share
     landing: Iterator[list[Landed]]
-    masked: Any = None  # what the memory has found of the layer's masks, for itself
+    masked: Any = None  # the layer's masks, for the memory itself
 
 
 class Slab(NamedTuple):
@@ -63,7 +63,7 @@ class DeviceMemory:
         cache = ExpertCache(*sizes, self.capacity, slots, device.fence)
         self.mover = Mover(
             cache,
-            slab.link if slab else DownLink(),
+            slab.link if slab else Link(),
             slab.copier if slab else None,
             wait=device.wait,
             each=device.on_host,
@@ -73,28 +73,15 @@ class DeviceMemory:
         self.staging = slots - self.capacity
         self.residency = cache.residency  # [L, E], live
         self.target = cache.target  # [L, E], live
-        self.ordered = self.mover.ordered  # [L, E], live
-
-    @property
-    def exists(self) -> bool:
-        """Whether there is a slab."""
-        return self.slab is not None
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is being fetched in the background."""
+        """Nothing is being fetched in the background."""
         return self.mover.idle
 
     def audit(self) -> None:
         """Check the cache while nothing is under way. Raises AssertionError: a bug in the engine."""
         self.mover.cache.audit(idle=True)
-
-    def under_way(self) -> tuple[list[Order], float]:
-        """Return what is being moved, demanded tiles first, and the seconds since the present tile began."""
-        if self.slab is None:
-            return [], 0.0
-        link, demanded = self.slab.link, list(self.mover.outstanding.values())
-        return [*demanded, *link.under_way()], 0.0 if demanded else link.moving_for()
 
     def copied(self) -> tuple[int, float]:
         """Return the tiles that were copied so far, by whichever process, and the seconds of that."""

@@ -15,8 +15,8 @@ from pipeline.counters import PhaseCounters, StepClock
 from pipeline.device import open_device
 from pipeline.errors import PlanError
 from pipeline.experts.device_share import DeviceMemory, Slab
+from pipeline.experts.division import NOTHING, Share
 from pipeline.experts.mover import PLACED, PREDICTED
-from pipeline.experts.shares import NOTHING, Share
 from pipeline.policies.view import ModelShape, Target
 from shm.mask import DENSE
 from workers.kernels.reference import ReferenceKernel
@@ -62,7 +62,7 @@ def by_hand(parts: MoverParts, share: Share) -> torch.Tensor:
 def test_resident_and_fetched_tiles_are_summed_and_counted(parts: MoverParts) -> None:
     """The bits depend on the cuts alone."""
     memory = memory_on(parts, 2 * SHAPE.tiles)
-    assert (memory.exists, memory.capacity) == (True, 2 * SHAPE.tiles)
+    assert memory.capacity == 2 * SHAPE.tiles
     cuts = {0: 4, 2: 3}
     found = []
     for resident in ({0: 2, 2: 3}, {0: 0, 2: 0}, {0: 5, 2: 1}):
@@ -84,14 +84,6 @@ def test_resident_and_fetched_tiles_are_summed_and_counted(parts: MoverParts) ->
         found.append(y)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
-
-
-def test_rows_without_a_share_are_zero(parts: MoverParts) -> None:
-    memory = memory_on(parts, 0)
-    y, counters = computed(parts, memory, share_of([(1, 0, 1)], [[1]]))
-    assert y[1].any()
-    assert not y[[0, 2]].any()
-    assert (counters.resident_tiles, counters.fetched_tiles) == (0, 1)
 
 
 class SlotNumbers:
@@ -147,7 +139,7 @@ def test_only_items_with_resident_tiles_use_a_prediction() -> None:
 
 def test_engine_without_a_slab_has_an_empty_memory() -> None:
     memory = DeviceMemory(ModelShape(2, 3, 4, 2), open_device("cpu"))
-    assert (memory.exists, memory.capacity, memory.staging, memory.idle) == (False, 0, 0, True)
+    assert (memory.capacity, memory.staging, memory.idle) == (0, 0, True)
     assert memory.residency.tolist() == memory.target.tolist() == [[0] * 3] * 2
     memory.mover.retarget([Target(0, 0, 0)])
     memory.end_layer(())
@@ -155,7 +147,7 @@ def test_engine_without_a_slab_has_an_empty_memory() -> None:
     memory.poll()
     memory.mover.wait_idle()
     memory.audit()
-    assert (memory.under_way(), memory.copied()) == (([], 0.0), (0, 0.0))
+    assert memory.copied() == (0, 0.0)
     clock = StepClock(PhaseCounters(2))
     assert list(memory.begin(1, NOTHING, X, DENSE, clock).landing) == []
     with pytest.raises(PlanError, match="gave work to a device without a slab"):
