@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
@@ -13,26 +12,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from launch.bench.profile import PhaseProfile
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import EngineConfig, FormatName
+from pipeline.counters import difference
 from pipeline.memory.needs import Needs, backbone_tensors, needs, plain_bytes, quantized_bytes
 from pipeline.models.registry import expert_shape
-from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import ModelShape, PolicyRequest
 from pipeline.replay.machine import Replay
-from pipeline.replay.outcome import PhaseOutcome
-from pipeline.traces.header import Header
 from pipeline.traces.recorder import DEPTH
-from pipeline.traces.steps import TracedStep
+from pipeline.traces.trace import Header, TracedStep
 from shm.layout import FloeFormat, StoreLayout, format_named
 
 CONTEXT = 1000  # tokens that an expected token attends to
 QUANTILES = (0.1, 0.5, 0.9)  # of measured rates: the slow, the usual and the fast ones
 MARGIN = 0.2  # of the range at least: how evenly a token's experts divide over the workers is not measured
 SIDE = 1024  # of a matrix whose formats' sizes are compared
-HIDDEN = ("setting", "notes", "replayed")  # from `Estimate.to_map`
+HIDDEN = ("setting", "notes")  # from `Estimate.to_map`
 
 
 # --- what a model's parts weigh -----------------------------------------------------------------------------
@@ -198,7 +196,6 @@ class RecordedText:
     words: str
     rest: float | None = None  # seconds of a decode step that were measured and are not simulated
     unknown: tuple[str, ...] = ()
-    calibration: Calibration | None = None
 
 
 @dataclass(frozen=True)
@@ -207,13 +204,6 @@ class Priced:
 
     costs: Costs  # per tile
     rest: float  # seconds of a step outside its layers
-    words: str = ""  # where the costs come from
-    planned: float | None = None  # seconds of a replay's step with the preset whose planning is in `rest`
-
-    def rest_of(self, replayed: float) -> float:
-        """`rest` of a preset whose replay takes so many seconds a step: what it takes longer than the other
-        one is planning."""
-        return self.rest if self.planned is None else max(0.0, self.rest + replayed - self.planned)
 
     def faster(self, side: str, factor: float) -> Priced:
         """The same with a `link`, a `host` or a `device` that is so many times as fast."""
@@ -249,7 +239,6 @@ class Estimate:
     wait_host: float
     fidelity: dict[str, float | None]
     notes: tuple[str, ...]
-    replayed: float  # seconds that the replay itself took for a step
 
     def to_map(self) -> dict[str, Any]:
         plain = {name: value for name, value in vars(self).items() if name not in HIDDEN}
@@ -273,54 +262,30 @@ def by_replay(
     Raises PolicyError where the preset lacks an input, TraceError where the routing does, PlanError."""
     machine = Replay(
         *(sizes.header, make_policy(setting.policy, seed), priced.costs, setting.capacity),
-        calibration=text.calibration,
         popularity=text.counts,
         last_steps=text.last_steps,
     )
     for step in text.steps[: text.begin]:
         machine.step(step)
-    before = {phase: _copied(outcome) for phase, outcome in machine.outcome.phases.items()}
-    replayed = 0.0
+    before = machine.outcome.counters.snapshot()
     for step in text.steps[text.begin :]:
-        began = time.process_time()
         machine.step(step)
-        if step.phase == "decode":
-            replayed += time.process_time() - began
-    outcome = machine.outcome
-    decode, read = (_since(outcome.phases[phase], before[phase]) for phase in ("decode", "prefill"))
+    outcome, size = machine.outcome, sizes.header.tile_bytes
+    counted = difference(outcome.counters.snapshot(), before)
+    decode, read = PhaseProfile(counted["decode"], size), PhaseProfile(counted["prefill"], size)
     if not read.rows:  # no prompt among the steps that count
-        read = before["prefill"]
-    replayed /= max(decode.steps, 1)
-    whole = decode.seconds + decode.steps * priced.rest_of(replayed)
+        read = PhaseProfile(before["prefill"], size)
+    whole = decode.seconds + decode.steps * priced.rest
     return Estimate(
         setting=setting,
         exact=outcome.exact,
         tok_s=decode.rows / whole,
         first_token_s=(read.seconds + read.steps * priced.rest) * prompt / read.rows if read.rows else None,
-        hit_rate=decode.hit_rate,
+        hit_rate=decode.hit_rate or 0.0,
         host_share=decode.host_share,
-        moved=decode.moved * sizes.header.tile_bytes / max(decode.rows, 1),
-        wait_link=decode.wait_link / whole,
-        wait_host=decode.wait_host / whole,
-        fidelity={} if outcome.exact else decode.shares(),
+        moved=decode.copied / max(decode.rows, 1),
+        wait_link=decode.causes["link"] / whole,
+        wait_host=decode.causes["workers"] / whole,
+        fidelity={} if outcome.exact else decode.fidelity,
         notes=tuple(outcome.notes),
-        replayed=replayed,
     )
-
-
-def _copied(outcome: PhaseOutcome) -> PhaseOutcome:
-    copied = replace(outcome)
-    copied.active, copied.hits = outcome.active.copy(), outcome.hits.copy()
-    return copied
-
-
-def _since(now: PhaseOutcome, then: PhaseOutcome) -> PhaseOutcome:
-    """The difference of the sums."""
-    plain = {
-        name: getattr(now, name) - getattr(then, name)
-        for name, value in vars(then).items()
-        if isinstance(value, int | float) and name != "layers"
-    }
-    difference = replace(now, **plain)
-    difference.active, difference.hits = now.active - then.active, now.hits - then.hits
-    return difference

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.arrays import IntArray
+from pipeline.arrays import PHASES, IntArray, Phase
 from pipeline.policies.view import Gated
 from shm.mask import Tally
 
@@ -296,17 +296,17 @@ class StepClock:
 class Counters:
     """All counters since the engine started."""
 
-    def __init__(self, tile_bytes: int, layers: int, channel_bytes: int = 0) -> None:
+    def __init__(self, tile_bytes: int, layers: int, channel_bytes: float = 0) -> None:
         """`channel_bytes`: of what is moved of a single channel."""
         self._bytes = tile_bytes, channel_bytes
-        self.phases = {"prefill": PhaseCounters(layers), "decode": PhaseCounters(layers)}
+        self.phases: dict[Phase, PhaseCounters] = {phase: PhaseCounters(layers) for phase in PHASES}
 
     def snapshot(self) -> dict[str, Any]:
         """The counters as a JSON-like tree; the differences of two snapshots are a request's own."""
         return {name: _tree(counters, *self._bytes) for name, counters in self.phases.items()}
 
 
-def _tree(c: PhaseCounters, tile_bytes: int, channel_bytes: int) -> dict[str, Any]:
+def _tree(c: PhaseCounters, tile_bytes: int, channel_bytes: float) -> dict[str, Any]:
     return {field.name: getattr(c, field.name) for field in fields(c) if field.type == "int"} | {
         "fetched_bytes": c.fetched_tiles * tile_bytes + c.channels.moved * channel_bytes,
         "channels": dict(vars(c.channels)),

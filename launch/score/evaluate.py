@@ -22,8 +22,8 @@ from typing import Any
 from rich.console import RenderableType
 
 from launch.bench.command import check_own, session
+from launch.bench.measure import warm_up
 from launch.bench.plan import requested_policies
-from launch.bench.run import warm_up
 from launch.command_line.options import Options
 from launch.connect import connected
 from launch.errors import WrongUsage

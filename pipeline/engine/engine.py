@@ -151,8 +151,7 @@ class Engine:
         clock = StepClock(counters, self.device, self.memory.copied)
         sequences = tuple(item.span.kv.id for item in inputs for _ in item.span.tokens)
         self.timing.begin_step(phase)
-        driver.use_costs(self.timing.costs)
-        driver.begin_step(phase, sequences, live)
+        driver.begin_step(phase, sequences, live, self.timing.costs)
         for observer in self.observers:
             observer.begin(phase, sequences)
         spans = [item.span for item in inputs]

@@ -70,7 +70,8 @@ class PolicySwitch:
         self.set(self.current, self._counted)
 
     def _costs_for(self, policy: Policy) -> Costs | None:
-        """From a file, or measured now or earlier; None if not needed. Raises PolicyError."""
+        """Returns the costs from a file, or measured now or earlier; None if not needed. Raises
+        PolicyError."""
         if not policy.needs_costs:
             return None
         if self.costs is None:
@@ -83,7 +84,8 @@ class PolicySwitch:
         return self.costs
 
     def _calibration_for(self, policy: Policy) -> Calibration | None:
-        """None without a usable file. Raises CalibrationError where the policy needs it."""
+        """Returns the calibration, None without a usable file. Raises CalibrationError where the policy needs
+        it."""
         if not self.calibrated:
             return None
         try:
