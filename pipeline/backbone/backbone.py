@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.backbone.attention import Attention, GroupedQueryAttention, LatentAttention
-from pipeline.backbone.batch import Batch, DecodeRows, Masks, TokenSpan, table_of
+from pipeline.backbone.batch import Batch, DecodeRows, Masks, TokenSpan
 from pipeline.backbone.decoder_layer import AfterAttention, DecoderLayer, Norm, SwiGLU
+from pipeline.backbone.kv_cache import table_of
 from pipeline.backbone.linear import FEW_ROWS, BiasedLinear, DenseLinear, Linear, Precision
 from pipeline.backbone.rope import RopeTables
 from pipeline.backbone.weights import Weights
@@ -185,15 +186,3 @@ class Backbone:
         for layer in layers:
             h = layer.dense(h, batch)
         return h
-
-
-def greedy(logits: Tensor) -> Tensor:
-    """Returns each row's largest and second of logits float32 [R, vocabulary], and the bits of their tokens:
-    float32 [R, 4]; the device's part of greedy sampling (`pipeline/text/logprobs.py` is the host's). torch's
-    argmax takes the first of equals, and a NaN for the largest, on every device."""
-    token = logits.argmax(1, keepdim=True)
-    others = logits.scatter(1, token, -torch.inf)
-    second = others.argmax(1, keepdim=True)
-    numbers = torch.cat((logits.gather(1, token), others.gather(1, second)), dim=1)
-    tokens = torch.cat((token, second), dim=1).to(torch.int32)
-    return torch.cat((numbers, tokens.view(torch.float32)), dim=1)

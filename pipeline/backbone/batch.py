@@ -8,10 +8,9 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.backbone.kv_cache import SequenceKV
+from pipeline.backbone.kv_cache import CAPACITIES, POSITIONS, ROPE, STREAMS, TOKENS, SequenceKV
 from pipeline.backbone.rope import RopeTables
 from workers.kernels.cuda.attention import DecodeAttention, Rows
 from workers.kernels.layer import TOKEN, Tokens
@@ -33,7 +32,6 @@ class StepInput:
     logits: Literal["none", "last", "all", "greedy"]  # greedy: of the last, the device's choice is enough
 
 
-TOKENS, ROPE, POSITIONS, CAPACITIES, STREAMS = range(5)  # lines of the table, and the first of the addresses
 NUMBER = 8  # bytes
 
 # By sliding window, for each span [T, N] bool; None where every row attends to all N tokens.
@@ -73,21 +71,6 @@ class DecodeRows:
         positions, capacities = (first + NUMBER * rows * line for line in (POSITIONS, CAPACITIES))
         lines = range(STREAMS + layer * self.streams, STREAMS + (layer + 1) * self.streams)
         return Rows(rows, positions, capacities, tuple(first + NUMBER * rows * line for line in lines))
-
-
-def table_of(
-    sequences: Sequence[SequenceKV], tokens: Sequence[int], rope: Sequence[int], rows: int
-) -> NDArray[np.int64]:
-    """int64 [4 + layers * streams, rows], of at least as many rows as sequences; the others have none."""
-    addresses = [kv.stream_addresses.ravel() for kv in sequences]
-    table = np.zeros((STREAMS + len(addresses[0]), rows), np.int64)
-    table[POSITIONS] = -1
-    used = table[:, : len(sequences)]
-    used[TOKENS], used[ROPE] = tokens, rope
-    used[POSITIONS] = [kv.length for kv in sequences]
-    used[CAPACITIES] = [kv.capacity for kv in sequences]
-    used[STREAMS:] = np.stack(addresses, axis=1)
-    return table
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 
 from pipeline.arrays import FloatArray
-from pipeline.backbone.backbone import Backbone, greedy
-from pipeline.backbone.batch import STREAMS, StepInput, TokenSpan
+from pipeline.backbone.backbone import Backbone
+from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.decoder_layer import DecoderLayer
+from pipeline.backbone.kv_cache import STREAMS
 from pipeline.config import GRAPH_BYTES, GraphsName
 from pipeline.device import Device
 from pipeline.device.cuda_graphs import CudaGraphs
-from pipeline.engine.layers import Attended, StepLayers, answers
+from pipeline.engine.layers import Attended, StepLayers, answers, greedy
 from pipeline.engine.observer import Probing
 from pipeline.text.logprobs import WIDTH
 from shm.segment import byte_size
