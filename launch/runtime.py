@@ -30,10 +30,9 @@ import msgspec
 from launch.errors import WrongUsage, system_reason
 from pipeline.models.shapes import short_name
 from protocol.errors import ProtocolError
+from protocol.files import is_own_directory, private_directory, read_small
 from protocol.messages import VERSION
-from protocol.private_files import is_own_directory, private_directory
 from protocol.program import COMMAND, PROGRAM
-from protocol.small_files import read_small
 from protocol.sockets import ipc_endpoint, runtime_root
 from shm.atomic_file import atomic_file
 from shm.file_locks import leads_to

@@ -1,5 +1,5 @@
-"""The answers to a Generate, token by token, fed by `pending.py`, and to a Score, block by block, on a
-connection of its own."""
+"""The answers to a Generate, token by token, fed by the client, and to a Score, block by block, on a
+connection of its own; and how often either is requested again."""
 
 from __future__ import annotations
 
@@ -9,12 +9,31 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from protocol.connection import ConnectOptions
+from protocol.connection import ConnectOptions, Link
 from protocol.errors import ProtocolError, RequestFailed
-from protocol.link import Link, RetryBudget
 from protocol.messages import Done, Error, Queued, Score, Scores, Token, Welcome
 
 SCORES_HWM = 4  # blocks of Scores that may wait to be read
+MAX_EXITS = 3  # of an engine, in a row and without progress of a request, after which that request fails
+
+
+class RetryBudget:
+    """Counts the engine exits during one request since its last progress."""
+
+    def __init__(self) -> None:
+        self._exits = 0
+        self._progress = -1
+
+    def count_loss(self, progress: int) -> RequestFailed | None:
+        """Count an engine exit after `progress` tokens or rows of the answer. Returns the error to end the
+        request with if the request itself may crash the engine."""
+        self._exits = self._exits + 1 if progress == self._progress else 1
+        self._progress = progress
+        if self._exits < MAX_EXITS:
+            return None
+        return RequestFailed(
+            f"the engine exited {MAX_EXITS} times without progress of this request; it is not sent again"
+        )
 
 
 @dataclass(frozen=True)

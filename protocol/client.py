@@ -22,22 +22,27 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-from protocol.answer import Answer, score_blocks
-from protocol.connection import SILENCE_SECONDS, ConnectOptions, end_task
-from protocol.errors import EngineGone, ProtocolError, RequestFailed
-from protocol.link import Link
+from msgspec.structs import replace
+
+from protocol.answer import Answer, RetryBudget, score_blocks
+from protocol.connection import SILENCE_SECONDS, ConnectOptions, Link, end_task
+from protocol.errors import EngineGone, MalformedMessage, ProtocolError, RequestFailed
 from protocol.messages import (
     CALIBRATION_TOKENS,
     Calibrate,
     Calibrated,
     Calibrating,
     ChatMessage,
+    Done,
+    Error,
     ExpertActivity,
     ExpertActivityReply,
     Generate,
     PolicyChanged,
+    Queued,
     Sampling,
     Score,
     Scores,
@@ -45,14 +50,45 @@ from protocol.messages import (
     Shaping,
     Stats,
     StatsReply,
+    Token,
     Tokenize,
     Tokenized,
     Welcome,
 )
-from protocol.pending import Pending, copy_of
 
 REPLY_SECONDS = 60.0  # for Stats, which are not queued behind other requests
 POLICY_SECONDS = 900.0  # for SetPolicy, which may copy many gigabytes and measure costs
+
+
+Asked = Stats | ExpertActivity | SetPolicy | Tokenize | Calibrate
+
+
+@dataclass
+class _PendingAnswer:
+    """A Generate that has not ended."""
+
+    message: Generate
+    answer: Answer
+    cancelled: bool = False
+    retries: RetryBudget = field(default_factory=RetryBudget)
+
+
+@dataclass
+class _PendingReply:
+    """A request with one reply that has not been answered."""
+
+    message: Asked
+    reply: asyncio.Future[Any]
+    on_progress: Callable[[Calibrating], None] | None = None
+    retries: RetryBudget = field(default_factory=RetryBudget)
+
+    def resolve(self, reply: object) -> None:
+        if self.reply.done():  # its caller has just been cancelled
+            return
+        if isinstance(reply, ProtocolError):
+            self.reply.set_exception(reply)
+        else:
+            self.reply.set_result(reply)
 
 
 class Client:
@@ -68,7 +104,11 @@ class Client:
         """Called in the event loop after a reconnection, when unfinished requests have been sent again."""
         self._options = options
         self._link = Link(options, self._on_lost, self._on_reconnected)
-        self._pending = Pending(self._link)
+        self.strays = 0
+        """Tokens and ends of requests that had already ended: always 0 unless the engine has a bug."""
+        self._answers: dict[int, _PendingAnswer] = {}
+        self._replies: dict[int, _PendingReply] = {}
+        self._cancelled: set[int] = set()  # cancelled Calibrates without their Done so far
         self._requests = itertools.count()
         self._ended: ProtocolError | None = None
         self._lost = asyncio.Event()
@@ -114,11 +154,6 @@ class Client:
         """The Welcome of the engine, of the latest one after a reconnection."""
         return self._link.welcome
 
-    @property
-    def strays(self) -> int:
-        """Tokens and ends of requests that had already ended: always 0 unless the engine has a bug."""
-        return self._pending.strays
-
     def generate(
         self,
         *,
@@ -142,26 +177,27 @@ class Client:
         Raises EngineGone, and MalformedMessage for values of a wrong type. The answer raises the engine's
         refusal.
         """
-        request = self._next_request()
-        return self._pending.generate(
-            Generate(
-                request,
-                prompt,
-                None if token_ids is None else tuple(token_ids),
-                None if messages is None else tuple(messages),
-                max_tokens,
-                sampling,
-                tuple(stop),
-                ignore_eos,
-                conversation,
-                tuple(resume),
-                rival,
-                reserve=reserve,
-                shaping=shaping,
-                logprobs=logprobs,
-                template=template,
-            )
+        asked = Generate(
+            self._next_request(),
+            prompt,
+            None if token_ids is None else tuple(token_ids),
+            None if messages is None else tuple(messages),
+            max_tokens,
+            sampling,
+            tuple(stop),
+            ignore_eos,
+            conversation,
+            tuple(resume),
+            rival,
+            reserve=reserve,
+            shaping=shaping,
+            logprobs=logprobs,
+            template=template,
         )
+        self._link.send(asked)
+        answer = Answer(asked.request, self._cancel)
+        self._answers[asked.request] = _PendingAnswer(asked, answer)
+        return answer
 
     async def score(
         self,
@@ -237,7 +273,7 @@ class Client:
         EngineGone, MalformedMessage."""
         ids = None if token_ids is None else tuple(token_ids)
         asked = Calibrate(self._next_request(), text, ids, tokens, tuple(starts), share, max_loss)
-        calibrated: Calibrated = await self._pending.request(asked, on_progress)
+        calibrated: Calibrated = await self._request(asked, on_progress)
         return calibrated
 
     async def lost(self) -> ProtocolError:
@@ -251,14 +287,31 @@ class Client:
             raise copy_of(self._ended)
         return next(self._requests)
 
-    async def _ask(self, message: Stats | ExpertActivity | SetPolicy | Tokenize, limit: float) -> Any:
+    async def _ask(self, message: Asked, limit: float) -> Any:
         limit += self._options.retry
         try:
             async with asyncio.timeout(limit):
-                return await self._pending.request(message)
+                return await self._request(message)
         except TimeoutError:
             asked = type(message).__name__
             raise RequestFailed(f"the engine did not answer {asked} in {limit:g} s") from None
+
+    async def _request(self, message: Asked, on_progress: Callable[[Calibrating], None] | None = None) -> Any:
+        """Send the message and return its reply. `on_progress` is called in the event loop with each
+        Calibrating. If the caller is cancelled, so is its Calibrate. Raises as `generate`, RequestFailed
+        with the engine's reason, and the error that ended the client."""
+        self._link.send(message)
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._replies[message.request] = _PendingReply(message, reply, on_progress)
+        try:
+            return await reply
+        except asyncio.CancelledError:
+            if isinstance(message, Calibrate) and self._link.up:
+                self._cancelled.add(message.request)
+                self._link.cancel(message.request)
+            raise
+        finally:
+            del self._replies[message.request]
 
     async def _receive(self) -> None:
         try:
@@ -271,33 +324,113 @@ class Client:
             raise  # `connect` raises it at the end of its block
 
     def _dispatch(self, message: object) -> None:
+        """Pass a message to its request. A message of no unfinished request is dropped."""
         match message:
             case PolicyChanged(request=-1):
                 if self.on_policy is not None:
                     # The event loop reports an error in a callback; it must not end this receiver.
                     asyncio.get_running_loop().call_soon(self.on_policy, message)
-            case _:
-                self._pending.dispatch(message)
+            case Token(request=request) | Queued(request=request) if pending := self._answers.get(request):
+                pending.answer.feed(message)
+            case Done(request=request) if pending := self._answers.pop(request, None):
+                pending.answer.feed(message)
+            case Error(request=request, text=text) if pending := self._answers.pop(request, None):
+                pending.answer.feed(RequestFailed(text, usage=True))
+            case (
+                StatsReply(request=request)
+                | ExpertActivityReply(request=request)
+                | PolicyChanged(request=request)
+                | Calibrated(request=request)
+                | Tokenized(request=request)
+            ) if request in self._replies:
+                self._replies[request].resolve(message)
+            case Calibrating(request=request):
+                progressing = self._replies.get(request)
+                if progressing is not None and progressing.on_progress is not None:
+                    asyncio.get_running_loop().call_soon(progressing.on_progress, message)
+            case Done(request=request, reason=reason) as done if request in self._replies:
+                text = (
+                    "the engine cancelled this; it is shutting down" if reason == "cancelled" else done.error
+                )
+                self._replies[request].resolve(RequestFailed(text, done.usage))
+            case Error(request=request, text=text) if request in self._replies:
+                self._replies[request].resolve(RequestFailed(text, usage=True))
+            case Done(request=request) | Calibrated(request=request) if request in self._cancelled:
+                self._cancelled.remove(request)
+            case Token() | Done() | Queued() | Calibrated():
+                self.strays += 1
 
     def _on_lost(self, lost: ProtocolError) -> None:
-        self._pending.on_engine_lost()
+        """End cancelled requests and those that may have crashed several engines. The others wait."""
+        self._cancelled.clear()
+        for pending in list(self._answers.values()):
+            failure = pending.retries.count_loss(len(pending.answer.token_ids))
+            if pending.cancelled:
+                self._end_cancelled(pending)
+            elif failure is not None:
+                self._answers.pop(pending.message.request).answer.feed(failure)
+        for waiting in self._replies.values():
+            failure = waiting.retries.count_loss(0)
+            if failure is not None:
+                waiting.resolve(failure)
         if self.on_pause is not None:
             asyncio.get_running_loop().call_soon(self.on_pause, lost)
 
     async def _on_reconnected(self) -> None:
-        await self._pending.resend()
+        """Request the missing parts from the new engine. Raises ConnectionLost."""
+        replies = list(self._replies.values())
+        for pending in list(self._answers.values()):
+            if pending.cancelled:
+                self._end_cancelled(pending)
+                continue
+            try:
+                had = (*pending.message.resume, *pending.answer.token_ids)
+                await self._link.send_when_possible(replace(pending.message, resume=had))
+            except MalformedMessage as e:  # prompt and answer together exceed a message's limit
+                self._answers.pop(pending.message.request).answer.feed(e)
+        for waiting in replies:
+            if not waiting.reply.done():
+                await self._link.send_when_possible(waiting.message)
         if self.on_reconnect is not None:
             asyncio.get_running_loop().call_soon(self.on_reconnect)
 
     def _end(self, reason: ProtocolError) -> None:
-        """Fail every pending and later call."""
-        if self._ended is None:
-            self._ended = reason
-            self._lost.set()
-            self._pending.fail(reason)
+        """Give the engine up: fail every unfinished and later request with this error."""
+        if self._ended is not None:
+            return
+        self._ended = reason
+        self._lost.set()
+        for pending in self._answers.values():
+            pending.answer.feed(copy_of(reason))
+        self._answers.clear()
+        for waiting in self._replies.values():
+            waiting.resolve(copy_of(reason))
 
     def _close(self) -> None:
-        """Cancel this client's requests in the engine."""
+        """Cancel everything that the engine still computes for this client."""
         if self._ended is None:
-            self._pending.cancel_all()
+            for request in self._answers:
+                self._link.cancel(request)
+            for request, waiting in self._replies.items():
+                if isinstance(waiting.message, Calibrate):
+                    self._link.cancel(request)
             self._end(EngineGone("this client is closed"))
+
+    def _cancel(self, request: int) -> None:
+        pending = self._answers.get(request)
+        if pending is not None:
+            pending.cancelled = True
+            self._link.cancel(request)
+            if not self._link.up:
+                self._end_cancelled(pending)
+
+    def _end_cancelled(self, pending: _PendingAnswer) -> None:
+        """End it without the Done that the lost engine cannot send."""
+        request = pending.message.request
+        if self._answers.pop(request, None) is not None:
+            pending.answer.feed(Done(request, "cancelled"))
+
+
+def copy_of(error: ProtocolError) -> ProtocolError:
+    """A copy to raise in another place: an exception object belongs to one traceback."""
+    return type(error)(str(error))

@@ -1,6 +1,8 @@
-"""One connection of a client to a coordinator: handshake, heartbeats, and detection of a lost engine.
+"""A client's connections to an engine: handshake, heartbeats, detection of a lost engine, and with `retry` a
+new connection after each restart of the engine.
 
-Knows no requests, and no connections before or after it; `link.py` does.
+Knows no requests: the owner of a link gets a callback when a connection is lost, and sends its unfinished
+requests again in a callback after the reconnection.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import asyncio
 import fcntl
 import os
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +26,18 @@ from protocol.errors import (
     EngineGone,
     MalformedMessage,
     NotPrivate,
+    ProtocolError,
     RequestFailed,
     VersionMismatch,
 )
+from protocol.files import open_regular
 from protocol.messages import SAY_HELLO, VERSION, Cancel, Error, Heartbeat, Hello, Welcome
-from protocol.small_files import open_regular
 from protocol.sockets import HWM, check_engine, client_dealer, connect_checked
 
 HEARTBEAT_SECONDS = 0.5
 SILENCE_SECONDS = 2.5
 _WAITS = 10  # in a row without a message make an engine silent
+ATTEMPT_SECONDS = 2.0  # for one Hello, which is lost if the engine exits before it answers
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,6 @@ class Connection:
         # Gets a message when the transport breaks, for instance when the process at the other end exits, and
         # when the socket finds no process there.
         self._breaks = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
-        self._broken = False
         self.welcome: Welcome
 
     def send(self, message: object) -> None:
@@ -92,7 +96,7 @@ class Connection:
                 frames = await self._socket.recv_multipart()  # for at most the socket's receive timeout
             except zmq.Again:
                 silent_waits += 1
-                if self._has_broken() and (how := engine_end(self._endpoint)):
+                if how := engine_end(self._endpoint):
                     raise ConnectionLost(f"the engine at {self._endpoint} {how}") from None
                 await self._mend()
                 continue
@@ -104,30 +108,22 @@ class Connection:
             if isinstance(message, Error) and message.request == -1:
                 text = f"the engine ended this connection: {message.text}"
                 if message.text == SAY_HELLO:
-                    raise ConnectionLost(text, dropped=not self._has_broken())
+                    raise ConnectionLost(text)
                 raise EngineGone(text)
             if not isinstance(message, Heartbeat):
                 return message
         raise ConnectionLost(f"the engine at {self._endpoint} has been silent for {self._silence:g} s")
 
-    def _has_broken(self) -> bool:
-        """Whether the transport broke at any time, so that another process may be at the other end."""
-        self._broken |= self._event()
-        return self._broken
-
     async def _mend(self) -> bool:
         """Connect again if the transport has broken since the last call, and return whether. Raises
         EngineGone where another user has taken the endpoint's place."""
         broken = False
-        while self._event():
+        while cast(int, self._breaks.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             await self._breaks.recv_multipart()
-            broken = self._broken = True
+            broken = True
         if broken:
             self._connect()
         return broken
-
-    def _event(self) -> bool:
-        return bool(cast(int, self._breaks.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def _connect(self) -> None:
         try:
@@ -205,6 +201,131 @@ async def open_connection(options: ConnectOptions, timeout: float) -> Connection
         await connection.close(deliver=False)
         raise
     return connection
+
+
+class Link:
+    """The connection to an engine, and with `retry` another one to the same address whenever it is lost."""
+
+    def __init__(
+        self,
+        options: ConnectOptions,
+        on_lost: Callable[[ProtocolError], None],
+        on_reconnected: Callable[[], Awaitable[None]],
+        known: Welcome | None = None,
+    ) -> None:
+        """`on_lost` is called with the reason as soon as a connection is lost, and `on_reconnected` awaited
+        after the next one is open; `receive` raises what they raise. `known`: the only engine to accept;
+        None: any."""
+        self._options = options
+        self._on_lost, self._on_reconnected = on_lost, on_reconnected
+        self._known = known
+        self._connection: Connection | None = None
+
+    @property
+    def up(self) -> bool:
+        """Whether a connection is open, as far as this side knows."""
+        return self._connection is not None
+
+    @property
+    def welcome(self) -> Welcome:
+        """The latest engine's; set by `open`."""
+        assert self._known is not None
+        return self._known
+
+    async def open(self) -> None:
+        """Connect for the first time; a `known` engine may be restarting, so this waits for it as after a
+        loss. Raises what `open_connection` does, EngineGone for another model."""
+        try:
+            await self._open(self._options.timeout)
+        except ConnectionLost as failure:
+            if self._known is None or self._options.retry <= 0:
+                raise
+            await self._wait_for_engine(failure)
+
+    async def _open(self, timeout: float) -> None:
+        connection = await open_connection(self._options, timeout)
+        known, welcome = self._known, connection.welcome
+        if known is not None and _model(known) != _model(welcome):
+            await connection.close(deliver=False)
+            raise EngineGone(
+                f"another engine is at {self._options.endpoint} now: {' '.join(_model(welcome))}, "
+                f"where {' '.join(_model(known))} was"
+            )
+        self._connection, self._known = connection, welcome
+
+    async def close(self) -> None:
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            await connection.close(deliver=True)
+
+    def send(self, message: object) -> None:
+        """Queue a message. Without a connection the message is only checked, and `on_reconnected` sends it.
+        Raises MalformedMessage, and RequestFailed if too many are queued."""
+        if self._connection is None:
+            encode(message)
+        else:
+            self._connection.send(message)
+
+    async def send_when_possible(self, message: object) -> None:
+        """Send as soon as the queue takes it. Raises MalformedMessage; ConnectionLost if it stays full."""
+        deadline = time.monotonic() + self._options.silence
+        while True:
+            try:
+                return self.send(message)
+            except RequestFailed as e:
+                if time.monotonic() > deadline:
+                    raise ConnectionLost(str(e)) from None
+                await asyncio.sleep(0.01)
+
+    def cancel(self, request: int) -> None:
+        """Queue a Cancel, if connected."""
+        if self._connection is not None:
+            self._connection.cancel(request)
+
+    async def receive(self) -> object:
+        """The next message other than a heartbeat, across reconnections. Raises EngineGone when the link
+        gives the engine up, and what a connection's `receive` and `open_connection` raise otherwise."""
+        while True:
+            assert self._connection is not None
+            try:
+                return await self._connection.receive()
+            except ConnectionLost as lost:
+                await self._reconnect(lost)
+
+    async def _reconnect(self, lost: ConnectionLost) -> None:
+        while True:
+            if self._options.retry <= 0:
+                raise EngineGone(str(lost))
+            if self._connection is not None:
+                connection, self._connection = self._connection, None
+                await connection.close(deliver=False)
+            self._check_ended()  # before `on_lost`, after which a wait is announced
+            self._on_lost(lost)
+            await self._wait_for_engine(lost)
+            try:
+                return await self._on_reconnected()
+            except ConnectionLost as again:
+                lost = again
+
+    async def _wait_for_engine(self, lost: ConnectionLost) -> None:
+        deadline = time.monotonic() + self._options.retry
+        while (rest := deadline - time.monotonic()) > 0:
+            self._check_ended()
+            try:
+                return await self._open(min(rest, ATTEMPT_SECONDS))
+            except ConnectionLost:
+                continue
+        raise EngineGone(f"{lost} (no other engine was ready within {self._options.retry:g} s)")
+
+    def _check_ended(self) -> None:
+        """Raises EngineGone if the whole engine has ended, and not only its coordinator."""
+        if how := engine_end(self._options.endpoint):
+            raise EngineGone(f"the engine at {self._options.endpoint} {how}")
+
+
+def _model(welcome: Welcome) -> tuple[str, ...]:
+    """The properties that must be equal for an answer to continue."""
+    return welcome.model, welcome.fingerprint[:16], welcome.format, welcome.backbone_dtype
 
 
 def engine_end(endpoint: str) -> str:

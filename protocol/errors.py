@@ -22,12 +22,8 @@ class EngineGone(ProtocolError):
 
 
 class ConnectionLost(EngineGone):
-    """This connection is lost or could not be opened, and a new one may work: the engine is silent or was
-    restarted, or (`dropped`) it still runs and has dropped this client."""
-
-    def __init__(self, text: str, dropped: bool = False) -> None:
-        super().__init__(text)
-        self.dropped = dropped
+    """This connection is lost or could not be opened, and a new one may work: the engine is silent, was
+    restarted, or has dropped this client."""
 
 
 class RequestFailed(ProtocolError):

@@ -28,13 +28,13 @@ from typing import Any, TypeVar
 import zmq
 
 from protocol.errors import MalformedMessage, NotPrivate, ProtocolError
-from protocol.messages import ARRAY_LIMIT, HEADER_LIMIT
-from protocol.private_files import (
+from protocol.files import (
     OTHERS_READ_OR_WRITE,
     check_private_directory,
     own_directory,
     private_directory,
 )
+from protocol.messages import ARRAY_LIMIT, HEADER_LIMIT
 
 Socket = TypeVar("Socket", bound="zmq.Socket[Any]")
 

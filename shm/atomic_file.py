@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from protocol.private_files import sync_folder
+from protocol.files import sync_folder
 
 PRIVATE, SHARED = 0o600, 0o666  # modes; the umask applies
 

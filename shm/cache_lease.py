@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from protocol.errors import NotPrivate
-from protocol.private_files import make_folders, private_directory
+from protocol.files import make_folders, private_directory
 from shm.errors import ShmError
 from shm.file_locks import try_lock, wait_lock
 

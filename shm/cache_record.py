@@ -14,7 +14,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from protocol.small_files import read_small
+from protocol.files import read_small
 from shm.atomic_file import atomic_file
 
 RECORD = "about.json"

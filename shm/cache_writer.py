@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from protocol.errors import NotPrivate
-from protocol.private_files import OTHERS_READ_OR_WRITE, check_private, make_folders
+from protocol.files import OTHERS_READ_OR_WRITE, check_private, make_folders
 from shm.atomic_file import put_in_place
 from shm.cache_record import remove_empty
 from shm.disk_cache import UNFINISHED, store_path

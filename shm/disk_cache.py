@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from protocol.errors import NotPrivate
-from protocol.private_files import check_private
+from protocol.files import check_private
 from shm.cache_record import remove_empty
 from shm.checksums import damaged_layers, name_layers
 from shm.errors import StoreDamaged, StoreInvalid

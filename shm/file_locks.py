@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from protocol.errors import NotPrivate
-from protocol.private_files import check_unshared, private_directory
+from protocol.files import check_unshared, private_directory
 from shm.errors import ShmError
 
 POLL_SECONDS = 0.05

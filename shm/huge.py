@@ -6,10 +6,6 @@ can have existing pages collapsed into huge ones (MADV_COLLAPSE). Pages that can
 
 A huge page is mapped as one only at a multiple of its size. mmap does not choose such an address by itself:
 hence `_place`.
-
-New memory can be slow in a virtual machine: the host may have reclaimed memory that was free for some
-seconds, and returns it at two seconds a gigabyte. The content of a file is therefore first used in the page
-cache (`map_file`), and copied to private memory in the background (`copy_to_private`).
 """
 
 from __future__ import annotations
@@ -19,7 +15,6 @@ import errno
 import mmap
 import os
 import weakref
-from collections.abc import Callable
 
 import numpy as np
 
@@ -33,7 +28,6 @@ MADV_HUGEPAGE, MADV_POPULATE_WRITE, MADV_COLLAPSE = (
 )  # <asm-generic/mman-common.h>; the mmap module may not know them
 MAP_FIXED = 0x10
 PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE
-COPY_BYTES = 1 << 22  # copied at a time: between two of them, it can be stopped
 MOST_ADDED = 1 / 3  # of private memory: so much more, at most, for its last page to be huge too
 FAILED = ctypes.c_void_p(-1).value
 
@@ -64,29 +58,6 @@ def private(size: int) -> Bytes:
     memory = _place(length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, True)
     _libc.madvise(ctypes.addressof(memory), length, MADV_HUGEPAGE)  # some kernels have none
     return np.frombuffer(memoryview(memory), np.uint8)[:size]
-
-
-def map_file(descriptor: int, offset: int, size: int) -> Bytes:
-    """Map `size` bytes of a file from byte `offset` on, as they are in the page cache. Writes stay private to
-    this process. The file must not be truncated while it is mapped: a read beyond its end kills the process.
-    Raises OSError, and ValueError if the file is too short."""
-    if offset + size > os.fstat(descriptor).st_size:
-        raise ValueError(f"no {size} bytes from byte {offset} on")
-    skipped = offset % mmap.PAGESIZE
-    length = max(skipped + size, 1)
-    # Not by the mmap module, which keeps a descriptor open for each mapping.
-    start = _mmap(None, length, PROTECTION, mmap.MAP_PRIVATE, descriptor, offset - skipped)
-    return np.frombuffer(memoryview(_owned(start, length)), np.uint8)[skipped:][:size]
-
-
-def copy_to_private(data: Bytes, proceed: Callable[[], bool]) -> Bytes | None:
-    """A copy in `private` memory; None if `proceed` returns False meanwhile. Releases the GIL."""
-    copy = private(len(data))
-    for at in range(0, len(data), COPY_BYTES):
-        if not proceed():
-            return None
-        copy[at : at + COPY_BYTES] = data[at : at + COPY_BYTES]
-    return copy
 
 
 def collapse(memory: Bytes) -> int:

@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 from msgspec import ValidationError
 
 from protocol.errors import NotPrivate
-from protocol.private_files import check_private, make_folders
-from protocol.small_files import read_small
+from protocol.files import check_private, make_folders, read_small
 from shm.atomic_file import atomic_file
 
 LOADED = 0.5  # load average for each core, from which on a measurement may be wrong

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from protocol.errors import NotPrivate
-from protocol.private_files import own_directory
+from protocol.files import own_directory
 from shm.errors import SegmentMissing, ShmError, StoreInvalid
 from shm.file_locks import leads_to, private_folder, try_lock, wait_lock
 from shm.segment import is_segment, segment_path, unlink

@@ -26,7 +26,7 @@ from pathlib import Path
 import posix_ipc
 
 from protocol.errors import NotPrivate
-from protocol.private_files import check_unshared
+from protocol.files import check_unshared
 from shm.cgroup import free_memory, limits
 from shm.errors import NotEnoughMemory, SegmentEmpty, SegmentMissing, ShmError
 from shm.huge import HUGE, collapse, map_shared, populate

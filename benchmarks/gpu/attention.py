@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pipeline.backbone.attention import attend_span
 from pipeline.backbone.batch import Batch
-from pipeline.backbone.causal import attend_span
 from pipeline.device import Device, open_device
 from pipeline.errors import UsageError
 from workers.kernels.cuda.attention import Rows

@@ -28,8 +28,8 @@ from pipeline.text.generation_defaults import sampling_defaults
 from pipeline.text.tokenizer import TOKENIZER_FILES, eos_ids, has_chat_template
 from protocol.codec import encode
 from protocol.errors import MalformedMessage, ProtocolError
+from protocol.files import read_small
 from protocol.program import user_folder
-from protocol.small_files import read_small
 from shm.atomic_file import check_creatable
 from shm.layout import format_named
 

@@ -1,8 +1,10 @@
 """Grouped-query and multi-head latent attention of one layer, on the device: x -> attention(x).
 
 Rotary embeddings are applied in float32; products of queries, keys and values are computed in the KV cache's
-dtype. On the host C does it: of single tokens `decoder_layer.py`, of longer spans `span_attention.py`, not
-yet latent attention of spans.
+dtype. On the host C does it: of single tokens for a whole layer (`decoder_layer.py`), of longer spans here,
+but for latent attention. Elsewhere torch does: where it has flash attention for the numbers at hand, no mask
+and no scores are in memory. With a mask of its own it would compute all scores of a grouped query in memory,
+a gigabyte for 1024 tokens of 8192: on a GPU, rows are then taken a few at a time.
 """
 
 from __future__ import annotations
@@ -14,19 +16,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.backbone.batch import Batch
-from pipeline.backbone.causal import attend_span
-from pipeline.backbone.decode_rows import DecodeRows
+from pipeline.backbone.batch import Batch, DecodeRows
 from pipeline.backbone.linear import Linear, Precision
 from pipeline.backbone.rope import rotate
-from pipeline.backbone.span_attention import SpanAttention
 from pipeline.backbone.weights import Weights
-from pipeline.config import EXPANDED_KV_BYTES
+from pipeline.config import EXPANDED_KV_BYTES, SCORE_BYTES
 from pipeline.models.spec import GroupedQuery
 from pipeline.models.spec import Latent as LatentSpec
 from workers.kernels.layer import QK_NORMS, Grouped, Latent, Projection
 from workers.kernels.memory import Kept
+from workers.kernels.native import Library, Team
+from workers.kernels.spans import SpanKernel
 
+FLASH_WIDTHS = range(8, 257, 8)  # of heads
 LATENT_EPS = 1e-6  # of the norms of latents; the config's rms_norm_eps does not apply to them
 
 
@@ -263,3 +265,94 @@ def _host(linear: Linear) -> Projection:
     projection = linear.on_host()
     assert projection is not None
     return projection
+
+
+class SpanAttention:
+    """One layer's attention of spans of many tokens by the host's C kernel, between its products: torch
+    computes also the scores that causality discards, and each of its operations goes through memory once
+    more."""
+
+    def __init__(self, library: Library, team: Team | None, grouped: Grouped, scratch: Kept) -> None:
+        self._kernel = SpanKernel(library, team, grouped, scratch)
+        self._output_width = grouped.heads * grouped.width
+
+    def __call__(self, layer: int, qkv: Tensor, batch: Batch) -> Tensor:
+        """qkv float32 [R, (heads + 2 kv_heads) * head_dim]: [R, heads * head_dim]. Overwrites qkv; appends to
+        the sequences' KV."""
+        out = torch.empty(batch.rows, self._output_width)
+        cosines, sines = batch.cos_sin
+        row = 0
+        for span in batch.spans:
+            keys, values = span.kv.layers[layer]
+            self._kernel(
+                _row(qkv, row),
+                (_row(cosines, row), _row(sines, row)),
+                (keys.data_ptr(), values.data_ptr()),
+                keys.shape[1],
+                span.kv.length,
+                len(span.tokens),
+                _row(out, row),
+            )
+            row += len(span.tokens)
+        return out
+
+
+def _row(x: Tensor, row: int) -> int:
+    """A row's address."""
+    return x.data_ptr() + x.element_size() * row * x.stride(0)
+
+
+def attend_span(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    batch: Batch,
+    number: int,
+    window: int | None,
+    scale: float | None = None,
+) -> Tensor:
+    """q [heads, T, width], the last T of the N tokens of keys and values [kv_heads, N, width], of the batch's
+    span of this number: [T, heads, width]. `window`: tokens that each token attends to, itself included."""
+    if batch.flash and batch.stored and q.element_size() == 2 and q.shape[2] in FLASH_WIDTHS:
+        return _flash(q, keys, values, window, scale)
+    masks = batch.masks[window]
+    mask = masks[number]
+    new, total = q.shape[1], keys.shape[1]
+    step = new if on_cpu(q) else max(1, SCORE_BYTES // (4 * len(q) * total))
+    parts = [
+        functional.scaled_dot_product_attention(
+            q.narrow(1, lo, min(step, new - lo)).unsqueeze(0),
+            keys.unsqueeze(0),
+            values.unsqueeze(0),
+            attn_mask=None if mask is None else mask.narrow(0, lo, min(step, new - lo)),
+            scale=scale,
+            enable_gqa=len(keys) < len(q),
+        ).squeeze(0)
+        for lo in range(0, new, step)
+    ]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).transpose(0, 1)
+
+
+def on_cpu(q: Tensor) -> bool:
+    """There torch computes block by block, with a mask too."""
+    return q.device.type == "cpu"
+
+
+def _flash(q: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float | None) -> Tensor:
+    """As `attend_span`. The last token attends to itself and to the window - 1 before it."""
+    left = None if window is None or window >= keys.shape[1] else window - 1
+    rows = (x.transpose(0, 1).unsqueeze(0) for x in (q, keys, values))  # [1, tokens, heads, width]
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        *rows,
+        None,
+        None,
+        q.shape[1],
+        keys.shape[1],
+        0.0,
+        True,
+        False,
+        scale=scale,
+        window_size_left=left,
+        window_size_right=None if left is None else 0,
+    )[0]
+    return out.squeeze(0)

@@ -11,8 +11,6 @@ computed together with the layer that follows them.
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,21 +20,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.backbone.attention import Attention, GroupedQueryAttention, LatentAttention
-from pipeline.backbone.batch import Batch, Masks, TokenSpan
-from pipeline.backbone.blocks import Norm, SwiGLU
-from pipeline.backbone.decode_rows import DecodeRows, table_of
-from pipeline.backbone.decoder_layer import AfterAttention, DecoderLayer
-from pipeline.backbone.embedding import Embedding
-from pipeline.backbone.linear import FEW_ROWS, BiasedLinear, DenseLinear, Linear, Precision, Proceed
+from pipeline.backbone.batch import Batch, DecodeRows, Masks, TokenSpan
+from pipeline.backbone.decoder_layer import AfterAttention, DecoderLayer, Norm, SwiGLU
+from pipeline.backbone.kv_cache import table_of
+from pipeline.backbone.linear import FEW_ROWS, BiasedLinear, DenseLinear, Linear, Precision
 from pipeline.backbone.rope import RopeTables
 from pipeline.backbone.weights import Weights
 from pipeline.checkpoint.model_source import ModelSource
-from pipeline.errors import ModelError
 from pipeline.models.registry import architecture_of
 from pipeline.models.spec import GroupedQuery, ModelSpec
 from workers.kernels.memory import Kept
-
-log = logging.getLogger(__name__)
 
 READERS = 2  # threads that load layers: one reads while the other converts
 
@@ -57,7 +50,6 @@ class Backbone:
         self.spec = spec
         self.dtype = precision.dtype
         self._precision = precision
-        self._materializing = threading.Lock()
         self._scratch = Kept()  # of the layers' kernels on the host
         self._device = precision.device.torch_device
         architecture = architecture_of(source.config)
@@ -71,7 +63,6 @@ class Backbone:
             loading = pool.map(self._load_layer, range(spec.layers), weights)
             outer = Weights(architecture.outer(spec), tensors, precision)
             self._norm = Norm("norm", outer, spec.norm_eps, precision.device)
-            self._embedding: Tensor | Embedding
             self._embedding, self._head = self._load_embedding_and_head(outer)
             layers = []
             for layer in loading:
@@ -88,16 +79,13 @@ class Backbone:
         # The dense layers before each layer with experts, and those after the last.
         self._dense_runs = [layers[start:end] for start, end in zip(starts, ends, strict=True)]
 
-    def _load_embedding_and_head(self, outer: Weights) -> tuple[Tensor | Embedding, Linear]:
+    def _load_embedding_and_head(self, outer: Weights) -> tuple[Tensor, Linear]:
+        embedding = outer.dense("embedding")
         if "head" in outer:
-            return outer.embedding(), outer.linear("head")
+            return embedding, outer.linear("head")
         # Tied: a dense matrix serves as both, a quantized head needs dense rows beside it.
-        embedding: Tensor | Embedding
-        if self._precision.quantized:
-            embedding, head = outer.embedding(), outer.linear("embedding")
-        else:
-            embedding = outer.dense("embedding")
-            head = DenseLinear(embedding, self._precision.device)
+        quantized = self._precision.quantized
+        head = outer.linear("embedding") if quantized else DenseLinear(embedding, self._precision.device)
         return embedding, BiasedLinear(head, outer.vector("head_bias")) if "head_bias" in outer else head
 
     def _load_layer(self, index: int, weights: Weights) -> DecoderLayer:
@@ -122,30 +110,6 @@ class Backbone:
         )
 
     @property
-    def pending_bytes(self) -> int:
-        """Memory that the pending weights take once they are materialized."""
-        return sum(weights.bytes for weights in list(self._precision.pending))
-
-    def materialize(self, proceed: Proceed) -> None:
-        """Copy the pending weights into memory, unless `proceed` returns False in between; for any thread.
-        Where a copy fails, the weights stay in their file, with a warning."""
-        while not self._materializing.acquire(timeout=0.1):  # another thread copies
-            if not proceed():
-                return
-        try:
-            # The embedding first: a prompt needs many of its rows, and each is a separate read.
-            for weights in sorted(self._precision.pending, key=lambda w: not isinstance(w, Embedding)):
-                try:
-                    weights.materialize(proceed)
-                except (ModelError, OSError, MemoryError) as e:
-                    log.warning(f"a part of the backbone stays in its file: {e}")
-                if not proceed():
-                    return
-                self._precision.pending.remove(weights)
-        finally:
-            self._materializing.release()
-
-    @property
     def differentiable(self) -> bool:
         """Whether torch computes gradients through it: not through quantized matrices."""
         return not self._precision.quantized
@@ -163,7 +127,7 @@ class Backbone:
         positions = [(range(s.kv.length, s.kv.length + len(s.tokens)), s.kv.long) for s in spans]
         device, rope_rows = self._precision.device, self._rope.rows(positions)
         common = self._rope, rope_rows, self._masks, device.flash
-        single = all(len(s.tokens) == 1 and s.kv.uniform for s in spans)
+        single = all(len(s.tokens) == 1 and s.kv.layers for s in spans)
         if self.kernels is not None and single:
             return self.decode_batch(device.from_host(self.decode_table(spans, len(spans))), spans)
         return Batch(spans, len(tokens), device.from_host(torch.tensor(tokens).numpy()), *common)

@@ -10,9 +10,9 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from pipeline.backbone.decode_rows import DecodeRows
-from pipeline.backbone.kv_cache import SequenceKV
+from pipeline.backbone.kv_cache import CAPACITIES, POSITIONS, ROPE, STREAMS, TOKENS, SequenceKV
 from pipeline.backbone.rope import RopeTables
+from workers.kernels.cuda.attention import DecodeAttention, Rows
 from workers.kernels.layer import TOKEN, Tokens
 
 
@@ -32,8 +32,45 @@ class StepInput:
     logits: Literal["none", "last", "all", "greedy"]  # greedy: of the last, the device's choice is enough
 
 
+NUMBER = 8  # bytes
+
 # By sliding window, for each span [T, N] bool; None where every row attends to all N tokens.
 Masks = dict[int | None, list[Tensor | None]]
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """Rows that are single tokens of sequences, and the device's kernels that append to these and attend to
+    them. A table on the device has their tokens and positions, and where their keys and values lie; one copy
+    brings it. What reads it is the same for every step, so also a CUDA graph can."""
+
+    table: Tensor  # as `table_of`, on the device
+    streams: int  # of a layer
+    kernels: DecodeAttention
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.table[TOKENS]
+
+    @property
+    def rope(self) -> Tensor:
+        return self.table[ROPE]
+
+    def append(self, layer: int, *new: Tensor) -> None:
+        """As `DecodeAttention.append`."""
+        self.kernels.append(self._of(layer), *new)
+
+    def attend(
+        self, layer: int, q: Tensor, kv_heads: int, value_width: int, window: int | None, scale: float
+    ) -> Tensor:
+        """As `DecodeAttention.attend`."""
+        return self.kernels.attend(self._of(layer), q, kv_heads, value_width, window, scale)
+
+    def _of(self, layer: int) -> Rows:
+        rows, first = self.table.shape[1], self.table.data_ptr()
+        positions, capacities = (first + NUMBER * rows * line for line in (POSITIONS, CAPACITIES))
+        lines = range(STREAMS + layer * self.streams, STREAMS + (layer + 1) * self.streams)
+        return Rows(rows, positions, capacities, tuple(first + NUMBER * rows * line for line in lines))
 
 
 @dataclass(frozen=True)
@@ -66,8 +103,8 @@ class Batch:
 
     @cached_property
     def single(self) -> bool:
-        """Whether each span is a single token, of a sequence whose streams have one capacity."""
-        return self.rows == len(self.spans) and all(span.kv.uniform for span in self.spans)
+        """Whether each span is a single token of a stored sequence."""
+        return self.rows == len(self.spans) and self.stored
 
     @cached_property
     def stored(self) -> bool:

@@ -1,18 +1,78 @@
-"""One decoder layer: attention, and what every row goes through beside the routed experts."""
+"""One decoder layer: attention, norms, and the feed-forward blocks that every row goes through.
+
+On the host one call of C computes a layer up to its experts for steps of single tokens: there, the overhead
+of torch's small operations and of waking threads exceeds the work.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from pipeline.backbone.attention import Attention
 from pipeline.backbone.batch import Batch
-from pipeline.backbone.blocks import Norm, SwiGLU
-from pipeline.backbone.host_layer import HostLayer
-from pipeline.backbone.linear import Precision
+from pipeline.backbone.linear import FEW_ROWS, Linear, Precision
+from pipeline.backbone.weights import Weights
+from pipeline.device.base import Device
+from workers.kernels.layer import LayerKernel, LayerParts, NormOf, RMSNorm
 from workers.kernels.memory import Kept
+
+
+class Norm:
+    """RMS norm of hidden states; LayerNorm where the checkpoint has a bias."""
+
+    def __init__(self, role: str, weights: Weights, eps: float, device: Device) -> None:
+        self._weight, self._eps = weights.vector(role), eps
+        bias = f"{role}_bias"
+        self._bias = weights.vector(bias) if bias in weights else None
+        self._host: RMSNorm | None = None
+        if self._bias is None and device.library is not None:
+            self._host = RMSNorm(device.library, self._weight.data_ptr(), self.width, eps)
+
+    @property
+    def width(self) -> int:
+        return len(self._weight)
+
+    def on_host(self) -> NormOf:
+        """What the host's kernels read."""
+        bias = None if self._bias is None else self._bias.data_ptr()
+        return NormOf(self._weight.data_ptr(), bias, self._eps)
+
+    def __call__(self, h: Tensor) -> Tensor:
+        if self._host is not None and not h.requires_grad:
+            h = h.contiguous()
+            out = torch.empty_like(h)
+            self._host(h.data_ptr(), len(h), out.data_ptr())
+            return out
+        if self._bias is None:
+            return functional.rms_norm(h, self._weight.shape, self._weight, self._eps)
+        return functional.layer_norm(h, self._weight.shape, self._weight, self._bias, self._eps)
+
+
+@dataclass(frozen=True)
+class SwiGLU:
+    """A feed-forward block that is applied to every row. `gate` [1, H] scales each row of its output."""
+
+    up: Linear  # [2 I, H], gate over up
+    down: Linear  # [H, I]
+    gate: Tensor | None
+
+    @classmethod
+    def load(cls, role: str, weights: Weights) -> SwiGLU | None:
+        """None where the layer has no such block."""
+        if f"{role}_up_proj" not in weights:
+            return None
+        up = weights.linear(f"{role}_gate_proj", f"{role}_up_proj")
+        gate = weights.vector(f"{role}_gate") if f"{role}_gate" in weights else None
+        return cls(up, weights.linear(f"{role}_down_proj"), gate)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.up(x).chunk(2, dim=1)
+        y = self.down(functional.silu(gate).mul_(up))
+        return y if self.gate is None else y * torch.sigmoid(functional.linear(x, self.gate))
 
 
 class DecoderLayer:
@@ -35,34 +95,67 @@ class DecoderLayer:
         self._index = index
         self._attention_norm, self._attention, self._mlp_norm = attention_norm, attention, mlp_norm
         self._dense, self._shared, self._router = dense, shared, router
-        self._host: HostLayer | None = None
-        if precision.device.library is not None:
-            self._host = HostLayer(
-                index,
-                attention_norm=attention_norm,
-                attention=attention,
-                mlp_norm=mlp_norm,
-                block=shared if dense is None else dense,
-                router=router,
-                precision=precision,
-                scratch=scratch,
-            )
+        self._most = None if precision.quantized else FEW_ROWS  # rows that C multiplies faster than torch
+        device = precision.device
+        self._kernel: LayerKernel | None = None
+        if device.library is not None:
+            self._kernel = LayerKernel(device.library, device.team, index, self._host_parts(), scratch)
+
+    def _host_parts(self) -> LayerParts:
+        """What the kernel reads; valid as long as this object."""
+        block = self._shared if self._dense is None else self._dense
+        kind, first, query, output = self._attention.on_host()
+        return LayerParts(
+            hidden=self._attention_norm.width,
+            experts=0 if self._router is None else len(self._router),
+            attention_norm=self._attention_norm.on_host(),
+            mlp_norm=self._mlp_norm.on_host(),
+            attention=kind,
+            first=first,
+            query=query,
+            output=output,
+            router=None if self._router is None else self._router.data_ptr(),
+            up=None if block is None else block.up.on_host(),
+            down=None if block is None else block.down.on_host(),
+            gate=None if block is None or block.gate is None else block.gate.data_ptr(),
+        )
 
     def attend(self, h: Tensor, batch: Batch, routed: bool = True) -> AfterAttention:
-        """Of a layer with experts, from h float32 [R, H]; appends KV. Without `routed` the router's logits
-        are not needed."""
-        if self._host is not None and self._host.takes(batch):
-            return AfterAttention(self, *self._host(h, batch, routed))
+        """A layer with experts up to them, from h float32 [R, H]; appends KV. Without `routed` the router's
+        logits are not needed."""
+        if self._kernel is not None and self._suits_kernel(batch):
+            return self._on_host(self._kernel, h, batch, routed)
         h = h + self._attention(self._index, self._attention_norm(h), batch)
         return AfterAttention(self, h, self._mlp_norm(h))
 
     def dense(self, h: Tensor, batch: Batch) -> Tensor:
         """The whole of a dense layer: h float32 [R, H]."""
         assert self._dense is not None
-        if self._host is not None and self._host.takes(batch):
-            return self._host(h, batch, routed=False)[0]
+        if self._kernel is not None and self._suits_kernel(batch):
+            return self._on_host(self._kernel, h, batch, routed=False).h
         h = h + self._attention(self._index, self._attention_norm(h), batch)
         return h + self._dense(self._mlp_norm(h))
+
+    def _suits_kernel(self, batch: Batch) -> bool:
+        return batch.single and (self._most is None or batch.rows <= self._most)
+
+    def _on_host(self, kernel: LayerKernel, h: Tensor, batch: Batch, routed: bool) -> AfterAttention:
+        """Compute the layer in C: `h` after the attention, or after a dense block."""
+        h = h.contiguous()
+        made = torch.empty(3 if self.shares else 2, *h.shape)
+        first, step = made.data_ptr(), h.numel() * h.itemsize
+        logits = None
+        if routed and self._router is not None:
+            logits = torch.empty(len(h), len(self._router))
+        kernel(
+            batch.host_tokens,
+            h.data_ptr(),
+            out=first,
+            x=first + step,
+            logits=None if logits is None else logits.data_ptr(),
+            shared=first + 2 * step if self.shares else None,
+        )
+        return AfterAttention(self, made[0], made[1], logits, made[2] if self.shares else None)
 
     def router(self, x: Tensor) -> Tensor:
         """Router logits float32 [R, E]."""

@@ -13,19 +13,19 @@ import contextlib
 import fcntl
 import logging
 import os
+import threading
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
 from pipeline.checkpoint.model_source import ModelSource
 from protocol.errors import NotPrivate
-from protocol.private_files import check_private, make_folders
+from protocol.files import check_private, make_folders
 from shm.atomic_file import put_in_place
 from shm.cache_record import CacheRecord, note_use
 from shm.file_locks import try_lock
-from shm.huge import map_file
+from shm.huge import private
 from shm.layout import Bytes
 
 NAME, UNFINISHED = "backbone.bin", "backbone.tmp"
@@ -59,102 +59,82 @@ class BackboneCache:
         self._record = record
         self._descriptor, self._entries = _open(self._path)
         self._damaged = False  # a matrix is, and the log says so
+        # A complete file exists, or what no file can replace: `finish` writes none.
+        self._disabled = self._descriptor is not None or self._path.is_dir()
+        self._new: dict[str, Bytes] = {}
         if self._descriptor is not None:
             self._note_use()
-        self._new: Entries = {}
-        self._end = 0  # file offset of the next matrix
-        self._file: int | None = None
-        # A complete file exists, or what no file can replace: `keep` writes none.
-        self._disabled = self._descriptor is not None or self._path.is_dir()
-        self._writer = ThreadPoolExecutor(1, "backbone cache")
 
     def take(self, name: str, nbytes: int) -> Bytes | None:
-        """A matrix of `nbytes` bytes as a private mapping of the file; None where it is missing, damaged or
-        cannot be mapped."""
-        found = self._entries.get(name)
-        if found is None or found[1] != nbytes or self._descriptor is None:
+        """A matrix of `nbytes` bytes, read into memory; None where it is missing or damaged."""
+        entry = self._entries.get(name)
+        if entry is None or entry[1] != nbytes or self._descriptor is None:
             return None
-        offset, _, checksum = found
-        # Read before it is mapped: a disk error is an exception here, and SIGBUS in a mapping.
-        if _checksum(self._descriptor, offset, nbytes) != checksum:
-            if not self._damaged:
-                self._damaged = True
-                log.warning(f"{self._path} is damaged: it is made again at the next start")
-                _remove(self._path)
-            return None
-        try:
-            return map_file(self._descriptor, offset, nbytes)
-        except (OSError, ValueError) as e:  # for example, too little memory for a writable mapping
-            log.warning(f"{self._path} is not used: {e}")
-            return None
+        offset, _, checksum = entry
+        data = private(nbytes)
+        if _read(self._descriptor, offset, data) == checksum:
+            return data
+        if not self._damaged:
+            self._damaged = True
+            log.warning(f"{self._path} is damaged: it is made again at the next start")
+            _remove(self._path)
+        return None
 
     def keep(self, name: str, data: Bytes) -> None:
-        """Queue a matrix for writing; it must not change afterwards."""
-        if not self._disabled:
-            self._writer.submit(self._write, name, data)
+        """Have `finish` write this matrix; it must not change afterwards."""
+        self._new[name] = data
 
     def finish(self) -> None:
-        """Queue the rename of the complete file, after which the writer thread ends."""
-        self._writer.submit(self._close)
-        self._writer.shutdown(wait=False)
+        """Begin to write the file, in a thread that ends when it is complete."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+        if self._new and not self._disabled:
+            threading.Thread(target=self._write, name="backbone cache").start()
 
-    def _write(self, name: str, data: Bytes) -> None:
-        if self._disabled:
-            return
+    def _write(self) -> None:
+        unfinished = self._path.with_name(UNFINISHED)
         try:
-            if self._file is None:
-                self._file = self._begin()
-            done = 0
-            while done < len(data):
-                done += os.pwrite(self._file, data[done : done + WRITE_BYTES].data, self._end + done)
-            self._new[name] = (self._end, len(data), zlib.crc32(data.data))
-            self._end += -(-done // ALIGNMENT) * ALIGNMENT
+            make_folders(self._path.parent)
+            file = try_lock(unfinished, fcntl.LOCK_EX)
+            if file is None:
+                raise OSError("another engine is writing it")
+            try:
+                os.ftruncate(file, 0)
+                _write_matrices(file, self._new)
+                put_in_place(file, unfinished, self._path)
+            except BaseException:
+                unfinished.unlink(missing_ok=True)
+                raise
+            finally:
+                os.close(file)
+            self._note_use()
         except OSError as e:
-            self._disabled = True
             log.warning(f"the backbone could not be kept on disk, the next start quantizes it again: {e}")
-
-    def _begin(self) -> int:
-        """Create and lock the unfinished file. Raises OSError."""
-        make_folders(self._path.parent)
-        descriptor = try_lock(self._path.with_name(UNFINISHED), fcntl.LOCK_EX)
-        if descriptor is None:
-            raise OSError("another engine is writing it")
-        try:
-            os.ftruncate(descriptor, 0)
-        except OSError:  # a pipe
-            os.close(descriptor)
-            raise
-        return descriptor
+        self._new.clear()
 
     def _note_use(self) -> None:
         if self._record is not None:
             note_use(self._path.parent, self._record)
 
-    def _close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-        if self._file is None:
-            return
-        unfinished = self._path.with_name(UNFINISHED)
-        try:
-            if not self._disabled:
-                index = msgspec.msgpack.encode({"version": VERSION, "matrices": self._new})
-                os.pwrite(self._file, index + len(index).to_bytes(8, "little"), self._end)
-                put_in_place(self._file, unfinished, self._path)
-                self._note_use()
-        except OSError as e:
-            self._disabled = True
-            log.warning(f"the backbone could not be kept on disk, the next start quantizes it again: {e}")
-        if self._disabled:
-            unfinished.unlink(missing_ok=True)
-        os.close(self._file)
+
+def _write_matrices(file: int, matrices: dict[str, Bytes]) -> None:
+    entries, end = {}, 0
+    for name, data in matrices.items():
+        done = 0
+        while done < len(data):
+            done += os.pwrite(file, data[done : done + WRITE_BYTES].data, end + done)
+        entries[name] = (end, done, zlib.crc32(data.data))
+        end += -(-done // ALIGNMENT) * ALIGNMENT
+    index = msgspec.msgpack.encode(_Index(VERSION, entries))
+    os.pwrite(file, index + len(index).to_bytes(8, "little"), end)
 
 
-def _checksum(descriptor: int, offset: int, nbytes: int) -> int | None:
-    """The crc32 of a part of a file; None where it cannot be read or is cut short."""
-    buffer, value, done = bytearray(READ_BYTES), 0, 0
-    while done < nbytes:
-        part = memoryview(buffer)[: nbytes - done]
+def _read(descriptor: int, offset: int, data: Bytes) -> int | None:
+    """Fill `data` from a file and return its crc32; None where it cannot be read or is cut short."""
+    value, done = 0, 0
+    while done < len(data):
+        part = data[done : done + READ_BYTES].data
         try:
             count = os.preadv(descriptor, [part], offset + done)
         except OSError:

@@ -7,11 +7,12 @@ capacity, filled or not; the scheduler decides which sequence to preempt when it
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.config import KV_BLOCK
@@ -20,6 +21,7 @@ from pipeline.memory.limits import out_of_memory
 from pipeline.models.spec import ModelSpec
 
 GROWTH = 1.25  # factor by which a sequence grows, so that it is seldom copied
+TOKENS, ROPE, POSITIONS, CAPACITIES, STREAMS = range(5)  # lines of the table, and the first of the addresses
 
 
 class SequenceKV:
@@ -42,9 +44,7 @@ class SequenceKV:
         self.id = next(self._ids)
 
     def _find_streams(self) -> None:
-        capacities = {s.shape[1] for streams in self.layers for s in streams}
-        self.capacity = min(capacities, default=0)
-        self.uniform = len(capacities) == 1  # no `resize` has failed: all streams have this capacity
+        self.capacity = self.layers[0][0].shape[1] if self.layers else 0
         self.stream_addresses = np.array(
             [[s.data_ptr() for s in streams] for streams in self.layers], np.int64
         )  # [layers, streams]
@@ -177,3 +177,18 @@ def _one_line() -> Iterator[None]:
 def capacity_for(tokens: int, limit: int) -> int:
     """`tokens` rounded up to whole blocks, at most `limit`."""
     return min(-(-tokens // KV_BLOCK) * KV_BLOCK, limit)
+
+
+def table_of(
+    sequences: Sequence[SequenceKV], tokens: Sequence[int], rope: Sequence[int], rows: int
+) -> NDArray[np.int64]:
+    """int64 [4 + layers * streams, rows], of at least as many rows as sequences; the others have none."""
+    addresses = [kv.stream_addresses.ravel() for kv in sequences]
+    table = np.zeros((STREAMS + len(addresses[0]), rows), np.int64)
+    table[POSITIONS] = -1
+    used = table[:, : len(sequences)]
+    used[TOKENS], used[ROPE] = tokens, rope
+    used[POSITIONS] = [kv.length for kv in sequences]
+    used[CAPACITIES] = [kv.capacity for kv in sequences]
+    used[STREAMS:] = np.stack(addresses, axis=1)
+    return table

@@ -23,19 +23,6 @@ from workers.kernels.reference import DTYPES
 
 FEW_ROWS = 16  # of a dense matrix's products on the host that C computes: more are faster by torch
 
-Proceed = Callable[[], bool]  # polled by long copies: False stops them
-
-
-class FileBacked(Protocol):
-    """Weights that are used from a file until they are materialized."""
-
-    @property
-    def bytes(self) -> int:
-        """Their size in memory."""
-
-    def materialize(self, proceed: Proceed) -> None:
-        """Copy them into memory, unless `proceed` returns False. They may be used meanwhile."""
-
 
 class Linear(Protocol):
     """A matrix [outputs, inputs], perhaps with a bias."""
@@ -111,7 +98,6 @@ class Precision:
         if self._format is not None:
             device.check_quantized(self._format)
         self.dtype = DTYPES.get(name, torch.bfloat16)  # of embeddings and of the KV cache
-        self.pending: list[FileBacked] = []  # weights still used from their files
 
     @property
     def quantized(self) -> bool:
@@ -132,7 +118,6 @@ class Precision:
             return self.device.quantized_matrix(self._format, data, shape)
         if self.cache is not None:
             data = self.cache.take(name, self._format.matrix_bytes(*shape))
-        cached = data is not None
         if data is None:
             try:
                 data = quantized(self._format, numbers())
@@ -140,7 +125,4 @@ class Precision:
                 raise ModelError(f"{name}: {e}") from None
             if self.cache is not None:
                 self.cache.keep(name, data)
-        matrix = self.device.quantized_matrix(self._format, data, shape)
-        if cached and isinstance(matrix, HostMatrix):
-            self.pending.append(matrix)
-        return matrix
+        return self.device.quantized_matrix(self._format, data, shape)

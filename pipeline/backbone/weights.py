@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.backbone.embedding import Embedding, tensor_of
 from pipeline.backbone.linear import BiasedLinear, DenseLinear, Linear, Precision, QuantizedLinear
 from pipeline.checkpoint.model_source import Tensors
+from pipeline.checkpoint.reader import RawTensor, to_float32
 from pipeline.errors import ModelError
 from pipeline.models.architecture import TensorSpec
 from shm.layout import Float32
@@ -51,17 +51,6 @@ class Weights:
         """Matrices that are never quantized, stacked by rows, on the device."""
         stacked = [(self._specs[role].name, self._specs[role].shape) for role in roles]
         return self._keep(tensor_of(self._tensors.stacked(stacked)), self._precision.dtype)
-
-    def embedding(self) -> Tensor | Embedding:
-        """The token embeddings: on the host a file-backed `Embedding`, else a tensor."""
-        spec, precision = self._specs["embedding"], self._precision
-        reader = self._tensors.reopen() if precision.device.on_host else None
-        if reader is None:
-            return self.dense("embedding")
-        embedding = Embedding(reader, spec.name, (spec.shape[0], spec.shape[1]), precision.dtype)
-        precision.pending.append(embedding)
-        self.bytes += embedding.bytes
-        return embedding
 
     def linear(self, *roles: str, order: RowOrder = UNCHANGED) -> Linear:
         """The matrices of these roles stacked by rows, with their biases. `order`: of the rows and biases of
@@ -110,3 +99,12 @@ class Weights:
 
 def _ordered(rows: Rows, role: str, order: RowOrder) -> Rows:
     return rows[order[role]] if role in order else rows
+
+
+def tensor_of(raw: RawTensor) -> Tensor:
+    """A tensor of the same bits."""
+    if raw.dtype == "BF16":
+        return torch.from_numpy(raw.bits.view(np.int16)).view(torch.bfloat16)
+    if raw.dtype == "F16":
+        return torch.from_numpy(raw.bits.view(np.float16))
+    return torch.from_numpy(to_float32(raw.dtype, raw.bits))

@@ -55,12 +55,6 @@ def costs_for(engine: Engine, coordinator: CoordinatorConfig, context: int) -> C
         return known.costs
     if known is not None:
         log.info("costs are measured again: the load average was %.1f then and is %.1f now", known.load, load)
-
-    def proceed() -> bool:
-        engine.tick()
-        return True
-
-    engine.backbone.materialize(proceed)  # so that it does not compete with the timed work
     costs = measure_costs(engine, context)
     sizes = engine.shape.tiles, engine.layout.tile_bytes
     cost_cache.keep(

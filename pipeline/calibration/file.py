@@ -27,8 +27,7 @@ from pipeline.checkpoint.model_source import ModelSource
 from pipeline.errors import CalibrationError
 from pipeline.policies.calibration import Calibration
 from protocol.errors import NotPrivate
-from protocol.private_files import check_private, make_folders
-from protocol.small_files import read_small
+from protocol.files import check_private, make_folders, read_small
 from shm.atomic_file import atomic_file
 from shm.cache_record import CacheRecord, note_use
 

@@ -1,8 +1,14 @@
 """Encodes a checkpoint's experts into the store, on all cores.
 
-A core reads and encodes a chunk (`chunks.py`) without the interpreter's lock. Meanwhile the kernel reads the
-next experts ahead, and drops the encoded ones from the page cache: they are not read again, and would evict
-what the engine's start reads next.
+A core reads and encodes a chunk, some rows of an expert's matrices, without the interpreter's lock. Meanwhile
+the kernel reads the next experts ahead, and drops the encoded ones from the page cache: they are not read
+again, and would evict what the engine's start reads next. Together the chunks of an expert write the same
+bytes as `StoreLayout.encode_expert`, in a small part of its memory.
+
+A quantized matrix consists of blocks of 16 outputs, so any multiple of 16 rows of gate, up or down can be
+encoded alone; such rows of down have records in every tile. A plain tile, and one that is read by channel,
+has down transposed: its rows are columns of the checkpoint's matrix, which is therefore held in memory as a
+whole.
 
 Memory beyond the store and the page cache: two `down` matrices, or READ_AHEAD_BYTES / 3 of smaller ones (none
 for formats of quantized blocks), and CHUNK_BYTES for each core, whatever the model's size.
@@ -12,19 +18,33 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple, Protocol
 
-from pipeline.checkpoint.chunks import expert_chunks
-from pipeline.checkpoint.reader import TensorReader
-from pipeline.models.architecture import ExpertRows
+import numpy as np
+
+from pipeline.checkpoint.reader import Bits, RawTensor, TensorReader, to_float32
+from pipeline.errors import ModelError
+from pipeline.models.architecture import ExpertRows, TensorRows
+from shm.errors import WeightsUnusable
+from shm.layout import BlockFormat, Bytes, Float32, FloeFormat, StoreLayout
 from shm.store import StoreBuilder
 
 READ_AHEAD_BYTES = 1 << 27  # of experts that are not yet encoded; two experts in any case
 DOWN_READERS = 2  # threads that read whole `down` matrices
 
 LocateExpert = Callable[[int, int], ExpertRows]  # layer of the store, expert -> location in the checkpoint
+CHUNK_NUMBERS = 1 << 19  # of one matrix, about
+STRIP = 64  # columns transposed at a time, of TRANSPOSED_ROWS rows: a block that stays in the cache
+TRANSPOSED_ROWS = 256
+LINE = 32  # 16-bit numbers of a cache line
+SAME_BITS = {"BF16": "bf16", "F32": "f32"}  # dtype -> the format that stores its bits unchanged
+CHUNK_BYTES = 1 << 25  # at most, of memory that a core needs for a chunk, unless 16 rows need more
+
+Chunk = Callable[[], None]  # reads and encodes its rows; for any thread; raises ModelError
 
 
 class _Pending(NamedTuple):
@@ -82,3 +102,180 @@ def encode_experts(
             for threads in (downs, pool):
                 threads.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+class Rows(Protocol):
+    """A source of tensor rows: a TensorReader, or arrays in memory."""
+
+    def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor:
+        """See TensorReader.rows; for any thread."""
+
+
+def expert_chunks(
+    reader: Rows,
+    downs: ThreadPoolExecutor,
+    layout: StoreLayout,
+    expert: ExpertRows,
+    out: Bytes,
+    heads: Bytes,
+) -> list[Chunk]:
+    """The chunks of an expert, for any order and threads. `downs`: reads `down` where it is needed whole. out
+    uint8 [expert_stride], heads uint8 [head_stride]."""
+    shape = layout.shape
+    layout.clear_padding(out, heads)
+    if isinstance(layout.format, BlockFormat):
+        sizes = ((shape.padded, shape.hidden), (shape.padded, shape.hidden), (shape.hidden, shape.padded))
+        return [
+            partial(_encode_blocks, reader, layout, layout.format, matrix, part, lo, hi, out)
+            for matrix, (part, (rows, columns)) in enumerate(zip(expert, sizes, strict=True))
+            for lo, hi in _ranges(rows, max(16, CHUNK_NUMBERS // columns // 16 * 16))
+        ]
+    down = downs.submit(reader.rows, expert[2], 0, expert[2].rows)
+    step = max(1, CHUNK_NUMBERS // shape.hidden)
+    if isinstance(layout.format, FloeFormat):  # the tiles of an expert are as one tile
+        return [
+            partial(_encode_channels, reader, layout, layout.format, expert, down, lo, hi, out, heads)
+            for lo, hi in _ranges(shape.padded, max(16, step // 16 * 16))
+        ]
+    return [
+        partial(_encode_plain, reader, layout, expert, down, tile, lo, hi, out)
+        for tile in range(shape.tiles)
+        for lo, hi in _ranges(shape.tile, step)
+    ]
+
+
+def _ranges(rows: int, step: int) -> list[tuple[int, int]]:
+    return [(lo, min(lo + step, rows)) for lo in range(0, rows, step)]
+
+
+def _encode_blocks(
+    reader: Rows,
+    layout: StoreLayout,
+    blocks: BlockFormat,
+    matrix: int,
+    part: TensorRows,
+    lo: int,
+    hi: int,
+    out: Bytes,
+) -> None:
+    """Encode rows [lo, hi) of gate (matrix 0), up (1) or down (2). Those of gate and up are channels, and
+    zero from I on; those of down are outputs, which have records in every tile."""
+    shape = layout.shape
+    wide = matrix < 2
+    columns, tile_columns = (shape.hidden, shape.hidden) if wide else (shape.padded, shape.tile)
+    raw = _rows(reader, part, lo, hi)
+    numbers = _padded(to_float32(raw.dtype, raw.bits), hi - lo, columns)
+    for tile in range(lo // shape.tile, -(-hi // shape.tile)) if wide else range(shape.tiles):
+        begin, end = tile * shape.tile, (tile + 1) * shape.tile
+        first, last = (max(lo, begin), min(hi, end)) if wide else (lo, hi)
+        rows = numbers[first - lo : last - lo] if wide else numbers[:, begin:end]
+        above = first - begin if wide else first  # rows of the tile's matrix before these
+        start = tile * layout.tile_bytes + matrix * blocks.matrix_bytes(shape.tile, shape.hidden)
+        start += blocks.matrix_bytes(above, tile_columns)
+        records = out[start : start + blocks.matrix_bytes(last - first, tile_columns)]
+        with _naming(part):
+            blocks.encode_matrix(rows, records)
+
+
+@contextmanager
+def _naming(part: TensorRows) -> Iterator[None]:
+    """Turn weights that cannot be encoded into a ModelError that names their tensor."""
+    try:
+        yield
+    except WeightsUnusable as e:
+        raise ModelError(f"{e}, in the tensor {part.name}") from None
+
+
+def _rows(reader: Rows, part: TensorRows, lo: int, hi: int) -> RawTensor:
+    """Rows [lo, hi) of `part`; rows past its end are left out."""
+    lo = min(lo, part.rows)
+    return reader.rows(part, lo, max(lo, min(hi, part.rows)))
+
+
+def _transposed(bits: Bits) -> Bits:
+    """[H, n] to contiguous [n, H]; of bit patterns, which are narrower than float32."""
+    rows, columns = bits.shape
+    transposed = np.empty((columns, rows), bits.dtype)
+    # An odd number of cache lines from row to row: with a power of two, the numbers of a column evict each
+    # other from the cache, and this takes ten times as long.
+    scratch = np.empty((TRANSPOSED_ROWS, (columns // LINE + 1 | 1) * LINE), bits.dtype)
+    for at in range(0, rows, TRANSPOSED_ROWS):
+        block = scratch[: min(TRANSPOSED_ROWS, rows - at), :columns]
+        block[:] = bits[at : at + TRANSPOSED_ROWS]
+        for lo in range(0, columns, STRIP):
+            transposed[lo : lo + STRIP, at : at + TRANSPOSED_ROWS] = block[:, lo : lo + STRIP].T
+    return transposed
+
+
+def _padded(numbers: Float32, rows: int, columns: int) -> Float32:
+    """Padded with zeros below and to the right to this shape."""
+    if numbers.shape == (rows, columns):
+        return numbers
+    return np.pad(numbers, ((0, rows - numbers.shape[0]), (0, columns - numbers.shape[1])))
+
+
+def _encode_plain(
+    reader: Rows,
+    layout: StoreLayout,
+    expert: ExpertRows,
+    down: Future[RawTensor],
+    tile: int,
+    lo: int,
+    hi: int,
+    out: Bytes,
+) -> None:
+    """Encode channels [lo, hi) of a tile, which is three matrices of whole rows. Where the format has the
+    checkpoint's bits, they are copied; else the channels are encoded as a smaller tile, and its matrices are
+    then copied to their places. `down`: the whole matrix, being read."""
+    shape, tile_format = layout.shape, layout.format
+    first, count = tile * shape.tile + lo, hi - lo
+    last = max(first, min(first + count, shape.intermediate))
+    start = tile * layout.tile_bytes
+    whole = out[start : start + layout.tile_bytes].reshape(3, shape.tile, -1)
+    matrices = _channels(reader, expert, down, first, last)
+    if all(SAME_BITS.get(raw.dtype) == tile_format.name for raw in matrices):
+        for target, raw in zip(whole, matrices, strict=True):
+            target[lo : lo + last - first] = raw.bits.view(np.uint8)
+            target[lo + last - first : hi] = 0
+        return
+    scratch = np.empty(tile_format.tile_bytes(shape.hidden, count), np.uint8)
+    gate, up, columns = (_padded(to_float32(raw.dtype, raw.bits), count, shape.hidden) for raw in matrices)
+    tile_format.encode(gate, up, columns, scratch)
+    whole[:, lo:hi] = scratch.reshape(3, count, -1)
+
+
+def _encode_channels(
+    reader: Rows,
+    layout: StoreLayout,
+    tile_format: FloeFormat,
+    expert: ExpertRows,
+    down: Future[RawTensor],
+    lo: int,
+    hi: int,
+    out: Bytes,
+    heads: Bytes,
+) -> None:
+    """Encode channels [lo, hi) of an expert: a smaller tile of a format that is read by channel."""
+    shape = layout.shape
+    first, last = (min(place, shape.intermediate) for place in (lo, hi))
+    gate, up, columns = (
+        _padded(to_float32(raw.dtype, raw.bits), hi - lo, shape.hidden)
+        for raw in _channels(reader, expert, down, first, last)
+    )
+    head, size = (tile_format.head_bytes(shape.hidden, channels) for channels in (lo, hi - lo))
+    channel = tile_format.channel_bytes(shape.hidden)
+    with _naming(expert[1]):
+        tile_format.up.encode_matrix(up, heads[head : head + size])
+    channels = out[lo * channel : hi * channel].reshape(hi - lo, 2, -1)
+    for n, (part, numbers) in enumerate(((expert[0], gate), (expert[2], columns))):
+        with _naming(part):
+            tile_format.rows.encode(numbers, channels[:, n])
+
+
+def _channels(
+    reader: Rows, expert: ExpertRows, down: Future[RawTensor], first: int, last: int
+) -> tuple[RawTensor, RawTensor, RawTensor]:
+    """Channels [first, last) of gate, up and down, the last transposed: each [last - first, H]."""
+    dtype, (hidden, _), bits = down.result()
+    columns = RawTensor(dtype, (last - first, hidden), _transposed(bits[:, first:last]))
+    return _rows(reader, expert[0], first, last), _rows(reader, expert[1], first, last), columns

@@ -1,33 +1,156 @@
-"""The contents of a Hugging Face checkpoint directory, from its headers alone. Every unusable directory
-raises a ModelError that names the file and the remedy."""
+"""The contents of a Hugging Face checkpoint folder, from its headers alone, checked before anything is
+allocated for their claims. Every unusable folder raises a ModelError that names the file and the remedy.
+
+A safetensors file begins with the header's length (8 bytes, little endian) and the header, a JSON object that
+gives each tensor a dtype, a shape and `data_offsets` [begin, end) relative to the byte after the header. The
+tensors cover the rest of the file exactly. The safetensors library is not used: its numpy interface has no
+bfloat16, its errors name no remedy, and it maps files, so that a file that shrinks meanwhile ends the
+process.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import msgpack
+import msgspec
+import numpy as np
 
-from pipeline.checkpoint.header import MAX_TENSORS, Shard, TensorEntry, read_shard
 from pipeline.errors import ModelError
-from protocol.small_files import MAX_SETTINGS, read_json
+from pipeline.models.architecture import Architecture
+from pipeline.models.spec import ModelSpec
+from protocol.files import MAX_SETTINGS, open_regular, read_json
 from shm.layout import FORMATS, FloeFormat
 
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 1 << 26  # of the list of tensors; the largest known one has a quarter
+MAX_HEADER = 100_000_000  # bytes; the format's own limit
+LFS_POINTER = b"version "  # the first bytes of the text file that git-lfs puts in place of a large one
+MAX_TENSORS = 1 << 18  # of a model; the largest known one has half
+BITS: dict[str, type[np.uint16] | type[np.uint32]] = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
+DTYPE_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 QUANTIZED = ("quantization_config", "compression_config")  # keys of config.json
 # Part of every fingerprint; incremented when the same weights would get other bytes in the store.
 ENCODER_VERSION = 2
 TWO_BITS_VERSION = 3  # the same of formats with matrices in 2 bits
+FEW = 10_000  # tensors that are named in no time
+MAX_NAME = 120  # characters of a tensor's name in a message
+
+Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class _Entry(msgspec.Struct):
+    """A tensor in a header."""
+
+    dtype: str
+    shape: Annotated[tuple[Size, ...], msgspec.Meta(max_length=32)]
+    data_offsets: tuple[Size, Size]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """The location of a tensor: `nbytes` bytes from byte `offset` of `file`, row-major, little endian."""
+
+    file: Path
+    dtype: str  # safetensors' name: BF16, F16, F32, ...
+    shape: tuple[int, ...]
+    offset: int  # from the file's first byte
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One safetensors file."""
+
+    path: Path
+    size: int
+    mtime_ns: int
+    header_digest: bytes
+    tensors: dict[str, TensorEntry]
+
+
+def read_shard(path: Path) -> Shard:
+    """Raises ModelError, one line, for a file that is missing, cut short or damaged."""
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            status = os.fstat(file.fileno())
+            begin = file.read(8)
+            if begin == LFS_POINTER:
+                raise ModelError(f"{path} is a git-lfs pointer and not the weights: run `git lfs pull` there")
+            length = int.from_bytes(begin, "little")
+            if status.st_size < 8 or length > status.st_size - 8:
+                raise ModelError(f"{path} is cut short within its header: download it again")
+            if length > MAX_HEADER:
+                raise ModelError(f"{path} is not a safetensors file: its header would have {length} bytes")
+            header = file.read(length)
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing: the download is incomplete") from None
+    except OSError as e:
+        raise ModelError(f"{path} cannot be read: {e.strerror}") from None
+    if len(header) != length:
+        raise ModelError(f"{path} changed while it was read")
+    if header.count(b'"data_offsets"') > MAX_TENSORS:  # before objects are made of them
+        raise ModelError(f"{path} has more than {MAX_TENSORS} tensors, which makes no sense")
+    try:
+        fields = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        raise ModelError(f"{path} is damaged: its header is not a JSON object") from None
+    except (ValueError, RecursionError):
+        raise ModelError(f"{path} is damaged: its header is not valid JSON") from None
+    fields.pop("__metadata__", None)
+    tensors = {name: _located(path, name, field, 8 + length) for name, field in fields.items()}
+    _check_cover(path, tensors, 8 + length, status.st_size)
+    digest = hashlib.blake2b(header, digest_size=32).digest()
+    return Shard(path, status.st_size, status.st_mtime_ns, digest, tensors)
+
+
+def _located(path: Path, name: str, field: msgspec.Raw, start: int) -> TensorEntry:
+    damaged = f"{path} is damaged: the header's entry {name[:80]!r}"
+    try:
+        entry = msgspec.json.decode(field, type=_Entry)
+    except (msgspec.DecodeError, ValueError, RecursionError) as e:
+        raise ModelError(f"{damaged}: {str(e)[:120]}") from None
+    if entry.dtype not in DTYPE_BYTES:
+        raise ModelError(f"{damaged} has the unknown dtype {entry.dtype[:40]!r}")
+    begin, end = entry.data_offsets
+    if end - begin != math.prod(entry.shape) * DTYPE_BYTES[entry.dtype]:
+        raise ModelError(f"{damaged} claims {end - begin} bytes, which is not its shape's and dtype's size")
+    return TensorEntry(path, entry.dtype, entry.shape, start + begin, end - begin)
+
+
+def _check_cover(path: Path, tensors: dict[str, TensorEntry], start: int, size: int) -> None:
+    """Raises ModelError unless the tensors, in order, cover the file from byte `start` to its end."""
+    position = start
+    cut = None  # the first tensor that is not wholly in the file
+    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if entry.offset != position:
+            what = "overlap" if entry.offset < position else "leave a hole"
+            raise ModelError(f"{path} is damaged: its tensors {what} before {name[:80]!r}")
+        position += entry.nbytes
+        if position > size and cut is None:
+            cut = name
+    if cut is not None:
+        raise ModelError(
+            f"{path} has {size} of {position} bytes, it ends before the end of {cut[:80]!r}: "
+            "the download is incomplete"
+        )
+    if position < size:
+        raise ModelError(f"{path} is damaged: {size - position} bytes follow its last tensor")
 
 
 @dataclass(frozen=True)
@@ -97,7 +220,7 @@ def fingerprint(index: CheckpointIndex, format_name: str, tile: int) -> str:
         "config": json.dumps(index.config, sort_keys=True),
         "shards": [(s.path.name, s.size, s.mtime_ns, s.header_digest) for s in index.shards],
     }
-    return hashlib.blake2b(msgpack.encode(facts), digest_size=32).hexdigest()
+    return hashlib.blake2b(msgspec.msgpack.encode(facts), digest_size=32).hexdigest()
 
 
 def _has_two_bits(format_name: str) -> bool:
@@ -197,3 +320,50 @@ def read_fields(path: Path, limit: int = MAX_SETTINGS) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ModelError(f"{path} is damaged: it is not a JSON object")
     return fields
+
+
+def check_tensors(index: CheckpointIndex, architecture: Architecture, spec: ModelSpec, fused: bool) -> None:
+    """Raises ModelError, one line, for missing, unknown, misshapen tensors or unsupported dtypes."""
+    fewest = architecture.fewest_tensors(spec, fused)
+    if fewest > 2 * len(index.tensors) + FEW:
+        raise ModelError(
+            f"{index.listing} has {len(index.tensors)} tensors, and config.json describes more than {fewest}:"
+            " the download is incomplete, or config.json is another model's"
+        )
+    required = architecture.tensors(spec, fused)
+    missing = [name for name in required if name not in index.tensors]
+    if missing:
+        raise ModelError(
+            f"{index.listing} lacks the tensor {missing[0]}{_others(missing)}: the download is "
+            "incomplete, or config.json is another model's"
+        )
+    misshapen = [name for name, shape in required.items() if index.tensors[name].shape != shape]
+    if misshapen:
+        name = misshapen[0]
+        entry = index.tensors[name]
+        raise ModelError(
+            f"{entry.file}: the tensor {name} has the shape {list(entry.shape)}; config.json gives "
+            f"{list(required[name])}{_others(misshapen, 'differ')}"
+        )
+    unread = [name for name in required if index.tensors[name].dtype not in BITS]
+    if unread:
+        entry = index.tensors[unread[0]]
+        raise ModelError(
+            f"{entry.file}: the tensor {unread[0]} has the dtype {entry.dtype}; "
+            f"only {', '.join(BITS)} are read{_others(unread, 'have such')}: "
+            "download the checkpoint that is not quantized"
+        )
+    unexpected = sorted(n for n in index.tensors if n not in required and not architecture.optional(n, spec))
+    if unexpected:
+        name = unexpected[0]
+        raise ModelError(
+            f"{index.tensors[name].file}: the tensor {name[:MAX_NAME]} is not one of a "
+            f"{architecture.model_type} model{_others(unexpected)}: config.json is another model's, or of a "
+            "variant that is not supported"
+        )
+
+
+def _others(names: list[str], verb: str = "") -> str:
+    """The number of names after the first, in parentheses; empty where it is the only one."""
+    number = len(names) - 1
+    return f" (and {number} other{'s' * (number > 1)}{f' {verb}' if verb else ''})" if number else ""

@@ -1,4 +1,4 @@
-"""The interface of a model that can be loaded: a checkpoint folder (`hf_checkpoint.py`) or a shape with
+"""The interface of a model that can be loaded: a checkpoint folder (`open.py`) or a shape with
 random weights (`random_model.py`)."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from pipeline.checkpoint.reader import RawTensor, TensorReader
+from pipeline.checkpoint.reader import RawTensor
 from pipeline.models.config_keys import Config
 from shm.layout import BlockFormat, Bytes, Float32
 from shm.store import StoreBuilder
@@ -27,9 +27,6 @@ class Tensors(Protocol):
     def quantized(self, name: str, shape: tuple[int, int], block_format: BlockFormat) -> Bytes | None:
         """A matrix of these tensors, stacked by rows, in a format's bytes; None where it must be made from
         its numbers. `name`: all of their names."""
-
-    def reopen(self) -> TensorReader | None:
-        """A reader of the same tensors that is closed independently; None where they are not in files."""
 
 
 class ModelSource(ABC):

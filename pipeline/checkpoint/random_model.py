@@ -129,9 +129,6 @@ class RandomTensors:
             return np.full(shape, 0 if name.endswith("bias") else 1, np.float32)
         return widen_bf16(self.stacked([(name, shape)]).bits.view(np.uint16))
 
-    def reopen(self) -> None:
-        return None
-
     def stacked(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor:
         rows = sum(shape[0] for _, shape in tensors)
         stacked = np.empty((rows, *tensors[0][1][1:]), np.uint16)

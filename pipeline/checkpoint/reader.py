@@ -15,17 +15,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.checkpoint.header import TensorEntry
-from pipeline.checkpoint.index import CheckpointIndex
+from pipeline.checkpoint.index import BITS, CheckpointIndex, TensorEntry
 from pipeline.errors import ModelError
 from pipeline.models.architecture import TensorRows
-from protocol.small_files import open_regular
+from protocol.files import open_regular
 from shm.huge import private
 from shm.layout import BlockFormat, Bytes, Float32
 
 Bits = NDArray[np.uint16 | np.uint32]
 
-BITS: dict[str, type[np.uint16] | type[np.uint32]] = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
 READ_BYTES = 1 << 26  # of one pread: the kernel cuts short those of 2 GiB and more
 
 
@@ -46,43 +44,36 @@ class TensorReader:
         self._lock = threading.Lock()  # guards the files and the count
         self.bytes_read = 0
 
-    def reopen(self) -> TensorReader:
-        """Another reader of the same checkpoint, with its own files."""
-        return TensorReader(self._index)
-
     def quantized(self, name: str, shape: tuple[int, int], block_format: BlockFormat) -> Bytes | None:
         return None
 
-    def raw(self, name: str) -> RawTensor:
-        """A tensor's unchanged bits. Raises ModelError where the checkpoint lacks it, where its dtype is
-        not BF16, F16 or F32, or where its file changed since the index was made."""
-        entry = self._entry(name)
-        bits = np.empty(entry.shape, dtype=BITS[entry.dtype])
-        self._read(entry, 0, bits)
-        return RawTensor(entry.dtype, entry.shape, bits)
+    def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
+        """A tensor's numbers, exact. Raises ModelError as `stacked`."""
+        raw = self.stacked([(name, shape)])
+        return to_float32(raw.dtype, raw.bits)
 
     def stacked(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor:
-        """As `Tensors.stacked`; float32 where the dtypes differ."""
-        dtypes = {self._entry(name).dtype for name, _ in tensors}
-        shape = (sum(shape[0] for _, shape in tensors), *tensors[0][1][1:])
-        if len(dtypes) > 1:
+        """Tensors stacked by rows: their bits, or their numbers where the dtypes differ. Raises ModelError
+        where the checkpoint lacks one of this shape, or where its file changed since the index was made."""
+        entries = [self._entry(name, shape) for name, shape in tensors]
+        rows = sum(entry.shape[0] for entry in entries)
+        shape = (rows, *entries[0].shape[1:])
+        if len({entry.dtype for entry in entries}) > 1:
             numbers = np.concatenate([self.float32(name, shape) for name, shape in tensors])
             return RawTensor("F32", shape, numbers.view(np.uint32))
-        (dtype,) = dtypes
+        dtype = entries[0].dtype
         kind: np.dtype[np.uint16 | np.uint32] = np.dtype(BITS[dtype])
         bits = private(math.prod(shape) * kind.itemsize).view(kind).reshape(shape)
         row = 0
-        for name, tensor_shape in tensors:
-            entry = self._entry(name)
-            self._check_shape(name, entry.shape, tensor_shape)
-            self._read(entry, 0, bits[row : row + tensor_shape[0]])
-            row += tensor_shape[0]
+        for entry in entries:
+            self._read(entry, 0, bits[row : row + entry.shape[0]])
+            row += entry.shape[0]
         return RawTensor(dtype, shape, bits)
 
     def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor:
         """Rows [lo, hi) of `part`, counted from its first: [hi - lo, columns]. No other bytes are read.
-        Raises ModelError as `raw`, and where the tensor has another shape; ValueError outside of `part`."""
-        entry, columns = self._locate(part)
+        Raises ModelError as `stacked`; ValueError outside of `part`."""
+        entry, columns = self._entry(part.name, part.shape), part.shape[-1]
         if not 0 <= lo <= hi <= part.rows:
             raise ValueError(f"no rows {lo} to {hi} in {part}")
         bits = np.empty((hi - lo, columns), dtype=BITS[entry.dtype])
@@ -91,41 +82,17 @@ class TensorReader:
 
     def advise(self, part: TensorRows, advice: int) -> int:
         """Tell the kernel how `part` is used next (os.POSIX_FADV_*); returns its bytes. Raises as `rows`."""
-        entry, columns = self._locate(part)
-        row = columns * BITS[entry.dtype]().itemsize
+        entry = self._entry(part.name, part.shape)
+        row = part.shape[-1] * BITS[entry.dtype]().itemsize
         os.posix_fadvise(self._open(entry), entry.offset + part.first * row, part.rows * row, advice)
         return part.rows * row
 
-    def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
-        """A tensor's numbers, exact. Raises ModelError as `raw`, and where it has another shape."""
-        dtype, found, bits = self.raw(name)
-        self._check_shape(name, found, shape)
-        return to_float32(dtype, bits)
-
-    def _check_shape(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
-        if found != shape:
-            raise ModelError(f"{self._index.folder}: {name} has the shape {found}, not {shape}")
-
-    def _entry(self, name: str) -> TensorEntry:
+    def _entry(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
         entry = self._index.tensors.get(name)
-        if entry is None:
-            raise ModelError(f"{self._index.folder} lacks the tensor {name}")
-        if entry.dtype not in BITS:
-            raise ModelError(
-                f"{entry.file}: the tensor {name} has the dtype {entry.dtype}; "
-                f"only {', '.join(BITS)} are read"
-            )
+        if entry is None or entry.shape != shape or entry.dtype not in BITS:
+            kinds = ", ".join(BITS)
+            raise ModelError(f"{self._index.folder} has no tensor {name} of shape {list(shape)} in {kinds}")
         return entry
-
-    def _locate(self, part: TensorRows) -> tuple[TensorEntry, int]:
-        """The entry of its tensor, and the numbers of a row."""
-        entry = self._entry(part.name)
-        if entry.shape != part.shape:
-            raise ModelError(
-                f"{entry.file}: the tensor {part.name} has the shape {list(entry.shape)}; "
-                f"config.json gives {list(part.shape)}"
-            )
-        return entry, part.shape[-1]
 
     def _read(self, entry: TensorEntry, begin: int, out: Bits) -> None:
         """Fill `out` with a tensor's bytes from its byte `begin` on."""

@@ -2,7 +2,7 @@
 a layer, where torch takes one for each of its operations.
 
 Graphs are of fixed shapes, so steps are padded to a bucket of rows. A bucket's graphs read and write tensors
-that stay: the table of its rows (`pipeline/backbone/decode_rows.py`), the residual stream, the input of the
+that stay: the table of its rows (`pipeline/backbone/batch.py`), the residual stream, the input of the
 experts, the routers' logits. A row without a sequence attends to nothing, and its numbers are read by no
 other row. Routed experts are computed between the graphs, as ever.
 
@@ -24,13 +24,12 @@ from torch import Tensor
 from pipeline.arrays import FloatArray
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import StepInput, TokenSpan
-from pipeline.backbone.decode_rows import STREAMS
 from pipeline.backbone.decoder_layer import DecoderLayer
-from pipeline.backbone.greedy import greedy
+from pipeline.backbone.kv_cache import STREAMS
 from pipeline.config import GRAPH_BYTES, GraphsName
 from pipeline.device import Device
 from pipeline.device.cuda_graphs import CudaGraphs
-from pipeline.engine.layers import Attended, StepLayers, answers
+from pipeline.engine.layers import Attended, StepLayers, answers, greedy
 from pipeline.engine.observer import Probing
 from pipeline.text.logprobs import WIDTH
 from shm.segment import byte_size
@@ -79,7 +78,7 @@ class StepGraphs:
         """Return a decode step by graphs, or None where it has to be done without."""
         if self._off or self._gpu is None:
             return None
-        if not all(len(span.tokens) == 1 and span.kv.uniform for span in spans):
+        if not all(len(span.tokens) == 1 and span.kv.layers for span in spans):
             return None
         rows = next((rows for rows in BUCKETS if len(spans) <= rows), None)
         if rows is None:

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from pipeline.arrays import FloatArray
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import StepInput, TokenSpan, logit_rows
-from pipeline.backbone.greedy import greedy
 from pipeline.device import Device
 from pipeline.engine.observer import Probing
 
@@ -94,3 +94,15 @@ def answers(backbone: Backbone, device: Device, h: Tensor, inputs: Sequence[Step
 
 def _parts(rows: FloatArray, counts: Sequence[int]) -> list[FloatArray]:
     return np.split(rows, np.cumsum(counts)[:-1])
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """Returns each row's largest and second of logits float32 [R, vocabulary], and the bits of their tokens:
+    float32 [R, 4]; the device's part of greedy sampling (`pipeline/text/logprobs.py` is the host's). torch's
+    argmax takes the first of equals, and a NaN for the largest, on every device."""
+    token = logits.argmax(1, keepdim=True)
+    others = logits.scatter(1, token, -torch.inf)
+    second = others.argmax(1, keepdim=True)
+    numbers = torch.cat((logits.gather(1, token), others.gather(1, second)), dim=1)
+    tokens = torch.cat((token, second), dim=1).to(torch.int32)
+    return torch.cat((numbers, tokens.view(torch.float32)), dim=1)

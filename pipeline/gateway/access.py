@@ -16,8 +16,7 @@ from typing import Any
 
 from pipeline.gateway.errors import ApiError
 from protocol.errors import NotPrivate, ProtocolError
-from protocol.private_files import check_private
-from protocol.small_files import read_small
+from protocol.files import check_private, read_small
 
 log = logging.getLogger(__name__)
 

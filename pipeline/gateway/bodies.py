@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from pipeline.gateway.errors import ApiError, bad
-from protocol.small_files import is_nested
+from protocol.files import is_nested
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

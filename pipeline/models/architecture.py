@@ -1,19 +1,19 @@
-"""The base class of model families: tensor names and shapes of a checkpoint, and the reading of config.json.
+"""A model family: the tensor names and shapes of its checkpoints, and how its config.json is read.
 
 Checkpoints come in two layouts. transformers up to version 4 wrote one tensor for each matrix of an expert.
 Version 5 can also write the *fused* layout: all experts of a layer in two tensors, `gate_up_proj` [E, 2 I, H]
 (each expert's gate rows, then its up rows) and `down_proj` [E, H, I], with other names for some modules.
 
-A family is a subclass in its own file, with only its differences from the names that most families share.
+A family is an object (`registry.py`) with only its differences from the names that most families share.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Container, Iterator
-from typing import ClassVar, Literal, NamedTuple
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
-from pipeline.models.config_keys import Config
+from pipeline.models.config_keys import Config, common
 from pipeline.models.spec import GroupedQuery, Latent, ModelSpec
 
 Kind = Literal["matrix", "dense", "float32"]
@@ -40,22 +40,27 @@ class TensorRows(NamedTuple):
 ExpertRows = tuple[TensorRows, TensorRows, TensorRows]  # gate [I, H], up [I, H], down [H, I]
 
 
-class Architecture(ABC):
-    """One model family."""
+Tensors = dict[str, TensorSpec]  # by role
 
-    model_type: ClassVar[str]
-    # Names in the checkpoint. The fused layout always has the module `mlp`.
-    moe_name: ClassVar[str] = "mlp"  # the module of a layer's experts and router
-    router_name: ClassVar[str] = "gate"
-    fused_router_name: ClassVar[str] = "gate"
-    matrix_names: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")  # of an expert
-    shared_name: ClassVar[str] = "shared_expert"
 
-    @abstractmethod
+@dataclass(frozen=True)
+class Architecture:
+    """One model family. `read` gives the fields of its ModelSpec that differ from `common`, and raises
+    ModelError for an unsupported variant. The others are names in the checkpoint; the fused layout always
+    has the module `mlp`."""
+
+    model_type: str
+    read: Callable[[Config], dict[str, Any]]
+    moe_name: str = "mlp"  # the module of a layer's experts and router
+    fused_router_name: str = "gate"
+    matrix_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
+    shared_name: str = "shared_expert"
+
     def spec(self, config: Config) -> ModelSpec:
         """The model that a config.json describes. Raises ModelError for an unsupported variant."""
+        return ModelSpec(**common(config) | self.read(config))
 
-    def outer(self, spec: ModelSpec) -> dict[str, TensorSpec]:
+    def outer(self, spec: ModelSpec) -> Tensors:
         """The tensors outside the layers, by role. Tied models have no `head`."""
         shape = (spec.vocabulary, spec.hidden)
         tensors = {"embedding": TensorSpec("model.embed_tokens.weight", shape, "dense")}
@@ -66,7 +71,7 @@ class Architecture(ABC):
             tensors["head_bias"] = TensorSpec("lm_head.bias", (spec.vocabulary,))
         return tensors
 
-    def layer(self, spec: ModelSpec, layer: int, fused: bool) -> dict[str, TensorSpec]:
+    def layer(self, spec: ModelSpec, layer: int, fused: bool) -> Tensors:
         """The tensors of a decoder layer except its routed experts, by role."""
         at = f"model.layers.{layer}"
         attention = spec.attention
@@ -78,7 +83,7 @@ class Architecture(ABC):
             tensors |= latent(f"{at}.self_attn", spec.hidden, attention)
         if layer not in spec.moe_layers:
             return tensors | swiglu("dense", f"{at}.mlp", spec.hidden, spec.dense_intermediate)
-        moe, router = ("mlp", self.fused_router_name) if fused else (self.moe_name, self.router_name)
+        moe, router = ("mlp", self.fused_router_name) if fused else (self.moe_name, "gate")
         shared = f"{at}.{moe}.{self.shared_name}"
         tensors["router"] = TensorSpec(f"{at}.{moe}.{router}.weight", (spec.experts, spec.hidden))
         if spec.shared_intermediate:
@@ -138,58 +143,49 @@ class Architecture(ABC):
         return f"{at}.gate_up_proj", f"{at}.down_proj"
 
 
-def norm(role: str, name: str, spec: ModelSpec) -> dict[str, TensorSpec]:
+def norm(role: str, name: str, spec: ModelSpec) -> Tensors:
     """A norm of hidden states, with its bias where it is a LayerNorm."""
     tensors = {role: TensorSpec(f"{name}.weight", (spec.hidden,))}
     return tensors | ({f"{role}_bias": TensorSpec(f"{name}.bias", (spec.hidden,))} if spec.layer_norm else {})
 
 
-def swiglu(role: str, name: str, hidden: int, intermediate: int) -> dict[str, TensorSpec]:
+def matrix(role: str, name: str, outputs: int, inputs: int, bias: bool = False) -> Tensors:
+    """A matrix [outputs, inputs], perhaps with a bias."""
+    tensors = {role: TensorSpec(f"{name}.weight", (outputs, inputs), "matrix")}
+    return tensors | ({f"{role}_bias": TensorSpec(f"{name}.bias", (outputs,))} if bias else {})
+
+
+def swiglu(role: str, name: str, hidden: int, intermediate: int) -> Tensors:
     """A dense or shared feed-forward block."""
-    return {
-        f"{role}_gate_proj": TensorSpec(f"{name}.gate_proj.weight", (intermediate, hidden), "matrix"),
-        f"{role}_up_proj": TensorSpec(f"{name}.up_proj.weight", (intermediate, hidden), "matrix"),
-        f"{role}_down_proj": TensorSpec(f"{name}.down_proj.weight", (hidden, intermediate), "matrix"),
-    }
+    return (
+        matrix(f"{role}_gate_proj", f"{name}.gate_proj", intermediate, hidden)
+        | matrix(f"{role}_up_proj", f"{name}.up_proj", intermediate, hidden)
+        | matrix(f"{role}_down_proj", f"{name}.down_proj", hidden, intermediate)
+    )
 
 
-def grouped_query(name: str, hidden: int, a: GroupedQuery) -> dict[str, TensorSpec]:
+def grouped_query(name: str, hidden: int, a: GroupedQuery) -> Tensors:
     queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    outputs = {"query": ("q", queries), "key": ("k", keys), "value": ("v", keys)}
-    tensors = {}
-    for role, (letter, size) in outputs.items():
-        tensors[role] = TensorSpec(f"{name}.{letter}_proj.weight", (size, hidden), "matrix")
-        if a.bias:
-            tensors[f"{role}_bias"] = TensorSpec(f"{name}.{letter}_proj.bias", (size,))
-        if a.qk_norm and role != "value":
-            width = a.head_dim if a.qk_norm == "head" else size
-            tensors[f"{role}_norm"] = TensorSpec(f"{name}.{letter}_norm.weight", (width,))
-    tensors["output"] = TensorSpec(f"{name}.o_proj.weight", (hidden, queries), "matrix")
-    if a.output_bias:
-        tensors["output_bias"] = TensorSpec(f"{name}.o_proj.bias", (hidden,))
+    tensors = matrix("query", f"{name}.q_proj", queries, hidden, a.bias)
+    tensors |= matrix("key", f"{name}.k_proj", keys, hidden, a.bias)
+    tensors |= matrix("value", f"{name}.v_proj", keys, hidden, a.bias)
+    tensors |= matrix("output", f"{name}.o_proj", hidden, queries, a.output_bias)
+    if a.qk_norm:
+        widths = (a.head_dim, a.head_dim) if a.qk_norm == "head" else (queries, keys)
+        tensors["query_norm"] = TensorSpec(f"{name}.q_norm.weight", widths[:1])
+        tensors["key_norm"] = TensorSpec(f"{name}.k_norm.weight", widths[1:])
     return tensors
 
 
-def latent(name: str, hidden: int, a: Latent) -> dict[str, TensorSpec]:
+def latent(name: str, hidden: int, a: Latent) -> Tensors:
     queries = a.heads * a.qk_dim
-    down = a.rank + a.rope_dim
     expanded = a.heads * (a.nope_dim + a.value_dim)
-    tensors = {
-        "latent": TensorSpec(f"{name}.kv_a_proj_with_mqa.weight", (down, hidden), "matrix"),
-        "latent_norm": TensorSpec(f"{name}.kv_a_layernorm.weight", (a.rank,)),
-        "expansion": TensorSpec(f"{name}.kv_b_proj.weight", (expanded, a.rank), "dense"),
-        "output": TensorSpec(f"{name}.o_proj.weight", (hidden, a.heads * a.value_dim), "matrix"),
-    }
+    tensors = matrix("latent", f"{name}.kv_a_proj_with_mqa", a.rank + a.rope_dim, hidden, a.bias)
+    tensors |= matrix("output", f"{name}.o_proj", hidden, a.heads * a.value_dim, a.bias)
+    tensors["latent_norm"] = TensorSpec(f"{name}.kv_a_layernorm.weight", (a.rank,))
+    tensors["expansion"] = TensorSpec(f"{name}.kv_b_proj.weight", (expanded, a.rank), "dense")
     if a.query_rank is None:
-        tensors["query"] = TensorSpec(f"{name}.q_proj.weight", (queries, hidden), "matrix")
-    else:
-        tensors["query_down"] = TensorSpec(f"{name}.q_a_proj.weight", (a.query_rank, hidden), "matrix")
-        tensors["query_norm"] = TensorSpec(f"{name}.q_a_layernorm.weight", (a.query_rank,))
-        tensors["query"] = TensorSpec(f"{name}.q_b_proj.weight", (queries, a.query_rank), "matrix")
-    if a.bias:
-        biased = {"latent": ("kv_a_proj_with_mqa", down), "output": ("o_proj", hidden)}
-        if a.query_rank is not None:
-            biased["query_down"] = ("q_a_proj", a.query_rank)
-        for role, (module, size) in biased.items():
-            tensors[f"{role}_bias"] = TensorSpec(f"{name}.{module}.bias", (size,))
-    return tensors
+        return tensors | matrix("query", f"{name}.q_proj", queries, hidden)
+    tensors |= matrix("query_down", f"{name}.q_a_proj", a.query_rank, hidden, a.bias)
+    tensors["query_norm"] = TensorSpec(f"{name}.q_a_layernorm.weight", (a.query_rank,))
+    return tensors | matrix("query", f"{name}.q_b_proj", queries, a.query_rank)

@@ -1,47 +1,49 @@
 """Typed reads of config.json: a key is required or has a default; unsupported variants are refused by name,
-in a ModelError of one line that begins with `config.json:`."""
+in a ModelError of one line that begins with `config.json:`. Then the parts that most families share, as
+fields of a ModelSpec."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.errors import ModelError
+from pipeline.models.routing import Softmax
+from pipeline.models.spec import GroupedQuery, Rope
 
 Config = Mapping[str, Any]
 MAX_INT, MAX_FLOAT = 1 << 31, 1e38  # beyond them, computing with it fails
 MAX_SHOWN = 80  # characters of a value in an error
+# Kinds of rotary embedding that require a factor. Other requirements are checked by transformers'
+# initialisers when the tables are made.
+SCALED = ("linear", "dynamic", "yarn", "llama3")
+ROPE_KINDS = ("default", *SCALED, "longrope")
+MAX_COUNT = 10_000  # layers, or experts a layer
 
 
-def required(config: Config, key: str, kind: type[int] | type[float]) -> Any:
-    """A positive number; an int is accepted as a float. JSON's may be NaN, infinite, or have any digits."""
+def required(config: Config, key: str, kind: type[int] | type[float], *, zero: bool = False) -> Any:
+    """A positive number, with `zero` also 0; an int is accepted as a float. JSON's may be NaN, infinite, or
+    have any digits."""
     value = config.get(key)
-    right_kind = isinstance(value, (int, kind)) and not isinstance(value, bool)
-    if not right_kind or value is None or not 0 < value < (MAX_INT if kind is int else MAX_FLOAT):
-        raise ModelError(f"config.json: {key} must be a positive {kind.__name__}, it is {shown(value)}")
+    is_number = isinstance(value, int | kind) and not isinstance(value, bool)
+    most = MAX_INT if kind is int else MAX_FLOAT
+    if not is_number or value is None or not 0 <= value < most or (value == 0 and not zero):
+        what = f"{kind.__name__} from 0 on" if zero else f"positive {kind.__name__}"
+        raise ModelError(f"config.json: {key} must be a {what}, it is {shown(value)}")
     return value
 
 
 def optional(
-    config: Config, key: str, kind: type[int] | type[float], default: int | float | None = None
+    config: Config,
+    key: str,
+    kind: type[int] | type[float],
+    default: int | float | None = None,
+    *,
+    zero: bool = False,
 ) -> Any:
-    """A positive number; `default` where it is missing or null."""
-    return default if config.get(key) is None else required(config, key, kind)
-
-
-def non_negative(config: Config, key: str, default: float) -> float:
-    """A number from 0 on; `default` where it is missing or null."""
-    return 0.0 if config.get(key) == 0 else float(optional(config, key, float, default))
-
-
-def count(config: Config, key: str, default: int) -> int:
-    """A whole number from 0 on; `default` where it is missing or null."""
-    value = config.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < MAX_INT:
-        raise ModelError(f"config.json: {key} must be a whole number from 0 on, it is {shown(value)}")
-    return value
+    """A number as `required`; `default` where it is missing or null."""
+    return default if config.get(key) is None else required(config, key, kind, zero=zero)
 
 
 def flag(config: Config, key: str, default: bool) -> bool:
@@ -55,13 +57,124 @@ def flag(config: Config, key: str, default: bool) -> bool:
 
 
 def shown(value: object) -> str:
-    """For an error: a value of any size, shortened."""
+    """A value of any size for an error, shortened."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
-def expect(config: Config, key: str, allowed: tuple[object, ...]) -> None:
-    """Refuse unsupported variants: `key`, where present, must have one of these values."""
-    if key in config and config[key] not in allowed:
-        known = ", ".join(map(repr, allowed))
+def expect(config: Config, key: str, *allowed: object) -> None:
+    """Refuse unsupported variants: `key`, where present and not null, must have one of these values."""
+    if config.get(key) is not None and config[key] not in allowed:
+        known = ", ".join(map(repr, (*allowed, None)))
         raise ModelError(f"config.json: {key} = {shown(config[key])} is not supported (only {known})")
+
+
+def common(config: Config) -> dict[str, Any]:
+    """The fields of ModelSpec as most families have them."""
+    expect(config, "hidden_act", "silu")
+    layers, top_k = bounded(config, "num_hidden_layers"), required(config, "num_experts_per_tok", int)
+    return {
+        "layers": layers,
+        "moe_layers": tuple(range(layers)),
+        "windows": (None,) * layers,
+        "hidden": required(config, "hidden_size", int),
+        "top_k": top_k,
+        "router": Softmax(top_k, rescaled=flag(config, "norm_topk_prob", False)),
+        "rope": rope(config),
+        "vocabulary": required(config, "vocab_size", int),
+        "max_positions": required(config, "max_position_embeddings", int),
+        "norm_eps": float(required(config, "rms_norm_eps", float)),
+        "tied_embeddings": flag(config, "tie_word_embeddings", False),
+    }
+
+
+def experts(config: Config, *keys: str) -> int:
+    """The number of experts a layer, under the first of these keys that is present."""
+    return bounded(config, next((key for key in keys if key in config), keys[0]))
+
+
+def bounded(config: Config, key: str) -> int:
+    """A positive number of layers or experts, small enough to list them all."""
+    number = int(required(config, key, int))
+    if number > MAX_COUNT:
+        raise ModelError(f"config.json: {key} is {number}; more than {MAX_COUNT} make no sense")
+    return number
+
+
+def grouped_query(
+    config: Config,
+    *,
+    bias: bool = False,
+    output_bias: bool = False,
+    qk_norm: Literal["", "head", "all"] = "",
+    clip: float | None = None,
+) -> GroupedQuery:
+    heads = required(config, "num_attention_heads", int)
+    return GroupedQuery(
+        heads=heads,
+        kv_heads=required(config, "num_key_value_heads", int),
+        head_dim=optional(config, "head_dim", int) or required(config, "hidden_size", int) // heads,
+        bias=bias,
+        output_bias=output_bias,
+        qk_norm=qk_norm,
+        clip=clip,
+    )
+
+
+def rope(config: Config, theta: float = 1e4) -> Rope:
+    """`theta`: the family's default."""
+    kind, parameters = rope_parameters(config)
+    base = optional(parameters, "rope_theta", float) or optional(config, "rope_theta", float, theta)
+    return Rope(kind, float(base), original_positions(config) if kind == "longrope" else None)
+
+
+def rope_parameters(config: Config) -> tuple[str, Mapping[str, Any]]:
+    """The kind of rotary embedding and its parameters, under the key of transformers 4 or of version 5."""
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    parameters = config.get(name) or {}
+    if not isinstance(parameters, Mapping) or any(isinstance(v, Mapping) for v in parameters.values()):
+        raise ModelError(f"config.json: {name} must be a mapping without further mappings in it")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind not in ROPE_KINDS:
+        known = ", ".join(ROPE_KINDS)
+        raise ModelError(f"config.json: RoPE of type {shown(kind)} is not supported (only {known})")
+    expect(parameters, "partial_rotary_factor", 1)
+    expect(config, "partial_rotary_factor", 1)
+    if kind in SCALED:
+        required(parameters, "factor", float)
+    return kind, parameters
+
+
+def original_positions(config: Config) -> int:
+    """The context length of pre-training, which the rotary embedding extends."""
+    key = "original_max_position_embeddings"
+    _, parameters = rope_parameters(config)
+    positions = optional(config, key, int) or optional(parameters, key, int)
+    return int(positions or required(config, "max_position_embeddings", int))
+
+
+def check_rope(config: Config, rope_dim: int) -> None:
+    """Raises ModelError for rotary parameters that do not fit heads with `rope_dim` rotated numbers. All else
+    is checked by transformers when the tables are made."""
+    kind, parameters = rope_parameters(config)
+    for key in ("factor", "attention_factor", "beta_fast", "beta_slow"):
+        optional(parameters, key, float)
+    optional(parameters, "original_max_position_embeddings", int)
+    for key in ("short_factor", "long_factor") if kind == "longrope" else ():
+        factors = parameters.get(key)
+        if not isinstance(factors, list) or len(factors) != rope_dim // 2 or not all(map(_positive, factors)):
+            raise ModelError(f"config.json: RoPE of type {kind!r} needs {rope_dim // 2} numbers as {key}")
+
+
+def sparse_layers(config: Config) -> tuple[int, ...]:
+    """The layers with experts: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
+    step = optional(config, "decoder_sparse_step", int, 1)
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(i) is int for i in dense):
+        raise ModelError(f"config.json: mlp_only_layers must be a list of layers, it is {shown(dense)}")
+    layers = range(bounded(config, "num_hidden_layers"))
+    return tuple(i for i in layers if i not in dense and (i + 1) % step == 0)
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

@@ -42,7 +42,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from pipeline.assets import costs_dir
 from pipeline.errors import PolicyError
-from protocol.small_files import read_small
+from protocol.files import read_small
 
 MAX_FILE_BYTES = 1 << 20
 MOST_ROWS = 1 << 31  # more than any batch has

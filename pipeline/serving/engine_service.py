@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable
 
-from pipeline.backbone.materialize import start_materializing
 from pipeline.errors import NumberInUse, PrefetcherLost, PromptTooLong, UsageError
 from pipeline.fairness import TimeShare
 from pipeline.policies.view import PolicyRequest
@@ -82,7 +81,7 @@ class EngineService:
         self.status = EngineStatus(parts, self._policies, self._scheduler)
 
     def warm_up(self) -> None:
-        """Measure the prefill chunk, open the trace file, begin to copy pending weights into memory."""
+        """Measure the prefill chunk, open the trace file."""
         parts, scheduler, options = self._parts, self._scheduler, self._parts.config.options
         if options.chunk is None:
             chunks = measure_chunks(parts.engine, parts.kv, parts.context)
@@ -93,7 +92,6 @@ class EngineService:
             recorder = recorder_of(parts.config, parts.source, parts.engine, options.record)
             parts.closing.callback(recorder.close)
             parts.engine.observers.append(recorder)
-        parts.closing.callback(start_materializing(parts.engine.backbone))
         log.debug("prefill: %d tokens a chunk", scheduler.chunk)
 
     def serve(self) -> None:

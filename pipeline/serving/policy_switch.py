@@ -133,7 +133,7 @@ def _open(parts: EngineParts) -> Slab:
     capacity = cache_tiles(config.options.expert_cache, shape.layers * shape.experts * shape.tiles)
     fewest = staging_tiles(shape.tiles, engine.shape.top_k, layout.head_bytes > 0)
     slots = capacity + (config.options.staging or fewest)
-    beside = engine.backbone.pending_bytes + device.heads_bytes(layout) + device.process_bytes
+    beside = device.heads_bytes(layout) + device.process_bytes
     beside += engine.graphs.planned_bytes
 
     def check() -> None:

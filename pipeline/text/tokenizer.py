@@ -12,8 +12,8 @@ from pipeline.checkpoint.index import check_place, read_fields
 from pipeline.errors import ModelError, RequestError
 from pipeline.models.config_keys import MAX_INT
 from pipeline.text.detokenizer import Detokenizer
+from protocol.files import read_small
 from protocol.messages import ChatMessage
-from protocol.small_files import read_small
 
 # A directory with any of these has a tokenizer; settings alone are not a tokenizer.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tiktoken.model")

@@ -18,7 +18,7 @@ from pipeline.engine.driver import LayerDecision
 from pipeline.errors import TraceError
 from pipeline.policies.view import Routing
 from pipeline.traces.trace import Header, LayerTrace, Trace, TracedStep, encode_step, halves
-from protocol.private_files import sync_folder
+from protocol.files import sync_folder
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.model_source import ModelSource

@@ -24,7 +24,7 @@ from pipeline.arrays import PHASES, Phase
 from pipeline.errors import TraceError
 from pipeline.models.routing import Router, Softmax, SparseMixer
 from pipeline.policies.view import ModelShape, Routing
-from protocol.small_files import open_regular
+from protocol.files import open_regular
 
 MAGIC = b"TANDEMTR"
 VERSION = 1

@@ -18,7 +18,7 @@ from torch.nn import functional
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.linear import Precision
 from pipeline.calibration.sensitivity import sensitivities
-from pipeline.checkpoint.hf_checkpoint import Checkpoint
+from pipeline.checkpoint.open import Checkpoint
 from pipeline.device import open_device
 from pipeline.device.base import Device
 from pipeline.device.cpu import CpuDevice

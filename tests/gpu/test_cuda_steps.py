@@ -13,12 +13,11 @@ from step_runs import compare, through
 
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import StepInput, TokenSpan
-from pipeline.backbone.greedy import greedy
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
 from pipeline.device import Device, open_device
-from pipeline.engine.layers import EagerLayers
+from pipeline.engine.layers import EagerLayers, greedy
 from pipeline.engine.observer import Probing
 from pipeline.errors import PipelineError
 from pipeline.models.registry import model_spec

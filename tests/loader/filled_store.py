@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pipeline.checkpoint.hf_checkpoint import Checkpoint
+from pipeline.checkpoint.open import Checkpoint
 from pipeline.models.registry import expert_shape
 from shm.layout import Bytes, StoreLayout, format_named
 from shm.manifest import StoreManifest

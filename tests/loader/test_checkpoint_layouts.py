@@ -6,8 +6,8 @@ import tiny_checkpoint
 import torch
 from filled_store import Enough, Stop, filled, layout_of, new_store
 
-from pipeline.checkpoint import chunks, encode
-from pipeline.checkpoint.hf_checkpoint import Checkpoint
+from pipeline.checkpoint import encode
+from pipeline.checkpoint.open import Checkpoint
 from pipeline.models.registry import model_spec
 from shm.layout import FORMATS, StoreLayout
 
@@ -122,17 +122,19 @@ def test_dtypes_and_shards_do_not_change_the_store(tmp_path, dtype, format_name,
 
 @pytest.mark.parametrize("format_name", ["bf16", "f32", "int8", "floe-int4"])
 def test_chunk_size_does_not_change_the_bytes(tmp_path, format_name, monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK_NUMBERS", 1000)  # 16 rows, or 13 channels
-    monkeypatch.setattr(chunks, "STRIP", 5)
-    monkeypatch.setattr(chunks, "TRANSPOSED_ROWS", 7)
+    monkeypatch.setattr(encode, "CHUNK_NUMBERS", 1000)  # 16 rows, or 13 channels
+    monkeypatch.setattr(encode, "STRIP", 5)
+    monkeypatch.setattr(encode, "TRANSPOSED_ROWS", 7)
     monkeypatch.setattr(encode, "READ_AHEAD_BYTES", 0)
     tiny_checkpoint.write(tmp_path, expert_tensors(MIXTRAL, True, torch.bfloat16), 1, MIXTRAL, fused=True)
     progress: list[int] = []
     begun: list[int] = []  # the progress when each expert was begun
 
+    divide = encode.expert_chunks
+
     def expert_chunks(*arguments):
         begun.append(max(progress, default=0))
-        return chunks.expert_chunks(*arguments)
+        return divide(*arguments)
 
     monkeypatch.setattr(encode, "expert_chunks", expert_chunks)
     layout = layout_of(MIXTRAL, format_name)

@@ -14,8 +14,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from launch.command_line.checks import check_can_chat, check_engine
-from pipeline.checkpoint.hf_checkpoint import Checkpoint
 from pipeline.checkpoint.index import INDEX_FILE, SINGLE_FILE, CheckpointIndex
+from pipeline.checkpoint.open import Checkpoint
 from pipeline.config import EngineConfig
 from pipeline.errors import ModelError, UsageError
 from pipeline.models.registry import expert_shape

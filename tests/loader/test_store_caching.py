@@ -13,7 +13,7 @@ import torch
 from loader_harness import SECONDS, Supervisor, assert_right, exists, in_memory
 
 from pipeline import loader
-from pipeline.checkpoint.hf_checkpoint import Checkpoint
+from pipeline.checkpoint.open import Checkpoint
 from protocol.codec import decode
 from shm.cache_writer import write_cache
 from shm.segment import unlink

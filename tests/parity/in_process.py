@@ -17,7 +17,7 @@ from pipeline.backbone.batch import TokenSpan
 from pipeline.backbone.decoder_layer import AfterAttention
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
-from pipeline.checkpoint.hf_checkpoint import Checkpoint
+from pipeline.checkpoint.open import Checkpoint
 from pipeline.device.cpu import CpuDevice
 from pipeline.models.registry import architecture_of, model_spec
 

@@ -46,8 +46,7 @@ def engine_parts(folder: Path, device: FakeCudaDevice, store: Store) -> Iterator
     )  # fmt: skip
     shape = ModelShape(SHAPE.layers, SHAPE.experts, SHAPE.tiles, 2)
     graphs = SimpleNamespace(planned_bytes=0)
-    backbone = SimpleNamespace(pending_bytes=0)
-    engine = SimpleNamespace(layout=layout, shape=shape, backbone=backbone, graphs=graphs)
+    engine = SimpleNamespace(layout=layout, shape=shape, graphs=graphs)
     with ExitStack() as outer, ExitStack() as closing:
         socket = outer.enter_context(
             child_socket(folder, "fetch.sock", "prefetcher", store.fingerprint, exits)

@@ -11,9 +11,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.backbone import causal
+from pipeline.backbone import attention
+from pipeline.backbone.attention import attend_span
 from pipeline.backbone.batch import Batch
-from pipeline.backbone.causal import attend_span
 
 
 class Launched(TorchDispatchMode):
@@ -66,7 +66,7 @@ def test_prefill_on_a_gpu_is_one_flash_launch_without_scores_in_memory(window) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_without_flash_scores_in_memory_are_bounded(dtype, monkeypatch) -> None:
     new, total, width, limit = 256, 4096, 64, 1 << 22
-    monkeypatch.setattr(causal, "SCORE_BYTES", limit)
+    monkeypatch.setattr(attention, "SCORE_BYTES", limit)
     with FakeTensorMode(), torch.inference_mode():
         q = torch.empty(8, new, width, device="cuda", dtype=dtype)
         keys, values = (torch.empty(2, total, width, device="cuda", dtype=dtype) for _ in range(2))
@@ -87,7 +87,7 @@ def test_rows_taken_a_few_at_a_time_give_the_same(window, rows, monkeypatch) -> 
     repeated = keys.repeat_interleave(2, 0), values.repeat_interleave(2, 0)
     scores = (q @ repeated[0].transpose(1, 2)) * 16**-0.5
     expected = torch.softmax(scores.masked_fill(~mask, -torch.inf), -1) @ repeated[1]
-    monkeypatch.setattr(causal, "SCORE_BYTES", rows * 4 * 4 * total)
-    monkeypatch.setattr(causal, "on_cpu", lambda q: False)
+    monkeypatch.setattr(attention, "SCORE_BYTES", rows * 4 * 4 * total)
+    monkeypatch.setattr(attention, "on_cpu", lambda q: False)
     found = attend_span(q, keys, values, batch_of(new, total, window, "cpu", flash=False), 0, window)
     torch.testing.assert_close(found, expected.transpose(0, 1))

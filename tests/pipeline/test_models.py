@@ -260,6 +260,19 @@ QWEN2 = SHAPES["qwen1.5-moe-a2.7b"]
         (GOOD | {"rope_scaling": LONGROPE | {"long_factor": None}}, "8 numbers as long_factor"),
         (GOOD | {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 7 + [0.0]}}, "long_factor"),
         (SHAPES["phi-3.5-moe"] | {"rope_scaling": LONGROPE | SCALES}, "64 numbers"),
+        (DEEPSEEK | {"scoring_func": "sigmoid"}, "scoring_func"),
+        (DEEPSEEK | {"moe_layer_freq": 2}, "moe_layer_freq"),
+        (DEEPSEEK | {"sliding_window": 5}, "sliding_window"),
+        (DEEPSEEK | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 9}, "9 best of 8"),
+        (GOOD | {"num_hidden_layers": 10_001}, "num_hidden_layers is 10001"),
+        (GOOD | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (SHAPES["phi-3.5-moe"] | {"router_jitter_noise": -0.1}, "router_jitter_noise"),
+        (QWEN2 | {"mlp_only_layers": [True]}, "mlp_only_layers"),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": None}, "sliding_window"),
+        (
+            QWEN2 | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": -1},
+            "max_window_layers",
+        ),
     ],
 )
 def test_unsupported_variant_is_named(config, message) -> None:
@@ -561,28 +574,6 @@ def test_tensors_outside_the_layers(family: str, tied: bool) -> None:
     assert architecture.optional("lm_head.weight", spec) == tied
     assert architecture.optional("model.layers.0.self_attn.rotary_emb.inv_freq", spec)
     assert not architecture.optional("model.extra.weight", spec)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (DEEPSEEK | {"scoring_func": "sigmoid"}, "scoring_func"),
-        (DEEPSEEK | {"moe_layer_freq": 2}, "moe_layer_freq"),
-        (DEEPSEEK | {"sliding_window": 5}, "sliding_window"),
-        (DEEPSEEK | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 9}, "9 best of 8"),
-        (GOOD | {"num_hidden_layers": 10_001}, "num_hidden_layers is 10001"),
-        (GOOD | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        (SHAPES["phi-3.5-moe"] | {"router_jitter_noise": -0.1}, "router_jitter_noise"),
-        (QWEN2 | {"mlp_only_layers": [True]}, "mlp_only_layers"),
-        (QWEN2 | {"use_sliding_window": True, "sliding_window": None}, "sliding_window"),
-        (
-            QWEN2 | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": -1},
-            "max_window_layers",
-        ),
-    ],
-)
-def test_another_unsupported_variant_is_named(config: dict, message: str) -> None:
-    assert message in refused(config)
 
 
 def test_largest_number_of_layers_is_allowed() -> None:

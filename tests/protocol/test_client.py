@@ -115,16 +115,6 @@ async def test_calibration_is_cancelled_with_its_caller(endpoint, closes):
         await until(lambda: server.ever(Cancel) == [Cancel(asked.request)])
 
 
-async def test_messages_after_the_end_are_counted_and_dropped(endpoint):
-    async with both(endpoint) as (_, client):
-        answer = client.generate(prompt="stray", max_tokens=2)
-        assert (await answer.result()).tokens == ()
-        await client.stats()
-        assert client.strays == 3  # two tokens and a second end
-        assert (await client.generate(prompt="hi", max_tokens=2).result()).done.reason == "length"
-        assert client.strays == 3
-
-
 async def test_answers_stream_concurrently(endpoint):
     async with both(endpoint) as (_, client):
         slow = client.generate(prompt="slow", max_tokens=20)
@@ -178,21 +168,6 @@ async def test_leaving_the_loop_cancels(endpoint):
         for answer in (broken, closed, stopped):
             assert answer.done.reason == "cancelled"
         assert server.ever(Cancel) == [Cancel(answer.request) for answer in (broken, closed, stopped)]
-
-
-async def test_leaving_the_client_cancels_its_requests(endpoint):
-    async with engine(endpoint) as server:
-        async with Client.connect(endpoint) as client:
-            answer = client.generate(prompt="slow", max_tokens=10_000)
-            waiting = asyncio.create_task(answer.result())
-            await until(lambda: server.ever(Generate))
-        with pytest.raises(EngineGone, match=r"^this client is closed$"):
-            await waiting
-        with pytest.raises(EngineGone, match=r"^this client is closed$"):
-            await client.stats()
-        with pytest.raises(EngineGone, match=r"^this client is closed$"):
-            client.generate(prompt="hi")
-        await until(lambda: server.ever(Cancel) == [Cancel(answer.request)])
 
 
 async def test_an_error_is_raised_after_the_tokens_before_it(endpoint):

@@ -1,19 +1,15 @@
 """A client's unfinished requests: which message belongs to which, and what a lost engine leaves of them."""
 
 import asyncio
-import time
 
 import pytest
 from msgspec.structs import replace
-from protocol_engine import QUIET, WELCOME, both, drain, engine, until
+from protocol_engine import QUIET, WELCOME, both, engine, until
 
-from protocol import answer as answers
-from protocol import link
-from protocol.answer import Answer
-from protocol.client import Client
-from protocol.connection import SILENCE_SECONDS, ConnectOptions
-from protocol.errors import ConnectionLost, EngineGone, RequestFailed, VersionMismatch
-from protocol.link import MAX_EXITS, Link, RetryBudget
+from protocol.answer import MAX_EXITS, Answer, RetryBudget
+from protocol.client import Client, copy_of
+from protocol.connection import ConnectOptions, Link
+from protocol.errors import EngineGone, RequestFailed, VersionMismatch
 from protocol.messages import (
     Calibrate,
     Calibrated,
@@ -25,12 +21,10 @@ from protocol.messages import (
     Heartbeat,
     PolicyChanged,
     Queued,
-    Score,
     Stats,
     StatsReply,
     Token,
 )
-from protocol.pending import copy_of
 
 TOKEN, DONE = Token(9, 0, 7, "x"), Done(9, "length")
 
@@ -235,65 +229,3 @@ async def test_link_without_retry_ends_with_the_first_loss(endpoint):
         made.cancel(3)  # nothing is sent, and nothing raised
         made.send(Stats(1))  # only checked
         await made.close()
-
-
-async def test_full_queue_delays_a_message_and_then_loses_the_connection(endpoint, monkeypatch):
-    monkeypatch.setattr("protocol.connection.HWM", 5)
-    async with engine(endpoint):
-        made = Link(options(endpoint, silence=0.1), lambda lost: None, nothing)
-        await made.open()
-        tries = []
-
-        def full(message):
-            if isinstance(message, Heartbeat):
-                return
-            tries.append(message)
-            if len(tries) < limit:
-                raise RequestFailed("5 messages are queued")
-
-        monkeypatch.setattr(made._connection, "send", full)
-        limit = 3
-        await made.send_when_possible(Stats(1))
-        assert tries == [Stats(1)] * 3
-        limit = 10**9
-        begun = time.monotonic()
-        with pytest.raises(ConnectionLost, match=r"^5 messages are queued$"):
-            await made.send_when_possible(Stats(2))
-        assert 0.1 <= time.monotonic() - begun < 5.0
-        await made.close()
-
-
-async def test_score_has_a_connection_of_its_own_with_a_short_queue(endpoint, monkeypatch):
-    seen = []
-    opened = link.open_connection
-
-    async def recorded(how, timeout):
-        seen.append((how, timeout))
-        return await opened(how, timeout)
-
-    monkeypatch.setattr(link, "open_connection", recorded)
-    async with both(endpoint, timeout=3.0) as (server, client):
-        blocks = await drain(client.score(token_ids=range(2)))
-        assert [block.start for block in blocks] == [0, server.rows]
-        assert all(block.logprobs.shape == (0, 0) for block in blocks)
-        (whole, first), (own, second) = seen
-        assert (whole.name, own.name) == ("test", "test/score")
-        assert own.receive_hwm == answers.SCORES_HWM < whole.receive_hwm
-        assert (first, second) == (3.0, 3.0)
-        assert (own.silence, own.endpoint) == (SILENCE_SECONDS, whole.endpoint)
-        assert server.ever(Score) == [Score(0, token_ids=(0, 1))]
-
-
-async def test_client_sends_five_heartbeats_in_its_silence(endpoint, monkeypatch):
-    pauses, sleep = [], asyncio.sleep
-
-    async def recorded(seconds):
-        if asyncio.current_task().get_name() == f"heartbeats to {endpoint}":
-            pauses.append(seconds)
-        await sleep(seconds)
-
-    monkeypatch.setattr(asyncio, "sleep", recorded)
-    async with both(endpoint, silence=0.5) as (server, client):
-        await until(lambda: len([name for name, _ in server.heartbeats if name == "test"]) >= 2)
-        assert set(pauses) == {0.1}
-        assert client.endpoint == endpoint

@@ -374,31 +374,14 @@ async def test_score_without_progress_over_three_exits_fails(endpoint):
         assert not engines.server.ever(Score)
 
 
-async def test_client_that_is_dropped_repeatedly_does_not_reconnect(endpoint):
-    async with both(endpoint, retry=20.0) as (server, client):
-        for dropped in range(4):
-            answer = client.generate(prompt="slow", max_tokens=20)
-            await until(lambda a=answer: len(a.token_ids) >= 2)
-            server.drop_clients()
-            if dropped < 3:
-                assert (await answer.result()).tokens == tuple(range(100, 120))
-                assert all(job.done() for job in server.jobs.values())
-        with pytest.raises(
-            EngineGone, match=r"^the engine dropped this client 4 times in a short while; it did"
-        ):
-            await answer.result()
-        assert client.strays == 0
-
-
-async def test_drops_that_are_long_ago_do_not_count(endpoint, monkeypatch):
-    monkeypatch.setattr("protocol.link.MAX_DROPS", 1)
-    monkeypatch.setattr("protocol.link.DROPS_SECONDS", 0.0)
+async def test_client_that_is_dropped_connects_again(endpoint):
     async with both(endpoint, retry=20.0) as (server, client):
         for _ in range(2):
             answer = client.generate(prompt="slow", max_tokens=8)
             await until(lambda a=answer: len(a.token_ids) >= 2)
             server.drop_clients()
             assert (await answer.result()).tokens == tuple(range(100, 108))
+        assert client.strays == 0
 
 
 async def test_reconnections_leave_no_descriptor_and_no_task(endpoint):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import MalformedMessage, ProtocolError
-from protocol.private_files import private_directory
+from protocol.files import private_directory
 from protocol.sockets import (
     IPC_PATH_MAX,
     Identity,

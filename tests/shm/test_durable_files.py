@@ -4,6 +4,7 @@ A power failure then leaves the old file or the new one."""
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,7 +52,9 @@ def backbone(folder: Path) -> None:
     cache = BackboneCache(folder, FINGERPRINT)
     cache.keep("a", np.arange(1000, dtype=np.uint8))
     cache.finish()
-    cache._writer.shutdown(wait=True)
+    for thread in threading.enumerate():
+        if thread.name == "backbone cache":
+            thread.join()
 
 
 def store(folder: Path) -> None:

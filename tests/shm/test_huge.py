@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from shm import huge, segment
-from shm.huge import COPY_BYTES, HUGE, collapse, copy_to_private, map_file, map_shared, populate, private
+from shm.huge import HUGE, collapse, map_shared, populate, private
 from shm.segment import Segment, unlink
 
 SIZE = 3 * HUGE + 12345  # whole huge pages and a rest that is no whole page
@@ -107,44 +107,6 @@ def test_the_last_page_of_private_memory_is_huge_too_where_that_adds_little(size
 def test_private_memory_without_end_is_an_error() -> None:
     with pytest.raises(OSError, match="memory"):
         private(1 << 60)
-
-
-@pytest.mark.parametrize(("offset", "size"), [(0, 5000), (4096, 1), (4097, 9000), (64, 0), (19_999, 1)])
-def test_mapped_file_uses_the_page_cache(tmp_path: Path, offset: int, size: int) -> None:
-    written = np.random.default_rng(1).integers(0, 256, 20_000, np.uint8)
-    path = tmp_path / "file"
-    path.write_bytes(written)
-    with path.open("rb") as file:
-        found = map_file(file.fileno(), offset, size)
-    np.testing.assert_array_equal(found, written[offset : offset + size])
-    found[:] = 0  # this process's own
-    np.testing.assert_array_equal(np.fromfile(path, np.uint8), written)
-
-
-def test_a_file_that_is_too_short_is_not_mapped(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(5000))
-    with path.open("rb") as file:
-        for offset, size in ((0, 5001), (4999, 2), (9000, 10)):
-            with pytest.raises(ValueError, match=f"no {size} bytes from byte {offset} on"):
-                map_file(file.fileno(), offset, size)
-
-
-def test_copy_to_private_copies_all_and_stops_on_request() -> None:
-    data = np.random.default_rng(2).integers(0, 256, 2 * COPY_BYTES + 11, np.uint8)
-    asked: list[int] = []
-
-    def going() -> bool:
-        asked.append(1)
-        return len(asked) != 5
-
-    found = copy_to_private(data, going)
-    np.testing.assert_array_equal(found, data)
-    assert found is not None
-    assert not np.shares_memory(found, data)
-    assert len(asked) == 3
-    assert copy_to_private(data, going) is None
-    assert len(asked) == 5
 
 
 def test_collapsing_pages_keeps_their_bytes(descriptor: int) -> None:

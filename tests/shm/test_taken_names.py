@@ -13,7 +13,7 @@ import pytest
 from small_store import ROOT, build, run
 
 from protocol.errors import NotPrivate
-from protocol.private_files import own_directory
+from protocol.files import own_directory
 from shm.errors import SegmentMissing, ShmError
 from shm.file_locks import try_lock
 from shm.locks import StoreLease, build_lock, sweep
@@ -209,31 +209,6 @@ def test_a_segment_or_a_lock_that_others_can_write_is_not_used(name, tmp_path, m
         segment.close()
         path.unlink()
         second.unlink(missing_ok=True)
-
-
-STARTS = """
-import sys
-from pathlib import Path
-from protocol.private_files import own_directory
-print("ready", flush=True); sys.stdin.readline()
-print(own_directory(Path(sys.argv[1])))
-"""
-
-
-def test_programs_that_start_together_use_one_folder_instead_of_a_file_of_this_user(tmp_path):
-    """Another user can make such a file: a hard link."""
-    place, pipe = tmp_path / "place", subprocess.PIPE
-    place.touch()
-    command = [sys.executable, "-c", STARTS, str(place)]
-    started = [subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) for _ in range(4)]
-    for process in started:
-        process.stdout.readline()
-    for process in started:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    used = {process.communicate(timeout=30)[0].strip() for process in started}
-    assert used == {str(path) for path in tmp_path.iterdir() if path != place}
-    assert len(used) == 1
 
 
 def test_a_found_segment_is_looked_up_without_reading_all_names_again(name, monkeypatch):

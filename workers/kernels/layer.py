@@ -127,8 +127,11 @@ class LayerKernel:
         sizes = (POINTER, SIZE, SIZE, SIZE)
         self._scratch_bytes = typed(library.functions.tandem_layer_scratch, *sizes, result=SIZE)
         given = {n: getattr(parts, n) for n in ("first", "query", "output", "up", "down")}
-        structures = {n: Matrix(p.matrix.facts, None, p.bias) for n, p in given.items() if p is not None}
-        self._matrices = [(given[name].matrix, structure) for name, structure in structures.items()]
+        structures = {
+            name: Matrix(p.matrix.facts, p.matrix.address, p.bias)
+            for name, p in given.items()
+            if p is not None
+        }
         kind = "grouped" if isinstance(parts.attention, Grouped) else "latent"
         self._layer = _Layer(
             hidden=parts.hidden,
@@ -158,10 +161,6 @@ class LayerKernel:
         attention, and after the block of a dense layer; `x` [rows, hidden], the normalised input of router
         and experts; `logits` [rows, experts], unless None; `shared` [rows, hidden], the shared experts'
         output, where the layer has any. Raises IndexError for a position outside its capacity."""
-        held = []  # until the call has returned
-        for matrix, structure in self._matrices:
-            data, structure.data = matrix.held
-            held.append(data)
         step, rows = self._step, tokens.rows
         if rows != self._sized[0] or tokens.longest > self._sized[1]:
             self._sized = rows, -(-tokens.longest // TOKEN_STEP) * TOKEN_STEP

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from shm.blocks import LANES, BlockFormat
 from shm.formats import Bytes, Float32
-from shm.huge import copy_to_private, private
+from shm.huge import private
 from workers.kernels.c_types import POINTER, SIZE, Matrix, typed, weights
 from workers.kernels.choice import DEFAULT, Choice
 from workers.kernels.geometry import Geometry
@@ -39,9 +38,8 @@ class HostMatrix:
         """`data`: the matrix [outputs, inputs] of this `shape` in the format's bytes, see `quantized`."""
         self._format = format
         self._outputs, self._inputs = shape
-        # The bytes and their address, which is valid as long as these bytes are referenced: `materialize` may
-        # replace both at any time.
-        self.held: tuple[Bytes, Address] = data, data.ctypes.data
+        self._data = data
+        self.address: Address = data.ctypes.data
         library = chosen(kernels)
         self.facts = weights(format.bits, format.group, self._inputs, self._outputs, 0, kernels)
         geometry = Geometry(format, self._inputs, self._outputs)
@@ -49,23 +47,17 @@ class HostMatrix:
 
     @property
     def bytes(self) -> int:
-        return len(self.held[0])
-
-    def materialize(self, proceed: Callable[[], bool]) -> None:
-        """Copy the bytes into private memory, unless `proceed` returns False meanwhile; for any thread."""
-        data = copy_to_private(self.held[0], proceed)
-        if data is not None:
-            self.held = data, data.ctypes.data
+        return len(self._data)
 
     def product(self, x: Float32) -> Float32:
         """x @ W.T, x float32 [R, inputs]: float32 [R, outputs]."""
         if self._kernel is not None:
-            return self._kernel.matmul(self.held[0], self._kernel.quantize(x))
+            return self._kernel.matmul(self._data, self._kernel.quantize(x))
         import torch
 
         from workers.kernels.unpack import dequantize, int8_steps
 
-        w = dequantize(self._format, torch.from_numpy(self.held[0]), self._outputs, self._inputs)
+        w = dequantize(self._format, torch.from_numpy(self._data), self._outputs, self._inputs)
         y: Float32 = (int8_steps(torch.from_numpy(x), self._format.group) @ w.T).numpy()
         return y
 
@@ -82,7 +74,7 @@ class DenseMatrix:
         self._team = team
         self._scratch = Kept()
         self.facts = weights(bits, 1, self._inputs, self._outputs, 0, library.choice)
-        self.held = None, data  # as of a HostMatrix
+        self.address = data
         self._structure = Matrix(self.facts, data, None)
         types = (*[POINTER] * 3, SIZE, POINTER, POINTER, SIZE)
         self._product = typed(library.functions.tandem_product, *types)

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import NotPrivate
-from protocol.private_files import check_private, make_folders
-from protocol.small_files import read_small
+from protocol.files import check_private, make_folders, read_small
 from shm.atomic_file import atomic_file
 from workers.cuda import CudaError
 from workers.kernels.cuda import sources

@@ -1,26 +1,31 @@
-"""Files and directories that belong to this user, and that no other user can read or write."""
+"""Files of this user that no other user can read or write; and the reading of files that may be anything: a
+pipe that blocks, a device without an end, terabytes, or JSON nested so deeply that the stack ends."""
 
 from __future__ import annotations
 
+import errno
+import glob
+import json
 import logging
 import os
-import re
 import stat
 import tempfile
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from protocol.errors import NotPrivate
 
 OTHERS_WRITE = 0o022  # mode bits: group or others may write
 OTHERS_READ_OR_WRITE = 0o077
 
-SETTLE_SECONDS = 0.1  # in which programs that start at the same time have made their directories
+MAX_SETTINGS = 1 << 22  # bytes of a file of settings; the largest known config.json has a fiftieth
+MAX_NESTING = 64  # levels of maps and lists
+
+Check = Callable[[os.stat_result], None]
 
 log = logging.getLogger(__name__)
-_used: dict[Path, Path] = {}  # the directory that `own_directory` has found for a name
 
 
 def check_private(
@@ -68,65 +73,31 @@ def private_directory(path: Path) -> Path:
 def own_directory(path: Path) -> Path:
     """This user's private directory of this name in a folder where all users can make names, such as /tmp.
     Where the name is taken, by another user or by a file of this one (to which any user can give it), it is a
-    directory whose name has a suffix, the same for all of this user's programs. Raises NotPrivate where
-    neither can be made."""
-    used = _used.get(path)
-    if used is None or not is_own_directory(used):
-        used = _used[path] = _find_or_make(path)
-    return private_directory(used)
+    directory whose name has a suffix, the first of this user's by name. Raises NotPrivate where neither can
+    be made."""
+    own = _own_directory(path)
+    if own is None:
+        try:
+            with suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+            if not is_own_directory(path):
+                tempfile.mkdtemp(prefix=f"{path.name}.", dir=path.parent)
+        except OSError as e:
+            raise NotPrivate(f"cannot create {path}: {e.strerror}") from e
+        own = _own_directory(path) or path
+        if own != path:
+            log.warning(f"{path} is not a directory of this user; {own} is used instead")
+    return private_directory(own)
 
 
-def _find_or_make(path: Path) -> Path:
-    # With a suffix also where the name is free now: other programs of this user may use that directory.
-    if is_own_directory(path) or ((other := _with_suffix(path)) is None and _made(path)):
+def _own_directory(path: Path) -> Path | None:
+    if is_own_directory(path):
         return path
-    if other is not None:
-        return other
-    try:
-        made = Path(tempfile.mkdtemp(prefix=f"{path.name}.", dir=path.parent))
-    except OSError as e:
-        raise NotPrivate(f"{path} is taken, and no other directory can be made: {e.strerror}") from e
-    used = _with_suffix(path) or made
-    if used != made:  # another program has made one at the same time
-        with suppress(OSError):
-            made.rmdir()
-    log.warning(f"{path} is not a directory of this user; {used} is used instead")
-    return used
+    suffixed = sorted(path.parent.glob(f"{glob.escape(path.name)}.{'[a-z0-9_]' * 8}"))
+    return next(filter(is_own_directory, suffixed), None)
 
 
-def _made(path: Path) -> bool:
-    """Whether the directory could be made, or another program of this user has just made it."""
-    try:
-        path.mkdir(mode=0o700)
-    except FileExistsError:
-        return is_own_directory(path)
-    except OSError as e:
-        raise NotPrivate(f"cannot create {path}: {e.strerror}") from e
-    return True
-
-
-def _with_suffix(path: Path) -> Path | None:
-    """Of this user's directories of this name and a suffix the one that all programs use: the first by name
-    of those that hold something, else the first. While all are empty, programs that start at the same time
-    may still be making theirs."""
-    found = _all_with_suffix(path)
-    if found and not found[0][0]:
-        time.sleep(SETTLE_SECONDS)
-        found = _all_with_suffix(path)
-    return found[0][1] if found else None
-
-
-def _all_with_suffix(path: Path) -> list[tuple[bool, Path]]:
-    name, found = re.compile(re.escape(path.name) + r"\.[a-z0-9_]{8}"), []
-    with suppress(OSError), os.scandir(path.parent) as entries:
-        for entry in entries:  # there may be a hundred thousand of other users: no Path of each
-            if name.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False) and is_own_directory(entry):
-                with suppress(OSError):
-                    found.append((bool(os.listdir(entry)), Path(entry)))
-    return sorted(found, key=lambda one: (not one[0], one[1]))
-
-
-def is_own_directory(path: Path | os.DirEntry[str]) -> bool:
+def is_own_directory(path: Path) -> bool:
     """Whether this is a directory of this user, and no link to one."""
     try:
         status = os.lstat(path)
@@ -166,3 +137,58 @@ def make_folders(folder: Path) -> None:
     missing = [above for above in folder.parents if not above.exists()]
     for above in (*reversed(missing), folder):
         above.mkdir(mode=0o700, exist_ok=True)
+
+
+def open_regular(path: Path, *, flags: int = 0, check: Check | None = None) -> int:
+    """A descriptor to read a regular file. `flags`: beside O_RDONLY; `check`: of its status, and what that
+    raises. Raises OSError whose `strerror` says what is wrong, also for a name that no file can have."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
+    except ValueError as e:  # a NUL
+        raise OSError(errno.EINVAL, str(e)) from None
+    try:
+        status = os.fstat(descriptor)
+        if check is not None:
+            check(status)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is not a file")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_small(path: Path, limit: int, *, flags: int = 0, check: Check | None = None) -> bytes:
+    """The content of a regular file of at most `limit` bytes. Raises as `open_regular`, and OSError for a
+    larger file."""
+    with os.fdopen(open_regular(path, flags=flags, check=check), "rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"it is larger than {limit / (1 << 20):g} MB")
+    return content
+
+
+def read_json(path: Path, limit: int = MAX_SETTINGS) -> Any:
+    """The value in a JSON file, nested at most MAX_NESTING levels. Raises OSError as `read_small`, and
+    ValueError where it is no such value."""
+    try:
+        value = json.loads(read_small(path, limit))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if is_nested(value, MAX_NESTING):
+        raise ValueError("it is nested too deeply")
+    return value
+
+
+def is_nested(value: Any, levels: int) -> bool:
+    """Whether a JSON value has more than so many maps and lists in each other."""
+    level = [value]
+    for _ in range(levels):
+        level = [inner for outer in level for inner in _parts(outer)]
+    return any(isinstance(inner, dict | list) for inner in level)
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
