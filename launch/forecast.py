@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,7 @@ from pipeline.traces.trace import Header, TracedStep
 from shm.layout import FloeFormat, StoreLayout, format_named
 
 CONTEXT = 1000  # tokens that an expected token attends to
-QUANTILES = (0.1, 0.5, 0.9)  # of measured rates: the slow, the usual and the fast ones
-MARGIN = 0.2  # of the range at least: how evenly a token's experts divide over the workers is not measured
+MARGIN = 0.2  # of the range: how evenly a token's experts divide over the workers is not measured
 SIDE = 1024  # of a matrix whose formats' sizes are compared
 HIDDEN = ("setting", "notes")  # from `Estimate.to_map`
 
@@ -60,7 +59,7 @@ class Sizes:
 
 
 def sizes_of(source: ModelSource, config: EngineConfig, format: FormatName) -> Sizes:
-    """A model's sizes with the config's device and workers. Raises as `needs`."""
+    """Returns a model's sizes with the config's device and workers. Raises as `needs`."""
     known = needs(source, config, format)
     spec, tile_format = known.spec, format_named(format)
     shape = expert_shape(source.config, config.tile, tile_format)
@@ -95,7 +94,7 @@ def sizes_of(source: ModelSource, config: EngineConfig, format: FormatName) -> S
 
 
 def format_bytes(name: str) -> int:
-    """Bytes of a matrix in this format, to compare formats by."""
+    """Returns the bytes of a matrix in this format, to compare formats by."""
     tile_format = format_named(name)
     return tile_format.head_bytes(SIDE, SIDE) + tile_format.tile_bytes(SIDE, SIDE)
 
@@ -104,26 +103,12 @@ def format_bytes(name: str) -> int:
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Bytes a second: slow, usual, fast."""
-
-    slow: float
-    usual: float
-    fast: float
-
-    @classmethod
-    def of(cls, together: Sequence[Sequence[float]]) -> Spread:
-        """`together`: the rates of each process that computed at the same time."""
-        return cls(*np.sum([np.quantile(rates, QUANTILES) for rates in together], axis=0).tolist())
-
-
-@dataclass(frozen=True)
 class Speeds:
-    """What a machine's cores reach. `experts`: by format; `layer`: seconds of a layer beside its reads."""
+    """Bytes a second of all cores. `experts`: by format; `layer`: seconds of a layer beside its reads."""
 
-    memory: float  # bytes a second, all cores: the fastest of all readings, so that no share exceeds it
-    experts: Mapping[str, Spread]
-    backbone: Spread
+    memory: float  # the fastest of all readings, so that no share exceeds it
+    experts: Mapping[str, float]
+    backbone: float
     layer: float
     load: float  # load average just before
     cores: int  # that computed
@@ -131,8 +116,8 @@ class Speeds:
     def to_map(self) -> dict[str, Any]:
         return {
             "memory_gbps": self.memory / 1e9,
-            "expert_kernels_gbps": {name: spread.usual / 1e9 for name, spread in self.experts.items()},
-            "backbone_gbps": self.backbone.usual / 1e9,
+            "expert_kernels_gbps": {name: pace / 1e9 for name, pace in self.experts.items()},
+            "backbone_gbps": self.backbone / 1e9,
             "layer_overhead_s": self.layer,
             "load_average": self.load,
             "cores": self.cores,
@@ -147,14 +132,16 @@ class Expected:
     backbone: int
     kv: int
     limit: float  # where all bytes were read at the memory's full bandwidth
-    slow: float
     usual: float
-    fast: float
+
+    @property
+    def range(self) -> tuple[float, float]:
+        return self.usual * (1 - MARGIN), min(self.usual * (1 + MARGIN), self.limit)
 
     def to_map(self) -> dict[str, Any]:
         return {
             "tok_s": self.usual,
-            "tok_s_range": [self.slow, self.fast],
+            "tok_s_range": list(self.range),
             "memory_limit_tok_s": self.limit,
             "share_of_limit": self.usual / self.limit,
             "bytes_per_token": {"experts": self.experts, "backbone": self.backbone, "kv": self.kv},
@@ -162,8 +149,8 @@ class Expected:
 
 
 def by_rates(sizes: Sizes, speeds: Speeds, left_out: float) -> Expected:
-    """The speed after CONTEXT other tokens. `left_out`: the share of an expert's channels that a token leaves
-    out in a floe format."""
+    """Returns the speed after CONTEXT other tokens. `left_out`: the share of an expert's channels that a
+    token leaves out in a floe format."""
     spec, shape, tile_format = sizes.needs.spec, sizes.header.shape, format_named(sizes.format)
     expert = sizes.expert
     if isinstance(tile_format, FloeFormat):
@@ -171,15 +158,9 @@ def by_rates(sizes: Sizes, speeds: Speeds, left_out: float) -> Expected:
     experts = shape.layers * shape.top_k * expert
     backbone, kv = spec.layers * sizes.other + sizes.head, CONTEXT * sizes.needs.kv_token
     rest = spec.layers * speeds.layer + kv / speeds.memory
-    slow, usual, fast = (
-        1 / (experts / of_experts + backbone / of_backbone + rest)
-        for of_experts, of_backbone in zip(
-            astuple(speeds.experts[sizes.format]), astuple(speeds.backbone), strict=True
-        )
-    )
+    seconds = experts / speeds.experts[sizes.format] + backbone / speeds.backbone + rest
     limit = speeds.memory / (experts + backbone + kv)
-    slow, fast = min(slow, usual * (1 - MARGIN)), max(fast, usual * (1 + MARGIN))
-    return Expected(experts, backbone, kv, limit, slow, usual, min(fast, limit))
+    return Expected(experts, backbone, kv, limit, min(1 / seconds, limit))
 
 
 # --- by a replay --------------------------------------------------------------------------------------------
@@ -200,7 +181,7 @@ class RecordedText:
 
 @dataclass(frozen=True)
 class Priced:
-    """What a model's step costs on a machine in one format."""
+    """The costs of a model's step on a machine in one format."""
 
     costs: Costs  # per tile
     rest: float  # seconds of a step outside its layers
@@ -226,7 +207,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a setting would reach. Rates and shares are of decode."""
+    """The speed that a setting would reach. Rates and shares are of decode."""
 
     setting: Setting
     exact: bool
@@ -258,8 +239,9 @@ class Estimate:
 def by_replay(
     setting: Setting, sizes: Sizes, priced: Priced, text: RecordedText, prompt: int, seed: int
 ) -> Estimate:
-    """The speed of a setting on this routing. `prompt`: tokens of the prompt whose first token is timed.
-    Raises PolicyError where the preset lacks an input, TraceError where the routing does, PlanError."""
+    """Returns the speed of a setting on this routing. `prompt`: tokens of the prompt whose first token is
+    timed. Raises PolicyError where the preset lacks an input, TraceError where the routing does,
+    PlanError."""
     machine = Replay(
         *(sizes.header, make_policy(setting.policy, seed), priced.costs, setting.capacity),
         popularity=text.counts,

@@ -129,7 +129,7 @@ def _lock(folder: Path, key: str, operation: int) -> tuple[Path, int]:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the files of killed engines, and of their measurements (`workers/kernels/tuning_file.py`)."""
+    """Remove the files of killed engines."""
     with contextlib.suppress(FileNotFoundError):  # the last user of an entry removed the folder
         for path in (folder / LOCK_FOLDER).iterdir():
             descriptor = try_lock(path, fcntl.LOCK_EX)

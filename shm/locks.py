@@ -87,11 +87,6 @@ class StoreLease:
             undo.pop_all()
         return cls(name, path, descriptor, segment)
 
-    @property
-    def intact(self) -> bool:
-        """Whether the store has its name, and processes can map it."""
-        return leads_to(segment_path(self._name), self._segment)
-
     def release(self, keep: bool) -> bool:
         """Release the lease; returns whether the store was removed. The last user removes it, unless a user
         asked to `keep` it."""

@@ -20,7 +20,7 @@ from launch.command_line.options import Options
 from launch.connect import connected
 from launch.errors import WrongUsage
 from launch.forecast import Priced, RecordedText, Sizes, sizes_of
-from launch.planning.plan import make_plan, situation
+from launch.planning import make_plan, situation
 from launch.processes.cores import Cores
 from launch.terminal.format import model_name
 from launch.terminal.interrupts import Interrupts

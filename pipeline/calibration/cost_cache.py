@@ -26,7 +26,6 @@ from shm.kernel_files import contents, parse_cpuinfo
 
 FOLDER = "costs"
 FILE_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.json")  # others in the folder are not touched
-PREFETCHER_FILE = re.compile(r"prefetcher-[0-9a-f]{16}\.json")  # which kind of prefetcher copies better
 VERSION = 3  # of the files, and of how costs are measured
 
 

@@ -30,15 +30,16 @@ def client(served: Served) -> Any:
 
 
 def engine_answer(served: Served, **arguments: Any) -> tuple[str, str]:
-    """Text and reason of the engine's own answer to QUESTION."""
+    """Returns text and reason of the engine's answer to QUESTION, whose prompt is in the prefix cache then:
+    sums are rounded in an order that depends on how much of a prompt is computed together."""
 
     async def ask() -> tuple[str, str]:
         async with Client.connect(served.endpoint) as own:
-            sampling = own.welcome.sampling
-            found = await own.generate(
-                messages=[ChatMessage("user", "What is a list?")], sampling=sampling, **arguments
-            ).result()
-            return found.text, found.done.reason
+            asked = [ChatMessage("user", "What is a list?")]
+            for _ in range(2):
+                made = own.generate(messages=asked, sampling=own.welcome.sampling, **arguments)
+                answer = await made.result()
+            return answer.text, answer.done.reason
 
     return asyncio.run(ask())
 

@@ -21,7 +21,7 @@ from workers.kernels import tuning
 from workers.kernels.choice import DEFAULT, Choice, Prefetch
 from workers.kernels.native import Library, best, chosen, load
 from workers.kernels.tuning import Tuning
-from workers.kernels.tuning_file import FOLDER, RETRY, Machine, Record, find, keep, measuring_alone, path_of
+from workers.kernels.tuning_file import FOLDER, RETRY, Machine, Record, find, keep, path_of
 
 CHOICE = Choice("avx2", Prefetch("nta", 2048), 16)
 RECORD = Record(
@@ -219,25 +219,6 @@ def test_a_failure_is_kept_for_a_day(tmp_path: Path) -> None:
         *(True, False, False, True)
     ]
     assert not RECORD.stale(RECORD.measured + RETRY, 0.5)
-
-
-def test_one_process_measures_at_a_time(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    machine, other = RECORD.machine, Machine("cpu", "a b", 4, 6, ("avx2",))
-    with measuring_alone(cache, machine) as first:
-        with measuring_alone(cache, machine) as second, measuring_alone(cache, other) as different:
-            assert (first, second, different) == (True, False, True)
-        with measuring_alone(cache, machine) as third:  # the second one has released nothing
-            assert not third
-    with measuring_alone(cache, machine) as after:
-        assert after
-    assert not list(cache.iterdir())
-
-
-def test_a_folder_that_cannot_be_locked_prevents_no_measurement(tmp_path: Path) -> None:
-    (tmp_path / "cache").write_bytes(b"")
-    with measuring_alone(tmp_path / "cache", RECORD.machine) as alone:
-        assert alone
 
 
 def test_a_choice_of_a_variant_that_cannot_run_takes_another() -> None:

@@ -2,31 +2,22 @@
 costs (`pipeline/calibration/cost_cache.py`).
 
 A file contains the machine that it was measured on; `shm/kept_record.py` says how it is kept. A measurement
-that failed is kept too, with its reason: one that hangs would otherwise delay every start. While it is
-measured, a start holds `<cache folder>/.locks/<machine>.measure`, because another one would disturb it.
+that failed is kept too, with its reason: one that hangs would otherwise delay every start.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from protocol.errors import NotPrivate
-from protocol.files import make_folders, private_directory
 from shm import kept_record
-from shm.cache_lease import LOCK_FOLDER
-from shm.errors import ShmError
-from shm.file_locks import try_lock
 from shm.kept_record import KeptRecord
 from shm.kernel_files import contents, parse_cpuinfo
 from workers.kernels import native
@@ -114,25 +105,3 @@ def keep(cache: Path, record: Record) -> None:
 def read(path: Path) -> Record:
     """Returns the record of a file. Raises OSError, ValueError as `kept_record.read`."""
     return kept_record.read(path, _parse)
-
-
-@contextmanager
-def measuring_alone(cache: Path, machine: Machine) -> Iterator[bool]:
-    """Tells whether no other process measures this machine before the end of the block; True also where a
-    lock cannot be had, because two measurements are better than none."""
-    path = cache / LOCK_FOLDER / f"{machine.key}.measure"
-    descriptor: int | None = -1
-    try:
-        make_folders(cache)
-        private_directory(path.parent)
-        descriptor = try_lock(path, fcntl.LOCK_EX)
-    except (OSError, NotPrivate, ShmError):
-        pass
-    try:
-        yield descriptor is not None
-    finally:
-        if descriptor is not None and descriptor >= 0:
-            path.unlink(missing_ok=True)
-            os.close(descriptor)
-            with suppress(OSError):  # leases are in it
-                path.parent.rmdir()
