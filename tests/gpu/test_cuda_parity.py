@@ -20,7 +20,6 @@ NEW = 24  # tokens of a greedy continuation
 SWEEP = [
     *EXACT_PRESETS,
     *DIVIDING.items(),
-    ("on-demand", {"scope": "global"}),
     *[("random", {"seed": str(seed), "churn": str(seed % 2)}) for seed in range(4)],
 ]
 SETTINGS = [

@@ -36,7 +36,7 @@ def sweep(number: int) -> list[tuple[str, dict[str, str]]]:
     """For one of several engines: half of the presets, so that two have all, and other draws for each."""
     seeds = range(number * SEEDS, (number + 1) * SEEDS)
     drawn = [{"seed": str(s), "churn": str(s % 2)} for s in seeds]
-    others = [("on-demand", {"scope": "global"}), *DIVIDING.items()]
+    others = list(DIVIDING.items())
     return [*sample(number, 2), *others, *[("random", d) for d in drawn]]
 
 
