@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import ResolvedConfig
-from workers.kernels.choice import DEFAULT, Choice
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,6 @@ class CoordinatorConfig:
     workers: WorkerCores
     slab: bool  # the first policy keeps experts on the device, and the prefetcher is being started
     options: ResolvedConfig
-    kernels: Choice = DEFAULT
 
     @classmethod
     def from_map(cls, config: dict[str, Any]) -> CoordinatorConfig:
@@ -59,5 +57,4 @@ class CoordinatorConfig:
             workers=WorkerCores(tuple(config["workers"]), config["nodes"]),
             slab=config["slab"],
             options=ResolvedConfig.from_map(config["config"]),
-            kernels=Choice.from_map(config["kernels"]),
         )

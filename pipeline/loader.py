@@ -93,7 +93,6 @@ class Loading:
         self.manifest = StoreManifest(self.fingerprint, shape, config["format"], self.source.name)
         self.size = store_bytes(self.manifest)
         self.cached = self.source.worth_keeping(config["format"])  # whether the disk cache is used
-        self.root = Path(config["runtime"]).parent
         self.cache_folder = Path(config["cache_dir"])
         self.reserve: int = config["reserve_bytes"]
         self.verify: bool = config["verify"]
@@ -111,7 +110,7 @@ class Loading:
         for path in sweep_cache(self.cache_folder):
             log.warning(f"removed the half-written {path}, left by a loader that was killed")
         waiting = self.control.stage("waiting for another engine that loads this model", 0)
-        with build_lock(self.fingerprint, self.root, lambda: waiting(0)):
+        with build_lock(self.fingerprint, lambda: waiting(0)):
             if self._attached():
                 origin, read, cached = "attached", 0, 0
                 if self.verify and self.cached:
@@ -155,7 +154,7 @@ class Loading:
 
     def _builder(self) -> StoreBuilder:
         """Create the segment, after removing unused ones. Raises NotEnoughMemory."""
-        for name in sweep(self.root):
+        for name in sweep():
             log.warning(f"removed the unused store {name}")
         check_space(self.size, self.reserve)
         allocating = self.control.stage("allocating", self.size)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from protocol.errors import NotPrivate
-from protocol.private_files import check_unshared, private_directory
+from protocol.private_files import check_unshared
 from shm.errors import ShmError
 
 POLL_SECONDS = 0.05
@@ -62,11 +62,3 @@ def leads_to(path: Path, descriptor: int) -> bool:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except OSError:
         return False
-
-
-def private_folder(folder: Path) -> Path:
-    """`private_directory`, but raises ShmError."""
-    try:
-        return private_directory(folder)
-    except NotPrivate as e:
-        raise ShmError(str(e)) from None

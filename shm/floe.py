@@ -23,7 +23,7 @@ from __future__ import annotations
 import numpy as np
 
 from shm.blocks import BlockFormat, Int2, Int4, Int8
-from shm.formats import NO_HEAD, Bytes, Float32, TileFormat, copy_pieces
+from shm.formats import NO_HEAD, Bytes, Float32, TileFormat
 from shm.quantize import LANES
 from shm.rows import BF16Rows, QuantizedRows, RowFormat
 
@@ -66,23 +66,6 @@ class FloeFormat(TileFormat):
         channels = self._channels(data, hidden, tile, head)
         gate, down = (self.rows.decode(channels[:, part], hidden) for part in range(2))
         return np.stack((gate, self.up.decode_matrix(head, tile, hidden), down))
-
-    def fill_random(
-        self,
-        rng: np.random.Generator,
-        hidden: int,
-        tile: int,
-        scale: float,
-        out: Bytes,
-        head: Bytes = NO_HEAD,
-    ) -> None:
-        channels = self._channels(out, hidden, tile, head)
-        copy_pieces(rng, self.up, scale, head)
-        self.up.clear_padding(head, tile, hidden)
-        self.rows.fill_random(rng, hidden, scale, channels.reshape(2 * tile, -1))
-
-    def draw_pool(self, rng: np.random.Generator, nbytes: int, scale: float) -> Bytes:
-        raise NotImplementedError("its parts have pools of their own")
 
     def _channels(self, data: Bytes, hidden: int, tile: int, head: Bytes) -> Bytes:
         """The rows of a body, [T, 2, row_bytes]. Raises ValueError where body or head have other sizes."""

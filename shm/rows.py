@@ -26,27 +26,13 @@ have q = 0 (int4: they mean nothing, and no kernel uses them) or u = 128 (int8: 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import lru_cache
 
 import numpy as np
 
-from shm.formats import (
-    BF16,
-    ENCODED_ROWS,
-    POOL_BYTES,
-    POOL_PIECE,
-    POOL_SEED,
-    Bytes,
-    Float32,
-    random_pool,
-    random_scales,
-    round_to_bf16,
-    widen_bf16,
-)
+from shm.formats import ENCODED_ROWS, Bytes, Float32, round_to_bf16, widen_bf16
 from shm.quantize import ROW_GROUP, encode_rows, row_head_bytes, row_line_bytes
 
-LINE = 64  # bytes; a pool's pieces begin at whole ones
-NUMBERS = BF16()  # one object, because pools are kept by format
+LINE = 64  # bytes
 
 
 class RowFormat(ABC):
@@ -68,11 +54,6 @@ class RowFormat(ABC):
     def decode(self, rows: Bytes, k: int) -> Float32:
         """The numbers of rows, float32 [n, k]. rows: uint8 [n, row_bytes(k)]."""
 
-    @abstractmethod
-    def fill_random(self, rng: np.random.Generator, k: int, scale: float, rows: Bytes) -> None:
-        """Write rows of random numbers of mean 0 and standard deviation about `scale`, at the speed of a
-        copy. rows: uint8 [n, row_bytes(k)]; what pads them is as `encode` writes it."""
-
 
 class BF16Rows(RowFormat):
     name, bits = "bf16", 16
@@ -89,10 +70,6 @@ class BF16Rows(RowFormat):
 
     def decode(self, rows: Bytes, k: int) -> Float32:
         return widen_bf16(np.ascontiguousarray(rows[:, : 2 * k]).view("<u2"))
-
-    def fill_random(self, rng: np.random.Generator, k: int, scale: float, rows: Bytes) -> None:
-        _copy_rows(rng, random_pool(NUMBERS, scale), rows[:, : 2 * k])
-        rows[:, 2 * k :] = 0
 
 
 class QuantizedRows(RowFormat):
@@ -121,54 +98,3 @@ class QuantizedRows(RowFormat):
             zeros = np.full_like(scales, 128)
         q = codes.swapaxes(-1, -2).reshape(len(rows), -1, ROW_GROUP)[:, :groups].astype(np.float32)
         return np.ascontiguousarray(((q - zeros) * scales).reshape(len(rows), -1)[:, :k])
-
-    def fill_random(self, rng: np.random.Generator, k: int, scale: float, rows: Bytes) -> None:
-        scales, codes = _pools(self.bits, scale)
-        lines, groups = row_head_bytes(k, self.bits), -(-k // ROW_GROUP)
-        rows[:, :lines] = 0
-        _copy_rows(rng, scales, rows[:, : groups * self.bits // 2])  # 2 bytes each for 4 bits, 4 for 8
-        if self.bits == 4:
-            rows[:, lines // 2 : lines // 2 + 2 * groups].view("<u2")[:] = round_to_bf16(
-                np.full(1, 7.5, np.float32)
-            )
-        _copy_rows(rng, codes, rows[:, lines:])
-        self._clear_padding(rows[:, lines:], k)
-
-    def _clear_padding(self, lines: Bytes, k: int) -> None:
-        """Write the codes that pad the last line. lines: uint8 [n, bytes of the codes]."""
-        inside = k * self.bits % (8 * LINE) // self.bits  # numbers of the last line
-        if not inside:
-            return
-        last = lines[:, -LINE:]
-        place = np.arange(ROW_GROUP).reshape(4, 16).T.reshape(-1)  # the number of a byte, in its group
-        if self.bits == 8:
-            last[:, place >= inside] = 128
-            return
-        low, high = place < inside, place + ROW_GROUP < inside
-        last &= (low * 15 | high * 240).astype(np.uint8)
-
-
-@lru_cache(maxsize=8)  # a model has few scales
-def _pools(bits: int, scale: float) -> tuple[Bytes, Bytes]:
-    """Random scales, and random codes of any lines: numbers of mean 0 and the standard deviation `scale`."""
-    rng = np.random.Generator(np.random.SFC64(POOL_SEED))
-    codes = rng.integers(256, size=POOL_BYTES, dtype=np.uint8)
-    levels = 16 if bits == 4 else 255
-    scales = random_scales(rng, POOL_BYTES // 256, scale / np.sqrt((levels**2 - 1) / 12)).reshape(-1)
-    if bits == 8:
-        np.maximum(codes, 1, out=codes)
-    pools = (round_to_bf16(scales) if bits == 4 else scales).view(np.uint8), codes
-    for pool in pools:
-        pool.flags.writeable = False
-    return pools
-
-
-def _copy_rows(rng: np.random.Generator, pool: Bytes, out: Bytes) -> None:
-    """Fill out [n, m] with pieces of a pool, each from a random place. Releases the GIL."""
-    width = min(out.shape[1], POOL_PIECE)
-    height = max(1, POOL_PIECE // width)
-    for top in range(0, len(out), height):
-        for left in range(0, out.shape[1], width):
-            part = out[top : top + height, left : left + width]
-            start = int(rng.integers((len(pool) - part.size) // LINE + 1)) * LINE
-            part[:] = pool[start : start + part.size].reshape(part.shape)

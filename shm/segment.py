@@ -6,8 +6,7 @@ the middle of a computation.
 
 Names begin with a slash and contain no other. All users can make files in /dev/shm, and the names here can be
 guessed: what is not a regular file that this user alone can write, under one name, does not count as a
-segment, and a new segment whose name is taken so gets a suffix that cannot be guessed. `present_name` finds
-it. This module knows nothing about what the bytes mean.
+segment. This module knows nothing about what the bytes mean.
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import logging
 import os
 import re
-import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,11 +31,6 @@ from shm.layout import Bytes
 
 SHM_FOLDER = "/dev/shm"
 ALLOCATION_STEP = 1 << 26  # bytes allocated by one thread, between two calls of `progress`
-SUFFIX = "(?:-[0-9a-f]{8})?"  # of a segment whose name another user had taken; a regular expression
-
-log = logging.getLogger(__name__)
-_suffixed: dict[str, str] = {}  # by name: the segment's that `present_name` has found
-_foreign: set[str] = set()  # names with a suffix that are not; a new one is chosen at random
 
 
 def engine_prefix(runtime: Path) -> str:
@@ -59,21 +51,6 @@ def is_segment(path: Path) -> bool:
     except (OSError, NotPrivate):
         return False
     return True
-
-
-def present_name(name: str) -> str:
-    """The name that this user's segment `name` has: with a suffix if it was created with one. Without such a
-    segment it is `name`."""
-    for known in (name, _suffixed.get(name)):
-        if known is not None and is_segment(segment_path(known)):
-            return known
-    found = set(shm_names(re.compile(re.escape(name[1:]) + SUFFIX)))
-    for other in sorted(found - _foreign):
-        if is_segment(segment_path(other)):
-            _suffixed[name] = f"/{other}"
-            return _suffixed[name]
-        _foreign.add(other)
-    return name
 
 
 def shm_names(pattern: re.Pattern[str]) -> list[str]:
@@ -112,11 +89,10 @@ class Segment:
         place: Callable[[int], None] | None = None,
     ) -> Segment:
         """A new, zeroed, writable segment of `size` bytes; `progress` is called with the bytes allocated so
-        far, `place` before that with the open descriptor, to set the policy for its pages. Its `name` has a
-        suffix where another user has taken this one.
+        far, `place` before that with the open descriptor, to set the policy for its pages.
 
-        Raises NotEnoughMemory if not all of its pages can be allocated, ShmError if this user has a segment
-        of this name; an incomplete segment is removed.
+        Raises NotEnoughMemory if not all of its pages can be allocated, ShmError if the name is taken; an
+        incomplete segment is removed.
         """
         if size < 1:
             raise ValueError(f"a segment needs a positive size, not {size}")
@@ -188,19 +164,18 @@ class Segment:
 
 
 def _create(name: str) -> posix_ipc.SharedMemory:
-    """A new, empty segment of this name, or with a suffix. Raises ShmError."""
-    other = f"{name}-{secrets.token_hex(4)}"
+    """A new, empty segment of this name. Raises ShmError."""
     try:
-        try:
-            return posix_ipc.SharedMemory(name, flags=posix_ipc.O_CREX, mode=0o600)
-        except (posix_ipc.ExistentialError, posix_ipc.PermissionsError):
-            if is_segment(segment_path(name)):
-                raise ShmError(f"the shared-memory segment {name} exists already") from None
-        memory = posix_ipc.SharedMemory(other, flags=posix_ipc.O_CREX, mode=0o600)
+        return posix_ipc.SharedMemory(name, flags=posix_ipc.O_CREX, mode=0o600)
+    except (posix_ipc.ExistentialError, posix_ipc.PermissionsError):
+        if is_segment(segment_path(name)):
+            raise ShmError(f"the shared-memory segment {name} exists already") from None
+        raise ShmError(
+            f"{segment_path(name)} is not a segment of this user: have it removed, or set TANDEM_STORE_SPACE "
+            "to a name of your own"
+        ) from None
     except (posix_ipc.Error, OSError) as e:
         raise ShmError(f"the shared-memory segment {name} cannot be created: {e}") from None
-    log.warning(f"{segment_path(name)} is not a segment of this user: {other} is used instead")
-    return memory
 
 
 def _allocate(descriptor: int, memory: Bytes, progress: Callable[[int], None] | None) -> None:

@@ -1,5 +1,5 @@
 """`launch.py cache`: list what is kept on disk and in shared memory, or with --prune remove some of it.
-Entries in use and unknown files are never removed."""
+Stores and files that are in use or being written, and unknown files, are never removed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from launch.terminal.tables import Column, Table, each, render
 from protocol.program import PROGRAM, user_folder
-from protocol.sockets import runtime_root
 from protocol.visible import one_line, visible
-from shm.cache_lease import unused_entry
 from shm.cache_record import remove_empty
 from shm.errors import ShmError
 from shm.locks import remove_kept
@@ -127,16 +125,14 @@ def remove(entry: Entry) -> bool:
     """Remove an entry; False if it is in use now. Raises OSError, ShmError."""
     match entry.kind:
         case "kept store":
-            return remove_kept(entry.fingerprint, runtime_root())
+            return remove_kept(entry.fingerprint)
         case "unfinished":
             if writer_of(entry.path):
                 return False
             _unlink(entry)
             return True
-    with unused_entry(entry.path.parent.parent, entry.lease_key) as unused:
-        if unused:
-            _unlink(entry)
-        return unused
+    _unlink(entry)  # an engine that has read or mapped it goes on
+    return True
 
 
 def _unlink(entry: Entry) -> None:

@@ -3,9 +3,7 @@
     <cache folder>/<fingerprint>/   store.bin | backbone.bin | calibration.safetensors
                                     about.json: `shm/cache_record.py`; *.tmp and .NAME.*: being written
     <cache folder>/costs/*.json     measured costs; .NAME.*: being written
-    <cache folder>/kernels/*.json   which kernels are the fastest here; .NAME.*: being written
-    <cache folder>/kernels/*.cubin  kernels compiled for a GPU
-    <cache folder>/.locks           the engines' leases of entries: `shm/cache_lease.py`
+    <cache folder>/kernels/*.cubin  kernels compiled for a GPU; .NAME.*: being written
     /dev/shm/tandem-store-*         stores, in use or left by --keep-store
 
 Everything else in the cache folder is unknown: not written by this program.
@@ -27,15 +25,14 @@ from launch.terminal.format import count, distinct_names
 from pipeline.backbone import disk_cache as backbone_cache
 from pipeline.calibration import cost_cache
 from pipeline.calibration import file as calibration_file
-from shm.cache_lease import LOCK_FOLDER, lease_key, users
 from shm.cache_record import RECORD, last_use, read_record
 from shm.disk_cache import FINGERPRINT, STORE_FILE, UNFINISHED, CachedStore
 from shm.errors import ShmError
 from shm.locks import unused_store
 from shm.segment import is_segment
 from shm.store import Store, store_key
-from workers.kernels import tuning_file
 from workers.kernels.cuda.sources import FILE_NAME as GPU_KERNELS
+from workers.kernels.cuda.sources import KEPT_IN as KERNEL_FOLDER
 
 UNKNOWN = "unknown"
 KINDS = {STORE_FILE: "store", backbone_cache.NAME: "backbone", calibration_file.NAME: "calibration"}
@@ -66,11 +63,6 @@ class Entry:
         """The fingerprint of a store, a backbone or a calibration; of a kept store its first 16 digits."""
         return store_key(self.path.name) or self.path.parent.name
 
-    @property
-    def lease_key(self) -> str:
-        """The key of the leases that keep it from being removed."""
-        return self.path.stem if self.kind in ("costs", "kernels") else lease_key(self.fingerprint)
-
 
 def scan(folder: Path) -> list[Entry]:
     """All entries, the least recently used first. Entries removed meanwhile are left out."""
@@ -79,11 +71,9 @@ def scan(folder: Path) -> list[Entry]:
         with suppress(FileNotFoundError):
             if path.is_symlink() or not path.is_dir():
                 entries.append(_unknown(path))
-            elif path.name == LOCK_FOLDER:
-                continue
             elif path.name == cost_cache.FOLDER:
                 entries += [_costs(entry) for entry in _children(path)]
-            elif path.name == tuning_file.FOLDER:
+            elif path.name == KERNEL_FOLDER:
                 entries += [_kernels(entry) for entry in _children(path)]
             elif FINGERPRINT.fullmatch(path.name):
                 entries += _fingerprint_folder(path)
@@ -92,7 +82,7 @@ def scan(folder: Path) -> list[Entry]:
     for path in _children(SHM):
         if store_key(path.name) and is_segment(path):
             with suppress(FileNotFoundError):
-                entries.append(_kept_store(path, users(folder, store_key(path.name))))
+                entries.append(_kept_store(path))
     names = distinct_names({entry.model for entry in entries} - {UNKNOWN})
     named = [replace(entry, model=names.get(entry.model, entry.model)) for entry in entries]
     return sorted(named, key=lambda entry: entry.last_use)
@@ -123,7 +113,6 @@ def _children(folder: Path) -> list[Path]:
 
 def _fingerprint_folder(folder: Path) -> Iterator[Entry]:
     record, used = read_record(folder), last_use(folder)
-    in_use = users(folder.parent, lease_key(folder.name))
     for path in _children(folder):
         kind = KINDS.get(path.name)
         if path.name == RECORD:
@@ -137,7 +126,7 @@ def _fingerprint_folder(folder: Path) -> Iterator[Entry]:
             if kind == "store" and not model:
                 model, format = _of_cached_store(folder)
             size, written = _size_and_time(path)
-            yield Entry(kind, path, size, used or written, model or UNKNOWN, format, in_use)
+            yield Entry(kind, path, size, used or written, model or UNKNOWN, format)
 
 
 def _of_cached_store(folder: Path) -> tuple[str, str]:
@@ -158,7 +147,7 @@ def _costs(path: Path) -> Entry:
         return Entry("costs", path, size, used, model="every model", setting="process or thread")
     if not cost_cache.FILE_NAME.fullmatch(path.name):
         return _unknown(path)
-    entry = Entry("costs", path, size, used, in_use=users(path.parent.parent, path.stem))
+    entry = Entry("costs", path, size, used)
     try:
         record = cost_cache.read(path)
     except (OSError, ValueError):  # damaged
@@ -175,21 +164,13 @@ def _kernels(path: Path) -> Entry:
         return Entry("unfinished", path, size, used, in_use=writer_of(path))
     if GPU_KERNELS.fullmatch(path.name):
         return Entry("kernels", path, size, used, model="every model", setting="GPU")
-    if not tuning_file.FILE_NAME.fullmatch(path.name):
-        return _unknown(path)
-    try:
-        cpu = tuning_file.read(path).machine.cpu
-    except (OSError, ValueError):  # damaged
-        cpu = ""
-    in_use = users(path.parent.parent, path.stem)
-    return Entry("kernels", path, size, used, model="every model", in_use=in_use, setting=cpu)
+    return _unknown(path)
 
 
-def _kept_store(path: Path, engines: str) -> Entry:
-    """`engines`: those that hold a lease of its entry in this cache folder."""
+def _kept_store(path: Path) -> Entry:
     size, used = _size_and_time(path)
     with unused_store(store_key(path.name)) as unused:
-        in_use = "" if unused else engines or "an engine"
+        in_use = "" if unused else "an engine"
     try:
         with Store.attach(f"/{path.name}") as store:
             model, format = store.manifest.source, store.manifest.format

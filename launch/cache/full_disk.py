@@ -7,7 +7,6 @@ from pathlib import Path
 from launch.cache.command import describe, free_bytes, select
 from launch.cache.entries import scan
 from pipeline.backbone import disk_cache as backbone_cache
-from pipeline.calibration.file import calibration_path
 from pipeline.checkpoint.open import open_model
 from pipeline.config import ResolvedConfig
 from pipeline.memory.needs import Needs
@@ -20,21 +19,19 @@ from shm.segment import byte_size
 MOST_NAMED = 3  # entries
 
 
-def cache_use(model: Path, config: ResolvedConfig, needs: Needs, folder: Path) -> tuple[list[str], int]:
-    """Names of the folders of the disk cache that an engine uses, and the bytes that it would write there.
-    Raises ModelError, UsageError."""
+def missing_bytes(model: Path, config: ResolvedConfig, needs: Needs, folder: Path) -> int:
+    """Returns the bytes that an engine would write to the disk cache. Raises ModelError, UsageError."""
     source = open_model(model)
     shape = expert_shape(source.config, config.tile, format_named(config.format))
     store = source.fingerprint(config.format, shape.tile)
     backbone = backbone_cache.backbone_fingerprint(source, config.backbone_dtype)
-    calibration = calibration_path(folder, source).parent.name
     missing = 0
     if source.worth_keeping(config.format) and not store_path(folder, store).exists():
         missing += needs.store
     written = needs.backbone_file and source.worth_keeping(config.backbone_dtype)
     if written and not (folder / backbone / backbone_cache.NAME).exists():
         missing += needs.backbone_file
-    return [store, backbone, calibration], missing
+    return missing
 
 
 def full_disk_line(folder: Path, missing: int) -> str:

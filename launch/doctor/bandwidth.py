@@ -22,7 +22,6 @@ from pipeline.models.registry import expert_shape, model_spec
 from pipeline.models.shapes import SHAPES
 from shm.layout import StoreLayout, format_named
 from shm.segment import SHM_FOLDER, byte_size, free_shm_bytes
-from workers.kernels.reading import Reading, fastest
 
 TOPIC = Topic("speed")
 CHILD = "launch.doctor.rates"
@@ -38,8 +37,7 @@ BUSY = 0.2  # load average for each core, from which on the figures are too low
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes a second, medians of the fastest of several ways of reading; None where it could not be
-    measured."""
+    """Bytes a second, medians; None where it could not be measured."""
 
     cores: int
     buffer: int  # bytes
@@ -47,15 +45,12 @@ class Bandwidth:
     all: float
     copy: float
     one_huge: float | None  # one core, from huge pages
-    ways: tuple[str, str] = ("", "")  # that read fastest, by one core and by all
 
     def to_map(self) -> dict[str, Any]:
         """Returns the figures for JSON; GB are 1e9 bytes."""
         return {
             "read_one_core_gbps": self.one / 1e9,
             "read_all_cores_gbps": self.all / 1e9,
-            "read_one_core_way": self.ways[0],
-            "read_all_cores_way": self.ways[1],
             "read_one_core_huge_pages_gbps": None if self.one_huge is None else self.one_huge / 1e9,
             "copy_gbps": self.copy / 1e9,
             "cores": self.cores,
@@ -113,7 +108,7 @@ async def measure(cores: Sequence[int], cache: int | None, available: int) -> Ba
         whole = shared | {"lo": 0, "hi": size}
         copy = (await _together([whole | {"what": "copy", "cores": []}], fd))[0]
         alone = whole | {"cores": [cores[0]]}
-        huge: Reading | None
+        huge: float | None
         try:
             one, huge = await _together([alone | {"what": "huge"}], fd)
         except TrialFailed:  # a kernel without huge pages
@@ -124,17 +119,13 @@ async def measure(cores: Sequence[int], cache: int | None, available: int) -> Ba
             for i, core in enumerate(cores)
         ]
         every = (await _together(parts, fd))[0] if len(cores) > 1 else one
-    huge_rate = None if huge is None else huge.rate
-    return Bandwidth(len(cores), size, one.rate, every.rate, copy.rate, huge_rate, (one.way, every.way))
+    return Bandwidth(len(cores), size, one, every, copy, huge)
 
 
-async def _together(configs: list[dict[str, Any]], fd: int) -> list[Reading]:
-    """Run these children together: for each kind of memory the way with the largest sum of medians."""
+async def _together(configs: list[dict[str, Any]], fd: int) -> list[float]:
+    """Run these children together. Returns the sum of their medians for each kind of memory."""
     results = await run_children(CHILD, configs, fd)
-    return [
-        fastest({way: [sum(median(rates[way]) for rates in of_kind)] for way in of_kind[0]})
-        for of_kind in zip(*results, strict=True)
-    ]
+    return [sum(map(median, of_kind)) for of_kind in zip(*results, strict=True)]
 
 
 async def run_children(module: str, configs: list[dict[str, Any]], fd: int) -> list[list[Any]]:
@@ -181,9 +172,8 @@ def busy(load: float, cores: int) -> list[Finding]:
 
 def explain(found: Bandwidth, embedded: Reads, example: Reads, cache: int | None) -> Iterator[Finding]:
     """Tells what the figures mean for the embedded model and for `example`, a large model."""
-    each = f"one core reads {rate(found.one)}{f' ({found.ways[0]})' if found.ways[0] else ''}"
-    together = f"{rate(found.all)}{f' ({found.ways[1]})' if found.ways[1] else ''}"
-    both = f", {found.cores} together {together}" if found.cores > 1 else ""
+    each = f"one core reads {rate(found.one)}"
+    both = f", {found.cores} together {rate(found.all)}" if found.cores > 1 else ""
     bound = (
         f"a token of {example.name} reads {byte_size(example.token)} of experts: "
         f"at most {found.all / example.token:.2g} tok/s with all-host"

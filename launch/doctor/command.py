@@ -10,8 +10,6 @@ import os
 import resource
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from launch.command_line.options import Options
@@ -20,7 +18,6 @@ from launch.doctor.finding import Finding, render
 from launch.doctor.model_plan import show_plan
 from launch.errors import LaunchError
 from launch.processes.cores import Cores
-from launch.processes.kernel_choice import kernel_record
 from launch.processes.trials import TrialFailed
 from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
@@ -32,7 +29,6 @@ from protocol.program import user_folder
 from shm import cgroup
 from shm.kernel_files import contents
 from shm.segment import available_memory
-from workers.kernels.tuning_file import Record
 
 log = logging.getLogger("tandem")
 
@@ -49,8 +45,7 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
         raise LaunchError(f"the embedded model cannot be read: {e}; install Tandem again") from e
     notice("examining the machine")
     cores = Cores.here()
-    kept = await _tuned()
-    findings = _inspect(embedded, cores, kept)
+    findings = _inspect(embedded, cores)
     load = os.getloadavg()[0]
     seen, link = await gpu.inspect(bandwidth.example())
     findings += seen
@@ -72,7 +67,6 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
             "expert_bytes_per_token": embedded.token,
             "ceiling_tok_s": ceiling,
             "engine": proofs[0].to_map(),
-            "kernels": None if kept is None else asdict(kept),
             "costs": [costs.to_map(*kept) for kept in measured_here(user_folder("CACHE"))],
         }
         print_json({"ok": ok, "findings": [f.to_map() for f in findings], "measured": measured})
@@ -81,17 +75,7 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
     return 0 if ok else 1
 
 
-async def _tuned() -> Record | None:
-    """The measured choice of kernels: as kept, or measured now."""
-    measuring = partial(notice, "measuring the kernels: a second")
-    try:
-        return await kernel_record(user_folder("CACHE"), measuring)
-    except TrialFailed as e:
-        notice(f"the kernels were not measured: {e}")
-        return None
-
-
-def _inspect(embedded: bandwidth.Reads, cores: Cores, kept: Record | None) -> list[Finding]:
+def _inspect(embedded: bandwidth.Reads, cores: Cores) -> list[Finding]:
     """The findings that need no measurement and no GPU."""
     limits = cgroup.limits()
     lockable, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -100,7 +84,7 @@ def _inspect(embedded: bandwidth.Reads, cores: Cores, kept: Record | None) -> li
     return [
         *cpu.inspect(cores.numbers, limits.cpus),
         *cpu.inspect_threads(cores),
-        *kernels.inspect(kept, user_folder("CACHE")),
+        *kernels.inspect(),
         *memory.inspect(embedded.store, limits.memory, None if lockable < 0 else lockable, files),
         *memory.inspect_shared(embedded.store, min(total, limits.memory or total)),
         *software.inspect(gpu=bool(gpu.driver_nodes())),

@@ -2,68 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from launch.doctor.finding import Finding, Topic
 from launch.doctor.software import pip_install
-from launch.processes.kernel_choice import choice_of, exchange_of
-from launch.terminal.format import rate
 from shm.blocks import BlockFormat
 from shm.formats import BF16
 from shm.layout import DENSE
 from shm.quantize import library as quantizer
 from workers.interpreter import ROOT
-from workers.kernels.native import VARIANTS, Library, chosen, load
-from workers.kernels.tuning import MATRIX_UNITS, Tuning
-from workers.kernels.tuning_file import Record, path_of
+from workers.kernels.native import VARIANTS, Library, best, load
 
 TOPIC = Topic("kernels")
 
 
-def inspect(record: Record | None = None, cache: Path = Path()) -> list[Finding]:
-    """`record`: the measured choice, kept in this cache folder; None: the default one is used."""
-    choice = choice_of(None if record is None else record.tuning)
-    found = [*explain({name: load(name) for name in VARIANTS}, chosen(choice), quantizer() is not None)]
-    if record is None:
-        return found
-    path = path_of(cache, record.machine)
-    if record.tuning is None:
-        return [*found, not_tuned(record, path)]
-    return [*found, tuned(record, record.tuning, path), *exchanged(record.tuning)]
-
-
-def not_tuned(record: Record, path: Path) -> Finding:
-    means = f"the usual choice is used, which may be slower; kept in {path}, tried again after a day"
-    return TOPIC.note(f"the kernels could not be measured: {record.failure}", means)
-
-
-def exchanged(tuning: Tuning) -> Iterator[Finding]:
-    """Tells what carries work to the workers where `--exchange` is `auto`."""
-    words = {"shm": "shared memory", "zmq": "sockets"}
-    trips = sorted((seconds, words[name]) for name, seconds in tuning.round_trips.items())
-    if trips:
-        means = "a Work and its answer take " + ", ".join(
-            f"{1e6 * s:.0f} us through {way}" for s, way in trips
-        )
-        yield TOPIC.ok(f"work gets to the workers through {words[exchange_of('auto', 1, tuning)]}", means)
-
-
-def tuned(record: Record, of: Tuning, path: Path) -> Finding:
-    """Tells what was measured for one row, and how to measure it again."""
-    choice = of.choice
-    units = f", from {choice.matrix_rows} rows on by matrix units" if choice.variant in MATRIX_UNITS else ""
-    found = f"one row, measured: {VARIANTS[choice.variant]}, {choice.prefetch}{units}"
-    here = ", ".join(f"{name} {rate(speed)}" for name, speed in of.rates.items())
-    usual = ", ".join(f"{name} {rate(speed)}" for name, speed in of.default.items())
-    means = f"one core reads {here}" + (f"; the default choice {usual}" if of.rates != of.default else "")
-    day = time.strftime("%Y-%m-%d", time.localtime(record.measured))
-    means += f"\nmeasured {day}, kept in {path}; without the file, a start measures again"
-    if record.loaded:
-        means = f"other programs were computing (load average {record.load:.1f}): it may be wrong\n{means}"
-        return TOPIC.note(found, means, "a start at half of that load or less measures again")
-    return TOPIC.ok(found, means)
+def inspect() -> list[Finding]:
+    """Returns what computes here, and why faster kernels do not."""
+    return [*explain({name: load(name) for name in VARIANTS}, best(), quantizer() is not None)]
 
 
 def explain(variants: dict[str, Library | str], chosen: Library | None, quantizer: bool) -> Iterator[Finding]:

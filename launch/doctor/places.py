@@ -43,7 +43,7 @@ def _runtime_findings() -> Iterator[Finding]:
         root = runtime_root()
         ipc_endpoint(root / LONGEST, "control.sock")
         swept = sweep()
-        removed = sweep_stores(root)
+        removed = sweep_stores()
         engines = running_engines()
     except (ProtocolError, ShmError) as e:
         # These errors end in what to do, after the last semicolon.

@@ -1,6 +1,6 @@
 """Process entry: computes with the weights in a buffer, each time others so that no cache holds them, and
-writes the rates. It reads in several ways, or copies tile by tile like the prefetcher's into a slab in shared
-memory; or it reads in the fastest way and computes an expert's tiles at one row as a worker does and a matrix
+writes the rates. It reads, or copies tile by tile like the prefetcher's into a slab in shared memory; or it
+reads and computes an expert's tiles at one row as a worker does and a matrix
 times a vector as the backbone does. It alternates between all, so that other programs slow all of them alike.
 """
 
@@ -21,10 +21,8 @@ from shm.floe import FloeFormat
 from shm.layout import Bytes, ExpertShape, StoreLayout, format_named
 from shm.mask import Mask
 from shm.store import Store
-from workers.kernels import reading
-from workers.kernels.choice import Choice
 from workers.kernels.host import Activations, HostKernel
-from workers.kernels.native import best
+from workers.kernels.native import reader
 from workers.lifetime import pin
 
 BLOCK = 1 << 25  # bytes of one read, and of one copy
@@ -43,7 +41,7 @@ class Work(NamedTuple):
     read: int
 
 
-Kind = tuple[Bytes, dict[str, Work]]  # a buffer, and the ways in which it is used, by name
+Kind = tuple[Bytes, Work]  # a buffer, and what computes with it
 
 
 def main(config: dict[str, Any]) -> None:
@@ -51,8 +49,7 @@ def main(config: dict[str, Any]) -> None:
     of measurement, of each kind; `what`: read, copy, huge (reads, and reads of private memory in huge pages)
     or kernels. For kernels: `experts`: (format, fields of its ExpertShape) of each kind; `left_out`: the
     share of an expert's channels that formats with heads leave out; `matrix`: (dtype, width, threads) or
-    None; `kernels`: the Choice. Writes "ready", waits for a line, then writes for each kind the bytes a
-    second of each way, by name."""
+    None. Writes "ready", waits for a line, then writes for each kind the bytes a second of each sample."""
     pin(config["cores"])
     shared = np.frombuffer(mmap.mmap(config["fd"], config["size"], mmap.MAP_SHARED), np.uint8)
     part = shared[config["lo"] : config["hi"]]
@@ -60,16 +57,15 @@ def main(config: dict[str, Any]) -> None:
     kinds: list[Kind] = []
     match config["what"]:
         case "copy":
-            kinds.append((part, {"": Work(_copy, min(2 * BLOCK, len(part)), min(BLOCK, len(part) // 2))}))
+            kinds.append((part, Work(_copy, min(2 * BLOCK, len(part)), min(BLOCK, len(part) // 2))))
         case "kernels":
-            kinds += [(part, {"": work}) for work in _kernels(config, part)]
+            kinds += [(part, work) for work in _kernels(config, part)]
         case "huge":
-            kinds += [(memory, _readers(memory)) for memory in (part, _huge_pages(len(part)))]
+            kinds += [(memory, _read(memory)) for memory in (part, _huge_pages(len(part)))]
         case _:
-            kinds.append((part, _readers(part)))
-    for memory, works in kinds:
-        for work in works.values():
-            work.compute(memory[: work.size])  # allocates scratch, and imports what it needs
+            kinds.append((part, _read(part)))
+    for memory, work in kinds:
+        work.compute(memory[: work.size])  # allocates scratch, and imports what it needs
     print(json.dumps("ready"), flush=True)
     if sys.stdin.readline():
         print(json.dumps(_rates(kinds, config["seconds"])), flush=True)
@@ -83,9 +79,9 @@ def _huge_pages(size: int) -> Bytes:
     return array
 
 
-def _readers(buffer: Bytes) -> dict[str, Work]:
+def _read(buffer: Bytes) -> Work:
     size = min(BLOCK, len(buffer)) // 64 * 64
-    return {name: Work(read, size, size) for name, read in reading.ways(best()).items()}
+    return Work(reader(), size, size)
 
 
 def _copy(block: Bytes) -> None:
@@ -96,20 +92,19 @@ def _copy(block: Bytes) -> None:
 
 
 def _kernels(config: dict[str, Any], part: Bytes) -> list[Work]:
-    works = [Work(reading.fastest_way(part, best()), reading.SAMPLE, reading.SAMPLE)]
-    kernels, share = Choice.from_map(config["kernels"]), 1 - config["left_out"]
+    works, share = [_read(part)], 1 - config["left_out"]
     for name, shape in config["experts"]:
-        works.append(_expert(name, ExpertShape(*shape), len(part), kernels, share))
+        works.append(_expert(name, ExpertShape(*shape), len(part), share))
     if config["matrix"] is not None:
         works.append(_matrix(*config["matrix"]))
     return works
 
 
-def _expert(name: str, shape: ExpertShape, most: int, kernels: Choice, share: float) -> Work:
+def _expert(name: str, shape: ExpertShape, most: int, share: float) -> Work:
     """One expert; fewer of its tiles where it exceeds `most` bytes. `share`: of the channels of a format with
     heads that are kept. The buffer's weights are alike, so that these are the first ones of each tile."""
     layout = StoreLayout(shape, format_named(name))
-    kernel = HostKernel(layout, kernels=kernels)
+    kernel = HostKernel(layout)
     x = np.full((1, shape.hidden), 0.5, np.float32)
     row = np.zeros(1, np.int32)
     tiles = max(1, min(shape.tiles, most * shape.tiles // layout.expert_bytes))
@@ -152,21 +147,20 @@ def _matrix(dtype: str, width: int, threads: int) -> Work:
     return Work(multiply, size, size)
 
 
-def _rates(kinds: list[Kind], seconds: float) -> list[dict[str, list[float]]]:
-    rates: list[dict[str, list[float]]] = [{name: [] for name in works} for _, works in kinds]
+def _rates(kinds: list[Kind], seconds: float) -> list[list[float]]:
+    rates: list[list[float]] = [[] for _ in kinds]
     offset, rounds = 0, 0
     began = time.perf_counter()
     while rounds < FEWEST or time.perf_counter() - began < seconds * len(kinds):
         rounds += 1
-        for (buffer, works), of_kind in zip(kinds, rates, strict=True):
-            for name, (compute, size, read) in works.items():
-                started = now = time.perf_counter()
-                done = 0
-                while now - started < SAMPLE:
-                    offset = offset if offset + size <= len(buffer) else 0
-                    compute(buffer[offset : offset + size])
-                    offset += -(-size // ALIGNMENT) * ALIGNMENT
-                    done += read
-                    now = time.perf_counter()
-                of_kind[name].append(done / (now - started))
+        for (buffer, (compute, size, read)), of_kind in zip(kinds, rates, strict=True):
+            started = now = time.perf_counter()
+            done = 0
+            while now - started < SAMPLE:
+                offset = offset if offset + size <= len(buffer) else 0
+                compute(buffer[offset : offset + size])
+                offset += -(-size // ALIGNMENT) * ALIGNMENT
+                done += read
+                now = time.perf_counter()
+            of_kind.append(done / (now - started))
     return rates

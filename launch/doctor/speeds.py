@@ -18,7 +18,6 @@ from launch.doctor.bandwidth import CHILD, buffer_size, busy, embedded, last_cac
 from launch.doctor.proof import prove
 from launch.forecast import CONTEXT, Expected, Speeds, Spread
 from launch.processes.cores import Cores
-from launch.processes.kernel_choice import choice_of, kept_or_measured
 from launch.processes.trials import TrialFailed
 from launch.terminal.format import percent, rate
 from launch.terminal.interrupts import Interrupts
@@ -28,7 +27,6 @@ from pipeline.config import EngineConfig, FormatName
 from pipeline.models.registry import expert_shape
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
-from protocol.program import user_folder
 from shm.layout import FORMATS, BlockFormat, FloeFormat, format_named
 from shm.segment import available_memory, byte_size
 
@@ -47,21 +45,19 @@ async def measure_speeds(
     shapes = [(name, astuple(expert_shape(source.config, asked.tile, format_named(name)))) for name in names]
     plain = not isinstance(FORMATS[asked.backbone_dtype], BlockFormat)
     size = buffer_size(cache, available)
-    kernels = choice_of(await kept_or_measured(user_folder("CACHE"), lambda: None))
     with open_buffer(size) as fd:
         base: dict[str, Any] = {"what": "kernels", "fd": fd, "size": size, "seconds": SECONDS}
-        base["kernels"] = kernels.to_map()
         part = size // len(cores) // 4096 * 4096
         parts = [{"cores": [core], "lo": i * part, "hi": (i + 1) * part} for i, core in enumerate(cores)]
         backbone_format = [] if plain else [(asked.backbone_dtype, shapes[0][1])]
         base |= {"experts": [*shapes, *backbone_format], "matrix": None, "left_out": left_out(asked)}
         kinds = zip(*await run_children(CHILD, [base | each for each in parts], fd), strict=True)
-        reads, *spreads = [Spread.of([rates[""] for rates in together]) for together in kinds]
+        reads, *spreads = [Spread.of(together) for together in kinds]
         if plain:
             hidden = expert_shape(source.config, asked.tile, format_named(names[0])).hidden
             base |= {"experts": [], "matrix": (asked.backbone_dtype, hidden, len(cores))}
             config = base | {"cores": [], "lo": 0, "hi": size}
-            spreads.append(Spread.of([(await run_children(CHILD, [config], fd))[0][-1][""]]))
+            spreads.append(Spread.of([(await run_children(CHILD, [config], fd))[0][-1]]))
     proof = await prove(options, interrupts, "cpu")
     if proof.failure:
         raise TrialFailed(proof.failure)

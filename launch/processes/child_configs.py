@@ -9,9 +9,8 @@ from typing import Any
 from launch.processes.cores import Cores, CpuSet
 from launch.runtime import RuntimeDir
 from pipeline.config import ResolvedConfig
-from shm.segment import engine_prefix, present_name
+from shm.segment import engine_prefix
 from shm.store import store_name
-from workers.kernels.choice import DEFAULT, Choice
 
 
 @dataclass(frozen=True)
@@ -28,12 +27,11 @@ class ChildConfigs:
     log_level: str
     cache_dir: Path
     key: bytes  # the engine's, with which its children prove their identity
-    kernels: Choice = DEFAULT  # of all processes alike, because some of what it says changes bits
 
     @property
     def control_name(self) -> str:
         """The name of the control segment, in which workers and prefetcher count their progress."""
-        return present_name(f"{engine_prefix(self.runtime.path)}control-0")
+        return f"{engine_prefix(self.runtime.path)}control-0"
 
     @property
     def worker_cores(self) -> tuple[CpuSet, ...]:
@@ -62,11 +60,10 @@ class ChildConfigs:
             "nodes": len(self.cores.nodes) if local else 1,
             "slab": self.slab,
             "key": self.key,
-            "kernels": self.kernels.to_map(),
         }
 
     def for_worker(self, fingerprint: str, cpus: CpuSet) -> dict[str, Any]:
-        here = {"host_slowdown": self.config.host_slowdown, "kernels": self.kernels.to_map()}
+        here = {"host_slowdown": self.config.host_slowdown}
         return self._store(fingerprint) | {"cores": list(cpus.cores)} | here
 
     def for_prefetcher(self, fingerprint: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from launch.cache.full_disk import cache_use, full_disk_line
+from launch.cache.full_disk import full_disk_line, missing_bytes
 from launch.command_line.checks import without_effect
 from launch.errors import EngineFailed, StartFailed, system_reason
 from launch.planning.plan import make_plan, situation, start_line
@@ -30,7 +30,6 @@ from launch.processes.control import Control
 from launch.processes.cores import Cores
 from launch.processes.file_watch import watch_files
 from launch.processes.group import ProcessGroup
-from launch.processes.kernel_choice import choice_of, exchange_of, kept_or_measured
 from launch.processes.limits import Limits
 from launch.processes.monitor import ProcessMonitor
 from launch.processes.slot import ProcessSlot
@@ -48,13 +47,12 @@ from pipeline.text.tokenizer import has_tokenizer
 from protocol.errors import ProtocolError
 from protocol.messages import VERSION, Needed, Progress, Ready, SetPolicy
 from protocol.program import user_folder
-from protocol.sockets import Identity, runtime_root
-from shm.cache_lease import CacheLease, lease_key
+from protocol.sockets import Identity
 from shm.control import ControlSegment
+from shm.doorbell import library as doorbells
 from shm.errors import SegmentMissing, ShmError
 from shm.locks import StoreLease
 from shm.locks import sweep as sweep_stores
-from workers.kernels.tuning_file import Machine
 
 log = logging.getLogger("tandem")
 
@@ -129,7 +127,7 @@ class Supervisor:
         self._progress.update("reading the model")
         for name in sweep():
             log.info(f"removed what the killed engine {name} had left behind")
-        sweep_stores(runtime_root())
+        sweep_stores()
         now = await asyncio.to_thread(situation, self.config, self._cores.default_workers())
         if now.config.device == "cuda":
             self._cores = self._cores.beside_coordinator(self.config.workers)
@@ -147,21 +145,16 @@ class Supervisor:
         self._files.callback(runtime.remove)
         self._files.callback(self._release_store)
         cache = user_folder("CACHE")
-        folders, missing = await asyncio.to_thread(cache_use, self.model, config, plan.needs, cache)
-        # `launch.py cache` does not remove what they name.
-        keys = [*map(lease_key, folders), Machine.here().key]
-        cache_lease = await asyncio.to_thread(CacheLease.acquire, cache, keys, self.name)
-        self._files.callback(cache_lease.release)
+        missing = await asyncio.to_thread(missing_bytes, self.model, config, plan.needs, cache)
         if line := full_disk_line(cache, missing):
             log.warning(f"warning: {line}")
         control = Control(runtime.endpoint("control.sock"))
         self._files.callback(control.close)
         self._group = group = ProcessGroup(control, self._guard)
         group.on_message, group.on_exit = self._on_message, self._on_exit
-        tuned = await kept_or_measured(cache, partial(self._progress.update, "measuring the kernels"))
-        self._exchange = exchange_of(config.exchange, config.workers or 0, tuned)
-        if self._exchange == "zmq":
-            self.config = config = replace(config, exchange="zmq")
+        if config.workers:
+            carries = "shm" if doorbells() is not None else "zmq"
+            self._exchange = carries if config.exchange == "auto" else config.exchange
         self._configs = ChildConfigs(
             config=config,
             model=self.model,
@@ -172,7 +165,6 @@ class Supervisor:
             log_level=child_level(self._log_level),
             cache_dir=cache,
             key=control.key,
-            kernels=choice_of(tuned),
         )
         notice(start_line(self.model, plan, now.machine, config.backbone_dtype))
         log.info(f"model: {self.model}")
@@ -213,7 +205,7 @@ class Supervisor:
                     raise StartFailed(f"the loader was silent for {silence:.0f} s and was stopped")
             fingerprint = self._loaded.result().fingerprint
             try:
-                self._lease = StoreLease.acquire(fingerprint, runtime_root())
+                self._lease = StoreLease.acquire(fingerprint)
             except SegmentMissing:
                 continue
             self._fingerprint = fingerprint
@@ -352,4 +344,4 @@ class Supervisor:
         if self._lease is not None:
             self._lease.release(self.config.keep_store)
         else:
-            sweep_stores(runtime_root())  # a store that a stopped loader has half built
+            sweep_stores()  # a store that a stopped loader has half built

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from pipeline.device.partial_sums import sum_on_host
 from protocol.messages import AttachSlab
-from workers.kernels.choice import DEFAULT, Choice
 
 if TYPE_CHECKING:
     import torch
@@ -132,7 +131,6 @@ class Device(ABC):
     flash: bool = False  # torch has flash attention of 16-bit numbers there
     process_bytes: int = 0  # of its memory, that each other process takes which uses it
     # The host's kernels and their threads, on a device that uses them and where they were compiled.
-    kernels: Choice = DEFAULT  # of matrices that the host computes
     library: Library | None = None
     team: Team | None = None
 

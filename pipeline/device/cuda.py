@@ -43,7 +43,6 @@ from workers.cuda import (
     call,
     constant,
 )
-from workers.kernels.choice import DEFAULT, Choice
 from workers.kernels.cuda.attention import DecodeAttention
 from workers.kernels.cuda.matrix import CudaMatrix
 from workers.kernels.cuda.reserved import Reserved
@@ -79,10 +78,8 @@ class CudaDevice(Device):
     on_host = False
     process_bytes = CONTEXT_BYTES
 
-    def __init__(
-        self, kernels: Choice = DEFAULT, cache: Path | None = None, *, in_torch: bool = False
-    ) -> None:
-        """Quantized tiles have the bits of the host's `kernels`. `cache`: a folder of compiled kernels.
+    def __init__(self, cache: Path | None = None, *, in_torch: bool = False) -> None:
+        """Quantized tiles have the bits of the host's kernels. `cache`: a folder of compiled kernels.
         `in_torch`: torch computes all tiles, for comparison."""
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.flash = torch.cuda.get_device_capability(self.torch_device) >= FLASH
@@ -95,7 +92,7 @@ class CudaDevice(Device):
         self.events: list[Any] = []  # of them, those that no fence uses
         self.reads = 0  # calls of `to_host`, each of which waits for all work before it
         self.cuda_kernels = CudaKernels(
-            self.torch_device, kernels, cache, self.from_host, self.reserve, in_torch=in_torch
+            self.torch_device, cache, self.from_host, self.reserve, in_torch=in_torch
         )
         self._graphs: CudaGraphs | None = None
         self._host_reads = HostReads(lambda: self.cuda_kernels.launcher(Program.of_sums()))

@@ -21,7 +21,6 @@ from shm.floe import FloeFormat
 from shm.formats import Bytes, TileFormat
 from shm.layout import StoreLayout
 from workers.cuda import CudaError
-from workers.kernels.choice import Choice
 from workers.kernels.cuda import attention
 from workers.kernels.cuda.attention import DecodeAttention
 from workers.kernels.cuda.channels import CudaChannels
@@ -30,7 +29,7 @@ from workers.kernels.cuda.launcher import CudaLauncher
 from workers.kernels.cuda.matrix import CudaMatrix
 from workers.kernels.cuda.reserved import Reserved
 from workers.kernels.cuda.sources import Program
-from workers.kernels.native import chosen
+from workers.kernels.native import best
 from workers.kernels.reference import ReferenceKernel
 from workers.kernels.reference_channels import ReferenceChannels
 
@@ -66,15 +65,14 @@ class CudaKernels:
     def __init__(
         self,
         device: torch.device,
-        host: Choice,
         cache: Path | None,
         upload: Callable[[NDArray[Any]], Tensor],
         reserve: Callable[[int], Reserved],
         *,
         in_torch: bool,
     ) -> None:
-        """As of CudaDevice; `host`: the host's kernels, `upload`: as `Device.from_host`."""
-        self._device, self._host, self._cache = device, host, cache
+        """`upload`: as `Device.from_host`; the others as of CudaDevice."""
+        self._device, self._cache = device, cache
         self._upload, self._reserve, self._in_torch = upload, reserve, in_torch
         self._launchers: dict[Program, CudaLauncher] = {}
 
@@ -87,7 +85,7 @@ class CudaKernels:
 
     def _program(self, format: TileFormat) -> Program | None:
         """Without it torch computes the format."""
-        host = chosen(self._host)
+        host = best()
         return Program.of_format(format, fused=host is None or host.variant != "portable")
 
     def experts(self, layout: StoreLayout) -> DeviceKernel:

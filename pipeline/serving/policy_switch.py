@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from pipeline.calibration.cost_probe import costs_for, setting_of
+from pipeline.calibration.cost_probe import costs_for
 from pipeline.calibration.file import calibration_path, load
 from pipeline.errors import CalibrationError
 from pipeline.memory.limits import full_memory_in_one_line
@@ -14,7 +14,6 @@ from pipeline.policies.presets import canonical, make_policy
 from pipeline.policies.view import Policy, PolicyRequest
 from pipeline.serving.device_memory import DeviceMemoryOpener
 from pipeline.serving.engine_parts import EngineParts
-from shm.cache_lease import CacheLease
 
 log = logging.getLogger(__name__)
 
@@ -61,12 +60,7 @@ class PolicySwitch:
         if not policy.needs_costs:
             return None
         if self.costs is None:
-            parts = self._parts
-            if parts.config.options.costs is None:
-                setting = setting_of(parts.engine, parts.config)
-                lease = CacheLease.acquire(parts.config.cache, [setting.lease_key], parts.config.engine)
-                parts.closing.callback(lease.release)
-            self.costs = costs_for(parts.engine, parts.config, parts.context)
+            self.costs = costs_for(self._parts.engine, self._parts.config, self._parts.context)
         return self.costs
 
     def _calibration_for(self, policy: Policy) -> Calibration | None:

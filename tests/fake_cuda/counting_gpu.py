@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.device import cuda, cuda_slab
 from pipeline.device.cuda_kernels import CudaKernels
-from workers.kernels.choice import DEFAULT
 from workers.kernels.cuda import attention
 from workers.kernels.cuda.reserved import Reserved
 from workers.kernels.cuda.sources import Program
@@ -45,7 +44,7 @@ class CountingLauncher:
 
 class CountingKernels(CudaKernels):
     def __init__(self, device: CountingDevice) -> None:
-        super().__init__(META, DEFAULT, None, device.from_host, device.reserve, in_torch=False)
+        super().__init__(META, None, device.from_host, device.reserve, in_torch=False)
         self._counting = device
 
     def launcher(self, program: Program) -> Any:

@@ -85,8 +85,6 @@ async def test_report_has_what_was_measured(doctor: Run) -> None:
     measured = report["measured"]
     costs = measured.pop("costs")
     assert isinstance(costs, list)
-    kept = measured.pop("kernels")
-    assert kept is None or kept["machine"]["cores"] == len(Cores.here().numbers)
     ceiling = measured.pop("ceiling_tok_s")
     assert ceiling == pytest.approx(8e9 / token, rel=1e-3)  # as it is shown
     assert measured == SPEED.to_map() | {

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from launch.doctor import cpu, kernels
 from launch.processes.cores import Cores, Thread
 from shm.kernel_files import parse_cores
-from workers.kernels.choice import Choice
 from workers.kernels.native import VARIANTS, Library, best, load
 
 
@@ -34,7 +33,7 @@ def test_cores_of_every_worker_are_listed() -> None:
 
 def library(variant: str) -> Library:
     """A variant that could run, on any machine."""
-    return Library(Choice(variant), MagicMock())
+    return Library(variant, MagicMock())
 
 
 def test_kernels_of_this_machine_are_the_best_that_load() -> None:

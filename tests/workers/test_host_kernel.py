@@ -137,7 +137,7 @@ def test_works_that_leave_channels_out_are_the_same_in_c_and_in_torch(
     native = HostKernel(layout)
     assert native.native
     in_c, left_in_c = work.computed_on(native, store)
-    monkeypatch.setattr("workers.kernels.host.chosen", lambda kernels: None)
+    monkeypatch.setattr("workers.kernels.host.best", lambda: None)
     line = cast(
         ControlLine, SimpleNamespace(address=None, tick=lambda: setattr(tick, "ticks", tick.ticks + 1))
     )
@@ -182,7 +182,7 @@ def test_a_matrix_is_quantized_in_parts_and_has_the_same_products_in_c_and_torch
     data[:] = 0  # no longer read
     for rows in (4, 5):
         np.testing.assert_array_equal(bits(matrix.product(x[:rows])), bits(y[:rows]))
-    monkeypatch.setattr("workers.kernels.matrix.chosen", lambda kernels: None)
+    monkeypatch.setattr("workers.kernels.matrix.best", lambda: None)
     in_torch = HostMatrix(format, whole, (100, 37), None).product(x)
     np.testing.assert_allclose(y, in_torch, atol=1e-5)
     exact = x @ format.decode_matrix(whole, 100, 37).T

@@ -14,9 +14,8 @@ from quantized_cases import QUANTIZED, Case, make_case, records, states
 
 from shm.layout import BlockFormat, ExpertShape, StoreLayout, format_named
 from workers.kernels import native
-from workers.kernels.choice import HINTS, Choice, Prefetch
 from workers.kernels.geometry import Geometry, Quantized
-from workers.kernels.native import VARIANTS, Library, best, chosen, load
+from workers.kernels.native import VARIANTS, Library, best, load
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -80,15 +79,10 @@ def test_a_team_shares_a_product(library: Library) -> None:
     np.testing.assert_array_equal(bits(shared.matmul(flat, codes)), bits(alone.matmul(flat, codes)))
     numbers = np.random.default_rng(1).integers(0, 2**64, 8 * 1001, np.uint64)
     total = int(np.add.reduce(numbers))  # modulo 2**64
-    for way in map(Prefetch, HINTS, (0, 64, 4096, 1 << 20)):
-        assert (
-            library.read(numbers.view(np.uint8), way)
-            == library.read(numbers.view(np.uint8), way, team)
-            == total
-        )
+    assert library.read(numbers.view(np.uint8)) == library.read(numbers.view(np.uint8), team) == total
     if library is best():
         assert others.are_woken(lambda: shared.matmul(flat, codes))
-        assert others.are_woken(lambda: library.read(numbers.view(np.uint8), Prefetch(), team))
+        assert others.are_woken(lambda: library.read(numbers.view(np.uint8), team))
         assert not others.are_woken(lambda: alone.matmul(flat, codes))
     team.close()
 
@@ -203,21 +197,9 @@ def test_arrays_of_wrong_shape_or_type_are_refused(library: Library, name: str) 
 
 def test_read_refuses_parts_of_cache_lines(library: Library) -> None:
     with pytest.raises(ValueError, match="whole lines"):
-        library.read(np.zeros(65, np.uint8), Prefetch())
+        library.read(np.zeros(65, np.uint8))
     with pytest.raises(ValueError, match="whole lines"):
-        library.read(np.zeros(256, np.uint8)[::2], Prefetch())
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("rows", [1, 2])
-def test_prefetching_changes_no_bit(library: Library, name: str, rows: int) -> None:
-    case = any_case(name, 17, rows)
-    expected = run(library, case)
-    for way in map(Prefetch, HINTS, (0, 64, 1 << 20, 1 << 40)):  # far beyond the end of memory
-        other = chosen(Choice(library.variant, way))
-        assert other is not None
-        assert other.choice.prefetch == way
-        np.testing.assert_array_equal(bits(run(other, case)), bits(expected))
+        library.read(np.zeros(256, np.uint8)[::2])
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int4-g128"])

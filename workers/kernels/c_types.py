@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from workers.kernels.choice import Choice
-
 POINTER, SIZE = ctypes.c_void_p, ctypes.c_int64
 FAULTS = {
     1: "a row outside x",
@@ -25,30 +23,11 @@ SMALL_BUFFERS = 4
 
 
 class Weights(ctypes.Structure):
+    """A matrix, or with `channels` tiles. `channel_bits`: of gate and down, where they lie by channel."""
+
     _fields_ = tuple(
-        (name, SIZE)
-        for name in (
-            "bits",
-            "group",
-            "inputs",
-            "outputs",
-            "channels",
-            "hint",
-            "ahead",
-            "matrix_rows",
-            "channel_bits",
-        )
+        (name, SIZE) for name in ("bits", "group", "inputs", "outputs", "channels", "channel_bits")
     )
-
-
-def weights(
-    bits: int, group: int, inputs: int, outputs: int, channels: int, choice: Choice, channel_bits: int = 0
-) -> Weights:
-    """Facts on a matrix, or with `channels` on tiles, and how this choice computes them. `channel_bits`: of
-    gate and down, where they lie by channel."""
-    prefetch = choice.prefetch
-    how = prefetch.number, prefetch.ahead, choice.matrix_rows
-    return Weights(bits, group, inputs, outputs, channels, *how, channel_bits)
 
 
 class Matrix(ctypes.Structure):

@@ -15,11 +15,10 @@ import numpy as np
 from shm.blocks import LANES, BlockFormat
 from shm.formats import Bytes, Float32
 from shm.huge import copy_to_private, private
-from workers.kernels.c_types import POINTER, SIZE, Matrix, typed, weights
-from workers.kernels.choice import DEFAULT, Choice
+from workers.kernels.c_types import POINTER, SIZE, Matrix, Weights, typed
 from workers.kernels.geometry import Geometry
 from workers.kernels.memory import Kept
-from workers.kernels.native import Library, Team, chosen
+from workers.kernels.native import Library, Team, best
 
 Address = int
 PART_NUMBERS = 1 << 20  # quantized at a time by one core
@@ -34,7 +33,6 @@ class HostMatrix:
         data: Bytes,
         shape: tuple[int, int],
         team: Team | None,
-        kernels: Choice = DEFAULT,
     ) -> None:
         """`data`: the matrix [outputs, inputs] of this `shape` in the format's bytes, see `quantized`."""
         self._format = format
@@ -42,8 +40,8 @@ class HostMatrix:
         # The bytes and their address, which is valid as long as these bytes are referenced: `materialize` may
         # replace both at any time.
         self.held: tuple[Bytes, Address] = data, data.ctypes.data
-        library = chosen(kernels)
-        self.facts = weights(format.bits, format.group, self._inputs, self._outputs, 0, kernels)
+        library = best()
+        self.facts = Weights(format.bits, format.group, self._inputs, self._outputs)
         geometry = Geometry(format, self._inputs, self._outputs)
         self._kernel = None if library is None else library.kernel(geometry, team)
 
@@ -81,7 +79,7 @@ class DenseMatrix:
         self._outputs, self._inputs = shape
         self._team = team
         self._scratch = Kept()
-        self.facts = weights(bits, 1, self._inputs, self._outputs, 0, library.choice)
+        self.facts = Weights(bits, 1, self._inputs, self._outputs)
         self.held = None, data  # as of a HostMatrix
         self._structure = Matrix(self.facts, data, None)
         types = (*[POINTER] * 3, SIZE, POINTER, POINTER, SIZE)

@@ -3,7 +3,6 @@
 
 #include "bf16_units.h"
 #include "kernels.h"
-#include "prefetch.h"
 #include "rows.h"
 #include "team.h"
 #include "vectors.h"
@@ -96,7 +95,7 @@ static void activate_bf16(void *context, int64_t lo, int64_t hi) {
 /* part[r][h] += sum of inner[r][t] * down[t][h] for `number` (a constant) channels from t, h in [lo, hi), and `rows`
  * rows, prefetched `ahead` rows of down before their use. */
 INLINE void columns(const struct bf16_tile *p, float *part, int64_t t, const int number, int64_t lo, int64_t hi,
-                    int64_t rows, const int hint, int64_t ahead) {
+                    int64_t rows, int64_t ahead) {
     int64_t hidden = p->w->inputs, channels = p->w->channels;
     const uint16_t *down = p->tile + (2 * channels + t) * hidden;
     int64_t h = lo;
@@ -104,7 +103,7 @@ INLINE void columns(const struct bf16_tile *p, float *part, int64_t t, const int
         vector low[TOGETHER], high[TOGETHER];
         for (int i = 0; i < number; i++) {
             const uint16_t *from = down + i * hidden + h;
-            PREFETCH(from + ahead * hidden, hint);
+            PREFETCH(from + ahead * hidden);
             low[i] = WIDENED(from), high[i] = WIDENED(from + LANES);
         }
         for (int64_t r = 0; r < rows; r++) {
@@ -135,12 +134,11 @@ static void down_by_columns(void *context, int64_t lo, int64_t hi) {
     int64_t channels = p->w->channels, t = 0;
     lo *= PAIR, hi = least(hi * PAIR, p->w->inputs);
     if (p->count == 1) {
-        int64_t ahead = p->w->ahead / (2 * p->w->inputs) + 1;
-#define CALL_ROW(hint) for (; t < channels; t++) columns(p, part, t, 1, lo, hi, 1, hint, ahead)
-        EACH_HINT(p->w->hint, CALL_ROW)
+        int64_t ahead = AHEAD / (2 * p->w->inputs) + 1;
+        for (; t < channels; t++) columns(p, part, t, 1, lo, hi, 1, ahead);
     }
-    for (; t + TOGETHER <= channels; t += TOGETHER) columns(p, part, t, TOGETHER, lo, hi, p->count, T1, TOGETHER);
-    for (; t < channels; t++) columns(p, part, t, 1, lo, hi, p->count, T1, TOGETHER);
+    for (; t + TOGETHER <= channels; t += TOGETHER) columns(p, part, t, TOGETHER, lo, hi, p->count, TOGETHER);
+    for (; t < channels; t++) columns(p, part, t, 1, lo, hi, p->count, TOGETHER);
     for (int64_t r = 0; p->add && r < p->count; r++)
         for (int64_t h = lo; h < hi; h++) p->y[r * p->w->inputs + h] += part[r * p->w->inputs + h];
 }
@@ -155,8 +153,8 @@ static void make_panel(const struct bf16_tile *p, int64_t t, int64_t number, int
     for (int64_t i = 0; i < number; i += step, panel += COLUMNS) {
         const uint16_t *upper = down + i * hidden, *lower = i + 1 < number ? upper + hidden : NULL;
         for (int64_t c = 0; c < COLUMNS; c += 32) { /* of the next panel: 64 bytes each */
-            PREFETCH(upper + COLUMNS + c, T1);
-            if (lower && step > 1) PREFETCH(lower + COLUMNS + c, T1);
+            PREFETCH(upper + COLUMNS + c);
+            if (lower && step > 1) PREFETCH(lower + COLUMNS + c);
         }
         if (width < COLUMNS) {
             memcpy(edge[0], upper, (size_t)width * sizeof *upper);
@@ -253,7 +251,7 @@ static void down_by_panels(void *context, int64_t lo, int64_t hi) {
 /* The rows chosen[0..count) of x [.., H], rounded to bf16, as products take them. */
 static void arrange_rows(const struct weights *w, const float *x, const int32_t *chosen, int64_t count, char *to) {
 #ifdef MATRIX_UNITS
-    if (by_units(w, count)) {
+    if (by_units(count)) {
         arrange_for_units(x, w->inputs, chosen, count, to);
         return;
     }
@@ -266,7 +264,7 @@ static void arrange_rows(const struct weights *w, const float *x, const int32_t 
 static void bf16_tiles(struct team *team, struct bf16_tile tile, int64_t number, volatile uint64_t *ticks) {
     int64_t count = tile.count, hidden = tile.w->inputs;
     int many = count >= FROM_ROWS;
-    tile.units = by_units(tile.w, count);
+    tile.units = by_units(count);
     many |= tile.units;
     tile.pairs = tile.units || (many && HAS_PAIRS());
     for (int64_t n = 0; n < number; n++, tile.tile += 3 * tile.w->channels * hidden) {

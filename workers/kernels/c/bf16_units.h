@@ -13,7 +13,7 @@ enum { STAGED = 512 };     /* numbers of a row of weights that are copied to pad
 
 #ifdef MATRIX_UNITS
 
-static int by_units(const struct weights *w, int64_t count) { return count >= w->matrix_rows; }
+static int by_units(int64_t count) { return count >= UNIT_ROWS; }
 
 /* Bytes of x [rows, inputs] as tiles of B: for each UNIT rows their pairs, one of each row in a line. */
 static int64_t unit_bytes(int64_t inputs) { return rounded_up(inputs, 2 * UNIT) * UNIT * 2; }
@@ -62,6 +62,6 @@ static void products_by_units(const uint16_t *weights, int64_t hidden, int64_t l
 
 #else
 
-static int by_units(const struct weights *w, int64_t count) { return (void)w, (void)count, 0; }
+static int by_units(int64_t count) { return (void)count, 0; }
 
 #endif

@@ -65,12 +65,11 @@ struct added {
 /* Of `outputs` (a constant) rows of y: y[o] += the sum of a[o][i] * row i, one row after the other, for `number` (a
  * constant) rows. Other records next[i] bytes further are prefetched. Of a bf16 row no more than `numbers` are read. */
 INLINE void add_rows(const uint8_t *const *rows, const float (*a)[SUMMED], const int outputs, const int number,
-                     const struct row_shape *s, const int bits, const int hint, const int64_t *next,
-                     const struct added *y) {
+                     const struct row_shape *s, const int bits, const int64_t *next, const struct added *y) {
     int64_t groups = bits == BF16 ? s->numbers / GROUP : s->groups;
     if (bits != BF16)
         for (int i = 0; i < number; i++)
-            for (int64_t at = 0; at < s->codes; at += 64) PREFETCH(rows[i] + at + next[i], hint);
+            for (int64_t at = 0; at < s->codes; at += 64) PREFETCH(rows[i] + at + next[i]);
     for (int64_t start = 0; start < groups; start += SEGMENT) {
         float scales[SEGMENT], zeros[SEGMENT], by[GATES][SUMMED][SEGMENT]; /* what codes are multiplied by */
         for (int i = 0; bits != BF16 && i < number; i++) {
@@ -93,8 +92,8 @@ INLINE void add_rows(const uint8_t *const *rows, const float (*a)[SUMMED], const
             for (int p = 0; p < PARTS; p++) sums[o][p] = loaded(y->numbers + o * y->stride + (g) * GROUP + p * LANES); \
         for (int i = 0; i < number; i++) {                                                                       \
             const uint8_t *line = line_of(rows[i], s, bits, g);                                                  \
-            if (!(half)) PREFETCH(line + next[i], hint);                                                         \
-            if (bits == BF16) PREFETCH(line + 64 + next[i], hint);                                               \
+            if (!(half)) PREFETCH(line + next[i]);                                                               \
+            if (bits == BF16) PREFETCH(line + 64 + next[i]);                                                     \
             row_codes(line, bits, half, numbers);                                                                \
             for (int o = 0; o < outputs; o++) {                                                                  \
                 vector factor = splat(bits == BF16 ? a[o][i] : by[o][i][(g) - start]);                           \
@@ -121,38 +120,24 @@ INLINE void add_rows(const uint8_t *const *rows, const float (*a)[SUMMED], const
     }
 }
 
-#define ADD_INT4(hint) add_rows(rows, a, 1, SUMMED, s, INT4, hint, next, y)
-#define ADD_INT8(hint) add_rows(rows, a, 1, SUMMED, s, INT8, hint, next, y)
-#define ADD_BF16(hint) add_rows(rows, a, 1, SUMMED, s, BF16, hint, next, y)
-/* Several rows of y take longer than a look at the hint. */
-#define ADD_TO_SOME(bits)                                                                                        \
+#define ADD_TO_EACH(bits)                                                                                        \
     switch (outputs) {                                                                                           \
-    case 2: add_rows(rows, a, 2, SUMMED, s, bits, (int)w->hint, next, y); break;                         \
-    case 3: add_rows(rows, a, 3, SUMMED, s, bits, (int)w->hint, next, y); break;                         \
-    default: add_rows(rows, a, 4, SUMMED, s, bits, (int)w->hint, next, y);                               \
+    case 1: add_rows(rows, a, 1, SUMMED, s, bits, next, y); break;                                               \
+    case 2: add_rows(rows, a, 2, SUMMED, s, bits, next, y); break;                                               \
+    case 3: add_rows(rows, a, 3, SUMMED, s, bits, next, y); break;                                               \
+    default: add_rows(rows, a, 4, SUMMED, s, bits, next, y);                                                     \
     }
 
 /* The same for any format and up to SUMMED rows, for up to GATES rows of y. */
-static void add_down(const struct weights *w, const struct row_shape *s, const uint8_t *const *rows,
-                     const float (*a)[SUMMED], int64_t outputs, int64_t number, const int64_t *next,
-                     const struct added *y) {
-    if (number == SUMMED && outputs == 1) {
-        if (s->bits == INT4) {
-            EACH_HINT(w->hint, ADD_INT4)
-        } else if (s->bits == INT8) {
-            EACH_HINT(w->hint, ADD_INT8)
-        } else {
-            EACH_HINT(w->hint, ADD_BF16)
-        }
-        return;
-    }
+static void add_down(const struct row_shape *s, const uint8_t *const *rows, const float (*a)[SUMMED], int64_t outputs,
+                     int64_t number, const int64_t *next, const struct added *y) {
     if (number == SUMMED) {
         if (s->bits == INT4) {
-            ADD_TO_SOME(INT4)
+            ADD_TO_EACH(INT4)
         } else if (s->bits == INT8) {
-            ADD_TO_SOME(INT8)
+            ADD_TO_EACH(INT8)
         } else {
-            ADD_TO_SOME(BF16)
+            ADD_TO_EACH(BF16)
         }
         return;
     }
@@ -161,11 +146,11 @@ static void add_down(const struct weights *w, const struct row_shape *s, const u
         for (int64_t i = 0; i < number; i++) {
             const float last[1][SUMMED] = {{a[o][i]}};
             if (s->bits == INT4)
-                add_rows(rows + i, last, 1, 1, s, INT4, NO_HINT, next + i, &one);
+                add_rows(rows + i, last, 1, 1, s, INT4, next + i, &one);
             else if (s->bits == INT8)
-                add_rows(rows + i, last, 1, 1, s, INT8, NO_HINT, next + i, &one);
+                add_rows(rows + i, last, 1, 1, s, INT8, next + i, &one);
             else
-                add_rows(rows + i, last, 1, 1, s, BF16, NO_HINT, next + i, &one);
+                add_rows(rows + i, last, 1, 1, s, BF16, next + i, &one);
         }
     }
 }

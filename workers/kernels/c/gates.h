@@ -4,7 +4,6 @@
  * A product's numbers are added in an order that depends on its row alone. */
 #pragma once
 
-#include "prefetch.h"
 #include "rows.h"
 #include "vectors.h"
 
@@ -83,14 +82,14 @@ INLINE void widen_scales(const uint8_t *row, const struct row_shape *s, const in
  * constant: INT4 or INT8. Several gate rows share the loads of x, and their sums do not wait for each other. Other
  * records next[i] bytes further are prefetched. */
 INLINE void gate_dots(const uint8_t *const *row, const int number, const struct row_shape *s, const int bits,
-                      const uint8_t *const *x, const int rows, const int hint, const int64_t *next, float *y) {
+                      const uint8_t *const *x, const int rows, const int64_t *next, float *y) {
     const int taken = bits == INT4 ? 2 : 1; /* groups of a line */
     int64_t slots = rounded_up(s->groups, SEGMENT);
     _Static_assert((int)SUMMED <= (int)GATES, "sums of several gate rows, or of several rows of x");
     vector sums[GATES], rests[GATES];
     for (int o = 0; o < number * rows; o++) sums[o] = rests[o] = (vector){0};
     for (int i = 0; i < number; i++)
-        for (int64_t at = 0; at < s->codes; at += 64) PREFETCH(row[i] + at + next[i], hint);
+        for (int64_t at = 0; at < s->codes; at += 64) PREFETCH(row[i] + at + next[i]);
     for (int64_t start = 0; start < s->groups; start += SEGMENT) {
         float scales[SEGMENT], zeros[SEGMENT], factors[GATES][SEGMENT];
         for (int i = 0; i < number; i++) {
@@ -109,7 +108,7 @@ INLINE void gate_dots(const uint8_t *const *row, const int number, const struct 
                 const uint8_t *line = row[i] + s->codes + g / taken * 64;
                 ints dots[GATES], more[GATES];
                 for (int r = 0; r < rows; r++) dots[r] = more[r] = (ints){0};
-                PREFETCH(line + next[i], hint);
+                PREFETCH(line + next[i]);
                 for (int at = 0; at < 64; at += VECTOR_BYTES) {
                     words all = loaded_words(line + at);
                     words low = bits == INT4 ? all & 0x0F0F0F0Fu : all, high = all >> 4 & 0x0F0F0F0Fu;
@@ -137,49 +136,42 @@ INLINE void gate_dots(const uint8_t *const *row, const int number, const struct 
     for (int o = 0; o < number * rows; o++) y[o] = SUM(sums[o]) - SUM(rests[o]);
 }
 
-#define GATE_DOTS_INT4(n, hint) gate_dots(&row, 1, s, INT4, x, n, hint, &next, y)
-#define GATE_DOTS_INT8(n, hint) gate_dots(&row, 1, s, INT8, x, n, hint, &next, y)
-#define UP_TO_GATES(call, hint)                                                                                  \
+#define GATE_DOTS_INT4(n) gate_dots(&row, 1, s, INT4, x, n, &next, y)
+#define GATE_DOTS_INT8(n) gate_dots(&row, 1, s, INT8, x, n, &next, y)
+#define UP_TO_GATES(call)                                                                                        \
     switch (rows) {                                                                                              \
-    case 1: call(1, hint); break;                                                                                \
-    case 2: call(2, hint); break;                                                                                \
-    case 3: call(3, hint); break;                                                                                \
-    default: call(4, hint);                                                                                      \
+    case 1: call(1); break;                                                                                      \
+    case 2: call(2); break;                                                                                      \
+    case 3: call(3); break;                                                                                      \
+    default: call(4);                                                                                            \
     }
-#define GATES_INT4(hint) UP_TO_GATES(GATE_DOTS_INT4, hint)
-#define GATES_INT8(hint) UP_TO_GATES(GATE_DOTS_INT8, hint)
 
 /* The same for any format; at most GATES rows. */
-static void gate_products(const struct weights *w, const struct row_shape *s, const uint8_t *row,
-                          const uint8_t *const *x, int64_t rows, int64_t next, float *y) {
+static void gate_products(const struct row_shape *s, const uint8_t *row, const uint8_t *const *x, int64_t rows,
+                          int64_t next, float *y) {
     if (s->bits == INT4) {
-        EACH_HINT(w->hint, GATES_INT4)
-    } else if (s->bits == INT8) {
-        EACH_HINT(w->hint, GATES_INT8)
-    } else {
-        int64_t ahead = next / 2; /* numbers */
-#define BF16_GATE(hint) products(row, PAIRS, 1, s->numbers, (const char *)x[r], 0, 1, hint, ahead, y + r, 0)
-#define WIDE_GATE(hint) products(row, BF16, 1, s->numbers, (const char *)x[r], 0, 1, hint, ahead, y + r, 0)
-        for (int64_t r = 0; r < rows; r++) {
-            if (HAS_PAIRS())
-                EACH_HINT(w->hint, BF16_GATE)
-            else
-                EACH_HINT(w->hint, WIDE_GATE)
-        }
+        UP_TO_GATES(GATE_DOTS_INT4)
+        return;
+    }
+    if (s->bits == INT8) {
+        UP_TO_GATES(GATE_DOTS_INT8)
+        return;
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        if (HAS_PAIRS())
+            products(row, PAIRS, 1, s->numbers, (const char *)x[r], 0, 1, next / 2, y + r, 0);
+        else
+            products(row, BF16, 1, s->numbers, (const char *)x[r], 0, 1, next / 2, y + r, 0);
     }
 }
 
-#define FOUR_INT4(hint) gate_dots(rows, SUMMED, s, INT4, &x, 1, hint, next, y)
-#define FOUR_INT8(hint) gate_dots(rows, SUMMED, s, INT8, &x, 1, hint, next, y)
-
 /* y[i] = gate row i . x for `number` gate rows, up to SUMMED. */
-static void gates_of_row(const struct weights *w, const struct row_shape *s, const uint8_t *const *rows, int64_t number,
-                         const uint8_t *x, const int64_t *next, float *y) {
-    if (number == SUMMED && s->bits == INT4) {
-        EACH_HINT(w->hint, FOUR_INT4)
-    } else if (number == SUMMED && s->bits == INT8) {
-        EACH_HINT(w->hint, FOUR_INT8)
-    } else {
-        for (int64_t i = 0; i < number; i++) gate_products(w, s, rows[i], &x, 1, next[i], y + i);
-    }
+static void gates_of_row(const struct row_shape *s, const uint8_t *const *rows, int64_t number, const uint8_t *x,
+                         const int64_t *next, float *y) {
+    if (number == SUMMED && s->bits == INT4)
+        gate_dots(rows, SUMMED, s, INT4, &x, 1, next, y);
+    else if (number == SUMMED && s->bits == INT8)
+        gate_dots(rows, SUMMED, s, INT8, &x, 1, next, y);
+    else
+        for (int64_t i = 0; i < number; i++) gate_products(s, rows[i], &x, 1, next[i], y + i);
 }

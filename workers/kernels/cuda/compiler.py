@@ -21,8 +21,7 @@ from protocol.small_files import read_small
 from shm.atomic_file import atomic_file
 from workers.cuda import CudaError
 from workers.kernels.cuda import sources
-from workers.kernels.cuda.sources import OPTIONS, Program
-from workers.kernels.tuning_file import FOLDER
+from workers.kernels.cuda.sources import KEPT_IN, OPTIONS, Program
 
 LEAST_ARCHITECTURE = (8, 0)  # the first with the matrix instruction that the kernels use
 MAX_BYTES = 1 << 24
@@ -40,7 +39,7 @@ def compiled(program: Program, architecture: tuple[int, int], cache: Path | None
     nvrtc = Nvrtc()
     target = f"sm_{architecture[0]}{architecture[1]}"
     options = (*OPTIONS, *program.defines, f"--gpu-architecture={target}")
-    path = None if cache is None else cache / FOLDER / f"{_key(program, options, nvrtc.version)}.cubin"
+    path = None if cache is None else cache / KEPT_IN / f"{_key(program, options, nvrtc.version)}.cubin"
     if path is not None and (kept := _read(path)):
         return kept
     cubin, _ = nvrtc.compile(program, options)

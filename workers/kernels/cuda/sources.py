@@ -11,6 +11,7 @@ from shm.blocks import BlockFormat
 from shm.formats import BF16, TileFormat
 
 FOLDER = Path(__file__).parent
+KEPT_IN = "kernels"  # the folder of compiled programs in the disk cache
 FILE_NAME = re.compile(r"[0-9a-f]{16}\.cubin")  # of a compiled program in the disk cache
 KERNELS = re.compile(r"^KERNEL\(\w+, (\w+)", re.MULTILINE)
 INCLUDES = re.compile(r'^#include "(\w+\.cuh)"', re.MULTILINE)
