@@ -29,8 +29,6 @@ setup(
         library("shm._quantize", "shm/quantize.c", "-fno-trapping-math", "-fno-math-errno"),
         library("shm._doorbell", "shm/doorbell.c"),
         library("pipeline.experts._divide", "pipeline/experts/divide.c"),
-        # Extensions of Python, with its headers: called so often that ctypes would take longer than they do.
-        library("pipeline.replay._cache", "pipeline/replay/cache.c"),
         *(kernels(variant, flags) for variant, flags in VARIANTS.items()),
     ]
 )

@@ -175,7 +175,7 @@ def accuracy(c: Commands) -> dict[str, list[Row]]:
 
 def emulated(c: Commands) -> dict[str, list[Row]]:
     """Engines in which the host takes part: these take a minute each."""
-    table_1 = paces(c, **TABLE_1)
+    table_1 = paces(c, *TABLE_1)
     short = ("--prompt-len", "64", "--gen-len", "32", "--rounds", "3")
     hosts = ",".join(name for name in PRESETS.split(",") if name not in LINK_BOUND.split(","))
     rows = []
@@ -204,7 +204,7 @@ def links(c: Commands) -> dict[str, list[Row]]:
     rows = []
     for cache in ("0.25", "0.5"):
         for policy in LINK_BOUND.split(","):
-            words = ("--prompt-len", "64", "--gen-len", "16", "--rounds", "2", *paces(c, **TABLE_1))
+            words = ("--prompt-len", "64", "--gen-len", "16", "--rounds", "2", *paces(c, *TABLE_1))
             found = c.measure(f"link-{policy}-{cache}", policy, "--expert-cache", cache, *words)
             rows += [{"cache": cache} | row for row in found]
     return {"link-bound presets, emulated": rows}

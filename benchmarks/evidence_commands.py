@@ -44,7 +44,8 @@ COSTS = {
     "a6000-4": _costs(25, (100, 0.61e12), (538, 75e12), 4e-3),
     "a6000-8": _costs(25, (100, 0.61e12), (538, 75e12), 8e-3),
 }
-TABLE_1 = {"link": 39.87, "host": 3.583, "block": 1.24}  # ms of DAOP's table I; block: a layer on the device
+# ms of DAOP's table I: an expert on the link and on the host, and a block, a layer on the device
+TABLE_1 = (39.87, 3.583, 1.24)
 
 
 class Commands:

@@ -25,8 +25,7 @@ from pipeline.models.routing import Softmax
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import ModelShape, PolicyRequest
-from pipeline.replay.channels import RIGHT
-from pipeline.replay.machine import Replay
+from pipeline.replay.machine import RIGHT, Replay
 from pipeline.traces.header import Header
 from pipeline.traces.steps import TracedStep
 from pipeline.traces.synthetic import EMBEDDED, SyntheticText
@@ -197,7 +196,8 @@ def _emulated_link(c: Commands, words: Sequence[str]) -> float:
     layer = 1 / resident["policies"][0]["decode_tok_s"]["max"] / shape.layers  # s; the least disturbed run's
     expert = CASES[1].layout.expert_bytes
     ratio = (expert / LINK) / (TOP_K * expert / DEVICE + BESIDE / DEVICE)
-    return StoreLayout(shape, format_named("bf16")).expert_bytes / (ratio * layer) / 1e9
+    pace: float = StoreLayout(shape, format_named("bf16")).expert_bytes / (ratio * layer) / 1e9
+    return pace
 
 
 def main() -> int:

@@ -103,7 +103,9 @@ def calibrated(header: Header, steps: Sequence[TracedStep], accuracy: float) -> 
         order.begin(step.phase, step.sequences)
         for index, layer in enumerate(step.layers):
             gated, nothing = Gated.from_router(layer.router_routing), np.zeros(shape.experts, np.int32)
-            order.layer(LayerDecision(index, Signals(None, {}), gated, nothing, nothing), np.zeros((1, 1)))
+            order.layer(
+                LayerDecision(index, Signals(None, {}), gated, nothing, nothing), np.zeros((1, 1), np.float32)
+            )
             counts[index] += gated.routing.workload(shape.experts)
         order.end()
     named = np.full(shape.layers, accuracy, np.float32)

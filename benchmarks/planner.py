@@ -1,8 +1,8 @@
 """The planner's own time: what a policy adds to a layer of one token.
 
-    python benchmarks/planner.py
-    python benchmarks/planner.py --policy dali daop --json
-    python benchmarks/planner.py --runs 1 --tokens 16        a first impression
+    python -m benchmarks.planner
+    python -m benchmarks.planner --policy dali daop --json
+    python -m benchmarks.planner --runs 1 --tokens 16        a first impression
 
 For every preset, on three models' shapes: 32 layers of 8, 64
 and 128 experts, half of them resident. The timed code is the `PolicyDriver` in one layer with all its calls
@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from planner_input import LAYERS, MODELS, Model, Text, calibrated
 
+from benchmarks.planner_input import LAYERS, MODELS, Model, Text, calibrated
 from pipeline.arrays import FloatArray, Phase
 from pipeline.engine.driver import LayerDecision, PolicyDriver
 from pipeline.models.routing import Softmax

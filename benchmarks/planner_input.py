@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pipeline.arrays import FloatArray, IntArray
+from pipeline.arrays import FloatArray
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from shm.layout import ExpertShape, StoreLayout, format_named, suitable_tile
@@ -102,8 +103,9 @@ def calibrated(model: Model, text: Text) -> Calibration:
     )
 
 
-def _hit_rates(counts: IntArray) -> FloatArray:
+def _hit_rates(counts: NDArray[np.int64]) -> FloatArray:
     """Those of a cache that holds the most used experts, [L, E + 1]."""
     ranked = -np.sort(-counts, axis=1)
     held = np.concatenate((np.zeros((LAYERS, 1)), ranked.cumsum(axis=1)), axis=1)
-    return (held / held[:, -1:]).astype(np.float32)
+    rates: FloatArray = (held / held[:, -1:]).astype(np.float32)
+    return rates

@@ -33,8 +33,7 @@ from workers.kernels.reference_channels import ReferenceChannels
 
 BATCH = 16  # windows at a time
 WINDOW = 512  # tokens
-DEFAULT = ("bf16", "f32", "int8", "int4", "int4-rtn", "int4-g128", "int4-g128-rtn")
-DEFAULT += ("floe-u8-int4", "floe-u4-int4", "floe-int4")
+DEFAULT = "bf16,f32,int8,int4,int4-rtn,int4-g128,int4-g128-rtn,floe-u8-int4,floe-u4-int4,floe-int4"
 
 
 def windows(tokenizer: Tokenizer, text: str, length: int = WINDOW) -> Tensor:
@@ -95,7 +94,7 @@ class EncodedExperts(torch.nn.Module):
 def perplexity(model: Any, tokens: Tensor) -> float:
     """Perplexity of every token except each window's first; tokens [windows, length]."""
     total = 0.0
-    for rows in tokens.split(BATCH):
+    for rows in torch.split(tokens, BATCH):
         logits = model(input_ids=rows, use_cache=False).logits[:, :-1].flatten(0, 1)
         total += float(functional.cross_entropy(logits, rows[:, 1:].flatten(), reduction="sum"))
     return math.exp(total / tokens[:, 1:].numel())
@@ -120,7 +119,7 @@ def measure(formats: list[str], limit: int | None) -> Iterator[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--windows", type=int, help="of 512 tokens, of each kind of text (default: all)")
-    parser.add_argument("--formats", default=",".join(DEFAULT))
+    parser.add_argument("--formats", default=DEFAULT)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     formats = arguments.formats.split(",")

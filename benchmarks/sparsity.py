@@ -140,7 +140,7 @@ def measure(
                 experts.threshold = float(table[round(sparsity * QUANTILES)]) if sparsity else 0.0
                 experts.mass.zero_()
             found = {"perplexity": perplexity(model, held_out)}
-            mass = sum(experts.mass for experts in layers)
+            mass = torch.stack([experts.mass for experts in layers]).sum(dim=0)
             found["accuracy"] = questions.accuracy(model)
             base = base or found
             worse = {

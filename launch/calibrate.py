@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from rich.console import RenderableType
 
-from launch.command_line.checks import check_extra, check_request, read_ids, read_text
+from launch.command_line.checks import check_new_file, check_packages, check_request, read_ids, read_text
 from launch.command_line.options import Options
 from launch.connect import reconnecting_client
 from launch.errors import WrongUsage
@@ -30,7 +30,6 @@ from pipeline.policies.calibration import Calibration
 from protocol.messages import CALIBRATION_TOKENS, Calibrate, Calibrating
 from protocol.program import COMMAND, user_folder
 from protocol.visible import visible
-from shm.atomic_file import check_creatable
 
 MOST_LAYERS = 64  # a model with more gets the mean values only
 PICTURE = "report.png"
@@ -45,7 +44,7 @@ async def calibrate(options: Options, interrupts: Interrupts) -> int:
     written = options.written
     folder: Path | None = written.get("report")
     if folder is not None:
-        _check_folder(folder)
+        _prepare(folder)
     if "text" in written or "tokens" in written:
         path, about = await _calibrate(options, interrupts)
         calibration = read(path)[0]
@@ -67,14 +66,11 @@ async def calibrate(options: Options, interrupts: Interrupts) -> int:
     return 0
 
 
-def _check_folder(folder: Path) -> None:
+def _prepare(folder: Path) -> None:
     """Create the folder. Raises WrongUsage where no file can be created in it, or without matplotlib."""
-    check_extra("--report", "plots", "matplotlib")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        check_creatable(folder / PICTURE)
-    except OSError as e:
-        raise WrongUsage(f"--report {folder}: no file can be created there: {e.strerror}") from None
+    check_packages("--report", "matplotlib")
+    folder.mkdir(parents=True, exist_ok=True)
+    check_new_file("--report", folder / PICTURE)
 
 
 async def _calibrate(options: Options, interrupts: Interrupts) -> tuple[Path, dict[str, Any]]:

@@ -1,5 +1,5 @@
 """Expected speeds. `doctor --model` asks for them by the bytes that a token reads and by measured rates,
-`advise` by a replay of a model's routing with costs, and `/why` by where the time of an answer went.
+`advise` by a replay of a model's routing with costs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launch.bench.profile import PhaseProfile
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import EngineConfig, FormatName
 from pipeline.memory.needs import Needs, backbone_tensors, needs, plain_bytes, quantized_bytes
@@ -325,40 +324,3 @@ def _since(now: PhaseOutcome, then: PhaseOutcome) -> PhaseOutcome:
     difference = replace(now, **plain)
     difference.active, difference.hits = now.active - then.active, now.hits - then.hits
     return difference
-
-
-# --- by where the time of an answer went --------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TokenTime:
-    """Seconds of a measured token by part of a step. Waiting for the host's experts is divided into `host`,
-    the time in which they were computed, and `idle`, the rest: negative where the coordinator computed
-    meanwhile."""
-
-    parts: dict[str, float]
-
-    @classmethod
-    def of(cls, profile: PhaseProfile) -> TokenTime:
-        """The time of a phase's tokens."""
-        parts = {part: spent / profile.rows for part, spent in profile.tree["seconds"].items()}
-        host = profile.host_busy * profile.seconds / profile.rows
-        wait = parts.pop("wait")
-        return cls(parts | {"host": host, "idle": wait - host})
-
-    def with_parts(self, **changed: float) -> float:
-        """Seconds of a token where these parts take so long instead."""
-        return sum((self.parts | changed).values())
-
-    def scaled(self, names: Sequence[str], ratio: float) -> float:
-        """Seconds of a token where these parts take `ratio` times as long."""
-        return self.with_parts(**{name: self.parts[name] * ratio for name in names})
-
-    def missing_divided(self, tiles: float, host: float, link: float) -> float:
-        """Seconds of a token at least, where so many missing tiles are divided so that the host, at `host`
-        seconds each, and the link, at `link`, end together."""
-        return self.with_parts(host=0.0, idle=0.0, link=tiles * host * link / (host + link))
-
-    def missing_cheapest(self, tiles: float, host: float, link: float) -> float:
-        """The same where all missing tiles go to the faster side."""
-        return self.with_parts(host=0.0, idle=0.0, link=tiles * min(host, link))

@@ -148,6 +148,7 @@ class MoveCounters(Hits):
     useful_tiles: int = 0  # of those, computed before they were evicted
     wasted_tiles: int = 0  # of those, evicted unused
     late_tiles: int = 0  # demanded while their predicted fetch was under way
+    placed_tiles: int = 0  # landed in the background, for no prediction
     channels: ChannelCounters = field(default_factory=ChannelCounters)
 
 
@@ -269,6 +270,7 @@ def _tree(c: PhaseCounters, tile_bytes: int, channel_bytes: int) -> dict[str, An
         "useful_tiles": c.useful_tiles,
         "wasted_tiles": c.wasted_tiles,
         "late_tiles": c.late_tiles,
+        "placed_tiles": c.placed_tiles,
         "channels": dict(vars(c.channels)),
         "host_busy_s": c.host_busy,
         "link_busy_s": c.link_busy,

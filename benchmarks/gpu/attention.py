@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,10 +51,13 @@ def exact(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     scores = q.double() @ keys.transpose(1, 2) * WIDTH**-0.5
     places = torch.arange(total, device=q.device)
     scores.masked_fill_(places[total - new :, None] < places, -torch.inf)
-    return scores.softmax(2) @ values
+    attended: Tensor = scores.softmax(2) @ values
+    return attended
 
 
-def ways(device: Device, q: Tensor, keys: Tensor, values: Tensor):  # type: ignore[no-untyped-def]
+def ways(
+    device: Device, q: Tensor, keys: Tensor, values: Tensor
+) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """By name, functions that return [heads, T, width]."""
     new, total = q.shape[1], keys.shape[1]
     if new == 1:
@@ -76,7 +80,11 @@ def ways(device: Device, q: Tensor, keys: Tensor, values: Tensor):  # type: igno
     mask = places[total - new :, None] >= places
     for name, flash in (("flash", True), ("with a mask", False)):
         batch = cast(Batch, SimpleNamespace(flash=flash, stored=True, masks={None: [mask]}))
-        yield name, lambda batch=batch: attend_span(q, keys, values, batch, 0, None).transpose(0, 1)
+
+        def span(batch: Batch = batch) -> Tensor:
+            return attend_span(q, keys, values, batch, 0, None).transpose(0, 1)
+
+        yield name, span
 
 
 def measure(device: Device) -> list[Row]:
@@ -92,16 +100,14 @@ def measure(device: Device) -> list[Row]:
                 error = float((way().double() - expected).abs().max())
                 before = torch.cuda.memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
-                began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                began.record()
+                began = device.time_mark()
                 for _ in range(CALLS):
                     way()
-                ended.record()
-                torch.cuda.synchronize()
+                ended = device.time_mark()
+                device.wait(device.fence())
                 peak = (torch.cuda.max_memory_allocated() - before) / 1e6
-                rows.append(
-                    Row(new, total, kv_heads, name, error, began.elapsed_time(ended) * 1e3 / CALLS, peak)
-                )
+                microseconds = device.seconds_between(began, ended) * 1e6 / CALLS
+                rows.append(Row(new, total, kv_heads, name, error, microseconds, peak))
     return rows
 
 

@@ -38,7 +38,7 @@ from workers.kernels.cuda.sums import PartSums
 
 ROOT = Path(__file__).parents[2]
 REPEATS, TURNS = 300, 100
-PLANNER = "benchmarks/planner.py --policy tandem --tokens 32 --runs 2 --layers 1 --json"
+PLANNER = "-m benchmarks.planner --policy tandem --tokens 32 --runs 2 --json"
 
 
 class NoLauncher:
@@ -48,17 +48,19 @@ class NoLauncher:
 
     def __init__(self) -> None:
         self.calls = 0
+        self.upload: Callable[[NDArray[np.uint8]], Tensor] = self._upload
+        self.reserve: Callable[[int], Reserved] = self._reserve
 
     def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
         self.calls += 1
 
-    def reserve(self, size: int) -> Reserved:
+    def _reserve(self, size: int) -> Reserved:
         return Reserved(np.empty(size, np.uint8), torch.empty(size, dtype=torch.uint8), self._count)
 
     def _count(self, *copy: object) -> None:
         self.calls += 1
 
-    def upload(self, array: NDArray[np.uint8]) -> Tensor:
+    def _upload(self, array: NDArray[np.uint8]) -> Tensor:
         self.calls += 1
         return torch.from_numpy(array)
 

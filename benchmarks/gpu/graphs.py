@@ -63,7 +63,7 @@ class Row:
 
 def step(layers: StepLayers, number: int, inputs: Sequence[StepInput], experts: Experts) -> list[FloatArray]:
     """One step; all that is read back."""
-    h, found = layers.embed(), []
+    h, found = layers.embed(), list[FloatArray]()
     for layer in range(number):
         attended = layers.attend(layer, h, True, ())
         h = attended.h
@@ -144,8 +144,8 @@ def measure(
         expected = steps.eager()
         steps.warm()
         equal = difference(steps.by_graphs(), expected)
-        pace = [1e6 * seconds(one, repeats) / steps.layers for one in (steps.eager, steps.by_graphs)]
-        table.append(Row(name, number, *pace, equal, steps.graphs.status))
+        eager, graph = (1e6 * seconds(one, repeats) / steps.layers for one in (steps.eager, steps.by_graphs))
+        table.append(Row(name, number, eager, graph, equal, steps.graphs.status))
         every.append(steps)
     return table, every
 

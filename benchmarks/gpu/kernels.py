@@ -17,18 +17,23 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.arrays import FloatArray, IntArray
 from pipeline.device import Device, open_device
+from pipeline.device.base import DeviceKernel
 from pipeline.device.cuda import CudaDevice
 from pipeline.errors import UsageError
 from shm.layout import ExpertShape, StoreLayout, format_named
 from workers.kernels.geometry import Geometry
 from workers.kernels.native import best
+
+Arrays = tuple[IntArray, IntArray, IntArray, FloatArray]
 
 SHAPES = {"mixtral-8x7b": (4096, 14336, 1792, 2), "qwen3-30b-a3b": (2048, 768, 768, 8)}  # H, I, tile, experts
 FORMATS = ("int4", "int4-g128", "int8", "bf16")
@@ -78,7 +83,7 @@ class Layers:
             self.slab.slot(slot).copy_(there)
         self._next = 0
 
-    def share(self, rows: int) -> tuple[Tensor, tuple[np.ndarray, ...]]:
+    def share(self, rows: int) -> tuple[Tensor, Arrays]:
         """x, and the arguments of `begin`: every expert has all rows."""
         x = torch.randn(rows, self.hidden, device=self.device.torch_device)
         cuts = np.full(self.experts, self.tiles, np.int32)
@@ -145,6 +150,13 @@ def equals_the_host(device: Device, layers: Layers, rows: int) -> bool | None:
     return bool(np.array_equal(share.result().cpu().numpy(), expected))
 
 
+def _once(kernel: DeviceKernel, layers: Layers, x: Tensor, arguments: Arrays) -> None:
+    """Compute one layer."""
+    share = kernel.begin(x, *arguments)
+    share.add(layers.next_tiles())
+    share.result()
+
+
 def measure(
     device: Device,
     in_torch: Device,
@@ -171,12 +183,7 @@ def measure(
                         continue
                     x, arguments = layers.share(number)
 
-                    def once(kernel=kernel, x=x, arguments=arguments, layers=layers) -> None:
-                        share = kernel.begin(x, *arguments)
-                        share.add(layers.next_tiles())
-                        share.result()
-
-                    seconds, host = clock.seconds(once)
+                    seconds, host = clock.seconds(partial(_once, kernel, layers, x, arguments))
                     read = layers.layer_bytes / seconds
                     weights = layers.experts * 3 * layers.hidden * layers.layout.shape.intermediate
                     found.append(

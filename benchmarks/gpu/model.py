@@ -79,7 +79,7 @@ def host_pace(seconds: float) -> float:
     if library is None:
         raise SystemExit("no C library was compiled: give --host-gbps")
     team, memory = library.team(len(os.sched_getaffinity(0))), np.ones(READ, np.uint8)
-    until, paces = time.perf_counter() + seconds, []
+    until, paces = time.perf_counter() + seconds, list[float]()
     while not paces or time.perf_counter() < until:
         began = time.perf_counter()
         library.read(memory, team)

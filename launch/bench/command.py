@@ -32,8 +32,8 @@ from launch.terminal.output import print_json
 from launch.terminal.progress import ProgressCounter
 from launch.terminal.tables import print_parts
 from pipeline.calibration.cost_cache import processor
+from pipeline.policies.placements import ENOUGH_TOKENS
 from pipeline.policies.presets import make_policy
-from pipeline.policies.room import ENOUGH_TOKENS
 from pipeline.policies.view import PolicyRequest
 from protocol.client import Client
 from protocol.errors import EngineGone, ProtocolError, RequestFailed

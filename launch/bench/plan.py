@@ -13,8 +13,7 @@ from pipeline.assets import model_dir
 from pipeline.checkpoint.open import open_model
 from pipeline.config import DEFAULT_CONTEXT, KV_CONTEXTS
 from pipeline.models.registry import model_spec
-from pipeline.policies.presets import PRESETS, make_policy
-from pipeline.policies.random_plan import RandomPlan
+from pipeline.policies.presets import PRESETS, RandomPlan, make_policy
 from pipeline.policies.view import PolicyRequest
 
 WARM_UP_PROMPT = 64  # tokens: enough to use nearly every expert

@@ -14,7 +14,7 @@ import numpy as np
 
 from launch.errors import WrongUsage
 from pipeline.assets import heldout
-from pipeline.policies.room import ENOUGH_TOKENS
+from pipeline.policies.placements import ENOUGH_TOKENS
 from protocol.client import Client
 
 Prompt = tuple[int, ...]

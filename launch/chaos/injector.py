@@ -21,8 +21,8 @@ from typing import Any
 
 from launch.chaos.hostile_client import HostileClient
 from launch.chaos.processes import PidHandle, supervisor_of
-from launch.command_line.values import nearest
 from launch.errors import WrongUsage
+from pipeline.policies.options import did_you_mean
 from protocol.errors import ProtocolError
 
 KINDS = (
@@ -51,7 +51,7 @@ class Chaos:
         kinds = tuple(dict.fromkeys(kind.strip() for kind in written["chaos"].split(",")))
         for kind in kinds:
             if kind not in KINDS:
-                near = nearest(kind, KINDS)
+                near = did_you_mean(kind, KINDS)
                 raise WrongUsage(f"--chaos: unknown kind {kind!r}{near} ({', '.join(KINDS)})")
         return cls(kinds, written.get("chaos_rate", RATE), seed)
 

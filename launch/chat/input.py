@@ -1,15 +1,12 @@
 """The input line of the REPL: its keys, Tab completion, and the typed lines of earlier sessions, in
-$XDG_STATE_HOME/tandem/history: one JSON string a line, oldest first.
-
-prompt_toolkit's FileHistory creates its file with the umask's permissions, follows links, grows without
-limit, and raises when the file cannot be used or a line holds half a surrogate pair."""
+$XDG_STATE_HOME/tandem/history."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -19,22 +16,19 @@ from prompt_toolkit.data_structures import Size
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import Condition
 from prompt_toolkit.formatted_text import StyleAndTextTuples
-from prompt_toolkit.history import History
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.input.vt100 import Vt100Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.styles import Style
 
-from launch.chat.commands import COMMANDS
-from launch.chat.settings import KEYS
-from launch.chat.tables import describe
+from launch.chat.conversation import KEYS
+from launch.chat.tables import COMMANDS, describe, meaning
 from launch.errors import WrongUsage
 from pipeline.policies.options import Choice
 from pipeline.policies.presets import PRESETS
 from protocol.program import user_folder
 
-MAX_LINES = 2000  # a history of more than twice as many is cut to these when it is loaded
-MAX_BYTES = 8 << 20  # read from the end of the history
 MENU_LINES = 12  # of the screen, for the prompt and the menu of completions
 PROMPT = "> "
 STYLE = Style.from_dict(
@@ -81,9 +75,7 @@ class InputLine:
 
     async def read(self) -> str:
         """The next text. Raises EOFError for Ctrl-D on an empty line, and when the terminal is closed."""
-        text = await self._session.prompt_async(set_exception_handler=False, handle_sigint=False)
-        # Bytes that are not UTF-8 arrive as half a surrogate pair.
-        return text.encode(errors="surrogateescape").decode(errors="replace")
+        return _whole(await self._session.prompt_async(set_exception_handler=False, handle_sigint=False))
 
     def close(self) -> None:
         self._terminal.close()
@@ -101,13 +93,13 @@ class CommandCompleter(Completer):
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
         if not completes(text := document.text_before_cursor):
             return
-        name, space, argument = text[1:].partition(" ")
-        if space and name in ("save", "load"):
+        command, space, argument = text.partition(" ")
+        if space and command in ("/save", "/load"):
             typed = argument.lstrip(" ")
             yield from self._paths.get_completions(Document(typed, len(typed)), complete_event)
             return
-        *before, word = [f"/{name}"] if not space else [name, *argument.split(" ")]
-        for choice, help in _choices([part for part in before if part], word):
+        *before, word = text.split(" ")
+        for choice, help in _choices([part for part in before if part]):
             if choice.startswith(word):
                 yield Completion(choice, -len(word), display_meta=help)
 
@@ -117,91 +109,53 @@ def completes(text: str) -> bool:
     return text.startswith("/") and not text.startswith("//") and "\n" not in text
 
 
-def _choices(before: list[str], word: str) -> Iterator[tuple[str, str]]:
-    """Yields what may stand for `word` after the words `before`, with its meaning."""
+def _choices(before: list[str]) -> Iterator[tuple[str, str]]:
+    """Yields what may stand after the words `before`, with its meaning."""
     match before:
         case []:
-            for command in COMMANDS.values():
-                yield f"/{command.name}" + " " * bool(command.arguments), command.help
-        case ["help"]:
-            yield from (("policy ", "what /policy can set"), ("set", "what /set can set"))
-        case ["policy"] | ["help", "policy"]:
+            for name, command in COMMANDS.items():
+                yield f"/{name}" + " " * bool(command.arguments), command.help
+        case ["/help"]:
+            yield "policy ", "what /policy can set"
+        case ["/policy"] | ["/help", "policy"]:
             yield from ((preset.name, describe(preset)) for preset in PRESETS.values())
-        case ["policy", name, *_] if name in PRESETS:
+        case ["/policy", name, *_] if name in PRESETS:
             for option in PRESETS[name].options:
-                if "=" not in word:
-                    yield f"{option.name}=", option.help
-                elif isinstance(option, Choice):
-                    yield from ((f"{option.name}={choice}", "") for choice in option.choices)
-        case ["set", *_]:
-            yield from ((f"{key}=", help) for key, (_, help) in KEYS.items() if "=" not in word)
-            yield from ((f"ignore_eos={value}", "") for value in ("on", "off") if "=" in word)
+                values = option.choices if isinstance(option, Choice) else ("",)
+                yield from ((f"{option.name}={value}", option.help) for value in values)
+        case ["/set", *_]:
+            yield from ((f"{key}=", meaning(key)) for key in KEYS)
 
 
 def history_file() -> Path:
     return user_folder("STATE") / "history"
 
 
-class PrivateFileHistory(History):
-    """Lines in memory and in a file with mode 0600; in memory alone after a `warn` that it is unusable."""
-
-    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
-        super().__init__()
-        self._path = path
-        self._warn = warn
-        self._usable = True
-
-    def load_history_strings(self) -> Iterable[str]:
-        """The lines of the file, newest first; damaged ones are left out."""
-        lines: list[str] = []
-        try:
-            self._path.parent.parent.mkdir(parents=True, exist_ok=True)
-            self._path.parent.mkdir(mode=0o700, exist_ok=True)
-            with os.fdopen(self._open(os.O_RDWR), "r+b") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - MAX_BYTES))
-                content = file.read().decode("utf-8", "replace").splitlines()
-                if len(content) > 2 * MAX_LINES:
-                    content = content[-MAX_LINES:]
-                    file.seek(0)
-                    file.write("".join(line + "\n" for line in content).encode())
-                    file.truncate()
-            lines = [text for line in content if (text := _text(line)) is not None]
-        except OSError as e:
-            self._disable(e)
-        return reversed(lines)
-
-    def store_string(self, string: str) -> None:
-        if not self._usable:
-            return
-        try:
-            with os.fdopen(self._open(os.O_WRONLY | os.O_APPEND), "ab") as file:
-                file.write(json.dumps(string).encode() + b"\n")
-        except OSError as e:
-            self._disable(e)
-
-    def _open(self, flags: int) -> int:
-        fd = os.open(self._path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            os.fchmod(fd, 0o600)
-        except OSError:
-            os.close(fd)
-            raise
-        return fd
-
-    def _disable(self, error: OSError) -> None:
-        if self._usable:
-            self._usable = False
-            self._warn(f"the history is not saved: {self._path}: {error.strerror}")
-
-
-def _text(line: str) -> str | None:
-    """The text of a line of the file, or None where it is damaged."""
+def open_history(warn: Callable[[str], None]) -> History:
+    """Returns the typed lines of earlier sessions; those of this one alone after a `warn` that the file is
+    unusable."""
+    path = history_file()
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, str) else None
+        path.parent.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(fd):
+            os.fchmod(fd, 0o600)
+    except OSError as e:
+        warn(f"the history is not saved: {path}: {e.strerror}")
+        return InMemoryHistory()
+    return _PrivateHistory(path)
+
+
+class _PrivateHistory(FileHistory):
+    def store_string(self, string: str) -> None:
+        with suppress(OSError):  # a full disk: the line stays in memory
+            super().store_string(_whole(string))
+
+
+def _whole(text: str) -> str:
+    """Replaces what was typed and is not UTF-8: it arrives as half a surrogate pair."""
+    return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _open_terminal() -> TextIO:

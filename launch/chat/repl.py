@@ -1,23 +1,35 @@
-"""The REPL: a prompt, and for each line an answer or a command, until Ctrl-D or /quit."""
+"""The REPL on a terminal: a prompt, and for each line an answer or a command, until Ctrl-D or /quit. Answers
+are shown as their tokens arrive, and messages never land within the input line or within an answer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+import sys
+import termios
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from io import TextIOWrapper
 
-from launch.chat.conversation import Conversation
-from launch.chat.input import InputLine, PrivateFileHistory, history_file
-from launch.chat.screen import AnswerView, LogLines, Screen
-from launch.chat.session import Session, banner, policy_change
+from prompt_toolkit.application import run_in_terminal
+from rich.console import RenderableType
+from rich.text import Text
+
+from launch.chat.conversation import Conversation, View
+from launch.chat.input import InputLine, open_history
+from launch.chat.session import Output, Session, banner, policy_change
 from launch.connect import ANSWERS, WAITING
 from launch.errors import OutputFailed, WrongUsage
 from launch.terminal.interrupts import Interrupts
+from launch.terminal.tables import VisibleConsole
 from protocol.client import Client
 from protocol.errors import RequestFailed
 from protocol.messages import PolicyChanged
+from protocol.visible import visible
 
 HOW_TO_QUIT = "Ctrl-D or /quit ends the chat"
+STATUS_DELAY = 0.7  # seconds without a token until "reading the prompt" is shown
+ERASE_LINE = "\r\x1b[2K"
 
 
 class Repl:
@@ -25,23 +37,19 @@ class Repl:
         self._client = client
         self._conversation = conversation
         self._interrupts = interrupts
-        self._screen = Screen(lambda: self._input.active)
-        history = PrivateFileHistory(history_file(), self._screen.announce)
-        self._input = InputLine(history, self._hint)
-        self._session = Session(
-            client, conversation, interrupts, self._screen, self._new_view, summaries=True
-        )
-        self._view: AnswerView | None = None  # while an answer is written
+        self._screen = Screen(lambda: self._input.active, interrupts)
+        self._input = InputLine(open_history(self._screen.announce), self._hint)
+        self._session = Session(client, conversation, interrupts, self._screen)
         self._hinted = False  # since the last line
 
     async def run(self) -> int:
         """0 at the session's end. Raises EngineGone; AnswerLost where it shuts down during an answer."""
         screen = self._screen
         self._client.on_policy = self._on_policy
-        self._client.on_pause = lambda lost: self._on_connection(WAITING)
-        self._client.on_reconnect = lambda: self._on_connection(ANSWERS)
+        self._client.on_pause = lambda lost: screen.interrupt(WAITING)
+        self._client.on_reconnect = lambda: screen.interrupt(ANSWERS)
         try:
-            with screen.quiet(), LogLines(screen), self._interrupts.otherwise(self._hint):
+            with quiet_terminal(), LogLines(screen).installed(), self._interrupts.otherwise(self._hint):
                 self._welcome()
                 while (line := await self._next_line()) is not None:
                     if not await self._handle(line):
@@ -81,23 +89,8 @@ class Repl:
         self._screen.show()
         return True
 
-    @contextmanager
-    def _new_view(self) -> Iterator[AnswerView]:
-        with AnswerView(self._screen, self._interrupts) as self._view:
-            try:
-                yield self._view
-            finally:
-                self._view = None
-
     def _on_policy(self, changed: PolicyChanged) -> None:
         self._screen.announce(f"another client changed the {policy_change(changed)}", "yellow")
-
-    def _on_connection(self, text: str) -> None:
-        """Show that the connection is lost or restored, also while an answer is written."""
-        if self._view is None:
-            self._screen.announce(text)
-        else:
-            self._view.notice(text)
 
     def _hint(self) -> None:
         if not self._hinted:
@@ -110,3 +103,158 @@ class Repl:
             self._screen.note(line)
         self._screen.note(f"/help lists the commands; {HOW_TO_QUIT}")
         self._screen.show()
+
+
+class Screen(Output):
+    """Prints for the REPL, from the event loop alone. `announce` is for messages that come at any time."""
+
+    def __init__(self, prompting: Callable[[], bool], interrupts: Interrupts) -> None:
+        """`prompting`: whether a line is being typed."""
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # characters that this terminal's encoding lacks
+        self.console = VisibleConsole(file=sys.stdout)
+        self._prompting = prompting
+        self._interrupts = interrupts
+        self._view: AnswerView | None = None  # while an answer is written
+        self._deferred: list[Text] = []  # announcements meanwhile
+        self._printing: set[asyncio.Future[None]] = set()
+
+    def show(self, what: RenderableType = "") -> None:
+        self.console.print(what)
+
+    def note(self, text: str, style: str = "dim") -> None:
+        self.show(Text(text, style=style))
+
+    def announce(self, text: str, style: str = "dim") -> None:
+        """Show a message that no command caused: above the prompt, or after the present answer."""
+        line = Text(text, style=style)
+        if self._view is not None:
+            self._deferred.append(line)
+        elif self._prompting():
+            printing = asyncio.ensure_future(run_in_terminal(lambda: self.show(line)))
+            self._printing.add(printing)
+            printing.add_done_callback(self._printing.discard)
+        else:
+            self.show(line)
+
+    def interrupt(self, text: str) -> None:
+        """Show a message at once, also within an answer."""
+        if self._view is None:
+            self.announce(text)
+        else:
+            self._view.notice(text)
+
+    @contextmanager
+    def answer(self) -> Iterator[View]:
+        with ExitStack() as stack:
+            self._view = AnswerView(self, lambda: self._ignore_next_interrupt(stack))
+            try:
+                yield self._view
+            finally:
+                self._view.ended()
+                self._view = None
+                while self._deferred:
+                    self.show(self._deferred.pop(0))
+
+    def _ignore_next_interrupt(self, stack: ExitStack) -> None:
+        # The session must not end by an accidental second Ctrl-C; a third one ends it.
+        stack.enter_context(self._interrupts.handled_by(lambda: None))
+
+
+class AnswerView(View):
+    """Writes one answer; a status is shown while nothing of it has come."""
+
+    def __init__(self, screen: Screen, cancelling: Callable[[], None]) -> None:
+        self.cancelling = cancelling  # type: ignore[method-assign]
+        self._screen = screen
+        self._status_shown = False  # the cursor's line is a status, which the next output erases
+        self._at_line_start = True
+        self._empty = True
+        self._status_timer = asyncio.get_running_loop().call_later(
+            STATUS_DELAY, self._show_status, "reading the prompt ..."
+        )
+
+    def queued(self, position: int) -> None:
+        if self._empty:
+            self._clear_status()
+            self._show_status(f"queued, position {position}")
+
+    def append(self, text: str) -> None:
+        if text:
+            self._clear_status()
+            self._write(visible(text))
+            self._at_line_start = text.endswith("\n")
+            self._empty = False
+
+    def notice(self, text: str) -> None:
+        self.ended()
+        self._screen.note(text)
+
+    def ended(self) -> None:
+        self._clear_status()
+        if not self._at_line_start:
+            self._at_line_start = True
+            self._write("\n")
+
+    def _show_status(self, text: str) -> None:
+        self._status_shown = True
+        console = self._screen.console
+        with console.capture() as capture:
+            console.print(Text(text[: console.width - 1], style="dim"), end="")
+        self._write(ERASE_LINE + capture.get())
+
+    def _clear_status(self) -> None:
+        self._status_timer.cancel()
+        if self._status_shown:
+            self._status_shown = False
+            self._write(ERASE_LINE)
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+class LogLines(logging.Handler):
+    """Shows log lines as announcements."""
+
+    def __init__(self, screen: Screen) -> None:
+        super().__init__()
+        self._screen = screen
+        self._loop = asyncio.get_running_loop()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        style = "yellow" if record.levelno >= logging.WARNING else "dim"
+        with suppress(RuntimeError):  # the loop is closed: the command has ended
+            self._loop.call_soon_threadsafe(self._screen.announce, self.format(record), style)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Within the block, replaces the root logger's handlers."""
+        root = logging.getLogger()
+        before = root.handlers[:]
+        if before:
+            self.setFormatter(before[0].formatter)
+        root.handlers[:] = [self]
+        try:
+            yield
+        finally:
+            root.handlers[:] = before
+
+
+@contextmanager
+def quiet_terminal() -> Iterator[None]:
+    """No echo: the next prompt reads the keys. No Ctrl-Z: it would stop the engine with this process."""
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+    after = termios.tcgetattr(fd)
+    after[0] &= ~termios.ICRNL
+    after[3] &= ~(termios.ECHO | termios.ICANON)
+    control = list(after[6])
+    control[termios.VSUSP] = b"\0"
+    after[6] = control
+    termios.tcsetattr(fd, termios.TCSANOW, after)
+    try:
+        yield
+    finally:
+        with suppress(termios.error):  # the terminal is closed
+            termios.tcsetattr(fd, termios.TCSANOW, before)

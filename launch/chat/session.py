@@ -1,40 +1,40 @@
-"""One chat: questions are answered, commands are executed. Where its output goes is the caller's choice: the
-REPL's screen, or lines on stdout and stderr."""
+"""One chat: questions are answered, commands are executed. Where its output goes is its caller's choice: to
+the REPL's screen (`repl.py`), or as plain lines to stdout and stderr."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
 
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 
-from launch.chat.commands import Call, parse_line, parse_policy
-from launch.chat.conversation import Conversation, Reply, Transcript, View
-from launch.chat.settings import change, echo
+from launch.chat.conversation import Conversation, Reply, Transcript, View, change, value_text
 from launch.chat.tables import (
+    COMMANDS,
     counters_table,
-    cut,
     engine_table,
     help_text,
-    parts_help,
     policy_list,
     policy_options,
-    settings_help,
     settings_table,
     summary,
 )
 from launch.chat.why import why_text
+from launch.command_line.options import RANDOM_OPTIONS
 from launch.errors import WrongUsage
 from launch.terminal.format import count, model_name
 from launch.terminal.interrupts import Interrupts
+from launch.terminal.tables import PLAIN_WIDTH, VisibleConsole
 from pipeline.assets import model_dir
+from pipeline.policies.options import did_you_mean
 from protocol.client import Client
 from protocol.messages import PolicyChanged, Welcome
 
 FORCE = "--force"
+LAST_WORDS = ("exit", "quit", "/exit", "/bye")  # as a whole line
 QUESTIONS = (  # that the embedded model answers well, also without a repetition penalty
     "What is the global interpreter lock?",
     "What is a generator?",
@@ -42,68 +42,89 @@ QUESTIONS = (  # that the embedded model answers well, also without a repetition
 )
 
 
-class Output(Protocol):
-    """Shows a session's messages and tables."""
+class Output:
+    """Shows a session's answers on stdout, its messages and tables as plain text on stderr."""
+
+    def __init__(self) -> None:
+        stderr = Console(file=sys.stderr)
+        width = stderr.width if stderr.is_terminal else PLAIN_WIDTH
+        self.console = VisibleConsole(width=width, color_system=None)
 
     def show(self, what: RenderableType = "") -> None:
-        """Print a table or a text."""
+        with self.console.capture() as captured:
+            self.console.print(what)
+        for line in captured.get().splitlines():
+            print(line.rstrip(), file=sys.stderr)
 
-    def note(self, text: str) -> None:
-        """Print a message."""
+    def note(self, text: str, style: str = "dim") -> None:
+        """Print a message; `style`: for outputs with colours."""
+        self.show(text)
+
+    @contextmanager
+    def answer(self) -> Iterator[View]:
+        """The view of one answer."""
+        yield View()
+
+
+def parse_line(text: str) -> tuple[str, str]:
+    """Returns a command's name and argument, or "ask" and a question; "//" begins a question with "/". Raises
+    WrongUsage for an unknown command and for an argument to a command that takes none."""
+    if text.strip() in LAST_WORDS:
+        return "quit", ""
+    if not text.startswith("/") or text.startswith("//"):
+        return "ask", text.replace("//", "/", 1) if text.startswith("//") else text
+    name, *arguments = text[1:].split(maxsplit=1) or [""]
+    if name not in COMMANDS:
+        near = did_you_mean(name, COMMANDS).replace("mean ", "mean /").replace(" or ", " or /")
+        raise WrongUsage(
+            f"unknown command /{name[:40]}{near or '; /help lists all'} (// begins a question with a /)"
+        )
+    if arguments and not COMMANDS[name].arguments:
+        raise WrongUsage(f"/{name} takes no argument")
+    return name, "".join(arguments).strip()
+
+
+def parse_policy(argument: str) -> tuple[str, dict[str, str]]:
+    """Returns the name and the options of /policy's argument. Raises WrongUsage for an option without "="."""
+    name, *words = argument.split()
+    pairs = [word.partition("=") for word in words]
+    for option, equals, _ in pairs:
+        if not (option and equals):
+            raise WrongUsage(f"{option[:40]!r}: write an option of the policy as OPTION=VALUE")
+    # --set's spelling, NAME.OPTION, works too
+    return name, {option.removeprefix(f"{name}."): value for option, _, value in pairs}
 
 
 class Session:
     def __init__(
-        self,
-        client: Client,
-        conversation: Conversation,
-        interrupts: Interrupts,
-        output: Output,
-        new_view: Callable[[], AbstractContextManager[View]],
-        *,
-        summaries: bool,
+        self, client: Client, conversation: Conversation, interrupts: Interrupts, output: Output
     ) -> None:
-        """`new_view` is called for each answer. `summaries`: print a line of figures below each."""
         self._client = client
         self._conversation = conversation
         self._interrupts = interrupts
         self._output = output
-        self._new_view = new_view
-        self._summaries = summaries
         self._defaults = conversation.settings
         self._last: Reply | None = None
         self._files: set[Path] = set()  # saved or loaded in this session: /save may overwrite them
-        self._commands: dict[str, Callable[[str], Awaitable[None]]] = {
-            "help": self._help,
-            "reset": self._reset,
-            "system": self._system,
-            "stats": self._stats,
-            "why": self._why,
-            "policy": self._policy,
-            "set": self._set,
-            "save": self._save,
-            "load": self._load,
-            "retry": self._retry,
-        }
 
     async def handle(self, line: str) -> bool:
-        """Execute a command or ask a question. False for /quit. Raises WrongUsage, OutputFailed,
+        """Execute a command or ask a question. Returns False for /quit. Raises WrongUsage, OutputFailed,
         RequestFailed, and EngineGone or AnswerLost where the engine has ended."""
-        parsed = parse_line(line)
-        if isinstance(parsed, str):
-            await self._answer(lambda view: self._conversation.ask(parsed, view, self._interrupts))
-        elif parsed is not None:
-            if parsed.name == "quit":
-                return False
-            await self._execute(parsed)
-        return True
+        if not line.strip():
+            return True
+        name, argument = parse_line(line)
+        if name == "ask":
+            await self._answer(argument)
+        elif name == "retry":
+            await self._answer(None)
+        elif name != "quit":
+            await self._execute(name, argument)
+        return name != "quit"
 
-    async def _execute(self, call: Call) -> None:
+    async def _execute(self, name: str, argument: str) -> None:
         """Execute a command; Ctrl-C stops waiting for it."""
-        work = self._commands[call.name](call.argument)
-        if call.name == "retry":  # an answer handles Ctrl-C itself
-            return await work
-        task = asyncio.ensure_future(work)
+        command: Callable[[str], Awaitable[None]] = getattr(self, f"_{name}")
+        task = asyncio.ensure_future(command(argument))
         cancelled = False
 
         def cancel() -> None:
@@ -116,31 +137,27 @@ class Session:
             except asyncio.CancelledError:
                 if not cancelled or self._interrupts.received:
                     raise
-                self._output.note(f"/{call.name} was cancelled")
+                self._output.note(f"/{name} was cancelled")
 
-    async def _answer(self, ask: Callable[[View], Coroutine[Any, Any, Reply]]) -> None:
-        with self._new_view() as view:
-            self._last = reply = await ask(view)
-            most = self._conversation.settings.max_tokens
-            if self._summaries:
-                self._output.note(" · ".join(summary(reply, self._client.welcome.emulation, most)))
-            elif where := cut(reply, most):
-                self._output.note(f"the answer was {where}, after {count(reply.tokens, 'token')}")
+    async def _answer(self, text: str | None) -> None:
+        with self._output.answer() as view:
+            self._last = reply = await self._conversation.ask(text, view)
+            most = self._conversation.settings["max_tokens"]
+            self._output.note(" · ".join(summary(reply, self._client.welcome.emulation, most)))
 
     async def _help(self, argument: str) -> None:
-        topic, _, name = argument.partition(" ")
-        if topic not in ("", "policy", "set") or (topic == "set" and name):
-            topics = "/help, /help policy, /help policy NAME, /help set"
-            raise WrongUsage(f"no further help on {argument[:40]!r}: {topics}")
-        if topic == "set":
-            self._output.show(settings_help(self._conversation.settings, self._defaults))
-        elif name:
-            self._output.show(policy_options(name.strip(), {}))
-        else:
-            self._output.show(parts_help() if topic else help_text())
+        match argument.split():
+            case []:
+                self._output.show(help_text())
+            case ["set"]:
+                await self._set("")
+            case ["policy", name]:
+                self._output.show(policy_options(name))
+            case _:
+                raise WrongUsage(f"no further help on {argument[:40]!r}: /help policy NAME, /help set")
 
     async def _reset(self, argument: str) -> None:
-        self._conversation.restore(())
+        self._conversation.turns = ()
         self._last = None
         self._output.note("the conversation is cleared")
 
@@ -171,20 +188,15 @@ class Session:
         self._output.note(policy_change(changed, f"{given}; /help policy {name} lists its options"))
 
     async def _set(self, argument: str) -> None:
-        conversation = self._conversation
-        before = conversation.settings
-        conversation.settings = after = change(before, argument, self._defaults)
-        if argument:
-            self._output.note(" · ".join(echo(before, after, argument)))
-        else:
-            self._output.show(settings_table(after))
-        for line in after.without_effect():
-            self._output.note(line)
-        context = self._client.welcome.context
-        if argument and after.max_tokens != before.max_tokens and after.max_tokens >= context:
-            self._output.note(
-                f"an answer and its prompt have {context} tokens together: the engine's context"
-            )
+        before = self._conversation.settings
+        self._conversation.settings = after = change(before, argument, self._defaults)
+        if not argument:
+            self._output.show(settings_table(after, self._defaults))
+            return
+        named = [key for key in after if f" {key}=" in f" {argument}"]
+        self._output.note(" · ".join(f"{key}={value_text(after[key])}" for key in named))
+        if after["temperature"] == 0 and RANDOM_OPTIONS & set(named):
+            self._output.note("decoding is greedy at temperature 0: top_k, top_p and min_p have no effect")
 
     async def _save(self, argument: str) -> None:
         force = argument == FORCE or argument.endswith(f" {FORCE}")
@@ -192,16 +204,15 @@ class Session:
         turns = self._conversation.turns
         if not turns:
             raise WrongUsage("nothing to save yet")
-        if path not in self._files and not force and _exists(path):
-            raise WrongUsage(f"{path} exists; /save {path} {FORCE} overwrites it")
-        Transcript.of(self._client.welcome.model, self._conversation.system, turns).save(path)
+        transcript = Transcript.of(self._client.welcome.model, self._conversation.system, turns)
+        transcript.save(path, replace=force or path in self._files)
         self._files.add(path)
         self._output.note(f"saved {count(len(turns) // 2, 'question')} to {path}")
 
     async def _load(self, argument: str) -> None:
         path = _path(argument, "/load")
         transcript = Transcript.load(path)
-        self._conversation.restore(transcript.turns)
+        self._conversation.turns = transcript.turns
         self._conversation.system = transcript.system
         self._last = None
         self._files.add(path)
@@ -210,13 +221,6 @@ class Session:
             self._output.note(f"system message: {transcript.system}")
         if transcript.model not in ("", self._client.welcome.model):
             self._output.note(f"it was saved with another model: {transcript.model}")
-
-    async def _retry(self, argument: str) -> None:
-        before = self._conversation.turns
-        await self._answer(lambda view: self._conversation.ask_again(view, self._interrupts))
-        same = bool(before) and before == self._conversation.turns
-        if same and self._conversation.settings.sampling.temperature == 0:
-            self._output.note("the same answer: decoding is greedy; /set temperature=0.8 makes it vary")
 
 
 def banner(welcome: Welcome, system: str | None) -> list[str]:
@@ -235,7 +239,7 @@ def banner(welcome: Welcome, system: str | None) -> list[str]:
 
 
 def policy_change(changed: PolicyChanged, more: str = "") -> str:
-    """A message about the policy that an engine has switched to; `more` ends its first line."""
+    """Returns a message about the policy that an engine has switched to; `more` ends its first line."""
     first = f"policy: {changed.policy}" + ("" if changed.exact else " (approximate)") + more
     return "\n  ".join((first, *changed.notes))
 
@@ -247,10 +251,3 @@ def _path(text: str, command: str) -> Path:
         return Path(text).expanduser().absolute()
     except (RuntimeError, OSError) as e:  # ~ of an unknown user; a working directory that was removed
         raise WrongUsage(f"{text}: {e}") from e
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError as e:
-        raise WrongUsage(f"{path}: {e.strerror}") from e

@@ -4,28 +4,47 @@ below an answer."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from launch.bench.profile import PhaseProfile
-from launch.chat.commands import COMMANDS
-from launch.chat.conversation import Reply
-from launch.chat.settings import KEYS, AnswerSettings, value_text
+from launch.chat.conversation import KEYS, Reply, Settings, value_text
 from launch.errors import WrongUsage
 from launch.terminal.format import count, model_name, percent
 from launch.terminal.tables import Column, Table, each, grid
 from pipeline.arrays import PHASES
 from pipeline.assets import model_dir
 from pipeline.errors import PolicyError
-from pipeline.policies.options import Option, Seed, Value
+from pipeline.policies.options import Option, Value
 from pipeline.policies.presets import PARTS, PRESETS, Preset, make_policy
 from pipeline.policies.view import PolicyRequest
 from protocol.messages import Welcome
 from shm.segment import byte_size
 
+
+class Command(NamedTuple):
+    """A command of a chat. `arguments`: as /help shows them, "" where it takes none."""
+
+    arguments: str
+    help: str
+
+
+COMMANDS = {
+    "help": Command("[policy NAME]", "show this list, or the options of a policy"),
+    "reset": Command("", "clear the conversation; the system message stays"),
+    "system": Command("[TEXT|off]", "show, set or remove the system message"),
+    "stats": Command("", "show counters of the last answer and engine"),
+    "why": Command("", "explain the speed of the last answer"),
+    "policy": Command("[NAME [OPTION=VALUE]]", "list the policies, or switch to one"),
+    "set": Command("[KEY=VALUE ...]", "show or change settings; KEY= for default"),
+    "save": Command("FILE [--force]", "save the conversation as JSON"),
+    "load": Command("FILE", "continue a saved conversation"),
+    "retry": Command("", "ask the last question again"),
+    "quit": Command("", "end the chat, like Ctrl-D; also /exit, /bye, exit"),
+}
 KEYS_HELP = (
     ("Enter", "send"),
     ("Alt-Enter", "begin a new line; a paste keeps its lines"),
@@ -34,37 +53,36 @@ KEYS_HELP = (
     ("Ctrl-C", "cancel the answer; at the prompt: clear the line"),
     ("//text", "send a text that begins with /"),
 )
-SET_HELP = "/set KEY=VALUE [KEY=VALUE ...] changes the answers to come; /set KEY= restores a default."
 SUMMARY_HELP = (
     "Below an answer: tokens, speed, time to the first token, prompt tokens with reused KV, "
     "share of the expert tiles computed on the host, bytes moved to the device; with an approximate "
     "policy also the shares of the routed weight that were not computed as routed."
 )
 SWITCH = "/policy NAME switches, /help policy NAME lists its options"
-EXCHANGE = "A preset of five parts can take others; a part has options of its own:"
 
 
 def help_text() -> RenderableType:
     commands = [
-        (Text.assemble(f"/{command.name} ", (command.arguments, "dim")), Text(command.help, "dim"))
-        for command in COMMANDS.values()
+        (Text.assemble(f"/{name} ", (command.arguments, "dim")), Text(command.help, "dim"))
+        for name, command in COMMANDS.items()
     ]
     keys = [(key, Text(help, "dim")) for key, help in KEYS_HELP]
     return Group(grid([*commands, ("", ""), *keys]), "", Text(SUMMARY_HELP, "dim"))
 
 
-def settings_table(settings: AnswerSettings) -> RenderableType:
-    return grid((key, value_text(settings, key), Text(help, "dim")) for key, (_, help) in KEYS.items())
-
-
-def settings_help(settings: AnswerSettings, defaults: AnswerSettings) -> RenderableType:
+def settings_table(settings: Settings, defaults: Settings) -> RenderableType:
     columns = [
         Column[str]("setting", str, text=True),
-        Column[str]("now", lambda key: value_text(settings, key), text=True),
-        Column[str]("default", lambda key: value_text(defaults, key), text=True),
-        Column[str]("meaning", lambda key: KEYS[key][1], text=True, style="dim"),
+        Column[str]("now", lambda key: value_text(settings[key]), text=True),
+        Column[str]("default", lambda key: value_text(defaults[key]), text=True),
+        Column[str]("meaning", meaning, text=True, style="dim"),
     ]
-    return Group(SET_HELP, "", Table(columns, list(KEYS)))
+    return Table(columns, list(KEYS))
+
+
+def meaning(key: str) -> str:
+    """Returns what a setting does."""
+    return KEYS[key].help.partition(" (default")[0]
 
 
 def describe(preset: Preset) -> str:
@@ -72,7 +90,7 @@ def describe(preset: Preset) -> str:
 
 
 def policy_list(current: str, given: Mapping[str, object]) -> RenderableType:
-    """A line for each preset; the one in use is marked, with the options `given` to it."""
+    """Returns a line for each preset; the one in use is marked, with the options `given` to it."""
     rows = [
         ("*" * chosen, Text(preset.name, "bold" * chosen), Text(describe(preset), "dim"))
         for preset in PRESETS.values()
@@ -83,43 +101,24 @@ def policy_list(current: str, given: Mapping[str, object]) -> RenderableType:
     return Group(grid(rows, gap=1), "", *lines, Text(SWITCH, "dim"))
 
 
-def policy_options(name: str, given: Mapping[str, object]) -> RenderableType:
-    """The options of a preset with their values, where the options `given` are set. Raises WrongUsage for an
-    unknown preset."""
+def policy_options(name: str) -> RenderableType:
+    """Returns the options of a preset with their defaults. Raises WrongUsage for an unknown preset."""
     try:
-        if name not in PRESETS:
-            make_policy(PolicyRequest(name), 0)  # raises, with the nearest names
-        values = PRESETS[name].values(given, 0)
+        make_policy(PolicyRequest(name), 0)
     except PolicyError as e:
         raise WrongUsage(str(e)) from None
-    rows = []
-    for option, value in values:
-        shown = "the engine's" if isinstance(option, Seed) and option.name not in given else _shown(value)
-        rows.append((f"{option.name}={shown}", Text(_explained(option, value), "dim")))
-    return grid(rows)
-
-
-def parts_help() -> RenderableType:
-    """The parts that a preset's options can exchange."""
-    rows = [
-        (f"{role}={part.name}", Text("\n".join([part.help, *map(_described, part.options)]), "dim"))
-        for role, parts in PARTS.items()
-        for part in parts.values()
-    ]
-    return Group("/policy NAME [OPTION=VALUE ...]", EXCHANGE, "", grid(rows), "", Text(SWITCH, "dim"))
-
-
-def _described(option: Option) -> str:
-    return f"{option.name}: {option.help} ({option.values.replace('|', ', ')})"
+    values = PRESETS[name].values({}, 0)
+    return grid(
+        (f"{option.name}={_shown(value)}", Text(_explained(option, value), "dim")) for option, value in values
+    )
 
 
 def _explained(option: Option, value: Value) -> str:
-    """Tells what an option decides and which values it takes; of a part also what the one in use does."""
-    parts = PARTS.get(option.name, {})
-    if str(value) not in parts:
-        return f"{option.help} ({option.values.replace('|', ', ')})"
-    others = ", ".join(name for name in option.values.split("|") if name != value)
-    return f"{option.help}: {parts[str(value)].help} (or {others})"
+    """Tells what an option decides and which values it takes; of a part also what each of them does."""
+    if parts := PARTS.get(option.name):
+        others = [f"{name}: {parts[name].help}" for name in option.values.split("|") if name != value]
+        return "\n  or ".join([f"{option.help}: {parts[str(value)].help}", *others])
+    return f"{option.help} ({option.values.replace('|', ', ')})"
 
 
 def _shown(value: Value) -> str:
@@ -140,16 +139,8 @@ def _shares(title: str, part: Figure, whole: Figure) -> Column[Phase]:
     return _figures(title, lambda p: part(p) / whole(p) if whole(p) else None, percent)
 
 
-def _seconds(part: str) -> Figure:
-    return lambda p: p.tree["seconds"].get(part, 0.0)
-
-
-def _fidelity(kind: str) -> Figure:
-    return lambda p: p.fidelity[kind]
-
-
 def counters_table(reply: Reply | None, stats: dict[str, Any]) -> RenderableType:
-    """The engine's counters by phase, of the last answer and of all since the engine started."""
+    """Returns the engine's counters by phase, of the last answer and of all since the engine started."""
     last = reply.done.stats if reply is not None else {}
     phases = [
         (f"{name}\n{phase}", PhaseProfile(tree[phase], stats.get("tile_bytes", 0)))
@@ -157,7 +148,7 @@ def counters_table(reply: Reply | None, stats: dict[str, Any]) -> RenderableType
         for phase in PHASES
         if isinstance(tree.get(phase), dict)
     ]
-
+    kinds, parts = (phases[0][1].fidelity, phases[0][1].tree["seconds"]) if phases else ((), ())
     columns = [
         Column[Phase]("", lambda phase: phase[0]),
         Column[Phase]("steps", lambda phase: phase[1].steps),
@@ -167,23 +158,19 @@ def counters_table(reply: Reply | None, stats: dict[str, Any]) -> RenderableType
         _shares("  resident on the device", lambda p: p.tree["resident_tiles"], lambda p: p.tiles),
         _shares("  fetched to the device", lambda p: p.tree["fetched_tiles"], lambda p: p.tiles),
         _figures("expert hits", lambda p: p.hit_rate, percent),
-    ]
-    if any(p.tile_hit_rate != p.hit_rate for _, p in phases):
-        columns.append(_figures("tile hits", lambda p: p.tile_hit_rate, percent))
-    columns += [
         _figures("moved on demand", lambda p: p.moved["demanded"], byte_size),
         _figures("prefetched", lambda p: p.moved["predicted"], byte_size),
         _shares("  used", lambda p: p.moved["useful"], lambda p: p.moved["predicted"]),
-        _shares("  evicted unused", lambda p: p.moved["wasted"], lambda p: p.moved["predicted"]),
-        _figures("  needed before complete", lambda p: p.moved["late"], byte_size),
+        *(
+            _figures(f"{kind} of routed weight", lambda p, kind=kind: p.fidelity[kind], percent)  # type: ignore[misc]
+            for kind in kinds
+        ),
+        Column[Phase]("seconds", lambda phase: f"{phase[1].seconds:.2f}"),
+        *(
+            _shares(f"  {part}", lambda p, part=part: p.tree["seconds"][part], lambda p: p.seconds)  # type: ignore[misc]
+            for part in parts
+        ),
     ]
-    if phases:
-        first = phases[0][1]
-        columns += [_figures(f"{kind} of routed weight", _fidelity(kind), percent) for kind in first.fidelity]
-    columns.append(Column("seconds", lambda phase: f"{phase[1].seconds:.2f}"))
-    if phases:
-        parts = first.tree["seconds"]
-        columns += [_shares(f"  {part}", _seconds(part), lambda p: p.seconds) for part in parts]
     return Table(columns, phases, across=True)
 
 
@@ -198,39 +185,26 @@ def _engine(stats: dict[str, Any], welcome: Welcome) -> Iterator[tuple[str, str]
     yield "policy", f"{stats.get('policy', welcome.policy)} on {welcome.device}"
     yield "model", model + (f" ({formats})" if formats else "")
     if s := stats.get("scheduler"):
-        more = f", {count(s['preemptions'], 'preemption')} so far" if s.get("preemptions") else ""
-        yield "requests", f"{s['running']} running, {s['waiting']} waiting{more}"
-        conversations = count(s.get("conversations", 0), "conversation")
-        more = f", {s['kv_tokens_kept']} kept for {conversations}" if "kv_tokens_kept" in s else ""
-        yield "KV cache", f"{s['kv_tokens_used']} of {s['kv_tokens']} tokens in use{more}"
-        if "kv_reused_tokens" in s:
-            yield "KV reused", f"{s['kv_reused_tokens']} tokens so far"
-        yield "prefill", f"{s['prefill_chunk']} tokens per step"
+        yield "requests", f"{s['running']} running, {s['waiting']} waiting"
+        kept = f"{s['kv_tokens_kept']} kept for {count(s['conversations'], 'conversation')}"
+        reused = f"{s['kv_reused_tokens']} reused so far"
+        yield "KV cache", f"{s['kv_tokens_used']} of {s['kv_tokens']} tokens in use, {kept}, {reused}"
     if c := stats.get("cache"):
         size = byte_size(c["resident_tiles"] * stats.get("tile_bytes", 0))
         yield "expert cache", f"{c['resident_tiles']} of {c['capacity_tiles']} tiles resident, {size}"
-    if status := stats.get("prefetch", {}).get("status"):
-        yield "prefetching", status
     if welcome.device != "cpu" and (graphs := stats.get("graphs")):
         yield "CUDA graphs", graphs
     if link := stats.get("prefetcher"):
-        refusal = link.get("refusal")
-        state = (
-            "copies what is predicted" if link["up"] else f"copies nothing: {refusal or 'it is restarted'}"
-        )
-        if total := link.get("lockable_bytes"):
-            state += f"; {byte_size(link['locked_bytes'])} of {byte_size(total)} page-locked"
-        yield "prefetcher", state
-    if exchange := stats.get("exchange", {}).get("name"):
-        yield "workers", f"get work through {'shared memory' if exchange == 'shm' else 'sockets'}"
-    if "connected" in (clients := stats.get("clients", {})):
-        yield "clients", f"{clients['connected']} connected"
+        copies = "what is predicted" if link["up"] else f"nothing: {link.get('refusal') or 'it is restarted'}"
+        total = link.get("lockable_bytes")
+        locked = f"; {byte_size(link['locked_bytes'])} of {byte_size(total)} page-locked" if total else ""
+        yield "prefetcher", f"copies {copies}{locked}"
     if welcome.emulation:
         yield "emulated", welcome.emulation
 
 
 def summary(reply: Reply, emulation: str, max_tokens: int) -> list[str]:
-    """The parts of the line below an answer."""
+    """Returns the parts of the line below an answer."""
     stats = reply.done.stats
     parts = [count(reply.tokens, "token")]
     if stats.get("decode_tok_s"):
@@ -245,8 +219,8 @@ def summary(reply: Reply, emulation: str, max_tokens: int) -> list[str]:
         parts.append(f"{byte_size(sum(phase['fetched_bytes'] for phase in phases))} moved")
     if times := stats.get("preemptions"):
         parts.append(f"preempted {count(times, 'time')}")
-    if where := cut(reply, max_tokens):
-        parts.append(where)
+    if reply.done.reason == "length":
+        parts.append("cut at max_tokens" if reply.tokens >= max_tokens else "cut at the context's end")
     elif reply.done.reason == "cancelled":
         parts.append("cancelled")
     if note := approximation(stats.get("fidelity", {})):
@@ -256,15 +230,8 @@ def summary(reply: Reply, emulation: str, max_tokens: int) -> list[str]:
     return parts
 
 
-def cut(reply: Reply, max_tokens: int) -> str:
-    """Tells where an answer was cut short; "" where the model ended it."""
-    if reply.done.reason != "length":
-        return ""
-    return "cut at max_tokens" if reply.tokens >= max_tokens else "cut at the context's end"
-
-
 def approximation(fidelity: dict[str, Any]) -> str:
-    """ "approximate" with each kind's share of the routed weight; "" for an exact answer."""
+    """Returns "approximate" with each kind's share of the routed weight, "" for an exact answer."""
     if fidelity.get("exact", True):
         return ""
     shares = [(kind, part) for kind, part in fidelity.items() if kind != "exact" and part > 0]

@@ -1,26 +1,31 @@
-"""/why: where the time of the last answer went, in all and by layer, and what may make it faster."""
+"""/why: where the time of the last answer went, in all and by layer, and what may make it faster: changes of
+settings, each with the speed that it would have given by where the answer's time went."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from launch.bench.profile import PhaseProfile
+from launch.bench.profile import LayerTime, PhaseProfile
 from launch.chat.conversation import Reply
-from launch.chat.levers import LEAST_GAIN, Lever, has_workers, levers
+from launch.chat.tables import approximation
 from launch.errors import WrongUsage
+from launch.forecast import format_bytes
 from launch.terminal.format import percent, three_digits
-from launch.terminal.tables import grid, make_table
+from launch.terminal.tables import Column, Table, each, grid
 from protocol.messages import Welcome
+from protocol.program import PROGRAM
 from shm.segment import byte_size
 
 SLOWEST = 5  # layers that are shown
 NAMED = 0.03  # smaller shares of the time are summed up as "the rest"
+LEAST_GAIN = 0.05  # of the speed; less is not worth a restart, nor above the noise
+SMALLER = ("int8", "int4")
 CAUSE_NAMES = {
-    "workers": "waiting for the workers",
+    "workers": "experts on the host",
     "link": "waiting for the link",
     "device": "experts on the device",
     "attention": "attention and routers",
@@ -31,7 +36,8 @@ CAUSE_NAMES = {
 
 
 def why_text(reply: Reply | None, stats: dict[str, Any], welcome: Welcome) -> RenderableType:
-    """`stats`: the engine's present Stats. Raises WrongUsage without an answer of several tokens."""
+    """Explains an answer. `stats`: the engine's present Stats. Raises WrongUsage without an answer of several
+    tokens."""
     if reply is None:
         raise WrongUsage("no answer to explain yet; ask something first")
     answer = reply.done.stats
@@ -42,131 +48,148 @@ def why_text(reply: Reply | None, stats: dict[str, Any], welcome: Welcome) -> Re
         )
     profile = PhaseProfile(counters["decode"], stats.get("tile_bytes", 0))
     policy = answer.get("policy", welcome.policy)
-    parts: list[RenderableType] = [_time(profile, policy, has_workers(stats)), "", _layers(profile), ""]
-    parts += [Text(line) for line in facts(profile, answer, stats.get("prefetch", {}))]
-    if stats.get("policy") == policy and (status := stats.get("policy_status")):
-        parts.append(Text(status))
-    parts += [Text(line) for line in cost_changes(stats.get("cost_updates", {}))]
-    changes = levers(profile, stats, welcome, policy)
-    parts += ["", advice(changes, profile)]
-    return Group(*parts)
+    lines = [*_facts(profile), stats.get("prefetch", {}).get("status")]
+    lines += [stats.get("policy_status")] if stats.get("policy") == policy else []
+    lines.append(f"fidelity: {approximation(answer.get('fidelity', {})) or 'exact'}")
+    parts: list[RenderableType] = [_time(profile, policy), "", _layers(profile), ""]
+    parts += [Text(line) for line in lines if line]
+    return Group(*parts, "", _advice(levers(profile, stats, welcome, policy), profile))
 
 
-def _time(profile: PhaseProfile, policy: str, workers: bool) -> Text:
-    names = CAUSE_NAMES | ({} if workers else {"workers": "experts on the host"})
-    text = Text(f"A token took {_milliseconds(profile.seconds / profile.rows)} under {policy}: ")
-    named = [(cause, part) for cause, part in profile.shares.items() if part >= NAMED]
-    named.sort(key=lambda item: -item[1])
-    rest = 1.0 - sum(part for _, part in named)
-    words = [f"{names[cause]} {percent(part)}" for cause, part in named]
+def _time(profile: PhaseProfile, policy: str) -> Text:
+    named = sorted(profile.shares.items(), key=lambda item: -item[1])
+    words = [f"{CAUSE_NAMES[cause]} {percent(part)}" for cause, part in named if part >= NAMED]
+    rest = sum(part for _, part in named if part < NAMED)
     words += [f"the rest {percent(rest)}"] if rest > 0.005 else []
-    return text.append(", ".join(words) + ".")
+    token = _milliseconds(profile.seconds / profile.rows)
+    return Text(f"A token took {token} under {policy}: {', '.join(words)}.")
 
 
-def _layers(profile: PhaseProfile) -> Table:
-    table = make_table("slowest", numbers=("per step", "hits"))
-    table.add_column("causes", overflow="fold")
+def _layers(profile: PhaseProfile) -> Table[LayerTime]:
     rates = profile.hit_rates
-    for layer in profile.layers[:SLOWEST]:
-        causes = sorted(layer.causes.items(), key=lambda item: -item[1])
-        named = [(cause, spent) for cause, spent in causes if spent >= NAMED * layer.seconds]
-        words = ", ".join(f"{cause} {_milliseconds(spent)}" for cause, spent in named[:3])
-        cells = (f"layer {layer.layer}", _milliseconds(layer.seconds), percent(rates[layer.layer]))
-        table.add_row(*cells, Text(words, "dim"))
-    return table
+
+    def causes(layer: LayerTime) -> str:
+        named = sorted(layer.causes.items(), key=lambda item: -item[1])[:3]
+        return ", ".join(f"{cause} {_milliseconds(t)}" for cause, t in named if t >= NAMED * layer.seconds)
+
+    columns = [
+        Column[LayerTime]("slowest", lambda layer: f"layer {layer.layer}", text=True),
+        Column[LayerTime]("per step", lambda layer: _milliseconds(layer.seconds)),
+        Column[LayerTime]("hits", lambda layer: rates[layer.layer], each(percent)),
+        Column[LayerTime]("causes", causes, text=True, style="dim"),
+    ]
+    return Table(columns, profile.layers[:SLOWEST])
 
 
-def facts(profile: PhaseProfile, answer: dict[str, Any], prefetch: dict[str, Any]) -> list[str]:
-    """A line each for hits, utilization, bytes moved, prefetching and fidelity, where they apply."""
+def _facts(profile: PhaseProfile) -> Iterator[str]:
+    """Yields a line each for hits, utilization, bytes moved and prefetching, where they apply."""
     moved, rows = profile.moved, max(profile.rows, 1)
-    lines = []
     if profile.hit_rate is not None:
-        tiles = profile.tile_hit_rate
-        of_tiles = "" if tiles == profile.hit_rate else f", and {percent(tiles)} of their tiles"
-        lines.append(f"hits: {percent(profile.hit_rate)} of the needed experts were resident{of_tiles}")
+        yield (
+            f"hits: {percent(profile.hit_rate)} of the needed experts were resident, and"
+            f" {percent(profile.tile_hit_rate)} of their tiles"
+        )
     host, device = percent(profile.host_busy), percent(profile.device_busy)
-    lines.append(
+    yield (
         f"computing: the host (experts) {host} of the time, the device (attention, head, its experts)"
         f" {device}; otherwise they wait"
     )
-    if "GPU" in (idle := profile.idle):
-        shares = ", ".join(f"{name} {percent(share)}" for name, share in idle.items())
-        lines.append(f"idle, by the GPU's own clock: {shares} of the time")
-    lines += _sides(profile)
     if moved["demanded"]:
         late = percent(moved["late"] / moved["demanded"])
         also = f", {late} of it already being prefetched" if moved["late"] else ""
-        lines.append(f"moved on demand: {byte_size(moved['demanded'] / rows)} per token{also}")
+        yield f"moved on demand: {byte_size(moved['demanded'] / rows)} per token{also}"
     if moved["predicted"]:
         used, wasted = (percent(moved[kind] / moved["predicted"]) for kind in ("useful", "wasted"))
         size = byte_size(moved["predicted"] / rows)
-        lines.append(f"prefetched: {size} per token, {used} of it used, {wasted} evicted unused")
-    if prefetch.get("status"):
-        lines.append(prefetch["status"])
+        yield f"prefetched: {size} per token, {used} of it used, {wasted} evicted unused"
     if profile.kept_share is not None:
-        lines.append(f"channels: {percent(profile.kept_share)} of the experts' were read")
-    if (channels := profile.channels) is not None:
-        words = f"channels copied: {channels.moved / rows:.0f} per token"
-        if channels.experts is not None:
-            named, of_them = percent(channels.experts), percent(channels.recall)
-            words += f"; predicted were {named} of the experts, and {of_them} of their channels;"
-            words += f" {percent(channels.used)} of the predicted channels were used"
-        lines.append(words)
-    return [*lines, f"fidelity: {_fidelity(answer.get('fidelity', {}))}"]
+        yield f"channels: {percent(profile.kept_share)} of the experts' were read"
 
 
-def _sides(profile: PhaseProfile) -> list[str]:
-    """Under plans that divide the missing tiles between host and link: the side that waited for the other,
-    and what one more resident tile would do."""
-    tree, rows = profile.tree, profile.rows
-    on_host, fetched = tree["host_tiles"] / rows, tree["fetched_tiles"] / rows
-    if not (on_host and fetched):
-        return []
-    waits = {name: tree["seconds"][part] / rows for part, name in (("wait", "host"), ("link", "link"))}
-    words = " and ".join(f"{_milliseconds(spent)} for the {name}" for name, spent in waits.items())
-    # both sides share what a missing tile takes: in the time of one on the link, the host computes some too
-    each = sum(waits.values()) / (on_host + fetched)
-    return [
-        f"divided: of the missing tiles the host computed {on_host:.3g} and the link moved {fetched:.3g} per"
-        f" token; the device waited {words}; each more that is resident when it is needed saves about"
-        f" {_milliseconds(each)}"
-    ]
+class Lever(NamedTuple):
+    """A change of a setting, and the seconds that a token would take with it at least."""
+
+    setting: str
+    seconds: float
+    effect: str
 
 
-def cost_changes(updates: dict[str, dict[str, float]]) -> list[str]:
-    """A line where the costs that tokens are planned with are no longer those that were measured first."""
-    names = {"host": "the host", "device": "the device", "link": "the link"}
-    factors = {name: updates.get(side, {}).get("decode", 1.0) for side, name in names.items()}
-    changed = [f"{name} takes {factor:.2f} times" for name, factor in factors.items() if factor != 1.0]
-    return [f"costs: {', '.join(changed)} as long as was measured first; plans follow"] if changed else []
+def levers(profile: PhaseProfile, stats: dict[str, Any], welcome: Welcome, policy: str) -> list[Lever]:
+    """Returns the changes that would raise the speed of decoding by LEAST_GAIN or more, the largest gain
+    first. `stats`: the engine's present Stats; `policy`: the answer's."""
+    token = profile.seconds / profile.rows
+    parts = {part: spent / profile.rows for part, spent in profile.tree["seconds"].items()}
+    parts["host"] = min(parts["wait"], profile.host_busy * token)  # the rest of the wait is not for bytes
+    on_cpu = welcome.device == "cpu" and not welcome.emulation
+    placed = _without_gpu if on_cpu else _with_gpu
+    every = [*_formats(token, parts, welcome), *placed(token, parts, profile, stats, policy)]
+    worth = [lever for lever in every if 0 < lever.seconds <= token / (1 + LEAST_GAIN)]
+    return sorted(worth, key=lambda lever: lever.seconds)
 
 
-def _fidelity(fidelity: dict[str, Any]) -> str:
-    if fidelity.get("exact", True):
-        return "exact"
-    shares = {kind: part for kind, part in fidelity.items() if kind != "exact" and part > 0}
-    if not shares:
-        return "the policy is approximate, but computed all experts as routed"
-    words = ", ".join(f"{kind} {percent(part, 1)}" for kind, part in shares.items())
-    return f"approximate; of the routed weight: {words}"
+def _formats(token: float, parts: dict[str, float], welcome: Welcome) -> Iterator[Lever]:
+    on_cpu = welcome.device == "cpu"
+    experts = parts["host"] + parts["link"] + on_cpu * parts["device"]
+    backbone = on_cpu * (parts["attention"] + parts["head"])  # quantized on the CPU only
+    kinds = (("--format", welcome.format, experts), ("--backbone-dtype", welcome.backbone_dtype, backbone))
+    for option, present, reading in kinds:
+        for name in SMALLER:
+            if present and reading and (ratio := format_bytes(name) / format_bytes(present)) < 1:
+                cost = f"changes answers; `{PROGRAM} score` measures by how much"
+                effect = f"{1 - ratio:.0%} fewer bytes than {present} to read; {cost}"
+                yield Lever(f"{option} {name}", token - reading * (1 - ratio), effect)
 
 
-def advice(changes: list[Lever], profile: PhaseProfile) -> RenderableType:
-    """The levers, the largest gain first."""
+def _without_gpu(
+    token: float, parts: dict[str, float], profile: PhaseProfile, stats: dict[str, Any], policy: str
+) -> Iterator[Lever]:
+    """The device is these same cores, with torch's kernels instead of the workers', and copied tiles."""
+    on_host = profile.tree["host_tiles"] / profile.rows
+    tile = parts["host"] / on_host if on_host else _cost(stats, "host")
+    if policy != "all-host" and tile:
+        beside = token - parts["host"] - parts["device"] - parts["link"]
+        effect = "with --device cpu resident tiles are only copies, and the host's kernels are faster"
+        yield Lever("/policy all-host", beside + tile * profile.tiles / profile.rows, effect)
+
+
+def _with_gpu(
+    token: float, parts: dict[str, float], profile: PhaseProfile, stats: dict[str, Any], policy: str
+) -> Iterator[Lever]:
+    on_host, fetched = (profile.tree[f"{kind}_tiles"] / profile.rows for kind in ("host", "fetched"))
+    host = profile.tree["host_busy_s"] / profile.tree["host_tiles"] if on_host else _cost(stats, "host")
+    link = parts["link"] / fetched if fetched else _cost(stats, "link")
+    beside, missing = token - parts["wait"] - parts["link"], on_host + fetched
+    if host and link and policy != "tandem":  # which plans with both
+        effect = "divides missing tiles between host and link, so that both end together"
+        yield Lever("/policy tandem", beside + missing * host * link / (host + link), effect)
+        if policy != "fiddler":
+            effect = "computes a missing expert on the host where that is faster than fetching it"
+            yield Lever("/policy fiddler", beside + missing * min(host, link), effect)
+    cache = stats.get("cache", {})
+    share = cache.get("capacity_tiles", 0) / max(cache.get("all_tiles", 0), 1)
+    if 0 < share < 1:
+        more = min(1.0, 2 * share)
+        effect = "keeps more experts resident, if the device has the memory"
+        saved = (parts["wait"] + parts["link"]) * (more - share) / (1 - share)
+        yield Lever(f"--expert-cache {more:.2g}", token - saved, effect)
+
+
+def _cost(stats: dict[str, Any], kind: str) -> float:
+    """Returns the seconds of one tile and one row, as the engine measured them; 0 if it has not."""
+    value = stats.get("costs", {}).get(kind, 0.0)
+    return float(value[0] if isinstance(value, list) else value)
+
+
+def _advice(changes: list[Lever], profile: PhaseProfile) -> RenderableType:
     if not changes:
         return Text(f"No setting is known that would make this {percent(LEAST_GAIN)} faster.")
     rows = [
-        (Text(lever.setting, "bold"), _gain(lever.seconds, lever.bound), Text(lever.effect, "dim"))
+        (Text(lever.setting, "bold"), f"at most {_speed(lever.seconds)}", Text(lever.effect, "dim"))
         for lever in changes
     ]
     options = any(lever.setting.startswith("--") for lever in changes)
     start = "; a setting with -- is given at the next start" if options else ""
-    now = _speed(profile.seconds / profile.rows)
-    return Group(f"What would help, from {now}{start}:", grid(rows))
-
-
-def _gain(seconds: float, bound: bool) -> str:
-    return f"{'at most' if bound else 'about'} {_speed(seconds)}"
+    return Group(f"What would help, from {_speed(profile.seconds / profile.rows)}{start}:", grid(rows))
 
 
 def _speed(seconds: float) -> str:

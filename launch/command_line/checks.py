@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, requires
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -21,7 +18,6 @@ from pipeline.calibration.file import calibration_path, read
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig
-from pipeline.errors import PipelineError
 from pipeline.memory.plan import AUTOMATIC
 from pipeline.models.registry import expert_shape
 from pipeline.models.shapes import is_shape, shape_config
@@ -39,6 +35,7 @@ from shm.layout import format_named
 
 T = TypeVar("T")
 Record = TypeVar("Record", bound=msgspec.Struct)
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 NO_TOKENIZER = "this model has no tokenizer, so it reads no text and cannot chat"
 NO_TEMPLATE = "this model has no chat template, so it cannot chat: `generate --prompt TEXT` continues a text"
@@ -57,7 +54,7 @@ def check_engine(config: EngineConfig, source: ModelSource | None = None) -> Non
     if config.costs is not None:
         Costs.load(config.costs)
     if config.record is not None:
-        check_record(config.record)
+        check_new_file("--record", config.record, replace=False)
     folder = config.model or model_dir()
     source = source or open_model(folder)
     eos_ids(folder)  # before experts are encoded for minutes
@@ -80,39 +77,30 @@ def check_calibration(config: EngineConfig, policies: Sequence[PolicyRequest]) -
         policy.check_calibration(calibration)
 
 
-def check_record(path: Path) -> None:
-    """Raises WrongUsage unless a new file can be made there."""
+def check_new_file(option: str, path: Path, replace: bool = True) -> None:
+    """Raises WrongUsage unless a file can be made there. `replace`: instead of one that exists."""
     try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        path.unlink()
-    except FileExistsError:
-        raise WrongUsage(f"--record {path}: it exists already; give another name, or remove it") from None
+        if path.is_dir():
+            raise WrongUsage(f"{option} {path}: it is a folder")
+        if not replace and path.exists():
+            raise WrongUsage(f"{option} {path}: it exists already; give another name, or remove it")
+        check_creatable(path)
     except (OSError, ValueError) as e:  # ValueError: a name with a NUL
         reason = e.strerror if isinstance(e, OSError) else str(e)
-        raise WrongUsage(f"--record {path}: no file can be made there: {reason}") from None
+        raise WrongUsage(f"{option} {path}: no file can be made there: {reason}") from None
 
 
-def check_extra(option: str, extra: str, *packages: str) -> None:
-    """Raises WrongUsage unless these packages, which are of one of pyproject.toml's extras, are installed."""
+def check_packages(option: str, *packages: str) -> None:
+    """Raises WrongUsage unless these packages, which an extra of pyproject.toml names, are installed."""
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        raise WrongUsage(f"{option} needs the Python package {missing[0]}: run {_install_command(extra)}")
-
-
-def _install_command(extra: str) -> str:
-    """Returns the command for the extra alone: with Tandem itself, pip would compile the libraries again."""
-    try:
-        lines = requires("tandem") or []
-    except PackageNotFoundError:  # a checkout that was not installed
-        lines = []
-    marked = [line.partition(";") for line in lines]
-    own = [spec.strip() for spec, _, marker in marked if marker.strip() == f'extra == "{extra}"']
-    return shlex.join((sys.executable, "-m", "pip", "install", *(own or [f".[{extra}]"])))
+        command = shlex.join((sys.executable, "-m", "pip", "install", *missing))
+        raise WrongUsage(f"{option} needs the Python package {missing[0]}: run {command}")
 
 
 def check_http(address: str, keys: Path | None) -> None:
     """Raises WrongUsage unless a gateway with this file of API keys can serve there."""
-    check_extra("--http", "serve", *HTTP_PACKAGES)
+    check_packages("--http", *HTTP_PACKAGES)
     from pipeline.gateway.access import bind, is_loopback, read_api_keys, split_address
 
     if keys is None and not is_loopback(split_address(address)[0]):
@@ -125,45 +113,18 @@ def check_http(address: str, keys: Path | None) -> None:
         raise WrongUsage(str(e)) from None
 
 
-def without_effect(config: EngineConfig, policy: Policy, model: Path) -> list[str]:
-    """A line for each given option that has no effect, or not the full one: none is ignored in silence."""
-    lines = []
+def without_effect(config: EngineConfig, policy: Policy) -> Iterator[str]:
+    """Yields a line for each given option that has no effect: none is ignored in silence."""
     if not policy.uses_device:
-        given = {
-            "--link-gbps": config.link_gbps is not None,
-            "--expert-cache": config.expert_cache is not None,
-        }
-        for option in (option for option, is_given in given.items() if is_given):
-            does = "--policy layerwise, for example, does"
-            lines.append(f"{option} has no effect on {policy.name}, which uses no device memory; {does}")
+        for option, value in (("--link-gbps", config.link_gbps), ("--expert-cache", config.expert_cache)):
+            if value is not None:
+                yield f"{option} has no effect on {policy.name}, which uses no device memory"
     if config.costs is not None and not policy.needs_costs:
-        lines.append(f"--costs has no effect on {policy.name}, which plans without costs")
-    if config.exchange != "auto" and config.workers == 0:
-        lines.append("--exchange has no effect with --workers 0: there are no workers")
+        yield f"--costs has no effect on {policy.name}, which plans without costs"
     if config.host_slowdown != 1.0 and not policy.uses_host:
-        lines.append(f"--host-slowdown has no effect on {policy.name}, which computes nothing on the host")
-    if config.tile is not None and config.tile > (largest := _largest_tile(config, model)):
-        lines.append(f"--tile {config.tile} was cut to {largest}, all that an expert has")
-    return lines
-
-
-def _largest_tile(config: EngineConfig, model: Path) -> float:
-    """Channels of the largest tile; infinite where the model cannot be read, which the loader reports."""
-    try:
-        tile_format = format_named(config.format or AUTOMATIC[0])
-        return expert_shape(open_model(model).config, config.tile, tile_format).tile
-    except PipelineError:
-        return math.inf
-
-
-def check_output(path: Path) -> None:
-    """Raises WrongUsage unless a file can be made there."""
-    try:
-        if path.is_dir():
-            raise WrongUsage(f"--out {path}: it is a folder")
-        check_creatable(path)
-    except OSError as e:
-        raise WrongUsage(f"--out {path}: no file can be made there: {e.strerror}") from None
+        yield f"--host-slowdown has no effect on {policy.name}, which computes nothing on the host"
+    if config.exchange != "auto" and config.workers == 0:
+        yield "--exchange has no effect with --workers 0: there are no workers"
 
 
 def check_request(source: Path, request: object) -> None:
@@ -217,15 +178,9 @@ def read_lines(path: Path, read: Callable[[str, int], T], what: str) -> list[T]:
 def read_ids(path: Path) -> tuple[int, ...]:
     """A JSON list of token ids. Raises WrongUsage."""
     try:
-        ids = json.loads(read_file(path))
-    except (ValueError, RecursionError):
-        raise WrongUsage(f"{path} is not JSON; it should hold a list of token ids") from None
-    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-        raise WrongUsage(f"{path} should hold a JSON list of token ids and nothing else")
-    if ids and not (min(ids) >= 0 and max(ids) < 1 << 31):
-        wrong = min(ids) if min(ids) < 0 else max(ids)
-        raise WrongUsage(f"{path}: {wrong} is no token id: those are not negative, and less than 2^31")
-    return tuple(ids)
+        return msgspec.json.decode(read_file(path), type=tuple[TokenId, ...])
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as e:
+        raise WrongUsage(f"{path} should hold a JSON list of token ids: {e}") from None
 
 
 def read_file(path: Path, largest: int = MAX_TEXT_BYTES) -> bytes:

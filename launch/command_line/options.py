@@ -17,26 +17,25 @@ from msgspec import structs
 
 from launch.command_line.sweep import axes
 from launch.command_line.table import COMMANDS, DRAWING, REPLAY, TABLE, Option
-from launch.command_line.values import nearest
 from launch.errors import WrongUsage
 from pipeline.config import EngineConfig
+from pipeline.policies.options import did_you_mean
 from pipeline.policies.view import PolicyRequest
 from protocol.messages import Sampling
 from protocol.program import PROGRAM
 
 OPTIONS = [option for group in TABLE.values() for option in group]
-BY_SPELLING = {s: option for option in OPTIONS for s in (option.spelled, option.short) if s.startswith("-")}
-UNKNOWN = re.compile(r"--?[^\W\d]\S*$")  # an option, unless it is known; else a negative number or a text
+BY_SPELLING = {option.spelled: option for option in OPTIONS if not option.is_positional}
 CONFIG_FIELDS = {f.name for f in fields(EngineConfig)}
 SAMPLING_FIELDS = set(Sampling.__struct_fields__)
-RANDOM_OPTIONS = {"top_k", "top_p", "min_p"}  # how to choose at random: without effect at temperature 0
+RANDOM_OPTIONS = {"top_k", "top_p", "min_p"}  # without effect at temperature 0
 COMPARING = {"bench", "evaluate", "advise"}  # commands that take several policies
 NEEDING = {"generate": "prompt", "score": "text", "calibrate": "text"}  # a command: what it cannot be without
 MODES = {
     REPLAY: f"{REPLAY}, which starts no engine",
     DRAWING: f"{DRAWING} without --text or --tokens",
 }
-PROMPTS = {"prompt", "text", "system"}
+PROMPTS = {"PROMPT", "prompt", "system"}
 MAX_VALUE = 4095  # bytes of any other text: of a path, the system takes no more
 MAX_ERROR = 1000  # characters
 
@@ -130,68 +129,38 @@ def _swept(
 
 def parse(arguments: list[str]) -> Options:
     """Options, before or after the command. Raises WrongUsage, one line with the nearest known words, for
-    anything that the table does not have or that does not go together."""
+    anything that the table does not have or that does not go together. Prints --help and --version, and
+    exits."""
     for argument in arguments:
         if argument.encode(errors="replace").decode() != argument:
             raise WrongUsage(f"{argument!a} is not UTF-8 text")
-    at = _place_of_command(arguments)
-    command = None if at is None else arguments[at]
-    if at is not None:
-        arguments = arguments[:at] + arguments[at + 1 :]
-    namespace, unknown = _parser(command).parse_known_args(arguments)
-    if unknown:
-        raise WrongUsage(
-            f"unknown argument {unknown[0][:80]!r}; `{_program(command)} --help` lists the options"
-        )
+    namespace, unknown = _grammar().parse_known_intermixed_args(arguments)
     written = vars(namespace)
+    words: list[str] = written.pop("words", [])
+    command = words.pop(0) if words else None
+    for word in [word for word in unknown if word.startswith("-")]:
+        near = did_you_mean(word.partition("=")[0].replace("_", "-"), BY_SPELLING)
+        listed = f"; `{PROGRAM} --help` and `{PROGRAM} COMMAND --help` list the options"
+        raise WrongUsage(f"unknown argument {word[:80]!r}{near or listed}")
+    if command is not None and command not in COMMANDS:
+        hint = f"; a prompt follows a command: {PROGRAM} generate PROMPT" if " " in command else ""
+        known = f"(supported: {', '.join(COMMANDS)})"
+        raise WrongUsage(f"unknown command {command[:80]!r}{did_you_mean(command, COMMANDS)}{hint} {known}")
+    if written.pop("help", False):
+        _help(command).print_help()
+        raise SystemExit(0)
+    if command == "generate" and words:
+        written["PROMPT"] = words.pop(0)
+    if words:
+        raise WrongUsage(
+            f"unknown argument {words[0][:80]!r}; `{_program(command)} --help` lists the options"
+        )
     _check(command, written)
     if written.pop("verbose", False):
         written.setdefault("log_level", "info")
-    if command == "generate" and "text" in written:
-        written["prompt"] = written.pop("text")
+    if "PROMPT" in written:
+        written["prompt"] = written.pop("PROMPT")
     return Options(command, written)
-
-
-def _place_of_command(arguments: list[str]) -> int | None:
-    """The index of the command. Raises WrongUsage for unknown words before it, and for options that the
-    command does not take."""
-    place: int | None = None
-    options: list[Option] = []
-    values = False  # the next argument is the last option's
-    for index, argument in enumerate(arguments):
-        if argument == "--":
-            break
-        if values and not (options[-1].bare is not None and argument.startswith("-")):
-            values = False
-            continue
-        name, equals, _ = argument.partition("=")
-        option = BY_SPELLING.get(name)
-        values = option is not None and option.value is not None and not equals
-        if option is not None:
-            options.append(option)
-        elif UNKNOWN.match(name) and name not in ("-h", "--help", "--version"):
-            near = nearest(name.replace("_", "-"), BY_SPELLING) if name.startswith("--") else ""
-            listed = f"; `{PROGRAM} --help` and `{PROGRAM} COMMAND --help` list the options"
-            raise WrongUsage(f"unknown argument {argument[:80]!r}{near or listed}")
-        elif place is None and not argument.startswith("-"):
-            _check_command(argument)
-            place = index
-    for option in options:
-        _check_taken(option.spelled, None if place is None else arguments[place])
-    return place
-
-
-def _check_command(word: str) -> None:
-    if word not in COMMANDS:
-        hint = f"; a prompt follows a command: {PROGRAM} generate PROMPT" if " " in word else ""
-        known = f"(supported: {', '.join(COMMANDS)})"
-        raise WrongUsage(f"unknown command {word[:80]!r}{nearest(word, COMMANDS)}{hint} {known}")
-
-
-def _check_taken(spelled: str, command: str | None) -> None:
-    takers = [name for name in COMMANDS if any(o.spelled == spelled and o.is_of(name) for o in OPTIONS)]
-    if (command or "chat") not in takers:
-        raise WrongUsage(f"{spelled} does not belong to {command or 'a chat'}, but to {', '.join(takers)}")
 
 
 class Parser(argparse.ArgumentParser):
@@ -206,26 +175,30 @@ def _program(command: str | None) -> str:
     return PROGRAM if command is None else f"{PROGRAM} {command}"
 
 
-def _parser(command: str | None) -> Parser:
-    """The grammar of a command, without the command's word."""
-    lines = (
-        [COMMANDS[command]] if command else ["Mixture-of-experts models on one workstation.", "", "commands:"]
-    )
+def _grammar() -> Parser:
+    """All options of all commands, and the words between them."""
+    parser = Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--version", action="version", version=_versions())
+    for option in BY_SPELLING.values():
+        option.add_to(parser)
+    return parser
+
+
+def _help(command: str | None) -> Parser:
+    """The options of one command."""
+    text = COMMANDS[command] if command else "Mixture-of-experts models on one workstation.\n\ncommands:\n"
     if command is None:
-        lines += [f"  {name:10} {text}" for name, text in COMMANDS.items()]
-        lines += [
-            "",
-            f"`{PROGRAM} COMMAND --help` lists its options. Without a command: chat in this terminal.",
-        ]
+        text += "".join(f"  {name:10} {text}\n" for name, text in COMMANDS.items())
+        text += f"\n`{PROGRAM} COMMAND --help` lists its options. Without a command: chat in this terminal."
     parser = Parser(
         prog=_program(command),
         usage=f"{_program(command or '[command]')} [options]",
-        description="\n".join(lines),
+        description=text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("--version", action="version", version=_versions(), help="show versions and exit")
+    parser.add_argument("--version", action="store_true", help="show versions and exit")
     for heading, options in TABLE.items():
         taken = [option for option in options if option.is_of(command or "chat")]
         group = parser if heading == "options" or not taken else parser.add_argument_group(heading)
@@ -251,21 +224,34 @@ def _check(command: str | None, written: dict[str, Any]) -> None:
         mode = REPLAY
     elif command == "calibrate" and "report" in written and not written.keys() & {"text", "tokens"}:
         mode = DRAWING
-    given = [option for option in OPTIONS if option.is_of(mode.split()[0]) and option.key in written]
+    given = [_given(key, command, mode) for key in written]
     for option in given:
         _check_place(option, mode, written)
+        _check_length(option, written[option.key])
         if option.not_with and option.not_with in written:
             raise WrongUsage(f"{option.spelled} does not go with --{option.not_with}")
     _check_one(mode, given, written)
-    _check_lengths(given, written)
-    greedy_default = 0 if command == "generate" and "chat" not in written else None
-    if written.get("temperature", greedy_default) == 0:
-        why = "has no effect on a greedy answer; give a --temperature as well"
-        _refuse((option for option in given if option.key in RANDOM_OPTIONS), why)
     axes(written)
     if "prune" in written and not written.keys() & {"older_than", "to"}:
         raise WrongUsage("--prune: give --older-than DAYS, --to SIZE, or both")
-    _check_connected(Options(command, written), mode, given)
+    if Options(command, written).connect:
+        without = "leave out --connect" if "connect" in written else "leave out the word chat"
+        for option in given:
+            if option.of_engine and not _goes(option.asked, mode, written):
+                why = f"does not change a running engine; to start one with it, {without}"
+                raise WrongUsage(f"{option.spelled} {why}")
+
+
+def _given(key: str, command: str | None, mode: str) -> Option:
+    """Returns the command's option with this key. Raises WrongUsage where it has none."""
+    every = [option for option in OPTIONS if option.key == key]
+    for option in every:
+        if option.is_of(command or "chat"):
+            return option
+    takers = [name for name in COMMANDS if any(option.is_of(name) for option in every)]
+    raise WrongUsage(
+        f"{every[0].spelled} does not belong to {command or 'a chat'}, but to {', '.join(takers)}"
+    )
 
 
 def _needs(places: str, mode: str) -> list[list[str]]:
@@ -309,30 +295,8 @@ def _check_one(mode: str, given: Iterable[Option], written: dict[str, Any]) -> N
         raise WrongUsage(f"{mode} needs a {kind}: give {ways}{taken}")
 
 
-def _check_lengths(given: Iterable[Option], written: dict[str, Any]) -> None:
+def _check_length(option: Option, value: Any) -> None:
     """A child's configuration has room for paths and names, and a file system takes no longer ones."""
-    for option in given:
-        value = written[option.key]
-        for text in value if isinstance(value, list | tuple) else (value,):
-            if (
-                isinstance(text, str | Path)
-                and len(os.fsencode(text)) > MAX_VALUE
-                and option.key not in PROMPTS
-            ):
-                raise WrongUsage(f"{option.spelled}: {str(text)[:40]!r}... is longer than {MAX_VALUE} bytes")
-
-
-def _check_connected(options: Options, mode: str, given: Iterable[Option]) -> None:
-    """Raises WrongUsage for options that do not go with an engine that runs already, or only with one."""
-    written = options.written
-    if options.connect:
-        without = "leave out --connect" if "connect" in written else "leave out the word chat"
-        why = f"does not change a running engine; to start one with it, {without}"
-        fixed = (o for o in given if o.of_engine and not _goes(o.asked, mode, written))
-        _refuse(fixed, why)
-
-
-def _refuse(options: Iterable[Option], why: str) -> None:
-    """Raise WrongUsage for the first of these options, if any."""
-    for option in options:
-        raise WrongUsage(f"{option.spelled} {why}")
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str | Path) and len(os.fsencode(text)) > MAX_VALUE and option.key not in PROMPTS:
+            raise WrongUsage(f"{option.spelled}: {str(text)[:40]!r}... is longer than {MAX_VALUE} bytes")

@@ -24,7 +24,6 @@ from launch.command_line.values import (
     http_address,
     model_path,
     not_empty,
-    one_of,
     size,
     token_ids,
 )
@@ -68,6 +67,7 @@ SIZES = f"{ENGINE}, doctor --model, advise"
 REPLAY = "bench --replay"
 DRAWING = "calibrate --report"
 JSON = f"generate, score, evaluate, stress, bench, calibrate, doctor, advise, cache, {REPLAY}, {DRAWING}"
+DETAIL = f"generate --json, score --json, bench --json, {REPLAY} --json"
 EVERYWHERE = f"{ENGINE}, doctor, advise, cache, {REPLAY}, {DRAWING}"
 
 FORMATS = (
@@ -80,6 +80,19 @@ MODEL = (
     " (default: the embedded model); or random weights in the shape of a known model, to see its speed:"
     f" {PREFIX}NAME, or {PREFIX}NAME/N for N of its layers ({', '.join(SHAPES)})"
 )
+POLICY = "what to compute where (default all-host without a GPU, fiddler with one)"
+SET = "set an option of the policy; repeatable"
+CACHE = f"share of all expert tiles on the device (default {DEFAULT_CACHE}; on a GPU all that fit)"
+WORKERS = "expert workers, which divide the cores (default one per core, at most 16); 0: no processes"
+CONTEXT = f"tokens of prompt and answer (default: the model's, at most {DEFAULT_CONTEXT}, or what fits)"
+KV_TOKENS = f"tokens in the KV cache, of all requests (default {KV_CONTEXTS} contexts, or what fits)"
+COSTS = "use these costs instead of measuring; daop-table-1: those published for DAOP"
+SEED = "seed of sampling and of the policy random"
+HTTP = f"also serve OpenAI's and Anthropic's API over HTTP (default address {DEFAULT_HTTP})"
+HTTP_KEYS = "API keys for --http, one a line: a name and a key; needed beyond this machine"
+TEMPERATURE = "0: greedy (default 0; in a chat and with --chat the model's)"
+PPL = "held-out tokens to compare approximate policies with an exact one (default 256; 0: none)"
+SWEEP = "measure each of these values: cache, batch, prompt, gen, or POLICY.OPTION; repeatable, crossed"
 
 
 @dataclass(frozen=True)
@@ -115,7 +128,7 @@ class Option:
     @property
     def key(self) -> str:
         """Returns its name among the given options and in the configuration."""
-        return "text" if self.is_positional else self.name.replace("-", "_")
+        return self.name.replace("-", "_")
 
     def is_of(self, command: str) -> bool:
         return any(place.split()[0] == command for place in self.takes.split(", "))
@@ -129,7 +142,7 @@ class Option:
         if self.value is None:
             settings["action"] = "store_true"
         elif isinstance(self.value, tuple):
-            settings |= {"type": one_of(self.value), "metavar": f"{{{','.join(self.value)}}}"}
+            settings |= {"choices": self.value, "metavar": [*self.words.split(), None][1]}
         else:
             settings |= {"type": self.value, "metavar": self.words.split()[-1]}
         if self.repeatable:
@@ -150,52 +163,19 @@ def _section(takes: str, *options: Option, of_engine: bool = False) -> list[Opti
 _sizes = _section(
     SIZES,
     Option("model DIR", model_path, MODEL, also=DRAWING),
-    Option(
-        "policy PRESET",
-        str,
-        "what to compute where (default all-host without a GPU, fiddler with one)",
-        also=REPLAY,
-        asked="bench, evaluate",
-    ),
-    Option(
-        "set POLICY.OPTION=VALUE",
-        str,
-        "set an option of the policy; repeatable",
-        also=REPLAY,
-        asked="bench, evaluate",
-        repeatable=True,
-    ),
+    Option("policy PRESET", str, POLICY, also=REPLAY, asked="bench, evaluate"),
+    Option("set POLICY.OPTION=VALUE", str, SET, also=REPLAY, asked="bench, evaluate", repeatable=True),
     Option("device", get_args(DeviceName), "device of the backbone and the resident experts"),
-    Option("format FORMAT", one_of(get_args(FormatName)), FORMATS),
+    Option("format FORMAT", get_args(FormatName), FORMATS),
     Option("backbone-dtype", get_args(BackboneDType), "format of all other weights"),
-    Option(
-        "expert-cache RATIO",
-        between(0.0, 1.0),
-        f"share of all expert tiles on the device (default {DEFAULT_CACHE}; on a GPU all that fit)",
-        also=REPLAY,
-    ),
+    Option("expert-cache RATIO", between(0.0, 1.0), CACHE, also=REPLAY),
     Option("tile N", at_least(1), "channels of a tile (default: by the experts' shape)"),
+    Option("workers N", at_least(0), WORKERS),
     Option(
-        "workers N",
-        at_least(0),
-        "expert workers, which divide the cores (default one per core, at most 16); 0: no processes",
+        "exchange", get_args(ExchangeName), "how workers get work: sockets or shared memory", takes=ENGINE
     ),
-    Option(
-        "exchange",
-        get_args(ExchangeName),
-        "how work gets to the workers: sockets or shared memory",
-        takes=ENGINE,
-    ),
-    Option(
-        "context N",
-        at_least(1),
-        f"tokens of prompt and answer (default: the model's, at most {DEFAULT_CONTEXT}, or what fits)",
-    ),
-    Option(
-        "kv-tokens N",
-        at_least(1),
-        f"tokens in the KV cache, of all requests (default {KV_CONTEXTS} contexts, or what fits)",
-    ),
+    Option("context N", at_least(1), CONTEXT),
+    Option("kv-tokens N", at_least(1), KV_TOKENS),
     Option("chunk N", at_least(1), "prefill tokens of one step (default: measured)"),
     Option("graphs", get_args(GraphsName), "decode steps by CUDA graphs, on a GPU"),
     of_engine=True,
@@ -204,46 +184,20 @@ _engine = _section(
     ENGINE,
     Option("link-gbps X", above(0.0), "emulate a link of X GB/s"),
     Option("host-slowdown X", between(1.0, math.inf), "emulate workers X times slower"),
-    Option(
-        "costs FILE",
-        Path,
-        "use these costs instead of measuring; daop-table-1: those published for DAOP",
-        also=REPLAY,
-    ),
+    Option("costs FILE", Path, COSTS, also=REPLAY),
     Option("record F", absolute, "record the routing into a new file, for bench --replay"),
-    Option(
-        "seed S",
-        at_least(0),
-        "seed of sampling and of the policy random",
-        also=REPLAY,
-        asked="chat, generate, stress --chaos",
-    ),
+    Option("seed S", at_least(0), SEED, also=REPLAY, asked="chat, generate, stress --chaos"),
     Option("keep-store", None, "leave the experts in shared memory for the next start"),
     Option("verify", None, "compare the experts with their checksums before use"),
     Option("name NAME", str, "the engine's name (default: e and the process id)"),
-    Option(
-        "http HOST:PORT",
-        http_address,
-        f"also serve OpenAI's and Anthropic's API over HTTP (default address {DEFAULT_HTTP})",
-        takes="serve",
-        bare=DEFAULT_HTTP,
-    ),
-    Option(
-        "http-keys FILE",
-        Path,
-        "API keys for --http, one a line: a name and a key; needed beyond this machine",
-        takes="serve --http",
-    ),
+    Option("http HOST:PORT", http_address, HTTP, takes="serve", bare=DEFAULT_HTTP),
+    Option("http-keys FILE", Path, HTTP_KEYS, takes="serve --http"),
     of_engine=True,
 )
 _answer = _section(
     "chat, generate",
     Option("max-tokens N", at_least(1), f"new tokens at most (default {MAX_TOKENS})"),
-    Option(
-        "temperature X",
-        between(0.0, math.inf),
-        "0: greedy (default 0; in a chat and with --chat the model's)",
-    ),
+    Option("temperature X", between(0.0, math.inf), TEMPERATURE),
     Option("top-k K", at_least(0), "only the K most probable tokens; 0: all"),
     Option("top-p P", above(0.0, 1.0), "only the most probable tokens, P in all"),
     Option("min-p P", between(0.0, 1.0), "only tokens P times as probable as the best"),
@@ -266,14 +220,8 @@ _texts = _section(
     Option("tokens F.json", Path, "file with a JSON list of token ids", one_of="text", also="calibrate"),
     Option("out F.npy", Path, "write all log-probabilities: float32 [positions, vocab]"),
     Option("stepwise", None, "score one token at a time, by the decode path"),
-    Option(
-        "prefill N", at_least(1), "tokens to prefill before stepping (default 1)", takes="score --stepwise"
-    ),
-    Option(
-        "stride N",
-        at_least(1),
-        "tokens by which the window moves over a text longer than the context (default: half of it)",
-    ),
+    Option("prefill N", at_least(1), "tokens to prefill first (default 1)", takes="score --stepwise"),
+    Option("stride N", at_least(1), "tokens between windows of a long text (default: half the context)"),
     Option("items F.jsonl", Path, "items, one JSON object a line (default: built-in ones)", takes="evaluate"),
     Option("limit N", at_least(1), "only the first N items", takes="evaluate"),
 )
@@ -291,44 +239,16 @@ _bench = _section(
     Option("gen-len G", at_least(2), "new tokens of an answer (default 64)"),
     Option("batch B", at_least(1), "requests at once (default 1)", also="advise"),
     Option("rounds N", at_least(1), "measured runs of each policy (default 5)"),
-    Option(
-        "ppl-tokens N",
-        at_least(0),
-        "held-out tokens to compare approximate policies with an exact one (default 256; 0: none)",
-    ),
+    Option("ppl-tokens N", at_least(0), PPL),
     Option("plot F.png", Path, "draw the results (also .svg, .pdf)", also=f"{REPLAY} --sweep, advise"),
-    Option(
-        "sweep NAME=V1,V2",
-        str,
-        "measure each of these values: cache, batch, prompt, gen, or POLICY.OPTION; repeatable, crossed",
-        also=REPLAY,
-        repeatable=True,
-    ),
-    Option(
-        "replay F",
-        Path,
-        "simulate the policies on the recorded routing of --record; no engine is started",
-        takes=REPLAY,
-    ),
+    Option("sweep NAME=V1,V2", str, SWEEP, also=REPLAY, repeatable=True),
+    Option("replay F", Path, "simulate the policies on what --record wrote, without an engine", takes=REPLAY),
 )
 _calibrate = _section(
     "calibrate",
-    Option(
-        "calibrate-tokens N",
-        at_least(LEAST_TOKENS),
-        f"tokens to read at most, from all of the text (default {CALIBRATION_TOKENS})",
-    ),
-    Option(
-        "max-loss X",
-        above(0, 1000),
-        "find the strongest settings of approximations that add at most X %% to the perplexity",
-    ),
-    Option(
-        "report DIR",
-        Path,
-        "draw the results into this folder; without a text, those of an earlier calibration",
-        also=DRAWING,
-    ),
+    Option("calibrate-tokens N", at_least(LEAST_TOKENS), f"tokens to read (default {CALIBRATION_TOKENS})"),
+    Option("max-loss X", above(0, 1000), "find approximations that add at most X %% to the perplexity"),
+    Option("report DIR", Path, "draw the results, without a text earlier ones, into DIR", also=DRAWING),
 )
 _advise = _section(
     "advise",
@@ -338,53 +258,29 @@ _advise = _section(
     Option("gpu-gbps X", above(0.0), "GB/s that the GPU reads from its memory"),
     Option("gpu-gb X", above(0.0), "size of the GPU's memory"),
     Option("host-gb X", above(0.0), "free memory of the host (default: enough)"),
-    Option("host-tflops X", above(0.0), "of all cores (default: by --host-gbps)"),
-    Option("gpu-tflops X", above(0.0), "of the GPU (default: by --gpu-gbps)"),
-    Option(
-        "costs FILE",
-        Path,
-        "costs measured on that machine in --format, in place of the rates; daop-table-1: DAOP's",
-    ),
+    Option("costs FILE", Path, "costs measured there in --format, not rates; daop-table-1: DAOP's"),
     Option("trace F", Path, "routing of this model that --record wrote"),
     Option("seed S", at_least(0), "seed of synthetic routing"),
 )
 _cache = _section(
     "cache --prune",
-    Option("prune", None, "remove entries that are not in use, by --older-than, --to or both", takes="cache"),
-    Option(
-        "older-than DAYS",
-        between(0.0, 1e6),
-        "those last used more than DAYS days ago, on disk and of --keep-store in shared memory",
-    ),
-    Option("to SIZE", size, "the least recently used, until at most SIZE is left on disk (such as 20GB)"),
+    Option("prune", None, "remove what is not in use, by --older-than, --to or both", takes="cache"),
+    Option("older-than DAYS", between(0.0, 1e6), "what was last used more than DAYS days ago"),
+    Option("to SIZE", size, "the least recently used, until SIZE is left on disk (such as 20GB)"),
     Option("dry-run", None, "only list what would be removed"),
 )
 _every = _section(
     EVERYWHERE,
-    Option(
-        "connect NAME",
-        str,
-        "use a running engine instead of starting one",
-        takes=CLIENTS,
-        bare="",
-    ),
+    Option("connect NAME", str, "use a running engine instead of starting one", takes=CLIENTS, bare=""),
     Option("json", None, "print one JSON object on stdout, and nothing else there", takes=JSON),
-    Option(
-        "detail",
-        None,
-        "with --json: also the figures of each layer",
-        takes=f"generate --json, score --json, bench --json, {REPLAY} --json",
-    ),
+    Option("detail", None, "with --json: also the figures of each layer", takes=DETAIL),
     Option("log-level", LOG_LEVELS, "least severe messages shown (default notice)"),
     Option("verbose", None, "show details on stderr: --log-level info", short="-v"),
 )
 
 # By the headings of --help.
 TABLE = {
-    "options": [
-        *(_generate + _texts + _stress + _bench + _calibrate),
-        *(_cache + _every),
-    ],
+    "options": _generate + _texts + _stress + _bench + _calibrate + _cache + _every,
     "answer": _answer,
     "model and memory": _sizes,
     "engine": _engine,

@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import ipaddress
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.models.shapes import is_shape
 
 SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Returns "; did you mean X or Y?": words that begin so, or that are spelled alike; "" where none is."""
-    word, known = word.partition("=")[0], list(dict.fromkeys(known))
-    begun = [other for other in known if len(word) > 1 and other.startswith(word)]
-    near = begun or difflib.get_close_matches(word, known, n=2, cutoff=0.6)
-    return f"; did you mean {' or '.join(near[:2])}?" if near else ""
-
-
-def one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
-    """Exactly these words."""
-
-    def choice(text: str) -> str:
-        if text not in choices:
-            known = f"(supported: {', '.join(choices)})"
-            raise argparse.ArgumentTypeError(f"unknown value {text!r}{nearest(text, choices)} {known}")
-        return text
-
-    return choice
 
 
 def at_least(low: int) -> Callable[[str], int]:

@@ -139,7 +139,7 @@ class Supervisor:
         except ModelError as e:
             raise StartFailed(str(e), usage=True) from None
         self.config = config = plan.resolved(now.config)
-        for line in without_effect(replace(now.config, format=config.format), now.policy, self.model):
+        for line in without_effect(now.config, now.policy):
             log.warning(f"note: {line}")
         runtime = RuntimeDir.claim(self.name)
         self._files.callback(runtime.remove)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.command_line.checks import check_output, check_request, read_ids, read_text
+from launch.command_line.checks import check_new_file, check_request, read_ids, read_text
 from launch.command_line.options import Options
 from launch.connect import reconnecting_client
 from launch.errors import OutputFailed, WrongUsage
@@ -56,7 +56,7 @@ async def score(options: Options, interrupts: Interrupts) -> int:
     written = options.written
     out: Path | None = written.get("out")
     if out is not None:
-        check_output(out)
+        check_new_file("--out", out)
     text = read_text(written["text"]) if "text" in written else None
     ids = read_ids(written["tokens"]) if text is None else ()
     async with reconnecting_client(options, interrupts) as client:

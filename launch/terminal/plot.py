@@ -21,11 +21,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from launch.command_line.checks import check_extra
+from launch.command_line.checks import check_new_file, check_packages
 from launch.errors import OutputFailed, WrongUsage
 from launch.terminal.format import alike
 from launch.terminal.log import notice
-from shm.atomic_file import SHARED, atomic_file, check_creatable
+from shm.atomic_file import SHARED, atomic_file
 
 KINDS = (".png", ".svg", ".pdf")
 INK, FAINT, BLUE = "#333333", "#999999", "#3b6ea5"
@@ -72,14 +72,11 @@ class Panel:
 
 def check_picture(path: Path) -> None:
     """Raises WrongUsage unless a picture can be made there."""
-    check_extra("--plot", "plots", "matplotlib")
+    check_packages("--plot", "matplotlib")
     if path.suffix.lower() not in KINDS:
         kinds = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
         raise WrongUsage(f"--plot {path}: a picture's name ends in {kinds}")
-    try:
-        check_creatable(path)
-    except OSError as e:
-        raise WrongUsage(f"--plot {path}: no file can be made there: {e.strerror}") from None
+    check_new_file("--plot", path)
 
 
 def draw(

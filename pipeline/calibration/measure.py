@@ -33,15 +33,9 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.observer import Observer
 from pipeline.errors import RequestError, UsageError
 from pipeline.policies.calibration import Calibration, Floats
+from pipeline.policies.parts import whole_experts
+from pipeline.policies.placements import ENOUGH_TOKENS, Counts, TextComparison, counted_tokens, placed_share
 from pipeline.policies.presets import make_policy
-from pipeline.policies.room import (
-    ENOUGH_TOKENS,
-    Counts,
-    TextComparison,
-    counted_tokens,
-    placed_share,
-    whole_experts,
-)
 
 PAIR_BYTES = 64 << 20  # of the pairs that the first gate is trained on
 MLP_BYTES = 192 << 20  # of what the MLPs of the next gate are trained on

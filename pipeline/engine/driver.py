@@ -75,7 +75,7 @@ class PolicyDriver(Generic[Begun]):
     """Drives one policy, and keeps the state that lasts longer than a layer."""
 
     def __init__(self, policy: Policy, view: View, landed: int = 0, useful: int = 0) -> None:
-        """`view`: the policy's inputs. Its residency, target and ordered are live; its popularity is counted
+        """`view`: the policy's inputs. Its residency and target are live; its popularity is counted
         in place. `landed`, `useful`: prefetched tiles that landed, and those that were used, under earlier
         policies. Raises PolicyError where the policy lacks an input."""
         self.policy = policy
@@ -87,7 +87,6 @@ class PolicyDriver(Generic[Begun]):
             view,
             residency=_read_only(view.residency),
             target=_read_only(view.target),
-            ordered=_read_only(view.ordered),
             popularity=_read_only(view.popularity),
         )
         self.placement = policy.placement(self.view)  # [L, E]

@@ -107,8 +107,6 @@ class Engine:
             router=self.backbone.spec.router,
             calibration=calibration,
             staging=memory.staging,
-            ordered=memory.ordered,
-            backlog=timing,
             up=self.up,
         )
         self.driver = PolicyDriver(policy, view, *decode.prefetched)

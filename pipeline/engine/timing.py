@@ -1,11 +1,10 @@
-"""The seconds of an engine's shares by the costs in force: what link and host still have to do, which is the
-policy's `Backlog`, and beside what was measured, which corrects the costs (`corrections.py`)."""
+"""The seconds of an engine's shares by the costs in force, and beside what was measured, which corrects the
+costs (`corrections.py`)."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -13,9 +12,8 @@ from pipeline.arrays import Phase
 from pipeline.device import Device
 from pipeline.engine.corrections import SIDES, Corrections, Priced, Side, Work
 from pipeline.experts.device_share import DeviceMemory
-from pipeline.experts.mover import Order
 from pipeline.experts.shares import Share
-from pipeline.policies.costs import Backlog, Costs, Landing, SecondsTable
+from pipeline.policies.costs import Costs, SecondsTable
 
 FIRST, SAMPLED = 64, 4  # steps of which each is measured; of later ones every so many
 
@@ -28,8 +26,8 @@ class _HostShare(NamedTuple):
     alone: bool  # the device computes nothing meanwhile
 
 
-class Timing(Backlog):
-    """The `Backlog` of one engine under one policy. Without costs every answer is 0 seconds."""
+class Timing:
+    """Measures the shares of one engine under one policy. Without costs it measures nothing."""
 
     def __init__(
         self,
@@ -52,46 +50,6 @@ class Timing(Backlog):
         """The costs in force in this step."""
         return None if self._priced is None else self._priced.costs
 
-    # --- the policy's view -------------------------------------------------------------------------------
-
-    @property
-    def host_seconds(self) -> float:
-        if not self._running or self._priced is None:
-            return 0.0
-        free = self._host_ended
-        for share in self._running:
-            free = max(free, share.given + self._priced.costs.round_trip) + share.seconds
-        return max(0.0, free - time.perf_counter())
-
-    @property
-    def link_seconds(self) -> float:
-        return sum(seconds for _, seconds in self._under_way())
-
-    def landing(self, layer: int) -> Sequence[Landing]:
-        landings, at = [], 0.0
-        residency = self._memory.residency
-        for order, seconds in self._under_way():
-            at += seconds
-            if order.layer == layer and order.lo <= residency[layer, order.expert]:
-                tiles = order.lo + order.reach - int(residency[layer, order.expert])
-                if tiles > 0:
-                    landings.append(Landing(order.expert, tiles, at))
-        return landings
-
-    def _under_way(self) -> list[tuple[Order, float]]:
-        """The link's orders, and the seconds that each will take."""
-        costs, (orders, moving) = self.costs, self._memory.under_way()
-        if costs is None:
-            return [(order, 0.0) for order in orders]
-        timed = []
-        for order in orders:
-            seconds = (order.reach - order.landed) * costs.link + (0.0 if order.landed else costs.fetch)
-            timed.append((order, seconds - min(moving, costs.link)))
-            moving = 0.0  # only the first one's tile moves
-        return timed
-
-    # --- what runs ---------------------------------------------------------------------------------------
-
     def begin_step(self, phase: Phase) -> None:
         """Begin a step. Shares of one that failed will not be computed."""
         self._phase = phase
@@ -100,7 +58,6 @@ class Timing(Backlog):
         self._measures = self.corrections is not None and (self._steps < FIRST or not self._steps % SAMPLED)
         self._steps += 1
         self._running.clear()
-        self._host_ended = 0.0  # when the host had computed the latest share
         self._work: dict[Side, Work] = {side: Work() for side in SIDES}
         self._marks: list[tuple[object, object]] = []  # of the device's resident tiles
         self._copied = self._memory.copied()
@@ -115,11 +72,10 @@ class Timing(Backlog):
         """The first share that runs has been computed, in `busy` seconds of the slowest worker."""
         if not self._running or self._priced is None:
             return
-        share, now = self._running.popleft(), time.perf_counter()
+        share = self._running.popleft()
         work = self._work["host"]
         work.forecast += share.seconds + (self._priced.costs.round_trip if share.alone else 0.0)
-        work.measured += now - share.given if share.alone else busy
-        self._host_ended = now
+        work.measured += time.perf_counter() - share.given if share.alone else busy
 
     def device_began(self, share: Share) -> None:
         """The device computes its share's resident tiles, between the marks of its memory."""

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable
 from enum import IntEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipeline.arrays import IntArray
 from pipeline.errors import PlanError
@@ -59,8 +58,10 @@ class ExpertCache:
         self.slots = slots
         self.residency: IntArray = np.zeros((layers, experts), np.int32)
         self.target: IntArray = np.zeros((layers, experts), np.int32)
+        # the same memory, of which Python reads and writes single numbers sooner
+        self._resident, self._targets = self.residency.data, self.target.data
+        self.below_target: set[tuple[int, int]] = set()  # experts with residency below target
         self._target_tiles = 0  # sum of `target`
-        self._ready_tiles = 0  # sum of `residency`
         self._fence = fence
         self._states = bytearray(slots)  # a SlotState each; FREE is 0
         self._free: deque[tuple[int, object]] = deque((slot, None) for slot in range(slots))
@@ -71,11 +72,6 @@ class ExpertCache:
         """Number of FREE slots."""
         return len(self._free)
 
-    @property
-    def missing(self) -> int:
-        """Number of tiles below target, of all experts."""
-        return self._target_tiles - self._ready_tiles
-
     def state(self, slot: int) -> SlotState:
         return SlotState(self._states[slot])
 
@@ -83,47 +79,52 @@ class ExpertCache:
         """The slots of the expert's READY tiles, in tile order. Do not change."""
         return self._ready.get((layer, expert), [])
 
-    def set_targets(self, changes: Iterable[Target]) -> None:
-        """Apply a policy's targets and evict tiles beyond them. Raises PlanError where a target is out of
-        range or their sum exceeds the capacity; then no target changes."""
-        changed = list(changes)
-        if not changed:
-            return
-        after = self.target.copy()
-        layers, experts = after.shape
-        for c in changed:
-            if not (0 <= c.layer < layers and 0 <= c.expert < experts and 0 <= c.tiles <= self.tiles):
-                raise PlanError(f"the policy set a target that does not exist: {c}")
-            after[c.layer, c.expert] = c.tiles
-        total = int(after.sum())
+    def set_targets(self, changes: Iterable[Target]) -> dict[tuple[int, int], int]:
+        """Apply a policy's targets and evict tiles beyond them. Returns what the targets of these experts
+        were. Raises PlanError where a target is out of range or their sum exceeds the capacity; then no
+        target changes."""
+        layers, experts = self.target.shape
+        after: dict[tuple[int, int], int] = {}
+        for change in changes:
+            layer, expert, tiles = change
+            if not (0 <= layer < layers and 0 <= expert < experts and 0 <= tiles <= self.tiles):
+                raise PlanError(f"the policy set a target that does not exist: {change}")
+            after[layer, expert] = tiles
+        targets = self._targets
+        before = {key: targets[key] for key in after}
+        total = self._target_tiles + sum(after.values()) - sum(before.values())
         if total > self.capacity:
             raise PlanError(f"the policy's targets need {total} tiles, the cache holds {self.capacity}")
-        self.target[...] = after  # in place, because policies hold views of it
         self._target_tiles = total
-        for c in changed:
-            self._evict(c.layer, c.expert)
-
-    def below_target(self) -> NDArray[np.intp]:
-        """Experts with residency below target: [m, 2] layer, expert."""
-        return np.argwhere(self.residency < self.target)
+        for key, tiles in after.items():
+            targets[key] = tiles
+            if self._resident[key] < tiles:
+                self.below_target.add(key)
+            else:
+                self.below_target.discard(key)
+                self._evict(key, tiles)
+        return before
 
     def take(self, count: int) -> list[tuple[int, object]]:
         """Return up to `count` FREE slots, each with the fence of its last reader; they become LOADING."""
-        free, taken = self._free, []
-        for _ in range(min(count, len(free))):
-            taken.append(free.popleft())
-            self._change(taken[-1][0], FREE, LOADING)
+        free = self._free
+        taken = [free.popleft() for _ in range(min(count, len(free)))]
+        for slot, _ in taken:
+            self._change(slot, FREE, LOADING)
         return taken
 
     def land(self, layer: int, expert: int, tile: int, slot: int) -> bool:
         """A tile has landed in a LOADING slot. True: it is its expert's next tile and the target wants it, so
         the slot becomes READY. False: the slot stays LOADING, and the caller releases or uses it."""
-        if not self.residency[layer, expert] == tile < self.target[layer, expert]:
+        key = layer, expert
+        target = self._targets[key]
+        if not self._resident[key] == tile < target:
             return False
         self._change(slot, LOADING, READY)
-        self._ready.setdefault((layer, expert), []).append(slot)
-        self.residency[layer, expert] = tile + 1
-        self._ready_tiles += 1
+        self._ready.setdefault(key, []).append(slot)
+        self._resident[key] = tile + 1
+        if tile + 1 == target:
+            self.below_target.discard(key)
         return True
 
     def release_loading(self, slot: int) -> None:
@@ -138,14 +139,12 @@ class ExpertCache:
         """An IN_USE slot becomes FREE: the kernel that reads it was started."""
         self._release(slot, IN_USE)
 
-    def _evict(self, layer: int, expert: int) -> None:
-        """Release the expert's READY tiles beyond its target, the last one first."""
-        slots = self._ready.get((layer, expert), [])
-        keep = int(self.target[layer, expert])
+    def _evict(self, key: tuple[int, int], keep: int) -> None:
+        """Release the expert's READY tiles from `keep` on, the last one first."""
+        slots = self._ready.get(key, [])
         while len(slots) > keep:
             self._release(slots.pop(), READY)
-            self._ready_tiles -= 1
-        self.residency[layer, expert] = len(slots)
+        self._resident[key] = keep
 
     def _release(self, slot: int, before: SlotState) -> None:
         self._change(slot, before, FREE)
@@ -174,9 +173,10 @@ class ExpertCache:
             raise AssertionError("an expert's residency differs from its slots")
         if (self.residency > self.target).any():
             raise AssertionError("an expert's residency is beyond its target")
-        if (int(self.residency.sum()), int(self.target.sum())) != (self._ready_tiles, self._target_tiles):
-            raise AssertionError("a sum of residencies or targets is wrong")
-        if self._ready_tiles != count[READY]:
+        below = {(int(layer), int(expert)) for layer, expert in np.argwhere(self.residency < self.target)}
+        if (below, int(self.target.sum())) != (self.below_target, self._target_tiles):
+            raise AssertionError("the experts below target, or the sum of the targets, are wrong")
+        if int(self.residency.sum()) != count[READY]:
             raise AssertionError("an expert without slots has a residency")
         if idle and count[LOADING] + count[IN_USE]:
             raise AssertionError(

@@ -16,7 +16,7 @@ from pipeline.device.base import LayerSum
 from pipeline.errors import PlanError
 from pipeline.experts.cache import ExpertCache
 from pipeline.experts.link import DownLink, PrefetchLink
-from pipeline.experts.mover import Landed, Mover, Order, Wanted
+from pipeline.experts.mover import Landed, Mover, Wanted
 from pipeline.experts.shares import Share
 from pipeline.policies.view import ModelShape, Target
 from shm.mask import NOTHING, Mask, Tally
@@ -73,7 +73,6 @@ class DeviceMemory:
         self.staging = slots - self.capacity
         self.residency = cache.residency  # [L, E], live
         self.target = cache.target  # [L, E], live
-        self.ordered = self.mover.ordered  # [L, E], live
 
     @property
     def exists(self) -> bool:
@@ -88,13 +87,6 @@ class DeviceMemory:
     def audit(self) -> None:
         """Check the cache while nothing is under way. Raises AssertionError: a bug in the engine."""
         self.mover.cache.audit(idle=True)
-
-    def under_way(self) -> tuple[list[Order], float]:
-        """Return what is being moved, demanded tiles first, and the seconds since the present tile began."""
-        if self.slab is None:
-            return [], 0.0
-        link, demanded = self.slab.link, list(self.mover.outstanding.values())
-        return [*demanded, *link.under_way()], 0.0 if demanded else link.moving_for()
 
     def copied(self) -> tuple[int, float]:
         """Return the tiles that were copied so far, by whichever process, and the seconds of that."""

@@ -66,7 +66,6 @@ class PrefetchLink:
         self._socket, self._slab, self._line = socket, slab, line
         self._stall_limit, self._attach_limit = stall_limit, attach_limit
         self._attaching = False
-        self._moving_since = 0.0  # the present tile, as far as it is known here
         self._next = 0
         self._orders: dict[int, Order] = {}
         self._seconds: dict[int, float] = {}  # of copying, by order
@@ -102,8 +101,6 @@ class PrefetchLink:
         self._next += 1
         if order.final:
             return order
-        if not self._orders:
-            self._moving_since = time.monotonic()
         self._orders[order.id] = order
         chosen = NO_CHANNELS if channels is None else channels
         self._socket.send(0, Fetch(order.id, layer, expert, lo, tuple(slots), urgency, chosen))
@@ -117,15 +114,6 @@ class PrefetchLink:
     def moving(self, order: Order) -> bool:
         """Return whether the prefetcher is copying a part of this order."""
         return not order.final and self._line.seq == order.id
-
-    def under_way(self) -> list[Order]:
-        """Return unfinished orders of whole tiles, as the prefetcher takes them."""
-        live = [o for o in self._orders.values() if o.channels is None and o.landed < o.reach]
-        return sorted(live, key=lambda order: (order.urgency, order.id))
-
-    def moving_for(self) -> float:
-        """Return the seconds since the present tile began to move, as far as it is known here."""
-        return time.monotonic() - self._moving_since
 
     def update(self, wait_ms: int) -> None:
         """Apply the messages that are here; wait at most `wait_ms` for the first."""
@@ -169,7 +157,6 @@ class PrefetchLink:
             before = self._seconds.get(order.id, 0.0)
             self.copied = tiles + report.landed - order.landed, seconds + report.seconds - before
             self._seconds[order.id] = report.seconds
-            self._moving_since = time.monotonic()
         order.landed, order.final = report.landed, report.final
         if report.final:
             del self._orders[order.id]

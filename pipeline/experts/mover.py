@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -27,11 +28,11 @@ import numpy as np
 from pipeline.arrays import IntArray
 from pipeline.config import BACKGROUND_ORDERS
 from pipeline.counters import MoveCounters, PrefetchedTiles
-from pipeline.experts.cache import IN_USE, ExpertCache
+from pipeline.experts.cache import ExpertCache
 from pipeline.policies.view import Target
 from workers.copiers import TileCopy
 
-DEMANDED, PREDICTED, PLACED = 0, 1, 2  # urgency; smaller overtakes
+PREDICTED, PLACED = 1, 2  # urgency; smaller overtakes
 SPARE_SLOTS = 2  # that predicted channels leave to demands: one to compute from while the next is filled
 
 Key = tuple[int, int]  # layer, expert
@@ -92,11 +93,6 @@ class Order:
         """Its tiles or channels."""
         return len(self.slots if self.channels is None else self.channels)
 
-    @property
-    def reach(self) -> int:
-        """How many of them are certain to land."""
-        return self.landed if self.final or self.cancelled else self.size
-
 
 class Link(Protocol):
     """Carries orders to the prefetch process; `pipeline/experts/link.py`."""
@@ -133,7 +129,7 @@ class Copier(Protocol):
         """Return when the device may be given work that reads these slots."""
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class _Part:
     """A demanded tile. `channels`: those that are copied for it; None: it is copied whole."""
 
@@ -144,7 +140,7 @@ class _Part:
     slot: int = -1
 
     def landed(self, tile_channels: int) -> Landed:
-        """What is given to the device."""
+        """Returns what is given to the device."""
         if self.places is None or self.channels is None:
             return Landed(self.expert, self.tile, self.slot)
         places = self.places.copy()
@@ -170,7 +166,8 @@ class Mover:
         where the device computes at once; else in few groups, of which the last is small, because the layer
         waits for it. `channels`: of a tile."""
         self.cache, self.link = cache, link
-        self.ordered: IntArray = cache.residency.copy()  # as in View
+        # the same memory, of which Python reads and writes single numbers sooner
+        self._resident, self._target = cache.residency.data, cache.target.data
         self.counters = MoveCounters(len(cache.residency))  # of the present phase
         self.demanded = 0  # tiles that landed on demand
         self.placed = 0  # tiles that landed in the background
@@ -180,10 +177,10 @@ class Mover:
         self._used: list[Order] = []  # those that the present layer reads
         self._ended: list[Order] = []  # cancelled, or read: their slots are free once they are final
         self._predicted: dict[Key, Prediction] = {}
-        self._demanded: dict[Key, int] = {}  # of the present demand, the end of its tiles
-        self.outstanding: dict[int, Order] = {}  # by expert: whole demanded tiles, as if ordered
+        self._demanded: set[Key] = set()  # of the present demand
         self._waiting: deque[_Part] = deque()  # demanded tiles without a slot
         self._copying: deque[tuple[list[_Part], Any]] = deque()
+        self._streamed: list[int] = []  # slots of tiles that are given next and not kept
 
     @property
     def idle(self) -> bool:
@@ -198,22 +195,19 @@ class Mover:
         changes = tuple(targets)
         if not changes:
             return
-        target = self.cache.target
-        before = [int(target[c.layer, c.expert]) for c in changes]
-        self.cache.set_targets(changes)
-        for change, was in zip(changes, before, strict=True):
-            key = change.layer, change.expert
+        before = self.cache.set_targets(changes)
+        for layer, expert, tiles in changes:
+            key = layer, expert
             order = self._orders.get(key)
-            if order is not None and order.lo + order.size > change.tiles:
+            if order is not None and order.lo + order.size > tiles:
                 self._cancel(order)
-            self._note_ordered(key)
             prediction = self._predicted.get(key)
-            if predicted and change.tiles > was:
+            if predicted and tiles > before[key]:
                 if prediction is None:
                     self._predicted[key] = Prediction(self.counters)
                     self.counters.wanted_experts += 1
             elif prediction is not None:
-                prediction.counters.wasted_tiles += prediction.unused.evict(change.tiles)
+                prediction.counters.wasted_tiles += prediction.unused.evict(tiles)
                 self._drop_if_done(key)
 
     def used(self, layer: int, expert: int, tiles: int) -> None:
@@ -225,17 +219,8 @@ class Mover:
 
     def _drop_if_done(self, key: Key) -> None:
         """Drop a prediction that has no unused tile, where no other tile of it will land."""
-        if not self._predicted[key].unused and self.cache.residency[key] == self.cache.target[key]:
+        if not self._predicted[key].unused and self._resident[key] == self._target[key]:
             del self._predicted[key]
-
-    def _note_ordered(self, key: Key) -> None:
-        """Bring `ordered` up to date."""
-        order, reach = self._orders.get(key), int(self.cache.residency[key])
-        if key in self._demanded:
-            reach = max(reach, min(self._demanded[key], int(self.cache.target[key])))
-        elif order is not None and order.lo + order.booked == reach:
-            reach = max(reach, min(order.lo + order.reach, int(self.cache.target[key])))
-        self.ordered[key] = reach
 
     # --- in the background ---------------------------------------------------------------------------------
 
@@ -253,29 +238,25 @@ class Mover:
                     self._book(order)
                     if order.final:
                         del self._orders[key]
-                    self._note_ordered(key)
             self._collect_ended()
 
     def fetch_missing(self) -> None:
         """Order tiles below target that are not under way: predicted ones first. Residency does not change.
         While demanded tiles wait for slots, no others are ordered."""
-        if self._waiting or not self.cache.missing or not self.link.up:
+        most = BACKGROUND_ORDERS - len(self._orders)
+        if self._waiting or most <= 0 or not self.cache.below_target or not self.link.up:
             return
-        for key in list(self._predicted):
-            if not self._order(key, self._predicted[key]):
-                return
-        for layer, expert in self.cache.below_target().tolist():
-            if not self._order((layer, expert), None):
+        missing = self.cache.below_target.difference(self._orders, self._demanded)
+        predicted = [key for key in self._predicted if key in missing][:most]
+        placed = nsmallest(most - len(predicted), missing.difference(self._predicted))
+        for key in predicted + placed:
+            if not self._order(key, self._predicted.get(key)):
                 return
 
     def _order(self, key: Key, prediction: Prediction | None) -> bool:
-        """Order an expert's tiles below target, unless an order of it is under way; False where the limit of
-        orders or of slots is reached."""
-        lo = int(self.cache.residency[key])
-        count = int(self.cache.target[key]) - lo
-        if count <= 0 or key in self._orders or key in self._demanded:
-            return True
-        slots = self._take(count) if len(self._orders) < BACKGROUND_ORDERS else []
+        """Order an expert's tiles below target, of which no order is under way; False without a slot."""
+        lo = self._resident[key]
+        slots = self._take(self._target[key] - lo)
         if not slots:
             return False
         order = self.link.order(*key, lo, slots, PLACED if prediction is None else PREDICTED, None)
@@ -284,34 +265,31 @@ class Mover:
             order.prediction = prediction
             prediction.counters.issued_experts += not prediction.ordered
             prediction.ordered = True
-        self._note_ordered(key)
         return True
 
     def wait_idle(self) -> None:
         """Return when residency equals the targets. What the prefetch process does not bring, because it is
         down, is copied here."""
         self.forget()
-        while self.cache.missing or not self.idle:
+        while self.cache.below_target or not self.idle:
             self.update()
             under_way = [*self._orders.values(), *self._ended]
             if under_way:
                 self.link.wait(under_way[0], under_way[0].landed + 1)
-            elif self.cache.missing and not self.link.up:
-                layer, expert = self.cache.below_target().tolist()[0]
-                self._place((layer, expert))
+            elif self.cache.below_target and not self.link.up:
+                self._place(min(self.cache.below_target))
         self.cache.audit(idle=True)
 
     def _place(self, key: Key) -> None:
         """Copy an expert's tiles below target here, as if they had been ordered."""
-        lo = int(self.cache.residency[key])
-        slots = self._take(int(self.cache.target[key]) - lo)
+        lo = self._resident[key]
+        slots = self._take(self._target[key] - lo)
         order = Order(-1, *key, lo, slots, PLACED, final=True, prediction=self._predicted.get(key))
         assert self._copier is not None
         copies = [TileCopy(*key, lo + index, slot) for index, slot in enumerate(slots)]
         self._copier.ready(self._copier.begin(copies))
         order.landed = len(slots)
         self._book(order)
-        self._note_ordered(key)
 
     def forget(self) -> None:
         """Drop all predicted channels."""
@@ -357,6 +335,7 @@ class Mover:
         own or a later one. A dropped prediction's tile that another target keeps is no predicted one."""
         present = self._predicted.get(order.key)
         if order.prediction is None or (kept and present is None):
+            self.counters.placed_tiles += 1
             return
         counters = (present or order.prediction).counters
         counters.predicted_tiles += 1
@@ -387,7 +366,6 @@ class Mover:
         for order in self._ended:
             if order.channels is None:
                 self._book(order)
-                self._note_ordered(order.key)
             elif order.final:
                 self.counters.channels.moved += order.landed
                 self.counters.channels.wasted += order.landed if order.prediction else 0
@@ -441,12 +419,9 @@ class Mover:
         """An expert is demanded: tiles that were predicted for it are late."""
         whole = [item for item in items if item.channels is None]
         if whole:
-            self._demanded[key] = whole[-1].hi
-            slots = [-1] * (whole[-1].hi - whole[0].lo)
-            self.outstanding[key[1]] = Order(-1, *key, whole[0].lo, slots, DEMANDED)
-            self._note_ordered(key)
+            self._demanded.add(key)
             if self._predicted.pop(key, None) is not None:
-                late = min(whole[-1].hi, int(self.cache.target[key])) - whole[0].lo
+                late = min(whole[-1].hi, self._target[key]) - whole[0].lo
                 self.counters.late_tiles += max(0, late)
 
     def _parts(self, items: list[Wanted], guess: Order | None) -> Iterator[_Part]:
@@ -481,19 +456,20 @@ class Mover:
         rest is another group: a layer has two, whatever was predicted."""
         rest = len(self._waiting) // 4 if split and not self._each else 0
         while self._waiting:
-            group: list[_Part] = []
-            copies: list[TileCopy] = []
-            for _ in range(1 if self._each else len(self._waiting) - rest):
-                part = self._waiting[0]
-                if part.channels is None or len(part.channels):
-                    taken = self.cache.take(1)
-                    if not taken:
-                        break
-                    ((part.slot, fence),) = taken
-                    copies.append(TileCopy(layer, part.expert, part.tile, part.slot, part.channels, 0, fence))
-                group.append(self._waiting.popleft())
+            count = 1 if self._each else len(self._waiting) - rest
+            group = [self._waiting.popleft() for _ in range(count)]
+            lacking = [part for part in group if part.channels is None or len(part.channels)]
+            taken = self.cache.take(len(lacking))
+            if len(taken) < len(lacking):
+                first = group.index(lacking[len(taken)])
+                self._waiting.extendleft(reversed(group[first:]))
+                del group[first:]
             if not group:
                 return
+            copies = []
+            for part, (slot, fence) in zip(lacking, taken, strict=False):
+                part.slot = slot
+                copies.append(TileCopy(layer, part.expert, part.tile, slot, part.channels, 0, fence))
             rest = 0
             assert self._copier is not None
             self._copying.append((group, self._copier.begin(copies) if copies else None))
@@ -533,24 +509,26 @@ class Mover:
         """Yield tiles together, if there are any, and then end the use of slots that are not kept."""
         if not landed:
             return
-        for one in landed:
-            if one.places is None:
-                self.demanded += 1
-                self.outstanding[one.expert].landed += 1
+        self.demanded += sum([one.places is None for one in landed])
+        streamed, self._streamed = self._streamed, []
         yield landed
-        for one in landed:
-            if one.slot >= 0 and self.cache.state(one.slot) is IN_USE:
-                self.cache.end_use(one.slot)
+        for slot in streamed:
+            self.cache.end_use(slot)
 
     def _land(self, layer: int, part: _Part) -> Landed:
         """Book a copied tile: it is kept where it is the expert's next one below its target."""
         if part.channels is not None:
             self.counters.channels.moved += len(part.channels)
             if part.slot >= 0:
-                self.cache.begin_use(part.slot)
+                self._stream(part.slot)
         elif not self.cache.land(layer, part.expert, part.tile, part.slot):
-            self.cache.begin_use(part.slot)
+            self._stream(part.slot)
         return part.landed(self._channels)
+
+    def _stream(self, slot: int) -> None:
+        """What has landed in a slot is read once."""
+        self.cache.begin_use(slot)
+        self._streamed.append(slot)
 
     def _adopt(self, order: Order, item: Wanted) -> list[Landed]:
         """What has landed of an order that moved when its expert was demanded."""
@@ -560,7 +538,7 @@ class Mover:
             if not due == tile < item.hi:
                 break
             if not self.cache.land(*order.key, tile, slot):
-                self.cache.begin_use(slot)
+                self._stream(slot)
             landed.append(Landed(item.expert, tile, slot))
             order.booked, due = index + 1, tile + 1
         return landed
@@ -571,8 +549,4 @@ class Mover:
             self._end(order)
         self._used.clear()
         self._collect_ended()
-        keys = list(self._demanded)
         self._demanded.clear()
-        self.outstanding.clear()
-        for key in keys:
-            self._note_ordered(key)

@@ -1,22 +1,161 @@
 """Assignment parts: they divide a layer's active experts between device and host, as cuts.
 
-They plan from the view's costs, the rows that use each expert and the residency; the algorithms over plain
-seconds are in `balance.py`. A resident tile is not moved: `link` is paid for missing ones only.
+They plan from the view's costs, the rows that use each expert and the residency. The algorithms take the
+seconds of every expert on either side and return a list of booleans, True where the device computes the
+expert (`bandwidth` divides experts, and returns tiles). The two sides work at the same time, so a layer takes
+as long as the slower one: the aim is min max(T_device, T_host), DALI's equation 3.
+
+`exchange` and `launch` are the seconds that a layer's host share and its device share take beside their
+experts, whatever their number: that side's sum begins with it, and is 0 without an expert. An expert that the
+device cannot hold (DALI's equation 9) takes infinitely long there. Plain Python numbers throughout: a layer
+of one token has a handful of experts, and a call of numpy costs as much as the whole loop. The replay's clock
+(`pipeline/replay/machine.py`) counts the same parts.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from math import inf
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from pipeline.arrays import IntArray
-from pipeline.policies import balance
-from pipeline.policies.balance import ActiveCosts, LayerSeconds
+from pipeline.policies.costs import Costs, SecondsTable
 from pipeline.policies.parts import Assignment
-from pipeline.policies.view import Routing, View
+from pipeline.policies.view import Active, Routing, View
+
+Seconds = Sequence[float]
+
+
+class ActiveCosts(NamedTuple):
+    """A layer's active experts and their costs, all lists in the same order."""
+
+    rows: list[int]
+    missing: list[int]  # tiles
+    link: list[float]  # seconds to fetch the missing tiles; 0 without any
+    device: list[float]  # seconds for all tiles on the device, without transfers
+    host: list[float]  # seconds for all tiles on the host
+    exchange: float  # seconds of a host share beside its experts: the Work there and the Partial back
+    launch: float  # seconds of a device share beside its experts
+
+    @property
+    def for_queue(self) -> tuple[list[float], list[float], list[float], list[int], float, float]:
+        """The arguments of `two_ended`."""
+        return self.link, self.device, self.host, self.rows, self.exchange, self.launch
+
+
+class LayerSeconds:
+    """Looks up the costs of active experts.
+
+    DALI's equation 9 bounds what the device holds at once. A missing tile passes through a staging slot,
+    which is free again once the tile has been computed, so that any number of experts fits beside the
+    resident ones, also with an empty cache. Without staging none does: its transfer would never end."""
+
+    def __init__(self) -> None:
+        self._costs: Costs | None = None  # of the two tables
+        self._device: SecondsTable
+        self._host: SecondsTable
+
+    def of(self, active: Active, residency: IntArray, view: View) -> ActiveCosts:
+        """`residency` [E]: the layer's resident tiles. At least one expert is active."""
+        costs, tiles = view.costs, view.shape.tiles
+        assert costs is not None
+        if self._costs is not costs:
+            self._costs = costs
+            self._device = SecondsTable(costs.device_seconds, tiles)
+            self._host = SecondsTable(costs.host_seconds, tiles)
+        rows = active.counts.tolist()
+        missing = (tiles - residency[active.indices]).tolist()
+        link = costs.link if view.staging else inf
+        return ActiveCosts(
+            rows,
+            missing,
+            [costs.fetch + link * count if count else 0.0 for count in missing],
+            self._device(rows),
+            self._host(rows),
+            costs.round_trip,
+            costs.launch,
+        )
+
+
+def greedy(device: Seconds, host: Seconds, exchange: float, launch: float = 0.0) -> list[bool]:
+    """DALI's Algorithm 1: each expert in turn, by descending difference of the two sides' seconds, goes to
+    the side that has the smaller sum with it, to the device where both are equal."""
+    on_device = [False] * len(device)
+    device_total, host_total = launch, exchange
+    apart = [abs(a - b) for a, b in zip(device, host, strict=True)]
+    for index in sorted(range(len(apart)), key=apart.__getitem__, reverse=True):
+        with_device, with_host = device_total + device[index], host_total + host[index]
+        if with_device <= with_host:
+            on_device[index] = True
+            device_total = with_device
+        else:
+            host_total = with_host
+    return on_device
+
+
+def cheaper(fetched: Seconds, host: Seconds, exchange: float, launch: float = 0.0) -> list[bool]:
+    """Fiddler's: each expert to the side that takes less time, `fetched` seconds with its transfer on the
+    device (0: resident), to the device where both are equal. Where the host's experts gain less in all than
+    the exchange takes, none goes there; otherwise none goes to the device where its experts gain less than
+    the launch takes."""
+    on_device = [there >= here for here, there in zip(fetched, host, strict=True)]
+    gains = [here - there for here, there in zip(fetched, host, strict=True)]
+    if sum(gain for gain in gains if gain > 0) <= exchange:
+        return [True] * len(on_device)
+    if -sum(gain for gain in gains if gain <= 0) < launch:
+        return [False] * len(on_device)
+    return on_device
+
+
+def two_ended(
+    link: Seconds,
+    device: Seconds,
+    host: Seconds,
+    rows: Sequence[int],
+    exchange: float,
+    launch: float = 0.0,
+) -> tuple[list[bool], float]:
+    """HybriMoE's: one queue with the resident experts at its head and the missing ones behind, each heaviest
+    first. The device takes from the head, the host from the tail, each time the side that would finish its
+    next expert sooner (the device where both are equal). Missing experts are moved one after the other while
+    the device computes others: one that takes `link` seconds is computed once it has landed. Also returns the
+    seconds that the layer takes."""
+    queue = sorted(range(len(rows)), key=lambda index: (link[index], -rows[index]))
+    on_device = [False] * len(rows)
+    landed, device_total, host_total = 0.0, launch, exchange
+    head, tail = 0, len(queue) - 1
+    while head <= tail:
+        first, last = queue[head], queue[tail]
+        done = max(device_total, landed + link[first]) + device[first]
+        if done <= host_total + host[last]:
+            on_device[first] = True
+            landed += link[first]
+            device_total = done
+            head += 1
+        else:
+            host_total += host[last]
+            tail -= 1
+    return on_device, max(device_total if any(on_device) else 0.0, 0.0 if all(on_device) else host_total)
+
+
+def bandwidth(
+    link: Seconds, host: Seconds, rows: Sequence[int], missing: Sequence[int], exchange: float
+) -> list[int]:
+    """Bandwidth split: how many of each expert's missing tiles are fetched, the rest stay on the host. With
+    seconds for all of an expert's missing tiles, all together take K on the link and H on the host: the share
+    (exchange + H) / (K + H) of them, which without the exchange is rate_link / (rate_link + rate_host), makes
+    both finish together. The tiles of the heaviest experts are fetched: they are the slowest on the host."""
+    on_link, on_host = sum(link), sum(host)
+    share = min(1.0, (exchange + on_host) / (on_link + on_host)) if on_link else 1.0
+    left = round(share * sum(missing))
+    answer = [0] * len(missing)
+    for index in sorted(range(len(missing)), key=lambda index: -rows[index]):
+        answer[index] = min(left, missing[index])
+        left -= answer[index]
+    return answer
 
 
 class Device(Assignment):
@@ -97,7 +236,7 @@ class Cheaper(WholeByCosts):
     def on_device(self, active: ActiveCosts) -> list[bool]:
         costs = zip(active.missing, active.link, active.device, strict=True)
         fetched = [link + device if missing else 0.0 for missing, link, device in costs]
-        return balance.cheaper(fetched, active.host, active.exchange, active.launch)
+        return cheaper(fetched, active.host, active.exchange, active.launch)
 
 
 class Greedy(WholeByCosts):
@@ -110,7 +249,7 @@ class Greedy(WholeByCosts):
 
     def on_device(self, active: ActiveCosts) -> list[bool]:
         device = [max(pair) for pair in zip(active.link, active.device, strict=True)]
-        return balance.greedy(device, active.host, active.exchange, active.launch)
+        return greedy(device, active.host, active.exchange, active.launch)
 
 
 class TwoEnded(WholeByCosts):
@@ -121,7 +260,7 @@ class TwoEnded(WholeByCosts):
     help: ClassVar[str] = "HybriMoE's: resident and heavy experts to the device, the lightest to the host"
 
     def on_device(self, active: ActiveCosts) -> list[bool]:
-        return balance.two_ended(*active.for_queue).on_device
+        return two_ended(*active.for_queue)[0]
 
 
 class Bandwidth(ByCosts):
@@ -134,7 +273,7 @@ class Bandwidth(ByCosts):
     def tiles(self, active: ActiveCosts, view: View) -> list[int]:
         whole, missing = view.shape.tiles, active.missing
         on_host = [seconds * tiles / whole for seconds, tiles in zip(active.host, missing, strict=True)]
-        fetched = balance.bandwidth(active.link, on_host, active.rows, missing, active.exchange)
+        fetched = bandwidth(active.link, on_host, active.rows, missing, active.exchange)
         return [whole - tiles + more for tiles, more in zip(missing, fetched, strict=True)]
 
 

@@ -33,7 +33,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -213,32 +213,6 @@ class SecondsTable:
     def of(self, rows: int) -> float:
         """Seconds at one row count."""
         return self._table[rows] if rows < _TABLE else float(self._seconds(rows, self._tiles))
-
-
-class Landing(NamedTuple):
-    """Tiles of one expert that are under way: its next `tiles` tiles beyond the residency."""
-
-    expert: int
-    tiles: int
-    seconds: float  # from now until the last of them has landed
-
-
-class Backlog:
-    """What link and host still have to do, in seconds from now by the costs in force; here nothing."""
-
-    @property
-    def link_seconds(self) -> float:
-        """Seconds until the link has moved everything that is ordered."""
-        return 0.0
-
-    @property
-    def host_seconds(self) -> float:
-        """Seconds until the host is free: an earlier layer's share still runs, as under early dispatch."""
-        return 0.0
-
-    def landing(self, layer: int) -> Sequence[Landing]:
-        """The layer's tiles under way, in the order in which they will land if nothing is demanded."""
-        return ()
 
 
 def shipped_costs() -> list[str]:

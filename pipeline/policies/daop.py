@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.options import Choice, Option, Real, Whole
-from pipeline.policies.parts import Placement, require, require_calibration
-from pipeline.policies.placements import Calibrated, Known, Popular
-from pipeline.policies.room import cacheable, unused_tiles_note, whole_room
+from pipeline.policies.parts import Placement, cacheable, require, require_calibration, whole_room
+from pipeline.policies.placements import Calibrated, Known, Popular, unused_tiles_note
 from pipeline.policies.view import Ahead, Gated, Plan, Policy, Routing, Signals, Target, View
 
 PLACEMENTS: dict[str, type[Placement]] = {part.name: part for part in (Calibrated, Popular, Known)}

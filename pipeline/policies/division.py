@@ -137,31 +137,21 @@ class Divider:
             answer = known[experts] = not self._single(experts, experts * tiles, 0, 0).groups[0].taken
         return answer
 
-    def balanced(self, active: Active, resident: IntArray, tiles: int, busy: float = 0.0) -> Balanced:
-        """`resident` [m]: tiles of each active expert; at least one is active. `busy`: seconds until the host
-        is free."""
+    def balanced(self, active: Active, resident: IntArray, tiles: int) -> Balanced:
+        """`resident` [m]: tiles of each active expert; at least one is active."""
         rows = active.counts
-        alike = len(active.rows) == len(rows)  # one row, or rows that share no expert
-        fixed = self._used.fixed
-        if alike:
+        if len(active.rows) == len(rows):  # one row, or rows that share no expert
             kept: list[int] = resident.tolist()
             total = sum(kept)
-            key = len(rows), total, tiles * len(rows) - total, len(rows) - kept.count(tiles)
-            if busy <= fixed.host:
-                return self._single(*key)
-            groups = [self._group(1, *key[1:])]
-        else:
-            counted = np.bincount(rows)
-            here = np.bincount(rows, resident).tolist()
-            lacking = np.bincount(rows, resident < tiles).tolist()
-            groups = []
-            for count in counted.nonzero()[0].tolist():
-                held = int(here[count])
-                groups.append(
-                    self._group(count, held, tiles * int(counted[count]) - held, int(lacking[count]))
-                )
-        fixed = fixed if busy <= fixed.host else fixed._replace(host=busy)
-        return Balanced(groups, fixed, balance(groups, fixed))
+            return self._single(len(rows), total, tiles * len(rows) - total, len(rows) - kept.count(tiles))
+        counted = np.bincount(rows)
+        here = np.bincount(rows, resident).tolist()
+        lacking = np.bincount(rows, resident < tiles).tolist()
+        groups = []
+        for count in counted.nonzero()[0].tolist():
+            held = int(here[count])
+            groups.append(self._group(count, held, tiles * int(counted[count]) - held, int(lacking[count])))
+        return Balanced(groups, self._used.fixed, balance(groups, self._used.fixed))
 
     def _single(self, experts: int, resident: int, missing: int, lacking: int) -> Balanced:
         """Divide experts with a row each. Few of these differ, so each is computed once."""

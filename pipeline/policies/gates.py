@@ -11,12 +11,10 @@ from numpy.typing import NDArray
 from pipeline.arrays import FloatArray
 from pipeline.errors import PolicyError
 from pipeline.policies.calibration import Calibration, drop_limits
-from pipeline.policies.options import Choice, Option, Real
+from pipeline.policies.options import Option, Real
 from pipeline.policies.parts import Gate
 from pipeline.policies.view import Routing, View
 from protocol.program import COMMAND
-
-FEW_ROWS = 8  # up to which plain numbers are quicker than arrays
 
 
 class OwnGate(Gate):
@@ -39,14 +37,6 @@ class PreGate(OwnGate):
     help: ClassVar[str] = "Pre-gated MoE's: the layer before decides, by the layer's router on its input"
     exact = False
     pre_gated = True
-
-
-PHASE = Choice(
-    name="phase",
-    help="where experts are dropped: while one token at a time is decoded, or in prompts too",
-    default="decode",
-    choices=("decode", "all"),
-)
 
 
 class AdaptiveGate(Gate):
@@ -72,12 +62,10 @@ class AdaptiveGate(Gate):
             low=0.0,
             high=1e9,
         ),
-        PHASE,
     )
 
-    def __init__(self, *, threshold: float | None, phase: str) -> None:
+    def __init__(self, *, threshold: float | None) -> None:
         self._threshold = threshold
-        self._prompts_too = phase == "all"
         # s_l by layer and T, of a calibration
         self._rule: tuple[Calibration | None, list[float], float] | None = None
 
@@ -92,21 +80,14 @@ class AdaptiveGate(Gate):
         return drop_limits(*self._known(view))
 
     def apply_gate(self, layer: int, routing: Routing, view: View) -> Routing:
-        if view.phase != "decode" and not self._prompts_too:
+        if view.phase != "decode":
             return routing
         sensitivities, limit = self._known(view)
-        sensitivity = sensitivities[layer]
-        if len(routing.weights) > FEW_ROWS:
-            return Routing(routing.experts, _gate_rows(routing.weights, sensitivity, limit))
-        rows = routing.weights.tolist()
-        gated = [_gate_row(row, sensitivity, limit) for row in rows]
-        if not any(gated):
-            return routing
-        kept = [new or row for new, row in zip(gated, rows, strict=True)]
-        return Routing(routing.experts, np.array(kept, np.float32))
+        weights = _gated(routing.weights, sensitivities[layer], limit)
+        return routing if weights is None else Routing(routing.experts, weights)
 
     def _known(self, view: View) -> tuple[list[float], float]:
-        """The rule in plain numbers, which are fast for one token."""
+        """The layers' sensitivities and the threshold."""
         calibration = view.calibration
         if self._rule is None or self._rule[0] is not calibration:
             if absent := self.missing(calibration):
@@ -134,33 +115,14 @@ def drop_shares(weights: FloatArray) -> NDArray[np.float64]:
     return shares
 
 
-def _gate_row(weights: list[float], sensitivity: float, limit: float) -> list[float]:
-    """One token's weights with the smallest ones dropped, of equal ones the last; empty where none is
-    dropped."""
-    total = sum(weights)
-    if total <= 0:
-        return []
-    least = min(weights) / total
-    if least * least * sensitivity > limit:  # as mostly
-        return []
-    kept = weights.copy()
-    dropped = 0.0
-    for slot in sorted(reversed(range(len(weights))), key=weights.__getitem__)[:-1]:
-        more = dropped + weights[slot] / total
-        if more * more * sensitivity > limit:
-            break
-        dropped = more
-        kept[slot] = 0.0
-    if dropped == 0:
-        return []
-    scale = total / sum(kept)
-    return [weight * scale for weight in kept]
-
-
-def _gate_rows(weights: FloatArray, sensitivity: float, limit: float) -> FloatArray:
-    """The same for many tokens, float32 [R, k]."""
+def _gated(weights: FloatArray, sensitivity: float, limit: float) -> FloatArray | None:
+    """Returns the tokens' weights, float32 [R, k], with the smallest ones dropped, of equal ones the last;
+    None where none is dropped, as mostly."""
     wide = weights.astype(np.float64)
     total = wide.sum(axis=1, keepdims=True)
+    least = wide.min(axis=1, keepdims=True) / np.where(total > 0, total, 1)
+    if (least * least * sensitivity > limit).all():
+        return None
     shares = drop_shares(weights)
     last = shares == inf
     drop = ~last & (np.where(last, 0, shares) ** 2 * sensitivity <= limit)

@@ -15,8 +15,7 @@ from pipeline.arrays import IntArray
 from pipeline.errors import PolicyError
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.options import PAUSE, Option
-from pipeline.policies.room import Room, whole_room
-from pipeline.policies.view import Active, Gated, Routing, Signals, View
+from pipeline.policies.view import Active, Gated, ModelShape, Routing, Signals, View
 from protocol.program import COMMAND
 
 
@@ -60,16 +59,43 @@ Chosen = NDArray[np.bool_]  # [L, E]
 ApplyGate = Callable[[int, Routing], Routing]  # layer, predicted routing -> the gated routing
 
 
+@dataclass(frozen=True)
+class Room:
+    """What a replacement's cache holds at most."""
+
+    experts: int  # over all layers
+    kept: Sequence[int]  # [L] leading tiles of each cached expert
+    sizes: Sequence[int] | None = None  # [L] experts of each layer, in all at most `experts`; None: any
+
+
+def whole_experts(shape: ModelShape, capacity: int) -> int:
+    """How many whole experts a cache of `capacity` tiles holds."""
+    return min(capacity // shape.tiles, shape.layers * shape.experts)
+
+
+def whole_room(shape: ModelShape, tiles: int) -> Room:
+    """Returns the room of a cache of whole experts, without sizes of layers."""
+    return Room(tiles // shape.tiles, [shape.tiles] * shape.layers)
+
+
+def cacheable(view: View) -> int:
+    """The capacity, in tiles, but for what is more than all experts."""
+    shape = view.shape
+    return min(view.capacity, shape.layers * shape.experts * shape.tiles)
+
+
+def evenly(layers: int, budget: int) -> list[int]:
+    """`budget` experts divided evenly over the layers, the remainder to the first layers."""
+    each, left = divmod(budget, layers)
+    return [each + (layer < left) for layer in range(layers)]
+
+
 class Part(NeedsInputs, ABC):
     """One of a policy's five parts. The constructor takes the part's options by keyword, already read."""
 
     name: ClassVar[str]
     help: ClassVar[str]  # one line
     options: ClassVar[tuple[Option, ...]] = ()
-
-    def contradiction(self) -> str:
-        """The part's options that contradict each other, "" where none do."""
-        return ""
 
     def join(self, parts: Parts) -> None:
         """Called once with all five parts, before any other method."""

@@ -12,12 +12,17 @@ from typing import ClassVar
 import numpy as np
 
 from pipeline.arrays import FloatArray
+from pipeline.policies.assignments import ActiveCosts, LayerSeconds, two_ended
 from pipeline.policies.calibration import corrected
+from pipeline.policies.costs import Costs
 from pipeline.policies.options import PAUSE, Whole
 from pipeline.policies.parts import ApplyGate, Expert, Prediction
 from pipeline.policies.view import Routing, Signals, View
 
 DEPTH = Whole(name="depth", help="layers to look ahead at most", default=3, low=1, high=3)
+NARROW = 16  # active experts up to which a layer's simulations are kept
+MOST_KNOWN = 4096  # simulations that are kept
+CANDIDATES = 16  # numbers of rows that are tried, the highest: a prompt has more, and each costs a simulation
 FEW_EXPERTS = 16  # experts of a layer up to which a model counts as one with few large experts
 
 
@@ -207,3 +212,90 @@ class Lookahead(Prediction):
             if logits is not None and (found := _needed(later, logits, view, apply_gate)):
                 return found[: view.shape.top_k]
         return []
+
+
+class Impact(Prediction):
+    """HybriMoE's impact-driven prefetching. The routers of the next `depth` layers are applied to this
+    layer's x. For each predicted expert that no target keeps, its layer is simulated as
+    `assignment=two-ended` divides it, with the expert missing and with it resident; the `prefetch` experts
+    that save most are fetched, one after the other, each with the earlier ones taken as resident. An expert
+    that saves nothing is not fetched."""
+
+    name: ClassVar[str] = "impact"
+    help: ClassVar[str] = "HybriMoE's: of the next layers' experts those that shorten a layer most"
+    options = (
+        DEPTH,
+        Whole(name="prefetch", help="experts predicted after each layer", default=1, low=1, high=64),
+        PAUSE,
+    )
+    needs_costs = True
+
+    def __init__(self, *, depth: int, prefetch: int, pause: str = PAUSE.default) -> None:
+        super().__init__(pause=pause)
+        self._depth = depth
+        self._prefetch = prefetch
+        self._seconds = LayerSeconds()
+        self._costs: Costs | None = None  # of the known ones
+        # what an expert saves and which one, by the rows and missing tiles of a layer's: few layers differ
+        self._known: dict[tuple[tuple[int, int], ...], tuple[float, tuple[int, int]]] = {}
+
+    def reserve(self, view: View) -> int:
+        # those of the layer that is computed, and of as many later ones as this looks ahead
+        return self._prefetch * (1 + self._depth)
+
+    def probes(self, layer: int, view: View) -> tuple[int, ...]:
+        return tuple(range(layer + 1, min(layer + 1 + self._depth, view.shape.layers)))
+
+    def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
+        assert view.router is not None
+        if self._costs is not view.costs or len(self._known) > MOST_KNOWN:
+            self._costs = view.costs
+            self._known.clear()
+        ahead: list[tuple[int, list[int], ActiveCosts]] = []
+        for later in self.probes(layer, view):
+            if later in signals.probes:
+                active = apply_gate(later, view.router(signals.probes[later])).active
+                # what a target keeps will have landed by then
+                if (view.target[later][active.indices] < view.shape.tiles).any():
+                    costs = self._seconds.of(active, view.target[later], view)
+                    ahead.append((later, active.experts.tolist(), costs))
+        saved = [self._most_saved(costs) for _, _, costs in ahead]
+        chosen: list[Expert] = []
+        while ahead and len(chosen) < self._prefetch:
+            best = max(range(len(ahead)), key=lambda place: saved[place][0])  # of equal ones the next layer
+            gain, index = saved[best]
+            if gain <= 0:
+                break
+            later, experts, costs = ahead[best]
+            chosen.append((later, experts[index]))
+            costs.link[index], costs.missing[index] = 0.0, 0
+            saved[best] = self._most_saved(costs)
+        return chosen
+
+    def _most_saved(self, costs: ActiveCosts) -> tuple[float, int]:
+        """Returns the seconds that a layer saves if one missing expert is resident, and the place of the
+        expert that saves most."""
+        pairs = list(zip(costs.rows, costs.missing, strict=True))
+        key = tuple(sorted(pairs))
+        known = self._known.get(key)
+        if known is None:
+            known = _most_saved(costs, pairs)
+            if len(key) <= NARROW:
+                self._known[key] = known
+        gain, pair = known
+        return gain, pairs.index(pair)
+
+
+def _most_saved(costs: ActiveCosts, pairs: list[tuple[int, int]]) -> tuple[float, tuple[int, int]]:
+    """Returns the same, with the rows and the missing tiles of that expert. Experts with equally many of both
+    save as much, so one of each is tried."""
+    link, rest = costs.link, costs.for_queue[1:]
+    before = two_ended(link, *rest)[1]
+    most, best = 0.0, pairs[0]
+    for pair in sorted({pair for pair in pairs if pair[1]}, reverse=True)[:CANDIDATES]:
+        with_it = link.copy()
+        with_it[pairs.index(pair)] = 0.0
+        gain = before - two_ended(with_it, *rest)[1]
+        if gain > most:
+            most, best = gain, pair
+    return most, best

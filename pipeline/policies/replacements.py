@@ -1,20 +1,32 @@
-"""Replacement parts: they decide which experts stay resident. These keep whole experts."""
+"""Replacement parts: they decide which experts stay resident. These keep whole experts. A layer's share of
+the cache may follow from AdapMoE's expected on-demand loads.
+
+E experts a layer, k a token, L layers. A cache of size t holds t of the layer's E experts, assumed to be
+independent of the experts that are needed (the paper's equation 10). Sizes are whole experts.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from functools import lru_cache
+from math import comb
+from typing import ClassVar, Literal
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import ArrayLike, NDArray
 
 from pipeline.arrays import FloatArray, IntArray
+from pipeline.policies.calibration import at_limits
 from pipeline.policies.options import Choice, Whole
-from pipeline.policies.parts import STAY, Expert, Moves, Parts, Replacement
+from pipeline.policies.parts import STAY, Expert, Moves, Parts, Replacement, Room, evenly, whole_room
 from pipeline.policies.predictions import FEW_EXPERTS
-from pipeline.policies.room import Room, evenly, layer_sizes, whole_room
 from pipeline.policies.view import Active, ModelShape, Signals, View
+
+Floats = NDArray[np.float64]
+Predictor = Literal["raw", "residual"]
 
 SETTLED = (
     16  # windows after which a cache that began at random follows the workload: each changes few experts
@@ -37,7 +49,7 @@ class Keep(Replacement):
 class Lru(Replacement):
     """A cache of whole experts keeps, in this order: the layer's active experts that it holds, its active
     experts that the device computes and it does not hold (most rows first), and the others by how recently
-    they were used. Ties go to the smaller expert index, and between layers to the earlier one.
+    they were used. Ties go to the smaller expert index.
 
     The layers share the cache evenly, or their sizes minimise the expected on-demand loads (AdapMoE, section
     4.4)."""
@@ -45,12 +57,6 @@ class Lru(Replacement):
     name: ClassVar[str] = "lru"
     help: ClassVar[str] = "the most recently used"
     options = (
-        Choice(
-            name="scope",
-            help="one cache for each layer, or one cache over all layers",
-            default="layer",
-            choices=("layer", "global"),
-        ),
         Choice(
             name="sizes",
             help="a layer's share of the cache: even, or dp, by the calibration's expected loads",
@@ -61,40 +67,29 @@ class Lru(Replacement):
     fills: ClassVar[str] = "fetched"
     without: ClassVar[str] = "sizes=even"
 
-    def __init__(self, *, scope: str, sizes: str) -> None:
-        self._per_layer = scope == "layer"
+    def __init__(self, *, sizes: str) -> None:
         self.needs_calibration = sizes == "dp"
-        self._orders: list[OrderedDict[Expert, None]] = []  # least recently used first
-        self._sizes: list[int] = []
-
-    def contradiction(self) -> str:
-        if self._per_layer or not self.needs_calibration:
-            return ""
-        return "sizes=dp divides the cache by layer, and scope=global does not (sizes=even, or scope=layer)"
 
     def join(self, parts: Parts) -> None:
         self._gate = parts.gate
         self._predictor = parts.prediction.predictor
 
     def room(self, view: View, tiles: int) -> Room:
-        room = whole_room(view.shape, tiles)
-        if not self._per_layer:
-            return room
         if not self.needs_calibration:
             return even_room(view.shape, tiles)
+        room = whole_room(view.shape, tiles)
         # takes a second or more for a large model
         sizes = layer_sizes(view, room.experts, self._gate.limits(view), self._predictor)
         return replace(room, sizes=sizes)
 
     def start(self, placed: list[Expert], room: Room, view: View) -> None:
-        self._sizes = [room.experts] if room.sizes is None else list(room.sizes)
-        self._orders = [OrderedDict() for _ in self._sizes]
-        for layer, expert in sorted(placed, reverse=True):
-            self._orders[layer if self._per_layer else 0][layer, expert] = None
+        self._sizes = room.sizes or ()
+        self._orders: list[OrderedDict[Expert, None]] = [OrderedDict() for _ in self._sizes]
+        for key in sorted(placed, reverse=True):  # least recently used first
+            self._orders[key[0]][key] = None
 
     def plan(self, layer: int, active: Active, cut: IntArray, view: View) -> Moves:
-        index = layer if self._per_layer else 0
-        order, size = self._orders[index], self._sizes[index]
+        order, size = self._orders[layer], self._sizes[layer]
         used = [(layer, expert) for expert in active.experts.tolist()]
         hits = [key for key in used if key in order]
         if len(hits) < len(used):
@@ -244,3 +239,86 @@ def _probabilities(logits: FloatArray) -> FloatArray:
     shares /= shares.sum(axis=1, keepdims=True)
     mean: FloatArray = shares.mean(axis=0)
     return mean
+
+
+# weight of a size's square, added to its loads: of equal loads the more even sizes win. Without prefetch the
+# loads are linear in the size, and every division of the total would tie.
+_EVEN = 1e-12
+
+
+def expected_loads(experts: int, needed: Sequence[float], accuracy: float) -> Floats:
+    """The expected on-demand loads of one layer a token, float64 [E + 1]: one for each cache size 0..E.
+
+    `needed[j]` is the share of tokens that need j experts, `accuracy` the share of predictions that come
+    true. Of j needed experts M ~ Hypergeometric(E, E - t, j) miss the cache; a right prediction has loaded
+    one of them in time, so E[(M - accuracy) * 1(M >= 1)] = E[M] - accuracy * P(M >= 1) are left. For j in
+    1..2 this is the paper's equations 11 to 15. Raises ValueError where `needed` counts more experts than a
+    layer has."""
+    if len(needed) > experts + 1:
+        raise ValueError(f"{len(needed) - 1} experts cannot be needed of {experts}")
+    loads = np.zeros(experts + 1)
+    absent = np.arange(experts, -1, -1) / experts
+    for j, share in enumerate(needed):
+        loads += share * (j * absent - accuracy * (1 - _all_cached(experts, j)))
+    return loads
+
+
+@lru_cache(maxsize=64)
+def _all_cached(experts: int, j: int) -> Floats:
+    """The probability that j needed experts are all in the cache, for each size of it, [E + 1]."""
+    return np.array([comb(size, j) / comb(experts, j) for size in range(experts + 1)])
+
+
+def best_sizes(loads: ArrayLike, total: int) -> list[int]:
+    """The sizes, one a layer, that minimise the summed loads with at most `total` experts in all: the paper's
+    knapsack, equations 16 to 19. `loads` is [L, E + 1]."""
+    table = np.asarray(loads, dtype=np.float64)
+    layers, sizes = table.shape
+    total = min(total, layers * (sizes - 1))
+    best = np.zeros(total + 1)  # [j]: the least loads of the layers so far with at most j experts
+    chosen = []
+    for layer in range(layers):
+        # [j, size]: the least loads of the earlier layers with j - size experts, inf below 0
+        left = sliding_window_view(np.concatenate((np.full(sizes - 1, np.inf), best)), sizes)[:, ::-1]
+        with_size = left + table[layer]
+        chosen.append(with_size.argmin(axis=1))
+        best = with_size.min(axis=1)
+    answer = []
+    for choice in reversed(chosen):
+        answer.append(int(choice[total]))
+        total -= answer[-1]
+    return answer[::-1]
+
+
+def filled(sizes: Sequence[int], experts: int, total: int) -> list[int]:
+    """The sizes with the rest of `total` added, one expert at a time to the smallest layer."""
+    answer = list(sizes)
+    for _ in range(min(total, len(answer) * experts) - sum(answer)):
+        answer[answer.index(min(answer))] += 1
+    return answer
+
+
+def layer_sizes(
+    view: View, total: int, limits: Sequence[float], predictor: Predictor | None = "raw"
+) -> list[int]:
+    """AdapMoE's cache sizes, whole experts a layer, for `total` experts over all layers (all are distributed,
+    as far as layers have experts).
+
+    `limits` [L]: the share of a token's weight that the gate in force may drop, from which the calibration's
+    tables have the experts that tokens keep and the accuracy of predictions, both in decode. `predictor`: the
+    one to plan with, None without prefetch; the first layer has the accuracy of its trained gate, 0 without
+    one. The view has a calibration."""
+    shape, calibration = view.shape, view.calibration
+    assert calibration is not None
+    needed = at_limits(calibration.kept, limits)
+    accuracy = np.zeros(shape.layers)
+    if predictor is not None:
+        accuracy[:] = at_limits(calibration.gated_accuracy[predictor], limits)
+        first = at_limits(calibration.gated_accuracy["first"], limits)[0]
+        accuracy[0] = first if calibration.first_gate is not None else 0.0
+    loads = [
+        expected_loads(shape.experts, share, right)
+        for share, right in zip(needed.tolist(), accuracy.tolist(), strict=True)
+    ]
+    uneven = _EVEN * np.arange(shape.experts + 1) ** 2
+    return filled(best_sizes(np.array(loads) + uneven, total), shape.experts, total)

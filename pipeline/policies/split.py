@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import IntArray
 from pipeline.policies.options import Choice, Real
-from pipeline.policies.parts import STAY, Expert, Moves, Parts, Replacement
-from pipeline.policies.room import Room, evenly
+from pipeline.policies.parts import STAY, Expert, Moves, Parts, Replacement, Room, evenly
 from pipeline.policies.view import Active, View
 
 _NOISE = 1e-12  # seconds: a move that gains no more than rounding is none

@@ -148,9 +148,8 @@ class Tandem(Policy):
             return self._host_alone
         worth, divider = self._worth, self._divider
         divider.use(view)
-        busy = view.backlog.host_seconds
         worthless = self._trial is not None and self._trial.host
-        if count == len(active.rows) and not busy:
+        if count == len(active.rows):
             worthless = worthless or divider.worthless(count, tiles)
         self._worthless[layer] = worthless
         if worthless:
@@ -158,7 +157,7 @@ class Tandem(Policy):
             return self._host_alone
         kept = worth.target[layer][active.indices]
         resident = np.minimum(view.residency[layer][active.indices], kept)  # the others are evicted
-        balanced = self._balanced = divider.balanced(active, resident, tiles, busy)
+        balanced = self._balanced = divider.balanced(active, resident, tiles)
         self._alone += balanced.alone
         self._divided += balanced.seconds
         if balanced.leaves or not balanced.pays:

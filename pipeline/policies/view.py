@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray, IntArray, Phase, one_row
 from pipeline.policies.calibration import Calibration, Sparsity
-from pipeline.policies.costs import Backlog, Costs
+from pipeline.policies.costs import Costs
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,6 @@ class Plan(NamedTuple):
     targets: tuple[Target, ...] = ()
 
 
-_NOTHING: IntArray = np.zeros((0, 0), np.int32)  # a view without `ordered`: only what is resident
-
-
 @dataclass(frozen=True)
 class View:
     """The inputs of a policy at each call. The arrays are read-only."""
@@ -156,14 +153,8 @@ class View:
     live: frozenset[int] = frozenset()  # the sequences that have begun and not ended; these and others
     prefetching: bool = True  # False: the prefetch meter pauses predictions
     staging: int = 0  # slots beside the capacity, through which a layer's step streams missing tiles
-    ordered: IntArray = field(default_factory=lambda: _NOTHING)  # [L, E]: leading tiles resident or on order
-    backlog: Backlog = field(default_factory=Backlog)
     seconds: float = 0.0  # that the step before took; 0 where costs do not follow what runs
     up: str = ""  # the format of up matrices that are apart, so that channels can be left out; "" without
-
-    def __post_init__(self) -> None:
-        if self.ordered is _NOTHING:
-            object.__setattr__(self, "ordered", self.residency)
 
 
 class Policy(ABC):

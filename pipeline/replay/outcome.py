@@ -7,16 +7,15 @@ from math import isnan
 from typing import Any
 
 from pipeline.arrays import Phase
-from pipeline.counters import Fidelity, Hits
+from pipeline.counters import Fidelity, MoveCounters
 
 MOVED = ("demanded", "predicted", "useful", "late", "wasted", "placed")
 
 
 @dataclass
-class PhaseOutcome(Hits):
-    """Sums over the steps of one phase. Times are seconds of the cost model, counts are tiles, as in the
-    engine's counters: of the prefetched tiles that landed some were useful, some wasted, and the rest are
-    resident and unused; late tiles and tiles placed in the background are not among them."""
+class PhaseOutcome(MoveCounters):
+    """Sums over the steps of one phase. Times are seconds of the cost model; what the mover counts is in the
+    engine's words."""
 
     steps: int = 0
     rows: int = 0
@@ -26,15 +25,7 @@ class PhaseOutcome(Hits):
     link_busy: float = 0.0
     wait_link: float = 0.0  # in which the device waited for a demanded tile
     wait_host: float = 0.0  # or for the host's share
-    wanted_experts: int = 0  # that predictions named and that were neither resident nor under way
-    issued_experts: int = 0  # of those, ordered from the link
-    paused_steps: int = 0  # without predictions, because too few of their tiles had been used
-    demanded: int = 0
-    predicted: int = 0
-    useful: int = 0
-    late: int = 0  # demanded before their predicted fetch had landed
-    wasted: int = 0
-    placed: int = 0
+    demanded_tiles: int = 0
     channel_tiles: float = 0.0  # single channels that crossed the link, in tiles
     host_tiles: int = 0
     device_tiles: int = 0
@@ -63,7 +54,7 @@ class PhaseOutcome(Hits):
     @property
     def moved(self) -> float:
         """Tiles that crossed the link, and channels in tiles."""
-        return self.demanded + self.predicted + self.placed + self.channel_tiles
+        return self.demanded_tiles + self.predicted_tiles + self.placed_tiles + self.channel_tiles
 
     @property
     def host_share(self) -> float:
@@ -84,7 +75,7 @@ class PhaseOutcome(Hits):
             "tile_hit_rate_by_layer": [
                 _share(h, a) for h, a in zip(self.hit_tiles, self.active_tiles, strict=True)
             ],
-            "bytes_per_token": {name: getattr(self, name) * tile_bytes / tokens for name in MOVED}
+            "bytes_per_token": {name: getattr(self, f"{name}_tiles") * tile_bytes / tokens for name in MOVED}
             | {"moved": self.moved * tile_bytes / tokens},
             "prefetches": {
                 "wanted": self.wanted_experts,

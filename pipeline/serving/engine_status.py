@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.engine.activity import ActivityObserver
-from pipeline.policies.room import counted_tokens
+from pipeline.policies.placements import counted_tokens
 from pipeline.scheduling.scheduler import Scheduler
 from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.policy_switch import PolicySwitch

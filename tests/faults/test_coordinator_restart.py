@@ -59,7 +59,7 @@ async def seconds_to_loss(client: Client) -> float:
 async def test_engine_restarts_when_killed_in_decode(start_engine, tiny_model) -> None:
     """With a policy that was set late and needs device memory, which must not leak."""
     async with start_engine(config(tiny_model)) as (supervisor, client), AsyncExitStack() as clients:
-        await client.set_policy("on-demand", {"scope": "global"})
+        await client.set_policy("on-demand", {"sizes": "even"})
         state = State(supervisor, client)
         await state.wait_recovered()
         await until(lambda: find_engine(supervisor.name).policy == "on-demand")  # what other programs see
@@ -79,7 +79,7 @@ async def test_engine_restarts_when_killed_in_decode(start_engine, tiny_model) -
         client = await clients.enter_async_context(Client.connect(supervisor.endpoint, timeout=RESTARTED))
         state.client = client
         assert client.welcome.policy == "on-demand"
-        assert (await client.stats())["policy_options"] == {"scope": "global"}
+        assert (await client.stats())["policy_options"] == {"sizes": "even"}
         assert [t.token for t in await answer(client)] == [t.token for t in reference]
         found = the_store(client)
         assert (found.st_ino, found.st_mtime_ns) == (store.st_ino, store.st_mtime_ns)

@@ -18,8 +18,8 @@ from launch.command_line.options import parse
 from launch.errors import Disturbed
 from launch.processes.cores import Cores
 from launch.terminal.interrupts import Interrupts
+from pipeline.policies.placements import ENOUGH_TOKENS
 from pipeline.policies.presets import PRESETS
-from pipeline.policies.room import ENOUGH_TOKENS
 from protocol.answer import Answer
 from protocol.errors import EngineGone, ProtocolError, RequestFailed
 from protocol.messages import VERSION, Done, PolicyChanged, Scores, Welcome

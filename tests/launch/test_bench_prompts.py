@@ -23,7 +23,7 @@ from launch.bench.prompts import (
 )
 from launch.errors import WrongUsage
 from pipeline.assets import heldout
-from pipeline.policies.room import ENOUGH_TOKENS
+from pipeline.policies.placements import ENOUGH_TOKENS
 
 BOS = 256
 FILES = [path.read_bytes() for path in heldout().values()]

@@ -16,12 +16,6 @@ from launch.command_line.checks import check_can_chat
 from launch.errors import WrongUsage
 from pipeline.assets import model_dir
 
-
-def piped(text: str, *arguments: str) -> tuple[int, str, str]:
-    """`launch.py` with this input: exit code, stdout and stderr."""
-    return run(*arguments, written=text)
-
-
 TALK = """What is a generator?
 /policy
 /policy random churn=1
@@ -37,7 +31,7 @@ never asked
 
 def test_commands_from_a_pipe_are_executed_and_stdout_holds_answers_alone(tiny_model: Path) -> None:
     model = ("--model", str(tiny_model), "--log-level", "warning", "--name", "plain-chat")
-    code, out, err = piped(TALK, *model, "--max-tokens", "4", "--ignore-eos", "--workers", "0")
+    code, out, err = run(*model, "--max-tokens", "4", "--ignore-eos", "--workers", "0", written=TALK)
     assert code == 1
     assert "/" not in out
     assert "policy" not in out
@@ -51,7 +45,7 @@ def test_commands_from_a_pipe_are_executed_and_stdout_holds_answers_alone(tiny_m
     assert complaints[0] == "nothing has been asked yet"
     assert complaints[1].startswith("unknown command /polcy; did you mean /policy?")
     assert "\x1b" not in err
-    assert err.count("the answer was cut at max_tokens, after 4 tokens") == 1
+    assert re.search(r"^4 tokens · .* cut at\s+max_tokens$", err, re.M)
     assert engines_left() == []
 
 
@@ -65,12 +59,12 @@ def test_full_context_keeps_room_for_answers_and_the_prefix() -> None:
     ]
     text = "\n".join((questions * LONG)[:LONG]) + "\n/stats\n"
     options = ("--context", "256", "--max-tokens", "40", "--ignore-eos", "--log-level", "warning")
-    code, _, err = piped(text, *options, "--name", "full-context", "--workers", "0")
+    code, _, err = run(*options, "--name", "full-context", "--workers", "0", written=text)
     assert code == 0
-    drops = re.findall(r"dropped the (?:oldest turn|\d+ oldest turns): the context of 256 tokens", err)
+    drops = re.findall(r"dropped \d+ old turns?: the context of 256 tokens", err)
     assert 1 <= len(drops) <= LONG // 2
     assert "--context" not in err
-    (reused,) = re.findall(r"^KV reused +(\d+) tokens", err, re.M)
+    (reused,) = re.findall(r"^KV cache .* (\d+)\s+reused\s+so\s+far", err, re.M)
     assert int(reused) > LONG * 40
 
 
@@ -87,7 +81,7 @@ def test_model_that_cannot_chat_is_refused_before_it_is_loaded(tmp_path, missing
     settings.write_text(json.dumps(others))
     (folder / "model.safetensors").write_bytes(b"not a checkpoint")  # would be refused by the loader
     began = time.monotonic()
-    code, out, err = piped("Hi?\n", "--model", str(folder))
+    code, out, err = run("--model", str(folder), written="Hi?\n")
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
     assert expected in err

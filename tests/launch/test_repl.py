@@ -31,9 +31,8 @@ def hints(screen: str) -> list[str]:
 
 def reused_tokens(summary: str) -> int:
     """Prompt tokens with reused KV."""
-    found = re.search(r"KV (\d+)/\d+", summary)
-    assert found, summary
-    return int(found[1])
+    (reused,) = re.findall(r"KV (\d+)/\d+", summary)
+    return int(reused)
 
 
 async def test_session_with_cancel_completion_policy_change_and_history(
@@ -177,11 +176,11 @@ def _commands(terminal: Terminal, file: Path) -> None:
     terminal.line(f"/load {file}")
     terminal.until(r"^loaded 1 question from\s")
     terminal.line("/retry")
-    terminal.until("^the same answer: ")  # the system message was restored too
-    for turns in (3, 4):  # with the loaded turn, the second of these exceeds the context
-        terminal.line("word " * 110)
+    for turns in (2, 3, 4):
+        if turns > 2:  # with the loaded turn, the second of these exceeds the context
+            terminal.line("word " * 110)
         terminal.until(lambda screen, turns=turns: len(summaries(screen)) == turns)
-    terminal.until("^dropped the 2 oldest turns: ")
+    terminal.until("^dropped 2 old turns: ")
     terminal.line("word " * 300)
     terminal.until("context is 256")
     terminal.line("/stats")
@@ -192,11 +191,7 @@ def _commands(terminal: Terminal, file: Path) -> None:
     for wrong, answer in {
         "/polcy": r"unknown command /polcy; did you mean /policy\?",
         "/policy nothing": "unknown policy 'nothing'",
-        "/policy random seed": "'seed': write an option of the policy as OPTION=VALUE",
-        "/set top_p=2": "top_p: must be",
         "/load /dev/null/no": "cannot read /dev/null/no: Not a directory",
-        "/save /tmp/" + "a" * 300: "(?s:.+)File name",
-        "/stats now": "/stats takes no argument",
     }.items():
         terminal.line(wrong)
         terminal.until(f"^{answer}")

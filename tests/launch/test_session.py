@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from msgspec.structs import replace
 from rich.console import Console, RenderableType
 from waiting import until
 
 from launch.chat import command
-from launch.chat.conversation import KV_NAME, Conversation
-from launch.chat.session import Session
-from launch.chat.settings import AnswerSettings
+from launch.chat.conversation import KEYS, KV_NAME, Conversation, View, change, value_text
+from launch.chat.session import Output, Session, parse_line, parse_policy
 from launch.command_line.options import parse
 from launch.errors import AnswerLost, WrongUsage
 from launch.terminal.interrupts import Interrupts
@@ -31,6 +29,7 @@ from protocol.messages import VERSION, ChatMessage, Done, PolicyChanged, Queued,
 
 WELCOME = Welcome(VERSION, "e", "/models/m", "f", "cpu", "lru", True, 9, 1024, True, True)
 YES = ("yes", ".")
+START = {"max_tokens": 100, "stop": (), "ignore_eos": False} | structs.asdict(Sampling(0.5))
 
 
 class StandInEngine:
@@ -43,9 +42,9 @@ class StandInEngine:
         self.end = Done(0, "stop")
         self.sent: list[Any] = []
         self.present: dict[str, Any] = {"policy": "fiddler", "policy_options": {"gate": "own"}}
-        self.refusal: RequestFailed | None = None
         self.slow = asyncio.Event()
         self.slow.set()
+        self.asked = asyncio.Event()  # for stats
 
     def generate(self, **fields: Any) -> Answer:
         self.sent.append(fields)
@@ -57,36 +56,26 @@ class StandInEngine:
         return answer
 
     async def stats(self) -> dict[str, Any]:
+        self.asked.set()
         await self.slow.wait()
         return self.present
 
     async def set_policy(self, name: str, options: dict[str, str]) -> PolicyChanged:
         self.sent.append((name, options))
-        if self.refusal is not None:
-            raise self.refusal
         return PolicyChanged(0, name, name != "daop", ("try --set fiddler.gate=own",))
 
 
-class Chat:
-    """A session whose output is kept: notes as lines, tables as text, answers as they were written."""
+class Kept(Output):
+    """Keeps notes as lines, tables as text, answers as they were written, and the events of the last one."""
 
-    def __init__(self, *, summaries: bool = False, **settings: Any) -> None:
-        self.engine, self.interrupts = StandInEngine(), Interrupts()
-        start = AnswerSettings(**{"max_tokens": 100, "sampling": Sampling(0.5)} | settings)
-        self.conversation = Conversation(self.engine, start)  # type: ignore[arg-type]
+    def __init__(self) -> None:
         self.notes: list[str] = []
         self.tables: list[str] = []
         self.answers: list[str] = []
-        self.events: list[object] = []  # of the last answer but its text
-        output = SimpleNamespace(width=80, note=self.notes.append, show=self.show)
-        self.session = Session(
-            self.engine,  # type: ignore[arg-type]
-            self.conversation,
-            self.interrupts,
-            output,
-            self.view,
-            summaries=summaries,
-        )
+        self.events: list[object] = []
+
+    def note(self, text: str, style: str = "") -> None:
+        self.notes.append(text)
 
     def show(self, what: RenderableType = "") -> None:
         console = Console(width=80)
@@ -95,26 +84,40 @@ class Chat:
         self.tables.append(captured.get())
 
     @contextmanager
-    def view(self) -> Iterator[Any]:
+    def answer(self) -> Iterator[View]:
         self.answers.append("")
         self.events.clear()
+        yield KeptView(self)
 
-        def append(text: str) -> None:
-            self.answers[-1] += text
 
-        yield SimpleNamespace(
-            append=append,
-            queued=self.events.append,
-            cancelling=lambda: self.events.append("cancelling"),
-            ended=lambda: self.events.append("ended"),
-            notice=self.notes.append,
-        )
+class KeptView(View):
+    def __init__(self, output: Kept) -> None:
+        self._output = output
+        self.queued = output.events.append  # type: ignore[method-assign]
+        self.notice = output.notes.append  # type: ignore[method-assign]
+
+    def append(self, text: str) -> None:
+        self._output.answers[-1] += text
+
+    def cancelling(self) -> None:
+        self._output.events.append("cancelling")
+
+    def ended(self) -> None:
+        self._output.events.append("ended")
+
+
+class Chat:
+    def __init__(self, **settings: Any) -> None:
+        self.engine, self.interrupts, self.output = StandInEngine(), Interrupts(), Kept()
+        client: Any = self.engine
+        self.conversation = Conversation(client, START | settings, self.interrupts)
+        self.session = Session(client, self.conversation, self.interrupts, self.output)
 
     async def says(self, line: str) -> list[str]:
         """The notes after a line, which does not end the chat."""
-        self.notes.clear()
+        self.output.notes.clear()
         assert await self.session.handle(line)
-        return self.notes
+        return self.output.notes
 
     async def refuses(self, line: str, words: str, error: type[Exception] = WrongUsage) -> None:
         with pytest.raises(error, match=words):
@@ -128,20 +131,74 @@ def user(text: str) -> ChatMessage:
 ANSWER = ChatMessage("assistant", "yes.")
 
 
+@pytest.mark.parametrize(
+    ("line", "meaning"),
+    [
+        (" hello /help ", ("ask", " hello /help ")),
+        ("//etc is a path", ("ask", "/etc is a path")),
+        ("/help", ("help", "")),
+        ("/policy  random seed=1 ", ("policy", "random seed=1")),
+        ("/system two\nlines", ("system", "two\nlines")),
+        (" quit ", ("quit", "")),
+        ("/bye", ("quit", "")),
+        ("exit the shell, how?", ("ask", "exit the shell, how?")),
+    ],
+)
+def test_line_is_parsed_as_command_or_question(line: str, meaning: object) -> None:
+    assert parse_line(line) == meaning
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("/hlep", "/help"),
+        ("/", "/help"),
+        ("/nothing-near-it", "/help"),
+        ("/quit now", "/quit takes no argument"),
+        ("/help nothing", "/help set"),
+        ("/save", "needs the name"),
+        ("/save --force", "needs the name"),
+        ("/save x", "nothing to save"),
+        ("/retry", "nothing has been asked"),
+        ("/why", "no answer"),
+        ("/help policy fidler", "did you mean fiddler"),
+        ("/policy random seed", "OPTION=VALUE"),
+        ("/set topk=1", "did you mean top_k"),
+        ("/set max_tokens", "max_tokens=value"),
+        ("/set max_tokens=0", "at least 1"),
+        ("/set temperature=warm", "not a number"),
+        ("/set temperature=nan", "temperature"),
+        ("/set top_p=0", "top_p"),
+        ("/set repetition_penalty=1000", "repetition_penalty"),
+        ("/set seed=-1", "seed"),
+        ("/set ignore_eos=maybe", "on or off"),
+        ("/set max_tokens=7 stop='a", "quotation"),
+    ],
+)
+async def test_wrong_command_is_refused_in_one_line_and_changes_nothing(line: str, expected: str) -> None:
+    chat = Chat()
+    with pytest.raises(WrongUsage) as raised:
+        await chat.session.handle(line)
+    assert expected in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert chat.conversation.settings == START
+    assert not chat.engine.sent
+
+
 async def test_question_is_sent_with_all_before_it_and_the_settings() -> None:
     chat = Chat(stop=("END",))
     chat.conversation.system = "Be brief."
-    assert await chat.says("one?") == []  # no summary
+    assert await chat.says("one?") == ["2 tokens · first 0.00 s"]
     await chat.says("//etc?")
     first, second = chat.engine.sent
     system = ChatMessage("system", "Be brief.")
     assert first["messages"] == [system, user("one?")]
     assert second["messages"] == [system, user("one?"), ANSWER, user("/etc?")]
     assert chat.conversation.turns == (user("one?"), ANSWER, user("/etc?"), ANSWER)
-    assert (chat.answers, chat.events) == (["yes.", "yes."], [2, "ended"])
+    assert (chat.output.answers, chat.output.events) == (["yes.", "yes."], [2, "ended"])
     others = {"conversation": KV_NAME, "max_tokens": 100, "sampling": Sampling(0.5), "stop": ("END",)}
-    # A question alone may leave any room, later ones leave a quarter of the context at least.
-    for sent, reserve in ((first, 1), (second, 256)):
+    # A question alone may leave any room, later ones leave it for an answer.
+    for sent, reserve in ((first, 1), (second, 100)):
         assert {key: sent[key] for key in sent if key != "messages"} == others | {
             "reserve": reserve,
             "ignore_eos": False,
@@ -166,16 +223,16 @@ async def test_failed_and_lost_answers_leave_the_conversation_unchanged() -> Non
 
 
 async def test_ctrl_c_ends_an_answer_and_keeps_what_there_is() -> None:
-    chat = Chat(summaries=True)
+    chat = Chat()
     chat.engine.end = None  # type: ignore[assignment]  # the answer goes on
     with chat.interrupts.installed():
         asking = asyncio.create_task(chat.session.handle("one?"))
-        await until(lambda: chat.answers == ["yes."])
+        await until(lambda: chat.output.answers == ["yes."])
         os.kill(os.getpid(), signal.SIGINT)
         assert await asyncio.wait_for(asking, 10)
     assert chat.conversation.turns == (user("one?"), ANSWER)
-    assert chat.notes[0].endswith("cancelled")
-    assert chat.events == [2, "cancelling", "ended"]
+    assert chat.output.notes[0].endswith("cancelled")
+    assert chat.output.events == [2, "cancelling", "ended"]
     assert not chat.interrupts.received
 
 
@@ -184,69 +241,64 @@ async def test_ctrl_c_ends_a_command_that_waits_for_the_engine() -> None:
     chat.engine.slow.clear()
     with chat.interrupts.installed():
         waiting = asyncio.create_task(chat.session.handle("/stats"))
-        await asyncio.sleep(0.01)
+        await chat.engine.asked.wait()
         os.kill(os.getpid(), signal.SIGINT)
         assert await asyncio.wait_for(waiting, 10)
-        assert chat.notes == ["/stats was cancelled"]
-        assert chat.tables == []
+        assert chat.output.notes == ["/stats was cancelled"]
+        assert chat.output.tables == []
         # A command that is cancelled from outside is not over.
+        chat.engine.asked.clear()
         waiting = asyncio.create_task(chat.session.handle("/stats"))
-        await asyncio.sleep(0.01)
+        await chat.engine.asked.wait()
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
 
 
-async def test_settings_hold_for_the_next_question_and_return_to_those_of_the_start() -> None:
+def test_set_accepts_what_it_shows_and_returns_to_defaults() -> None:
+    text = "max_tokens=5 temperature=0.5 top_k=3 top_p=0.9 min_p=0.1 repetition_penalty=1.1 seed=7"
+    after = change(START, text + r" ignore_eos=on stop='a b' stop='\n'", START)
+    sampling = structs.asdict(Sampling(0.5, 3, 0.9, 0.1, 1.1, 7))
+    assert after == {"max_tokens": 5, "stop": ("a b", "\n"), "ignore_eos": True} | sampling
+    one = after | {"stop": ("a b",)}
+    for settings in (START, one):
+        shown = " ".join(f"{key}={value_text(settings[key])}" for key in KEYS)
+        assert change(after, shown, START) == settings
+    assert change(after, " ".join(f"{key}=" for key in KEYS), START) == START
+
+
+async def test_settings_hold_for_the_next_question() -> None:
     chat = Chat(max_tokens=7)
-    (note,) = await chat.says("/set max_tokens=5 seed=3")
-    assert re.search(r"max_tokens\W+5\b.*seed\W+3\b", note)
-    assert "top_k" not in note
-    assert len(await chat.says("/set max_tokens=5")) == 1
-    assert chat.tables == []
+    assert await chat.says("/set max_tokens=5 seed=3") == ["max_tokens=5 · seed=3"]
     await chat.says("one?")
     assert (chat.engine.sent[0]["max_tokens"], chat.engine.sent[0]["sampling"]) == (5, Sampling(0.5, seed=3))
-    assert any("seed" in note for note in await chat.says("/set temperature=0"))  # without effect
-    context = chat.engine.welcome.context
-    for most, noted in ((context - 1, False), (context, True)):
-        notes = await chat.says(f"/set max_tokens={most}")
-        assert any(f"{context} tokens together" in note for note in notes) is noted
-    await chat.says("/set max_tokens=5")
-    await chat.refuses("/set max_tokens=9 top_p=7", "top_p")
-    assert chat.conversation.settings.max_tokens == 5
-    await chat.says("/set max_tokens= seed= temperature=")
-    assert chat.conversation.settings == AnswerSettings(7, Sampling(0.5))
+    assert len(await chat.says("/set temperature=0 top_k=4")) == 2  # without effect
     await chat.says("/set")
-    assert "max_tokens" in chat.tables[-1]
+    await chat.says("/help set")
+    assert "max_tokens" in chat.output.tables[0] == chat.output.tables[1]
+    assert max(map(len, chat.output.tables[0].splitlines())) <= 80
 
 
 async def test_policy_is_switched_with_its_options_and_shown_as_the_engine_has_it() -> None:
     chat = Chat()
     await chat.says("/policy")
-    assert [line.split()[1] for line in chat.tables[0].splitlines() if line.startswith("* ")] == ["fiddler"]
-    assert "gate=own" in chat.tables[0]
-    shown = len(chat.tables)
+    (shown,) = chat.output.tables
+    assert [line.split()[1] for line in shown.splitlines() if line.startswith("* ")] == ["fiddler"]
+    assert "gate=own" in shown
     note = (await chat.says("/policy adapmoe adapmoe.gate=own")).pop(0)
     assert chat.engine.sent == [("adapmoe", {"gate": "own"})]
     assert note.splitlines()[0] == "policy: adapmoe gate=own; /help policy adapmoe lists its options"
-    assert len(chat.tables) == shown  # the options are for /help
     assert "approximate" not in note
     assert note.endswith("--set fiddler.gate=own")
     assert "approximate" in (await chat.says("/policy daop")).pop(0)
-    chat.engine.refusal = RequestFailed("add --set daop.gate=own", usage=True)
-    with pytest.raises(RequestFailed, match=r"^add --set daop.gate=own$") as refused:
-        await chat.session.handle("/policy daop")
-    assert refused.value.usage
     chat.engine.present = {}
     await chat.says("/policy")
-    assert not any(line.startswith("* ") for line in chat.tables[-1].splitlines())  # lru is no preset
+    assert not any(line.startswith("* ") for line in chat.output.tables[-1].splitlines())  # no preset
+    assert parse_policy("random seed=3 random.churn=1") == ("random", {"seed": "3", "churn": "1"})
 
 
 async def test_files_are_overwritten_only_if_this_session_knows_them_or_is_forced(tmp_path: Path) -> None:
     chat, path, other = Chat(), tmp_path / "a talk.json", tmp_path / "other.json"
-    await chat.refuses(f"/save {path}", "nothing to save")
-    await chat.refuses("/save", "needs the name")
-    await chat.refuses("/save --force", "needs the name")
     await chat.says("/system Be brief.")
     await chat.says("one?")
     other.touch()
@@ -260,23 +312,19 @@ async def test_files_are_overwritten_only_if_this_session_knows_them_or_is_force
     assert await chat.says(f"/save {other} --force") == [f"saved 2 questions to {other}"]
     assert json.loads(other.read_text()) == saved
 
-    await chat.says(f"/save {tmp_path}/no--force")
-    assert (tmp_path / "no--force").exists()
-
     later = Chat()
     await later.says("three?")
     await later.refuses(f"/save {path}", "exists")
-    notes = await later.says(f"/load {path}")
-    assert notes == [f"loaded 2 questions from {path}", "system message: Be brief."]
+    assert await later.says(f"/load {path}") == [
+        f"loaded 2 questions from {path}",
+        "system message: Be brief.",
+    ]
     assert (len(later.conversation.turns), later.conversation.system) == (4, "Be brief.")
     await later.refuses("/why", "no answer")
     await later.says(f"/save {path}")  # loaded, so known
-    for model, known in (("/models/other", False), ("", True)):
-        other.write_text(json.dumps(saved | {"model": model, "system": None}))
-        notes = await later.says(f"/load {other}")
-        assert any("/models/other" in note for note in notes) is not known
-        assert len(notes) == 2 - known
-        assert later.conversation.system is None
+    other.write_text(json.dumps(saved | {"model": "/models/other", "system": None}))
+    assert "/models/other" in (await later.says(f"/load {other}"))[1]
+    assert later.conversation.system is None
 
 
 @contextmanager
@@ -318,6 +366,6 @@ async def test_chat_from_a_pipe_goes_on_after_an_error(
 
 async def test_model_without_a_template_cannot_chat() -> None:
     for tokenizer, words in ((True, "template"), (False, "--prompt-tokens")):
-        engine = StandInEngine(replace(WELCOME, has_tokenizer=tokenizer, has_chat_template=False))
+        engine: Any = StandInEngine(replace(WELCOME, has_tokenizer=tokenizer, has_chat_template=False))
         with pytest.raises(WrongUsage, match=words):
-            Conversation(engine, AnswerSettings(9, Sampling()))  # type: ignore[arg-type]
+            Conversation(engine, START, Interrupts())

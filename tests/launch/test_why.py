@@ -1,9 +1,12 @@
-"""/why and /stats, on counters with known numbers, in 80 columns."""
+"""/why, /stats, /policy and the line below an answer, on counters with known numbers, in 80 columns; and the
+REPL's screen."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
-from pathlib import Path
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -13,22 +16,21 @@ from rich.console import Console, RenderableType
 
 from launch.bench.profile import PhaseProfile
 from launch.chat.conversation import Reply
-from launch.chat.levers import EMBEDDED_COST, SCORE, Lever, levers
-from launch.chat.tables import counters_table, engine_table
-from launch.chat.why import why_text
+from launch.chat.repl import ERASE_LINE, LogLines, Screen
+from launch.chat.tables import counters_table, engine_table, policy_list, policy_options, summary
+from launch.chat.why import Lever, levers, why_text
 from launch.errors import WrongUsage
-from pipeline.assets import model_dir
+from launch.terminal.interrupts import Interrupts
+from pipeline.policies.presets import PRESETS
 from protocol.messages import VERSION, Done, Welcome
 
 WELCOME = Welcome(VERSION, "e", "/models/m", "f", "cuda", "lru", True, 100, 100, True, True)
-EXACT = {"exact": True}
-WORKERS = [{"role": "worker"}] * 2
-STATS = {"peers": WORKERS, "cache": {"capacity_tiles": 25, "all_tiles": 100}}
+STATS = {"cache": {"capacity_tiles": 25, "all_tiles": 100}}
 
 
 def reply(tree: dict[str, Any], **stats: Any) -> Reply:
-    own = {"policy": "mixtral-offloading", "fidelity": EXACT, "engine": {"prefill": tree, "decode": tree}}
-    return Reply("an answer", 11, 0.1, Done(0, "stop", stats=own | stats))
+    own = {"policy": "mixtral-offloading", "fidelity": {"exact": True}}
+    return Reply("an answer", 11, 0.1, Done(0, "stop", stats=own | {"engine": {"decode": tree}} | stats))
 
 
 def shown(what: RenderableType) -> str:
@@ -44,126 +46,43 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_why_shows_time_by_cause_and_by_layer() -> None:
-    prefetch = {"on": False, "status": "prefetching is off for 256 steps"}
-    text = shown(
-        why_text(reply(decode()), {"tile_bytes": TILE, "prefetch": prefetch, "peers": WORKERS}, WELCOME)
-    )
+def rows(what: RenderableType) -> dict[str, str]:
+    """Cells by the row's name."""
+    cells = [re.split(r" {2,}", line.strip(), maxsplit=1) for line in shown(what).splitlines()]
+    return {name: " ".join(rest[0].split()) if rest else "" for name, *rest in cells}
+
+
+def test_why_shows_time_by_cause_and_by_layer_and_what_would_help() -> None:
+    stats = {"tile_bytes": TILE, "prefetch": {"status": "prefetching is off for 256 steps"}}
+    stats |= {"policy": "mixtral-offloading", "policy_status": "resident: the first 3 layers"}
+    text = shown(why_text(reply(decode()), stats, WELCOME))
     words = flat(text)
-    assert "A token took 100 ms under mixtral-offloading: waiting for the link 50%, waiting for the" in words
-    assert "waiting for the workers 20%" in words
+    assert "A token took 100 ms under mixtral-offloading: waiting for the link 50%, experts on the" in words
     assert re.findall(r"^layer (\d)", text, re.M) == ["2", "1", "0"]
     causes = r"link 25\.0 ms, workers 10\.0 ms, attention 7\.50 ms"
     assert re.search(rf"^layer 2 +47\.5 ms +100% +{causes}$", text, re.M)
-    assert "hits: 50% of the needed experts" in words
-    assert "the device waited 20.0 ms for the host and 50.0 ms for the link" in words
-    assert "moved on demand: 5.0 MB per token, 10% of it already being prefetched" in words
-    assert "prefetched: 2.0 MB per token, 60% of it used, 30% evicted unused" in words
-    assert "prefetching is off for 256 steps" in words
-    assert "fidelity: exact" in words
-    assert "/policy fiddler" in words
+    for expected in (
+        "hits: 50% of the needed experts were resident",
+        "computing: the host (experts) 10% of the time, the device (attention, head, its",
+        "moved on demand: 5.0 MB per token, 10% of it already being prefetched",
+        "prefetched: 2.0 MB per token, 60% of it used, 30% evicted unused",
+        "prefetching is off for 256 steps",
+        "resident: the first 3 layers",
+        "fidelity: exact",
+        "What would help, from 10.0 tok/s:",
+    ):
+        assert expected in words
+    assert re.search(r"^/policy tandem +at most 20\.8 tok/s +divides missing", text, re.M)
+    busy = decode(link=0.0, wait=0.0, fetched_tiles=0, host_tiles=0, host_busy=0.0, attention=0.85)
+    text = flat(shown(why_text(reply(busy), stats | {"policy": "dali"}, WELCOME)))
+    assert "No setting is known that would make this 5% faster." in text
+    assert "resident: the" not in text
 
 
 def test_why_shows_the_fidelity_of_an_approximate_policy() -> None:
     shares = {"exact": False, "skipped": 0.0, "substituted": 0.034, "stale": 0.25, "predicted": 0.5}
     words = flat(shown(why_text(reply(decode(), fidelity=shares), {"tile_bytes": TILE}, WELCOME)))
-    assert "fidelity: approximate; of the routed weight: " in words
-    assert "substituted 3.4%, stale 25.0%, predicted 50.0%" in words
-    assert "skipped" not in words
-
-
-def test_why_says_what_the_policy_arranged_while_it_is_in_force() -> None:
-    stats = {"policy": "tandem", "policy_status": "resident: the first 3 of 8 layers whole"}
-    assert stats["policy_status"] in flat(shown(why_text(reply(decode(), policy="tandem"), stats, WELCOME)))
-    assert "resident:" not in flat(shown(why_text(reply(decode()), stats, WELCOME)))
-
-
-def found(tree: dict[str, Any], policy: str = "mixtral-offloading", **welcome: Any) -> dict[str, Lever]:
-    """By setting, in the order of the gains."""
-    about = replace(WELCOME, format="bf16", backbone_dtype="bf16", **welcome)
-    return {lever.setting: lever for lever in levers(PhaseProfile(tree, TILE), STATS, about, policy)}
-
-
-def test_largest_gain_of_workers_that_wait_for_messages_is_no_workers() -> None:
-    """100 ms a token: 20 of waiting, 8 of which the workers computed, 30 of messages."""
-    seconds = {"link": 0.0, "device": 0.0, "wait": 0.2, "submit": 0.2, "combine": 0.1, "attention": 0.5}
-    tree = decode(**seconds, head=0.0, host_busy=0.08, fetched_tiles=0, resident_tiles=0)
-    ranked = found(tree, "all-host", device="cpu")
-    assert next(iter(ranked)) == "--workers 0"
-    assert ranked["--workers 0"].seconds == pytest.approx(0.1 - 0.03 - 0.012)
-    assert ranked["--backbone-dtype int4"].seconds == pytest.approx(0.1 - 0.05 * (1 - 4.5 / 16))
-    assert ranked["--format int4"].seconds == pytest.approx(0.1 - 0.008 * (1 - 4.5 / 16))
-    assert ranked["--format int4"].bound
-    assert not ranked["--workers 0"].bound
-    assert "--format int8" not in ranked  # 4 ms of 100 are within the noise
-    gains = [lever.seconds for lever in ranked.values()]
-    assert gains == sorted(gains)
-    assert ranked["--format int4"].effect.endswith(SCORE)
-    assert not any(setting.startswith("/policy") for setting in ranked)
-
-
-def test_levers_of_a_link_are_policies_and_a_larger_cache() -> None:
-    """100 ms a token: 50 for 5 tiles over the link, 20 for 4 tiles of the workers, 2.5 ms each."""
-    ranked = found(decode())
-    others, host, link, missing = 0.03, 0.01 / 4, 0.01, 9
-    split = ranked["/policy tandem"]
-    assert split.seconds == pytest.approx(others + missing * host * link / (host + link))
-    assert split.bound
-    assert ranked["/policy fiddler"].seconds == pytest.approx(others + missing * host)
-    assert ranked["--expert-cache 0.5"].seconds == pytest.approx(0.1 - 0.07 / 3)
-    assert "--workers 0" not in ranked  # on a GPU
-    assert "--backbone-dtype int4" not in ranked  # quantized on the CPU only
-    assert "/policy fiddler" not in found(decode(), "fiddler")
-
-
-def test_levers_without_a_gpu_read_experts_in_place() -> None:
-    """100 ms a token: 50 for the link, 10 of the device, and 10 of the workers for 4 of the 12 tiles."""
-    ranked = found(decode(), "on-demand", device="cpu")
-    assert ranked["/policy all-host"].seconds == pytest.approx(0.1 - 0.05 - 0.01 - 0.01 + 12 * 0.0025)
-    slow = decode(device=0.3, attention=0.0, link=0.0, fetched_tiles=0)
-    spent = sum(slow["seconds"].values()) / 10
-    ranked = found(slow, "hybrimoe", device="cpu")
-    assert ranked["/policy all-host"].seconds == pytest.approx(spent - 0.03 + 3 * 0.0025)
-    assert not any("cache" in setting or "fiddler" in setting for setting in ranked)
-    assert "/policy all-host" not in found(
-        decode(fetched_tiles=0, link=0.0, device=0.05), "layerwise", device="cpu"
-    )
-    unknown = decode(host_tiles=0, host_busy=0.0)
-    assert "/policy all-host" not in found(unknown, "on-demand", device="cpu")
-    assert "/policy all-host" not in found(decode(), "all-host", device="cpu")
-
-
-def test_formats_in_use_and_larger_ones_are_no_lever() -> None:
-    least = PhaseProfile(decode(), TILE)
-    about = replace(WELCOME, device="cpu", format="int4", backbone_dtype="int8")
-    settings = {lever.setting for lever in levers(least, {}, about, "all-host")}
-    assert settings == {"--backbone-dtype int4"}
-
-
-def test_cost_of_a_format_is_named_where_it_was_measured() -> None:
-    experts = found(decode(), "all-host", device="cpu", model=str(model_dir()))["--format int4"]
-    assert experts.effect == "72% fewer bytes than bf16 to read; perplexity +0.69% on held-out text"
-    documented = Path("docs/kernels.md").read_text("utf-8")
-    for name, cost in EMBEDDED_COST.items():
-        assert re.search(rf"^\| {name} \| [0-9.]+ \| \+{100 * cost:.2f} % \|$", documented, re.M)
-
-
-def test_why_shows_gains_or_that_none_is_known() -> None:
-    text = shown(why_text(reply(decode()), {"tile_bytes": TILE}, WELCOME))
-    assert re.search(r"^What would help, from 10\.0 tok/s:$", text, re.M)
-    assert re.search(r"^/policy tandem +at most 20\.8 tok/s +divides missing", text, re.M)
-    text = flat(text)
-    assert "computing: the host (experts) 10% of the time, the device (attention, head, its" in text
-    busy = decode(link=0.0, wait=0.0, fetched_tiles=0, host_tiles=0, host_busy=0.0, attention=0.85)
-    assert "No setting is known that would make this 5% faster." in shown(
-        why_text(reply(busy), {"tile_bytes": TILE}, WELCOME)
-    )
-
-
-def test_without_workers_the_host_s_experts_are_named_so() -> None:
-    text = flat(shown(why_text(reply(decode()), {"tile_bytes": TILE, "peers": []}, WELCOME)))
-    assert "experts on the host 20%" in text
-    assert "waiting for the workers" not in text
+    assert "fidelity: approximate: 3.4% substituted, 25.0% stale, 50.0% predicted" in words
 
 
 def test_why_needs_an_answer_of_several_tokens() -> None:
@@ -175,48 +94,164 @@ def test_why_needs_an_answer_of_several_tokens() -> None:
         why_text(Reply("", 0, None, Done(0, "cancelled", stats={})), {}, WELCOME)
 
 
-def test_stats_shows_prefetching_and_fidelity() -> None:
-    tree = decode(stale=15.0)
-    stats = {"tile_bytes": TILE, "engine": {"prefill": tree, "decode": tree}}
-    text = shown(counters_table(reply(tree), stats))
-    assert re.search(r"^expert hits( +50%){4}$", text, re.M)
-    assert re.search(r"^prefetched( +20.0 MB){4}$", text, re.M)
-    assert re.search(r"^  used( +60%){4}$", text, re.M)
-    assert re.search(r"^stale of routed weight( +25%){4}$", text, re.M)
-    assert "substituted" not in text
-    assert "link" in text
-    assert "  plan" not in text  # no step spent time on it
-    quiet = decode(predicted_tiles=0, useful_tiles=0, wasted_tiles=0, late_tiles=0, host_tiles=0, link=0.0)
-    text = shown(counters_table(None, {"tile_bytes": TILE, "engine": {"prefill": quiet, "decode": quiet}}))
-    for absent in ("prefetched", "evicted", "on the host", "link"):
-        assert absent not in text
-    assert re.search(r"^  fetched to the device( +62%){2}$", text, re.M)
+def gains(tree: dict[str, Any], policy: str = "mixtral-offloading", **welcome: Any) -> dict[str, Lever]:
+    """The levers by setting, in the order of the gains."""
+    about = replace(WELCOME, **{"format": "bf16", "backbone_dtype": "bf16"} | welcome)
+    ranked = levers(PhaseProfile(tree, TILE), STATS, about, policy)
+    assert [lever.seconds for lever in ranked] == sorted(lever.seconds for lever in ranked)
+    return {lever.setting: lever for lever in ranked}
 
 
-def test_stats_names_the_embedded_model() -> None:
-    text = shown(engine_table({}, replace(WELCOME, model=str(model_dir()))))
-    assert re.search(r"^model +the embedded model$", text, re.M)
-    assert re.search(r"^model +/models/m$", shown(engine_table({}, WELCOME)), re.M)
+def test_smaller_formats_are_levers_where_bytes_are_read() -> None:
+    """100 ms a token: 20 of waiting, 8 of which the workers computed, 30 of messages, 50 of attention."""
+    seconds = {"link": 0.0, "device": 0.0, "wait": 0.2, "submit": 0.2, "combine": 0.1, "attention": 0.5}
+    tree = decode(**seconds, head=0.0, host_busy=0.08, fetched_tiles=0, resident_tiles=0)
+    ranked = gains(tree, "all-host", device="cpu")
+    assert ranked["--backbone-dtype int4"].seconds == pytest.approx(0.1 - 0.05 * (1 - 4.5 / 16))
+    assert ranked["--format int4"].seconds == pytest.approx(0.1 - 0.008 * (1 - 4.5 / 16))
+    assert "--format int8" not in ranked  # 4 ms of 100 are within the noise
+    assert not any(setting.startswith("/policy") for setting in ranked)
+    assert set(gains(decode(), "all-host", device="cpu", format="int4", backbone_dtype="int8")) == {
+        "--backbone-dtype int4"
+    }
 
 
-def test_why_says_which_costs_changed_and_how_many_tiles_were_resident() -> None:
-    updates = {"host": {"prefill": 3.0, "decode": 2.0}, "device": {"prefill": 2.0, "decode": 1.0}}
-    updates["link"] = {"prefill": 1.0, "decode": 0.8}
-    tree = decode()
-    tree["layers"]["hit_tiles"] = [40, 40, 80]
-    words = flat(shown(why_text(reply(tree), {"cost_updates": updates, "peers": WORKERS}, WELCOME)))
-    assert "hits: 50% of the needed experts were resident, and 67% of their tiles" in words
-    assert "costs: the host takes 2.00 times, the link takes 0.80 times as long" in words
-    for side in updates.values():
-        side["decode"] = 1.0
-    words = flat(shown(why_text(reply(decode()), {"cost_updates": updates, "peers": WORKERS}, WELCOME)))
-    assert "costs:" not in words
-    assert "of their tiles" not in words
+def test_levers_of_a_link_are_policies_and_a_larger_cache() -> None:
+    """100 ms a token: 50 for 5 tiles over the link, 20 for 4 tiles of the workers, 2.5 ms each."""
+    ranked = gains(decode())
+    others, host, link, missing = 0.03, 0.01 / 4, 0.01, 9
+    assert ranked["/policy tandem"].seconds == pytest.approx(others + missing * host * link / (host + link))
+    assert ranked["/policy fiddler"].seconds == pytest.approx(others + missing * host)
+    assert ranked["--expert-cache 0.5"].seconds == pytest.approx(0.1 - 0.07 / 3)
+    assert "--backbone-dtype int4" not in ranked  # quantized on the CPU only
+    assert "/policy fiddler" not in gains(decode(), "fiddler")
 
 
-def test_what_is_idle_is_shown_where_a_gpu_has_timed_steps() -> None:
-    tree = decode() | {"device_timed": {"of_s": 0.4, "busy_s": 0.1}, "link_busy_s": 0.6}
-    stats = {"tile_bytes": TILE}
-    text = flat(shown(why_text(reply(tree), stats, WELCOME)))
-    assert "idle, by the GPU's own clock: GPU 75%, link 40%, workers 90% of the time" in text
-    assert "the GPU's own clock" not in flat(shown(why_text(reply(decode()), stats, WELCOME)))
+def test_levers_without_a_gpu_read_experts_in_place() -> None:
+    """100 ms a token: 50 for the link, 10 of the device, and 10 of the workers for 4 of the 12 tiles."""
+    ranked = gains(decode(), "on-demand", device="cpu")
+    assert ranked["/policy all-host"].seconds == pytest.approx(0.1 - 0.05 - 0.01 - 0.01 + 12 * 0.0025)
+    assert not any("cache" in setting or "fiddler" in setting for setting in ranked)
+    unknown = decode(host_tiles=0, host_busy=0.0)
+    assert "/policy all-host" not in gains(unknown, "on-demand", device="cpu")
+    assert "/policy all-host" not in gains(decode(), "all-host", device="cpu")
+
+
+def test_counters_of_the_answer_stand_beside_the_engine_s() -> None:
+    prefill = decode(steps=1, rows=7, fetched_tiles=0, host_tiles=90, predicted_tiles=0, wasted_tiles=0)
+    stats = {"tile_bytes": TILE, "engine": {"prefill": prefill, "decode": decode(skipped=3.0), "clients": 2}}
+    cells = rows(counters_table(reply(decode()), stats))
+    expected = {
+        "steps": "10 1 10",
+        "tokens computed": "10 7 10",
+        "expert tiles": "120 120 120",
+        "on the host": "33% 75% 33%",
+        "resident on the device": "25% 25% 25%",
+        "fetched to the device": "42% - 42%",
+        "expert hits": "50% 50% 50%",
+        "moved on demand": "50.0 MB - 50.0 MB",
+        "prefetched": "20.0 MB - 20.0 MB",
+        "used": "60% - 60%",
+        "skipped of routed weight": "- - 5%",
+        "seconds": "1.00 1.00 1.00",
+        "link": "50% 50% 50%",
+        "head": "5% 5% 5%",
+    }
+    assert {name: cells.get(name) for name in expected} == expected
+    assert "plan" not in cells  # no time was spent in it
+    assert not {name for name in cells if "routed weight" in name} - {"skipped of routed weight"}
+    assert rows(counters_table(None, {}))["steps"] == ""
+
+
+def test_engine_is_described_by_its_stats() -> None:
+    scheduler = {"running": 2, "waiting": 3, "kv_tokens_used": 50, "kv_tokens": 60}
+    scheduler |= {"kv_tokens_kept": 7, "conversations": 1, "kv_reused_tokens": 8}
+    stats: dict[str, Any] = {
+        **{"policy": "daop", "scheduler": scheduler, "tile_bytes": TILE, "graphs": "of 2 sizes"},
+        **{"cache": {"resident_tiles": 10, "capacity_tiles": 20}},
+        "prefetcher": {"up": True, "lockable_bytes": 2 * TILE, "locked_bytes": TILE},
+    }
+    about = replace(WELCOME, format="int4", backbone_dtype="bf16", emulation="slow link")
+    assert rows(engine_table(stats, about)) == {
+        "policy": "daop on cuda",
+        "model": "/models/m (experts int4, backbone bf16)",
+        "requests": "2 running, 3 waiting",
+        "KV cache": "50 of 60 tokens in use, 7 kept for 1 conversation, 8 reused so far",
+        "expert cache": "10 of 20 tiles resident, 10.0 MB",
+        "CUDA graphs": "of 2 sizes",
+        "prefetcher": "copies what is predicted; 1.0 MB of 2.0 MB page-locked",
+        "emulated": "slow link",
+    }
+    assert rows(engine_table({}, WELCOME)) == {"policy": "lru on cuda", "model": "/models/m"}
+
+
+@pytest.mark.parametrize(
+    ("reason", "tokens", "last"),
+    [("length", 5, ["cut at max_tokens"]), ("cancelled", 4, ["cancelled"]), ("stop", 5, [])],
+)
+def test_summary_has_the_answer_s_figures(reason: str, tokens: int, last: list[str]) -> None:
+    stats = {
+        **{"decode_tok_s": 12.34, "kv_reused_tokens": 7, "prompt_tokens": 9, "preemptions": 2},
+        "engine": {"prefill": decode(), "decode": decode(host_tiles=100), "other": 3},
+        "fidelity": {"exact": False, "skipped": 0.01, "substituted": 0.0, "predicted": 0.5},
+    }
+    last = [*last, "approximate: 1.0% skipped, 50.0% predicted", "emulated: slow link"]
+    answer = Reply("text", tokens, 0.256, Done(0, reason, stats=stats))
+    first = [f"{tokens} tokens", "12.3 tok/s", "first 0.26 s", "KV 7/9", "host 47%", "100.0 MB moved"]
+    assert summary(answer, "slow link", 5) == [*first, "preempted 2 times", *last]
+    assert summary(Reply("", 0, None, Done(0, "length")), "", 5) == ["0 tokens", "cut at the context's end"]
+
+
+def test_policies_and_their_options_are_listed() -> None:
+    text = shown(policy_list("dali", {"window": "4"}))
+    assert re.findall(r"^[* ] (\S+)", text, re.M) == list(PRESETS)
+    assert re.search(r"^\* dali .*\n(?s:.*)^in use: dali window=4$", text, re.M)
+    options = {line.split()[0] for line in shown(policy_options("adapmoe")).splitlines()}
+    assert {"prediction=lookahead", "sizes=dp"} <= options
+
+
+async def test_answer_in_a_terminal_erases_its_status_and_defers_announcements(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def written() -> str:
+        return capsys.readouterr().out
+
+    monkeypatch.setenv("COLUMNS", "20")
+    screen = Screen(lambda: False, Interrupts())
+    with screen.answer() as view:
+        view.queued(2)
+        view.queued(1)
+        assert written() == f"{ERASE_LINE}queued, position 2{ERASE_LINE}{ERASE_LINE}queued, position 1"
+        screen.announce("another client")
+        view.append("")
+        assert written() == ""
+        view.append("two words\x07\n")
+        assert written() == f"{ERASE_LINE}two words\ufffd\n"
+        view.queued(3)  # after a restart of the engine
+        view.append("more")
+        assert written() == "more"
+        screen.interrupt("the engine waits")
+        assert written() == "\nthe engine waits\n"
+        view.append("and then something wraps")
+        assert written() == "and then something wraps"
+    assert written() == "\nanother client\n"
+    screen.announce("at once")
+    assert written() == "at once\n"
+
+
+async def test_log_lines_go_to_the_screen_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """What the log's own handlers write would land within the input line."""
+    root, stream = logging.getLogger(), StringIO()
+    own = logging.StreamHandler(stream)
+    root.addHandler(own)
+    try:
+        with LogLines(Screen(lambda: False, Interrupts())).installed():
+            root.warning("careful")
+            await asyncio.sleep(0)
+        assert "careful" in capsys.readouterr().out
+        assert stream.getvalue() == ""
+        root.warning("afterwards")
+        assert stream.getvalue() == "afterwards\n"
+        assert capsys.readouterr().out == ""
+    finally:
+        root.removeHandler(own)

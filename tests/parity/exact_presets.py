@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pipeline.policies.presets import PRESETS
-from pipeline.policies.random_plan import RandomPlan
+from pipeline.policies.presets import PRESETS, RandomPlan
 
 OTHERWISE: dict[str, dict[str, str]] = {
     "dali": {"prediction": "next-gate"},

@@ -76,8 +76,6 @@ class MoverParts:
 def check_slots(parts: MoverParts, mover: Mover) -> None:
     """The cache is consistent and every READY slot holds its tile: residency is a prefix."""
     mover.cache.audit()
-    assert (mover.cache.residency <= mover.ordered).all()
-    assert (mover.ordered <= mover.cache.target).all()
     for layer, expert in np.ndindex(mover.cache.residency.shape):
         slots = mover.cache.slots_of(layer, expert)
         assert len(slots) == mover.cache.residency[layer, expert] <= mover.cache.target[layer, expert]
@@ -88,7 +86,6 @@ def check_slots(parts: MoverParts, mover: Mover) -> None:
 def check_idle(parts: MoverParts, mover: Mover) -> None:
     """What holds after `wait_idle`."""
     assert np.array_equal(mover.cache.residency, mover.cache.target)
-    assert np.array_equal(mover.cache.residency, mover.ordered)
     assert mover.cache.free == mover.cache.slots - mover.cache.target.sum()
     check_slots(parts, mover)
 

@@ -29,7 +29,7 @@ from pipeline.config import DEFAULT_CACHE
 from pipeline.errors import RequestError, ShardFailed
 from pipeline.experts.pool import Ticket
 from pipeline.policies.costs import Costs
-from pipeline.policies.room import ENOUGH_TOKENS, TextComparison
+from pipeline.policies.placements import ENOUGH_TOKENS, TextComparison
 from pipeline.serving import calibration_service, engine_service
 from pipeline.serving.engine_inbox import ClientGone, EngineMessage
 from pipeline.serving.engine_service import CALIBRATING

@@ -313,7 +313,6 @@ def test_prediction_extends_a_resident_part_and_is_counted_in_tiles() -> None:
     mover.retarget([Target(0, 1, TILES)], predicted=True)
     mover.fetch_missing()
     assert link.sent[1].lo == mover.cache.residency[0, 1] == 1
-    assert mover.ordered[0, 1] == TILES
     assert (mover.counters.wanted_experts, mover.counters.issued_experts) == (1, 1)
     link.land(link.sent[1], 3)
     mover.collect_landings()
@@ -337,7 +336,7 @@ def test_only_predicted_tiles_are_late() -> None:
     mover.fetch_missing()
     stream(mover, 0, Wanted(1, 0, 3))
     assert (mover.demanded, mover.counters.late_tiles) == (3, 2)
-    assert mover.ordered[0, 1] == mover.cache.residency[0, 1] == 2
+    assert mover.cache.residency[0, 1] == 2
 
 
 def test_tiles_behind_a_demand_are_ordered_anew() -> None:
@@ -346,25 +345,8 @@ def test_tiles_behind_a_demand_are_ordered_anew() -> None:
     mover.retarget([Target(0, 1, TILES)])
     mover.update()
     assert len(stream(mover, 0, Wanted(1, 0, 2))) == 2
-    assert mover.ordered[0, 1] == 2
     mover.update()
     assert [(order.lo, len(order.slots)) for order in link.sent] == [(0, 4), (2, 2)]
-
-
-def test_ordered_follows_orders_cancellations_and_demands() -> None:
-    mover, link, _ = mover_of(2 * TILES, TILES)
-    mover.retarget([Target(0, 1, 3), Target(1, 2, 2)])
-    assert not mover.ordered.any()
-    mover.update()
-    assert (mover.ordered[0, 1], mover.ordered[1, 2], mover.ordered.sum()) == (3, 2, 5)
-    link.land(link.sent[0], 1)
-    mover.collect_landings()
-    mover.retarget([Target(0, 1, 2)])  # the order would bring a tile too many: it ends
-    assert mover.ordered[0, 1] == mover.cache.residency[0, 1] == 1
-    streaming = mover.demand(1, [Wanted(2, 0, 3), Wanted(3, 0, 1)])
-    assert mover.ordered[1].tolist() == [0, 0, 2, 0]
-    list(streaming)
-    assert mover.ordered[1].tolist() == mover.cache.residency[1].tolist() == [0, 0, 2, 0]
 
 
 # --- limits and restarts --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A running engine's backlog, and its costs while the host becomes slower: workers and prefetcher are
+"""A running engine's costs while the host becomes slower: workers and prefetcher are
 threads of this process. No time is asserted."""
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ class Halves(Policy):
     needs_costs = True
 
     def __init__(self) -> None:
-        self.seen: list[tuple[float, float, Sequence[object]]] = []
         self.costs: list[Costs | None] = []
 
     def placement(self, view: View) -> np.ndarray:
@@ -40,8 +39,6 @@ class Halves(Policy):
         return Plan(np.ones(view.shape.experts, np.int32))
 
     def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> Sequence[Target]:
-        backlog = view.backlog
-        self.seen.append((backlog.host_seconds, backlog.link_seconds, backlog.landing(layer)))
         return (Target(1, 3, 3),) if layer == 0 else ()
 
 
@@ -68,33 +65,6 @@ def timed(running, monkeypatch) -> list[float]:
     monkeypatch.setattr(engine.memory, "copied", lambda: (copied()[0], copied()[0] * 1e-6))
     monkeypatch.setattr(type(engine.device), "seconds_between", lambda *marks: 1e-6)
     return seconds
-
-
-def test_policy_sees_the_backlogs_of_host_and_link(running) -> None:
-    """Two experts of three tiles a layer: the host has two tiles of each, the link one. By these costs, which
-    are far too high, both have all of it still before them."""
-    engine, kv = running
-    sequence = prefilled(engine, kv)
-    policy = Halves()
-    engine.set_policy(policy, COSTS)
-    decode(engine, sequence)
-    host, link, _ = policy.seen[0]
-    assert 4.4 < host <= 0.5 + 4 * 1.0
-    assert 2 * (2.0 + 10.0) - 1 < link <= 2 * (2.0 + 10.0)
-    assert engine.timing.host_seconds <= 0.5, "the host has ended"
-    assert engine.driver.view.ordered[1, 3] == 3
-    engine.memory.mover.wait_idle()
-    assert engine.timing.link_seconds == 0
-
-
-def test_backlog_without_costs_takes_no_time_but_names_what_lands(running) -> None:
-    engine, kv = running
-    sequence = prefilled(engine, kv)
-    policy = Halves()
-    engine.set_policy(policy, None)
-    decode(engine, sequence)
-    assert {(host, link) for host, link, _ in policy.seen} == {(0.0, 0.0)}
-    assert engine.timing.corrections is None
 
 
 def test_costs_of_a_file_stay_and_measured_ones_follow_a_slowed_host(running, timed) -> None:

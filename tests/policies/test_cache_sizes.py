@@ -17,7 +17,7 @@ from policy_machine import make_view, policy
 
 from pipeline.errors import PolicyError
 from pipeline.policies.calibration import at_limits
-from pipeline.policies.room import best_sizes, expected_loads, filled, layer_sizes
+from pipeline.policies.replacements import best_sizes, expected_loads, filled, layer_sizes
 from pipeline.policies.view import ModelShape, View
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "data/adapmoe_mixtral_8x7b.json").read_text())

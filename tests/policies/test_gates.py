@@ -65,7 +65,7 @@ def test_adaptive_gate_follows_its_rule(top_k: int, data: st.DataObject) -> None
     sensitivity = [3.0, data.draw(st.sampled_from([0.0, 0.01, 0.3, 4.0]))]
     limit = data.draw(st.sampled_from([0.0, 0.005, 0.02, 0.2]))
     view = a_view(top_k, sensitivity, limit, weights)
-    gated = AdaptiveGate(threshold=None, phase="decode")(1, SIGNALS, view)
+    gated = AdaptiveGate(threshold=None)(1, SIGNALS, view)
     assert np.array_equal(gated.router_routing.weights, weights)
     assert np.array_equal(gated.routing.experts, gated.router_routing.experts)
     assert gated.routing.weights.dtype == np.float32
@@ -84,14 +84,14 @@ def test_gate_of_two_experts_equals_the_papers_equation(alpha, sensitivity, limi
     loss = (1 - top / both) ** 2 * float(np.float32(sensitivity))
     if abs(loss - limit) < 1e-6 * limit:
         return  # the two ways of writing the sum may round apart
-    gated = AdaptiveGate(threshold=limit, phase="decode")(0, SIGNALS, a_view(2, [sensitivity], None, weights))
+    gated = AdaptiveGate(threshold=limit)(0, SIGNALS, a_view(2, [sensitivity], None, weights))
     assert (gated.routing.weights[0, 1] == 0) == (loss <= limit or weights[0, 1] == 0)
 
 
 def test_batch_is_gated_like_its_single_rows() -> None:
     rng = np.random.default_rng(4)
     weights = rng.dirichlet(np.full(6, 0.7), 40).astype(np.float32)
-    gate = AdaptiveGate(threshold=None, phase="decode")
+    gate = AdaptiveGate(threshold=None)
     view = a_view(6, [4.0], 0.01, weights)
     together = gate(0, SIGNALS, view).routing.weights
     experts = np.arange(6, dtype=np.int32)[None]
@@ -104,34 +104,32 @@ def test_batch_is_gated_like_its_single_rows() -> None:
 def test_share_of_dropped_experts_follows_the_sensitivities() -> None:
     """A token split 0.9 to 0.1 uses both experts in a sensitive layer and one in a late layer."""
     view = a_view(2, [46.7, 0.51, 0.49, 0.02], 0.005, UNEVEN)
-    gate = AdaptiveGate(threshold=None, phase="decode")
+    gate = AdaptiveGate(threshold=None)
     used = [np.count_nonzero(gate(layer, SIGNALS, view).routing.weights) for layer in range(4)]
     assert used == [2, 2, 1, 1]
 
 
-def test_gate_drops_experts_only_in_decode_by_default() -> None:
+def test_gate_drops_experts_only_in_decode() -> None:
     view = replace(a_view(2, [0.01], 1.0, UNEVEN), phase="prefill")
-    gated = AdaptiveGate(threshold=None, phase="decode")(0, SIGNALS, view)
+    gated = AdaptiveGate(threshold=None)(0, SIGNALS, view)
     assert gated.routing is gated.router_routing
-    everywhere = AdaptiveGate(threshold=None, phase="all")(0, SIGNALS, view)
-    assert everywhere.routing.weights.tolist() == [[1.0, 0.0]]
 
 
 def test_new_calibration_is_used() -> None:
-    gate = AdaptiveGate(threshold=None, phase="decode")
+    gate = AdaptiveGate(threshold=None)
     assert gate(0, SIGNALS, a_view(2, [0.01], 1.0, UNEVEN)).routing.weights[0, 1] == 0
     assert gate(0, SIGNALS, a_view(2, [500.0], 1.0, UNEVEN)).routing.weights[0, 1] != 0
 
 
 def test_missing_calibration_parts_are_named() -> None:
     view = a_view(2, [0.01], None, UNEVEN)
-    gate = AdaptiveGate(threshold=None, phase="decode")
+    gate = AdaptiveGate(threshold=None)
     assert gate.missing(None) == "a calibration of this model"
     assert "sensitivities" in gate.missing(calibration(None, 0.1))
     assert "threshold" in gate.missing(view.calibration)
     with pytest.raises(PolicyError, match=r"threshold: run python launch\.py calibrate"):
         gate(0, SIGNALS, view)
-    assert AdaptiveGate(threshold=0.1, phase="decode").missing(view.calibration) == ""
+    assert AdaptiveGate(threshold=0.1).missing(view.calibration) == ""
 
 
 def test_own_gate_is_the_routers_routing() -> None:

@@ -12,7 +12,7 @@ from policy_machine import COSTS, make_view
 from pipeline.arrays import FloatArray
 from pipeline.policies.assignments import TwoEnded
 from pipeline.policies.costs import Costs
-from pipeline.policies.impact import Impact
+from pipeline.policies.predictions import Impact
 from pipeline.policies.view import ModelShape, Routing, Signals, View
 
 SHAPE = ModelShape(layers=5, experts=6, tiles=2, top_k=3)

@@ -24,8 +24,7 @@ from pipeline.policies.view import Gated, ModelShape, Policy, PolicyRequest, Rou
 
 VARIANTS = [
     *(PolicyRequest(name) for name in PRESETS),
-    PolicyRequest("on-demand", {"scope": "global"}),
-    PolicyRequest("on-demand", {"placement": "random", "prediction": "lookahead", "scope": "global"}),
+    PolicyRequest("on-demand", {"placement": "random", "prediction": "lookahead"}),
     PolicyRequest("mixtral-offloading", {"prediction": "residual", "prefetch": "3"}),
     PolicyRequest("layerwise", {"prediction": "next-gate", "replacement": "lru"}),
     PolicyRequest("layerwise", {"replacement": "workload", "window": "1", "swaps": "3"}),
@@ -35,9 +34,9 @@ VARIANTS = [
     PolicyRequest("dali", {"prediction": "none"}),
     PolicyRequest("bandwidth-split", {"replacement": "lru", "prediction": "next-gate"}),
     PolicyRequest("adapmoe", {"sizes": "even", "gate": "own"}),
-    PolicyRequest("adapmoe", {"placement": "first-layers", "phase": "all"}),
+    PolicyRequest("adapmoe", {"placement": "first-layers"}),
     PolicyRequest("dali", {"gate": "pre-gated"}),
-    PolicyRequest("pre-gated", {"assignment": "greedy", "scope": "global"}),
+    PolicyRequest("pre-gated", {"assignment": "greedy"}),
     PolicyRequest("daop", {"first_layer": "1", "swap": "0", "placement": "popular"}),
     PolicyRequest("daop", {"first_layer": "1", "early": "0"}),
     PolicyRequest("daop", {"predict": "0"}),
@@ -334,10 +333,10 @@ def test_planning_imports_no_torch(module: str) -> None:
             r"unknown policy 'fidler'; did you mean fiddler or floe\? \(supported: all-host, on-",
         ),
         ("x\ny", {}, r"unknown policy 'x\\ny' \(supported: all-host"),
-        ("on-demand", {"scop": "layer"}, r"no option 'scop'; did you mean scope\? \(it has placement, "),
-        ("all-host", {"scope": "layer"}, r"no option 'scope' \(it belongs to replacement=lru\)"),
+        ("on-demand", {"size": "even"}, r"no option 'size'; did you mean sizes\? \(it has placement, "),
+        ("all-host", {"sizes": "even"}, r"no option 'sizes' \(it belongs to replacement=lru\)"),
         ("dali", {"depth": "2"}, r"no option 'depth' \(it belongs to prediction=lookahead\)"),
-        ("on-demand", {"scope": "laier"}, r"scope='laier' must be layer\|global; did you mean layer\?"),
+        ("on-demand", {"sizes": "evn"}, r"sizes='evn' must be even\|dp; did you mean even\?"),
         ("dali", {"predction": "none"}, r"no option 'predction'; did you mean prediction"),
         ("dali", {"prediction": "residul"}, r"prediction='residul' must be .*; did you mean residual\?"),
         ("dali", {"window": "0"}, r"policy dali: window=0 must be in 1\.\."),
@@ -360,7 +359,6 @@ def test_planning_imports_no_torch(module: str) -> None:
         ("layerwise", {"replacement": "lru"}, "replacement=lru keeps what is fetched; assignment=resident"),
         ("layerwise", {"placement": "empty"}, "placement=empty is no start where assignment=resident"),
         ("hybrimoe", {"gate": "pre-gated"}, "replacement=score goes by the layers' own routers"),
-        ("adapmoe", {"scope": "global"}, "sizes=dp divides the cache by layer, and scope=global does not"),
         ("dali", {"placement": "empty"}, "replacement=workload only swaps experts, and placement=empty"),
     ],
 )
@@ -515,9 +513,9 @@ def test_reserve_is_at_most_half_of_a_small_cache(whole: int, cached: int) -> No
     smaller one is named."""
     shape = ModelShape(layers=4, experts=8, tiles=2, top_k=2)
     view = make_view(shape, 2 * whole + 1)
-    made = make("mixtral-offloading", placement="first-layers", scope="global")
+    made = make("mixtral-offloading", placement="first-layers", replacement="keep")
     assert made.placement(view).sum() == 2 * cached
-    assert make("on-demand", placement="first-layers", scope="global").placement(view).sum() == 2 * whole
+    assert make("on-demand", placement="first-layers", replacement="keep").placement(view).sum() == 2 * whole
     assert bool(made.probes(0, view)) == (whole > 1)
     noted = [note for note in made.notes(view) if "not all of them are prefetched" in note]
     assert len(noted) == (2 <= whole < 8)

@@ -30,7 +30,7 @@ LATER = ("moepic", "floe", "floe-host")  # than the recording
 REQUESTS = [
     *(PolicyRequest(name) for name, preset in PRESETS.items() if preset.parts and name not in LATER),
     PolicyRequest("daop"),
-    PolicyRequest("on-demand", {"scope": "global", "prediction": "lookahead"}),
+    PolicyRequest("on-demand", {"prediction": "lookahead"}),
     PolicyRequest("layerwise", {"prediction": "next-gate", "replacement": "lru"}),
     PolicyRequest("fiddler", {"gate": "adaptive", "replacement": "score"}),
     PolicyRequest("dali", {"gate": "pre-gated", "window": "1"}),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_machine import Machine, capacities, make_calibration, make_routing, make_view, policy, shapes
 
-from pipeline.policies.room import layer_sizes
+from pipeline.policies.replacements import layer_sizes
 from pipeline.policies.view import Gated, ModelShape, Routing, Signals, Target
 
 
@@ -27,43 +27,37 @@ def uses(routing: Routing) -> dict[int, int]:
 class Lru:
     """The reference for on-demand: lists of experts, least recently used first, in plain words."""
 
-    def __init__(self, shape: ModelShape, capacity: int, per_layer: bool) -> None:
+    def __init__(self, shape: ModelShape, capacity: int) -> None:
         whole = min(capacity // shape.tiles, shape.layers * shape.experts)
-        if per_layer:
-            spare = whole % shape.layers
-            self.sizes = [whole // shape.layers + (layer < spare) for layer in range(shape.layers)]
-            self.lists: list[list[tuple[int, int]]] = [[] for _ in range(shape.layers)]
-        else:
-            self.sizes, self.lists = [whole], [[]]
+        spare = whole % shape.layers
+        self.sizes = [whole // shape.layers + (layer < spare) for layer in range(shape.layers)]
+        self.lists: list[list[tuple[int, int]]] = [[] for _ in range(shape.layers)]
 
     def use(self, layer: int, workload: dict[int, int]) -> None:
         """One layer's step; `workload` has the active experts."""
-        index = layer if len(self.lists) > 1 else 0
-        kept = self.lists[index]
+        kept = self.lists[layer]
         active = [(layer, expert) for expert in sorted(workload)]
         hits = [entry for entry in kept if entry in active]
         others = [entry for entry in kept if entry not in active]
         misses = sorted(set(active) - set(hits), key=lambda entry: (-workload[entry[1]], entry[1]))
-        misses = misses[: self.sizes[index] - len(hits)]
-        while len(others) + len(hits) + len(misses) > self.sizes[index]:
+        misses = misses[: self.sizes[layer] - len(hits)]
+        while len(others) + len(hits) + len(misses) > self.sizes[layer]:
             others.pop(0)
         # the experts of one step are equally recent: the smaller index is evicted after the larger one
-        self.lists[index] = others + sorted(hits + misses, reverse=True)
+        self.lists[layer] = others + sorted(hits + misses, reverse=True)
 
     def residents(self) -> set[tuple[int, int]]:
         return {entry for entries in self.lists for entry in entries}
 
 
-@pytest.mark.parametrize("scope", ["layer", "global"])
 @settings(deadline=None, max_examples=120)
 @given(data=st.data())
-def test_on_demand_is_lru(scope: str, data: st.DataObject) -> None:
+def test_on_demand_is_lru(data: st.DataObject) -> None:
     shape = data.draw(shapes())
     capacity = data.draw(capacities(shape))
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
-    machine = Machine(policy("on-demand", scope=scope), make_view(shape, capacity), rng)
-    # with one layer both scopes are the same thing
-    reference = Lru(shape, capacity, per_layer=scope == "layer")
+    machine = Machine(policy("on-demand"), make_view(shape, capacity), rng)
+    reference = Lru(shape, capacity)
     machine.start()
     assert machine.view.target.sum() == 0
     for rows in data.draw(st.lists(st.sampled_from([1, 1, 2, 5, 30]), min_size=1, max_size=8)):

@@ -12,7 +12,7 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Ahead, Gated, Plan, Policy, PolicyRequest, Routing, Signals, Target, View
 from pipeline.replay.machine import Replay
-from pipeline.replay.outcome import Outcome
+from pipeline.replay.outcome import MOVED, Outcome, PhaseOutcome
 from pipeline.traces.header import Header
 
 # Of a tile: host 3, device 1, link 5; a round trip 0.5; a layer's other work 2.
@@ -41,6 +41,23 @@ def run(
     counts = None if popularity is None else np.array(popularity)
     machine = Replay(header, policy, costs, capacity, popularity=counts)
     return machine, machine.run(scripted_steps(header, steps))
+
+
+def booked(phase: PhaseOutcome) -> dict[str, int]:
+    """The counts of moved tiles that are not 0."""
+    return {name: tiles for name in MOVED if (tiles := getattr(phase, f"{name}_tiles"))}
+
+
+def resident(machine: Replay, now: float) -> list[list[int]]:
+    """The residency, once the link has run until then."""
+    machine._link.now = now
+    machine.mover.collect_landings()
+    return machine.cache.residency.tolist()
+
+
+def unused(machine: Replay) -> int:
+    """Resident tiles that predictions fetched and that were not used yet."""
+    return sum(len(prediction.unused) for prediction in machine.mover._predicted.values())
 
 
 class Scripted(Policy):

@@ -54,7 +54,8 @@ def test_figures_of_a_phase() -> None:
     """Each from its own sum; what it would be divided by may be 0."""
     phase = PhaseOutcome(2, steps=3, rows=4, seconds=8.0, host_busy=2.0, device_busy=4.0, link_busy=9.0)
     phase.wait_link, phase.wait_host = 1.0, 3.0
-    phase.demanded, phase.predicted, phase.useful, phase.late, phase.wasted, phase.placed = 1, 2, 3, 4, 5, 6
+    phase.demanded_tiles, phase.predicted_tiles, phase.useful_tiles = 1, 2, 3
+    phase.late_tiles, phase.wasted_tiles, phase.placed_tiles = 4, 5, 6
     phase.wanted_experts, phase.issued_experts, phase.paused_steps = 8, 6, 2
     phase.host_tiles, phase.device_tiles = 1, 3
     phase.active[:], phase.hits[:] = (4, 0), (1, 0)

@@ -106,5 +106,5 @@ def test_replay_counts_the_engines_hits(recorded: tuple[Path, list[int]]) -> Non
         counted = stats["engine"][phase]
         for name in ("active", "hits", "active_tiles", "hit_tiles"):
             assert counted["layers"][name] == getattr(replayed, name).tolist()
-        assert counted["fetched_tiles"] == replayed.demanded
+        assert counted["fetched_tiles"] == replayed.demanded_tiles
     assert outcome.decode.hits.sum() > 0

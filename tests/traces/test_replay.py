@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from replay_cases import COSTS, Scripted, preset, run
+from replay_cases import COSTS, Scripted, booked, preset, resident, run, unused
 from trace_files import drawn_steps, make_header, scripted_steps
 
 from pipeline.errors import PlanError, TraceError
-from pipeline.policies.costs import Costs, Landing
+from pipeline.policies.costs import Costs
 from pipeline.policies.view import Gated, ModelShape, Routing, Signals, Target, View
 from pipeline.replay.machine import Replay
 
@@ -44,7 +44,7 @@ def test_on_demand_from_cold_to_warm() -> None:
     assert decode.seconds == pytest.approx(13 + 4 + 8)
     assert decode.wait_link == pytest.approx(5 + 4 + 0 + 4)
     assert decode.link_busy == pytest.approx(15)
-    assert (decode.demanded, decode.placed, decode.predicted) == (3, 0, 0)
+    assert booked(decode) == {"demanded": 3}
     assert (decode.active.tolist(), decode.hits.tolist()) == ([6], [3])
     assert machine.cache.residency[0].tolist() == [1, 0, 1, 0]
 
@@ -116,8 +116,8 @@ def test_prediction_lands_in_time() -> None:
     decode = outcome.decode
     assert decode.seconds == pytest.approx(6)
     assert policy.residencies == [[1, 0], [0, 1]]
-    assert (decode.predicted, decode.useful, decode.late, decode.wasted) == (1, 1, 0, 0)
-    assert (decode.demanded, decode.hits.tolist()) == (0, [1, 1])
+    assert booked(decode) == {"predicted": 1, "useful": 1}
+    assert decode.hits.tolist() == [1, 1]
 
 
 def test_prediction_lands_late() -> None:
@@ -129,7 +129,7 @@ def test_prediction_lands_late() -> None:
     assert decode.seconds == pytest.approx(8)
     assert decode.wait_link == pytest.approx(2)
     assert decode.link_busy == pytest.approx(5)
-    assert (decode.demanded, decode.predicted, decode.useful, decode.late) == (1, 0, 0, 1)
+    assert booked(decode) == {"demanded": 1, "late": 1}
 
 
 def test_demanded_tiles_overtake_a_prediction() -> None:
@@ -139,12 +139,9 @@ def test_demanded_tiles_overtake_a_prediction() -> None:
     machine, outcome = run(TWO_TILES, policy, [[[0], [0]]], capacity=4)
     # layer 0: 2 and two tiles until 4; layer 1: until 6, tiles at 12 and 17, done at 18
     assert outcome.decode.seconds == pytest.approx(18)
-    assert outcome.decode.predicted == 1
-    machine.cache.advance(21.9)
-    assert machine.cache.residency[1].tolist() == [0, 1]
-    machine.cache.advance(22)
-    assert machine.cache.residency[1].tolist() == [0, 2]
-    assert machine.cache.unused == 2
+    assert booked(outcome.decode) == {"demanded": 2, "predicted": 1}
+    assert [resident(machine, now)[1] for now in (21.9, 22)] == [[0, 1], [0, 2]]
+    assert unused(machine) == 2
 
 
 def test_prediction_follows_its_own_layers_demand() -> None:
@@ -155,7 +152,7 @@ def test_prediction_follows_its_own_layers_demand() -> None:
     assert decode.seconds == pytest.approx(13)
     assert decode.wait_link == pytest.approx(5 + 2)
     assert decode.link_busy == pytest.approx(10)
-    assert (decode.demanded, decode.predicted, decode.late) == (2, 0, 1)
+    assert booked(decode) == {"demanded": 2, "late": 1}
 
 
 def test_predicted_tiles_overtake_placed_ones() -> None:
@@ -169,12 +166,11 @@ def test_predicted_tiles_overtake_placed_ones() -> None:
     policy = Scripted(2, placed, predicts=predicts, afterwards=[(0, Target(0, 1, 2))])
     machine, outcome = run(TWO_TILES, policy, [[[0], [0]]], capacity=8)
     assert outcome.decode.seconds == pytest.approx(8)
-    seen = []
-    for now in (8.9, 9, 13.9, 14, 18.9, 19):
-        machine.cache.advance(now)
-        seen.append((int(machine.cache.residency[0, 1]), int(machine.cache.residency[1, 1])))
-    assert seen == [(0, 0), (1, 0), (1, 0), (1, 1), (1, 1), (2, 1)]
-    assert (outcome.decode.placed, outcome.decode.predicted) == (2, 1)
+    seen = [resident(machine, now) for now in (8.9, 9, 13.9, 14, 18.9, 19)]
+    assert [(by_layer[0][1], by_layer[1][1]) for by_layer in seen] == [
+        *((0, 0), (1, 0), (1, 0), (1, 1), (1, 1), (2, 1)),
+    ]
+    assert booked(outcome.decode) == {"placed": 2, "predicted": 1}
 
 
 @pytest.mark.parametrize("name", ["mixtral-offloading", "hybrimoe", "dali", "adapmoe"])
@@ -197,7 +193,7 @@ def test_prompt_after_another_swaps_as_it_does_alone(last: int, swapped: int) ->
     steps[3] = replace(steps[3], sequences=(1,))
     counts = np.array([[9, 8, 1, 0]])
     machine = Replay(header, preset("daop"), COSTS, 2, popularity=counts, last_steps={0: last, 1: 3})
-    assert machine.run(steps).prefill.demanded == swapped
+    assert machine.run(steps).prefill.demanded_tiles == swapped
 
 
 def test_dropped_prediction_is_wasted() -> None:
@@ -205,7 +201,8 @@ def test_dropped_prediction_is_wasted() -> None:
     policy = Scripted(1, placed, predicts=predict_next, afterwards=[(1, Target(1, 1, 0))])
     machine, outcome = run(ONE_TILE, policy, [[[0], [0]]], capacity=3, costs=replace(COSTS, link=2.5))
     decode = outcome.decode
-    assert (decode.predicted, decode.useful, decode.wasted, machine.cache.unused) == (1, 0, 1, 0)
+    assert booked(decode) == {"predicted": 1, "wasted": 1}
+    assert unused(machine) == 0
 
 
 def test_wide_batches_cost_the_grids_seconds() -> None:
@@ -273,7 +270,7 @@ def test_phases_are_counted_apart_and_given_popularity_stays() -> None:
 def test_policy_on_the_host_has_no_cache() -> None:
     machine = Replay(ONE_TILE, preset("all-host"), COSTS, 9)
     with pytest.raises(PlanError, match="the cache holds 0"):
-        machine.cache.retarget([Target(0, 0, 1)])
+        machine.mover.retarget([Target(0, 0, 1)])
 
 
 def test_host_share_of_each_tile_below_the_cut() -> None:
@@ -307,17 +304,3 @@ def test_each_sides_share_begins_with_its_fixed_cost(
     _, resident = run(header, Scripted(2, placed=[(0, 0, 2)]), [[[0]]], capacity=2, costs=costs)
     assert resident.decode.seconds == pytest.approx(2 + 0.75 + 2)
     assert resident.decode.link_busy == 0
-
-
-def test_policy_sees_what_is_ordered_and_the_backlogs() -> None:
-    """At 2, the host has a tile until 5.5 and then layer 1's until 8.5, the link one until 7. Both tiles of
-    (1, 1) are predicted: one moves until 12. At 10, (1, 0) is demanded, until 17; then the other moves."""
-    seen = []
-
-    def predicts(layer: int, view: View) -> list[Target]:
-        backlog = view.backlog
-        seen.append((backlog.link_seconds, backlog.host_seconds, backlog.landing(1), int(view.ordered[1, 1])))
-        return [Target(1, 1, 2)] if layer == 0 else []
-
-    run(TWO_TILES, Scripted(1, predicts=predicts, ahead=True), [[[0], [0]]], capacity=2)
-    assert seen == [(5.0, 6.5, [], 0), (12.0, 0.0, [Landing(1, 1, 12.0)], 2)]

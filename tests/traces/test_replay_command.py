@@ -94,7 +94,7 @@ def test_figures_are_those_of_the_replay(trace: Path, capsys: pytest.CaptureFixt
             assert its["tokens"] == mine.rows
             assert its["hit_rate"] == digits(mine.hits.sum() / mine.active.sum())
             assert its["hit_rate_by_layer"] == digits(mine.hits / mine.active)
-            assert its["bytes_per_token"]["demanded"] == digits(mine.demanded * 1000 / mine.rows)
+            assert its["bytes_per_token"]["demanded"] == digits(mine.demanded_tiles * 1000 / mine.rows)
             assert its["busy"]["host"] == digits(mine.host_busy / mine.seconds)
             assert its["waits"]["link"] == digits(mine.wait_link / mine.seconds)
         assert entry["exact"]
@@ -333,7 +333,7 @@ def test_unwritable_trace_file_is_refused(tmp_path: Path, capsys: pytest.Capture
 def test_sweep_has_the_figures_of_separate_replays(
     trace: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    words = ("--policy", "all-host,on-demand,on-demand:scope=global", *TABLE)
+    words = ("--policy", "all-host,on-demand,on-demand:sizes=even", *TABLE)
     alone = [in_json(capsys, trace, *words, "--expert-cache", share) for share in (0.25, 0.5)]
     picture = tmp_path / "sweep.svg"
     found = in_json(capsys, trace, *words, "--sweep", "cache=0.25,0.5", "--plot", picture)
@@ -343,4 +343,4 @@ def test_sweep_has_the_figures_of_separate_replays(
     code, out, _ = replayed(capsys, trace, *words, "--sweep", "cache=0.25,0.5")
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
-    assert out.count("scope=global") == 2
+    assert out.count("sizes=even") == 2

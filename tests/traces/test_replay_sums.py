@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replay_cases import COSTS, Scripted, preset, run
+from replay_cases import COSTS, Scripted, preset, run, unused
 from trace_files import drawn_steps, make_header, scripted_steps
 
 from pipeline.arrays import IntArray
@@ -92,19 +92,19 @@ def test_every_moved_byte_is_counted(name, layers, experts, tiles, cache, link, 
         assert machine.now > before
         before = machine.now
         residency, target = machine.cache.residency, machine.cache.target
-        assert (residency <= machine.cache.ordered).all()
-        assert (machine.cache.ordered <= target).all()
+        machine.cache.audit()
+        assert (residency <= target).all()
         assert residency.min() >= 0
         assert target.sum() <= capacity
     phases = machine.outcome.phases.values()
-    used_or_wasted = sum(p.useful + p.wasted for p in phases)
-    assert sum(p.predicted for p in phases) == used_or_wasted + machine.cache.unused
+    used_or_wasted = sum(p.useful_tiles + p.wasted_tiles for p in phases)
+    assert sum(p.predicted_tiles for p in phases) == used_or_wasted + unused(machine)
     moved, busy = sum(p.moved for p in phases), sum(p.link_busy for p in phases)
     under_way = busy / link - moved
     assert under_way == pytest.approx(0, abs=1e-6) or under_way == pytest.approx(1, abs=1e-6)
     assert machine.now == pytest.approx(sum(p.seconds for p in phases))
     for phase in phases:
-        assert phase.useful + phase.wasted <= phase.predicted
+        assert phase.useful_tiles + phase.wasted_tiles <= phase.predicted_tiles
         assert phase.device_busy + phase.wait_link + phase.wait_host == pytest.approx(phase.seconds)
         assert (phase.hits <= phase.active).all()
         assert (phase.hits * tiles <= phase.hit_tiles).all()
@@ -129,8 +129,8 @@ def test_useless_prefetching_pauses_with_a_note() -> None:
     _, outcome = run(header, policy, [[[0], [0]]] * 400, capacity=3, costs=replace(COSTS, link=0.5))
     (note,) = outcome.notes
     assert "prefetching paused in 272 of 400 decode steps" in note
-    assert outcome.decode.predicted == pytest.approx(2 * 64, abs=4)
-    assert outcome.decode.useful == 0
+    assert outcome.decode.predicted_tiles == pytest.approx(2 * 64, abs=4)
+    assert outcome.decode.useful_tiles == 0
 
 
 def test_exact_policy_computes_the_recorded_routing() -> None:

@@ -10,10 +10,7 @@ from replay_cases import COSTS, preset, run
 from trace_files import drawn_steps, make_header
 
 from pipeline.policies.view import ModelShape
-from pipeline.replay.cache import SimulatedCache
-from pipeline.replay.channels import NOTE, RIGHT, ChannelLink, Chosen
-from pipeline.replay.machine import Replay
-from pipeline.replay.outcome import PhaseOutcome
+from pipeline.replay.machine import NOTE, Replay
 
 SHAPE = ModelShape(layers=2, experts=4, tiles=4, top_k=1)
 PLAIN = make_header(SHAPE)
@@ -43,7 +40,7 @@ def test_resident_tiles_are_not_moved() -> None:
 def test_tiles_that_stay_are_fetched_whole() -> None:
     policy = preset("on-demand", sparsity="0.75")
     _, outcome = run(HEADER, policy, [[[0], [1]]], capacity=8)
-    assert (outcome.decode.demanded, outcome.decode.channel_tiles) == (8, 0)
+    assert (outcome.decode.demanded_tiles, outcome.decode.channel_tiles) == (8, 0)
 
 
 def test_the_host_reads_the_same_share() -> None:
@@ -51,20 +48,15 @@ def test_the_host_reads_the_same_share() -> None:
     assert outcome.decode.host_busy == pytest.approx(2 * 3 * 4 * (0.2 + 0.8 / 4))
 
 
-def test_predicted_channels_go_on_where_they_are_needed() -> None:
-    cache = SimulatedCache(SHAPE, 0, 5.0)
-    link, counters = ChannelLink(cache, 5.0, 0.5), PhaseOutcome(2)
-    cache.counters = link.counters = counters
-    link.predict(1, [Chosen(2, 4, 1.0), Chosen(0, 4, 1.0)], 1.0)
-    link.advance(4.0)
-    assert counters.link_busy == pytest.approx(3)
-    landings = link.demand(1, [Chosen(2, 2, 1.0), Chosen(3, 1, 0.2)], 5.0)
-    ends = 5 + 1.5 + (1 - RIGHT) * 5 + 0.5  # its rest, and what it had not named
-    assert [expert for expert, _ in landings] == [2, 2, 3]
-    assert [at for _, at in landings] == pytest.approx([(5 + ends) / 2, ends, ends + 1.5])
-    link.advance(99.0)  # what was predicted wrongly is dropped
-    assert counters.link_busy == pytest.approx(4 + (ends - 5) + 1.5)
-    assert cache.free == pytest.approx(ends + 1.5)
+def test_predicted_channels_are_used_where_they_are_needed() -> None:
+    """Layer 1's channels move behind those of layer 0, until it begins: of the 64 of each tile 47 are right,
+    and the other 17 come on demand."""
+    costs = replace(COSTS, other=(20.0,))
+    _, outcome = run(HEADER, preset("floe", sparsity="0.75"), [[[0], [0]]], costs=costs)
+    first = 20 + 0.8 + 4 * 5 / 4 + 0.8 / 4
+    second = 20 + 0.8 + 4 * 5 * 17 / 256 + 0.8 / 4
+    assert outcome.decode.seconds == pytest.approx(first + second)
+    assert outcome.decode.channel_tiles == pytest.approx(1 + 1 + 4 * 17 / 256)
 
 
 def test_prediction_helps_while_the_link_would_be_idle() -> None:
