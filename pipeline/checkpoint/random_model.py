@@ -2,9 +2,9 @@
 
 Weights are copies of a few random tiles, blocks of outputs or pieces (`shm/formats.py`), so that a start
 takes little longer than allocating their memory. Each tile and each part of a tensor chooses by its own
-generator, seeded by the shape's name and its position: a shape has the same bytes on every start and any number of cores, and
-`shape:NAME/4` is the first four layers of `shape:NAME`. Weights depend on format and tile size, not on
-`--seed`.
+generator, seeded by the shape's name and its position: a shape has the same bytes on every start and any
+number of cores, and `shape:NAME/4` is the first four layers of `shape:NAME`. Weights depend on format and
+tile size, not on `--seed`.
 
 The standard deviation is 1 / sqrt(H) for experts and 1 / sqrt(inputs) for other matrices; norms are 1, biases
 0. So hidden states keep a sensible magnitude, and routers choose all experts about equally often.

@@ -44,7 +44,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Given:
             runs.append(configs)
             kinds = [10e9, *(4e9 - 1e9 * n for n in range(len(configs[0]["experts"])))]
             kinds += [] if configs[0]["matrix"] is None else [12e9]
-            return [[{"": [rate] * 3} for rate in kinds] for _ in configs]
+            return [[[rate] * 3 for rate in kinds] for _ in configs]
 
         async def prove(options: object, interrupts: object, device: str) -> Proof:
             assert device == "cpu"

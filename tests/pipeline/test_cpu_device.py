@@ -53,10 +53,10 @@ def test_kernels_threads_are_torchs_of_the_start(device: CpuDevice, monkeypatch)
         def team(self, threads: int) -> None:
             wanted.append(threads)
 
-    monkeypatch.setattr(cpu, "chosen", lambda kernels: Compiled())
+    monkeypatch.setattr(cpu, "best", Compiled)
     assert CpuDevice().team is None
     assert wanted == [THREADS]
-    monkeypatch.setattr(cpu, "chosen", lambda kernels: None)
+    monkeypatch.setattr(cpu, "best", lambda: None)
     uncompiled = CpuDevice()
     assert (uncompiled.library, uncompiled.team) == (None, None)
     uncompiled.close()  # nothing to end
