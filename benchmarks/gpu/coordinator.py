@@ -33,7 +33,6 @@ from shm.layout import StoreLayout
 from shm.mask import DENSE, NOTHING
 from shm.segment import Segment, unlink
 from workers.kernels.cuda.experts import CudaExperts
-from workers.kernels.cuda.reserved import Reserved
 from workers.kernels.cuda.sums import PartSums
 
 ROOT = Path(__file__).parents[2]
@@ -49,15 +48,8 @@ class NoLauncher:
     def __init__(self) -> None:
         self.calls = 0
         self.upload: Callable[[NDArray[np.uint8]], Tensor] = self._upload
-        self.reserve: Callable[[int], Reserved] = self._reserve
 
     def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
-        self.calls += 1
-
-    def _reserve(self, size: int) -> Reserved:
-        return Reserved(np.empty(size, np.uint8), torch.empty(size, dtype=torch.uint8), self._count)
-
-    def _count(self, *copy: object) -> None:
         self.calls += 1
 
     def _upload(self, array: NDArray[np.uint8]) -> Tensor:

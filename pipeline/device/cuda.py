@@ -45,7 +45,6 @@ from workers.cuda import (
 )
 from workers.kernels.cuda.attention import DecodeAttention
 from workers.kernels.cuda.matrix import CudaMatrix
-from workers.kernels.cuda.reserved import Reserved
 from workers.kernels.cuda.sources import Program
 
 FLASH = (8, 0)  # the least compute capability with flash attention
@@ -91,9 +90,7 @@ class CudaDevice(Device):
         self._made: list[Any] = []  # all events of fences
         self.events: list[Any] = []  # of them, those that no fence uses
         self.reads = 0  # calls of `to_host`, each of which waits for all work before it
-        self.cuda_kernels = CudaKernels(
-            self.torch_device, cache, self.from_host, self.reserve, in_torch=in_torch
-        )
+        self.cuda_kernels = CudaKernels(self.torch_device, cache, self.from_host, in_torch=in_torch)
         self._graphs: CudaGraphs | None = None
         self._host_reads = HostReads(lambda: self.cuda_kernels.launcher(Program.of_sums()))
 
@@ -165,11 +162,6 @@ class CudaDevice(Device):
         pinned = self._from_host.take(array.nbytes)
         pinned.view(array.dtype)[:] = array.reshape(-1)
         self._copy(tensor, pinned)
-
-    def reserve(self, size: int) -> Reserved:
-        """Memory for uploads of so many bytes, which are made before the next `to_host`."""
-        on_device = torch.empty(size, dtype=torch.uint8, device=self.torch_device)
-        return Reserved(self._from_host.take(size), on_device, self._copy)
 
     def _copy(self, tensor: Tensor, pinned: NDArray[np.uint8]) -> None:
         kind = constant("cudaMemcpyKind").cudaMemcpyHostToDevice

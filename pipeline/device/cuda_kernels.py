@@ -27,7 +27,6 @@ from workers.kernels.cuda.channels import CudaChannels
 from workers.kernels.cuda.experts import NO_LIMIT, CudaExperts
 from workers.kernels.cuda.launcher import CudaLauncher
 from workers.kernels.cuda.matrix import CudaMatrix
-from workers.kernels.cuda.reserved import Reserved
 from workers.kernels.cuda.sources import Program
 from workers.kernels.native import best
 from workers.kernels.reference import ReferenceKernel
@@ -67,20 +66,18 @@ class CudaKernels:
         device: torch.device,
         cache: Path | None,
         upload: Callable[[NDArray[Any]], Tensor],
-        reserve: Callable[[int], Reserved],
         *,
         in_torch: bool,
     ) -> None:
         """`upload`: as `Device.from_host`; the others as of CudaDevice."""
         self._device, self._cache = device, cache
-        self._upload, self._reserve, self._in_torch = upload, reserve, in_torch
+        self._upload, self._in_torch = upload, in_torch
         self._launchers: dict[Program, CudaLauncher] = {}
 
     def launcher(self, program: Program) -> CudaLauncher:
         """The compiled kernels. Raises CudaError."""
         if program not in self._launchers:
-            upload, reserve = self._upload, self._reserve
-            self._launchers[program] = CudaLauncher(program, self._device, self._cache, upload, reserve)
+            self._launchers[program] = CudaLauncher(program, self._device, self._cache, self._upload)
         return self._launchers[program]
 
     def _program(self, format: TileFormat) -> Program | None:

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 from pipeline.device import cuda, cuda_slab
 from pipeline.device.cuda_kernels import CudaKernels
 from workers.kernels.cuda import attention
-from workers.kernels.cuda.reserved import Reserved
 from workers.kernels.cuda.sources import Program
 
 META = torch.device("meta")
@@ -32,7 +31,7 @@ class CountingLauncher:
     """A `Launcher` without a GPU. `launched`: how often each kernel."""
 
     def __init__(self, device: CountingDevice) -> None:
-        self.device, self.upload, self.reserve = META, device.from_host, device.reserve
+        self.device, self.upload = META, device.from_host
         self._counts = device.counts
 
     def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
@@ -44,7 +43,7 @@ class CountingLauncher:
 
 class CountingKernels(CudaKernels):
     def __init__(self, device: CountingDevice) -> None:
-        super().__init__(META, None, device.from_host, device.reserve, in_torch=False)
+        super().__init__(META, None, device.from_host, in_torch=False)
         self._counting = device
 
     def launcher(self, program: Program) -> Any:
@@ -70,11 +69,6 @@ class CountingDevice(cuda.CudaDevice):
     def from_host(self, array: NDArray[Any]) -> Tensor:
         self.counts["from host"] += 1
         return super().from_host(array)
-
-    def reserve(self, size: int) -> Reserved:
-        made = super().reserve(size)
-        made.copy = lambda *_: self.counts.update(("from host",))  # parts of `meta` have addresses
-        return made
 
     def open_slab(
         self, name: str, slots: int, slot_bytes: int, tick: Callable[[], None] = lambda: None

@@ -44,9 +44,7 @@ def test_kernels_are_loaded_before_the_first_launch(program, others, monkeypatch
         monkeypatch.setattr(runtime, "cuModuleGetFunction", load, raising=False)
         monkeypatch.setattr(runtime, "cuLaunchKernel", launch, raising=False)
         monkeypatch.setattr(launcher, "compiled", lambda *_: b"cubin")
-        made = launcher.CudaLauncher(
-            program, torch.device("cuda", 0), Path("/"), device.from_host, device.reserve
-        )
+        made = launcher.CudaLauncher(program, torch.device("cuda", 0), Path("/"), device.from_host)
         before = sorted(loaded)
         for name in before:
             made.launch(name, 1, 32, int(np.int64(7)))

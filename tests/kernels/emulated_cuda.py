@@ -18,7 +18,6 @@ from torch import Tensor
 
 from workers.kernels.cuda import sources
 from workers.kernels.cuda.launcher import Arguments
-from workers.kernels.cuda.reserved import Reserved
 from workers.kernels.cuda.sources import Program
 
 HEADER = Path(__file__).with_name("emulated_cuda.h")
@@ -49,12 +48,6 @@ class EmulatedLauncher:
         self.launched[kernel] += 1
         self._arguments.fill(arguments)
         self._launch(kernel.encode(), blocks, threads, self._arguments.address)
-
-    def reserve(self, size: int) -> Reserved:
-        def copy(to: Tensor, data: NDArray[np.uint8]) -> None:
-            to.copy_(torch.from_numpy(data))
-
-        return Reserved(np.empty(size, np.uint8), torch.empty(size, dtype=torch.uint8), copy)
 
     def upload(self, data: NDArray[np.uint8]) -> Tensor:
         return torch.from_numpy(data.copy())

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.kernels.cuda.launcher import Launcher
-from workers.kernels.cuda.reserved import ALIGNMENT, Reserved
+
+ALIGNMENT = 256  # bytes
 
 
 def _places(sizes: Iterable[int]) -> tuple[list[int], int]:
@@ -26,14 +27,12 @@ def _places(sizes: Iterable[int]) -> tuple[list[int], int]:
 class Uploaded:
     """Arrays on the device, by one copy. `addresses`: of each, while this lives."""
 
-    def __init__(self, launcher: Launcher, *arrays: NDArray[Any], space: Reserved | None = None) -> None:
-        """In `space`, where they fit."""
+    def __init__(self, launcher: Launcher, *arrays: NDArray[Any]) -> None:
         starts, size = _places([array.nbytes for array in arrays])
         data = np.empty(size, np.uint8)
         for array, start in zip(arrays, starts, strict=True):
             data[start : start + array.nbytes] = array.view(np.uint8)
-        upload = launcher.upload if space is None or not space.fits(size) else space.upload
-        self._memory = upload(data)
+        self._memory = launcher.upload(data)
         self.addresses = [self._memory.data_ptr() + start for start in starts]
 
 

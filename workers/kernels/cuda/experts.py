@@ -34,13 +34,11 @@ from workers.kernels.cuda.products import (
     in_chunks,
     limit_of,
 )
-from workers.kernels.cuda.reserved import ALIGNMENT
 
 FEW = 8  # most rows of an expert for which its tiles have outputs of their own
-FLOAT, ADDRESS = 4, 8  # bytes
+FLOAT = 4  # bytes
 KEPT_PLACES, KEPT_ROWS = 512, 128  # layouts of shares that are kept, with so many rows at most
 NO_LIMIT = 1 << 31
-ADDS = 3  # calls of `add` whose tables have memory reserved: resident tiles, and two groups of missing ones
 
 Numbers = NDArray[np.int32]
 Terms = NDArray[np.void]
@@ -64,14 +62,6 @@ class Places:
         self.entries = int(entries.sum())
         self.outputs = self.entries if self.few else len(rows)
         self.all_terms = self.terms(self.cuts)
-        chunks = cuts if self.few else cuts * -(-self._number // LIMITS[-1])
-        kinds = 1 if self.few else 2  # of items
-        tables = int(cuts.sum()) * ADDRESS + int(chunks.sum()) * kinds * ITEM.itemsize
-        terms, offsets, _ = self.all_terms  # once for all tiles, and once for those that came
-        arrays = ADDS * (1 + kinds) + 5
-        self.upload_bytes = (
-            tables + self.rows.nbytes + 2 * (terms.nbytes + offsets.nbytes) + arrays * ALIGNMENT
-        )
         if self.few:
             before = np.cumsum(cuts) - cuts  # tiles of earlier items
             of = np.repeat(np.arange(len(cuts)), cuts)
@@ -160,7 +150,6 @@ class LayerOnDevice:
             places.outputs * hidden * FLOAT,
         )
         codes, factors, inner, inner_factors, self._out = self._scratch.addresses
-        self._space = products.launcher.reserve(places.upload_bytes)
         self._codes = Codes(codes, factors, products.units(hidden))
         self._inner = Codes(inner, inner_factors, products.units(channels))
         self._shared: Uploaded | None = None  # the rows of x, and what they add up, if all tiles come
@@ -168,8 +157,7 @@ class LayerOnDevice:
 
     def add(self, tiles: Sequence[tuple[int, int, Tensor]]) -> None:
         """Compute tiles: of each its item among the share's, its number within its expert, and its bytes on
-        the device; of one item in their order, also from one call to the next. The first calls allocate
-        nothing: the device may be waiting for these tiles (`Reserved`)."""
+        the device; of one item in their order, also from one call to the next."""
         if not tiles:
             return
         products, places = self._products, self._places
@@ -180,7 +168,7 @@ class LayerOnDevice:
         table = np.array([data.data_ptr() for _, _, data in tiles], np.int64)
         limit = limit_of(min(places.most, LIMITS[-1]), products.limits)
         arrays = (table, inner) if inner is down else (table, inner, down)
-        upload = Uploaded(products.launcher, *self._of_all(), *arrays, space=self._space)
+        upload = Uploaded(products.launcher, *self._of_all(), *arrays)
         self._shared = self._shared or upload
         addresses, to_inner, *others = upload.addresses[-len(arrays) :]
         products.gate_up(
@@ -207,7 +195,7 @@ class LayerOnDevice:
             terms, offsets = self._shared.addresses[1:3]
         else:  # not all tiles have come
             weighted = self._weighted(*self._places.terms(self._computed))
-            last = Uploaded(self._products.launcher, *weighted, space=self._space)
+            last = Uploaded(self._products.launcher, *weighted)
             terms, offsets = last.addresses
         self._products.combine(self._out, terms, offsets, len(y), y.data_ptr())
         return y

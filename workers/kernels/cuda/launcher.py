@@ -15,7 +15,6 @@ from torch import Tensor
 
 from workers.cuda import CudaError, call
 from workers.kernels.cuda.compiler import compiled
-from workers.kernels.cuda.reserved import Reserved
 from workers.kernels.cuda.sources import Program, kernels
 
 MOST_BLOCKS = (1 << 31) - 1  # of one launch
@@ -28,7 +27,6 @@ class Launcher(Protocol):
     device: torch.device
     # A copy on the device, uint8; the kernels that are launched afterwards may read it.
     upload: Callable[[NDArray[np.uint8]], Tensor]
-    reserve: Callable[[int], Reserved]  # memory for uploads of so many bytes
 
     def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
         """Start a kernel. Arguments are addresses on the device and numbers, 64 bits each."""
@@ -59,11 +57,10 @@ class CudaLauncher:
         device: torch.device,
         cache: Path | None,
         upload: Callable[[NDArray[np.uint8]], Tensor],
-        reserve: Callable[[int], Reserved],
     ) -> None:
         """Compiles it, or takes it from the cache folder. Raises CudaError where that fails. `upload`: of
-        arrays to the device, without waiting; `reserve`: memory for that."""
-        self.device, self.upload, self.reserve = device, upload, reserve
+        arrays to the device, without waiting."""
+        self.device, self.upload = device, upload
         self._arguments = Arguments()
         try:
             self._driver: Any = importlib.import_module("cuda.bindings.driver")
@@ -76,9 +73,7 @@ class CudaLauncher:
             module = self._call("cuModuleLoadData", np.frombuffer(cubin, np.uint8).ctypes.data)
         except RuntimeError as e:  # the bindings find no driver
             raise CudaError(str(e)) from None
-        # All now: with lazy loading, CUDA's default, this loads a kernel, which may wait for the device; and
-        # a launch may come while the device waits for a landing, which that might hold up. Loading every
-        # module eagerly instead (CUDA_MODULE_LOADING) would take memory of the device for all of torch's.
+        # All now: loading a kernel may wait for the device, and a step must not.
         self._functions: dict[str, Any] = {
             name: self._call("cuModuleGetFunction", module, name.encode()) for name in kernels(program.file)
         }
