@@ -27,10 +27,10 @@ from shm.formats import Bytes
 from shm.kernel_files import contents, parse_cpuinfo
 from shm.layout import FORMATS, ExpertShape, StoreLayout, TileFormat, suitable_tile
 from shm.segment import Segment, unlink
-from workers.interpreter import environment
-from workers.kernels.geometry import Geometry
+from workers.kernels.c_types import Geometry
 from workers.kernels.native import VARIANTS, Library, Team, best, load, reader
 from workers.kernels.reference import ReferenceKernel
+from workers.lifetime import environment
 
 SAMPLE = 1 << 25  # bytes of one reading: it takes much longer than a call
 MEMORY = 1 << 30  # bytes of weights: far more than any cache

@@ -32,9 +32,15 @@ from pipeline.models.registry import expert_shape
 from protocol.codec import decode, encode
 from protocol.messages import VERSION, Failed, Progress, Ready, Shutdown
 from protocol.sockets import connect_dealer, ipc_endpoint
-from shm.cache_record import CacheRecord, note_use
-from shm.cache_writer import CacheWriter, write_cache
-from shm.disk_cache import CachedStore, store_path, sweep_cache
+from shm.disk_cache import (
+    CachedStore,
+    CacheRecord,
+    CacheWriter,
+    note_use,
+    store_path,
+    sweep_cache,
+    write_cache,
+)
 from shm.errors import NotEnoughMemory, SegmentMissing, ShmError, StoreDamaged, StoreInvalid, UnknownFormat
 from shm.layout import format_named
 from shm.locks import build_lock, remove_unused, sweep

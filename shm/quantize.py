@@ -1,4 +1,4 @@
-"""Quantizes matrices into the records that `shm/blocks.py` and `shm/rows.py` draw: by the C library, else by
+"""Quantizes matrices into the records that `shm/blocks.py` and `shm/floe.py` draw: by the C library, else by
 numpy.
 
 `quantize.c` is compiled at installation if there is a compiler; `half_quadratic.py` specifies the

@@ -17,8 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from shm.checksums import damaged_layers, name_layers
-from shm.crc32 import join_crc32
+from shm.checksums import damaged_layers, join_crc32, name_layers
 from shm.errors import SegmentEmpty, ShmError, StoreDamaged, StoreInvalid
 from shm.layout import PAGE, Bytes, StoreLayout
 from shm.manifest import (

@@ -13,7 +13,7 @@ from shm.control import ControlLine, ControlSegment
 from shm.errors import ShmError
 from shm.store import Store
 from workers.child_endpoint import ChildEndpoint
-from workers.emulation import sleep_until
+from workers.copiers import sleep_until
 from workers.kernels.host import HostKernel
 from workers.kernels.native import best
 from workers.lifetime import pin

@@ -22,10 +22,9 @@ from shm.control import ControlLine, ControlSegment
 from shm.errors import ShmError
 from shm.store import Store
 from workers.child_endpoint import POLL_LIMIT_MS, ChildEndpoint
-from workers.copiers import Copier, TileCopy
+from workers.copiers import Copier, EmulatedLink, TileCopy
 from workers.cuda import CudaError
 from workers.cuda_copier import open_copier
-from workers.emulation import EmulatedLink
 from workers.lifetime import pin
 
 log = logging.getLogger(__name__)

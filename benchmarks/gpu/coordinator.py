@@ -27,13 +27,12 @@ from pipeline.experts.division import Divided, HostPlan
 from pipeline.experts.shares import split_layer
 from pipeline.models.routing import Softmax
 from pipeline.policies.view import Routing
-from shm.doorbell import library
-from shm.lane import CoordinatorLane, LaneShape, WorkerLane
+from shm.lane import CoordinatorLane, LaneShape, WorkerLane, library
 from shm.layout import StoreLayout
 from shm.mask import DENSE, NOTHING
 from shm.segment import Segment, unlink
 from workers.kernels.cuda.experts import CudaExperts
-from workers.kernels.cuda.sums import PartSums
+from workers.kernels.cuda.matrix import PartSums
 
 ROOT = Path(__file__).parents[2]
 REPEATS, TURNS = 300, 100

@@ -21,7 +21,7 @@ from launch.terminal.output import print_json, show
 from launch.terminal.tables import Column, Table, each, render
 from protocol.program import PROGRAM, user_folder
 from protocol.visible import one_line, visible
-from shm.cache_record import remove_empty
+from shm.disk_cache import remove_empty
 from shm.errors import ShmError
 from shm.locks import remove_kept
 from shm.segment import byte_size

@@ -1,7 +1,7 @@
 """The entries of the disk cache, and the kept stores in shared memory. Read-only.
 
     <cache folder>/<fingerprint>/   store.bin | backbone.bin | calibration.safetensors
-                                    about.json: `shm/cache_record.py`; *.tmp and .NAME.*: being written
+                                    about.json: `shm/disk_cache.py`; *.tmp and .NAME.*: being written
     <cache folder>/costs/*.json     measured costs; .NAME.*: being written
     <cache folder>/kernels/*.cubin  kernels compiled for a GPU; .NAME.*: being written
     /dev/shm/tandem-store-*         stores, in use or left by --keep-store
@@ -25,14 +25,13 @@ from launch.terminal.format import count, distinct_names
 from pipeline.backbone import disk_cache as backbone_cache
 from pipeline.calibration import cost_cache
 from pipeline.calibration import file as calibration_file
-from shm.cache_record import RECORD, last_use, read_record
-from shm.disk_cache import FINGERPRINT, STORE_FILE, UNFINISHED, CachedStore
+from shm.disk_cache import FINGERPRINT, RECORD, STORE_FILE, UNFINISHED, CachedStore, last_use, read_record
 from shm.errors import ShmError
 from shm.locks import unused_store
 from shm.segment import is_segment
 from shm.store import Store, store_key
-from workers.kernels.cuda.sources import FILE_NAME as GPU_KERNELS
-from workers.kernels.cuda.sources import KEPT_IN as KERNEL_FOLDER
+from workers.kernels.cuda.compiler import FILE_NAME as GPU_KERNELS
+from workers.kernels.cuda.compiler import KEPT_IN as KERNEL_FOLDER
 
 UNKNOWN = "unknown"
 KINDS = {STORE_FILE: "store", backbone_cache.NAME: "backbone", calibration_file.NAME: "calibration"}

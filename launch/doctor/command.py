@@ -26,8 +26,7 @@ from launch.terminal.output import print_json, show
 from pipeline.calibration.cost_cache import measured_here
 from pipeline.errors import PipelineError
 from protocol.program import user_folder
-from shm import cgroup
-from shm.kernel_files import contents
+from shm.kernel_files import contents, limits
 from shm.segment import available_memory
 
 log = logging.getLogger("tandem")
@@ -77,16 +76,16 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
 
 def _inspect(embedded: bandwidth.Reads, cores: Cores) -> list[Finding]:
     """The findings that need no measurement and no GPU."""
-    limits = cgroup.limits()
+    allowed = limits()
     lockable, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     total = memory.parse_meminfo(contents(memory.MEMINFO)).get("MemTotal", 0)
     return [
-        *cpu.inspect(cores.numbers, limits.cpus),
+        *cpu.inspect(cores.numbers, allowed.cpus),
         *cpu.inspect_threads(cores),
         *kernels.inspect(),
-        *memory.inspect(embedded.store, limits.memory, None if lockable < 0 else lockable, files),
-        *memory.inspect_shared(embedded.store, min(total, limits.memory or total)),
+        *memory.inspect(embedded.store, allowed.memory, None if lockable < 0 else lockable, files),
+        *memory.inspect_shared(embedded.store, min(total, allowed.memory or total)),
         *software.inspect(gpu=bool(gpu.driver_nodes())),
         *places.inspect(),
     ]

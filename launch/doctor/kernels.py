@@ -10,8 +10,8 @@ from shm.blocks import BlockFormat
 from shm.formats import BF16
 from shm.layout import DENSE
 from shm.quantize import library as quantizer
-from workers.interpreter import ROOT
 from workers.kernels.native import VARIANTS, Library, best, load
+from workers.lifetime import ROOT
 
 TOPIC = Topic("kernels")
 

@@ -34,7 +34,7 @@ from pipeline.memory.plan import AUTOMATIC, LEFT_FREE, Plan
 from pipeline.models.registry import expert_shape, model_spec
 from pipeline.models.spec import ModelSpec
 from protocol.program import user_folder
-from shm import cgroup
+from shm.kernel_files import limits
 from shm.layout import format_named
 from shm.segment import SHM_FOLDER, byte_size
 
@@ -102,7 +102,7 @@ def _text(
 ) -> str:
     parts: list[RenderableType] = [Text(source.name, style="bold"), _layers(model_spec(source.config))]
     parts.append(f"with --device {now.config.device} --policy {now.config.policy}")
-    if (limit := cgroup.limits().memory) is not None:
+    if (limit := limits().memory) is not None:
         parts.append(f"the control group allows {byte_size(limit)} of memory, including what is in use")
     parts += ["", _table(now, rows, chosen, forecasts)]
     # Of the table's figures, and so beside it.

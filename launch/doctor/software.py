@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from launch.doctor.finding import Finding, Topic
-from workers.interpreter import ROOT
+from workers.lifetime import ROOT
 
 TOPIC = Topic("software")
 # What a missing library of the extra `cuda` means.

@@ -9,7 +9,7 @@ from pathlib import Path
 from launch.errors import WrongUsage
 from pipeline.config import DeviceName
 from protocol.program import COMMAND
-from workers.interpreter import PYTHON, environment
+from workers.lifetime import PYTHON, environment
 
 log = logging.getLogger("tandem")
 

@@ -14,8 +14,7 @@ from launch.errors import StartFailed
 from pipeline.text.tokenizer import LOAD_FAILURES
 from protocol.messages import Failed
 from protocol.sockets import Identity
-from workers.interpreter import CHILD_PROCESS, environment
-from workers.lifetime import pack_config
+from workers.lifetime import CHILD_PROCESS, environment, pack_config
 
 PIPE_CAPACITY = 65536  # bytes that a new pipe takes without a reader; a larger configuration would block
 STOP_LIMIT = 5.0  # seconds for an orderly exit

@@ -49,8 +49,8 @@ from protocol.messages import VERSION, Needed, Progress, Ready, SetPolicy
 from protocol.program import user_folder
 from protocol.sockets import Identity
 from shm.control import ControlSegment
-from shm.doorbell import library as doorbells
 from shm.errors import SegmentMissing, ShmError
+from shm.lane import library as doorbells
 from shm.locks import StoreLease
 from shm.locks import sweep as sweep_stores
 

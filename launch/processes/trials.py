@@ -11,8 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from launch.errors import LaunchError
-from workers.interpreter import CHILD_PROCESS, environment
-from workers.lifetime import pack_config
+from workers.lifetime import CHILD_PROCESS, environment, pack_config
 
 MAX_REASON = 200  # characters of a failed child's last line that are shown
 

@@ -24,8 +24,8 @@ from pipeline.backbone.weights import Weights
 from pipeline.config import EXPANDED_KV_BYTES
 from pipeline.models.spec import GroupedQuery
 from pipeline.models.spec import Latent as LatentSpec
+from workers.kernels.c_types import Kept
 from workers.kernels.layer import QK_NORMS, Grouped, Latent, Projection
-from workers.kernels.memory import Kept
 
 LATENT_EPS = 1e-6  # of the norms of latents; the config's rms_norm_eps does not apply to them
 

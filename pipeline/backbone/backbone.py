@@ -34,7 +34,7 @@ from pipeline.checkpoint.model_source import ModelSource
 from pipeline.errors import ModelError
 from pipeline.models.registry import architecture_of
 from pipeline.models.spec import GroupedQuery, ModelSpec
-from workers.kernels.memory import Kept
+from workers.kernels.c_types import Kept
 
 log = logging.getLogger(__name__)
 

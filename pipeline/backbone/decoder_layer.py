@@ -12,7 +12,7 @@ from pipeline.backbone.batch import Batch
 from pipeline.backbone.blocks import Norm, SwiGLU
 from pipeline.backbone.host_layer import HostLayer
 from pipeline.backbone.linear import Precision
-from workers.kernels.memory import Kept
+from workers.kernels.c_types import Kept
 
 
 class DecoderLayer:

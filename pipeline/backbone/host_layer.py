@@ -10,8 +10,8 @@ from pipeline.backbone.attention import Attention
 from pipeline.backbone.batch import Batch
 from pipeline.backbone.blocks import Norm, SwiGLU
 from pipeline.backbone.linear import FEW_ROWS, Precision
+from workers.kernels.c_types import Kept
 from workers.kernels.layer import LayerKernel, LayerParts
-from workers.kernels.memory import Kept
 
 FLOAT32 = 4  # bytes
 

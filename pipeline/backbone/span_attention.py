@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from pipeline.backbone.batch import Batch
-from workers.kernels.layer import Grouped
-from workers.kernels.memory import Kept
+from workers.kernels.c_types import Kept
+from workers.kernels.layer import Grouped, SpanKernel
 from workers.kernels.native import Library, Team
-from workers.kernels.spans import SpanKernel
 
 
 class SpanAttention:

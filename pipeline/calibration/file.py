@@ -32,7 +32,7 @@ from protocol.errors import NotPrivate
 from protocol.private_files import check_private, make_folders
 from protocol.small_files import read_small
 from shm.atomic_file import atomic_file
-from shm.cache_record import CacheRecord, note_use
+from shm.disk_cache import CacheRecord, note_use
 
 NAME = "calibration.safetensors"
 VERSION = 6

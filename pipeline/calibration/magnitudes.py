@@ -15,7 +15,7 @@ from pipeline.policies.calibration import Floats
 from pipeline.policies.view import ModelShape
 from shm.floe import FloeFormat
 from shm.store import Store
-from workers.kernels.unpack import int8_steps
+from workers.kernels.reference import int8_steps
 
 STEPS = 100  # shares of the channels, from 0 on
 BINS_AN_OCTAVE = 128  # so a quantile is exact to half a percent

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from shm.layout import StoreLayout
     from shm.mask import Mask
     from shm.store import Store
-    from workers.copiers import Copier
-    from workers.emulation import EmulatedLink
+    from workers.copiers import Copier, EmulatedLink
     from workers.kernels.cuda.attention import DecodeAttention
     from workers.kernels.cuda.matrix import CudaMatrix
     from workers.kernels.matrix import HostMatrix

@@ -32,13 +32,12 @@ from shm.layout import StoreLayout
 from shm.segment import SHM_FOLDER, available_memory, byte_size, free_shm_bytes, unlink
 from shm.slab import Slab
 from shm.store import Store
-from workers.copiers import HostCopier
-from workers.emulation import EmulatedLink
+from workers.copiers import EmulatedLink, HostCopier
 from workers.kernels.channels import ChannelInputs, ChannelKernel
 from workers.kernels.host import Activations, HostKernel
 from workers.kernels.matrix import HostMatrix
 from workers.kernels.native import Library, Team, best
-from workers.kernels.reference_channels import ReferenceChannels
+from workers.kernels.reference import ReferenceChannels
 
 # Multiply-adds from which a product is faster on all cores. Below it, waking other threads costs more than
 # they compute; they do not spin, because the workers need the cores.

@@ -44,8 +44,8 @@ from workers.cuda import (
     constant,
 )
 from workers.kernels.cuda.attention import DecodeAttention
+from workers.kernels.cuda.compiler import Program
 from workers.kernels.cuda.matrix import CudaMatrix
-from workers.kernels.cuda.sources import Program
 
 FLASH = (8, 0)  # the least compute capability with flash attention
 FLOAT = 4  # bytes

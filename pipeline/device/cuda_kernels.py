@@ -23,14 +23,12 @@ from shm.layout import StoreLayout
 from workers.cuda import CudaError
 from workers.kernels.cuda import attention
 from workers.kernels.cuda.attention import DecodeAttention
-from workers.kernels.cuda.channels import CudaChannels
+from workers.kernels.cuda.compiler import Program
 from workers.kernels.cuda.experts import NO_LIMIT, CudaExperts
 from workers.kernels.cuda.launcher import CudaLauncher
-from workers.kernels.cuda.matrix import CudaMatrix
-from workers.kernels.cuda.sources import Program
+from workers.kernels.cuda.matrix import CudaChannels, CudaMatrix
 from workers.kernels.native import best
-from workers.kernels.reference import ReferenceKernel
-from workers.kernels.reference_channels import ReferenceChannels
+from workers.kernels.reference import ReferenceChannels, ReferenceKernel
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from pipeline.device.base import SLOT_ALIGNMENT, SlabMemory
 from protocol.messages import AttachSlab
 from shm.store import Store
+from workers.copiers import EmulatedLink
 from workers.cuda import call, ipc_handle
 from workers.cuda_copier import CudaCopier
-from workers.emulation import EmulatedLink
 
 BLOCK = 1 << 21  # cudaMalloc places smaller allocations in a shared block, and IPC exports whole blocks
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from pipeline.arrays import FloatArray
 from workers.cuda import CudaError, call, constant
 from workers.kernels.cuda.launcher import Launcher
-from workers.kernels.cuda.sums import PartSums
+from workers.kernels.cuda.matrix import PartSums
 
 
 class HostReads:

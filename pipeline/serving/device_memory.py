@@ -14,8 +14,8 @@ from pipeline.memory.limits import cache_tiles, staging_tiles
 from pipeline.serving.engine_parts import CHILD_LIMIT, EngineParts
 from protocol.messages import Needed
 from shm.segment import byte_size, engine_prefix
+from workers.copiers import EmulatedLink
 from workers.cuda import CudaError
-from workers.emulation import EmulatedLink
 
 # Seconds that a restarted coordinator waits for the memory of the engine before it: its prefetcher may take
 # so long to unlock its pages after it was killed, and keeps the old slab until then.

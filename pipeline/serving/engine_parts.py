@@ -34,13 +34,11 @@ from pipeline.text.detokenizer import DECODER, Detokenizer
 from pipeline.text.tokenizer import has_tokenizer
 from protocol.messages import Progress
 from protocol.program import COMMAND
-from shm.cache_record import CacheRecord
 from shm.control import ControlSegment
-from shm.doorbell import library
-from shm.lane import LaneShape
+from shm.disk_cache import CacheRecord
+from shm.lane import LaneShape, library
 from shm.layout import FORMATS, BlockFormat
-from shm.pinned import lock_pages
-from shm.segment import byte_size, engine_prefix
+from shm.segment import byte_size, engine_prefix, lock_pages
 from shm.store import Store
 from workers.kernels.host import HostKernel
 from workers.kernels.native import VARIANTS, best

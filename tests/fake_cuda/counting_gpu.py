@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from pipeline.device import cuda, cuda_slab
 from pipeline.device.cuda_kernels import CudaKernels
 from workers.kernels.cuda import attention
-from workers.kernels.cuda.sources import Program
+from workers.kernels.cuda.compiler import Program
 
 META = torch.device("meta")
 ALLOCATES = ("empty", "empty_like", "new_empty", "empty_strided")

@@ -18,10 +18,10 @@ from pipeline.device.cuda_kernels import FewRows
 from shm.blocks import BlockFormat
 from shm.floe import FloeFormat
 from shm.layout import ExpertShape, StoreLayout, format_named
+from workers.kernels.c_types import Geometry
 from workers.kernels.channels import ChannelKernel
-from workers.kernels.cuda.channels import CudaChannels
 from workers.kernels.cuda.experts import CudaExperts
-from workers.kernels.geometry import Geometry
+from workers.kernels.cuda.matrix import CudaChannels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

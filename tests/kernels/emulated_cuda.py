@@ -16,9 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.kernels.cuda import sources
+from workers.kernels.cuda.compiler import FOLDER, Program
 from workers.kernels.cuda.launcher import Arguments
-from workers.kernels.cuda.sources import Program
 
 HEADER = Path(__file__).with_name("emulated_cuda.h")
 OPTIONS = (
@@ -62,7 +61,7 @@ def library(program: Program) -> ctypes.CDLL:
     with TemporaryDirectory() as folder:
         built = Path(folder) / "emulated.so"
         command = [compiler, *OPTIONS, *program.defines, f'-DTANDEM_EMULATED="{HEADER}"']
-        command += ["-shared", "-fPIC", "-o", str(built), "-x", "c++", str(sources.FOLDER / program.file)]
+        command += ["-shared", "-fPIC", "-o", str(built), "-x", "c++", str(FOLDER / program.file)]
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         return ctypes.CDLL(str(built))

@@ -30,7 +30,7 @@ from pipeline.memory.needs import needs
 from pipeline.models.registry import expert_shape
 from pipeline.policies.costs import Costs
 from protocol.program import user_folder
-from shm.cache_record import RECORD, CacheRecord, note_use
+from shm.disk_cache import RECORD, CacheRecord, note_use
 from shm.layout import format_named
 
 STORE, BACKBONE = "5" * 64, "b" * 64

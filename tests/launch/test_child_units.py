@@ -17,7 +17,7 @@ from launch.processes.children import PIPE_CAPACITY, Child, spawn
 from launch.processes.task_guard import TaskGuard
 from protocol.messages import Failed
 from protocol.sockets import Identity
-from workers.interpreter import ROOT, environment
+from workers.lifetime import ROOT, environment
 
 KEY = b"k" * 32
 WORKER = Identity("worker", 1, 4)

@@ -22,7 +22,7 @@ from pipeline.config import EngineConfig
 from protocol.client import Client
 from protocol.program import user_folder
 from protocol.sockets import Identity
-from shm.cache_record import RECORD, CacheRecord, read_record
+from shm.disk_cache import RECORD, CacheRecord, read_record
 
 FINGERPRINT = "ab" * 32
 LIMIT = 20.0

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from shm import huge, segment
-from shm.huge import COPY_BYTES, HUGE, collapse, copy_to_private, map_file, map_shared, populate, private
+from shm.huge import COPY_BYTES, HUGE, collapse, copy_to_private, map_file, map_shared, private
 from shm.segment import Segment, unlink
 
 SIZE = 3 * HUGE + 12345  # whole huge pages and a rest that is no whole page
@@ -44,14 +44,6 @@ def test_mapping_is_aligned_complete_and_shared(descriptor: int) -> None:
     assert theirs[[0, HUGE, SIZE - 1]].tolist() == [1, 2, 3]
 
 
-def test_a_read_only_mapping_stays_read_only(descriptor: int) -> None:
-    array = map_shared(descriptor, SIZE, writable=False)
-    with pytest.raises(ValueError, match="read-only"):
-        array[0] = 1
-    with pytest.raises(ValueError, match="WRITEABLE"):
-        array.flags.writeable = True
-
-
 def test_only_the_requested_bytes_stay_mapped_until_their_last_view(descriptor: int) -> None:
     array = map_shared(descriptor, SIZE, writable=True)
     start = array.ctypes.data
@@ -67,13 +59,6 @@ def test_only_the_requested_bytes_stay_mapped_until_their_last_view(descriptor: 
     gc.collect()
     assert not mapped(start)
     assert not mapped(end - 1)
-
-
-def test_a_bad_descriptor_is_an_error_and_leaves_nothing() -> None:
-    before = Path("/proc/self/maps").read_text().count("\n")
-    with pytest.raises(OSError, match="descriptor"):
-        map_shared(-1, SIZE, writable=True)
-    assert Path("/proc/self/maps").read_text().count("\n") <= before + 2
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, HUGE - 1, HUGE, SIZE])
@@ -94,21 +79,6 @@ def test_private_memory_is_new_writable_and_as_large_as_asked_for(size: int) -> 
         assert not mapped(address + size - 1)
 
 
-@pytest.mark.parametrize(("size", "pages"), [(3 * HUGE - 99, 3), (2 * HUGE + HUGE // 2, 3), (HUGE + 4096, 1)])
-def test_the_last_page_of_private_memory_is_huge_too_where_that_adds_little(size: int, pages: int) -> None:
-    """A huge page is mapped only as a whole: weights would be read more slowly at the end of each matrix."""
-    array = private(size)
-    end = array.ctypes.data + max(size, pages * HUGE)
-    assert mapped(end - 1)
-    assert not mapped(-(-end // 4096) * 4096)
-    assert len(array) == size
-
-
-def test_private_memory_without_end_is_an_error() -> None:
-    with pytest.raises(OSError, match="memory"):
-        private(1 << 60)
-
-
 @pytest.mark.parametrize(("offset", "size"), [(0, 5000), (4096, 1), (4097, 9000), (64, 0), (19_999, 1)])
 def test_mapped_file_uses_the_page_cache(tmp_path: Path, offset: int, size: int) -> None:
     written = np.random.default_rng(1).integers(0, 256, 20_000, np.uint8)
@@ -119,15 +89,6 @@ def test_mapped_file_uses_the_page_cache(tmp_path: Path, offset: int, size: int)
     np.testing.assert_array_equal(found, written[offset : offset + size])
     found[:] = 0  # this process's own
     np.testing.assert_array_equal(np.fromfile(path, np.uint8), written)
-
-
-def test_a_file_that_is_too_short_is_not_mapped(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(5000))
-    with path.open("rb") as file:
-        for offset, size in ((0, 5001), (4999, 2), (9000, 10)):
-            with pytest.raises(ValueError, match=f"no {size} bytes from byte {offset} on"):
-                map_file(file.fileno(), offset, size)
 
 
 def test_copy_to_private_copies_all_and_stops_on_request() -> None:
@@ -155,12 +116,6 @@ def test_collapsing_pages_keeps_their_bytes(descriptor: int) -> None:
     assert joined % HUGE == 0
     assert joined <= SIZE
     np.testing.assert_array_equal(array, before)
-
-
-def test_less_than_a_huge_page_is_not_collapsed(descriptor: int) -> None:
-    array = map_shared(descriptor, SIZE, writable=True)
-    assert collapse(array[4096 : 4096 + HUGE]) == 0
-    assert collapse(array[: HUGE - 1]) == 0
 
 
 def test_new_segment_is_in_huge_pages_if_the_kernel_can_collapse() -> None:
@@ -211,17 +166,6 @@ def test_each_whole_huge_page_is_collapsed_until_the_kernel_has_none(
     assert found == joined * HUGE
     start = array.ctypes.data
     assert libc.calls == [(start + n * HUGE, HUGE, huge.MADV_COLLAPSE) for n in range(calls)]
-
-
-@pytest.mark.parametrize(("lo", "hi"), [(0, SIZE), (4096, 8192), (5000, 5001)])
-def test_populated_pages_cover_the_memory(descriptor: int, monkeypatch, lo: int, hi: int) -> None:
-    array = map_shared(descriptor, SIZE, writable=True)
-    libc, start = Advised(), array.ctypes.data
-    monkeypatch.setattr(huge, "_libc", libc)
-    populate(array[lo:hi])
-    monkeypatch.undo()
-    first = lo // 4096 * 4096
-    assert libc.calls == [(start + first, hi - first, huge.MADV_POPULATE_WRITE)]
 
 
 @pytest.mark.parametrize("whole", [True, False])

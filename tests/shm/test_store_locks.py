@@ -159,23 +159,11 @@ def test_sweep_removes_stores_of_killed_engines(fingerprint):
     assert not file_of(fingerprint).exists()
 
 
-def test_sweep_removes_a_store_without_a_first_user(fingerprint):
-    with build_lock(fingerprint):
-        build(fingerprint)
-    assert sweep() == [store_name(fingerprint)]
-
-
 def test_sweep_keeps_a_store_that_is_being_built(fingerprint):
     with build_lock(fingerprint):
         build(fingerprint)
         assert sweep() == []
         assert file_of(fingerprint).exists()
-
-
-def test_sweep_removes_the_store_of_a_killed_builder(fingerprint):
-    kill_a_builder(fingerprint)
-    build(fingerprint)
-    assert sweep() == [store_name(fingerprint)]
 
 
 def leave_half_built(fingerprint: str) -> None:

@@ -21,7 +21,7 @@ from kernel_runs import bf16_expert, kernel_of
 from quantized_cases import make_case
 
 from shm.layout import ExpertShape, StoreLayout, format_named
-from workers.kernels.geometry import Geometry
+from workers.kernels.c_types import Geometry
 from workers.kernels.native import Library, load
 
 ROOT = Path(__file__).parents[2]

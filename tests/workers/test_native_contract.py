@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_runs import OtherThreads, bits, kernel_of, quick, run, seeds
+from kernel_runs import bits, kernel_of, quick, run, seeds
 from quantized_cases import QUANTIZED, Case, make_case, records, states
 
 from shm.layout import BlockFormat, ExpertShape, StoreLayout, format_named
 from workers.kernels import native
-from workers.kernels.geometry import Geometry, Quantized
+from workers.kernels.c_types import Geometry, Quantized
 from workers.kernels.native import VARIANTS, Library, best, load
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -71,7 +71,6 @@ def test_a_team_shares_a_product(library: Library) -> None:
     assert isinstance(format, BlockFormat)
     data = records(random, format, format.matrix_bytes(1000, 300) // format.record_bytes, "random", "normal")
     x = states(random, "normal", 9, 300)
-    others = OtherThreads()
     team = library.team(3)
     assert team is not None
     alone, shared = (library.kernel(Geometry(format, 300, 1000), t) for t in (None, team))
@@ -80,19 +79,7 @@ def test_a_team_shares_a_product(library: Library) -> None:
     numbers = np.random.default_rng(1).integers(0, 2**64, 8 * 1001, np.uint64)
     total = int(np.add.reduce(numbers))  # modulo 2**64
     assert library.read(numbers.view(np.uint8)) == library.read(numbers.view(np.uint8), team) == total
-    if library is best():
-        assert others.are_woken(lambda: shared.matmul(flat, codes))
-        assert others.are_woken(lambda: library.read(numbers.view(np.uint8), team))
-        assert not others.are_woken(lambda: alone.matmul(flat, codes))
     team.close()
-
-
-def test_without_more_threads_one_computes(
-    library: Library, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(library, "_start_team", lambda threads: None)
-    assert library.team(3) is None
-    assert caplog.messages == ["the system does not give 3 threads: computing with one thread"]
 
 
 def test_compiled_variants_are_used_best_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,13 +130,6 @@ def test_no_rows_give_an_empty_result_and_inputs_are_not_changed(library: Librar
 
 
 # --- what is refused before C is entered ----------------------------------------------------------
-
-
-def test_only_formats_with_a_kernel_and_whole_groups_are_geometries() -> None:
-    with pytest.raises(ValueError, match="no C kernel computes f32"):
-        Geometry(format_named("f32"), 16, 16, 16)
-    with pytest.raises(ValueError, match="no whole groups of 64"):
-        Geometry(format_named("int4"), 16, 16, 96)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -11,9 +11,18 @@ from numpy.typing import NDArray
 
 from shm.floe import FloeFormat
 from shm.formats import Bytes, Float32
-from workers.kernels.c_types import POINTER, SIZE, Activations, Weights, checked, typed
-from workers.kernels.geometry import Geometry, Quantized
-from workers.kernels.memory import LINE, Kept
+from workers.kernels.c_types import (
+    LINE,
+    POINTER,
+    SIZE,
+    Activations,
+    Geometry,
+    Kept,
+    Quantized,
+    Weights,
+    checked,
+    typed,
+)
 from workers.kernels.native import Kernel, Library, Team
 
 

@@ -22,7 +22,7 @@ from shm.formats import BF16, Bytes, Float32
 from shm.layout import StoreLayout
 from shm.mask import NOTHING, Mask, Tally, is_mask
 from shm.store import Store
-from workers.kernels.geometry import Geometry, Quantized
+from workers.kernels.c_types import Geometry, Quantized
 from workers.kernels.native import Kernel, Team, WorkKernel, best
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class HostKernel:
         """An item of a format whose gate and down lie by channel, in torch: float32 [len(rows), H]."""
         import torch
 
-        from workers.kernels.reference_channels import ReferenceChannels
+        from workers.kernels.reference import ReferenceChannels
 
         expert, lo, hi = item
         reference, total, tallies = ReferenceChannels(self._layout), np.zeros((len(rows), 1), np.float32), []

@@ -15,9 +15,7 @@ import numpy as np
 from shm.blocks import LANES, BlockFormat
 from shm.formats import Bytes, Float32
 from shm.huge import copy_to_private, private
-from workers.kernels.c_types import POINTER, SIZE, Matrix, Weights, typed
-from workers.kernels.geometry import Geometry
-from workers.kernels.memory import Kept
+from workers.kernels.c_types import POINTER, SIZE, Geometry, Kept, Matrix, Weights, typed
 from workers.kernels.native import Library, Team, best
 
 Address = int
@@ -61,7 +59,7 @@ class HostMatrix:
             return self._kernel.matmul(self.held[0], self._kernel.quantize(x))
         import torch
 
-        from workers.kernels.unpack import dequantize, int8_steps
+        from workers.kernels.reference import dequantize, int8_steps
 
         w = dequantize(self._format, torch.from_numpy(self.held[0]), self._outputs, self._inputs)
         y: Float32 = (int8_steps(torch.from_numpy(x), self._format.group) @ w.T).numpy()

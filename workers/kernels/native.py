@@ -24,18 +24,22 @@ from shm.formats import Bytes, Float32
 from shm.layout import StoreLayout
 from shm.mask import NOTHING, Tally
 from workers.kernels.c_types import (
+    BF16_BITS,
+    LINE,
     POINTER,
     SIZE,
     SMALL_BUFFERS,
     Activations,
+    Codes,
+    Geometry,
     Host,
+    Kept,
+    Quantized,
     TallyNumbers,
     Weights,
     checked,
     typed,
 )
-from workers.kernels.geometry import BF16_BITS, Codes, Geometry, Quantized
-from workers.kernels.memory import LINE, Kept
 
 VARIANTS = {  # best first
     "amx": "AMX",

@@ -129,32 +129,6 @@ INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const 
     for (int r = 0; r < rows; r++) _mm512_storeu_ps(y + BLOCK * r, sum[r]);
 }
 
-/* Two blocks of INT2, `size` bytes from each other, for one row: y [2, 16]. Both are read at once, because one alone
- * keeps fewer reads of memory under way. The two blocks after them are prefetched. Sums are those of `block_of`. */
-INLINE void two_blocks_of(const uint8_t *block, int64_t size, int64_t groups, const int8_t *codes, const float *factors,
-                          float *y) {
-    __m512 sums[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-    for (int64_t g = 0; g < groups; g++, codes += 64, factors += 2, block += 64 * 5) {
-        for (int b = 0; b < 2; b++) {
-            const uint8_t *at = block + b * size;
-            __m512i dots[4];
-            for (int f = 0; f < 4; f++) dots[f] = _mm512_setzero_si512();
-            PREFETCH(at + 2 * size);
-            for (int j = 0; j < 4; j++) {
-                const uint8_t *line = at + 64 * (j + 1);
-                PREFETCH(line + 2 * size);
-                for (int f = 0; f < 4; f++) {
-                    __m512i part = _mm512_and_si512(_mm512_loadu_si512(line), _mm512_set1_epi8((char)(3 << 2 * f)));
-                    dots[f] = _mm512_dpbusd_epi32(dots[f], part, four(codes + 16 * j + 4 * f));
-                }
-            }
-            sums[b] = grown(sums[b], in_place_sum(dots), sixteen_bf16(at), sixteen_bf16(at + 32), factors);
-        }
-    }
-    for (int b = 0; b < 2; b++) _mm512_storeu_ps(y + BLOCK * b, sums[b]);
-}
-#define TWO_BLOCKS_OF two_blocks_of
-
 /* sum + the products of bytes with codes, four neighbours each. */
 INLINE __m512i byte_dots(__m512i sum, __m512i bytes, const int8_t *codes) {
     return _mm512_dpbusd_epi32(sum, bytes, _mm512_loadu_si512(codes));

@@ -23,14 +23,12 @@
  *
  * for tiles of bf16, see amx.c.
  */
-#include "activations.h"
+#include "blocks.h"
 #include "attention.h"
 #include "bandwidth.h"
 #include "bf16_tiles.h"
-#include "blocks.h"
-#include "guard.h"
-#include "masked.h"
 #include "descriptor.h"
+#include "masked.h"
 #include "spans.h"
 #include "team.h"
 #include "vectors.h"

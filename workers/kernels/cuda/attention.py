@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workers.kernels.cuda.compiler import Program
 from workers.kernels.cuda.launcher import Launcher
-from workers.kernels.cuda.sources import Program
 
 THREADS = {"append": 128, "attend": 256, "merge": 128}
 STEP, MOST_CHUNKS = 128, 64  # tokens of the smallest chunk; chunks of a sequence

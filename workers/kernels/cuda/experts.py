@@ -20,8 +20,7 @@ from torch import Tensor
 
 from shm.blocks import BlockFormat
 from shm.layout import StoreLayout
-from workers.kernels.cuda.buffers import Scratch, Uploaded
-from workers.kernels.cuda.launcher import Launcher
+from workers.kernels.cuda.launcher import Launcher, Scratch, Uploaded
 from workers.kernels.cuda.products import (
     ITEM,
     LIMITS,

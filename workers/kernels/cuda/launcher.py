@@ -1,10 +1,12 @@
-"""Starts compiled kernels on a GPU: on torch's current stream, so behind what torch has computed."""
+"""Starts compiled kernels on a GPU, on torch's current stream, so behind what torch has computed; has arrays
+that a launch reads, copied together, and scratch memory that its kernels share.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.cuda import CudaError, call
-from workers.kernels.cuda.compiler import compiled
-from workers.kernels.cuda.sources import Program, kernels
+from workers.kernels.cuda.compiler import Program, compiled, kernels
 
 MOST_BLOCKS = (1 << 31) - 1  # of one launch
 MOST_ARGUMENTS = 16
@@ -95,3 +96,36 @@ class CudaLauncher:
         if int(status) != 0:
             raise CudaError(f"{name}: {status.name}")
         return results[0] if results else None
+
+
+ALIGNMENT = 256  # bytes
+
+
+def _places(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Where parts of so many bytes begin, and the bytes of all. In Python: a layer has a few of them."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return starts, end
+
+
+class Uploaded:
+    """Arrays on the device, by one copy. `addresses`: of each, while this lives."""
+
+    def __init__(self, launcher: Launcher, *arrays: NDArray[Any]) -> None:
+        starts, size = _places([array.nbytes for array in arrays])
+        data = np.empty(size, np.uint8)
+        for array, start in zip(arrays, starts, strict=True):
+            data[start : start + array.nbytes] = array.view(np.uint8)
+        self._memory = launcher.upload(data)
+        self.addresses = [self._memory.data_ptr() + start for start in starts]
+
+
+class Scratch:
+    """Parts of one allocation, uninitialised. `addresses`: of each, while this lives."""
+
+    def __init__(self, launcher: Launcher, *sizes: int) -> None:
+        starts, size = _places(sizes)
+        self._memory: Tensor = torch.empty(size, dtype=torch.uint8, device=launcher.device)
+        self.addresses = [self._memory.data_ptr() + start for start in starts]
