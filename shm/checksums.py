@@ -88,7 +88,7 @@ def damaged_layers(
 
 
 def name_layers(layers: list[int]) -> str:
-    """For a person: "layer 3", "layers 0, 2, 5"; of many the first ones."""
+    """Name layers for a person: "layer 3", "layers 0, 2, 5"; of many the first ones."""
     shown = ", ".join(str(layer) for layer in layers[:8])
     more = f" and {len(layers) - 8} more" if len(layers) > 8 else ""
     return f"layer{'s' if len(layers) > 1 else ''} {shown}{more}"

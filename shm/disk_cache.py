@@ -80,8 +80,8 @@ def note_use(folder: Path, record: CacheRecord) -> None:
 def read_record(folder: Path) -> CacheRecord | None:
     """The record of a folder; None where it has none, or a damaged one."""
     try:
-        found = json.loads(read_small(folder / RECORD, MAX_RECORD, flags=os.O_NOFOLLOW))
-        return CacheRecord(str(found["kind"]), str(found["model"]), str(found["format"]))
+        fields = json.loads(read_small(folder / RECORD, MAX_RECORD, flags=os.O_NOFOLLOW))
+        return CacheRecord(str(fields["kind"]), str(fields["model"]), str(fields["format"]))
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 

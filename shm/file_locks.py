@@ -56,8 +56,8 @@ def wait_lock(path: Path, operation: int, seconds: float, waiting: Callable[[], 
 
 
 def leads_to(path: Path, descriptor: int) -> bool:
-    """Whether the name still leads to the open file, and not to none: another user may have put a loop of
-    links, a file or a closed directory in the place of ours."""
+    """Tells whether the name still leads to the open file, and not to none: another user may have put a loop
+    of links, a file or a closed directory in the place of ours."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except OSError:

@@ -56,7 +56,7 @@ LINE = 64  # bytes
 
 
 class RowFormat(ABC):
-    """How the numbers of one row become bytes. Stateless."""
+    """The bytes of one row's numbers. Stateless."""
 
     name: str
     bits: int

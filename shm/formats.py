@@ -35,7 +35,7 @@ _drawing = Lock()
 
 
 class TileFormat(ABC):
-    """How one tile's numbers become bytes. Stateless."""
+    """The bytes of one tile's numbers. Stateless."""
 
     name: str
 

@@ -28,10 +28,10 @@ def number(text: str) -> int | None:
 def entries(folder: Path, pattern: str) -> list[Path]:
     """The matching entries of a folder, cpu2 before cpu10; none if it cannot be listed."""
     try:
-        found = list(folder.glob(pattern))
+        matching = list(folder.glob(pattern))
     except OSError:
         return []
-    return sorted(found, key=lambda p: [int(n) if n.isdigit() else n for n in re.split(r"(\d+)", p.name)])
+    return sorted(matching, key=lambda p: [int(n) if n.isdigit() else n for n in re.split(r"(\d+)", p.name)])
 
 
 def parse_cores(text: str) -> frozenset[int]:

@@ -106,11 +106,11 @@ def _pointers(bells: tuple[int, ...]) -> Any:
 @cache
 def library() -> Library | None:
     """None where it was not compiled, or not for this version."""
-    found = PathFinder.find_spec("_doorbell", [str(Path(__file__).parent)])
-    if found is None:
+    spec = PathFinder.find_spec("_doorbell", [str(Path(__file__).parent)])
+    if spec is None:
         return None
     try:
-        functions = ctypes.CDLL(found.origin)
+        functions = ctypes.CDLL(spec.origin)
         return Library(functions) if functions.tandem_doorbell_version() == LIBRARY_VERSION else None
     except (OSError, AttributeError):
         return None
@@ -179,7 +179,7 @@ class Slot:
 
     @property
     def descriptor(self) -> Descriptor:
-        """Of the Work that was posted; at most all of its room, whatever the lane says."""
+        """The descriptor of the posted Work; at most all of its room, whatever the lane says."""
         return self._descriptor[: max(0, self.head[NUMBERS])]
 
     def write(self, descriptor: Descriptor, generation: int, area: int) -> None:
@@ -205,7 +205,8 @@ class Slot:
 
 
 class _Lane:
-    """What both ends have in common. The segment stays mapped until the last array of it is garbage."""
+    """The parts that both ends have in common. The segment stays mapped until the last array of it is
+    garbage."""
 
     def __init__(self, library: Library, segment: Segment, shape: LaneShape, bell: int, other: int) -> None:
         """`bell`, `other`: lines of the doorbells of this end and of the other one."""

@@ -78,7 +78,7 @@ class StoreLease:
 
     @property
     def intact(self) -> bool:
-        """Whether the store has its name, and processes can map it."""
+        """The store still has its name, and processes can map it."""
         return leads_to(segment_path(self._name), self._descriptor)
 
     def release(self, keep: bool) -> bool:
@@ -124,8 +124,8 @@ def sweep() -> list[str]:
 
 @contextlib.contextmanager
 def unused_store(fingerprint: str) -> Iterator[bool]:
-    """Whether no engine builds or uses a store; if so, none builds or loads it before the end of the block.
-    The first 16 digits of a fingerprint are enough."""
+    """Yields whether no engine builds or uses a store; if so, none builds or loads it before the end of the
+    block. The first 16 digits of a fingerprint are enough."""
     for _ in range(10):
         with _try_build_lock(fingerprint) as locked:
             name = store_name(fingerprint)
@@ -146,7 +146,8 @@ def remove_kept(fingerprint: str) -> bool:
 
 
 def remove_unused(name: str) -> bool:
-    """For the holder of its build lock: remove a store unless an engine uses it; whether it was removed."""
+    """Remove a store, for the holder of its build lock, unless an engine uses it. Returns whether it is
+    gone."""
     segment = _lock_segment(name, fcntl.LOCK_EX)
     if segment is None:
         return not is_segment(segment_path(name))
@@ -165,7 +166,7 @@ def _remove_unless_kept(name: str) -> bool:
 
 @contextlib.contextmanager
 def _try_build_lock(fingerprint: str) -> Iterator[bool]:
-    """Whether the build lock of a store is free; if so, it is held for the block."""
+    """Yields whether the build lock of a store is free; if so, it is held for the block."""
     path = _build_path(fingerprint)
     descriptor = try_lock(path, fcntl.LOCK_EX)
     try:
@@ -177,7 +178,7 @@ def _try_build_lock(fingerprint: str) -> Iterator[bool]:
 
 
 def _is_store(name: str) -> bool:
-    """Whether the segment exists and is finished."""
+    """Tells whether the segment exists and is finished."""
     try:
         Store.attach(name).close()
     except ShmError:

@@ -40,15 +40,16 @@ ALLOCATION_STEP = 1 << 26  # bytes allocated by one thread, between two calls of
 
 
 def engine_prefix(runtime: Path) -> str:
-    """What the names of an engine's own segments begin with, given its runtime directory. Names of engines
-    are unique only beside each other, those of segments must be on the whole machine: hence the hash."""
+    """Returns the beginning of the names of an engine's segments, given its runtime directory. Names of
+    engines are unique only beside each other, those of segments must be on the whole machine: hence the
+    hash."""
     place = hashlib.sha256(f"{os.geteuid()} {os.path.realpath(runtime)}".encode()).hexdigest()[:6]
     return f"/tandem-{runtime.name}-{place}-"
 
 
 def is_segment(path: Path) -> bool:
-    """Whether this is a segment of this user, and not another user's file or anything else of that name,
-    such as a hard link to a file of this user that others can write."""
+    """Tells whether this is a segment of this user, and not another user's file or anything else of that
+    name, such as a hard link to a file of this user that others can write."""
     try:
         status = os.lstat(path)
         if status.st_uid != os.geteuid():  # without an error's cost: there may be a hundred thousand
@@ -283,7 +284,7 @@ SMALLEST = 1 << 20
 
 @dataclass(frozen=True)
 class LockReport:
-    """What `lock_pages` did. `str` is one line for a person."""
+    """The result of `lock_pages`. `str` is one line for a person."""
 
     locked_bytes: int
     total_bytes: int

@@ -42,12 +42,12 @@ class EmulatedLink:
 
     @property
     def other_until(self) -> float:
-        """Until when, by `time.perf_counter()`, the other process's copies occupy the link."""
+        """The time, by `time.perf_counter()`, until which the other process's copies occupy the link."""
         return self._other.link_until / 1e9
 
     def free_soon(self) -> bool:
-        """Whether the other process's copies have moved, or will have in less than a millisecond, which this
-        waits."""
+        """Tells whether the other process's copies have moved, or will have in less than a millisecond, which
+        this waits."""
         busy = self.other_until - time.perf_counter()
         if busy >= 1e-3:
             return False

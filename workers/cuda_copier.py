@@ -34,7 +34,7 @@ MOST_AHEAD = 16
 
 
 def staging_threads() -> int:
-    """As many threads as this process may use half of the cores with."""
+    """Returns a number of threads: half of the cores that this process may use, within limits."""
     return max(1, min(STAGING_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 

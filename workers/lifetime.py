@@ -1,4 +1,4 @@
-"""How every other interpreter is started, with its configuration, its cores, and its exit with its parent.
+"""Starts of other interpreters: their command, configuration, cores, and exit with their parent.
 
 The parent starts `python -P -m workers.child MODULE --lifeline FD` and keeps the pipe's other end open. The
 child reads its configuration from the pipe (4 bytes length, big endian, then a msgpack map) and then watches
@@ -32,7 +32,7 @@ CHILD_PROCESS = (*PYTHON, "-m", "workers.child")
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Of a child whose numerical libraries use so many threads."""
+    """Returns the environment of a child whose numerical libraries use so many threads."""
     # An empty part of PYTHONPATH means the working directory.
     folders = (str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep))
     # OpenMP's idle threads spin by default, which steals the cores that the other processes compute on.

@@ -81,7 +81,8 @@ class CopyLoop:
             self._copier.close()
 
     def _wait_ms(self) -> int:
-        """How long to wait for a message: while demanded tiles occupy an emulated link, nothing is begun."""
+        """Returns how long to wait for a message: while demanded tiles occupy an emulated link, nothing is
+        begun."""
         if self._running or (self._queue and self._link is None):
             return 0
         if not self._queue or self._link is None:

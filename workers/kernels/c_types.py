@@ -1,6 +1,6 @@
-"""What C kernels compute with: shape and format of weights, activations as they read them, the structures of
-`c/kernels.h` for ctypes, what its functions return, and memory that a kernel keeps from call to call.
-"""
+"""The things that C kernels compute with: shape and format of weights, activations as they read them, the
+structures of `c/kernels.h` for ctypes, what its functions return, and memory that a kernel keeps from call to
+call."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Geometry:
 
     @property
     def channel_bits(self) -> int:
-        """Of gate and down, where they lie by channel; else 0."""
+        """Bits of gate and down, where they lie by channel; else 0."""
         return self.format.rows.bits if isinstance(self.format, FloeFormat) else 0
 
     @property

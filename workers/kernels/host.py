@@ -41,7 +41,7 @@ class Activations:
 
 
 def fault_of(work: Parts, layout: StoreLayout) -> str | None:
-    """Which number of a Work is wrong, or None: what C checks of the Works that it computes."""
+    """Returns which number of a Work is wrong, or None: what C checks of the Works that it computes."""
     offsets, shape, mask = work.offsets.tolist(), layout.shape, work.mask
     if not (is_mask(*mask) if isinstance(layout.format, FloeFormat) else mask == (0, 1)):
         return "a mask that its format does not have, or no mask at all"

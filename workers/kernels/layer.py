@@ -94,8 +94,8 @@ class Projection:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """What a layer computes with. A layer without a router is dense: `up` and `down` are then its own
-    feed-forward block, and otherwise that of its shared experts."""
+    """The parts that a layer computes with. A layer without a router is dense: `up` and `down` are then its
+    own feed-forward block, and otherwise that of its shared experts."""
 
     hidden: int
     experts: int

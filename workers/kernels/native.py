@@ -184,8 +184,8 @@ class Kernel:
         guarded: bool = False,
         generation: int = 0,
     ) -> WorkKernel:
-        """For Works of this generation on all `tiles` of a store, uint8 [total_bytes]. `ticks` as of `tiles`.
-        `guarded`: a Work that crashes raises IndexError; only without a team."""
+        """Returns what computes Works of this generation on all `tiles` of a store, uint8 [total_bytes].
+        `ticks` as of `tiles`. `guarded`: a Work that crashes raises IndexError; only without a team."""
         self._check_weights(tiles, layout.total_bytes)
         return WorkKernel(self, tiles, layout, ticks, guarded, generation)
 
@@ -261,11 +261,11 @@ def _pointers(x: Quantized) -> Any:
 @cache
 def load(variant: str) -> Library | str:
     """A variant's library, or in a few words the reason why it cannot be used."""
-    found = PathFinder.find_spec(f"_{variant}", [str(Path(__file__).parent)])
-    if found is None:
+    spec = PathFinder.find_spec(f"_{variant}", [str(Path(__file__).parent)])
+    if spec is None:
         return "not compiled at installation"
     try:
-        functions = ctypes.CDLL(found.origin)
+        functions = ctypes.CDLL(spec.origin)
         if functions.tandem_kernels_version() != VERSION:
             return OTHER_VERSION
     except AttributeError:

@@ -44,8 +44,8 @@ Terms = NDArray[np.void]
 
 
 class Places:
-    """Where the rows of a share's items are: item i has the rows rows[offsets[i]:offsets[i + 1]] of x, and up
-    to cuts[i] tiles."""
+    """The places of the rows of a share's items: item i has the rows rows[offsets[i]:offsets[i + 1]] of x,
+    and up to cuts[i] tiles."""
 
     def __init__(self, cuts: Numbers, offsets: Numbers, rows: Numbers, x_rows: int) -> None:
         """Use `places_of`."""
@@ -69,8 +69,8 @@ class Places:
             self._before = before.tolist()
 
     def items(self, tiles: Sequence[tuple[int, int, Tensor]]) -> tuple[Items, Items]:
-        """For tiles as of `LayerOnDevice.add`, an item's behind each other, in the order of a table of
-        addresses: the items of gate and up, and of down."""
+        """Returns what is launched for tiles as of `LayerOnDevice.add`, an item's behind each other, in the
+        order of a table of addresses: the items of gate and up, and of down."""
         if self.few:
             made = self._every[[self._before[item] + tile for item, tile, _ in tiles]]
             made["tile"] = np.arange(len(tiles))
@@ -104,8 +104,8 @@ class Places:
         return made
 
     def terms(self, computed: Sequence[int]) -> tuple[Terms, Numbers, NDArray[np.int64]]:
-        """What each row of x adds up, row by row, still without weights; where each row's terms begin; and of
-        each term its place among the rows. computed: tiles of each item."""
+        """Returns what each row of x adds up, row by row, still without weights; where each row's terms
+        begin; and of each term its place among the rows. computed: tiles of each item."""
         of = np.repeat(np.arange(len(self._number)), self._number)
         place, done = np.arange(len(self.rows)), np.array(computed, np.int32)
         terms = np.zeros(len(place), TERM)
@@ -121,7 +121,8 @@ class Places:
 
 
 def places_of(cuts: Numbers, offsets: Numbers, rows: Numbers, x_rows: int) -> Places:
-    """Those of a step of few tokens are kept: in the next layers and steps they are often the same."""
+    """Returns places; those of a step of few tokens are kept, because in the next layers and steps they are
+    often the same."""
     if len(rows) > KEPT_ROWS:
         return Places(cuts, offsets, rows, x_rows)
     return _kept_places(*(np.asarray(of, np.int32).tobytes() for of in (cuts, offsets, rows)), x_rows)
@@ -177,7 +178,7 @@ class LayerOnDevice:
         products.down(to_down, len(down), limit, addresses, self._inner, self._out)
 
     def _of_all(self) -> tuple[NDArray[Any], ...]:
-        """With the first tiles: what the whole share needs."""
+        """Returns what the whole share needs, with the first tiles."""
         if self._shared is not None:
             return ()
         return self._places.rows, *self._weighted(*self._places.all_terms)

@@ -102,7 +102,8 @@ ALIGNMENT = 256  # bytes
 
 
 def _places(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Where parts of so many bytes begin, and the bytes of all. In Python: a layer has a few of them."""
+    """Returns where parts of so many bytes begin, and the bytes of all. In Python: a layer has a few of
+    them."""
     starts, end = [], 0
     for size in sizes:
         starts.append(end)

@@ -70,16 +70,16 @@ class CudaMatrix:
 
     def _items_of(self, rows: int) -> tuple[Uploaded, int, int]:
         """The items of a product with so many rows, kept for the next one."""
-        found = self._items.get(rows)
-        if found is None:
+        kept = self._items.get(rows)
+        if kept is None:
             made, limit = row_items(rows)
             table = np.array([self._data.data_ptr()], np.int64)
             upload = Uploaded(self._products.launcher, made, table)
             passing = [number for number in self._items if number > ALWAYS]
             if rows > ALWAYS and len(passing) >= KEPT:
                 self._items.pop(passing[0])
-            self._items[rows] = found = upload, len(made), limit
-        return found
+            self._items[rows] = kept = upload, len(made), limit
+        return kept
 
 
 class CudaInputs(NamedTuple):
@@ -127,7 +127,7 @@ class CudaChannels:
         return self._reference.keeps(u, mask)
 
     def channels(self, records: Tensor, u: Tensor, x: CudaInputs, rows: Tensor) -> Tensor:
-        """As of ReferenceChannels."""
+        """Returns what ReferenceChannels does."""
         return self._reference.channels(records, u, x.reference, rows)
 
     def _up(self, channels: int) -> BlockProducts:
