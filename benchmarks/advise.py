@@ -19,8 +19,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from launch.advise.here import NEW, engine, run
-from launch.advise.routing import counts_of, recorded
+from launch.advise.machine import NEW, counts_of, engine, recorded, run
 from launch.bench.prompts import make_prompts, read_other_texts
 from launch.bench.run import measure, warm_up
 from launch.command_line.options import Options, parse

@@ -3,7 +3,6 @@ statistics, residuals, sensitivities. --report draws it; without a text, an earl
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
@@ -28,7 +27,7 @@ from pipeline.calibration.windows import HELD_OUT, LANES
 from pipeline.checkpoint.open import open_model
 from pipeline.policies.calibration import Calibration
 from protocol.messages import CALIBRATION_TOKENS, Calibrate, Calibrating
-from protocol.program import COMMAND, user_folder
+from protocol.program import user_folder
 from protocol.visible import visible
 
 MOST_LAYERS = 64  # a model with more gets the mean values only
@@ -58,18 +57,18 @@ async def calibrate(options: Options, interrupts: Interrupts) -> int:
         print_json(about | {"path": str(path), "report": [str(picture) for picture in pictures]})
         return 0
     print_parts(*_parts(about, calibration))
-    # Without a calibration, by one where there is one, only with one that has a threshold.
-    policies = "all-host,fiddler" + ",adapmoe" * (about["threshold"] is not None)
-    then = f"next: {COMMAND} bench --policy {policies}{_engine(options)} compares policies that use it\n"
     # Paths are not wrapped, so that they can be copied.
-    show(visible("".join([f"saved: {path}\n", *(f"figure: {picture}\n" for picture in pictures), then])))
+    show(visible("".join([f"saved: {path}\n", *(f"figure: {picture}\n" for picture in pictures)])))
     return 0
 
 
 def _prepare(folder: Path) -> None:
     """Create the folder. Raises WrongUsage where no file can be created in it, or without matplotlib."""
     check_packages("--report", "matplotlib")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise WrongUsage(f"--report {folder}: no folder can be made there: {e.strerror}") from None
     check_new_file("--report", folder / PICTURE)
 
 
@@ -93,14 +92,14 @@ async def _calibrate(options: Options, interrupts: Interrupts) -> tuple[Path, di
 
 
 def _with_costs(options: Options) -> Options:
-    """For a new engine: a policy that plans with costs measures them too; no expert need be resident."""
+    """Give a new engine a policy that plans with costs, so that it measures them, and no resident expert."""
     if options.connect or "policy" in options.written:
         return options
     return replace(options, written={"expert_cache": 0.0} | options.written | {"policy": "fiddler"})
 
 
 def _asked(written: dict[str, Any], most: int) -> dict[str, Any]:
-    """The arguments of `Client.calibrate` for the text or its ids. Raises WrongUsage."""
+    """Returns the arguments of `Client.calibrate` for the text or its ids. Raises WrongUsage."""
     if "text" in written:
         text = read_text(written["text"])
         parts, starts = _excerpts(text, CHARACTERS * most)
@@ -110,21 +109,13 @@ def _asked(written: dict[str, Any], most: int) -> dict[str, Any]:
     return {"token_ids": tuple(chain(*pieces)), "starts": starts, "share": _share(pieces, ids)}
 
 
-def _engine(options: Options) -> str:
-    """The options by which other commands use the calibrated model."""
-    if options.connect:
-        return f" --connect {options.connect_name or ''}".rstrip()
-    model = options.written.get("model")
-    return "" if model is None else f" --model {shlex.quote(str(model))}"
-
-
 def _share(parts: list[Text], whole: Text) -> float:
     return sum(map(len, parts)) / len(whole) if whole else 1.0
 
 
 def _excerpts(whole: Text, most: int) -> tuple[list[Text], tuple[int, ...]]:
-    """All of a text (or of its ids), or EXCERPTS parts of equal length, `most` in all and evenly spaced over
-    it; and where the second and further ones begin in their concatenation."""
+    """Returns all of a text (or of its ids), or EXCERPTS parts of equal length, `most` in all and evenly
+    spaced over it; and where the second and further ones begin in their concatenation."""
     if len(whole) <= most:
         return [whole], ()
     begins = (len(whole) * i // EXCERPTS for i in range(EXCERPTS))
@@ -136,7 +127,7 @@ def _excerpts(whole: Text, most: int) -> tuple[list[Text], tuple[int, ...]]:
 
 
 def _earlier(options: Options) -> tuple[Path, Calibration, dict[str, Any]]:
-    """The kept calibration: path, arrays, summary. Raises WrongUsage, CalibrationError."""
+    """Returns the kept calibration: path, arrays, summary. Raises WrongUsage, CalibrationError."""
     model = options.config().model or model_dir()
     path = calibration_path(user_folder("CACHE"), open_model(model))
     if not path.exists():
@@ -146,7 +137,7 @@ def _earlier(options: Options) -> tuple[Path, Calibration, dict[str, Any]]:
 
 
 def _layers(calibration: Calibration) -> Sequence[Column[int]]:
-    """What is known of each layer; a predictor of layer 0 is another one than those of the others."""
+    """Returns what is known of each layer; a predictor of layer 0 is another one than those of the others."""
     raw, residual, first = (100 * calibration.accuracy[name] for name in ("raw", "residual", "first"))
     gate, sensitivity, needed = calibration.first_gate, calibration.sensitivity, calibration.needed
     used = None if needed is None else experts_per_token(needed)
@@ -185,14 +176,16 @@ def _parts(about: dict[str, Any], calibration: Calibration) -> Iterator[Renderab
     """The calibration as a table and lines of text."""
     if len(calibration.similarity) <= MOST_LAYERS:
         yield from (Table(_layers(calibration), range(len(calibration.similarity))), "")
-    accuracy = about["accuracy"]
-    yield f"{about['model']}: {_read(about)}"
-    yield from _hits(about.get("hits") or {})
+    accuracy, share = about["accuracy"], about.get("share", 1)
+    part = f"{percent(share, 1)} of the text, in windows evenly spaced over it"
+    yield f"{about['model']}: {about['tokens']} tokens, {'the whole text' if share == 1 else part}"
+    yield from _hits(about.get("hits"))
     yield (
         f"next layer's experts predicted: {percent(accuracy['raw'], 1)} by its router on this layer's input,"
         f" {percent(accuracy['residual'], 1)} with the mean residual added"
     )
-    yield from _corrected(accuracy.get("mlp"))
+    if (corrected := accuracy.get("mlp")) is not None:  # FloE's predictor
+        yield f"the same with the first layers' routers corrected by trained MLPs: {percent(corrected, 1)}"
     yield (
         "first layer's experts predicted from the previous token by a trained gate:"
         f" {percent(accuracy['first'], 1)}"
@@ -213,41 +206,16 @@ def _parts(about: dict[str, Any], calibration: Calibration) -> Iterator[Renderab
     yield from (f"note: {note}" for note in about["notes"])
 
 
-def _corrected(accuracy: float | None) -> list[str]:
-    """Returns a line about FloE's predictor, if it was trained."""
-    if accuracy is None:
-        return []
-    return [f"the same with the first layers' routers corrected by trained MLPs: {percent(accuracy, 1)}"]
-
-
-def _read(about: dict[str, Any]) -> str:
-    """How much of the text was read."""
-    share = about.get("share")
-    if share is None:  # an older file
-        return f"{about['tokens']} tokens"
-    if share == 1:
-        return f"{about['tokens']} tokens, the whole text"
-    windows = f"{about['windows']} windows, evenly spaced over the text"
-    return f"{about['tokens']} tokens in {windows}: {percent(share, 1)} of it"
-
-
-def _hits(hits: dict[str, Any]) -> list[str]:
-    """The use of placing experts by this text, and a line where the engine's clients run another kind."""
+def _hits(hits: dict[str, Any] | None) -> Iterator[str]:
+    """Yields the use of placing experts by this text, and a warning where the engine's clients run another
+    kind."""
     if not hits:
-        return []
-    heldout, own = percent(hits["heldout"]), hits["own"]
-    placed = (
-        f"with the {percent(hits['share'])} of the experts resident that this text uses most, {heldout} of"
-        " those that its held-out part needs would be resident"
+        return
+    yield (
+        f"with the {percent(hits['share'])} of the experts resident that this text uses most,"
+        f" {percent(hits['heldout'])} of those that its held-out part needs would be resident"
     )
-    if own is None:
-        return [placed]
-    before = f"{percent(own)} of those used by the {hits['tokens']} tokens that the engine has computed"
-    lines = [f"{placed}, and {before}"]
-    if hits["differs"]:
-        lines.append(
-            f"warning: the text routes differently from what the engine runs ({percent(own)} of those used"
-            f" there, {percent(hits['prompts'])} of those used by the text's own prompts); give text of the"
-            " kind that you run"
-        )
-    return lines
+    if (own := hits["own"]) is not None:
+        yield f"and {percent(own)} of those used by the {hits['tokens']} tokens that the engine has computed"
+        if hits["differs"]:
+            yield "warning: the text routes differently from what the engine runs; give text of that kind"

@@ -20,8 +20,7 @@ from launch.command_line.options import RANDOM_OPTIONS, Options
 from launch.connect import reconnecting_client
 from launch.errors import AnswerLost, WrongUsage
 from launch.terminal.format import count
-from launch.terminal.interrupts import Interrupts
-from launch.terminal.lines import Lines
+from launch.terminal.interrupts import Interrupts, Lines
 from launch.terminal.output import print_json, show
 from pipeline.assets import model_dir
 from protocol.answer import Answer

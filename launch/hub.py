@@ -15,14 +15,12 @@ import logging
 import os
 import re
 import shutil
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, cast
+from typing import cast
 from urllib.parse import urlsplit
 
 from launch.errors import DownloadFailed, LaunchError, WrongUsage
@@ -30,9 +28,6 @@ from launch.terminal.log import notice
 from pipeline.errors import ModelError
 from protocol.visible import one_line
 from shm.segment import byte_size
-
-if TYPE_CHECKING:
-    from huggingface_hub import ModelInfo
 
 log = logging.getLogger("tandem")
 
@@ -69,8 +64,7 @@ def is_hub_name(text: str) -> bool:
 def model_folder(model: Path, download: bool) -> Path:
     """Returns what `--model` means: a shape or a path as it is, or the folder of a model of the Hub, which is
     downloaded; without `download` only its config, where the cache has none. Raises WrongUsage where the Hub
-    refuses it or it cannot be run, DownloadFailed where it cannot be downloaded now; KeyboardInterrupt for
-    SIGTERM and SIGHUP too."""
+    refuses it or it cannot be run, DownloadFailed where it cannot be downloaded now."""
     name = str(model)
     match = _NAME.fullmatch(name)
     if os.path.exists(model) or match is None or not is_hub_name(name):
@@ -81,14 +75,11 @@ def model_folder(model: Path, download: bool) -> Path:
     config = try_to_load_from_cache(repository, CONFIG, revision=revision)
     folder = Path(config).parent if isinstance(config, str) else None
     flaw = "" if folder is None else _flaw(folder)
-    if folder is not None and not flaw and _has_tokenizer(folder):
+    if folder is not None and (not download or (not flaw and _has_tokenizer(folder))):
         log.info(f"{name}: from {folder}")
         return folder
-    if not download:
-        return folder or _config_folder(name, repository, revision)
     try:
-        with _interruptible():
-            return _download(name, repository, revision)
+        return _download(name, repository, revision, only_config=not download)
     except DownloadFailed as e:
         if folder is None:
             raise
@@ -98,48 +89,35 @@ def model_folder(model: Path, download: bool) -> Path:
         return folder
 
 
-def _config_folder(name: str, repository: str, revision: str) -> Path:
-    """The folder of its config.json, which alone is downloaded."""
-    from huggingface_hub import HfApi, hf_hub_download
-
-    _quiet()
-    with _translate(name, answered=False):
-        # Tried once: an unreachable Hub is known at once, and not after six tries for the file.
-        HfApi().model_info(repository, revision=revision, timeout=DEADLINE)
-    with _translate(name, answered=True):
-        folder = Path(hf_hub_download(repository, CONFIG, revision=revision)).parent
-    _check_architecture(name, folder / CONFIG)
-    return folder
-
-
-def _download(name: str, repository: str, revision: str) -> Path:
+def _download(name: str, repository: str, revision: str, only_config: bool) -> Path:
     """The folder with all needed files, of one commit even if the model changes on the Hub meanwhile."""
     from huggingface_hub import HfApi, hf_hub_download
 
     _quiet()
-    with _translate(name, answered=False):
+    with _translate(name):
+        # Tried once: an unreachable Hub is known at once, and not after six tries for the file.
         about = HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=DEADLINE)
-    commit = about.sha
     sizes = {file.rfilename: file.size or 0 for file in about.siblings or ()}
     _check_kind(name, sizes)
-    with _translate(name, answered=True):
+    with _translate(name):
         # by the revision's name, so that the cache records its commit
         folder = Path(hf_hub_download(repository, CONFIG, revision=revision)).parent
-    if folder.name != commit:
-        raise DownloadFailed(f"{name} is being changed on the Hub at this moment: start again")
     _check_architecture(name, folder / CONFIG)
+    if only_config:
+        return folder
     weights = [SINGLE]
     if INDEX in sizes:
-        with _translate(name, answered=True):
-            weights = _shards(name, Path(hf_hub_download(repository, INDEX, revision=commit)), sizes)
+        with _translate(name):
+            index = Path(hf_hub_download(repository, INDEX, revision=folder.name))
+        weights = _shards(name, index, sizes)
     small = [file for file in sizes if any(_matches(file, pattern) for pattern in SMALL)]
     files = [file for file in (*small, *weights) if not (folder / file).exists()]
-    _check_disk(name, about, files, folder)
+    _check_disk(name, sum(sizes[file] for file in files), len(files), folder.parents[2])
     for number, file in enumerate(files, start=1):
         if not sys.stderr.isatty():  # on a terminal the library draws a bar
             notice(f"{name}: {file} ({number} of {len(files)}), {byte_size(sizes[file])}")
-        with _translate(name, answered=True):
-            hf_hub_download(repository, file, revision=commit)
+        with _translate(name):
+            hf_hub_download(repository, file, revision=folder.name)
     notice(f"{name}: downloaded into {folder}")
     return folder
 
@@ -215,48 +193,21 @@ def _shards(name: str, index: Path, sizes: dict[str, int]) -> list[str]:
     return shards
 
 
-def _check_disk(name: str, about: ModelInfo, files: list[str], folder: Path) -> None:
+def _check_disk(name: str, need: int, files: int, cache: Path) -> None:
     """Log the download's size. Raises DownloadFailed where the disk has too little space for it."""
-    cache = folder.parents[2]  # CACHE/models--org--name/snapshots/COMMIT
-    blobs = folder.parents[1] / "blobs"  # files by their hashes, of other commits as well
-    need = 0
-    for file in about.siblings or ():
-        known_as = file.lfs.sha256 if file.lfs is not None else file.blob_id
-        if file.rfilename in files and not (known_as and (blobs / known_as).exists()):
-            need += file.size or 0
     free = shutil.disk_usage(cache).free
     if need > free:
         raise DownloadFailed(
             f"{name}: {byte_size(need)} have to be downloaded, and the disk of {cache} has {byte_size(free)}"
             " free; free some space, or set HF_HOME to a folder on a larger disk"
         )
-    notice(
-        f"{name}: downloading {len(files)} files, {byte_size(need)}, into {cache} ({byte_size(free)} free)"
-    )
+    notice(f"{name}: downloading {files} files, {byte_size(need)}, into {cache} ({byte_size(free)} free)")
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a download as Ctrl-C does: the unfinished file is removed."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    numbers = [signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, interrupt) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _translate(name: str, *, answered: bool) -> Iterator[None]:
+def _translate(name: str) -> Iterator[None]:
     """Raises WrongUsage where the Hub refuses this model, DownloadFailed for everything else that
-    huggingface_hub raises in the block. `answered`: the Hub has answered before."""
+    huggingface_hub raises in the block."""
     from huggingface_hub.errors import HfHubHTTPError
 
     # the base of httpx's errors, or of httpx2's, whichever this version of the library uses
@@ -264,48 +215,34 @@ def _translate(name: str, *, answered: bool) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, transport) as error:
-        raise _translated(name, answered, error, transport) from None
+        raise _translated(name, error) from None
 
 
-def _translated(name: str, answered: bool, error: Exception, transport: type[Exception]) -> LaunchError:
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+def _translated(name: str, error: BaseException) -> LaunchError:
+    from huggingface_hub import constants, errors
 
     hub = urlsplit(constants.ENDPOINT).netloc
     # Where the Hub refuses a file, the library looks for it in the cache, and raises that it is not there.
-    while isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+    while isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
         error = error.__cause__
-    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-    if isinstance(error, RevisionNotFoundError):
+    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
+    if isinstance(error, errors.RevisionNotFoundError):
         return WrongUsage(f"{name}: the model is on {hub}, but not in this revision")
-    if isinstance(error, GatedRepoError) or status == 403:
-        return WrongUsage(f"{name}: access is restricted: request it on the page at {hub}, then {LOG_IN}")
-    if isinstance(error, RepositoryNotFoundError):
+    if isinstance(error, errors.RepositoryNotFoundError) and not isinstance(error, errors.GatedRepoError):
         text = f"no folder of this name is here, and {hub} has no such model, or it is private"
         return WrongUsage(f"{name}: {text}; check the name, or {LOG_IN}")
-    if status == 401:
-        return WrongUsage(f"{name}: {hub} does not accept the token that is set here; {LOG_IN}")
+    if status in (401, 403):
+        return WrongUsage(f"{name}: access is restricted: request it on the page at {hub}, then {LOG_IN}")
     if status is not None:
         return DownloadFailed(f"{name}: {hub} answers with error {status}; try again later")
-    if isinstance(error, OfflineModeIsEnabled):
+    if isinstance(error, errors.OfflineModeIsEnabled):
         text = "is not in the cache of this machine, and HF_HUB_OFFLINE forbids downloading it"
         return DownloadFailed(f"{name} {text}; unset it, or give a folder with --model")
-    reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, ValueError):  # an answer that is no JSON, say
-        return DownloadFailed(f"{name}: {hub} does not answer as the Hub does: {reason[:160]}")
-    if answered:
-        return DownloadFailed(f"{name}: the download stopped: {reason[:160]}; start again to continue")
-    if isinstance(error, transport):
-        elsewhere = f"`hf download {name.partition('@')[0]} --local-dir DIR`"
-        return DownloadFailed(
-            f"{name}: no folder of this name is here, and {hub} cannot be reached ({reason[:120]}): without "
-            f"a network, download it on another machine ({elsewhere}) and give that folder with --model"
-        )
-    return DownloadFailed(f"{name}: cannot be downloaded: {reason[:160]}")
+    reason = (
+        getattr(error, "strerror", None) or one_line(" ".join(str(error).split())) or type(error).__name__
+    )
+    elsewhere = f"`hf download {name.partition('@')[0]} --local-dir DIR`"
+    return DownloadFailed(
+        f"{name}: no folder of this name is here, and {hub} cannot be reached ({reason[:160]}): start again"
+        f" later, or download it on another machine ({elsewhere}) and give that folder with --model"
+    )

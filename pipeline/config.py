@@ -26,7 +26,7 @@ FloeName = Literal[
 ]  # fmt: skip
 FormatName = Literal[DenseName, FloeName]
 ExchangeName = Literal["auto", "zmq", "shm"]
-GraphsName = Literal["auto", "on", "off"]
+GraphsName = Literal["auto", "off"]
 BackboneDType = Literal["f32", "bf16", "int8", "int4"]
 
 
@@ -54,7 +54,7 @@ class EngineConfig:
     record: Path | None = None  # a new file for the trace of every step's routing; absolute
     seed: int = 0  # of the preset `random` and of requests that give none
     exchange: ExchangeName = "auto"  # of Work with the workers; auto: shm, where it was compiled
-    graphs: GraphsName = "auto"  # CUDA graphs of decode steps; auto: each is compared with a step without
+    graphs: GraphsName = "auto"  # CUDA graphs of decode steps
     keep_store: bool = False
     verify: bool = False  # compare the store's bytes with their checksums before they are used
     http: str | None = None  # HOST:PORT of the gateway, for clients over HTTP; None: there is no gateway
@@ -85,3 +85,56 @@ class ResolvedConfig(EngineConfig):
     format: FormatName = "bf16"
     expert_cache: float = DEFAULT_CACHE
     staging: int | None = None  # slots of the slab beside the cache's; None: the fewest
+
+
+@dataclass(frozen=True)
+class WorkerCores:
+    """The expert workers in the order of their NUMA nodes: how many cores each computes on, and the number of
+    nodes (1 also where the order is arbitrary)."""
+
+    cores: tuple[int, ...]
+    nodes: int = 1
+
+    @classmethod
+    def equal(cls, number: int) -> Self:
+        """Return so many workers on one core each."""
+        return cls((1,) * number)
+
+    def __len__(self) -> int:
+        return len(self.cores)
+
+
+@dataclass(frozen=True)
+class CoordinatorConfig:
+    """Describes one engine to its coordinator, to which the supervisor gives this at the start."""
+
+    engine: str  # its name
+    runtime: Path
+    incarnation: int
+    key: bytes  # the engine's children prove their identity with it
+    control: str  # name of the control segment
+    store: str
+    fingerprint: str
+    model: Path
+    cache: Path  # folder of files that are kept between starts
+    workers: WorkerCores
+    slab: bool  # the first policy keeps experts on the device, and the prefetcher is being started
+    options: ResolvedConfig
+
+    @classmethod
+    def from_map(cls, config: dict[str, Any]) -> Self:
+        """Return the configuration from the supervisor's map."""
+        return cls(
+            engine=config["engine"],
+            runtime=Path(config["runtime"]),
+            incarnation=config["incarnation"],
+            key=config["key"],
+            control=config["control"],
+            store=config["store"],
+            fingerprint=config["fingerprint"],
+            model=Path(config["model"]),
+            cache=Path(config["cache_dir"]),
+            workers=WorkerCores(tuple(config["workers"]), config["nodes"]),
+            slab=config["slab"],
+            options=ResolvedConfig.from_map(config["config"]),
+        )

@@ -16,7 +16,7 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from pipeline.coordinator_config import CoordinatorConfig
+from pipeline.config import CoordinatorConfig
 from pipeline.errors import PipelineError, UsageError
 from pipeline.experts.peers import ExitEvents
 from pipeline.serving.clients import Clients
@@ -35,8 +35,7 @@ from pipeline.serving.engine_service import EngineService
 from pipeline.serving.engine_status import EngineStatus
 from pipeline.serving.text_link import ROLE as TEXT
 from pipeline.serving.text_link import TextLink
-from pipeline.serving.text_messages import TextMessages
-from pipeline.serving.text_queue import QueuedMessage, TextQueue
+from pipeline.serving.text_queue import Request, TextMessages, TextQueue
 from pipeline.text.grammar import MaskDropped, MaskRequest
 from protocol.codec import decode, encode
 from protocol.connection import HEARTBEAT_SECONDS
@@ -127,7 +126,7 @@ class Coordinator:
                 log.error("the coordinator failed", exc_info=error)
                 self._exit_code = 1
         if self._texts is not None:
-            self._texts.stop(STOPPING)
+            self._texts.stop()
         self._inbox.stop()
         await asyncio.to_thread(self._engine.join, JOIN_LIMIT)
         if self._engine.is_alive():
@@ -223,13 +222,12 @@ class Coordinator:
         self._texts.forget(client)
         self._inbox.drop(client)
 
-    def _pass_on(self, client: bytes, message: QueuedMessage) -> None:
-        """To the engine's thread: texts have been encoded."""
-        assert not isinstance(message, Tokenize)  # the queue answers it
+    def _pass_on(self, client: bytes, message: Request | SetPolicy) -> None:
+        """Pass a message whose text has been encoded to the engine's thread."""
         if not self._inbox.put(client, message):
             self._refuse(client, message)
 
-    def _refuse(self, client: bytes, message: QueuedMessage) -> None:
+    def _refuse(self, client: bytes, message: Request | Tokenize | SetPolicy) -> None:
         refusal = STOPPING if self._stopping.is_set() else FLOODED
         is_call = isinstance(message, SetPolicy)
         answer = Error(message.request, refusal) if is_call else Done(message.request, "error", refusal)
@@ -239,9 +237,11 @@ class Coordinator:
         assert self._texts is not None
         assert self._status is not None
         match message:
-            case Generate() | Score() | Calibrate() | Tokenize() | SetPolicy():
+            case Generate() | Score() | Calibrate() | Tokenize():
                 if not self._texts.put(client, message):
                     self._refuse(client, message)
+            case SetPolicy():
+                self._pass_on(client, message)
             case Cancel():
                 self._texts.cancel(client, message.request)
                 if not (self._inbox.put(client, message) or self._stopping.is_set()):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,17 @@ from pipeline.arrays import IntArray
 from pipeline.policies.view import Gated
 from shm.mask import Tally
 
+if TYPE_CHECKING:
+    from pipeline.device.base import Device
+
 Part = Literal["attention", "read", "plan", "submit", "shared", "device", "link", "wait", "combine", "head"]
 PARTS: tuple[Part, ...] = get_args(Part)
 LAUNCHING: tuple[Part, ...] = ("attention", "shared", "device", "combine", "head")
 TIMED = 16  # of so many steps one is timed by the device's clock: its marks take about 2 us each
+WINDOW = 16  # steps after which predictions are judged
+LEAST = 64  # tiles that must have landed for a judgement
+USEFUL_SHARE = 0.5  # of those tiles, that must have been used
+PAUSE, LONGEST_PAUSE = 256, 8192  # steps until the next trial, doubled after each trial that fails
 
 
 @dataclass
@@ -62,8 +69,8 @@ def fidelity(exact: bool, counted: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Hits:
-    """What a phase's steps used and found resident when their layers were planned, by layer, also where the
-    host computed it. An expert is a hit where all of its tiles are."""
+    """Counts by layer what a phase's steps used and found resident when their layers were planned, also where
+    the host computed it. An expert is a hit where all of its tiles are."""
 
     layers: int
 
@@ -117,24 +124,24 @@ class PrefetchedTiles:
     def __len__(self) -> int:
         return self.hi - self.lo
 
-    def land(self, tile: int, count: int = 1) -> None:
-        """The next `count` tiles of the expert have landed, of which `tile` is the first."""
+    def land(self, tile: int) -> None:
+        """The next tile of the expert has landed."""
         if self.lo == self.hi:
             self.lo = tile
-        self.hi = tile + count
+        self.hi = tile + 1
 
     def use(self, tiles: int) -> int:
         """The device computes with the expert's first `tiles` tiles. Returns how many of them it uses for the
         first time."""
-        found = max(0, min(self.hi, tiles) - self.lo)
-        self.lo += found
-        return found
+        used = max(0, min(self.hi, tiles) - self.lo)
+        self.lo += used
+        return used
 
     def evict(self, keep: int) -> int:
         """The expert's tiles from `keep` on are evicted. Returns how many of them were not used."""
-        found = max(0, self.hi - max(self.lo, keep))
-        self.hi -= found
-        return found
+        unused = max(0, self.hi - max(self.lo, keep))
+        self.hi -= unused
+        return unused
 
 
 @dataclass
@@ -189,16 +196,60 @@ class PhaseCounters(MoveCounters):
             self.fidelity.left += weight * tally.left / tally.mass
 
 
-class DeviceClock(Protocol):
-    """What a Device has of a clock."""
+def pause_note(paused: int, steps: int) -> str:
+    """One line for a report, where prefetching paused in some of the decode steps; otherwise ""."""
+    if not paused:
+        return ""
+    return (
+        f"prefetching paused in {paused} of {steps} decode steps, because too few of the tiles that it"
+        " fetched were used (with the option pause=0 it never pauses)"
+    )
 
-    on_host: bool
 
-    def time_mark(self) -> Any:
-        """As of Device."""
+class PrefetchMeter:
+    """Judges whether one policy's predictions are worth their transfers; where not, prefetching pauses and is
+    tried again later.
 
-    def seconds_between(self, earlier: Any, later: Any) -> float:
-        """As of Device."""
+    A wrongly predicted tile takes the memory's and the link's time from demanded tiles. So over a window of
+    steps, at least USEFUL_SHARE of the prefetched tiles that landed must have been used before they were
+    evicted. The same holds where single channels are predicted. `landed`, `useful`: prefetched tiles that had
+    landed and been used when the policy was set."""
+
+    def __init__(self, landed: int = 0, useful: int = 0) -> None:
+        self.on = True
+        self.status = ""  # one line for a person, while prefetching pauses or is tried again
+        self._pause = PAUSE  # after the next failure
+        self._pausing = 0  # steps of this pause
+        self._steps = 0  # of this window or of this pause
+        self._landed, self._useful = landed, useful  # when the window began
+
+    def step(self, landed: int, useful: int) -> bool:
+        """Count a step; `landed`, `useful`: all prefetched tiles so far that landed and that were used. True
+        where the step switched prefetching off or on."""
+        self._steps += 1
+        if not self.on:
+            if self._steps < self._pausing:
+                return False
+            self.on, self.status = True, "prefetching is being tried again"
+            self._begin(landed, useful)
+            return True
+        arrived, used = landed - self._landed, useful - self._useful
+        if self._steps < WINDOW or arrived < LEAST:  # too few to judge: the window continues
+            return False
+        self.on = used >= USEFUL_SHARE * arrived
+        if self.on:
+            self._pause, self.status = PAUSE, ""
+        else:
+            self.status = (
+                f"prefetching pauses for {self._pause} steps: of {arrived} tiles or channels fetched in"
+                f" {self._steps} steps, {used} were used"
+            )
+            self._pausing, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        self._begin(landed, useful)
+        return not self.on
+
+    def _begin(self, landed: int, useful: int) -> None:
+        self._steps, self._landed, self._useful = 0, landed, useful
 
 
 class StepClock:
@@ -210,12 +261,12 @@ class StepClock:
     def __init__(
         self,
         counters: PhaseCounters,
-        device: DeviceClock | None = None,
+        device: Device | None = None,
         copied: Callable[[], tuple[int, float]] = lambda: (0, 0.0),
     ) -> None:
         """`copied`: the tiles that were moved so far, and the seconds of that."""
         self._copied, (_, self._before) = copied, copied()
-        self._counters, self._seconds = counters, counters.seconds
+        self.counters, self._seconds = counters, counters.seconds
         self._marks: list[tuple[Part, Any]] = []
         timed = device is not None and not device.on_host and counters.steps % TIMED == TIMED // 2
         self._device = device if timed else None
@@ -231,15 +282,15 @@ class StepClock:
             self._marks.append((part, self._device.time_mark()))
 
     def finish(self, part: Part) -> None:
-        """As `mark`, where the step has ended and what it has launched was waited for."""
+        """End the step, of which all that was launched was waited for; the rest is as `mark`."""
         self.mark(part)
-        self._counters.link_busy += self._copied()[1] - self._before
+        self.counters.link_busy += self._copied()[1] - self._before
         if self._device is not None:
             before = self._first
             for part, mark in self._marks:
-                self._counters.device_seconds[part] += self._device.seconds_between(before, mark)
+                self.counters.device_seconds[part] += self._device.seconds_between(before, mark)
                 before = mark
-            self._counters.timed += self._last - self._began
+            self.counters.timed += self._last - self._began
 
 
 class Counters:

@@ -10,7 +10,7 @@ class UsageError(PipelineError):
 
 
 class NoRoom(UsageError):
-    """What an engine is to hold does not fit the device's free memory."""
+    """An engine's slab, KV cache or weights do not fit the device's free memory."""
 
 
 class ModelError(UsageError):

@@ -20,16 +20,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.coordinator_config import WorkerCores
-from pipeline.device.partial_sums import sum_on_host
-from pipeline.experts.compiled_division import divider
-from pipeline.experts.division import Divided, HostPlan
-from pipeline.experts.shares import split_layer
+from pipeline.config import WorkerCores
+from pipeline.device.base import sum_on_host
+from pipeline.experts.division import Divided, divider, split_layer
 from pipeline.models.routing import Softmax
 from pipeline.policies.view import Routing
 from shm.lane import CoordinatorLane, LaneShape, WorkerLane, library
 from shm.layout import StoreLayout
-from shm.mask import DENSE, NOTHING
+from shm.mask import NOTHING
 from shm.segment import Segment, unlink
 from workers.kernels.cuda.experts import CudaExperts
 from workers.kernels.cuda.matrix import PartSums
@@ -103,8 +101,7 @@ def measured(layout: StoreLayout, experts: int, active: int, plan: float, worker
     division = divider(cores, experts, tiles)
 
     def divided() -> Divided:
-        split = split_layer(Routing(chosen, weights), cut, residency, tiles)
-        return division.divide(HostPlan(0, split.routing, split.lo, split.hi, "decode", DENSE), 1)
+        return division.divide(split_layer(Routing(chosen, weights), cut, residency, tiles), 1)
 
     with torch.inference_mode():
         share, calls = _share(layout, active)

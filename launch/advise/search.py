@@ -1,12 +1,12 @@
-"""The search: every preset in every format that fits, then what would change the best."""
+"""The search of `advise`: every preset in every format that fits, then what would change the best."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from launch.advise.hardware import Hardware
+from launch.advise.machine import Hardware
 from launch.forecast import Estimate, Priced, RecordedText, Setting, Sizes, by_replay
 from pipeline.config import EngineConfig, FormatName
 from pipeline.errors import PlanError, PolicyError, TraceError
@@ -21,7 +21,9 @@ UNCALIBRATED = {
     "moepic": {"theta": "0.3"},
 }
 ALIKE = 0.98  # of the fastest: not to be told apart
+CLOSE = 0.95  # of the fastest: as good, where the format is more exact
 DEFAULTS = ("all-host", "tandem", "fiddler")  # of several that are alike, the first of these
+SIDES = {"link": "the link", "host": "the host's memory", "device": "the GPU's memory"}
 MORE = 1.1  # times as fast
 MORE_CACHE = 2e9  # bytes
 CURVE = (0.0, 0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0)  # caches of the picture
@@ -46,41 +48,8 @@ class Change:
     ratio: float
 
 
-@dataclass
-class Advice:
-    """Estimates by falling speed, and what they rest on."""
-
-    formats: list[Fitting]
-    estimates: list[Estimate] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)  # preset: reason
-    changes: list[Change] = field(default_factory=list)
-    curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # preset: share, tok/s
-
-    def of(self, format: FormatName) -> list[Estimate]:
-        return [each for each in self.estimates if each.setting.format == format]
-
-    @property
-    def best(self) -> Estimate:
-        """The best of all settings."""
-        return best_of(self.estimates)
-
-
-def best_of(estimates: Sequence[Estimate]) -> Estimate:
-    """The fastest exact one, or one that is as fast within the error of any estimate and needs fewer words:
-    without options, and the first of DEFAULTS."""
-    exact = [each for each in estimates if each.exact] or list(estimates)
-    fastest = max(each.tok_s for each in exact)
-    return min((each for each in exact if each.tok_s >= ALIKE * fastest), key=_preference)
-
-
-def _preference(each: Estimate) -> tuple[bool, int, float]:
-    policy = each.setting.policy
-    place = DEFAULTS.index(policy.name) if policy.name in DEFAULTS else len(DEFAULTS)
-    return bool(policy.options), place, -each.tok_s
-
-
 class Search:
-    """Replays settings of one model on one machine, one after the other."""
+    """Replays settings of one model on one machine, one after the other. `estimates` by falling speed."""
 
     def __init__(
         self,
@@ -91,76 +60,97 @@ class Search:
         seed: int,
         progress: Callable[[], None],
     ) -> None:
-        self.advice = Advice(list(formats))
-        self._hardware, self._text, self._prompt, self._seed = hardware, text, prompt, seed
-        self._progress = progress
+        self.hardware, self.formats, self.text, self.prompt = hardware, formats, text, prompt
+        self.estimates: list[Estimate] = []
+        self.left_out: dict[str, str] = {}  # preset: reason
+        self.changes: list[Change] = []
+        self.curves: dict[str, list[tuple[float, float]]] = {}  # preset: share, tok/s
+        self._seed, self._progress = seed, progress
         self._fitting = {each.sizes.format: each for each in formats if each.fits}
 
-    def priced(self, format: FormatName) -> Priced:
-        return self._hardware.priced(self._fitting[format].sizes, self._prompt)
+    def of(self, format: FormatName) -> list[Estimate]:
+        return [each for each in self.estimates if each.setting.format == format]
+
+    def best(self, format: FormatName | None = None) -> Estimate | None:
+        """Returns the fastest exact estimate, of all or of one format, or one that is as fast within the
+        error of any estimate and needs fewer words: without options, and the first of DEFAULTS."""
+        estimates = self.estimates if format is None else self.of(format)
+        exact = [each for each in estimates if each.exact] or estimates
+        fastest = max((each.tok_s for each in exact), default=0.0)
+        return min((each for each in exact if each.tok_s >= ALIKE * fastest), key=_preference, default=None)
+
+    def recommended(self) -> list[Estimate]:
+        """Returns the best; then that of the most exact format, where it is another one. None where nothing
+        fits."""
+        best = self.best()
+        if best is None:
+            return []
+        for fitting in self.formats:
+            each = self.best(fitting.sizes.format)
+            if each is best:
+                break
+            if each is not None and each.exact:
+                return [each] if each.tok_s >= CLOSE * best.tok_s else [best, each]
+        return [best]
 
     async def presets(self, requests: Sequence[PolicyRequest]) -> None:
-        """Each preset in each format, with the cache that fits."""
-        for format, fitting in self._fitting.items():
-            priced = self.priced(format)
+        """Replay each preset in each format, with the cache that fits."""
+        for fitting in self._fitting.values():
+            priced = self._priced(fitting)
             for request in requests:
-                share = fitting.plan.expert_cache
-                estimate = await self._try(request, fitting.sizes, priced, share)
-                if estimate is not None:
-                    self.advice.estimates.append(estimate)
-        self.advice.estimates.sort(key=lambda each: -each.tok_s)
+                await self._try(request, fitting, priced)
+        self.estimates.sort(key=lambda each: -each.tok_s)
 
-    async def what_if(self) -> None:
-        """The best setting on a slightly better machine."""
-        best = self.advice.best
-        sizes = self._fitting[best.setting.format].sizes
-        settings = best.setting
-        plain = self.priced(settings.format)
-        for side, words in (
-            ("link", "the link"),
-            ("host", "the host's memory"),
-            ("device", "the GPU's memory"),
-        ):
-            if side == "device" and self._hardware.device == "cpu":
-                continue
-            self._changed(f"{words} 10 % faster", await self._run(settings, sizes, plain.faster(side, MORE)))
-        tiles = sizes.needs.tiles
-        more = min(tiles, settings.capacity + int(MORE_CACHE // sizes.needs.slot))
+    async def what_if(self, best: Estimate) -> None:
+        """Replay the best setting on a slightly better machine."""
+        setting, fitting = best.setting, self._fitting[best.setting.format]
+        plain = self._priced(fitting)
+        better = [
+            (f"{words} 10 % faster", setting, plain.faster(side, MORE))
+            for side, words in SIDES.items()
+            if side != "device" or self.hardware.device != "cpu"
+        ]
+        tiles = fitting.sizes.needs.tiles
+        more = min(tiles, setting.capacity + int(MORE_CACHE // fitting.sizes.needs.slot))
         if best.moved or best.host_share:
-            estimate = await self._run(replace(settings, capacity=more, share=more / tiles), sizes, plain)
-            self._changed(f"{MORE_CACHE / 1e9:g} GB more of expert cache", estimate)
+            larger = replace(setting, capacity=more, share=more / tiles)
+            better.append((f"{MORE_CACHE / 1e9:g} GB more of expert cache", larger, plain))
+        for words, changed, priced in better:
+            estimate = await self._run(changed, fitting.sizes, priced)
+            self.changes.append(Change(words, estimate.tok_s, estimate.tok_s / best.tok_s))
 
-    async def curve(self) -> None:
-        """The fastest presets of the best setting's format over the cache's size."""
-        best = self.advice.best.setting
-        sizes, priced = self._fitting[best.format].sizes, self.priced(best.format)
-        exact = [each for each in self.advice.of(best.format) if each.exact]
-        for each in exact[:DRAWN]:
-            points = self.advice.curves.setdefault(each.setting.policy.label, [])
+    async def curve(self, best: Estimate) -> None:
+        """Replay the fastest presets of the best setting's format with caches of every size."""
+        fitting = self._fitting[best.setting.format]
+        priced = self._priced(fitting)
+        for each in [each for each in self.of(best.setting.format) if each.exact][:DRAWN]:
+            points = self.curves.setdefault(each.setting.policy.label, [])
             for share in CURVE:
-                estimate = await self._run(_with(each.setting, share, sizes), sizes, priced)
-                points.append((share, estimate.tok_s))
+                setting = _setting(each.setting.policy, share, fitting.sizes)
+                points.append((share, (await self._run(setting, fitting.sizes, priced)).tok_s))
 
-    def _changed(self, words: str, estimate: Estimate) -> None:
-        self.advice.changes.append(Change(words, estimate.tok_s, estimate.tok_s / self.advice.best.tok_s))
-
-    async def _try(
-        self, request: PolicyRequest, sizes: Sizes, priced: Priced, share: float
-    ) -> Estimate | None:
-        """Replay a preset; None where it cannot be replayed here, which is noted."""
+    async def _try(self, request: PolicyRequest, fitting: Fitting, priced: Priced) -> None:
+        """Replay a preset, or the same without its need of a calibration; note where neither can be."""
+        variants, sizes = [request], fitting.sizes
+        without = UNCALIBRATED.get(request.name, {})
+        if without and not without.keys() & request.options.keys():
+            variants.append(PolicyRequest(request.name, request.options | without))
         reason = ""
-        for each in _variants(request):
-            setting = _with(Setting(each, sizes.format, 0, 0.0), share, sizes)
+        for each in variants:
+            setting = _setting(each, fitting.plan.expert_cache, sizes)
             try:
-                return await self._run(setting, sizes, priced)
+                self.estimates.append(await self._run(setting, sizes, priced))
+                return
             except (PolicyError, TraceError, PlanError) as e:
                 reason = reason or str(e)
-        self.advice.left_out[request.label] = reason
-        return None
+        self.left_out[request.label] = reason
+
+    def _priced(self, fitting: Fitting) -> Priced:
+        return self.hardware.priced(fitting.sizes, self.prompt)
 
     async def _run(self, setting: Setting, sizes: Sizes, priced: Priced) -> Estimate:
         await asyncio.sleep(0)  # lets the event loop handle a Ctrl-C
-        estimate = by_replay(setting, sizes, priced, self._text, self._prompt, self._seed)
+        estimate = by_replay(setting, sizes, priced, self.text, self.prompt, self._seed)
         self._progress()
         return estimate
 
@@ -173,13 +163,11 @@ def fitting(sizes: Sizes, config: EngineConfig, hardware: Hardware) -> Fitting:
     return Fitting(sizes, smallest(sizes.needs, config, slab=True), False)
 
 
-def _with(setting: Setting, share: float, sizes: Sizes) -> Setting:
-    return replace(setting, share=share, capacity=cache_tiles(share, sizes.needs.tiles))
+def _preference(each: Estimate) -> tuple[bool, int, float]:
+    policy = each.setting.policy
+    place = DEFAULTS.index(policy.name) if policy.name in DEFAULTS else len(DEFAULTS)
+    return bool(policy.options), place, -each.tok_s
 
 
-def _variants(request: PolicyRequest) -> Iterator[PolicyRequest]:
-    """The preset, then the same without its need of a calibration."""
-    yield request
-    without = UNCALIBRATED.get(request.name, {})
-    if without and not without.keys() & request.options.keys():
-        yield PolicyRequest(request.name, request.options | without)
+def _setting(policy: PolicyRequest, share: float, sizes: Sizes) -> Setting:
+    return Setting(policy, sizes.format, cache_tiles(share, sizes.needs.tiles), share)

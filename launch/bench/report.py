@@ -15,7 +15,7 @@ from launch.bench.profile import PhaseProfile
 from launch.bench.run import PolicyResult
 from launch.terminal.format import count, merged_notes, model_name, percent
 from launch.terminal.plot import draw
-from pipeline.engine.prefetch_meter import pause_note
+from pipeline.counters import pause_note
 from pipeline.models.shapes import is_shape
 from shm.segment import byte_size
 

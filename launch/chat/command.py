@@ -16,8 +16,7 @@ from launch.command_line.options import Options
 from launch.connect import reconnecting_client
 from launch.errors import OutputFailed, WrongUsage
 from launch.generate import answer_settings
-from launch.terminal.interrupts import Interrupts
-from launch.terminal.lines import Lines
+from launch.terminal.interrupts import Interrupts, Lines
 from launch.terminal.log import complain
 from launch.terminal.output import show
 from pipeline.assets import model_dir

@@ -3,7 +3,9 @@ below an answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
@@ -14,7 +16,7 @@ from launch.bench.profile import PhaseProfile
 from launch.chat.conversation import KEYS, Reply, Settings, value_text
 from launch.errors import WrongUsage
 from launch.terminal.format import count, model_name, percent
-from launch.terminal.tables import Column, Table, each, grid
+from launch.terminal.tables import Column, Table, grid
 from pipeline.arrays import PHASES
 from pipeline.assets import model_dir
 from pipeline.errors import PolicyError
@@ -23,6 +25,8 @@ from pipeline.policies.presets import PARTS, PRESETS, Preset, make_policy
 from pipeline.policies.view import PolicyRequest
 from protocol.messages import Welcome
 from shm.segment import byte_size
+
+Row = tuple[str, list[str | None]]  # a name, and a cell for each phase
 
 
 class Command(NamedTuple):
@@ -117,7 +121,7 @@ def _explained(option: Option, value: Value) -> str:
     """Tells what an option decides and which values it takes; of a part also what each of them does."""
     if parts := PARTS.get(option.name):
         others = [f"{name}: {parts[name].help}" for name in option.values.split("|") if name != value]
-        return "\n  or ".join([f"{option.help}: {parts[str(value)].help}", *others])
+        return "\nor ".join([f"{option.help}: {parts[str(value)].help}", *others])
     return f"{option.help} ({option.values.replace('|', ', ')})"
 
 
@@ -127,51 +131,49 @@ def _shown(value: Value) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-Phase = tuple[str, PhaseProfile]
-Figure = Callable[[PhaseProfile], Any]
-
-
-def _figures(title: str, value: Figure, shown: Callable[[Any], str]) -> Column[Phase]:
-    return Column(title, lambda phase: value(phase[1]) or None, each(shown), optional=True)
-
-
-def _shares(title: str, part: Figure, whole: Figure) -> Column[Phase]:
-    return _figures(title, lambda p: part(p) / whole(p) if whole(p) else None, percent)
-
-
 def counters_table(reply: Reply | None, stats: dict[str, Any]) -> RenderableType:
     """Returns the engine's counters by phase, of the last answer and of all since the engine started."""
     last = reply.done.stats if reply is not None else {}
-    phases = [
-        (f"{name}\n{phase}", PhaseProfile(tree[phase], stats.get("tile_bytes", 0)))
+    phases = {
+        f"{name}\n{phase}": PhaseProfile(tree[phase], stats.get("tile_bytes", 0))
         for name, tree in (("answer", last.get("engine", {})), ("engine", stats.get("engine", {})))
         for phase in PHASES
         if isinstance(tree.get(phase), dict)
-    ]
-    kinds, parts = (phases[0][1].fidelity, phases[0][1].tree["seconds"]) if phases else ((), ())
-    columns = [
-        Column[Phase]("", lambda phase: phase[0]),
-        Column[Phase]("steps", lambda phase: phase[1].steps),
-        Column[Phase]("tokens computed", lambda phase: phase[1].rows),
-        Column[Phase]("expert tiles", lambda phase: phase[1].tiles),
-        _shares("  on the host", lambda p: p.tree["host_tiles"], lambda p: p.tiles),
-        _shares("  resident on the device", lambda p: p.tree["resident_tiles"], lambda p: p.tiles),
-        _shares("  fetched to the device", lambda p: p.tree["fetched_tiles"], lambda p: p.tiles),
-        _figures("expert hits", lambda p: p.hit_rate, percent),
-        _figures("moved on demand", lambda p: p.moved["demanded"], byte_size),
-        _figures("prefetched", lambda p: p.moved["predicted"], byte_size),
-        _shares("  used", lambda p: p.moved["useful"], lambda p: p.moved["predicted"]),
-        *(
-            _figures(f"{kind} of routed weight", lambda p, kind=kind: p.fidelity[kind], percent)  # type: ignore[misc]
-            for kind in kinds
-        ),
-        Column[Phase]("seconds", lambda phase: f"{phase[1].seconds:.2f}"),
-        *(
-            _shares(f"  {part}", lambda p, part=part: p.tree["seconds"][part], lambda p: p.seconds)  # type: ignore[misc]
-            for part in parts
-        ),
-    ]
-    return Table(columns, phases, across=True)
+    }
+    columns = [Column[Row](title, partial(_cell, place)) for place, title in enumerate(phases)]
+    lines = [_counters(profile) for profile in phases.values()]
+    rows = [(name, [of[name] for of in lines]) for name in (lines[0] if lines else ())]
+    rows = [row for row in rows if any(cell is not None for cell in row[1])]
+    return Table([Column[Row]("", itemgetter(0), text=True), *columns], rows)
+
+
+def _cell(place: int, row: Row) -> str | None:
+    return row[1][place]
+
+
+def _counters(p: PhaseProfile) -> dict[str, str | None]:
+    """Returns the figures of a phase; None for what there was nothing of."""
+    tree, moved, kinds = p.tree, p.moved, ("host", "resident", "fetched")
+    host, resident, fetched = (_share(tree[f"{kind}_tiles"], p.tiles) for kind in kinds)
+    return {
+        "steps": str(p.steps),
+        "tokens computed": str(p.rows),
+        "expert tiles": str(p.tiles),
+        "  on the host": host,
+        "  resident on the device": resident,
+        "  fetched to the device": fetched,
+        "expert hits": percent(p.hit_rate) if p.hit_rate else None,
+        "moved on demand": byte_size(moved["demanded"]) if moved["demanded"] else None,
+        "prefetched": byte_size(moved["predicted"]) if moved["predicted"] else None,
+        "  used": _share(moved["useful"], moved["predicted"]),
+        **{f"{kind} of routed weight": _share(part, 1.0) for kind, part in p.fidelity.items()},
+        "seconds": f"{p.seconds:.2f}",
+        **{f"  {part}": _share(spent, p.seconds) for part, spent in tree["seconds"].items()},
+    }
+
+
+def _share(part: float, whole: float) -> str | None:
+    return percent(part / whole) if part and whole else None
 
 
 def engine_table(stats: dict[str, Any], welcome: Welcome) -> RichTable:

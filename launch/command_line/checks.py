@@ -40,7 +40,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 NO_TOKENIZER = "this model has no tokenizer, so it reads no text and cannot chat"
 NO_TEMPLATE = "this model has no chat template, so it cannot chat: `generate --prompt TEXT` continues a text"
 
-HTTP_PACKAGES = ("starlette", "uvicorn", "httptools", "prometheus_client")  # of the extra `serve`
+HTTP_PACKAGES = ("uvicorn", "httptools", "prometheus_client")  # of the extra `serve`
 
 MOST_CHARACTERS = 120  # of an error about a line of a file
 MAX_TEXT_BYTES = 64 << 20  # of a text or a list of ids: far more than any context holds

@@ -7,11 +7,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 from rich.console import RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from launch.command_line.checks import check_engine
@@ -25,7 +25,7 @@ from launch.processes.trials import TrialFailed
 from launch.terminal.format import alike, count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
-from launch.terminal.tables import make_table, render
+from launch.terminal.tables import Cell, Column, Table, render
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_config
 from pipeline.config import EngineConfig, FormatName
@@ -131,37 +131,43 @@ def _layers(spec: ModelSpec) -> str:
 
 def _table(
     now: Situation, rows: Sequence[Plan], chosen: Plan | None, forecasts: Mapping[FormatName, Expected]
-) -> Table:
+) -> Table[tuple[Cell, ...]]:
     """A column for each format, with the bytes needed and the expected speed."""
-    table = make_table("", numbers=("available", *(plan.needs.format for plan in rows)))
-    for column, plan in zip(table.columns[2:], rows, strict=True):
-        column.style = "bold" if plan is chosen else ""
+    lines: list[tuple[Cell, ...]] = []
     for pools in zip(*(plan.pools(now.machine) for plan in rows), strict=True):
         # As the line of a start counts it: without what is left free, which must be available all the same.
         sums = [
             Text(byte_size(pool.needed - pool.parts.get(LEFT_FREE, 0)), "red" if pool.short else "green")
             for pool in pools
         ]
-        table.add_row(pools[0].name, byte_size(pools[0].free), *sums)
+        lines.append((pools[0].name, byte_size(pools[0].free), *sums))
         for part in () if pools[0].name == SHM_FOLDER else pools[0].parts:
             if any(pool.parts[part] for pool in pools):
                 name = f"and {part}" if part == LEFT_FREE else f"  {part}"
-                table.add_row(name, "", *(byte_size(pool.parts[part]) for pool in pools))
-    table.add_row("context (tokens)", "", *(str(plan.context) for plan in rows))
+                lines.append((name, "", *(byte_size(pool.parts[part]) for pool in pools)))
+    lines.append(("context (tokens)", "", *(str(plan.context) for plan in rows)))
     if any(plan.slab for plan in rows):
-        table.add_row("expert cache", "", *(f"{plan.expert_cache:g}" for plan in rows))
+        lines.append(("expert cache", "", *(f"{plan.expert_cache:g}" for plan in rows)))
     fits = {True: "fits", False: "too large"}
     verdicts = ("chosen" if plan is chosen else fits[plan.fits(now.machine)] for plan in rows)
-    table.add_row("", "", *verdicts)
+    lines.append(("", "", *verdicts))
     if forecasts:  # below the verdict, of a format that is too large as well
         expected = [forecasts[plan.needs.format] for plan in rows]
-        table.add_row("tok/s, about", "", *alike([each.usual for each in expected]))
+        lines.append(("tok/s, about", "", *alike([each.usual for each in expected])))
         slow, fast = (
             alike(list(speeds)) for speeds in zip(*((e.slow, e.fast) for e in expected), strict=True)
         )
-        table.add_row("  range", "", *map("{}-{}".format, slow, fast))
-        table.add_row("  memory's limit", "", *alike([each.limit for each in expected]))
-    return table
+        lines.append(("  range", "", *map("{}-{}".format, slow, fast)))
+        lines.append(("  memory's limit", "", *alike([each.limit for each in expected])))
+    columns = [
+        Column[tuple[Cell, ...]](plan.needs.format, itemgetter(place), style="bold" if plan is chosen else "")
+        for place, plan in enumerate(rows, 2)
+    ]
+    first = (
+        Column[tuple[Cell, ...]]("", itemgetter(0), text=True),
+        Column[tuple[Cell, ...]]("available", itemgetter(1)),
+    )
+    return Table([*first, *columns], lines)
 
 
 def _report(

@@ -11,7 +11,7 @@ from typing import cast
 import zmq
 import zmq.asyncio
 
-from pipeline.rate_limit import SparseLog
+from pipeline.fairness import SparseLog
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
 from protocol.messages import HEADER_LIMIT

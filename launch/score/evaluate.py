@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from math import fsum, isnan, sqrt
 from pathlib import Path
@@ -31,7 +32,7 @@ from launch.terminal.format import count, model_name, percent
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json
 from launch.terminal.progress import ProgressCounter
-from launch.terminal.tables import Column, Table, each, make_table, policy_name, print_parts
+from launch.terminal.tables import Column, Table, each, policy_name, print_parts
 from pipeline.assets import items as embedded_items
 from pipeline.policies.view import PolicyRequest
 from protocol.client import Client
@@ -209,6 +210,10 @@ async def _scores(client: Client, item: Item) -> list[float]:
     return scores
 
 
+def _share(items: Sequence[Item], answers: Answers, kind: str) -> float:
+    return Accuracy.of(items, answers, kind).share
+
+
 def _kinds(items: Sequence[Item]) -> list[str]:
     return list(dict.fromkeys(item.kind for item in items if item.kind))
 
@@ -259,10 +264,8 @@ def _report(
     ]
     yield from (Table(columns, results), "")
     if kinds := _kinds(items):
-        by_kind = make_table("right, by kind", numbers=[answers.policy.label for answers in results])
-        for kind in kinds:
-            by_kind.add_row(kind, *(percent(Accuracy.of(items, of, kind).share) for of in results))
-        yield from (by_kind, "")
+        by_kind = [Column[str](of.policy.label, partial(_share, items, of), each(percent)) for of in results]
+        yield from (Table([Column[str]("right, by kind", str, text=True), *by_kind], kinds), "")
     chance = sum(1 / len(item.choices) for item in items) / len(items)
     yield f"{model_name(model)}, {count(len(items), 'item')} of {path.name}; by chance {percent(chance)}"
     yield "+-: the standard error; per byte: choices compared by their log-probability a byte"

@@ -30,11 +30,19 @@ from shm.atomic_file import SHARED, atomic_file
 KINDS = (".png", ".svg", ".pdf")
 INK, FAINT, BLUE = "#333333", "#999999", "#3b6ea5"
 MARKS = "osD^vP*X<>"
+TICKS = {"labelsize": 8, "color": INK, "major.size": 0}
 WIDE = 8.0  # places whose largest is so many times the least are drawn on a logarithmic axis
 DPI = 150
 ROW = 0.42  # inches of a bar and the space below it
 LINES = 3.4  # inches of a panel of lines
 MOST_TICKS = 16
+STYLE = {
+    **{f"axes.spines.{side}": False for side in ("top", "right", "bottom")},
+    **{"axes.edgecolor": FAINT, "axes.titlesize": 9, "axes.labelsize": 8, "axes.labelcolor": FAINT},
+    **{"axes.grid": True, "grid.color": "#e6e6e6", "axes.axisbelow": True, "text.color": INK},
+    **{f"{axis}tick.{what}": value for axis in "xy" for what, value in TICKS.items()},
+    **{"legend.fontsize": 7, "legend.frameon": False},
+}
 
 
 @dataclass(frozen=True)
@@ -64,11 +72,6 @@ class Panel:
         """Every place of the series, in their order."""
         return list(dict.fromkeys(place for series in self.series for place in series.values))
 
-    @property
-    def most(self) -> float:
-        """The largest value."""
-        return max(max(values) for series in self.series for values in series.values.values())
-
 
 def check_picture(path: Path) -> None:
     """Raises WrongUsage unless a picture can be made there."""
@@ -91,8 +94,8 @@ def draw(
     from matplotlib import pyplot
 
     columns = max(map(len, rows))
-    heights = [max(map(_height, panels)) for panels in rows]
-    with pyplot.style.context("default"):
+    heights = [max(LINES if panel.along else 1.5 + ROW * len(panel.places) for panel in row) for row in rows]
+    with pyplot.style.context(["default", STYLE]):
         figure, grid = pyplot.subplots(
             len(rows),
             columns,
@@ -103,15 +106,16 @@ def draw(
             layout="constrained",
         )
         for line, panels in zip(grid, rows, strict=True):
-            most = max(panel.most for panel in panels)
             for axes, panel in zip_longest(line, panels):
                 if panel is None:
                     axes.set_axis_off()
-                elif panel.along:
-                    _lines(axes, panel, most if shared else panel.most)
-                else:
-                    _bars(axes, panel)
-        figure.suptitle(heading, fontsize=10, color=INK, x=0.01, ha="left")
+                    continue
+                (_lines if panel.along else _bars)(axes, panel)
+                axes.set_title(panel.title)
+                if any(series.label for series in panel.series):
+                    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16 if panel.along else -0.1)}
+                    axes.legend(ncols=2, handlelength=1.2, **place)
+        figure.suptitle(heading, fontsize=10, x=0.01, ha="left")
         layout: Any = figure.get_layout_engine()
         layout.set(rect=(0, 0.03, 1, 0.97), w_pad=0.12, h_pad=0.08)
         figure.text(0.01, 0.008, footnote, fontsize=7.5, color=FAINT, va="bottom")
@@ -125,19 +129,15 @@ def draw(
     notice(f"wrote {path}")
 
 
-def _height(panel: Panel) -> float:
-    return LINES if panel.along else 1.5 + ROW * len(panel.places)
-
-
 def _middle(values: Sequence[Sequence[float]]) -> tuple[list[float], list[list[float]] | None]:
-    """Medians, and their distances to the least and the most; None where every range is a point."""
+    """Returns medians, and their distances to the least and the most; None where every range is a point."""
     middle = [median(each) for each in values]
     below = [m - min(each) for m, each in zip(middle, values, strict=True)]
     above = [max(each) - m for m, each in zip(middle, values, strict=True)]
     return middle, [below, above] if any(below + above) else None
 
 
-def _lines(axes: Any, panel: Panel, most: float) -> None:
+def _lines(axes: Any, panel: Panel) -> None:
     for i, series in enumerate(panel.series):
         places = sorted(series.values)
         middle, errors = _middle([series.values[place] for place in places])
@@ -146,49 +146,28 @@ def _lines(axes: Any, panel: Panel, most: float) -> None:
     ticks = sorted(panel.places)
     if ticks[0] > 0 and ticks[-1] >= WIDE * ticks[0]:
         axes.set_xscale("log", base=2)
-    step = -(-len(ticks) // MOST_TICKS)
-    axes.set_xticks(ticks[::step], [f"{tick:g}" for tick in ticks[::step]])
-    axes.minorticks_off()
+    if len(ticks) <= MOST_TICKS:
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
     if panel.mark is not None:
         at, words = panel.mark
         axes.axvline(at, color=FAINT, lw=1, ls=":")
         axes.text(at, 0, f" {words}", color=FAINT, fontsize=8, rotation=90, va="bottom")
-    axes.set_ylim(0, panel.end or 1.08 * most or 1.0)
-    axes.set_xlabel(panel.along, fontsize=8, color=FAINT)
-    _tidy(axes, panel, "y")
+    axes.set_ylim(bottom=0, top=panel.end)
+    axes.set_xlabel(panel.along)
+    axes.grid(axis="x", visible=False)
 
 
 def _bars(axes: Any, panel: Panel) -> None:
-    places = panel.places
+    places = [str(place) for place in panel.places]
     ends = [0.0] * len(places)
-    furthest = ends  # of bars and their error bars
     for series in panel.series:
-        middle, errors = _middle([series.values.get(place, (0.0,)) for place in places])
-        if any(middle):
-            style = {"color": series.color or BLUE, "height": 0.6, "ecolor": INK, "capsize": 2}
-            axes.barh(range(len(places)), middle, left=ends, xerr=errors, label=series.label, **style)
+        middle, errors = _middle([series.values.get(place, (0.0,)) for place in panel.places])
+        style = {"color": series.color or BLUE, "height": 0.6, "ecolor": INK, "capsize": 2}
+        bars = axes.barh(places, middle, left=ends, xerr=errors, label=series.label, **style)
         ends = [end + value for end, value in zip(ends, middle, strict=True)]
-        furthest = ends if errors is None else [end + more for end, more in zip(ends, errors[1], strict=True)]
-    for row, (place, figure) in enumerate(zip(places, alike(ends), strict=True)):
-        place_of = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
-        words = panel.words.get(place, figure)
-        axes.annotate(words, (furthest[row], row), fontsize=8, color=INK, **place_of)
-    most = max(furthest)
-    axes.set_xlim(0, panel.end or 1.25 * most or 1.0)
-    axes.set_yticks(range(len(places)), places)
-    axes.set_ylim(len(places) - 0.5, -0.5)
-    _tidy(axes, panel, "x")
-
-
-def _tidy(axes: Any, panel: Panel, grid: str) -> None:
-    """The style of all panels; `grid`: the axis with values."""
-    axes.set_title(panel.title, fontsize=9, color=INK)
-    axes.tick_params(labelsize=8, colors=INK, length=0)
-    axes.grid(axis=grid, color="#e6e6e6", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "bottom"):
-        axes.spines[side].set_visible(False)
-    axes.spines["left"].set_color(FAINT)
-    if any(series.label for series in panel.series) and (panel.along or len(panel.series) > 1):
-        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16 if panel.along else -0.1)}
-        axes.legend(ncols=2, fontsize=7, frameon=False, handlelength=1.2, **place)
+    figures = zip(panel.places, alike(ends), strict=True)
+    axes.bar_label(bars, [panel.words.get(place, figure) for place, figure in figures], padding=4, fontsize=8)
+    axes.set_xlim(0, panel.end or 1.25 * axes.dataLim.x1 or 1.0)
+    axes.set_ylim(len(places) - 0.5, -0.5)  # the first place above
+    axes.grid(axis="y", visible=False)

@@ -8,10 +8,9 @@ import sys
 import time
 from typing import Literal, Self
 
-from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Column
-from rich.text import Text
 
 from launch.terminal.log import NOTICE, LogHandler
 from launch.terminal.tables import VisibleConsole
@@ -92,33 +91,24 @@ class ProgressDisplay:
                 SpinnerColumn("line"),
                 TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=BAR_WIDTH),
-                _Figures(self),
+                TextColumn("{task.fields[figures]}", markup=False, table_column=Column(no_wrap=True)),
+                TimeElapsedColumn(),
                 TextColumn("{task.fields[note]}", style="bold red", markup=False),
                 console=VisibleConsole(stderr=True),
                 redirect_stdout=False,
                 redirect_stderr=False,
                 transient=True,
             )
-            self._bars.add_task(self._stage, note=note)
             self._bars.start()
             LogHandler.bar_drawn = True
-        task = self._bars.tasks[0].id
-        # A total of None draws a bar that moves without end.
-        total = self._total or None
-        self._bars.update(
-            task, description=self._stage, completed=self._done, total=total, note=note, refresh=begins
-        )
-
-
-class _Figures(ProgressColumn):
-    """The figures of a display, at the time of each drawing: seconds go on while nothing else does."""
-
-    def __init__(self, display: ProgressDisplay) -> None:
-        super().__init__(Column(no_wrap=True))
-        self._display = display
-
-    def render(self, task: Task) -> Text:
-        return Text(self._display.figures())
+        if begins:
+            for task in self._bars.task_ids:
+                self._bars.remove_task(task)
+            # A total of None draws a bar that moves without end.
+            self._bars.add_task(self._stage, total=self._total or None, note=note, figures="")
+        figures = self.figures() if self._total else ""
+        task = self._bars.task_ids[0]
+        self._bars.update(task, completed=self._done, note=note, figures=figures, refresh=begins)
 
 
 class ProgressCounter:

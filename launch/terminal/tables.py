@@ -97,15 +97,13 @@ class Column(Generic[Row]):
 @dataclass(frozen=True)
 class Table(Generic[Row]):
     """`style`: of a whole row. `gap`: spaces between columns; one more where no rule is drawn below the
-    titles. `across`: each column becomes a line, with its title before it, and each row a column, with its
-    first cell for a title."""
+    titles."""
 
     columns: Sequence[Column[Row]]
     rows: Sequence[Row]
     title: str = ""
     gap: int = 1
     style: Callable[[Row], str] = lambda row: ""
-    across: bool = False
 
     @property
     def notes(self) -> list[str]:
@@ -113,14 +111,9 @@ class Table(Generic[Row]):
         return list(dict.fromkeys(column.note for column, _ in self._shown() if column.note))
 
     def __rich__(self) -> table.Table:
-        return self._lying() if self.across else self._standing()
-
-    def _standing(self) -> table.Table:
         columns = [column for column, _ in self._shown()]
         once = [place for place, column in enumerate(columns) if column.once]
-        made = _titled([(column.title, column.text) for column in columns], self.gap, self.title)
-        for column, drawn in zip(columns, made.columns, strict=True):
-            drawn.style = column.style
+        made = _titled(columns, self.gap, self.title)
         above: Sequence[Cell] = ()
         lines = zip(*(cells for _, cells in self._shown()), strict=True)
         for row, line in zip(self.rows, lines, strict=True):
@@ -130,28 +123,13 @@ class Table(Generic[Row]):
             above = line
         return made
 
-    def _lying(self) -> table.Table:
-        (first, titles), *lines = self._shown()
-        columns = [(first.title, True), *((str(title), False) for title in titles)]
-        made = _titled(columns, self.gap, self.title)
-        for column, cells in lines:
-            made.add_row(column.title, *cells, style=column.style)
-        return made
-
     def _shown(self) -> Iterator[tuple[Column[Row], list[Cell]]]:
         for column in self.columns:
             if (cells := column.cells(self.rows)) is not None:
                 yield column, cells
 
 
-def make_table(*texts: str, numbers: Iterable[str] = (), gap: int = 1, title: str = "") -> table.Table:
-    """A table of rich without rows, for rows that are no list of like things: texts, then numbers."""
-    columns = [(heading, True) for heading in texts] + [(heading, False) for heading in numbers]
-    return _titled(columns, gap, title)
-
-
-def _titled(columns: Sequence[tuple[str, bool]], gap: int, title: str) -> table.Table:
-    """`columns`: the title of each, and whether it holds texts."""
+def _titled(columns: Sequence[Column[Any]], gap: int, title: str) -> table.Table:
     terminal = Console().is_terminal
     titled = table.Table(
         title=title or None,
@@ -161,13 +139,13 @@ def _titled(columns: Sequence[tuple[str, bool]], gap: int, title: str) -> table.
         show_edge=False,
         header_style="bold",
     )
-    lines = max(heading.count("\n") for heading, _ in columns)
-    for heading, text in columns:
-        heading = "\n" * (lines - heading.count("\n")) + heading  # all end on the last line
-        if text:
-            titled.add_column(heading, overflow="fold")
+    lines = max(column.title.count("\n") for column in columns)
+    for column in columns:
+        heading = "\n" * (lines - column.title.count("\n")) + column.title  # all end on the last line
+        if column.text:
+            titled.add_column(heading, overflow="fold", style=column.style)
         else:
-            titled.add_column(heading, justify="right", no_wrap=True)
+            titled.add_column(heading, justify="right", no_wrap=True, style=column.style)
     return titled
 
 

@@ -20,15 +20,14 @@ import torch
 from pipeline.backbone.batch import TokenSpan
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.calibration import cost_cache
-from pipeline.coordinator_config import CoordinatorConfig
+from pipeline.config import CoordinatorConfig
 from pipeline.counters import PhaseCounters, StepClock
 from pipeline.engine.engine import Engine
 from pipeline.errors import PolicyError
 from pipeline.experts.device_share import DeviceMemory, Slab
-from pipeline.experts.division import HostPlan, spans
+from pipeline.experts.division import Share, split_layer
 from pipeline.experts.mover import Landed, Wanted
 from pipeline.experts.pool import Ticket
-from pipeline.experts.shares import Share
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import Routing
 from shm.mask import DENSE
@@ -252,9 +251,9 @@ class _Probe:
         expert, layer = next(self._places)
         shape = self._engine.shape
         routing = Routing(np.full((rows, 1), expert, np.int32), np.ones((rows, 1), np.float32))
-        ends = spans(shape.experts, [(expert, 0, shape.tiles)])
-        plan = HostPlan(layer, routing, *ends, "decode", DENSE)
-        return self._engine.pool.submit(plan, self._activations(rows).numpy())
+        none = np.zeros(shape.experts, np.int32)  # the device has no tile of it
+        split = split_layer(routing, none, none, shape.tiles, layer)
+        return self._engine.pool.submit(split, self._activations(rows).numpy())
 
     def _fetch(self, experts: int = 1) -> float:
         """Copy experts of one layer to the device, on demand; seconds."""

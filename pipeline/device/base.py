@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.device.partial_sums import sum_on_host
 from protocol.messages import AttachSlab
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class SlabMemory(ABC):
 
     @abstractmethod
     def upload(self, array: NDArray[Any]) -> Tensor:
-        """As `Device.from_host`."""
+        """Return an array on the device, as `Device.from_host`."""
 
     @abstractmethod
     def address(self) -> AttachSlab:
@@ -122,7 +121,7 @@ class DeviceChannelKernel(Protocol):
 
 
 class Device(ABC):
-    """Where the backbone is computed."""
+    """A device: computes the backbone and holds the slab."""
 
     name: str
     torch_device: torch.device
@@ -187,17 +186,17 @@ class Device(ABC):
         `to_host`."""
 
     def share_memory(self, memory: NDArray[np.uint8]) -> str:
-        """Let kernels read this memory of the host (whole pages) in place. Why they do not; "" where they do,
-        until `unshare_memory`."""
+        """Let kernels read this memory of the host (whole pages) in place until `unshare_memory`. Returns why
+        they cannot, or ""."""
         return "the device computes in the host's memory"
 
     def unshare_memory(self, memory: NDArray[np.uint8]) -> None:  # noqa: B027 - nothing was shared
         """Before shared memory is unmapped. No kernel may read it any more."""
 
-    def add_parts(self, parts: Sequence[FloatArray], shape: tuple[int, ...]) -> tuple[Tensor, Fence]:
-        """`sum_on_host`, on the device: float32 [R, H], with the same bits; and the fence behind which the
-        parts may change, None where they may at once."""
-        return self.from_host(sum_on_host(parts, shape)), None
+    def add_parts(self, parts: Sequence[FloatArray], shape: tuple[int, ...]) -> Tensor:
+        """Return `sum_on_host` on the device: float32 [R, H], with the same bits. Parts in shared memory must
+        not change until the device has done what it was given."""
+        return self.from_host(sum_on_host(parts, shape))
 
     def free_cached(self) -> None:  # noqa: B027 - a device without an allocator of its own keeps nothing
         """After an allocation failed: return memory that the device's allocator keeps for later ones."""
@@ -244,3 +243,12 @@ def heads_of(store: Store, layer: int) -> NDArray[np.uint8]:
     first = layout.head_offset(layer, 0)
     whole = store.all_tiles()[first : first + layout.head_stride * layout.shape.experts]
     return whole.reshape(layout.shape.experts, layout.head_stride)
+
+
+def sum_on_host(parts: Sequence[FloatArray], shape: tuple[int, ...]) -> FloatArray:
+    """Add the workers' partial sums in their order: float32 [R, H], zeros plus each part in turn. The bits
+    depend neither on timing nor on who adds."""
+    total = np.zeros(shape, np.float32)
+    for y in parts:
+        total += y
+    return total

@@ -1,8 +1,9 @@
 """Device `cuda`: the backbone by torch on one GPU, its copies to and from the host, and its fences.
 
 torch computes on its current stream; demanded tiles are copied on another one, and predicted ones by the
-prefetch process (`device/cuda_slab.py`). A slot is written again only behind the fence of its last reader.
-Between the host and the device go page-locked buffers: only `to_host` waits for the stream, once a layer.
+prefetch process, through CUDA IPC: these are computed once their landing was reported. A slot is written
+again only behind the fence of its last reader. Between the host and the device go page-locked buffers: only
+`to_host` waits for the stream, once a layer.
 """
 
 from __future__ import annotations
@@ -16,37 +17,37 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pipeline.arrays import FloatArray
 from pipeline.device.base import (
     CONTEXT_BYTES,
+    SLOT_ALIGNMENT,
     SPARE_BYTES,
-    Device,
-    DeviceChannelKernel,
-    DeviceKernel,
-    Fence,
     SlabMemory,
     heads_of,
 )
 from pipeline.device.cuda_graphs import CudaGraphs
-from pipeline.device.cuda_kernels import CudaKernels
-from pipeline.device.cuda_slab import CudaSlab
-from pipeline.device.host_reads import HostReads
+from pipeline.device.cuda_kernels import KernelDevice
 from pipeline.errors import NoRoom
-from shm.blocks import BlockFormat
-from shm.formats import Bytes
+from protocol.messages import AttachSlab
 from shm.layout import StoreLayout
 from shm.segment import byte_size
 from shm.store import Store
+from workers.copiers import EmulatedLink
 from workers.cuda import (
+    CudaError,
     PinnedArena,
     PinnedBuffer,
     blocking_event,
     call,
     constant,
+    ipc_handle,
 )
-from workers.kernels.cuda.attention import DecodeAttention
+from workers.cuda_copier import CudaCopier
 from workers.kernels.cuda.compiler import Program
-from workers.kernels.cuda.matrix import CudaMatrix
+from workers.kernels.cuda.launcher import Launcher
+from workers.kernels.cuda.matrix import PartSums
 
+BLOCK = 1 << 21  # cudaMalloc places smaller allocations in a shared block, and IPC exports whole blocks
 FLASH = (8, 0)  # the least compute capability with flash attention
 FLOAT = 4  # bytes
 # Of arrays that are copied to the device.
@@ -70,7 +71,7 @@ class _Fence:
         return event if self._reads == self._device.reads else None  # else `to_host` has waited since
 
 
-class CudaDevice(Device):
+class CudaDevice(KernelDevice):
     """The first CUDA device."""
 
     name = "cuda"
@@ -78,8 +79,8 @@ class CudaDevice(Device):
     process_bytes = CONTEXT_BYTES
 
     def __init__(self, cache: Path | None = None, *, in_torch: bool = False) -> None:
-        """Quantized tiles have the bits of the host's kernels. `cache`: a folder of compiled kernels.
-        `in_torch`: torch computes all tiles, for comparison."""
+        """Take arguments as KernelDevice."""
+        super().__init__(cache, in_torch)
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.flash = torch.cuda.get_device_capability(self.torch_device) >= FLASH
         # cuDNN's attention makes a plan for each length of a sequence: 40 to 400 ms a token.
@@ -90,39 +91,21 @@ class CudaDevice(Device):
         self._made: list[Any] = []  # all events of fences
         self.events: list[Any] = []  # of them, those that no fence uses
         self.reads = 0  # calls of `to_host`, each of which waits for all work before it
-        self.cuda_kernels = CudaKernels(self.torch_device, cache, self.from_host, in_torch=in_torch)
         self._graphs: CudaGraphs | None = None
-        self._host_reads = HostReads(lambda: self.cuda_kernels.launcher(Program.of_sums()))
-
-    def expert_kernel(self, layout: StoreLayout) -> DeviceKernel:
-        return self.cuda_kernels.experts(layout)
-
-    def channel_kernel(self, layout: StoreLayout) -> DeviceChannelKernel:
-        return self.cuda_kernels.channels(layout)
+        self._host_reads = HostReads(lambda: self.launcher(Program.of_sums()))
 
     def heads_bytes(self, layout: StoreLayout) -> int:
         return layout.head_stride * layout.shape.experts * layout.shape.layers
 
     def load_heads(self, store: Store, tick: Callable[[], None] = lambda: None) -> list[Tensor]:
-        found = []
+        every = []
         for layer in range(store.layout.shape.layers):
             heads = heads_of(store, layer)
             on_device = torch.empty(heads.shape, dtype=torch.uint8, device=self.torch_device)
             # Copied once more, because torch takes no read-only array; a layer's heads are small.
-            found.append(on_device.copy_(torch.from_numpy(heads.copy())))
+            every.append(on_device.copy_(torch.from_numpy(heads.copy())))
             tick()
-        return found
-
-    def check_quantized(self, format: BlockFormat) -> None:
-        self.cuda_kernels.check_quantized(format)
-
-    def quantized_matrix(self, format: BlockFormat, data: Bytes, shape: tuple[int, int]) -> CudaMatrix:
-        return self.cuda_kernels.matrix(format, data, shape)
-
-    def decode_attention(
-        self, streams: Sequence[tuple[int, int]], dtype: torch.dtype, context: int
-    ) -> DecodeAttention | None:
-        return self.cuda_kernels.attention(streams, dtype, context)
+        return every
 
     def prepare(self, multiply_adds: int) -> None:
         """A GPU needs no setup."""
@@ -178,9 +161,9 @@ class CudaDevice(Device):
     def unshare_memory(self, memory: NDArray[np.uint8]) -> None:
         self._host_reads.unshare(memory)
 
-    def add_parts(self, parts: Sequence[NDArray[np.float32]], shape: tuple[int, ...]) -> tuple[Tensor, Fence]:
+    def add_parts(self, parts: Sequence[NDArray[np.float32]], shape: tuple[int, ...]) -> Tensor:
         y = self._host_reads.sum(parts, shape, self.torch_device)
-        return super().add_parts(parts, shape) if y is None else (y, self.fence())
+        return super().add_parts(parts, shape) if y is None else y
 
     def free_cached(self) -> None:
         torch.cuda.empty_cache()
@@ -235,3 +218,128 @@ class CudaDevice(Device):
     def describe(self) -> str:
         properties = torch.cuda.get_device_properties(self.torch_device)
         return f"cuda, {properties.name}, {byte_size(properties.total_memory)}"
+
+
+class HostReads:
+    """Memory of the host that kernels read in place, and sums of partial sums in it."""
+
+    def __init__(self, launcher: Callable[[], Launcher]) -> None:
+        """`launcher`: of the kernels' program, made when memory is shared first; raises CudaError."""
+        self._launcher = launcher
+        self._sums: PartSums | None = None
+        self._ranges: dict[int, tuple[int, int]] = {}  # by start: end, and distance on the device
+
+    def share(self, memory: NDArray[np.uint8]) -> str:
+        """Do what Device.share_memory says."""
+        start = memory.ctypes.data
+        try:
+            if self._sums is None:
+                self._sums = PartSums(self._launcher())
+            call("cudaHostRegister", start, memory.nbytes, constant("cudaHostRegisterDefault"))
+            try:
+                there = int(call("cudaHostGetDevicePointer", start, 0))
+            except CudaError:
+                call("cudaHostUnregister", start)
+                raise
+        except CudaError as e:
+            return str(e)
+        self._ranges[start] = start + memory.nbytes, there - start
+        return ""
+
+    def unshare(self, memory: NDArray[np.uint8]) -> None:
+        """Do what Device.unshare_memory says."""
+        if self._ranges.pop(memory.ctypes.data, None):
+            call("cudaHostUnregister", memory.ctypes.data)
+
+    def close(self) -> None:
+        for start in self._ranges:
+            call("cudaHostUnregister", start)
+        self._ranges.clear()
+
+    def sum(self, parts: Sequence[FloatArray], shape: tuple[int, ...], device: torch.device) -> Tensor | None:
+        """`sum_on_host` of parts that all lie in shared memory; None where not all do."""
+        if self._sums is None:
+            return None
+        places = [self._place(y) for y in parts]
+        if 0 in places:
+            return None
+        y = torch.empty(shape, dtype=torch.float32, device=device)
+        self._sums.add(places, y)
+        return y
+
+    def _place(self, array: FloatArray) -> int:
+        """The address by which kernels read an array; 0 where they do not."""
+        start = int(array.__array_interface__["data"][0])  # sooner than by ctypes
+        for first, (end, distance) in self._ranges.items():
+            if first <= start < end:
+                return start + distance
+        return 0
+
+
+class _Allocation:
+    """Shows a raw allocation to torch through the CUDA array interface."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _allocated(address: int, size: int, device: int) -> Tensor:
+    """An allocation on the device as a tensor, uint8 [size]."""
+    return torch.as_tensor(_Allocation(address, size), device=f"cuda:{device}")
+
+
+class CudaSlab(SlabMemory):
+    """One cudaMalloc, so that its IPC handle exports this slab and nothing else."""
+
+    def __init__(
+        self,
+        device: int,
+        slots: int,
+        slot_bytes: int,
+        upload: Callable[..., Tensor],
+        stream: Callable[[], int],
+    ) -> None:
+        """`stream`: on which torch computes now."""
+        self.slots, self._upload, self._stream = slots, upload, stream
+        self.slot_bytes = -(-slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        self._used = slot_bytes
+        self._device = device
+        self._exported = False
+        call("cudaSetDevice", device)
+        self._address = int(call("cudaMalloc", -(-slots * self.slot_bytes // BLOCK) * BLOCK))
+        whole = _allocated(self._address, slots * self.slot_bytes, device)
+        self._all = whole.view(slots, self.slot_bytes)
+        self._tensors = [whole[i * self.slot_bytes :][: self._used] for i in range(slots)]
+
+    @property
+    def all_slots(self) -> Tensor:
+        return self._all
+
+    def slot(self, index: int) -> Tensor:
+        return self._tensors[index]
+
+    def upload(self, array: NDArray[Any]) -> Tensor:
+        return self._upload(array)
+
+    def address(self) -> AttachSlab:
+        handle = ipc_handle(self._address)
+        self._exported = True
+        return AttachSlab("cuda", handle, self._device, self.slots, self.slot_bytes)
+
+    def copier(self, store: Store, link: EmulatedLink | None) -> CudaCopier:
+        address, stream = self._address, self._stream
+        return CudaCopier(store, self._device, address, self.slot_bytes, stream=stream, link=link)
+
+    def close(self) -> None:
+        call("cudaDeviceSynchronize")
+        self._tensors.clear()
+        del self._all
+        if not self._exported:
+            call("cudaFree", self._address)
+        # Otherwise another process may still map it, and freeing it is undefined then: this process keeps an
+        # exported slab until it exits, and the driver frees it.

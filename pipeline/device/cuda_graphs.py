@@ -24,7 +24,7 @@ FLOAT = 4  # bytes
 
 
 class Stream(Protocol):
-    """What graphs need of their device: its stream, and copies to it."""
+    """The device of graphs: its stream, and copies to it."""
 
     torch_device: torch.device
 
@@ -33,7 +33,7 @@ class Stream(Protocol):
         """torch's current stream."""
 
     def wait_for_stream(self) -> None:
-        """For all that was enqueued."""
+        """Wait for all that was enqueued."""
 
     def upload_to(self, tensor: Tensor, array: NDArray[Any]) -> None:
         """Enqueue a copy of an array, which may change at once."""
@@ -64,7 +64,7 @@ class CudaGraphs:
         call("cudaMemcpyAsync", to.ctypes.data, tensor.data_ptr(), to.nbytes, kind, self._device.stream)
 
     def wait(self) -> None:
-        """For all that was enqueued."""
+        """Wait for all that was enqueued."""
         self._device.wait_for_stream()
 
     def write(self, tensor: Tensor, array: NDArray[Any]) -> None:
@@ -72,7 +72,7 @@ class CudaGraphs:
         self._device.upload_to(tensor, array)
 
     def free_bytes(self) -> int:
-        """Of the device's memory."""
+        """Return the free bytes of the device's memory."""
         free, _ = call("cudaMemGetInfo")
         return int(free)
 
@@ -105,8 +105,8 @@ class CudaGraphs:
         return replay
 
     def _end_capture(self, graph: Any) -> None:
-        """Where the driver refuses to end a capture, torch's allocator goes on with it: it would give no
-        memory back any more, but fail, and ask the graph about streams."""
+        """End a capture in torch's allocator, where the driver refuses to end it: else the allocator would
+        give no memory back any more, but fail, and ask the graph about streams."""
         self._failed.append(graph)
         index = self._device.torch_device.index
         with suppress(RuntimeError):  # it has ended

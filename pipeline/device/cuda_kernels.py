@@ -1,4 +1,4 @@
-"""Which kernels compute on the device `cuda`: compiled ones, or torch where these cannot be had."""
+"""Chooses the kernels of the device `cuda`: compiled ones, or torch where these cannot be had."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.arrays import FloatArray, IntArray
-from pipeline.device.base import DeviceChannelKernel, DeviceKernel, LayerSum
+from pipeline.device.base import Device, DeviceChannelKernel, DeviceKernel, LayerSum
 from pipeline.device.tile_sums import TileByTile
 from pipeline.errors import UsageError
 from shm.blocks import BlockFormat
@@ -50,42 +50,35 @@ class FewRows:
     def begin(
         self, x: Tensor, cuts: IntArray, offsets: IntArray, rows: IntArray, weights: FloatArray
     ) -> LayerSum:
-        """As of DeviceKernel."""
+        """Begin a share, as DeviceKernel says."""
         few = np.diff(offsets).max(initial=0) <= self._few.most_rows
         kernel: DeviceKernel = self._few if few else self._many
         return kernel.begin(x, cuts, offsets, rows, weights)
 
 
-class CudaKernels:
-    """Chooses them, and compiles each program once. Used by the engine's thread alone."""
+class KernelDevice(Device):
+    """A device whose tiles and matrices kernels compute. Each program is compiled once. Used by the engine's
+    thread alone."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        cache: Path | None,
-        upload: Callable[[NDArray[Any]], Tensor],
-        *,
-        in_torch: bool,
-    ) -> None:
-        """`upload`: as `Device.from_host`; the others as of CudaDevice."""
-        self._device, self._cache = device, cache
-        self._upload, self._in_torch = upload, in_torch
+    def __init__(self, cache: Path | None, in_torch: bool) -> None:
+        """`cache`: a folder of compiled kernels. `in_torch`: torch computes all tiles, for comparison."""
+        self._cache, self._in_torch = cache, in_torch
         self._launchers: dict[Program, CudaLauncher] = {}
 
     def launcher(self, program: Program) -> CudaLauncher:
-        """The compiled kernels. Raises CudaError."""
+        """Return the compiled kernels. Raises CudaError."""
         if program not in self._launchers:
-            self._launchers[program] = CudaLauncher(program, self._device, self._cache, self._upload)
+            place = self.torch_device, self._cache
+            self._launchers[program] = CudaLauncher(program, *place, self.from_host)
         return self._launchers[program]
 
     def _program(self, format: TileFormat) -> Program | None:
-        """Without it torch computes the format."""
+        """Return the kernels of a format; None where torch computes it."""
         host = best()
         return Program.of_format(format, fused=host is None or host.variant != "portable")
 
-    def experts(self, layout: StoreLayout) -> DeviceKernel:
-        """As Device.expert_kernel."""
-        in_torch, program = TorchKernel(layout, self._upload), self._program(layout.format)
+    def expert_kernel(self, layout: StoreLayout) -> DeviceKernel:
+        in_torch, program = TorchKernel(layout, self.from_host), self._program(layout.format)
         if program is None or self._in_torch:
             return in_torch
         try:
@@ -95,8 +88,7 @@ class CudaKernels:
             return in_torch
         return experts if experts.most_rows == NO_LIMIT else FewRows(experts, in_torch)
 
-    def channels(self, layout: StoreLayout) -> DeviceChannelKernel:
-        """As Device.channel_kernel."""
+    def channel_kernel(self, layout: StoreLayout) -> DeviceChannelKernel:
         assert isinstance(layout.format, FloeFormat)
         program = self._program(layout.format.up)
         if program is None or self._in_torch:
@@ -108,7 +100,6 @@ class CudaKernels:
             return ReferenceChannels(layout)
 
     def check_quantized(self, format: BlockFormat) -> None:
-        """As Device.check_quantized."""
         program = self._program(format)
         assert program is not None
         try:
@@ -118,16 +109,14 @@ class CudaKernels:
                 f"--backbone-dtype {format.name} needs kernels that cannot be had here: {e}; use bf16"
             ) from None
 
-    def matrix(self, format: BlockFormat, data: Bytes, shape: tuple[int, int]) -> CudaMatrix:
-        """As Device.quantized_matrix."""
+    def quantized_matrix(self, format: BlockFormat, data: Bytes, shape: tuple[int, int]) -> CudaMatrix:
         program = self._program(format)
         assert program is not None
         return CudaMatrix(self.launcher(program), format, data, shape)
 
-    def attention(
+    def decode_attention(
         self, streams: Sequence[tuple[int, int]], dtype: torch.dtype, context: int
     ) -> DecodeAttention | None:
-        """As Device.decode_attention."""
         if self._in_torch or not attention.fits(streams):
             return None
         try:

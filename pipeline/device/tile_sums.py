@@ -40,13 +40,13 @@ class TileSums:
         self._sums: dict[int, Tensor] = {}  # of an item
 
     def add(self, tiles: Sequence[tuple[int, int, Tensor]]) -> None:
-        """As of LayerSum."""
+        """Compute tiles, as LayerSum says."""
         for item, tile, data in tiles:
             part = self._output(item, tile, data, self._rows[item])
             self._sums[item] = self._sums[item].add_(part) if item in self._sums else part
 
     def result(self) -> Tensor:
-        """As of LayerSum."""
+        """Return the sum, as LayerSum says."""
         y = torch.zeros_like(self._x)
         for item, (start, end) in enumerate(self._places):
             if item in self._sums:
@@ -71,7 +71,7 @@ class TileByTile(ABC):
     def begin(
         self, x: Tensor, cuts: IntArray, offsets: IntArray, rows: IntArray, weights: FloatArray
     ) -> TileSums:
-        """As of DeviceKernel."""
+        """Begin a share, as DeviceKernel says."""
         inputs = self.activations(x)
 
         def output(item: int, tile: int, data: Tensor, chosen: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The one place that calls a policy's methods, in their fixed order (docs/architecture.md, One step).
 
 A `PolicyDriver` calls the policy for each layer in turn, and a `LayerExecutor` carries out its decisions:
-with tensors and processes (`pipeline/engine/tensor_executor.py`), on the clock of a cost model
+with tensors and processes (`pipeline/engine/engine.py`), on the clock of a cost model
 (`pipeline/replay/machine.py`), or with arrays alone in tests and benchmarks. Imports no torch.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import IntArray, Phase
-from pipeline.engine.prefetch_meter import PrefetchMeter
+from pipeline.counters import PrefetchMeter
 from pipeline.errors import PlanError
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import Ahead, Gated, Policy, Routing, Signals, Target, View
@@ -40,7 +40,7 @@ class LayerDecision(NamedTuple, Generic[BegunCo]):
 
     @property
     def stale(self) -> bool:
-        """Whether the host computes its share from the input of the layer before."""
+        """The host computes its share from the input of the layer before."""
         return self.begun is not None
 
 
@@ -147,7 +147,7 @@ class PolicyDriver(Generic[Begun]):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the policy cannot follow here, and how its masks are found; each one line."""
+        """Lines about what the policy cannot follow here, and how its masks are found."""
         policy, view = self.policy, self.view
         return *policy.notes(view), *policy.sparsity.notes(policy.name, view.up, view.calibration)
 
@@ -162,7 +162,7 @@ class PolicyDriver(Generic[Begun]):
         self.prefetch = PrefetchMeter()
 
     def _mask(self, layer: int) -> Mask:
-        """In the present step."""
+        """Return a layer's mask in the present step."""
         return self._masks[layer] if self._masked else DENSE
 
     def _check_prediction(self, targets: Sequence[Target], decision: LayerDecision[Begun]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pipeline.arrays import FloatArray, Phase
 from pipeline.backbone.backbone import Backbone
@@ -18,22 +19,22 @@ from pipeline.backbone.batch import StepInput
 from pipeline.config import GraphsName
 from pipeline.counters import Counters, StepClock
 from pipeline.device import Device
-from pipeline.engine.corrections import Corrections
-from pipeline.engine.driver import PolicyDriver
-from pipeline.engine.failures import restoring_sequences
+from pipeline.engine.driver import LayerDecision, PolicyDriver
 from pipeline.engine.graphs import StepGraphs
-from pipeline.engine.layers import EagerLayers
-from pipeline.engine.observer import Observer, Probing
-from pipeline.engine.tensor_executor import TensorExecutor
-from pipeline.engine.timing import Timing
-from pipeline.errors import PolicyError, StepFailed
-from pipeline.experts.device_share import DeviceMemory
+from pipeline.engine.layers import Attended, EagerLayers, StepLayers
+from pipeline.engine.observer import Observer, Probing, with_observers
+from pipeline.engine.timing import Corrections, Timing
+from pipeline.errors import OutOfDeviceMemory, PolicyError, StepFailed
+from pipeline.experts.device_share import DeviceMemory, DeviceWork
+from pipeline.experts.division import Split, split_layer
 from pipeline.experts.pool import HostPool, Ticket
+from pipeline.memory.limits import out_of_memory
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
-from pipeline.policies.view import ModelShape, Policy, Target, View
+from pipeline.policies.view import Ahead, ModelShape, Policy, Routing, Signals, Target, View
 from shm.floe import FloeFormat
 from shm.layout import StoreLayout
+from shm.mask import DENSE, Mask, Tally
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Engine:
         pool: HostPool,
         graphs: GraphsName = "off",
     ) -> None:
-        """Without a slab: set `memory` before a policy with `uses_device`. `graphs`: as in
+        """The engine has no slab: set `memory` before a policy with `uses_device`. `graphs`: as in
         EngineConfig."""
         s = layout.shape
         self.backbone, self.layout = backbone, layout
@@ -69,7 +70,7 @@ class Engine:
         self.popularity = np.zeros((s.layers, s.experts), np.int64)
         self.corrections: Corrections | None = None
         self.probing = Probing(backbone, device.torch_device, None)
-        self._only_waits = [True] * s.layers  # as in TensorExecutor
+        self.only_waits = [True] * s.layers  # in the latest step: the host's share is all of a layer
         self.graphs = StepGraphs(backbone, device, graphs)
 
     @property
@@ -127,13 +128,22 @@ class Engine:
         self.pool.update(0)
         self.memory.poll()
 
-    @restoring_sequences
-    @torch.inference_mode()
     def step(self, inputs: Sequence[StepInput], phase: Phase, live: Iterable[int] = ()) -> list[FloatArray]:
         """Run the tokens of `inputs` through the model, and advance their KV. `live`: the sequences that have
         begun and not ended, without which those of `inputs` are taken to be all. Returns the wanted logits of
         each, float32 [n, vocabulary], or its choice (`answers`). Raises StepFailed; the sequences are then
         as they were."""
+        lengths = [item.span.kv.length for item in inputs]
+        try:
+            return self._step(inputs, phase, live)
+        except torch.OutOfMemoryError as e:
+            for item, length in zip(inputs, lengths, strict=True):
+                item.span.kv.truncate(length)
+            self.device.free_cached()
+            raise OutOfDeviceMemory(out_of_memory(e)) from e
+
+    @torch.inference_mode()
+    def _step(self, inputs: Sequence[StepInput], phase: Phase, live: Iterable[int]) -> list[FloatArray]:
         backbone, driver = self.backbone, self.driver
         counters = self.counters.phases[phase]
         self.memory.count_in(counters)
@@ -149,20 +159,7 @@ class Engine:
         self.device.prepare(backbone.largest_product(len(sequences)))
         layers = self.graphs.layers(spans, self.probing) if phase == "decode" else None
         layers = layers or EagerLayers(backbone, self.device, self.probing, spans)
-        executor = TensorExecutor(
-            layers=layers,
-            device=self.device,
-            memory=self.memory,
-            pool=self.pool,
-            timing=self.timing,
-            observers=self.observers,
-            tiles=self.shape.tiles,
-            phase=phase,
-            counters=counters,
-            clock=clock,
-            h=layers.embed(),
-            only_waits=self._only_waits,
-        )
+        executor = TensorExecutor(self, layers, phase, clock)
         try:
             for layer in range(self.shape.layers):
                 clock.layer = layer
@@ -178,10 +175,125 @@ class Engine:
         counters.rows += len(sequences)
         if driver.end_step(*counters.prefetched, self.timing.end_step()):
             log.info(driver.prefetch.status)
-        found = layers.answers(executor.h, inputs)
+        answered = layers.answers(executor.h, inputs)
         for span in spans:
             span.kv.advance(len(span.tokens))
         clock.finish("head")
         for observer in self.observers:
             observer.end()
-        return found
+        return answered
+
+
+class TensorExecutor:
+    """Carries out a policy's decisions on the expert layers of one step with tensors: a `LayerExecutor`."""
+
+    def __init__(self, engine: Engine, layers: StepLayers, phase: Phase, clock: StepClock) -> None:
+        self.engine, self.layers, self.phase, self.clock = engine, layers, phase, clock
+        self.counters = clock.counters
+        self._device, self._memory, self._tiles = engine.device, engine.memory, engine.shape.tiles
+        self.h = layers.embed()  # float32 [R, H], the residual stream; `end` adds the experts' output
+        self._ticket: Ticket | None = None  # of the latest layer; as the following
+        self._device_work: DeviceWork | None = None
+        self._attended: Attended
+        self._x_host: FloatArray
+        self._split: Split
+        self._outputs: list[Tensor]  # float32 [R, H] each: their sum is added to h
+
+    def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
+        """Compute the layer up to its experts. Copies x, the router's logits and the probes' to the host
+        together."""
+        wanted = with_observers(layer, probes, self.engine.observers)
+        self._attended = self.layers.attend(layer, self.h, own, wanted)
+        self.h = self._attended.h
+        self.clock.mark("attention")
+        self._x_host, *read = self.layers.read()
+        self.clock.mark("read")
+        if self.engine.only_waits[layer] and self.phase == "decode" and self._device.on_host:
+            self.engine.pool.announce()  # this layer is probably planned as in the step before
+        self._memory.mover.collect_landings()
+        return Signals(read.pop(0) if own else None, dict(zip(wanted, read, strict=True)))
+
+    def begin(self, decision: LayerDecision[Ticket]) -> None:
+        layer = decision.layer
+        for observer in self.engine.observers:
+            observer.layer(decision, self._x_host)
+        active = decision.gated.routing.active.experts
+        self.counters.book_hits(layer, decision.resident.take(active).tolist(), self._tiles)
+        self._memory.mover.retarget(decision.targets)
+        routing, mask = decision.gated.routing, decision.mask
+        cuts = decision.cut, decision.resident, self._tiles
+        self._split = split = split_layer(routing, *cuts, layer, mask)
+        self.counters.fidelity.book(decision.gated, decision.cut, self._tiles, decision.stale)
+        self.clock.mark("plan")
+
+        self._outputs = []
+        if self._device.on_host:  # the device shares the workers' cores: computing beside them gains nothing
+            self._compute_shared_experts()
+        begun = decision.begun
+        if begun is None:
+            self.engine.only_waits[layer] = waits = not len(split.device.items)
+            begun = self._submit(split, self._x_host, waits)
+        self._ticket = begun
+        self._device_work = self._memory.begin(layer, split.device, self._attended.x, mask, self.clock)
+        self.clock.mark("submit")
+
+    def begin_early(self, layer: int, ahead: Ahead, mask: Mask) -> Ticket:
+        gated, resident = ahead.gated, self._memory.residency[layer]
+        split = split_layer(gated.routing, ahead.cut, resident, self._tiles, layer, mask)
+        # a copy: this layer's x is overwritten before the next layer's result is read
+        ticket = self._submit(split, self._x_host.copy(), False)
+        self.clock.mark("submit")
+        return ticket
+
+    def prefetch(self, targets: Sequence[Target], no_room: int) -> None:
+        self.counters.wanted_experts += no_room
+        self._memory.prefetch(targets)
+
+    def prefetch_channels(self, layer: int, routing: Routing, mask: Mask) -> None:
+        target = self._memory.target[layer]
+        share = split_layer(routing, np.full_like(target, self._tiles), target, self._tiles).device
+        self._memory.prefetch_channels(layer, share, self._attended.x, mask)
+
+    def compute(self, decision: LayerDecision[Ticket]) -> None:
+        self.clock.mark("plan")
+        split, work, ticket = self._split, self._device_work, self._ticket
+        assert work is not None
+        assert ticket is not None
+        if not self._device.on_host:
+            self._compute_shared_experts()
+        if len(split.device.items):
+            self._outputs.append(self._memory.compute(work, self._attended.x, self.clock))
+            self.engine.timing.device_began(split)
+        if ticket.tasks:
+            self._outputs.append(ticket.result_on(self._device))
+            self.engine.timing.host_ends(ticket.busy)
+            self.clock.mark("wait")
+        self.counters.host_tiles += ticket.tiles
+        self.counters.host_busy += ticket.busy
+        if decision.mask != DENSE:
+            tally = Tally.of([self._memory.tally(work), ticket.tally])
+            self.counters.book_mask(decision.gated.routing.total_weight, tally)
+
+    def end(self, targets: Sequence[Target]) -> None:
+        self._memory.end_layer(targets)
+        if self._outputs:
+            for output in self._outputs[1:]:
+                self._outputs[0].add_(output)
+            self.h.add_(self._outputs[0])  # in place: a graph reads it there
+        self.clock.mark("combine")
+
+    def abandon(self, early: Ticket | None) -> None:
+        """The step fails: end what its layer has begun, and the next one's early share."""
+        for _ in self._device_work.landing if self._device_work is not None else ():
+            pass  # orders end, and slots become free
+        for ticket in filter(None, (early, self._ticket)):
+            ticket.abandon()
+
+    def _compute_shared_experts(self) -> None:
+        if (y := self._attended.shared()) is not None:
+            self._outputs.append(y)
+        self.clock.mark("shared")
+
+    def _submit(self, split: Split, x: FloatArray, waits: bool) -> Ticket:
+        self.engine.timing.host_begins(split, waits)
+        return self.engine.pool.submit(split, x, waits)

@@ -7,8 +7,8 @@ experts, the routers' logits. A row without a sequence attends to nothing, and i
 other row. Routed experts are computed between the graphs, as ever.
 
 Captured is what has run: from a bucket's third step on, a few graphs a step, so that no step takes much
-longer. Each first replay is compared with the same work done without a graph, unless that is switched off.
-Where it differs, or the work cannot be captured, the engine goes on without graphs, and a line says why.
+longer. Each first replay is compared with the same work done without a graph. Where it differs, or the work
+cannot be captured, the engine goes on without graphs, and a line says why.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from pipeline.backbone.greedy import greedy
 from pipeline.config import GRAPH_BYTES, GraphsName
 from pipeline.device import Device
 from pipeline.device.cuda_graphs import CudaGraphs
-from pipeline.engine.head import answers
-from pipeline.engine.layers import Attended, StepLayers
+from pipeline.engine.layers import Attended, StepLayers, answers
 from pipeline.engine.observer import Probing
 from pipeline.text.logprobs import WIDTH
 from shm.segment import byte_size
@@ -40,18 +39,16 @@ from workers.cuda import CudaError
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # rows
 WARM = 2  # steps of a bucket before its graphs are captured
 CAPTURES = 8  # graphs that a step captures at most
-VARIANTS = 4  # graphs of a layer's attention: with other probes it is computed without
 CLOSE = 1e-4  # of the largest number: by so much a replay may differ where its bits do
 
 log = logging.getLogger(__name__)
 
 
 class StepGraphs:
-    """One engine's. `status`: one line for a person."""
+    """Makes one engine's decode steps by graphs. `status`: one line for a person."""
 
     def __init__(self, backbone: Backbone, device: Device, mode: GraphsName) -> None:
         self._backbone, self._device = backbone, device
-        self._compares = mode != "on"
         self._buckets: dict[int, Bucket] = {}
         self._gpu: CudaGraphs | None = None
         self.taken = 0  # bytes of the device's memory
@@ -61,29 +58,25 @@ class StepGraphs:
             self._off = "--graphs off"
         elif (gpu := device.graphs()) is None:
             self._off = f"the device {device.name} has none"
-            if mode == "on":
-                log.warning(f"--graphs on has no effect: {self._off}")
         elif backbone.kernels is None:
             self._off = "they need kernels of ours for attention, which cannot be had here"
-            if mode == "on":
-                log.warning(f"--graphs on has no effect: {self._off}")
         else:
             self._gpu = gpu
 
     @property
     def planned_bytes(self) -> int:
-        """Memory of the device that is still to be taken."""
+        """Return the device's memory that is still to be taken."""
         return 0 if self._off else max(0, GRAPH_BYTES - self.taken)
 
     @property
     def status(self) -> str:
-        """Any thread may read it."""
+        """Return one line for a person. Any thread may read it."""
         if self._off:
             return f"off: {self._off}"
         return f"on: {self.captured} captured, {byte_size(self.taken)}"
 
     def layers(self, spans: Sequence[TokenSpan], probing: Probing) -> StepLayers | None:
-        """A decode step by graphs; None where it has to be done without."""
+        """Return a decode step by graphs, or None where it has to be done without."""
         if self._off or self._gpu is None:
             return None
         if not all(len(span.tokens) == 1 and span.kv.uniform for span in spans):
@@ -117,7 +110,7 @@ class StepGraphs:
                 if output is not h:
                     output.fill_(torch.nan)
             replay()
-            differs = self._compares and not all(map(_agrees, outputs, expected))
+            differs = not all(map(_agrees, outputs, expected))
         except (RuntimeError, CudaError) as e:
             h.copy_(before)
             raise _Failed(f"a step could not be captured: {str(e).splitlines()[0]}") from e
@@ -132,7 +125,7 @@ class StepGraphs:
 
     @property
     def full(self) -> bool:
-        """Whether the memory that is planned for graphs is taken."""
+        """The memory that is planned for graphs is taken."""
         return self.taken > GRAPH_BYTES
 
 
@@ -140,17 +133,17 @@ class _Failed(Exception):
     """No graph was made; the text says why."""
 
 
-def _agrees(found: Tensor, expected: Tensor) -> bool:
-    """In all bits, or within CLOSE of the largest number."""
-    if torch.equal(found.view(torch.int32), expected.view(torch.int32)):
+def _agrees(ours: Tensor, expected: Tensor) -> bool:
+    """Compare all bits; else the difference is at most CLOSE of the largest number."""
+    if torch.equal(ours.view(torch.int32), expected.view(torch.int32)):
         return True
     limit = CLOSE * float(expected.abs().max())
-    return bool(((found - expected).abs() <= limit).all())
+    return bool(((ours - expected).abs() <= limit).all())
 
 
 @dataclass
 class _Attended:
-    """As of `Attended`."""
+    """A layer up to its experts, in its bucket's tensors."""
 
     h: Tensor
     x: Tensor
@@ -222,10 +215,10 @@ class Bucket:
         def work() -> None:
             attended = self._backbone.attend(layer, self._h, self._batch, routed=own)
             self._layers[layer] = attended.layer
-            found = [attended.logits()] if own else []
-            found += [probing.logits(target, attended.x) for target in probes]
-            if found:
-                torch.stack(found, out=logits)
+            routed = [attended.logits()] if own else []
+            routed += [probing.logits(target, attended.x) for target in probes]
+            if routed:
+                torch.stack(routed, out=logits)
                 self._gpu.read(logits, logits_host)
             self._x.copy_(attended.x)
             self._gpu.read(self._x, self._x_host)
@@ -242,7 +235,6 @@ class Bucket:
         return [self._x_host[: self._rows].copy(), *(one[: self._rows].copy() for one in logits)]
 
     def shared(self, layer: int) -> Tensor | None:
-        """As of `Attended`."""
         computed = self._layers[layer]
         if not computed.shares:
             return None
@@ -278,11 +270,11 @@ class Bucket:
         return list(np.split(result_host[: self._rows].copy(), self._rows))
 
     def _run(self, key: Hashable, work: Callable[[], None], *outputs: Tensor) -> None:
-        """The work, by its graph where there is one."""
+        """Do the work, by its graph where there is one."""
         replay = self._replays.get(key)
         if replay is not None:
             replay()
-        elif self._captures and not self._graphs.full and len(self._replays) < self._most:
+        elif self._captures and not self._graphs.full:
             self._captures -= 1
             try:
                 self._replays[key] = self._graphs.capture(work, self._h, outputs)
@@ -291,8 +283,3 @@ class Bucket:
                 work()
         else:
             work()
-
-    @property
-    def _most(self) -> int:
-        """Graphs that it may have."""
-        return VARIANTS * len(self._backbone.spec.moe_layers) + 1 + len(self._results)

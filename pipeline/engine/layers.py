@@ -7,13 +7,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from pipeline.arrays import FloatArray
 from pipeline.backbone.backbone import Backbone
-from pipeline.backbone.batch import StepInput, TokenSpan
+from pipeline.backbone.batch import StepInput, TokenSpan, logit_rows
+from pipeline.backbone.greedy import greedy
 from pipeline.device import Device
-from pipeline.engine.head import answers
 from pipeline.engine.observer import Probing
 
 
@@ -37,10 +38,10 @@ class StepLayers(Protocol):
         """A layer up to its experts; with the logits of its router if `own`, and of these probes on its x."""
 
     def read(self) -> Sequence[FloatArray]:
-        """Of the latest `attend`, on the host: x [R, H] and the logits, [R, E] each. Waits for them."""
+        """Wait for x [R, H] and the logits [R, E] of the latest `attend`, and return them on the host."""
 
     def answers(self, h: Tensor, inputs: Sequence[StepInput]) -> list[FloatArray]:
-        """From h after the last layer with experts: see `pipeline.engine.head.answers`."""
+        """Return the answers from h after the last layer with experts, as `answers` below."""
 
 
 class EagerLayers:
@@ -68,3 +69,28 @@ class EagerLayers:
 
     def answers(self, h: Tensor, inputs: Sequence[StepInput]) -> list[FloatArray]:
         return answers(self._backbone, self._device, self._backbone.finish(h, self._batch), inputs)
+
+
+def answers(backbone: Backbone, device: Device, h: Tensor, inputs: Sequence[StepInput]) -> list[FloatArray]:
+    """Return, from the last hidden states h float32 [R, H], the wanted logits of each input, float32 [n,
+    vocabulary], or its greedy choice [1, 4] as `Greedy` reads it. Other rows do not go through the head, and
+    logits whose choice is enough stay on the device."""
+    wanted, counts = logit_rows(inputs)
+    if not wanted:
+        return [np.empty((0, backbone.spec.vocabulary), np.float32) for _ in inputs]
+    rows = h if len(wanted) == len(h) else h[device.from_host(np.array(wanted, np.int64))]
+    logits = backbone.head(rows)
+    chosen = np.repeat([item.logits == "greedy" for item in inputs], counts)
+    if not chosen.any():
+        return _parts(device.to_host(logits)[0], counts)
+    choices = _parts(device.to_host(greedy(logits))[0], counts)
+    if chosen.all():
+        return choices
+    (others,) = device.to_host(logits[device.from_host(np.flatnonzero(~chosen))])
+    other_counts = [0 if item.logits == "greedy" else n for item, n in zip(inputs, counts, strict=True)]
+    logits_of = zip(inputs, choices, _parts(others, other_counts), strict=True)
+    return [choice if item.logits == "greedy" else logits for item, choice, logits in logits_of]
+
+
+def _parts(rows: FloatArray, counts: Sequence[int]) -> list[FloatArray]:
+    return np.split(rows, np.cumsum(counts)[:-1])

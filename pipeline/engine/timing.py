@@ -1,21 +1,108 @@
-"""The seconds of an engine's shares by the costs in force, and beside what was measured, which corrects the
-costs (`corrections.py`)."""
+"""Times an engine's shares by the costs in force, and beside it as measured, which corrects the costs.
+
+`Corrections` keeps a factor for each of host, device and link, the exponential mean of measured over forecast
+seconds. Prompts and decoding have factors of their own, as a tile of few rows is bound by memory and one of
+many by arithmetic. A factor is put in force where it is LEAST_CHANGE away from the one that is, so that plans
+do not swing. A side without work falls back to the costs as measured at first: a plan that avoids a side
+would otherwise never learn that it has recovered."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from itertools import pairwise
-from typing import NamedTuple
+from dataclasses import dataclass
+from math import exp, isfinite, log
+from typing import Literal, NamedTuple, get_args
 
-from pipeline.arrays import Phase
+import numpy as np
+
+from pipeline.arrays import PHASES, IntArray, Phase
 from pipeline.device import Device
-from pipeline.engine.corrections import SIDES, Corrections, Priced, Side, Work
 from pipeline.experts.device_share import DeviceMemory
-from pipeline.experts.shares import Share
+from pipeline.experts.division import Split
 from pipeline.policies.costs import Costs, SecondsTable
 
+Side = Literal["host", "device", "link"]
+SIDES: tuple[Side, ...] = get_args(Side)
+WEIGHT = 1 / 8  # of a step in the mean; the first steps weigh equally
+LEAST_CHANGE = 0.1  # relative
+FORGOTTEN = 256  # steps without work, in which a factor falls to a third of its distance to 1
+LONGEST_RATIO = 16.0  # of one step: a stalled machine says little about costs
 FIRST, SAMPLED = 64, 4  # steps of which each is measured; of later ones every so many
+
+
+class Priced(NamedTuple):
+    """Costs with tables of a tile's seconds."""
+
+    costs: Costs
+    host: SecondsTable
+    device: SecondsTable
+
+    @classmethod
+    def at(cls, costs: Costs) -> Priced:
+        """These costs, per tile, with their tables."""
+        return cls(costs, SecondsTable(costs.host_seconds, 1), SecondsTable(costs.device_seconds, 1))
+
+
+@dataclass
+class Spent:
+    """A side's seconds in one step."""
+
+    forecast: float = 0.0  # by the costs in force
+    measured: float = 0.0
+
+
+@dataclass
+class _Factor:
+    """The logarithm of a factor."""
+
+    mean: float = 0.0
+    in_force: float = 0.0
+    steps: int = 0
+
+    def note(self, work: Spent) -> None:
+        if work.forecast > 0 and work.measured > 0 and isfinite(work.measured):
+            self.steps += 1
+            most = log(LONGEST_RATIO)
+            ratio = max(-most, min(log(work.measured / work.forecast), most)) + self.in_force
+            self.mean += (ratio - self.mean) * max(WEIGHT, 1 / self.steps)
+        else:
+            self.mean *= 1 - 1 / FORGOTTEN
+
+    def apply(self) -> bool:
+        """Put the mean in force where it is far enough from what is. True where it was."""
+        changed = abs(self.mean - self.in_force) > log(1 + LEAST_CHANGE)
+        if changed:
+            self.in_force = self.mean
+        return changed
+
+
+class Corrections:
+    """The costs in force, from those measured at first and the steps since. Used by the engine's thread; they
+    outlast policies."""
+
+    def __init__(self, measured: Costs) -> None:
+        """`measured`: at first, per tile."""
+        self.measured = measured
+        self._factors = {phase: {side: _Factor() for side in SIDES} for phase in PHASES}
+        self._priced = dict.fromkeys(PHASES, Priced.at(measured))
+
+    def priced(self, phase: Phase) -> Priced:
+        """The costs in force in such a step."""
+        return self._priced[phase]
+
+    def note(self, phase: Phase, work: dict[Side, Spent]) -> None:
+        """Count a step that was forecast by the costs in force."""
+        factors = self._factors[phase]
+        for side in SIDES:
+            factors[side].note(work[side])
+        if any([factor.apply() for factor in factors.values()]):
+            costs = self.measured.scaled(**{side: exp(factors[side].in_force) for side in SIDES})
+            self._priced[phase] = Priced.at(costs)
+
+    def report(self) -> dict[Side, dict[Phase, float]]:
+        """The factors in force, for stats. May be called by other threads."""
+        return {side: {phase: exp(self._factors[phase][side].in_force) for phase in PHASES} for side in SIDES}
 
 
 class _HostShare(NamedTuple):
@@ -58,14 +145,14 @@ class Timing:
         self._measures = self.corrections is not None and (self._steps < FIRST or not self._steps % SAMPLED)
         self._steps += 1
         self._running.clear()
-        self._work: dict[Side, Work] = {side: Work() for side in SIDES}
+        self._work: dict[Side, Spent] = {side: Spent() for side in SIDES}
         self._marks: list[tuple[object, object]] = []  # of the device's resident tiles
         self._copied = self._memory.copied()
 
-    def host_begins(self, share: Share, alone: bool) -> None:
-        """The host was given a share. `alone`: the device has none, so that the step waits for it."""
-        if self._priced is not None and len(share.items):
-            seconds = _seconds(self._priced.host, share, [hi - lo for _, lo, hi in share.items.tolist()])
+    def host_begins(self, split: Split, alone: bool) -> None:
+        """The host was given a layer's tiles. `alone`: the device has none, so that the step waits for it."""
+        if self._measures and self._priced is not None and any(tiles := split.host_tiles().tolist()):
+            seconds = _seconds(self._priced.host, split.routing.active.counts, tiles)
             self._running.append(_HostShare(time.perf_counter(), seconds, alone))
 
     def host_ends(self, busy: float) -> None:
@@ -77,11 +164,12 @@ class Timing:
         work.forecast += share.seconds + (self._priced.costs.round_trip if share.alone else 0.0)
         work.measured += time.perf_counter() - share.given if share.alone else busy
 
-    def device_began(self, share: Share) -> None:
+    def device_began(self, split: Split) -> None:
         """The device computes its share's resident tiles, between the marks of its memory."""
+        share = split.device
         resident = share.items[:, 1].tolist()
         if self._measures and self._priced is not None and any(resident):
-            seconds = _seconds(self._priced.device, share, resident)
+            seconds = _seconds(self._priced.device, np.diff(share.offsets), resident)
             self._work["device"].forecast += self._priced.costs.launch + seconds
             self._marks.append(self._memory.resident_marks)
 
@@ -94,16 +182,15 @@ class Timing:
         if self._measures:
             tiles, copying = self._memory.copied()
             link = self._priced.costs.link * (tiles - self._copied[0])
-            self._work["link"] = Work(link, copying - self._copied[1])
+            self._work["link"] = Spent(link, copying - self._copied[1])
             marks = self._marks
             self._work["device"].measured = sum(self._device.seconds_between(*each) for each in marks)
             self.corrections.note(self._phase, self._work)
         return seconds
 
 
-def _seconds(table: SecondsTable, share: Share, tiles: list[int]) -> float:
-    """Seconds of a share with so many tiles of each item."""
-    if len(share.rows) == len(tiles):  # a row each
+def _seconds(table: SecondsTable, rows: IntArray, tiles: list[int]) -> float:
+    """Return the seconds of experts with so many rows and tiles each."""
+    if len(rows) == rows.sum():  # a row each
         return table.of(1) * sum(tiles)
-    rows = [end - start for start, end in pairwise(share.offsets.tolist())]
-    return sum(seconds * count for seconds, count in zip(table(rows), tiles, strict=True))
+    return sum(seconds * count for seconds, count in zip(table(rows.tolist()), tiles, strict=True))

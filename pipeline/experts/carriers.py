@@ -1,25 +1,23 @@
-"""What carries Works to the workers of a pool and their answers back: ZeroMQ, or the arena in shared memory
-(`shm/lane.py`). Either carries the same descriptors. Starts, exits and refusals come over ZeroMQ. Used by the
-engine's thread alone.
+"""Carries Works to the workers of a pool and their answers back: by ZeroMQ, or through the arena in shared
+memory (`shm/lane.py`). Either carries the same descriptors. Starts, exits and refusals come over ZeroMQ.
 
 A GPU reads answers where the workers have written them, where their lanes can be shared with it. A slot is
-then used again only behind the device's fence; the lane of a worker that has exited is kept for as long, and
-unmapped when the next one is made."""
+then used again, and the lane of a worker that has exited unmapped, once the device has done what it was
+given."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from pipeline.arrays import FloatArray
-from pipeline.device import Device, Fence
+from pipeline.device.base import Device
 from pipeline.experts.peers import SLICE_MS, ChildServerSocket
-from pipeline.rate_limit import SparseLog
+from pipeline.experts.pool import Answer, Carrier, Task, Ticket
+from pipeline.fairness import SparseLog
 from protocol.messages import Abandon, AttachLane, Partial, Ready, Work, WorkerDied
-from shm.descriptor import GENERATION, Descriptor, head_of
+from shm.descriptor import GENERATION, head_of
 from shm.errors import ShmError
 from shm.lane import CoordinatorLane, LaneShape, Library, Slot, x_areas
 from shm.mask import Tally
@@ -32,97 +30,20 @@ SPIN = 0.0002
 log = logging.getLogger(__name__)
 
 
-class Share(Protocol):
-    """What a Work is a part of."""
-
-    x: FloatArray  # [R, H]
-    answers: dict[int, Answer]  # by seq
-    needed: bool  # an order without an answer reads x
-    busy: float
-    failure: str
-
-    @property
-    def complete(self) -> bool:
-        """Every order is answered."""
-
-
-@dataclass(eq=False)
-class Order:
-    """A Work for a worker."""
-
-    seq: int
-    descriptor: Descriptor
-    ticket: Share
-    preferred: int  # the worker that it was cut for
-    warm_up: bool = False  # a new worker's first Work: it belongs to no request
-    crashes: int = 0
-    exits: int = 0
-
-
-@dataclass(eq=False)
-class Answer:
-    """A worker's partial sum for a Work."""
-
-    seq: int
-    generation: int
-    busy: float  # seconds the worker computed, without waiting and transport
-    y: FloatArray  # [R, H]
-    tally: Tally
-    lane: CoordinatorLane | None = None  # where y lies in one, until it is released
-    slot: Slot | None = None
-
-
-class Carrier(Protocol):
-    """Used by the engine's thread alone."""
-
-    hidden: int  # numbers of a row
-
-    def send(self, index: int, order: Order) -> None:
-        """Send to a worker, which may notice it only after `flush`; dropped where it has exited (`receive`
-        delivers that). x must not change until its answer. Raises PeerLost where a running worker takes no
-        message for too long."""
-
-    def abandon(self, index: int, seq: int) -> None:
-        """This Work of a worker is no longer needed: it is skipped if it has not been started."""
-
-    def announce(self) -> int | None:
-        """A layer's Works follow in a moment: wake the workers, where that takes time, but for one that
-        sleeps on this thread's core. The index of that one, where it is known."""
-
-    def flush(self) -> None:
-        """Wake the workers to which Works were sent."""
-
-    def receive(self, wait_ms: int) -> list[tuple[int, object]]:
-        """Messages as (index, message): Answer, WorkFailed, and in order among them the Ready of each new
-        worker and the WorkerDied of each that exited; waits at most `wait_ms` for the first. Raises PeerLost
-        where the engine cannot continue."""
-
-    def release(self, answer: Answer, fence: Fence) -> None:
-        """The y of an answer is not read any more once the device has passed the fence; None where it is not
-        read by the device."""
-
-
-class SocketCarrier:
-    """A `Carrier` over ZeroMQ."""
+class SocketCarrier(Carrier):
+    """Carries Works over ZeroMQ, which wakes the workers with each message."""
 
     def __init__(self, socket: ChildServerSocket, hidden: int) -> None:
         self.hidden = hidden
         self._socket = socket
 
-    def send(self, index: int, order: Order) -> None:
-        descriptor = order.descriptor.copy()  # another worker may be sent the same
+    def send(self, index: int, task: Task) -> None:
+        descriptor = task.descriptor.copy()  # what was sent before may still be in a queue
         head_of(descriptor)[GENERATION] = self._socket.generation(index)
-        self._socket.send(index, Work(descriptor, order.ticket.x))
+        self._socket.send(index, Work(descriptor, task.ticket.x))
 
     def abandon(self, index: int, seq: int) -> None:
         self._socket.send(index, Abandon(seq))
-
-    def announce(self) -> int | None:
-        """None: a message wakes a worker soon enough."""
-        return None
-
-    def flush(self) -> None:
-        """Does nothing: ZeroMQ wakes the workers with each message."""
 
     def receive(self, wait_ms: int) -> list[tuple[int, object]]:
         return [
@@ -130,15 +51,8 @@ class SocketCarrier:
             for index, message in self._socket.receive(wait_ms)
         ]
 
-    def release(self, answer: Answer, fence: Fence) -> None:
-        """Does nothing: an answer's memory is its own."""
-
     def stats(self) -> dict[str, Any]:
-        """From any thread."""
         return {"name": "zmq"}
-
-    def close(self) -> None:
-        """Does nothing: the socket is its owner's."""
 
 
 def _answer(partial: Partial) -> Answer:
@@ -146,8 +60,8 @@ def _answer(partial: Partial) -> Answer:
     return Answer(partial.seq, partial.incarnation, partial.busy, partial.y, tally)
 
 
-class ArenaCarrier:
-    """A `Carrier` through shared memory. A Work waits here until a slot of its worker and an area for its x
+class ArenaCarrier(Carrier):
+    """Carries Works through shared memory. A Work waits here until a slot of its worker and an area for its x
     are free; an answer that is not read yet is copied where a Work waits for its slot."""
 
     def __init__(
@@ -166,10 +80,10 @@ class ArenaCarrier:
         self._prefix, self._shape = prefix, shape
         self._hall = Segment.create(f"{prefix}hall-0", shape.hall_bytes)
         self._areas = x_areas(self._hall.array, shape)
-        self._users: list[Share | None] = [None] * len(self._areas)  # the share whose x each area has
+        self._users: list[Ticket | None] = [None] * len(self._areas)  # whose x each area has
         self._made = 0
         self._lanes: dict[int, CoordinatorLane] = {}  # by the worker's index; the next to wait for is first
-        self._waiting: dict[int, deque[Order]] = {}  # by index
+        self._waiting: dict[int, deque[Task]] = {}  # by index
         self._bells: dict[int, int] = {}  # by index: of workers that were not yet woken
         self._socket_at = 0.0  # monotonic seconds: when the socket must be looked at again
         self._log = SparseLog(log)
@@ -177,22 +91,19 @@ class ArenaCarrier:
         self._in_place: set[CoordinatorLane] = set()  # which the device reads
         self._refused = False  # a lane could not be shared with it, and a line has said so
         self._held: dict[CoordinatorLane, list[Answer]] = {}  # answers that are not released
-        self._passing: dict[
-            CoordinatorLane, deque[tuple[Fence, Slot]]
-        ] = {}  # slots behind the device's fences
-        self._exited: list[CoordinatorLane] = []  # of exited workers, that the device may still read
+        self._reading: list[tuple[CoordinatorLane, Slot]] = []  # released, but the device may still read them
 
-    def send(self, index: int, order: Order) -> None:
+    def send(self, index: int, task: Task) -> None:
         rows, numbers = self._shape.wide
-        if len(order.ticket.x) > rows or len(order.descriptor) > numbers:
-            order.ticket.failure = f"{len(order.ticket.x)} rows are more than the {rows} of a worker's memory"
+        if len(task.ticket.x) > rows or len(task.descriptor) > numbers:
+            task.ticket.failure = f"{len(task.ticket.x)} rows are more than the {rows} of a worker's memory"
         elif index in self._lanes:
-            self._waiting[index].append(order)
+            self._waiting[index].append(task)
             self._post(index)
 
     def abandon(self, index: int, seq: int) -> None:
         if (lane := self._lanes.get(index)) is not None:
-            self._waiting[index] = deque(order for order in self._waiting[index] if order.seq != seq)
+            self._waiting[index] = deque(task for task in self._waiting[index] if task.seq != seq)
             lane.abandon(seq)
 
     def announce(self) -> int | None:
@@ -222,26 +133,25 @@ class ArenaCarrier:
                 return messages
             messages += self._wait(end - now)
 
-    def release(self, answer: Answer, fence: Fence) -> None:
+    def release(self, answer: Answer, on_device: bool = False) -> None:
         lane, slot = answer.lane, answer.slot
         answer.lane = answer.slot = None
         if lane is None or slot is None:
             return
         self._held[lane].remove(answer)
-        if fence is None or lane not in self._in_place:
-            lane.free(slot)
+        if on_device and lane in self._in_place:
+            self._reading.append((lane, slot))
         else:
-            self._passing.setdefault(lane, deque()).append((fence, slot))
+            lane.free(slot)
 
     def stats(self) -> dict[str, Any]:
-        """In how many lanes a GPU reads the answers. From any thread."""
-        return {"name": "shm", "read_by_gpu": len(self._in_place.intersection(list(self._lanes.values())))}
+        """Return in how many lanes a GPU reads the answers."""
+        return {"name": "shm", "read_by_gpu": len(self._in_place)}
 
     def close(self) -> None:
         """Remove the names of the hall, and of lanes that no worker has mapped."""
         for index in list(self._lanes):
             self._drop(index)
-        self._unmap_exited(waits=True)
         unlink(self._hall.name)
 
     # --- posting -----------------------------------------------------------------------------------------
@@ -250,44 +160,51 @@ class ArenaCarrier:
         """Post the Works that wait for this worker, as far as there are slots and areas."""
         lane, waiting = self._lanes[index], self._waiting[index]
         while waiting:
-            order = waiting[0]
-            size = len(order.ticket.x), len(order.descriptor)
+            task = waiting[0]
+            size = len(task.ticket.x), len(task.descriptor)
             while (slot := lane.room(*size)) is None and self._free_slot(lane):
                 pass
-            area = None if slot is None else self._place(order.ticket)
+            area = None if slot is None else self._place(task.ticket)
             if slot is None or area is None:
                 return
             waiting.popleft()
-            lane.post(slot, order.seq, order.descriptor, area)
+            lane.post(slot, task.seq, task.descriptor, area)
             self._bells[index] = lane.other_bell
 
-    def _place(self, share: Share) -> int | None:
-        """The area that has a share's x, which is written once; None while all that it fits are in use."""
-        if share in self._users:
-            return self._users.index(share)
-        rows = len(share.x)
+    def _place(self, ticket: Ticket) -> int | None:
+        """Return the area that has a ticket's x, which is written once; None while all that it fits are in
+        use."""
+        if ticket in self._users:
+            return self._users.index(ticket)
+        rows = len(ticket.x)
         if not rows:
             return 0
         for number, (user, area) in enumerate(zip(self._users, self._areas, strict=True)):
             if (user is None or not user.needed) and rows <= len(area):
-                area[:rows] = share.x
-                self._users[number] = share
+                area[:rows] = ticket.x
+                self._users[number] = ticket
                 return number
         return None
 
     def _free_slot(self, lane: CoordinatorLane) -> bool:
-        """Free a slot whose answer was accepted: behind the device's fence, or by a copy; False where there
-        is none."""
-        if (passing := self._passing.get(lane)) and self._device is not None:
-            fence, slot = passing.popleft()
-            self._device.wait(fence)
-            lane.free(slot)
-        elif held := self._held.get(lane):
+        """Free a slot of a lane whose answer was accepted: by waiting for the device, or by a copy; False
+        where there is none."""
+        if any(of is lane for of, _ in self._reading):
+            self._wait_for_device()
+        elif held := self._held[lane]:
             held[0].y = held[0].y.copy()
-            self.release(held[0], None)
+            self.release(held[0])
         else:
             return False
         return True
+
+    def _wait_for_device(self) -> None:
+        """Free all slots that the device reads, once it has."""
+        if self._reading and self._device is not None:
+            self._device.wait(self._device.fence())
+            for lane, slot in self._reading:
+                lane.free(slot)
+            self._reading.clear()
 
     # --- waiting -----------------------------------------------------------------------------------------
 
@@ -324,9 +241,8 @@ class ArenaCarrier:
     # --- lanes -------------------------------------------------------------------------------------------
 
     def _make(self, index: int, generation: int) -> None:
-        """A worker without a lane is reported as hung: it is restarted, and tried again."""
+        """Make a worker's lane. One without a lane is reported as hung: it is restarted, and tried again."""
         self._drop(index)
-        self._unmap_exited()
         self._made += 1
         try:
             lane = CoordinatorLane(self._library, f"{self._prefix}lane-{self._made}", self._shape, generation)
@@ -345,30 +261,18 @@ class ArenaCarrier:
         self._lanes[index], self._held[lane], self._waiting[index] = lane, [], deque()
 
     def _drop(self, index: int) -> None:
+        """Let go of an exited worker's lane. Its answers of shares that are not complete are copied."""
         self._bells.pop(index, None)
         self._waiting.pop(index, None)
         lane = self._lanes.pop(index, None)
-        if lane is not None:
-            unlink(lane.name)
-            self._exited.append(lane)
-
-    def _unmap_exited(self, waits: bool = False) -> None:
-        """Let go of exited workers' lanes that are not read any more. With `waits`, of all: nothing reads
-        them."""
-        for lane in list(self._exited):
-            if self._held[lane] and not waits:
-                continue  # it has answers of a share that is not complete
-            for fence, _ in self._passing.pop(lane, ()):
-                if self._device is not None:
-                    self._device.wait(fence)
-            if lane in self._in_place and self._device is not None:
-                self._device.unshare_memory(lane.memory)
-            self._in_place.discard(lane)
-            del self._held[lane]
-            self._exited.remove(lane)
-
-
-def lane_shape(hidden: int, narrow: int, wide: int, numbers: tuple[int, int]) -> LaneShape:
-    """For Works of up to `narrow` rows and of up to `wide` rows, whose descriptors have these numbers at
-    most."""
-    return LaneShape(hidden, (narrow, numbers[0]), (max(narrow, wide), max(numbers)))
+        if lane is None:
+            return
+        unlink(lane.name)
+        self._wait_for_device()
+        while held := self._held[lane]:
+            held[0].y = held[0].y.copy()
+            self.release(held[0])
+        del self._held[lane]
+        if lane in self._in_place and self._device is not None:
+            self._in_place.remove(lane)
+            self._device.unshare_memory(lane.memory)

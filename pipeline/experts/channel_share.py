@@ -22,8 +22,8 @@ from pipeline.device import Device
 from pipeline.device.base import DeviceChannelKernel
 from pipeline.device.tile_sums import TileSums
 from pipeline.experts.device_share import DeviceMemory, DeviceWork, Slab, rows_of
+from pipeline.experts.division import Share
 from pipeline.experts.mover import Landed, Wanted
-from pipeline.experts.shares import Share
 from pipeline.policies.view import ModelShape
 from shm.layout import StoreLayout
 from shm.mask import DENSE, NOTHING, Mask, Tally
@@ -31,7 +31,7 @@ from shm.mask import DENSE, NOTHING, Mask, Tally
 
 @dataclass
 class MaskedExpert:
-    """Of the tiles [0, cut) of one expert."""
+    """The masked channels of the tiles [0, cut) of one expert."""
 
     kept: IntArray  # the channels that some row keeps, ascending
     tiles: IntArray  # [cut + 1]: tile i has kept[tiles[i]:tiles[i + 1]]
@@ -85,7 +85,7 @@ class ChannelMemory(DeviceMemory):
         named = self._named[layer] = set(share.items[:, 0].tolist())
         self.counters.channels.named_experts += len(named)
         wanted = share.items[:, 1] < share.items[:, 2]
-        share = share.take(np.flatnonzero(wanted).tolist())
+        share = share.where(wanted)
         masked = self._masked(layer, share, self.kernel.activations(x), mask)
         for expert, there, _ in share.items.tolist():
             kept, tiles = masked.experts[expert].kept, masked.experts[expert].tiles
@@ -94,7 +94,7 @@ class ChannelMemory(DeviceMemory):
     # --- a layer -------------------------------------------------------------------------------------------
 
     def begin(self, layer: int, share: Share, x: Tensor, mask: Mask, clock: StepClock) -> DeviceWork:
-        """As DeviceMemory.begin. Computes u and its masks first: they say what is copied."""
+        """Begin a share, as DeviceMemory.begin. Computes u and its masks first: they say what is copied."""
         if (named := self._named.pop(layer, None)) is not None:
             used = share.items[:, 0].tolist()
             self.counters.channels.used_experts += len(used)

@@ -15,9 +15,9 @@ from pipeline.device import Device, SlabMemory
 from pipeline.device.base import LayerSum
 from pipeline.errors import PlanError
 from pipeline.experts.cache import ExpertCache
-from pipeline.experts.link import DownLink, PrefetchLink
-from pipeline.experts.mover import Landed, Mover, Wanted
-from pipeline.experts.shares import Share
+from pipeline.experts.division import Share
+from pipeline.experts.link import PrefetchLink
+from pipeline.experts.mover import Landed, Link, Mover, Wanted
 from pipeline.policies.view import ModelShape, Target
 from shm.mask import NOTHING, Mask, Tally
 from workers.copiers import Copier
@@ -63,7 +63,7 @@ class DeviceMemory:
         cache = ExpertCache(*sizes, self.capacity, slots, device.fence)
         self.mover = Mover(
             cache,
-            slab.link if slab else DownLink(),
+            slab.link if slab else Link(),
             slab.copier if slab else None,
             wait=device.wait,
             each=device.on_host,
@@ -76,12 +76,12 @@ class DeviceMemory:
 
     @property
     def exists(self) -> bool:
-        """Whether there is a slab."""
+        """There is a slab."""
         return self.slab is not None
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is being fetched in the background."""
+        """Nothing is being fetched in the background."""
         return self.mover.idle
 
     def audit(self) -> None:

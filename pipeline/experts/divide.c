@@ -6,7 +6,7 @@ enum { HEADER = 16 }; /* numbers of 4 bytes */
 enum { FINE, BAD_EXPERT, NO_ROOM };
 
 struct division {
-    int64_t experts, nodes, workers, by_expert;
+    int64_t experts, nodes, workers;
     const int64_t *cores;
     int64_t row_cost; /* rows whose products take as long as one read of a tile's weights */
     int64_t rows, k;
@@ -18,13 +18,13 @@ struct division {
     int32_t *to; /* the descriptors, one after the other, in whole lines of 16 numbers */
     int64_t room;
     int64_t *starts, *lengths; /* written: [workers], numbers; length 0: nothing for this worker */
-    int64_t *scratch;          /* [7 * experts + 2 * workers + 1] */
+    int64_t *scratch;          /* [4 * experts + 2] */
     int32_t *pair_rows;        /* [rows * k] */
     float *pair_weights;
     int64_t tiles; /* written: of all items */
 };
 
-int tandem_divide_version(void) { return 1; }
+int tandem_divide_version(void) { return 2; }
 
 struct writer {
     struct division *d;
@@ -71,7 +71,7 @@ static int write_part(struct writer *to, int64_t worker, const int64_t (*part)[3
 
 /* Consecutive runs of equal cost: a tile belongs to the worker in whose run its middle lies. `part`: room for all items
  * (all tiles, with several nodes) of one worker. */
-static int consecutive(struct writer *to, const int64_t *cost, int64_t items, int64_t (*part)[3]) {
+static int cut(struct writer *to, const int64_t *cost, int64_t items, int64_t (*part)[3]) {
     struct division *d = to->d;
     int64_t cores = 0, total = 0, worker = 0, count = 0, before = 0;
     for (int64_t w = 0; w < d->workers; w++) cores += d->cores[w];
@@ -107,39 +107,10 @@ static int consecutive(struct writer *to, const int64_t *cost, int64_t items, in
     return write_part(to, worker, (const int64_t(*)[3])part, count);
 }
 
-/* Whole experts, the most expensive first, each to the worker that would finish it first. */
-static int by_expert(struct writer *to, const int64_t *cost, int64_t items, int64_t *owner, int64_t *loads,
-                     int64_t (*part)[3]) {
-    struct division *d = to->d;
-    for (int64_t i = 0; i < items; i++) owner[i] = -1;
-    for (int64_t w = 0; w < d->workers; w++) loads[w] = 0;
-    for (int64_t n = 0; n < items; n++) {
-        int64_t next = -1, most = 0, best = 0;
-        for (int64_t i = 0; i < items; i++) {
-            int64_t all = cost[i] * (d->hi[to->items[i]] - d->lo[to->items[i]]);
-            if (owner[i] < 0 && (next < 0 || all > most)) next = i, most = all;
-        }
-        for (int64_t w = 1; w < d->workers; w++)
-            if ((double)(loads[w] + most) / (double)d->cores[w] < (double)(loads[best] + most) / (double)d->cores[best])
-                best = w;
-        owner[next] = best, loads[best] += most;
-    }
-    for (int64_t w = 0; w < d->workers; w++) {
-        int64_t count = 0;
-        for (int64_t i = 0; i < items; i++)
-            if (owner[i] == w)
-                part[count][0] = i, part[count][1] = d->lo[to->items[i]], part[count++][2] = d->hi[to->items[i]];
-        int fault = write_part(to, w, (const int64_t(*)[3])part, count);
-        if (fault) return fault;
-    }
-    return FINE;
-}
-
 /* `part_room` [3 * (the most items of one worker)]. */
 int tandem_divide(struct division *d, int64_t *part_room) {
     int64_t experts = d->experts, pairs = d->rows * d->k, items = 0;
     int64_t *place = d->scratch, *item = place + experts + 1, *ends = item + experts, *cost = ends + experts + 1;
-    int64_t *owner = cost + experts, *loads = owner + experts;
     d->tiles = 0;
     memset(d->lengths, 0, (size_t)d->workers * sizeof *d->lengths);
     memset(place, 0, (size_t)(experts + 1) * sizeof *place);
@@ -162,6 +133,5 @@ int tandem_divide(struct division *d, int64_t *part_room) {
     }
     if (!items) return FINE;
     struct writer to = {.d = d, .items = item, .ends = ends};
-    int64_t(*part)[3] = (int64_t(*)[3])part_room;
-    return d->by_expert ? by_expert(&to, cost, items, owner, loads, part) : consecutive(&to, cost, items, part);
+    return cut(&to, cost, items, (int64_t(*)[3])part_room);
 }

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from pipeline.arrays import IntArray
-from pipeline.experts.mover import Order
-from pipeline.experts.peers import ChildServerSocket
-from pipeline.experts.progress import ProgressWatch
+from pipeline.experts.mover import Link, Order
+from pipeline.experts.peers import ChildServerSocket, ProgressWatch
 from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, Ready, SlabAttached, WorkerDied
 from shm.control import ControlLine
 
@@ -25,46 +24,15 @@ ATTACH_LIMIT = 60.0  # the same while it maps the slab
 NO_CHANNELS: IntArray = np.zeros(0, np.int32)
 
 
-class DownLink:
-    """The link of an engine without a slab: it takes no orders."""
-
-    up = False
-
-    def order(
-        self, layer: int, expert: int, lo: int, slots: list[int], urgency: int, channels: IntArray | None
-    ) -> Order:
-        """Never called while the link is down."""
-        raise NotImplementedError
-
-    def moving(self, order: Order) -> bool:
-        """Return False."""
-        return False
-
-    def ignore(self, *_: object) -> None:
-        """Do nothing, for methods that act on orders."""
-
-    cancel = update = wait = ignore
-
-
-class PrefetchLink:
+class PrefetchLink(Link):
     """Sends orders and tracks their progress. Used by the engine's thread alone."""
 
-    def __init__(
-        self,
-        socket: ChildServerSocket,
-        slab: AttachSlab | None,
-        line: ControlLine,
-        *,
-        stall_limit: float = STALL_LIMIT,
-        attach_limit: float = ATTACH_LIMIT,
-    ) -> None:
+    def __init__(self, socket: ChildServerSocket, slab: AttachSlab | None, line: ControlLine) -> None:
         """`slab`: what every new prefetcher maps; None where it cannot be shared, so that the link stays
-        down. `line`: the prefetcher's, with its progress and the order that it moves. Limits are seconds
-        without progress."""
+        down. `line`: the prefetcher's, with its progress and the order that it moves."""
         self.refusal = "" if slab is not None else "the slab cannot be shared"  # why it is not mapped
         self.copied = (0, 0.0)  # tiles so far, and the seconds in which the prefetcher copied them
         self._socket, self._slab, self._line = socket, slab, line
-        self._stall_limit, self._attach_limit = stall_limit, attach_limit
         self._attaching = False
         self._next = 0
         self._orders: dict[int, Order] = {}
@@ -94,9 +62,8 @@ class PrefetchLink:
         urgency: int,
         channels: IntArray | None = None,
     ) -> Order:
-        """Order tiles [lo, lo + len(slots)) of an expert, or channels (ascending), as many to each slot as a
-        tile has. While the link is not up the order is final at once: a prefetcher must not get an order
-        before it has mapped the slab."""
+        """Order tiles or channels, as Link says. While the link is not up the order is final at once: a
+        prefetcher must not get an order before it has mapped the slab."""
         order = Order(self._next, layer, expert, lo, slots, urgency, channels, final=not self.up)
         self._next += 1
         if order.final:
@@ -169,5 +136,5 @@ class PrefetchLink:
     def _check_progress(self) -> None:
         if not (self._orders or self._attaching):
             self._watch.reset()
-        elif self._watch.stalled(self._line.ticks) > (self._stall_limit if self.up else self._attach_limit):
+        elif self._watch.stalled(self._line.ticks) > (STALL_LIMIT if self.up else ATTACH_LIMIT):
             self._socket.report_hung(0)

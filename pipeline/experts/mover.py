@@ -94,23 +94,26 @@ class Order:
         return len(self.slots if self.channels is None else self.channels)
 
 
-class Link(Protocol):
-    """Carries orders to the prefetch process; `pipeline/experts/link.py`."""
+class Link:
+    """Carries orders to the prefetch process (`link.py` beside); this one is down, and takes none."""
 
     @property
     def up(self) -> bool:
         """Orders are taken."""
+        return False
 
     def order(
         self, layer: int, expert: int, lo: int, slots: list[int], urgency: int, channels: IntArray | None
     ) -> Order:
         """Order tiles from `lo` on, one for each slot, or channels, as many to a slot as a tile has."""
+        raise NotImplementedError
 
     def cancel(self, order: Order) -> None:
         """Drop what has not begun to move; the order stays open until it is final."""
 
     def moving(self, order: Order) -> bool:
         """Return whether a part of the order is being moved, as far as is known."""
+        return False
 
     def update(self, wait_ms: int) -> None:
         """Bring the progress of all orders up to date; wait at most so long for news."""
@@ -140,7 +143,7 @@ class _Part:
     slot: int = -1
 
     def landed(self, tile_channels: int) -> Landed:
-        """Returns what is given to the device."""
+        """Return what is given to the device."""
         if self.places is None or self.channels is None:
             return Landed(self.expert, self.tile, self.slot)
         places = self.places.copy()
@@ -309,7 +312,7 @@ class Mover:
             self._guesses[layer, expert] = self.link.order(layer, expert, 0, slots, PREDICTED, fitting)
 
     def _take(self, count: int) -> list[int]:
-        """Up to so many free slots, once the device has read what was in them."""
+        """Return up to so many free slots, once the device has read what was in them."""
         taken = self.cache.take(max(0, count))
         for _, fence in taken:
             self._wait(fence)
@@ -437,7 +440,7 @@ class Mover:
                 yield _Part(expert, tile, channels[here][places[here] < 0], places[here])
 
     def _guessed(self, channels: IntArray, guess: Order | None) -> IntArray:
-        """Where predicted channels have landed, counted over the slab; -1 for those that have not."""
+        """Return where predicted channels have landed, counted over the slab; -1 for those that have not."""
         places = np.full(len(channels), -1, np.int32)
         if guess is None or guess.channels is None:
             return places
@@ -526,12 +529,12 @@ class Mover:
         return part.landed(self._channels)
 
     def _stream(self, slot: int) -> None:
-        """What has landed in a slot is read once."""
+        """Note that what has landed in a slot is read once."""
         self.cache.begin_use(slot)
         self._streamed.append(slot)
 
     def _adopt(self, order: Order, item: Wanted) -> list[Landed]:
-        """What has landed of an order that moved when its expert was demanded."""
+        """Return what has landed of an order that moved when its expert was demanded."""
         landed, due = [], item.lo
         for index in range(order.booked, order.landed):
             tile, slot = order.lo + index, order.slots[index]

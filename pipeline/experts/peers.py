@@ -1,6 +1,7 @@
-"""The coordinator's end of a socket to its workers or to its prefetcher: child states, messages both ways.
+"""Serves a socket to the coordinator's workers or to its prefetcher: child states, messages both ways, and
+how long a child that has work has made no progress.
 
-A child is identified by its index. Of each index only the newest incarnation counts; messages of earlier ones
+A child is identified by its index. Of each index only the newest generation counts; messages of earlier ones
 are dropped. A child's start and its exit are delivered in order among its messages, as its Ready and as
 WorkerDied. Used by the engine's thread alone, except the two statistics; `ExitEvents` by any thread.
 """
@@ -19,7 +20,7 @@ from typing import Any
 import zmq
 
 from pipeline.errors import PeerLost
-from pipeline.rate_limit import SparseLog
+from pipeline.fairness import SparseLog
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
 from protocol.messages import HEADER_LIMIT, VERSION, Hung, Ready, WorkerDied, WorkerUp
@@ -32,16 +33,54 @@ SLICE_MS = 10  # of a wait, between two checks of the exit events
 COPY_BELOW = 65536  # bytes; copying less is cheaper than tracking the buffer
 DRAIN_SECONDS = 0.001  # for the messages that have arrived: a flood of foreign ones must not hold `receive`
 RECOVERIES = 256  # of the latest ones, in the statistics
+STALL_SLICE = 0.1  # seconds that one reading may count: this process may have been stopped itself
 
 SendToSupervisor = Callable[[object], None]
 
 
+@dataclass(frozen=True)
+class SilenceLimits:
+    """Seconds without a sign of progress that the pool accepts."""
+
+    stall: float = 3.0  # without a tile: the worker is hung
+    stall_row: float = 0.02  # added for each row that it computes
+    first_answer: float = 60.0  # instead of these, while it imports: that does not count as progress
+    pool: float = 120.0  # without a message from any worker: the engine fails
+
+
+class ProgressWatch:
+    """Measures the seconds without progress of a child that has work. Only time between close readings
+    counts."""
+
+    clock = staticmethod(time.monotonic)
+
+    def __init__(self) -> None:
+        self._ticks = -1
+        self._stalled = 0.0
+        self._read_at = 0.0
+
+    def stalled(self, ticks: int) -> float:
+        """Return the seconds without progress, as far as they were observed; `ticks` is the child's counter
+        now."""
+        now = self.clock()
+        if ticks != self._ticks:
+            self._ticks, self._stalled = ticks, 0.0
+        else:
+            self._stalled += min(now - self._read_at, STALL_SLICE)
+        self._read_at = now
+        return self._stalled
+
+    def reset(self) -> None:
+        """Restart the count: the child has no work, or has just answered."""
+        self._ticks = -1
+
+
 @dataclass
 class ChildState:
-    """A child's present incarnation."""
+    """A child's present generation."""
 
     name: bytes
-    incarnation: int
+    generation: int
     pid: int
     up: bool = False  # it computes or copies: see `mark_up`
     hung: bool = False  # reported to the supervisor, which kills it
@@ -104,7 +143,7 @@ class ChildServerSocket:
         self._proven: dict[bytes, Identity] = {}  # of running children, by name: each proof is checked once
         self._early: list[tuple[int, object]] = []  # received while a send or `wait_ready` waited
         self._exit_count = 0
-        self._exited_at: dict[int, float] = {}  # by index, until the next incarnation is up
+        self._exited_at: dict[int, float] = {}  # by index, until the next generation is up
         self._ready_seconds: deque[float] = deque(maxlen=RECOVERIES)
         self._up_seconds: deque[float] = deque(maxlen=RECOVERIES)
         self.malformed = 0
@@ -125,28 +164,28 @@ class ChildServerSocket:
                 )
             self._early.extend(self._take(100))
 
-    def mark_up(self, index: int, incarnation: int) -> None:
-        """Mark this incarnation up, and report that to the supervisor, unless it has exited meanwhile."""
+    def mark_up(self, index: int, generation: int) -> None:
+        """Mark this generation up, and report that to the supervisor, unless it has exited meanwhile."""
         child = self._children.get(index)
-        if child is None or child.up or child.incarnation != incarnation:
+        if child is None or child.up or child.generation != generation:
             return
         child.up = True
         exited = self._exited_at.pop(index, None)
         if exited is not None:
             self._up_seconds.append(time.monotonic() - exited)
-        self._to_supervisor(WorkerUp(self.role, index, incarnation))
+        self._to_supervisor(WorkerUp(self.role, index, generation))
 
     def generation(self, index: int) -> int:
-        """The child's present incarnation; -1 where it has exited."""
+        """Return the child's present generation; -1 where it has exited."""
         child = self._children.get(index)
-        return -1 if child is None else child.incarnation
+        return -1 if child is None else child.generation
 
     def report_hung(self, index: int) -> None:
         """Report to the supervisor, which kills it, a child that has work and makes no progress."""
         child = self._children.get(index)
         if child is not None and not child.hung:
             child.hung = True
-            self._to_supervisor(Hung(self.role, index, child.incarnation))
+            self._to_supervisor(Hung(self.role, index, child.generation))
 
     def send(self, index: int, message: object) -> None:
         """Send to a child; dropped where it has exited (`receive` delivers that). Large tensors must not
@@ -182,12 +221,12 @@ class ChildServerSocket:
     def stats(self) -> list[dict[str, Any]]:
         """The running children. From any thread."""
         return [
-            {"role": self.role, "index": i, "incarnation": c.incarnation, "pid": c.pid, "up": c.up}
+            {"role": self.role, "index": i, "incarnation": c.generation, "pid": c.pid, "up": c.up}
             for i, c in sorted(list(self._children.items()))
         ]
 
     def recovery_stats(self) -> dict[str, Any]:
-        """The number of exits, and the median seconds from an exit until the next incarnation announced
+        """The number of exits, and the median seconds from an exit until the next generation announced
         itself (`ready_s`) and was up (`whole_s`); None where no child was restarted. From any thread."""
         ready, up = list(self._ready_seconds), list(self._up_seconds)
         return {
@@ -233,7 +272,7 @@ class ChildServerSocket:
                 self._reject(f"a {identity.role} sends on the socket of {self.role}s")
             elif isinstance(message, Ready):
                 self._on_ready(sender, identity, message, messages)
-            elif child is not None and child.incarnation == identity.incarnation:
+            elif child is not None and child.generation == identity.incarnation:
                 messages.append((identity.index, message))
 
     def _reject(self, reason: str) -> None:
@@ -243,16 +282,16 @@ class ChildServerSocket:
     def _on_ready(
         self, name: bytes, identity: Identity, ready: Ready, messages: list[tuple[int, object]]
     ) -> None:
-        index, incarnation = identity.index, identity.incarnation
+        index, generation = identity.index, identity.incarnation
         if ready.version != VERSION or ready.fingerprint != self._fingerprint:
             self._reject(f"{self.role} {index} has another version or store")
             return
         known = self._children.get(index)
-        if known is not None and known.incarnation >= incarnation:
-            return  # a second Ready, or one of an earlier incarnation
-        if known is not None:  # the next incarnation's Ready arrived before the exit event
-            self._on_exit(WorkerDied(self.role, index, known.incarnation, False, -1), messages)
-        self._children[index] = ChildState(name, incarnation, ready.pid)
+        if known is not None and known.generation >= generation:
+            return  # a second Ready, or one of an earlier generation
+        if known is not None:  # the next generation's Ready arrived before the exit event
+            self._on_exit(WorkerDied(self.role, index, known.generation, False, -1), messages)
+        self._children[index] = ChildState(name, generation, ready.pid)
         self._proven[name] = identity
         if index in self._exited_at:
             self._ready_seconds.append(time.monotonic() - self._exited_at[index])
@@ -260,7 +299,7 @@ class ChildServerSocket:
 
     def _on_exit(self, exit: WorkerDied, messages: list[tuple[int, object]]) -> None:
         child = self._children.get(exit.index)
-        if child is not None and child.incarnation == exit.incarnation:
+        if child is not None and child.generation == exit.incarnation:
             del self._children[exit.index]
             del self._proven[child.name]
             self._exit_count += 1

@@ -4,37 +4,32 @@ exits.
 A share is divided into a Work for each of W workers, each usually computed by the worker it was cut for.
 While that is being restarted, another one computes the Work: the result has the same bits. A Work that was
 being computed when a worker crashed is tried once more; if that worker crashes too, the request fails, and
-the pool continues.
+the pool continues. A worker that makes no progress is reported as hung, and killed.
 
 Without workers (`--workers 0`) the pool has one that is this process itself: each share is one Work, computed
 when its result is asked for, with the device's threads. No process has to be woken, and a crash of a kernel
 ends the coordinator. With workers, this process computes a Work itself where the caller announces a share and
-then only waits for it: that of the worker that sleeps on this thread's core, and need not be woken.
-
-A worker that makes no progress is first *suspect*: an idle worker gets the same Works (the pool hedges), and
-the suspect gets no new ones until it answers. After the whole limit it is reported as hung and killed."""
+then only waits for it: that of the worker that sleeps on this thread's core, and need not be woken."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pipeline.arrays import FloatArray
-from pipeline.coordinator_config import WorkerCores
-from pipeline.device import Device, Fence
-from pipeline.device.partial_sums import sum_on_host
+from pipeline.config import WorkerCores
+from pipeline.device.base import Device, sum_on_host
 from pipeline.errors import PeerLost, ShardFailed
-from pipeline.experts.carriers import Answer, Carrier, Order
-from pipeline.experts.division import Divided, Divider, HostPlan, empty_part
-from pipeline.experts.peers import ChildServerSocket
-from pipeline.experts.progress import ProgressWatch, SilenceLimits
+from pipeline.experts.division import Divided, Divider, Split, empty_part
+from pipeline.experts.peers import ChildServerSocket, ProgressWatch, SilenceLimits
 from protocol.messages import Ready, WorkerDied, WorkFailed
 from shm.control import ControlSegment
 from shm.descriptor import Descriptor
+from shm.lane import CoordinatorLane, Slot
 from shm.mask import Tally
 from shm.store import Store
 from workers.kernels.host import HostKernel
@@ -42,15 +37,130 @@ from workers.kernels.host import HostKernel
 if TYPE_CHECKING:
     from torch import Tensor
 
-Compute = Callable[[Descriptor, FloatArray], Answer]  # a Work of generation 0; raises IndexError, MemoryError
-
-HEDGE_AFTER = 1 / 6  # of a worker's stall limit, after which an idle worker gets the same Works
 MAX_CRASHES = 2  # of workers while they computed one Work, by a crash
 MAX_EXITS = 8  # the same by any cause: the system may kill workers when memory is short
 
 
+@dataclass(eq=False)
+class Answer:
+    """A worker's partial sum for a Work."""
+
+    seq: int
+    generation: int
+    busy: float  # seconds the worker computed, without waiting and transport
+    y: FloatArray  # [R, H]
+    tally: Tally
+    lane: CoordinatorLane | None = None  # where y lies in one, until it is released
+    slot: Slot | None = None
+
+
+@dataclass(eq=False)
+class Task:
+    """A Work for a worker."""
+
+    seq: int
+    descriptor: Descriptor
+    ticket: Ticket
+    preferred: int  # the worker that it was cut for
+    warm_up: bool = False  # a new worker's first Work: it belongs to no request
+    crashes: int = 0
+    exits: int = 0
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A layer's host share that the pool has accepted."""
+
+    pool: HostPool
+    x: FloatArray  # [R, H]
+    tiles: int = 0  # of the share
+    tasks: list[Task] = field(default_factory=list)  # in the workers' order; without any the result is zeros
+    answers: dict[int, Answer] = field(default_factory=dict)  # by seq
+    own: list[Task] = field(default_factory=list)  # which this process computes
+    busy: float = 0.0  # seconds of computing, of the slowest worker; set with the result
+    failure: str = ""  # the reason why it can never be complete
+    dropped: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Every Work is answered."""
+        return len(self.answers) == len(self.tasks)
+
+    @property
+    def needed(self) -> bool:
+        """A Work without an answer that counts reads x."""
+        return not (self.dropped or self.complete)
+
+    @property
+    def tally(self) -> Tally:
+        """The channels and sums that the share's mask left out, after the result."""
+        return Tally.of(self.answers[task.seq].tally for task in self.tasks)
+
+    def result(self) -> FloatArray:
+        """Wait for the partial sums and add them in the workers' order: float32 [R, H]. Raises ShardFailed
+        where a Work cannot be computed, PeerLost where the engine cannot continue."""
+        parts = self.pool.parts(self)
+        y = parts[0] if len(self.tasks) == len(self.own) == 1 else sum_on_host(parts, self.x.shape)
+        self.pool.release(self)
+        return y
+
+    def result_on(self, device: Device) -> Tensor:
+        """Return the same on the device, with the same bits."""
+        y = device.add_parts(self.pool.parts(self), self.x.shape)
+        self.pool.release(self, on_device=True)
+        return y
+
+    def abandon(self) -> None:
+        """Drop the Works that have no answer: `result` will not be called."""
+        self.pool.abandon(self)
+
+
+class Carrier:
+    """Carries Works to workers and their answers back; this one has no workers. Used by the engine's
+    thread alone."""
+
+    hidden = 0  # numbers of a row
+
+    def send(self, index: int, task: Task) -> None:
+        """Send to a worker, which may notice it only after `flush`; dropped where it has exited (`receive`
+        delivers that). x must not change until its answer. Raises PeerLost where a running worker takes no
+        message for too long."""
+        raise NotImplementedError
+
+    def abandon(self, index: int, seq: int) -> None:
+        """This Work of a worker is no longer needed: it is skipped if it has not been started."""
+
+    def announce(self) -> int | None:
+        """A layer's Works follow in a moment: wake the workers, where that takes time, but for one that
+        sleeps on this thread's core. The index of that one, where it is known."""
+        return None
+
+    def flush(self) -> None:
+        """Wake the workers to which Works were sent, where `send` has not."""
+
+    def receive(self, wait_ms: int) -> list[tuple[int, object]]:
+        """Return messages as (index, message): Answer, WorkFailed, and in order among them the Ready of each
+        new worker and the WorkerDied of each that exited; wait at most `wait_ms` for the first. Raises
+        PeerLost where the engine cannot continue."""
+        return []
+
+    def release(self, answer: Answer, on_device: bool = False) -> None:
+        """The y of an answer is not read any more, but perhaps by work that the device was given."""
+
+    def close(self) -> None:
+        """Release what it has made."""
+
+    def stats(self) -> dict[str, Any]:
+        """Return its name, and figures. May be called by any thread."""
+        raise NotImplementedError
+
+
+Compute = Callable[[Descriptor, FloatArray], Answer]  # a Work of generation 0; raises IndexError, MemoryError
+
+
 def computing(kernel: HostKernel, store: Store, slowdown: float = 1.0) -> Compute:
-    """Computes Works in this process. `slowdown` > 1 waits after each, to emulate a slower host."""
+    """Return what computes Works in this process. `slowdown` > 1 waits after each, to emulate a slower
+    host."""
 
     def compute(descriptor: Descriptor, x: FloatArray) -> Answer:
         started, y = time.perf_counter(), np.empty(x.shape, np.float32)
@@ -63,56 +173,11 @@ def computing(kernel: HostKernel, store: Store, slowdown: float = 1.0) -> Comput
     return compute
 
 
-@dataclass(eq=False)
-class Ticket:
-    """A layer's host share that the pool has accepted."""
-
-    pool: HostPool
-    x: FloatArray  # [R, H]
-    tiles: int = 0  # of the share
-    orders: list[Order] = field(
-        default_factory=list
-    )  # in the workers' order; without any the result is zeros
-    answers: dict[int, Answer] = field(default_factory=dict)  # by seq
-    own: list[Order] = field(default_factory=list)  # which this process computes
-    busy: float = 0.0  # seconds of computing, of the slowest worker; set with the result
-    failure: str = ""  # the reason why it can never be complete
-    needed: bool = True  # an order without an answer reads x
-
-    @property
-    def complete(self) -> bool:
-        return len(self.answers) == len(self.orders)
-
-    @property
-    def tally(self) -> Tally:
-        """What the share's mask left out, after the result."""
-        return Tally.of(self.answers[order.seq].tally for order in self.orders)
-
-    def result(self) -> FloatArray:
-        """Wait for the partial sums and add them in the workers' order: float32 [R, H]. Raises ShardFailed
-        where a Work cannot be computed, PeerLost where the engine cannot continue."""
-        parts = self.pool.parts(self)
-        y = parts[0] if len(self.orders) == len(self.own) == 1 else sum_on_host(parts, self.x.shape)
-        self.pool.release(self, None)
-        return y
-
-    def result_on(self, device: Device) -> Tensor:
-        """The same on the device, with the same bits."""
-        y, fence = device.add_parts(self.pool.parts(self), self.x.shape)
-        self.pool.release(self, fence)
-        return y
-
-    def abandon(self) -> None:
-        """Drop the Works that have no answer: `result` will not be called."""
-        self.pool.abandon(self)
-
-
 @dataclass
 class _Worker:
     """A running worker."""
 
-    suspect: bool = False  # no progress for a while: the pool hedges its Works and sends it no others
-    orders: dict[int, Order] = field(default_factory=dict)  # by seq, in sending order
+    tasks: dict[int, Task] = field(default_factory=dict)  # by seq, in sending order
     watch: ProgressWatch = field(default_factory=ProgressWatch)
 
 
@@ -136,13 +201,13 @@ class HostPool:
         self.workers = 0 if carrier is None else len(cores)  # processes
         self._divider = divider
         self._compute = compute
-        self._socket, self._carrier = socket, carrier
+        self._socket, self._carrier = socket, carrier or Carrier()
         self._lines = [control.line("worker", index) for index in range(self.workers)] if control else []
         self._limits = limits or SilenceLimits()
         self._beside: int | None = None  # the worker on this thread's core, for an announced share
         self._next = 1  # seq
         self._running: dict[int, _Worker] = {}  # by index
-        self._unassigned: list[Order] = []  # while no worker runs
+        self._unassigned: list[Task] = []  # while no worker runs
 
     def wait_ready(self, limit: float) -> None:
         """Wait until all workers have announced themselves; they import their kernels meanwhile. Raises
@@ -153,40 +218,39 @@ class HostPool:
 
     def announce(self) -> None:
         """A layer's share is probably submitted in a moment: wake the workers on other cores."""
-        if self._carrier is not None and self._compute is not None:
+        if self._compute is not None:
             self._beside = self._carrier.announce()
 
-    def submit(self, plan: HostPlan, x: FloatArray, waits: bool = True) -> Ticket:
-        """Begin a share and return at once. x: float32 [R, H], unchanged until the ticket's result. `waits`:
-        the caller only waits for the result."""
-        return self.submit_parts(self._divider.divide(plan, self._next), x, waits)
+    def submit(self, split: Split, x: FloatArray, waits: bool = True) -> Ticket:
+        """Begin the host's share and return at once. x: float32 [R, H], unchanged until the ticket's result.
+        `waits`: the caller only waits for the result."""
+        return self.submit_parts(self._divider.divide(split, self._next), x, waits)
 
     def submit_empty(self, x: FloatArray) -> Ticket:
-        """A Work without items for every worker: its result takes a round trip."""
+        """Submit a Work without items for every worker: its result takes a round trip."""
         parts = [empty_part(worker, self._next + worker, len(x)) for worker in range(self.workers)]
         return self.submit_parts(Divided(parts, 0), x, False)
 
     def submit_parts(self, divided: Divided, x: FloatArray, waits: bool = True) -> Ticket:
-        """As `submit`, of a share that was divided with the next seqs."""
+        """Begin a share that was divided with the next seqs; as `submit`."""
         ticket = Ticket(self, np.ascontiguousarray(x, np.float32), divided.tiles)
         beside, self._beside = self._beside if waits else None, None
         for worker, descriptor in divided.parts:
-            order = Order(self._next + worker, descriptor, ticket, worker)
-            ticket.orders.append(order)
-            if self._carrier is None or (worker == beside and self.cores.cores[worker] == 1):
-                ticket.own.append(order)
+            task = Task(self._next + worker, descriptor, ticket, worker)
+            ticket.tasks.append(task)
+            if not self.workers or (worker == beside and self.cores.cores[worker] == 1):
+                ticket.own.append(task)
             else:
-                self._assign(order)
+                self._assign(task)
         self._next += len(self.cores)
-        if self._carrier is not None:
-            self._carrier.flush()
+        self._carrier.flush()
         return ticket
 
     def parts(self, ticket: Ticket) -> list[FloatArray]:
         """Wait for the partial sums, in the workers' order; until `release` they may be the workers'
         memory."""
-        for order in ticket.own:
-            self._compute_own(order)
+        for task in ticket.own:
+            self._compute_own(task)
         limit = self._limits.pool
         deadline = time.monotonic() + limit
         while not ticket.complete:
@@ -197,38 +261,35 @@ class HostPool:
                 deadline = time.monotonic() + limit
             elif time.monotonic() > deadline:
                 raise PeerLost(f"no worker has started or answered for {limit:.0f} s")
-        ticket.needed = False
-        return [ticket.answers[order.seq].y for order in ticket.orders]
+        return [ticket.answers[task.seq].y for task in ticket.tasks]
 
-    def release(self, ticket: Ticket, fence: Fence) -> None:
-        """The ticket's partial sums are not read any more once the device has passed the fence."""
-        ticket.needed = False
-        for answer in ticket.answers.values() if self._carrier is not None else ():
-            self._carrier.release(answer, fence)  # type: ignore[union-attr]
+    def release(self, ticket: Ticket, on_device: bool = False) -> None:
+        """The ticket's partial sums are not read any more, but perhaps by work that the device was given."""
+        for answer in ticket.answers.values():
+            self._carrier.release(answer, on_device)
 
     def abandon(self, ticket: Ticket) -> None:
         """Drop the ticket's Works that have no answer: its `result` will not be called."""
-        self.release(ticket, None)
+        ticket.dropped = True
+        self.release(ticket)
         for index, worker in self._running.items():
-            for seq in [seq for seq, order in worker.orders.items() if order.ticket is ticket]:
-                del worker.orders[seq]
-                self._carried.abandon(index, seq)
-        self._unassigned = [order for order in self._unassigned if order.ticket is not ticket]
+            for seq in [seq for seq, task in worker.tasks.items() if task.ticket is ticket]:
+                del worker.tasks[seq]
+                self._carrier.abandon(index, seq)
+        self._unassigned = [task for task in self._unassigned if task.ticket is not ticket]
 
     def update(self, wait_ms: int) -> bool:
         """Handle the workers' messages, starts and exits; False if nothing has arrived."""
-        if self._carrier is None:
-            return False
         messages = self._carrier.receive(wait_ms)
         for index, message in messages:
             match message:
                 case Answer():
                     self._on_answer(index, message)
                 case WorkFailed():
-                    self._clear_suspicion(self._running[index])
-                    order = self._running[index].orders.pop(message.seq, None)
-                    if order is not None:
-                        order.ticket.failure = f"a worker refused its work: {message.text}"
+                    self._running[index].watch.reset()
+                    task = self._running[index].tasks.pop(message.seq, None)
+                    if task is not None:
+                        task.ticket.failure = f"a worker refused its work: {message.text}"
                 case Ready():
                     self._on_ready(index)
                 case WorkerDied():
@@ -238,135 +299,97 @@ class HostPool:
         return bool(messages)
 
     @property
-    def _carried(self) -> Carrier:
-        assert self._carrier is not None
-        return self._carrier
-
-    @property
     def _peers(self) -> ChildServerSocket:
         assert self._socket is not None
         return self._socket
 
     # --- assignment --------------------------------------------------------------------------------------
 
-    def _assign(self, order: Order) -> None:
-        """Send an order to the worker it was cut for, if able or no other is; else to the least loaded."""
-        chosen = order.preferred
-        if not self._is_able(chosen):
-            able = self._able() or list(self._running)
+    def _assign(self, task: Task) -> None:
+        """Send a task to the worker it was cut for if that is up or no other is; else to the least loaded."""
+        chosen = task.preferred
+        if chosen not in self._running or not self._peers.is_up(chosen):
+            able = [index for index in self._running if self._peers.is_up(index)] or list(self._running)
             if not able:
-                self._unassigned.append(order)
+                self._unassigned.append(task)
                 return
             if chosen not in able:
-                chosen = min(able, key=lambda index: (len(self._running[index].orders), index))
-        self._send(order, chosen)
+                chosen = min(able, key=lambda index: (len(self._running[index].tasks), index))
+        self._send(task, chosen)
 
-    def _send(self, order: Order, index: int) -> None:
-        self._running[index].orders[order.seq] = order
-        self._carried.send(index, order)
+    def _send(self, task: Task, index: int) -> None:
+        self._running[index].tasks[task.seq] = task
+        self._carrier.send(index, task)
 
-    def _able(self) -> list[int]:
-        """The workers that are able to compute a Work."""
-        return [index for index in self._running if self._is_able(index)]
-
-    def _is_able(self, index: int) -> bool:
-        """The worker runs, has answered before, and is not suspect."""
-        worker = self._running.get(index)
-        return worker is not None and not worker.suspect and self._peers.is_up(index)
-
-    def _compute_own(self, order: Order) -> None:
-        """Where that fails a worker gets the Work, if there is one: whatever is wrong with it, one answers
-        for it."""
-        ticket = order.ticket
-        if self._compute is None or order.seq in ticket.answers:
+    def _compute_own(self, task: Task) -> None:
+        """Compute a Work here. Where that fails a worker gets it, if there is one: whatever is wrong with it,
+        one answers for it."""
+        ticket = task.ticket
+        if self._compute is None or task.seq in ticket.answers:
             return
         try:
-            answer = self._compute(order.descriptor, ticket.x)
+            answer = self._compute(task.descriptor, ticket.x)
         except (IndexError, MemoryError) as e:
-            if self._carrier is None:
-                ticket.failure = str(e) or "not enough memory"
+            if self.workers:
+                self._assign(task)
             else:
-                self._assign(order)
+                ticket.failure = str(e) or "not enough memory"
             return
-        ticket.answers[order.seq] = answer
+        ticket.answers[task.seq] = answer
         ticket.busy = max(ticket.busy, answer.busy)
-
-    def _covered(self, order: Order) -> bool:
-        """The order is answered, or an able worker has it."""
-        return order.seq in order.ticket.answers or any(
-            order.seq in self._running[i].orders for i in self._able()
-        )
 
     # --- messages ----------------------------------------------------------------------------------------
 
     def _on_ready(self, index: int) -> None:
-        """Warm a new worker up, and send it the unassigned orders."""
+        """Warm a new worker up, and send it the unassigned tasks."""
         self._running[index] = _Worker()
         _, descriptor = empty_part(index, self._next, rows=0)
-        nobody = Ticket(self, np.zeros((0, self._carried.hidden), np.float32))
-        self._send(Order(self._next, descriptor, nobody, index, warm_up=True), index)
+        nobody = Ticket(self, np.zeros((0, self._carrier.hidden), np.float32))
+        self._send(Task(self._next, descriptor, nobody, index, warm_up=True), index)
         self._next += 1
         unassigned, self._unassigned = self._unassigned, []
-        for order in unassigned:
-            self._assign(order)
+        for task in unassigned:
+            self._assign(task)
 
     def _on_answer(self, index: int, answer: Answer) -> None:
         worker = self._running[index]
-        self._clear_suspicion(worker)
+        worker.watch.reset()
         self._peers.mark_up(index, answer.generation)
-        order = worker.orders.pop(answer.seq, None)
-        if order is None or answer.seq in order.ticket.answers or order.warm_up:
-            self._carried.release(answer, None)
-            return  # abandoned, or a hedged Work's second answer
-        ticket = order.ticket
+        task = worker.tasks.pop(answer.seq, None)
+        if task is None or task.warm_up:  # None: it was abandoned
+            self._carrier.release(answer)
+            return
+        ticket = task.ticket
         if answer.y.shape != ticket.x.shape:
-            self._carried.release(answer, None)
+            self._carrier.release(answer)
             ticket.failure = f"a worker answered {ticket.x.shape} rows with {answer.y.shape}"
             return
         ticket.answers[answer.seq] = answer
         ticket.busy = max(ticket.busy, answer.busy)
-        ticket.needed = not ticket.complete
 
     def _on_exit(self, index: int, exited: WorkerDied) -> None:
-        """Send the worker's orders to others; the one it was computing fails after too many exits."""
+        """Send the worker's tasks to others; the one it was computing fails after too many exits."""
         worker = self._running.pop(index)
-        for seq, order in worker.orders.items():
-            if order.warm_up:
+        for seq, task in worker.tasks.items():
+            if task.warm_up:
                 continue
             if seq == exited.seq:
-                order.exits += 1
-                order.crashes += exited.crashed
-            if order.crashes >= MAX_CRASHES or order.exits >= MAX_EXITS:
-                order.ticket.failure = f"computing this request ended {order.exits} workers"
-            elif not self._covered(order):
-                self._assign(order)
-
-    # --- silent workers ----------------------------------------------------------------------------------
+                task.exits += 1
+                task.crashes += exited.crashed
+            if task.crashes >= MAX_CRASHES or task.exits >= MAX_EXITS:
+                task.ticket.failure = f"computing this request ended {task.exits} workers"
+            else:
+                self._assign(task)
 
     def _check_progress(self) -> None:
+        """Report workers that have tasks and make no progress."""
         limits = self._limits
         for index, worker in self._running.items():
-            if not worker.orders:
-                self._clear_suspicion(worker)
+            if not worker.tasks:
+                worker.watch.reset()
                 continue
-            rows = max(len(order.ticket.x) for order in worker.orders.values())
+            rows = max(len(task.ticket.x) for task in worker.tasks.values())
             up = self._peers.is_up(index)
             limit = limits.stall + rows * limits.stall_row if up else limits.first_answer
-            stalled = worker.watch.stalled(self._lines[index].ticks)
-            if stalled > limit:
+            if worker.watch.stalled(self._lines[index].ticks) > limit:
                 self._peers.report_hung(index)
-            elif stalled > limit * HEDGE_AFTER and up:
-                self._hedge(worker)
-
-    def _hedge(self, slow: _Worker) -> None:
-        """Send a suspect's Works to idle workers too; the first answer counts."""
-        slow.suspect = True
-        for order in slow.orders.values():
-            idle = [index for index in self._able() if not self._running[index].orders]
-            if idle and not self._covered(order):
-                self._send(order, min(idle))
-
-    @staticmethod
-    def _clear_suspicion(worker: _Worker) -> None:
-        worker.suspect = False
-        worker.watch.reset()

@@ -9,11 +9,11 @@ import ipaddress
 import logging
 import re
 import socket
-import time
+from collections.abc import MutableMapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from pipeline.gateway.asgi import Scope, header_of
 from pipeline.gateway.errors import ApiError
 from protocol.errors import NotPrivate, ProtocolError
 from protocol.private_files import check_private
@@ -21,17 +21,24 @@ from protocol.small_files import read_small
 
 log = logging.getLogger(__name__)
 
+Scope = MutableMapping[str, Any]  # of ASGI
+
 LEAST_KEY, MOST_KEY = 16, 256  # characters
 LARGEST = 1 << 20  # bytes of the file
-CHECK_SECONDS = 1.0  # between looks at the file
 OTHERS = 0o077
 BACKLOG = 512  # connections that wait to be accepted
 LINE = re.compile(r"([A-Za-z0-9._-]{1,64})[ \t]+([\x21-\x7e]+)")
 
 
+def header_of(scope: Scope, name: bytes) -> str:
+    """Returns the first header of this name, in small letters; "" without one."""
+    return next((str(value.decode("latin-1")) for key, value in scope["headers"] if key == name), "")
+
+
 def read_api_keys(path: Path) -> dict[bytes, str]:
-    """The names of clients by the SHA-256 of their keys. A line of the file is a name and a key; empty lines
-    and those that begin with # are left out. Raises ProtocolError, one line, which holds no key."""
+    """Returns the names of clients by the SHA-256 of their keys. A line of the file is a name and a key;
+    empty lines and those that begin with # are left out. Raises ProtocolError, one line, which holds no
+    key."""
     try:
         check = partial(check_private, forbidden=OTHERS, remedies={"mode": f"; run: chmod 600 {path}"})
         text = read_small(path, LARGEST, check=check).decode("ascii")
@@ -68,8 +75,7 @@ class Access:
         """`host`: the address that the gateway listens at. Raises ProtocolError."""
         self._path = path
         self._keys = {} if path is None else read_api_keys(path)
-        self._stamp = self._look()
-        self._next_look = 0.0
+        self._stamp = None if path is None else _stamp(path)
         self._local = is_loopback(host)
 
     def check_page(self, scope: Scope) -> None:
@@ -84,10 +90,11 @@ class Access:
             raise ApiError(403, f"pages of {origin[:80]!r} may not send requests here")
 
     def client(self, scope: Scope) -> str:
-        """The name of the client whose key the request has, "" where none is needed. Raises ApiError."""
+        """Returns the name of the client whose key the request has, "" where none is needed. Raises
+        ApiError."""
         if self._path is None:
             return ""
-        self._read_again()
+        self._read_again(self._path)
         scheme, _, key = header_of(scope, b"authorization").partition(" ")
         if scheme.lower() != "bearer":
             key = header_of(scope, b"x-api-key")
@@ -100,30 +107,26 @@ class Access:
             raise ApiError(401, text, code="invalid_api_key")
         return name
 
-    def _read_again(self) -> None:
-        """Where the file has changed. Where it cannot be read, the keys stay as they were."""
-        assert self._path is not None
-        now = time.monotonic()
-        if now < self._next_look:
-            return
-        self._next_look = now + CHECK_SECONDS
-        stamp = self._look()
-        if stamp != self._stamp:
+    def _read_again(self, path: Path) -> None:
+        """Read the file where it has changed. Where it cannot be read, the keys stay as they were."""
+        if (stamp := _stamp(path)) != self._stamp:
             self._stamp = stamp
             try:
-                self._keys = read_api_keys(self._path)
+                self._keys = read_api_keys(path)
             except ProtocolError as e:
                 log.warning("%s; the keys that were known before still are", e)
 
-    def _look(self) -> tuple[int, int, int] | None:
-        try:
-            found = self._path.stat() if self._path is not None else None
-        except OSError:
-            return None
-        return None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def is_loopback(host: str) -> bool:
+    """Returns whether a host is this machine alone."""
     if host == "localhost":
         return True
     try:
@@ -133,13 +136,13 @@ def is_loopback(host: str) -> bool:
 
 
 def _host_name(host: str) -> str:
-    """Without the port and an IPv6 address's brackets."""
+    """Returns a host without the port and an IPv6 address's brackets."""
     match = re.fullmatch(r"\[([0-9a-fA-F:.]+)\](?::\d+)?|([^:\[\]]+)(?::\d+)?", host)
     return "" if match is None else (match[1] or match[2]).lower()
 
 
 def bind(address: str) -> socket.socket:
-    """A socket that listens at HOST:PORT; port 0 is any free one. Raises ProtocolError."""
+    """Returns a socket that listens at HOST:PORT; port 0 is any free one. Raises ProtocolError."""
     host, port = split_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
@@ -155,6 +158,6 @@ def bind(address: str) -> socket.socket:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT, with [HOST] for IPv6."""
+    """Returns host and port of HOST:PORT, with [HOST] for IPv6."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)

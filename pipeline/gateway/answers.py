@@ -1,131 +1,115 @@
-"""The choices of one request: answers of the engine that run at once, as one sequence of events, with their
-usage; and tokens and their log-probabilities as clients read them."""
+"""The answers to one request: choices that the engine computes at once, as one sequence of events, with their
+usage and the texts of their tokens; and what the dialects of chats have in common."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import suppress
-from typing import Any
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from pipeline.gateway.call import Meter
+from pipeline.gateway.bodies import CallPart, Content, Object, parse_json
+from pipeline.gateway.call import Call, check_model
+from pipeline.gateway.chat_output import CLOSE_CALL, ChatOutput, Part, ToolCall
+from pipeline.gateway.engine_links import model_name
 from pipeline.gateway.errors import ApiError
+from pipeline.gateway.metrics import Meter
+from pipeline.gateway.settings import Settings, Tools
 from protocol.answer import Answer
 from protocol.client import Client
 from protocol.errors import ProtocolError
-from protocol.messages import Done, Token
+from protocol.messages import ChatMessage, Done, Token, Welcome
+
+PARSER = "transformers.utils.chat_parsing"  # takes a second to import
+ENDING = 12  # last tokens of a prompt in which <think> may be
+# Coding agents put a token into the system prompt that changes with every request.
+CHANGING = re.compile(r"\bcch=[0-9a-zA-Z]+;?[ \t]*")
 
 Event = tuple[int, Token | Done]
 
 
-async def events_of(answers: Sequence[Answer]) -> AsyncGenerator[Event, None]:
-    """Tokens, and at the end of each answer its Done, with the answer's place. Leaving the loop cancels them
-    all. Raises ProtocolError as the first that fails, ApiError where the engine has cancelled one."""
+async def events_of(answers: Iterable[Answer]) -> AsyncGenerator[Event, None]:
+    """Yields tokens, and at the end of each answer its Done, with the answer's place. Answers are sent as
+    they are taken from `answers`; leaving the loop cancels them all. Raises ProtocolError as the first that
+    fails, ApiError where the engine has cancelled one."""
+    queue: asyncio.Queue[Event | ProtocolError] = asyncio.Queue()
+    begun: list[Answer] = []
+    tasks: list[asyncio.Task[None]] = []
     try:
-        if len(answers) == 1:
-            async for token in answers[0]:
-                yield 0, token
-            yield 0, _done_of(answers[0])
-            return
-        queue: asyncio.Queue[Event | ProtocolError | ApiError] = asyncio.Queue()
-        tasks = [asyncio.create_task(_feed(queue, place, answer)) for place, answer in enumerate(answers)]
-        try:
-            left = len(answers)
-            while left:
-                event = await queue.get()
-                if not isinstance(event, tuple):
-                    raise event
-                left -= isinstance(event[1], Done)
-                yield event
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        for place, answer in enumerate(answers):
+            begun.append(answer)
+            tasks.append(asyncio.create_task(_feed(queue, place, answer)))
+        left = len(begun)
+        while left:
+            event = await queue.get()
+            if isinstance(event, ProtocolError):
+                raise event
+            if isinstance(done := event[1], Done):
+                left -= 1
+                if done.reason == "cancelled":  # by the engine: a client that cancels does not read on
+                    raise ApiError(503, "the engine cancelled this answer: it is shutting down")
+            yield event
     finally:
-        for answer in answers:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for answer in begun:
             with suppress(ProtocolError):
                 await answer.cancel()
 
 
-async def started(answers: Iterable[Answer]) -> list[Answer]:
-    """Answers that are sent one by one. Where one cannot be sent, those before it are cancelled. Raises
-    ProtocolError."""
-    found: list[Answer] = []
-    try:
-        for answer in answers:
-            found.append(answer)
-    except ProtocolError:
-        for answer in found:
-            with suppress(ProtocolError):
-                await answer.cancel()
-        raise
-    return found
-
-
-async def _feed(queue: asyncio.Queue[Any], place: int, answer: Answer) -> None:
+async def _feed(queue: asyncio.Queue[Event | ProtocolError], place: int, answer: Answer) -> None:
     try:
         async for token in answer:
             queue.put_nowait((place, token))
-        queue.put_nowait((place, _done_of(answer)))
-    except (ProtocolError, ApiError) as e:
+        assert answer.done is not None
+        queue.put_nowait((place, answer.done))
+    except ProtocolError as e:
         queue.put_nowait(e)
 
 
-def _done_of(answer: Answer) -> Done:
-    assert answer.done is not None
-    if answer.done.reason == "cancelled":  # by the engine: a client that cancels does not read on
-        raise ApiError(503, "the engine cancelled this answer: it is shutting down")
-    return answer.done
-
-
 class Usage:
-    """Tokens of all answers of a request, which the meter counts as well."""
+    """The tokens of all answers of a request, which the meter counts as well."""
 
     def __init__(self, meter: Meter) -> None:
-        self.prompt = 0
-        self.cached = 0
-        self.completion = 0
-        self.reasoning = 0
-        self.fidelity: dict[str, Any] | None = None
+        self.prompt = self.cached = self.completion = self.reasoning = 0
+        self._fidelity: dict[str, Any] | None = None
         self._meter = meter
         self._began = time.perf_counter()
-        self._first = False  # the first token has come
 
-    def note_token(self) -> None:
-        if not self._first:
-            self._first = True
-            self._meter.first_token.add(time.perf_counter() - self._began)
-
-    def add(self, answer: Answer, *, new_prompt: bool = True) -> None:
-        """`new_prompt`: not another choice for the same one."""
-        done = answer.done
-        assert done is not None
-        cached = int(done.stats.get("kv_reused_tokens", 0))
-        prompt = int(done.stats.get("prompt_tokens", 0))
+    def add(self, event: Token | Done, *, new_prompt: bool = True) -> None:
+        """Count a token, or the end of an answer. `new_prompt`: not another choice for the same one."""
+        seconds = time.perf_counter() - self._began
+        if isinstance(event, Token):
+            if not self.completion:
+                self._meter.first_token.observe(seconds)
+            self.completion += 1
+            self._meter.tokens.inc()
+            return
+        cached = int(event.stats.get("kv_reused_tokens", 0))
+        prompt = int(event.stats.get("prompt_tokens", 0))
         if new_prompt:
             self.prompt += prompt
             self.cached += cached
-        tokens = len(answer.token_ids)
-        self.completion += tokens
-        self.fidelity = done.stats.get("fidelity", self.fidelity)
-        self._meter.prompt_tokens += prompt
-        self._meter.cached_tokens += cached
-        self._meter.answer_tokens += tokens
-        self._meter.reasons[done.reason] += 1
-        self._meter.whole.add(time.perf_counter() - self._began)
+        self._fidelity = event.stats.get("fidelity", self._fidelity)
+        self._meter.count(event.reason, prompt, cached, seconds)
 
-    def openai(self) -> dict[str, Any]:
-        usage: dict[str, Any] = {
+    def openai(self) -> Object:
+        """Returns the form of chats and completions."""
+        usage: Object = {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning},
         }
-        if self.fidelity is not None:
-            usage["fidelity"] = self.fidelity
-        return usage
+        return usage if self._fidelity is None else usage | {"fidelity": self._fidelity}
 
 
 class TokenTexts:
@@ -136,37 +120,247 @@ class TokenTexts:
         self._known = known
 
     async def learn(self, ids: Iterable[int]) -> None:
-        """Raises ProtocolError."""
+        """Ask for those that are not known. Raises ProtocolError."""
         missing = sorted(set(ids) - self._known.keys())
         if missing and self._client.welcome.has_tokenizer:
-            found = await self._client.tokenize(token_ids=missing)
-            self._known.update(zip(missing, found.pieces, strict=True))
-
-    def bytes(self, token: int) -> bytes:
-        return self._known.get(token, b"")
+            answer = await self._client.tokenize(token_ids=missing)
+            self._known.update(zip(missing, answer.pieces, strict=True))
 
     def text(self, token: int) -> str:
-        """A token that is no whole characters is shown by its bytes."""
-        raw = self.bytes(token)
+        """Returns a token's text; one that is no whole characters is shown by its bytes."""
+        raw = self._known.get(token, b"")
         try:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    async def chat(self, token: Token) -> dict[str, Any]:
-        """An entry of `logprobs.content`."""
+    async def chat(self, token: Token) -> Object:
+        """Returns an entry of `logprobs.content`."""
         await self.learn((token.token, *token.top_tokens))
         best = zip(token.top_tokens, token.top_logprobs, strict=True)
-        return self._entry(token.token, token.logprob) | {
-            "top_logprobs": [self._entry(other, logprob) for other, logprob in best]
-        }
+        others = [self._entry(other, logprob) for other, logprob in best]
+        return self._entry(token.token, token.logprob) | {"top_logprobs": others}
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self.text(token), "logprob": logprob, "bytes": list(self.bytes(token))}
+    def _entry(self, token: int, logprob: float) -> Object:
+        return {"token": self.text(token), "logprob": logprob, "bytes": list(self._known.get(token, b""))}
 
     def best(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, float]:
-        """A row of the legacy `top_logprobs`: tokens with the same text are one, the best of them."""
-        found: dict[str, float] = {}
+        """Returns a row of the legacy `top_logprobs`: tokens with the same text are one, the best of them."""
+        row: dict[str, float] = {}
         for token, logprob in zip(tokens, logprobs, strict=True):
-            found.setdefault(self.text(token), logprob)
-        return found
+            row.setdefault(self.text(token), logprob)
+        return row
+
+
+# --- chats ----------------------------------------------------------------------------------------------
+
+
+def check_chats(model: str | None, welcome: Welcome) -> None:
+    """Raises ApiError for a model that is not served, or has no chats."""
+    check_model(model, welcome)
+    if not welcome.has_chat_template:
+        raise ApiError(400, "this model has no chat template; use /v1/completions")
+
+
+def turn(role: str, content: Content, extra: Object | None = None) -> ChatMessage:
+    """Returns a message as the engine reads it. `extra`: what else the template reads of it."""
+    text = content or ""
+    if isinstance(text, list):
+        text = "".join(part.text or part.refusal for part in text)
+    if role in ("system", "developer"):
+        role, text = "system", CHANGING.sub("", text)
+    return ChatMessage(role, text, json.dumps(extra, ensure_ascii=False) if extra else "")
+
+
+def rendered_call(call: CallPart, where: str) -> Object:
+    """Returns a tool's call as chat templates read it: its arguments are an object. Raises ApiError."""
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments or "{}", f"{where}.function.arguments")
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id or "", "type": "function", "function": function}
+
+
+def hashed(value: Any) -> str:
+    """Returns a name for a value."""
+    text = json.dumps(value, default=str, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def template_of(tools: Tools, variables: Object) -> str:
+    """Returns what a chat template reads beside messages, as JSON; "" where that is nothing."""
+    given = variables | ({"tools": list(tools.given)} if tools.given else {})
+    return json.dumps(given, ensure_ascii=False) if given else ""
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of a choice. `reason`: stop, length, tool_calls; `stop`: the stop string that was found."""
+
+    reason: str
+    stop: str | None = None
+
+
+ChatEvent = Part | Object | End
+Change = tuple[Literal["start", "open", "more", "close"], int, Part]
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """`variables`: of the chat template, beside the messages and tools."""
+
+    messages: tuple[ChatMessage, ...]
+    settings: Settings
+    tools: Tools
+    variables: Object
+
+    @property
+    def template(self) -> str:
+        """What the template reads beside the messages, as JSON."""
+        return template_of(self.tools, self.variables)
+
+    def conversation(self, key_name: str) -> str:
+        """Returns a name that is the same for each turn of a conversation, all of which share what is
+        rendered up to the first user's message."""
+        opening = []
+        for message in self.messages:
+            opening.append((message.role, message.content, message.extra))
+            if message.role == "user":
+                break
+        return hashed([opening, key_name, self.template])
+
+
+@dataclass
+class Whole:
+    """A choice, added up."""
+
+    content: str = ""
+    reasoning: str = ""
+    reason: str = ""
+    stop: str | None = None
+    calls: list[ToolCall] = field(default_factory=list)
+    logprobs: list[Object] = field(default_factory=list)
+
+    def add(self, event: ChatEvent) -> None:
+        """Add what follows."""
+        match event:
+            case Part(call=ToolCall() as call):
+                self.calls.append(call)
+            case Part(kind="reasoning", text=text):
+                self.reasoning += text
+            case Part(text=text):
+                self.content += text
+            case End(reason=reason, stop=stop):
+                self.reason, self.stop = reason, stop
+            case dict():
+                self.logprobs.append(event)
+
+
+class ChatAnswer(ABC):
+    """The answer to a chat request. A dialect says it as a whole, or as a stream of events."""
+
+    def __init__(self, call: Call, client: Client, request: ChatRequest) -> None:
+        self.call = call
+        self.request = request
+        self.model = model_name(client.welcome)
+        self.usage = Usage(call.service.meter)  # complete when the events have ended
+        self._client = client
+        self._texts = TokenTexts(client, call.service.pieces)
+
+    @abstractmethod
+    async def whole(self) -> Object:
+        """Returns the whole answer. Raises ProtocolError, ApiError."""
+
+    @abstractmethod
+    def stream(self) -> AsyncGenerator[bytes, None]:
+        """Yields server-sent events. Raises ProtocolError, ApiError."""
+
+    async def send(self) -> None:
+        """Send the answer as the request wants it."""
+        self.call.grammar_field = self.request.settings.grammar_field
+        if self.request.settings.stream:
+            await self.call.stream(self.stream())
+        else:
+            await self.call.answer(self.whole())
+
+    async def wholes(self) -> list[Whole]:
+        """Returns the choices."""
+        choices = [Whole() for _ in range(self.request.settings.choices)]
+        async with aclosing(self.events()) as events:
+            async for place, event in events:
+                choices[place].add(event)
+        return choices
+
+    async def blocks(self, whole: Whole) -> AsyncGenerator[Change, None]:
+        """Yields what a stream says of one choice in dialects whose answers are blocks of one kind each: that
+        it starts; of each block, with its place, that it opens, each part of it, that it closes. `whole` adds
+        the parts up."""
+        place, opened, started = -1, None, False
+        async with aclosing(self.events()) as events:
+            async for _, event in events:
+                if not started:
+                    started = True
+                    yield "start", 0, Part("content")
+                whole.add(event)
+                if not isinstance(event, Part):
+                    continue
+                if opened is None or event.kind != opened.kind or event.call is not None:
+                    if opened is not None:
+                        yield "close", place, opened
+                    place, opened = place + 1, event
+                    yield "open", place, event
+                yield "more", place, event
+        if opened is not None:
+            yield "close", place, opened
+
+    async def events(self) -> AsyncGenerator[tuple[int, ChatEvent], None]:
+        """Yields parts of the choices, each choice's End, and with logprobs an entry for each token, which
+        follows the parts of its text."""
+        request, kind = self.request, self.call.service.template
+        thinking = await self._opens_thinking()
+        if kind.thinks or (kind.calls and request.tools.given):
+            await asyncio.to_thread(__import__, PARSER)
+        forced = bool(request.tools.wanted)  # a forced call is all of the answer
+        outputs = [
+            ChatOutput(kind, request.tools.schemas, thinking=thinking and not forced)
+            for _ in range(request.settings.choices)
+        ]
+        name = request.conversation(self.call.key_name)
+        answers = (self._generate(index, f"{name}/{index}") for index in range(len(outputs)))
+        async with aclosing(events_of(answers)) as events:
+            async for place, event in events:
+                self.usage.add(event, new_prompt=place == 0)
+                output = outputs[place]
+                for part in output.feed(event.text):
+                    self.usage.reasoning += part.kind == "reasoning"
+                    yield place, part
+                if isinstance(event, Token):
+                    if request.settings.logprobs >= 0:
+                        yield place, await self._texts.chat(event)
+                    continue
+                for part in output.finish():
+                    yield place, part
+                yield place, End("tool_calls" if output.calls else event.reason, event.stats.get("stop"))
+
+    def _generate(self, index: int, conversation: str) -> Answer:
+        request = self.request
+        arguments = request.settings.of_choice(index)
+        if request.tools.given and not request.tools.parallel and self.call.service.template.calls:
+            arguments["stop"] = (*arguments["stop"], CLOSE_CALL)
+        return self._client.generate(
+            messages=request.messages, template=request.template, conversation=conversation, **arguments
+        )
+
+    async def _opens_thinking(self) -> bool:
+        """Returns whether the template ends a prompt within reasoning. Rendered once for its variables."""
+        if not self.call.service.template.thinks:
+            return False
+        openings, variables = self.call.service.openings, self.request.variables
+        name = hashed(variables)
+        if name not in openings:
+            template = json.dumps(variables) if variables else ""
+            asked = await self._client.tokenize(messages=[ChatMessage("user", "x")], template=template)
+            ending = await self._client.tokenize(token_ids=asked.ids[-ENDING:].tolist())
+            _, opened, rest = b"".join(ending.pieces).rpartition(b"<think>")
+            openings[name] = bool(opened) and b"</think>" not in rest
+        return openings[name]

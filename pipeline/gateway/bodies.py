@@ -1,11 +1,21 @@
 """The bodies of requests in the three dialects (OpenAI's chat and completions, OpenAI's responses,
-Anthropic's messages) and of the endpoints for tokens, as structs. null counts as not given everywhere."""
+Anthropic's messages) and of the endpoints for tokens, as structs, and how they are decoded. null counts as
+not given everywhere."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import logging
+import re
+from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 from msgspec import Meta, Struct
+
+from pipeline.gateway.errors import ApiError, bad
+from protocol.small_files import is_nested
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MOST_SEED = (1 << 63) - 1
 MOST_TOKENS = 1 << 31
@@ -40,11 +50,9 @@ class SchemaObject(Struct):
 class Format(Struct):
     """What an answer has to follow, by one of its fields, as `type` says."""
 
-    type: Literal["text", "json_object", "json_schema", "grammar", "regex"]
+    type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaObject | None = None
     schema: Object | None = None
-    grammar: str | None = None
-    regex: str | None = None
 
 
 class Structured(Struct, forbid_unknown_fields=True):
@@ -73,10 +81,6 @@ class Common(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     structured_outputs: Structured | None = None
-    guided_json: str | Object | None = None
-    guided_regex: str | None = None
-    guided_grammar: str | None = None
-    guided_choice: str | list[str] | None = None
 
 
 # --- OpenAI's chat and completions ----------------------------------------------------------------------
@@ -207,7 +211,6 @@ class ResponsesBody(Common, kw_only=True):
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
-    format: Format | None = None
     reasoning: Reasoning | None = None
     top_logprobs: Annotated[float, Meta(ge=0, le=0)] | None = None
     include: list[str] | None = None
@@ -312,3 +315,87 @@ class TokenizeBody(Struct, kw_only=True):
 class DetokenizeBody(Struct, kw_only=True):
     tokens: Annotated[list[int], Meta(max_length=MOST_IDS)]
     model: str | None = None
+
+
+# --- decoding -------------------------------------------------------------------------------------------
+
+MOST_NESTING = 200  # values in each other; schemas need some dozens
+_PLACE = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$(.*)`)?$", re.DOTALL)
+_FIELD = re.compile(r"(required|unknown) field `(.{1,80})")
+
+# Fields of OpenAI's, Anthropic's and other servers' that would change the answer, and the values that do not.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("functions", "function_call", "audio", "web_search_options", "mcp_servers"), ([],)),
+    **dict.fromkeys(("stop_token_ids", "bad_words", "allowed_token_ids", "prompt_logprobs"), ([], 0)),
+    **dict.fromkeys(("truncate_prompt_tokens", "documents", "chat_template"), ([],)),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar", "guided_choice"), ()),
+    **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "return_token_ids"), (False,)),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "truncation": ("disabled",),
+    "length_penalty": (1, 1.0),
+    "min_tokens": (0,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "typical_p": (1, 1.0),
+    "mirostat": (0,),
+}
+WITHOUT_EFFECT = {"user", "store", "metadata"}  # known, and not worth a line in the log
+
+
+def decoded(raw: bytes, kind: type[T], endpoint: str) -> T:
+    """Returns the struct of a body. Fields of other servers are accepted, as clients send them by habit, but
+    not those that change answers. Raises ApiError, which names the field."""
+    given = parse_json(raw)
+    body = fitting(given, kind, "")
+    fields = set(kind.__struct_fields__)  # type: ignore[attr-defined]  # all kinds are structs
+    unknown = []
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
+            raise bad(name, "is not supported here")
+        if name not in fields and name not in WITHOUT_EFFECT and name not in UNSUPPORTED:
+            unknown.append(name[:40])
+    if unknown:
+        log.info("%s: fields without a meaning here: %s", endpoint, ", ".join(unknown[:8]))
+    return body
+
+
+def parse_json(text: str | bytes, name: str = "") -> dict[str, Any]:
+    """Returns the object of a JSON text: a body, or a field of this name. Raises ApiError, also for what the
+    engine's libraries cannot write: values nested too deeply."""
+    raw = text.encode("utf-8", "replace") if isinstance(text, str) else text
+    try:
+        value: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
+        if raw.count(b"[") + raw.count(b"{") > MOST_NESTING and is_nested(value, MOST_NESTING):
+            raise RecursionError
+        return value
+    except msgspec.ValidationError as e:
+        raise misfit(e, name) from None
+    except (msgspec.DecodeError, ValueError, RecursionError) as e:
+        reason = "nested too deeply" if isinstance(e, RecursionError) else str(e)[:200]
+        error = f"is no valid JSON: {reason}"
+        raise bad(name, error) if name else ApiError(400, f"the body {error}") from None
+
+
+def fitting(value: object, kind: type[T], name: str) -> T:
+    """Returns a field's value as this type. Raises ApiError, which names the place in it."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as e:
+        raise misfit(e, name) from None
+
+
+def misfit(error: msgspec.ValidationError, name: str) -> ApiError:
+    """Returns what a client is told of a value of another type or outside its limits, with the field's place
+    in the body. `name`: of the field that was decoded; "" for the whole body."""
+    match = _PLACE.match(str(error))
+    assert match is not None
+    text, place = match[1], name + (match[2] or "").replace("[...]", "")
+    if field := _FIELD.search(text):
+        place = f"{place}.{field[2].rstrip('`')}"
+        text = "is required" if field[1] == "required" else "is not supported here"
+    place = place.lstrip(".")[:200]
+    text = text[:1].lower() + text[1:300]
+    return bad(place, text) if place else ApiError(400, f"the body: {text}")

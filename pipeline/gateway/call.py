@@ -1,62 +1,61 @@
-"""One request on its way through the gateway, with what its handler needs, and what the gateway counts."""
+"""One request on its way through the gateway: its body, read within limits, and its answer, which is one JSON
+object or a stream of server-sent events. A client that disconnects ends what is computed for it."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import logging
 import secrets
 import time
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from pipeline.gateway.asgi import EventStream, Receive, Scope, Send, send_json, unless_gone
-from pipeline.gateway.body import decoded, read_body
+from pipeline.gateway.access import Scope, header_of
+from pipeline.gateway.bodies import decoded
 from pipeline.gateway.chat_output import TemplateKind
-from pipeline.gateway.dashboard import Feed
 from pipeline.gateway.engine_links import EngineLinks, model_name
 from pipeline.gateway.errors import ApiError, of_engine
+from pipeline.gateway.metrics import Meter
 from protocol.client import Client
 from protocol.errors import ProtocolError
 from protocol.messages import Welcome
 
+log = logging.getLogger(__name__)
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = tuple[tuple[bytes, bytes], ...]
 T = TypeVar("T")
 
-SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+MOST_BYTES = 8 << 20  # of a body; a message to the engine has half of that
+BODY_SECONDS = 60.0  # for the whole body; a slow network sends 8 MB in less
+HEADERS_WITHIN = 1.0  # seconds: until then a refusal is an HTTP error, later an event of the stream
+PING_SECONDS = 10.0  # between comments in a stream, so that no proxy closes the connection
+PING = b": waiting\n\n"
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+ERROR_HEADERS: dict[int, Headers] = {
+    401: ((b"www-authenticate", b"Bearer"),),
+    **dict.fromkeys((429, 503), ((b"retry-after", b"1"),)),
+}
 
 
-@dataclass
-class Histogram:
-    """Seconds, in buckets by their upper bounds."""
-
-    counts: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
-    total: float = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(SECONDS, seconds)] += 1
-        self.total += seconds
-
-    def buckets(self) -> list[tuple[str, int]]:
-        """As Prometheus has them: bounds, and how many are at most as large."""
-        found, below = [], 0
-        for bound, count in zip((*map(str, SECONDS), "+Inf"), self.counts, strict=True):
-            below += count
-            found.append((bound, below))
-        return found
+def dumps(value: Any) -> bytes:
+    """Returns JSON without spaces."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
-@dataclass
-class Meter:
-    """`requests`: by path and status; `disconnects`: clients that left before their answer's end."""
-
-    requests: Counter[tuple[str, int]] = field(default_factory=Counter)
-    reasons: Counter[str] = field(default_factory=Counter)
-    disconnects: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    answer_tokens: int = 0
-    first_token: Histogram = field(default_factory=Histogram)
-    whole: Histogram = field(default_factory=Histogram)
+def event_of(value: Any, kind: str = "") -> bytes:
+    """Returns a server-sent event; `kind`: its name, in dialects whose events have one."""
+    name = f"event: {kind}\n".encode() if kind else b""
+    return name + b"data: " + dumps(value) + b"\n\n"
 
 
 @dataclass
@@ -64,13 +63,12 @@ class Service:
     """What all requests share."""
 
     links: EngineLinks
+    template: TemplateKind = TemplateKind()  # noqa: RUF009 - frozen
     started: float = field(default_factory=time.time)
     draining: bool = False
-    template: TemplateKind = TemplateKind()  # noqa: RUF009 - frozen
     meter: Meter = field(default_factory=Meter)
     pieces: dict[int, bytes] = field(default_factory=dict)  # of tokens
     openings: dict[str, bool] = field(default_factory=dict)  # by variables: does the prompt open reasoning
-    feed: Feed = field(init=False)  # of the dashboards
 
 
 @dataclass
@@ -82,40 +80,138 @@ class Call:
     scope: Scope
     receive: Receive
     send: Send
-    key_name: str
-    anthropic: bool
+    key_name: str = ""
     prompt_field: str | None = None
     grammar_field: str | None = None
+    status: int = 0  # of the answer, once it has begun
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def refusal(self, error: ProtocolError) -> ApiError:
-        """What the client sees of an error of the engine."""
-        return of_engine(error, self.prompt_field, self.grammar_field)
+    def refusal(self, error: Exception) -> ApiError:
+        """Returns what the client sees of an error."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, ProtocolError):
+            return of_engine(error, self.prompt_field, self.grammar_field)
+        log.error("a request failed", exc_info=error)
+        return ApiError(500, "the gateway failed; its log has the reason")
 
     async def client(self) -> Client:
-        """The API key's connection to the engine. Raises ApiError."""
+        """Returns the API key's connection to the engine. Raises ApiError."""
         return await self.service.links.client(self.key_name)
 
     async def body(self, kind: type[T]) -> T:
-        """Returns the body as a struct. Raises ApiError, ConnectionError."""
-        return decoded(await read_body(self.scope, self.receive), kind, self.scope["path"])
+        """Returns the body as a struct. Raises ApiError, and ConnectionError where the client has gone."""
+        media = header_of(self.scope, b"content-type").partition(";")[0].strip().lower()
+        if (
+            media != "application/json"
+        ):  # a page of another site can send any other type without asking (CORS)
+            media = media[:80] or "without a Content-Type"
+            raise ApiError(415, f"the body must be application/json, not {media}")
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                return decoded(await self._read(), kind, self.scope["path"])
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:.0f} s") from None
+
+    async def _read(self) -> bytes:
+        length = header_of(self.scope, b"content-length")
+        raw = bytearray()
+        more = True
+        while more:
+            if max(len(raw), int(length[:20]) if length.isdecimal() else 0) > MOST_BYTES:
+                raise ApiError(413, f"the body has more than {MOST_BYTES >> 20} MB")
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ConnectionResetError
+            raw += message.get("body", b"")
+            more = message.get("more_body", False)
+        return bytes(raw)
+
+    async def send_bytes(self, body: bytes, media: str, status: int = 200, headers: Headers = ()) -> None:
+        """Send a whole answer."""
+        length = (b"content-length", str(len(body)).encode())
+        await self._begin(status, [(b"content-type", media.encode()), length, *headers])
+        await self.send({"type": "http.response.body", "body": body})
+
+    async def send_json(self, value: Any, status: int = 200, headers: Headers = ()) -> None:
+        """Send an object."""
+        await self.send_bytes(dumps(value), "application/json", status, headers)
+
+    async def send_error(self, error: ApiError) -> None:
+        """Send a refusal in the shape of the endpoint's dialect."""
+        await self.send_json(self._error_body(error), error.status, ERROR_HEADERS.get(error.status, ()))
 
     async def answer(self, work: Coroutine[Any, Any, dict[str, Any]]) -> None:
         """Send the object that `work` makes; it is cancelled where the client disconnects."""
-        await send_json(self.send, await unless_gone(self.receive, work))
+        await self.send_json(await self._unless_gone(work))
 
-    async def stream(self, events: AsyncIterator[bytes]) -> None:
-        """Send events; the generator is ended where the client disconnects."""
-        await EventStream(events, self.refusal, self.anthropic).send(self.receive, self.send)
+    async def stream(self, events: AsyncGenerator[bytes, None]) -> None:
+        """Send events; the generator is ended where the client disconnects. An error before the first one, or
+        the first second, is an HTTP error, a later one an event."""
+        await self._unless_gone(self._stream(events))
+
+    async def _stream(self, events: AsyncGenerator[bytes, None]) -> None:
+        last = b""
+        pinging = asyncio.create_task(self._ping())
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    await self._send_chunk(event)
+        except Exception as e:
+            if not self.status:
+                raise
+            name = "error" if self._anthropic else ""
+            last = event_of(self._error_body(self.refusal(e)), name)
+        finally:
+            pinging.cancel()
+        await self._send_chunk(last, more=False)
+
+    async def _ping(self) -> None:
+        """Begin the stream, and send a comment now and then."""
+        await asyncio.sleep(HEADERS_WITHIN)
+        while True:
+            await self._send_chunk(PING)
+            await asyncio.sleep(PING_SECONDS)
+
+    async def _send_chunk(self, chunk: bytes, more: bool = True) -> None:
+        if not self.status:
+            await self._begin(200, STREAM_HEADERS)
+        await self.send({"type": "http.response.body", "body": chunk, "more_body": more})
+
+    async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
+        """Returns the result of `work`. It is cancelled where the client disconnects before; raises
+        ConnectionError then."""
+        task = asyncio.create_task(work)
+        gone = asyncio.create_task(self._wait_gone())
+        try:
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ConnectionResetError
+            return task.result()
+        finally:
+            for pending in (task, gone):
+                pending.cancel()
+            await asyncio.gather(task, gone, return_exceptions=True)
+
+    async def _wait_gone(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+    @property
+    def _anthropic(self) -> bool:
+        return bool(self.scope["path"].startswith("/v1/messages"))
+
+    def _error_body(self, error: ApiError) -> dict[str, Any]:
+        return error.body(self._anthropic)
 
 
 def check_model(name: str | None, welcome: Welcome) -> None:
     """Raises ApiError for a model that is not served. Without a name it is the one that is."""
-    if name is not None and name not in (model_name(welcome), welcome.model, welcome.engine):
-        raise ApiError(
-            404,
-            f"the model {name[:80]!r} is not served here; it is {model_name(welcome)!r}",
-            "model",
-            "model_not_found",
-        )
+    if name is not None and name not in (served := model_name(welcome), welcome.model, welcome.engine):
+        text = f"the model {name[:80]!r} is not served here; it is {served!r}"
+        raise ApiError(404, text, "model", "model_not_found")

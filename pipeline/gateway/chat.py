@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from pipeline.gateway.asgi import event_of
+from pipeline.gateway.answers import ChatAnswer, ChatRequest, End, Whole, check_chats, rendered_call, turn
 from pipeline.gateway.bodies import ChatBody, ChatTurn, Object, TokenizeBody
-from pipeline.gateway.call import Call, check_model
+from pipeline.gateway.call import Call, event_of
 from pipeline.gateway.chat_output import Part, TemplateKind, ToolCall
-from pipeline.gateway.chat_run import (
-    ChatRequest,
-    ChatRun,
-    End,
-    Whole,
-    check_chats,
-    rendered_call,
-    turn,
-    whole_choices,
-)
-from pipeline.gateway.engine_links import model_name
 from pipeline.gateway.errors import bad
-from pipeline.gateway.settings import settings_of
-from pipeline.gateway.tools import grammar_of, openai_tools
+from pipeline.gateway.settings import Tools, grammar_of, openai_tools, settings_of
 from pipeline.text.tokenizer import RESERVED
 from protocol.messages import ChatMessage, Welcome
 
 DONE = b"data: [DONE]\n\n"
+Rendered = tuple[tuple[ChatMessage, ...], Tools, Object]
 
 
-def chat_turns(given: list[ChatTurn]) -> tuple[ChatMessage, ...]:
-    """Raises ApiError."""
-    return tuple(_turn(message, f"messages[{place}]") for place, message in enumerate(given))
+def rendered(body: ChatBody | TokenizeBody, welcome: Welcome, kind: TemplateKind) -> Rendered:
+    """Returns what the chat template reads: messages, tools, and other variables. Raises ApiError."""
+    check_chats(body.model, welcome)
+    turns = tuple(_turn(message, f"messages[{place}]") for place, message in enumerate(body.messages or ()))
+    tools = openai_tools(body.tools, body.tool_choice, body.parallel_tool_calls, kind)
+    return turns, tools, _variables(body, kind)
 
 
 def _turn(message: ChatTurn, where: str) -> ChatMessage:
@@ -48,8 +40,7 @@ def _turn(message: ChatTurn, where: str) -> ChatMessage:
     return turn(message.role, message.content, extra)
 
 
-def template_variables(body: ChatBody | TokenizeBody, kind: TemplateKind) -> Object:
-    """Returns what the chat template reads beside messages and tools. Raises ApiError."""
+def _variables(body: ChatBody | TokenizeBody, kind: TemplateKind) -> Object:
     variables = dict(body.chat_template_kwargs or {})
     if reserved := sorted(variables.keys() & RESERVED):
         raise bad("chat_template_kwargs", f"{reserved[0]} is no variable of a chat template")
@@ -62,7 +53,7 @@ def template_variables(body: ChatBody | TokenizeBody, kind: TemplateKind) -> Obj
 
 
 def reasoning_variables(effort: str | None, kind: TemplateKind, name: str) -> Object:
-    """`name`: of the field with the effort. Raises ApiError."""
+    """Returns the template's variables for an effort; `name`: of the field with it. Raises ApiError."""
     if effort is None:
         return {}
     if not kind.thinks:
@@ -71,11 +62,8 @@ def reasoning_variables(effort: str | None, kind: TemplateKind, name: str) -> Ob
 
 
 def chat_request(body: ChatBody, welcome: Welcome, kind: TemplateKind) -> ChatRequest:
-    """Raises ApiError."""
-    check_model(body.model, welcome)
-    check_chats(welcome)
-    messages = chat_turns(body.messages)
-    tools = openai_tools(body.tools, body.tool_choice, body.parallel_tool_calls, kind)
+    """Returns what a body asks for. Raises ApiError."""
+    turns, tools, variables = rendered(body, welcome, kind)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad("top_logprobs", "belongs to logprobs: true")
     settings = settings_of(
@@ -87,74 +75,71 @@ def chat_request(body: ChatBody, welcome: Welcome, kind: TemplateKind) -> ChatRe
         grammar=grammar_of(body, {"response_format": body.response_format}, tools.grammar(kind)),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    return ChatRequest(messages, settings, tools, template_variables(body, kind))
+    return ChatRequest(turns, settings, tools, variables)
 
 
-async def completions(call: Call) -> None:
+async def create(call: Call) -> None:
+    """Answer a chat."""
     client = await call.client()
     request = chat_request(await call.body(ChatBody), client.welcome, call.service.template)
-    call.grammar_field = request.settings.grammar_field
-    run = ChatRun(call, client, request)
-    head = {"id": f"chatcmpl-{call.id}", "created": call.created, "model": model_name(client.welcome)}
-    if request.settings.stream:
-        await call.stream(_chunks(run, request, head))
-    else:
-        await call.answer(_whole(run, request, head))
+    await Chat(call, client, request).send()
 
 
-async def _whole(run: ChatRun, request: ChatRequest, head: dict[str, Any]) -> dict[str, Any]:
-    choices = [
-        _choice(place, whole, request)
-        for place, whole in enumerate(await whole_choices(run, request.settings.choices))
-    ]
-    return head | {"object": "chat.completion", "choices": choices, "usage": run.usage.openai()}
+class Chat(ChatAnswer):
+    """The answer in OpenAI's form."""
+
+    def _body(self, kind: str, **fields: Any) -> Object:
+        head = {"id": f"chatcmpl-{self.call.id}", "created": self.call.created, "model": self.model}
+        return head | {"object": kind} | fields
+
+    async def whole(self) -> Object:
+        """Returns the whole answer."""
+        choices = [self._choice(place, whole) for place, whole in enumerate(await self.wholes())]
+        return self._body("chat.completion", choices=choices, usage=self.usage.openai())
+
+    def _choice(self, place: int, whole: Whole) -> Object:
+        message: Object = {"role": "assistant", "content": whole.content, "refusal": None}
+        if whole.reasoning:
+            message["reasoning_content"] = whole.reasoning
+        if whole.calls:
+            message["content"] = whole.content or None
+            message["tool_calls"] = [_call(call) for call in whole.calls]
+        wanted = self.request.settings.logprobs >= 0
+        logprobs = {"content": whole.logprobs, "refusal": None} if wanted else None
+        return {"index": place, "message": message, "logprobs": logprobs, "finish_reason": whole.reason}
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Yields chunks."""
+        settings = self.request.settings
+        usage: Object = {"usage": None} if settings.include_usage else {}
+        calls = [0] * settings.choices
+        begun: set[int] = set()
+
+        def chunk(
+            place: int, delta: Object, reason: str | None = None, logprobs: Object | None = None
+        ) -> bytes:
+            choice = {"index": place, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+            return event_of(self._body("chat.completion.chunk", choices=[choice], **usage))
+
+        async with aclosing(self.events()) as events:
+            async for place, event in events:
+                if place not in begun:
+                    begun.add(place)
+                    yield chunk(place, {"role": "assistant", "content": ""})
+                match event:
+                    case Part(call=ToolCall() as tool):
+                        yield chunk(place, {"tool_calls": [{"index": calls[place]} | _call(tool)]})
+                        calls[place] += 1
+                    case Part(kind=kind, text=text):
+                        yield chunk(place, {"reasoning_content" if kind == "reasoning" else kind: text})
+                    case End(reason=reason):
+                        yield chunk(place, {}, reason)
+                    case dict():
+                        yield chunk(place, {}, logprobs={"content": [event], "refusal": None})
+        if settings.include_usage:
+            yield event_of(self._body("chat.completion.chunk", choices=[], usage=self.usage.openai()))
+        yield DONE
 
 
-def _choice(place: int, whole: Whole, request: ChatRequest) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": whole.content, "refusal": None}
-    if whole.reasoning:
-        message["reasoning_content"] = whole.reasoning
-    if whole.calls:
-        message["content"] = whole.content or None
-        message["tool_calls"] = [_call(call) for call in whole.calls]
-    logprobs = {"content": whole.logprobs, "refusal": None} if request.settings.logprobs >= 0 else None
-    return {"index": place, "message": message, "logprobs": logprobs, "finish_reason": whole.reason}
-
-
-def _call(call: ToolCall) -> dict[str, Any]:
+def _call(call: ToolCall) -> Object:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-async def _chunks(run: ChatRun, request: ChatRequest, head: dict[str, Any]) -> AsyncIterator[bytes]:
-    head = head | {"object": "chat.completion.chunk"}
-    if request.settings.include_usage:
-        head["usage"] = None
-    calls = [0] * request.settings.choices
-    begun: set[int] = set()
-
-    def chunk(
-        place: int, delta: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None
-    ) -> bytes:
-        choice = {"index": place, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return event_of(head | {"choices": [choice]})
-
-    async with aclosing(run.events()) as events:
-        async for place, event in events:
-            if place not in begun:
-                begun.add(place)
-                yield chunk(place, {"role": "assistant", "content": ""})
-            match event:
-                case Part(kind="content", text=text):
-                    yield chunk(place, {"content": text})
-                case Part(kind="reasoning", text=text):
-                    yield chunk(place, {"reasoning_content": text})
-                case Part(call=tool) if tool is not None:
-                    yield chunk(place, {"tool_calls": [{"index": calls[place]} | _call(tool)]})
-                    calls[place] += 1
-                case End(reason=reason):
-                    yield chunk(place, {}, reason)
-                case dict():
-                    yield chunk(place, {}, logprobs={"content": [event], "refusal": None})
-    if request.settings.include_usage:
-        yield event_of(head | {"choices": [], "usage": run.usage.openai()})
-    yield DONE

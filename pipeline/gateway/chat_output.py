@@ -15,12 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.checkpoint.index import read_fields
 from pipeline.errors import ModelError
-from pipeline.text.tokenizer import MAX_TOKENIZER_BYTES, SETTINGS, check_files
-from protocol.small_files import read_small
+from pipeline.text.tokenizer import chat_templates
 
-MOST_BYTES = 1 << 22  # of a template
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*)?", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -38,6 +35,7 @@ class TemplateKind:
 
     @classmethod
     def of_text(cls, text: str) -> TemplateKind:
+        """Returns what a template of this text can do."""
         calls = ""
         if "<tool_call>" in text:
             calls = "xml" if "<function=" in text else "json"
@@ -45,21 +43,11 @@ class TemplateKind:
 
 
 def read_template(model: Path) -> TemplateKind:
-    """Of a model's directory; a plain one where it has none that can be read."""
+    """Returns what the templates in a model's directory can do; nothing where none can be read."""
     try:
-        check_files(model)
-        path = model / "chat_template.jinja"
-        if path.is_file():
-            return TemplateKind.of_text(read_small(path, MOST_BYTES).decode(errors="replace"))
-        settings = model / SETTINGS
-        found = (
-            read_fields(settings, MAX_TOKENIZER_BYTES).get("chat_template") if settings.is_file() else None
-        )
+        return TemplateKind.of_text("\n".join(chat_templates(model).values()))
     except (ModelError, OSError):
         return TemplateKind()
-    if isinstance(found, list):
-        found = "\n".join(str(entry.get("template")) for entry in found if isinstance(entry, dict))
-    return TemplateKind.of_text(found) if isinstance(found, str) else TemplateKind()
 
 
 @dataclass(frozen=True)
@@ -73,7 +61,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Part:
-    """What follows in the answer."""
+    """A piece of the answer."""
 
     kind: Literal["reasoning", "content", "call"]
     text: str = ""
@@ -81,7 +69,7 @@ class Part:
 
 
 class ChatOutput:
-    """One answer's. `feed` and `finish` yield its parts."""
+    """Takes one answer's text apart."""
 
     def __init__(self, kind: TemplateKind, tools: Mapping[str, dict[str, Any]], *, thinking: bool) -> None:
         """`tools`: the schemas of their parameters, by name; empty where no calls are wanted. `thinking`: the
@@ -105,6 +93,7 @@ class ChatOutput:
         self._space = False  # white space after the reasoning is no content
 
     def feed(self, text: str) -> Iterator[Part]:
+        """Yields the parts that more text makes certain."""
         if self._parser is None:
             if text:
                 yield Part("content", text)
@@ -112,6 +101,7 @@ class ChatOutput:
         yield from self._parts(self._parser.feed(text))
 
     def finish(self) -> Iterator[Part]:
+        """Yields the rest."""
         if self._parser is not None:
             yield from self._parts(self._parser.finalize()[1])
 
@@ -184,7 +174,7 @@ def _of_json(written: str) -> tuple[str, Any]:
 
 
 def _value(text: str, schema: Any) -> Any:
-    """A parameter's text by its schema: what is no text is written as JSON."""
+    """Returns a parameter's value by its schema: what is no text is written as JSON."""
     if isinstance(schema, dict) and schema.get("type") == "string":
         return text
     try:

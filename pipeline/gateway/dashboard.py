@@ -12,15 +12,15 @@ import base64
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
-from pipeline.gateway.asgi import event_of
+from pipeline.gateway.call import event_of
 from pipeline.gateway.engine_links import EngineLinks, model_name
 from pipeline.gateway.errors import ApiError
 from protocol.client import Client
@@ -35,12 +35,7 @@ AWAY_PERIOD = 0.25  # between two looks at an engine that does not answer
 ANSWER_SECONDS = 2.0  # within which a running engine answers
 MOST_WAITING = 32  # events for a browser that does not read them; older ones are dropped
 MOST_BROWSERS = 16
-PROC = Path("/proc")
-PAGE = os.sysconf("SC_PAGE_SIZE")
-TICKS = os.sysconf("SC_CLK_TCK")
-ROLES = {
-    "expert_worker": "worker",
-}  # by module, where the name is another one
+ROLES = {"expert_worker": "worker"}  # by module, where the name is another one
 
 
 class Feed:
@@ -53,7 +48,7 @@ class Feed:
         self._polling: asyncio.Task[None] | None = None
         self._closed = False
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """Of one browser. Raises ApiError where there are too many."""
         if len(self._queues) >= MOST_BROWSERS:
             raise ApiError(429, f"{MOST_BROWSERS} dashboards are open; close one")
@@ -212,40 +207,27 @@ def _counters(stats: dict[str, Any]) -> dict[str, Any]:
 
 
 def processes(peers: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Role, number, pid, seconds alive, bytes of memory of its own, seconds of processor time. `peers`: those
-    that the coordinator knows, by pid; where the kernel lists no children, these alone are returned."""
-    parent = os.getppid()
-    try:
-        pids = [
-            int(pid) for pid in (PROC / str(parent) / "task" / str(parent) / "children").read_text().split()
-        ]
-    except OSError:
-        pids = list(peers)
-    up = float((PROC / "uptime").read_text().split()[0])
-    found = [_describe(pid, peers.get(pid, {}), up) for pid in [parent, *pids]]
-    return [entry for entry in found if entry is not None]
+    """Returns role, number, pid, seconds alive, bytes of memory of its own, and seconds of processor time of
+    each process of the engine. `peers`: those that the coordinator knows, by pid."""
+    supervisor = psutil.Process(os.getppid())
+    entries = [_describe(supervisor, {"role": "supervisor"})]
+    for child in supervisor.children():
+        with suppress(psutil.Error):  # it has just ended
+            words = child.cmdline()
+            if "workers.child" in words:
+                name = words[words.index("workers.child") + 1].removesuffix(".process").rpartition(".")[2]
+                entries.append(_describe(child, {"role": ROLES.get(name, name), **peers.get(child.pid, {})}))
+    return entries
 
 
-def _describe(pid: int, peer: Mapping[str, Any], up: float) -> dict[str, Any] | None:
-    folder = PROC / str(pid)
-    try:
-        words = (folder / "cmdline").read_bytes().split(b"\0")
-        size = [int(pages) for pages in (folder / "statm").read_text().split()]
-        times = (folder / "stat").read_text().rpartition(")")[2].split()
-    except OSError:  # it has just ended
-        return None
-    if b"workers.child" not in words and pid != os.getppid():
-        return None
-    role = str(peer.get("role", "supervisor"))
-    if b"workers.child" in words and not peer:
-        parts = words[words.index(b"workers.child") + 1].decode().split(".")
-        name = parts[-2] if parts[-1] == "process" else parts[-1]
-        role = ROLES.get(name, name)
-    return {
-        "role": role,
-        "index": peer.get("index", 0),
-        "pid": pid,
-        "alive": round(up - int(times[19]) / TICKS, 1),
-        "memory": (size[1] - size[2]) * PAGE,
-        "cpu": (int(times[11]) + int(times[12])) / TICKS,
-    }
+def _describe(process: psutil.Process, peer: Mapping[str, Any]) -> dict[str, Any]:
+    with process.oneshot():
+        memory, times = process.memory_info(), process.cpu_times()
+        return {
+            "role": peer["role"],
+            "index": peer.get("index", 0),
+            "pid": process.pid,
+            "alive": round(time.time() - process.create_time(), 1),
+            "memory": memory.rss - memory.shared,
+            "cpu": times.user + times.system,
+        }

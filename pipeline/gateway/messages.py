@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
 
-from pipeline.gateway.asgi import event_of, send_json
+from pipeline.gateway.answers import ChatAnswer, ChatRequest, Whole, check_chats, turn
 from pipeline.gateway.bodies import (
     CountBody,
     Function,
@@ -19,13 +18,10 @@ from pipeline.gateway.bodies import (
     ThinkingBlock,
     UseBlock,
 )
-from pipeline.gateway.call import Call, check_model
+from pipeline.gateway.call import Call, event_of
 from pipeline.gateway.chat_output import Part, TemplateKind, ToolCall
-from pipeline.gateway.chat_run import ChatRequest, ChatRun, Whole, blocks, check_chats, turn, whole_choices
-from pipeline.gateway.engine_links import model_name
 from pipeline.gateway.errors import bad
-from pipeline.gateway.settings import settings_of
-from pipeline.gateway.tools import Tools, chosen_tools, flat_tools, grammar_of
+from pipeline.gateway.settings import Tools, chosen_tools, flat_tools, grammar_of, settings_of
 from protocol.messages import ChatMessage, Welcome
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -34,9 +30,8 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 def messages_request(
     body: CountBody, welcome: Welcome, kind: TemplateKind, max_tokens: float = 1
 ) -> ChatRequest:
-    """`max_tokens`: 1 where only the prompt is wanted. Raises ApiError."""
-    check_model(body.model, welcome)
-    check_chats(welcome)
+    """Returns what a body asks for. `max_tokens`: 1 where only the prompt is wanted. Raises ApiError."""
+    check_chats(body.model, welcome)
     tools = _tools(body, kind)
     formats = {"output_format": body.output_format}
     if body.output_config is not None:
@@ -111,98 +106,88 @@ def _tools(body: CountBody, kind: TemplateKind) -> Tools:
 
 
 async def create(call: Call) -> None:
+    """Answer a conversation."""
     client = await call.client()
     body = await call.body(MessagesBody)
     request = messages_request(body, client.welcome, call.service.template, body.max_tokens)
-    call.grammar_field = request.settings.grammar_field
-    run = ChatRun(call, client, request)
-    head = {
-        "id": f"msg_{call.id}",
-        "type": "message",
-        "role": "assistant",
-        "model": model_name(client.welcome),
-    }
-    if request.settings.stream:
-        await call.stream(_events(run, head))
-    else:
-        await call.answer(_whole(run, head))
+    await Messages(call, client, request).send()
 
 
 async def count_tokens(call: Call) -> None:
+    """Send the number of a conversation's tokens."""
     client = await call.client()
     request = messages_request(await call.body(CountBody), client.welcome, call.service.template)
-    found = await client.tokenize(messages=request.messages, template=request.template)
-    await send_json(call.send, {"input_tokens": len(found.ids)})
+    answer = await client.tokenize(messages=request.messages, template=request.template)
+    await call.send_json({"input_tokens": len(answer.ids)})
 
 
-async def _whole(run: ChatRun, head: dict[str, Any]) -> dict[str, Any]:
-    whole = (await whole_choices(run, 1))[0]
-    content: list[dict[str, Any]] = []
-    if whole.reasoning:
-        content.append({"type": "thinking", "thinking": whole.reasoning, "signature": ""})
-    if whole.content or not (whole.calls or whole.reasoning):
-        content.append({"type": "text", "text": whole.content})
-    content += [_tool_use(call) | {"input": json.loads(call.arguments)} for call in whole.calls]
-    return head | {"content": content, "usage": _usage(run)} | _stop(whole.reason, whole.stop)
+class Messages(ChatAnswer):
+    """The answer in Anthropic's form."""
+
+    def _body(self, content: list[Object], usage: Object, stop: Object) -> Object:
+        head = {"id": f"msg_{self.call.id}", "type": "message", "role": "assistant", "model": self.model}
+        return head | {"content": content, "usage": usage} | stop
+
+    def _usage(self) -> Object:
+        return {
+            "input_tokens": self.usage.prompt - self.usage.cached,
+            "cache_read_input_tokens": self.usage.cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": self.usage.completion,
+        }
+
+    async def whole(self) -> Object:
+        """Returns the whole answer."""
+        (whole,) = await self.wholes()
+        content: list[Object] = []
+        if whole.reasoning:
+            content.append(_block(Part("reasoning")) | {"thinking": whole.reasoning})
+        if whole.content or not (whole.calls or whole.reasoning):
+            content.append({"type": "text", "text": whole.content})
+        content += [_block(Part("call", call=c)) | {"input": json.loads(c.arguments)} for c in whole.calls]
+        return self._body(content, self._usage(), _stop(whole))
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Yields events."""
+        whole = Whole()
+        async with aclosing(self.blocks(whole)) as changes:
+            async for change, place, part in changes:
+                match change:
+                    case "start":
+                        none = {"stop_reason": None, "stop_sequence": None}
+                        message = self._body([], {"input_tokens": 0, "output_tokens": 0}, none)
+                        yield _event("message_start", {"message": message})
+                    case "open":
+                        yield _event("content_block_start", {"index": place, "content_block": _block(part)})
+                    case "more":
+                        yield _event("content_block_delta", {"index": place, "delta": _delta(part)})
+                    case "close":
+                        yield _event("content_block_stop", {"index": place})
+        yield _event("message_delta", {"delta": _stop(whole), "usage": self._usage()})
+        yield _event("message_stop", {})
 
 
-def _stop(reason: str, stop: str | None) -> dict[str, Any]:
-    found = "stop_sequence" if stop is not None and reason == "stop" else REASONS.get(reason, reason)
-    return {"stop_reason": found, "stop_sequence": stop if found == "stop_sequence" else None}
+def _stop(whole: Whole) -> Object:
+    if whole.stop is not None and whole.reason == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": whole.stop}
+    return {"stop_reason": REASONS.get(whole.reason, whole.reason), "stop_sequence": None}
 
 
-def _tool_use(call: ToolCall) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.id.replace("call_", "toolu_"), "name": call.name, "input": {}}
-
-
-def _usage(run: ChatRun) -> dict[str, Any]:
-    usage = run.usage
-    return {
-        "input_tokens": usage.prompt - usage.cached,
-        "cache_read_input_tokens": usage.cached,
-        "cache_creation_input_tokens": 0,
-        "output_tokens": usage.completion,
-    }
-
-
-def _event(kind: str, value: dict[str, Any]) -> bytes:
+def _event(kind: str, value: Object) -> bytes:
     return event_of({"type": kind} | value, kind)
 
 
-async def _events(run: ChatRun, head: dict[str, Any]) -> AsyncIterator[bytes]:
-    whole = Whole()
-    async with aclosing(blocks(run, whole)) as changes:
-        async for change, place, part in changes:
-            match change:
-                case "start":
-                    usage = {"input_tokens": 0, "output_tokens": 0}
-                    empty: Object = {
-                        "content": [],
-                        "usage": usage,
-                        "stop_reason": None,
-                        "stop_sequence": None,
-                    }
-                    yield _event("message_start", {"message": head | empty})
-                case "open":
-                    yield _event("content_block_start", {"index": place, "content_block": _block(part)})
-                case "more":
-                    yield _event("content_block_delta", {"index": place, "delta": _delta(part)})
-                case "close":
-                    yield _event("content_block_stop", {"index": place})
-    yield _event("message_delta", {"delta": _stop(whole.reason, whole.stop), "usage": _usage(run)})
-    yield _event("message_stop", {})
-
-
-def _block(part: Part) -> dict[str, Any]:
+def _block(part: Part) -> Object:
     """Returns the empty block that a part begins."""
-    if part.call is not None:
-        return _tool_use(part.call)
-    if part.kind == "reasoning":
-        return {"type": "thinking", "thinking": "", "signature": ""}
+    match part:
+        case Part(call=ToolCall(id=name) as call):
+            return {"type": "tool_use", "id": name.replace("call_", "toolu_"), "name": call.name, "input": {}}
+        case Part(kind="reasoning"):
+            return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "text", "text": ""}
 
 
-def _delta(part: Part) -> dict[str, Any]:
+def _delta(part: Part) -> Object:
     if part.call is not None:
         return {"type": "input_json_delta", "partial_json": part.call.arguments}
     if part.kind == "reasoning":

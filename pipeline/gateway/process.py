@@ -17,13 +17,11 @@ import zmq.asyncio
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pipeline.gateway.access import Access, bind, split_address
-from pipeline.gateway.asgi import App, dumps
-from pipeline.gateway.call import Service
+from pipeline.gateway.app import App
+from pipeline.gateway.call import Service, dumps
 from pipeline.gateway.chat_output import read_template
-from pipeline.gateway.dashboard import Feed
 from pipeline.gateway.engine_links import EngineLinks
 from pipeline.gateway.errors import ApiError
-from pipeline.gateway.front import Front
 from protocol.codec import decode, encode
 from protocol.connection import HEARTBEAT_SECONDS
 from protocol.errors import MalformedMessage, ProtocolError
@@ -130,9 +128,8 @@ async def _run(config: dict[str, Any]) -> int:
         bound = bind(config["http"])
         links = EngineLinks(ipc_endpoint(runtime, "client.sock"))
         service = Service(links, template=read_template(Path(config["model"])))
-        service.feed = Feed(links)
-        front = Front(service, access)
-        server = make_server(front)
+        app = App(service, access)
+        server = make_server(app)
         links.start()
         serving = asyncio.create_task(server.serve(sockets=[bound]))
         where = f"[{host}]" if ":" in host else host
@@ -143,10 +140,10 @@ async def _run(config: dict[str, Any]) -> int:
         stop = asyncio.create_task(_wait_for_shutdown(supervisor))
         await asyncio.wait((serving, heart, stop), return_when=asyncio.FIRST_COMPLETED)
         service.draining = True
-        service.feed.close()
-        await _until_idle(front, DRAIN_SECONDS)
+        app.feed.close()
+        await _until_idle(app, DRAIN_SECONDS)
         await links.close()  # the answers that still run end with an error
-        await _until_idle(front, LAST_SECONDS)
+        await _until_idle(app, LAST_SECONDS)
         server.should_exit = server.force_exit = True
         for task in (heart, stop):
             task.cancel()
@@ -160,10 +157,10 @@ async def _run(config: dict[str, Any]) -> int:
     return 0
 
 
-async def _until_idle(front: Front, seconds: float) -> None:
+async def _until_idle(app: App, seconds: float) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            await front.idle.wait()
+            await app.idle.wait()
 
 
 async def _send_heartbeats(supervisor: zmq.asyncio.Socket) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from pipeline.gateway.asgi import event_of
+from pipeline.gateway.answers import ChatAnswer, ChatRequest, Whole, check_chats, rendered_call, turn
 from pipeline.gateway.bodies import (
     CalledFunction,
     CallItem,
@@ -16,16 +16,13 @@ from pipeline.gateway.bodies import (
     OutputItem,
     ReasoningItem,
     ResponsesBody,
+    fitting,
 )
-from pipeline.gateway.body import fitting
-from pipeline.gateway.call import Call, check_model
+from pipeline.gateway.call import Call, event_of
 from pipeline.gateway.chat import reasoning_variables
 from pipeline.gateway.chat_output import Part, TemplateKind, ToolCall
-from pipeline.gateway.chat_run import ChatRequest, ChatRun, Whole, blocks, check_chats, rendered_call, turn
-from pipeline.gateway.engine_links import model_name
 from pipeline.gateway.errors import bad
-from pipeline.gateway.settings import settings_of
-from pipeline.gateway.tools import chosen_tools, flat_tools, grammar_of
+from pipeline.gateway.settings import chosen_tools, flat_tools, grammar_of, settings_of
 from protocol.messages import ChatMessage, Welcome
 
 Event = tuple[str, Object]
@@ -40,9 +37,8 @@ ITEMS: dict[str, type] = {
 
 
 def response_request(body: ResponsesBody, welcome: Welcome, kind: TemplateKind) -> ChatRequest:
-    """Raises ApiError."""
-    check_model(body.model, welcome)
-    check_chats(welcome)
+    """Returns what a body asks for. Raises ApiError."""
+    check_chats(body.model, welcome)
     for name in REFUSED:
         if getattr(body, name) is not None:
             raise bad(name, "is not supported: nothing is kept between requests; send all of the input")
@@ -53,7 +49,7 @@ def response_request(body: ResponsesBody, welcome: Welcome, kind: TemplateKind) 
     tools = chosen_tools(
         *flat_tools(body.tools or ()), body.tool_choice, kind, body.parallel_tool_calls is not False
     )
-    formats = {"format": body.format} if body.text is None else {"text.format": body.text.format}
+    formats = {} if body.text is None else {"text.format": body.text.format}
     effort = None if body.reasoning is None else body.reasoning.effort
     settings = settings_of(
         body,
@@ -67,7 +63,7 @@ def response_request(body: ResponsesBody, welcome: Welcome, kind: TemplateKind) 
 
 
 def _messages(body: ResponsesBody) -> tuple[ChatMessage, ...]:
-    found = [turn("system", body.instructions)] if body.instructions else []
+    turns = [turn("system", body.instructions)] if body.instructions else []
     given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     for place, value in enumerate(given):
         where = f"input[{place}]"
@@ -77,150 +73,129 @@ def _messages(body: ResponsesBody) -> tuple[ChatMessage, ...]:
         item: Any = fitting(value, ITEMS[kind], where)
         match item:
             case MessageItem():
-                found.append(turn(item.role, item.content))
+                turns.append(turn(item.role, item.content))
             case CallItem():
                 part = CallPart(CalledFunction(item.name, item.arguments), item.call_id)
-                found.append(turn("assistant", "", {"tool_calls": [rendered_call(part, where)]}))
+                turns.append(turn("assistant", "", {"tool_calls": [rendered_call(part, where)]}))
             case OutputItem():
-                found.append(turn("tool", item.output, {"tool_call_id": item.call_id}))
-    return tuple(found)
+                turns.append(turn("tool", item.output, {"tool_call_id": item.call_id}))
+    return tuple(turns)
 
 
 async def create(call: Call) -> None:
+    """Answer a conversation."""
     client = await call.client()
     request = response_request(await call.body(ResponsesBody), client.welcome, call.service.template)
-    call.grammar_field = request.settings.grammar_field
-    maker = _Maker(call, ChatRun(call, client, request), request, model_name(client.welcome))
-    if request.settings.stream:
-        await call.stream(maker.stream())
-    else:
-        await call.answer(maker.whole())
+    await Response(call, client, request).send()
 
 
-class _Maker:
-    """The answer to one request. Its output is reasoning, a message, and calls of tools, in this order."""
+class Response(ChatAnswer):
+    """The answer. Its output is reasoning, a message, and calls of tools, in this order."""
 
-    def __init__(self, call: Call, run: ChatRun, request: ChatRequest, model: str) -> None:
-        self._call = call
-        self._run = run
-        self._request = request
-        self._model = model
-        self._whole = Whole()
+    async def whole(self) -> Object:
+        """Returns the whole answer."""
+        (whole,) = await self.wholes()
+        return self._body(_status(whole), whole)
 
-    def _body(self, status: str) -> dict[str, Any]:
-        usage = self._run.usage
-        ended = status != "in_progress"
-        incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        tools = [
-            tool["function"] | {"type": "function", "strict": False} for tool in self._request.tools.given
-        ]
-        return {
-            "id": f"resp_{self._call.id}",
-            "object": "response",
-            "created_at": self._call.created,
-            "status": status,
-            "error": None,
-            "incomplete_details": incomplete,
-            "model": self._model,
-            "output": self._output() if ended else [],
-            "parallel_tool_calls": self._request.tools.parallel,
-            "tool_choice": "required" if self._request.tools.wanted else "auto",
-            "tools": tools,
-            "store": False,
-            "usage": {
-                "input_tokens": usage.prompt,
-                "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
-                "output_tokens": usage.completion,
-                "output_tokens_details": {"reasoning_tokens": usage.reasoning},
-                "total_tokens": usage.prompt + usage.completion,
-            }
-            if ended
-            else None,
-        }
-
-    def _output(self) -> list[dict[str, Any]]:
-        whole = self._whole
-        items = []
-        if whole.reasoning:
-            content = [{"type": "reasoning_text", "text": whole.reasoning}]
-            items.append(
-                {"id": f"rs_{self._call.id}", "type": "reasoning", "summary": [], "content": content}
-            )
-        if whole.content or not whole.calls:
-            items.append(self._message(whole.content, "completed"))
-        return [*items, *map(_function_call, whole.calls)]
-
-    def _message(self, text: str | None, status: str) -> dict[str, Any]:
-        content = [] if text is None else [_part(text)]
-        return {
-            "id": f"msg_{self._call.id}",
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": content,
-        }
-
-    @property
-    def _status(self) -> str:
-        return "incomplete" if self._whole.reason == "length" else "completed"
-
-    async def whole(self) -> dict[str, Any]:
-        async with aclosing(self._run.events()) as events:
-            async for _, event in events:
-                self._whole.add(event)
-        return self._body(self._status)
-
-    async def stream(self) -> AsyncIterator[bytes]:
-        number = 0
-        async with aclosing(blocks(self._run, self._whole)) as changes:
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Yields numbered events."""
+        number, whole = 0, Whole()
+        async with aclosing(self.blocks(whole)) as changes:
             async for change, place, part in changes:
-                for kind, value in self._events(change, place, part):
+                for kind, value in self._events(change, place, part, whole):
                     yield _event(kind, value, number)
                     number += 1
-        yield _event(f"response.{self._status}", {"response": self._body(self._status)}, number)
+        status = _status(whole)
+        yield _event(f"response.{status}", {"response": self._body(status, whole)}, number)
 
-    def _events(self, change: str, place: int, part: Part) -> list[Event]:
+    def _body(self, status: str, whole: Whole | None = None) -> Object:
+        """Returns the response; without `whole` as it is when it begins."""
+        tools = self.request.tools
+        return {
+            "id": f"resp_{self.call.id}",
+            "object": "response",
+            "created_at": self.call.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self.model,
+            "output": [] if whole is None else self._output(whole),
+            "parallel_tool_calls": tools.parallel,
+            "tool_choice": "required" if tools.wanted else "auto",
+            "tools": [tool["function"] | {"type": "function", "strict": False} for tool in tools.given],
+            "store": False,
+            "usage": None if whole is None else self._usage(),
+        }
+
+    def _usage(self) -> Object:
+        usage = self.usage
+        return {
+            "input_tokens": usage.prompt,
+            "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+            "output_tokens": usage.completion,
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+            "total_tokens": usage.prompt + usage.completion,
+        }
+
+    def _output(self, whole: Whole) -> list[Object]:
+        items = [self._reasoning(whole.reasoning)] if whole.reasoning else []
+        if whole.content or not whole.calls:
+            items.append(self._message([_part(whole.content)], "completed"))
+        return [*items, *map(_function_call, whole.calls)]
+
+    def _reasoning(self, text: str) -> Object:
+        content = {"content": [{"type": "reasoning_text", "text": text}]} if text else {}
+        return {"id": f"rs_{self.call.id}", "type": "reasoning", "summary": []} | content
+
+    def _message(self, content: list[Object], status: str) -> Object:
+        head = {"id": f"msg_{self.call.id}", "type": "message", "role": "assistant"}
+        return head | {"status": status, "content": content}
+
+    def _events(self, change: str, place: int, part: Part, whole: Whole) -> list[Event]:
         """Returns the names and values of what the stream says of a change of its blocks."""
         if change == "start":
             body = {"response": self._body("in_progress")}
             return [("response.created", body), ("response.in_progress", body)]
         if part.call is not None:
             return _call_events(part.call, place) if change == "more" else []
-        if part.kind == "reasoning":
-            item: Object = {"id": f"rs_{self._call.id}", "type": "reasoning", "summary": []}
+        reasons = part.kind == "reasoning"
+        name = "rs" if reasons else "msg"
+        where = {"output_index": place, "item_id": f"{name}_{self.call.id}", "content_index": 0}
+        if reasons:
             if change == "more":
-                where = {"output_index": place, "item_id": item["id"], "content_index": 0}
                 return [("response.reasoning_text.delta", where | {"delta": part.text})]
             if change == "open":
-                return [("response.output_item.added", {"output_index": place, "item": item})]
-            return [("response.output_item.done", {"output_index": place, "item": self._output()[0]})]
-        where = {"output_index": place, "item_id": f"msg_{self._call.id}", "content_index": 0}
+                return [_item("added", place, self._reasoning(""))]
+            return [_item("done", place, self._reasoning(whole.reasoning))]
         if change == "more":
             return [("response.output_text.delta", where | {"delta": part.text, "logprobs": []})]
         if change == "open":
-            added = {"output_index": place, "item": self._message(None, "in_progress")}
-            return [
-                ("response.output_item.added", added),
-                ("response.content_part.added", where | {"part": _part("")}),
-            ]
-        text = self._whole.content
-        done = {"output_index": place, "item": self._message(text, "completed")}
+            added = _item("added", place, self._message([], "in_progress"))
+            return [added, ("response.content_part.added", where | {"part": _part("")})]
         return [
-            ("response.output_text.done", where | {"text": text, "logprobs": []}),
-            ("response.content_part.done", where | {"part": _part(text)}),
-            ("response.output_item.done", done),
+            ("response.output_text.done", where | {"text": whole.content, "logprobs": []}),
+            ("response.content_part.done", where | {"part": _part(whole.content)}),
+            _item("done", place, self._message([_part(whole.content)], "completed")),
         ]
+
+
+def _status(whole: Whole) -> str:
+    return "incomplete" if whole.reason == "length" else "completed"
 
 
 def _event(kind: str, value: Object, number: int) -> bytes:
     return event_of({"type": kind, "sequence_number": number} | value, kind)
 
 
-def _part(text: str) -> dict[str, Any]:
+def _item(change: str, place: int, item: Object) -> Event:
+    return f"response.output_item.{change}", {"output_index": place, "item": item}
+
+
+def _part(text: str) -> Object:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _function_call(call: ToolCall) -> dict[str, Any]:
+def _function_call(call: ToolCall) -> Object:
     return {
         "id": call.id.replace("call_", "fc_"),
         "type": "function_call",
@@ -232,15 +207,11 @@ def _function_call(call: ToolCall) -> dict[str, Any]:
 
 
 def _call_events(call: ToolCall, place: int) -> list[Event]:
-    item = _function_call(call)
+    item, name = _function_call(call), "response.function_call_arguments"
     where = {"output_index": place, "item_id": item["id"]}
-    begun = item | {"arguments": "", "status": "in_progress"}
     return [
-        ("response.output_item.added", {"output_index": place, "item": begun}),
-        ("response.function_call_arguments.delta", where | {"delta": call.arguments}),
-        (
-            "response.function_call_arguments.done",
-            where | {"arguments": call.arguments, "name": call.name},
-        ),
-        ("response.output_item.done", {"output_index": place, "item": item}),
+        _item("added", place, item | {"arguments": "", "status": "in_progress"}),
+        (f"{name}.delta", where | {"delta": call.arguments}),
+        (f"{name}.done", where | {"arguments": call.arguments, "name": call.name}),
+        _item("done", place, item),
     ]

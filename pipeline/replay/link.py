@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.arrays import IntArray
-from pipeline.experts.mover import PREDICTED, Order
+from pipeline.experts.mover import PREDICTED, Link, Order
 from workers.copiers import TileCopy
 
 CHUNKS = 16  # of a tile's channels, moved one after the other: as FloE's 50 of Mixtral's 896
@@ -29,7 +29,7 @@ class ClockedOrder(Order):
     started: int = 0  # that have moved or move
 
 
-class ClockedLink:
+class ClockedLink(Link):
     """A mover's `Link` and `Copier`. Whoever uses it sets `now`, which never decreases."""
 
     up = True

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import PHASES, FloatArray, IntArray, Phase
 from pipeline.config import BACKGROUND_ORDERS
+from pipeline.counters import pause_note
 from pipeline.engine.driver import LayerDecision, PolicyDriver
-from pipeline.engine.prefetch_meter import pause_note
 from pipeline.errors import PlanError, TraceError
 from pipeline.experts.cache import ExpertCache
 from pipeline.experts.mover import Landed, Mover, Wanted

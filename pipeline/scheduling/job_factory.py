@@ -17,8 +17,7 @@ from pipeline.text.detokenizer import Detokenizer
 from pipeline.text.generation_defaults import MOST_LOGPROBS, validate, validate_shaping
 from pipeline.text.grammar import AskMask, Grammar
 from pipeline.text.logprobs import log_softmax, top_of_rows
-from pipeline.text.sampler import Sampler
-from pipeline.text.token_choice import TokenChooser
+from pipeline.text.sampler import Sampler, TokenChooser
 from protocol.messages import Generate, Score, Scores
 
 BLOCK_BYTES = 4 << 20  # log-probabilities of one Scores message
@@ -108,10 +107,10 @@ class JobFactory:
                 Sampler(message.sampling, seed, drawn=len(message.resume)),
                 shaping,
                 prompt=len(prompt),
-                grammar=grammar,
                 logprobs=message.logprobs,
                 rival=None if message.rival == -1 else message.rival,
             ),
+            grammar=grammar,
             text=None if self._detokenizer is None else self._detokenizer.stream(message.stop),
             eos=frozenset() if message.ignore_eos else self._eos,
             vocabulary=self._greedy_of,

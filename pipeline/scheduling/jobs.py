@@ -15,8 +15,9 @@ from pipeline.backbone.kv_cache import SequenceKV
 from pipeline.fairness import ID_BYTES
 from pipeline.scheduling.prefix_cache import PrefixKey
 from pipeline.text.detokenizer import TextStream
+from pipeline.text.grammar import Grammar
 from pipeline.text.logprobs import Greedy
-from pipeline.text.token_choice import Choice, TokenChooser
+from pipeline.text.sampler import Choice, TokenChooser
 from protocol.messages import Done, Generate, Queued, Token
 
 JOB_BYTES = 4096  # of a request beside its tokens
@@ -73,7 +74,7 @@ class Job(ABC):
 
     @abstractmethod
     def step_input(self, chunk: int) -> StepInput:
-        """The tokens to run next; at most `chunk` of them while prefilling."""
+        """Returns the tokens to run next; at most `chunk` of them while prefilling."""
 
     @abstractmethod
     def take_logits(self, logits: FloatArray) -> None:
@@ -132,7 +133,7 @@ class Job(ABC):
         self._emit(Done(self.request, reason, error, text, {**times, **stats}))
 
     def _next_tokens(self, chunk: int) -> TokenSpan:
-        """The next tokens without KV: at most `chunk` while prefilling, else one."""
+        """Returns the next tokens without KV: at most `chunk` while prefilling, else one."""
         assert self.kv is not None
         start = self.kv.length
         end = min(start + chunk, self.prefill_end) if self.prefilling else start + 1
@@ -157,6 +158,7 @@ class GenerateJob(Job):
         *,
         max_tokens: int,
         chooser: TokenChooser,
+        grammar: Grammar | None,
         text: TextStream | None,
         eos: frozenset[int],
         vocabulary: int = 0,
@@ -168,7 +170,9 @@ class GenerateJob(Job):
         self.prefill_end = len(tokens)
         self.prefix_key = None if message.conversation is None else (client, message.conversation)
         self._chooser = chooser
-        self._wanted: Literal["last", "greedy"] = "greedy" if vocabulary and chooser.greedy else "last"
+        self._grammar = grammar
+        greedy = vocabulary and chooser.greedy and grammar is None
+        self._wanted: Literal["last", "greedy"] = "greedy" if greedy else "last"
         self._vocabulary = vocabulary
         self._text = text
         if text is not None:
@@ -183,10 +187,12 @@ class GenerateJob(Job):
 
     def admit(self, kv: SequenceKV, number: int, counters: dict[str, Any]) -> None:
         super().admit(kv, number, counters)
-        self._chooser.begin(self.tokens)
+        if self._grammar is not None:
+            self._grammar.begin(self.tokens, self.prompt_length)
 
     def preempt(self) -> SequenceKV:
-        self._chooser.end()
+        if self._grammar is not None:
+            self._grammar.end()
         self._logits = None  # the tokens are prefilled again, to the same ones
         return super().preempt()
 
@@ -204,24 +210,27 @@ class GenerateJob(Job):
             self._logits = self._logits.copy()  # the engine's next step overwrites its own
 
     def resume(self) -> None:
-        if self._logits is None and not self._chooser.complete:
+        if self._logits is None and not self._complete:
             return
         self.reason = self._end_reason()  # a resumed answer may lack only its Done
-        if self.reason is not None or self._logits is None or not self._chooser.ready:
+        waits = self._grammar is not None and not self._grammar.ready
+        if self.reason is not None or self._logits is None or waits:
             return
         logits, self._logits = self._logits, None
         choice: Choice | Greedy
         if self._wanted == "greedy":
             choice = Greedy.read(logits, self._vocabulary)
         else:
-            choice = self._chooser.next(logits, self.tokens)
+            allowed = None if self._grammar is None else self._grammar.allowed()
+            choice = self._chooser.next(logits, self.tokens, allowed)
         token = choice.token
         if token in self._eos:
             self.reason = "stop"
             self._end = {"end": {"token": token, "margin": choice.margin, "runner_up": choice.runner_up}}
             return
         self.tokens.append(token)
-        self._chooser.accept()
+        if self._grammar is not None:
+            self._grammar.advance()
         if self.kv is not None and not self.kv.select_rope(len(self.tokens)):
             self.prefill_end = len(self.tokens)  # their KV was dropped: prefill them again
         shown = self._text.push(token) if self._text is not None else ""
@@ -229,14 +238,20 @@ class GenerateJob(Job):
         self._emit(Token(self.request, index, text=shown, **choice._asdict()))
         self.reason = self._end_reason()
 
+    @property
+    def _complete(self) -> bool:
+        """Whether it is known that nothing may follow in the grammar."""
+        return self._grammar is not None and self._grammar.complete
+
     def _end_reason(self) -> str | None:
-        """The reason why the answer ends here; None where more tokens follow."""
-        if self._chooser.complete or (self._text is not None and self._text.stopped):
+        """Returns the reason why the answer ends here; None where more tokens follow."""
+        if self._complete or (self._text is not None and self._text.stopped):
             return "stop"
         return "length" if len(self.tokens) == self.max_kv_tokens else None
 
     def finish(self, reason: str, stats: dict[str, Any], error: str = "", text: str = "") -> None:
-        self._chooser.end()
+        if self._grammar is not None:
+            self._grammar.end()
         if self._text is not None:
             text = self._text.finish()
             if reason == "length" and self._text.stopped:

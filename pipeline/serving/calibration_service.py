@@ -25,7 +25,7 @@ from pipeline.scheduling.job_factory import check_ids
 from pipeline.scheduling.scheduler import Scheduler
 from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.policy_switch import PolicySwitch
-from pipeline.serving.text_messages import check_starts
+from pipeline.serving.text_queue import check_starts
 from protocol.messages import Calibrate, Calibrated, Calibrating, Done
 
 PROGRESS_SECONDS = 0.2  # between two Calibrating messages

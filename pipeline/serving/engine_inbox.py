@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pipeline.fairness import ID_BYTES, Held, Turns
+from pipeline.fairness import MOST_WAITING, Held, Turns, held_bytes
 from pipeline.serving.engine_status import EngineStatus
-from pipeline.serving.text_messages import TextMessages
+from pipeline.serving.text_queue import TextMessages
 from pipeline.text.grammar import MaskDropped, MaskRequest
-from protocol.messages import Calibrate, Cancel, ChatMessage, Generate, Record, Score, SetPolicy
-
-LIMIT = 4096  # waiting messages of one client
-MESSAGE_BYTES = 512  # of a message beside its texts and ids
+from protocol.messages import Calibrate, Cancel, Generate, Score, SetPolicy
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,7 @@ class EngineInbox:
         size = 0 if isinstance(message, Cancel) else held_bytes(message)
         with self._changed:
             waiting = len(self._queues.get(client, ()))
-            if self._stopped or waiting >= LIMIT or not self._held.take(client, size):
+            if self._stopped or waiting >= MOST_WAITING or not self._held.take(client, size):
                 return False
             self._queues.setdefault(client, deque()).append((message, size))
             self._changed.notify()
@@ -94,27 +90,6 @@ class EngineInbox:
         with self._changed:
             self._stopped = True
             self._changed.notify()
-
-
-def held_bytes(value: object) -> int:
-    """About the bytes of memory that a waiting message, or a value in it, holds."""
-    match value:
-        case str() | bytes():
-            return sys.getsizeof(value)
-        case ChatMessage():  # there may be many
-            texts = (value.role, value.content, value.extra)
-            return MESSAGE_BYTES + sum(map(sys.getsizeof, texts))
-        case tuple() if value and type(value[0]) is int:  # then all are
-            return ID_BYTES * len(value)
-        case tuple() | list():
-            return ID_BYTES + sum(map(held_bytes, value))
-        case dict():
-            return MESSAGE_BYTES + sum(held_bytes(entry) for pair in value.items() for entry in pair)
-        case int() | float() | None:
-            return 0
-        case _:
-            names = value.__struct_fields__ if isinstance(value, Record) else ()
-            return MESSAGE_BYTES + sum(held_bytes(getattr(value, name)) for name in names)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Builds an engine inside the coordinator: model, device, sockets, store, backbone, expert pool, KV cache.
-Device memory is opened by the first policy that needs it (`device_memory.py`)."""
+Device memory is opened by the first policy that needs it (`policy_switch.py`)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
 from pipeline.calibration.cost_probe import ROWS
 from pipeline.checkpoint.open import open_model
-from pipeline.coordinator_config import CoordinatorConfig, WorkerCores
+from pipeline.config import CoordinatorConfig, WorkerCores
 from pipeline.device import open_device
 from pipeline.engine.engine import Engine
 from pipeline.errors import PeerLost, UsageError
 from pipeline.experts.carriers import ArenaCarrier, SocketCarrier
-from pipeline.experts.compiled_division import divider
-from pipeline.experts.division import largest
+from pipeline.experts.division import divider, largest
 from pipeline.experts.peers import ChildServerSocket, ExitEvents, SendToSupervisor
 from pipeline.experts.pool import Compute, HostPool, computing
 from pipeline.memory.limits import CHUNK_MAX, choose_context, full_memory_in_one_line, kv_budget

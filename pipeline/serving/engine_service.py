@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from pipeline.backbone.materialize import start_materializing
 from pipeline.errors import NumberInUse, PrefetcherLost, PromptTooLong, UsageError
+from pipeline.fairness import TimeShare
 from pipeline.policies.view import PolicyRequest
-from pipeline.rate_limit import TimeShare
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.scheduler import Scheduler
 from pipeline.serving.calibration_service import CalibrationService
@@ -157,9 +157,8 @@ class EngineService:
         if self._calibrations.running:
             self._send(client, Error(message.request, CALIBRATING))
             return
-        options = {name: str(value) for name, value in message.options.items()}
         try:
-            notes = self._policies.set(PolicyRequest(message.policy, options), message.counted)
+            notes = self._policies.set(PolicyRequest(message.policy, message.options), message.counted)
         except (UsageError, ShmError, CudaError, PrefetcherLost) as e:
             self._send(client, Error(message.request, str(e)))
             return

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.engine.activity import ActivityObserver
+from pipeline.engine.observer import ActivityObserver
 from pipeline.policies.placements import counted_tokens
 from pipeline.scheduling.scheduler import Scheduler
 from pipeline.serving.engine_parts import EngineParts

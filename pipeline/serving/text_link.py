@@ -16,7 +16,7 @@ import zmq
 import zmq.asyncio
 
 from pipeline.errors import PeerLost
-from pipeline.rate_limit import SparseLog
+from pipeline.fairness import SparseLog
 from pipeline.text.grammar import words
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage

@@ -1,8 +1,8 @@
 """What waits for the text process: clients' messages with a text, and masks of answers that follow a grammar.
 
 Clients take turns, one job each: many texts of one delay another by no more than one of them. A client's
-masks come before its texts. Its messages stay in order, so also one without a text waits behind those with
-one. Runs in the event loop."""
+masks come before its texts. A message of token ids passes at once. A text that can never be served is refused
+before it is encoded. Runs in the event loop."""
 
 from __future__ import annotations
 
@@ -10,40 +10,125 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
+from msgspec.structs import replace
 
 from pipeline.errors import PromptTooLong, RequestError
-from pipeline.fairness import Held, Turns
-from pipeline.serving.engine_inbox import LIMIT, held_bytes
+from pipeline.fairness import MOST_WAITING, Held, Turns, held_bytes
 from pipeline.serving.text_link import TextLink, TextProcessExited, limit_of
-from pipeline.serving.text_messages import TextMessage, TextMessages, with_ids
+from pipeline.text.detokenizer import Detokenizer
 from pipeline.text.grammar import MaskDropped, MaskRequest
 from protocol.errors import MalformedMessage
 from protocol.messages import (
     Allowed,
+    Calibrate,
     Done,
     Encode,
     Encoded,
     Error,
     Follow,
-    SetPolicy,
+    Generate,
+    Score,
     Tokenize,
     Tokenized,
     Unfollow,
 )
 
 MOST_EXITS = 8  # of the process during one job, by signals from outside: the system may lack memory
-QueuedMessage = TextMessage | SetPolicy
+ROLE_LIMIT = 256  # characters of a turn's role
+GRAMMAR_LIMIT = 1 << 18  # characters
+EXCERPTS_LIMIT = 1 << 16  # of a calibration
+
+Request = Generate | Score | Calibrate  # what the engine's thread serves
+TextMessage = Request | Tokenize
+GIVEN = {Generate: "prompt, token_ids and messages", Tokenize: "text, messages and token_ids"}
+
+
+class TextMessages:
+    """What has to be encoded of messages to one model. Immutable."""
+
+    def __init__(self, tokenizer: Detokenizer | None, context: int) -> None:
+        """`tokenizer`: for the least length of a text, not to encode; `context`: tokens of prompt and answer
+        together."""
+        self._tokenizer = tokenizer
+        self._context = context
+
+    def to_encode(self, message: TextMessage) -> Encode | None:
+        """Returns what has to be encoded, None for a message of token ids. Raises RequestError, one line."""
+        text = message.prompt if isinstance(message, Generate) else message.text
+        messages = message.messages if isinstance(message, Generate | Tokenize) else None
+        if (text is not None) + (message.token_ids is not None) + (messages is not None) != 1:
+            raise RequestError(f"give exactly one of {GIVEN.get(type(message), 'text and token_ids')}")
+        grammar = message.shaping.grammar if isinstance(message, Generate) else ""
+        if len(grammar) > GRAMMAR_LIMIT:
+            raise RequestError(f"a grammar has {GRAMMAR_LIMIT} characters at most")
+        if message.token_ids is not None and not grammar and not isinstance(message, Tokenize):
+            return None
+        if self._tokenizer is None:
+            raise RequestError("a text or grammar needs a tokenizer, and this model has none; give token ids")
+        if isinstance(message, Generate | Tokenize) and messages is not None:
+            if any(len(turn.role) > ROLE_LIMIT for turn in messages):
+                raise RequestError(f"a turn's role has {ROLE_LIMIT} characters at most")
+            if len(messages) > self._context:  # each is a token at least
+                reason = f"{len(messages)} turns do not fit the context of {self._context}"
+                raise PromptTooLong(reason, len(messages))
+            self._check_length(sum(len(turn.content) for turn in messages), self._tokenizer)
+            return Encode(messages=messages, template=message.template, grammar=grammar)
+        if isinstance(message, Tokenize):
+            return Encode(() if text is None else (text,), token_ids=message.token_ids)
+        if text is None:
+            return Encode(grammar=grammar)
+        if isinstance(message, Calibrate):
+            if len(message.starts) > EXCERPTS_LIMIT:
+                raise RequestError(
+                    f"starts has {len(message.starts)} entries, at most {EXCERPTS_LIMIT} can be"
+                )
+            places = [0, *message.starts, len(text)]
+            check_starts(places)
+            return Encode(tuple(text[start:end] for start, end in pairwise(places)))
+        self._check_length(len(text), self._tokenizer)
+        return Encode((text,), grammar=grammar)
+
+    def _check_length(self, characters: int, tokenizer: Detokenizer) -> None:
+        """Refuse a text far beyond the context before it is encoded, which would delay other texts."""
+        least = tokenizer.min_tokens(characters)
+        if least > self._context:
+            raise PromptTooLong(
+                f"the prompt has {characters} characters, at least {least} tokens, the context is"
+                f" {self._context}, including the answer; shorten it",
+                least,
+            )
+
+
+def check_starts(places: list[int]) -> None:
+    """Raise RequestError unless excerpts begin in order: `places` are their starts, and the text's end."""
+    if sorted(places) != places:
+        raise RequestError("starts must ascend, within the text")
+
+
+def with_ids(message: Request, answer: Encoded) -> Request:
+    """Returns the message with the ids of its text."""
+    ids = tuple(answer.ids.tolist())
+    match message:
+        case Generate(token_ids=given) if given is not None:  # only its grammar was checked
+            return message
+        case Generate():
+            return replace(message, prompt=None, messages=None, token_ids=ids)
+        case Score():
+            return replace(message, text=None, token_ids=ids)
+        case Calibrate():
+            starts = np.cumsum(answer.lengths[:-1], dtype=np.int64)
+            return replace(message, text=None, token_ids=ids, starts=tuple(starts.tolist()))
 
 
 @dataclass(eq=False)
 class _Waiting:
-    message: QueuedMessage
-    text: Encode | None  # None: it waits for an earlier message's text
+    message: TextMessage
+    text: Encode
     size: int
     exits: int = 0  # of the process during this text
-    ended: bool = False  # answered or passed on; it may still be in its queue, and its text be encoded
 
 
 @dataclass(eq=False)
@@ -65,7 +150,7 @@ class TextQueue:
         self,
         texts: TextMessages,
         link: TextLink,
-        forward: Callable[[bytes, QueuedMessage], None],
+        forward: Callable[[bytes, Request], None],
         send: Callable[[bytes, object], None],
         wake: Callable[[], None],
     ) -> None:
@@ -74,9 +159,7 @@ class TextQueue:
         self._forward = forward
         self._send = send
         self._wake = wake
-        # By client, none of them empty: the first message of each has a text.
-        self._queues: dict[bytes, deque[_Waiting]] = {}
-        self._requests: dict[tuple[bytes, int], _Waiting] = {}  # that a Cancel ends, by client and request
+        self._queues: dict[bytes, dict[int, _Waiting]] = {}  # by client and request, no client's empty
         self._following: dict[int, _Following] = {}  # by answer
         self._masks: dict[bytes, deque[_Following]] = {}  # those whose mask is wanted, by client, none empty
         self._turns = Turns()
@@ -84,32 +167,29 @@ class TextQueue:
         self._filled = asyncio.Event()
         self._stopped = False
 
-    def put(self, client: bytes, message: QueuedMessage) -> bool:
-        """Pass a message on, at once or after the texts before it; or refuse it. False after `stop`, and
-        where this client's waiting messages are too many or too large."""
-        text = None
-        if not isinstance(message, SetPolicy):
-            try:
-                text = self._texts.to_encode(message)
-            except RequestError as e:
-                self._refuse(client, message, e)
-                return True
-        queue = self._queues.get(client)
+    def put(self, client: bytes, message: TextMessage) -> bool:
+        """Pass a message on, at once or with the ids of its text; or refuse it. Returns False after `stop`,
+        and where this client's waiting messages are too many or too large."""
+        try:
+            text = self._texts.to_encode(message)
+        except RequestError as e:
+            self._refuse(client, message, e)
+            return True
         if self._stopped:
             return False
-        if text is None and queue is None:
+        if text is None:
+            assert not isinstance(message, Tokenize)
             self._forward(client, message)
             return True
-        size = held_bytes(message)
-        if not isinstance(message, SetPolicy) and (client, message.request) in self._requests:
+        queue = self._queues.get(client, {})
+        if message.request in queue:
             self._send(client, Error(message.request, f"request {message.request} is already being served"))
             return True
-        if len(queue or ()) >= LIMIT or not self._held.take(client, size):
+        size = held_bytes(message)
+        if len(queue) >= MOST_WAITING or not self._held.take(client, size):
             return False
-        waiting = _Waiting(message, text, size)
-        if not isinstance(message, SetPolicy):
-            self._requests[client, message.request] = waiting
-        self._queues.setdefault(client, deque()).append(waiting)
+        queue[message.request] = _Waiting(message, text, size)
+        self._queues[client] = queue
         self._filled.set()
         return True
 
@@ -127,28 +207,22 @@ class TextQueue:
 
     def cancel(self, client: bytes, request: int) -> None:
         """End this client's request, if it waits here."""
-        waiting = self._requests.get((client, request))
-        if waiting is not None:
-            self._end(client, waiting)
+        if self._remove(client, request):
             self._send(client, Done(request, "cancelled"))
-            self._advance(client)
 
     def forget(self, client: bytes) -> None:
-        """A client has disconnected. Its answers' grammars are dropped when the engine ends the answers."""
-        for waiting in self._queues.pop(client, ()):
-            self._end(client, waiting)
+        """Drop what waits of a client that has disconnected. Its answers' grammars are dropped when the
+        engine ends the answers."""
+        for request in list(self._queues.get(client, ())):
+            self._remove(client, request)
         self._masks.pop(client, None)
 
-    def stop(self, refusal: str) -> None:
-        """The engine is stopped: end all requests as cancelled, and refuse all calls."""
+    def stop(self) -> None:
+        """End all requests as cancelled, and take no more: the engine is stopped."""
         self._stopped = True
         for client, queue in list(self._queues.items()):
-            for waiting in queue:
-                if not waiting.ended:
-                    request = waiting.message.request
-                    is_call = isinstance(waiting.message, SetPolicy)
-                    self._send(client, Error(request, refusal) if is_call else Done(request, "cancelled"))
-            self.forget(client)
+            for request in list(queue):
+                self.cancel(client, request)
 
     async def serve(self) -> None:
         """Have the process do one job after the other, until cancelled."""
@@ -165,7 +239,7 @@ class TextQueue:
                         del self._masks[client]
                     await self._follow(following)
                 else:
-                    await self._encode(client, self._queues[client][0])
+                    await self._encode(client, next(iter(self._queues[client].values())))
 
     async def _follow(self, following: _Following) -> None:
         """Have an answer's mask made, by the whole answer where the process does not know it."""
@@ -190,10 +264,8 @@ class TextQueue:
         self._wake()
 
     async def _encode(self, client: bytes, waiting: _Waiting) -> None:
-        """Have the first message's text encoded, then pass it on."""
+        """Have a message's text encoded, then pass it on."""
         message, text = waiting.message, waiting.text
-        assert text is not None
-        assert not isinstance(message, SetPolicy)
         try:
             answer: Encoded = await self._link.ask(text)
             failure = answer.error
@@ -201,36 +273,27 @@ class TextQueue:
             waiting.exits += 1
             what = "encoding this text" + " or checking its grammar" * bool(text.grammar)
             if not (failure := _failure(e, what, waiting.exits, limit_of(text))):
-                return
-        if waiting.ended:
-            return
-        self._end(client, waiting)
+                return  # it is still the client's first
+        if self._queues.get(client, {}).get(message.request) is not waiting:
+            return  # it was cancelled
+        self._remove(client, message.request)
         if failure:
             self._refuse(client, message, RequestError(failure))
         elif isinstance(message, Tokenize):
             self._send(client, Tokenized(message.request, answer.ids, answer.text, answer.pieces))
         else:
             self._forward(client, with_ids(message, answer))
-        self._advance(client)
 
-    def _end(self, client: bytes, waiting: _Waiting) -> None:
-        """A message was answered or passed on."""
-        if not waiting.ended:
-            waiting.ended = True
-            self._held.give_back(client, waiting.size)
-            if not isinstance(waiting.message, SetPolicy):
-                del self._requests[client, waiting.message.request]
-
-    def _advance(self, client: bytes) -> None:
-        """Remove messages that have ended from a queue's head, and pass on those without a text."""
-        queue = self._queues[client]
-        while queue and (queue[0].ended or queue[0].text is None):
-            waiting = queue.popleft()
-            if not waiting.ended:
-                self._end(client, waiting)
-                self._forward(client, waiting.message)
+    def _remove(self, client: bytes, request: int) -> bool:
+        """Removes what waits; returns False where nothing does."""
+        queue = self._queues.get(client, {})
+        waiting = queue.pop(request, None)
+        if waiting is None:
+            return False
         if not queue:
             del self._queues[client]
+        self._held.give_back(client, waiting.size)
+        return True
 
     def _refuse(self, client: bytes, message: TextMessage, failure: RequestError) -> None:
         stats = {"prompt_tokens": failure.tokens} if isinstance(failure, PromptTooLong) else {}
@@ -238,7 +301,7 @@ class TextQueue:
 
 
 def _failure(error: Exception, what: str, exits: int, limit: float) -> str:
-    """Why a job of the process has failed; "" where it is to be tried again, because the process was
+    """Returns why a job of the process has failed; "" where it is to be tried again, because the process was
     killed."""
     match error:
         case TextProcessExited() if not error.crashed and exits < MOST_EXITS:

@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pipeline.errors import ModelError, RequestError
 from shm.atomic_file import atomic_file
@@ -70,19 +70,19 @@ class Detokenizer:
             file.write(f"{json.dumps(sorted(self.eos_ids))}\n{json.dumps(described)}".encode())
 
     def min_tokens(self, characters: int) -> int:
-        """A lower bound on the tokens of so many characters; 0 where encoding takes no time."""
+        """Returns a lower bound on the tokens of so many characters; 0 where encoding takes no time."""
         if characters <= QUICK:
             return 0
         return characters // (2 * self._longest)  # twice: a normalizer may shorten the text
 
     @cached_property
     def _longest(self) -> int:
-        """Characters of the longest token; a byte-level one has as many letters as bytes."""
+        """Returns the characters of the longest token; a byte-level one has as many letters as bytes."""
         return max(map(len, self._backend.get_vocab()))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, without special tokens and unknown ids; invalid UTF-8, and what the library fails on,
-        becomes U+FFFD."""
+        """Returns the text of ids, without special tokens and unknown ids; invalid UTF-8, and what the
+        library fails on, becomes U+FFFD."""
         try:
             text: str = self._backend.decode(list(ids), skip_special_tokens=True)
         except (KeyboardInterrupt, SystemExit):
@@ -92,11 +92,13 @@ class Detokenizer:
         return text
 
     def pieces(self, ids: Sequence[int]) -> tuple[bytes, ...]:
-        """The bytes of each token by itself, the spelling of a special one; none for an unknown id."""
+        """Returns the bytes of each token by itself, the spelling of a special one; none for an unknown
+        id."""
         return tuple(map(self._piece, ids))
 
     def stream(self, stop: Sequence[str]) -> TextStream:
-        """A new answer's text, up to the first stop string. Raises RequestError for unusable stop strings."""
+        """Returns a new answer's text, up to the first stop string. Raises RequestError for unusable stop
+        strings."""
         if len(stop) > MAX_STOP_STRINGS:
             raise RequestError(
                 f"{len(stop)} stop strings are too many; at most {MAX_STOP_STRINGS} are allowed"
@@ -106,9 +108,8 @@ class Detokenizer:
                 raise RequestError(
                     f"a stop string has {len(text)} characters; 1 to {MAX_STOP_CHARACTERS} are allowed"
                 )
-        decoder: TokenDecoder = (
-            ByteDecoder(self._token_bytes) if self._byte_level else RunDecoder(self.decode, self._is_byte)
-        )
+        bytewise = ByteDecoder(self._token_bytes) if self._byte_level else None
+        decoder = bytewise or RunDecoder(self.decode, self._is_byte)
         return TextStream(decoder, StopStrings(stop), self._special.__contains__)
 
     def _piece(self, token: int) -> bytes:
@@ -117,7 +118,8 @@ class Detokenizer:
         return self._token_bytes(token) if self._byte_level else self.decode((token,)).encode()
 
     def _token_bytes(self, token: int) -> bytes:
-        """A byte-level token's bytes; an added token that is not spelled in byte letters is plain text."""
+        """Returns a byte-level token's bytes; an added token that is not spelled in byte letters is plain
+        text."""
         known = self._bytes.get(token)
         if known is None:
             piece = self._backend.id_to_token(token) or ""
@@ -135,7 +137,7 @@ class Detokenizer:
 
 
 def _decoders(backend: Any) -> Iterator[dict[str, Any]]:
-    """The decoders in a tokenizer's chain, as in tokenizer.json."""
+    """Yields the decoders in a tokenizer's chain, as in tokenizer.json."""
     # The decoder's own JSON: the whole tokenizer's holds every token and takes long to write.
     pending = [] if backend.decoder is None else [json.loads(backend.decoder.__getstate__())]
     while pending:
@@ -147,8 +149,8 @@ def _decoders(backend: Any) -> Iterator[dict[str, Any]]:
 
 
 def _byte_level_letters() -> dict[str, int]:
-    """The byte of each letter in byte-level vocabularies. A byte's letter is itself where it is printable in
-    Latin-1, else the next letter from U+0100 on."""
+    """Returns the byte of each letter in byte-level vocabularies. A byte's letter is itself where it is
+    printable in Latin-1, else the next letter from U+0100 on."""
     letters = {}
     spare = 0x100
     for byte in range(256):
@@ -160,16 +162,6 @@ def _byte_level_letters() -> dict[str, int]:
     return letters
 
 
-class TokenDecoder(Protocol):
-    """Turns token ids, without special tokens, into text."""
-
-    def push(self, token: int) -> str:
-        """The text that becomes certain with this token."""
-
-    def finish(self) -> str:
-        """The rest of the text, when no token follows."""
-
-
 class ByteDecoder:
     """For byte-level vocabularies: every token is bytes, and the text is all of them as UTF-8 with U+FFFD for
     invalid bytes. Only an incomplete character at the end is uncertain."""
@@ -179,9 +171,11 @@ class ByteDecoder:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
+        """Returns the text that becomes certain with this token, which is not special."""
         return self._decoder.decode(self._token_bytes(token))
 
     def finish(self) -> str:
+        """Returns the rest of the text, when no token follows."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -198,10 +192,12 @@ class RunDecoder:
         self._waiting: list[int] = []
 
     def push(self, token: int) -> str:
+        """Returns the text that becomes certain with this token, which is not special."""
         self._waiting.append(token)
         return "" if self._is_byte(token) else self.finish()  # no later token can change these
 
     def finish(self) -> str:
+        """Returns the rest of the text, when no token follows."""
         if not self._waiting:
             return ""
         start = len(self._decode(self._before)) if self._before else 0
@@ -213,68 +209,51 @@ class RunDecoder:
 
 class StopStrings:
     """Finds the first complete stop string (the longest of several that end together), wherever the text is
-    split, and holds back text that could still become one. One Knuth-Morris-Pratt automaton for each stop
-    string: its state is the length of the stop string's prefix that the text so far ends with."""
+    split, and holds back text that could still become one."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         """`stop`: non-empty strings."""
         self._stop = tuple(stop)
-        self._borders = [_borders(text) for text in stop]
-        self._states = [0] * len(stop)
         self._held = ""
         self.found = False
         self.matched = ""  # the stop string that was found
 
     def push(self, text: str) -> str:
-        """The text that is certain to be before any stop string, and was not returned yet."""
-        if not self._stop:
-            return text
-        held = self._held + text
-        for place, character in enumerate(text, start=len(self._held) + 1):
-            complete = self._step(character)
-            if complete:
-                self.found = True
-                self._held = ""
-                return held[: place - complete]
-        certain = len(held) - max(self._states)
-        self._held = held[certain:]
-        return held[:certain]
+        """Returns the text that is certain to be before any stop string, and was not returned yet."""
+        text = self._held + text
+        places = [(text.find(stop), stop) for stop in self._stop]
+        ends = [(place + len(stop), -len(stop), stop) for place, stop in places if place >= 0]
+        if ends:
+            end, length, self.matched = min(ends)
+            self.found = True
+            self._held = ""
+            return text[: end + length]
+        certain = min((_possible_start(text, stop) for stop in self._stop), default=len(text))
+        self._held = text[certain:]
+        return text[:certain]
 
     def finish(self) -> str:
-        """The text that was held back and became no stop string."""
+        """Returns the text that was held back and became no stop string."""
         held, self._held = self._held, ""
         return held
 
-    def _step(self, character: str) -> int:
-        """Advance all automata. The length of the longest stop string that is now complete, or 0."""
-        complete = 0
-        for index, (stop, borders) in enumerate(zip(self._stop, self._borders, strict=True)):
-            state = self._states[index]
-            while state and stop[state] != character:
-                state = borders[state]
-            state += stop[state] == character
-            if state == len(stop) and state > complete:
-                complete, self.matched = state, stop
-            self._states[index] = state
-        return complete
 
-
-def _borders(text: str) -> list[int]:
-    """borders[i]: length of the longest proper prefix of text[:i] that is also its suffix."""
-    borders = [0, 0]
-    length = 0
-    for character in text[1:]:
-        while length and text[length] != character:
-            length = borders[length]
-        length += text[length] == character
-        borders.append(length)
-    return borders
+def _possible_start(text: str, stop: str) -> int:
+    """Returns the place of the longest end of a text that a stop string begins with."""
+    place = max(len(text) - len(stop) + 1, 0)
+    while (place := text.find(stop[0], place)) >= 0:
+        if stop.startswith(text[place:]):
+            return place
+        place += 1
+    return len(text)
 
 
 class TextStream:
     """The text of one answer. `stopped` is set once a stop string is complete; no text follows it."""
 
-    def __init__(self, decoder: TokenDecoder, stop: StopStrings, is_special: Callable[[int], bool]) -> None:
+    def __init__(
+        self, decoder: ByteDecoder | RunDecoder, stop: StopStrings, is_special: Callable[[int], bool]
+    ) -> None:
         self._decoder = decoder
         self._stop = stop
         self._is_special = is_special
@@ -289,7 +268,7 @@ class TextStream:
         return self._stop.matched
 
     def push(self, token: int) -> str:
-        """The text that becomes certain with this token. Special tokens and unknown ids have none."""
+        """Returns the text that becomes certain with this token. Special tokens and unknown ids have none."""
         if self.stopped or self._is_special(token):
             return ""
         return self._stop.push(self._decoder.push(token))
@@ -300,7 +279,7 @@ class TextStream:
             self.push(token)
 
     def finish(self) -> str:
-        """The rest of the text. It can complete a stop string, so `stopped` may change."""
+        """Returns the rest of the text. It can complete a stop string, so `stopped` may change."""
         if self.stopped:
             return ""
         text = self._stop.push(self._decoder.finish())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +19,30 @@ MOST_LOGPROBS = 64
 DRAWING = ("temperature", "top_k", "top_p", "min_p")  # apply only where the file sets do_sample
 
 
+BOUNDS = {  # by setting: the least and the most, and how they are named
+    "temperature": (0, sys.float_info.max, "0 or more (0 is greedy)"),
+    "top_k": (0, math.inf, "0 or more (0 is no limit)"),
+    "top_p": (math.ulp(0.0), 1, "above 0 and at most 1 (1 is no limit)"),
+    "min_p": (0, 1, "from 0 to 1 (0 is no limit)"),
+    "repetition_penalty": (0.01, 100, "from 0.01 to 100 (1 is none)"),
+}
+
+
 def validate(sampling: Sampling) -> None:
     """Raise RequestError, one line, where `sampling` cannot be served."""
-    checks = (
-        ("temperature", sampling.temperature, sampling.temperature >= 0, "0 or more (0 is greedy)"),
-        ("top_k", sampling.top_k, sampling.top_k >= 0, "0 or more (0 is no limit)"),
-        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1 (1 is no limit)"),
-        ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "from 0 to 1 (0 is no limit)"),
-        (
-            "repetition_penalty",
-            sampling.repetition_penalty,
-            0.01 <= sampling.repetition_penalty <= 100,
-            "from 0.01 to 100 (1 is none)",
-        ),
-    )
-    for name, value, good, allowed in checks:
-        # every comparison with NaN is false, infinity needs its own
-        if not good or not math.isfinite(value):
+    for name, (least, most, allowed) in BOUNDS.items():
+        value = getattr(sampling, name)
+        if not least <= value <= most:  # as of NaN
             raise RequestError(f"{name} is {value}; it must be {allowed}")
     if sampling.seed is not None and sampling.seed < 0:
         raise RequestError(f"seed is {sampling.seed}; it must be 0 or more")
 
 
 def validate_shaping(shaping: Shaping, logprobs: int) -> None:
-    """The same for what changes the logits, but for the ids and the grammar."""
-    penalties = (
-        ("presence_penalty", shaping.presence_penalty),
-        ("frequency_penalty", shaping.frequency_penalty),
-    )
-    for name, value in penalties:
-        if not abs(value) <= MOST_PENALTY:
+    """Raise RequestError where what changes the logits cannot be served; ids and grammar are not looked
+    at."""
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not abs(value := getattr(shaping, name)) <= MOST_PENALTY:
             raise RequestError(f"{name} is {value}; it must be from -{MOST_PENALTY} to {MOST_PENALTY}")
     if len(shaping.bias) > MOST_BIASES:
         raise RequestError(f"{len(shaping.bias)} biases are too many; at most {MOST_BIASES} are allowed")
@@ -61,7 +56,8 @@ def validate_shaping(shaping: Shaping, logprobs: int) -> None:
 
 
 def sampling_defaults(model_dir: Path) -> Sampling:
-    """Greedy without the file. Raises ModelError where it is damaged or a value is invalid."""
+    """Returns a model's sampling settings, greedy without the file. Raises ModelError where it is damaged or
+    a value is invalid."""
     path = model_dir / "generation_config.json"
     if not path.exists():
         return Sampling()

@@ -13,6 +13,7 @@ from pipeline.errors import ModelError, RequestError
 from pipeline.models.config_keys import MAX_INT
 from pipeline.text.detokenizer import Detokenizer
 from protocol.messages import ChatMessage
+from protocol.small_files import read_small
 
 # A directory with any of these has a tokenizer; settings alone are not a tokenizer.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tiktoken.model")
@@ -28,6 +29,7 @@ LOAD_FAILURES = {  # what an exit code of the process means while it loads
     -signal.SIGPROF: f"took longer than {LOAD_SECONDS} s to load",
     -signal.SIGABRT: f"failed to load, or needs more than {MEMORY >> 30} GB of memory",
 }
+MAX_TEMPLATE = 1 << 22  # bytes of a chat template
 MAX_TOKENIZER_BYTES = 1 << 28  # of each file; the largest known one has an eighth
 # Arguments of the library's function that are no variables of a template.
 RESERVED = {
@@ -37,27 +39,37 @@ RESERVED = {
 
 
 def has_tokenizer(model_dir: Path) -> bool:
-    """Whether a model's directory has a tokenizer; its files may be unusable."""
+    """Returns whether a model's directory has a tokenizer; its files may be unusable."""
     return any((model_dir / name).is_file() for name in TOKENIZER_FILES)
 
 
-def has_chat_template(model_dir: Path) -> bool:
-    """Whether a model's files have a template for conversations, as `Tokenizer.has_chat_template`, without
-    loading the tokenizer. Raises ModelError where a file cannot be read."""
+def chat_templates(model_dir: Path) -> dict[str, str]:
+    """Returns the chat templates in a model's files by name, without loading the tokenizer; the one for
+    conversations is "default". Raises ModelError where a file cannot be read."""
     check_files(model_dir)
-    if (model_dir / "chat_template.jinja").is_file():
-        return bool((model_dir / "chat_template.jinja").stat().st_size)
-    if any(model_dir.glob("additional_chat_templates/*.jinja")):  # which then replace those of the settings
-        return (model_dir / "additional_chat_templates/default.jinja").is_file()
-    template = _fields(model_dir / SETTINGS).get("chat_template")
-    if isinstance(template, list):
-        template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-    return bool(template.get("default") if isinstance(template, dict) else template)
+    single, folder = model_dir / "chat_template.jinja", model_dir / "additional_chat_templates"
+    paths = {path.stem: path for path in folder.glob("*.jinja")}
+    if single.is_file():
+        paths["default"] = single
+    try:
+        if paths:  # which then replace those of the settings
+            return {name: read_small(p, MAX_TEMPLATE).decode(errors="replace") for name, p in paths.items()}
+    except OSError as e:
+        raise ModelError(f"a chat template of {model_dir} cannot be read: {e.strerror}") from None
+    given = _fields(model_dir / SETTINGS).get("chat_template")
+    entries = given if isinstance(given, list) else [{"name": "default", "template": given}]
+    named = {str(e.get("name")): e.get("template") for e in entries if isinstance(e, dict)}
+    return {name: text for name, text in named.items() if isinstance(text, str)}
+
+
+def has_chat_template(model_dir: Path) -> bool:
+    """Returns whether a model's files have a template for conversations. Raises ModelError."""
+    return bool(chat_templates(model_dir).get("default"))
 
 
 def eos_ids(model_dir: Path) -> frozenset[int]:
-    """The ids that end an answer, from generation_config.json, else config.json; empty where neither has any.
-    Raises ModelError where a file is damaged."""
+    """Returns the ids that end an answer, from generation_config.json, else config.json; empty where neither
+    has any. Raises ModelError where a file is damaged."""
     for name in ("generation_config.json", "config.json"):
         path = model_dir / name
         if not path.exists():
@@ -87,8 +99,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: Path) -> Tokenizer | None:
-        """The tokenizer of a model's directory, None where it has none. Reads local files only and runs no
-        code from them. Raises ModelError where the files are unusable."""
+        """Returns the tokenizer of a model's directory, None where it has none. Reads local files only and
+        runs no code from them. Raises ModelError where the files are unusable."""
         check_files(model_dir)
         if not has_tokenizer(model_dir):
             return None
@@ -106,26 +118,28 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """A template for conversations; some models have only others, for tools or documents."""
+        """Whether there is a template for conversations; some models have only others, for tools or
+        documents."""
         template = self._tokenizer.chat_template
         return bool(template.get("default") if isinstance(template, dict) else template)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, with the special tokens that the model's tokenizer adds (bos, mostly). Raises
-        RequestError where the text is not valid Unicode."""
+        """Returns the ids of a text, with the special tokens that the model's tokenizer adds (bos, mostly).
+        Raises RequestError where the text is not valid Unicode."""
         ids: list[int] = self._tokenizer.encode(_valid(text), verbose=False)
         return ids
 
     def for_grammars(self, vocabulary: int) -> Any:
-        """llguidance's form of this tokenizer, for logits of this size; takes up to a second."""
+        """Returns llguidance's form of this tokenizer, for logits of this size; takes up to a second."""
         from llguidance.hf import from_tokenizer
 
         ends = sorted(self.decoder.eos_ids)
         return from_tokenizer(self._tokenizer, n_vocab=vocabulary, eos_token=ends or None)
 
     def render_chat(self, messages: Sequence[ChatMessage], template: str = "") -> list[int]:
-        """Ids of a conversation up to the beginning of the model's answer. `template`: as in Generate. Raises
-        RequestError where the model has no chat template, or the template refuses the conversation."""
+        """Returns the ids of a conversation up to the beginning of the model's answer. `template`: as in
+        Generate. Raises RequestError where the model has no chat template, or the template refuses the
+        conversation."""
         if not self.has_chat_template:
             raise RequestError("this model has no chat template; send a plain prompt instead")
         if not messages:
@@ -155,9 +169,9 @@ def check_files(model_dir: Path) -> None:
 
 
 def _read(model_dir: Path) -> Any:
-    """tokenizer.json describes a tokenizer completely, so where a model has it, no class is chosen: several
-    of transformers' classes replace parts of the file by the family's defaults, and AutoTokenizer chooses a
-    class by `model_type`, `tokenizer_class` and `auto_map`. It also takes a second to import."""
+    """Load a tokenizer. tokenizer.json describes it completely, so where a model has it, no class is chosen:
+    several of transformers' classes replace parts of the file by the family's defaults, and AutoTokenizer
+    chooses a class by `model_type`, `tokenizer_class` and `auto_map`. It also takes a second to import."""
     settings = _fields(model_dir / SETTINGS)
     if FOREIGN in settings:
         raise ModelError(f"{SETTINGS} has {FOREIGN}, which is not supported: remove it")
@@ -178,8 +192,8 @@ def _read(model_dir: Path) -> Any:
 
 
 def _wants_bos(settings: dict[str, Any]) -> bool:
-    """Whether the settings add bos to every text: DeepSeek's tokenizer.json leaves only this to the class, as
-    transformers up to version 4 did."""
+    """Returns whether the settings add bos to every text: DeepSeek's tokenizer.json leaves only this to the
+    class, as transformers up to version 4 did."""
     name = str(settings.get("tokenizer_class")).removesuffix("Fast")
     return settings.get("add_bos_token") is True and name in ("LlamaTokenizer", "GPTNeoXTokenizer")
 
@@ -189,7 +203,7 @@ def _fields(path: Path) -> dict[str, Any]:
 
 
 def _names(value: Any) -> Iterator[str]:
-    """Of all maps in a JSON value."""
+    """Yields the keys of all maps in a JSON value."""
     if isinstance(value, dict):
         yield from value
         value = list(value.values())
@@ -216,6 +230,6 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's text without line breaks, or its kind."""
+    """Returns an error's text without line breaks, or its kind."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text[:200]

@@ -24,7 +24,7 @@ from protocol.private_files import sync_folder
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.model_source import ModelSource
-    from pipeline.coordinator_config import CoordinatorConfig
+    from pipeline.config import CoordinatorConfig
     from pipeline.engine.engine import Engine
 
 log = logging.getLogger(__name__)

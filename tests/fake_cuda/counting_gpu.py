@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.device import cuda, cuda_slab
-from pipeline.device.cuda_kernels import CudaKernels
+from pipeline.device import cuda
 from workers.kernels.cuda import attention
 from workers.kernels.cuda.compiler import Program
 
@@ -41,15 +40,6 @@ class CountingLauncher:
         self._counts[kind] += 1
 
 
-class CountingKernels(CudaKernels):
-    def __init__(self, device: CountingDevice) -> None:
-        super().__init__(META, None, device.from_host, in_torch=False)
-        self._counting = device
-
-    def launcher(self, program: Program) -> Any:
-        return CountingLauncher(self._counting)
-
-
 class CountingDevice(cuda.CudaDevice):
     """`counts`: kernels of ours; copies each way; allocations, operations and blocking copies of torch, while
     `counted` is on."""
@@ -57,9 +47,11 @@ class CountingDevice(cuda.CudaDevice):
     def __init__(self, *, flash: bool) -> None:
         super().__init__()
         self.torch_device, self.flash = META, flash
-        self.cuda_kernels = CountingKernels(self)
         self.counts: Counter[str] = Counter()
         self._random = np.random.default_rng(0)
+
+    def launcher(self, program: Program) -> Any:
+        return CountingLauncher(self)
 
     def to_host(self, *tensors: Tensor) -> tuple[NDArray[np.float32], ...]:
         self.counts["to host"] += 1
@@ -72,8 +64,8 @@ class CountingDevice(cuda.CudaDevice):
 
     def open_slab(
         self, name: str, slots: int, slot_bytes: int, tick: Callable[[], None] = lambda: None
-    ) -> cuda_slab.CudaSlab:
-        return cuda_slab.CudaSlab(0, slots, slot_bytes, self.from_host, lambda: self.stream)
+    ) -> cuda.CudaSlab:
+        return cuda.CudaSlab(0, slots, slot_bytes, self.from_host, lambda: self.stream)
 
     def time_mark(self) -> float:
         return 0.0
@@ -124,6 +116,6 @@ def counting_device(*, flash: bool = False) -> Iterator[tuple[CountingDevice, Fa
         return torch.empty(size, dtype=torch.uint8, device=META)
 
     with fake_runtime() as runtime, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_slab, "_allocated", allocated)
+        patch.setattr(cuda, "_allocated", allocated)
         with cuda_device(lambda: CountingDevice(flash=flash), runtime) as device:
             yield device, runtime

@@ -20,7 +20,7 @@ from fake_graphs import RecordedLauncher, function, patch_graphs
 from fake_runtime import FakeRuntime
 from torch import Tensor
 
-from pipeline.device import cuda, cuda_slab
+from pipeline.device import cuda
 from pipeline.device.base import DeviceKernel
 from shm.layout import StoreLayout
 from workers.kernels.cuda.attention import DecodeAttention, program
@@ -114,7 +114,7 @@ def _allocated(address: int, size: int, device: int) -> Tensor:
 def fake_device(seed: int = 0) -> Iterator[tuple[FakeCudaDevice, FakeRuntime]]:
     """The device, and its runtime."""
     with fake_runtime(seed) as runtime, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_slab, "_allocated", _allocated)
+        patch.setattr(cuda, "_allocated", _allocated)
         with cuda_device(lambda: FakeCudaDevice(runtime), runtime) as device:
             yield device, runtime
 

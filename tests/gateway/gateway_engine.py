@@ -19,7 +19,7 @@ from fork_server import ForkedPython
 
 LAUNCH = str(Path(__file__).parents[2] / "launch.py")
 START_SECONDS = 60.0
-for package in ("starlette", "uvicorn", "httptools", "prometheus_client"):
+for package in ("uvicorn", "httptools", "prometheus_client"):
     pytest.importorskip(package, reason="of the extra `serve`")
 
 

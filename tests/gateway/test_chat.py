@@ -20,6 +20,7 @@ openai = pytest.importorskip("openai")
 QUESTION = [{"role": "user", "content": "What is a list?"}]
 BROKEN_CALL = {"id": "1", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
 WRONG_SCHEMA = {"type": "json_schema", "schema": {"type": "x"}}
+STRUCTURED = "structured_outputs.grammar"
 CALLED = "messages[0].tool_calls[0].function"
 
 
@@ -158,9 +159,9 @@ def test_a_client_that_disconnects_cancels_its_answer(served: Served) -> None:
         ({"chat_template_kwargs": {"a": {"b": "\ud800"}}}, None),
         # By the engine: where the texts are read
         ({"messages": [{"role": "user", "content": "word " * 5000}]}, "messages"),
-        ({"guided_regex": "("}, "guided_regex"),
-        ({"guided_regex": "a{1000000}{1000}"}, "guided_regex"),
-        ({"guided_choice": []}, "guided_choice"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a{1000000}{1000}"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"response_format": WRONG_SCHEMA}, "response_format"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
@@ -207,6 +208,8 @@ def test_refusals_have_the_status_that_fits(served: Served) -> None:
         ("/v1/completions", {"prompt": [[5] * 5000] * 2, "echo": True, "logprobs": 1}, "prompt"),
         ("/v1/completions", {"prompt": ["a"] * 64, "n": 16}, "n"),
         ("/v1/completions", {"prompt": "a", "guided_grammar": "start: ("}, "guided_grammar"),
+        ("/v1/completions", {"prompt": "a", "structured_outputs": {"grammar": "start: ("}}, STRUCTURED),
+        ("/v1/completions", {"prompt": "a", "echo": True, "n": 2}, "echo"),
         ("/v1/responses", {"input": "word " * 5000}, "input"),
         ("/v1/responses", {"input": "a", "n": 2}, "n"),
         ("/v1/responses", {"input": "a", "truncation": "auto"}, "truncation"),

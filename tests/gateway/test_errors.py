@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.gateway.bodies import ChatBody
-from pipeline.gateway.body import decoded, parse_json
+from pipeline.gateway.bodies import ChatBody, decoded, parse_json
 from pipeline.gateway.errors import ApiError, of_engine
 from protocol.errors import EngineGone, MalformedMessage, ProtocolError, RequestFailed
 

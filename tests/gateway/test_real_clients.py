@@ -121,19 +121,20 @@ def test_a_schema_is_followed_whatever_is_drawn(client: Any) -> None:
 
 
 def test_grammars_of_other_kinds(client: Any) -> None:
-    def ask(**extra: Any) -> str:
+    def ask(**form: Any) -> str:
+        extra = {"structured_outputs": form}
         found = client.chat.completions.create(
             model=MODEL, messages=QUESTION, temperature=1.5, max_tokens=60, extra_body=extra
         )
         return str(found.choices[0].message.content)
 
-    assert ask(guided_choice=["yes", "no"]) in ("yes", "no")
-    assert ask(guided_regex="[0-9]{3}-[a-z]{2}")[3] == "-"
+    assert ask(choice=["yes", "no"]) in ("yes", "no")
+    assert ask(regex="[0-9]{3}-[a-z]{2}")[3] == "-"
     ids = client.completions.create(
-        model=MODEL, prompt=[5, 6, 7], max_tokens=9, extra_body={"guided_regex": "[a-c]{3}x"}
+        model=MODEL, prompt=[5, 6, 7], max_tokens=9, extra_body={"structured_outputs": {"regex": "[a-c]{3}x"}}
     )
     assert ids.choices[0].text[3:] == "x"
-    assert set(ask(structured_outputs={"grammar": 'start: ("ab" | "c")+ "."'})) <= set("abc.")
+    assert set(ask(grammar='start: ("ab" | "c")+ "."')) <= set("abc.")
 
 
 def test_biases_and_penalties_act(client: Any, served: Served) -> None:

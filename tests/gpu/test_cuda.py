@@ -13,8 +13,7 @@ from child_harness import SHAPE, small_store, surroundings, weights_of
 from numpy.typing import NDArray
 
 from pipeline.device import Device, open_device
-from pipeline.device.base import SlabMemory
-from pipeline.device.partial_sums import sum_on_host
+from pipeline.device.base import SlabMemory, sum_on_host
 from protocol.messages import AttachSlab, Fetch, Fetched, SlabAttached
 from shm.store import Store, store_name
 from workers import cuda
@@ -128,9 +127,8 @@ def test_partial_sums_in_shared_memory_have_the_bits_of_the_host(device: Device,
             parts.append(segment.view(np.float32)[: rows * hidden].reshape(-1, hidden))
             parts[-1][:] = random.standard_normal((rows, hidden))
         expected = sum_on_host(parts, (rows, hidden))
-        y, fence = device.add_parts(parts, (rows, hidden))
-        assert fence is not None
-        device.wait(fence)
+        y = device.add_parts(parts, (rows, hidden))
+        device.wait(device.fence())
         np.testing.assert_array_equal(bits(y.cpu().numpy()), bits(expected))
     assert device.share_memory(segments[0]) != ""  # registered already
     for segment in segments:

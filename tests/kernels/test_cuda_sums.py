@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from kernel_runs import quick
 
-from pipeline.device.partial_sums import sum_on_host
+from pipeline.device.base import sum_on_host
 from workers.kernels.cuda.compiler import Program
 from workers.kernels.cuda.matrix import PartSums
 

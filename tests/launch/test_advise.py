@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.advise.routing import drawn
+from launch.advise.machine import drawn
 from launch.cli import main
 from launch.forecast import Priced, Setting, by_replay, sizes_of
 from pipeline.checkpoint.open import open_config

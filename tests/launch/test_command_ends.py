@@ -11,20 +11,9 @@ import pytest
 
 from launch import cli, connect
 from launch.command_line.options import Options, parse
-from launch.equality import (
-    BF16_BOUND,
-    F32_BOUND,
-    QUANTIZED_BOUND,
-    Comparison,
-    Step,
-    Verdict,
-    compare,
-    rounding_bound,
-)
 from launch.errors import AnswerLost, DownloadFailed, StartFailed, WrongUsage
 from launch.runtime import EngineInfo, RuntimeDir
-from launch.terminal.interrupts import Interrupts
-from launch.terminal.lines import Lines
+from launch.terminal.interrupts import Interrupts, Lines
 from launch.terminal.output import print_json, show
 from pipeline.errors import UsageError
 from protocol.errors import EngineGone, RequestFailed
@@ -114,52 +103,43 @@ async def test_signal_that_ends_a_command_is_named(number: signal.Signals) -> No
     assert (interrupts.received, calls, cancelled) == (number.name, [], True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-async def test_only_ctrl_c_is_meant_for_an_answer(number: signal.Signals) -> None:
+async def test_first_ctrl_c_goes_to_the_innermost_block_and_the_second_ends_the_command() -> None:
     async def body(interrupts: Interrupts, calls: list[str]) -> None:
-        with (
-            interrupts.otherwise(lambda: calls.append("between")),
-            interrupts.handled_by(lambda: calls.append("answer")),
-        ):
-            await send(number)
+        with interrupts.otherwise(lambda: calls.append("between")):
+            await send(signal.SIGINT)
+            await send(signal.SIGINT)  # any number of them
+            with interrupts.handled_by(lambda: calls.append("answer")):
+                await send(signal.SIGINT)
+                with interrupts.handled_by(lambda: calls.append("cancelling")):
+                    await send(signal.SIGINT)
+            await send(signal.SIGINT)
+            assert not interrupts.received
+            with interrupts.handled_by(lambda: calls.append("stuck")):
+                await send(signal.SIGINT)
+                await send(signal.SIGINT)  # the first had no effect
+            calls.append("not reached")
 
-    interrupts, calls, cancelled = await run(body)
-    assert (interrupts.received, calls, cancelled) == (number.name, [], True)
+    _, calls, cancelled = await run(body)
+    assert calls == ["between", "between", "answer", "cancelling", "between", "stuck"]
+    assert cancelled
 
 
-async def test_second_signal_calls_what_ends_a_command_at_once() -> None:
+async def test_other_signals_are_not_meant_for_an_answer_and_a_second_one_ends_at_once() -> None:
     async def body(interrupts: Interrupts, calls: list[str]) -> None:
-        for word in ("first", "second"):
-            interrupts.at_once(lambda word=word: calls.append(word))
+        interrupts.at_once(lambda: calls.append("at once"))
         with interrupts.otherwise(lambda: calls.append("between")):
             try:
-                await send(signal.SIGTERM)
-            except asyncio.CancelledError:
-                await send(signal.SIGINT)  # no further cancellation
                 with interrupts.handled_by(lambda: calls.append("answer")):
-                    await send(signal.SIGINT)  # it is no longer meant for an answer
+                    await send(signal.SIGTERM)
+            except asyncio.CancelledError:
+                with interrupts.handled_by(lambda: calls.append("answer")):
+                    await send(signal.SIGINT)
                 calls.append("in order")
                 raise
 
-    interrupts, calls, cancelled = await run(body)
-    assert calls == ["first", "second", "first", "second", "in order"]
-    assert (interrupts.received, cancelled) == ("SIGTERM", True)
-
-
-async def test_handlers_end_with_their_blocks() -> None:
-    async def body(interrupts: Interrupts, calls: list[str]) -> None:
-        with interrupts.handled_by(lambda: calls.append("outer")):
-            with interrupts.handled_by(lambda: calls.append("inner")):
-                pass
-            await send(signal.SIGINT)
-        with interrupts.otherwise(lambda: calls.append("between")):
-            pass
-        await send(signal.SIGINT)
-        calls.append("not reached")
-
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
-    _, calls, cancelled = await run(body)
-    assert (calls, cancelled) == (["outer"], True)
+    interrupts, calls, cancelled = await run(body)
+    assert (interrupts.received, calls, cancelled) == ("SIGTERM", ["at once", "in order"], True)
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before
 
 
@@ -258,37 +238,3 @@ def test_output_is_flushed_text_or_one_line_of_json(capsys: pytest.CaptureFixtur
     show("a\n")
     print_json({"é": (1.23456, float("nan"), True, None), 3: -0.000123456})  # type: ignore[dict-item]
     assert capsys.readouterr().out == 'a\n{"é": [1.235, null, true, null], "3": -0.0001235}\n'
-
-
-# --- the rule of equality -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("format_name", "dtype", "bound"),
-    [
-        ("f32", "f32", F32_BOUND),
-        ("f32", "bf16", BF16_BOUND),
-        ("bf16", "f32", BF16_BOUND),
-        ("bf16", "bf16", BF16_BOUND),
-        ("int8", "f32", QUANTIZED_BOUND),
-        ("int4-g128", "bf16", QUANTIZED_BOUND),
-        ("bf16", "int4", QUANTIZED_BOUND),
-        ("f32", "int8", QUANTIZED_BOUND),
-    ],
-)
-def test_bound_is_that_of_the_coarser_part(format_name: str, dtype: str, bound: float) -> None:
-    assert rounding_bound(format_name, dtype) == bound
-    assert F32_BOUND < BF16_BOUND < QUANTIZED_BOUND
-
-
-def test_comparison_names_the_first_difference() -> None:
-    reference = [Step(1, 2, 0.5), Step(3, 4, 0.25)]
-    for tokens, expected in (
-        ((1, 3), Comparison(Verdict.EQUAL)),
-        ((1, 3, 9), Comparison(Verdict.MISMATCH, 2, 9)),
-        ((1,), Comparison(Verdict.MISMATCH, 1, None, 3)),
-        ((1, 4), Comparison(Verdict.NEAR_TIE, 1, 4, 3, 0.25)),
-        ((2, 3), Comparison(Verdict.MISMATCH, 0, 2, 1, 0.5)),
-        ((1, 9), Comparison(Verdict.MISMATCH, 1, 9, 3)),
-    ):
-        assert compare(tokens, reference, 0.3) == expected

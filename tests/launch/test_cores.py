@@ -15,15 +15,13 @@ from machines import two_threads_a_core, write
 
 from launch.processes.cores import MOST_WORKERS, Cores, CpuSet, Thread, read_threads
 from launch.processes.supervisor import Supervisor
-from pipeline.config import EngineConfig
-from pipeline.coordinator_config import WorkerCores
-from pipeline.experts.division import HostPlan, Plain, spans
+from pipeline.config import EngineConfig, WorkerCores
+from pipeline.experts.division import Plain, split_layer
 from pipeline.policies.view import Routing
 from protocol.client import Client
 from shm.descriptor import parts_of
 from shm.formats import F32
 from shm.layout import PAGE, ExpertShape, StoreLayout
-from shm.mask import DENSE
 from shm.numa import interleave
 
 
@@ -185,8 +183,8 @@ def test_workers_read_their_own_node_s_memory(experts: int, chosen: int, tiles: 
     for _ in range(200):
         routed = np.sort(random.choice(experts, chosen, replace=False)).astype(np.int32)
         routing = Routing(routed[None], np.ones((1, chosen), np.float32))
-        ends = spans(experts, [(expert, 0, tiles) for expert in routed.tolist()])
-        for worker, part in Plain(sizes).divide(HostPlan(0, routing, *ends, "decode", DENSE), 0).parts:
+        none = np.zeros(experts, np.int32)
+        for worker, part in Plain(sizes).divide(split_layer(routing, none, none, tiles), 0).parts:
             for expert, lo, hi in parts_of(part).items.tolist():
                 start = layout.offset(0, expert, lo) // PAGE
                 pages = bound[start : start + (hi - lo) * layout.tile_bytes // PAGE]

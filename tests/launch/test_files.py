@@ -17,7 +17,7 @@ from launch.command_line.checks import read_ids, read_text
 from launch.errors import WrongUsage
 from launch.score.command import matrix_file, windows_of
 from launch.stress.script import read_script
-from launch.terminal.lines import Lines
+from launch.terminal.interrupts import Lines
 
 
 async def all_lines(fd: int) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import sys
@@ -15,9 +17,12 @@ from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
 
 from launch.errors import OutputFailed, WrongUsage
-from launch.terminal.format import percent
+from launch.terminal.format import distinct_names, percent, rate, three_digits
+from launch.terminal.output import print_json
 from launch.terminal.plot import Panel, Series, check_picture, draw
 from launch.terminal.tables import Column, Table, each, grid, render, spreads
+from pipeline.assets import model_dir
+from shm.segment import byte_size
 
 
 @dataclass
@@ -54,12 +59,6 @@ def test_table_by_columns() -> None:
         "0.2    lru            9.0    0%",
         "                  9.0-9.0",
     ]
-    assert render(Table(COLUMNS[1:], RUNS, across=True)).splitlines()[0].split() == [
-        "policy",
-        "fiddler",
-        "dali",
-        "lru",
-    ]
     assert render(grid([("a", "b"), ("long", "c")])) == "a     b\nlong  c\n"
 
 
@@ -95,7 +94,7 @@ def test_bars_have_medians_ranges_and_words(tmp_path: Path, drawn: list[Figure])
     speeds = Panel("speed", [Series("", {"a": [900, 901, 902], "b": [10, 30]})])
     moved = Panel(
         "moved",
-        [Series("late", {"a": [4.5], "b": [0]}), Series("never", {}), Series("used", {"a": [1], "b": [2]})],
+        [Series("late", {"a": [4.5], "b": [0]}), Series("used", {"a": [1], "b": [2]})],
         words={"b": "two"},
         end=20,
     )
@@ -104,7 +103,7 @@ def test_bars_have_medians_ranges_and_words(tmp_path: Path, drawn: list[Figure])
     assert [lengths for _, lengths in bars(left)] == [[(0, 901), (0, 20)]]
     (errors,) = (container for container in left.containers if isinstance(container, ErrorbarContainer))
     assert [(a[0], b[0]) for a, b in errors[2][0].get_segments()] == [(900, 902), (10, 30)]
-    assert [(*text.xy, text.get_text()) for text in left.texts] == [(902, 0, "901"), (30, 1, "20")]
+    assert [text.get_text() for text in left.texts] == ["901", "20"]
     assert left.get_xlim() == (0, 1.25 * 902)
     assert left.get_ylim() == (1.5, -0.5)  # the first place above
     assert [label.get_text() for label in left.get_yticklabels()] == ["a", "b"]
@@ -141,18 +140,64 @@ def test_picture_is_written_whole_or_not_at_all(tmp_path: Path, suffix: str, beg
     assert os.listdir(tmp_path) == [path.name]
 
 
-@pytest.mark.parametrize("name", ["a.jpg", "a", "no/a.png"])
-def test_picture_that_cannot_be_made_is_refused_before_an_engine_starts(tmp_path: Path, name: str) -> None:
-    with pytest.raises(WrongUsage, match="--plot"):
-        check_picture(tmp_path / name)
-    check_picture(tmp_path / "a.PDF")
-
-
-def test_pictures_without_matplotlib_are_refused_in_one_line(
+def test_picture_that_cannot_be_made_is_refused_before_an_engine_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("a.jpg", "a", "no/a.png"):
+        with pytest.raises(WrongUsage, match="--plot"):
+            check_picture(tmp_path / name)
+    check_picture(tmp_path / "a.PDF")
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
-    message = r"--plot needs the Python package matplotlib: run .* install '(matplotlib>=.*|\.\[plots\])'$"
-    with pytest.raises(WrongUsage, match=message):
+    with pytest.raises(WrongUsage, match=r"^--plot needs the Python package matplotlib: run .* matplotlib$"):
         check_picture(tmp_path / "a.png")
     assert not list(tmp_path.iterdir())
+
+
+def test_figures_have_three_digits() -> None:
+    assert [three_digits(x) for x in (0, 0.1234, 12.34, 1234.5, 12345)] == "0 0.123 12.3 1234 12.3k".split()
+    assert [rate(pace) for pace in (23.14e9, 6e6)] == ["23.1 GB/s", "0.006 GB/s"]
+
+
+def test_percent_is_0_or_100_only_where_it_is_exact() -> None:
+    assert [percent(part / 1000) for part in (0, 1, 500, 999, 1000)] == ["0%", "<1%", "50%", ">99%", "100%"]
+    assert [percent(part, 1) for part in (0.0004, 0.0345, 0.9996)] == ["<0.1%", "3.5%", ">99.9%"]
+    assert percent(None) == "-"
+
+
+def test_models_of_the_same_name_are_told_apart_by_their_folders() -> None:
+    models = ["/a/x/model", "/b/x/model", "/b/y/model", "/c/other", str(model_dir())]
+    shown = ["a/x/model", "b/x/model", "y/model", "other", "the embedded model"]
+    # A calibration's record has the name alone.
+    models += ["the embedded model", "other"]
+    shown += ["the embedded model", "other"]
+    assert distinct_names(models) == dict(zip(models, shown, strict=True))
+
+
+def test_json_has_the_digits_that_were_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    times = {
+        "s": 0.00123456,
+        "tok_s": 165.23423,
+        "moved": 1234567.8,
+        "count": 123456,
+        "exact": 0.25,
+        "none": 0.0,
+    }
+    figures = {"times": times, "rates": (1 / 3, -2 / 3), "open": math.inf}
+    print_json(figures)
+    rounded = {"s": 0.001235, "tok_s": 165.2, "moved": 1234568.0, "count": 123456, "exact": 0.25, "none": 0.0}
+    assert json.loads(capsys.readouterr().out) == {"times": rounded, "rates": [0.3333, -0.6667], "open": None}
+    print_json(figures, digits=7)
+    assert json.loads(capsys.readouterr().out)["rates"] == [0.3333333, -0.6666667]
+
+
+def test_json_has_figures_of_each_layer_only_in_detail(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {"layers": 8, "decode": {"layers": {"hits": [1, 2]}, "hit_rate_by_layer": [0.5], "steps": 2}}
+    print_json(figures, detail=False)
+    assert json.loads(capsys.readouterr().out) == {"layers": 8, "decode": {"steps": 2}}
+    print_json(figures, detail=True)
+    assert json.loads(capsys.readouterr().out) == figures
+
+
+def test_byte_size_picks_the_unit() -> None:
+    sizes = (0, 999, 1200, 123_456, 31_500_000, 25_130_000_000)
+    assert [byte_size(n) for n in sizes] == ["0 B", "999 B", "1.2 kB", "123.5 kB", "31.5 MB", "25.13 GB"]

@@ -27,7 +27,7 @@ from rich.text import Text
 from launch.runtime import EngineInfo, RuntimeDir
 from launch.terminal.log import LogHandler
 from launch.terminal.progress import ProgressDisplay
-from launch.terminal.tables import VisibleConsole, make_table, render
+from launch.terminal.tables import Column, Table, VisibleConsole, render
 from pipeline.assets import model_dir
 from protocol.codec import decode, encode
 from protocol.messages import VERSION, Done, Error, Generate, Heartbeat, Hello, Token, Welcome
@@ -209,9 +209,8 @@ def test_a_line_of_the_log_is_one_line_and_only_a_traceback_follows(monkeypatch:
 
 
 def test_tables_and_displays_show_names_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = make_table("name [bold]b[/bold]", title=EVIL)
-    table.add_row(EVIL)
-    table.add_row(Text(EVIL))
+    names: Column[str | Text] = Column("name [bold]b[/bold]", lambda name: name, text=True)
+    table = Table([names], [EVIL, Text(EVIL)], title=EVIL)
     plain = render(table, EVIL, max_width=110)
     assert not CONTROL.search(plain)
     assert plain.count("[link=x]f[/link]") == 4

@@ -19,9 +19,8 @@ from launch.processes.supervisor import Supervisor
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.config import EngineConfig
 from pipeline.engine.engine import Engine
-from pipeline.experts import progress
 from pipeline.experts.carriers import ArenaCarrier
-from pipeline.experts.peers import ExitEvents
+from pipeline.experts.peers import ExitEvents, ProgressWatch
 from protocol.client import Client
 from shm.store import Store
 
@@ -88,8 +87,8 @@ def make_child(runtime):
 
 @pytest.fixture
 def pool_clock(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock by which a pool suspects its workers."""
-    monkeypatch.setattr(progress, "time", clock)
+    """The clock by which a pool's workers hang."""
+    monkeypatch.setattr(ProgressWatch, "clock", clock.monotonic)
     return clock
 
 

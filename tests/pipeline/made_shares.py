@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.experts.shares import Share
+from pipeline.experts.division import Share
 
 
 def share_of(

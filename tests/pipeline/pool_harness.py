@@ -1,5 +1,5 @@
 """A pool of workers over real sockets; the test drives its workers, its supervisor and the clock by which
-workers are suspected, so that a busy machine makes none suspect."""
+workers hang, so that on a busy machine none does."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from child_messages import LIMIT, PRINT, child_endpoint
 from clock import Clock
 
 from pipeline.arrays import FloatArray
-from pipeline.coordinator_config import WorkerCores
-from pipeline.experts.carriers import ArenaCarrier, Carrier, SocketCarrier
+from pipeline.config import WorkerCores
+from pipeline.experts.carriers import ArenaCarrier, SocketCarrier
 from pipeline.experts.division import Divided
-from pipeline.experts.peers import ChildServerSocket, ExitEvents
-from pipeline.experts.pool import Compute, HostPool, Ticket
-from pipeline.experts.progress import SilenceLimits
+from pipeline.experts.peers import ChildServerSocket, ExitEvents, SilenceLimits
+from pipeline.experts.pool import Carrier, Compute, HostPool, Ticket
 from protocol.messages import Abandon, AttachLane, Partial, Work, WorkerDied, WorkerUp, WorkFailed
 from shm.control import ControlSegment
 from shm.descriptor import Parts, describe, parts_of

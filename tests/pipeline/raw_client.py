@@ -11,7 +11,7 @@ import zmq.asyncio
 
 from protocol.client import Client
 from protocol.codec import decode, encode
-from protocol.messages import VERSION, Done, Error, Heartbeat, Hello, SetPolicy, Stats, StatsReply, Welcome
+from protocol.messages import VERSION, Done, Error, Generate, Heartbeat, Hello, Stats, StatsReply, Welcome
 from protocol.sockets import connect_dealer
 
 Message = TypeVar("Message")
@@ -43,14 +43,15 @@ class RawClient:
         return message
 
     async def until_stats(self) -> tuple[list[Any], dict[str, Any]]:
-        """All answers to earlier messages, and the stats. The event loop answers Stats at once; an unknown
-        policy is refused by the engine's thread in the order of messages, so its refusal follows all earlier
-        answers."""
-        barrier, request = next(self._barriers), next(self._barriers)
-        await self.send(SetPolicy(barrier, "barrier"))
+        """All answers to earlier messages, and the stats. Invalid requests are refused in the order of
+        messages: those with a text behind other texts, and those of ids in the engine's thread."""
         messages: list[Any] = []
-        while not isinstance(message := await self.next(), Error) or message.request != barrier:
-            messages.append(message)
+        for given in ({"prompt": "x"}, {"token_ids": (0,)}):
+            barrier = next(self._barriers)
+            await self.send(Generate(barrier, max_tokens=0, **given))
+            while (message := await self.next()).request != barrier:
+                messages.append(message)
+        request = next(self._barriers)
         await self.send(Stats(request))
         while not isinstance(message := await self.next(), StatsReply) or message.request != request:
             messages.append(message)

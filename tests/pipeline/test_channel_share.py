@@ -17,7 +17,7 @@ from thread_engine import device_memory
 from pipeline.counters import PhaseCounters, StepClock
 from pipeline.experts.channel_share import ChannelMemory
 from pipeline.experts.device_share import Slab
-from pipeline.experts.shares import Share
+from pipeline.experts.division import Share
 from pipeline.policies.view import ModelShape, Target
 from shm.descriptor import describe
 from shm.layout import ExpertShape
@@ -126,7 +126,7 @@ def test_only_kept_channels_of_tiles_that_are_not_resident_move(parts, memory, m
     memory.mover.wait_idle()
     share = share_in(memory, [TILES, TILES, 0], [[0, 2], [1], []])
     _, tally, counters = on_device(memory, share, mask)
-    resident = share.take([0])._replace(items=np.array([[0, 0, 2]], np.int32))
+    resident = share.where(np.array([True, False]))._replace(items=np.array([[0, 0, 2]], np.int32))
     there = on_host(parts, resident, mask)[1]
     assert 0 < there.kept < 2 * T
     assert counters.channels.moved == tally.kept - there.kept

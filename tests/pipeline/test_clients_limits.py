@@ -14,8 +14,8 @@ from clock import Clock
 from raw_client import RawClient, raw_client
 from waiting import until
 
-from pipeline.serving import client_socket, clients
-from pipeline.serving.client_socket import OVERHEAD, ClientSocket
+from pipeline.serving import clients
+from pipeline.serving.clients import OVERHEAD, ClientSocket
 from protocol.codec import decode
 from protocol.messages import Error, Heartbeat, PolicyChanged, Stats, StatsReply
 
@@ -38,7 +38,6 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
     monkeypatch.setattr(ClientSocket, "send", limited)
     monkeypatch.setattr(clients, "HEARTBEAT_SECONDS", 0.01)
     monkeypatch.setattr(clients, "time", scene)
-    monkeypatch.setattr(client_socket, "time", scene)
     return scene
 
 

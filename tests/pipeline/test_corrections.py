@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.arrays import Phase
-from pipeline.engine.corrections import FORGOTTEN, Corrections, Work
+from pipeline.engine.timing import FORGOTTEN, Corrections, Spent
 from pipeline.policies.costs import Costs
 
 COSTS = Costs((1, 4), (1.0, 2.0), (0.5, 0.5), 4.0, 0.25, (1.0, 1.0), launch=0.125, fetch=0.5)
@@ -25,10 +25,11 @@ class Machine:
             costs = self.corrections.priced(phase).costs
             if not seen or seen[-1] is not costs:
                 seen.append(costs)
-            work = {"host": Work(costs.host[0], COSTS.host[0] * self.host), "device": Work(), "link": Work()}
+            host = Spent(costs.host[0], COSTS.host[0] * self.host)
+            work = {"host": host, "device": Spent(), "link": Spent()}
             if device:
-                work["device"] = Work(costs.device[0], COSTS.device[0] * self.device)
-                work["link"] = Work(costs.link, COSTS.link * self.link)
+                work["device"] = Spent(costs.device[0], COSTS.device[0] * self.device)
+                work["link"] = Spent(costs.link, COSTS.link * self.link)
             self.corrections.note(phase, work)
         return seen
 
@@ -85,12 +86,12 @@ def test_a_side_without_work_falls_back_to_what_was_measured_first() -> None:
 def test_what_cannot_have_been_measured_changes_nothing(measured: float) -> None:
     corrections = Corrections(COSTS)
     for _ in range(40):
-        corrections.note("decode", {"host": Work(1.0, measured), "device": Work(0.0, 1.0), "link": Work()})
+        corrections.note("decode", {"host": Spent(1.0, measured), "device": Spent(0.0, 1.0), "link": Spent()})
     assert corrections.priced("decode").costs is COSTS
 
 
 def test_a_stalled_step_counts_as_a_long_one() -> None:
     corrections = Corrections(COSTS)
     for measured in [*[1.0] * 40, 1e9]:
-        corrections.note("decode", {"host": Work(1.0, measured), "device": Work(), "link": Work()})
+        corrections.note("decode", {"host": Spent(1.0, measured), "device": Spent(), "link": Spent()})
     assert corrections.report()["host"]["decode"] < 1.5

@@ -17,8 +17,7 @@ from thread_engine import CONTEXT, engine_in_threads
 from pipeline.calibration import cost_cache, cost_probe
 from pipeline.calibration.cost_cache import FOLDER, Record, Setting, find, keep, measured_here
 from pipeline.calibration.cost_probe import costs_for, setting_of
-from pipeline.config import ResolvedConfig
-from pipeline.coordinator_config import CoordinatorConfig, WorkerCores
+from pipeline.config import CoordinatorConfig, ResolvedConfig, WorkerCores
 from pipeline.errors import PolicyError
 from pipeline.policies.costs import Costs
 from shm.kept_record import LOADED

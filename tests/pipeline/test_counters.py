@@ -9,14 +9,12 @@ import asyncio
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
 import torch
 from oracle import Oracle
 
-from launch.processes.supervisor import Supervisor
 from pipeline.counters import TIMED, Counters, PhaseCounters, StepClock, difference
 from protocol.client import Client
 from protocol.sockets import ipc_endpoint, runtime_root
@@ -95,25 +93,6 @@ async def test_every_tile_and_second_is_counted_where_it_was_spent(no_cache, pol
 
 
 @on_the_engine
-async def test_random_plan_computes_every_tile_once(no_cache) -> None:
-    client, _ = no_cache
-    await client.set_policy("random", {"seed": "3"})
-    decode = (await counted(client))["decode"]
-    assert decode["host_tiles"] + decode["fetched_tiles"] == STEP * (NEW - 1)
-    assert min(decode["host_tiles"], decode["fetched_tiles"]) > 0
-
-
-@on_the_engine
-async def test_fiddler_computes_all_on_a_host_that_costs_nothing(no_cache) -> None:
-    client, _ = no_cache
-    await client.set_policy("fiddler")
-    engine = await counted(client)
-    for phase in engine.values():
-        assert phase["host_tiles"] > 0
-        assert phase["resident_tiles"] + phase["fetched_tiles"] == 0
-
-
-@on_the_engine
 async def test_end_token_ends_an_answer_unless_ignored(no_cache) -> None:
     client, end = no_cache
     await client.set_policy("all-host")
@@ -123,26 +102,6 @@ async def test_end_token_ends_an_answer_unless_ignored(no_cache) -> None:
     assert answer.tokens == whole.tokens[: whole.tokens.index(end)]
     assert answer.done.reason == "stop"
     assert whole.text.startswith(answer.text)
-
-
-async def test_fiddler_fetches_all_over_a_link_that_costs_nothing(
-    start_engine, plain_config, tmp_path: Path
-) -> None:
-    costs = tmp_path / "costs.json"
-    costs.write_text(json.dumps(LINK_FREE))
-    config = replace(plain_config, policy="fiddler", costs=costs, expert_cache=0.5)
-    async with start_engine(config) as (_, client):
-        engine = await counted(client)
-        stats = await client.stats()
-    for phase in engine.values():
-        assert phase["host_tiles"] == 0
-        assert phase["fetched_tiles"] > 0
-        assert phase["resident_tiles"] > 0
-    decode = engine["decode"]
-    assert decode["fetched_tiles"] + decode["resident_tiles"] == STEP * (NEW - 1)
-    fetched = sum(phase["fetched_tiles"] for phase in stats["engine"].values())
-    assert stats["cache"]["demanded_tiles"] >= fetched
-    assert stats["cache"]["resident_tiles"] == stats["cache"]["capacity_tiles"] == 12
 
 
 def test_difference_of_two_snapshots_counts_what_is_between() -> None:
@@ -195,21 +154,3 @@ def test_some_steps_are_timed_by_the_devices_clock() -> None:
     counters.steps = TIMED // 2
     StepClock(counters, device).mark("device")
     assert device.marks == before
-
-
-async def test_chunk_trials_are_not_counted(plain_config) -> None:
-    """Without --chunk: an engine's counters are 0 before its first request."""
-    config = replace(plain_config, name="trials", chunk=None, expert_cache=0.5, policy="on-demand")
-    async with (
-        Supervisor(config, log_level="WARNING") as supervisor,
-        Client.connect(supervisor.endpoint, name="tests") as client,
-    ):
-        answer = client.generate(token_ids=PROMPT, max_tokens=2, ignore_eos=True)
-        assert (await answer.result()).done.reason == "length"
-        stats = await client.stats()
-    chunk, alone = (stats["scheduler"][f"prefill_chunk{which}"] for which in ("", "_alone"))
-    assert chunk in [2**n for n in range(4, 9)]  # 256 is the context
-    assert alone == min(8 * chunk, 256)
-    engine = stats["engine"]
-    assert (engine["prefill"]["steps"], engine["prefill"]["rows"]) == (1, len(PROMPT))
-    assert engine["decode"]["steps"] == 1

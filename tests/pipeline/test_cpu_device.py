@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,7 +14,6 @@ from pipeline.device.base import SPARE_BYTES
 from pipeline.device.cpu import WORTH_SHARING, CpuDevice
 from pipeline.errors import UsageError
 from protocol.messages import AttachSlab
-from shm.layout import format_named
 from shm.slab import Slab
 
 THREADS = 3
@@ -44,36 +42,6 @@ def test_small_products_are_computed_by_one_thread_and_large_ones_by_all(device:
     ):
         device.prepare(products)
         assert torch.get_num_threads() == threads
-
-
-def test_kernels_threads_are_torchs_of_the_start(device: CpuDevice, monkeypatch) -> None:
-    wanted: list[int] = []
-
-    class Compiled:
-        def team(self, threads: int) -> None:
-            wanted.append(threads)
-
-    monkeypatch.setattr(cpu, "best", Compiled)
-    assert CpuDevice().team is None
-    assert wanted == [THREADS]
-    monkeypatch.setattr(cpu, "best", lambda: None)
-    uncompiled = CpuDevice()
-    assert (uncompiled.library, uncompiled.team) == (None, None)
-    uncompiled.close()  # nothing to end
-
-
-def test_arrays_share_the_tensors_memory_and_no_work_is_pending(device: CpuDevice) -> None:
-    assert (device.name, device.on_host, device.torch_device.type) == ("cpu", True, "cpu")
-    tensors = torch.ones(2, 3), torch.zeros(2, 1)
-    first, second = device.to_host(*tensors)
-    first[1, 2] = second[0, 0] = 7.0
-    assert (tensors[0][1, 2], tensors[1][0, 0]) == (7.0, 7.0)
-    array = np.zeros((2, 2), np.float32)
-    device.from_host(array)[0, 1] = 5.0
-    assert array.tolist() == [[0.0, 5.0], [0.0, 0.0]]
-    assert device.fence() is None
-    device.wait(None)
-    device.check_quantized(format_named("int4"))
 
 
 @pytest.mark.parametrize(

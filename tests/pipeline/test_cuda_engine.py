@@ -112,7 +112,7 @@ def test_partial_sums_are_read_where_the_worker_has_written_them(tiny_model, tmp
         folder.mkdir()
         with fake_device() as (device, _), random_store(shape, "partial_sums") as store:
             launcher = EmulatedLauncher(library(Program.of_sums()))
-            monkeypatch.setattr(device.cuda_kernels, "launcher", lambda program: launcher)  # noqa: B023
+            monkeypatch.setattr(device, "launcher", lambda program: launcher)  # noqa: B023
             made = engine_in_threads(tiny_model, folder, store=store, device=device, arena=arena)
             with made as (engine, _):
                 found.append([texts(engine, preset) for preset in ("all-host", "layerwise", "random")])
@@ -156,15 +156,6 @@ def test_arrays_are_read_inside_and_outside_of_inference_mode() -> None:
         (again,) = device.to_host(torch.ones(3, 4))
         np.testing.assert_array_equal(first, np.arange(12.0).reshape(3, 4))  # kept
         np.testing.assert_array_equal(again, np.ones((3, 4)))
-
-
-def test_torch_is_set_up_for_a_gpu() -> None:
-    """cuDNN's attention plans anew for each length of a sequence; bf16 sums keep their bits."""
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
-    with fake_device():
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-        assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
 
 
 def test_fences_use_their_events_again() -> None:

@@ -20,8 +20,8 @@ from pipeline.device.base import CONTEXT_BYTES, SPARE_BYTES
 from pipeline.errors import NoRoom, PrefetcherLost
 from pipeline.experts.peers import ExitEvents
 from pipeline.policies.view import ModelShape, Target
-from pipeline.serving import device_memory
-from pipeline.serving.device_memory import DeviceMemoryOpener, wait_for_room
+from pipeline.serving import policy_switch
+from pipeline.serving.policy_switch import DeviceMemoryOpener, wait_for_room
 from shm.store import Store
 
 MB = 1 << 20
@@ -95,7 +95,7 @@ def test_coordinator_copies_where_no_process_can_map_the_slab(place, refused, ca
 def test_an_attempt_without_a_prefetcher_is_refused_and_the_next_uses_its_slab(place, monkeypatch) -> None:
     parts, runtime = place
     parts.to_supervisor = lambda message: None
-    monkeypatch.setattr(device_memory, "CHILD_LIMIT", 0.3)
+    monkeypatch.setattr(policy_switch, "CHILD_LIMIT", 0.3)
     opener = DeviceMemoryOpener(parts)
     with pytest.raises(PrefetcherLost, match="no prefetcher was ready"):
         opener.open()

@@ -15,8 +15,8 @@ from pipeline.counters import PhaseCounters, StepClock
 from pipeline.device import open_device
 from pipeline.errors import PlanError
 from pipeline.experts.device_share import DeviceMemory, Slab
+from pipeline.experts.division import NOTHING, Share
 from pipeline.experts.mover import PLACED, PREDICTED
-from pipeline.experts.shares import NOTHING, Share
 from pipeline.policies.view import ModelShape, Target
 from shm.mask import DENSE
 from workers.kernels.reference import ReferenceKernel
@@ -84,14 +84,6 @@ def test_resident_and_fetched_tiles_are_summed_and_counted(parts: MoverParts) ->
         found.append(y)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
-
-
-def test_rows_without_a_share_are_zero(parts: MoverParts) -> None:
-    memory = memory_on(parts, 0)
-    y, counters = computed(parts, memory, share_of([(1, 0, 1)], [[1]]))
-    assert y[1].any()
-    assert not y[[0, 2]].any()
-    assert (counters.resident_tiles, counters.fetched_tiles) == (0, 1)
 
 
 class SlotNumbers:

@@ -1,5 +1,5 @@
-"""A layer divided among workers: each host tile is in exactly one descriptor, costs fit the workers' cores,
-partial sums add up to the layer, and C writes the bytes that the Python specification says."""
+"""A layer divided between host and device by its cuts and its residency, and among workers: each host tile is
+in exactly one descriptor, costs fit the workers' cores, and C writes the bytes of the specification."""
 
 from __future__ import annotations
 
@@ -9,24 +9,34 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
-from pipeline.coordinator_config import WorkerCores
+from pipeline.config import WorkerCores
 from pipeline.errors import PlanError
-from pipeline.experts.compiled_division import Compiled, compiled
-from pipeline.experts.division import ROWS_PER_READ, Divider, HostPlan, Plain, empty_part, largest, spans
-from pipeline.policies.view import Routing
+from pipeline.experts.division import (
+    ROWS_PER_READ,
+    Compiled,
+    Divider,
+    Plain,
+    Share,
+    Split,
+    compiled,
+    empty_part,
+    largest,
+    split_layer,
+)
+from pipeline.policies.view import Active, Routing
 from shm.descriptor import Parts, parts_of
 from shm.mask import DENSE, Mask
 from shm.numa import node_of
 
 EXPERTS, TILES = 12, 7
-PHASES = ["decode", "prefill"]
 SEQ = 40
 Tile = tuple[int, int]
 
 
 @st.composite
-def plans(draw: st.DrawFn, phase: str = "") -> HostPlan:
+def plans(draw: st.DrawFn) -> Split:
     """Up to 6 rows, some weights 0; of each expert any range of tiles, or none."""
     rows, k = draw(st.integers(1, 6)), draw(st.integers(1, 4))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -36,7 +46,7 @@ def plans(draw: st.DrawFn, phase: str = "") -> HostPlan:
     if draw(st.booleans()):
         hi[:] = TILES
     mask = draw(st.sampled_from([DENSE, Mask(0.5, 0.25)]))
-    return HostPlan(3, Routing(experts, weights), lo, hi, phase or draw(st.sampled_from(PHASES)), mask)
+    return Split(3, Routing(experts, weights), lo, hi, mask)
 
 
 @st.composite
@@ -45,13 +55,13 @@ def worker_cores(draw: st.DrawFn) -> WorkerCores:
     return WorkerCores(tuple(cores), draw(st.integers(1, len(cores))))
 
 
-def divided(plan: HostPlan, workers: WorkerCores) -> dict[int, Parts]:
+def divided(plan: Split, workers: WorkerCores) -> dict[int, Parts]:
     """By worker, as C does it where it is compiled."""
     parts = by_all(plan, workers)[-1].divide(plan, SEQ).parts
     return {worker: parts_of(descriptor) for worker, descriptor in parts}
 
 
-def by_all(plan: HostPlan, workers: WorkerCores) -> list[Divider]:
+def by_all(plan: Split, workers: WorkerCores) -> list[Divider]:
     function = compiled()
     return [Plain(workers)] + ([] if function is None else [Compiled(function, workers, EXPERTS, TILES)])
 
@@ -60,7 +70,7 @@ def tiles_of(parts: Parts) -> list[Tile]:
     return [(expert, tile) for expert, lo, hi in parts.items.tolist() for tile in range(lo, hi)]
 
 
-def users_of(plan: HostPlan) -> dict[int, list[tuple[int, float]]]:
+def users_of(plan: Split) -> dict[int, list[tuple[int, float]]]:
     """(row, weight) of the rows that use each expert of which the host has tiles."""
     routing, users = plan.routing, dict[int, list[tuple[int, float]]]()
     for row, (experts, weights) in enumerate(zip(routing.experts, routing.weights, strict=True)):
@@ -70,13 +80,63 @@ def users_of(plan: HostPlan) -> dict[int, list[tuple[int, float]]]:
     return dict(sorted(users.items()))
 
 
-def all_tiles(plan: HostPlan) -> list[Tile]:
+def all_tiles(plan: Split) -> list[Tile]:
     return [(e, tile) for e in users_of(plan) for tile in range(plan.lo[e], plan.hi[e])]
 
 
-def cost(plan: HostPlan, tiles: list[Tile]) -> int:
+def cost(plan: Split, tiles: list[Tile]) -> int:
     users = users_of(plan)
     return sum(ROWS_PER_READ + len(users[expert]) for expert, _ in tiles)
+
+
+def pairs_of(part: Share | Active) -> list[list[tuple[int, float]]]:
+    """Each item's rows and their weights."""
+    pairs = list(zip(part.rows.tolist(), part.weights.tolist(), strict=True))
+    offsets = part.offsets.tolist()
+    assert (offsets[0], offsets[-1]) == (0, len(pairs))
+    return [pairs[start:end] for start, end in pairwise(offsets)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans(), st.data())
+def test_each_active_expert_is_divided_at_its_cut(plan, data) -> None:
+    counts = arrays(np.int32, EXPERTS, elements=st.integers(0, TILES))
+    cut, residency = data.draw(counts), data.draw(counts)
+    every = plan._replace(lo=np.zeros_like(cut), hi=np.ones_like(cut))
+    split, users = split_layer(plan.routing, cut, residency, TILES, 3, plan.mask), users_of(every)
+    active = plan.routing.active
+    assert active.experts.tolist() == list(users)
+    assert active.counts.tolist() == [len(pairs) for pairs in users.values()]
+    assert pairs_of(active) == list(users.values())
+    assert split.host_tiles().tolist() == [TILES - cut[e] for e in users]
+    assert (split.layer, split.mask) == (3, plan.mask)
+    device = [e for e in users if cut[e]]
+    assert split.device.items.tolist() == [[e, min(cut[e], residency[e]), cut[e]] for e in device]
+    assert pairs_of(split.device) == [users[e] for e in device]
+    for part in (active[:5], split.device):
+        assert {array.dtype for array in part} == {np.dtype(np.int32), np.dtype(np.float32)}
+        assert all(array.flags.c_contiguous for array in part)
+
+
+@pytest.mark.parametrize("wrong", [-1, TILES + 1])
+def test_cut_out_of_range_is_a_plan_error_for_active_experts_only(wrong) -> None:
+    routing = Routing(np.array([[2, 3]], np.int32), np.array([[1.0, 0.0]], np.float32))
+    residency = np.zeros(EXPERTS, np.int32)
+    for expert in range(EXPERTS):
+        cut = np.zeros(EXPERTS, np.int32)
+        cut[expert] = wrong
+        if expert == 2:
+            with pytest.raises(PlanError, match=rf"0\.\.{TILES}"):
+                split_layer(routing, cut, residency, TILES)
+        else:  # no row routes to it, or with weight 0
+            assert split_layer(routing, cut, residency, TILES).host_tiles().tolist() == [TILES]
+
+
+@pytest.mark.parametrize("shape", [(EXPERTS - 1,), (EXPERTS + 1,), (1, EXPERTS)])
+def test_cuts_of_another_shape_are_a_plan_error(shape) -> None:
+    last = Routing(np.array([[EXPERTS - 1]], np.int32), np.array([[1.0]], np.float32))
+    with pytest.raises(PlanError):
+        split_layer(last, np.zeros(shape, np.int32), np.zeros(EXPERTS, np.int32), TILES)
 
 
 @settings(max_examples=400, deadline=None)
@@ -114,8 +174,8 @@ def test_every_tile_is_computed_once_for_the_rows_that_use_it(plan, workers) -> 
 
 
 @settings(max_examples=200, deadline=None)
-@given(plans("decode"), worker_cores())
-def test_decode_cuts_in_node_order_and_in_proportion_to_cores(plan, workers) -> None:
+@given(plans(), worker_cores())
+def test_tiles_are_cut_in_node_order_and_in_proportion_to_cores(plan, workers) -> None:
     found = divided(plan, workers)
     tiles = [tile for parts in found.values() for tile in tiles_of(parts)]
     order = all_tiles(plan)
@@ -135,25 +195,6 @@ def test_decode_cuts_in_node_order_and_in_proportion_to_cores(plan, workers) -> 
             assert len(set(parts.items[:, 0].tolist())) == len(parts.items)
 
 
-@settings(max_examples=200, deadline=None)
-@given(plans("prefill"), worker_cores())
-def test_prefill_assigns_whole_experts_by_longest_processing_time_first(plan, workers) -> None:
-    """Against a second implementation: the most expensive expert that is left goes to the worker that would
-    finish it first."""
-    left = {e: cost(plan, [(e, tile) for tile in range(plan.lo[e], plan.hi[e])]) for e in users_of(plan)}
-    loads, expected = [0] * len(workers), [set[int]() for _ in workers.cores]
-    while left:
-        expert = min(left, key=lambda e: (-left[e], e))
-        total = left.pop(expert)
-        ends = [(load + total) / width for load, width in zip(loads, workers.cores, strict=True)]
-        expected[ends.index(min(ends))].add(expert)
-        loads[ends.index(min(ends))] += total
-    found = divided(plan, workers)
-    assert {w: parts.items.tolist() for w, parts in found.items()} == {
-        w: [[e, plan.lo[e], plan.hi[e]] for e in sorted(some)] for w, some in enumerate(expected) if some
-    }
-
-
 @settings(max_examples=60, deadline=None)
 @given(plans(), st.integers(1, 6), st.integers(1, 8))
 def test_equally_wide_workers_get_the_same_as_workers_of_one_core(plan, workers, cores) -> None:
@@ -161,10 +202,12 @@ def test_equally_wide_workers_get_the_same_as_workers_of_one_core(plan, workers,
     assert [parts.items.tolist() for parts in wide.values()] == [p.items.tolist() for p in narrow.values()]
 
 
-def simple(ranges: list[tuple[int, int, int]], rows: int = 1, phase: str = "decode") -> HostPlan:
+def simple(ranges: list[tuple[int, int, int]], rows: int = 1) -> Split:
     experts = np.array([[e for e, _, _ in ranges]] * rows, np.int32)
-    ends = spans(16, ranges)
-    return HostPlan(0, Routing(experts, np.ones(experts.shape, np.float32)), *ends, phase, DENSE)
+    lo, hi = np.zeros((2, 16), np.int32)
+    for expert, *ends in ranges:
+        lo[expert], hi[expert] = ends
+    return Split(0, Routing(experts, np.ones(experts.shape, np.float32)), lo, hi, DENSE)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -185,12 +228,9 @@ def test_few_tiles_keep_their_workers_and_many_go_to_neighbours() -> None:
     assert [len(tiles_of(parts_of(part))) for _, part in parts] == [4, 4]
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_what_is_nobodys_has_no_descriptor_and_unknown_experts_are_refused(phase: str) -> None:
+def test_what_is_nobodys_has_no_descriptor_and_unknown_experts_are_refused() -> None:
     workers, none = WorkerCores.equal(3), np.zeros(EXPERTS, np.int32)
-    plan = HostPlan(
-        0, Routing(np.array([[1, 2]], np.int32), np.ones((1, 2), np.float32)), none, none, phase, DENSE
-    )
+    plan = Split(0, Routing(np.array([[1, 2]], np.int32), np.ones((1, 2), np.float32)), none, none, DENSE)
     for way in by_all(plan, workers):
         assert way.divide(plan, 0) == ([], 0)
         for expert in (-1, EXPERTS, 2**31 - 1):
@@ -215,8 +255,3 @@ def test_an_empty_part_has_no_items() -> None:
     worker, descriptor = empty_part(4, 9, 2)
     parts = parts_of(descriptor)
     assert (worker, parts.seq, parts.x_rows, len(parts.items), parts.offsets.tolist()) == (4, 9, 2, 0, [0])
-
-
-def test_ranges_of_an_expert_become_one() -> None:
-    lo, hi = spans(5, [(4, 2, 3), (1, 1, 3), (4, 1, 2)])
-    assert (lo.tolist(), hi.tolist()) == ([0, 1, 0, 0, 1], [0, 3, 0, 0, 3])

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import fairness
-from pipeline.fairness import CLIENT_BYTES, ID_BYTES
-from pipeline.serving.engine_inbox import LIMIT, ClientGone, EngineInbox, EngineMessage
+from pipeline.fairness import CLIENT_BYTES, ID_BYTES, MOST_WAITING
+from pipeline.serving.engine_inbox import ClientGone, EngineInbox, EngineMessage
 from protocol.messages import Calibrate, Cancel, ChatMessage, Generate, Sampling, Score, SetPolicy
 
 
@@ -44,12 +44,12 @@ def test_each_message_is_delivered_once_and_in_its_client_s_order(clients: str) 
 
 def test_only_the_flooding_client_is_refused() -> None:
     inbox = EngineInbox()
-    for i in range(LIMIT):
+    for i in range(MOST_WAITING):
         assert inbox.put(b"a", Cancel(i))
-    assert not inbox.put(b"a", Cancel(LIMIT))
+    assert not inbox.put(b"a", Cancel(MOST_WAITING))
     assert inbox.put(b"b", Cancel(0))
     items = drained(inbox)
-    assert [message.request for client, message in items if client == b"a"] == list(range(LIMIT))
+    assert [message.request for client, message in items if client == b"a"] == list(range(MOST_WAITING))
     assert [index for index, (client, _) in enumerate(items) if client == b"b"] == [1]
 
 

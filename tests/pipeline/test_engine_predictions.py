@@ -8,9 +8,8 @@ from thread_engine import Placed, decode, prefilled, recorded_orders
 
 from pipeline.backbone.batch import StepInput
 from pipeline.errors import PlanError
-from pipeline.experts.mover import PLACED, PREDICTED
-from pipeline.policies.presets import make_policy
-from pipeline.policies.view import Gated, Plan, PolicyRequest, Routing, Signals, Target, View
+from pipeline.experts.mover import PREDICTED
+from pipeline.policies.view import Gated, Plan, Routing, Signals, Target, View
 
 
 class OneTarget(Placed):
@@ -76,17 +75,6 @@ def test_predictions_that_are_not_used_are_switched_off(parts) -> None:
     assert engine.counters.snapshot()["decode"]["paused_steps"] == 1
 
 
-def test_meter_of_a_new_policy_ignores_earlier_predictions(parts) -> None:
-    engine, _, kv = parts
-    new = prefilled(engine, kv, capacity=250)
-    policy = Wasteful()
-    engine.set_policy(policy, None)
-    while engine.driver.prefetch.on:
-        decode(engine, new)
-    brought = int(engine.driver.prefetch.status.partition(": of ")[2].split()[0])
-    assert brought <= 3 * len(policy.asked)
-
-
 class Crowding(Placed):
     """Keeps two experts of layer 1. In layer 0, which the device computes as a whole, it predicts that
     another expert replaces one of them."""
@@ -120,19 +108,6 @@ def test_demanded_tiles_are_ordered_before_predicted_ones(parts, monkeypatch: py
     assert {tile[0] for _, tile in ordered[:6]} == {0}
     assert [tile for _, tile in ordered[6:]] == [(1, 2, 0), (1, 2, 1), (1, 2, 2)]
     assert len({tile for _, tile in ordered}) == 9
-
-
-def test_tile_below_target_is_not_ordered_beside_its_demand(parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache that keeps what it fetches, and a prediction in the same layer: every tile is ordered once."""
-    engine, _, kv = parts
-    new = prefilled(engine, kv, capacity=32)
-    engine.set_policy(make_policy(PolicyRequest("mixtral-offloading"), 0), None)
-    ordered = recorded_orders(engine, monkeypatch)
-    for token in range(20, 40):
-        ordered.clear()
-        decode(engine, new, token)
-        demanded = {tile for urgency, tile in ordered if urgency == 0}
-        assert not demanded & {tile for urgency, tile in ordered if urgency == PLACED}
 
 
 def test_prediction_must_not_evict_tiles_of_its_own_layer(parts) -> None:

@@ -19,8 +19,8 @@ from plain_calibration import plain_calibration
 from whole_engine import CONTEXT, OPTIONS, TEXT_UP, Inbox, WholeEngine, coordinator_map, whole_engine
 
 from pipeline.calibration.file import calibration_path, save
+from pipeline.config import CoordinatorConfig
 from pipeline.coordinator import run_engine
-from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.device.cpu import CpuDevice
 from pipeline.errors import CalibrationError, PeerLost, PolicyError, ShardFailed
 from pipeline.experts.peers import ExitEvents

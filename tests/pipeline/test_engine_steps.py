@@ -52,18 +52,6 @@ def test_placement_is_resident_at_once_and_the_earlier_one_evicted(parts) -> Non
         assert engine.memory.residency.tolist() == engine.memory.target.tolist() == [[0] * 4, expected]
 
 
-@pytest.mark.parametrize("counted", [True, False])
-def test_popularity_is_that_of_counted_policies(parts, counted: bool) -> None:
-    engine, _, kv = parts
-    new = prefilled(engine, kv)
-    before = engine.popularity.sum(axis=1)
-    engine.set_policy(placed(()), None, counted=counted)
-    assert engine.driver.view.popularity.sum(axis=1).tolist() == before.tolist()
-    decode(engine, new)
-    assert (engine.driver.view.popularity.sum(axis=1) - before).tolist() == [2, 2]
-    assert (engine.popularity.sum(axis=1) - before).tolist() == [2 * counted, 2 * counted]
-
-
 def test_step_counts_rows_active_experts_and_those_wholly_resident(parts) -> None:
     engine, _, kv = parts
     prefilled(engine, kv)

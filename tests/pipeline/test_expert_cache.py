@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -213,17 +212,3 @@ def test_idle_audit_finds_a_slot_that_was_not_released(state: SlotState) -> None
     cache.audit()
     with pytest.raises(AssertionError, match=r"1 (slots LOADING|IN_USE)"):
         cache.audit(idle=True)
-
-
-def test_shrunk_target_evicts_the_last_tiles() -> None:
-    """The leading tiles stay, and each fence is that of the slot's release."""
-    fences = iter(range(100))
-    cache = ExpertCache(1, 1, 4, 4, 5, lambda: next(fences))
-    cache.set_targets([Target(0, 0, 4)])
-    slots = [slot for slot, _ in cache.take(4)]
-    for tile, slot in enumerate(slots):
-        assert cache.land(0, 0, tile, slot)
-    cache.set_targets([Target(0, 0, 1)])
-    assert cache.slots_of(0, 0) == slots[:1]
-    assert np.array_equal(cache.residency, [[1]])
-    assert dict(cache.take(5)[1:]) == {slots[3]: 0, slots[2]: 1, slots[1]: 2}

@@ -12,9 +12,8 @@ from clock import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline import rate_limit
-from pipeline.fairness import ALL_BYTES, CLIENT_BYTES, Held, Turns
-from pipeline.rate_limit import RateLimiter, SparseLog, TimeShare
+from pipeline import fairness
+from pipeline.fairness import ALL_BYTES, CLIENT_BYTES, Held, RateLimiter, SparseLog, TimeShare, Turns
 from pipeline.scheduling.waiting_queue import WaitingQueue
 
 ARRIVALS = count()
@@ -139,7 +138,7 @@ def test_every_request_once_and_in_its_client_s_order(waiting: str, running: str
 
 @pytest.fixture
 def clock(clock, monkeypatch) -> Clock:
-    monkeypatch.setattr(rate_limit, "time", clock)
+    monkeypatch.setattr(fairness, "time", clock)
     return clock
 
 

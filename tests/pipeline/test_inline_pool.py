@@ -9,11 +9,10 @@ import pytest
 from clock import Clock
 from mover_parts import SHAPE
 
-from pipeline.coordinator_config import WorkerCores
+from pipeline.config import WorkerCores
 from pipeline.errors import ShardFailed
 from pipeline.experts import pool as pools
-from pipeline.experts.compiled_division import divider
-from pipeline.experts.division import HostPlan, spans
+from pipeline.experts.division import Split, divider
 from pipeline.experts.pool import HostPool, computing
 from pipeline.policies.view import Routing
 from shm.mask import DENSE
@@ -53,11 +52,12 @@ def pool_of(store: Store, slowdown: float = 1.0) -> HostPool:
     return HostPool(divider(cores, shape.experts, shape.tiles), cores, compute)
 
 
-def plan(layer: int = 1) -> HostPlan:
+def plan(layer: int = 1) -> Split:
     """Two experts: rows 0 and 2, and row 2 alone."""
     weights = np.array([[0.5, 0], [0, 0], [1.0, 2.0]], np.float32)
-    ends = spans(SHAPE.experts, [(0, 1, SHAPE.tiles), (2, 0, 2)])
-    return HostPlan(layer, Routing(np.array([[0, 2]] * 3, np.int32), weights), *ends, "prefill", DENSE)
+    lo, hi = np.zeros((2, SHAPE.experts), np.int32)
+    lo[0], hi[0], hi[2] = 1, SHAPE.tiles, 2
+    return Split(layer, Routing(np.array([[0, 2]] * 3, np.int32), weights), lo, hi, DENSE)
 
 
 @pytest.mark.parametrize(("slowdown", "busy", "slept"), [(1.0, 2.0, []), (3.0, 6.0, [4.0])])

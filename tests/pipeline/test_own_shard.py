@@ -14,8 +14,8 @@ from child_messages import LIMIT
 from pool_harness import HIDDEN, PoolHarness, Worker, X, doorbells
 
 from pipeline.arrays import FloatArray
-from pipeline.coordinator_config import WorkerCores
-from pipeline.experts.carriers import Answer
+from pipeline.config import WorkerCores
+from pipeline.experts.pool import Answer
 from shm.descriptor import Descriptor, parts_of
 from shm.mask import NOTHING, Tally
 

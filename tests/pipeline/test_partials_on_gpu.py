@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,7 +45,7 @@ class LateLauncher(EmulatedLauncher):
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeCudaDevice, FakeRuntime]]:
     with fake_device() as (device, runtime):
-        monkeypatch.setattr(device.cuda_kernels, "launcher", lambda program: LateLauncher(program, runtime))
+        monkeypatch.setattr(device, "launcher", lambda program: LateLauncher(program, runtime))
         yield device, runtime
 
 
@@ -110,7 +109,7 @@ def test_a_worker_exits_over_a_part_and_another_computes_it(pool, gpu) -> None:
         workers[2].answer(works[2], tiles[2])
         pool.update_until(lambda: 1 not in pool.pool._running)
         pool.update_until(lambda ticket=ticket: len(ticket.answers) >= 2)
-        answered([worker for worker in workers[::2] if pool.pool._running[worker.index].orders])
+        answered([worker for worker in workers[::2] if pool.pool._running[worker.index].tasks])
         runtime.launch(lambda: time.sleep(0.05))  # the GPU is busy while the next worker starts
         found.append((ticket.result_on(device), tiles))
         workers[1] = pool.worker(1, next(incarnations))
@@ -145,19 +144,6 @@ def test_shares_that_are_dropped_give_their_slots_back(pool, gpu) -> None:
     np.testing.assert_array_equal(y.numpy(), expected(3, 4))
 
 
-def test_sums_for_the_host_are_added_on_the_host(pool, gpu) -> None:
-    device, runtime = gpu
-    workers = pool.start(2)
-    ticket = submit(pool, 3, 4)
-    answered(workers)
-    np.testing.assert_array_equal(ticket.result(), expected(3, 4))
-    again = submit(pool, 5, 6)
-    answered(workers)
-    y = again.result_on(device)
-    runtime.drain()
-    np.testing.assert_array_equal(y.numpy(), expected(5, 6))
-
-
 @pytest.mark.parametrize("call", ["cudaHostRegister", "cudaHostGetDevicePointer"])
 def test_where_memory_cannot_be_shared_the_host_adds(pool, gpu, call, caplog) -> None:
     device, runtime = gpu
@@ -169,17 +155,6 @@ def test_where_memory_cannot_be_shared_the_host_adds(pool, gpu, call, caplog) ->
     assert pool.carrier.stats()["read_by_gpu"] == 0
     assert caplog.text.count(f"answers are added on the host: the GPU cannot read them: {call}") == 1
     assert not runtime.registered
-
-
-def test_lanes_of_exited_workers_are_not_kept(pool, gpu) -> None:
-    pool.start(1)
-    lane = weakref.ref(pool.carrier._lanes[0])
-    pool.running[0].exit()
-    pool.update_for(0.02)
-    pool.worker(0, 1).warm_up()
-    pool.update_for(0.02)
-    assert lane() is None
-    assert len(gpu[1].registered) == 1
 
 
 def test_bits_are_the_hosts(pool, gpu) -> None:

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import zmq
 from child_messages import KEY, LIMIT, PRINT, child_socket, exit_of, received
-from clock import Clock
 from waiting import Stopwatch
 
 from pipeline.errors import PeerLost
 from pipeline.experts import peers
-from pipeline.experts.peers import ChildServerSocket
+from pipeline.experts.peers import STALL_SLICE, ChildServerSocket, ProgressWatch
 from protocol.codec import encode
 from protocol.messages import VERSION, CancelFetch, Hung, Partial, Ready, WorkerDied, WorkerUp
 from protocol.sockets import Identity, connect_dealer, ipc_endpoint
@@ -196,36 +195,6 @@ def test_second_ready_of_a_running_child_changes_nothing(workers, child, exits) 
     assert workers.recovery_stats()["deaths"] == 0
 
 
-def test_recovery_times_are_from_the_exit_until_ready_and_up(workers, make_child, exits, monkeypatch) -> None:
-    """Two restarts of one child and one of another: ready after 2, 4 and 9 s, up after 5, 6 and 20 s."""
-    clock = Clock()
-    monkeypatch.setattr(peers, "time", clock)
-
-    def restart(index: int, incarnation: int, ready: float, up: float) -> None:
-        exits.put(exit_of(incarnation, index))
-        assert kinds(until(workers, 1)) == [(index, WorkerDied)]
-        clock.now += ready
-        make_child(index, incarnation + 1)
-        assert kinds(until(workers, 1)) == [(index, Ready)]
-        clock.now += up - ready
-        workers.mark_up(index, incarnation + 1)
-        clock.now += 100.0
-        workers.mark_up(index, incarnation + 1)
-
-    for index in (0, 1):
-        make_child(index)
-    until(workers, 2)
-    for index in (0, 1):
-        workers.mark_up(index, 0)
-    assert workers.recovery_stats() == {"deaths": 0, "ready_s": None, "whole_s": None}
-    restart(0, 0, 2.0, 5.0)
-    restart(0, 1, 4.0, 6.0)
-    assert workers.recovery_stats() == {"deaths": 2, "ready_s": 3.0, "whole_s": 5.5}
-    restart(1, 0, 9.0, 20.0)
-    assert workers.recovery_stats() == {"deaths": 3, "ready_s": 4.0, "whole_s": 6.0}
-    assert [(c["index"], c["incarnation"], c["up"]) for c in workers.stats()] == [(0, 2, True), (1, 1, True)]
-
-
 def test_exit_during_a_long_wait_is_received_at_once(workers, child, exits) -> None:
     until(workers, 1)
     threading.Timer(0.05, exits.put, [exit_of(0)]).start()
@@ -395,3 +364,23 @@ def test_flood_of_a_foreign_process_delays_no_child(workers, child, foreign) -> 
         assert time.monotonic() - began < 2
     assert slowest < 2
     assert workers.malformed >= 1000
+
+
+def test_seconds_without_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [50.0]
+    monkeypatch.setattr(ProgressWatch, "clock", lambda watch: now[0])
+    watch = ProgressWatch()
+
+    def stalled(after: float, ticks: int) -> float:
+        now[0] += after
+        return watch.stalled(ticks)
+
+    assert stalled(0, 0) == 0.0
+    assert stalled(0.04, 0) == pytest.approx(0.04)
+    assert stalled(0.05, 0) == pytest.approx(0.09)
+    assert stalled(60, 0) == pytest.approx(0.09 + STALL_SLICE)  # this process stood still itself
+    assert stalled(0.05, 1) == 0.0
+    assert stalled(0.03, 1) == pytest.approx(0.03)
+    watch.reset()
+    assert stalled(0.05, 1) == 0.0
+    assert stalled(0.02, 1) == pytest.approx(0.02)

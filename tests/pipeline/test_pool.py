@@ -8,9 +8,8 @@ import pytest
 from pool_harness import HIDDEN, QUIET, PoolHarness, X
 
 from pipeline.errors import PeerLost, ShardFailed
-from pipeline.experts.progress import SilenceLimits
+from pipeline.experts.peers import SilenceLimits
 from protocol.messages import Abandon, Partial, WorkerDied, WorkerUp
-from shm.mask import Mask, Tally
 
 CANCELS = [1e8, -1e8, 1.0]  # their float32 sum depends on the order: 1 in this one, 0 in others
 
@@ -26,20 +25,6 @@ def test_partials_are_added_in_shard_order_not_in_arrival_order(harness: PoolHar
         harness.update_for(0.02)
     assert ticket.result().tolist() == [[1.0] * HIDDEN]
     assert ticket.busy == pytest.approx(0.3)  # of the slowest
-
-
-def test_masks_reach_the_workers_and_what_they_left_out_is_added_in_shard_order(harness: PoolHarness) -> None:
-    workers = harness.start(3)
-    mask = Mask(threshold=0.75, share=0.3)
-    ticket = harness.submit(0, 1, 2, mask=mask)
-    works = [worker.take()[0] for worker in workers]
-    for work in works:
-        assert work.work.mask == (0.75, float(np.float32(0.3)))
-    for i in (2, 0, 1):
-        workers[i].answer(works[i], tally=Tally(10.0 ** (8 * i), 0.5 * i, i, 16))
-        harness.update_for(0.02)
-    ticket.result()
-    assert ticket.tally == Tally((1.0 + 1e8) + 1e16, 1.5, 3, 48)
 
 
 def test_unexpected_partials_are_dropped(harness: PoolHarness) -> None:
@@ -93,16 +78,6 @@ def test_exited_workers_shards_go_to_another_with_the_same_bits(harness: PoolHar
     workers[0].answer(again, CANCELS[1])
     assert ticket.result().tolist() == [[1.0] * HIDDEN]
     assert workers[2].messages() == []
-
-
-def test_work_answered_before_the_exit_is_not_repeated(harness: PoolHarness) -> None:
-    (first, second), ticket, (work, other) = harness.begin(2)
-    first.answer(work, 1.0)
-    harness.update_for(QUIET)
-    first.exit()
-    assert second.messages() == []
-    second.answer(other, 2.0)
-    assert ticket.result().tolist() == [[3.0] * HIDDEN]
 
 
 @pytest.mark.parametrize("exit_first", [True, False], ids=["exit event first", "Ready first"])
@@ -183,14 +158,6 @@ def test_worker_that_is_not_up_gets_no_work_while_another_is(harness: PoolHarnes
     assert ticket.result().tolist() == [[2.0] * HIDDEN]
     harness.submit(2, 3)
     assert (first.take()[0].tile, restarted.take()[0].tile) == (2, 3)
-
-
-def test_all_workers_get_work_while_none_is_up_yet(harness: PoolHarness) -> None:
-    workers = harness.start(2, warm=False)
-    harness.submit(0, 1)
-    for index, worker in enumerate(workers):
-        warm_up, work = worker.take(2)
-        assert (len(warm_up.work.items), work.tile) == (0, index)
 
 
 def test_orders_of_an_exited_worker_go_to_the_least_busy(harness: PoolHarness) -> None:

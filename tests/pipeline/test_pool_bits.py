@@ -15,11 +15,10 @@ from child_messages import LIMIT, child_endpoint, child_socket, control_segment
 from mover_parts import encoded_store
 from pool_harness import doorbells
 
-from pipeline.coordinator_config import WorkerCores
-from pipeline.device.partial_sums import sum_on_host
+from pipeline.config import WorkerCores
+from pipeline.device.base import sum_on_host
 from pipeline.experts.carriers import ArenaCarrier, SocketCarrier
-from pipeline.experts.compiled_division import divider
-from pipeline.experts.division import HostPlan, largest
+from pipeline.experts.division import Split, divider, largest
 from pipeline.experts.pool import HostPool, computing
 from pipeline.policies.view import Routing
 from protocol.messages import Shutdown
@@ -72,16 +71,16 @@ def pool_of(folder: Path, store: Store, workers: int, exchange: str) -> Iterator
             thread.join(LIMIT)
 
 
-def plans(mask: Mask) -> Iterator[tuple[HostPlan, np.ndarray]]:
-    """Of one row, of a few and of many, in both phases; of some experts the host has some tiles alone."""
+def plans(mask: Mask) -> Iterator[tuple[Split, np.ndarray]]:
+    """Of one row, of a few and of many; of some experts the host has some tiles alone."""
     random = np.random.default_rng(7)
-    for phase, rows in (("decode", 1), ("decode", 4), ("prefill", 3), ("prefill", ROWS), ("decode", 1)):
+    for rows in (1, 4, 3, ROWS, 1):
         experts = np.array([random.permutation(SHAPE.experts)[:TOP_K] for _ in range(rows)], np.int32)
         weights = random.random((rows, TOP_K), np.float32)
         lo = random.integers(0, SHAPE.tiles, SHAPE.experts).astype(np.int32)
         hi = np.full(SHAPE.experts, SHAPE.tiles, np.int32)
         x = random.standard_normal((rows, SHAPE.hidden)).astype(np.float32)
-        yield HostPlan(1, Routing(experts, weights), lo, hi, phase, mask), x  # type: ignore[arg-type]
+        yield Split(1, Routing(experts, weights), lo, hi, mask), x
 
 
 @pytest.mark.parametrize("workers", [1, 3])

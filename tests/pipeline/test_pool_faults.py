@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from pool_harness import HIDDEN, QUIET, PoolHarness, Taken, Tiles, Worker
+from pool_harness import HIDDEN, QUIET, PoolHarness, Taken, Worker
 
-from pipeline.coordinator_config import WorkerCores
-from pipeline.errors import PeerLost, ShardFailed
-from pipeline.experts import pool
-from pipeline.experts.pool import HEDGE_AFTER, HostPool, Ticket
-from pipeline.experts.progress import STALL_SLICE, SilenceLimits
+from pipeline.errors import ShardFailed
+from pipeline.experts.peers import STALL_SLICE, SilenceLimits
+from pipeline.experts.pool import Ticket
 from protocol.messages import Abandon, Hung
-from shm.descriptor import parts_of
-from shm.mask import DENSE
 
 SHORT = SilenceLimits(stall=0.3, stall_row=0.001, first_answer=1.2)  # a worker is hung soon
-HEDGING = SilenceLimits(stall=0.3 / HEDGE_AFTER, stall_row=0.0)  # a worker is suspect soon, and hung later
-SUSPECT = 0.35  # seconds after which it is
 
 # --- works that crash their workers ---------------------------------------------------------------------
 
@@ -77,12 +71,6 @@ def test_kills_from_outside_fail_a_work_only_when_they_are_many(harness: PoolHar
     assert restarted.messages() == []
 
 
-def test_one_crash_among_kills_does_not_fail_a_work(harness: PoolHarness) -> None:
-    ticket, work, worker = exit_repeatedly(harness, [False, True, False, False])
-    worker.answer(work, 1.0)
-    assert ticket.result().tolist() == [[1.0] * HIDDEN]
-
-
 def test_warm_up_is_not_repeated_by_another_worker(harness: PoolHarness) -> None:
     """The warm-up belongs to no request."""
     first, second = harness.start(2)
@@ -129,7 +117,7 @@ def test_worker_without_progress_is_reported_once(harness: PoolHarness) -> None:
 
 
 def test_worker_whose_work_was_abandoned_owes_no_answer(harness: PoolHarness) -> None:
-    """It drops the Work silently, and is neither suspect nor hung afterwards."""
+    """It drops the Work silently, and is not hung afterwards."""
     (first, second), ticket, (_, other) = harness.begin(2, SHORT)
     second.answer(other)
     harness.update_until(lambda: len(ticket.answers) == 1)
@@ -137,7 +125,7 @@ def test_worker_whose_work_was_abandoned_owes_no_answer(harness: PoolHarness) ->
     assert [type(message) for message in first.messages()] == [Abandon]
     harness.let_pass(2 * SHORT.stall)
     assert hung(harness) == []
-    assert second.messages() == []  # the abandoned Work was not hedged
+    assert second.messages() == []
     harness.submit(5)
     assert first.take()[0].tile == 5
     first.exit(crashed=True)
@@ -159,162 +147,23 @@ def test_abandoned_work_is_not_sent_to_the_next_worker(harness: PoolHarness) -> 
     assert restarted.messages() == []
 
 
-def test_idle_worker_gets_the_works_of_a_suspect(harness: PoolHarness) -> None:
-    """The first answer counts, and no third worker repeats the Work."""
-    (first, second, third), ticket, (work, other, last) = harness.begin(3, HEDGING)
-    second.answer(other, 1.0)
-    third.answer(last, 1.0)
-    harness.update_until(lambda: len(ticket.answers) == 2)
-    harness.let_pass(SUSPECT)
-    (again,) = second.take()  # an idle worker
-    second.answer(again, 2.0)
-    assert again.seq == work.seq
-    np.testing.assert_array_equal(again.x, work.x)
-    assert ticket.result().tolist() == [[4.0] * HIDDEN]
-    first.answer(work, 9.0)  # too late
-    harness.update_for(QUIET)
-    assert ticket.result().tolist() == [[4.0] * HIDDEN]
-    assert third.messages() == []
-    harness.submit(5)
-    assert first.take()[0].tile == 5  # the worker is no longer suspect
-    first.exit(crashed=True)
-    assert second.take()[0].tile == 5
-
-
-def test_suspect_that_answers_gets_the_next_work_at_once(harness: PoolHarness) -> None:
-    """Also while the worker has other Works: its answer is progress."""
-    first, second = harness.start(2, limits=HEDGING)
-    slow = [harness.submit(tile) for tile in (0, 1)]  # both for the first worker
-    works = first.take(2)
-    harness.let_pass(SUSPECT)
-    (hedged,) = second.take()  # the first of them, once the first worker is suspect
-    assert hedged.seq == works[0].seq
-    harness.submit(2)
-    assert second.take()[0].tile == 2  # the other worker gets the shards that were cut for a suspect
-    first.answer(works[0], 1.0)
-    harness.update_until(lambda: slow[0].complete)
-    harness.submit(3)
-    assert first.take()[0].tile == 3
-
-
-def test_exit_of_a_suspect_repeats_nothing_that_was_answered(harness: PoolHarness) -> None:
-    first, second = harness.start(2, limits=HEDGING)
-    ticket = harness.submit(0)
-    (work,) = first.take()
-    harness.let_pass(SUSPECT)
-    (again,) = second.take()
-    second.answer(again, 2.0)
-    assert ticket.result().tolist() == [[2.0] * HIDDEN]
-    first.exit(over=work, crashed=True)
-    assert second.messages() == []
-    assert not ticket.failure
-
-
-def test_suspect_that_refuses_a_work_gets_the_next_one(harness: PoolHarness) -> None:
-    """A refusal is a sign of life, too."""
-    first, second = harness.start(2, limits=HEDGING)
-    refused = harness.submit(0)
-    (work,) = first.take()
-    harness.let_pass(SUSPECT)
-    (hedged,) = second.take()  # the first worker is suspect
-    assert hedged.seq == work.seq
-    first.refuse(work, "no")
-    harness.update_until(lambda: bool(refused.failure))
-    harness.submit(5)
-    assert first.take()[0].tile == 5
-
-
-def test_each_message_extends_the_pools_limit(harness: PoolHarness, monkeypatch) -> None:
-    """No two messages are further apart than the limit, the first and the last are."""
-    limits = SilenceLimits(pool=10.0)
-    (first, second), ticket, (work, other) = harness.begin(2, limits)
-    monkeypatch.setattr(pool, "time", harness.clock)
-    update, turns = harness.pool.update, iter(range(9))
-
-    def slow(wait_ms: int) -> bool:
-        harness.clock.now += 6.0
-        match next(turns):
-            case 0:
-                first.answer(work, 1.0)
-            case 1:
-                return False  # nothing has arrived
-            case 2:
-                second.answer(other, 2.0)
-        while not update(wait_ms):
-            pass
-        return True
-
-    monkeypatch.setattr(harness.pool, "update", slow)
-    assert ticket.result().tolist() == [[3.0] * HIDDEN]
-
-
-def test_time_in_which_the_engine_stood_still_does_not_count(harness: PoolHarness) -> None:
-    harness.begin(1, SHORT)
-    harness.let_pass(0.05)
-    harness.clock.now += 0.6  # a long step elsewhere
-    harness.let_pass(0.05)
-    assert hung(harness) == []
-    harness.let_pass(SHORT.stall)
-    assert hung(harness) == [Hung("worker", 0, 0)]
-
-
-def test_many_rows_and_the_first_answer_may_take_longer(harness: PoolHarness) -> None:
-    _, second = harness.start(2, warm=False, limits=SHORT)
-    second.warm_up()
-    harness.submit(0, 1)
-    harness.submit(2, x=np.ones((500, HIDDEN), np.float32))
-    harness.let_pass(0.6)
-    assert hung(harness) == []  # one imports its kernels, the other computes many rows
-    harness.let_pass(0.4)
-    assert [message.index for message in hung(harness)] == [1]
-    harness.let_pass(0.4)
-    assert [message.index for message in hung(harness)] == [1, 0]
-
-
 @pytest.mark.parametrize(
-    ("warm", "rows", "hedged", "hung_after"),
-    [(True, 50, 4.0 / 6, 4.0), (True, 1, 3.02 / 6, 3.02), (False, 1, None, 60.0)],
+    ("warm", "rows", "hung_after"),
+    [(True, 50, 4.0), (True, 1, 3.02), (False, 1, 60.0)],
     ids=["many rows", "one row", "before its first answer"],
 )
-def test_default_limits_of_silence(
-    harness: PoolHarness, warm: bool, rows: int, hedged: float | None, hung_after: float
-) -> None:
-    """Seconds until an idle worker gets the Work too, and until its worker is reported as hung."""
-    first, second = harness.start(2, warm=False)
+def test_default_limits_of_silence(harness: PoolHarness, warm: bool, rows: int, hung_after: float) -> None:
+    (first,) = harness.start(1, warm=False)
     if warm:
-        for worker in (first, second):
-            worker.warm_up()
+        first.warm_up()
         harness.submit(2, x=np.ones((rows, HIDDEN), np.float32))
-    else:
-        second.warm_up()
     first.take()
     while harness.pool.update(20):
         pass
-    seconds, sent, reported = -STALL_SLICE, None, None
-    while reported is None and seconds < hung_after + 1:
+    seconds = -STALL_SLICE
+    while not hung(harness) and seconds < hung_after + 1:
         harness.pool.update(0)
         seconds += STALL_SLICE
         harness.clock.now += STALL_SLICE
-        if hung(harness):
-            reported = seconds
-        elif sent is None and warm and 2 in second_works(harness):
-            sent = seconds
     assert hung(harness) == [Hung("worker", 0, 0)]
-    assert reported == pytest.approx(hung_after, abs=2.1 * STALL_SLICE)
-    if hedged is None:
-        assert sent is None
-    else:
-        assert sent == pytest.approx(hedged, abs=2.1 * STALL_SLICE)
-
-
-def second_works(harness: PoolHarness) -> list[int]:
-    """The tiles of the Works that the pool has sent to the second worker, which answers none."""
-    return [parts_of(order.descriptor).items[0, 1] for order in harness.pool._running[1].orders.values()]
-
-
-def test_missing_workers_are_lost_after_the_limit(harness: PoolHarness) -> None:
-    cores, parts = WorkerCores.equal(2), (harness.socket, harness.carrier, harness.control)
-    harness.pool = HostPool(Tiles((), 0, DENSE), cores, None, *parts)
-    harness.worker(1)
-    with pytest.raises(PeerLost, match="1 of 2 workers were ready"):
-        harness.pool.wait_ready(0.3)
+    assert seconds == pytest.approx(hung_after, abs=2.1 * STALL_SLICE)

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from child_messages import LIMIT, PRINT, child_socket, control_segment, exit_of, received
 
-from pipeline.experts import progress
 from pipeline.experts.link import ATTACH_LIMIT, STALL_LIMIT, PrefetchLink
 from pipeline.experts.mover import PLACED, PREDICTED
-from pipeline.experts.peers import ChildServerSocket
+from pipeline.experts.peers import STALL_SLICE, ChildServerSocket, ProgressWatch
 from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, Hung, SlabAttached, WorkerUp
 from shm.control import ControlSegment
 
@@ -26,21 +25,12 @@ class LinkHarness:
         self, socket: ChildServerSocket, control: ControlSegment, make: Callable, exits, reports
     ) -> None:
         self.line, self.reports = control.line("prefetcher", 0), reports
-        self._socket, self._make, self._exits = socket, make, exits
-        self.link: PrefetchLink
-        self.connect()
-
-    def connect(self, **limits: float) -> None:
-        """A new link on the same socket, with these limits of silence."""
-        self.link = PrefetchLink(self._socket, SLAB, self.line, **limits)
-
-    def announce(self, incarnation: int):
-        """A prefetcher that has announced itself."""
-        return self._make(0, incarnation, role="prefetcher", socket="fetch.sock")
+        self._make, self._exits = make, exits
+        self.link = PrefetchLink(socket, SLAB, self.line)
 
     def start(self, incarnation: int):
-        """A prefetcher that has also got the slab's address."""
-        endpoint = self.announce(incarnation)
+        """A prefetcher that has got the slab's address."""
+        endpoint = self._make(0, incarnation, role="prefetcher", socket="fetch.sock")
         messages: list[object] = []
 
         def arrived() -> list[object]:
@@ -68,11 +58,9 @@ class LinkHarness:
             assert time.monotonic() < deadline
             self.link.update(wait_ms)
 
-    def update_for(self, seconds: float, ticking: bool = False) -> None:
+    def update_for(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            if ticking:
-                self.line.tick()
             self.link.update(20)
 
 
@@ -154,41 +142,15 @@ def test_prefetcher_that_exits_before_it_has_mapped_the_slab(harness) -> None:
     assert harness.reports == [WorkerUp("prefetcher", 0, 1)]
 
 
-def test_prefetcher_without_progress_is_reported_once(harness) -> None:
-    harness.connect(stall_limit=0.3, attach_limit=0.6)
-
-    def assert_reports(count: int) -> None:
-        """So many reports are sent, and no more."""
-        harness.update_until(lambda: len(harness.reports) >= count)
-        harness.update_for(0.5)
-        assert len(harness.reports) == count
-
-    harness.start(0)
-    harness.update_for(0.4)
-    assert harness.reports == []
-    assert_reports(1)  # this prefetcher has not mapped the slab
-    harness.exit(0)
-    harness.update_for(0.1)
-    endpoint = harness.attach(1)
-    harness.update_for(0.6)  # no order is open
-    order = harness.link.order(0, 0, 0, [1, 2], PLACED)
-    harness.update_for(0.6, ticking=True)
-    assert harness.reports[1:] == [WorkerUp("prefetcher", 0, 1)]
-    assert_reports(3)
-    endpoint.send(Fetched(order.id, 1, 2, True, 0.5))
-    assert_reports(3)
-    assert [harness.reports[0], harness.reports[2]] == [Hung("prefetcher", 0, 0), Hung("prefetcher", 0, 1)]
-
-
 def test_orders_of_a_prefetcher_that_exited_are_not_expected_of_the_next(harness, clock, monkeypatch) -> None:
     clock.now = time.monotonic()
-    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(ProgressWatch, "clock", clock.monotonic)
     harness.attach(0)
     harness.link.order(0, 0, 0, [1], PLACED)
     harness.exit(0)
     harness.attach(1)
-    for _ in range(int(STALL_LIMIT / progress.STALL_SLICE) + 3):
-        clock.now += progress.STALL_SLICE
+    for _ in range(int(STALL_LIMIT / STALL_SLICE) + 3):
+        clock.now += STALL_SLICE
         harness.link.update(1)
     assert harness.reports[1:] == [WorkerUp("prefetcher", 0, 1)]
 
@@ -231,11 +193,11 @@ def test_final_order_is_not_cancelled_any_more(harness) -> None:
 def test_only_a_wait_measures_progress(harness, clock, monkeypatch, wait_ms: int, hung: bool) -> None:
     """An engine that only polls may be busy elsewhere."""
     clock.now = time.monotonic()
-    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(ProgressWatch, "clock", clock.monotonic)
     harness.attach(0)
     harness.link.order(0, 0, 0, [1], PLACED)
-    for _ in range(int(STALL_LIMIT / progress.STALL_SLICE) + 3):
-        clock.now += progress.STALL_SLICE
+    for _ in range(int(STALL_LIMIT / STALL_SLICE) + 3):
+        clock.now += STALL_SLICE
         harness.link.update(wait_ms)
     assert harness.reports[1:] == [Hung("prefetcher", 0, 0)] * hung
 
@@ -245,7 +207,7 @@ def test_only_a_wait_measures_progress(harness, clock, monkeypatch, wait_ms: int
 )
 def test_prefetchers_limits(harness, clock, monkeypatch, mapped: bool, limit: float) -> None:
     clock.now = time.monotonic()
-    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(ProgressWatch, "clock", clock.monotonic)
     if mapped:
         harness.attach(0)
         harness.link.order(0, 0, 0, [1], PLACED)
@@ -253,38 +215,15 @@ def test_prefetchers_limits(harness, clock, monkeypatch, mapped: bool, limit: fl
         harness.start(0)
     harness.link.update(1)  # the count begins here at the latest
     before = len(harness.reports)
-    slices = int(limit / progress.STALL_SLICE)
+    slices = int(limit / STALL_SLICE)
     for _ in range(slices - 2):
-        clock.now += progress.STALL_SLICE
+        clock.now += STALL_SLICE
         harness.link.update(1)
     assert len(harness.reports) == before
     for _ in range(4):
-        clock.now += progress.STALL_SLICE
+        clock.now += STALL_SLICE
         harness.link.update(1)
     assert harness.reports[before:] == [Hung("prefetcher", 0, 0)]
-
-
-def test_restarted_prefetcher_is_not_blamed_for_its_previous_incarnation(harness) -> None:
-    """In an idle engine, which polls only now and then."""
-    harness.connect(attach_limit=0.4)
-
-    def poll_until(count: int) -> None:
-        end = time.monotonic() + LIMIT
-        while len(harness.reports) < count and time.monotonic() < end:
-            harness.link.update(0)
-            time.sleep(0.005)
-
-    harness.start(0)
-    poll_until(1)
-    assert harness.reports == [Hung("prefetcher", 0, 0)]
-    harness.exit(0)
-    endpoint = harness.announce(1)
-    for _ in range(30):  # slow, but within the limit
-        harness.link.update(0)
-        time.sleep(0.005)
-    endpoint.send(SlabAttached(1))
-    poll_until(2)
-    assert harness.reports[1:] == [WorkerUp("prefetcher", 0, 1)]
 
 
 def test_order_moves_while_its_prefetcher_says_so(harness) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.engine.prefetch_meter import LEAST, LONGEST_PAUSE, PAUSE, WINDOW, PrefetchMeter
+from pipeline.counters import LEAST, LONGEST_PAUSE, PAUSE, WINDOW, PrefetchMeter
 
 
 class MeteredSteps:
@@ -69,21 +69,6 @@ def test_window_continues_until_enough_tiles_landed() -> None:
     assert metered.meter.on
     metered.take(1, 1, 0)
     assert not metered.meter.on
-
-
-def test_status_of_a_trial_ends_with_its_success() -> None:
-    metered = MeteredSteps()
-    metered.take(WINDOW + PAUSE, 4, 0)
-    assert metered.meter.status == "prefetching is being tried again"
-    metered.take(WINDOW, 4, 4)
-    assert (metered.meter.on, metered.meter.status) == (True, "")
-
-
-def test_step_says_when_prefetching_is_switched() -> None:
-    meter = PrefetchMeter()
-    assert [meter.step(4 * n, 0) for n in range(1, WINDOW + 1)] == [False] * (WINDOW - 1) + [True]
-    assert [meter.step(64, 0) for _ in range(PAUSE)] == [False] * (PAUSE - 1) + [True]
-    assert [meter.step(64 + 4 * n, 4 * n) for n in range(1, WINDOW + 1)] == [False] * WINDOW
 
 
 def test_tiles_before_the_policy_and_of_a_pause_are_not_judged() -> None:

@@ -93,9 +93,9 @@ BAD_SAMPLING = {
 POLICIES = {
     "unknown": (SetPolicy(0, "on-demnd"), "did you mean on-demand"),
     "far": (SetPolicy(0, "?"), "supported: all-host"),
-    "option": (SetPolicy(0, "on-demand", {"scoop": "layer"}), "did you mean scope"),
+    "option": (SetPolicy(0, "on-demand", {"scoop": "layer"}), "has no option 'scoop'"),
     "nothing near": (SetPolicy(0, "all-host", {"x": "1"}), "it has placement, gate"),
-    "value": (SetPolicy(0, "on-demand", {"scope": "gobal"}), "did you mean global"),
+    "value": (SetPolicy(0, "on-demand", {"placement": "gobal"}), "gobal"),
     "out of range": (SetPolicy(0, "random", {"seed": "-3"}), "seed"),
 }
 

@@ -78,9 +78,7 @@ def test_steps_are_those_without_graphs(family: str, tmp_path: Path, gpu) -> Non
 def test_quantized_backbones_are_captured(tmp_path: Path, gpu, monkeypatch) -> None:
     """By the kernels themselves, emulated: what they read is on the device before a capture."""
     device, _ = gpu
-    monkeypatch.setattr(
-        device.cuda_kernels, "launcher", lambda program: RecordedLauncher(library(program), device)
-    )
+    monkeypatch.setattr(device, "launcher", lambda program: RecordedLauncher(library(program), device))
     made = compare(model(tmp_path, "mixtral", device, "int4"), device, 3, steps=8)
     assert made.captured > 0
     assert made.status.startswith(f"on: {made.captured} captured")
@@ -170,41 +168,11 @@ def test_what_cannot_be_captured_leaves_one_line_and_right_numbers(
     assert found.tolist() == [1, 1]
 
 
-@torch.inference_mode()
-def test_the_stand_in_notices_memory_that_is_gone(gpu) -> None:
-    device, _ = gpu
-    made = device.graphs()
-    kept, out, other = torch.ones(3), torch.zeros(3), [torch.full((3,), 2.0)]
-
-    def work() -> None:
-        out.copy_(kept * other[0])
-
-    replay = made.capture(work)
-    out.zero_()
-    replay()
-    assert out.tolist() == [2.0] * 3
-    kept.fill_(5.0)
-    replay()
-    assert out.tolist() == [10.0] * 3
-    other.clear()
-    with pytest.raises(RuntimeError, match="gone"):
-        replay()
-
-    def reads() -> None:
-        out.fill_(float(kept[0].item()))
-
-    with pytest.raises(RuntimeError, match="not permitted"):
-        made.capture(reads)
-
-
-@pytest.mark.parametrize("mode", ["auto", "on", "off"])
-def test_a_device_without_graphs_says_so(mode, caplog) -> None:
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_a_device_without_graphs_says_so(mode) -> None:
     made = StepGraphs(cast(Any, SimpleNamespace(kernels=None)), CpuDevice(), mode)
     assert made.layers([], cast(Any, None)) is None
     assert made.status == ("off: --graphs off" if mode == "off" else "off: the device cpu has none")
-    assert [one.message for one in caplog.records] == (
-        ["--graphs on has no effect: the device cpu has none"] if mode == "on" else []
-    )
 
 
 def texts(engine: Engine, preset: str) -> list[np.ndarray]:

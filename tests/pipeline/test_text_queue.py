@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from waiting import until
 
+from pipeline.errors import PromptTooLong, RequestError
 from pipeline.serving import text_queue
 from pipeline.serving.text_link import TextLink, TextProcessExited
-from pipeline.serving.text_messages import TextMessages
-from pipeline.serving.text_queue import TextQueue
+from pipeline.serving.text_queue import GRAMMAR_LIMIT, ROLE_LIMIT, TextMessages, TextQueue, with_ids
 from pipeline.text.detokenizer import Detokenizer
 from pipeline.text.grammar import MaskDropped, MaskRequest
 from protocol.messages import (
     Allowed,
     Calibrate,
+    ChatMessage,
     Done,
     Encode,
     Encoded,
@@ -26,12 +27,12 @@ from protocol.messages import (
     Follow,
     Generate,
     Score,
-    SetPolicy,
+    Shaping,
+    Tokenize,
     Unfollow,
 )
 
 IDS = Generate(9, token_ids=(1, 2))
-POLICY = SetPolicy(8, "daop")
 CRASHED, KILLED = TextProcessExited(True), TextProcessExited(False)
 MASK = Allowed(np.ones(1, np.int32))
 
@@ -84,8 +85,10 @@ class Link:
 
 
 class Estimate:
+    """A tokenizer that is asked only for the least number of tokens: one for ten characters."""
+
     def min_tokens(self, characters: int) -> int:
-        return 0
+        return characters // 10
 
 
 class Queue(TextQueue):
@@ -95,7 +98,7 @@ class Queue(TextQueue):
         self.sent: list[tuple[bytes, Any]] = []
         self.wakes = 0
         super().__init__(
-            TextMessages(cast(Detokenizer, Estimate()), 1000),
+            TextMessages(cast(Detokenizer, Estimate()), 1 << 30),
             cast(TextLink, self.link),
             lambda client, message: self.passed.append((client, message)),
             lambda client, message: self.sent.append((client, message)),
@@ -127,20 +130,14 @@ def wanted(answer: int, *tokens: int, client: bytes = b"m") -> MaskRequest:
     return MaskRequest(client, answer, "g", 32, [7, 7, *tokens], 2)
 
 
-async def test_only_messages_behind_a_text_of_their_client_wait(queue: Queue) -> None:
-    assert queue.put(b"a", IDS)
-    assert queue.put(b"a", POLICY)
-    assert queue.numbers() == [9, 8]
-    for message in (text(1, "ab"), POLICY, IDS, Score(2, text="c"), SetPolicy(3, "x")):
+async def test_only_messages_with_a_text_wait(queue: Queue) -> None:
+    for message in (text(1, "ab"), IDS, Score(2, text="c")):
         assert queue.put(b"a", message)
-    assert queue.put(b"b", IDS)
-    assert queue.passed[2:] == [(b"b", IDS)]
-    await queue.link.end()
-    assert queue.passed[3:] == [(b"a", Generate(1, token_ids=(97, 98))), (b"a", POLICY), (b"a", IDS)]
-    await queue.link.end()
-    assert queue.passed[6:] == [(b"a", Score(2, token_ids=(99,))), (b"a", SetPolicy(3, "x"))]
-    queue.put(b"a", IDS)
-    assert (queue.numbers()[-1], queue.sent) == (9, [])
+    assert queue.passed == [(b"a", IDS)]
+    for _ in range(2):
+        await queue.link.end()
+    assert queue.passed[1:] == [(b"a", Generate(1, token_ids=(97, 98))), (b"a", Score(2, token_ids=(99,)))]
+    assert queue.sent == []
 
 
 async def test_clients_take_turns_and_masks_come_before_texts(queue: Queue) -> None:
@@ -249,18 +246,16 @@ async def test_masks_that_nobody_needs_are_not_made(queue: Queue) -> None:
 async def test_cancelled_text_is_answered_at_once_and_only_once(queue: Queue, begun: bool) -> None:
     for client, number in ((b"a" if begun else b"b", 0), (b"a", 1)):
         queue.put(client, text(number, f"{number}"))
-    queue.put(b"a", IDS)
     await queue.link.begun()
     number = 0 if begun else 1
     queue.cancel(b"a", number)
     queue.cancel(b"a", number)
     queue.cancel(b"a", 5)
     assert queue.sent == [(b"a", Done(number, "cancelled"))]
-    assert queue.numbers() == ([] if begun else [9])  # behind no text any more
     assert await queue.link.end() == "0"
     if begun:
         assert await queue.link.end() == "1"
-    assert queue.numbers() == ([1, 9] if begun else [9, 0])
+    assert queue.numbers() == [1 - number]
     assert len(queue.sent) == 1
 
 
@@ -286,11 +281,11 @@ async def test_a_number_in_use_is_refused_by_an_error(queue: Queue) -> None:
 
 
 async def test_all_that_waits_ends_when_the_engine_is_stopped(queue: Queue) -> None:
-    for client, message in ((b"a", text(1, "a")), (b"a", POLICY), (b"b", Calibrate(2, text="b"))):
+    for client, message in ((b"a", text(1, "a")), (b"b", Calibrate(2, text="b"))):
         queue.put(client, message)
     await queue.link.begun()
-    queue.stop("stopping")
-    ends = [(b"a", Done(1, "cancelled")), (b"a", Error(8, "stopping")), (b"b", Done(2, "cancelled"))]
+    queue.stop()
+    ends = [(b"a", Done(1, "cancelled")), (b"b", Done(2, "cancelled"))]
     assert queue.sent == ends
     await queue.link.end()
     assert not queue.put(b"a", text(3, "a"))
@@ -299,9 +294,8 @@ async def test_all_that_waits_ends_when_the_engine_is_stopped(queue: Queue) -> N
 
 
 async def test_number_and_size_of_what_waits_are_limited(queue: Queue, monkeypatch) -> None:
-    monkeypatch.setattr(text_queue, "LIMIT", 3)
+    monkeypatch.setattr(text_queue, "MOST_WAITING", 3)
     assert [queue.put(b"a", text(number, "x")) for number in range(4)] == [True, True, True, False]
-    assert not queue.put(b"a", POLICY)
     assert queue.put(b"b", text(0, "y"))
     for _ in range(2):
         await queue.link.end()
@@ -311,3 +305,98 @@ async def test_number_and_size_of_what_waits_are_limited(queue: Queue, monkeypat
     assert not queue.put(b"c", text(1, large))
     queue.cancel(b"c", 0)
     assert queue.put(b"c", text(1, large))
+
+
+# --- what is encoded of messages --------------------------------------------------------------------------
+
+CONTEXT = 20
+TURN = ChatMessage("user", "x")
+
+
+def asked(message: Any, context: int = CONTEXT) -> Encode | None:
+    return TextMessages(cast(Detokenizer, Estimate()), context).to_encode(message)
+
+
+def answer(*lengths: int) -> Encoded:
+    return Encoded(np.arange(sum(lengths), dtype=np.int32), lengths)
+
+
+@pytest.mark.parametrize(
+    ("message", "job", "found", "ids"),
+    [
+        (Generate(1, prompt="ab"), Encode(("ab",)), answer(2), Generate(1, token_ids=(0, 1))),
+        (Generate(1, messages=(TURN,)), Encode((), (TURN,)), answer(3), Generate(1, token_ids=(0, 1, 2))),
+        (Generate(1, messages=()), Encode((), ()), answer(0), Generate(1, token_ids=())),
+        (Score(1, text=""), Encode(("",)), answer(1), Score(1, token_ids=(0,))),
+        (
+            Calibrate(1, text="abcdef", starts=(2, 5)),
+            Encode(("ab", "cde", "f")),
+            answer(4, 1, 2),
+            Calibrate(1, token_ids=tuple(range(7)), starts=(4, 5)),
+        ),
+    ],
+)
+def test_texts_are_replaced_by_their_ids(message, job, found, ids) -> None:
+    assert asked(message) == job
+    assert with_ids(message, found) == ids
+    assert asked(ids) is None
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (Generate(1), "give exactly one of prompt, token_ids and messages"),
+        (Generate(1, prompt="a", messages=(TURN,)), "give exactly one of prompt, token_ids and messages"),
+        (Generate(1, prompt="a", token_ids=(1, 2)), "give exactly one of prompt, token_ids and messages"),
+        (Score(1), "give exactly one of text and token_ids"),
+        (Score(1, text="a", token_ids=(1, 2)), "give exactly one of text and token_ids"),
+        (Calibrate(1), "give exactly one of text and token_ids"),
+        (Calibrate(1, text="abc", starts=(2, 1)), "starts must ascend, within the text"),
+        (Calibrate(1, text="abc", starts=(4,)), "starts must ascend, within the text"),
+        (Calibrate(1, text="abc", starts=(-1,)), "starts must ascend, within the text"),
+        (Calibrate(1, text="", starts=(1,) * 70_000), "starts has 70000 entries, at most 65536 can be"),
+        (
+            Generate(1, messages=(TURN, ChatMessage("r" * (ROLE_LIMIT + 1), "x"))),
+            "a turn's role has 256 characters at most",
+        ),
+        (
+            Generate(1, token_ids=(1,), shaping=Shaping(grammar="g" * (GRAMMAR_LIMIT + 1))),
+            "a grammar has 262144 characters at most",
+        ),
+    ],
+)
+def test_messages_that_are_never_encoded(message, reason: str) -> None:
+    with pytest.raises(RequestError, match=f"^{reason}$"):
+        asked(message)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (
+            Generate(1, prompt="x" * 210),
+            "the prompt has 210 characters, at least 21 tokens, the context is 20",
+        ),
+        (Score(1, text="x" * 210), "the prompt has 210 characters, at least 21 tokens, the context is 20"),
+        (
+            Generate(1, messages=(ChatMessage("user", "x" * 100), ChatMessage("user", "x" * 110))),
+            "the prompt has 210 characters, at least 21 tokens, the context is 20, including the answer",
+        ),
+        (Generate(1, messages=(TURN,) * 21), "21 turns do not fit the context of 20"),
+    ],
+)
+def test_text_far_beyond_the_context_is_refused_before_it_is_encoded(message: Any, reason: str) -> None:
+    with pytest.raises(PromptTooLong, match=f"^{reason}") as refused:
+        asked(message)
+    assert refused.value.tokens == 21
+    assert asked(message, CONTEXT + 1) is not None  # it may just fit
+
+
+def test_model_without_tokenizer_takes_ids_alone() -> None:
+    texts = TextMessages(None, CONTEXT)
+    grammar = Generate(1, token_ids=(1, 2), shaping=Shaping(grammar="g"))
+    messages = (Generate(1, prompt="a"), Generate(1, messages=(TURN,)), Score(1, text="a"), grammar)
+    for message in (*messages, Calibrate(1, text="a"), Tokenize(1, token_ids=(1,))):
+        with pytest.raises(RequestError, match="this model has none; give token ids"):
+            texts.to_encode(message)
+    assert texts.to_encode(Generate(1, token_ids=(1, 2))) is None

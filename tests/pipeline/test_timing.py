@@ -58,7 +58,7 @@ def timed(running, monkeypatch) -> list[float]:
 
     def of_workers(pool, ticket) -> list[np.ndarray]:
         found = parts(pool, ticket)
-        ticket.busy = seconds[0] * len(ticket.orders)  # as the slowest worker reports it
+        ticket.busy = seconds[0] * len(ticket.tasks)  # as the slowest worker reports it
         return found
 
     monkeypatch.setattr(type(engine.pool), "parts", of_workers)

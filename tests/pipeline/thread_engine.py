@@ -22,14 +22,13 @@ from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
-from pipeline.coordinator_config import WorkerCores
+from pipeline.config import WorkerCores
 from pipeline.device import Device
 from pipeline.engine.engine import Engine
 from pipeline.experts.carriers import ArenaCarrier, SocketCarrier
 from pipeline.experts.channel_share import ChannelMemory
-from pipeline.experts.compiled_division import divider
 from pipeline.experts.device_share import DeviceMemory, Slab
-from pipeline.experts.division import largest
+from pipeline.experts.division import divider, largest
 from pipeline.experts.pool import HostPool
 from pipeline.models.registry import expert_shape, model_spec
 from pipeline.policies.presets import make_policy

@@ -18,15 +18,14 @@ from mover_parts import random_store
 
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.checkpoint.open import open_model
-from pipeline.config import ResolvedConfig
-from pipeline.coordinator_config import CoordinatorConfig
+from pipeline.config import CoordinatorConfig, ResolvedConfig
 from pipeline.experts.peers import ExitEvents
 from pipeline.models.registry import expert_shape
 from pipeline.serving.engine_inbox import EngineEvent, EngineInbox, EngineMessage, ToClients
 from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.engine_service import EngineService
 from pipeline.serving.policy_switch import PolicySwitch
-from pipeline.serving.text_messages import TextMessages, with_ids
+from pipeline.serving.text_queue import TextMessages, with_ids
 from pipeline.text.detokenizer import DECODER
 from pipeline.text.process import encoded
 from pipeline.text.tokenizer import Tokenizer, has_tokenizer

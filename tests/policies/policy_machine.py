@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from pipeline.arrays import FloatArray, IntArray, Phase
+from pipeline.counters import LEAST
 from pipeline.engine.driver import LayerDecision, PolicyDriver
-from pipeline.engine.prefetch_meter import LEAST
 from pipeline.errors import ShardFailed
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs

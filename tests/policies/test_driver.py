@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from policy_machine import Machine, make_routing, make_view, policy
 
+from pipeline.counters import LEAST, WINDOW
 from pipeline.engine.driver import PolicyDriver
-from pipeline.engine.prefetch_meter import LEAST, WINDOW
 from pipeline.errors import PlanError
 from pipeline.policies.view import ModelShape, Target
 

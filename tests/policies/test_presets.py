@@ -15,8 +15,8 @@ from policy_machine import Machine, capacities, make_calibration, make_view, sha
 from policy_machine import policy as make
 
 from pipeline.arrays import IntArray, Phase
+from pipeline.counters import LEAST, WINDOW, PrefetchMeter
 from pipeline.engine.driver import LayerDecision, PolicyDriver
-from pipeline.engine.prefetch_meter import LEAST, WINDOW, PrefetchMeter
 from pipeline.errors import PolicyError, ShardFailed
 from pipeline.policies.options import Real, Whole
 from pipeline.policies.presets import PARTS, PRESETS, make_policy

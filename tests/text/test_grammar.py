@@ -10,8 +10,7 @@ from embedded_tokenizer import embedded_tokenizer
 
 from pipeline.errors import PipelineError, RequestError
 from pipeline.text.grammar import Grammar, Grammars, MaskDropped, MaskRequest, check_grammar
-from pipeline.text.sampler import Sampler
-from pipeline.text.token_choice import TokenChooser
+from pipeline.text.sampler import Sampler, TokenChooser
 from pipeline.text.tokenizer import Tokenizer
 from protocol.messages import Follow, Sampling, Shaping
 
@@ -70,14 +69,14 @@ def write(answers: Answers, schema: str, seed: int, resume: list[int] | None = N
         Sampler(Sampling(temperature=1.0), seed, drawn=len(tokens) - 2),
         Shaping(grammar=schema),
         prompt=2,
-        grammar=Grammar(b"c", schema, VOCABULARY, answers),
     )
+    grammar = Grammar(b"c", schema, VOCABULARY, answers)
     logits = random.normal(size=(200, VOCABULARY)).astype(np.float32)
-    chooser.begin(tokens)
-    while not chooser.complete and len(tokens) < 150:
-        tokens.append(chooser.next(logits[len(tokens)], tokens).token)
-        chooser.accept()
-    chooser.end()
+    grammar.begin(tokens, 2)
+    while not grammar.complete and len(tokens) < 150:
+        tokens.append(chooser.next(logits[len(tokens)], tokens, grammar.allowed()).token)
+        grammar.advance()
+    grammar.end()
     return tokens[2:]
 
 

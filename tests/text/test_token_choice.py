@@ -13,8 +13,7 @@ from pipeline.backbone.greedy import greedy
 from pipeline.errors import PipelineError, RequestError
 from pipeline.text.generation_defaults import validate_shaping
 from pipeline.text.logprobs import Greedy, best_margin, log_softmax, top_logprobs, top_of_rows
-from pipeline.text.sampler import Sampler
-from pipeline.text.token_choice import TokenChooser
+from pipeline.text.sampler import Sampler, TokenChooser
 from protocol.messages import Sampling, Shaping, TokenBias
 
 GREEDY = Sampling()

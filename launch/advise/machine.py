@@ -1,0 +1,276 @@
+"""The machine to advise on, and the routing that presets are replayed on there: a machine described by
+numbers or by a file of costs, with routing that was drawn or recorded; or this one, with the costs and the
+routing of a short run of the model in one format, and other formats by their bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launch.bench.prompts import make_prompts, read_other_texts
+from launch.bench.run import warm_up
+from launch.command_line.options import Options
+from launch.connect import connected
+from launch.errors import WrongUsage
+from launch.forecast import Priced, RecordedText, Setting, Sizes, by_replay, sizes_of
+from launch.planning.plan import make_plan, situation
+from launch.processes.cores import Cores
+from launch.terminal.format import model_name
+from launch.terminal.interrupts import Interrupts
+from launch.terminal.log import notice
+from pipeline.assets import model_dir
+from pipeline.calibration.cost_cache import processor
+from pipeline.checkpoint.model_source import ModelSource
+from pipeline.config import DeviceName, EngineConfig, FormatName
+from pipeline.memory.plan import Machine
+from pipeline.models.shapes import is_shape
+from pipeline.policies.costs import MACHINES, Costs, Rates, derived
+from pipeline.policies.options import did_you_mean
+from pipeline.policies.view import PolicyRequest
+from pipeline.replay.overview import summarize
+from pipeline.traces.header import Header
+from pipeline.traces.reader import Trace
+from pipeline.traces.steps import TracedStep
+from pipeline.traces.synthetic import EMBEDDED, SyntheticText
+from protocol.client import Client
+
+GIGABYTE = 1e9
+ENOUGH = 1 << 60  # bytes of memory, where none are given
+GPU_GB = {"a100-pcie4": 80.0, "4090-pcie4": 24.0, "h200-pcie5": 141.0}
+GPU_FREE = 0.96  # of a GPU's memory, beside the driver and a display
+# Where only bandwidths are given: both are about what the named machines have.
+HOST_TFLOPS_PER_GBPS, GPU_TFLOPS_PER_GBPS = 0.0125, 0.1
+BESIDE_STEP = 5e-4  # seconds of a step between its last layer and the next step: sampling, messages
+RATES = {"host_gbps": "host_gbps", "link_gbps": "link_gbps", "gpu_gbps": "device_gbps"}  # options, fields
+
+RUN = PolicyRequest("fiddler")  # computes on both sides, so that both sides' costs follow what runs
+NEW = 48  # tokens of an answer
+# Options of the command that its engine takes as well.
+OF_ENGINE = {"model", "format", "backbone_dtype", "device", "expert_cache", "tile", "workers", "context"}
+OF_ENGINE |= {"kv_tokens", "chunk", "graphs", "link_gbps", "host_slowdown", "seed", "log_level", "record"}
+
+MOST = 256  # steps of decode of a trace that count, at most
+WARM = 40  # tokens of decode before those that count: caches fill, and policies learn
+COUNTED = 32  # tokens of decode that count; with 48 no estimate of 52 was more than 1 % away
+HISTORY = 1000  # tokens from which the popularity of experts is known
+# Share of the next layer's experts that its router finds one layer ahead, as papers report it: DAOP for
+# Mixtral-8x7B, DALI for the others (for Qwen3 with its correction).
+ACCURACY = {"mixtral-8x7b": 0.841, "deepseek-v2-lite": 0.795, "qwen3-30b-a3b": 0.933}
+
+
+# --- a machine that is not here -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine to advise on."""
+
+    words: str
+    memory: Machine
+    priced: Callable[[Sizes, int], Priced]  # for a model's sizes and the tokens that a token attends to
+    unknown: list[str]  # what an estimate for it does not contain
+    device: DeviceName = "cuda"
+    only: FormatName | None = None  # the one format that it has costs of
+
+
+def elsewhere(written: Mapping[str, Any]) -> Hardware | None:
+    """Returns the machine that the command line describes; None where it is this one. Raises WrongUsage,
+    PolicyError."""
+    given = {name for name in (*RATES, "gpu_gb", "host_gb") if name in written}
+    known = written.get("machine")
+    if not given and known is None and "costs" not in written:
+        return None
+    if known is not None and known not in MACHINES:
+        near = did_you_mean(known, MACHINES)
+        raise WrongUsage(f"--machine {known[:40]}: unknown{near} (supported: {', '.join(MACHINES)})")
+    gpu_gb = written.get("gpu_gb", GPU_GB.get(known or ""))
+    host = int(written["host_gb"] * GIGABYTE) if "host_gb" in written else ENOUGH
+    memory = Machine(memory=host, shm=host, gpu=int(GPU_FREE * (gpu_gb or 0) * GIGABYTE))
+    if "costs" in written:
+        return _from_file(written, memory)
+    missing = [name for name in (*RATES, "gpu_gb") if name not in given]
+    if known is None and missing:
+        options = ", ".join("--" + name.replace("_", "-") for name in missing)
+        raise WrongUsage(
+            f"advise: a machine that is not here needs {options} as well, or --machine NAME"
+            f" ({', '.join(MACHINES)}), or --costs FILE"
+        )
+    values = {field: written[option] for option, field in RATES.items() if option in written}
+    if known is None:
+        values["host_tflops"] = HOST_TFLOPS_PER_GBPS * values["host_gbps"]
+        values["device_tflops"] = GPU_TFLOPS_PER_GBPS * values["device_gbps"]
+    rates = Rates(**values) if known is None else replace(MACHINES[known], **values)
+    words = (
+        f"{known + ': ' if known else ''}host memory {rates.host_gbps:g} GB/s, link {rates.link_gbps:g} GB/s,"
+        f" GPU of {gpu_gb:g} GB at {rates.device_gbps:g} GB/s"
+    )
+    unknown = [
+        "the rates are taken to be what programs reach, about 80 % of a data sheet's; the workers read what"
+        " the link leaves of the host's memory",
+        f"assumed: {1e6 * rates.layer:.0f} us a layer to start its kernels, {1e6 * rates.round_trip:.0f} us"
+        f" for the exchange with the workers; TFLOP/s: host {rates.host_tflops:.3g}, GPU"
+        f" {rates.device_tflops:.3g}",
+        "small experts reach less than these rates: the fewer bytes in a layer, the more optimistic this is",
+    ]
+
+    def priced(sizes: Sizes, context: int) -> Priced:
+        other = sizes.other + context * sizes.kv_token
+        costs = derived(rates, sizes.expert, sizes.expert_weights, other, sizes.other_weights)
+        costs = replace(costs, link=costs.link * sizes.header.tile_bytes / sizes.tile)
+        rest = BESIDE_STEP + sizes.head / (rates.device_gbps * GIGABYTE)
+        return Priced(costs.for_tiles(sizes.header.shape.tiles), rest, "derived from these rates")
+
+    return Hardware(words, memory, priced, unknown)
+
+
+def _from_file(written: Mapping[str, Any], memory: Machine) -> Hardware:
+    if "gpu_gb" not in written:
+        raise WrongUsage("advise --costs: give --gpu-gb as well, the size of that machine's GPU memory")
+    for name in ("machine", *RATES):
+        if name in written:
+            option = "--" + name.replace("_", "-")
+            raise WrongUsage(f"advise: --costs FILE has what {option} would give; leave one of them out")
+    path, only = written["costs"], written.get("format", "bf16")
+    words, costs = f"costs: {path}, GPU of {written['gpu_gb']:g} GB", Costs.load(path)
+    unknown = [
+        f"the costs are taken to be those of {only}, for which alone they hold",
+        "embedding, head, sampling, planning and messages are not in the file, and not in this",
+    ]
+
+    def priced(sizes: Sizes, _: int) -> Priced:
+        return Priced(costs.for_tiles(sizes.header.shape.tiles), 0.0, words)
+
+    return Hardware(words, memory, priced, unknown, only=only)
+
+
+# --- this machine -------------------------------------------------------------------------------------------
+
+
+async def this_machine(
+    options: Options, interrupts: Interrupts, source: ModelSource, prompt: int
+) -> tuple[Hardware, EngineConfig, RecordedText]:
+    """Runs the model for a moment. Returns this machine, the configuration of its engines, and the routing
+    that was recorded or given. Raises as its start; UsageError where nothing fits."""
+    written = {name: value for name, value in options.written.items() if name not in ("policy", "set")}
+    asked = Options("bench", written).config()
+    now = await asyncio.to_thread(situation, asked, Cores.here().default_workers())
+    plan, _ = await asyncio.to_thread(make_plan, asked.model or model_dir(), now)
+    config = replace(now.config, format=plan.needs.format)
+    sizes = sizes_of(source, config, plan.needs.format)
+    notice(f"advise: running {model_name(source.name)} in {sizes.format}, to see how fast it is here")
+    with tempfile.TemporaryDirectory(prefix="tandem-advise-") as folder:
+        path = written.get("trace") or Path(folder) / "run.trace"
+        recording = {} if "trace" in written else {"record": path}
+        own = Options("advise", written | {"format": sizes.format})
+        async with engine(own, interrupts, **recording) as client:
+            costs, capacity = await run(client, prompt)
+        text = recorded(path, sizes.header)
+    setting = Setting(RUN, sizes.format, capacity, 0.0)
+    measured = Priced(costs, text.rest or 0.0, "measured by a short run here")
+    replayed = by_replay(setting, sizes, measured, text, prompt, config.seed).replayed
+    measured = replace(measured, planned=replayed)
+
+    def priced(other: Sizes, _: int) -> Priced:
+        if other.format == sizes.format:
+            return measured
+        by_bytes = costs.of_tiles(other.tile / sizes.tile, other.header.tile_bytes / sizes.header.tile_bytes)
+        return replace(measured, costs=by_bytes, words=f"from those of {sizes.format}, by bytes")
+
+    unknown = [
+        f"measured in {sizes.format} with {RUN.name}; other presets are predicted from its costs, other"
+        " formats by their bytes",
+        "batches of more rows than one, and longer prompts, than were run",
+    ]
+    words = "this machine, {}, {} cores".format(*processor())
+    if config.emulation:
+        words += f"; emulated: {config.emulation}"
+    return Hardware(words, now.machine, priced, unknown, config.device), config, text
+
+
+@asynccontextmanager
+async def engine(options: Options, interrupts: Interrupts, **changes: Any) -> AsyncIterator[Client]:
+    """A client of an engine of its own with the command's options and these. Raises as its start."""
+    written = {name: value for name, value in options.written.items() if name in OF_ENGINE}
+    async with connected(Options("bench", written | changes), interrupts) as client:
+        yield client
+
+
+async def run(client: Client, prompt: int) -> tuple[Costs, int]:
+    """Answer two prompts under RUN, of which the first is the history of a trace that is recorded meanwhile.
+    Returns the engine's costs, as its steps have corrected them, and the tiles of its cache. Raises
+    RequestFailed, PolicyError."""
+    await client.set_policy(RUN.name, {}, counted=False)
+    await read_other_texts(client, 0)
+    for each in reversed(await make_prompts(client, 2, prompt, 0)):
+        await warm_up(client, [each], NEW)
+    stats: Any = await client.stats()
+    return Costs.from_json(stats["costs"]), int(stats["cache"]["capacity_tiles"])
+
+
+# --- routing ------------------------------------------------------------------------------------------------
+
+
+def drawn(header: Header, prompt: int, chunk: int, batch: int, seed: int) -> RecordedText:
+    """Returns routing of a model that was not run."""
+    name = header.model.removeprefix("shape:").partition("/")[0] if is_shape(header.model) else ""
+    accuracy = ACCURACY.get(name)
+    text = SyntheticText(header, EMBEDDED if accuracy is None else replace(EMBEDDED, accuracy=accuracy), seed)
+    counts = text.counts(HISTORY)
+    warm = text.steps(0, 1, WARM, batch)
+    steps = [*warm, *text.steps(prompt, chunk, COUNTED, batch)]
+    predicted = f", predictions right in {accuracy:.0%} as a paper reports" if accuracy else ""
+    words = f"synthetic routing, as uneven as the embedded model's{predicted}"
+    unknown = (
+        "the model's own routing: a cache hits more where few experts are popular; record it with --record"
+        " and give it with --trace",
+    )
+    return RecordedText(steps, len(warm), counts, _last_steps(steps), words, unknown=unknown)
+
+
+def recorded(path: Path, header: Header) -> RecordedText:
+    """Returns a trace's routing. `header`: of the model that is advised on. Raises TraceError, WrongUsage."""
+    trace = Trace(path)
+    of, its = header.shape, trace.header.shape
+    if (of.layers, of.experts, of.top_k) != (its.layers, its.experts, its.top_k):
+        raise WrongUsage(
+            f"--trace {path}: it has {its.layers} layers of {its.experts} experts, {its.top_k} a token, and"
+            f" the model {of.layers} of {of.experts}, {of.top_k} a token; give the model that was recorded"
+        )
+    seen = summarize(trace)
+    if not seen.rows["decode"]:
+        raise WrongUsage(f"--trace {path}: it has no step of decode")
+    steps = list(trace.steps())
+    decoded = [index for index, step in enumerate(steps) if step.phase == "decode"]
+    begin = decoded[-min(MOST, len(decoded) + 1 >> 1)]
+    while begin and steps[begin - 1].phase == "prefill":  # with the prompt before them
+        begin -= 1
+    before = [index for index in decoded if index < begin]
+    history, first = steps[:begin], before[-WARM] if len(before) > WARM else 0
+    rows = sum(len(step.sequences) for step in steps[begin:] if step.phase == "decode")
+    words = f"recorded routing: of {path.name} the last {rows} tokens count, what is before is the history"
+    counts = counts_of(history, of.layers, of.experts)
+    return RecordedText(steps[first:], begin - first, counts, seen.last_steps, words, seen.rest["decode"])
+
+
+def counts_of(steps: Sequence[TracedStep], layers: int, experts: int) -> NDArray[np.int64]:
+    """Returns the rows [L, E] of these steps that were routed to each expert."""
+    counts = np.zeros((layers, experts), np.int64)
+    for step in steps:
+        for layer, traced in enumerate(step.layers):
+            counts[layer] += traced.router_routing.workload(experts)
+    return counts
+
+
+def _last_steps(steps: Sequence[TracedStep]) -> dict[int, int]:
+    last: dict[int, int] = {}
+    for step in steps:
+        last.update(dict.fromkeys(step.sequences, step.number))
+    return last

@@ -1,0 +1,254 @@
+"""The gateway as an ASGI application: the table of what it serves, who may send a request, its errors; and
+the answers about the engine: whether it is there, its model, its tokens, its figures, the dashboard's
+files."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline.errors import ModelError
+from pipeline.gateway import chat, completions, messages, responses
+from pipeline.gateway.access import Access, Scope
+from pipeline.gateway.answers import template_of
+from pipeline.gateway.bodies import DetokenizeBody, TokenizeBody
+from pipeline.gateway.call import Call, Receive, Send, Service, check_model
+from pipeline.gateway.dashboard import Feed
+from pipeline.gateway.engine_links import model_name
+from pipeline.gateway.errors import ApiError, bad
+from pipeline.gateway.metrics import MEDIA, exposition
+from pipeline.text.tokenizer import eos_ids
+from protocol.client import Client
+from protocol.errors import ProtocolError
+from protocol.messages import Welcome
+
+MOST_CALLS = 1024  # requests at once; the engine itself decides which of them run
+FILES = {
+    "index.html": "text/html; charset=utf-8",
+    "style.css": "text/css; charset=utf-8",
+    "page.js": "text/javascript; charset=utf-8",
+    "experts.js": "text/javascript; charset=utf-8",
+}
+ONLY_HERE = (
+    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+FILE_HEADERS = (
+    (b"content-security-policy", ONLY_HERE),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-cache"),
+)
+
+
+class Endpoint(NamedTuple):
+    """`prompt`: the field that has it; `public`: served without an API key."""
+
+    handler: Callable[[Call], Awaitable[None]]
+    method: str = "POST"
+    prompt: str | None = None
+    public: bool = False
+
+
+class App:
+    """An ASGI application. `feed`: the dashboard's events."""
+
+    def __init__(self, service: Service, access: Access) -> None:
+        self._service = service
+        self._access = access
+        self.feed = Feed(service.links)
+        self._running = 0  # requests
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        if scope["type"] != "http":
+            return
+        meter, call = self._service.meter, Call(self._service, scope, receive, send)
+        self._running += 1
+        self.idle.clear()
+        try:
+            await self._serve(call)
+        except ConnectionError:
+            meter.disconnects.inc()
+        except Exception as e:
+            error = call.refusal(e)
+            if not call.status:
+                await call.send_error(error)
+        finally:
+            self._running -= 1
+            if not self._running:
+                self.idle.set()
+            if call.status:  # by the table's paths, so that strangers cannot add any
+                known = scope["path"] if scope["path"] in ENDPOINTS else "other"
+                meter.requests.labels(known, call.status).inc()
+
+    async def _serve(self, call: Call) -> None:
+        method, path = call.scope["method"], call.scope["path"]
+        endpoint = _endpoint(path)
+        if endpoint.method != method:
+            raise ApiError(405, f"{method[:20]} is not served at {path[:80]}, but {endpoint.method}")
+        self._access.check_page(call.scope)
+        call.prompt_field = endpoint.prompt
+        if not endpoint.public:
+            call.key_name = self._access.client(call.scope)
+        if method == "POST":
+            if self._service.draining:
+                raise ApiError(503, "the server is shutting down")
+            if self._running > MOST_CALLS:
+                raise ApiError(429, f"{MOST_CALLS} requests are running; try again later")
+        if path == EVENTS:
+            await call.stream(self.feed.events())
+        else:
+            await endpoint.handler(call)
+
+
+def _endpoint(path: str) -> Endpoint:
+    known = ENDPOINTS.get(path)
+    if known is None:
+        known = next((e for folder, e in FOLDERS.items() if path.startswith(folder)), None)
+    if known is None:
+        raise ApiError(404, f"nothing is served at {path[:80]!r}")
+    return known
+
+
+@cache
+def _content(name: str) -> bytes:
+    return files("pipeline.gateway").joinpath("web", name).read_bytes()
+
+
+async def page(call: Call) -> None:
+    """Send a file of the dashboard by the last part of the path; without one that is known its page. They
+    hold nothing about the engine, and are public."""
+    name = call.scope["path"].rpartition("/")[2]
+    name = name if name in FILES else "index.html"
+    await call.send_bytes(_content(name), FILES[name], headers=FILE_HEADERS)
+
+
+async def health(call: Call) -> None:
+    """Say whether requests would be served."""
+    if call.service.draining:
+        raise ApiError(503, "the server is shutting down")
+    if not call.service.links.ready:
+        raise ApiError(503, "the engine is not ready: it is being started or restarted")
+    await call.send_json({"status": "ok"})
+
+
+async def models(call: Call) -> None:
+    """List the one model."""
+    await call.send_json({"object": "list", "data": [_entry(call, (await call.client()).welcome)]})
+
+
+async def model(call: Call) -> None:
+    """Describe the model that the path names."""
+    welcome = (await call.client()).welcome
+    check_model(call.scope["path"].removeprefix("/v1/models/"), welcome)
+    await call.send_json(_entry(call, welcome))
+
+
+def _entry(call: Call, welcome: Welcome) -> dict[str, Any]:
+    return {
+        "id": model_name(welcome),
+        "object": "model",
+        "created": int(call.service.started),
+        "owned_by": "tandem",
+        "max_model_len": welcome.context,
+        "context_length": welcome.context,
+    }
+
+
+async def _reader(call: Call) -> Client:
+    """Returns the connection to an engine that reads texts. Raises ApiError."""
+    client = await call.client()
+    if not client.welcome.has_tokenizer:
+        raise ApiError(400, "this model has no tokenizer")
+    return client
+
+
+async def tokenize(call: Call) -> None:
+    """Send the ids of `prompt`, or of `messages` with the template's variables."""
+    client = await _reader(call)
+    body = await call.body(TokenizeBody)
+    check_model(body.model, client.welcome)
+    if body.add_special_tokens is False:
+        raise bad("add_special_tokens", "must be true: prompts are read so")
+    if body.messages is not None:
+        turns, tools, variables = chat.rendered(body, client.welcome, call.service.template)
+        template = template_of(tools, variables)
+        ids = (await client.tokenize(messages=turns, template=template)).ids.tolist()
+    elif body.prompt is None:
+        raise bad("prompt", "is required")
+    else:
+        ids = (await client.tokenize(text=body.prompt)).ids.tolist()
+    answer = {"count": len(ids), "max_model_len": client.welcome.context, "tokens": ids}
+    if body.return_token_strs:
+        pieces = (await client.tokenize(token_ids=ids)).pieces
+        answer["token_strs"] = [piece.decode(errors="replace") for piece in pieces]
+    await call.send_json(answer)
+
+
+async def detokenize(call: Call) -> None:
+    """Send the text of `tokens`."""
+    client = await _reader(call)
+    body = await call.body(DetokenizeBody)
+    check_model(body.model, client.welcome)
+    ids = body.tokens
+    if ids and not 0 <= min(ids) <= max(ids) < client.welcome.vocabulary:
+        raise bad("tokens", f"must be ids below {client.welcome.vocabulary}")
+    await call.send_json({"prompt": (await client.tokenize(token_ids=ids)).text if ids else ""})
+
+
+async def tokenizer_info(call: Call) -> None:
+    """Send what ends an answer, as lm-evaluation-harness asks."""
+    client = await _reader(call)
+    try:
+        ends = sorted(eos_ids(Path(client.welcome.model)))
+    except (ModelError, OSError):
+        ends = []
+    names = (await client.tokenize(token_ids=ends)).pieces if ends else ()
+    text = names[0].decode(errors="replace") if names else None
+    size = client.welcome.vocabulary
+    await call.send_json({"eos_token": text, "eos_token_ids": ends, "vocab_size": size})
+
+
+async def metrics(call: Call) -> None:
+    """Send the counters; while the engine is away, only the gateway's own."""
+    stats: dict[str, Any] = {}
+    welcome = None
+    if call.service.links.ready:
+        try:
+            client = await call.client()
+            stats, welcome = await client.stats(), client.welcome
+        except (ApiError, ProtocolError) as e:
+            if call.refusal(e).status != 503:
+                raise
+    await call.send_bytes(exposition(call.service.meter, call.service.links, welcome, stats), MEDIA)
+
+
+EVENTS = "/dashboard/events"
+ENDPOINTS = {
+    "/": Endpoint(page, "GET", public=True),
+    "/dashboard": Endpoint(page, "GET", public=True),
+    EVENTS: Endpoint(page, "GET"),
+    "/health": Endpoint(health, "GET", public=True),
+    "/v1/health": Endpoint(health, "GET", public=True),
+    "/v1/models": Endpoint(models, "GET"),
+    "/v1/chat/completions": Endpoint(chat.create, prompt="messages"),
+    "/v1/completions": Endpoint(completions.create, prompt="prompt"),
+    "/v1/responses": Endpoint(responses.create, prompt="input"),
+    "/v1/messages": Endpoint(messages.create, prompt="messages"),
+    "/v1/messages/count_tokens": Endpoint(messages.count_tokens, prompt="messages"),
+    "/tokenize": Endpoint(tokenize, prompt="prompt"),
+    "/detokenize": Endpoint(detokenize, prompt="tokens"),
+    "/tokenizer_info": Endpoint(tokenizer_info, "GET"),
+    "/metrics": Endpoint(metrics, "GET"),
+}
+FOLDERS = {
+    "/dashboard/": ENDPOINTS["/dashboard"],
+    "/v1/models/": Endpoint(model, "GET"),
+}  # with what is in them
