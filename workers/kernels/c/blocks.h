@@ -1,58 +1,12 @@
-/* Activations in the form of their weights' format: int8 codes with a scale and a sum for each group, or bf16. Products of
- * the integer formats: activations packed for blocks of outputs, and all blocks of a matrix. Part of body.h, which says
- * what a variant defines before. */
+/* Products of the integer formats: activations packed for blocks of outputs, and all blocks of a matrix. Part of body.h,
+ * which says what a variant defines before. */
 #pragma once
 
+#include "activations.h"
 #include "kernels.h"
 #include "vectors.h"
 
 #include <string.h>
-
-/* Whether all of rows[0..count) are rows of an array of `limit`. */
-static int rows_within(const int32_t *rows, int64_t count, int64_t limit) {
-    int outside = 0;
-    for (int64_t i = 0; i < count; i++) outside |= (rows[i] < 0) | (rows[i] >= limit);
-    return !outside;
-}
-
-static void quantize_row(const float *x, int64_t inputs, int64_t group, int8_t *codes, float *factors) {
-    for (int64_t start = 0; start < inputs; start += group, codes += group, factors += 2) {
-        int64_t n = least(group, inputs - start);
-        int32_t most = 0; /* largest bit pattern of a magnitude; they order like the magnitudes, NaN above all */
-        for (int64_t i = 0; i < n; i++) {
-            int32_t bits;
-            memcpy(&bits, x + start + i, 4);
-            bits &= 0x7FFFFFFF;
-            most = bits > most ? bits : most;
-        }
-        float largest;
-        memcpy(&largest, &most, 4);
-        float step = largest / 127.0f;
-        int32_t sum = 0;
-        for (int64_t i = 0; i < n; i++) {
-            float code = step > 0.0f ? x[start + i] / step : 0.0f;
-            code = code + 12582912.0f - 12582912.0f; /* rounded, half to even */
-            code = code < 127.0f ? code : 127.0f;
-            code = code > -127.0f ? code : -127.0f;
-            codes[i] = (int8_t)code;
-            sum += codes[i];
-        }
-        memset(codes + n, 0, (size_t)(group - n));
-        factors[0] = step;
-        factors[1] = (float)sum;
-    }
-}
-
-void tandem_quantize(const struct weights *w, const float *x, int64_t rows, void *codes, float *factors) {
-    int64_t padded = rounded_up(w->inputs, w->group);
-    if (w->bits == BF16) {
-        round_to_bf16(x, rows * w->inputs, codes);
-        return;
-    }
-    for (int64_t r = 0; r < rows; r++)
-        quantize_row(x + r * w->inputs, w->inputs, w->group, (int8_t *)codes + r * padded,
-                     factors + 2 * r * (padded / w->group));
-}
 
 /* Rows of a chunk of packed activations: for matrix units, in a variant that has them, if there are many. */
 static int64_t chunk_rows(const struct weights *w, int64_t count) {
