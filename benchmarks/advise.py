@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.advise.machine import NEW, counts_of, engine, recorded, run
-from launch.bench.prompts import make_prompts, read_other_texts
-from launch.bench.run import measure, warm_up
+from launch.bench.measure import make_prompts, measure, read_other_texts, warm_up
 from launch.command_line.options import Options, parse
 from launch.forecast import Priced, RecordedText, Setting, Sizes, by_replay, sizes_of
 from launch.terminal.interrupts import Interrupts
@@ -107,7 +106,7 @@ def points(machine: str, words: list[str], found: dict[str, Any]) -> list[Point]
         setting = Setting(PolicyRequest(policy), sizes.format, found["cache"], 0.0)
         return by_replay(setting, sizes, priced, text, PROMPT, 0)
 
-    priced = Priced(costs, rest, planned=predicted("fiddler", Priced(costs, rest)).replayed)
+    priced = Priced(costs, rest)
     rows = []
     for policy, ran in found["runs"].items():
         best = predicted(policy, priced)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.evidence_commands import Commands, Row, relative
+from launch.bench.profile import PhaseProfile
 from pipeline.assets import model_dir
 from pipeline.checkpoint.open import open_model
 from pipeline.memory.limits import staging_tiles
@@ -26,9 +27,8 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import ModelShape, PolicyRequest
 from pipeline.replay.machine import RIGHT, Replay
-from pipeline.traces.header import Header
-from pipeline.traces.steps import TracedStep
 from pipeline.traces.synthetic import EMBEDDED, SyntheticText
+from pipeline.traces.trace import Header, TracedStep
 from shm.layout import ExpertShape, StoreLayout, format_named
 
 MIXTRAL = ExpertShape(32, 8, 4096, 14336, 896)
@@ -115,17 +115,16 @@ def speed(case: Case, host: float, memory: float, steps: Sequence[TracedStep], r
     machine = Replay(
         header_of(case), policy, case.costs(host), capacity, popularity=text.counts(400), right=right
     )
-    began = moved = 0.0
-    decode = machine.outcome.decode
+    began, moved, size = 0.0, 0, case.layout.tile_bytes
+    counters = machine.outcome.counters
     for place, step in enumerate(steps):
         if place == WARM:
-            began, moved = machine.now, decode.moved
+            began, moved = machine.now, PhaseProfile(counters.snapshot()["decode"], size).copied
         machine.step(step)
-    tokens = len(steps) - WARM
-    each = case.layout.tile_bytes / 1e6
+    tokens, decode = len(steps) - WARM, PhaseProfile(counters.snapshot()["decode"], size)
     return {
         "tok_s": tokens / (machine.now - began),
-        "mb": (decode.moved - moved) * each / tokens,
+        "mb": (decode.copied - moved) / tokens / 1e6,
         "hits": decode.hit_rate,
     }
 

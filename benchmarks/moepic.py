@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.evidence_commands import COSTS, Commands, Row, paces, relative
-from pipeline.calibration.hit_rates import TokenOrder
+from pipeline.calibration.observers import TokenOrder
 from pipeline.engine.driver import LayerDecision
 from pipeline.models.routing import Softmax
 from pipeline.policies.calibration import Calibration
@@ -29,9 +29,8 @@ from pipeline.policies.costs import Costs, Rates, derived
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Gated, ModelShape, PolicyRequest, Signals
 from pipeline.replay.machine import Replay
-from pipeline.traces.header import Header
-from pipeline.traces.steps import TracedStep
 from pipeline.traces.synthetic import EMBEDDED, Skew, SyntheticText
+from pipeline.traces.trace import Header, TracedStep
 
 A6000 = Rates(160.0, 25.0, 614.0, 1.5, 75.0)  # PCIe 4.0 x16; 80 % of 768 GB/s, half of the arithmetic
 BITS = 4.5  # of a weight, with scales: half-quadratic quantization in groups of 64

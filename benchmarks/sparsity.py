@@ -26,7 +26,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from benchmarks.quality import BATCH, perplexity, windows
-from launch.score.items import Item, read_items
+from launch.score.evaluate import Item, read_items
 from pipeline.assets import heldout, items, model_dir
 from shm.layout import FORMATS, ExpertShape, FloeFormat, StoreLayout
 

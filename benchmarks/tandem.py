@@ -28,11 +28,9 @@ from pipeline.models.routing import Softmax
 from pipeline.policies.costs import MACHINES, Costs, derived
 from pipeline.policies.presets import PRESETS, make_policy
 from pipeline.policies.view import ModelShape, PolicyRequest
-from pipeline.replay.machine import Replay
-from pipeline.traces.header import Header
-from pipeline.traces.reader import Trace
-from pipeline.traces.steps import TracedStep
+from pipeline.replay.machine import Outcome, Replay
 from pipeline.traces.synthetic import EMBEDDED, SyntheticText
+from pipeline.traces.trace import Header, Trace, TracedStep
 
 PHASES = ("prefill", "decode")
 CHUNK = 256  # tokens of a prompt's step
@@ -119,8 +117,14 @@ def seconds(recorded: Recorded, setting: Setting) -> dict[str, float]:
     capacity = round(setting.share * shape.layers * shape.experts * shape.tiles)
     policy = make_policy(PolicyRequest(setting.name, setting.options), 0)
     replay = Replay(header, policy, setting.costs, capacity, popularity=counts)
-    warm = {phase: found.seconds for phase, found in replay.run(recorded.warm).phases.items()}
-    return {phase: found.seconds - warm[phase] for phase, found in replay.run(recorded.steps).phases.items()}
+    warm, every = (counted(replay.run(part)) for part in (recorded.warm, recorded.steps))
+    return {phase: every[phase] - warm[phase] for phase in PHASES}
+
+
+def counted(outcome: Outcome) -> dict[str, float]:
+    """Seconds of all steps so far."""
+    phases = outcome.counters.phases.items()
+    return {name: sum(map(sum, phase.seconds.values())) for name, phase in phases}
 
 
 RECORDED: list[Recorded] = []

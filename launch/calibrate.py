@@ -22,8 +22,8 @@ from launch.terminal.plot import Panel, Series, draw
 from launch.terminal.progress import ProgressDisplay
 from launch.terminal.tables import Column, Table, each, print_parts
 from pipeline.assets import model_dir
+from pipeline.calibration import HELD_OUT, LANES
 from pipeline.calibration.file import calibration_path, experts_per_token, read, summary
-from pipeline.calibration.windows import HELD_OUT, LANES
 from pipeline.checkpoint.open import open_model
 from pipeline.policies.calibration import Calibration
 from protocol.messages import CALIBRATION_TOKENS, Calibrate, Calibrating
@@ -73,7 +73,7 @@ def _prepare(folder: Path) -> None:
 
 
 async def _calibrate(options: Options, interrupts: Interrupts) -> tuple[Path, dict[str, Any]]:
-    """The file's path on the engine's machine, and the summary."""
+    """Returns the file's path on the engine's machine, and the summary."""
     written = options.written
     most = written.get("calibrate_tokens", CALIBRATION_TOKENS)
     asked = _asked(written, most)
@@ -173,13 +173,12 @@ def _draw(calibration: Calibration, about: dict[str, Any], path: Path) -> None:
 
 
 def _parts(about: dict[str, Any], calibration: Calibration) -> Iterator[RenderableType]:
-    """The calibration as a table and lines of text."""
+    """Returns the calibration as a table and lines of text."""
     if len(calibration.similarity) <= MOST_LAYERS:
         yield from (Table(_layers(calibration), range(len(calibration.similarity))), "")
     accuracy, share = about["accuracy"], about.get("share", 1)
     part = f"{percent(share, 1)} of the text, in windows evenly spaced over it"
     yield f"{about['model']}: {about['tokens']} tokens, {'the whole text' if share == 1 else part}"
-    yield from _hits(about.get("hits"))
     yield (
         f"next layer's experts predicted: {percent(accuracy['raw'], 1)} by its router on this layer's input,"
         f" {percent(accuracy['residual'], 1)} with the mean residual added"
@@ -204,18 +203,3 @@ def _parts(about: dict[str, Any], calibration: Calibration) -> Iterator[Renderab
         curve = ", ".join(f"{share:g}: {perplexity:.4g}" for share, perplexity in about["sparsities"])
         yield f"perplexity by sparsity (--set sparsity=auto takes the largest): {curve}"
     yield from (f"note: {note}" for note in about["notes"])
-
-
-def _hits(hits: dict[str, Any] | None) -> Iterator[str]:
-    """Yields the use of placing experts by this text, and a warning where the engine's clients run another
-    kind."""
-    if not hits:
-        return
-    yield (
-        f"with the {percent(hits['share'])} of the experts resident that this text uses most,"
-        f" {percent(hits['heldout'])} of those that its held-out part needs would be resident"
-    )
-    if (own := hits["own"]) is not None:
-        yield f"and {percent(own)} of those used by the {hits['tokens']} tokens that the engine has computed"
-        if hits["differs"]:
-            yield "warning: the text routes differently from what the engine runs; give text of that kind"

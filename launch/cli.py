@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _open_standard_streams() -> None:
-    """/dev/null for a closed standard stream, whose number, and so output, a socket could get."""
+    """Open /dev/null for a closed standard stream, whose number, and so output, a socket could get."""
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(fd)

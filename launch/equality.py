@@ -22,17 +22,11 @@ from typing import Protocol
 # Nats that rounding alone may move the margin between two tokens by. Float32: as wide as the tests' bound
 # against another implementation; the shipped script's answers under load and alone did not differ at all.
 F32_BOUND = 1e-4
-# With bfloat16 in the experts or in the rest. Measured on the embedded model: 796 answers of eight clients
-# at once against the same alone, 21,728 steps with the same past. Margins moved by 0.005 on average, by more
-# than 0.0625 in fewer than one step of a hundred, and by up to 0.5625 where rounding flipped a router's
-# choice. 46 answers differed: one request's four at a margin of 0.375, after such a flip, the others below
-# 0.07, a unit or two of a logit's last place. 27 % of all margins are below this bound; the median is 1.1.
+# With bfloat16 in the experts or in the rest. On the embedded model, 21,728 steps under load moved margins by
+# 0.005 on average, and by up to 0.5625 where rounding flipped a router's choice; the median margin is 1.1.
 BF16_BOUND = 0.5
-
-# With activations rounded to int8 a difference of rounding moves some codes by a whole step. On the
-# embedded model, all int4: 112 answers of eight clients at once against the same alone, 4,415 steps with the
-# same past. Margins moved by 0.006 on average, by at most 0.05 and 0.14 in 99 and 99.9 of a hundred steps, by
-# up to 0.49 at all; of 110 answers of the shipped script, at the turn of a conversation, one by 0.97 or more.
+# With activations rounded to int8 a difference of rounding moves some codes by a whole step: 4,415 steps in
+# int4 by 0.006 on average, by up to 0.49; one of 110 answers of the shipped script by 0.97 or more.
 QUANTIZED_BOUND = 1.0
 
 

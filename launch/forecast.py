@@ -5,34 +5,31 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from launch.bench.profile import PhaseProfile
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import EngineConfig, FormatName
+from pipeline.counters import difference
 from pipeline.memory.needs import Needs, backbone_tensors, needs, plain_bytes, quantized_bytes
 from pipeline.models.registry import expert_shape
-from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import ModelShape, PolicyRequest
 from pipeline.replay.machine import Replay
-from pipeline.replay.outcome import PhaseOutcome
-from pipeline.traces.header import Header
 from pipeline.traces.recorder import DEPTH
-from pipeline.traces.steps import TracedStep
+from pipeline.traces.trace import Header, TracedStep
 from shm.layout import FloeFormat, StoreLayout, format_named
 
 CONTEXT = 1000  # tokens that an expected token attends to
-QUANTILES = (0.1, 0.5, 0.9)  # of measured rates: the slow, the usual and the fast ones
-MARGIN = 0.2  # of the range at least: how evenly a token's experts divide over the workers is not measured
+MARGIN = 0.2  # of the range: how evenly a token's experts divide over the workers is not measured
 SIDE = 1024  # of a matrix whose formats' sizes are compared
-HIDDEN = ("setting", "notes", "replayed")  # from `Estimate.to_map`
+HIDDEN = ("setting", "notes")  # from `Estimate.to_map`
 
 
 # --- what a model's parts weigh -----------------------------------------------------------------------------
@@ -62,7 +59,7 @@ class Sizes:
 
 
 def sizes_of(source: ModelSource, config: EngineConfig, format: FormatName) -> Sizes:
-    """A model's sizes with the config's device and workers. Raises as `needs`."""
+    """Returns a model's sizes with the config's device and workers. Raises as `needs`."""
     known = needs(source, config, format)
     spec, tile_format = known.spec, format_named(format)
     shape = expert_shape(source.config, config.tile, tile_format)
@@ -97,7 +94,7 @@ def sizes_of(source: ModelSource, config: EngineConfig, format: FormatName) -> S
 
 
 def format_bytes(name: str) -> int:
-    """Bytes of a matrix in this format, to compare formats by."""
+    """Returns the bytes of a matrix in this format, to compare formats by."""
     tile_format = format_named(name)
     return tile_format.head_bytes(SIDE, SIDE) + tile_format.tile_bytes(SIDE, SIDE)
 
@@ -106,26 +103,12 @@ def format_bytes(name: str) -> int:
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Bytes a second: slow, usual, fast."""
-
-    slow: float
-    usual: float
-    fast: float
-
-    @classmethod
-    def of(cls, together: Sequence[Sequence[float]]) -> Spread:
-        """`together`: the rates of each process that computed at the same time."""
-        return cls(*np.sum([np.quantile(rates, QUANTILES) for rates in together], axis=0).tolist())
-
-
-@dataclass(frozen=True)
 class Speeds:
-    """What a machine's cores reach. `experts`: by format; `layer`: seconds of a layer beside its reads."""
+    """Bytes a second of all cores. `experts`: by format; `layer`: seconds of a layer beside its reads."""
 
-    memory: float  # bytes a second, all cores: the fastest of all readings, so that no share exceeds it
-    experts: Mapping[str, Spread]
-    backbone: Spread
+    memory: float  # the fastest of all readings, so that no share exceeds it
+    experts: Mapping[str, float]
+    backbone: float
     layer: float
     load: float  # load average just before
     cores: int  # that computed
@@ -133,8 +116,8 @@ class Speeds:
     def to_map(self) -> dict[str, Any]:
         return {
             "memory_gbps": self.memory / 1e9,
-            "expert_kernels_gbps": {name: spread.usual / 1e9 for name, spread in self.experts.items()},
-            "backbone_gbps": self.backbone.usual / 1e9,
+            "expert_kernels_gbps": {name: pace / 1e9 for name, pace in self.experts.items()},
+            "backbone_gbps": self.backbone / 1e9,
             "layer_overhead_s": self.layer,
             "load_average": self.load,
             "cores": self.cores,
@@ -149,14 +132,16 @@ class Expected:
     backbone: int
     kv: int
     limit: float  # where all bytes were read at the memory's full bandwidth
-    slow: float
     usual: float
-    fast: float
+
+    @property
+    def range(self) -> tuple[float, float]:
+        return self.usual * (1 - MARGIN), min(self.usual * (1 + MARGIN), self.limit)
 
     def to_map(self) -> dict[str, Any]:
         return {
             "tok_s": self.usual,
-            "tok_s_range": [self.slow, self.fast],
+            "tok_s_range": list(self.range),
             "memory_limit_tok_s": self.limit,
             "share_of_limit": self.usual / self.limit,
             "bytes_per_token": {"experts": self.experts, "backbone": self.backbone, "kv": self.kv},
@@ -164,8 +149,8 @@ class Expected:
 
 
 def by_rates(sizes: Sizes, speeds: Speeds, left_out: float) -> Expected:
-    """The speed after CONTEXT other tokens. `left_out`: the share of an expert's channels that a token leaves
-    out in a floe format."""
+    """Returns the speed after CONTEXT other tokens. `left_out`: the share of an expert's channels that a
+    token leaves out in a floe format."""
     spec, shape, tile_format = sizes.needs.spec, sizes.header.shape, format_named(sizes.format)
     expert = sizes.expert
     if isinstance(tile_format, FloeFormat):
@@ -173,15 +158,9 @@ def by_rates(sizes: Sizes, speeds: Speeds, left_out: float) -> Expected:
     experts = shape.layers * shape.top_k * expert
     backbone, kv = spec.layers * sizes.other + sizes.head, CONTEXT * sizes.needs.kv_token
     rest = spec.layers * speeds.layer + kv / speeds.memory
-    slow, usual, fast = (
-        1 / (experts / of_experts + backbone / of_backbone + rest)
-        for of_experts, of_backbone in zip(
-            astuple(speeds.experts[sizes.format]), astuple(speeds.backbone), strict=True
-        )
-    )
+    seconds = experts / speeds.experts[sizes.format] + backbone / speeds.backbone + rest
     limit = speeds.memory / (experts + backbone + kv)
-    slow, fast = min(slow, usual * (1 - MARGIN)), max(fast, usual * (1 + MARGIN))
-    return Expected(experts, backbone, kv, limit, slow, usual, min(fast, limit))
+    return Expected(experts, backbone, kv, limit, min(1 / seconds, limit))
 
 
 # --- by a replay --------------------------------------------------------------------------------------------
@@ -198,22 +177,14 @@ class RecordedText:
     words: str
     rest: float | None = None  # seconds of a decode step that were measured and are not simulated
     unknown: tuple[str, ...] = ()
-    calibration: Calibration | None = None
 
 
 @dataclass(frozen=True)
 class Priced:
-    """What a model's step costs on a machine in one format."""
+    """The costs of a model's step on a machine in one format."""
 
     costs: Costs  # per tile
     rest: float  # seconds of a step outside its layers
-    words: str = ""  # where the costs come from
-    planned: float | None = None  # seconds of a replay's step with the preset whose planning is in `rest`
-
-    def rest_of(self, replayed: float) -> float:
-        """`rest` of a preset whose replay takes so many seconds a step: what it takes longer than the other
-        one is planning."""
-        return self.rest if self.planned is None else max(0.0, self.rest + replayed - self.planned)
 
     def faster(self, side: str, factor: float) -> Priced:
         """The same with a `link`, a `host` or a `device` that is so many times as fast."""
@@ -236,7 +207,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a setting would reach. Rates and shares are of decode."""
+    """The speed that a setting would reach. Rates and shares are of decode."""
 
     setting: Setting
     exact: bool
@@ -249,7 +220,6 @@ class Estimate:
     wait_host: float
     fidelity: dict[str, float | None]
     notes: tuple[str, ...]
-    replayed: float  # seconds that the replay itself took for a step
 
     def to_map(self) -> dict[str, Any]:
         plain = {name: value for name, value in vars(self).items() if name not in HIDDEN}
@@ -269,58 +239,35 @@ class Estimate:
 def by_replay(
     setting: Setting, sizes: Sizes, priced: Priced, text: RecordedText, prompt: int, seed: int
 ) -> Estimate:
-    """The speed of a setting on this routing. `prompt`: tokens of the prompt whose first token is timed.
-    Raises PolicyError where the preset lacks an input, TraceError where the routing does, PlanError."""
+    """Returns the speed of a setting on this routing. `prompt`: tokens of the prompt whose first token is
+    timed. Raises PolicyError where the preset lacks an input, TraceError where the routing does,
+    PlanError."""
     machine = Replay(
         *(sizes.header, make_policy(setting.policy, seed), priced.costs, setting.capacity),
-        calibration=text.calibration,
         popularity=text.counts,
         last_steps=text.last_steps,
     )
     for step in text.steps[: text.begin]:
         machine.step(step)
-    before = {phase: _copied(outcome) for phase, outcome in machine.outcome.phases.items()}
-    replayed = 0.0
+    before = machine.outcome.counters.snapshot()
     for step in text.steps[text.begin :]:
-        began = time.process_time()
         machine.step(step)
-        if step.phase == "decode":
-            replayed += time.process_time() - began
-    outcome = machine.outcome
-    decode, read = (_since(outcome.phases[phase], before[phase]) for phase in ("decode", "prefill"))
+    outcome, size = machine.outcome, sizes.header.tile_bytes
+    counted = difference(outcome.counters.snapshot(), before)
+    decode, read = PhaseProfile(counted["decode"], size), PhaseProfile(counted["prefill"], size)
     if not read.rows:  # no prompt among the steps that count
-        read = before["prefill"]
-    replayed /= max(decode.steps, 1)
-    whole = decode.seconds + decode.steps * priced.rest_of(replayed)
+        read = PhaseProfile(before["prefill"], size)
+    whole = decode.seconds + decode.steps * priced.rest
     return Estimate(
         setting=setting,
         exact=outcome.exact,
         tok_s=decode.rows / whole,
         first_token_s=(read.seconds + read.steps * priced.rest) * prompt / read.rows if read.rows else None,
-        hit_rate=decode.hit_rate,
+        hit_rate=decode.hit_rate or 0.0,
         host_share=decode.host_share,
-        moved=decode.moved * sizes.header.tile_bytes / max(decode.rows, 1),
-        wait_link=decode.wait_link / whole,
-        wait_host=decode.wait_host / whole,
-        fidelity={} if outcome.exact else decode.shares(),
+        moved=decode.copied / max(decode.rows, 1),
+        wait_link=decode.causes["link"] / whole,
+        wait_host=decode.causes["workers"] / whole,
+        fidelity={} if outcome.exact else decode.fidelity,
         notes=tuple(outcome.notes),
-        replayed=replayed,
     )
-
-
-def _copied(outcome: PhaseOutcome) -> PhaseOutcome:
-    copied = replace(outcome)
-    copied.active, copied.hits = outcome.active.copy(), outcome.hits.copy()
-    return copied
-
-
-def _since(now: PhaseOutcome, then: PhaseOutcome) -> PhaseOutcome:
-    """The difference of the sums."""
-    plain = {
-        name: getattr(now, name) - getattr(then, name)
-        for name, value in vars(then).items()
-        if isinstance(value, int | float) and name != "layers"
-    }
-    difference = replace(now, **plain)
-    difference.active, difference.hits = now.active - then.active, now.hits - then.hits
-    return difference

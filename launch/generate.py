@@ -64,8 +64,8 @@ async def generate(options: Options, interrupts: Interrupts) -> int:
 
 
 def answer_settings(options: Options, otherwise: Sampling) -> dict[str, Any]:
-    """The given arguments of Client.generate but the prompt; `otherwise`: for settings not given. Says which
-    of the given ones have no effect."""
+    """Returns the given arguments of Client.generate but the prompt; `otherwise`: for settings not given.
+    Says which of the given ones have no effect."""
     settings = {
         key: options.written[key] for key in ("max_tokens", "stop", "ignore_eos") if key in options.written
     }
@@ -76,8 +76,8 @@ def answer_settings(options: Options, otherwise: Sampling) -> dict[str, Any]:
 
 
 async def _text(options: Options) -> str | None:
-    """The prompt as text, from the command line, a file or stdin, of which the last line's end is no part;
-    None where token ids are given. Raises WrongUsage."""
+    """Returns the prompt as text, from the command line, a file or stdin, of which the last line's end is no
+    part; None where token ids are given. Raises WrongUsage."""
     path, prompt = options.written.get("file"), options.written.get("prompt")
     if path is not None:
         prompt, source = read_text(path).removesuffix("\n"), path
@@ -142,7 +142,7 @@ def _finish(options: Options, answer: Answer, tokens: list[Token], client: Clien
 
 
 def _speed(tokens: int, stats: dict[str, Any]) -> str:
-    """Of an answer of `tokens` tokens and of its prompt."""
+    """Returns the speed of an answer of `tokens` tokens and of its prompt."""
     words = count(tokens, "token")
     if stats.get("decode_tok_s"):
         words += f", {stats['decode_tok_s']:.1f} tok/s"

@@ -50,7 +50,6 @@ SMALL = (
     "chat_template*",
     "additional_chat_templates/*.jinja",
 )
-OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors")
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 DEADLINE = 20.0  # seconds for the Hub to list a model's files
 
@@ -90,7 +89,8 @@ def model_folder(model: Path, download: bool) -> Path:
 
 
 def _download(name: str, repository: str, revision: str, only_config: bool) -> Path:
-    """The folder with all needed files, of one commit even if the model changes on the Hub meanwhile."""
+    """Returns the folder with all needed files, of one commit even if the model changes on the Hub
+    meanwhile."""
     from huggingface_hub import HfApi, hf_hub_download
 
     _quiet()
@@ -123,14 +123,15 @@ def _download(name: str, repository: str, revision: str, only_config: bool) -> P
 
 
 def _quiet() -> None:
-    """The libraries log each request, and the Hub's each failure, which is an error of ours in the end."""
+    """Silence the libraries, which log each request, and each failure, which is an error of ours in the
+    end."""
     for library in ("httpx", "httpx2"):
         logging.getLogger(library).setLevel(logging.WARNING)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def _matches(file: str, pattern: str) -> bool:
-    """A pattern means the files of its own folder alone."""
+    """Returns whether a pattern means a file, which it does in its own folder alone."""
     return file.count("/") == pattern.count("/") and fnmatchcase(file, pattern)
 
 
@@ -158,12 +159,7 @@ def _check_kind(name: str, sizes: dict[str, int]) -> None:
     if evil := next((file for file in sizes if one_line(file) != file), None):
         raise WrongUsage(f"{name}: the name of a file holds characters that control a terminal: {evil}")
     if SINGLE not in sizes and INDEX not in sizes:
-        other = next((f for kind in OTHER_WEIGHTS for f in sizes if fnmatchcase(f, kind)), None)
-        has = f"its weights are in files like {other}" if other else "it has no weights"
-        raise WrongUsage(
-            f"{name}: neither {SINGLE} nor {INDEX} is on the Hub: {has}, and only safetensors are read; "
-            "look for a repository that has those"
-        )
+        raise WrongUsage(f"{name}: neither {SINGLE} nor {INDEX} is on the Hub, and only safetensors are read")
     if CONFIG not in sizes:
         raise WrongUsage(f"{name}: {CONFIG} is not on the Hub, and the model cannot be run without it")
 
@@ -180,7 +176,8 @@ def _check_architecture(name: str, config: Path) -> None:
 
 
 def _shards(name: str, index: Path, sizes: dict[str, int]) -> list[str]:
-    """The weight files that an index names, in order. Raises WrongUsage where it names what is not there."""
+    """Returns the weight files that an index names, in order. Raises WrongUsage where it names what is not
+    there."""
     from pipeline.checkpoint.index import MAX_INDEX_BYTES, read_fields
 
     try:

@@ -2,8 +2,7 @@
 
     $XDG_RUNTIME_DIR/tandem/<name>/     or /tmp/tandem-<uid>/<name>/, all 0700
         lock            flocked exclusively by the supervisor as long as it runs
-        engine.json     written when the engine is ready: name, pid, model, policy, endpoint, version,
-                            exchange
+        engine.json     written when the engine is ready: name, pid, model, policy, endpoint, version
         control.sock    children -> supervisor
         client.sock     clients -> coordinator; work.sock, fetch.sock: its own children
 
@@ -60,7 +59,6 @@ class EngineInfo:
     policy: str
     endpoint: str
     version: int
-    exchange: str = ""  # of work with the workers: zmq or shm; empty without workers
 
 
 class RuntimeDir:
@@ -138,19 +136,13 @@ class RuntimeDir:
             self._lock = -1
 
 
-def _running_dirs() -> Iterator[Path]:
-    """The directories of engines that run or are being started."""
-    for path in _engine_dirs():
-        if (lock := _try_lock(path)) is None:
-            yield path
-        else:
-            os.close(lock)
-
-
 def running_engines() -> list[EngineInfo]:
-    """Engines of this user that are ready, by name."""
+    """Returns the engines of this user that are ready, by name."""
     engines = []
-    for path in _running_dirs():
+    for path in _engine_dirs():
+        if (lock := _try_lock(path)) is not None:  # its supervisor was killed
+            os.close(lock)
+            continue
         with suppress(OSError, msgspec.DecodeError):  # not ready yet, or stopped meanwhile
             # another version's may hold more, and lack what has a default
             engines.append(msgspec.json.decode(read_small(path / INFO, MAX_INFO), type=EngineInfo))
@@ -158,7 +150,8 @@ def running_engines() -> list[EngineInfo]:
 
 
 def find_engine(name: str | None) -> EngineInfo:
-    """The running engine of this name, or the only one. Raises WrongUsage, also for another version's."""
+    """Returns the running engine of this name, or the only one. Raises WrongUsage, also for another
+    version's."""
     engines = running_engines()
     matching = [engine for engine in engines if name in (None, engine.name)]
     if not matching and name is not None:
@@ -201,12 +194,13 @@ def sweep() -> list[str]:
 
 
 def segments(runtime: Path) -> list[Path]:
-    """One engine's own shared-memory segments: tandem-<name>-<hash>-<kind>-<incarnation>. The kind has no
-    dash, so that engine `a` never claims what belongs to engine `a-b`."""
+    """Returns an engine's own shared-memory segments."""
     return _segments(engine_prefix(runtime))
 
 
 def _segments(prefix: str) -> list[Path]:
+    """Returns the segments tandem-<name>-<hash>-<kind>-<incarnation>. The kind has no dash, so that engine
+    `a` never claims what belongs to engine `a-b`."""
     own = re.compile(rf"{re.escape(prefix[1:])}[a-z]+-[0-9]+")
     return [path for name in sorted(shm_names(own)) if is_segment(path := SHM / name)]
 
@@ -219,7 +213,7 @@ def _engine_dirs() -> Iterator[Path]:
 
 
 def _try_lock(path: Path, create: bool = False) -> int | None:
-    """The directory's lock, or None where it is held or the directory is being removed."""
+    """Takes the directory's lock, or returns None where it is held or the directory is being removed."""
     flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
     try:
         lock = os.open(path / "lock", flags, 0o600)
@@ -236,7 +230,7 @@ def _try_lock(path: Path, create: bool = False) -> int | None:
 
 
 def _without_directory() -> list[str]:
-    """Names of engines that have segments and no directory, which exists longer than the segments."""
+    """Names engines that have segments and no directory, which exists longer than the segments."""
     root = runtime_root()
     matches = [SEGMENT.fullmatch(name) for name in shm_names(SEGMENT) if is_segment(SHM / name)]
     paths = [root / name for name in sorted({match[1] for match in matches if match})]

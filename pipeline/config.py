@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -124,17 +124,11 @@ class CoordinatorConfig:
     @classmethod
     def from_map(cls, config: dict[str, Any]) -> Self:
         """Return the configuration from the supervisor's map."""
+        names = {one.name for one in fields(cls)}
         return cls(
-            engine=config["engine"],
-            runtime=Path(config["runtime"]),
-            incarnation=config["incarnation"],
-            key=config["key"],
-            control=config["control"],
-            store=config["store"],
-            fingerprint=config["fingerprint"],
-            model=Path(config["model"]),
-            cache=Path(config["cache_dir"]),
-            workers=WorkerCores(tuple(config["workers"]), config["nodes"]),
-            slab=config["slab"],
-            options=ResolvedConfig.from_map(config["config"]),
+            **{name: value for name, value in config.items() if name in names}
+            | {name: Path(config[name]) for name in ("runtime", "model")}
+            | {"cache": Path(config["cache_dir"])}
+            | {"workers": WorkerCores(tuple(config["workers"]), config["nodes"])}
+            | {"options": ResolvedConfig.from_map(config["config"])}
         )

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.arrays import IntArray
+from pipeline.arrays import PHASES, IntArray, Phase
 from pipeline.policies.view import Gated
 from shm.mask import Tally
 
@@ -296,38 +296,23 @@ class StepClock:
 class Counters:
     """All counters since the engine started."""
 
-    def __init__(self, tile_bytes: int, layers: int, channel_bytes: int = 0) -> None:
+    def __init__(self, tile_bytes: int, layers: int, channel_bytes: float = 0) -> None:
         """`channel_bytes`: of what is moved of a single channel."""
         self._bytes = tile_bytes, channel_bytes
-        self.phases = {"prefill": PhaseCounters(layers), "decode": PhaseCounters(layers)}
+        self.phases: dict[Phase, PhaseCounters] = {phase: PhaseCounters(layers) for phase in PHASES}
 
     def snapshot(self) -> dict[str, Any]:
         """The counters as a JSON-like tree; the differences of two snapshots are a request's own."""
         return {name: _tree(counters, *self._bytes) for name, counters in self.phases.items()}
 
 
-def _tree(c: PhaseCounters, tile_bytes: int, channel_bytes: int) -> dict[str, Any]:
-    return {
-        "steps": c.steps,
-        "rows": c.rows,
-        "host_tiles": c.host_tiles,
-        "resident_tiles": c.resident_tiles,
-        "fetched_tiles": c.fetched_tiles,
+def _tree(c: PhaseCounters, tile_bytes: int, channel_bytes: float) -> dict[str, Any]:
+    return {field.name: getattr(c, field.name) for field in fields(c) if field.type == "int"} | {
         "fetched_bytes": c.fetched_tiles * tile_bytes + c.channels.moved * channel_bytes,
-        "wanted_experts": c.wanted_experts,
-        "issued_experts": c.issued_experts,
-        "paused_steps": c.paused_steps,
-        "predicted_tiles": c.predicted_tiles,
-        "useful_tiles": c.useful_tiles,
-        "wasted_tiles": c.wasted_tiles,
-        "late_tiles": c.late_tiles,
-        "placed_tiles": c.placed_tiles,
         "channels": dict(vars(c.channels)),
         "host_busy_s": c.host_busy,
         "link_busy_s": c.link_busy,
         "device_timed": {"of_s": c.timed, "busy_s": sum(c.device_seconds[part] for part in LAUNCHING)},
-        "masked_channels": c.masked_channels,
-        "kept_channels": c.kept_channels,
         "seconds": {part: sum(seconds) for part, seconds in c.seconds.items()},
         "layers": {
             "seconds": {part: seconds[:-1] for part, seconds in c.seconds.items()},

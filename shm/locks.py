@@ -76,11 +76,6 @@ class StoreLease:
             raise
         return cls(name, descriptor)
 
-    @property
-    def intact(self) -> bool:
-        """The store still has its name, and processes can map it."""
-        return leads_to(segment_path(self._name), self._descriptor)
-
     def release(self, keep: bool) -> bool:
         """Release the lease; returns whether the store was removed. The last user removes it, unless a user
         asked to `keep` it."""

@@ -29,7 +29,7 @@ from fork_server import SERVER, SETTINGS
 from leaks import leaks, segments
 from safetensors.numpy import save_file
 
-from launch.processes.limits import Limits
+from launch.processes.monitor import Limits
 from launch.processes.supervisor import Supervisor
 from pipeline.assets import model_dir
 from pipeline.config import EngineConfig

@@ -170,7 +170,7 @@ class Report:
             yield Text(line, style="dim")
 
     def _formats(self) -> Table[Any]:
-        """Each format's memory and its fastest preset."""
+        """Returns each format's memory and its fastest preset."""
         memory = self.search.hardware.memory
         pools = [
             {pool.name: pool for pool in fitting.plan.pools(memory) if pool.name != SHM_FOLDER}
@@ -230,7 +230,7 @@ class Report:
 
 
 def _presets(best: Estimate, estimates: list[Estimate]) -> Table[Estimate]:
-    """The presets of the best setting's format."""
+    """Returns the presets of the best setting's format."""
     columns = [
         Column[Estimate](f"policy, {best.setting.format}", _policy, text=True),
         Column[Estimate]("tok/s", lambda of: of.tok_s, alike),

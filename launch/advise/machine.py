@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launch.bench.prompts import make_prompts, read_other_texts
-from launch.bench.run import warm_up
+from launch.bench.measure import make_prompts, read_other_texts, warm_up
 from launch.command_line.options import Options
 from launch.connect import connected
 from launch.errors import WrongUsage
-from launch.forecast import Priced, RecordedText, Setting, Sizes, by_replay, sizes_of
-from launch.planning.plan import make_plan, situation
+from launch.forecast import Priced, RecordedText, Sizes, sizes_of
+from launch.planning import make_plan, situation
 from launch.processes.cores import Cores
 from launch.terminal.format import model_name
 from launch.terminal.interrupts import Interrupts
@@ -35,11 +34,9 @@ from pipeline.models.shapes import is_shape
 from pipeline.policies.costs import MACHINES, Costs, Rates, derived
 from pipeline.policies.options import did_you_mean
 from pipeline.policies.view import PolicyRequest
-from pipeline.replay.overview import summarize
-from pipeline.traces.header import Header
-from pipeline.traces.reader import Trace
-from pipeline.traces.steps import TracedStep
+from pipeline.replay.steps import summarize
 from pipeline.traces.synthetic import EMBEDDED, SyntheticText
+from pipeline.traces.trace import Header, Trace, TracedStep
 from protocol.client import Client
 
 GIGABYTE = 1e9
@@ -113,12 +110,9 @@ def elsewhere(written: Mapping[str, Any]) -> Hardware | None:
         f" GPU of {gpu_gb:g} GB at {rates.device_gbps:g} GB/s"
     )
     unknown = [
-        "the rates are taken to be what programs reach, about 80 % of a data sheet's; the workers read what"
-        " the link leaves of the host's memory",
+        "the rates are taken to be what programs reach, 80 % of a data sheet's; small experts reach less",
         f"assumed: {1e6 * rates.layer:.0f} us a layer to start its kernels, {1e6 * rates.round_trip:.0f} us"
-        f" for the exchange with the workers; TFLOP/s: host {rates.host_tflops:.3g}, GPU"
-        f" {rates.device_tflops:.3g}",
-        "small experts reach less than these rates: the fewer bytes in a layer, the more optimistic this is",
+        f" for the exchange with the workers",
     ]
 
     def priced(sizes: Sizes, context: int) -> Priced:
@@ -126,7 +120,7 @@ def elsewhere(written: Mapping[str, Any]) -> Hardware | None:
         costs = derived(rates, sizes.expert, sizes.expert_weights, other, sizes.other_weights)
         costs = replace(costs, link=costs.link * sizes.header.tile_bytes / sizes.tile)
         rest = BESIDE_STEP + sizes.head / (rates.device_gbps * GIGABYTE)
-        return Priced(costs.for_tiles(sizes.header.shape.tiles), rest, "derived from these rates")
+        return Priced(costs.for_tiles(sizes.header.shape.tiles), rest)
 
     return Hardware(words, memory, priced, unknown)
 
@@ -140,13 +134,10 @@ def _from_file(written: Mapping[str, Any], memory: Machine) -> Hardware:
             raise WrongUsage(f"advise: --costs FILE has what {option} would give; leave one of them out")
     path, only = written["costs"], written.get("format", "bf16")
     words, costs = f"costs: {path}, GPU of {written['gpu_gb']:g} GB", Costs.load(path)
-    unknown = [
-        f"the costs are taken to be those of {only}, for which alone they hold",
-        "embedding, head, sampling, planning and messages are not in the file, and not in this",
-    ]
+    unknown = ["embedding, head, sampling, planning and messages are not in the file, and not in this"]
 
     def priced(sizes: Sizes, _: int) -> Priced:
-        return Priced(costs.for_tiles(sizes.header.shape.tiles), 0.0, words)
+        return Priced(costs.for_tiles(sizes.header.shape.tiles), 0.0)
 
     return Hardware(words, memory, priced, unknown, only=only)
 
@@ -171,18 +162,14 @@ async def this_machine(
         recording = {} if "trace" in written else {"record": path}
         own = Options("advise", written | {"format": sizes.format})
         async with engine(own, interrupts, **recording) as client:
-            costs, capacity = await run(client, prompt)
+            costs, _ = await run(client, prompt)
         text = recorded(path, sizes.header)
-    setting = Setting(RUN, sizes.format, capacity, 0.0)
-    measured = Priced(costs, text.rest or 0.0, "measured by a short run here")
-    replayed = by_replay(setting, sizes, measured, text, prompt, config.seed).replayed
-    measured = replace(measured, planned=replayed)
 
     def priced(other: Sizes, _: int) -> Priced:
         if other.format == sizes.format:
-            return measured
+            return Priced(costs, text.rest or 0.0)
         by_bytes = costs.of_tiles(other.tile / sizes.tile, other.header.tile_bytes / sizes.header.tile_bytes)
-        return replace(measured, costs=by_bytes, words=f"from those of {sizes.format}, by bytes")
+        return Priced(by_bytes, text.rest or 0.0)
 
     unknown = [
         f"measured in {sizes.format} with {RUN.name}; other presets are predicted from its costs, other"
@@ -197,7 +184,7 @@ async def this_machine(
 
 @asynccontextmanager
 async def engine(options: Options, interrupts: Interrupts, **changes: Any) -> AsyncIterator[Client]:
-    """A client of an engine of its own with the command's options and these. Raises as its start."""
+    """Returns a client of an engine of its own with the command's options and these. Raises as its start."""
     written = {name: value for name, value in options.written.items() if name in OF_ENGINE}
     async with connected(Options("bench", written | changes), interrupts) as client:
         yield client

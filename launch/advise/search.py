@@ -41,7 +41,7 @@ class Fitting:
 
 @dataclass(frozen=True)
 class Change:
-    """What a change of the machine would do to the best setting."""
+    """Effect of a change of the machine on the best setting."""
 
     words: str
     tok_s: float  # of the same preset
@@ -156,7 +156,7 @@ class Search:
 
 
 def fitting(sizes: Sizes, config: EngineConfig, hardware: Hardware) -> Fitting:
-    """The plan of a start there, or the smallest one where it does not fit."""
+    """Returns the plan of a start there, or the smallest one where it does not fit."""
     plan = plan_format(sizes.needs, config, hardware.memory, slab=True)
     if plan is not None:
         return Fitting(sizes, plan, True)

@@ -19,10 +19,18 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any
 
+from launch.bench.measure import (
+    Perplexity,
+    PolicyResult,
+    Prompt,
+    Texts,
+    make_prompts,
+    measure,
+    read_other_texts,
+    warm_up,
+)
 from launch.bench.plan import BenchPlan
-from launch.bench.prompts import Perplexity, Prompt, Texts, make_prompts, read_other_texts
 from launch.bench.report import Report
-from launch.bench.run import PolicyResult, measure, warm_up
 from launch.command_line.options import Options
 from launch.connect import connected
 from launch.errors import Disturbed

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
+from math import isnan
 from typing import Any, NamedTuple
 
 from pipeline.counters import fidelity
@@ -20,6 +21,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
     "messages": ("submit", "combine"),
     "head": ("head",),
 }
+COPIES = ("predicted", "useful", "late", "wasted", "placed")
 COMPUTING = ("device", "attention", "head")  # causes during which the device computes
 
 Tree = Mapping[str, Any]
@@ -68,6 +70,16 @@ class PhaseProfile:
     def seconds(self) -> float:
         """Time of all steps."""
         return float(sum(self.tree["seconds"].values()))
+
+    @property
+    def tok_s(self) -> float | None:
+        """Tokens a second of the steps' time."""
+        return self.rows / self.seconds if self.seconds else None
+
+    @property
+    def host_share(self) -> float:
+        """Share of the tiles that the host computed."""
+        return self.tree["host_tiles"] / self.tiles if self.tiles else 0.0
 
     @property
     def causes(self) -> dict[str, float]:
@@ -129,17 +141,29 @@ class PhaseProfile:
     @property
     def hit_rates(self) -> list[float | None]:
         """`hit_rate` of each layer."""
+        return self._by_layer("hits", "active")
+
+    def _by_layer(self, part: str, whole: str) -> list[float | None]:
         layers = self.tree["layers"]
-        pairs = zip(layers["hits"], layers["active"], strict=True)
-        return [hits / active if active else None for hits, active in pairs]
+        return [a / b if b else None for a, b in zip(layers[part], layers[whole], strict=True)]
 
     @property
     def moved(self) -> dict[str, int]:
         """Bytes copied to the device. `demanded`: a step needed them; `late`, part of those: being
-        prefetched. `predicted`: prefetched, of which `useful`: used, and `wasted`: evicted unused."""
-        counts = {kind: int(self.tree[f"{kind}_tiles"]) for kind in ("predicted", "useful", "late", "wasted")}
-        sizes = {kind: count * self.tile_bytes for kind, count in counts.items()}
+        prefetched. `predicted`: prefetched, of which `useful`: used, and `wasted`: evicted unused. `placed`:
+        in the background, by placement and replacement."""
+        sizes = {kind: int(self.tree[f"{kind}_tiles"]) * self.tile_bytes for kind in COPIES}
         return {"demanded": int(self.tree["fetched_bytes"])} | sizes
+
+    @property
+    def copied(self) -> int:
+        """Bytes copied to the device."""
+        return sum(self.moved[kind] for kind in ("demanded", "predicted", "placed"))
+
+    @property
+    def copied_per_token(self) -> float:
+        """The same for each token."""
+        return self.copied / max(self.rows, 1)
 
     @property
     def issued_share(self) -> float | None:
@@ -149,10 +173,11 @@ class PhaseProfile:
         return int(self.tree["issued_experts"]) / wanted if wanted else None
 
     @property
-    def fidelity(self) -> dict[str, float]:
-        """Shares of the routed weight: skipped, substituted, stale, predicted, left out by channel."""
+    def fidelity(self) -> dict[str, float | None]:
+        """Shares of the routed weight: skipped, substituted, stale, predicted, left out by channel; None for
+        an unknown one."""
         shares = fidelity(False, {"": dict(self.tree)})
-        return {kind: float(share) for kind, share in shares.items() if kind != "exact"}
+        return {kind: None if isnan(share) else share for kind, share in shares.items() if kind != "exact"}
 
     @property
     def kept_share(self) -> float | None:
@@ -172,6 +197,23 @@ class PhaseProfile:
             "used": (c["right"], c["guessed"] + c["wasted"]),
         }
         return ChannelFigures(c["moved"], **{name: a / b if b else None for name, (a, b) in share.items()})
+
+    def to_map(self) -> dict[str, Any]:
+        """Returns shares, and bytes a token, for JSON."""
+        rows, tree = max(self.rows, 1), self.tree
+        return {
+            "hit_rate": self.hit_rate,
+            "hit_rate_by_layer": self.hit_rates,
+            "tile_hit_rate": self.tile_hit_rate,
+            "tile_hit_rate_by_layer": self._by_layer("hit_tiles", "active_tiles"),
+            "bytes_per_token": {kind: size / rows for kind, size in self.moved.items()},
+            "prefetches": {
+                "wanted": tree["wanted_experts"],
+                "issued": tree["issued_experts"],
+                "share": self.issued_share,
+                "paused_steps": tree["paused_steps"],
+            },
+        }
 
     @property
     def layers(self) -> list[LayerTime]:

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 
 from rich.console import RenderableType
 
-from launch.bench.figures import Figures, compared, policy_tables, show_tables
 from launch.bench.plan import requested_policies
-from launch.bench.report import routing_notes
+from launch.bench.profile import PhaseProfile
+from launch.bench.report import Figures, compared, policy_tables, routing_notes, show_tables
 from launch.bench.sweep import Point, SweepReport, combinations
-from launch.command_line.options import Options
-from launch.command_line.sweep import axes
+from launch.command_line.options import Options, axes
 from launch.errors import LaunchError, WrongUsage
 from launch.terminal.format import count, merged_notes, model_name
 from launch.terminal.interrupts import Interrupts
@@ -29,7 +28,7 @@ from launch.terminal.output import print_json
 from launch.terminal.plot import check_picture
 from launch.terminal.progress import ProgressCounter
 from launch.terminal.tables import print_parts
-from pipeline.arrays import Phase
+from pipeline.arrays import PHASES, Phase
 from pipeline.calibration.cost_cache import measured_here
 from pipeline.calibration.file import NAME, load
 from pipeline.config import DEFAULT_CACHE
@@ -40,11 +39,8 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from pipeline.replay.machine import Replay
-from pipeline.replay.outcome import MOVED, Outcome, PhaseOutcome
-from pipeline.replay.overview import Overview, summarize
-from pipeline.traces.header import Header
-from pipeline.traces.reader import Trace
-from pipeline.traces.steps import TracedStep
+from pipeline.replay.steps import Overview, summarize
+from pipeline.traces.trace import Header, Trace, TracedStep
 from protocol.program import user_folder
 from shm.segment import byte_size
 
@@ -89,7 +85,9 @@ class Result(NamedTuple):
     """One policy's replay."""
 
     request: PolicyRequest
-    outcome: Outcome
+    exact: bool
+    notes: list[str]
+    profiles: dict[Phase, PhaseProfile]
 
 
 @dataclass(frozen=True)
@@ -131,26 +129,43 @@ class ReplayReport:
         return {"config": config, "policies": policies, "left_out": left_out}
 
     def _to_map(self, result: Result) -> dict[str, Any]:
-        outcome = result.outcome
         plain: dict[str, Any] = {
             "name": result.request.name,
             "options": result.request.options,
-            "exact": outcome.exact,
-            "notes": outcome.notes,
+            "exact": result.exact,
+            "notes": [*result.notes, *routing_notes(self.header.model)],
         }
-        if not outcome.exact:
+        if not result.exact:
             plain["assumption"] = ASSUMPTION
-        for name, phase in outcome.phases.items():
-            ratio = _ratio(phase, self.results[0].outcome.phases[name])
-            rest, whole = self._rest(name), self._whole(name, phase)
-            plain[name] = phase.to_json(self.header.tile_bytes)
-            plain[name] |= {"ratio": ratio, "rest_s_per_step": rest, "whole_tok_s": whole}
-        plain["notes"] = [*outcome.notes, *routing_notes(self.header.model)]
-        return plain
+        return plain | {name: self._phase(name, profile) for name, profile in result.profiles.items()}
+
+    def _phase(self, name: Phase, profile: PhaseProfile) -> dict[str, Any]:
+        plain, shares = profile.to_map(), profile.shares
+        plain["bytes_per_token"]["moved"] = profile.copied_per_token
+        return plain | {
+            "steps": profile.steps,
+            "tokens": profile.rows,
+            "seconds": profile.seconds,
+            "tok_s": profile.tok_s or 0.0,
+            "host_share": profile.host_share,
+            "busy": {  # work is booked when it is sent, and may go on in the next phase
+                **{"host": profile.host_busy, "device": profile.device_busy, "link": profile.link_busy},
+            },
+            "waits": {"link": shares["link"], "host": shares["workers"]},
+            "fidelity": profile.fidelity,
+            "ratio": self._ratio(name, profile),
+            "rest_s_per_step": self._rest(name),
+            "whole_tok_s": self._whole(name, profile),
+        }
+
+    def _ratio(self, name: Phase, profile: PhaseProfile) -> float | None:
+        """Returns the speed relative to the first policy."""
+        mine, first = profile.tok_s, self.results[0].profiles[name].tok_s
+        return mine / first if mine and first else None
 
     @property
     def _left_out(self) -> tuple[str, ...]:
-        """What the simulated time does not contain."""
+        """Returns what the simulated time does not contain."""
         return LEFT_OUT if any(self.costs.other) else ("attention", *LEFT_OUT)
 
     def _rest(self, phase: Phase) -> float | None:
@@ -158,38 +173,30 @@ class ReplayReport:
         costs, and where they were not measured."""
         return self.overview.rest[phase] if self.here else None
 
-    def _whole(self, name: Phase, phase: PhaseOutcome) -> float | None:
-        """Estimated tokens a second of an engine: the simulated time and the rest."""
+    def _whole(self, name: Phase, profile: PhaseProfile) -> float | None:
+        """Returns the estimated tokens a second of an engine: by the simulated time and the rest."""
         rest = self._rest(name)
-        return None if rest is None or not phase.rows else phase.rows / (phase.seconds + phase.steps * rest)
+        if rest is None or not profile.rows:
+            return None
+        return profile.rows / (profile.seconds + profile.steps * rest)
 
     @property
     def figures(self) -> list[Figures]:
-        return [self._figures(result) for result in self.results]
-
-    def _figures(self, result: Result) -> Figures:
-        outcome, first = result.outcome, self.results[0].outcome
-        prefill, decode = outcome.prefill, outcome.decode
-        plain = decode.to_json(self.header.tile_bytes)
         several = len(self.results) > 1
-        return Figures(
-            result.request,
-            outcome.exact,
-            prefill=[prefill.tok_s] if prefill.seconds else [],
-            decode=[decode.tok_s] if decode.seconds else [],
-            prefill_ratio=_ratio(prefill, first.prefill) if several else None,
-            decode_ratio=_ratio(decode, first.decode) if several else None,
-            whole=self._whole("decode", decode),
-            copied=plain["bytes_per_token"]["moved"],
-            moved={kind: plain["bytes_per_token"][kind] for kind in MOVED},
-            hits=decode.hit_rate,
-            tile_hits=decode.tile_hit_rate,
-            host_share=decode.host_share,
-            issued=decode.issued_share,
-            busy=plain["busy"],
-            waits={"workers": plain["waits"]["host"], "link": plain["waits"]["link"]},
-            fidelity=plain["fidelity"],
-        )
+        rows = []
+        for result in self.results:
+            prefill, decode = result.profiles["prefill"], result.profiles["decode"]
+            rows.append(
+                Figures(
+                    *(result.request, result.exact, decode),
+                    prefill=[prefill.tok_s] if prefill.tok_s else [],
+                    decode=[decode.tok_s] if decode.tok_s else [],
+                    prefill_ratio=self._ratio("prefill", prefill) if several else None,
+                    decode_ratio=self._ratio("decode", decode) if several else None,
+                    whole=self._whole("decode", decode),
+                )
+            )
+        return rows
 
     @property
     def without(self) -> list[str]:
@@ -197,7 +204,7 @@ class ReplayReport:
         return [f"{name} left out: {reason}" for name, reason in self.left_out.items()]
 
     def conditions(self, swept: Sequence[str]) -> list[str]:
-        """What all settings of a sweep of `swept` have in common."""
+        """Returns what all settings of a sweep of `swept` have in common."""
         lines = [f"{model_name(self.header.model, article='')}, replayed: {self.path.name}"]
         lines += [f"costs: {self.costs_of}"] * ("costs" not in swept)
         return [*lines, "tok/s: of the layers alone, simulated"]
@@ -207,7 +214,7 @@ class ReplayReport:
         rows = self.figures
         notes = [*routing_notes(self.header.model), *[ASSUMPTION] * (not all(row.exact for row in rows))]
         notes += ["the file ends within a step; that step is left out"] * self.overview.cut_short
-        notes += merged_notes((result.request.name, result.outcome.notes) for result in self.results)
+        notes += merged_notes((result.request.name, result.notes) for result in self.results)
         return show_tables(policy_tables(rows), [*self._about(), *compared(rows)], [*notes, *self.without])
 
     def _about(self) -> list[str]:
@@ -227,10 +234,6 @@ class ReplayReport:
             f" {', '.join(self._left_out)}",
             f"no estimate of a whole token: {why}" if rest is None else whole.format(1e3 * rest),
         ]
-
-
-def _ratio(phase: PhaseOutcome, first: PhaseOutcome) -> float | None:
-    return phase.tok_s / first.tok_s if phase.seconds and first.seconds else None
 
 
 @dataclass
@@ -297,9 +300,15 @@ class Replays:
             self.costs_of,
             self.here,
             self.calibration is not None,
-            [Result(request, machine.outcome) for request, machine in self.running],
+            [self._result(*each) for each in self.running],
             self.left_out,
         )
+
+    def _result(self, request: PolicyRequest, machine: Replay) -> Result:
+        counters, exact, notes = machine.outcome
+        trees, size = counters.snapshot(), self.trace.header.tile_bytes
+        profiles = {phase: PhaseProfile(trees[phase], size) for phase in PHASES}
+        return Result(request, exact, notes, profiles)
 
     @contextmanager
     def guarded(self, request: PolicyRequest) -> Iterator[None]:

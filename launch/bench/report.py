@@ -1,23 +1,272 @@
-"""The report of a comparison of policies: tables, the JSON object, a picture."""
+"""The report of a comparison of policies: a row of figures for each, of measurements, sweeps and replays
+alike, the tables and panels that show them, and the JSON object."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import RenderableType
+from rich.text import Text
 
-from launch.bench.figures import Figures, compared, policy_panels, policy_tables, show_tables
+from launch.bench.measure import Perplexity, PolicyResult
 from launch.bench.profile import PhaseProfile
-from launch.bench.run import PolicyResult
-from launch.terminal.format import count, merged_notes, model_name, percent
-from launch.terminal.plot import draw
+from launch.terminal.format import alike, count, merged_notes, model_name, percent, three_digits
+from launch.terminal.plot import Panel, Series, draw
+from launch.terminal.tables import Column, Table, dim, each, policy_name, spreads
 from pipeline.counters import pause_note
 from pipeline.models.shapes import is_shape
+from pipeline.policies.view import PolicyRequest
 from shm.segment import byte_size
+
+KINDS = ("skipped", "substituted", "stale", "predicted")  # of approximation, beside `left`
+# Why bytes were copied, as a plot names and colours it.
+CAUSES = {
+    "a step waited for it": "#c0504d",
+    "prefetched too late": "#e39b6d",
+    "prefetched and used": "#5b9a68",
+    "prefetched, not used": "#b9b9b9",
+    "replaced in the background": "#7d9cc0",
+}
+# Without `predicted`: it counts experts that a predictor chose, and their result need not differ.
+CHANGES = {
+    "skipped": ("expert skipped", "#8c6bb1"),
+    "substituted": ("another expert instead", "#b59ad0"),
+    "stale": ("from the layer before's input", "#d9a441"),
+    "left": ("left", "#7a9e7e"),
+}
+GREEN = "#5b9a68"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One policy's figures in one setting, measured or replayed. Speeds have a value for each round."""
+
+    request: PolicyRequest
+    exact: bool
+    profile: PhaseProfile  # of decode
+    prefill: Sequence[float]  # tok/s
+    decode: Sequence[float]
+    prefill_ratio: float | None  # to the first policy; None for the only one
+    decode_ratio: float | None
+    first_token: Sequence[float] = ()  # milliseconds
+    whole: float | None = None  # tok/s of a whole token, estimated
+    perplexity: Perplexity | None = None
+    settings: dict[str, Any] = field(default_factory=dict)  # of a sweep
+
+    @property
+    def moved(self) -> dict[str, float]:
+        """Bytes a token, as in PhaseProfile."""
+        return {kind: size / max(self.profile.rows, 1) for kind, size in self.profile.moved.items()}
+
+    @property
+    def used(self) -> float | None:
+        """The share of the prefetched bytes that was used."""
+        moved = self.profile.moved
+        return moved["useful"] / moved["predicted"] if moved["predicted"] else None
+
+
+def _ratios(values: Sequence[float]) -> list[str]:
+    return [f"{value:.2f}" for value in values]
+
+
+def _added(perplexity: Perplexity) -> str:
+    """Returns by how much an approximation raises the perplexity."""
+    added = perplexity.percent
+    return f"{added:+.2f}%" if abs(added) < 9.995 else f"{added:+.0f}%"
+
+
+def _share(
+    title: str, value: Callable[[Figures], Any], note: str = "", optional: bool = True, digits: int = 0
+) -> Column[Figures]:
+    return Column(title, value, each(lambda share: percent(share, digits)), note=note, optional=optional)
+
+
+def _size(title: str, value: Callable[[Figures], float | None], note: str = "") -> Column[Figures]:
+    return Column(title, value, lambda sizes: alike([size / 1e6 for size in sizes]), note=note, optional=True)
+
+
+def _changed(kind: str) -> Callable[[Figures], float | None]:
+    return lambda figures: figures.profile.fidelity[kind]
+
+
+def _channels(name: str) -> Callable[[Figures], float | None]:
+    return lambda figures: getattr(figures.profile.channels, name, None)
+
+
+def _tile_hits(figures: Figures) -> float | None:
+    """Returns the tiles' hits where they are not the experts'."""
+    tiles = figures.profile.tile_hit_rate
+    return None if tiles == figures.profile.hit_rate else tiles
+
+
+BUSY = "busy, waiting: shares of decode's time; the device computes attention, resident experts and the head"
+TILES = "tile hits: the same of their tiles, where experts are resident in part"
+ISSUED = (
+    "prefetches issued: share of the experts that a prediction named, and that were neither resident nor"
+    " under way, whose copy was ordered"
+)
+CHANGED = "skipped, substituted, stale, predicted: shares of the routed weight"
+LEFT = "left: the same in channels that were left out, by |u|"
+CHANNELS = (
+    "experts, channels predicted: shares of those that a layer used, named by the layer before; of these"
+    " used: share of the channels that predictions copied"
+)
+RESIDENT = "expert hits: share of the needed experts that were resident, in decode"
+SHARED = "workers' share: of decode's expert tiles; the device computed the others"
+
+POLICY = Column[Figures]("policy", lambda f: policy_name(f.request), text=True)
+COPIED = _size("copied\nMB/token", lambda f: f.profile.copied_per_token, "copied: to the device in decode")
+HITS = _share("expert\nhits", lambda f: f.profile.hit_rate, RESIDENT, optional=False)
+HOST = _share("workers'\nshare", lambda f: f.profile.host_share, SHARED, optional=False)
+SPEEDS = (
+    Column[Figures]("policy", lambda f: policy_name(f.request, f.exact), text=True),
+    Column[Figures]("prefill\ntok/s", lambda f: f.prefill or None, spreads),
+    Column[Figures]("x", lambda f: f.prefill_ratio, _ratios, optional=True),
+    Column[Figures]("first\ntoken ms", lambda f: f.first_token or None, spreads, optional=True),
+    Column[Figures]("decode\ntok/s", lambda f: f.decode or None, spreads, style="bold"),
+    Column[Figures]("x", lambda f: f.decode_ratio, _ratios, style="bold", optional=True),
+    Column[Figures]("whole\ntoken", lambda f: f.whole, each(three_digits), optional=True),
+    COPIED,
+    HOST,
+)
+SWEPT = (*SPEEDS[:2], *SPEEDS[4:6], COPIED, HITS, HOST)  # behind the settings
+CACHE = (
+    POLICY,
+    HITS,
+    _share("tile\nhits", _tile_hits, TILES),
+    _size("on demand\nMB/token", lambda f: f.moved["demanded"] or None, "on demand: a step waited for it"),
+    _size(
+        "prefetched\nMB/token", lambda f: f.moved["predicted"] or None, "prefetched: before a step needed it"
+    ),
+    _share("of it\nused", lambda f: f.used),
+    _share("prefetches\nissued", lambda f: f.profile.issued_share, ISSUED),
+    _size(
+        "replaced\nMB/token",
+        lambda f: f.moved["placed"] or None,
+        "replaced: in the background, by replacement",
+    ),
+)
+TIMES = (
+    POLICY,
+    _share("workers\nbusy", lambda f: f.profile.host_busy, BUSY, optional=False),
+    _share("device\nbusy", lambda f: f.profile.device_busy, optional=False),
+    _share("link\nbusy", lambda f: f.profile.link_busy or None),
+    _share("waiting for\nworkers", lambda f: f.profile.shares["workers"], optional=False),
+    _share("waiting for\ncopies", lambda f: f.profile.shares["link"] or None),
+)
+APPROXIMATION = (
+    POLICY,
+    *(_share(kind, _changed(kind), CHANGED, False, 1) for kind in KINDS),
+    _share("left", lambda f: f.profile.fidelity["left"] or None, LEFT, digits=1),
+    _share("channels\nread", lambda f: f.profile.kept_share, "channels read: share of the experts'"),
+    _share("experts\npredicted", _channels("experts"), CHANNELS),
+    _share("channels\npredicted", _channels("recall")),
+    _share("of these\nused", _channels("used")),
+    Column[Figures]("added\nperplexity", lambda f: f.perplexity, each(_added), optional=True),
+)
+
+
+def policy_tables(rows: Sequence[Figures], emulation: str = "") -> list[Table[Figures]]:
+    """Speeds; hits and copies; where the time went; what was approximated, by the approximate policies."""
+    tables = [
+        Table(SPEEDS, rows, f"emulation: {emulation}" if emulation else "", gap=0),
+        Table(CACHE, rows),
+        Table(TIMES, rows),
+    ]
+    approximate = [row for row in rows if not row.exact]
+    return [*tables, Table(APPROXIMATION, approximate)] if approximate else tables
+
+
+def show_tables(
+    tables: Sequence[Table[Figures]], about: Iterable[str], notes: Iterable[str]
+) -> Iterator[RenderableType]:
+    """The tables, what they have in common, their columns' notes, and other notes."""
+    for table in tables:
+        yield from (table, "")
+    columns = [note for table in tables for note in table.notes]
+    yield from dim(dict.fromkeys([*about, *columns]))
+    yield from (Text(f"note: {note}") for note in dict.fromkeys(notes))
+
+
+def compared(rows: Sequence[Figures]) -> list[str]:
+    """Returns what the columns `x` and the perplexities are relative to."""
+    lines = [f"x: speed relative to {rows[0].request.label}"] if rows[0].decode_ratio is not None else []
+    judged = next((row.perplexity for row in rows if row.perplexity), None)
+    if judged is not None:
+        lines.append(f"perplexity: relative to {judged.policy}, {judged.tokens} decoded tokens")
+    return lines
+
+
+def policy_panels(rows: Sequence[Figures]) -> list[list[Panel]]:
+    """A row of bars for each policy: speeds; hits, bytes copied by cause, approximation."""
+    names = ["\n".join(row.request.label.split(" ")) for row in rows]
+    hits = {name: [100 * (row.profile.hit_rate or 0.0)] for name, row in zip(names, rows, strict=True)}
+    causes = [_by_cause(row) for row in rows]
+    below = [
+        Panel(
+            "needed experts that were on the device, %",
+            [Series("", hits, GREEN)],
+            words={name: percent(row.profile.hit_rate) for name, row in zip(names, rows, strict=True)},
+            end=118,
+        ),
+        Panel(
+            "copied to the device in decode, MB/token",
+            [
+                Series(
+                    cause, {name: [of[cause] / 1e6] for name, of in zip(names, causes, strict=True)}, color
+                )
+                for cause, color in CAUSES.items()
+            ],
+        ),
+    ]
+    if not all(row.exact for row in rows):
+        below.append(_changes(names, rows))
+    return [
+        [
+            Panel(title, [Series("", dict(zip(names, values, strict=True)))])
+            for title, values in {
+                "prefill, tok/s": [row.prefill for row in rows],
+                "time to the first token, ms": [row.first_token for row in rows],
+                "decode, tok/s": [row.decode for row in rows],
+            }.items()
+        ],
+        below,
+    ]
+
+
+def _by_cause(row: Figures) -> dict[str, float]:
+    """Returns bytes a token by the keys of CAUSES; they add up to all that was copied."""
+    moved = row.moved
+    late, used = min(moved["late"], moved["demanded"]), min(moved["useful"], moved["predicted"])
+    sizes = (moved["demanded"] - late, late, used, moved["predicted"] - used, moved["placed"])
+    return dict(zip(CAUSES, sizes, strict=True))
+
+
+def _changes(names: Sequence[str], rows: Sequence[Figures]) -> Panel:
+    shares = [{kind: 100 * (row.profile.fidelity[kind] or 0.0) for kind in CHANGES} for row in rows]
+    words = {}
+    for name, row, of in zip(names, rows, shares, strict=True):
+        words[name] = (
+            "exact" if row.exact else " + ".join(f"{share:.1f}" for share in of.values() if share) or "0"
+        )
+        if row.perplexity is not None:
+            words[name] += f"   (perplexity {row.perplexity.percent:+.2f}%)"
+    return Panel(
+        "computed otherwise than routed, % of the weight",
+        [
+            Series(label, {name: [of[kind]] for name, of in zip(names, shares, strict=True)}, color)
+            for kind, (label, color) in CHANGES.items()
+        ],
+        words=words,
+        end=max(1.0, 2.4 * max(sum(of.values()) for of in shares)),
+    )
+
+
+# --- of measurements ----------------------------------------------------------------------------------
 
 
 def routing_notes(model: str) -> list[str]:
@@ -45,32 +294,19 @@ class Report:
 
     @property
     def figures(self) -> list[Figures]:
-        first = self.results[0]
-        return [self._figures(result, None if len(self.results) == 1 else first) for result in self.results]
+        several = len(self.results) > 1
+        return [self._figures(result, self.results[0] if several else None) for result in self.results]
 
     def _figures(self, result: PolicyResult, first: PolicyResult | None) -> Figures:
-        profile = result.decode(self.config["tile_bytes"])
-        rows = max(profile.rows, 1)
         return Figures(
             result.request,
             result.exact,
+            result.decode(self.config["tile_bytes"]),
             prefill=result.figures("prefill_tok_s"),
             decode=result.figures("decode_tok_s"),
             prefill_ratio=None if first is None else result.ratio(first, "prefill_tok_s"),
             decode_ratio=None if first is None else result.ratio(first, "decode_tok_s"),
-            copied=median(result.figures("moved_bytes_per_token")),
-            moved={kind: size / rows for kind, size in profile.moved.items()}
-            | {"placed": result.placed_bytes},
-            hits=profile.hit_rate,
-            tile_hits=profile.tile_hit_rate,
-            host_share=median(result.figures("host_share")),
-            issued=profile.issued_share,
-            busy={"host": profile.host_busy, "device": profile.device_busy},
-            waits=profile.shares,
-            fidelity=dict(profile.fidelity),
             first_token=[1e3 * seconds for seconds in result.figures("first_token_s")],
-            kept=profile.kept_share,
-            channels=profile.channels,
             perplexity=result.perplexity,
         )
 
@@ -112,7 +348,7 @@ class Report:
         return [f"{result.request.label} left out: {result.left_out}" for result in self.left_out]
 
     def conditions(self, swept: Sequence[str]) -> list[str]:
-        """What all settings of a sweep of `swept` have in common."""
+        """Returns what all settings of a sweep of `swept` have in common."""
         c = self.config
         fixed = {"batch": c["batch"], "prompt": c["prompt_len"], "new": c["gen_len"]}
         words = [f"{name} {value}" for name, value in fixed.items() if SWEPT_AS.get(name, name) not in swept]
@@ -132,24 +368,28 @@ class Report:
         return {"config": self.config, "policies": policies, "emulation": self.emulation, "notes": notes}
 
     def _to_map(self, result: PolicyResult) -> dict[str, Any]:
-        figures = {
-            name: result.figures(name)
-            for name in (*SPREAD, "moved_bytes", "moved_bytes_per_token", "host_share")
+        profile, first = result.decode(self.config["tile_bytes"]), self.results[0]
+        decode = profile.to_map() | {
+            "host_busy": profile.host_busy,
+            "device_busy": profile.device_busy,
+            "shares": profile.shares,
+            "fidelity": {"exact": result.exact, **profile.fidelity},
+            "channels_read": profile.kept_share,
+            "channels": None if profile.channels is None else profile.channels._asdict(),
+            "perplexity": None if result.perplexity is None else result.perplexity.to_map(),
         }
         return {
             "name": result.request.name,
             "options": result.request.options,
             "exact": result.exact,
-            **{
-                name: {"median": median(runs), "min": min(runs), "max": max(runs), "runs": runs}
-                if name in SPREAD
-                else median(runs)
-                for name, runs in figures.items()
-            },
-            "prefill_ratio": result.ratio(self.results[0], "prefill_tok_s"),
-            "decode_ratio": result.ratio(self.results[0], "decode_tok_s"),
+            **{name: _spread(result.figures(name)) for name in SPREAD},
+            "moved_bytes": median(result.figures("moved_bytes")),
+            "moved_bytes_per_token": profile.copied_per_token,
+            "host_share": profile.host_share,
+            "prefill_ratio": result.ratio(first, "prefill_tok_s"),
+            "decode_ratio": result.ratio(first, "decode_tok_s"),
             "notes": result.notes,
-            "decode": _profile_to_map(result, result.decode(self.config["tile_bytes"])),
+            "decode": decode,
         }
 
     def draw(self, path: Path) -> None:
@@ -166,29 +406,8 @@ class Report:
         draw(path, policy_panels(self.figures), heading, footnote)
 
 
-def _profile_to_map(result: PolicyResult, profile: PhaseProfile) -> dict[str, Any]:
-    """For JSON: shares are 0..1, bytes are per token."""
-    rows = max(profile.rows, 1)
-    return {
-        "hit_rate": profile.hit_rate,
-        "hit_rate_by_layer": profile.hit_rates,
-        "tile_hit_rate": profile.tile_hit_rate,
-        "bytes_per_token": {kind: size / rows for kind, size in profile.moved.items()}
-        | {"placed": result.placed_bytes},
-        "prefetches": {
-            "wanted": profile.tree["wanted_experts"],
-            "issued": profile.tree["issued_experts"],
-            "share": profile.issued_share,
-            "paused_steps": profile.tree["paused_steps"],
-        },
-        "host_busy": profile.host_busy,
-        "device_busy": profile.device_busy,
-        "shares": profile.shares,
-        "fidelity": {"exact": result.exact, **profile.fidelity},
-        "channels_read": profile.kept_share,
-        "channels": None if profile.channels is None else profile.channels._asdict(),
-        "perplexity": None if result.perplexity is None else result.perplexity.to_map(),
-    }
+def _spread(runs: list[float]) -> dict[str, Any]:
+    return {"median": median(runs), "min": min(runs), "max": max(runs), "runs": runs}
 
 
 def _cache(config: dict[str, Any]) -> str:
@@ -200,14 +419,14 @@ def _cache(config: dict[str, Any]) -> str:
 
 
 def warmed(config: dict[str, Any]) -> str:
-    """What each policy computes before it is measured."""
+    """Returns what each policy computes before it is measured."""
     read, new = config["warm_up_tokens"]
     lengths = f"{config['batch']} x {read} other tokens, {new} generated"
     return f"warm-up before each run, for all alike: {lengths}"
 
 
 def placed_by(config: dict[str, Any]) -> list[str]:
-    """What policies went by that lack a calibration, if any did."""
+    """Returns what policies went by that lack a calibration, if any did."""
     names = config.get("uncalibrated")
     if not names:
         return []

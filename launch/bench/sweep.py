@@ -14,10 +14,9 @@ from typing import Any, Protocol
 from rich.console import RenderableType
 
 from launch.bench.command import check, compare, session
-from launch.bench.figures import SWEPT, Figures, show_tables
 from launch.bench.plan import WARM_UP_NEW, WARM_UP_PROMPT, BenchPlan
-from launch.command_line.options import Options
-from launch.command_line.sweep import SETTINGS, Axis, axes
+from launch.bench.report import SWEPT, Figures, show_tables
+from launch.command_line.options import SETTINGS, Axis, Options, axes
 from launch.errors import WrongUsage
 from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
@@ -168,7 +167,7 @@ def combinations(options: Options) -> Iterator[tuple[dict[str, Any], Options]]:
     rest = [f"{axis.name}={','.join(axis.values)}" for axis in every if not axis.is_setting]
     for values in product(*(axis.values for axis in swept)):
         settings = {axis.name: value for axis, value in zip(swept, values, strict=True)}
-        given = {SETTINGS[name][0]: value for name, value in settings.items()}
+        given = {SETTINGS[name]: value for name, value in settings.items()}
         yield settings, replace(options, written=options.written | given | {"sweep": rest})
 
 

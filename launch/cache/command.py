@@ -1,5 +1,5 @@
 """`launch.py cache`: list what is kept on disk and in shared memory, or with --prune remove some of it.
-Stores and files that are in use or being written, and unknown files, are never removed."""
+Stores in use, files that are being written, and unknown files are never removed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,16 @@ from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from launch.terminal.tables import Column, Table, each, render
-from protocol.program import PROGRAM, user_folder
+from pipeline.backbone import disk_cache as backbone_cache
+from pipeline.checkpoint.open import open_model
+from pipeline.config import ResolvedConfig
+from pipeline.memory.needs import Needs
+from pipeline.models.registry import expert_shape
+from protocol.program import COMMAND, PROGRAM, user_folder
 from protocol.visible import one_line, visible
-from shm.disk_cache import remove_empty
+from shm.disk_cache import remove_empty, store_path
 from shm.errors import ShmError
+from shm.layout import format_named
 from shm.locks import remove_kept
 from shm.segment import byte_size
 
@@ -48,9 +53,9 @@ async def cache(options: Options, interrupts: Interrupts) -> int:
 def _prune(options: Options, folder: Path, entries: Sequence[Entry]) -> int:
     written = options.written
     dry_run = "dry_run" in written
-    selection = select(entries, written.get("older_than"), written.get("to"))
-    removed, in_use, failed = [], list(selection.in_use), []
-    for entry in selection.remove:
+    chosen, in_use = select(entries, written.get("older_than"), written.get("to"))
+    removed, failed = [], []
+    for entry in chosen:
         try:
             if dry_run or remove(entry):
                 removed.append(entry)
@@ -63,9 +68,9 @@ def _prune(options: Options, folder: Path, entries: Sequence[Entry]) -> int:
     if "json" in written:
         figures = {
             "dry_run": dry_run,
-            "removed": [entry_to_json(entry) for entry in removed],
-            "kept_in_use": [entry_to_json(entry) for entry in in_use],
-            "failed": [entry_to_json(entry) for entry in failed],
+            "removed": [entry.to_map() for entry in removed],
+            "kept_in_use": [entry.to_map() for entry in in_use],
+            "failed": [entry.to_map() for entry in failed],
             "freed_bytes": sum(entry.size for entry in removed),
         }
         print_json(to_json(folder, [entry for entry in entries if entry not in removed]) | figures)
@@ -94,16 +99,11 @@ def _calibrations(removed: Sequence[Entry], dry_run: bool) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class Selection:
-    """The entries that a prune removes, and those that it would remove if they were not in use."""
-
-    remove: tuple[Entry, ...]
-    in_use: tuple[Entry, ...]
-
-
-def select(entries: Sequence[Entry], older_than: float | None, to_size: int | None) -> Selection:
-    """`entries`: the least recently used first; `older_than`: days; `to_size`: bytes on disk at most."""
+def select(
+    entries: Sequence[Entry], older_than: float | None, to_size: int | None
+) -> tuple[list[Entry], list[Entry]]:
+    """Returns the entries that a prune removes, and those that it would remove if they were not in use.
+    `entries`: the least recently used first; `older_than`: days; `to_size`: bytes on disk at most."""
     remove: list[Entry] = []
     in_use: list[Entry] = []
     total = sum(entry.size for entry in entries if entry.on_disk)
@@ -118,7 +118,7 @@ def select(entries: Sequence[Entry], older_than: float | None, to_size: int | No
             continue
         remove.append(entry)
         total -= entry.size * entry.on_disk
-    return Selection(tuple(remove), tuple(in_use))
+    return remove, in_use
 
 
 def remove(entry: Entry) -> bool:
@@ -163,20 +163,7 @@ def to_json(folder: Path, entries: Sequence[Entry]) -> dict[str, Any]:
         "folder": str(folder),
         "bytes": sum(entry.size for entry in entries if entry.on_disk),
         "free_bytes": free_bytes(folder),
-        "entries": [entry_to_json(entry) for entry in entries],
-    }
-
-
-def entry_to_json(entry: Entry) -> dict[str, Any]:
-    return {
-        "kind": entry.kind,
-        "path": str(entry.path),
-        "bytes": entry.size,
-        "model": entry.model,
-        "format": entry.format or None,
-        "setting": entry.setting or None,
-        "last_use": entry.last_use,
-        "in_use": entry.in_use or None,
+        "entries": [entry.to_map() for entry in entries],
     }
 
 
@@ -220,3 +207,37 @@ def _sums(folder: Path, entries: Sequence[Entry]) -> str:
 def _sum(entries: Sequence[Entry]) -> str:
     noun = "entry" if len(entries) == 1 else "entries"
     return f"{byte_size(sum(entry.size for entry in entries))} in {len(entries)} {noun}"
+
+
+# --- a start on a full disk ---------------------------------------------------------------------------------
+
+
+def missing_bytes(model: Path, config: ResolvedConfig, needs: Needs, folder: Path) -> int:
+    """Returns the bytes that an engine would write to the disk cache. Raises ModelError, UsageError."""
+    source = open_model(model)
+    shape = expert_shape(source.config, config.tile, format_named(config.format))
+    store = source.fingerprint(config.format, shape.tile)
+    backbone = backbone_cache.backbone_fingerprint(source, config.backbone_dtype)
+    missing = 0
+    if source.worth_keeping(config.format) and not store_path(folder, store).exists():
+        missing += needs.store
+    written = needs.backbone_file and source.worth_keeping(config.backbone_dtype)
+    if written and not (folder / backbone / backbone_cache.NAME).exists():
+        missing += needs.backbone_file
+    return missing
+
+
+def full_disk_line(folder: Path, missing: int) -> str:
+    """Returns a warning where so many bytes do not fit the disk, or ""."""
+    free = free_bytes(folder)
+    if missing <= free:
+        return ""
+    line = f"the disk of {folder} has {byte_size(free)} free, and {byte_size(missing)} would be kept there: "
+    entries = [entry for entry in scan(folder) if entry.on_disk]
+    removable = sum(entry.size for entry in select(entries, None, 0)[0])
+    if free + removable < missing:
+        can = f"only {byte_size(removable)} there" if removable else "nothing there"
+        lack = byte_size(missing - free)
+        return line + f"{can} can be removed; free {lack} on that disk, or each start is as slow as this one"
+    target = sum(entry.size for entry in entries) - (missing - free)
+    return line + f"free it with `{COMMAND} cache --prune --to {target // 10**6}MB`"

@@ -19,13 +19,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from launch.runtime import SHM
 from launch.terminal.format import count, distinct_names
 from pipeline.backbone import disk_cache as backbone_cache
 from pipeline.calibration import cost_cache
 from pipeline.calibration import file as calibration_file
-from shm.disk_cache import FINGERPRINT, RECORD, STORE_FILE, UNFINISHED, CachedStore, last_use, read_record
+from shm.disk_cache import FINGERPRINT, RECORD, STORE_FILE, UNFINISHED, last_use, read_record
 from shm.errors import ShmError
 from shm.locks import unused_store
 from shm.segment import is_segment
@@ -33,7 +34,7 @@ from shm.store import Store, store_key
 from workers.kernels.cuda.compiler import FILE_NAME as GPU_KERNELS
 from workers.kernels.cuda.compiler import KEPT_IN as KERNEL_FOLDER
 
-UNKNOWN = "unknown"
+UNKNOWN, EVERY = "unknown", "every model"
 KINDS = {STORE_FILE: "store", backbone_cache.NAME: "backbone", calibration_file.NAME: "calibration"}
 LOCKED = (UNFINISHED, backbone_cache.UNFINISHED)  # their writers hold a lock on them
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")  # of `shm/atomic_file.py`
@@ -59,25 +60,36 @@ class Entry:
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of a store, a backbone or a calibration; of a kept store its first 16 digits."""
+        """Returns that of a store, a backbone or a calibration; of a kept store its first 16 digits."""
         return store_key(self.path.name) or self.path.parent.name
+
+    def to_map(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "path": str(self.path),
+            "bytes": self.size,
+            "model": self.model,
+            "format": self.format or None,
+            "setting": self.setting or None,
+            "last_use": self.last_use,
+            "in_use": self.in_use or None,
+        }
 
 
 def scan(folder: Path) -> list[Entry]:
-    """All entries, the least recently used first. Entries removed meanwhile are left out."""
+    """Returns all entries, the least recently used first. Entries removed meanwhile are left out."""
     entries: list[Entry] = []
     for path in _children(folder):
         with suppress(FileNotFoundError):
-            if path.is_symlink() or not path.is_dir():
-                entries.append(_unknown(path))
-            elif path.name == cost_cache.FOLDER:
-                entries += [_costs(entry) for entry in _children(path)]
-            elif path.name == KERNEL_FOLDER:
-                entries += [_kernels(entry) for entry in _children(path)]
-            elif FINGERPRINT.fullmatch(path.name):
+            folders = path.is_dir() and not path.is_symlink()
+            if folders and path.name == cost_cache.FOLDER:
+                entries += map(_costs, _children(path))
+            elif folders and path.name == KERNEL_FOLDER:
+                entries += map(_kernels, _children(path))
+            elif folders and FINGERPRINT.fullmatch(path.name):
                 entries += _fingerprint_folder(path)
             else:
-                entries.append(_unknown(path))
+                entries.append(_plain(path))
     for path in _children(SHM):
         if store_key(path.name) and is_segment(path):
             with suppress(FileNotFoundError):
@@ -88,7 +100,7 @@ def scan(folder: Path) -> list[Entry]:
 
 
 def writer_of(path: Path) -> str:
-    """The writer of an unfinished file, for a person; empty for a file of a killed process."""
+    """Names the writer of an unfinished file, for a person; "" for a file of a killed process."""
     if path.name in LOCKED:
         with suppress(FileNotFoundError):
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -112,41 +124,22 @@ def _children(folder: Path) -> list[Path]:
 
 def _fingerprint_folder(folder: Path) -> Iterator[Entry]:
     record, used = read_record(folder), last_use(folder)
+    model, format = (UNKNOWN, "") if record is None else (record.model, record.format)
     for path in _children(folder):
-        kind = KINDS.get(path.name)
         if path.name == RECORD:
             continue
-        if path.name in LOCKED or TEMPORARY.fullmatch(path.name):
-            yield Entry("unfinished", path, *_size_and_time(path), in_use=writer_of(path))
-        elif kind is None or path.is_symlink() or not path.is_file():
-            yield _unknown(path)
-        else:
-            model, format = ("", "") if record is None else (record.model, record.format)
-            if kind == "store" and not model:
-                model, format = _of_cached_store(folder)
-            size, written = _size_and_time(path)
-            yield Entry(kind, path, size, used or written, model or UNKNOWN, format)
-
-
-def _of_cached_store(folder: Path) -> tuple[str, str]:
-    """Model and format of a store's file, from its manifest; empty where it is damaged."""
-    with suppress(ShmError):
-        store = CachedStore.open(folder.parent, folder.name)
-        if store is not None:
-            with store:
-                return store.manifest.source, store.manifest.format
-    return "", ""
+        entry = _plain(path)
+        if path.name in KINDS and path.is_file() and not path.is_symlink():
+            last = used or entry.last_use
+            entry = Entry(KINDS[path.name], path, entry.size, last, model, format)
+        yield entry
 
 
 def _costs(path: Path) -> Entry:
-    size, used = _size_and_time(path)
-    if TEMPORARY.fullmatch(path.name):
-        return Entry("unfinished", path, size, used, in_use=writer_of(path))
-    if cost_cache.PREFETCHER_FILE.fullmatch(path.name):
-        return Entry("costs", path, size, used, model="every model", setting="process or thread")
+    entry = _plain(path)
     if not cost_cache.FILE_NAME.fullmatch(path.name):
-        return _unknown(path)
-    entry = Entry("costs", path, size, used)
+        return entry
+    entry = replace(entry, kind="costs")
     try:
         record = cost_cache.read(path)
     except (OSError, ValueError):  # damaged
@@ -158,12 +151,10 @@ def _costs(path: Path) -> Entry:
 
 
 def _kernels(path: Path) -> Entry:
-    size, used = _size_and_time(path)
-    if TEMPORARY.fullmatch(path.name):
-        return Entry("unfinished", path, size, used, in_use=writer_of(path))
+    entry = _plain(path)
     if GPU_KERNELS.fullmatch(path.name):
-        return Entry("kernels", path, size, used, model="every model", setting="GPU")
-    return _unknown(path)
+        return replace(entry, kind="kernels", model=EVERY, setting="GPU")
+    return entry
 
 
 def _kept_store(path: Path) -> Entry:
@@ -178,8 +169,11 @@ def _kept_store(path: Path) -> Entry:
     return Entry("kept store", path, size, used, model or UNKNOWN, format, in_use)
 
 
-def _unknown(path: Path) -> Entry:
+def _plain(path: Path) -> Entry:
+    """Returns what can be said of any path: an unfinished file, or something unknown."""
     size, used = _size_and_time(path)
+    if path.name in LOCKED or TEMPORARY.fullmatch(path.name):
+        return Entry("unfinished", path, size, used, in_use=writer_of(path))
     if path.is_dir() and not path.is_symlink():
         size = sum(_size_and_time(Path(top, name))[0] for top, _, names in os.walk(path) for name in names)
     return Entry(UNKNOWN, path, size, used)

@@ -28,8 +28,8 @@ DUMB_TERMINALS = ("", "dumb", "unknown")
 
 
 async def chat(options: Options, interrupts: Interrupts) -> int:
-    """0 at the end of the input, 1 where a piped question or command failed. Raises WrongUsage for a model
-    that cannot chat, before anything is loaded, and as `reconnecting_client`."""
+    """Returns 0 at the end of the input, 1 where a piped question or command failed. Raises WrongUsage for a
+    model that cannot chat, before anything is loaded, and as `reconnecting_client`."""
     if not options.connect:
         check_can_chat(options.config().model or model_dir())
     async with reconnecting_client(options, interrupts) as client:
@@ -50,8 +50,8 @@ def _settings(options: Options, client: Client) -> Settings:
 
 
 async def line_by_line(client: Client, conversation: Conversation, interrupts: Interrupts) -> int:
-    """0 at the end of the input, 1 where a piped question or command failed; those after it are done all the
-    same. Raises EngineGone; AnswerLost where it shuts down during an answer."""
+    """Returns 0 at the end of the input, 1 where a piped question or command failed; those after it are done
+    all the same. Raises EngineGone; AnswerLost where it shuts down during an answer."""
     terminal = sys.stdin.isatty()
     output = Output()
     session = Session(client, conversation, interrupts, output)

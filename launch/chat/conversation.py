@@ -114,22 +114,22 @@ class View:
     """Shows an answer and its events as they arrive: here its text on stdout, messages on stderr."""
 
     def queued(self, position: int) -> None:
-        """The request is in the queue; position 1 is the next to start."""
+        """Show that the request is in the queue; position 1 is the next to start."""
         notice(f"queued, position {position}")
 
     def append(self, text: str) -> None:
-        """The next part of the answer, in whole characters."""
+        """Show the next part of the answer, in whole characters."""
         show(text)
 
     def notice(self, text: str) -> None:
-        """A message to show at once; the answer continues below it."""
+        """Show a message at once; the answer continues below it."""
         log.warning(text)
 
     def cancelling(self) -> None:
-        """Ctrl-C was pressed: the answer ends soon."""
+        """Note that Ctrl-C was pressed: the answer ends soon."""
 
     def ended(self) -> None:
-        """The answer is complete."""
+        """Note that the answer is complete."""
         show("\n")
 
 

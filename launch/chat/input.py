@@ -74,7 +74,8 @@ class InputLine:
         return self._session.app.is_running
 
     async def read(self) -> str:
-        """The next text. Raises EOFError for Ctrl-D on an empty line, and when the terminal is closed."""
+        """Returns the next text. Raises EOFError for Ctrl-D on an empty line, and when the terminal is
+        closed."""
         return _whole(await self._session.prompt_async(set_exception_handler=False, handle_sigint=False))
 
     def close(self) -> None:
@@ -159,8 +160,8 @@ def _whole(text: str) -> str:
 
 
 def _open_terminal() -> TextIO:
-    """The terminal of stdin, opened again. The event loop makes its input non-blocking, which would also
-    apply to stdout and to the shell, because they share stdin's file description."""
+    """Returns the terminal of stdin, opened again. The event loop makes its input non-blocking, which would
+    also apply to stdout and to the shell, because they share stdin's file description."""
     for path in (f"/proc/self/fd/{sys.stdin.fileno()}", "/dev/tty"):
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
@@ -177,7 +178,7 @@ def _size() -> Size:
 
 
 def _continuation(width: int, number: int, wrapped: int) -> StyleAndTextTuples:
-    """The prefix of a continuation line: a dot, or spaces where a long line was wrapped."""
+    """Returns the prefix of a continuation line: a dot, or spaces where a long line was wrapped."""
     return [("class:continuation", " " * width if wrapped else "· ".rjust(width))]
 
 

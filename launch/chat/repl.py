@@ -43,7 +43,8 @@ class Repl:
         self._hinted = False  # since the last line
 
     async def run(self) -> int:
-        """0 at the session's end. Raises EngineGone; AnswerLost where it shuts down during an answer."""
+        """Returns 0 at the session's end. Raises EngineGone; AnswerLost where it shuts down during an
+        answer."""
         screen = self._screen
         self._client.on_policy = self._on_policy
         self._client.on_pause = lambda lost: screen.interrupt(WAITING)
@@ -60,7 +61,7 @@ class Repl:
         return 0
 
     async def _next_line(self) -> str | None:
-        """The next line, or None after the last. Raises EngineGone."""
+        """Returns the next line, or None after the last. Raises EngineGone."""
         line = asyncio.ensure_future(self._input.read())
         lost = asyncio.ensure_future(self._client.lost())
         try:
@@ -243,7 +244,8 @@ class LogLines(logging.Handler):
 
 @contextmanager
 def quiet_terminal() -> Iterator[None]:
-    """No echo: the next prompt reads the keys. No Ctrl-Z: it would stop the engine with this process."""
+    """Switch echo off: the next prompt reads the keys; and Ctrl-Z: it would stop the engine with this
+    process."""
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
     after = termios.tcgetattr(fd)

@@ -62,7 +62,7 @@ class Output:
 
     @contextmanager
     def answer(self) -> Iterator[View]:
-        """The view of one answer."""
+        """Returns the view of one answer."""
         yield View()
 
 

@@ -1,5 +1,5 @@
-"""What the commands of a chat show: /help, /policy, /set and /stats, each within 80 columns, and the line
-below an answer."""
+"""Texts and tables of a chat's commands: /help, /policy, /set and /stats, each within 80 columns, and the
+line below an answer."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _counters(p: PhaseProfile) -> dict[str, str | None]:
         "moved on demand": byte_size(moved["demanded"]) if moved["demanded"] else None,
         "prefetched": byte_size(moved["predicted"]) if moved["predicted"] else None,
         "  used": _share(moved["useful"], moved["predicted"]),
-        **{f"{kind} of routed weight": _share(part, 1.0) for kind, part in p.fidelity.items()},
+        **{f"{kind} of routed weight": _share(part or 0.0, 1.0) for kind, part in p.fidelity.items()},
         "seconds": f"{p.seconds:.2f}",
         **{f"  {part}": _share(spent, p.seconds) for part, spent in tree["seconds"].items()},
     }

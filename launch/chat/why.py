@@ -143,7 +143,8 @@ def _formats(token: float, parts: dict[str, float], welcome: Welcome) -> Iterato
 def _without_gpu(
     token: float, parts: dict[str, float], profile: PhaseProfile, stats: dict[str, Any], policy: str
 ) -> Iterator[Lever]:
-    """The device is these same cores, with torch's kernels instead of the workers', and copied tiles."""
+    """Yields all-host: the device is these same cores, with torch's kernels instead of the workers', and
+    copied tiles."""
     on_host = profile.tree["host_tiles"] / profile.rows
     tile = parts["host"] / on_host if on_host else _cost(stats, "host")
     if policy != "all-host" and tile:

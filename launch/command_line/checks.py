@@ -80,10 +80,10 @@ def check_calibration(config: EngineConfig, policies: Sequence[PolicyRequest]) -
 def check_new_file(option: str, path: Path, replace: bool = True) -> None:
     """Raises WrongUsage unless a file can be made there. `replace`: instead of one that exists."""
     try:
-        if path.is_dir():
-            raise WrongUsage(f"{option} {path}: it is a folder")
         if not replace and path.exists():
             raise WrongUsage(f"{option} {path}: it exists already; give another name, or remove it")
+        if path.is_dir():
+            raise WrongUsage(f"{option} {path}: it is a folder")
         check_creatable(path)
     except (OSError, ValueError) as e:  # ValueError: a name with a NUL
         reason = e.strerror if isinstance(e, OSError) else str(e)
@@ -136,7 +136,7 @@ def check_request(source: Path, request: object) -> None:
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file. Raises WrongUsage."""
+    """Returns a UTF-8 file. Raises WrongUsage."""
     try:
         return (content := read_file(path)).decode("utf-8")
     except UnicodeDecodeError as e:
@@ -149,7 +149,7 @@ class WrongLine(Exception):
 
 
 def parse_line(line: str, kind: type[Record]) -> Record:
-    """The JSON object of a line as this struct. Raises WrongLine."""
+    """Returns the JSON object of a line as this struct. Raises WrongLine."""
     try:
         return msgspec.json.decode(line, type=kind)
     except msgspec.ValidationError as e:
@@ -161,8 +161,8 @@ def parse_line(line: str, kind: type[Record]) -> Record:
 
 
 def read_lines(path: Path, read: Callable[[str, int], T], what: str) -> list[T]:
-    """`read` of each line that is not blank and of its number, from 1. Raises WrongUsage, one line with the
-    file and the line's number, where `read` raises WrongLine, and for a file without a `what`."""
+    """Returns `read` of each line that is not blank and of its number, from 1. Raises WrongUsage, one line
+    with the file and the line's number, where `read` raises WrongLine, and for a file without a `what`."""
     items = []
     for number, line in enumerate(read_text(path).removeprefix("\ufeff").split("\n"), 1):
         if line.strip():
@@ -176,7 +176,7 @@ def read_lines(path: Path, read: Callable[[str, int], T], what: str) -> list[T]:
 
 
 def read_ids(path: Path) -> tuple[int, ...]:
-    """A JSON list of token ids. Raises WrongUsage."""
+    """Returns a JSON list of token ids. Raises WrongUsage."""
     try:
         return msgspec.json.decode(read_file(path), type=tuple[TokenId, ...])
     except (msgspec.DecodeError, RecursionError, UnicodeError) as e:
@@ -184,7 +184,7 @@ def read_ids(path: Path) -> tuple[int, ...]:
 
 
 def read_file(path: Path, largest: int = MAX_TEXT_BYTES) -> bytes:
-    """A file of at most `largest` bytes. Raises WrongUsage."""
+    """Returns a file of at most `largest` bytes. Raises WrongUsage."""
     try:
         return read_small(path, largest)
     except OSError as e:

@@ -4,6 +4,7 @@ file. Options that were not given are absent, so defaults come from the dataclas
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 from collections.abc import Collection, Iterable
@@ -15,7 +16,6 @@ from typing import Any, NoReturn
 
 from msgspec import structs
 
-from launch.command_line.sweep import axes
 from launch.command_line.table import COMMANDS, DRAWING, REPLAY, TABLE, Option
 from launch.errors import WrongUsage
 from pipeline.config import EngineConfig
@@ -39,6 +39,79 @@ PROMPTS = {"PROMPT", "prompt", "system"}
 MAX_VALUE = 4095  # bytes of any other text: of a path, the system takes no more
 MAX_ERROR = 1000  # characters
 
+# Settings that --sweep takes, and their options. Those of the engine come first: each value starts another.
+SETTINGS = {
+    "costs": "costs",
+    "cache": "expert_cache",
+    "batch": "batch",
+    "prompt": "prompt_len",
+    "gen": "gen_len",
+}
+OF_REPLAY = ("costs", "cache")  # settings that a trace leaves open
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One --sweep. `name`: in SETTINGS, or a policy's option as `option` or `policy.option`."""
+
+    name: str
+    values: tuple[Any, ...]
+
+    @property
+    def is_setting(self) -> bool:
+        return self.name in SETTINGS
+
+
+def axes(written: dict[str, Any]) -> list[Axis]:
+    """Returns the axes of --sweep: settings first, in the order of SETTINGS. Raises WrongUsage."""
+    given = [_axis(text) for text in written.get("sweep", ())]
+    names = [axis.name for axis in given]
+    for axis in given:
+        if names.count(axis.name) > 1:
+            raise WrongUsage(f"--sweep {axis.name} is given twice; write all of its values in one list")
+        if axis.is_setting:
+            _check_setting(axis, written)
+    order = list(SETTINGS)
+    settings = sorted((axis for axis in given if axis.is_setting), key=lambda axis: order.index(axis.name))
+    return settings + [axis for axis in given if not axis.is_setting]
+
+
+def _axis(text: str) -> Axis:
+    name, equals, listed = text.partition("=")
+    words = [word.strip() for word in listed.split(",")]
+    if not (name and equals and all(words)):
+        raise WrongUsage(f"--sweep {text}: write it as NAME=V1,V2, such as batch=1,4,16 or dali.window=2,8")
+    known = name in SETTINGS or "." in name
+    if not known and (near := difflib.get_close_matches(name, SETTINGS, 1)):
+        raise WrongUsage(f"--sweep {text}: unknown {name!r}; did you mean {near[0]!r}?")
+    spelled = "--" + SETTINGS.get(name, "").replace("_", "-")
+    read: Any = BY_SPELLING[spelled].value if name in SETTINGS else str
+    try:
+        axis = Axis(name, tuple(map(read, words)))
+    except argparse.ArgumentTypeError as e:
+        raise WrongUsage(f"--sweep {text}: {e}") from None
+    if len(set(axis.values)) < len(words):
+        raise WrongUsage(f"--sweep {text}: a value comes twice")
+    return axis
+
+
+def _check_setting(axis: Axis, written: dict[str, Any]) -> None:
+    name, option = axis.name, SETTINGS[axis.name]
+    spelled = "--" + option.replace("_", "-")
+    if option in written:
+        raise WrongUsage(f"--sweep {name}: {spelled} is given as well; give one of them")
+    if "replay" in written and name not in OF_REPLAY:
+        raise WrongUsage(
+            f"--sweep {name}: a trace has the batch, prompts and answers that were recorded; record one for"
+            " each value (bench --record), or sweep cache, costs or a policy's option"
+        )
+    if name == "costs" and "replay" not in written:
+        raise WrongUsage("--sweep costs: an engine has its own costs; they can vary with --replay")
+    if name == "cache" and "connect" in written:
+        raise WrongUsage("--sweep cache: another size needs another engine; leave out --connect")
+    if "record" in written and len(axis.values) > 1:
+        raise WrongUsage(f"--sweep {name}: a recording is of one setting; leave out --record")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -60,7 +133,7 @@ class Options:
         return str(self.written.get("log_level", "notice")).upper()
 
     def sampling(self, otherwise: Sampling) -> Sampling:
-        """The given settings; those of `otherwise` for the rest."""
+        """Returns the given settings; those of `otherwise` for the rest."""
         return structs.replace(otherwise, **{k: v for k, v in self.written.items() if k in SAMPLING_FIELDS})
 
     def config(self) -> EngineConfig:
@@ -89,7 +162,7 @@ class Options:
 
 
 def _with_options(word: str) -> tuple[str, dict[str, str]]:
-    """The policy and the options of `NAME:OPTION=VALUE:...`."""
+    """Returns the policy and the options of `NAME:OPTION=VALUE:...`."""
     name, *settings = word.split(":")
     pairs = [setting.partition("=") for setting in settings]
     if not all(option and equals for option, equals, _ in pairs):
@@ -98,7 +171,7 @@ def _with_options(word: str) -> tuple[str, dict[str, str]]:
 
 
 def _setting(argument: str, setting: str, names: list[str]) -> tuple[list[str], str, str]:
-    """The policies, option and value of `POLICY.OPTION=VALUE` or, for all, `OPTION=VALUE`."""
+    """Returns the policies, option and value of `POLICY.OPTION=VALUE` or, for all, `OPTION=VALUE`."""
     if not names:
         raise WrongUsage(f"{argument} {setting}: name the policy with --policy as well")
     match = re.fullmatch(r"(?:([^.=]+)\.)?([^.=]+)=(.*)", setting)
@@ -115,7 +188,7 @@ def _setting(argument: str, setting: str, names: list[str]) -> tuple[list[str], 
 def _swept(
     requests: list[PolicyRequest], name: str, values: Collection[str], names: list[str]
 ) -> list[PolicyRequest]:
-    """Each request that --sweep is about, once for each of its values."""
+    """Returns each request that --sweep is about, once for each of its values."""
     for value in values:
         of, option, _ = _setting("--sweep", f"{name}={value}", names)
     if fixed := [r for r in requests if r.name in of and option in r.options]:
@@ -128,9 +201,9 @@ def _swept(
 
 
 def parse(arguments: list[str]) -> Options:
-    """Options, before or after the command. Raises WrongUsage, one line with the nearest known words, for
-    anything that the table does not have or that does not go together. Prints --help and --version, and
-    exits."""
+    """Returns the options, before or after the command. Raises WrongUsage, one line with the nearest known
+    words, for anything that the table does not have or that does not go together. Prints --help and
+    --version, and exits."""
     for argument in arguments:
         if argument.encode(errors="replace").decode() != argument:
             raise WrongUsage(f"{argument!a} is not UTF-8 text")
@@ -176,7 +249,7 @@ def _program(command: str | None) -> str:
 
 
 def _grammar() -> Parser:
-    """All options of all commands, and the words between them."""
+    """Returns the grammar of all options, and of the words between them."""
     parser = Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False)
     parser.add_argument("words", nargs="*")
     parser.add_argument("-h", "--help", action="store_true")
@@ -187,7 +260,7 @@ def _grammar() -> Parser:
 
 
 def _help(command: str | None) -> Parser:
-    """The options of one command."""
+    """Returns the parser that prints the options of one command."""
     text = COMMANDS[command] if command else "Mixture-of-experts models on one workstation.\n\ncommands:\n"
     if command is None:
         text += "".join(f"  {name:10} {text}\n" for name, text in COMMANDS.items())
@@ -296,7 +369,8 @@ def _check_one(mode: str, given: Iterable[Option], written: dict[str, Any]) -> N
 
 
 def _check_length(option: Option, value: Any) -> None:
-    """A child's configuration has room for paths and names, and a file system takes no longer ones."""
+    """Raises WrongUsage for a longer text than a child's configuration has room for, and a file system takes
+    no longer ones."""
     for text in value if isinstance(value, list) else [value]:
         if isinstance(text, str | Path) and len(os.fsencode(text)) > MAX_VALUE and option.key not in PROMPTS:
             raise WrongUsage(f"{option.spelled}: {str(text)[:40]!r}... is longer than {MAX_VALUE} bytes")

@@ -27,7 +27,7 @@ from launch.command_line.values import (
     size,
     token_ids,
 )
-from pipeline.calibration.windows import LEAST_TOKENS
+from pipeline.calibration import LEAST_TOKENS
 from pipeline.config import (
     DEFAULT_CACHE,
     DEFAULT_CONTEXT,

@@ -15,7 +15,7 @@ SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def at_least(low: int) -> Callable[[str], int]:
-    """Whole numbers from `low` to what fits 64 bits."""
+    """Returns a parser of whole numbers from `low` to what fits 64 bits."""
 
     def whole(text: str) -> int:
         try:
@@ -30,13 +30,13 @@ def at_least(low: int) -> Callable[[str], int]:
 
 
 def between(low: float, high: float) -> Callable[[str], float]:
-    """Finite numbers from `low` to `high`."""
+    """Returns a parser of finite numbers from `low` to `high`."""
     bound = f"between {low:g} and {high:g}" if math.isfinite(high) else f"at least {low:g}"
     return _number(lambda value: low <= value <= high, bound)
 
 
 def above(low: float, high: float = math.inf) -> Callable[[str], float]:
-    """Finite numbers greater than `low`, up to `high`."""
+    """Returns a parser of finite numbers greater than `low`, up to `high`."""
     bound = f"above {low:g}" + (f" and at most {high:g}" if math.isfinite(high) else "")
     return _number(lambda value: low < value <= high, bound)
 
@@ -55,7 +55,7 @@ def _number(allowed: Callable[[float], bool], bound: str) -> Callable[[str], flo
 
 
 def http_address(text: str) -> str:
-    """HOST:PORT or PORT, with an IP address or localhost; the port 0 is any free one."""
+    """Reads HOST:PORT or PORT, with an IP address or localhost; the port 0 is any free one."""
     host, _, port = text.rpartition(":")
     host = {"": "127.0.0.1", "localhost": "127.0.0.1", "*": "0.0.0.0"}.get(host.strip("[]"), host.strip("[]"))
     try:
@@ -70,7 +70,7 @@ def http_address(text: str) -> str:
 
 
 def size(text: str) -> int:
-    """Bytes, with or without a unit: 500MB, 1.5GB, 0."""
+    """Reads bytes, with or without a unit: 500MB, 1.5GB, 0."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([kMGT]?)B?", text, re.IGNORECASE)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size like 500MB or 1.5GB")
@@ -78,7 +78,7 @@ def size(text: str) -> int:
 
 
 def model_path(text: str) -> Path:
-    """A checkpoint's folder, or a shape as it is written; ./NAME is always a folder."""
+    """Returns a checkpoint's folder, or a shape as it is written; ./NAME is always a folder."""
     path = Path(text)
     if path.suffix.lower() == ".gguf":
         raise argparse.ArgumentTypeError(
@@ -89,7 +89,7 @@ def model_path(text: str) -> Path:
 
 
 def absolute(text: str) -> Path:
-    """A path that means the same in every process."""
+    """Returns a path that means the same in every process."""
     return Path(not_empty(text)).absolute()
 
 

@@ -5,20 +5,24 @@ memory plan instead, see `model_plan.py`."""
 
 from __future__ import annotations
 
-import logging
 import os
-import resource
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
 from launch.command_line.options import Options
-from launch.doctor import bandwidth, costs, cpu, gpu, kernels, memory, places, proof, software
-from launch.doctor.finding import Finding, render
+from launch.doctor import gpu, machine, measure
+from launch.doctor.machine import Finding
 from launch.doctor.model_plan import show_plan
 from launch.errors import LaunchError
 from launch.processes.cores import Cores
 from launch.processes.trials import TrialFailed
+from launch.terminal import tables
 from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.log import notice
@@ -26,10 +30,8 @@ from launch.terminal.output import print_json, show
 from pipeline.calibration.cost_cache import measured_here
 from pipeline.errors import PipelineError
 from protocol.program import user_folder
-from shm.kernel_files import contents, limits
-from shm.segment import available_memory
 
-log = logging.getLogger("tandem")
+COLOURS = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
 async def doctor(options: Options, interrupts: Interrupts) -> int:
@@ -39,34 +41,45 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
     if "model" in options.written:
         return await show_plan(options, interrupts)
     try:
-        embedded = bandwidth.embedded()
+        embedded = measure.embedded()
     except (OSError, ValueError, PipelineError) as e:
         raise LaunchError(f"the embedded model cannot be read: {e}; install Tandem again") from e
     notice("examining the machine")
-    cores = Cores.here()
-    findings = _inspect(embedded, cores)
+    cores, cache = Cores.here(), user_folder("CACHE")
+    findings = [
+        *machine.processor(cores),
+        *machine.kernels(),
+        *machine.memory(embedded.store),
+        *machine.places(),
+    ]
     load = os.getloadavg()[0]
-    seen, link = await gpu.inspect(bandwidth.example())
-    findings += seen
+    seen, link = await gpu.inspect(measure.example())
     notice("measuring the memory bandwidth: a few seconds")
-    speed, speeds = await _measure(embedded, cores)
-    findings += bandwidth.busy(load, len(cores.numbers)) + speeds
+    findings += [*seen, *measure.busy(load, len(cores.numbers))]
+    measured: dict[str, Any] = {}
+    try:
+        bandwidth = await measure.measure_memory(cores.numbers)
+        measured |= bandwidth.to_map() | {"ceiling_tok_s": bandwidth.all / embedded.token}
+        findings += bandwidth.explain(embedded, measure.example())
+    except TrialFailed as e:
+        means = "the bound on this machine's speed is unknown"
+        findings.append(Finding("speed", "note", f"memory was not measured: {e}", means))
     notice("starting an engine on the embedded model")
-    proofs = await _prove(options, interrupts)
-    ceiling = None if speed is None else speed.all / embedded.token
-    findings += [proof.explain(p, ceiling, embedded.store <= (bandwidth.last_cache() or 0)) for p in proofs]
-    findings += [finding for p in proofs for finding in proof.explain_idle(p)]
-    findings += costs.inspect(user_folder("CACHE"))
+    proofs = [await measure.prove(options, interrupts, "auto")]
+    if proofs[0].failure and gpu.has_driver():
+        proofs.append(await measure.prove(options, interrupts, "cpu"))
+    findings += [proof.explain() for proof in proofs]
+    costs = measured_here(cache)
+    findings += machine.costs(costs)
 
     ok = not any(finding.prevents for finding in findings)
     if "json" in options.written:
-        measured: dict[str, Any] = {} if speed is None else speed.to_map()
         measured |= {
             "host_to_device_gbps": None if link is None else link / 1e9,
             "expert_bytes_per_token": embedded.token,
-            "ceiling_tok_s": ceiling,
+            "ceiling_tok_s": measured.get("ceiling_tok_s"),
             "engine": proofs[0].to_map(),
-            "costs": [costs.to_map(*kept) for kept in measured_here(user_folder("CACHE"))],
+            "costs": [{"file": str(path)} | record.to_json() for path, record in costs],
         }
         print_json({"ok": ok, "findings": [f.to_map() for f in findings], "measured": measured})
     else:
@@ -74,41 +87,25 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
     return 0 if ok else 1
 
 
-def _inspect(embedded: bandwidth.Reads, cores: Cores) -> list[Finding]:
-    """The findings that need no measurement and no GPU."""
-    allowed = limits()
-    lockable, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    total = memory.parse_meminfo(contents(memory.MEMINFO)).get("MemTotal", 0)
-    return [
-        *cpu.inspect(cores.numbers, allowed.cpus),
-        *cpu.inspect_threads(cores),
-        *kernels.inspect(),
-        *memory.inspect(embedded.store, allowed.memory, None if lockable < 0 else lockable, files),
-        *memory.inspect_shared(embedded.store, min(total, allowed.memory or total)),
-        *software.inspect(gpu=bool(gpu.driver_nodes())),
-        *places.inspect(),
-    ]
+def render(findings: Sequence[Finding], verdict: str) -> str:
+    """Returns the findings by topic, and the verdict, as text."""
+    parts: list[RenderableType] = []
+    for topic, group in groupby(findings, key=lambda finding: finding.topic):
+        rows = [(Text(each.level, style=COLOURS[each.level]), _description(each)) for each in group]
+        table = tables.grid(rows, gap=1)
+        table.columns[0].width = max(map(len, COLOURS))
+        parts += [Text(topic, style="bold"), Padding(table, (0, 0, 1, 2))]
+    return tables.render(*parts, Text(verdict, style="bold"))
 
 
-async def _measure(
-    embedded: bandwidth.Reads, cores: Cores
-) -> tuple[bandwidth.Bandwidth | None, list[Finding]]:
-    cache, available = bandwidth.last_cache(), available_memory()
-    try:
-        speed = await bandwidth.measure(cores.numbers, cache, available)
-    except TrialFailed as e:
-        means = "the bound on this machine's speed is unknown"
-        return None, [bandwidth.TOPIC.note(f"memory was not measured: {e}", means)]
-    return speed, [*bandwidth.explain(speed, embedded, bandwidth.example(), cache)]
-
-
-async def _prove(options: Options, interrupts: Interrupts) -> list[proof.Proof]:
-    """Start an engine on the default device; where that fails on a machine with a GPU, on the CPU as well."""
-    proofs = [await proof.prove(options, interrupts, "auto")]
-    if proofs[0].failure and gpu.driver_nodes():
-        proofs.append(await proof.prove(options, interrupts, "cpu"))
-    return proofs
+def _description(finding: Finding) -> Text:
+    text = Text(finding.found)
+    if finding.means:
+        text.append(f"\n{finding.means}", style="dim")
+    for line in finding.do.splitlines():
+        text.append("\n> ", style="cyan")
+        text.append(line)
+    return text
 
 
 def _verdict(ok: bool, findings: Sequence[Finding]) -> str:

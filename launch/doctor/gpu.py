@@ -1,139 +1,108 @@
-"""NVIDIA GPUs: the driver, torch's view of them, CUDA IPC, the bandwidth of the link. Every call of the
-driver is made in a child process with a time limit."""
+"""Examines NVIDIA GPUs: the driver, torch's view of them, CUDA graphs, CUDA IPC, the bandwidth of the link.
+Every call of the driver is made in a child process with a time limit."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from pathlib import Path
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
-from launch.doctor.bandwidth import Reads
-from launch.doctor.finding import Finding, Topic
-from launch.doctor.software import installed, pip_install
-from launch.planning.device_choice import DRIVER_NODES
-from launch.processes.trials import TrialFailed, trial
-from launch.terminal.format import count, rate
-from shm.kernel_files import contents, entries
+from launch.doctor.machine import Finding, pip_install
+from launch.doctor.measure import CHILD, Reads
+from launch.planning import DRIVER_NODES
+from launch.processes.trials import Trial, TrialFailed, trial
+from launch.terminal.format import rate
 from shm.segment import byte_size
 
-TOPIC = Topic("gpu")
-CHILD = "launch.doctor.gpu_child"
 LIMIT = 120.0  # seconds; a cold import of a CUDA build of torch from a slow disk takes tens of them
 CUDA_BUILDS = "https://download.pytorch.org/whl/cu128"
-BINDINGS = "cuda-bindings"
 ON_CPU = "engines compute on the CPU"
-NVIDIA, DISPLAY = "0x10de", "0x03"  # PCI vendor; first digits of a display controller's class
 
 
-def driver_nodes(root: Path = Path("/")) -> list[str]:
-    """Device nodes of a loaded driver; empty where no GPU can be used."""
-    return [str(node) for node in DRIVER_NODES if (root / str(node).lstrip("/")).exists()]
+def has_driver() -> bool:
+    """Tells whether a driver is loaded: without one no GPU can be used."""
+    return any(node.exists() for node in DRIVER_NODES)
 
 
-def driver_version(text: str) -> str:
-    """Returns the version in /proc/driver/nvidia/version; "" where it holds none."""
-    match = re.search(r"Module(?:\s+for\s+\S+)?\s+([0-9]+(?:\.[0-9]+)+)", text)
-    return match[1] if match else ""
+async def inspect(example: Reads) -> tuple[list[Finding], float | None]:
+    """Returns the findings, and the bytes a second from page-locked memory to the device, if measured."""
+    if not has_driver():
+        means = "engines run with --device cpu and the policy all-host: the cores compute every expert"
+        do = "where there is a GPU, install its driver; in a container: `docker run --gpus all`"
+        return [Finding("gpu", "note", "no driver of an NVIDIA GPU is loaded", means, do)], None
+    async with trial(CHILD, {"what": "gpu"}) as child:
+        seen, failure = await _tried(child)
+        if failure:
+            do = "nvidia-smi\nengines start with --device cpu meanwhile"
+            return [Finding("gpu", "problem", f"torch fails: {failure}", ON_CPU, do)], None
+        if not seen["devices"]:
+            return [_devices(seen)], None
+        if find_spec("cuda") is None:
+            do = pip_install("'tandem[cuda]'")
+            words = "cuda-bindings is not installed"
+            return [_devices(seen), Finding("gpu", "problem", words, ON_CPU, do)], None
+        graph, no_graph = await _tried(child)
+        paces, no_copy = await _tried(child)
+        handle, no_ipc = await _tried(child)
+        if not no_ipc:
+            async with trial(CHILD, {"what": "open", "handle": handle}) as other:
+                same, no_ipc = await _tried(other)
+            if same is False:
+                no_ipc = "another process reads something else than was written"
+    if graph is False:
+        no_graph = "a replay gave other numbers"
+    findings = [_devices(seen), _graphs(no_graph), _ipc(no_ipc)]
+    findings.append(_link(median(paces or [0.0]), no_copy, example))
+    return findings, median(paces) if paces else None
 
 
-def cards(root: Path = Path("/")) -> int:
-    """NVIDIA display controllers on the PCI bus, driver or not."""
-    devices = entries(root / "sys/bus/pci/devices", "*")
-    return sum(
-        contents(d / "vendor") == NVIDIA and contents(d / "class").startswith(DISPLAY) for d in devices
-    )
-
-
-async def inspect(example: Reads, root: Path = Path("/")) -> tuple[list[Finding], float | None]:
-    """The findings, and the bytes a second from page-locked host memory to the device, if measured."""
-    nodes = driver_nodes(root)
-    if not nodes:
-        return [_without_driver(cards(root))], None
-    version = driver_version(contents(root / "proc/driver/nvidia/version"))
-    found = [TOPIC.ok(f"NVIDIA driver {version or 'of unknown version'}", f"seen at {nodes[0]}")]
+async def _tried(child: Trial) -> tuple[Any, str]:
+    """Returns the child's next answer, and an error text, or ""."""
     try:
-        seen = await _try({"what": "torch"})
+        answer = await child.result(LIMIT)
     except TrialFailed as e:
-        do = "nvidia-smi\nengines start with --device cpu meanwhile"
-        return [*found, TOPIC.problem(f"torch fails: {e}", ON_CPU, do)], None
-    found += _devices(seen)
-    if not seen["devices"] or installed(BINDINGS) is None:  # topic `software` has the remedy
-        return found, None
-    found.append(await _graphs())
-    found.append(await _ipc(wsl="/dev/dxg" in nodes))
-    try:
-        rate = median(await _try({"what": "link"}))
-    except TrialFailed as e:
+        return None, str(e)
+    failure = answer.get("failure") if isinstance(answer, dict) else None
+    return (None, failure) if failure else (answer, "")
+
+
+def _devices(seen: dict[str, Any]) -> Finding:
+    """Describes the first GPU that torch sees, or says why it sees none."""
+    if seen["devices"]:
+        device, *others = seen["devices"]
+        words = f"{device['name']}, {byte_size(device['bytes'])}, {byte_size(device['free'])} free"
+        means = "attention and shared parts are kept there, and as many experts as --expert-cache sets"
+        more = f"; an engine uses this GPU alone, of {1 + len(others)}"
+        return Finding("gpu", "ok", words, means + more * bool(others))
+    if seen["cuda"] is None:
+        why = "a build without CUDA"
+        do = pip_install(f"--force-reinstall torch --index-url {CUDA_BUILDS}")
+    else:
+        why = "it finds no GPU that it can use"
+        do = f"nvidia-smi\nif the driver is older than CUDA {seen['cuda']}, update it"
+    return Finding("gpu", "problem", f"torch {seen['version']}: {why}", ON_CPU, do)
+
+
+def _graphs(failure: str) -> Finding:
+    if failure:
+        return Finding("gpu", "problem", f"CUDA graphs do not work: {failure}", "decode steps take longer")
+    return Finding("gpu", "ok", "CUDA graphs work", "decode steps need few calls of the driver")
+
+
+def _ipc(failure: str) -> Finding:
+    """Tells whether another process can use the memory that one has allocated."""
+    if failure:
+        means = "no tile is prefetched; demanded tiles are copied as ever (WSL has no CUDA IPC)"
+        return Finding("gpu", "note", f"CUDA IPC does not work: {failure}", means)
+    return Finding("gpu", "ok", "CUDA IPC works", "the prefetch process can copy predicted tiles to the GPU")
+
+
+def _link(pace: float, failure: str, example: Reads) -> Finding:
+    if failure:
         means = "experts cannot be moved to the GPU at the speed of its link"
-        return [*found, TOPIC.problem(f"no copy from page-locked memory: {e}", means, "")], None
-    return [*found, _link(rate, example)], rate
-
-
-def _without_driver(gpus: int) -> Finding:
-    if gpus:
-        return TOPIC.note(
-            f"{count(gpus, 'NVIDIA GPU')}, and no driver is loaded",
-            ON_CPU,
-            "install the driver, on Ubuntu: sudo ubuntu-drivers install\n"
-            "in a container: `docker run --gpus all`",
-        )
-    means = "engines run with --device cpu and the policy all-host: the cores compute every expert"
-    return TOPIC.note("no NVIDIA GPU", means)
-
-
-def _devices(seen: dict[str, Any]) -> Iterator[Finding]:
-    if not seen["devices"]:
-        if seen["cuda"] is None:
-            why = "a build without CUDA"
-            do = pip_install(f"--force-reinstall torch --index-url {CUDA_BUILDS}")
-        else:
-            why = "it finds no GPU that it can use"
-            do = f"nvidia-smi\nif the driver is older than CUDA {seen['cuda']}, update it"
-        yield TOPIC.problem(f"torch {seen['version']}: {why}", ON_CPU, do)
-    means = "attention and shared parts are kept there, and as many experts as --expert-cache sets"
-    for device in seen["devices"]:
-        size, free = byte_size(device["bytes"]), byte_size(device["free"])
-        yield TOPIC.ok(f"{device['name']}, {size}, {free} free", means)
-        means = "an engine uses the first GPU alone"
-
-
-async def _try(config: dict[str, Any]) -> Any:
-    async with trial(CHILD, config) as child:
-        return await child.result(LIMIT)
-
-
-async def _graphs() -> Finding:
-    try:
-        reason = "" if await _try({"what": "graph"}) else "a replay gave other numbers"
-    except TrialFailed as e:
-        reason = str(e)
-    if not reason:
-        return TOPIC.ok("CUDA graphs work", "decode steps need few calls of the driver, see --graphs")
-    return TOPIC.problem(f"CUDA graphs do not work: {reason}", "decode steps take longer", "")
-
-
-async def _ipc(wsl: bool) -> Finding:
-    """Memory of one process, read by another while the first keeps it."""
-    try:
-        async with trial(CHILD, {"what": "export"}) as owner:
-            handle = await owner.result(LIMIT)
-            same = await _try({"what": "open", "handle": handle})
-            await owner.go()
-        reason = "" if same else "another process reads something else than was written"
-    except TrialFailed as e:
-        reason = str(e)
-    if not reason:
-        means = "the prefetch process can copy predicted tiles to the GPU"
-        return TOPIC.ok("CUDA IPC works", means)
-    means = "no tile is prefetched; demanded tiles are copied as ever" + "; WSL has no CUDA IPC" * wsl
-    return TOPIC.note(f"CUDA IPC does not work: {reason}", means)
-
-
-def _link(pace: float, example: Reads) -> Finding:
+        return Finding("gpu", "problem", f"no copy from page-locked memory: {failure}", means)
     means = (
-        f"where every expert of a token is fetched ({byte_size(example.token)} of {example.name}), "
-        f"at most {pace / example.token:.2g} tok/s"
+        f"where every expert of a token is fetched ({byte_size(example.token)} of {example.name}), at most"
+        f" {pace / example.token:.2g} tok/s"
     )
-    return TOPIC.ok(f"host to device: {rate(pace)} from page-locked memory", means)
+    return Finding("gpu", "ok", f"host to device: {rate(pace)} from page-locked memory", means)

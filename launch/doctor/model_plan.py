@@ -5,38 +5,144 @@ Exit code 0: the model fits; 1: not."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from operator import itemgetter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from rich.console import RenderableType
-from rich.padding import Padding
 from rich.text import Text
 
 from launch.command_line.checks import check_engine
 from launch.command_line.options import Options
-from launch.doctor import costs
-from launch.doctor.speeds import explain, left_out, measure_speeds
-from launch.forecast import Expected, Speeds, by_rates, sizes_of
-from launch.planning.plan import OPTIONS, Situation, every_format, formats, reasons, refusal, situation
+from launch.doctor.machine import SHOWN_COSTS, describe_costs
+from launch.doctor.measure import explain_speeds, left_out, measure_speeds
+from launch.forecast import CONTEXT, Expected, Speeds, by_rates, sizes_of
+from launch.planning import OPTIONS, Situation, every_format, formats, reasons, refusal, situation
 from launch.processes.cores import Cores
 from launch.processes.trials import TrialFailed
 from launch.terminal.format import alike, count
 from launch.terminal.interrupts import Interrupts
-from launch.terminal.output import print_json, show
-from launch.terminal.tables import Cell, Column, Table, render
+from launch.terminal.output import print_json
+from launch.terminal.tables import Cell, Column, Table, dim, print_parts
+from pipeline.calibration.cost_cache import Record, measured_here
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_config
-from pipeline.config import EngineConfig, FormatName
+from pipeline.config import FormatName
 from pipeline.memory.needs import Needs
 from pipeline.memory.plan import AUTOMATIC, LEFT_FREE, Plan
 from pipeline.models.registry import expert_shape, model_spec
-from pipeline.models.spec import ModelSpec
 from protocol.program import user_folder
-from shm.kernel_files import limits
 from shm.layout import format_named
 from shm.segment import SHM_FOLDER, byte_size
+
+TableRow = tuple[str, str, Sequence[Cell]]  # a name, what is available, a cell for each format
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """`rows`: a plan for each format, the best that fits or else the smallest; `chosen`: the one that an
+    engine would start with, for the reasons in `why`, which else says why nothing fits."""
+
+    source: ModelSource
+    now: Situation
+    rows: Sequence[Plan]
+    chosen: Plan | None
+    why: Sequence[str]
+
+    @classmethod
+    def of(cls, source: ModelSource, now: Situation) -> ModelPlan:
+        asked = formats(now.config)
+        names = AUTOMATIC if now.config.format in AUTOMATIC else tuple(dict.fromkeys((*asked, *AUTOMATIC)))
+        each = every_format(source, now.config, names)
+        allowed = [needs for needs in each if needs.format in asked]
+        chosen = now.plan(now.config, allowed)
+
+        def row(needs: Needs) -> Plan:
+            if chosen is not None and chosen.needs == needs:
+                return chosen
+            return now.plan(replace(now.config, format=needs.format), [needs]) or now.smallest(needs)
+
+        why = [refusal(source, now, allowed)] if chosen is None else reasons(chosen, now, allowed)
+        return cls(source, now, [row(needs) for needs in each], chosen, why)
+
+    @property
+    def formats(self) -> list[FormatName]:
+        return [plan.needs.format for plan in self.rows]
+
+    def to_map(self, forecasts: Mapping[FormatName, Expected]) -> dict[str, Any]:
+        now = self.now
+        resolved = None if self.chosen is None else self.chosen.resolved(now.config)
+        expected = {name: forecast.to_map() for name, forecast in forecasts.items()}
+        return {
+            "model": self.source.name,
+            "fits": self.chosen is not None,
+            "device": now.config.device,
+            "policy": now.config.policy,
+            "chosen": None if resolved is None else {name: getattr(resolved, name) for name in OPTIONS},
+            "why": list(self.why),
+            "formats": [
+                {
+                    "format": plan.needs.format,
+                    "fits": plan.fits(now.machine),
+                    "context": plan.context,
+                    "kv_tokens": plan.kv_tokens,
+                    "expert_cache": plan.expert_cache,
+                    "store_bytes": plan.needs.store,
+                    "in_memory_already_bytes": plan.needs.present,
+                    "expected": expected.get(plan.needs.format),
+                    "memory": [
+                        {"name": p.name, "there": p.free, "needed": p.needed, "parts": dict(p.parts)}
+                        for p in plan.pools(now.machine)
+                    ],
+                }
+                for plan in self.rows
+            ],
+        }
+
+    def table(self, forecasts: Mapping[FormatName, Expected]) -> Table[TableRow]:
+        """Returns a column for each format, with the bytes needed and the expected speed."""
+        columns = [
+            Column[TableRow]("", lambda row: row[0], text=True),
+            Column("available", lambda row: row[1]),
+        ]
+        for place, plan in enumerate(self.rows):
+            style = "bold" if plan is self.chosen else ""
+            columns.append(Column(plan.needs.format, partial(_cell, place), style=style))
+        return Table(columns, [*self._memory(), *self._choices(), *self._speeds(forecasts)])
+
+    def _memory(self) -> Iterator[TableRow]:
+        for pools in zip(*(plan.pools(self.now.machine) for plan in self.rows), strict=True):
+            # As a start's line counts it: without what is left free, which must be available all the same.
+            sums = [
+                Text(byte_size(pool.needed - pool.parts.get(LEFT_FREE, 0)), "red" if pool.short else "green")
+                for pool in pools
+            ]
+            yield pools[0].name, byte_size(pools[0].free), sums
+            for part in () if pools[0].name == SHM_FOLDER else pools[0].parts:
+                if any(pool.parts[part] for pool in pools):
+                    name = f"and {part}" if part == LEFT_FREE else f"  {part}"
+                    yield name, "", [byte_size(pool.parts[part]) for pool in pools]
+
+    def _choices(self) -> Iterator[TableRow]:
+        yield "context (tokens)", "", [str(plan.context) for plan in self.rows]
+        if any(plan.slab for plan in self.rows):
+            yield "expert cache", "", [f"{plan.expert_cache:g}" for plan in self.rows]
+        fits = {True: "fits", False: "too large"}
+        machine = self.now.machine
+        yield "", "", ["chosen" if plan is self.chosen else fits[plan.fits(machine)] for plan in self.rows]
+
+    def _speeds(self, forecasts: Mapping[FormatName, Expected]) -> Iterator[TableRow]:
+        if forecasts:  # also of a format that is too large
+            expected = [forecasts[name] for name in self.formats]
+            yield "tok/s, about", "", alike([each.usual for each in expected])
+            slow, fast = (alike(speeds) for speeds in zip(*(each.range for each in expected), strict=True))
+            yield "  range", "", list(map("{}-{}".format, slow, fast))
+            yield "  memory's limit", "", alike([each.limit for each in expected])
+
+
+def _cell(place: int, row: TableRow) -> Cell:
+    return row[2][place]
 
 
 async def show_plan(options: Options, interrupts: Interrupts) -> int:
@@ -45,162 +151,66 @@ async def show_plan(options: Options, interrupts: Interrupts) -> int:
     source = open_config(options.written["model"])
     check_engine(config, source)
     now = await asyncio.to_thread(situation, config, Cores.here().default_workers())
-    names = AUTOMATIC if config.format in AUTOMATIC else tuple(dict.fromkeys((*formats(config), *AUTOMATIC)))
-    each = {needs.format: needs for needs in every_format(source, now.config, names)}
-    every = [each[name] for name in formats(config) if name in each]
-    chosen = now.plan(now.config, every)
-    rows = [_row(now, needs, chosen) for needs in each.values()]
-    why = [refusal(source, now, every)] if chosen is None else reasons(chosen, now, every)
-    stores = {name: expert_shape(source.config, now.config.tile, format_named(name)).tile for name in each}
-    kept = costs.of_model(user_folder("CACHE"), {source.fingerprint(*store) for store in stores.items()})
-    speeds, forecasts, notes = await _expected(source, now.config, each, options, interrupts)
+    plan = ModelPlan.of(source, now)
+    speeds, forecasts, notes = await _expected(plan, options, interrupts)
+    kept = _costs_of(plan)
     if "json" in options.written:
-        measured = [costs.to_map(path, record) for path, record in kept]
-        report = _report(source, now, rows, chosen, why, forecasts) | {"costs": measured}
-        print_json(report | {"speeds": None if speeds is None else speeds.to_map()})
+        measured = [{"file": str(path)} | record.to_json() for path, record in kept]
+        more = {"costs": measured, "speeds": None if speeds is None else speeds.to_map()}
+        print_json(plan.to_map(forecasts) | more)
     else:
-        show(_text(source, now, rows, chosen, why, costs.paragraphs(kept), forecasts, notes), rendered=True)
-    return 0 if chosen is not None else 1
+        costs = [line for each in kept[:SHOWN_COSTS] for line in ("", *describe_costs(*each))]
+        print_parts(*_head(plan), "", plan.table(forecasts), *dim(notes), "", *_verdict(plan), *costs)
+    return 0 if plan.chosen is not None else 1
 
 
 async def _expected(
-    source: ModelSource,
-    config: EngineConfig,
-    each: Mapping[FormatName, Needs],
-    options: Options,
-    interrupts: Interrupts,
+    plan: ModelPlan, options: Options, interrupts: Interrupts
 ) -> tuple[Speeds | None, Mapping[FormatName, Expected], list[str]]:
-    """The expected speed in each format, and lines about it."""
+    """Returns the expected speed in each format, and lines about it."""
+    source, config = plan.source, plan.now.config
     if config.device != "cpu":
         return None, {}, ["Expected tok/s: give --device cpu; with a GPU `bench` measures them."]
     try:
-        speeds = await measure_speeds(source, config, list(each), options, interrupts)
+        speeds = await measure_speeds(source, config, plan.formats, options, interrupts)
     except TrialFailed as e:
         return None, {}, [f"The expected tok/s are unknown: {e}"]
     share = left_out(config)
-    expected = {name: by_rates(sizes_of(source, config, name), speeds, share) for name in each}
-    return speeds, expected, explain(expected, speeds, config)
-
-
-def _row(now: Situation, needs: Needs, chosen: Plan | None) -> Plan:
-    """The plan for a format: the best that fits, else the smallest."""
-    if chosen is not None and chosen.needs == needs:
-        return chosen
-    config = replace(now.config, format=needs.format)
-    return now.plan(config, [needs]) or now.smallest(needs)
-
-
-def _text(
-    source: ModelSource,
-    now: Situation,
-    rows: Sequence[Plan],
-    chosen: Plan | None,
-    why: Sequence[str],
-    measured: Sequence[tuple[str, list[str]]],
-    forecasts: Mapping[FormatName, Expected],
-    notes: Sequence[str],
-) -> str:
-    parts: list[RenderableType] = [Text(source.name, style="bold"), _layers(model_spec(source.config))]
-    parts.append(f"with --device {now.config.device} --policy {now.config.policy}")
-    if (limit := limits().memory) is not None:
-        parts.append(f"the control group allows {byte_size(limit)} of memory, including what is in use")
-    parts += ["", _table(now, rows, chosen, forecasts)]
-    # Of the table's figures, and so beside it.
-    explained: list[RenderableType] = [*(Text(line, style="dim") for line in notes), ""]
-    if chosen is None:
-        parts += [*explained, Text(why[0], style="bold red")]
-    else:
-        resolved = chosen.resolved(now.config)
-        words = [f"{option} {getattr(resolved, name)}" for name, option in OPTIONS.items()]
-        parts += [*explained, Text("It fits. An engine would start with", style="bold green")]
-        parts.append("  " + " ".join(words if chosen.slab else words[:-1]))
-        parts += [Text(f"  {line}", style="dim") for line in why]
-    for heading, lines in measured:
-        parts += ["", Text(f"Costs measured here ({heading})", style="bold")]
-        parts += [Padding(Text(line), (0, 0, 0, 2)) for line in lines]
-    return render(*parts)
-
-
-def _layers(spec: ModelSpec) -> str:
-    sparse = len(spec.moe_layers)
-    which = "" if sparse == spec.layers else f", {sparse} of them"
-    experts = f"{count(spec.experts, 'expert')}, {spec.top_k} active per token"
-    layers = f"{count(spec.layers, 'layer')}{which} with {experts}"
-    return f"{layers}; context of up to {spec.max_positions} tokens"
-
-
-def _table(
-    now: Situation, rows: Sequence[Plan], chosen: Plan | None, forecasts: Mapping[FormatName, Expected]
-) -> Table[tuple[Cell, ...]]:
-    """A column for each format, with the bytes needed and the expected speed."""
-    lines: list[tuple[Cell, ...]] = []
-    for pools in zip(*(plan.pools(now.machine) for plan in rows), strict=True):
-        # As the line of a start counts it: without what is left free, which must be available all the same.
-        sums = [
-            Text(byte_size(pool.needed - pool.parts.get(LEFT_FREE, 0)), "red" if pool.short else "green")
-            for pool in pools
-        ]
-        lines.append((pools[0].name, byte_size(pools[0].free), *sums))
-        for part in () if pools[0].name == SHM_FOLDER else pools[0].parts:
-            if any(pool.parts[part] for pool in pools):
-                name = f"and {part}" if part == LEFT_FREE else f"  {part}"
-                lines.append((name, "", *(byte_size(pool.parts[part]) for pool in pools)))
-    lines.append(("context (tokens)", "", *(str(plan.context) for plan in rows)))
-    if any(plan.slab for plan in rows):
-        lines.append(("expert cache", "", *(f"{plan.expert_cache:g}" for plan in rows)))
-    fits = {True: "fits", False: "too large"}
-    verdicts = ("chosen" if plan is chosen else fits[plan.fits(now.machine)] for plan in rows)
-    lines.append(("", "", *verdicts))
-    if forecasts:  # below the verdict, of a format that is too large as well
-        expected = [forecasts[plan.needs.format] for plan in rows]
-        lines.append(("tok/s, about", "", *alike([each.usual for each in expected])))
-        slow, fast = (
-            alike(list(speeds)) for speeds in zip(*((e.slow, e.fast) for e in expected), strict=True)
-        )
-        lines.append(("  range", "", *map("{}-{}".format, slow, fast)))
-        lines.append(("  memory's limit", "", *alike([each.limit for each in expected])))
-    columns = [
-        Column[tuple[Cell, ...]](plan.needs.format, itemgetter(place), style="bold" if plan is chosen else "")
-        for place, plan in enumerate(rows, 2)
-    ]
-    first = (
-        Column[tuple[Cell, ...]]("", itemgetter(0), text=True),
-        Column[tuple[Cell, ...]]("available", itemgetter(1)),
+    expected = {name: by_rates(sizes_of(source, config, name), speeds, share) for name in plan.formats}
+    first = expected[plan.formats[0]]
+    reads = (
+        f"tok/s: expected of one request after {CONTEXT} tokens, with --policy all-host. A token reads its"
+        f" experts, {byte_size(first.backbone)} of backbone in {config.backbone_dtype} and"
+        f" {byte_size(first.kv)} of KV cache; in floe formats it leaves out {share:.0%} of an expert."
     )
-    return Table([*first, *columns], lines)
+    return speeds, expected, [reads, *explain_speeds(plan.formats, speeds)]
 
 
-def _report(
-    source: ModelSource,
-    now: Situation,
-    rows: Sequence[Plan],
-    chosen: Plan | None,
-    why: Sequence[str],
-    forecasts: Mapping[FormatName, Expected],
-) -> dict[str, Any]:
-    resolved = None if chosen is None else chosen.resolved(now.config)
-    return {
-        "model": source.name,
-        "fits": chosen is not None,
-        "device": now.config.device,
-        "policy": now.config.policy,
-        "chosen": None if resolved is None else {name: getattr(resolved, name) for name in OPTIONS},
-        "why": list(why),
-        "formats": [
-            {
-                "format": plan.needs.format,
-                "fits": plan.fits(now.machine),
-                "context": plan.context,
-                "kv_tokens": plan.kv_tokens,
-                "expert_cache": plan.expert_cache,
-                "store_bytes": plan.needs.store,
-                "in_memory_already_bytes": plan.needs.present,
-                "expected": found.to_map() if (found := forecasts.get(plan.needs.format)) else None,
-                "memory": [
-                    {"name": p.name, "there": p.free, "needed": p.needed, "parts": dict(p.parts)}
-                    for p in plan.pools(now.machine)
-                ],
-            }
-            for plan in rows
-        ],
+def _costs_of(plan: ModelPlan) -> list[tuple[Any, Record]]:
+    """Returns the costs that this machine measured with one of the model's stores, the newest first."""
+    source, tile = plan.source, plan.now.config.tile
+    stores = {
+        source.fingerprint(name, expert_shape(source.config, tile, format_named(name)).tile)
+        for name in plan.formats
     }
+    return [each for each in measured_here(user_folder("CACHE")) if each[1].setting.store in stores]
+
+
+def _head(plan: ModelPlan) -> Iterator[RenderableType]:
+    spec, config = model_spec(plan.source.config), plan.now.config
+    which = "" if len(spec.moe_layers) == spec.layers else f", {len(spec.moe_layers)} of them"
+    experts = f"{count(spec.experts, 'expert')}, {spec.top_k} active per token"
+    yield Text(plan.source.name, style="bold")
+    yield f"{count(spec.layers, 'layer')}{which} with {experts}; context of up to {spec.max_positions} tokens"
+    yield f"with --device {config.device} --policy {config.policy}"
+
+
+def _verdict(plan: ModelPlan) -> Iterator[Text]:
+    if plan.chosen is None:
+        yield Text(plan.why[0], style="bold red")
+        return
+    resolved = plan.chosen.resolved(plan.now.config)
+    words = [f"{option} {getattr(resolved, name)}" for name, option in OPTIONS.items()]
+    yield Text("It fits. An engine would start with", style="bold green")
+    yield Text("  " + " ".join(words if plan.chosen.slab else words[:-1]))
+    yield from dim(f"  {line}" for line in plan.why)

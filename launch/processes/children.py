@@ -1,24 +1,37 @@
-"""One child process: spawned, configured through its lifeline, ended."""
+"""An engine's child processes: spawned, configured through their lifelines, heard on the control socket,
+ended in order. And the tasks beside a block of code that serve them."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import secrets
 import signal
+import time
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-from launch.errors import StartFailed
+import zmq
+import zmq.asyncio
+
+from launch.errors import StartFailed, system_reason
+from pipeline.fairness import SparseLog
 from pipeline.text.tokenizer import LOAD_FAILURES
-from protocol.messages import Failed
-from protocol.sockets import Identity
+from protocol.codec import decode, encode
+from protocol.errors import MalformedMessage
+from protocol.messages import HEADER_LIMIT, Failed, Ready, Shutdown
+from protocol.sockets import CHILD_HWM, Identity, bind_router, parse_identity
 from workers.lifetime import CHILD_PROCESS, environment, pack_config
 
 PIPE_CAPACITY = 65536  # bytes that a new pipe takes without a reader; a larger configuration would block
 STOP_LIMIT = 5.0  # seconds for an orderly exit
 TERM_LIMIT = 1.0  # seconds between SIGTERM and SIGKILL
+KILL_LIMIT = 2.0  # seconds for the kernel to end a killed child
+LAST_MESSAGE_LIMIT = 0.5  # seconds that the last message of an exited child may still be under way
+STOP_ORDER = (("gateway",), ("coordinator",), ("worker", "prefetcher", "text"), ("loader",))
 MODULES = {
     "loader": "pipeline.loader",
     "coordinator": "pipeline.coordinator",
@@ -29,11 +42,28 @@ MODULES = {
 }
 
 
+log = logging.getLogger(__name__)
+
+
 def title(identity: Identity) -> str:
     """Returns a child's name in messages: "worker 1"; just "loader", of which an engine has only one."""
     if identity.role == "text":
         return "text process"
     return f"{identity.role} {identity.index}" if identity.role == "worker" else identity.role
+
+
+class Stillness:
+    """Counts checks in a row that found the same figure: only time counts in which the supervisor itself was
+    running."""
+
+    def __init__(self) -> None:
+        self.checks = 0
+        self._figure = 0.0
+
+    def check(self, figure: float) -> int:
+        self.checks = self.checks + 1 if figure == self._figure else 0
+        self._figure = figure
+        return self.checks
 
 
 @dataclass
@@ -47,41 +77,17 @@ class Child:
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     failed: asyncio.Future[Failed] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     last_message: float = 0.0  # monotonic seconds; 0 before the first
-    checked_message: float = 0.0  # `last_message` at the last check
-    silent_checks: int = 0  # checks in a row that found no new message
-    stopped_checks: int = 0  # checks in a row that found the process stopped
+    silence: Stillness = field(default_factory=Stillness)  # of its messages
+    idleness: Stillness = field(default_factory=Stillness)  # of its progress in the control segment
+    stopped_checks: int = 0  # in a row, that found the process stopped
     up: bool = False  # the coordinator gives it work
-    ticks: int = 0  # of its progress, at the last check
-    idle_checks: int = 0  # checks in a row that found no progress
-    hung: bool = False  # it was killed because it made no progress
-    hung_in: str = ""  # which part of it
+    hung: str | None = None  # where: it was killed because it made no progress there
     exit_expected: bool = False
     configured: bool = False
 
     @property
     def running(self) -> bool:
         return self.process.returncode is None
-
-    @property
-    def is_stopped(self) -> bool:
-        """Returns whether SIGSTOP or the like has stopped it; a process under a debugger does not count."""
-        try:
-            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
-        except OSError:
-            return False  # it has exited
-        return stat.rpartition(")")[2].split()[0] == "T"
-
-    def count_check(self) -> None:
-        """Count whether the process is stopped, and whether it has sent anything since the last check."""
-        self.stopped_checks = self.stopped_checks + 1 if self.is_stopped else 0
-        self.silent_checks = self.silent_checks + 1 if self.last_message == self.checked_message else 0
-        self.checked_message = self.last_message
-
-    def count_progress(self, ticks: int) -> int:
-        """The number of checks in a row that found no progress; `ticks`: its counter now."""
-        self.idle_checks = self.idle_checks + 1 if ticks == self.ticks else 0
-        self.ticks = ticks
-        return self.idle_checks
 
     def configure(self, config: dict[str, Any]) -> None:
         """Send the configuration, with the child's identity, unless it has one. Raises StartFailed."""
@@ -102,9 +108,9 @@ class Child:
         self.exit_expected = True
         self.send_signal(signal.SIGKILL)
 
-    def kill_hung(self, part: str = "") -> None:
-        """Kill it, as unexpectedly as a crash: it is restarted. `part`: what of it hangs."""
-        self.hung, self.hung_in = True, part
+    def kill_hung(self, where: str = "") -> None:
+        """Kill it, as unexpectedly as a crash: it is restarted. `where`: the part of it that hangs."""
+        self.hung = where
         self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -112,7 +118,7 @@ class Child:
             self.process.send_signal(number)
 
     async def wait_exit(self) -> int:
-        """The exit code, or minus the number of the signal that killed it."""
+        """Returns the exit code, or minus the number of the signal that killed it."""
         code = await self.process.wait()
         if self.lifeline >= 0:
             os.close(self.lifeline)
@@ -145,9 +151,8 @@ class Child:
         """Return why the child has exited, as one line."""
         if self.failed.done():
             return self.failed.result().text
-        if self.hung:
-            where = f" in its {self.hung_in}" if self.hung_in else ""
-            return f"the {title(self.identity)} made no progress{where} and was killed"
+        if self.hung is not None:
+            return f"the {title(self.identity)} made no progress{self.hung} and was killed"
         if reason := self._load_failure(code):
             return f"the model's tokenizer {reason}"
         if code < 0:
@@ -158,7 +163,7 @@ class Child:
 async def spawn(identity: Identity, threads: int, key: bytes) -> Child:
     """Start a child from the calling thread, which must run as long as the engine does: the kernel ties
     PDEATHSIG to it. The child imports its modules and waits for its configuration. `key`: the engine's;
-    `threads`: of numerical libraries. Raises StartFailed where the system refuses another process."""
+    `threads`: of numerical libraries. Raises OSError where the system refuses another process."""
     for_child, lifeline = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
@@ -169,10 +174,8 @@ async def spawn(identity: Identity, threads: int, key: bytes) -> Child:
             pass_fds=(for_child,),
             env=environment(threads),
         )
-    except BaseException as e:
+    except BaseException:
         os.close(lifeline)  # the child exits, if it was started already
-        if isinstance(e, OSError):
-            raise StartFailed(f"the {title(identity)} could not be started: {e.strerror}") from e
         raise
     finally:
         os.close(for_child)
@@ -194,3 +197,182 @@ async def wait_exits(children: list[Child], limit: float) -> None:
         _, pending = await asyncio.wait(exits, timeout=limit)
         for waiting in pending:
             waiting.cancel()
+
+
+class TaskGuard:
+    """A helper of an asynchronous context manager: `enter` at its start, `raise_failure` at its end."""
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
+        self._body: asyncio.Task[Any] | None = None
+        self._cancels = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def enter(self) -> None:
+        """The calling task runs the block from here on."""
+        self._body = asyncio.current_task()
+        self._cancels = self._body.cancelling() if self._body else 0
+
+    def keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a task beside the block; its exception is the block's failure."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def fail(self, failure: BaseException) -> None:
+        """Cancel the block; of several failures the first is raised."""
+        if self.failure is None:
+            self.failure = failure
+            if self._body is not None:
+                self._body.cancel()
+
+    def raise_failure(self, error: BaseException | None) -> None:
+        """Raise the failure, if there is one, unless the block was cancelled from outside as well: then that
+        cancellation continues. `error`: the exception that ends the block."""
+        if self.failure is None:
+            return
+        if self._body is not None and self._body.uncancel() > self._cancels:
+            return
+        raise self.failure from error
+
+    async def end_tasks(self) -> None:
+        """Cancel the tasks that still run beside the block."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
+
+
+async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await work that a cancellation must not interrupt: it is raised when the work is done."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task.result()
+    if cancelled is not None:
+        raise cancelled
+
+
+class ProcessGroup:
+    """The running children, and a bound ROUTER on which they report and receive Shutdown. `on_message` is
+    called for each message but Failed, `on_exit` after the last one of an exited child."""
+
+    def __init__(self, endpoint: str, guard: TaskGuard) -> None:
+        """Raises ProtocolError where the endpoint cannot be bound."""
+        self.key = secrets.token_bytes(32)  # with which children prove their identity
+        self.last_message = 0.0  # monotonic seconds: when a child last sent one
+        self.on_message: Callable[[Child, object], None] = lambda child, message: None
+        self.on_exit: Callable[[Child, int], None] = lambda child, code: None
+        self._guard = guard
+        self._children: dict[Identity, Child] = {}
+        self._stopped = False  # a child that is being started is killed at once
+        self._log = SparseLog(log)
+        self._context = zmq.asyncio.Context()
+        self._socket = bind_router(self._context, endpoint, receive_hwm=CHILD_HWM, largest=HEADER_LIMIT)
+        guard.keep(self._receive())
+
+    @property
+    def pids(self) -> dict[Identity, int]:
+        """Process ids of the running children."""
+        return {identity: child.process.pid for identity, child in self._children.items() if child.running}
+
+    async def prepare(self, identity: Identity, threads: int) -> Child:
+        """Spawn a child, which imports its modules and waits for `start`. Raises StartFailed."""
+        try:
+            child = await spawn(identity, threads, self.key)
+        except OSError as e:  # no free descriptor, for example
+            raise StartFailed(f"the {title(identity)} could not be started: {system_reason(e)}") from e
+        self._children[identity] = child
+        self._guard.keep(self._watch(child))
+        if self._stopped:
+            child.kill()
+        return child
+
+    async def start(self, identity: Identity, config: dict[str, Any], threads: int) -> Child:
+        """Spawn a child, unless it was prepared, and send it its configuration. Raises StartFailed."""
+        child = self._children.get(identity)
+        if child is None or not (child.running or child.configured):  # one that has run ends as `_watch` says
+            child = await self.prepare(identity, threads)
+        child.configure(config)
+        return child
+
+    async def send(self, child: Identity, message: object) -> bool:
+        """Send a message; False where this child never connected, has exited, or does not read."""
+        try:
+            await self._socket.send_multipart([child.prove(self.key), *encode(message)], flags=zmq.DONTWAIT)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def kill(self, *roles: str) -> None:
+        """Kill the children of these roles, or without roles all; their exits are expected."""
+        self._stopped = self._stopped or not roles
+        for child in self._of(*roles):
+            child.kill()
+
+    async def wait_killed(self, *roles: str) -> None:
+        """Wait until the killed children of these roles, or all, have exited; KILL_LIMIT seconds at most."""
+        await wait_exits(self._of(*roles), KILL_LIMIT)
+
+    async def stop(self, orderly: bool) -> None:
+        """End all in order: the gateway lets answers end, the coordinator needs the others for its requests.
+        `orderly`: the engine was ready."""
+        self._stopped = True
+        for roles in STOP_ORDER:
+            children = self._of(*roles)
+            for child in children:
+                child.exit_expected = True
+                # Before the engine is up there is nothing to finish, and most children do not receive yet;
+                # the loader does, and removes the store that it has half built.
+                # The text process has nothing to finish, and may be busy.
+                role = child.identity.role
+                receives = (orderly and role != "text") or role == "loader"
+                if not (receives and await self.send(child.identity, Shutdown())):
+                    child.send_signal(signal.SIGTERM)
+            await terminate(children)
+
+    def close(self) -> None:
+        """Close the socket without waiting for unsent messages: a child that has no Shutdown by now was sent
+        a signal."""
+        self._socket.close(linger=0)
+        self._context.term()
+
+    def _of(self, *roles: str) -> list[Child]:
+        return [c for c in self._children.values() if not roles or c.identity.role in roles]
+
+    async def _receive(self) -> None:
+        while True:
+            name, *frames = await self._socket.recv_multipart()
+            await asyncio.sleep(0)  # a flood must not keep every other task from running
+            try:
+                child = self._children.get(parse_identity(name, self.key))
+                message = decode(frames)
+            except MalformedMessage as e:
+                self._log.warning(f"dropped a malformed message on the control socket: {e}")
+                continue
+            if child is None:
+                continue  # a late message of an earlier incarnation
+            self.last_message = child.last_message = time.monotonic()
+            if not isinstance(message, Failed):
+                self.on_message(child, message)
+                if isinstance(message, Ready):
+                    child.ready.set()
+            elif not child.failed.done():
+                child.failed.set_result(message)
+
+    async def _watch(self, child: Child) -> None:
+        code = await child.wait_exit()
+        # The exit may be seen before a message sent just ahead of it: a loader's Ready, a Failed.
+        if code >= 0:
+            await child.wait_last_message(LAST_MESSAGE_LIMIT)
+        if self._children.get(child.identity) is child:
+            del self._children[child.identity]
+        self.on_exit(child, code)

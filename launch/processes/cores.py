@@ -28,10 +28,10 @@ LEAST_TO_LEAVE_ONE = 4  # cores: of fewer, one is too large a part of what reads
 
 @dataclass(frozen=True, order=True)
 class Thread:
-    """A hardware thread by the kernel's number. Those of one core have the same `core`."""
+    """A hardware thread by the kernel's number. `core`: the first thread of the same core."""
 
     node: int
-    core: tuple[int, ...]
+    core: int
     number: int
 
 
@@ -65,7 +65,7 @@ class Cores:
 
     @property
     def computing(self) -> int:
-        """How many threads can compute at once without sharing a core or exceeding the quota."""
+        """Counts the threads that can compute at once without sharing a core or exceeding the quota."""
         return len(self._units(1))
 
     def default_workers(self) -> int:
@@ -116,8 +116,11 @@ def read_threads(usable: Collection[int], root: Path = Path("/")) -> tuple[Threa
         for folder in entries(system / "node", "node[0-9]*")
         for number in parse_cores(contents(folder / "cpulist"))
     }
-    here = sorted(online & set(usable)) or sorted(usable)
-    return tuple(Thread(node_of.get(n, 0), _core(system / f"cpu/cpu{n}/topology", n), n) for n in here)
+    threads = []
+    for number in sorted(online & set(usable)) or sorted(usable):
+        siblings = parse_cores(contents(system / f"cpu/cpu{number}/topology/thread_siblings_list"))
+        threads.append(Thread(node_of.get(number, 0), min(siblings, default=number), number))
+    return tuple(threads)
 
 
 def _turns(keys: Sequence[object]) -> list[int]:
@@ -128,14 +131,6 @@ def _turns(keys: Sequence[object]) -> list[int]:
         turns.append(seen[key])
         seen[key] += 1
     return turns
-
-
-def _core(folder: Path, number: int) -> tuple[int, ...]:
-    siblings = parse_cores(contents(folder / "thread_siblings_list"))
-    if siblings:
-        return (min(siblings),)
-    package, core = contents(folder / "physical_package_id"), contents(folder / "core_id")
-    return (int(package), int(core)) if package.isdigit() and core.isdigit() else (number,)
 
 
 def _parts(units: list[Thread], count: int) -> list[list[Thread]]:

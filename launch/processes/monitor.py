@@ -13,14 +13,14 @@ import logging
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
+
 from launch.errors import EngineFailed, StartFailed
-from launch.processes.children import Child, title
-from launch.processes.group import ProcessGroup
-from launch.processes.limits import Limits
-from launch.processes.slot import ProcessSlot
-from launch.processes.task_guard import TaskGuard
+from launch.processes.children import Child, ProcessGroup, TaskGuard, title
 from launch.terminal.log import notice
 from protocol.messages import Hung, Ready, WorkerDied, WorkerUp
 from protocol.sockets import Identity
@@ -32,6 +32,63 @@ COORDINATOR = "coordinator"
 GATEWAY = "gateway"
 ALONE = (COORDINATOR, GATEWAY)  # roles that no other process waits for: they send heartbeats
 COUNTED = ("coordinator", "worker", "prefetcher")  # roles with a line in the control segment
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of the supervisor's waits for its children, and of their restarts: in seconds, or in checks in
+    a row, one every `check_interval`, so that only time counts in which the supervisor itself was running."""
+
+    loader_silence: float = 300.0  # without a message; a cold disk may take long for the first bytes
+    ready: float = 300.0  # of coordinator, workers and prefetcher: backbone read, costs measured
+    check_interval: float = 0.5
+    stopped_checks: int = 6  # of a process that SIGSTOP or the like has stopped
+    silent_checks: int = 10  # of a coordinator that sends no heartbeat after its Ready
+    engine_checks: int = 120  # of a coordinator whose engine thread makes no progress after its Ready
+    start_checks: int = 120  # of a process that has sent nothing yet: its imports take a while
+    early: float = 30.0  # after Ready: a coordinator that exits before that has exited early
+    coordinator_exits: int = 5  # number of early exits in a row that end the engine
+    futile_exits: int = 8  # in a row, of one worker or prefetcher before it worked, while no worker did
+    first_pause: float = 0.1  # before the second restart in a row, doubled before each further one
+    longest_pause: float = 5.0
+
+    def pause(self, early_exits: int) -> float:
+        """Returns the seconds before the next restart: none before the first."""
+        return min(self.longest_pause, self.first_pause * 2.0 ** min(early_exits - 2, 64)) * (early_exits > 1)
+
+
+@dataclass
+class ProcessSlot:
+    """One process through all its incarnations. `config`: makes the next one's configuration map."""
+
+    role: str
+    index: int
+    config: Callable[[], dict[str, Any]]
+    threads: int
+    incarnation: int = -1
+    child: Child | None = None
+    ticks: int = 0  # of its line in the control segment, when the present incarnation was started
+    early_exits: int = 0  # in a row: of processes that had not done any work
+    futile_exits: int = 0  # of these, the last ones between which no worker made progress
+    progress: int = 0  # of all workers, at the last one
+    reported: str = ""  # the reason of the previous exit
+    exited_at: float | None = None  # the previous incarnation, until this one does its work
+    ready: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    @property
+    def title(self) -> str:
+        return title(Identity(self.role, self.index, 0))
+
+    def fail(self, error: Exception) -> None:
+        if not self.ready.done():
+            self.ready.set_exception(error)
+            self.ready.exception()  # retrieved, also where no task waits for it any more
+
+    def count_exit(self, early: bool, progress: int) -> None:
+        """Count an exit. `early`: before it had done any work; `progress`: the workers' until now."""
+        futile = self.futile_exits + 1 if progress == self.progress else 1
+        self.early_exits, self.futile_exits = (self.early_exits + 1, futile) if early else (0, 0)
+        self.progress = progress
 
 
 class ProcessMonitor:
@@ -57,11 +114,7 @@ class ProcessMonitor:
         self._coordinator_exit: asyncio.Future[tuple[Child, int]]  # of the present incarnation
 
     def add_slot(
-        self,
-        role: str,
-        index: int,
-        config: Callable[[], dict[str, Any]],
-        threads: int,
+        self, role: str, index: int, config: Callable[[], dict[str, Any]], threads: int
     ) -> ProcessSlot:
         slot = self._slots[role, index] = ProcessSlot(role, index, config, threads)
         return slot
@@ -164,22 +217,21 @@ class ProcessMonitor:
 
     async def _restart_child(self, slot: ProcessSlot, child: Child, code: int) -> None:
         slot.exited_at = time.monotonic()
-        crashed = child.hung or code not in (-signal.SIGKILL, -signal.SIGTERM)
-        seq = self._control.line(slot.role, slot.index).seq if slot.role in COUNTED else -1
+        crashed = child.hung is not None or code not in (-signal.SIGKILL, -signal.SIGTERM)
+        line = self._control.line(slot.role, slot.index) if slot.role in COUNTED else None
         if slot.role != GATEWAY:
             coordinator = Identity(COORDINATOR, 0, self._slots[COORDINATOR, 0].incarnation)
+            seq = line.seq if line is not None else -1
             died = WorkerDied(slot.role, slot.index, slot.incarnation, crashed, seq)
             await self._group.send(coordinator, died)
         # A worker is up before it has imported all that it may need; what it computes shows it works.
-        idle = slot.role in COUNTED and self._control.line(slot.role, slot.index).ticks == slot.ticks
+        idle = line is not None and line.ticks == slot.ticks
         slot.count_exit(not child.up or (crashed and idle), self._progress())
         reason = _exit_line(child, code)
         engine_restarts = self._engine_restarts
         while slot.role == GATEWAY or slot.futile_exits < self._limits.futile_exits:
-            if slot.role != GATEWAY or slot.early_exits == 0:
+            if slot.early_exits <= 1 or reason != slot.reported:
                 log.warning(f"{reason}; it is being restarted")
-            elif reason != slot.reported:
-                log.warning(f"{reason}; until it can, it is tried again every few seconds")
             slot.reported = reason
             # A pause after a kill from outside would only leave fewer workers to those that go on.
             await asyncio.sleep(self._limits.pause(slot.early_exits if crashed else slot.futile_exits))
@@ -225,8 +277,7 @@ class ProcessMonitor:
 
     async def _restart_all(self, pause: float) -> None:
         self._engine_restarts += 1
-        kept = (COORDINATOR, GATEWAY)
-        others = dict.fromkeys(slot.role for slot in self._slots.values() if slot.role not in kept)
+        others = dict.fromkeys(slot.role for slot in self._slots.values() if slot.role not in ALONE)
         self._group.kill(*others)
         await self._group.wait_killed(*others)
         self._on_restart()
@@ -243,32 +294,33 @@ class ProcessMonitor:
     # --- hangs -------------------------------------------------------------------------------------------
 
     async def _kill_hung_children(self) -> None:
-        """Kill those that no process waits for: stopped, silent since their start, without heartbeats,
-        and a coordinator whose engine thread makes no progress while its event loop sends heartbeats."""
+        """Kill processes that are stopped, silent since their start or without heartbeats, and a coordinator
+        whose engine thread makes no progress while its event loop sends heartbeats."""
         while True:
             await asyncio.sleep(self._limits.check_interval)
             for slot in self._slots.values():
-                if slot.child is None or slot.child.hung or not slot.child.running:
-                    continue
-                if self._hangs(slot, slot.child):
-                    slot.child.kill_hung()
-                elif self._engine_hangs(slot, slot.child):
-                    slot.child.kill_hung(f"engine thread for {self._limits.engine_silence:g} s")
+                if (child := slot.child) is not None and child.hung is None and child.running:
+                    if self._silent(child) or self._stopped(child):
+                        child.kill_hung()
+                    elif slot.role == COORDINATOR and child.ready.is_set() and self._engine_hangs(child):
+                        child.kill_hung(" in its engine thread")
 
-    def _hangs(self, slot: ProcessSlot, child: Child) -> bool:
-        child.count_check()
-        sends_heartbeats = slot.role in ALONE and child.ready.is_set()
-        if sends_heartbeats:
-            silent = child.silent_checks >= self._limits.silent_checks
-        else:
-            silent = child.last_message == 0.0 and child.silent_checks >= self._limits.start_checks
-        return silent or child.stopped_checks >= self._limits.stopped_checks
+    def _silent(self, child: Child) -> bool:
+        checks = child.silence.check(child.last_message)
+        if child.identity.role in ALONE and child.ready.is_set():
+            return checks >= self._limits.silent_checks
+        return child.last_message == 0.0 and checks >= self._limits.start_checks
 
-    def _engine_hangs(self, slot: ProcessSlot, child: Child) -> bool:
-        if slot.role != COORDINATOR or not child.ready.is_set():
-            return False
-        checks = child.count_progress(self._control.line(COORDINATOR, 0).ticks)
-        return checks * self._limits.check_interval >= self._limits.engine_silence
+    def _stopped(self, child: Child) -> bool:
+        status = ""
+        with suppress(psutil.NoSuchProcess):
+            status = psutil.Process(child.process.pid).status()
+        child.stopped_checks = child.stopped_checks + 1 if status == psutil.STATUS_STOPPED else 0
+        return child.stopped_checks >= self._limits.stopped_checks
+
+    def _engine_hangs(self, coordinator: Child) -> bool:
+        ticks = self._control.line(COORDINATOR, 0).ticks
+        return coordinator.idleness.check(ticks) >= self._limits.engine_checks
 
     def _slot_of(self, child: Child) -> ProcessSlot | None:
         slot = self._slots.get((child.identity.role, child.identity.index))

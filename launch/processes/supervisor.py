@@ -15,31 +15,24 @@ import logging
 import os
 import time
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from launch.cache.full_disk import full_disk_line, missing_bytes
+from launch.cache.command import full_disk_line, missing_bytes
 from launch.command_line.checks import without_effect
 from launch.errors import EngineFailed, StartFailed, system_reason
-from launch.planning.plan import make_plan, situation, start_line
-from launch.processes.child_configs import ChildConfigs
-from launch.processes.children import Child, title
-from launch.processes.control import Control
-from launch.processes.cores import Cores
-from launch.processes.file_watch import watch_files
-from launch.processes.group import ProcessGroup
-from launch.processes.limits import Limits
-from launch.processes.monitor import ProcessMonitor
-from launch.processes.slot import ProcessSlot
-from launch.processes.task_guard import TaskGuard, to_the_end
+from launch.planning import make_plan, situation, start_line
+from launch.processes.children import Child, ProcessGroup, TaskGuard, title, to_the_end
+from launch.processes.cores import Cores, CpuSet
+from launch.processes.monitor import Limits, ProcessMonitor, ProcessSlot
 from launch.runtime import EngineInfo, RuntimeDir, sweep
 from launch.terminal.format import count
 from launch.terminal.log import child_level, notice
 from launch.terminal.progress import ProgressDisplay
 from pipeline.assets import model_dir
-from pipeline.config import EngineConfig
+from pipeline.config import EngineConfig, ResolvedConfig
 from pipeline.errors import ModelError
 from pipeline.policies.presets import canonical, make_policy
 from pipeline.policies.view import PolicyRequest
@@ -53,10 +46,85 @@ from shm.errors import SegmentMissing, ShmError
 from shm.lane import library as doorbells
 from shm.locks import StoreLease
 from shm.locks import sweep as sweep_stores
+from shm.segment import engine_prefix
+from shm.store import store_name
 
 log = logging.getLogger("tandem")
 
 LOAD_TRIES = 10  # the last engine that uses a store may remove it between the loader's exit and our lease
+FILES_SECONDS = 5.0  # between checks that the engine's files exist
+
+
+@dataclass(frozen=True)
+class ChildConfigs:
+    """Makes the configuration map that a child receives through its lifeline when it starts. `slab`: the
+    first policy keeps experts on the device, so the prefetcher is needed from the start. `reserve`: bytes of
+    memory that the store must leave free."""
+
+    config: ResolvedConfig
+    model: Path
+    cores: Cores
+    runtime: RuntimeDir
+    slab: bool
+    reserve: int
+    log_level: str
+    cache_dir: Path
+    key: bytes  # the engine's, with which its children prove their identity
+    fingerprint: str = ""  # of the store, once it is loaded
+
+    @property
+    def control_name(self) -> str:
+        """The name of the control segment, in which workers and prefetcher count their progress."""
+        return f"{engine_prefix(self.runtime.path)}control-0"
+
+    @property
+    def worker_cores(self) -> tuple[CpuSet, ...]:
+        return self.cores.for_workers(self.config.workers) if self.config.workers else ()
+
+    def make(self, role: str, cores: CpuSet | None = None) -> dict[str, Any]:
+        """Returns what all children are told, and what this one is. `cores`: to which it is bound."""
+        return {
+            "engine": self.runtime.name,
+            "runtime": str(self.runtime.path),
+            "log_level": self.log_level,
+            "model": str(self.model),
+            "cache_dir": str(self.cache_dir),
+            "fingerprint": self.fingerprint,
+            "store": store_name(self.fingerprint),
+            "control": self.control_name,
+            "cores": [] if cores is None else list(cores.cores),
+        } | getattr(self, f"_for_{role}", dict)()
+
+    def _for_loader(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "format": config.format,
+            "tile": config.tile,
+            "reserve_bytes": self.reserve,
+            "verify": config.verify,
+            "nodes": list(self.cores.nodes),
+        }
+
+    def _for_coordinator(self) -> dict[str, Any]:
+        cores = self.worker_cores
+        return {
+            "config": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self.config).items()},
+            "workers": [len(cpus.cores) for cpus in cores],
+            "nodes": len(self.cores.nodes) if all(cpus.node is not None for cpus in cores) else 1,
+            "slab": self.slab,
+            "key": self.key,
+        }
+
+    def _for_worker(self) -> dict[str, Any]:
+        return {"host_slowdown": self.config.host_slowdown}
+
+    def _for_prefetcher(self) -> dict[str, Any]:
+        # Bound to a core, it would wait for that core's worker; so it copies on any that is idle.
+        return {"link_gbps": self.config.link_gbps}
+
+    def _for_gateway(self) -> dict[str, Any]:
+        keys = self.config.http_keys
+        return {"http": self.config.http, "http_keys": None if keys is None else str(keys.absolute())}
 
 
 class Supervisor:
@@ -72,8 +140,6 @@ class Supervisor:
         self.endpoint = ""  # where clients connect, once the engine is ready
         self.http = ""  # where clients over HTTP do, where they can
         self._limits = limits or Limits()
-        self._fingerprint = ""  # of the store, once it is loaded
-        self._exchange = ""  # what carries work to the workers
         self._cores = Cores.here()
         self._configs: ChildConfigs
         self._log_level = log_level
@@ -148,13 +214,11 @@ class Supervisor:
         missing = await asyncio.to_thread(missing_bytes, self.model, config, plan.needs, cache)
         if line := full_disk_line(cache, missing):
             log.warning(f"warning: {line}")
-        control = Control(runtime.endpoint("control.sock"))
-        self._files.callback(control.close)
-        self._group = group = ProcessGroup(control, self._guard)
+        self._group = group = ProcessGroup(runtime.endpoint("control.sock"), self._guard)
+        self._files.callback(group.close)
         group.on_message, group.on_exit = self._on_message, self._on_exit
-        if config.workers:
-            carries = "shm" if doorbells() is not None else "zmq"
-            self._exchange = carries if config.exchange == "auto" else config.exchange
+        if config.exchange == "auto" and doorbells() is None:
+            self.config = config = replace(config, exchange="zmq")
         self._configs = ChildConfigs(
             config=config,
             model=self.model,
@@ -164,7 +228,7 @@ class Supervisor:
             reserve=plan.beside_store(now.machine),
             log_level=child_level(self._log_level),
             cache_dir=cache,
-            key=control.key,
+            key=group.key,
         )
         notice(start_line(self.model, plan, now.machine, config.backbone_dtype))
         log.info(f"model: {self.model}")
@@ -175,7 +239,7 @@ class Supervisor:
         # Spawned before the store is loaded: importing torch takes longer than attaching a store.
         await group.prepare(Identity("coordinator", 0, 0), self._cores.computing)
         if has_tokenizer(self.model):  # an unusable one is noticed before minutes of loading
-            await group.start(Identity("text", 0, 0), self._configs.for_text(), 1)
+            await group.start(Identity("text", 0, 0), self._configs.make("text"), 1)
         self._progress.update("starting the loader")
         await self._load(group)
         self._progress.update("starting the processes")
@@ -183,9 +247,7 @@ class Supervisor:
         self._progress.close()
         self.endpoint = runtime.endpoint("client.sock")
         self._publish()
-        assert self._lease is not None
-        files = (runtime, self._lease, self._configs.control_name, self._publish)
-        self._guard.keep(watch_files(*files, self._limits.files_interval))
+        self._guard.keep(self._watch_files())
         where = "the CPU" if config.device == "cpu" else "the GPU"
         workers = count(config.workers, "worker") if config.workers else "without workers"
         took = f"{time.monotonic() - began:.1f} s"
@@ -197,7 +259,7 @@ class Supervisor:
         for incarnation in range(LOAD_TRIES):
             identity = Identity("loader", 0, incarnation)
             self._loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-            await group.start(identity, self._configs.for_loader(), self._cores.computing)
+            await group.start(identity, self._configs.make("loader"), self._cores.computing)
             group.last_message = time.monotonic()
             while not self._loaded.done():
                 await asyncio.wait((self._loaded,), timeout=min(1.0, silence))
@@ -208,7 +270,7 @@ class Supervisor:
                 self._lease = StoreLease.acquire(fingerprint)
             except SegmentMissing:
                 continue
-            self._fingerprint = fingerprint
+            self._configs = replace(self._configs, fingerprint=fingerprint)
             return
         raise StartFailed("other engines removed the store each time it had been loaded; start again")
 
@@ -223,33 +285,44 @@ class Supervisor:
         self._monitor = monitor = ProcessMonitor(
             group, self._guard, progress, self._configs.runtime.remove_of_coordinator, self._limits
         )
-        threads = self._cores.computing
-        monitor.add_slot("coordinator", 0, lambda: self._configs.for_coordinator(self._fingerprint), threads)
+        self._add_slot(monitor, "coordinator", self._cores.computing)
         # torch's sums depend on its number of threads, and any worker may repeat another's work.
         threads = min((len(cpus.cores) for cpus in worker_cores), default=1)
         for index, cpus in enumerate(worker_cores):
-            config = partial(self._configs.for_worker, self._fingerprint, cpus)
-            monitor.add_slot("worker", index, config, threads)
+            self._add_slot(monitor, "worker", threads, index, cpus)
         if self._configs.slab:
-            self._add_prefetcher(monitor)
+            self._add_slot(monitor, "prefetcher")
         if has_tokenizer(self.model):
-            monitor.add_slot("text", 0, self._configs.for_text, 1)
+            self._add_slot(monitor, "text")
         if self.config.http is not None:
-            monitor.add_slot("gateway", 0, lambda: self._configs.for_gateway(self._fingerprint), 1)
+            self._add_slot(monitor, "gateway")
         workers = count(number, "worker") if number else "which computes experts itself"
         others = "".join(f", {role}" for role in ("prefetcher", "gateway") if monitor.has(role))
         log.info(f"processes: coordinator, {workers}{others}")
         await monitor.start()
 
-    def _add_prefetcher(self, monitor: ProcessMonitor) -> ProcessSlot:
-        return monitor.add_slot("prefetcher", 0, lambda: self._configs.for_prefetcher(self._fingerprint), 1)
+    def _add_slot(
+        self, monitor: ProcessMonitor, role: str, threads: int = 1, index: int = 0, cpus: CpuSet | None = None
+    ) -> ProcessSlot:
+        return monitor.add_slot(role, index, lambda: self._configs.make(role, cpus), threads)
 
     def _publish(self) -> None:
         """Write how other programs of this user find the engine."""
         policy = self.config.policy or ""
-        where = self.endpoint, VERSION, self._exchange
-        info = EngineInfo(self.name, os.getpid(), str(self.model), policy, *where)
+        info = EngineInfo(self.name, os.getpid(), str(self.model), policy, self.endpoint, VERSION)
         self._configs.runtime.publish(info)
+
+    async def _watch_files(self) -> None:
+        """Raises EngineFailed where the engine's directory is gone, as after a logout: no client can reach
+        the engine any more."""
+        runtime = self._configs.runtime
+        while True:
+            await asyncio.sleep(FILES_SECONDS)
+            if not runtime.intact:
+                raise EngineFailed(
+                    f"another program has removed {runtime.path}, so no client can connect: the engine has"
+                    " been stopped (systemd-logind does that at a logout; loginctl enable-linger prevents it)"
+                )
 
     # --- children's messages and exits -------------------------------------------------------------------
 
@@ -262,7 +335,7 @@ class Supervisor:
                     self._progress.update(message.stage, message.done, message.total)
             case Needed(role="prefetcher"):
                 if self._monitor is not None and not self._monitor.has("prefetcher"):
-                    slot = self._add_prefetcher(self._monitor)
+                    slot = self._add_slot(self._monitor, "prefetcher")
                     self._guard.keep(self._monitor.start_late(slot))
             case SetPolicy():
                 self._on_policy(message)
@@ -288,11 +361,7 @@ class Supervisor:
             # A loader's notes but the first are warnings.
             level = logging.WARNING if ready.role == "loader" and number else logging.INFO
             log.log(level, f"{topic}: {note}")
-        known = {self._fingerprint, ready.fingerprint} - {""}
-        if ready.version != VERSION or len(known) > 1:
-            other = "version of Tandem" if ready.version != VERSION else "store"
-            self._guard.fail(StartFailed(f"the {title(child.identity)} has another {other}"))
-        elif ready.role == "loader":
+        if ready.role == "loader":
             if not self._loaded.done():
                 self._loaded.set_result(ready)
         elif self._monitor is not None:

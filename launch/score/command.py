@@ -24,7 +24,7 @@ from launch.terminal.output import plain, print_json, show
 from pipeline.counters import difference, fidelity
 from protocol.client import Client
 from protocol.errors import RequestFailed
-from protocol.messages import F32Matrix, Score, Tokenize
+from protocol.messages import F32Matrix, Tokenize
 from shm.atomic_file import atomic_file
 
 
@@ -99,17 +99,8 @@ async def score(options: Options, interrupts: Interrupts) -> int:
     else:
         how = f" ({len(requests)} windows of {context}, stride {stride})" if len(requests) > 1 else ""
         words = f"{count} tokens{how}, {mean:.4f} nats a token, perplexity {perplexity:.2f}"
-        show(f"{words}{_approximation(policy, exactness)}\n")
+        show(words + f"; approximate, under {policy}" * (not exactness["exact"]) + "\n")
     return 0
-
-
-def _approximation(policy: str, fidelity: dict[str, Any]) -> str:
-    """What an approximate policy did to this score; "" for an exact one."""
-    if fidelity["exact"]:
-        return ""
-    if any(share for kind, share in fidelity.items() if kind != "exact"):
-        return f"; approximate, under {policy} (shares: --json)"
-    return f"; exact, as {policy} approximated nothing here (--stepwise scores by its decode)"
 
 
 @dataclass(frozen=True)
@@ -142,10 +133,6 @@ async def _requests(
     if text is not None:
         if not welcome.has_tokenizer:
             raise WrongUsage("--text: this model has no tokenizer; give --tokens")
-        if len(text.encode()) < welcome.context:  # a byte a token at least, and the bos
-            check_request(written["text"], Score(0, text=text))
-            whole = Window(0, welcome.context, 0, welcome.context)
-            return [(whole, {"text": text, "prefill": prefill, **how})]
         check_request(written["text"], Tokenize(0, text=text))
         ids = (await client.tokenize(text=text)).ids.tolist()
     if len(ids) > welcome.context == 1:

@@ -5,6 +5,15 @@ divides it by the choice's length first, so that a long choice is no worse for i
 join the context's end and a choice's beginning in one token, so an item's choices are compared from the first
 token on that they and the context do not all share. The context but for its last token is prefilled, and the
 rest is computed one token at a time: approximations act while decoding.
+
+Items are JSON objects, one a line; blank lines are skipped:
+
+    {"context": "The capital of France is", "choices": [" Paris", " Rome", " Bonn"], "answer": 0}
+
+context   text before the choice
+choices   two or more continuations of it, all different; a choice begins with the space before its word
+answer    the index of the right one, from 0
+kind      a group for the report; optional
 """
 
 from __future__ import annotations
@@ -13,21 +22,22 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 from math import fsum, isnan, sqrt
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import Meta, Struct
 from rich.console import RenderableType
 
 from launch.bench.command import check_own, session
+from launch.bench.measure import warm_up
 from launch.bench.plan import requested_policies
-from launch.bench.run import warm_up
+from launch.command_line.checks import WrongLine, parse_line, read_lines
 from launch.command_line.options import Options
 from launch.connect import connected
 from launch.errors import WrongUsage
-from launch.score.items import Item, read_items
 from launch.terminal.format import count, model_name, percent
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json
@@ -36,11 +46,44 @@ from launch.terminal.tables import Column, Table, each, policy_name, print_parts
 from pipeline.assets import items as embedded_items
 from pipeline.policies.view import PolicyRequest
 from protocol.client import Client
-from protocol.errors import RequestFailed
-from protocol.messages import PolicyChanged
+from protocol.codec import encode
+from protocol.errors import MalformedMessage, RequestFailed
+from protocol.messages import PolicyChanged, Score
 
 AT_ONCE = 8  # items whose choices are scored at the same time
 WARM_UP_NEW = 8  # tokens generated under a new policy before its first item
+
+Text = Annotated[str, Meta(min_length=1)]
+
+
+class Item(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One question. `line`: its number in the file."""
+
+    context: Text
+    choices: Annotated[tuple[Text, ...], Meta(min_length=2)]
+    answer: Annotated[int, Meta(ge=0)]
+    kind: str = ""
+    line: int = 0
+
+
+def read_items(path: Path) -> list[Item]:
+    """Raises WrongUsage, one line with the file and the line's number, for invalid items."""
+    return read_lines(path, _item, "item")
+
+
+def _item(line: str, number: int) -> Item:
+    """Raises WrongLine with the reason."""
+    item = parse_line(line, Item)
+    if len(set(item.choices)) < len(item.choices):
+        raise WrongLine("choices must be different texts")
+    if item.answer >= len(item.choices):
+        raise WrongLine(f"answer must be an index of the choices, 0 to {len(item.choices) - 1}")
+    try:
+        for text in (item.kind, *(item.context + choice for choice in item.choices)):
+            encode(Score(0, text=text))
+    except MalformedMessage as e:
+        raise WrongLine(f"this cannot be sent to the engine: {e}") from None
+    return msgspec.structs.replace(item, line=number)
 
 
 @dataclass(frozen=True)
@@ -54,43 +97,21 @@ class Answers:
     per_byte: Sequence[int]
 
 
-@dataclass(frozen=True)
-class Accuracy:
-    """How many of n items were answered right."""
-
-    items: int
-    right: int
-    right_per_byte: int
-
-    @classmethod
-    def of(cls, items: Sequence[Item], answers: Answers, kind: str | None = None) -> Accuracy:
-        """Count the items of this kind, or all."""
-        wanted = [i for i, item in enumerate(items) if kind is None or item.kind == kind]
-        right = [
-            sum(given[i] == items[i].answer for i in wanted) for given in (answers.chosen, answers.per_byte)
-        ]
-        return cls(len(wanted), *right)
-
-    @property
-    def share(self) -> float:
-        return self.right / self.items
-
-    @property
-    def share_per_byte(self) -> float:
-        return self.right_per_byte / self.items
-
-    @property
-    def error(self) -> float:
-        """The standard error of `share`."""
-        return sqrt(self.share * (1 - self.share) / self.items)
-
-    def to_map(self) -> dict[str, Any]:
-        return {
-            "items": self.items,
-            "accuracy": self.share,
-            "standard_error": self.error,
-            "accuracy_per_byte": self.share_per_byte,
-        }
+def accuracy(items: Sequence[Item], answers: Answers, kind: str | None = None) -> dict[str, float]:
+    """Returns the shares of items of this kind, or of all, that were answered right, and the standard error
+    of the first."""
+    wanted = [i for i, item in enumerate(items) if kind is None or item.kind == kind]
+    number = len(wanted)
+    share, per_byte = (
+        sum(given[i] == items[i].answer for i in wanted) / number
+        for given in (answers.chosen, answers.per_byte)
+    )
+    return {
+        "items": number,
+        "accuracy": share,
+        "standard_error": sqrt(share * (1 - share) / number),
+        "accuracy_per_byte": per_byte,
+    }
 
 
 async def evaluate(options: Options, interrupts: Interrupts) -> int:
@@ -210,10 +231,6 @@ async def _scores(client: Client, item: Item) -> list[float]:
     return scores
 
 
-def _share(items: Sequence[Item], answers: Answers, kind: str) -> float:
-    return Accuracy.of(items, answers, kind).share
-
-
 def _kinds(items: Sequence[Item]) -> list[str]:
     return list(dict.fromkeys(item.kind for item in items if item.kind))
 
@@ -228,10 +245,10 @@ def _to_json(model: str, path: Path, items: Sequence[Item], results: Sequence[An
                 "name": answers.policy.name,
                 "options": answers.policy.options,
                 "exact": answers.exact,
-                **Accuracy.of(items, answers).to_map(),
+                **accuracy(items, answers),
                 "changed": _changed(first, answers),
                 "answers": list(answers.chosen),
-                "kinds": {kind: Accuracy.of(items, answers, kind).to_map() for kind in _kinds(items)},
+                "kinds": {kind: accuracy(items, answers, kind) for kind in _kinds(items)},
             }
             for answers in results
         ],
@@ -239,7 +256,7 @@ def _to_json(model: str, path: Path, items: Sequence[Item], results: Sequence[An
 
 
 def _changed(first: Answers, answers: Answers) -> int:
-    """Items that the first policy's model answers differently."""
+    """Counts the items that the first policy's model answers differently."""
     return sum(a != b for a, b in zip(first.chosen, answers.chosen, strict=True))
 
 
@@ -247,25 +264,29 @@ def _report(
     model: str, path: Path, items: Sequence[Item], results: Sequence[Answers]
 ) -> Iterator[RenderableType]:
     several = len(results) > 1
-    every = {answers.policy.label: Accuracy.of(items, answers) for answers in results}
 
-    def of(figure: Callable[[Accuracy], float]) -> Callable[[Answers], float]:
-        return lambda answers: figure(every[answers.policy.label])
+    def of(figure: str) -> Callable[[Answers], float]:
+        return lambda answers: accuracy(items, answers)[figure]
+
+    def by_kind(answers: Answers) -> Column[str]:
+        return Column(
+            answers.policy.label, lambda kind: accuracy(items, answers, kind)["accuracy"], each(percent)
+        )
 
     shares = each(lambda share: percent(share, 1))
     columns = [
         Column[Answers]("policy", lambda answers: policy_name(answers.policy, answers.exact), text=True),
-        Column[Answers]("right", of(lambda accuracy: accuracy.share), shares),
-        Column[Answers]("+-", of(lambda accuracy: accuracy.error), shares),
-        Column[Answers]("per byte", of(lambda accuracy: accuracy.share_per_byte), shares),
+        Column[Answers]("right", of("accuracy"), shares),
+        Column[Answers]("+-", of("standard_error"), shares),
+        Column[Answers]("per byte", of("accuracy_per_byte"), shares),
         Column[Answers](
             "changed", lambda answers: _changed(results[0], answers) if several else None, optional=True
         ),
     ]
     yield from (Table(columns, results), "")
     if kinds := _kinds(items):
-        by_kind = [Column[str](of.policy.label, partial(_share, items, of), each(percent)) for of in results]
-        yield from (Table([Column[str]("right, by kind", str, text=True), *by_kind], kinds), "")
+        title = Column[str]("right, by kind", str, text=True)
+        yield from (Table([title, *map(by_kind, results)], kinds), "")
     chance = sum(1 / len(item.choices) for item in items) / len(items)
     yield f"{model_name(model)}, {count(len(items), 'item')} of {path.name}; by chance {percent(chance)}"
     yield "+-: the standard error; per byte: choices compared by their log-probability a byte"

@@ -1,19 +1,293 @@
-"""Fault injection during a stress run: the injector, the engine's recovery afterwards, and their report."""
+"""Faults of a stress run: an injector that causes them in a running engine of this machine at random times,
+and the engine's recovery.
+
+    async with Injector(client.stats, runtime, Chaos(("kill",), rate=2.0, seed=7)) as injector:
+        ...                                   # requests
+    injector.faults                           # the faults with their times
+
+Times, kinds, processes and frames follow from the seed; the engine's state at those times does not, so two
+runs of one seed are similar and never identical.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import Any
 
-from launch.chaos.injector import KINDS, SIGNALS, Chaos, Fault, Injector, StatsOf
-from launch.chaos.processes import Usage, supervisor_of, usage
+import psutil
+
 from launch.errors import WrongUsage
+from launch.processes.children import MODULES
+from launch.runtime import running_engines
+from launch.stress.hostile import HostileClient
 from launch.stress.load import Outcome
+from pipeline.policies.options import did_you_mean
+from protocol.errors import ProtocolError
+
+KINDS = (
+    "kill",  # a worker or the prefetcher is killed
+    "stop",  # one of them is stopped for good, and must be replaced
+    "delay",  # one of them is stopped for a moment
+    "corrupt",  # a client sends hostile messages to every socket
+)
+SIGNALS = ("kill", "stop", "delay")  # sent to a worker or the prefetcher
+TARGETS = ("worker", "prefetcher")
+RATE = 1.0
+DELAY_SECONDS = (0.010, 0.500)
+BURST = 100  # hostile messages to each socket
+RECOVERY_LIMIT = 60.0  # seconds from the load's end until all peers are up
+
+StatsOf = Callable[[], Awaitable[dict[str, Any]]]
+
+
+# --- processes ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Resources of one process, memory in bytes; `private`, without store and slab, is freed by its exit."""
+
+    role: str
+    pid: int
+    private: int
+    descriptors: int
+
+
+def runtime_of(endpoint: str) -> Path:
+    """The runtime directory of the engine at this endpoint."""
+    return Path(endpoint.removeprefix("ipc://")).parent
+
+
+def supervisor_of(runtime: Path) -> int:
+    """The process id of the supervisor of the engine in this directory. Raises WrongUsage without one."""
+    for engine in running_engines():
+        if engine.name == runtime.name:
+            return engine.pid
+    raise WrongUsage(f"no engine is running in {runtime}")
+
+
+def usage(supervisor: int) -> list[Usage]:
+    """Usage of the supervisor and its children; a process that exits meanwhile is left out."""
+    used = []
+    for process, role in [(_process(supervisor), "supervisor"), *_children(supervisor)]:
+        try:
+            used.append(Usage(role, process.pid, process.memory_full_info().uss, process.num_fds()))
+        except psutil.Error:
+            continue
+    return used
+
+
+def _process(pid: int) -> psutil.Process:
+    try:
+        return psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        raise WrongUsage(f"the engine's supervisor, process {pid}, has ended") from None
+
+
+def _children(supervisor: int) -> list[tuple[psutil.Process, str]]:
+    children = []
+    for process in _process(supervisor).children():
+        try:
+            words = process.cmdline()
+        except psutil.Error:  # it has exited
+            continue
+        children += [(process, role) for role, module in MODULES.items() if module in words]
+    return children
+
+
+class PidHandle:
+    """A process by the kernel's pidfd: signals never reach another process that has its id later."""
+
+    def __init__(self, pid: int, descriptor: int) -> None:
+        self.pid = pid
+        self._descriptor = descriptor
+
+    @classmethod
+    def take(cls, pid: int, role: str, supervisor: int) -> PidHandle | None:
+        """A handle, or None unless the process is a running child of this supervisor in this role."""
+        try:
+            handle = cls(pid, os.pidfd_open(pid))
+        except (OSError, ValueError):
+            return None
+        try:
+            process = psutil.Process(pid)
+            ours = process.ppid() == supervisor and MODULES[role] in process.cmdline()
+        except (psutil.Error, KeyError):
+            ours = False
+        # Checked last: while the pidfd's process has not been reaped, no other process can have its id.
+        if ours and handle.running:
+            return handle
+        handle.close()
+        return None
+
+    @property
+    def running(self) -> bool:
+        """Return whether the process has not been waited for by its parent."""
+        return self.send(0)
+
+    def send(self, number: int) -> bool:
+        """False where the process has exited."""
+        try:
+            signal.pidfd_send_signal(self._descriptor, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+# --- the injector -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chaos:
+    """`rate` faults a second on average, each of a kind drawn uniformly from `kinds`."""
+
+    kinds: tuple[str, ...]
+    rate: float = RATE
+    seed: int = 0
+
+    @classmethod
+    def asked(cls, written: dict[str, Any], seed: int) -> Chaos | None:
+        """Return what --chaos and --chaos-rate ask for; None without --chaos. Raises WrongUsage."""
+        if "chaos" not in written:
+            return None
+        kinds = tuple(dict.fromkeys(kind.strip() for kind in written["chaos"].split(",")))
+        for kind in kinds:
+            if kind not in KINDS:
+                near = did_you_mean(kind, KINDS)
+                raise WrongUsage(f"--chaos: unknown kind {kind!r}{near} ({', '.join(KINDS)})")
+        return cls(kinds, written.get("chaos_rate", RATE), seed)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One injected fault. `at`: seconds of `time.perf_counter`."""
+
+    kind: str
+    at: float
+    decoding: bool  # requests were running
+    role: str = "client"  # of the process; of hostile messages, their sender's
+    index: int = 0
+    incarnation: int = 0
+
+
+class Injector:
+    """Injects faults during its block, into this engine's processes alone; at the end stopped ones resume."""
+
+    def __init__(self, stats: StatsOf, runtime: Path, chaos: Chaos, *, supervisor: int | None = None) -> None:
+        """`stats`: as `Client.stats`. Raises WrongUsage where no engine runs in `runtime`."""
+        self.chaos = chaos
+        self.faults: list[Fault] = []
+        self.missed = 0  # faults without a process that was up
+        self.failure = ""  # why it ended early
+        self.hostile = HostileClient(runtime, chaos.seed)
+        self._stats = stats
+        self._supervisor = supervisor_of(runtime) if supervisor is None else supervisor
+        self._random = Random(chaos.seed)
+        self._killed: set[tuple[str, int, int]] = set()
+        self._stopped: dict[int, PidHandle] = {}  # stopped by this injector
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Injector:
+        self._task = asyncio.create_task(self._run(), name="fault injector")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        await self.hostile.close()
+        if not self._task.cancelled():
+            self._task.result()
+
+    async def _run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                await self._inject_forever(group)
+        except* ProtocolError as e:  # the engine has ended; the load's outcomes tell whether it failed
+            self.failure = str(e.exceptions[0])
+        finally:
+            for pid in list(self._stopped):
+                self._resume(pid)
+
+    async def _inject_forever(self, group: asyncio.TaskGroup) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            due += self._random.expovariate(self.chaos.rate)
+            await asyncio.sleep(max(0.0, due - loop.time()))
+            stats = await self._stats()
+            kind = self._random.choice(self.chaos.kinds)
+            decoding = stats["scheduler"]["running"] > 0
+            if kind in SIGNALS:
+                self._signal(kind, decoding, stats["peers"], group)
+            else:
+                self.faults.append(Fault(kind, time.perf_counter(), decoding))
+                for socket in self.hostile.sockets():
+                    await self.hostile.burst(socket, BURST)
+                due = loop.time()  # faults that fell due during a long burst are skipped
+
+    def _signal(
+        self, kind: str, decoding: bool, peers: list[dict[str, Any]], group: asyncio.TaskGroup
+    ) -> None:
+        self._drop_exited()
+        # Always drawn, so that later draws do not depend on the engine's state.
+        choice, pause = self._random.random(), self._random.uniform(*DELAY_SECONDS)
+        targets = [p for p in peers if p["up"] and p["role"] in TARGETS and self._untouched(p)]
+        target = targets[int(choice * len(targets))] if targets else None
+        handle = target and PidHandle.take(target["pid"], target["role"], self._supervisor)
+        if not target or not handle:
+            self.missed += 1
+            return
+        fault = Fault(
+            kind, time.perf_counter(), decoding, target["role"], target["index"], target["incarnation"]
+        )
+        if kind == "kill":
+            sent = handle.send(signal.SIGKILL)
+            handle.close()
+            self._killed.add((fault.role, fault.index, fault.incarnation))
+        else:
+            self._stopped[handle.pid] = handle  # before the signal, so that it is resumed in any case
+            sent = handle.send(signal.SIGSTOP)
+            if kind == "delay":
+                group.create_task(self._resume_later(handle.pid, pause))
+        if sent:
+            self.faults.append(fault)
+        else:
+            self.missed += 1
+
+    def _untouched(self, peer: dict[str, Any]) -> bool:
+        """Return whether it was neither stopped nor killed here; Stats may still list a killed process."""
+        incarnation = (peer["role"], peer["index"], peer["incarnation"])
+        return peer["pid"] not in self._stopped and incarnation not in self._killed
+
+    async def _resume_later(self, pid: int, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self._resume(pid)
+
+    def _resume(self, pid: int) -> None:
+        handle = self._stopped.pop(pid, None)
+        if handle is not None:
+            handle.send(signal.SIGCONT)
+            handle.close()
+
+    def _drop_exited(self) -> None:
+        for pid in [pid for pid, handle in self._stopped.items() if not handle.running]:
+            self._stopped.pop(pid).close()
+
+
+# --- recovery -----------------------------------------------------------------------------------------------
 
 
 def missing_peers(
@@ -41,10 +315,6 @@ async def wait_recovered(
             break
         await asyncio.sleep(0.05)
     return missing
-
-
-DOWN_SECONDS = 3.0  # a stopped worker is killed after so long; a killed one works again after about two
-RECOVERY_LIMIT = 60.0  # seconds from the load's end until all peers are up
 
 
 @dataclass
@@ -102,8 +372,7 @@ class ChaosRun:
         faults = injector.faults
         hostile = injector.hostile
         kills = [fault for fault in faults if fault.kind == "kill"]
-        workers = {peer["index"] for peer in self.before.get("peers", ()) if peer["role"] == "worker"}
-        first, last, together = _next_tokens(kills, outcomes, _all_down(workers, faults))
+        first, last = _next_tokens(kills, outcomes)
         return {
             "kinds": list(injector.chaos.kinds),
             "rate": injector.chaos.rate,
@@ -118,7 +387,6 @@ class ChaosRun:
             "kill_to_next_token_s": _median(first),
             "kill_to_every_next_token_s": _median(last),
             "kills_measured": len(first),  # during an answer that went on
-            "kills_with_all_workers_down": together,  # of these
             "respawns": {
                 role: times["deaths"] - self.before["recovery"].get(role, {"deaths": 0})["deaths"]
                 for role, times in self.after.get("recovery", {}).items()
@@ -143,27 +411,10 @@ def _by_role(faults: Iterable[Fault]) -> dict[str, dict[str, int]]:
     return {kind: dict(counts[kind]) for kind in KINDS if kind in counts}
 
 
-def _all_down(workers: set[int], faults: Sequence[Fault]) -> Callable[[float, float], bool]:
-    """Whether from DOWN_SECONDS before the first time to the second one each worker was killed or stopped."""
-
-    def all_down(kill: float, token: float) -> bool:
-        down = {
-            fault.index
-            for fault in faults
-            if fault.role == "worker" and fault.kind in SIGNALS and kill - DOWN_SECONDS <= fault.at <= token
-        }
-        return bool(workers) and workers <= down
-
-    return all_down
-
-
-def _next_tokens(
-    kills: Iterable[Fault], outcomes: Sequence[Outcome], all_down: Callable[[float, float], bool]
-) -> tuple[list[float], list[float], int]:
-    """Seconds from each kill to the next token of the first and of the last of the answers in progress: those
-    with a token before the kill and one after it, which may have been computed before it. And the number of
-    kills until whose first token all workers were down."""
-    first, last, together = [], [], 0
+def _next_tokens(kills: Iterable[Fault], outcomes: Sequence[Outcome]) -> tuple[list[float], list[float]]:
+    """Returns the seconds from each kill to the next token of the first and of the last of the answers in
+    progress: those with a token before the kill and one after it, which may have been computed before it."""
+    first, last = [], []
     for kill in kills:
         waits = [
             next(at - kill.at for at in outcome.arrivals if at > kill.at)
@@ -173,8 +424,7 @@ def _next_tokens(
         if waits:
             first.append(min(waits))
             last.append(max(waits))
-            together += all_down(kill.at, kill.at + min(waits))
-    return first, last, together
+    return first, last
 
 
 def _median(seconds: list[float]) -> dict[str, float | None]:
@@ -182,7 +432,7 @@ def _median(seconds: list[float]) -> dict[str, float | None]:
 
 
 def _summed(used: Iterable[Usage]) -> dict[str, dict[str, int]]:
-    """By role: processes, their private memory, their descriptors."""
+    """Returns each role's processes, their private memory, their descriptors."""
     roles: dict[str, dict[str, int]] = {}
     for one in used:
         role = roles.setdefault(one.role, {"processes": 0, "private_bytes": 0, "descriptors": 0})

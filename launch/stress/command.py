@@ -15,18 +15,14 @@ from pathlib import Path
 
 from launch import processes
 from launch.assets import stress_script
-from launch.chaos.injector import Chaos
-from launch.chaos.processes import runtime_of
 from launch.command_line.options import Options
 from launch.connect import endpoint
 from launch.equality import Verdict, rounding_bound
 from launch.errors import WrongUsage
-from launch.stress.chaos import ChaosRun
-from launch.stress.load import End, Load, Outcome, count_strays, run_load
+from launch.stress.chaos import Chaos, ChaosRun, runtime_of
+from launch.stress.load import End, Entry, Load, Outcome, count_strays, read_script, run_load
 from launch.stress.reference import Finding, alone, compare_all
-from launch.stress.report import StressRun, report
-from launch.stress.script import Entry, read_script
-from launch.stress.table import report_parts
+from launch.stress.report import StressRun, report, report_parts
 from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.log import hidden
@@ -119,7 +115,7 @@ async def _run(run: StressRun, where: str, client: Client, entries: list[Entry],
 
 
 async def _look_for_leaks(client: Client, run: StressRun) -> None:
-    """What the engine holds after this run's clients; not checked while other clients are connected."""
+    """Note what the engine holds after this run's clients; not checked while others are connected."""
     deadline = asyncio.get_running_loop().time() + IDLE_SECONDS
     while True:
         stats = await client.stats()

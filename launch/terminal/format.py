@@ -14,13 +14,13 @@ MISSING = "-"  # where a figure was not measured, or is a share of nothing
 
 
 def model_name(model: str, article: str = "the ") -> str:
-    """The last part of a model's path; "the embedded model"."""
+    """Returns the last part of a model's path; "the embedded model"."""
     return f"{article}embedded model" if model == str(model_dir()) else short_name(model)
 
 
 def distinct_names(models: Iterable[str]) -> dict[str, str]:
-    """The `model_name` of each; of folders with the same name as much of the path as tells them apart. A name
-    without a folder, as a calibration has, stays as it is."""
+    """Returns the `model_name` of each; of folders with the same name as much of the path as tells them
+    apart. A name without a folder, as a calibration has, stays as it is."""
     names = {model: model_name(model) for model in models}
     folders = [model for model, name in names.items() if model != name]
     for parts in range(2, max((len(Path(model).parts) for model in names), default=0) + 1):
@@ -31,12 +31,13 @@ def distinct_names(models: Iterable[str]) -> dict[str, str]:
 
 
 def rate(bytes_a_second: float) -> str:
-    """A measured pace with three digits: "23.1 GB/s"."""
+    """Returns a measured pace with three digits: "23.1 GB/s"."""
     return f"{bytes_a_second / 1e9:.3g} GB/s"
 
 
 def percent(share: float | None, digits: int = 0) -> str:
-    """A share of 1 as "37%". 0% and 100% are exact: a share that only rounds to them is "<1%" or ">99%"."""
+    """Returns a share of 1 as "37%". 0% and 100% are exact: a share that only rounds to them is "<1%" or
+    ">99%"."""
     if share is None:
         return MISSING
     least = 10.0**-digits  # percent
@@ -49,7 +50,7 @@ def percent(share: float | None, digits: int = 0) -> str:
 
 
 def three_digits(value: float) -> str:
-    """A measured figure for a narrow column: 0, 0.123, 12.3, 1234, 12.3k."""
+    """Returns a measured figure for a narrow column: 0, 0.123, 12.3, 1234, 12.3k."""
     if value == 0:
         return "0"
     if abs(value) >= 1e4:
@@ -58,8 +59,9 @@ def three_digits(value: float) -> str:
 
 
 def alike(values: Sequence[float], width: int = 5) -> list[str]:
-    """The figures of one column with the same number of decimals: two digits of the smallest, three of the
-    largest, as far as the largest has at most `width` digits. 0 is exact: a smaller figure is "<0.01"."""
+    """Returns the figures of one column with the same number of decimals: two digits of the smallest, three
+    of the largest, as far as the largest has at most `width` digits. 0 is exact: a smaller figure is
+    "<0.01"."""
     sizes = [abs(value) for value in values if value]
     if not sizes:
         return [f"{value:.0f}" for value in values]
@@ -75,8 +77,8 @@ def count(number: int, noun: str) -> str:
 
 
 def merged_notes(noted: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
-    """`noted`: each policy's name and notes. A note that differs only in the policy's name before it comes
-    once, after the names of all its policies."""
+    """Returns the notes of policies, by each one's name. A note that differs only in the policy's name before
+    it comes once, after the names of all its policies."""
     names: dict[tuple[bool, str], list[str]] = {}
     for name, notes in noted:
         for note in notes:

@@ -1,4 +1,4 @@
-"""What a command gets from its terminal: lines of stdin, and Ctrl-C, SIGTERM and a closed terminal. The first
+"""Input of a command from its terminal: lines of stdin, and Ctrl-C, SIGTERM and a closed terminal. The first
 signal ends the command in order, the second at once. A chat that is answering cancels the answer; all else is
 cancelled and its engine stopped. So the first signal goes to the innermost handler."""
 
@@ -22,8 +22,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.received = ""
         self._task = asyncio.current_task()
-        self._handler: Handler | None = None
-        self._depth = 0  # blocks of handled_by
+        self._handlers: list[Handler | None] = []  # of the blocks of handled_by; None once it was called
         self._otherwise: Handler | None = None
         self._at_once: list[Handler] = []
 
@@ -47,18 +46,16 @@ class Interrupts:
 
     @contextmanager
     def handled_by(self, handler: Handler) -> Iterator[None]:
-        """The first SIGINT within the block calls `handler` instead of ending the command."""
-        before, self._handler = self._handler, handler
-        self._depth += 1
+        """Let the first SIGINT within the block call `handler` instead of ending the command."""
+        self._handlers.append(handler)
         try:
             yield
         finally:
-            self._handler = before
-            self._depth -= 1
+            self._handlers.pop()
 
     @contextmanager
     def otherwise(self, handler: Handler) -> Iterator[None]:
-        """SIGINT outside of every `handled_by` calls `handler`: it was probably meant for an answer."""
+        """Let SIGINT outside of every `handled_by` call `handler`: it was probably meant for an answer."""
         self._otherwise = handler
         try:
             yield
@@ -70,9 +67,9 @@ class Interrupts:
         self._at_once.append(handler)
 
     def _on_interrupt(self) -> None:
-        handler, self._handler = self._handler, None
-        if handler is None and self._depth == 0:
-            handler = self._otherwise
+        handler = self._handlers[-1] if self._handlers else self._otherwise
+        if self._handlers:
+            self._handlers[-1] = None
         if handler is not None and not self.received:
             handler()
         else:
@@ -99,7 +96,7 @@ class Lines:
         self._at_end = False
 
     async def next(self) -> str | None:
-        """The next line without its end, or None after the last."""
+        """Returns the next line without its end, or None after the last."""
         while "\n" not in self._text and not self._at_end:
             await self._readable()
             data = os.read(self._fd, CHUNK)

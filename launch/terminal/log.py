@@ -64,10 +64,10 @@ class LogHandler(logging.StreamHandler):  # type: ignore[type-arg]  # it is no g
 
 
 def start_logging(level: str) -> None:
-    """`level`: NOTICE or one of logging's own."""
+    """Log to stderr from `level` on: NOTICE or one of logging's own."""
     logging.basicConfig(level=level, handlers=[LogHandler()])
 
 
 def child_level(level: str) -> str:
-    """The level of an engine's child processes, which do not know NOTICE."""
+    """Returns the level of an engine's child processes, which do not know NOTICE."""
     return "WARNING" if level == "NOTICE" else level

@@ -28,7 +28,7 @@ def print_json(fields: dict[str, Any], *, digits: int = MEASURED, detail: bool =
 
 
 def plain(value: Any, digits: int = MEASURED, detail: bool = True) -> Any:
-    """What `print_json` prints of a value."""
+    """Returns what `print_json` prints of a value."""
     match value:
         case float() if not math.isfinite(value):
             return None

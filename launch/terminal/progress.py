@@ -1,4 +1,4 @@
-"""How far a long work has come, on stderr: a line with a bar on a terminal, else log lines."""
+"""Progress of a long work, on stderr: a line with a bar on a terminal, else log lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DUMB_TERMINALS = ("dumb", "unknown")
 
 
 def draws_bars() -> bool:
-    """Whether stderr is a terminal that can draw a line again."""
+    """Returns whether stderr is a terminal that can draw a line again."""
     return sys.stderr.isatty() and os.environ.get("TERM", "") not in DUMB_TERMINALS
 
 
@@ -59,7 +59,8 @@ class ProgressDisplay:
             log.log(NOTICE, ", ".join(word for word in words if word))
 
     def figures(self) -> str:
-        """What is done of the stage, its rate, and the time that it still needs, as far as that is known."""
+        """Returns what is done of the stage, its rate, and the time that it still needs, as far as that is
+        known."""
         seconds = time.monotonic() - self._began
         if not self._total:
             return f"{seconds:.0f} s"
@@ -111,33 +112,26 @@ class ProgressDisplay:
         self._bars.update(task, completed=self._done, note=note, figures=figures, refresh=begins)
 
 
-class ProgressCounter:
-    """A ProgressDisplay of items that are counted one by one. A context manager."""
+class ProgressCounter(ProgressDisplay):
+    """Shows items that are counted one by one, from the begin of its block on."""
 
     def __init__(self, stage: str, total: int) -> None:
-        self._display = ProgressDisplay("items")
-        self._stage, self._total, self._done, self._failed = stage, total, 0, 0
+        super().__init__("items")
+        self._counted, self._of, self._failed = stage, total, 0
 
     def start_stage(self, stage: str) -> None:
-        self._stage = stage
-        self._show()
+        self._counted = stage
+        self.count(0)
 
-    def count(self, failed: bool = False) -> None:
-        self._done += 1
+    def count(self, items: int = 1, failed: bool = False) -> None:
         self._failed += failed
-        self._show()
+        note = f"{self._failed} bad" if self._failed else ""
+        self.update(self._counted, self._done + items, self._of, note)
 
     def drop(self, count: int) -> None:
-        self._total -= count
-        self._show()
+        self._of -= count
+        self.count(0)
 
     def __enter__(self) -> Self:
-        self._show()
+        self.count(0)
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._display.close()
-
-    def _show(self) -> None:
-        note = f"{self._failed} bad" if self._failed else ""
-        self._display.update(self._stage, self._done, self._total, note)

@@ -107,7 +107,7 @@ class Table(Generic[Row]):
 
     @property
     def notes(self) -> list[str]:
-        """The notes of the columns that are shown, each once."""
+        """Returns the notes of the columns that are shown, each once."""
         return list(dict.fromkeys(column.note for column, _ in self._shown() if column.note))
 
     def __rich__(self) -> table.Table:
@@ -150,7 +150,7 @@ def _titled(columns: Sequence[Column[Any]], gap: int, title: str) -> table.Table
 
 
 def grid(rows: Iterable[Sequence[RenderableType]], gap: int = 2) -> table.Table:
-    """Rows of equally many cells without titles; the last column wraps, the others do not."""
+    """Returns rows of equally many cells without titles; the last column wraps, the others do not."""
     made = table.Table.grid(padding=(0, gap, 0, 0))
     lines = list(rows)
     for _ in lines[0][:-1] if lines else ():
@@ -162,7 +162,7 @@ def grid(rows: Iterable[Sequence[RenderableType]], gap: int = 2) -> table.Table:
 
 
 def dim(lines: Iterable[str]) -> list[Text]:
-    """Lines that explain, in a paler colour."""
+    """Returns lines that explain, in a paler colour."""
     return [Text(line, style="dim") for line in lines]
 
 
@@ -178,8 +178,8 @@ class VisibleConsole(Console):
 
 
 def render(*parts: RenderableType, max_width: int = MAX_WIDTH) -> str:
-    """The text of `parts` for stdout, each beginning a line: colours and the terminal's width (at most
-    `max_width`) on a terminal, else plain and 80 columns. No line ends in spaces."""
+    """Returns the text of `parts` for stdout, each beginning a line: colours and the terminal's width (at
+    most `max_width`) on a terminal, else plain and 80 columns. No line ends in spaces."""
     stdout = Console()
     terminal = stdout.is_terminal
     width = min(stdout.width, max_width) if terminal else PLAIN_WIDTH

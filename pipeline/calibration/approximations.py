@@ -18,9 +18,7 @@ from math import exp, isfinite, log, log1p
 import numpy as np
 
 from pipeline.arrays import FloatArray
-from pipeline.calibration.context import CalibrationContext, Findings, Progress
-from pipeline.calibration.lanes import TokenCount, lanes
-from pipeline.calibration.windows import Window
+from pipeline.calibration.reading import CalibrationContext, Findings, Progress, TokenCount, Window, lanes
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
@@ -177,7 +175,7 @@ class Approximations:
         EVALUATIONS times at most."""
         engine, ctx = self._ctx.engine, self._ctx
         total = EVALUATIONS * self._answers
-        with self._findings.timed(stage), lanes(engine, ctx.kv, self._windows, ctx.chunk) as held:
+        with lanes(engine, ctx.kv, self._windows, ctx.chunk) as held:
             held.read_prompts(lambda _: self._progress(stage, 0, total))
             done = TokenCount(self._progress, stage, 0, total)
 

@@ -11,10 +11,12 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from pipeline.errors import PolicyError
 from pipeline.policies.costs import Costs
@@ -24,7 +26,6 @@ from shm.kernel_files import contents, parse_cpuinfo
 
 FOLDER = "costs"
 FILE_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.json")  # others in the folder are not touched
-PREFETCHER_FILE = re.compile(r"prefetcher-[0-9a-f]{16}\.json")  # which kind of prefetcher copies better
 VERSION = 3  # of the files, and of how costs are measured
 
 
@@ -55,8 +56,8 @@ class Record(KeptRecord):
 
     setting: Setting
     model: str
-    tiles: int  # of an expert
-    tile_bytes: int
+    tiles: Annotated[int, Meta(ge=1)]  # of an expert
+    tile_bytes: Annotated[int, Meta(ge=1)]
     measured: float  # seconds since the epoch
     load: float  # the machine's load average just before
     costs: Costs
@@ -70,30 +71,13 @@ class Record(KeptRecord):
 
     @classmethod
     def from_json(cls, data: Any) -> Record:
-        """The inverse of `to_json`. Anything else raises ValueError, TypeError or KeyError."""
+        """The inverse of `to_json`. Raises for anything else as `kept_record.read` expects."""
         if data["version"] != VERSION:
             raise ValueError("it is of another version")
-        plain = data["setting"]
-        if plain.keys() != {field.name for field in fields(Setting)}:
-            raise ValueError("it has no valid setting")
-        kinds: dict[str, Callable[[Any], Any]] = {"cores": int, "workers": tuple}
-        setting = Setting(**{name: kinds.get(name, str)(value) for name, value in plain.items()})
         try:
-            costs = Costs.from_json(data["costs"])
+            return msgspec.convert(data, cls)
         except PolicyError as e:
             raise ValueError(str(e)) from e
-        record = cls(
-            setting,
-            str(data["model"]),
-            int(data["tiles"]),
-            int(data["tile_bytes"]),
-            float(data["measured"]),
-            float(data["load"]),
-            costs,
-        )
-        if record.tiles < 1 or record.tile_bytes < 1:
-            raise ValueError("its tiles have no size")
-        return record
 
 
 def processor() -> tuple[str, int]:

@@ -13,7 +13,6 @@ complete.
 from __future__ import annotations
 
 import json
-import math
 import zlib
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,7 @@ from safetensors.numpy import save as save_tensors
 
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.errors import CalibrationError
-from pipeline.policies.calibration import MOST, Calibration
-from pipeline.policies.split import PRIORITIES
+from pipeline.policies.calibration import Calibration
 from protocol.errors import NotPrivate
 from protocol.private_files import check_private, make_folders
 from protocol.small_files import read_small
@@ -37,7 +35,7 @@ from shm.disk_cache import CacheRecord, note_use
 NAME = "calibration.safetensors"
 VERSION = 6
 KEY = "tandem"  # of the metadata
-PREDICTORS = ("raw", "residual", "first")
+NUMBERS = ("threshold", "up", "max_loss", "sparsity")  # of a Calibration, beside its arrays
 MOST_BYTES = 1 << 28
 REMEDY = "remove it and calibrate again"
 
@@ -56,10 +54,7 @@ def save(path: Path, calibration: Calibration, about: dict[str, Any]) -> None:
     facts: dict[str, Any] = {
         "version": VERSION,
         "fingerprint": path.parent.name,
-        "threshold": calibration.threshold,
-        "up": calibration.up,
-        "max_loss": calibration.max_loss,
-        "sparsity": calibration.sparsity,
+        **{name: getattr(calibration, name) for name in NUMBERS},
         "about": about,
     }
     facts["crc32"] = _checksum(facts, tensors)
@@ -71,8 +66,8 @@ def save(path: Path, calibration: Calibration, about: dict[str, Any]) -> None:
 
 
 def load(path: Path) -> Calibration:
-    """A calibration with consistent shapes. Raises CalibrationError, one line that names the file, where the
-    file is missing, damaged, of another model or of another version."""
+    """Read a calibration. Raises CalibrationError, one line that names the file, where the file is missing,
+    damaged, of another model or of another version."""
     calibration, about = read(path)
     note_use(path.parent, _record(about))
     return calibration
@@ -96,9 +91,9 @@ def read(path: Path) -> tuple[Calibration, dict[str, Any]]:
     if checksum != _checksum(facts, tensors):
         raise _unusable(path, "it is damaged")
     try:
-        return _checked(tensors, facts), about
-    except ValueError as e:
-        raise _unusable(path, str(e)) from None
+        return _calibration(tensors, facts), about
+    except (TypeError, KeyError) as e:
+        raise _unusable(path, f"it is not a complete calibration ({e})") from None
 
 
 def summary(calibration: Calibration, about: dict[str, Any]) -> dict[str, Any]:
@@ -106,10 +101,7 @@ def summary(calibration: Calibration, about: dict[str, Any]) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "accuracy": {name: mean_accuracy(calibration, name) for name in ("raw", "residual", "first", "mlp")},
         "similarity": float(calibration.similarity.mean()),
-        "threshold": calibration.threshold,
-        "up": calibration.up,
-        "max_loss": calibration.max_loss,
-        "sparsity": calibration.sparsity,
+        **{name: getattr(calibration, name) for name in NUMBERS},
         "single_expert_share": None,
         "experts_per_token": None,
     }
@@ -171,98 +163,14 @@ def _bytes_of_own(path: Path) -> bytes:
         raise _unusable(path, e.strerror or str(e)) from None
 
 
-def _checked(tensors: dict[str, Array], facts: dict[str, Any]) -> Calibration:
-    """The calibration of these arrays and numbers. Raises ValueError that names an inconsistency."""
-
-    def take(name: str, shape: tuple[int, ...], dtype: str = "float32") -> Array:
-        array = tensors.pop(name, None)
-        if array is None:
-            raise ValueError(f"{name} is missing")
-        if array.dtype != dtype or array.shape != shape:
-            raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, not {dtype}{list(shape)}")
-        if not np.isfinite(array).all():
-            raise ValueError(f"{name} holds values that are not finite")
+def _calibration(tensors: dict[str, Array], facts: dict[str, Any]) -> Calibration:
+    """The inverse of `_arrays`, with the numbers. Raises TypeError for an unknown or missing array."""
+    arrays: dict[str, Any] = {}
+    for name, array in tensors.items():
         array.flags.writeable = False
-        return array
-
-    def optional(name: str, *shape: int) -> Array | None:
-        return take(name, shape) if name in tensors else None
-
-    def width(name: str, otherwise: int) -> int:
-        """Columns of a matrix; no other array determines this size."""
-        return tensors[name].shape[1] if name in tensors and tensors[name].ndim == 2 else otherwise
-
-    counts = tensors.get("prefill_counts")
-    if counts is None or counts.ndim != 2 or 0 in counts.shape:
-        raise ValueError("prefill_counts is missing or not a matrix")
-    layers, experts = counts.shape
-    kept = tensors.get("kept")
-    if kept is None or kept.ndim != 3 or kept.shape[1] < 2:
-        raise ValueError("kept is missing or has no steps")
-    steps, most = kept.shape[1:]
-    inner = tensors.get("mlp_inner")
-    predicted, wide, hidden = inner.shape if inner is not None and inner.ndim == 3 else (0, 0, 0)
-    hidden = width("first_gate", hidden)
-    result = Calibration(
-        prefill_counts=take("prefill_counts", (layers, experts), "int64"),
-        decode_counts=take("decode_counts", (layers, experts), "int64"),
-        residual_logits=take("residual_logits", (layers - 1, experts)),
-        accuracy={name: take(f"accuracy.{name}", (layers,)) for name in PREDICTORS},
-        kept=take("kept", (layers, steps, most)),
-        gated_accuracy={name: take(f"gated_accuracy.{name}", (layers, steps)) for name in PREDICTORS},
-        sensitivity=optional("sensitivity", layers),
-        threshold=_number(facts, "threshold"),
-        first_gate=optional("first_gate", experts, hidden),
-        hit_rates={name: take(f"hit_rates.{name}", (layers, experts + 1)) for name in PRIORITIES},
-        magnitudes=optional("magnitudes", layers, sizes := width("magnitudes", 2)),
-        left_mass=optional("left_mass", layers, sizes),
-        mlp_inner=optional("mlp_inner", predicted, wide, hidden),
-        mlp_outer=optional("mlp_outer", predicted, experts, wide),
-        mlp_accuracy=optional("mlp_accuracy", predicted),
-        up=str(facts.get("up", "")),
-        max_loss=_number(facts, "max_loss"),
-        sparsity=_number(facts, "sparsity"),
-    )
-    if tensors:
-        raise ValueError(f"it holds {min(tensors)[:40]!r}, an unknown array")
-    if min(result.prefill_counts.min(), result.decode_counts.min()) < 0:
-        raise ValueError("a count is below 0")
-    tables = (result.accuracy, result.gated_accuracy, result.hit_rates)
-    rates = [array for table in tables for array in table.values()]
-    mlps = (result.mlp_inner, result.mlp_outer, result.mlp_accuracy)
-    if result.mlp_accuracy is not None:
-        rates.append(result.mlp_accuracy)
-    if len({array is None for array in mlps}) > 1 or (mlps[0] is not None and len(mlps[0]) >= layers):
-        raise ValueError("mlp_inner, mlp_outer and mlp_accuracy are not all there, or of too many layers")
-    if any((array < 0).any() or (array > 1).any() for array in rates):
-        raise ValueError("an accuracy or a hit rate is outside 0..1")
-    _check_magnitudes(result)
-    if result.sensitivity is not None and (result.sensitivity < 0).any():
-        raise ValueError("a sensitivity is below 0")
-    shares = result.kept
-    if most > experts + 1 or (shares < 0).any() or abs(shares.sum(axis=-1) - 1).max() > 1e-4:
-        raise ValueError("kept does not consist of shares")
-    return result
-
-
-def _check_magnitudes(calibration: Calibration) -> None:
-    magnitudes, left = calibration.magnitudes, calibration.left_mass
-    if (magnitudes is None) != (left is None) or (magnitudes is None) != (calibration.up == ""):
-        raise ValueError("magnitudes, left_mass and up are not all there")
-    if magnitudes is not None and left is not None:
-        if magnitudes.shape[1] < 2 or left.max() > 1:
-            raise ValueError("magnitudes has no steps, or left_mass does not consist of shares")
-        if any((array < 0).any() or (np.diff(array) < 0).any() for array in (magnitudes, left)):
-            raise ValueError("magnitudes or left_mass do not rise from 0 on")
-    if calibration.sparsity is not None and (calibration.sparsity > MOST or calibration.max_loss is None):
-        raise ValueError("its sparsity is not that of a bound")
-
-
-def _number(facts: dict[str, Any], name: str) -> float | None:
-    """Read a number; None where it is absent."""
-    value = facts.get(name)
-    if value is None:
-        return None
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
-        return float(value)
-    raise ValueError(f"its {name} is not a number of at least 0")
+        table, _, key = name.partition(".")
+        if key:
+            arrays.setdefault(table, {})[key] = array
+        else:
+            arrays[name] = array
+    return Calibration(**arrays, **{name: facts[name] for name in NUMBERS})

@@ -12,29 +12,32 @@ Stages 1 to 3 compute the exact model on the workers; only stage 4 approximates 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 
+from pipeline.calibration import LANES
 from pipeline.calibration.approximations import EXACT, Approximations
-from pipeline.calibration.collector import TrainPass, ValidationPass
-from pipeline.calibration.context import CalibrationContext, Findings, Progress
-from pipeline.calibration.hit_rates import TokenOrder
-from pipeline.calibration.lanes import TokenCount, lanes, observed, separate_counters
-from pipeline.calibration.magnitudes import Magnitudes
+from pipeline.calibration.observers import Magnitudes, TokenOrder, TrainPass, ValidationPass
+from pipeline.calibration.reading import (
+    CalibrationContext,
+    Division,
+    Findings,
+    Progress,
+    TokenCount,
+    Window,
+    lanes,
+    observed,
+    separate_counters,
+)
 from pipeline.calibration.sensitivity import sensitivities
 from pipeline.calibration.trained_gates import GateMlps, GatePairs, predicted_layers, train_first_gate
-from pipeline.calibration.windows import LANES, Division, Window
-from pipeline.config import DEFAULT_CACHE
 from pipeline.engine.engine import Engine
 from pipeline.engine.observer import Observer
 from pipeline.errors import RequestError, UsageError
 from pipeline.policies.calibration import Calibration, Floats
-from pipeline.policies.parts import whole_experts
-from pipeline.policies.placements import ENOUGH_TOKENS, Counts, TextComparison, counted_tokens, placed_share
 from pipeline.policies.presets import make_policy
 
 PAIR_BYTES = 64 << 20  # of the pairs that the first gate is trained on
@@ -89,18 +92,12 @@ class _Measurement:
         mlp_pair = predicted_layers(engine.shape) * (pair + 4 * shape.experts)
         ahead = GatePairs(shape, every=1 + count * mlp_pair // MLP_BYTES)
         sizes = self._magnitudes()
-        with self._findings.timed("reading"), observed(engine, self._order), ExitStack() as also:
-            also.enter_context(observed(engine, ahead))
-            if sizes is not None:
-                also.enter_context(observed(engine, sizes))
-            self._read(windows, train_pass, done=0)
+        self._read(windows, [self._order, ahead, *([] if sizes is None else [sizes]), train_pass], done=0)
         magnitudes, left_mass = (sizes and sizes.quantiles()) or (None, None)
-        with self._findings.timed("first gate"):
-            self._progress("training the first gate", 0, 1)
-            gate = train_first_gate(*train_pass.pairs(), self._ctx.seed, engine.tick)
-        with self._findings.timed("gate MLPs"):
-            self._progress("training the MLPs of the next gate", 0, 1)
-            mlps = ahead.train(self._ctx.seed, engine.tick)
+        self._progress("training the first gate", 0, 1)
+        gate = train_first_gate(*train_pass.pairs(), self._ctx.seed, engine.tick)
+        self._progress("training the MLPs of the next gate", 0, 1)
+        mlps = ahead.train(self._ctx.seed, engine.tick)
         return Calibration(
             prefill_counts=train_pass.counts["prefill"],
             decode_counts=train_pass.counts["decode"],
@@ -109,7 +106,6 @@ class _Measurement:
             kept=np.zeros((0, 0, 0), np.float32),
             gated_accuracy={},
             sensitivity=self._sensitivity(),
-            threshold=None,
             first_gate=gate,
             magnitudes=magnitudes,
             left_mass=left_mass,
@@ -122,26 +118,22 @@ class _Measurement:
 
     def _magnitudes(self) -> Magnitudes | None:
         """An observer of |u|; None where the format keeps no up matrices apart."""
-        up = self._ctx.up
-        every = self._every(self._division.training)
-        return None if up is None else Magnitudes(self._ctx.engine.shape, up, every)
-
-    def _every(self, windows: Sequence[Window]) -> int:
-        """Number of decode steps of which one is multiplied with up matrices once more."""
-        engine = self._ctx.engine
+        engine, up = self._ctx.engine, self._ctx.up
+        if up is None:
+            return None
         experts = engine.layout.shape
-        decoded = sum(len(window.tokens) - window.prefill for window in windows)
-        return 1 + decoded * engine.shape.top_k * experts.padded * experts.hidden // UP_WEIGHTS
+        decoded = sum(len(window.tokens) - window.prefill for window in self._division.training)
+        # of so many decode steps one is multiplied with up matrices once more
+        every = 1 + decoded * engine.shape.top_k * experts.padded * experts.hidden // UP_WEIGHTS
+        return Magnitudes(engine.shape, up, every)
 
     def _sensitivity(self) -> Floats | None:
         ctx = self._ctx
         chosen = [window.tokens for window in _spread(self._division.training, SENSITIVITY_WINDOWS)]
         engine, progress = ctx.engine, self._progress
         try:
-            with self._findings.timed("sensitivities"):
-                report = partial(progress, "sensitivities")
-                parts = engine.backbone, engine.device, ctx.store
-                return sensitivities(*parts, chosen, report, engine.tick)
+            report = partial(progress, "sensitivities")
+            return sensitivities(engine.backbone, engine.device, ctx.store, chosen, report, engine.tick)
         except UsageError as e:
             self._findings.notes.append(f"no sensitivities, and so no threshold of AdapMoE's gate: {e}")
             return None
@@ -154,9 +146,8 @@ class _Measurement:
             mlps = GateMlps(trained.mlp_inner, trained.mlp_outer)
         router = self._spec.router
         validation = ValidationPass(engine.shape, router, trained.residual_logits, trained.first_gate, mlps)
-        with self._findings.timed("reading"), observed(engine, self._order):
-            read = sum(len(window.tokens) for window in division.training)
-            self._read(division.validation, validation, done=read)
+        read = sum(len(window.tokens) for window in division.training)
+        self._read(division.validation, [self._order, validation], done=read)
         counts = validation.counts["prefill"], validation.counts["decode"]
         validated = replace(
             trained,
@@ -168,33 +159,13 @@ class _Measurement:
             hit_rates=self._order.hit_rates(),
             mlp_accuracy=validation.mlp_accuracy(),
         )
-        self._findings.hits = self._hits(trained.decode_counts, counts[0] + counts[1], validated)
         return validated, validation
 
-    def _hits(self, used: Counts, heldout: Counts, validated: Calibration) -> dict[str, float | int | None]:
-        """`Findings.hits`."""
-        engine = self._ctx.engine
-        experts = used.size
-        share = self._ctx.cache or DEFAULT_CACHE  # an engine may be configured without a cache
-        placed = whole_experts(engine.shape, engine.memory.capacity) or round(share * experts)
-        own = engine.popularity
-        tokens = counted_tokens(own, engine.shape.top_k)
-        # A policy will place by the counts of all windows, and its note compares these.
-        compared, enough = TextComparison.of(validated, own, placed), tokens >= ENOUGH_TOKENS
-        return {
-            "share": placed / experts,
-            "heldout": placed_share(used, heldout, placed),
-            "prompts": compared.prompts if enough else None,
-            "own": compared.engine if enough else None,
-            "differs": enough and compared.differs,
-            "tokens": tokens,
-        }
-
-    def _read(self, windows: Sequence[Window], observer: Observer, done: int) -> None:
+    def _read(self, windows: Sequence[Window], observers: Sequence[Observer], done: int) -> None:
         """Read all windows, a few at a time."""
         engine, ctx = self._ctx.engine, self._ctx
         passed = TokenCount(self._progress, "reading the text", done, self._tokens).more
-        with observed(engine, observer):
+        with observed(engine, observers):
             for start in range(0, len(windows), self._width):
                 with lanes(engine, ctx.kv, windows[start : start + self._width], ctx.chunk) as held:
                     held.read_prompts(passed)
@@ -202,7 +173,7 @@ class _Measurement:
 
 
 def _spread(windows: Sequence[Window], most: int) -> list[Window]:
-    """At most so many, evenly spaced."""
+    """Returns at most so many, evenly spaced."""
     places = np.linspace(0, len(windows) - 1, min(most, len(windows))).round().astype(int)
     return [windows[place] for place in places]
 

@@ -116,8 +116,8 @@ class GateMlps:
     outer: Floats
 
     def logits(self, layer: int, x: FloatArray) -> FloatArray:
-        """What is added to the next gate's logits for `layer`, from 1 on: float32 [R, E]. x [R, H]: of the
-        layer before."""
+        """Returns what is added to the next gate's logits for `layer`, from 1 on: float32 [R, E]. x [R, H]:
+        of the layer before."""
         hidden = x @ self.inner[layer - 1].T
         added: FloatArray = (hidden / (1 + np.exp(-hidden))) @ self.outer[layer - 1].T
         return added
@@ -181,5 +181,7 @@ def train_mlp(
     def logits(rows: Rows) -> Tensor:
         return base[rows] + functional.silu(inputs[rows] @ inner.T) @ outer.T
 
-    found = _fitted([inner, outer], logits, torch.from_numpy(own), MLP_RATE, DECAY, random, tick)
-    return (found[0] * scale).numpy(), found[1].numpy()
+    best_inner, best_outer = _fitted(
+        [inner, outer], logits, torch.from_numpy(own), MLP_RATE, DECAY, random, tick
+    )
+    return (best_inner * scale).numpy(), best_outer.numpy()

@@ -44,7 +44,6 @@ from workers.cuda import (
 )
 from workers.cuda_copier import CudaCopier
 from workers.kernels.cuda.compiler import Program
-from workers.kernels.cuda.launcher import Launcher
 from workers.kernels.cuda.matrix import PartSums
 
 BLOCK = 1 << 21  # cudaMalloc places smaller allocations in a shared block, and IPC exports whole blocks
@@ -92,7 +91,8 @@ class CudaDevice(KernelDevice):
         self.events: list[Any] = []  # of them, those that no fence uses
         self.reads = 0  # calls of `to_host`, each of which waits for all work before it
         self._graphs: CudaGraphs | None = None
-        self._host_reads = HostReads(lambda: self.launcher(Program.of_sums()))
+        self._sums: PartSums | None = None  # adds the workers' partial sums, once memory is shared
+        self._shared: dict[int, tuple[int, int]] = {}  # memory by its start: end, and distance on the device
 
     def heads_bytes(self, layout: StoreLayout) -> int:
         return layout.head_stride * layout.shape.experts * layout.shape.layers
@@ -156,14 +156,40 @@ class CudaDevice(KernelDevice):
         return self._graphs
 
     def share_memory(self, memory: NDArray[np.uint8]) -> str:
-        return self._host_reads.share(memory)
+        start = memory.ctypes.data
+        try:
+            if self._sums is None:
+                self._sums = PartSums(self.launcher(Program.of_sums()))
+            call("cudaHostRegister", start, memory.nbytes, constant("cudaHostRegisterDefault"))
+            try:
+                there = int(call("cudaHostGetDevicePointer", start, 0))
+            except CudaError:
+                call("cudaHostUnregister", start)
+                raise
+        except CudaError as e:
+            return str(e)
+        self._shared[start] = start + memory.nbytes, there - start
+        return ""
 
     def unshare_memory(self, memory: NDArray[np.uint8]) -> None:
-        self._host_reads.unshare(memory)
+        if self._shared.pop(memory.ctypes.data, None):
+            call("cudaHostUnregister", memory.ctypes.data)
 
-    def add_parts(self, parts: Sequence[NDArray[np.float32]], shape: tuple[int, ...]) -> Tensor:
-        y = self._host_reads.sum(parts, shape, self.torch_device)
-        return super().add_parts(parts, shape) if y is None else y
+    def add_parts(self, parts: Sequence[FloatArray], shape: tuple[int, ...]) -> Tensor:
+        places = [self._place(y) for y in parts]
+        if self._sums is None or 0 in places:
+            return super().add_parts(parts, shape)
+        y = torch.empty(shape, dtype=torch.float32, device=self.torch_device)
+        self._sums.add(places, y)
+        return y
+
+    def _place(self, array: FloatArray) -> int:
+        """Return the address by which kernels read an array of the host; 0 where they do not."""
+        start = int(array.__array_interface__["data"][0])  # sooner than by ctypes
+        for first, (end, distance) in self._shared.items():
+            if first <= start < end:
+                return start + distance
+        return 0
 
     def free_cached(self) -> None:
         torch.cuda.empty_cache()
@@ -205,7 +231,9 @@ class CudaDevice(KernelDevice):
 
     def close(self) -> None:
         call("cudaDeviceSynchronize")
-        self._host_reads.close()
+        for start in self._shared:
+            call("cudaHostUnregister", start)
+        self._shared.clear()
         self._to_host.close()
         self._from_host.close()
         if self._graphs is not None:
@@ -218,62 +246,6 @@ class CudaDevice(KernelDevice):
     def describe(self) -> str:
         properties = torch.cuda.get_device_properties(self.torch_device)
         return f"cuda, {properties.name}, {byte_size(properties.total_memory)}"
-
-
-class HostReads:
-    """Memory of the host that kernels read in place, and sums of partial sums in it."""
-
-    def __init__(self, launcher: Callable[[], Launcher]) -> None:
-        """`launcher`: of the kernels' program, made when memory is shared first; raises CudaError."""
-        self._launcher = launcher
-        self._sums: PartSums | None = None
-        self._ranges: dict[int, tuple[int, int]] = {}  # by start: end, and distance on the device
-
-    def share(self, memory: NDArray[np.uint8]) -> str:
-        """Do what Device.share_memory says."""
-        start = memory.ctypes.data
-        try:
-            if self._sums is None:
-                self._sums = PartSums(self._launcher())
-            call("cudaHostRegister", start, memory.nbytes, constant("cudaHostRegisterDefault"))
-            try:
-                there = int(call("cudaHostGetDevicePointer", start, 0))
-            except CudaError:
-                call("cudaHostUnregister", start)
-                raise
-        except CudaError as e:
-            return str(e)
-        self._ranges[start] = start + memory.nbytes, there - start
-        return ""
-
-    def unshare(self, memory: NDArray[np.uint8]) -> None:
-        """Do what Device.unshare_memory says."""
-        if self._ranges.pop(memory.ctypes.data, None):
-            call("cudaHostUnregister", memory.ctypes.data)
-
-    def close(self) -> None:
-        for start in self._ranges:
-            call("cudaHostUnregister", start)
-        self._ranges.clear()
-
-    def sum(self, parts: Sequence[FloatArray], shape: tuple[int, ...], device: torch.device) -> Tensor | None:
-        """`sum_on_host` of parts that all lie in shared memory; None where not all do."""
-        if self._sums is None:
-            return None
-        places = [self._place(y) for y in parts]
-        if 0 in places:
-            return None
-        y = torch.empty(shape, dtype=torch.float32, device=device)
-        self._sums.add(places, y)
-        return y
-
-    def _place(self, array: FloatArray) -> int:
-        """The address by which kernels read an array; 0 where they do not."""
-        start = int(array.__array_interface__["data"][0])  # sooner than by ctypes
-        for first, (end, distance) in self._ranges.items():
-            if first <= start < end:
-                return start + distance
-        return 0
 
 
 class _Allocation:

@@ -93,15 +93,24 @@ class PolicyDriver(Generic[Begun]):
         self._masks = policy.sparsity.masks(policy.name, view.shape.layers, view.up, view.calibration)
         self._masked = False  # in the present step
 
-    def begin_step(self, phase: Phase, sequences: tuple[int, ...], live: Iterable[int] = ()) -> None:
-        """`sequences`: that of each row; `live`: these and others that have begun and not ended."""
+    def begin_step(
+        self,
+        phase: Phase,
+        sequences: tuple[int, ...],
+        live: Iterable[int] = (),
+        costs: Costs | None = None,
+    ) -> None:
+        """Begin a step. `sequences`: that of each row; `live`: these and others that have begun and not
+        ended; `costs`: to plan with from now on, if they have changed."""
         self._early = None
         self._masked = self.policy.sparsity.acts_in(phase)
         known, on = frozenset(sequences).union(live), self.prefetch.on
-        self.view = replace(self.view, phase=phase, sequences=sequences, live=known, prefetching=on)
+        view, costs = self.view, costs or self.view.costs
+        self.view = replace(view, phase=phase, sequences=sequences, live=known, prefetching=on, costs=costs)
 
     def layer(self, layer: int, executor: LayerExecutor[Begun]) -> None:
-        """Raises PlanError where the policy breaks its contract, and the executor's exceptions."""
+        """Have a layer decided and computed. Raises PlanError where the policy breaks its contract, and the
+        executor's exceptions."""
         policy, view, early = self.policy, self.view, self._early
         self._early = None
         signals = executor.read(layer, policy.probes(layer, view), own=early is None)
@@ -139,11 +148,6 @@ class PolicyDriver(Generic[Begun]):
         decode steps so far. `seconds`: as in View. True where prefetching was switched on or off."""
         self.view = replace(self.view, step=self.view.step + 1, seconds=seconds)
         return self.view.phase == "decode" and self.policy.pauses and self.prefetch.step(landed, useful)
-
-    def use_costs(self, costs: Costs | None) -> None:
-        """Plan with these costs from now on."""
-        if costs is not self.view.costs:
-            self.view = replace(self.view, costs=costs)
 
     @property
     def notes(self) -> tuple[str, ...]:

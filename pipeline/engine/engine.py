@@ -91,7 +91,7 @@ class Engine:
         Raises PolicyError where the policy needs a slab or anything else that the engine does not have; the
         previous policy is kept then."""
         memory, decode = self.memory, self.counters.phases["decode"]
-        if policy.uses_device and not memory.exists:
+        if policy.uses_device and memory.slab is None:
             raise PolicyError(f"policy {policy.name} keeps experts on the device, and the engine has no slab")
         if costs is not None and (self.corrections is None or self.corrections.measured != costs):
             self.corrections = Corrections(costs)
@@ -151,8 +151,7 @@ class Engine:
         clock = StepClock(counters, self.device, self.memory.copied)
         sequences = tuple(item.span.kv.id for item in inputs for _ in item.span.tokens)
         self.timing.begin_step(phase)
-        driver.use_costs(self.timing.costs)
-        driver.begin_step(phase, sequences, live)
+        driver.begin_step(phase, sequences, live, self.timing.costs)
         for observer in self.observers:
             observer.begin(phase, sequences)
         spans = [item.span for item in inputs]

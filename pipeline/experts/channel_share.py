@@ -9,8 +9,7 @@ channels that the row keeps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +28,7 @@ from shm.layout import StoreLayout
 from shm.mask import DENSE, NOTHING, Mask, Tally
 
 
-@dataclass
-class MaskedExpert:
+class MaskedExpert(NamedTuple):
     """The masked channels of the tiles [0, cut) of one expert."""
 
     kept: IntArray  # the channels that some row keeps, ascending
@@ -41,14 +39,7 @@ class MaskedExpert:
     chosen: Tensor  # float32 [n, len(kept)]: the kept channels of u
 
 
-@dataclass
-class MaskedLayer:
-    """One layer's masks. `experts` is empty without one; u is then computed when it is used."""
-
-    mask: Mask
-    experts: dict[int, MaskedExpert] = field(default_factory=dict)
-    dense: dict[int, Tensor] = field(default_factory=dict)  # u of each expert, without a mask
-    cuts: dict[int, int] = field(default_factory=dict)
+Masked = dict[int, MaskedExpert]  # a layer's experts; empty without a mask
 
 
 class ChannelMemory(DeviceMemory):
@@ -88,7 +79,7 @@ class ChannelMemory(DeviceMemory):
         share = share.where(wanted)
         masked = self._masked(layer, share, self.kernel.activations(x), mask)
         for expert, there, _ in share.items.tolist():
-            kept, tiles = masked.experts[expert].kept, masked.experts[expert].tiles
+            kept, tiles = masked[expert].kept, masked[expert].tiles
             self.mover.predict(layer, expert, kept[tiles[there] :])
 
     # --- a layer -------------------------------------------------------------------------------------------
@@ -100,9 +91,7 @@ class ChannelMemory(DeviceMemory):
             self.counters.channels.used_experts += len(used)
             self.counters.channels.right_experts += len(named.intersection(used))
         if mask == DENSE:
-            cuts = {expert: cut for expert, _, cut in share.items.tolist()}
-            work = super().begin(layer, share, x, mask, clock)
-            return work._replace(masked=MaskedLayer(mask, cuts=cuts))
+            return super().begin(layer, share, x, mask, clock)._replace(masked={})
         self._use(layer, share)
         clock.mark("submit")
         masked = self._masked(layer, share, self.kernel.activations(x), mask)
@@ -113,7 +102,7 @@ class ChannelMemory(DeviceMemory):
             if lo < whole:
                 wanted.append(Wanted(expert, lo, whole))
             if whole < cut:
-                kept, tiles = masked.experts[expert].kept, masked.experts[expert].tiles
+                kept, tiles = masked[expert].kept, masked[expert].tiles
                 wanted.append(Wanted(expert, whole, cut, kept[tiles[whole] :]))
         return DeviceWork(layer, share, self.mover.demand(layer, wanted), masked)
 
@@ -122,9 +111,9 @@ class ChannelMemory(DeviceMemory):
             return self._memory.slot(landed.slot)
         return self._memory.records(landed.places, self._layout.tile_bytes // self._tile, self._tile)
 
-    def _masked(self, layer: int, share: Share, inputs: Any, mask: Mask) -> MaskedLayer:
-        """u of the share's tiles, and the masks' channels on the host, in one copy."""
-        found, rows = MaskedLayer(mask), rows_of(share, self.device)
+    def _masked(self, layer: int, share: Share, inputs: Any, mask: Mask) -> Masked:
+        """Compute u of the share's tiles, and the masks' channels on the host, in one copy."""
+        rows = rows_of(share, self.device)
         us, sums = [], []
         for expert, _, cut in share.items.tolist():
             u = self.kernel.up(self._up(layer, expert, cut), inputs, rows[expert])
@@ -137,17 +126,18 @@ class ChannelMemory(DeviceMemory):
             ]
             us.append(u.masked_fill_(~kept, 0))
         if not us:
-            return found
+            return {}
         on_host = self.device.to_host(*sums)
         chosen = [np.flatnonzero(marks[0]).astype(np.int32) for marks in on_host[::3]]
         ends = np.cumsum([len(channels) for channels in chosen]).tolist()
         every = self.device.from_host(np.concatenate(chosen).astype(np.int64))
         masses, left = ([numbers[0] for numbers in on_host[part::3]] for part in (1, 2))
+        masked = {}
         for i, (expert, _, cut) in enumerate(share.items.tolist()):
             tiles = np.searchsorted(chosen[i], np.arange(cut + 1) * self._tile).astype(np.int32)
             of_u = us[i][:, every[ends[i] - len(chosen[i]) : ends[i]]]
-            found.experts[expert] = MaskedExpert(chosen[i], tiles, masses[i], left[i], us[i], of_u)
-        return found
+            masked[expert] = MaskedExpert(chosen[i], tiles, masses[i], left[i], us[i], of_u)
+        return masked
 
     def _up(self, layer: int, expert: int, tiles: int) -> Tensor:
         """The heads of an expert's first tiles."""
@@ -155,36 +145,28 @@ class ChannelMemory(DeviceMemory):
 
     def begin_sum(self, work: DeviceWork, x: Tensor) -> TileSums:
         inputs, experts, share = self.kernel.activations(x), work.share.items[:, 0].tolist(), work.share
+        masked: Masked = work.masked
+        us = {expert: of.u for expert, of in masked.items()}
+        if not masked:
+            rows_by, cuts = rows_of(share, self.device), share.items[:, 2].tolist()
+            for expert, cut in zip(experts, cuts, strict=True):
+                us[expert] = self.kernel.up(self._up(work.layer, expert, cut), inputs, rows_by[expert])
 
         def output(item: int, tile: int, data: Tensor, rows: Tensor) -> Tensor:
-            return self._output(work, experts[item], tile, data, inputs, rows)
+            expert = experts[item]
+            if not masked or len(data) == self._layout.tile_bytes:
+                u = us[expert][:, tile * self._tile : (tile + 1) * self._tile]
+            else:
+                of = masked[expert]
+                u = of.chosen[:, of.tiles[tile] : of.tiles[tile + 1]]
+            return self.kernel.channels(data, u.contiguous(), inputs, rows)
 
-        upload = self.device.from_host
-        return TileSums(x, share.offsets, share.rows, share.weights, output, upload)
-
-    def _output(
-        self, work: DeviceWork, expert: int, tile: int, data: Tensor, inputs: Any, rows: Tensor
-    ) -> Tensor:
-        """A tile's output for the rows inputs[rows]: float32 [n, H], a new tensor."""
-        masked: MaskedLayer = work.masked
-        whole = slice(tile * self._tile, (tile + 1) * self._tile)
-        found = masked.experts.get(expert)
-        if found is None:
-            u = masked.dense.get(expert)
-            if u is None:
-                heads = self._up(work.layer, expert, masked.cuts[expert])
-                u = masked.dense[expert] = self.kernel.up(heads, inputs, rows)
-            u = u[:, whole]
-        elif len(data) == self._layout.tile_bytes:
-            u = found.u[:, whole]
-        else:
-            u = found.chosen[:, found.tiles[tile] : found.tiles[tile + 1]]
-        return self.kernel.channels(data, u.contiguous(), inputs, rows)
+        return TileSums(x, share.offsets, share.rows, share.weights, output, self.device.from_host)
 
     def tally(self, work: DeviceWork) -> Tally:
-        masked: MaskedLayer = work.masked
+        masked: Masked = work.masked
         parts = []
-        for expert in masked.experts.values():
+        for expert in masked.values():
             mass, left = (float(of.sum(dtype=np.float64)) for of in (expert.mass, expert.left))
             if not mass < np.inf:
                 mass = left = 0.0

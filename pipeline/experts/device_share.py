@@ -30,7 +30,7 @@ class DeviceWork(NamedTuple):
     layer: int
     share: Share
     landing: Iterator[list[Landed]]
-    masked: Any = None  # what the memory has found of the layer's masks, for itself
+    masked: Any = None  # the layer's masks, for the memory itself
 
 
 class Slab(NamedTuple):
@@ -73,11 +73,6 @@ class DeviceMemory:
         self.staging = slots - self.capacity
         self.residency = cache.residency  # [L, E], live
         self.target = cache.target  # [L, E], live
-
-    @property
-    def exists(self) -> bool:
-        """There is a slab."""
-        return self.slab is not None
 
     @property
     def idle(self) -> bool:

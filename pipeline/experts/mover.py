@@ -506,7 +506,11 @@ class Mover:
                 yield from self._give(adopted + [self._land(layer, part) for part in group])
                 adopted = []
             self._begin_copies(layer, split=not awaited)
-        self._end_demand()
+        for order in self._used:
+            self._end(order)
+        self._used.clear()
+        self._collect_ended()
+        self._demanded.clear()
 
     def _give(self, landed: list[Landed]) -> Iterator[list[Landed]]:
         """Yield tiles together, if there are any, and then end the use of slots that are not kept."""
@@ -545,11 +549,3 @@ class Mover:
             landed.append(Landed(item.expert, tile, slot))
             order.booked, due = index + 1, tile + 1
         return landed
-
-    def _end_demand(self) -> None:
-        """All that was demanded has been given."""
-        for order in self._used:
-            self._end(order)
-        self._used.clear()
-        self._collect_ended()
-        self._demanded.clear()

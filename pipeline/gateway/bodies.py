@@ -132,22 +132,27 @@ class Tool(Struct):
     function: Function
 
 
-class ChatBody(Common, kw_only=True):
+class Rendered(Common, kw_only=True):
+    """What a chat template reads beside the messages, too."""
+
+    tools: ToolObjects | None = None  # as the template reads them; each is a Tool
+    tool_choice: str | Object | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Object | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: OpenAiEffort | None = None
+
+
+class ChatBody(Rendered, kw_only=True):
     messages: Turns
     stop: str | list[str] | None = None
     n: Choices | None = None
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
-    tools: ToolObjects | None = None  # as the template reads them; each is a Tool
-    tool_choice: str | Object | None = None
-    parallel_tool_calls: bool | None = None
     response_format: Format | None = None
     logprobs: bool | None = None
     top_logprobs: Top | None = None
-    chat_template_kwargs: Object | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    reasoning_effort: OpenAiEffort | None = None
 
 
 class CompletionBody(Common, kw_only=True):
@@ -295,19 +300,11 @@ class MessagesBody(CountBody, kw_only=True):
 # --- tokens ---------------------------------------------------------------------------------------------
 
 
-class TokenizeBody(Struct, kw_only=True):
-    """A text, or a conversation with the template's variables."""
+class TokenizeBody(Rendered, kw_only=True):
+    """A text, or a conversation with the template's variables. What chooses tokens has no meaning."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: Turns | None = None
-    tools: ToolObjects | None = None
-    tool_choice: str | Object | None = None
-    parallel_tool_calls: bool | None = None
-    chat_template_kwargs: Object | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    reasoning_effort: OpenAiEffort | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 

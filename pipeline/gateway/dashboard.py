@@ -12,7 +12,7 @@ import base64
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -39,7 +39,7 @@ ROLES = {"expert_worker": "worker"}  # by module, where the name is another one
 
 
 class Feed:
-    """Used by the event loop."""
+    """The events of all browsers. Used by the event loop."""
 
     def __init__(self, links: EngineLinks) -> None:
         self._links = links
@@ -49,7 +49,7 @@ class Feed:
         self._closed = False
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Of one browser. Raises ApiError where there are too many."""
+        """Yields the events of one browser. Raises ApiError where there are too many."""
         if len(self._queues) >= MOST_BROWSERS:
             raise ApiError(429, f"{MOST_BROWSERS} dashboards are open; close one")
         if self._closed:
@@ -90,7 +90,7 @@ class Feed:
                 if self._links.ready:
                     client = await self._links.client()
                     state = "asked"
-                    await self._until_lost(self._follow(client))
+                    await self._follow(client)
             except (ApiError, ProtocolError, TimeoutError) as e:
                 log.debug("dashboard: the engine does not answer: %s", e)
             except Exception:
@@ -100,20 +100,9 @@ class Feed:
                 self._publish("state", {"engine": "away", "restarts": self._links.restarts})
             await asyncio.sleep(AWAY_PERIOD)
 
-    async def _until_lost(self, following: Coroutine[Any, Any, None]) -> None:
-        """Ends it when the engine is lost: its requests would wait for the next incarnation."""
-        tasks = [asyncio.create_task(work) for work in (following, self._links.lost())]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
     async def _follow(self, client: Client) -> None:
-        """One incarnation of the engine, while it answers. Raises ApiError, ProtocolError, TimeoutError."""
+        """Publish what happens in one generation of the engine, while it answers. Raises ApiError,
+        ProtocolError, TimeoutError."""
         restarts, before = self._links.restarts, None
         next_counters = 0.0
         while self._links.ready and self._links.restarts == restarts:
@@ -157,8 +146,9 @@ def _about(welcome: Welcome, activity: ExpertActivityReply) -> dict[str, Any]:
 
 
 def _changes(now: ExpertActivityReply, before: ExpertActivityReply | None) -> dict[str, str] | None:
-    """Planes of a byte for each expert, in base64: tiles resident, times used, share of its tiles on the
-    device (255: all), tiles fetched on demand, tiles that became resident. None where nothing has changed."""
+    """Returns planes of a byte for each expert, in base64: tiles resident, times used, share of its tiles on
+    the device (255: all), tiles fetched on demand, tiles that became resident. None where nothing has
+    changed."""
     resident = now.resident
     if before is None:
         zero = np.zeros_like(resident)
@@ -180,7 +170,7 @@ def _bytes(plane: NDArray[np.int32]) -> str:
 
 
 def _counters(stats: dict[str, Any]) -> dict[str, Any]:
-    """Without what each layer has: a browser is sent a few kilobytes."""
+    """Returns what is shown of the stats, without what each layer has: a browser is sent a few kilobytes."""
     shown = (
         "policy",
         "policy_options",

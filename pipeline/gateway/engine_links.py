@@ -27,14 +27,16 @@ OPENING_SECONDS = 5.0  # that a request waits for its key's first connection
 
 @dataclass
 class _Link:
+    """One key's connection."""
+
     client: Client | None = None
-    paused: asyncio.Event = field(default_factory=asyncio.Event)  # the engine is restarting
+    paused: bool = False  # the engine is restarting
     opened: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
 
 class EngineLinks:
-    """Used by the event loop."""
+    """The connections of all API keys. Used by the event loop."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
@@ -45,20 +47,15 @@ class EngineLinks:
     def ready(self) -> bool:
         """Whether the engine answers now."""
         link = self._links.get("")
-        return link is not None and link.client is not None and not link.paused.is_set()
-
-    async def lost(self) -> None:
-        """Return as soon as the engine does not answer: at once where it is not ready."""
-        if self.ready:
-            await self._links[""].paused.wait()
+        return link is not None and link.client is not None and not link.paused
 
     def start(self) -> None:
         """Begin to connect."""
         self._open("")
 
     async def client(self, name: str = "") -> Client:
-        """Of the API key with this name. It may be reconnecting; then requests are sent when it has. Raises
-        ApiError while there is none."""
+        """Returns the connection of the API key with this name. It may be reconnecting; then requests are
+        sent when it has. Raises ApiError while there is none."""
         link = self._links.get(name) or self._open(name)
         if link.client is None:
             with suppress(TimeoutError):
@@ -84,8 +81,7 @@ class EngineLinks:
                 ) as client:
                     client.on_pause = lambda reason: self._on_pause(link, reason)
                     client.on_reconnect = lambda: self._on_reconnect(name, link)
-                    link.client = client
-                    link.paused.clear()
+                    link.client, link.paused = client, False
                     link.opened.set()
                     reason = await client.lost()
                     log.warning("the connection to the engine has ended: %s", reason)
@@ -93,20 +89,19 @@ class EngineLinks:
                 log.debug("no connection to the engine: %s", e)
             finally:
                 link.client = None
-                link.paused.set()
                 link.opened.clear()
             await asyncio.sleep(PAUSE_SECONDS)
 
     def _on_pause(self, link: _Link, reason: ProtocolError) -> None:
-        link.paused.set()
+        link.paused = True
         log.info("waiting for the engine: %s", reason)
 
     def _on_reconnect(self, name: str, link: _Link) -> None:
-        link.paused.clear()
+        link.paused = False
         self.restarts += not name
 
     async def close(self) -> None:
-        """Requests that still run end with EngineGone."""
+        """Close all connections. Requests that still run end with EngineGone."""
         tasks = [link.task for link in self._links.values() if link.task is not None]
         for task in tasks:
             task.cancel()
@@ -114,7 +109,7 @@ class EngineLinks:
 
 
 def model_name(welcome: Welcome) -> str:
-    """The model as clients know it: a folder without those before it, of the Hub's cache ORG/NAME."""
+    """Returns the model as clients know it: a folder without those before it, of the Hub's cache ORG/NAME."""
     if PurePath(welcome.model) == model_dir():
         return EMBEDDED
     return short_name(welcome.model) or welcome.model

@@ -32,6 +32,7 @@ class ApiError(Exception):
         self.code = code
 
     def body(self, anthropic: bool = False) -> dict[str, Any]:
+        """Returns what is sent."""
         kind = KINDS.get(self.status, KINDS[500])[anthropic]
         if anthropic:
             return {"type": "error", "error": {"type": kind, "message": str(self)}}
@@ -40,13 +41,13 @@ class ApiError(Exception):
 
 
 def bad(param: str, text: str, code: str | None = None) -> ApiError:
-    """A field's value cannot be served."""
+    """Returns the refusal of a field's value."""
     return ApiError(400, f"{param}: {text}", param, code)
 
 
 def of_engine(error: ProtocolError, prompt: str | None = None, grammar: str | None = None) -> ApiError:
-    """What a client sees of an error of the client library. `prompt`, `grammar`: the fields that the engine
-    got them from; what else it refuses, the gateway has refused before."""
+    """Returns what a client sees of an error of the client library. `prompt`, `grammar`: the fields that the
+    engine got them from; what else it refuses, the gateway has refused before."""
     match error:
         case RequestFailed() if "try again later" in str(error):
             return ApiError(429, str(error))

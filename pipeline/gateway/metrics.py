@@ -109,32 +109,16 @@ def _engine(phases: dict[str, Any]) -> Iterator[Any]:
         ("tandem_fetched_bytes", "Copied to the device.", "fetched_bytes"),
     ):
         yield _by(("phase",), name, text, {(phase,): counts[key] for phase, counts in phases.items()})
-    for name, text, key in (
-        ("tandem_active_tiles", "Of routed experts.", "active_tiles"),
-        ("tandem_hit_tiles", "Of them, resident on the device.", "hit_tiles"),
-    ):
-        sums = {(phase,): sum(counts["layers"][key]) for phase, counts in phases.items()}
-        yield _by(("phase",), name, text, sums)
-    tiles = {(p, kind): counts[f"{kind}_tiles"] for p, counts in phases.items() for kind in TILES}
     seconds = {(p, part): value for p, counts in phases.items() for part, value in counts["seconds"].items()}
-    fidelity = {
-        (p, kind): value
-        for p, counts in phases.items()
-        for kind, value in counts["fidelity"].items()
-        if isinstance(value, int | float)
-    }
-    kinds = ("phase", "kind")
-    yield _by(kinds, "tandem_tiles", "By what computed them or why they were copied.", tiles)
+    tiles = {(p, kind): counts[f"{kind}_tiles"] for p, counts in phases.items() for kind in TILES}
     yield _by(("phase", "part"), "tandem_step_seconds", "Parts of the steps.", seconds)
-    yield _by(kinds, "tandem_approximated_weight", "Routed weight by what became of it.", fidelity)
+    yield _by(("phase", "kind"), "tandem_tiles", "By what computed them or why they were copied.", tiles)
 
 
 def _cache(cache: dict[str, Any] | None) -> Iterator[Any]:
     if cache is not None:
         yield GaugeMetricFamily("tandem_cache_tiles", "That fit the device.", cache["capacity_tiles"])
         yield GaugeMetricFamily("tandem_resident_tiles", "Now on the device.", cache["resident_tiles"])
-        causes = {("demand",): cache["demanded_tiles"], ("placement",): cache["placed_tiles"]}
-        yield _by(("cause",), "tandem_ordered_tiles", "Copies by cause.", causes)
 
 
 def _by(labels: tuple[str, ...], name: str, text: str, values: Mapping[Any, float]) -> CounterMetricFamily:

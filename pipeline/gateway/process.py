@@ -40,7 +40,7 @@ KEEP_SECONDS = 75  # that an idle connection is kept
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection."""
+    """A connection, with limits on the time and size of a request's head."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -88,7 +88,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """The answer to what is no HTTP; uvicorn's is plain text."""
+        """Answer what is no HTTP; uvicorn's answer is plain text."""
         body = dumps(ApiError(400, msg).body())
         head = (
             f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
@@ -102,6 +102,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def make_server(app: App) -> uvicorn.Server:
+    """Returns uvicorn's server of the application."""
     config: Any = uvicorn.Config(
         app,
         http=LimitedProtocol,

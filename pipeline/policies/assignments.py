@@ -222,7 +222,7 @@ class WholeByCosts(ByCosts):
 
     @abstractmethod
     def on_device(self, active: ActiveCosts) -> list[bool]:
-        """Whether the device computes each active expert."""
+        """Returns a flag for each active expert: the device computes it."""
 
 
 class Cheaper(WholeByCosts):

@@ -41,15 +41,13 @@ class Calibration:
     # from the last token's last layer. 0 where a predictor does not apply
     kept: Floats  # [L, G, k + 1] share of decode's tokens that keep j experts where a gate drops at most the
     # g-th of G even steps from 0 to 1 of a token's weight
-    gated_accuracy: dict[
-        str, Floats
-    ]  # by predictor, [L, G]: as accuracy, in decode alone and with that gate on
-    # both sides: of the experts that tokens keep, the share that their predictions keep as well
-    sensitivity: Floats | None  # [L] mean over tokens of the squared gradient at the MoE block's output
-    threshold: float | None  # T of AdapMoE's gate, found on the validation part of the text
-    first_gate: Floats | None  # [E, H] predicts layer 0 of the next token from the last layer's x
+    gated_accuracy: dict[str, Floats]  # by predictor, [L, G]: as accuracy, in decode alone and with that gate
+    # on both sides: of the experts that tokens keep, the share that their predictions keep as well
     hit_rates: dict[str, Floats]  # by the order "lcp" | "lru" | "lfu" of a cache, [L, E + 1]: of the experts
     # that decode uses, the share in a cache of 0..E experts
+    sensitivity: Floats | None = None  # [L] mean over tokens of the squared gradient at the experts' sum
+    threshold: float | None = None  # T of AdapMoE's gate, found on the validation part of the text
+    first_gate: Floats | None = None  # [E, H] predicts layer 0 of the next token from the last layer's x
     magnitudes: Floats | None = None  # [L, S] quantiles of |u|, u = up x of decoded tokens' experts, at the
     # shares 0, 1/S, 2/S, ... None unless it was made with a format that keeps up apart
     left_mass: Floats | None = None  # [L, S] share of the sum of |u| that lies below each of them
@@ -57,9 +55,7 @@ class Calibration:
     mlp_inner: Floats | None = None  # [P, W, H] and [P, E, W]: MLPs that correct the next gate's prediction
     mlp_outer: Floats | None = None  # of the layers 1 to P (FloE)
     mlp_accuracy: Floats | None = None  # [P] share of those layers' experts that were named, as `accuracy`
-    max_loss: float | None = (
-        None  # percent that an approximation may add to the perplexity, where it was given
-    )
+    max_loss: float | None = None  # percent that an approximation may add to the perplexity, where given
     sparsity: float | None = None  # the largest within it; 0: none is
 
     @property
@@ -80,7 +76,7 @@ class Calibration:
 
 
 def corrected(calibration: Calibration | None, layer: int) -> bool:
-    """Whether a trained MLP predicts this layer's experts better than the next gate alone."""
+    """True where a trained MLP predicts this layer's experts better than the next gate alone."""
     if calibration is None or calibration.mlp_accuracy is None:
         return False
     known = calibration.mlp_accuracy

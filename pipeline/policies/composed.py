@@ -62,7 +62,7 @@ class Reserve:
         return taken
 
     def holds(self, layer: int) -> bool:
-        """Whether a tile of this layer is held."""
+        """True where a tile of this layer is held."""
         return bool(self._held.get(layer))
 
     def give(self, expert: Expert, tiles: int) -> bool:
@@ -159,7 +159,7 @@ class Composed(Policy):
         return self.parts.prediction.probes(layer, view)
 
     def _names_channels(self, view: View) -> bool:
-        """Whether the prediction names channels in this step."""
+        """True where the prediction names channels in this step."""
         masked = not self.sparsity.dense and self.sparsity.acts_in(view.phase)
         return masked and self.parts.prediction.names_channels
 

@@ -32,9 +32,11 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -43,12 +45,11 @@ from pipeline.errors import PolicyError
 from protocol.small_files import read_small
 
 MAX_FILE_BYTES = 1 << 20
-Unit = Literal["tile", "expert"]
+MOST_ROWS = 1 << 31  # more than any batch has
 _TABLE = 512  # row counts with seconds in a table; wider batches are few and slow
 DERIVED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)  # the grid of derived costs
 LATENCIES = ("round_trip", "layer", "launch", "fetch")
 OPERATIONS = 2  # a multiplication and an addition, for each weight and row
-OPTIONAL = ("other", "launch", "fetch", "per")  # keys that a file may leave out
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,14 @@ class Costs:
     other: tuple[float, ...] = ()  # at those row counts, a layer on the device outside its routed experts
     launch: float = 0.0  # a layer's device share, once, where the device computes any tile
     fetch: float = 0.0  # an order of missing tiles, once for each expert that is fetched
-    per: Unit = "tile"
+    per: Literal["tile", "expert"] = "tile"
 
     def __post_init__(self) -> None:
         if not self.rows:
             raise PolicyError("costs: 'rows' is empty; give at least one row count")
-        if self.rows[0] < 1 or any(b <= a for a, b in zip(self.rows, self.rows[1:], strict=False)):
-            raise PolicyError(f"costs: 'rows' must be ascending and at least 1, not {list(self.rows)}")
+        if any(b <= a for a, b in pairwise((0, *self.rows, MOST_ROWS))):
+            given = str(list(self.rows))[:60]
+            raise PolicyError(f"costs: 'rows' must be ascending, at least 1 and below 2**31, not {given}")
         if not self.other:
             object.__setattr__(self, "other", (0.0,) * len(self.rows))
         by_rows = {"host": self.host, "device": self.device, "other": self.other}
@@ -156,25 +158,14 @@ class Costs:
     def from_json(cls, data: object) -> Costs:
         """The inverse of `to_json`. Raises PolicyError naming the key that is wrong."""
         names = [field.name for field in fields(cls)]
-        if not isinstance(data, dict):
-            raise PolicyError(f"costs: expected a JSON object with the keys {', '.join(names)}")
-        missing = [name for name in names if name not in data and name not in OPTIONAL]
-        if missing:
-            raise PolicyError(f"costs: '{missing[0]}' is missing; the keys are {', '.join(names)}")
-        unknown = sorted(str(key) for key in data if key not in names)
+        try:
+            costs = msgspec.convert(data, cls)
+        except msgspec.ValidationError as error:
+            raise PolicyError(f"costs: {str(error)[:100]}; the keys are {', '.join(names)}") from None
+        unknown = sorted(str(key) for key in cast(dict[object, object], data) if key not in names)
         if unknown:
             raise PolicyError(f"costs: '{unknown[0][:40]}' is no key; the keys are {', '.join(names)}")
-        return cls(
-            rows=tuple(_whole("rows", value) for value in _values("rows", data["rows"])),
-            host=_numbers("host", data["host"]),
-            device=_numbers("device", data["device"]),
-            link=_number("link", data["link"]),
-            round_trip=_number("round_trip", data["round_trip"]),
-            other=_numbers("other", data.get("other", [])),
-            launch=_number("launch", data.get("launch", 0.0)),
-            fetch=_number("fetch", data.get("fetch", 0.0)),
-            per=_unit(data.get("per", "tile")),
-        )
+        return costs
 
     @classmethod
     def load(cls, path: Path) -> Costs:
@@ -220,41 +211,9 @@ def shipped_costs() -> list[str]:
     return sorted(file.stem for file in costs_dir().glob("*.json"))
 
 
-def _unit(value: object) -> Unit:
-    for unit in get_args(Unit):
-        if value == unit:
-            return cast(Unit, unit)
-    raise PolicyError(f"costs: 'per' is {str(value)[:40]!r}; it must be {' or '.join(get_args(Unit))}")
-
-
-def _values(name: str, value: object) -> list[object]:
-    if not isinstance(value, list):
-        raise PolicyError(f"costs: '{name}' must be a list of numbers")
-    return value
-
-
-def _numbers(name: str, value: object) -> tuple[float, ...]:
-    return tuple(_number(name, item) for item in _values(name, value))
-
-
-def _whole(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > 1 << 31:
-        raise PolicyError(f"costs: '{name}' holds {str(value)[:40]!r}; row counts are whole numbers")
-    return value
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise PolicyError(f"costs: '{name}' holds {str(value)[:40]!r}; seconds are numbers")
-    try:
-        return float(value)
-    except OverflowError:
-        raise PolicyError(f"costs: '{name}' holds a number that is too large") from None
-
-
 @dataclass(frozen=True)
 class Rates:
-    """What a machine reaches. Raises PolicyError where a number cannot be a rate or a latency."""
+    """The rates of a machine. Raises PolicyError where a number cannot be a rate or a latency."""
 
     host_gbps: float  # of the host's memory, which the workers and the link read together
     link_gbps: float
@@ -276,7 +235,7 @@ class Rates:
 
     @property
     def workers_gbps(self) -> float:
-        """What the workers read while the link runs: the two share one memory. They have half of it at
+        """GB/s that the workers read while the link runs: the two share one memory. They have half of it at
         least, as a link that could take more does not come before them."""
         return max(self.host_gbps - self.link_gbps, self.host_gbps / 2)
 

@@ -47,7 +47,7 @@ class Balanced:
 
     @cached_property
     def leaves(self) -> bool:
-        """Whether the host computes even resident tiles, so that others would not be used."""
+        """True where the host computes even resident tiles, so that others would not be used."""
         return any([group.taken < group.resident for group in self.groups])
 
     @cached_property
@@ -57,7 +57,7 @@ class Balanced:
 
     @cached_property
     def pays(self) -> bool:
-        """Whether the device alone, with every tile there, saves more than ordering an expert takes."""
+        """True where the device alone, with every tile there, saves more than ordering an expert takes."""
         return self.alone - self.there > self.fixed.fetch
 
     @cached_property
@@ -78,7 +78,7 @@ class Balanced:
 
 
 class _Table:
-    """What a Divider looks up of some costs."""
+    """Looked-up figures of some costs."""
 
     def __init__(self, costs: Costs, staging: int) -> None:
         self.costs = costs
@@ -130,7 +130,7 @@ class Divider:
         return self._used.other(rows)
 
     def worthless(self, experts: int, tiles: int) -> bool:
-        """Whether the host computes all of so many experts of one row each, wherever their tiles are."""
+        """True where the host computes all of so many experts of one row each, wherever their tiles are."""
         known = self._used.worthless
         answer = known.get(experts)
         if answer is None:

@@ -59,7 +59,7 @@ class Group:
 
 
 class Sides(NamedTuple):
-    """When each side of a layer has finished, in seconds from the layer's plan; 0 without work."""
+    """The end of each side of a layer, in seconds from the layer's plan; 0 without work."""
 
     host: float
     device: float
@@ -245,7 +245,7 @@ def _boundary(groups: Sequence[Group]) -> list[int]:
 
 
 def _ends(groups: Sequence[Group], counts: Sequence[Counts], fixed: Fixed) -> tuple[Floats, Floats]:
-    """When both sides have finished, for every combination of these counts, as C order has them."""
+    """Returns the ends of both sides, for every combination of these counts, as C order has them."""
     zero = np.zeros(1)
     left, host, here = zero, zero, zero
     for group, tried in zip(groups, counts, strict=True):

@@ -20,14 +20,14 @@ from protocol.program import COMMAND
 
 
 class NeedsInputs:
-    """What a policy, or a part of one, needs to be given."""
+    """The inputs that a policy, or a part of one, needs to be given."""
 
     needs_costs: bool = False
     needs_calibration: bool = False
     without: ClassVar[str] = ""  # the option that avoids the missing input, as "gate=own"
 
     def missing(self, calibration: Calibration | None) -> str:
-        """What it needs and the model's calibration lacks, as the object of "needs"; "" where it has all."""
+        """Returns what the model's calibration lacks, as the object of "needs"; "" where it has all."""
         if self.needs_calibration and calibration is None:
             return "a calibration of this model"
         return ""
@@ -61,7 +61,7 @@ ApplyGate = Callable[[int, Routing], Routing]  # layer, predicted routing -> the
 
 @dataclass(frozen=True)
 class Room:
-    """What a replacement's cache holds at most."""
+    """Limits of a replacement's cache."""
 
     experts: int  # over all layers
     kept: Sequence[int]  # [L] leading tiles of each cached expert
@@ -69,7 +69,7 @@ class Room:
 
 
 def whole_experts(shape: ModelShape, capacity: int) -> int:
-    """How many whole experts a cache of `capacity` tiles holds."""
+    """The number of whole experts that a cache of `capacity` tiles holds."""
     return min(capacity // shape.tiles, shape.layers * shape.experts)
 
 

@@ -70,7 +70,7 @@ class TextComparison:
 
     @property
     def differs(self) -> bool:
-        """Whether the two route differently enough for a warning."""
+        """True where the two route differently enough for a warning."""
         return self.engine <= DIFFERENT * self.prompts
 
 
@@ -106,7 +106,7 @@ def unused_tiles_note(name: str, view: View) -> tuple[str, ...]:
 
 
 def _chooses(view: View) -> bool:
-    """Whether the cache holds some experts but not all."""
+    """True where the cache holds some experts but not all."""
     return 0 < whole_experts(view.shape, view.capacity) < view.shape.layers * view.shape.experts
 
 

@@ -209,8 +209,8 @@ class Lookahead(Prediction):
     def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
         for later in self.probes(layer, view):
             logits = signals.probes.get(later)
-            if logits is not None and (found := _needed(later, logits, view, apply_gate)):
-                return found[: view.shape.top_k]
+            if logits is not None and (needed := _needed(later, logits, view, apply_gate)):
+                return needed[: view.shape.top_k]
         return []
 
 

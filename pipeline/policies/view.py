@@ -183,7 +183,7 @@ class Policy(ABC):
 
     @property
     def status(self) -> str:
-        """What it has arranged after its placement, one line; may be empty. Any thread may ask."""
+        """Its arrangement after the placement, one line; may be empty. Any thread may ask."""
         return ""
 
     def notes(self, view: View) -> tuple[str, ...]:

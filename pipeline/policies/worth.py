@@ -1,4 +1,4 @@
-"""What resident tiles are worth to the preset tandem, and which leave for others."""
+"""The worth of resident tiles to the preset tandem: which of them leave for others."""
 
 from __future__ import annotations
 

@@ -22,13 +22,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from math import nan
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.arrays import PHASES, FloatArray, IntArray, Phase
+from pipeline.arrays import FloatArray, IntArray
 from pipeline.config import BACKGROUND_ORDERS
-from pipeline.counters import pause_note
+from pipeline.counters import Counters, Part, PhaseCounters, pause_note
 from pipeline.engine.driver import LayerDecision, PolicyDriver
 from pipeline.errors import PlanError, TraceError
 from pipeline.experts.cache import ExpertCache
@@ -38,16 +39,31 @@ from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import Active, Ahead, Policy, Routing, Signals, Target, View
 from pipeline.replay.link import ClockedLink
-from pipeline.replay.outcome import Outcome, PhaseOutcome
-from pipeline.replay.step_inputs import inputs_of
-from pipeline.traces.header import Header
-from pipeline.traces.steps import TracedStep
+from pipeline.replay.steps import inputs_of
+from pipeline.traces.trace import Header, TracedStep
 from shm.mask import DENSE, Mask
 
 CHANNELS = 256  # of a tile, where channels are left out: so fine are the shares
 # As measured with `floe` on the embedded model at a sparsity of 0.8; 0.69 at 0.9, 0.80 at 0.5.
 RIGHT = 0.74
 NOTE = f"of the channels that a prediction names, {RIGHT:.0%} are taken to be kept by their layer"
+
+
+class Outcome(NamedTuple):
+    """One policy's replay. The counters are an engine's: `attention` is a layer's other work, `device` its
+    experts, `link` and `wait` what the device waited for."""
+
+    counters: Counters
+    exact: bool
+    notes: list[str]
+
+    @property
+    def prefill(self) -> PhaseCounters:
+        return self.counters.phases["prefill"]
+
+    @property
+    def decode(self) -> PhaseCounters:
+        return self.counters.phases["decode"]
 
 
 class Replay:
@@ -78,8 +94,8 @@ class Replay:
         self._last_steps = last_steps or {}
         self._live: set[int] = set()  # sequences that have begun and not ended
         self._choices: dict[int, Routing] = {}  # of the logits of this layer's probes, by identity
-        self._phases: dict[Phase, PhaseOutcome] = {phase: PhaseOutcome(shape.layers) for phase in PHASES}
-        self._counters = self._phases["decode"]
+        self._all = Counters(header.tile_bytes, shape.layers, header.tile_bytes / CHANNELS)
+        self._counters = self._all.phases["decode"]
         self._seconds: dict[int, tuple[float, float, float]] = {}  # by rows: see _tile
         self._host_free = 0.0
         self._sparsity = 0.0 if policy.sparsity.dense else policy.sparsity.share(calibration)
@@ -130,13 +146,12 @@ class Replay:
     @property
     def outcome(self) -> Outcome:
         """The result of the steps so far."""
-        prefill, decode = self._phases["prefill"], self._phases["decode"]
-        notes = list(self._notes)
+        notes, decode = list(self._notes), self._all.phases["decode"]
         if paused := pause_note(decode.paused_steps, decode.steps):
             notes.append(f"{self._policy.name}: {paused}")
         if self._named:
             notes.append(f"{self._policy.name}: {NOTE}")
-        return Outcome(prefill, decode, self._policy.exact, notes)
+        return Outcome(self._all, self._policy.exact, notes)
 
     @property
     def now(self) -> float:
@@ -145,8 +160,8 @@ class Replay:
 
     def step(self, step: TracedStep) -> None:
         """Replay one step of the engine."""
-        driver, began, moved = self._driver, self.now, self._link.busy
-        counters = self._counters = self.mover.counters = self._phases[step.phase]
+        driver, moved = self._driver, self._link.busy
+        counters = self._counters = self.mover.counters = self._all.phases[step.phase]
         self.mover.forget()
         self.mover.update()
         self._live.update(step.sequences)
@@ -156,19 +171,17 @@ class Replay:
         self._inputs = inputs_of(step, self._header.router)
         self._other = self._tile(len(step.sequences))[2]
         for index, layer in enumerate(step.layers):
-            self._traced = layer
+            self._traced, self._layer = layer, index
             driver.layer(index, self)
         counters.steps += 1
         counters.rows += len(step.sequences)
-        counters.seconds += self.now - began
         counters.link_busy += self._link.busy - moved
-        counters.channel_tiles = counters.channels.moved / CHANNELS
         driver.end_step(counters.predicted_tiles, counters.useful_tiles)
 
     # --- a layer, in the driver's order --------------------------------------------------------------------
 
     def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
-        self._spend(self._other)
+        self._spend("attention", self._other)
         self.mover.collect_landings()
         self._logits = logits = self._inputs.own[layer] if own else None
         probed = {}
@@ -211,27 +224,28 @@ class Replay:
             if (target := int(self.cache.target[layer, expert])) < tiles:
                 ups += self._tile(row)[1] * (tiles - target) * self._up
                 named.append((expert, self._channels(row, target, tiles, self._right)))
-        self._spend(ups)
+        self._spend("device", ups)
         for expert, channels in named:
             self.mover.predict(layer, expert, channels)
         self._named = True
 
     def compute(self, decision: LayerDecision[float]) -> None:
         """End the layer when both the device and the host are done."""
-        counters, link = self._counters, self._link
-        self._spend(self._resident_seconds)
+        link, fetched, waited, computed = self._link, 0, 0.0, 0.0
+        self._spend("device", self._resident_seconds)
         at = self.now
         for one in chain.from_iterable(self._landing):
-            landed, seconds = link.landed[one.slot], self._of_tile[one.expert]
-            if landed > at:
-                counters.wait_link += landed - at
+            if (landed := link.landed[one.slot]) > at:
+                waited += landed - at
                 at = landed
+            seconds = self._of_tile[one.expert]
             at += seconds
-            counters.device_busy += seconds
-            counters.demanded_tiles += one.places is None
-        if self._host_done > at:
-            counters.wait_host += self._host_done - at
-        link.now = max(at, self._host_done)
+            computed += seconds
+            fetched += one.places is None
+        self._counters.fetched_tiles += fetched
+        self._spend("link", waited)
+        self._spend("device", computed)
+        self._spend("wait", max(0.0, self._host_done - self.now))
 
     def end(self, targets: Sequence[Target]) -> None:
         self.mover.retarget(targets)
@@ -239,10 +253,10 @@ class Replay:
 
     # --- its parts -----------------------------------------------------------------------------------------
 
-    def _spend(self, seconds: float) -> None:
-        """The device computes meanwhile."""
+    def _spend(self, part: Part, seconds: float) -> None:
+        """Let the clock run."""
         self._link.now += seconds
-        self._counters.device_busy += seconds
+        self._counters.seconds[part][self._layer] += seconds
 
     def _route(self, logits: FloatArray) -> Routing:
         """The model's router. For a layer's own logits it returns the recorded routing: the logits are
@@ -286,7 +300,6 @@ class Replay:
         self._of_tile: dict[int, float] = {}  # seconds on the device of a tile that lands, by expert
         if not any(cuts):
             return
-        self._counters.device_tiles += sum(cuts)
         dense, wanted, resident, ups = mask is DENSE, [], 0.0, 0.0
         for expert, row, cut in zip(experts, rows, cuts, strict=True):
             if not cut:
@@ -299,6 +312,7 @@ class Replay:
                 whole = max(here, min(cut, int(self.cache.target[layer, expert])))
             if here:
                 resident += seconds * here
+                self._counters.resident_tiles += here
                 self.mover.used(layer, expert, here)
             if here < cut:
                 self._of_tile[expert] = seconds
@@ -307,7 +321,7 @@ class Replay:
             if whole < cut:
                 wanted.append(Wanted(expert, whole, cut, self._channels(row, whole, cut)))
         if not dense:
-            self._spend(self._costs.launch + ups)
+            self._spend("device", self._costs.launch + ups)
         self._landing = self.mover.demand(layer, wanted)
         self._resident_seconds = resident + (self._costs.launch if dense else 0.0)
 

@@ -53,13 +53,13 @@ class JobFactory:
         self._seeds = itertools.count(seed)
 
     def make(self, client: bytes, message: Generate | Score, emit: Emit) -> Job:
-        """The job of a request. Raises RequestError."""
+        """Returns the job of a request. Raises RequestError."""
         if isinstance(message, Generate):
             return self.generate(client, message, emit)
         return self.score(client, message, emit)
 
     def generate(self, client: bytes, message: Generate, emit: Emit) -> Job:
-        """Raises RequestError."""
+        """Returns the job of a Generate. Raises RequestError."""
         if message.max_tokens < 1:
             raise RequestError(f"max_tokens must be at least 1, it is {message.max_tokens}")
         if message.conversation is not None and len(message.conversation) > NAME_LIMIT:
@@ -117,7 +117,7 @@ class JobFactory:
         )
 
     def score(self, client: bytes, message: Score, emit: Emit) -> Job:
-        """Raises RequestError."""
+        """Returns the job of a Score. Raises RequestError."""
         if message.token_ids is None:
             raise RequestError("give exactly one of text and token_ids")
         tokens = list(message.token_ids)

@@ -21,7 +21,6 @@ from pipeline.text.sampler import Choice, TokenChooser
 from protocol.messages import Done, Generate, Queued, Token
 
 JOB_BYTES = 4096  # of a request beside its tokens
-REPORT_AGAIN = 10.0  # seconds after which an unchanged queue position is sent again, as a heartbeat
 Emit = Callable[[object], None]
 
 
@@ -54,7 +53,6 @@ class Job(ABC):
         self._computed: dict[Phase, int] = {"prefill": 0, "decode": 0}
         self._emit = emit
         self._position = 0  # in the queue, as last reported
-        self._reported = 0.0  # time of that report
         self._queued = 0.0  # seconds until the first admission
         self._first_answer: float | None = None
 
@@ -102,10 +100,9 @@ class Job(ABC):
         return kv
 
     def report_position(self, position: int) -> None:
-        """Send the client its position in the queue, where it has changed or was sent long ago."""
-        now = time.perf_counter()
-        if position != self._position or now - self._reported > REPORT_AGAIN:
-            self._position, self._reported = position, now
+        """Send the client its position in the queue, where it has changed."""
+        if position != self._position:
+            self._position = position
             self._emit(Queued(self.request, position))
 
     def count_step(self, phase: Phase, tokens: int, seconds: float) -> None:

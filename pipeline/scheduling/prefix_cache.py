@@ -39,7 +39,8 @@ class PrefixCache:
         return self._kv.free + self.tokens
 
     def allocate(self, capacity: int, key: PrefixKey | None, prompt: Sequence[int]) -> SequenceKV:
-        """A sequence of this `available` capacity: the one kept under `key`, as `take`, else an empty one."""
+        """Returns a sequence of this `available` capacity: the one kept under `key`, as `take`, else an empty
+        one."""
         kept = None if key is None else self.take(key, prompt)
         if kept is None:
             self.evict_for(capacity)
@@ -69,8 +70,9 @@ class PrefixCache:
         self.tokens += kv.capacity
 
     def take(self, key: PrefixKey, prompt: Sequence[int]) -> SequenceKV | None:
-        """The sequence kept under this key, truncated to the prefix that it shares with `prompt` without its
-        last token, which must be computed for its logits. None where the shared prefix is empty."""
+        """Returns the sequence kept under this key, truncated to the prefix that it shares with `prompt`
+        without its last token, which must be computed for its logits. None where the shared prefix is
+        empty."""
         kept = self._remove(key)
         if kept is None:
             return None
@@ -91,7 +93,7 @@ class PrefixCache:
         return True
 
     def forget(self, client: bytes) -> None:
-        """A client has disconnected: evict its conversations."""
+        """Evict the conversations of a client that has disconnected."""
         for key in [key for key in self._kept if key[0] == client]:
             self._evict(key)
 
@@ -108,7 +110,7 @@ class PrefixCache:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """The number of equal leading tokens."""
+    """Returns the number of equal leading tokens."""
     count = 0
     for x, y in zip(a, b, strict=False):
         if x != y:

@@ -95,7 +95,7 @@ class Scheduler:
             self._end(job, "cancelled")
 
     def forget(self, client: bytes) -> None:
-        """A client has disconnected: end its requests and evict its conversations."""
+        """End the requests of a client that has disconnected, and evict its conversations."""
         for job in list(self._live.values()):
             if job.client == client:
                 self._end(job, "cancelled")
@@ -119,7 +119,7 @@ class Scheduler:
         return bool(ready)
 
     def _next_prefill(self, ready: list[Job]) -> list[Job]:
-        """The job to prefill next, if any: the first one of the client whose turn it is."""
+        """Returns the job to prefill next, if any: the first one of the client whose turn it is."""
         first: dict[bytes, Job] = {}
         for job in ready:
             if job.prefilling:
@@ -177,7 +177,8 @@ class Scheduler:
                 self._preempt(heavy)
 
     def _allocate(self, job: Job) -> SequenceKV | None:
-        """A sequence for the job; None without capacity beside what the running sequences need next."""
+        """Returns a sequence for the job; None without capacity beside what the running sequences need
+        next."""
         wanted = capacity_for(len(job.tokens) + 1, job.max_kv_tokens) if job.grows else job.max_kv_tokens
         growing = [(j, j.kv.capacity) for j in self._running if j.grows and j.kv is not None]
         growth = sum(min(KV_BLOCK, j.max_kv_tokens - capacity) for j, capacity in growing)

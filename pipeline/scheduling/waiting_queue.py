@@ -44,11 +44,11 @@ class WaitingQueue:
             del self._jobs[job.client]
 
     def of(self, client: bytes) -> int:
-        """The number of this client's waiting jobs."""
+        """Returns the number of this client's waiting jobs."""
         return len(self._jobs.get(client, ()))
 
     def in_order(self, running: Iterable[Job]) -> Iterator[Job]:
-        """All waiting jobs in the order of their admission, if none of `running` ended meanwhile."""
+        """Yields all waiting jobs in the order of their admission, if none of `running` ended meanwhile."""
         busy = Counter(job.client for job in running)
         left = {client: iter(list(jobs)) for client, jobs in self._jobs.items()}
         places = itertools.count()
@@ -63,8 +63,8 @@ class WaitingQueue:
 
 
 def to_preempt(running: Sequence[Job]) -> Job | None:
-    """The job that gives its place to a client without one: the newest of the client with most of `running`.
-    Returns None where no client has two that grow."""
+    """Returns the job that gives its place to a client without one: the newest of the client with most of
+    `running`. Returns None where no client has two that grow."""
     counts = Counter(job.client for job in running)
     candidates = [job for job in running if job.grows and counts[job.client] >= 2]
     return max(candidates, key=lambda job: (counts[job.client], running.index(job)), default=None)

@@ -14,11 +14,11 @@ from itertools import pairwise
 from typing import Any
 
 from pipeline.assets import model_dir
-from pipeline.calibration.context import CalibrationContext, Findings
 from pipeline.calibration.cost_cache import processor
 from pipeline.calibration.file import calibration_path, save, summary
-from pipeline.calibration.magnitudes import up_of
 from pipeline.calibration.measure import calibrate
+from pipeline.calibration.observers import up_of
+from pipeline.calibration.reading import CalibrationContext, Findings
 from pipeline.errors import PipelineError, RequestError, UsageError
 from pipeline.models.shapes import short_name
 from pipeline.scheduling.job_factory import check_ids
@@ -86,7 +86,7 @@ class CalibrationService:
         self._cancelled |= self._current == (client, request)
 
     def forget(self, client: bytes) -> None:
-        """A client has disconnected: end its calibration."""
+        """End the calibration of a client that has disconnected."""
         self._cancelled |= self._current is not None and self._current[0] == client
 
     def _calibrate(self, client: bytes, message: Calibrate) -> Calibrated:
@@ -100,7 +100,6 @@ class CalibrationService:
             parts.config.options.max_sequences,
             parts.context,
             parts.config.options.seed,
-            parts.config.options.expert_cache,
             up_of(parts.store),
             message.max_loss,
         )
@@ -121,7 +120,7 @@ class CalibrationService:
             about = self._about(findings)
             about["share"] = message.share * findings.tokens / sum(map(len, excerpts))
             about["costs"] = None if costs is None else costs.to_json()
-            about["seconds"]["all"] = time.perf_counter() - began
+            about["seconds"] = time.perf_counter() - began
             path = calibration_path(parts.config.cache, parts.source)
             save(path, calibration, about)
         finally:
@@ -130,7 +129,7 @@ class CalibrationService:
         return Calibrated(message.request, str(path), summary(calibration, about))
 
     def _excerpts(self, message: Calibrate) -> list[list[int]]:
-        """The ids of each excerpt; a text has been encoded before. Raises RequestError."""
+        """Returns the ids of each excerpt; a text has been encoded before. Raises RequestError."""
         if message.tokens < 1:
             raise RequestError(f"tokens must be at least 1, it is {message.tokens}")
         if message.tokens > MOST_TOKENS:
@@ -147,7 +146,7 @@ class CalibrationService:
         return [list(message.token_ids[start:end]) for start, end in pairwise(places)]
 
     def _about(self, findings: Findings) -> dict[str, Any]:
-        """The circumstances of the calibration."""
+        """Returns the circumstances of the calibration."""
         config, options = self._parts.config, self._parts.config.options
         return {
             "model": "the embedded model" if config.model == model_dir() else short_name(config.model),
@@ -158,11 +157,9 @@ class CalibrationService:
             "emulation": options.emulation,
             "tokens": findings.tokens,
             "windows": findings.windows,
-            "hits": findings.hits,
             "experts_of_a_token": self._parts.engine.shape.top_k,
             "loss": findings.losses or None,
             "bounded": findings.bounded,
             "sparsities": findings.sparsities,
-            "seconds": findings.seconds,
             "notes": findings.notes,
         }

@@ -35,7 +35,7 @@ from protocol.sockets import CLIENT_IDENTITY, bind_router, is_client_identity
 
 log = logging.getLogger(__name__)
 
-SEND_HWM = 64  # messages in a client's socket; the rest wait in its Outbox, where they are counted
+SEND_HWM = 64  # messages in a client's socket; the rest wait in its Client, where they are counted
 RECEIVE_HWM = 4  # unread messages of a client, of up to 4 MB each
 LARGEST = HEADER_LIMIT + 4096  # bytes of a frame: clients send headers and no arrays
 MOST_FRAMES = 16  # of a message; clients send 2
@@ -114,7 +114,7 @@ class ClientSocket:
             await asyncio.sleep(0)  # receiving a message that has arrived does not suspend
 
     def _more_frames(self, most: int) -> list[bytes]:
-        """The next frames of a message whose first one was received; they have arrived together."""
+        """Returns the next frames of a message whose first one was received; they have arrived together."""
         frames: list[bytes] = []
         while len(frames) < most and self._frames.getsockopt(zmq.RCVMORE):
             frames.append(self._frames.recv())
@@ -133,11 +133,15 @@ class ClientSocket:
         self._context.term()
 
 
-class Outbox:
-    """A queue of messages and the task that sends it, so that a client that does not read delays no other."""
+class Client:
+    """A client from its Hello on: the queue of its messages, so that one that does not read delays no
+    other."""
 
     def __init__(self, send: Callable[[Frames], None]) -> None:
         """`send` raises zmq.Again where the socket is full, another ZMQError after a disconnect."""
+        self.refusals = RateLimiter(REFUSED_LIMIT)
+        self.last_message = time.monotonic()
+        self.sender: asyncio.Task[None] | None = None
         self.queued_bytes = 0
         self.full_since: float | None = None  # time at which the socket became full
         self._send = send
@@ -190,16 +194,6 @@ def frames_of(message: object) -> Frames:
         return encode(Error(getattr(message, "request", -1), f"the engine's answer cannot be sent: {e}"))
 
 
-class Client:
-    """A client from its Hello on."""
-
-    def __init__(self, send: Callable[[list[bytes | memoryview]], None]) -> None:
-        self.outbox = Outbox(send)
-        self.refusals = RateLimiter(REFUSED_LIMIT)
-        self.last_message = time.monotonic()
-        self.sender: asyncio.Task[None] | None = None
-
-
 class Clients:
     """All clients, by their routing ids. `on_message(client, message)` is called for each message of a
     connected client but heartbeats; `on_gone(client)` when a client has disconnected."""
@@ -234,8 +228,8 @@ class Clients:
         """Queue a message; it is dropped where the client has disconnected."""
         known = self._clients.get(client)
         if known is not None:
-            known.outbox.put(message)
-            if len(known.outbox) > QUEUE_LIMIT:
+            known.put(message)
+            if len(known) > QUEUE_LIMIT:
                 self.cut_off(client, f"{QUEUE_LIMIT} messages wait for it")
 
     def broadcast(self, message: object, but: bytes) -> None:
@@ -245,13 +239,13 @@ class Clients:
                 self.send(client, message)
 
     def congested(self, client: bytes) -> bool:
-        """Whether more than CONGESTED_BYTES are queued for this client. Any thread may call it."""
+        """Returns whether more than CONGESTED_BYTES are queued for this client. Any thread may call it."""
         known = self._clients.get(client)
-        return known is not None and known.outbox.queued_bytes > CONGESTED_BYTES
+        return known is not None and known.queued_bytes > CONGESTED_BYTES
 
     async def flush(self, limit: float) -> None:
         """Wait until all queues are handed to the socket, at most `limit` seconds."""
-        waits = [asyncio.create_task(c.outbox.empty()) for c in self._clients.values()]
+        waits = [asyncio.create_task(c.empty()) for c in self._clients.values()]
         if waits:
             _, late = await asyncio.wait(waits, timeout=limit)
             for task in late:
@@ -284,7 +278,7 @@ class Clients:
             self.cut_off(sender, f"more than {REFUSED_LIMIT} messages in a second had to be refused")
 
     def counts(self) -> dict[str, int]:
-        """The counters of clients, for the engine's stats."""
+        """Returns the counters of clients, for the engine's stats."""
         return {
             "connected": len(self._clients),
             "malformed": self.malformed,
@@ -362,7 +356,7 @@ class Clients:
             log.debug("an answer could not be sent: %s", e)
 
     async def _pump(self, name: bytes, client: Client) -> None:
-        await client.outbox.pump()
+        await client.pump()
         self._forget(name)
 
     async def _send_heartbeats(self) -> None:
@@ -372,15 +366,15 @@ class Clients:
             for name, client in list(self._clients.items()):
                 if now - client.last_message > SILENCE_LIMIT:
                     self._forget(name)
-                elif client.outbox.full_since is not None and now - client.outbox.full_since > SILENCE_LIMIT:
+                elif client.full_since is not None and now - client.full_since > SILENCE_LIMIT:
                     self.cut_off(name, f"it read no message for {SILENCE_LIMIT:.0f} s")
-                elif not client.outbox:
+                elif not len(client):
                     self.send(name, Heartbeat(now))
             self._limit_queues()
 
     def _limit_queues(self) -> None:
-        while sum(client.outbox.queued_bytes for client in self._clients.values()) > QUEUED_BYTES:
-            longest = max(self._clients, key=lambda name: self._clients[name].outbox.queued_bytes)
+        while sum(client.queued_bytes for client in self._clients.values()) > QUEUED_BYTES:
+            longest = max(self._clients, key=lambda name: self._clients[name].queued_bytes)
             self.cut_off(longest, "too many unread messages are queued for it")
 
     def _forget(self, name: bytes) -> None:

@@ -118,7 +118,8 @@ class EngineParts:
         ]
 
     def _detokenizer(self, text_up: threading.Event) -> Detokenizer | None:
-        """The decoding half of the model's tokenizer, which the text process has loaded under limits."""
+        """Returns the decoding half of the model's tokenizer, which the text process has loaded under
+        limits."""
         if not has_tokenizer(self.config.model):
             return None
         if not text_up.wait(TEXT_LIMIT):
@@ -134,7 +135,7 @@ class EngineParts:
         self.sockets[role] = socket
 
     def _load_backbone(self, spec: ModelSpec) -> Backbone:
-        """From the checkpoint, or the disk cache where quantizing again would take long."""
+        """Load the backbone from the checkpoint, or the disk cache where quantizing again would take long."""
         dtype, cache = self.config.options.backbone_dtype, None
         if isinstance(FORMATS[dtype], BlockFormat) and self.source.worth_keeping(dtype):
             record = CacheRecord("backbone", self.source.name, dtype)
@@ -151,7 +152,7 @@ class EngineParts:
         return backbone
 
     def _open_carrier(self, top_k: int) -> ArenaCarrier | SocketCarrier:
-        """What carries Works to the workers and their answers back."""
+        """Open what carries Works to the workers and their answers back."""
         options, socket, functions = self.config.options, self.sockets["worker"], library()
         shape, workers = self.store.layout.shape, self.config.workers
         if options.exchange == "zmq" or (functions is None and options.exchange == "auto"):
@@ -169,8 +170,8 @@ class EngineParts:
         return carrier
 
     def _own_compute(self) -> Compute | None:
-        """Computes Works of the workers in this process; None where it must not: in torch, whose crash would
-        end it, and where workers are slowed down."""
+        """Returns what computes Works of the workers in this process; None where it must not: in torch, whose
+        crash would end it, and where workers are slowed down."""
         kernel = HostKernel(self.store.layout, guarded=True)
         if not kernel.native or self.config.options.host_slowdown > 1:
             return None
@@ -196,8 +197,8 @@ class EngineParts:
 
 
 def measure_chunks(engine: Engine, kv: KVCache, context: int) -> tuple[int, int]:
-    """Prefill tokens that take about CHUNK_SECONDS, by the fastest of up to three trials (a power of two,
-    so that a little noise does not change it), and the larger chunk of an engine's only request."""
+    """Returns the prefill tokens that take about CHUNK_SECONDS, by the fastest of up to three trials (a power
+    of two, so that a little noise does not change it), and the larger chunk of an engine's only request."""
     count = min(TRIAL_TOKENS, context)
     tokens = np.linspace(0, engine.backbone.spec.vocabulary - 1, count).astype(int).tolist()
     seconds: list[float] = []

@@ -31,7 +31,7 @@ class EngineStatus:
         self._sampling = sampling_defaults(parts.config.model)
 
     def welcome(self) -> Welcome:
-        """The engine's description for a client that connects."""
+        """Returns the engine's description for a client that connects."""
         parts = self._parts
         config, options = parts.config, parts.config.options
         policy = parts.engine.policy
@@ -54,7 +54,7 @@ class EngineStatus:
         )
 
     def activity(self, request: int) -> ExpertActivityReply:
-        """What happened to each expert. It is recorded for some seconds from now on."""
+        """Returns what happened to each expert. It is recorded for some seconds from now on."""
         seen = self._activity
         seen.look()
         resident = self._parts.engine.memory.residency.astype(np.int32)
@@ -62,7 +62,7 @@ class EngineStatus:
         return ExpertActivityReply(request, seen.tiles, resident, *sums)
 
     def stats(self) -> dict[str, Any]:
-        """The counters as a JSON-like tree."""
+        """Returns the counters as a JSON-like tree."""
         engine = self._parts.engine
         sockets = dict(self._parts.sockets)  # a copy: the engine's thread may add the prefetcher's
         stats: dict[str, Any] = {
@@ -76,7 +76,6 @@ class EngineStatus:
             "calibrated": self._policies.calibrated,
             "prefetch": {"on": engine.driver.prefetch.on, "status": engine.driver.prefetch.status},
             "graphs": engine.graphs.status,
-            "tiles_per_expert": engine.shape.tiles,
             "tile_bytes": engine.layout.tile_bytes,
             "peers": [child for socket in sockets.values() for child in socket.stats()],
             "recovery": {role: socket.recovery_stats() for role, socket in sockets.items()},

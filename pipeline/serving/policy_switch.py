@@ -51,7 +51,7 @@ class PolicySwitch:
         engine cannot go on."""
         engine = self._parts.engine
         policy: Policy = make_policy(request, self._parts.config.options.seed)
-        if policy.uses_device and not engine.memory.exists:
+        if policy.uses_device and engine.memory.slab is None:
             engine.memory = self._opener.open()
         costs, calibration = self._costs_for(policy), self._calibration_for(policy)
         follow = self._parts.config.options.costs is None  # those of a file are meant as they are
@@ -69,7 +69,8 @@ class PolicySwitch:
         self.set(self.current, self._counted)
 
     def _costs_for(self, policy: Policy) -> Costs | None:
-        """From a file, or measured now or earlier; None if not needed. Raises PolicyError."""
+        """Returns the costs from a file, or measured now or earlier; None if not needed. Raises
+        PolicyError."""
         if not policy.needs_costs:
             return None
         if self.costs is None:
@@ -77,7 +78,8 @@ class PolicySwitch:
         return self.costs
 
     def _calibration_for(self, policy: Policy) -> Calibration | None:
-        """None without a usable file. Raises CalibrationError where the policy needs it."""
+        """Returns the calibration, None without a usable file. Raises CalibrationError where the policy needs
+        it."""
         if not self.calibrated:
             return None
         try:

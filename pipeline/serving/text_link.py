@@ -44,7 +44,7 @@ ONCE_MORE = 0.2  # seconds; an event loop that was stopped runs its timers befor
 
 
 def limit_of(asked: Encode | Follow) -> float:
-    """Seconds for its answer."""
+    """Returns the seconds for its answer."""
     if isinstance(asked, Follow):
         characters = len(asked.grammar) + TOKEN_CHARACTERS * len(asked.tokens)
     else:
@@ -122,7 +122,7 @@ class TextLink:
             await asyncio.sleep(0)  # receiving a message that has arrived does not suspend
 
     def on_exit(self, exit: WorkerDied) -> None:
-        """The supervisor reports an exit."""
+        """Note an exit that the supervisor reports."""
         if exit.incarnation == self.generation:
             self._drop(exit.crashed)
 
@@ -130,7 +130,7 @@ class TextLink:
         self._socket.close(linger=0)
 
     def _send(self, frames: list[Any]) -> bool:
-        """Whether the running process has got the message."""
+        """Send to the running process; returns whether it has got the message."""
         try:
             # With NOBLOCK the message is sent when this returns.
             sent = self._socket.send_multipart([self._name, *frames], flags=zmq.NOBLOCK)
@@ -157,7 +157,7 @@ class TextLink:
                 self._answer.set_result(message)
 
     def _drop(self, crashed: bool) -> None:
-        """The process has exited, or is being killed."""
+        """Give up the process, which has exited or is being killed."""
         self._name = b""
         self._up.clear()
         if self._answer is not None and not self._answer.done():
@@ -166,7 +166,7 @@ class TextLink:
 
 
 def answers(asked: Encode | Follow, answer: Encoded | Allowed) -> bool:
-    """Whether it is an answer to what was asked, complete and consistent."""
+    """Returns whether it is an answer to what was asked, complete and consistent."""
     match asked, answer:
         case Follow(), Allowed():
             return len(answer.mask) in (0, 0 if answer.error else words(asked.vocabulary))

@@ -102,7 +102,7 @@ def _refused(reason: str) -> Allowed:
 
 
 def words(vocabulary: int) -> int:
-    """The number of 32-bit words of a mask."""
+    """Returns the number of 32-bit words of a mask."""
     return -(-vocabulary // 32)
 
 
@@ -170,8 +170,8 @@ class Grammar:
         return allowed is not None and not allowed.error and not len(allowed.mask)
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Which tokens [vocabulary] may come next, where it is ready. Raises PipelineError where none may, or
-        the grammar cannot be followed."""
+        """Returns which tokens [vocabulary] may come next, where it is ready. Raises PipelineError where none
+        may, or the grammar cannot be followed."""
         assert self._asked is not None
         assert self._asked.allowed is not None
         if self._asked.allowed.error:

@@ -28,7 +28,8 @@ class Greedy(NamedTuple):
 
     @classmethod
     def read(cls, row: FloatArray, vocabulary: int) -> Greedy:
-        """From float32 [WIDTH], the larger logit first. Raises PipelineError where no largest is finite."""
+        """Read it from float32 [WIDTH], the larger logit first. Raises PipelineError where no largest is
+        finite."""
         best, second = row[:2].tolist()
         token, runner_up = row[2:].view(np.int32).tolist()
         if not math.isfinite(best):
@@ -49,8 +50,9 @@ def log_softmax(logits: FloatArray) -> FloatArray:
 
 
 def best_margin(logits: FloatArray, rival: int | None = None) -> tuple[float, int]:
-    """By how much the largest of logits [vocabulary] exceeds that of `rival`, by default the second largest,
-    and that token; at most MOST, as messages hold finite numbers. A vocabulary of one has no second: -1."""
+    """Returns by how much the largest of logits [vocabulary] exceeds that of `rival`, by default the second
+    largest, and that token; at most MOST, as messages hold finite numbers. A vocabulary of one has no second:
+    -1."""
     best = int(logits.argmax())
     if rival is not None:
         return min(float(logits[best]) - float(logits[rival]), MOST), rival
@@ -65,8 +67,8 @@ def best_margin(logits: FloatArray, rival: int | None = None) -> tuple[float, in
 def top_logprobs(
     logits: FloatArray, token: int, count: int
 ) -> tuple[float, tuple[int, ...], tuple[float, ...]]:
-    """The natural-log probability of a token by logits [vocabulary]; and the `count` most probable tokens
-    with theirs, the most probable first. None is below -MOST."""
+    """Returns the natural-log probability of a token by logits [vocabulary]; and the `count` most probable
+    tokens with theirs, the most probable first. None is below -MOST."""
     shifted = logits - logits.max()
     total = float(np.log(np.exp(shifted).sum(dtype=np.float64)))
     ids = largest(shifted, count)
@@ -76,8 +78,8 @@ def top_logprobs(
 
 
 def top_of_rows(logprobs: FloatArray, count: int) -> tuple[NDArray[np.int32], FloatArray]:
-    """The `count` largest of each row of log-probabilities [n, vocabulary], the largest first: ids and values
-    [n, count]."""
+    """Returns the `count` largest of each row of log-probabilities [n, vocabulary], the largest first: ids
+    and values [n, count]."""
     ids = np.empty((len(logprobs), count), np.int32)
     for row, values in enumerate(logprobs):
         best = largest(values, count)
@@ -86,7 +88,7 @@ def top_of_rows(logprobs: FloatArray, count: int) -> tuple[NDArray[np.int32], Fl
 
 
 def largest(scores: Scores, k: int) -> NDArray[np.int64]:
-    """Indices of the k largest scores, ascending, with all ties of the smallest."""
+    """Returns the indices of the k largest scores, ascending, with all ties of the smallest."""
     if k >= len(scores):
         return np.arange(len(scores))
     if k == 0:

@@ -17,9 +17,7 @@ from pipeline.counters import Part
 from pipeline.engine.driver import LayerDecision
 from pipeline.errors import TraceError
 from pipeline.policies.view import Routing
-from pipeline.traces.header import Header
-from pipeline.traces.reader import Trace
-from pipeline.traces.steps import LayerTrace, TracedStep, encode_step, halves
+from pipeline.traces.trace import Header, LayerTrace, Trace, TracedStep, encode_step, halves
 from protocol.private_files import sync_folder
 
 if TYPE_CHECKING:
@@ -167,7 +165,7 @@ def recorder_of(config: CoordinatorConfig, source: ModelSource, engine: Engine, 
 
 
 def _resumable(path: Path, header: Header) -> tuple[int, int, int]:
-    """For a file with this header: its number of complete steps, the offset behind them, and the first
+    """Return of a file with this header its number of complete steps, the offset behind them, and the first
     sequence number that they do not use."""
     trace = Trace(path)
     if trace.header != header:

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray, Phase
 from pipeline.policies.view import Routing
-from pipeline.traces.header import Header
-from pipeline.traces.steps import LayerTrace, TracedStep, halves
+from pipeline.traces.trace import Header, LayerTrace, TracedStep, halves
 
 SHARPNESS = 1.5  # factor on all logits: how uneven a token's weights are
 BISECTIONS = 10
@@ -27,7 +26,7 @@ SAMPLE = 64  # tokens and layers from which the error of predictions is found
 
 @dataclass(frozen=True)
 class Skew:
-    """How uneven and how predictable a model's routing is."""
+    """A model's routing: how uneven and how predictable it is."""
 
     spread: float  # standard deviation of the constant part; that of a token's own part is 1
     persistence: float  # correlation of a token's own part with that of the token before

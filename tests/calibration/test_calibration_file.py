@@ -26,13 +26,6 @@ from pipeline.policies.calibration import Calibration
 from shm.disk_cache import RECORD, CacheRecord, read_record
 
 SMALL = plain_calibration(2, 3, threshold=0.005, first_gate=np.ones((3, 4), np.float32))
-STEPS = np.array([[0, 0.25, 0.5], [0, 0.5, 0.5]], np.float32)
-MLPS = {
-    "mlp_inner": np.ones((1, 5, 4), np.float32),
-    "mlp_outer": np.ones((1, 3, 5), np.float32),
-    "mlp_accuracy": np.ones(1, np.float32),
-}
-SPARSE = {"magnitudes": STEPS, "left_mass": STEPS, "up": "int2"}
 
 
 @pytest.fixture
@@ -156,55 +149,11 @@ def rewrite(path: Path, changes: dict) -> None:
         ({"version": 5}, "of version 5"),
         ({"version": "x"}, "of version x"),
         ({"fingerprint": "cd" * 32}, "another model"),
-        ({"threshold": -1.0}, "threshold"),
-        ({"threshold": True}, "threshold"),
-        ({"threshold": "0.1"}, "threshold"),
         ({"crc32": 7}, "damaged"),
         ({"about": 7}, "not a complete calibration"),
-        ({"residual_logits": np.ones((1, 4), np.float32)}, r"residual_logits is float32\[1, 4\]"),
-        ({"residual_logits": np.ones((1, 3))}, "residual_logits is float64"),
-        ({"residual_logits": np.full((1, 3), np.nan, np.float32)}, "values that are not finite"),
-        ({"residual_logits": None}, "residual_logits is missing"),
-        ({"prefill_counts": np.ones((2, 3), np.int32)}, "prefill_counts is int32"),
-        ({"prefill_counts": np.ones(3, np.int64)}, "not a matrix"),
-        ({"decode_counts": -np.ones((2, 3), np.int64)}, "below 0"),
-        ({"accuracy.first": np.full(2, 1.5, np.float32)}, "outside 0..1"),
-        ({"accuracy.residual": None}, "accuracy.residual is missing"),
-        ({"accuracy.third": np.zeros(2, np.float32)}, "'accuracy.third', an unknown array"),
-        ({"kept": np.full((2, 2, 3), 0.5, np.float32)}, "kept does not consist of shares"),
-        ({"hit_rates.lfu": np.ones((2, 3), np.float32)}, "hit_rates.lfu is float32"),
-        ({"hit_rates.lcp": None}, "hit_rates.lcp is missing"),
-        ({"kept": np.ones((2, 3), np.float32)}, "kept is missing or has no steps"),
-        ({"sensitivity": np.array([-1, 1], np.float32)}, "sensitivity is below 0"),
-        ({"first_gate": np.ones(3, np.float32)}, "first_gate"),
-        ({"first_gate": np.ones((2, 4), np.float32)}, "first_gate"),
-        ({"accuracy.raw": np.full(2, -0.5, np.float32)}, "outside 0..1"),
-        ({"accuracy.raw": np.array([0, 1.25], np.float32)}, "outside 0..1"),
-        ({"prefill_counts": -np.ones((2, 3), np.int64)}, "below 0"),
-        ({"prefill_counts": None}, "prefill_counts is missing"),
-        ({"up": "int2"}, "magnitudes, left_mass and up are not all there"),
-        ({"magnitudes": STEPS, "up": "int2"}, "magnitudes, left_mass and up are not all there"),
-        (SPARSE | {"left_mass": STEPS[:, :2].copy()}, "left_mass is float32"),
-        (SPARSE | {"left_mass": STEPS * 9}, "left_mass does not consist of shares"),
-        (SPARSE | {"magnitudes": -STEPS}, "do not rise from 0 on"),
-        (SPARSE | {"magnitudes": STEPS[:, ::-1].copy()}, "do not rise from 0 on"),
-        ({"mlp_accuracy": np.ones(1, np.float32)}, "mlp_accuracy is float32"),
-        (MLPS | {"mlp_accuracy": np.full(1, 2, np.float32)}, "outside 0..1"),
-        (MLPS | {"mlp_accuracy": None}, "mlp_inner, mlp_outer and mlp_accuracy are not all there"),
-        (MLPS | {"mlp_outer": np.ones((1, 3, 6), np.float32)}, "mlp_outer is float32"),
-        ({name: np.concatenate((part, part)) for name, part in MLPS.items()}, "or of too many layers"),
-        ({"sparsity": 0.5}, "its sparsity is not that of a bound"),
-        ({"sparsity": 0.96, "max_loss": 2.0}, "its sparsity is not that of a bound"),
-        ({"max_loss": "2"}, "its max_loss is not a number"),
-        ({"prefill_counts": np.ones((0, 3), np.int64)}, "prefill_counts is missing or not a matrix"),
-        ({"gated_accuracy.raw": np.ones((2, 3), np.float32)}, "gated_accuracy.raw is float32"),
-        ({"gated_accuracy.first": np.full((2, 2), 1.5, np.float32)}, "outside 0..1"),
-        ({"sensitivity": np.ones(3, np.float32)}, "sensitivity is float32"),
-        ({"threshold": float("inf")}, "threshold"),
-        ({"threshold": float("nan")}, "threshold"),
     ],
 )
-def test_invalid_metadata_and_arrays_are_refused(path: Path, changes: dict, message: str) -> None:
+def test_other_and_damaged_calibrations_are_refused(path: Path, changes: dict, message: str) -> None:
     save(path, SMALL, {})
     rewrite(path, changes)
     with pytest.raises(CalibrationError, match=message) as failure:

@@ -101,7 +101,7 @@ async def test_calibration_leaves_policy_and_counters_unchanged(client: Client, 
 
 
 async def test_measured_requests_are_not_counted(client: Client, path: Path) -> None:
-    """A calibration says how many of the experts its placement holds of those that clients used."""
+    """Neither those of a policy that is not counted, nor a calibration's own."""
     await client.set_policy("all-host", counted=False)
     before = (await client.stats())["counted_tokens"]
     await client.generate(token_ids=PROMPT, max_tokens=2, ignore_eos=True).result()
@@ -110,11 +110,7 @@ async def test_measured_requests_are_not_counted(client: Client, path: Path) -> 
     for _ in range(8):
         await client.generate(token_ids=IDS[:100], max_tokens=1, ignore_eos=True).result()
     done = await client.calibrate(token_ids=IDS[:600], starts=(200, 400), share=0.5)
-    hits = done.summary["hits"]
-    assert hits["tokens"] == before + 800 == (await client.stats())["counted_tokens"]
-    assert hits["share"] == 0.5
-    assert 0.5 < hits["own"] < 1
-    assert 0.4 < hits["heldout"] < 1
+    assert (await client.stats())["counted_tokens"] == before + 800
     assert done.summary["share"] == 0.5
     assert done.summary["tokens"] == 600
 

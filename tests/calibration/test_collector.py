@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.arrays import FloatArray, Phase
-from pipeline.calibration.collector import LIMITS, STEPS, TrainPass, ValidationPass
+from pipeline.calibration.observers import DROPS, LIMITS, TrainPass, ValidationPass
 from pipeline.calibration.trained_gates import GateMlps
 from pipeline.engine.driver import LayerDecision
 from pipeline.engine.observer import Observer
@@ -176,7 +176,7 @@ def test_validation_pass_equals_plain_loops(world: World, sequences: int, gated:
     assert [len(np.concatenate(layer)) for layer in checker.weights] == [len(decoded)] * shape.layers
 
 
-@given(world=worlds, sequences=st.integers(1, 3), step=st.sampled_from([0, 1, 9, 20, 40, STEPS - 1]))
+@given(world=worlds, sequences=st.integers(1, 3), step=st.sampled_from([0, 1, 9, 20, 40, DROPS - 1]))
 @settings(max_examples=40, deadline=None)
 def test_validation_pass_counts_what_gates_leave(world: World, sequences: int, step: int) -> None:
     """Of decoded tokens alone, whose predictions are gated as they are."""

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.arrays import FloatArray, Phase
-from pipeline.calibration.hit_rates import TokenOrder
+from pipeline.calibration.observers import TokenOrder
 from pipeline.engine.driver import LayerDecision
 from pipeline.policies.split import OMEGA, RHO
 from pipeline.policies.view import Gated, ModelShape, Routing, Signals

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.calibration.magnitudes import STEPS, Magnitudes
+from pipeline.calibration.observers import STEPS, Magnitudes
 from pipeline.engine.driver import LayerDecision
 from pipeline.policies.calibration import quantiles
 from pipeline.policies.view import Gated, ModelShape, Routing, Signals

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from pipeline.calibration.magnitudes import up_of
+from pipeline.calibration.observers import up_of
 from shm.layout import ExpertShape
 from shm.manifest import StoreManifest
 from shm.segment import unlink

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.calibration.windows import Division
+from pipeline.calibration.reading import Division
 from pipeline.errors import RequestError
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.chaos.frames import KINDS, MUTATIONS, HostileFrames, valid_message
+from launch.stress.hostile import KINDS, MUTATIONS, HostileFrames, valid_message
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
 from protocol.messages import TAGS, Record

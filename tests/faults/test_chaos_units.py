@@ -16,11 +16,18 @@ import psutil
 import pytest
 from waiting import until
 
-from launch.chaos.injector import DELAY_SECONDS, Chaos, Injector
-from launch.chaos.processes import PidHandle, runtime_of, supervisor_of, usage
 from launch.errors import WrongUsage
 from launch.runtime import EngineInfo, RuntimeDir
-from launch.stress.chaos import ChaosRun
+from launch.stress.chaos import (
+    DELAY_SECONDS,
+    Chaos,
+    ChaosRun,
+    Injector,
+    PidHandle,
+    runtime_of,
+    supervisor_of,
+    usage,
+)
 from protocol.errors import EngineGone
 from protocol.messages import VERSION
 
@@ -71,9 +78,8 @@ async def test_only_peers_that_are_up_are_killed(pool: Pool, tmp_path: Path) -> 
     pool.up = [False, True, True, True]
     files = os.listdir("/proc/self/fd")
     async with injector(pool, tmp_path, "kill") as made:
-        await until(lambda: made.missed > 5)
+        await until(lambda: pool.dead() == [1, 2, 3] and made.missed > 5)
     assert os.listdir("/proc/self/fd") == files
-    assert pool.dead() == [1, 2, 3]
     order = [f.index for f in made.faults]
     assert sorted(order) == [1, 2, 3] != order  # at random
     assert {(f.kind, f.role, f.incarnation, f.decoding) for f in made.faults} == {("kill", "worker", 0, True)}

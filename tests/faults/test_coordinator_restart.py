@@ -14,7 +14,7 @@ from fault_engines import KILL, LIMIT, STOP, State, answer, bits, config
 from waiting import until
 
 from launch.errors import EngineFailed
-from launch.processes.limits import Limits
+from launch.processes.monitor import Limits
 from launch.processes.supervisor import Supervisor
 from launch.runtime import find_engine
 from protocol.client import Client

@@ -9,9 +9,9 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.chaos.hostile_client import SOCKETS, HostileClient
-from launch.chaos.processes import supervisor_of, usage
 from launch.equality import Verdict, compare, rounding_bound
+from launch.stress.chaos import supervisor_of, usage
+from launch.stress.hostile import SOCKETS, HostileClient
 from launch.stress.load import End, Request, ask
 from pipeline.config import EngineConfig
 from protocol.client import Client

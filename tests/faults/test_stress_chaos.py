@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 from fork_server import ForkedPython
 
-from launch.chaos.injector import Chaos, Injector
 from launch.equality import rounding_bound
 from launch.errors import WrongUsage
-from launch.stress.chaos import ChaosRun, wait_recovered
-from launch.stress.load import End, Load, Request, ask, count_strays, run_load
+from launch.stress.chaos import Chaos, ChaosRun, Injector, wait_recovered
+from launch.stress.load import End, Entry, Load, Request, ask, count_strays, run_load
 from launch.stress.reference import compare_all
 from launch.stress.report import StressRun, report
-from launch.stress.script import Entry
 from pipeline.config import EngineConfig
 from protocol.client import Client
 from protocol.messages import Sampling

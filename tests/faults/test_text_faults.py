@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 from fault_engines import State, config, same
 
-from launch.processes.limits import Limits
+from launch.processes.monitor import Limits
 from pipeline.assets import model_dir
 from pipeline.text.process import NICENESS
 from protocol.client import Client

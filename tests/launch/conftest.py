@@ -11,7 +11,7 @@ from hub_server import HubServer
 
 from launch.cli import main
 from launch.doctor import model_plan
-from launch.forecast import Speeds, Spread
+from launch.forecast import Speeds
 
 
 @pytest.fixture
@@ -34,10 +34,9 @@ def files(tiny_model: Path) -> dict[str, bytes]:
 @pytest.fixture
 def known_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The doctor takes these speeds for measured: measuring takes ten seconds."""
-    even = Spread(20e9, 20e9, 20e9)
 
     async def measured(source: object, config: object, names: Sequence[str], *_: object) -> Speeds:
-        return Speeds(25e9, dict.fromkeys(names, even), even, 1e-3, 0.0, 2)
+        return Speeds(25e9, dict.fromkeys(names, 20e9), 20e9, 1e-3, 0.0, 2)
 
     monkeypatch.setattr(model_plan, "measure_speeds", measured)
 

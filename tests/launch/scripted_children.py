@@ -17,9 +17,9 @@ from msgspec import msgpack
 from msgspec.structs import replace
 from waiting import until
 
-from launch.processes import group
+from launch.processes import children
 from launch.processes.children import Child, title
-from launch.processes.limits import Limits
+from launch.processes.monitor import Limits
 from launch.processes.supervisor import Supervisor
 from pipeline.config import EngineConfig
 from protocol.codec import decode, encode
@@ -162,7 +162,7 @@ class Play:
 async def stage(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Play]:
     with zmq.asyncio.Context() as context:
         play = Play(context)
-        monkeypatch.setattr(group, "spawn", play.spawn)
+        monkeypatch.setattr(children, "spawn", play.spawn)
         try:
             yield play
         finally:

@@ -16,8 +16,7 @@ import pytest
 from engines import Launched, engines_left, run
 from waiting import wait_until
 
-from launch.bench.prompts import Texts, make_prompts
-from launch.bench.run import measure
+from launch.bench.measure import Texts, make_prompts, measure
 from launch.cli import main
 from launch.errors import WrongUsage
 from launch.runtime import find_engine
@@ -64,14 +63,14 @@ async def test_figures_lie_between_the_engine_s_own_and_the_wall_clock(engine: s
         assert prefill >= done.stats["prefill_s"] > 0
         assert done.stats["prefill_s"] + done.stats["decode_s"] <= prefill + decode <= elapsed
         assert done.stats["decode_s"] > done.stats["prefill_s"]  # so a wrong rate of decode breaks a bound
-        assert alone.host_share == 0
+        assert alone.decode["host_tiles"] == 0
         assert alone.moved_bytes > 0
 
         await client.set_policy("all-host")
         together, ends = await measure(client, prompts, 100)
         assert len(ends) == 3
-        assert together.host_share == 1
-        assert together.moved_bytes == together.moved_bytes_per_token == 0
+        assert together.decode["host_tiles"] > 0
+        assert together.moved_bytes == together.decode["fetched_bytes"] == 0
 
 
 async def test_policies_alternate_and_the_engine_s_is_restored(engine: str) -> None:
@@ -82,7 +81,7 @@ async def test_policies_alternate_and_the_engine_s_is_restored(engine: str) -> N
         code, out, err = await asyncio.to_thread(
             run,
             *("bench", "--connect", engine, "--policy", "all-host,on-demand,fiddler", "--json"),
-            *("--set", "on-demand.scope=global", "--rounds", "2", "--batch", "2", *LONGER),
+            *("--set", "on-demand.placement=first-layers", "--rounds", "2", "--batch", "2", *LONGER),
         )
         assert code == 0, err
         assert (await client.stats())["policy"] == "layerwise"
@@ -98,7 +97,7 @@ async def test_policies_alternate_and_the_engine_s_is_restored(engine: str) -> N
     assert expected.items() <= found["config"].items()
     check_policies(found, forwards, rounds=2)
     host, demand, _ = found["policies"]
-    assert demand["options"] == {"scope": "global"}
+    assert demand["options"] == {"placement": "first-layers"}
     assert (host["host_share"], host["moved_bytes"], host["moved_bytes_per_token"]) == (1, 0, 0)
     assert demand["host_share"] == 0
     assert demand["moved_bytes"] > 0
@@ -239,9 +238,12 @@ def test_every_preset_runs_without_policy_and_without_a_tokenizer(tiny_model: Pa
         ("--policy all-host,", ["a name is missing"]),
         ("--policy ,", ["a name is missing"]),
         ("--policy all-host,adapmoe", ["adapmoe needs a calibration", "calibrate --text FILE"]),
-        ("--policy all-host,on-demand --set on-demand.scop=global", ["scop", "scope"]),
-        ("--policy all-host,on-demand --set fiddler.scope=global", ["all-host or on-demand", "fiddler"]),
-        ("--set on-demand.scope=global", ["--policy"]),
+        ("--policy all-host,on-demand --set on-demand.placemen=first-layers", ["placemen", "placement"]),
+        (
+            "--policy all-host,on-demand --set fiddler.placement=first-layers",
+            ["all-host or on-demand", "fiddler"],
+        ),
+        ("--set on-demand.placement=first-layers", ["--policy"]),
         ("--prompt-len 250 --gen-len 7", ["257 tokens", "256"]),
         ("--prompt-len 0", ["--prompt-len", "at least 1"]),
         ("--gen-len 1", ["--gen-len", "at least 2"]),

@@ -13,7 +13,7 @@ import pytest
 from counters import decode
 
 from launch.bench import command
-from launch.bench.run import Run
+from launch.bench.measure import Run
 from launch.command_line.options import parse
 from launch.errors import Disturbed
 from launch.processes.cores import Cores
@@ -86,7 +86,7 @@ class StandInEngine:
         self.runs += 1
         self.measured.update(prompts)
         self.events.append(([len(prompt) for prompt in prompts], gen_len))
-        return Run(float(self.runs), 0.1, float(self.runs), 0, 0.0, 1.0, decode=decode()), []
+        return Run(float(self.runs), 0.1, float(self.runs), 0, decode()), []
 
 
 SHORT = ("--prompt-len", "100", "--gen-len", "4", "--batch", "2", "--ppl-tokens", "0", "--rounds", "2")
@@ -114,9 +114,9 @@ def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 async def test_each_run_follows_its_policy_and_an_unmeasured_request(bench: Any) -> None:
     engine = StandInEngine()
-    options = ["--policy", "all-host,on-demand", "--set", "on-demand.scope=global"]
+    options = ["--policy", "all-host,on-demand", "--set", "on-demand.placement=first-layers"]
     found = await bench(engine, *options, *SHORT)
-    host, demand = ("all-host", {}, False), ("on-demand", {"scope": "global"}, False)
+    host, demand = ("all-host", {}, False), ("on-demand", {"placement": "first-layers"}, False)
     run = [(64, 64), (64, 64), ([100, 100], 4)]  # as many requests, however short the measured ones are
     turns = [host, demand, demand, host, host, demand]
     events = [("all-host", {}, False)]  # the engine has counted enough; the prompts are not counted
@@ -126,7 +126,7 @@ async def test_each_run_follows_its_policy_and_an_unmeasured_request(bench: Any)
     first, second = found["policies"]
     assert first["decode_tok_s"]["runs"] == [4, 5]  # not those of the warm-up, 1 and 2
     assert second["decode_tok_s"]["runs"] == [3, 6]
-    assert (first["exact"], second["options"]) == (True, {"scope": "global"})
+    assert (first["exact"], second["options"]) == (True, {"placement": "first-layers"})
     assert len(engine.read) == len(engine.measured) == 2
     assert not {ids[:64] for ids in engine.measured} & engine.read
     assert found["config"]["warm_up_tokens"] == [64, 64]

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from counters import TILE, decode
 
-from launch.bench.figures import CAUSES, policy_panels
-from launch.bench.prompts import Perplexity
-from launch.bench.report import Report
-from launch.bench.run import PolicyResult, Run, Timeline
+from launch.bench.measure import Perplexity, PolicyResult, Run, Timeline
+from launch.bench.report import CAUSES, Report, policy_panels
 from launch.terminal.format import alike
 from launch.terminal.tables import render
 from pipeline.policies.view import PolicyRequest
@@ -21,9 +17,9 @@ from pipeline.policies.view import PolicyRequest
 SNAPSHOT = """\
                    prefill         first    decode        copied workers'
 policy               tok/s    x token ms     tok/s    x MB/token    share
-mixtral-offloading     900 1.00      100      30.5 1.00    0.070      50%
+mixtral-offloading     900 1.00      100      30.5 1.00     10.0      33%
                    900-900       100-100 30.0-31.0
-daop                   900 1.00      100      30.5 1.00    0.070      50%
+daop                   900 1.00      100      30.5 1.00     10.0      33%
 approximate        900-900       100-100 30.0-31.0
 
                     expert  on demand  prefetched  of it  replaced
@@ -84,7 +80,7 @@ def test_timeline_without_overlap_has_no_decode_steps() -> None:
 
 def test_ratio_pairs_the_runs_of_a_round() -> None:
     def entry(*speeds: float) -> PolicyResult:
-        runs = [Run(1.0, 1.0, speed, 0, 0.0, 0.5) for speed in speeds]
+        runs = [Run(1.0, 1.0, speed, 0, {}) for speed in speeds]
         return PolicyResult(PolicyRequest("all-host"), runs=runs)
 
     first, second = entry(1.0, 10.0, 100.0), entry(2.0, 30.0, 400.0)
@@ -100,23 +96,11 @@ def test_report_in_80_columns() -> None:
     assert shown(whole_report()) == SNAPSHOT
 
 
-@pytest.mark.parametrize("columns", ["60", "80", "120"])
-def test_headings_do_not_break_within_words(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal; and no line is longer than it is wide."""
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", columns)
-    text = re.sub(r"\x1b\[[0-9;]*m", "", shown(whole_report()))
-    assert max(map(len, text.splitlines())) <= int(columns)
-    words = set(text.split())
-    assert {"prefill", "decode", "MB/token", "prefetched", "replaced", "waiting", "perplexity"} <= words
-    assert not any(word.endswith(("-", "…")) for word in words)
-
-
 def test_columns_of_what_no_policy_does_are_left_out() -> None:
     """A policy that does it is enough for a column; a policy without a figure has none in it."""
     report = whole_report()
     still: dict[str, Any] = {"fetched_tiles": 0, "predicted_tiles": 0, "useful_tiles": 0, "late_tiles": 0}
-    runs = [Run(900.0, 0.1, 30.0, 0, 0.0, 0.5, 0.0, decode(link=0.0, **still))] * 2
+    runs = [Run(900.0, 0.1, 30.0, 0, decode(link=0.0, **still))] * 2
     idle = PolicyResult(PolicyRequest("all-host"), runs=runs)
     text = shown(replace(report, results=[idle], config=report.config | {"workers": None}))
     for words in ("on demand", "prefetched", "replaced", "copies", "approximate", "routed", "perplexity"):
@@ -138,7 +122,7 @@ def test_report_says_what_differs_from_the_usual() -> None:
     """Paused prefetching, placements without a calibration, an emulated link, random weights."""
     report = whole_report()
     counted = decode(wanted_experts=40, issued_experts=30, paused_steps=4)
-    runs = [Run(900.0, 0.1, 30.0, 0, 0.0, 0.5, 0.0, counted)] * 2
+    runs = [Run(900.0, 0.1, 30.0, 0, counted)] * 2
     config = report.config | {
         "uncalibrated": ["fiddler"],
         "counted_tokens": 300,
@@ -170,7 +154,7 @@ def whole_report() -> Report:
     }
 
     def entry(name: str, exact: bool, **counters: Any) -> PolicyResult:
-        runs = [Run(900.0, 0.1, 30.0 + n, 10**6, 7e4, 0.5, 3e6, decode(**counters)) for n in range(2)]
+        runs = [Run(900.0, 0.1, 30.0 + n, 10**6, decode(placed_tiles=30, **counters)) for n in range(2)]
         return PolicyResult(PolicyRequest(name), exact, runs=runs)
 
     exact = entry("mixtral-offloading", True)
@@ -195,21 +179,6 @@ def whole_report() -> Report:
 )
 def test_figures_of_a_column_are_alike(values: list[float], words: list[str]) -> None:
     assert alike(values) == words
-
-
-def test_note_of_several_policies_comes_once_with_their_names() -> None:
-    report = whole_report()
-    first, second = (replace(report.results[0], request=PolicyRequest(name)) for name in ("fiddler", "daop"))
-    noted = [
-        replace(first, notes=["fiddler: other text", "both alike"]),
-        replace(second, notes=["daop: other text", "both alike", "daop: its own"]),
-    ]
-    text = shown(replace(report, results=noted, left_out=()))
-    assert [line for line in text.splitlines() if line.startswith("note: ")] == [
-        "note: fiddler, daop: other text",
-        "note: both alike",
-        "note: daop: its own",
-    ]
 
 
 def test_json_holds_the_profile_of_each_policy() -> None:
@@ -240,17 +209,3 @@ def test_panels_have_the_figures_of_the_policies() -> None:
     shares = [series.values["daop"] for series in changed.series]
     assert shares == [[0], [pytest.approx(12.3)], [pytest.approx(25)], [0]]
     assert changed.words == {"mixtral-offloading": "exact", "daop": "12.3 + 25.0   (perplexity +2.50%)"}
-
-
-def test_picture_names_the_engine_and_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
-    monkeypatch.setattr("launch.bench.report.draw", lambda path, panels, *texts: drawn.extend(texts))
-    report = whole_report()
-    config = report.config | {"machine": "a machine", "when": "2026-01-02T03:04:05"}
-    replace(report, config=config, emulation="slow link").draw(tmp_path / "a.png")
-    heading, footnote = drawn
-    assert (
-        "a-model on cuda: experts bf16, expert cache 25%\nbatch 1, 128 prompt tokens, 11 generated" in heading
-    )
-    assert heading.endswith("emulated: slow link")
-    assert footnote == "a machine, 2026-01-02"

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch.bench import prompts as module
-from launch.bench.prompts import (
+from launch.bench import measure as module
+from launch.bench.measure import (
     LEAST,
     OTHER_TOKENS,
     STRIDE,

@@ -10,8 +10,9 @@ from typing import Any, cast
 import pytest
 from msgspec.structs import replace
 
+from launch.bench.measure import SAMPLING, measure, warm_up
 from launch.bench.plan import BenchPlan
-from launch.bench.run import SAMPLING, measure, warm_up
+from launch.bench.profile import COPIES
 from launch.command_line.options import parse
 from launch.errors import AnswerLost, Disturbed, WrongUsage
 from pipeline.config import EngineConfig
@@ -21,21 +22,17 @@ from protocol.answer import Answer
 from protocol.client import Client
 from protocol.messages import Done, Token
 
-COUNTERS = ("rows", "host_tiles", "resident_tiles", "fetched_tiles", "fetched_bytes", "predicted_tiles")
-BEFORE = {"prefill": (7, 1, 2, 3, 30, 4), "decode": (5, 6, 7, 8, 80, 9)}
-GROWN = {"prefill": (8, 50, 60, 70, 700, 5), "decode": (4, 30, 50, 20, 200, 11)}
+COUNTERS = ("rows", "fetched_bytes", *(f"{kind}_tiles" for kind in COPIES))
+BEFORE = {"prefill": (7, 30, 4, 1, 1, 1, 1), "decode": (5, 80, 9, 1, 1, 1, 1)}
+GROWN = {"prefill": (8, 700, 5, 1, 2, 3, 4), "decode": (4, 200, 11, 5, 6, 7, 20)}
 
 
-def stats(grown: dict[str, tuple[int, ...]] | None = None, placed: int = 0) -> dict[str, Any]:
+def stats(grown: dict[str, tuple[int, ...]] | None = None) -> dict[str, Any]:
     def phase(name: str) -> dict[str, int]:
-        numbers = zip(BEFORE[name], grown[name] if grown else (0,) * 6, strict=True)
+        numbers = zip(BEFORE[name], grown[name] if grown else (0,) * 7, strict=True)
         return dict(zip(COUNTERS, map(sum, numbers), strict=True))
 
-    return {
-        "engine": {name: phase(name) for name in BEFORE},
-        "cache": {"placed_tiles": 100 + placed},
-        "tile_bytes": 10,
-    }
+    return {"engine": {name: phase(name) for name in BEFORE}, "tile_bytes": 10}
 
 
 class StandInAnswer:
@@ -53,7 +50,7 @@ class StandInClient:
     """An engine that gives each answer so many tokens, and these counters."""
 
     def __init__(self, tokens: int, grown: dict[str, tuple[int, ...]] = GROWN, **end: Any) -> None:
-        self._stats = [stats(), stats(grown, placed=40)]
+        self._stats = [stats(), stats(grown)]
         self._tokens, self._end = tokens, end
         self.sent: list[dict[str, Any]] = []
 
@@ -72,10 +69,8 @@ async def test_figures_are_those_of_the_counters() -> None:
     client = StandInClient(3)
     run, ends = await measure(cast(Client, client), PROMPTS, 3)
     assert [end.request for end in ends] == [1, 2]
-    assert run.moved_bytes == 700 + 200 + 400  # fetched in prefill and decode, and placed
-    assert run.moved_bytes_per_token == (200 + 400) / 4
-    assert run.placed_bytes_per_token == (400 - (5 + 11) * 10) / 4  # without what either phase predicted
-    assert run.host_share == 30 / (30 + 50 + 20)
+    assert run.moved_bytes == 700 + 200 + 10 * (5 + 11) + 10 * (4 + 20)  # demanded, predicted, placed
+    assert run.decode == dict(zip(COUNTERS, GROWN["decode"], strict=True))
     assert run.decode == dict(zip(COUNTERS, GROWN["decode"], strict=True))
     assert [(s["token_ids"], s["max_tokens"], s["ignore_eos"]) for s in client.sent] == [
         (prompt, 3, True) for prompt in PROMPTS

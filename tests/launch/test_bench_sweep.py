@@ -13,7 +13,7 @@ import pytest
 from test_bench_command import StandInEngine
 
 from launch.bench import command, sweep
-from launch.bench.run import Run
+from launch.bench.measure import Run
 from launch.command_line.options import Options, parse
 from launch.errors import WrongUsage
 from launch.terminal.interrupts import Interrupts
@@ -141,10 +141,10 @@ def test_policy_may_come_several_times_with_other_options() -> None:
         PolicyRequest("dali", {"window": "8", "prediction": "none"}),
         PolicyRequest("fiddler"),
     ]
-    line = "bench --policy on-demand,mixtral-offloading --sweep scope=layer,global"
+    line = "bench --policy on-demand,mixtral-offloading --sweep placement=empty,first-layers"
     assert [request.label for request in parse(line.split()).policies()] == [
-        *("on-demand scope=layer", "on-demand scope=global"),
-        *("mixtral-offloading scope=layer", "mixtral-offloading scope=global"),
+        *("on-demand placement=empty", "on-demand placement=first-layers"),
+        *("mixtral-offloading placement=empty", "mixtral-offloading placement=first-layers"),
     ]
 
 
@@ -160,7 +160,7 @@ def test_policy_may_come_several_times_with_other_options() -> None:
         ("--sweep cache=0.5,2", "between 0 and 1"),
         ("--sweep batch=1,2 --sweep batch=4", "given twice"),
         ("--sweep batch=1,2 --batch 4", "--batch is given as well"),
-        ("--sweep expert-cache=0,1 --expert-cache 1", "--expert-cache is given as well"),
+        ("--sweep cache=0,1 --expert-cache 1", "--expert-cache is given as well"),
         ("--sweep costs=a,b", "they can vary with --replay"),
         ("--sweep cache=0.25,0.5 --connect", "leave out --connect"),
         ("--sweep batch=1,2 --record x", "leave out --record"),

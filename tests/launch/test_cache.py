@@ -16,11 +16,8 @@ from typing import Any
 import pytest
 from engines import LAUNCH, run, store_of
 
-from launch.cache import command
-from launch.cache.command import DAY, remove, select, table
-from launch.cache.entries import WRITING_SECONDS, Entry, scan, writer_of
-from launch.cache.full_disk import full_disk_line, missing_bytes
-from launch.cli import main
+from launch.cache.command import DAY, full_disk_line, missing_bytes, remove, select, table
+from launch.cache.entries import Entry, scan
 from launch.command_line.options import parse
 from pipeline.backbone.disk_cache import backbone_fingerprint
 from pipeline.calibration import cost_cache
@@ -86,108 +83,35 @@ def entry(name: str, size: int, days: float, **fields: Any) -> Entry:
     return Entry("store", Path(f"/c/{name}/store.bin"), size, time.time() - days * DAY, **fields)
 
 
-def test_age_selects_what_was_not_used_for_longer() -> None:
-    old, new = entry("old", 10, 31), entry("new", 10, 29)
-    assert select([old, new], 30, None).remove == (old,)
-    assert select([old, new], 32, None).remove == ()
-
-
-def test_size_selects_the_least_recently_used_until_the_rest_fits() -> None:
-    entries = [entry("a", 10, 9), entry("b", 20, 8), entry("c", 30, 7)]
-    for size, count in ((60, 0), (59, 1), (50, 1), (49, 2), (30, 2), (29, 3), (0, 3)):
-        assert select(entries, None, size).remove == tuple(entries[:count])
-
-
-def test_entries_in_use_are_passed_over_and_named() -> None:
-    used, free = entry("used", 10, 9, in_use="engine e1"), entry("free", 20, 1)
-    selection = select([used, free], None, 10)
-    assert selection.remove == (free,)
-    assert selection.in_use == (used,)
-
-
-def test_entries_in_use_do_not_count_as_freed() -> None:
-    used, first, second = entry("used", 10, 9, in_use="engine e1"), entry("a", 20, 5), entry("b", 5, 1)
-    assert select([used, first, second], None, 25).remove == (first,)
-    assert select([used, first, second], None, 10).remove == (first, second)
-
-
-def test_unknown_files_count_and_are_never_selected() -> None:
-    unknown = replace(entry("x", 100, 99), kind="unknown")
-    known = entry("a", 10, 1)
-    assert select([unknown, known], 0, 50).remove == (known,)
-
-
-def test_stores_in_memory_are_selected_by_age_alone() -> None:
-    kept = replace(entry("x", 100, 9), kind="kept store")
-    assert select([kept], None, 0).remove == ()
-    assert select([kept], 8, 0).remove == (kept,)
-    first, second = entry("a", 10, 8), entry("b", 20, 7)
-    assert select([kept, first, second], 8.5, 25).remove == (kept, first)  # `kept` frees nothing on disk
+A, B, C = entry("a", 10, 9), entry("b", 20, 8), entry("c", 30, 7)
+USED = entry("used", 10, 9, in_use="engine e1")
+OTHER, KEPT = replace(entry("x", 100, 99), kind="unknown"), replace(entry("y", 100, 9), kind="kept store")
 
 
 @pytest.mark.parametrize(
-    ("days", "size", "goes"),
+    ("entries", "days", "size", "removed", "in_use"),
     [
-        (3, None, False),
-        (2.9999, None, True),
-        (0, None, True),
-        (None, None, False),
-        (None, 1000, False),
-        (None, 999, True),
+        ([A, C], 8, None, [A], []),
+        ([A, C], 9.1, None, [], []),
+        ([A, B, C], None, 60, [], []),
+        ([A, B, C], None, 59, [A], []),  # the least recently used first, until the rest fits
+        ([A, B, C], None, 50, [A], []),
+        ([A, B, C], None, 49, [A, B], []),
+        ([A, B, C], None, 0, [A, B, C], []),
+        ([USED, B, C], None, 40, [B], [USED]),  # what is in use is named, and does not count as freed
+        ([OTHER, A], 0, 50, [A], []),  # unknown files count and are never selected
+        ([KEPT], None, 0, [], []),  # stores in memory are selected by age alone
+        ([KEPT], 8, 0, [KEPT], []),
+        ([KEPT, A, B], 8.5, 20, [KEPT, A], []),
     ],
 )
-def test_bounds_of_a_prune_are_exact(
-    days: float | None, size: int | None, goes: bool, monkeypatch: pytest.MonkeyPatch
+def test_age_and_size_select_what_is_removed(
+    entries: list[Entry], days: float | None, size: int | None, removed: list[Entry], in_use: list[Entry]
 ) -> None:
-    monkeypatch.setattr(time, "time", lambda: 1.7e9)  # the clock stands still
-    free, used = entry("a", 1000, 3), entry("b", 0, 3, in_use="engine e1")
-    assert select([free], days, size).remove == (free,) * goes
-    assert select([used], days, size).in_use == (used,) * (goes and size is None)
-
-
-def test_small_file_is_being_written_for_a_minute(tmp_path: Path) -> None:
-    path = tmp_path / ".store.bin.0123abcd"
-    path.touch()
-    for seconds, writer in ((0.0, "its writer"), (0.9, "its writer"), (1.1, "")):
-        then = time.time() - seconds * WRITING_SECONDS
-        os.utime(path, (then, then))
-        assert writer_of(path) == writer
-    assert writer_of(tmp_path / "store.tmp") == ""  # removed meanwhile
-
-
-def test_entry_that_an_engine_uses_by_now_is_kept(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_file(folder / STORE / "store.bin", 2000, 40)
-    make_file(folder / BACKBONE / "backbone.bin", 1000, 40)
-    monkeypatch.setattr(command, "remove", lambda one: one.kind != "store")
-    assert main(["cache", "--prune", "--to", "0"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("kept: store of mixtral in int4, 2.0 kB, used 40 days ago: in use by an engine\n") == 1
-    assert "removed 1 of 2, 1.0 kB; 2.0 kB stay on disk\n" in out
-    assert "that is more than --to 0 B: the rest is in use or unknown\n" in out
+    assert select(entries, days, size) == (removed, in_use)
 
 
 # --- files --------------------------------------------------------------------------------------------------
-
-
-def test_list_names_kind_model_format_size_and_last_use(folder: Path) -> None:
-    make_file(folder / STORE / "store.bin", 3_100_000, 40)
-    make_file(folder / BACKBONE / "backbone.bin", 25_000, 2)
-    found = disk(run_json())
-    assert [(e["kind"], e["model"], e["format"], e["bytes"]) for e in found] == [
-        ("store", "mixtral", "int4", 3_100_000),
-        ("backbone", "mixtral", "int4", 25_000),
-    ]
-    assert [round((time.time() - e["last_use"]) / DAY) for e in found] == [40, 2]
-    code, out = run_cache()
-    assert code == 0
-    assert [line.split() for line in out.splitlines() if line.startswith(("store", "backbone"))] == [
-        ["store", "mixtral", "int4", "40", "days", "ago", "3.1", "MB"],
-        ["backbone", "mixtral", "int4", "2", "days", "ago", "25.0", "kB"],
-    ]
-    assert f"{folder}: 3.1 MB in 2 entries, " in out
-    assert "\x1b" not in out
 
 
 def test_unknown_files_are_listed_and_stay(folder: Path) -> None:
@@ -202,14 +126,6 @@ def test_unknown_files_are_listed_and_stay(folder: Path) -> None:
     assert cost_cache.measured_here(folder) == []
     assert all(path.exists() for path in files)
     assert "unknown files are of another program or version, and are never removed" in run_cache()[1]
-
-
-def test_damaged_costs_are_listed_as_costs_and_removed(folder: Path) -> None:
-    make_file(folder / "costs" / f"{'5' * 16}-{'6' * 16}.json", 100, 1)
-    (found,) = disk(run_json())
-    assert (found["kind"], found["model"]) == ("costs", "unknown")
-    assert kinds(run_json("--prune", "--to", "0")["removed"]) == ["costs"]
-    assert os.listdir(folder) == []
 
 
 def test_leftovers_of_killed_writers_are_unfinished(folder: Path) -> None:
@@ -312,9 +228,6 @@ def test_a_file_that_cannot_be_removed_is_one_line_and_exit_1(folder: Path) -> N
     assert "removed 0 of" in done.stdout
 
 
-# --- the command line ---------------------------------------------------------------------------------------
-
-
 # --- engines ------------------------------------------------------------------------------------------------
 
 
@@ -362,7 +275,7 @@ async def test_a_kept_store_is_listed_and_removed(folder: Path, tiny_model: Path
     assert kept["in_use"] is None
     # Not by the command: it would remove other stores that were kept on this machine, too.
     (entry,) = (e for e in scan(folder) if e.path == path)
-    assert select([entry], 0, None).remove == (entry,)
+    assert select([entry], 0, None) == ([entry], [])
     assert entry.size == kept["bytes"] > 0
     assert remove(entry)
     assert path not in [e.path for e in scan(folder)]
@@ -379,11 +292,11 @@ def test_full_disk_warning_names_removable_entries_and_the_command(folder: Path,
     assert full_disk_line(folder, 10_000_000) == ""
     line = full_disk_line(folder, 25_000_000)
     assert line == (
-        f"the disk of {folder} has 10.0 MB free, and 25.0 MB would be kept there: `python launch.py cache"
-        " --prune --to 35MB` would remove store of mixtral in int4, 30.0 MB, used 40 days ago"
+        f"the disk of {folder} has 10.0 MB free, and 25.0 MB would be kept there: free it"
+        " with `python launch.py cache --prune --to 35MB`"
     )
     options = parse(line.partition("launch.py ")[2].partition("`")[0].split())
-    chosen = select([e for e in scan(folder) if e.on_disk], None, options.written["to"]).remove
+    chosen = select([e for e in scan(folder) if e.on_disk], None, options.written["to"])[0]
     assert sum(e.size for e in chosen) >= 25_000_000 - 10_000_000
     assert "nothing there can be removed" in full_disk_line(folder / "none", 25_000_000)
 
@@ -410,19 +323,6 @@ def test_an_engine_writes_what_is_not_yet_kept(
     assert missing_bytes(tiny_model, config, given, folder) == missing
 
 
-def test_full_disk_warning_removes_nothing_where_that_would_not_be_enough(folder: Path, monkeypatch) -> None:
-    make_file(folder / STORE / "store.bin", 9_000_000, 40)
-    make_file(folder / "notes.txt", 50_000_000, 40)  # never removed
-    usage = shutil.disk_usage(folder)._replace(free=3_000_000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    assert "--prune --to 50MB" in full_disk_line(folder, 12_000_000)
-    line = full_disk_line(folder, 12_000_001)
-    assert line == (
-        f"the disk of {folder} has 3.0 MB free, and 12.0 MB would be kept there: only 9.0 MB there can be"
-        " removed; free 9.0 MB on that disk, or each start is as slow as this one"
-    )
-
-
 async def test_a_start_on_a_full_disk_warns_in_one_line(
     folder: Path,
     tiny_model: Path,
@@ -438,4 +338,3 @@ async def test_a_start_on_a_full_disk_warns_in_one_line(
         pass
     (line,) = (record.message for record in caplog.records if "would be kept there" in record.message)
     assert "cache --prune --to" in line
-    assert "backbone of mixtral in int4, 20.0 MB, used 2 days ago" in line

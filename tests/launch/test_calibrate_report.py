@@ -82,24 +82,8 @@ def test_table_of_a_calibration() -> None:
         assert ("sensitivity" in shown(calibration(layers))) is tabled
 
 
-HITS = {"share": 0.25, "heldout": 0.6, "prompts": 0.62, "tokens": 50}
-
-
-@pytest.mark.parametrize(
-    ("share", "hits", "expected", "absent"),
-    [
-        (0.125, {"own": None}, "12.5% of the text, in windows evenly spaced over it", "engine"),
-        (1, {"own": 0.0, "differs": True}, "warning: the text routes differently", "windows"),
-        (1, {"own": 0.59, "differs": False}, "59% of those used by the 50 tokens that the engine", "warning"),
-    ],
-)
-def test_use_of_a_text_is_judged_by_what_the_engine_runs(
-    share: Any, hits: Any, expected: str, absent: str
-) -> None:
-    text = " ".join(shown(share=share, hits=HITS | hits).split())
-    assert expected in text
-    assert absent not in text
-    assert "25% of the experts resident that this text uses most, 60% of those that its held-out" in text
+def test_part_of_a_text_is_said() -> None:
+    assert "12.5% of the text, in windows evenly spaced over it" in " ".join(shown(share=0.125).split())
 
 
 def test_page_has_a_panel_for_each_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

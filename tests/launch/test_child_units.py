@@ -13,8 +13,7 @@ from scripted_children import KILLED, ScriptedProcess
 
 from launch.errors import EngineFailed, StartFailed
 from launch.processes import children
-from launch.processes.children import PIPE_CAPACITY, Child, spawn
-from launch.processes.task_guard import TaskGuard
+from launch.processes.children import PIPE_CAPACITY, Child, TaskGuard, spawn
 from protocol.messages import Failed
 from protocol.sockets import Identity
 from workers.lifetime import ROOT, environment
@@ -64,27 +63,6 @@ async def test_reason_of_an_exit(made: Any, code: int, hung: bool, failed: str |
     assert child.exit_reason(code) == reason
 
 
-def test_stopped_processes_are_recognized() -> None:
-    class Process:
-        pid = os.getpid()
-        returncode = None
-
-    async def asked(pid: int) -> bool:
-        Process.pid = pid
-        return Child(WORKER, cast(Any, Process()), -1, KEY).is_stopped
-
-    pid = os.spawnvp(os.P_NOWAIT, "sleep", ["sleep", "100"])
-    try:
-        assert not asyncio.run(asked(pid))
-        os.kill(pid, signal.SIGSTOP)
-        os.waitpid(pid, os.WUNTRACED)
-        assert asyncio.run(asked(pid))
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    assert not asyncio.run(asked(pid))
-
-
 def test_libraries_of_a_child_neither_spin_nor_take_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/theirs")
     monkeypatch.setenv("OMP_NUM_THREADS", "99")
@@ -98,9 +76,8 @@ def test_libraries_of_a_child_neither_spin_nor_take_more_threads(monkeypatch: py
     assert environment(1)["PYTHONPATH"] == str(ROOT)
 
 
-@pytest.mark.parametrize("role", ["loader", "coordinator", "worker", "prefetcher"])
 async def test_child_that_the_system_refuses_leaves_no_descriptor(
-    role: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[Any] = []
 
@@ -110,13 +87,11 @@ async def test_child_that_the_system_refuses_leaves_no_descriptor(
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
     before = os.listdir("/proc/self/fd")
-    name = "worker 0" if role == "worker" else role
-    line = f"^the {name} could not be started: Resource temporarily unavailable$"
-    with pytest.raises(StartFailed, match=line):
-        await spawn(Identity(role, 0, 0), 2, KEY)
+    with pytest.raises(OSError, match="Resource temporarily unavailable"):
+        await spawn(Identity("worker", 0, 0), 2, KEY)
     assert os.listdir("/proc/self/fd") == before
     ((command, options),) = asked
-    assert command[1:5] == ("-P", "-m", "workers.child", children.MODULES[role])
+    assert command[1:5] == ("-P", "-m", "workers.child", children.MODULES["worker"])
     assert command[5] == "--lifeline"
     assert options["pass_fds"] == (int(command[6]),)
     assert options["start_new_session"]
@@ -161,23 +136,6 @@ async def test_failed_task_cancels_the_block_and_is_raised_from_it() -> None:
         await asyncio.sleep(100)
 
     assert await guarded(body) == "first"
-
-
-async def test_block_without_a_failure_ends_its_tasks() -> None:
-    ended = []
-
-    async def beside() -> None:
-        try:
-            await asyncio.sleep(100)
-        finally:
-            ended.append("cancelled")
-
-    async def body(guard: TaskGuard) -> None:
-        guard.keep(beside())
-        await asyncio.sleep(0)
-
-    assert await guarded(body) == "done"
-    assert ended == ["cancelled"]
 
 
 async def test_cancellation_from_outside_wins_over_a_failure() -> None:

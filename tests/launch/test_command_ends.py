@@ -13,8 +13,7 @@ from launch import cli, connect
 from launch.command_line.options import Options, parse
 from launch.errors import AnswerLost, DownloadFailed, StartFailed, WrongUsage
 from launch.runtime import EngineInfo, RuntimeDir
-from launch.terminal.interrupts import Interrupts, Lines
-from launch.terminal.output import print_json, show
+from launch.terminal.interrupts import Interrupts
 from pipeline.errors import UsageError
 from protocol.errors import EngineGone, RequestFailed
 from protocol.messages import VERSION
@@ -204,37 +203,3 @@ async def test_started_engine_ends_with_the_command(monkeypatch: pytest.MonkeyPa
         interrupts.received = "SIGINT"
         interrupts._end(signal.SIGINT)  # the second signal
     assert StandInSupervisor.notes[1:] == ["started", "killed", "stopped"]
-
-
-# --- lines and words ----------------------------------------------------------------------------------------
-
-
-async def test_lines_come_whole_whatever_the_pieces() -> None:
-    reader, writer = os.pipe()
-    try:
-        lines = Lines(reader)
-        os.write(writer, b"one\n\ntwo\nth")
-        assert [await lines.next() for _ in range(3)] == ["one", "", "two"]
-        waiting = asyncio.create_task(lines.next())
-        await asyncio.sleep(0.01)
-        os.write(writer, "é".encode()[:1])
-        await asyncio.sleep(0.01)
-        assert not waiting.done()
-        os.write(writer, "é".encode()[1:] + b"\n\xff\nlast\xc3")
-        assert await waiting == "thé"
-        assert os.get_blocking(reader)  # as it was
-        os.close(writer)
-        writer = -1
-        ends = [await lines.next() for _ in range(4)]
-        assert ends == ["\N{REPLACEMENT CHARACTER}", "last\N{REPLACEMENT CHARACTER}", None, None]
-    finally:
-        os.close(reader)
-        if writer >= 0:
-            os.close(writer)
-
-
-def test_output_is_flushed_text_or_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
-    show("")
-    show("a\n")
-    print_json({"é": (1.23456, float("nan"), True, None), 3: -0.000123456})  # type: ignore[dict-item]
-    assert capsys.readouterr().out == 'a\n{"é": [1.235, null, true, null], "3": -0.0001235}\n'

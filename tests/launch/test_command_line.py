@@ -19,9 +19,9 @@ from launch.command_line.checks import check_engine, check_reads_text, without_e
 from launch.command_line.options import MAX_VALUE, parse
 from launch.errors import WrongUsage
 from launch.hub import model_folder
-from launch.processes.child_configs import ChildConfigs
 from launch.processes.children import PIPE_CAPACITY
 from launch.processes.cores import Cores
+from launch.processes.supervisor import ChildConfigs
 from pipeline.checkpoint.index import INDEX_FILE
 from pipeline.config import EngineConfig, ResolvedConfig
 from pipeline.errors import ModelError, PolicyError
@@ -292,7 +292,7 @@ def test_the_longest_configuration_fits_a_childs_pipe() -> None:
     configs = ChildConfigs(
         ResolvedConfig(**vars(config)), path, Cores.here(), runtime, True, 1 << 40, "WARNING", path, b"k" * 32
     )
-    packed = pack_config(configs.for_coordinator("f" * 64))
+    packed = pack_config(configs.make("coordinator"))
     assert len(packed) < PIPE_CAPACITY - 1000  # its identity
 
 

@@ -6,16 +6,17 @@ import os
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machines import two_threads_a_core, write
 
 from launch.processes.cores import MOST_WORKERS, Cores, CpuSet, Thread, read_threads
-from launch.processes.supervisor import Supervisor
-from pipeline.config import EngineConfig, WorkerCores
+from launch.processes.supervisor import ChildConfigs, Supervisor
+from pipeline.config import EngineConfig, ResolvedConfig, WorkerCores
 from pipeline.experts.division import Plain, split_layer
 from pipeline.policies.view import Routing
 from protocol.client import Client
@@ -28,9 +29,15 @@ from shm.numa import interleave
 def machine(nodes: int, cores: int, threads: int = 1) -> tuple[Thread, ...]:
     """`cores` a node; numbered as usual: first the first thread of every core, then the second of each."""
     every = nodes * cores
-    return tuple(
-        Thread(number % every // cores, (number % every,), number) for number in range(every * threads)
-    )
+    return tuple(Thread(number % every // cores, number % every, number) for number in range(every * threads))
+
+
+def write(root: Path, **files: str) -> None:
+    """Files under a root; "__" in a name is "/"."""
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
 
 
 def only(threads: tuple[Thread, ...], usable: Collection[int]) -> tuple[Thread, ...]:
@@ -95,10 +102,6 @@ def test_second_hardware_threads_are_used_only_by_additional_workers() -> None:
     assert sets(Cores(only(cores.threads, {4, 5, 1})).for_workers(2)) == [{4}, {1}]  # 1 and 5 are one core
 
 
-def test_more_workers_than_threads_share() -> None:
-    assert sets(Cores(machine(1, 2)).for_workers(3)) == [{0}, {1}, {0}]
-
-
 def test_each_worker_has_its_cores_on_one_node() -> None:
     cores = Cores(machine(2, 4))
     assert cores.nodes == (0, 1)
@@ -119,8 +122,7 @@ def test_a_quota_s_cores_are_taken_from_all_nodes() -> None:
 
 
 def test_topology_is_read_from_sysfs(tmp_path: Path) -> None:
-    two_threads_a_core(tmp_path)
-    assert read_threads(range(4), tmp_path) == tuple(Thread(0, (0, n % 2), n) for n in range(4))
+    assert read_threads(range(2), tmp_path) == tuple(Thread(0, n, n) for n in range(2))
     write(
         tmp_path,
         sys__devices__system__cpu__online="0-1,3",  # 2 is offline
@@ -130,7 +132,7 @@ def test_topology_is_read_from_sysfs(tmp_path: Path) -> None:
         sys__devices__system__cpu__cpu3__topology__thread_siblings_list="1,3",
     )
     found = read_threads({1, 2, 3}, tmp_path)
-    assert found == (Thread(3, (1,), 1), Thread(3, (1,), 3))
+    assert found == (Thread(3, 1, 1), Thread(3, 1, 3))
     assert Cores(found).for_workers(1) == (CpuSet((1,), 3),)
 
 
@@ -198,7 +200,7 @@ async def test_results_do_not_depend_on_the_number_of_nodes(tiny_model: Path, mo
     """This machine's cores are presented as on nodes 0 and 1000; the kernel then refuses the second, and the
     start logs that. An existing store would not be placed, so this one has another tile size."""
     here = Cores.here().numbers
-    both = Cores(tuple(Thread(1000 * i, (n,), n) for i, n in enumerate((here[0], here[-1]))))
+    both = Cores(tuple(Thread(1000 * i, n, n) for i, n in enumerate((here[0], here[-1]))))
     config = EngineConfig(model=tiny_model, device="cpu", format="f32", tile=13, workers=2)
     scores = []
     for cores in (both, Cores.here()):
@@ -220,7 +222,7 @@ def test_one_core_is_left_to_a_coordinator_with_a_gpu(nodes: int, cores: int, th
     beside = here.beside_coordinator(None)
     assert beside.computing == here.computing - 1
     gone = set(here.threads) - set(beside.threads)
-    assert {(thread.node, thread.core) for thread in gone} == {(0, (cores - 1,))}
+    assert {(thread.node, thread.core) for thread in gone} == {(0, cores - 1)}
     assert len(gone) == threads
     used = set().union(*sets(beside.for_workers(beside.default_workers())))
     assert not used & {thread.number for thread in gone}
@@ -228,6 +230,21 @@ def test_one_core_is_left_to_a_coordinator_with_a_gpu(nodes: int, cores: int, th
     assert here.beside_coordinator(here.computing - 1) == beside
 
 
-def test_few_cores_are_all_the_workers() -> None:
-    here = Cores(machine(1, 3))
-    assert here.beside_coordinator(None) is here
+TWO_NODES = Cores(tuple(Thread(number // 2, number, number) for number in range(4)))
+
+
+@pytest.mark.parametrize(
+    ("workers", "sizes", "nodes"),
+    [(2, [2, 2], 2), (3, [1, 1, 2], 2), (1, [4], 1), (0, [], 2)],
+    ids=["a worker a node", "more workers", "one across both", "none"],
+)
+def test_coordinator_counts_nodes_where_each_worker_lies_on_one(
+    workers: int, sizes: list[int], nodes: int
+) -> None:
+    path = Path("/m")
+    config = ResolvedConfig(**vars(EngineConfig(model=path, name="n", workers=workers)))
+    runtime = cast(Any, SimpleNamespace(name="n", path=Path("/r")))
+    configs = ChildConfigs(config, path, TWO_NODES, runtime, True, 0, "WARNING", path, b"k")
+    config_map = configs.make("coordinator")
+    assert sorted(config_map["workers"]) == sizes
+    assert config_map["nodes"] == nodes

@@ -1,54 +1,46 @@
-"""The doctor on this machine: whole runs, trials in child processes, its report."""
+"""The doctor: whole runs, and what it makes of given facts and answers."""
 
 from __future__ import annotations
 
 import json
 import os
-import resource
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from engines import engines_left, launch
-from machines import GB, write
+import psutil
+import pytest
+from engines import engines_left, fingerprint_of, launch
 
-from launch.doctor import gpu
-from launch.doctor.bandwidth import LARGEST, buffer_size, example
-from launch.doctor.finding import Finding, render
+from launch.cli import main
+from launch.command_line.options import parse
+from launch.doctor import command, gpu, machine, measure
+from launch.doctor.machine import Finding
+from launch.doctor.measure import Bandwidth, Proof, Reads
+from launch.processes.cores import Cores, Thread
+from launch.processes.trials import TrialFailed
+from launch.runtime import EngineInfo, RuntimeDir
+from launch.terminal.interrupts import Interrupts
+from pipeline.assets import model_dir
+from pipeline.calibration.cost_cache import Record, Setting, keep, processor
+from pipeline.policies.costs import Costs
+from protocol.messages import VERSION
+from protocol.program import user_folder
+from shm.segment import engine_prefix
+from workers.kernels.native import VARIANTS
 
-TOPICS = {"cpu", "threads", "kernels", "memory", "shared memory", "software"}
+GB = 1_000_000_000
+TOPICS = {"cpu", "threads", "kernels", "memory", "shared memory"}
 TOPICS |= {"places", "gpu", "speed", "engine", "costs"}
 
 
-async def test_gpu_driver_is_checked_with_the_installed_torch(tmp_path: Path) -> None:
-    """The device nodes are files of the test; torch's findings depend on this machine."""
-    write(tmp_path, dev__nvidiactl="", proc__driver__nvidia__version="NVIDIA Kernel Module  550.54.14  Thu")
-    found, rate = await gpu.inspect(example(), tmp_path)
-    assert found[0].found == "NVIDIA driver 550.54.14"
-    assert len(found) > 1
-    if rate is None:
-        assert found[-1].level == "problem"
-    else:
-        assert rate > 0
-        assert "host to device" in found[-1].found
+def words(findings: list[Finding], level: str | None = None) -> str:
+    return "\n".join(f"{f.found}; {f.means}; {f.do}" for f in findings if level in (None, f.level))
 
 
-def test_buffer_exceeds_the_cache_and_not_the_memory() -> None:
-    assert buffer_size(32 << 20, 64 * GB) == 256 << 20
-    assert buffer_size(512 << 20, 64 * GB) == LARGEST
-    assert 0 < buffer_size(32 << 20, 1 * GB) <= GB // 8
-    assert buffer_size(None, 64 * GB) > 0
-    assert buffer_size(32 << 20, 100_000_000) == 0
-
-
-def test_report_fits_80_columns_and_is_plain() -> None:
-    finding = Finding(
-        "cpu", "problem", "found [bold]x[/bold] " * 8, "means " * 30, "one command\nanother " * 9
-    )
-    text = render([finding, Finding("memory", "ok", "much", "")], "Engines run here.")
-    assert all(len(line) <= 80 for line in text.splitlines())
-    assert "\x1b" not in text
-    assert "[bold]x[/bold]" in text
-    assert text.count("> ") == len(finding.do.splitlines())
-    assert text.endswith("\n\nEngines run here.\n")
+# --- the command --------------------------------------------------------------------------------------------
 
 
 def test_doctor_examines_every_topic_and_starts_an_engine() -> None:
@@ -85,16 +77,249 @@ def test_runtime_directory_open_to_others_is_a_problem(tmp_path: Path) -> None:
     assert "\x1b" not in done.stdout
 
 
-def test_file_size_limit_of_zero_is_a_problem() -> None:
-    def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # shared-memory segments are files too
+@pytest.mark.parametrize(
+    ("driver", "failed", "others", "ok"),
+    [
+        (False, [], ["problem"], True),
+        (True, [], [], True),
+        (True, ["auto"], [], False),
+        (True, ["auto", "cpu"], ["note"], False),
+        (False, ["auto"], [], False),
+    ],
+)
+async def test_verdict_follows_from_findings_and_from_engines(
+    driver: bool,
+    failed: list[str],
+    others: list[Any],
+    ok: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An engine that fails on a GPU is tried on the CPU as well."""
+    tried = []
 
-    done = launch("doctor", "--json", executed=True, preexec_fn=limited)
-    assert done.returncode == 1
-    report = json.loads(done.stdout)
-    assert report["ok"] is False
-    (engine,) = [f for f in report["findings"] if f["topic"] == "engine"]
-    assert engine["level"] == "problem"
-    assert report["measured"]["engine"]["failure"] in engine["found"]
-    assert "memory was not measured" in json.dumps(report["findings"])
-    assert engines_left() == []
+    async def inspect(*_: object) -> Any:
+        return [Finding("gpu", level, "x", "") for level in others], 2e9
+
+    async def measure_memory(cores: list[int]) -> Bandwidth:
+        assert cores == Cores.here().numbers
+        return Bandwidth(2, 1 << 26, 4e9, 8e9, 3e9, None)
+
+    async def prove(options: object, interrupts: object, device: str) -> Proof:
+        tried.append(device)
+        figures = {"start_s": 1.0, "tokens": 32, "decode_tok_s": 50.0, "policy": "lru", "idle_shares": {}}
+        return Proof(device, figures, f"broken {device}" * (device in failed))
+
+    monkeypatch.setattr(gpu, "inspect", inspect)
+    monkeypatch.setattr(gpu, "has_driver", lambda: driver)
+    monkeypatch.setattr(measure, "measure_memory", measure_memory)
+    monkeypatch.setattr(measure, "prove", prove)
+    assert await command.doctor(parse(["doctor", "--json"]), Interrupts()) == (not ok)
+    assert tried == (["auto", "cpu"] if driver and failed else ["auto"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is ok
+    measured = report["measured"]
+    assert measured["ceiling_tok_s"] == pytest.approx(8e9 / measure.embedded().token, rel=1e-3)
+    assert (measured["host_to_device_gbps"], measured["copy_gbps"]) == (2.0, 3.0)
+    assert ("failure" in measured["engine"]) is ("auto" in failed)
+    levels = [f["level"] for f in report["findings"]]
+    assert levels.count("problem") == len(failed) + others.count("problem")
+
+
+def test_report_fits_80_columns_and_is_plain() -> None:
+    finding = Finding(
+        "cpu", "problem", "found [bold]x[/bold] " * 8, "means " * 30, "one command\nanother " * 9
+    )
+    text = command.render([finding, Finding("memory", "ok", "much", "")], "Engines run here.")
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert "\x1b" not in text
+    assert "[bold]x[/bold]" in text
+    assert text.count("> ") == len(finding.do.splitlines())
+    assert text.endswith("\n\nEngines run here.\n")
+
+
+# --- the machine --------------------------------------------------------------------------------------------
+
+
+def test_limits_on_cores_are_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 16 if logical else 8)
+    eight = tuple(Thread(n // 4, n, n) for n in range(8))
+    notes = words(list(machine.processor(Cores(eight, quota=2.5))), "note")
+    assert "8 of 16 threads" in notes
+    assert "workers compute on 2 cores" in notes
+    (threads,) = [f for f in machine.processor(Cores(eight)) if f.topic == "threads"]
+    assert threads.found == f"8 workers: on {' | '.join(map(str, range(8)))}"
+    assert "2 NUMA nodes" in threads.means
+
+
+@pytest.mark.parametrize(
+    ("size", "free", "total", "level", "prevents"),
+    [
+        (64 << 20, 64 << 20, 32 * GB, "problem", False),
+        (64 << 20, 20_000_000, 32 * GB, "problem", True),
+        (4 * GB, 4 * GB, 30 * GB, "note", False),
+        (10 * GB, 10 * GB, 30 * GB, "ok", False),
+        (16 * GB, 24_999_999, 30 * GB, "problem", True),
+        (16 * GB, 25_000_000, 30 * GB, "ok", False),
+    ],
+)
+def test_small_shared_memory_is_a_problem(
+    size: int, free: int, total: int, level: str, prevents: bool
+) -> None:
+    finding = machine.capacity(size, free, 25_000_000, total)
+    assert (finding.level, finding.prevents) == (level, prevents)
+    assert ("--shm-size" in finding.do) is (level != "ok")
+
+
+def test_too_little_memory_and_a_limit_on_locked_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "available_memory", lambda: 3 * GB)
+    assert "up to 1.00 GB fit" in words(list(machine.memory(1000)))
+    assert any(f.prevents for f in machine.memory(1 * GB + 1))
+    monkeypatch.setattr(machine, "contents", lambda path: "CapEff:\t00000000a80425fb\n")
+    for lockable, level in ((8 << 20, "note"), (-1, "ok"), (4 * GB, "ok")):
+        assert machine._locking(lockable, 3 * GB).level == level
+    monkeypatch.setattr(machine, "contents", lambda path: "CapEff:\t000001ffffffffff\n")
+    assert machine._locking(8 << 20, 3 * GB).level == "ok"
+
+
+def test_missing_kernels_are_reported_with_the_command_that_compiles_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reason = "not compiled at installation"
+    monkeypatch.setattr(machine, "load", lambda name: reason)
+    monkeypatch.setattr(machine, "best", lambda: None)
+    monkeypatch.setattr(machine, "quantizer", lambda: None)
+    first, second = machine.kernels()
+    assert first.level == second.level == "note"
+    assert all(f"{name} ({reason})" in first.found for name in VARIANTS.values())
+    for finding in (first, second):
+        assert "-m pip install -e " in finding.do
+
+
+def test_running_engines_and_leftovers_of_killed_ones_are_named() -> None:
+    runtime = RuntimeDir.claim("doctor-places")
+    left = Path("/dev/shm" + engine_prefix(runtime.path.with_name("doctor-left")) + "slab-0")
+    try:
+        left.touch()
+        runtime.publish(EngineInfo(runtime.name, 123, "/m", "lru", runtime.endpoint("client.sock"), VERSION))
+        leftovers, engine = (f for f in machine.places() if f.level == "note")
+        assert "doctor-left" in leftovers.found
+        assert not left.exists()
+        assert all(part in engine.found for part in ("doctor-places", "lru"))
+        assert "--connect doctor-places" in engine.do
+        assert "kill 123" in engine.do
+    finally:
+        runtime.remove()
+        left.unlink(missing_ok=True)
+
+
+# --- kept costs ---------------------------------------------------------------------------------------------
+
+# An expert has 4 tiles: host 4 ms, device 0.4 ms, move 8 ms.
+COSTS = Costs((1, 64), (1e-3, 8e-3), (1e-4, 2e-4), 2e-3, 5e-5, (3e-4, 2e-3))
+SETTING = Setting(*processor(), "cpu", "f" * 64, "bf16", "bf16", (1, 1), "avx512", "")
+RECORD = Record(SETTING, str(model_dir()), 4, 10_000_000, 1.6e9, 0.0, COSTS)
+
+
+def test_costs_are_reported_with_their_setting() -> None:
+    busy = replace(RECORD, load=5.0 * SETTING.cores)
+    first, second, *rest = machine.costs([(Path("a"), RECORD), (Path("b"), busy), *[(Path("c"), RECORD)] * 9])
+    assert first.found.startswith("the embedded model (bf16, 2 workers, cpu; 2020-09-1")
+    assert first.found.endswith("one expert: host 4 ms, device 0.4 ms, move 8 ms")
+    assert "from a: delete it to measure again" in first.means
+    assert second.level == "note"
+    assert f"load average {5.0 * SETTING.cores:.1f} before measuring" in second.means
+    assert len(rest) == machine.SHOWN_COSTS - 2
+    (none,) = machine.costs([])
+    assert "no costs have been measured" in none.found
+
+
+@pytest.mark.usefixtures("known_speeds")
+def test_doctor_model_shows_the_costs_of_that_model(
+    tiny_model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    of_int8 = replace(SETTING, store=fingerprint_of(tiny_model, "int8"), format="int8")
+    keep(user_folder("CACHE"), replace(RECORD, setting=of_int8, model=str(tiny_model)))
+    keep(user_folder("CACHE"), RECORD)  # another model's
+    try:
+        arguments = ["doctor", "--model", str(tiny_model), "--device", "cpu"]
+        assert main([*arguments, "--json"]) == 0
+        every = json.loads(capfd.readouterr().out)["costs"]
+        assert SETTING.name not in [Path(one["file"]).name for one in every]
+        # other tests' engines may have measured this model too, in other formats
+        (only,) = [one for one in every if one["setting"]["format"] == "int8"]
+        assert Costs.from_json(only["costs"]) == COSTS
+        assert Path(only["file"]).name == of_int8.name
+        assert main(arguments) == 0
+        out = capfd.readouterr().out
+        assert "one expert: host 4 ms, device 0.4 ms, move 8 ms" in " ".join(out.split())
+        assert max(map(len, out.splitlines())) <= 80
+    finally:
+        for setting in (of_int8, SETTING):
+            (user_folder("CACHE") / "costs" / setting.name).unlink()
+
+
+# --- GPUs ---------------------------------------------------------------------------------------------------
+
+READS = Reads("a-model", 9 * GB, 2 * GB, 4)
+TORCH: dict[str, Any] = {
+    **{"version": "2.12", "cuda": "12.8"},
+    "devices": [{"name": "A GPU", "bytes": 24 * GB, "free": 20 * GB}],
+}
+ANSWERS: dict[str, Any] = {
+    "torch": TORCH,
+    "graph": True,
+    "link": [9e9, 25e9, 5e9],
+    "handle": "00",
+    "same": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "levels", "said", "pace"),
+    [
+        ({}, ["ok"] * 4, "A GPU, 24.00 GB, 20.00 GB free", 9e9),
+        ({"torch": TrialFailed("no result within 1 s")}, ["problem"], "no result within 1 s", None),
+        ({"torch": TORCH | {"devices": [], "cuda": None}}, ["problem"], "without CUDA", None),
+        ({"torch": TORCH | {"devices": []}}, ["problem"], "older than CUDA 12.8", None),
+        ({"graph": False}, ["ok", "problem", "ok", "ok"], "other numbers", 9e9),
+        ({"graph": {"failure": "not supported"}}, ["ok", "problem", "ok", "ok"], "not supported", 9e9),
+        ({"link": {"failure": "out of memory"}}, ["ok", "ok", "ok", "problem"], "out of memory", None),
+        ({"handle": {"failure": "not permitted"}}, ["ok", "ok", "note", "ok"], "not permitted", 9e9),
+        ({"same": False}, ["ok", "ok", "note", "ok"], "something else", 9e9),
+        ({"same": {"failure": "no memory"}}, ["ok", "ok", "note", "ok"], "no memory", 9e9),
+    ],
+)
+async def test_gpu_is_examined_by_a_child(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], levels: list[str], said: str, pace: float | None
+) -> None:
+    answers = iter((ANSWERS | changed).values())
+
+    class Child:
+        async def result(self, limit: float) -> Any:
+            answer = next(answers)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    @asynccontextmanager
+    async def trial(module: str, config: dict[str, Any]) -> AsyncIterator[Any]:
+        assert module == gpu.CHILD
+        if config["what"] == "open" and "failure" in str(changed.get("handle")):
+            pytest.fail("there is nothing to open")
+        yield Child()
+
+    monkeypatch.setattr(gpu, "trial", trial)
+    monkeypatch.setattr(gpu, "has_driver", lambda: True)
+    monkeypatch.setattr(gpu, "find_spec", lambda name: name)
+    findings, link = await gpu.inspect(READS)
+    assert [f.level for f in findings] == levels
+    assert said in words(findings)
+    assert link == pace
+    assert not any(f.prevents for f in findings)  # engines run on the CPU
+
+
+async def test_torch_of_this_machine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "has_driver", lambda: True)
+    findings, pace = await gpu.inspect(READS)
+    assert (pace is None) is (findings[-1].level == "problem")

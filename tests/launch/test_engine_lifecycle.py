@@ -29,7 +29,6 @@ from waiting import wait_until
 
 from launch.errors import StartFailed
 from launch.processes.cores import Cores
-from launch.processes.limits import Limits
 from launch.processes.supervisor import Supervisor
 from launch.terminal.progress import LINE_INTERVAL
 from pipeline.config import EngineConfig
@@ -128,7 +127,7 @@ def test_engine_serves_every_command_and_stops_on_sigint(arguments: list[str], t
         engine.send(signal.SIGINT)
         code, _, err = engine.end()
         assert code == 0
-    assert re.match(r"\[tandem\] engine cycle stopped by SIGINT: \d+ requests served", err.splitlines()[-1])
+    assert err.splitlines()[-1] == "[tandem] engine cycle stopped by SIGINT"
     (line,) = re.findall(r"^\[tandem\] memory: .*$", err, re.M)
     assert re.search(r"experts [\d.]+ kB \(bf16\), KV cache [\d.]+ kB \(1024 tokens\), backbone", line)
     assert "--format" not in err
@@ -240,15 +239,6 @@ def test_answer_cancelled_by_the_engine_is_one_line_and_exit_1(arguments: list[s
         (line,) = (line for line in err.splitlines() if not line.startswith("[tandem] "))
         assert line.startswith("launch.py: the engine cancelled this ")
     assert list(tmp_path.iterdir()) == [ids]
-
-
-@pytest.mark.usefixtures("executed_processes")  # none is ready within the limit
-async def test_start_over_its_time_limit_names_the_processes_that_are_late(tiny_model: Path) -> None:
-    config = EngineConfig(model=tiny_model, name="late", device="cpu", workers=2)
-    with pytest.raises(StartFailed, match=r"not ready after 0\.05 s: coordinator, worker 0, worker 1"):
-        async with Supervisor(config, limits=Limits(ready=0.05)):
-            pass
-    assert engines_left() == []
 
 
 async def test_failed_start_raises_one_line_and_leaves_nothing(tmp_path: Path) -> None:

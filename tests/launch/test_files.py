@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from launch.command_line.checks import read_ids, read_text
 from launch.errors import WrongUsage
 from launch.score.command import matrix_file, windows_of
-from launch.stress.script import read_script
+from launch.stress.load import read_script
 from launch.terminal.interrupts import Lines
 
 

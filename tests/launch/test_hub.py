@@ -107,18 +107,6 @@ def test_lost_network_is_one_line(home: Home, hub: HubServer, files: dict[str, b
     assert home.unfinished() == []
 
 
-def test_incomplete_model_without_network_is_one_line(home, hub, files, tmp_path) -> None:
-    hub.repositories[NAME] = Repository(files)
-    hub.stuck = SHARDS[1]
-    process = home.start("-c", RESOLVE, NAME)
-    assert hub.half.wait(60)
-    process.kill()
-    process.communicate(timeout=100)
-    line = Home(tmp_path, "http://127.0.0.1:9").complaint(code=1)
-    assert "cannot be reached" in line
-    assert SHARDS[1] in line
-
-
 def test_missing_tokenizer_is_downloaded(home, hub, files, tmp_path) -> None:
     """Another program has downloaded the weights alone."""
     hub.repositories[NAME] = Repository(files)
@@ -164,8 +152,8 @@ def test_refused_models_get_one_line_and_no_weights(home, hub, files) -> None:
         (Repository(files, refuse_files=(401, "GatedRepo")), ["hf auth login"], 2, None),
         (Repository(files, refuse_files=(403, "GatedRepo")), ["hf auth login"], 2, None),
         (Repository(files, refuse_files=(403, "")), ["hf auth login"], 2, None),
-        (Repository(pickles), ["pytorch_model.bin", "safetensors"], 2, []),
-        (Repository({"README.md": b""}), ["no weights"], 2, []),
+        (Repository(pickles), ["safetensors"], 2, []),
+        (Repository({"README.md": b""}), ["safetensors"], 2, []),
         (Repository(files | {"\x1b]2;x\a.json": b"{}"}), ["control", "\ufffd]2;x\ufffd.json"], 2, []),
         (Repository(files | {"config.json": llama}), ["llama", "mixtral"], 2, config),
         *((Repository(files | {"config.json": c}), config, 2, config) for c in (b"{", b"[]", b"\xff")),

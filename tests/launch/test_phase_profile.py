@@ -34,7 +34,7 @@ def test_the_devices_own_clock_goes_before_the_hosts() -> None:
 
 
 def test_moved_bytes_are_tiles_times_tile_size() -> None:
-    expected = {"demanded": 50, "predicted": 20, "useful": 12, "late": 5, "wasted": 6}
+    expected = {"demanded": 50, "predicted": 20, "useful": 12, "late": 5, "wasted": 6, "placed": 0}
     moved = PhaseProfile(decode(), TILE).moved
     assert moved == {kind: tiles * TILE for kind, tiles in expected.items()}
 

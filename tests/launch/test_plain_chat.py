@@ -102,7 +102,7 @@ def test_whether_a_model_can_chat_is_seen_without_loading_its_tokenizer(tmp_path
     others = {key: value for key, value in json.loads(settings.read_text()).items() if key != "chat_template"}
     template = (folder / "chat_template.jinja").read_text()
     (folder / "chat_template.jinja").unlink()
-    settings.write_text(json.dumps(others | {"chat_template": {"default": template}}))
+    settings.write_text(json.dumps(others | {"chat_template": [{"name": "default", "template": template}]}))
     check_can_chat(folder)
     settings.write_text(json.dumps(others | {"chat_template": [{"name": "rag", "template": template}]}))
     with pytest.raises(WrongUsage, match="no chat template"):

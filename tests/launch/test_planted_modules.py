@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from engines import launch
 
-from launch.planning import device_choice
-from launch.planning.device_choice import usable_device
+from launch import planning
 from launch.processes.trials import TrialFailed, trial
 
 MODULES = ("msgpack", "numpy", "posix_ipc", "regex", "tokenizers", "torch", "transformers", "uvloop", "zmq")
@@ -37,7 +36,7 @@ def test_engine_imports_nothing_from_the_working_directory(tiny_model: Path, ran
 
 
 async def failing_trial() -> None:
-    async with trial("launch.doctor.gpu_child", {"what": "open", "handle": "00" * 64}) as child:
+    async with trial("launch.doctor.child", {"what": "open", "handle": "not hexadecimal"}) as child:
         await child.result(60)
 
 
@@ -46,6 +45,6 @@ def test_trials_and_probes_import_nothing_from_the_working_directory(
 ) -> None:
     with pytest.raises(TrialFailed):
         asyncio.run(failing_trial())
-    monkeypatch.setattr(device_choice, "DRIVER_NODES", (ran.parent,))
-    usable_device("auto")
+    monkeypatch.setattr(planning, "DRIVER_NODES", (ran.parent,))
+    planning.usable_device("auto")
     assert not ran.exists(), ran.read_text()

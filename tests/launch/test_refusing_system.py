@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
+import shutil
+import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,10 +16,10 @@ from scripted_children import KILLED, Play, stage, supervisor
 from waiting import until
 
 from launch import cli, runtime
-from launch.errors import StartFailed
-from launch.processes import group
-from launch.processes.limits import Limits
-from protocol.messages import SetPolicy
+from launch.errors import EngineFailed, StartFailed
+from launch.processes import children
+from launch.processes import supervisor as supervising
+from launch.processes.monitor import Limits
 from protocol.sockets import Identity, runtime_root
 
 LIMITS = Limits(check_interval=1e6, first_pause=0.001)
@@ -30,22 +33,6 @@ async def play(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Play]:
 
 def full(*_: object, **__: object) -> Any:
     raise OSError(errno.ENOSPC, "No space left on device", "/run/x")
-
-
-async def test_engine_goes_on_where_a_new_policy_cannot_be_written_down(
-    play: Play, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with supervisor(LIMITS) as engine:
-        info = runtime_root() / engine.name / "engine.json"
-        info.unlink()
-        info.mkdir()  # it cannot be replaced by a file
-        coordinator = play.child("coordinator")
-        coordinator.send(SetPolicy(0, "random", {}))
-        await until(lambda: "the list of engines still shows the policy before" in caplog.text)
-        coordinator.process.end(KILLED)
-        second = await play.spawned("coordinator", 0, 1)
-        assert second.config["config"]["policy"] == "random"
-    assert engines_left() == []
 
 
 async def test_start_that_cannot_write_is_one_line(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,11 +55,10 @@ async def test_worker_is_restarted_once_the_system_gives_descriptors_again(
         return await play.spawn(*arguments)
 
     async with supervisor(LIMITS) as engine:
-        monkeypatch.setattr(group, "spawn", spawn)
+        monkeypatch.setattr(children, "spawn", spawn)
         play.child("worker", 1).process.end(KILLED)
         await until(lambda: Identity("worker", 1, 3) in engine.pids)
-        lines = [line for line in caplog.messages if "could not be started: refused" in line]
-        assert lines == ["the worker 1 could not be started: refused; it is being restarted"] * 2
+        assert "the worker 1 could not be started: refused; it is being restarted" in caplog.messages
 
 
 def test_files_that_cannot_be_removed_do_not_fail_other_starts(
@@ -100,3 +86,23 @@ def test_a_command_that_the_system_refuses_something_ends_with_one_line(
     assert cli.main(["cache"]) == 1
     assert logging.getLogger().level == level
     assert capsys.readouterr().err == "launch.py: /run/x: No space left on device\n"
+
+
+@pytest.mark.parametrize("removed", ["", "lock"])
+async def test_engine_that_no_client_can_reach_ends_in_order_with_one_line(
+    play: Play, removed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervising, "FILES_SECONDS", 0.01)
+    line = r"^another program has removed .* no client can connect: .*$"
+    with pytest.raises(EngineFailed, match=line) as failed:  # noqa: PT012 - from the end of the block
+        async with supervisor() as engine:
+            path = runtime_root() / engine.name
+            if removed:
+                (path / removed).unlink()
+            else:
+                shutil.rmtree(path)
+            await asyncio.Future()
+    assert failed.value.exit_code == 1
+    # Connections outlive the names of sockets; the text process has nothing to finish.
+    assert [c.process.signals for c in play.children] == [[], [signal.SIGTERM], [], [], []]
+    assert engines_left() == []

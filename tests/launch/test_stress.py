@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,14 +15,11 @@ from engines import Launched, launch, run
 from msgspec import structs
 from waiting import wait_until
 
-from launch.chaos.injector import Chaos, Injector
 from launch.equality import QUANTIZED_BOUND, Comparison, Verdict
-from launch.stress.chaos import ChaosRun
-from launch.stress.load import End, Load, Outcome, Request, ask, count_strays, run_load
-from launch.stress.reference import Finding, alone, compare_all
-from launch.stress.report import ERRORS, StressRun, report
-from launch.stress.script import Entry
-from launch.stress.table import NAMES, report_parts
+from launch.stress.chaos import Chaos, ChaosRun, Injector
+from launch.stress.load import End, Load, Outcome, Request, ask
+from launch.stress.reference import Finding, compare_all
+from launch.stress.report import ERRORS, NAMES, StressRun, report, report_parts
 from launch.terminal.tables import print_parts
 from pipeline.config import EngineConfig
 from protocol.client import Client
@@ -139,61 +134,6 @@ def wait_for_load(engine: Launched) -> None:
     coordinator = engine.child("pipeline.coordinator")
     before = coordinator.cpu_times().user
     assert wait_until(lambda: coordinator.cpu_times().user > before + 0.3, 60.0)
-
-
-def entries() -> list[Entry]:
-    return [
-        Entry("first", prompt="A list of", max_tokens=12),
-        Entry("second", prompt="def main():", max_tokens=12),
-        Entry("chat", messages=(ChatMessage("user", "What is a list?"),), max_tokens=12),
-        Entry("cut", prompt="One, two,", max_tokens=40, cancel_after=4),
-        Entry("talk", turns=("Good morning.", "Good night."), max_tokens=8),
-        Entry("too long", prompt="long " * 300),
-        Entry("random", prompt="A list of", max_tokens=12, temperature=1.0),
-    ]
-
-
-async def test_altered_answers_are_mismatches(start_engine, tiny_model: Path) -> None:
-    """Altered answers, and answers compared with another prompt's."""
-    config = EngineConfig(model=tiny_model, format="f32", backbone_dtype="f32")
-    async with start_engine(config) as (supervisor, client), AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(Client.connect(supervisor.endpoint)) for _ in range(3)]
-        load = Load([[], [], []])
-        ended: list[Outcome] = []
-        await run_load(clients, entries(), load, ended.append)
-        await count_strays(clients, load)
-        assert len(ended) == len(load.all) == 8
-        assert load.unsent == 0
-
-        findings: list[Finding] = []
-        await compare_all(client, load.all, BOUND, findings.append)
-        assert Counter(f.verdict for f in findings)[Verdict.MISMATCH] == 0
-        assert len(findings) == 7
-        run = StressRun("here", client.welcome, BOUND, load, findings, finished=True)
-        assert report(run)["passed"]
-
-        by_name = {outcome.request.label: outcome for outcome in load.all}
-        wrong = [
-            replace(by_name["first"], request=replace(by_name["first"].request, prompt="def main():")),
-            replace(by_name["cut"], request=replace(by_name["cut"].request, prompt="Three, two,")),
-            replace(by_name["second"], tokens=by_name["second"].tokens[:-1]),
-            replace(by_name["second"], text="other text"),
-            replace(by_name["chat"], end=End.STOP),
-            replace(by_name["too long"], error="another reason"),
-            replace(by_name["too long"], request=by_name["first"].request),
-            replace(by_name["second"], request=by_name["too long"].request),
-        ]
-        findings.clear()
-        await compare_all(client, wrong, BOUND, findings.append)
-        assert [f.verdict for f in findings] == [Verdict.MISMATCH] * len(wrong), [*map(str, findings)]
-        found = report(StressRun("here", client.welcome, BOUND, load, findings, finished=True))
-        assert not found["passed"]
-        assert found["mismatches"] == len(wrong)
-
-        quick = await ask(client, Request("q", "A list of", None, 200, Sampling()), silence=1e-4)
-        assert quick.end is End.LOST
-        assert alone(quick) is None
-        assert "no message" in quick.error
 
 
 async def test_a_third_token_counts_by_its_own_distance_to_the_best(start_engine, tiny_model: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,15 +13,14 @@ from launch.command_line.options import parse
 from launch.equality import Comparison, Verdict
 from launch.errors import WrongUsage
 from launch.stress import command
-from launch.stress.load import End, Load, Outcome, Request, ask, count_strays, run_load
+from launch.stress.load import End, Entry, Load, Outcome, Request, ask, count_strays, run_load
 from launch.stress.reference import Finding
 from launch.stress.report import StressRun, report
-from launch.stress.script import Entry
 from launch.terminal.interrupts import Interrupts
 from protocol.answer import Answer
 from protocol.client import Client
 from protocol.errors import EngineGone, MalformedMessage, ProtocolError, RequestFailed
-from protocol.messages import VERSION, ChatMessage, Done, Queued, Sampling, Token, Welcome
+from protocol.messages import VERSION, ChatMessage, Done, Sampling, Token, Welcome
 
 WELCOME = Welcome(VERSION, "e", "m", "f", "cpu", "all-host", True, 4096, 256, True, True, "", format="bf16")
 Ends = Callable[[int], "Done | ProtocolError"]
@@ -112,18 +110,6 @@ async def test_other_clients_serve_the_queue_of_one_whose_engine_has_ended() -> 
     assert {outcome.request.label for outcome in ended} == set("01234")
 
 
-async def test_turns_of_entries_left_in_the_queue_are_counted() -> None:
-    gone = AnsweringClient(lambda number: EngineGone("gone"))
-    load, _ = await loaded([Entry("text", prompt="p"), Entry("talk", turns=("a", "b", "c"))], gone)
-    assert load.unsent == 3
-
-
-async def test_entry_waits_its_delay() -> None:
-    load, _ = await loaded([Entry("late", prompt="p", delay=0.03)], AnsweringClient())
-    assert load.seconds >= 0.03
-    assert load.all[0].ended - load.all[0].sent < load.seconds - 0.02  # it is no part of the answer's time
-
-
 async def test_strays_are_counted_behind_a_reply_of_the_engine() -> None:
     clients = [AnsweringClient() for _ in range(3)]
     load = Load([[], [], []])
@@ -159,24 +145,13 @@ async def test_each_end_of_an_answer_is_told_from_the_others(
     assert outcome.stats == ({"a": 1} if expected is End.STOP else {})
 
 
-@pytest.mark.parametrize("message", [Queued(0, 1), Token(0, 0, 7, "a"), None])
-async def test_each_message_extends_the_time_in_which_an_answer_is_lost(
-    message: Queued | Token | None,
-) -> None:
-    loop, silence = asyncio.get_running_loop(), 0.1
-    answer = Answer(0, lambda request: None)
-
-    class Slow:
+async def test_answer_without_any_message_is_lost() -> None:
+    class Silent:
         def generate(self, **_: Any) -> Answer:
-            for number in range(1, 4):
-                if message is not None:
-                    loop.call_later(0.07 * number, answer.feed, message)
-            loop.call_later(0.28, answer.feed, Done(0, "length"))
-            return answer
+            return Answer(0, lambda request: None)
 
-    outcome = await ask(cast(Client, Slow()), REQUEST, silence)
-    assert outcome.end is (End.LOST if message is None else End.LENGTH)
-    assert outcome.error == ("no message for 0.1 s after 0 tokens" if message is None else "")
+    outcome = await ask(cast(Client, Silent()), REQUEST, silence=1e-3)
+    assert (outcome.end, outcome.error) == (End.LOST, "no message for 0.001 s after 0 tokens")
 
 
 # --- the report ---------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from launch.assets import stress_script
 from launch.errors import WrongUsage
-from launch.stress.script import Entry, read_script
+from launch.stress.load import Entry, read_script
 from pipeline.assets import model_dir
 from pipeline.text.tokenizer import Tokenizer
 from protocol.messages import ChatMessage

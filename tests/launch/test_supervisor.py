@@ -8,7 +8,6 @@ import logging
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from engines import engines_left
@@ -16,9 +15,8 @@ from scripted_children import KILLED, PID, Play, ScriptedChild, stage, superviso
 from waiting import until
 
 from launch.errors import StartFailed
-from launch.processes import supervisor as supervising
 from launch.processes.cores import Cores
-from launch.processes.limits import Limits
+from launch.processes.monitor import Limits
 from launch.processes.supervisor import Supervisor
 from pipeline.assets import model_dir
 from protocol.messages import VERSION, Failed, Heartbeat, Needed, SetPolicy, Shutdown, WorkerUp
@@ -98,44 +96,6 @@ async def test_nothing_stays_behind_however_often_the_end_is_cancelled(play: Pla
     assert all(child.process.returncode is not None for child in play.children)
 
 
-@pytest.mark.parametrize(
-    ("workers", "policy", "spawned"),
-    [
-        (0, "all-host", ["coordinator"]),
-        (1, "all-host", ["coordinator", "worker 0"]),
-        (0, "on-demand", ["coordinator", "prefetcher"]),
-    ],
-)
-async def test_only_needed_children_start(
-    play: Play,
-    workers: int,
-    policy: str,
-    spawned: list[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO, "tandem")
-    async with supervisor(NEVER, workers=workers, policy=policy):
-        names = [event.removesuffix(" is spawned") for event in play.events if event.endswith("spawned")]
-        assert [name for name in names if name not in ("loader", "text process")] == spawned
-        assert play.child("coordinator").config["workers"] == [
-            len(cpus.cores) for cpus in (Cores.here().for_workers(workers) if workers else ())
-        ]
-    (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("processes: ")]
-    words = "1 worker" if workers else "which computes experts itself"
-    assert line == f"processes: coordinator, {words}" + ", prefetcher" * ("prefetcher" in spawned)
-
-
-async def test_more_workers_than_cores_are_warned_of(play: Play, caplog: pytest.LogCaptureFixture) -> None:
-    cores = len(Cores.here().numbers)
-    async with supervisor(NEVER, workers=cores + 1):
-        pass
-    assert f"warning: {cores + 1} workers share {cores} cores" in caplog.text
-    caplog.clear()
-    async with supervisor(NEVER, workers=1):
-        pass
-    assert "share" not in caplog.text
-
-
 # --- the loader ---------------------------------------------------------------------------------------------
 
 
@@ -167,7 +127,7 @@ async def test_loader_that_fails_ends_the_start_with_its_line(play: Play, usage:
 async def test_early_exit_without_a_word_ends_the_start(
     play: Play, role: str, code: int, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.processes.group.LAST_MESSAGE_LIMIT", 0.02)
+    monkeypatch.setattr("launch.processes.children.LAST_MESSAGE_LIMIT", 0.02)
     play.script = lambda child: child.process.end(code) if child.identity.role == role else play.begin(child)
     with pytest.raises(StartFailed, match=f"^{line}$") as failed:
         async with supervisor(NEVER):
@@ -238,48 +198,6 @@ async def test_store_that_was_removed_meanwhile_is_loaded_again(play: Play) -> N
         assert engine.endpoint
 
 
-async def test_store_that_is_removed_each_time_ends_the_start(
-    play: Play, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervising, "LOAD_TRIES", 3)
-    play.fingerprint = "0" * 64
-
-    def script(child: ScriptedChild) -> None:
-        child.ready()
-        if child.identity.role == "loader":
-            child.process.end(0)
-
-    play.script = script
-    with pytest.raises(StartFailed, match="removed the store each time"):
-        async with supervisor(NEVER):
-            pass
-    assert [c.identity.role for c in play.children] == ["coordinator", "text", *["loader"] * 3]
-
-
-@pytest.mark.parametrize(
-    ("role", "changed", "line"),
-    [
-        ("loader", {"version": 1}, "the loader has another version of Tandem"),
-        ("coordinator", {"version": 1}, "the coordinator has another version of Tandem"),
-        ("worker", {"fingerprint": "e" * 64}, "the worker 1 has another store"),
-    ],
-)
-async def test_child_of_another_version_or_store_ends_the_start(
-    play: Play, role: str, changed: dict[str, Any], line: str
-) -> None:
-    def script(child: ScriptedChild) -> None:
-        if child.identity.role == role and child.identity.index == (role == "worker"):
-            child.ready(**changed)
-        else:
-            play.begin(child)
-
-    play.script = script
-    with pytest.raises(StartFailed, match=f"^{line}$"):
-        async with supervisor(NEVER):
-            pass
-    assert engines_left() == []
-
-
 # --- a running engine ---------------------------------------------------------------------------------------
 
 
@@ -322,25 +240,3 @@ async def test_restarted_coordinator_has_the_policy_that_was_set_last(
         await until(lambda: engine.config.policy == "all-host")
         second.process.end(KILLED)
         assert (await play.spawned("coordinator", 0, 2)).config["slab"] is False
-
-
-async def test_messages_of_earlier_incarnations_and_malformed_ones_are_dropped(
-    play: Play, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with supervisor(NEVER) as engine:
-        first, coordinator = play.child("worker"), play.child("coordinator")
-        first.process.end(KILLED)
-        second = await play.spawned("worker", 0, 1)
-        first.send(Failed("worker", "late", True))
-        first._socket.send_multipart([b"?"])  # type: ignore[union-attr]
-        coordinator._socket.send_multipart([bytes([32, VERSION]), b"\xc1"])  # type: ignore[union-attr]
-        before = coordinator.child.last_message
-        coordinator.send(WorkerUp("worker", 0, 1))
-        await until(lambda: second.child.up)
-        assert coordinator.child.last_message > before
-        assert not second.child.failed.done()
-        assert caplog.text.count("dropped a malformed message on the control socket") >= 1
-        assert engine.pids.keys() == {
-            Identity(*who)
-            for who in (("coordinator", 0, 0), ("worker", 0, 1), ("worker", 1, 0), ("text", 0, 0))
-        }

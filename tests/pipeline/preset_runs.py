@@ -22,7 +22,7 @@ from pipeline.assets import heldout, model_dir
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.calibration import approximations, measure
-from pipeline.calibration.context import CalibrationContext
+from pipeline.calibration.reading import CalibrationContext
 from pipeline.checkpoint.open import open_model
 from pipeline.counters import difference
 from pipeline.engine.driver import LayerDecision

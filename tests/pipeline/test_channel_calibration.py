@@ -13,11 +13,9 @@ from thread_engine import CONTEXT, engine_in_threads
 
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.calibration.approximations import SPARSITIES
-from pipeline.calibration.context import CalibrationContext, Findings
-from pipeline.calibration.lanes import lanes
-from pipeline.calibration.magnitudes import STEPS, up_of
 from pipeline.calibration.measure import calibrate
-from pipeline.calibration.windows import Division
+from pipeline.calibration.observers import STEPS, up_of
+from pipeline.calibration.reading import CalibrationContext, Division, Findings, lanes
 from pipeline.checkpoint.open import open_model
 from pipeline.models.registry import expert_shape
 from pipeline.policies.calibration import MOST, Calibration

@@ -58,7 +58,7 @@ async def heard(client: RawClient, request: int) -> None:
 
 async def full(running: Service, name: bytes) -> None:
     """Wait until the client's socket was found to be full."""
-    await until(lambda: running.clients._clients[name].outbox.full_since is not None)
+    await until(lambda: running.clients._clients[name].full_since is not None)
 
 
 async def beats(running: Service, client: RawClient, name: bytes, scene: Scene) -> None:

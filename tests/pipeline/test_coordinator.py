@@ -25,7 +25,7 @@ from pipeline.config import ResolvedConfig
 from pipeline.coordinator import FLOODED, STOPPING, Coordinator
 from pipeline.experts.peers import ExitEvents
 from pipeline.experts.pool import Ticket
-from pipeline.serving import clients, engine_inbox
+from pipeline.serving import engine_inbox
 from pipeline.serving.clients import Clients
 from protocol.codec import decode, encode
 from protocol.messages import (
@@ -285,22 +285,6 @@ async def test_exits_that_the_supervisor_reports_reach_the_engine(
         await until(lambda: len(reported) == 2)
         assert await supervisor.shut_down() == 0
     assert reported == exits
-
-
-async def test_disconnected_clients_requests_end(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(clients, "HEARTBEAT_SECONDS", 0.01)
-    async with supervised(tiny_model, tmp_path) as supervisor, raw_client(supervisor.endpoint) as other:
-        async with raw_client(supervisor.endpoint) as leaving:
-            await leaving.send(structs.replace(ASKED, max_tokens=50, conversation="talk"))
-            await leaving.next()
-        stats: dict[str, Any] = {"ended": 0}
-        async with asyncio.timeout(LIMIT):
-            while not stats["ended"] or stats["conversations"]:
-                await other.send(Stats(2))
-                stats = (await other.expect(StatsReply)).stats["scheduler"]
-        assert (stats["running"], stats["waiting"], stats["kv_tokens_used"]) == (0, 0, 0)
 
 
 async def test_endpoint_that_cannot_be_bound_is_a_usage_error(tiny_model: Path, tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def changed(change: Callable[[dict], object]) -> Callable[[Path], None]:
         changed(lambda data: data["setting"].update(workers=3)),
         changed(lambda data: data.update(setting=7)),
         changed(lambda data: data.update(tiles=0)),
+        changed(lambda data: data.update(tile_bytes=0)),
         changed(lambda data: data["costs"].update(link=-1.0)),
         changed(lambda data: data["costs"].pop("host")),
     ],
@@ -127,14 +128,6 @@ def test_other_files_of_the_folder_are_neither_read_nor_removed(tmp_path: Path) 
     assert measured_here(tmp_path) == [(path_of(tmp_path), RECORD)]
     assert all(other.exists() for other in others)
     assert find(tmp_path, foreign.setting) == foreign
-
-
-@pytest.mark.parametrize("changes", [{"tiles": 0}, {"tile_bytes": 0}])
-def test_tiles_have_a_size(changes: dict[str, int]) -> None:
-    plain = RECORD.to_json()
-    assert Record.from_json(json.loads(json.dumps(plain))) == RECORD
-    with pytest.raises(ValueError, match="its tiles have no size"):
-        Record.from_json(plain | changes)
 
 
 def test_symbolic_link_is_not_followed(tmp_path: Path) -> None:

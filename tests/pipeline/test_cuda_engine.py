@@ -158,19 +158,6 @@ def test_arrays_are_read_inside_and_outside_of_inference_mode() -> None:
         np.testing.assert_array_equal(again, np.ones((3, 4)))
 
 
-def test_fences_use_their_events_again() -> None:
-    with fake_device() as (device, runtime):
-        for _ in range(10):
-            fences = [device.fence() for _ in range(5)]
-            device.wait(fences[3])
-            device.to_host(torch.ones(1, 1))  # waits for all work
-            before = runtime.calls["cudaEventSynchronize"]
-            for fence in [*fences, *fences]:
-                device.wait(fence)
-            assert runtime.calls["cudaEventSynchronize"] == before
-        assert runtime.calls["cudaEventCreateWithFlags"] == 5
-
-
 def test_costs_are_measured(tiny_model, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(cost_probe, "BUDGET", 0.05)
     with cuda_engine(tiny_model, tmp_path) as (engine, _, _runtime):

@@ -62,7 +62,7 @@ def by_hand(parts: MoverParts, share: Share) -> torch.Tensor:
 def test_resident_and_fetched_tiles_are_summed_and_counted(parts: MoverParts) -> None:
     """The bits depend on the cuts alone."""
     memory = memory_on(parts, 2 * SHAPE.tiles)
-    assert (memory.exists, memory.capacity) == (True, 2 * SHAPE.tiles)
+    assert memory.capacity == 2 * SHAPE.tiles
     cuts = {0: 4, 2: 3}
     found = []
     for resident in ({0: 2, 2: 3}, {0: 0, 2: 0}, {0: 5, 2: 1}):
@@ -139,7 +139,7 @@ def test_only_items_with_resident_tiles_use_a_prediction() -> None:
 
 def test_engine_without_a_slab_has_an_empty_memory() -> None:
     memory = DeviceMemory(ModelShape(2, 3, 4, 2), open_device("cpu"))
-    assert (memory.exists, memory.capacity, memory.staging, memory.idle) == (False, 0, 0, True)
+    assert (memory.capacity, memory.staging, memory.idle) == (0, 0, True)
     assert memory.residency.tolist() == memory.target.tolist() == [[0] * 3] * 2
     memory.mover.retarget([Target(0, 0, 0)])
     memory.end_layer(())

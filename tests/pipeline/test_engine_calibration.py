@@ -16,20 +16,16 @@ from whole_engine import CONTEXT, Inbox, WholeEngine, whole_engine
 
 from pipeline.arrays import Phase
 from pipeline.backbone.batch import StepInput, TokenSpan
-from pipeline.calibration import approximations, context, measure
+from pipeline.calibration import LANES, approximations, measure
 from pipeline.calibration.approximations import BOUND, Threshold
-from pipeline.calibration.collector import Activations
-from pipeline.calibration.context import CalibrationContext
 from pipeline.calibration.file import calibration_path, read
-from pipeline.calibration.lanes import lanes
 from pipeline.calibration.measure import calibrate
+from pipeline.calibration.observers import Activations
+from pipeline.calibration.reading import CalibrationContext, Division, Window, lanes
 from pipeline.calibration.sensitivity import sensitivities
-from pipeline.calibration.windows import LANES, Division, Window
-from pipeline.config import DEFAULT_CACHE
 from pipeline.errors import RequestError, ShardFailed
 from pipeline.experts.pool import Ticket
 from pipeline.policies.costs import Costs
-from pipeline.policies.placements import ENOUGH_TOKENS, TextComparison
 from pipeline.serving import calibration_service, engine_service
 from pipeline.serving.engine_inbox import ClientGone, EngineMessage
 from pipeline.serving.engine_service import CALIBRATING
@@ -119,14 +115,11 @@ def test_calibration_says_how_it_was_measured(whole: WholeEngine) -> None:
     assert abs((datetime.now(when.tzinfo) - when).total_seconds()) < 60
     assert machine.startswith(f"{platform.node()}: ")
     assert machine.endswith(whole.parts.device.describe())
-    seconds = about.pop("seconds")
-    assert seconds.keys() == {"reading", "first gate", "gate MLPs", "sensitivities", "threshold", "all"}
-    assert elapsed >= seconds.pop("all") >= sum(seconds.values())
-    loss, hits, windows = about.pop("loss"), about.pop("hits"), about.pop("windows")
+    assert elapsed >= about.pop("seconds")
+    loss, windows = about.pop("loss"), about.pop("windows")
     assert loss["bound"] == BOUND
     assert loss["gated"] <= loss["exact"] * (1 + BOUND)
     assert windows == 5  # of 64 tokens at most
-    assert (hits["tokens"], hits["own"]) == (0, None)
     assert about == {
         "model": "tiny",
         "format": "f32",
@@ -158,7 +151,7 @@ def test_excerpts_of_a_text_are_encoded_by_themselves(whole: WholeEngine) -> Non
     ids = [tokenizer.encode(first), tokenizer.encode(second)]
     whole.serve(Calibrate(1, token_ids=(*ids[0], *ids[1]), tokens=256, starts=(len(ids[0]),)))
     of_ids = answer_of(whole).summary
-    same = ("tokens", "share", "hits", "accuracy", "similarity", "threshold", "loss")
+    same = ("tokens", "share", "accuracy", "similarity", "threshold", "loss")
     assert {name: of_text[name] for name in same} == {name: of_ids[name] for name in same}
 
 
@@ -377,33 +370,6 @@ def test_threshold_is_found_on_some_windows_of_many(whole: WholeEngine) -> None:
     np.testing.assert_allclose(found.needed.sum(axis=1), 1, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("policy", "share"), [("all-host", DEFAULT_CACHE), ("on-demand", 4 / 8)])
-def test_hits_of_a_calibrations_placement(whole: WholeEngine, policy: str, share: float) -> None:
-    """Of the cache's whole experts, the default cache's without one; those of the engine's own tokens need
-    enough of them."""
-    whole.policies(policy=policy)
-    engine = whole.parts.engine
-    engine.popularity[:] = 0
-    engine.popularity[:, 1] = 2 * (ENOUGH_TOKENS - 1)
-    hits = calibrated(whole)[1].hits
-    assert (hits["own"], hits["tokens"]) == (None, ENOUGH_TOKENS - 1)
-    engine.popularity[:, 1] = 2 * ENOUGH_TOKENS
-    found, findings, _ = calibrated(whole)
-    hits = findings.hits
-    assert hits["tokens"] == ENOUGH_TOKENS
-    assert hits["share"] == share
-    assert hits["own"] in (0.0, 0.5, 1.0)  # expert 1 is placed in none, one or both layers
-    assert 0 < hits["heldout"] < 1
-    # The figures of the note that a policy with this calibration gives.
-    compared = TextComparison.of(found, engine.popularity, round(share * found.decode_counts.size))
-    assert (hits["prompts"], hits["own"], hits["differs"]) == (
-        compared.prompts,
-        compared.engine,
-        compared.differs,
-    )
-    engine.popularity[:] = 0
-
-
 @pytest.mark.parametrize("ends", [1, 7])
 def test_loss_of_answers_is_that_of_each_next_token(whole: WholeEngine, ends: int) -> None:
     """Of lanes of different lengths; reading them again changes nothing."""
@@ -498,10 +464,9 @@ def test_arrays_of_the_chosen_threshold(
     assert (found.needed == np.eye(3)[used]).all()
 
 
-def test_stages_are_timed_and_sensitivities_are_of_windows_of_all_the_text(
+def test_sensitivities_are_of_windows_of_all_the_text(
     whole: WholeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a clock that goes on by a second at each reading; the windows are read in two parts."""
     read: list[Sequence[Sequence[int]]] = []
 
     def spied(*arguments: Any) -> Any:
@@ -509,12 +474,9 @@ def test_stages_are_timed_and_sensitivities_are_of_windows_of_all_the_text(
         return sensitivities(*arguments)
 
     monkeypatch.setattr(measure, "sensitivities", spied)
-    monkeypatch.setattr(context, "time", Ticks(1.0))
     whole.policies()
     ids = np.random.default_rng(2).integers(3, 4000, 640).tolist()
-    seconds = calibrated(whole, ids, most=640)[1].seconds
-    once = dict.fromkeys(("first gate", "gate MLPs", "sensitivities", "threshold"), 1.0)
-    assert seconds == {"reading": 2.0} | once
+    calibrated(whole, ids, most=640)
     training = Division.of([ids], CONTEXT, 640).training
     assert len(training) == 8
     assert read == [[training[place].tokens for place in (0, 2, 5, 7)]]

@@ -61,15 +61,10 @@ def test_large_messages_of_one_client_are_bounded() -> None:
     for large in (
         Generate(0, prompt=half),
         Generate(0, messages=(turn, ChatMessage(half, ""))),
-        Generate(0, messages=(turn, ChatMessage("", half))),
-        Generate(0, prompt="", conversation=half),
         Generate(0, prompt="", stop=("x", half)),
         Generate(0, token_ids=ids),
         Score(0, text=half),
-        Calibrate(0, token_ids=ids),
         Calibrate(0, text="", starts=ids),
-        SetPolicy(0, half),
-        SetPolicy(0, "x", {half: "1"}),
         SetPolicy(0, "x", {"a": half}),
     ):
         inbox = EngineInbox()

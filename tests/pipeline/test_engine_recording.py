@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 from whole_engine import whole_engine
 
-from pipeline.traces.header import Header
-from pipeline.traces.reader import Trace
 from pipeline.traces.recorder import DEPTH, UNSIMULATED, recorder_of
+from pipeline.traces.trace import Header, Trace
 
 
 def test_trace_of_a_whole_engine(tiny_model: Path, tmp_path: Path) -> None:

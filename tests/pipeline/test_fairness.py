@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline import fairness
 from pipeline.fairness import ALL_BYTES, CLIENT_BYTES, Held, RateLimiter, SparseLog, TimeShare, Turns
-from pipeline.scheduling.waiting_queue import WaitingQueue
+from pipeline.scheduling.waiting_queue import WaitingQueue, to_preempt
 
 ARRIVALS = count()
 
@@ -26,6 +26,7 @@ class Waiting:
     client: bytes
     arrival: float = field(default_factory=lambda: float(next(ARRIVALS)))
     admission: int = -1
+    grows: bool = True
 
 
 def queue_of(clients: str) -> tuple[WaitingQueue, list[Waiting]]:
@@ -131,6 +132,16 @@ def test_every_request_once_and_in_its_client_s_order(waiting: str, running: str
         letter = job.client.decode()
         assert busy[letter] == min(busy[other] for other in later)
         busy[letter] += 1
+
+
+def test_newest_request_of_the_client_with_most_is_preempted_unless_it_cannot_grow() -> None:
+    a, b, c = ([Waiting(name), Waiting(name)] for name in (b"a", b"b", b"c"))
+    assert to_preempt([*a, *b, Waiting(b"a")]).client == b"a"
+    assert to_preempt([a[0], b[0], a[1], b[1]]) is b[1]
+    for job in b:
+        job.grows = False
+    assert to_preempt([*a, *b]) is a[1]
+    assert to_preempt([*b, a[0], c[0]]) is None
 
 
 # --- rates --------------------------------------------------------------------------------------------------

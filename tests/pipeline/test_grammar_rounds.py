@@ -7,20 +7,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from embedded_tokenizer import embedded_tokenizer
+from test_scheduler import CONTEXT, Harness
 from thread_engine import engine_in_threads
 
-from pipeline.backbone.kv_cache import KVCache
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
-from pipeline.scheduling.job_factory import JobFactory
-from pipeline.scheduling.scheduler import Scheduler
 from pipeline.text.grammar import Grammars, MaskDropped, MaskRequest
 from pipeline.text.tokenizer import Tokenizer
-from protocol.messages import Allowed, Done, Follow, Generate, Sampling, Shaping, Token
+from protocol.messages import Allowed, Done, Follow, Generate, Sampling, Shaping
 
-CONTEXT = 64
 PROMPT = tuple(range(3, 15))
 SCHEMA = {
     "type": "array",
@@ -43,33 +39,15 @@ def engine(tiny_model, tmp_path_factory) -> Iterator[Any]:
         yield engine
 
 
-class Rounds:
+class Rounds(Harness):
     """A scheduler whose masks a test makes."""
 
-    def __init__(self, engine: Any, tokenizer: Tokenizer, budget: int = 4 * CONTEXT) -> None:
-        self.sent: list[Any] = []
+    def __init__(self, engine: Any, tokenizer: Tokenizer) -> None:
         self.asked: list[MaskRequest] = []
         self.dropped: list[int] = []
         self.grammars = Grammars(tokenizer)
         self._known: dict[int, int] = {}
-        spec = engine.backbone.spec
-        self.scheduler = Scheduler(
-            engine,
-            KVCache(spec, torch.float32, engine.device.torch_device, budget),
-            JobFactory(
-                tokenizer.decoder,
-                tokenizer.decoder.eos_ids,
-                self._ask,
-                vocabulary=spec.vocabulary,
-                context=CONTEXT,
-                longest=CONTEXT,
-                seed=0,
-            ),
-            max_sequences=4,
-            chunk=8,
-            send=lambda messages: self.sent.extend(message for _, message in messages),
-            congested=lambda client: False,
-        )
+        super().__init__(engine, 4 * CONTEXT, slots=4, decoder=tokenizer.decoder, ask=self._ask)
 
     def _ask(self, wanted: MaskRequest | MaskDropped) -> None:
         if isinstance(wanted, MaskDropped):
@@ -88,10 +66,10 @@ class Rounds:
             wanted.allowed = self.grammars.follow(asked)
 
     def tokens(self, request: int) -> list[int]:
-        return [m.token for m in self.sent if isinstance(m, Token) and m.request == request]
+        return [m.token for m in self.answered(request)]
 
     def done(self, request: int) -> Done | None:
-        return next((m for m in self.sent if isinstance(m, Done) and m.request == request), None)
+        return next((m for m in self.to(b"c", Done) if m.request == request), None)
 
     def finish(self, every: int = 1) -> None:
         """Rounds to the end of all requests, with masks after each `every` of them."""

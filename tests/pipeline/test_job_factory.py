@@ -101,16 +101,5 @@ def test_penalty_sees_the_prompt_and_the_answer() -> None:
         assert [m.token for m in sent] == [best, 19 - best]
 
 
-def test_score_has_the_given_prefill_only_stepwise() -> None:
-    for stepwise, prefill in ((True, 2), (False, 5)):
-        job = factory().score(b"c", Score(0, token_ids=(1, 2, 3, 4, 5), stepwise=stepwise, prefill=2), print)
-        assert (job.prompt_length, job.prefill_end, job.max_kv_tokens, job.prefix_key) == (
-            prefill,
-            prefill,
-            5,
-            None,
-        )
-
-
 def test_model_without_tokenizer_refuses_stop_strings() -> None:
     expect_error(RequestError, made, Generate(0, token_ids=PROMPT, stop=("x",)), [], match="need a tokenizer")

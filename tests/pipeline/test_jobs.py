@@ -251,18 +251,6 @@ def test_stats_are_of_the_first_admission_and_of_each_phase(clock: Clock) -> Non
     }
 
 
-def test_queue_position_is_sent_again_as_a_heartbeat(clock: Clock) -> None:
-    sent: list = []
-    job = factory().generate(b"c", Generate(3, token_ids=PROMPT), sent.append)
-    for seconds in (0.0, jobs.REPORT_AGAIN, 0.1, jobs.REPORT_AGAIN, 0.1):
-        clock.now += seconds
-        job.report_position(4)
-    assert sent == [Queued(3, 4)] * 3
-    job.finish("cancelled", {})
-    zero = dict.fromkeys(("queued_s", "first_token_s", "prefill_tok_s", "decode_tok_s"), 0.0)
-    assert sent[-1].stats.items() >= zero.items()
-
-
 def test_tokens_of_the_other_rotary_embedding_are_prefilled_again() -> None:
     """Beyond 5 tokens this model has another one: what was cached is dropped."""
     job = factory().generate(b"c", Generate(0, token_ids=PROMPT, max_tokens=9), lambda message: None)

@@ -17,9 +17,8 @@ from raw_client import idle, raw_client
 
 from launch.equality import Verdict, compare
 from launch.processes.supervisor import Supervisor
-from pipeline.scheduling.scheduler import POSITION_SECONDS
 from protocol.client import Client
-from protocol.messages import Generate, Heartbeat, Score
+from protocol.messages import Heartbeat, Score
 from protocol.sockets import Identity
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -134,20 +133,3 @@ async def test_client_that_never_reads_is_cut_off_without_delaying_others(small)
         assert others > 5
         heartbeats.cancel()
         await idle(first, kept=False)
-
-
-async def test_queue_positions_fall_until_the_answer(small) -> None:
-    """Positions only fall, and end with the answer."""
-    supervisor, first = small
-    await asyncio.sleep(POSITION_SECONDS)  # since the reports of earlier tests
-    async with raw_client(supervisor.endpoint) as raw:
-        prompts = [tuple(prompt_of(i)) for i in range(12)]
-        await raw.send(
-            *(Generate(i, token_ids=p, max_tokens=LENGTH, ignore_eos=True) for i, p in enumerate(prompts))
-        )
-        found = await raw.to_the_end(*range(12))
-    for messages in found.values():
-        positions = [m.position for m in messages if hasattr(m, "position")]
-        assert positions == sorted(positions, reverse=True)
-    assert any(hasattr(messages[0], "position") for messages in found.values())
-    await idle(first, kept=False)

@@ -158,14 +158,6 @@ def test_any_order_of_calls_and_exits(parts, capacity, staging, each, calls) -> 
         assert counted.predicted_tiles == counted.useful_tiles + counted.wasted_tiles
 
 
-def test_empty_cache_streams_through_one_slot(running) -> None:
-    mover = running.mover(0, 1)
-    for _ in range(2):
-        demand(running, mover, 1, missing(mover, 1, [TILES] * 3))
-    assert (mover.demanded, mover.placed) == (2 * 3 * TILES, 0)
-    wait_idle(running, mover)
-
-
 def test_demanded_tiles_within_the_target_stay_resident(running) -> None:
     """They are not copied a second time in the background."""
     mover = running.mover(TILES + 2, 2)

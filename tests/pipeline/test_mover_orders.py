@@ -339,31 +339,7 @@ def test_only_predicted_tiles_are_late() -> None:
     assert mover.cache.residency[0, 1] == 2
 
 
-def test_tiles_behind_a_demand_are_ordered_anew() -> None:
-    """A demand of [0, 2) ends the order of [0, 4)."""
-    mover, link, _ = mover_of(TILES, TILES)
-    mover.retarget([Target(0, 1, TILES)])
-    mover.update()
-    assert len(stream(mover, 0, Wanted(1, 0, 2))) == 2
-    mover.update()
-    assert [(order.lo, len(order.slots)) for order in link.sent] == [(0, 4), (2, 2)]
-
-
 # --- limits and restarts --------------------------------------------------------------------------------
-
-
-def test_order_is_cancelled_only_where_it_fetches_beyond_the_target() -> None:
-    mover, link, _ = mover_of(2 * TILES, 1)
-    mover.retarget([Target(0, 1, 3)])
-    mover.fetch_missing()
-    (order,) = link.sent
-    for tiles in (TILES, 3):
-        mover.retarget([Target(0, 1, tiles)])
-        assert not order.cancelled
-    mover.retarget([Target(0, 2, 0)])  # another expert's
-    assert not order.cancelled
-    mover.retarget([Target(0, 1, 2)])
-    assert order.cancelled
 
 
 def test_so_many_background_orders_are_under_way_and_the_next_follows_one_that_ends(monkeypatch) -> None:

@@ -124,26 +124,3 @@ def test_a_shard_for_several_cores_is_not_computed_on_one(arena: PoolHarness, co
         arena.pool.announce()
         assert arena.submit(0).result().tolist() == (2 * X).tolist()
     assert kernel.tiles == []
-
-
-def test_an_announcement_wakes_the_workers_on_other_cores(arena: PoolHarness, core: int) -> None:
-    others = os.sched_getaffinity(os.getppid()) - {core}
-    if not others:
-        pytest.skip("one core")
-    first, second = started(arena, Kernel())
-    lane, rung = first.lane, []
-    assert lane is not None
-    lane.wait(0.0)
-
-    def wait() -> None:
-        os.sched_setaffinity(0, others)
-        rung.append(lane.wait(LIMIT))
-
-    until = time.monotonic() + LIMIT
-    thread = threading.Thread(target=wait)
-    thread.start()
-    with asleep(second, core):
-        while thread.is_alive() and time.monotonic() < until:
-            arena.pool.announce()
-    thread.join()
-    assert rung == [True]

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import pytest
 import pytest_asyncio
 from msgspec.structs import replace
-from raw_client import RawClient, one_line, raw_client
+from raw_client import RawClient, raw_client
 
 from launch.equality import F32_BOUND, Verdict, compare
-from protocol.messages import ChatMessage, Done, Error, Generate, Queued, Sampling, Token
+from protocol.messages import ChatMessage, Done, Generate, Queued, Sampling, Token
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -147,17 +147,3 @@ async def test_resume_up_to_the_end_of_the_context(engine, raw) -> None:
     asked = Generate(0, token_ids=(5,) * (context - 6), max_tokens=100, ignore_eos=True)
     whole = await check_all_cuts(raw, asked)
     assert len(whole.ids) == 6
-
-
-@pytest.mark.parametrize(
-    ("resume", "reason"),
-    [
-        ((5,) * (LENGTH + 1), f"resume has {LENGTH + 1} tokens, the answer can have {LENGTH} at most"),
-        ((5, 4096), "token id 4096 is outside the vocabulary of 4096"),
-        ((-1,), "token id -1 is outside the vocabulary of 4096"),
-    ],
-)
-async def test_invalid_resume_is_refused_in_one_line(raw, resume, reason) -> None:
-    await raw.send(replace(PROMPT, resume=resume))
-    (refusal,) = (await raw.to_the_end(0))[0]
-    assert one_line(refusal.text if isinstance(refusal, Error) else refusal.error) == reason

@@ -101,22 +101,6 @@ def test_positions_are_reported_again_only_after_a_while(engine: Engine, monkeyp
     assert harness.scheduler.kv.used == 0
 
 
-def test_clients_turn_is_forgotten_with_its_last_request(harness: Harness) -> None:
-    """A client that returns is not behind a new one, because it was served long ago."""
-    harness.run(b"a", ask(0, 4, 1))
-    harness.run(b"b", ask(0, 4, 1))
-    harness.scheduler.enqueue(b"b", ask(1, 40, 1))
-    harness.scheduler.round()
-    for client in (b"a", b"c"):
-        harness.scheduler.enqueue(client, ask(1, 4, 1))
-    harness.scheduler.round()
-    assert [m.request for m in harness.to(b"a", Done)] == [0, 1]
-    assert harness.to(b"c", Done) == []
-    harness.scheduler.round()
-    assert [m.request for m in harness.to(b"c", Done)] == [1]
-    harness.finish()
-
-
 @pytest.mark.parametrize(("budget", "capacity"), [(200, 128), (128, 128), (127, 112), (112, 112)])
 def test_sequence_grows_by_a_quarter_or_by_the_least(
     engine: Engine, monkeypatch, budget: int, capacity: int
@@ -130,25 +114,6 @@ def test_sequence_grows_by_a_quarter_or_by_the_least(
     assert used == capacity
     assert len(harness.to(b"a", Token)) == 96 - 80 + 2  # it has grown when it was full, and not before
     harness.scheduler.cancel_all()
-
-
-def test_seconds_of_a_step_are_counted_for_each_of_its_requests(engine: Engine, monkeypatch) -> None:
-    clock, harness = Clock(), Harness(engine)
-    monkeypatch.setattr(scheduler, "time", clock)
-    step = engine.step
-
-    def slow(inputs, phase, live):
-        clock.now += 3.0 if phase == "prefill" else 0.5
-        return step(inputs, phase, live)
-
-    monkeypatch.setattr(engine, "step", slow)
-    for client in (b"a", b"b"):
-        harness.scheduler.enqueue(client, ask(0, 12, 5))
-    harness.finish()
-    for client in (b"a", b"b"):
-        (done,) = harness.to(client, Done)
-        stats = {key: done.stats[key] for key in ("prefill_s", "decode_s", "decode_tokens", "prefill_tok_s")}
-        assert stats == {"prefill_s": 6.0, "decode_s": 2.0, "decode_tokens": 4, "prefill_tok_s": 2.0}
 
 
 def test_queue_limit_is_of_waiting_generates_and_scores_of_one_client(harness: Harness, monkeypatch) -> None:

@@ -15,7 +15,6 @@ from pipeline.policies.view import PolicyRequest
 from protocol.client import Client
 from protocol.messages import (
     Cancel,
-    ChatMessage,
     Done,
     Error,
     Generate,
@@ -117,30 +116,3 @@ async def test_policy_changes_during_an_answer(engine) -> None:
         engine_part = done.stats["engine"]["decode"]
         assert engine_part["host_tiles"]
         assert engine_part["resident_tiles"] + engine_part["fetched_tiles"]
-
-
-async def test_answer_ends_at_a_stop_string_and_at_the_context(engine) -> None:
-    client = engine[1]
-    whole = await client.generate(token_ids=PROMPTS[0], max_tokens=60, ignore_eos=True).result()
-    assert whole.done.reason == "length"
-    middle = whole.text[len(whole.text) // 2 :][:3]
-    stopped = await client.generate(
-        token_ids=PROMPTS[0], max_tokens=60, ignore_eos=True, stop=("\0never", middle)
-    ).result()
-    assert stopped.done.reason == "stop"
-    assert stopped.text == whole.text[: whole.text.index(middle)]
-    assert stopped.tokens == whole.tokens[: len(stopped.tokens)]
-    to_the_end = await client.generate(token_ids=LONG, max_tokens=10**9, ignore_eos=True).result()
-    assert (len(to_the_end.tokens), to_the_end.done.reason) == (256 - len(LONG), "length")
-    last = await client.generate(token_ids=(7,) * 255, max_tokens=9, ignore_eos=True).result()
-    assert (len(last.tokens), last.done.reason) == (1, "length")
-
-
-async def test_text_and_conversations_are_prompts(engine) -> None:
-    client = engine[1]
-    for given in ({"prompt": "def add(a, b):"}, {"messages": (ChatMessage("user", "What is a list?"),)}):
-        result = await client.generate(max_tokens=5, ignore_eos=True, **given).result()
-        assert len(result.tokens) == 5
-        assert result.done.stats["prompt_tokens"] > 3
-    blocks = [b async for b in client.score(text="def add(a, b):")]
-    assert sum(len(b.tokens) for b in blocks) == 1 + sum(len(b.chosen) for b in blocks)

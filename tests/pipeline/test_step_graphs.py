@@ -4,7 +4,6 @@ kernels and bookkeeping, captured and replayed on the same memory."""
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,6 @@ from step_runs import compare, poison, through
 from test_cuda_engine import COSTS
 from thread_engine import PROMPT, engine_in_threads
 
-from benchmarks.gpu import graphs as check
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
@@ -204,18 +202,3 @@ def test_an_engine_answers_as_without_graphs(tiny_model, tmp_path, gpu) -> None:
                 np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
             assert engine.graphs.captured > 0, preset
         assert runtime.calls["graph launches"] > 0
-
-
-@torch.inference_mode()
-def test_the_check_on_a_gpu_compares_and_traces_steps(tmp_path: Path, gpu) -> None:
-    """benchmarks/gpu/graphs.py on the stand-in."""
-    device, _ = gpu
-    backbone = model(tmp_path, "qwen2_moe", device)
-    rows, every = check.measure("tiny", backbone, device, (1, 3), lambda x: 0.1 * x, 9, 2)
-    assert [(row.rows, row.status[:4]) for row in rows] == [(1, "on: "), (3, "on: ")]
-    assert rows[0].equal == "bits"
-    assert rows[1].equal == "bits" or float(rows[1].equal) < 1e-4
-    lines = check.trace(every[0], tmp_path / "trace.json")
-    assert len(lines) == check.SHOWN
-    names = {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
-    assert {"without graphs", "with graphs", "aten::linear"} <= names

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
@@ -60,7 +58,7 @@ SAMPLINGS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(
     sampling=SAMPLINGS,
     size=st.sampled_from([1, 2, 7, 100, 1000, 5000, 33_001]),
@@ -129,7 +127,7 @@ def test_draws_follow_the_probabilities(sampling: Sampling) -> None:
     previous = [3, 4, 5]
     sampler = Sampler(sampling, 11)
     wanted = probabilities(sampler, logits, previous)
-    draws = 20_000
+    draws = 8_000
     counts = Counter(sampler.next(logits, previous) for _ in range(draws))
     assert all(wanted[token] > 0 for token in counts)
     expected = wanted[wanted > 0] * draws
@@ -255,17 +253,6 @@ def test_margin_over_a_rival(rival: int, margin: float) -> None:
     assert best_margin(np.array([1.0, 3.5, 2.0], np.float32), rival) == (margin, rival)
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        *(Sampling(repetition_penalty=penalty) for penalty in (0.01, 100.0)),
-        *(Sampling(top_p=1.0, min_p=share, seed=0, top_k=0, temperature=0.0) for share in (0.0, 1.0)),
-    ],
-)
-def test_settings_at_their_bounds_are_allowed(sampling: Sampling) -> None:
-    validate(sampling)
-
-
 def test_log_softmax_of_each_row() -> None:
     rows = (np.random.default_rng(0).normal(size=(4, 9)) * 3).astype(np.float32)
     wide = rows.astype(np.float64)
@@ -273,8 +260,3 @@ def test_log_softmax_of_each_row() -> None:
     assert np.allclose(log_softmax(rows), wanted, rtol=1e-6, atol=1e-6)
     assert np.allclose(log_softmax(rows + np.float32(1e4)), wanted, atol=1e-2)  # exp alone would overflow
     assert log_softmax(rows).dtype == np.float32
-
-
-def test_import_does_not_import_torch() -> None:
-    code = "import sys, pipeline.text.sampler; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

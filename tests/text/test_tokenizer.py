@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from family_tokenizers import loaded, write_settings
+from family_tokenizers import loaded, write_family, write_settings
 from tokenizers import Tokenizer as Backend
 
 from pipeline.errors import ModelError, RequestError
 from pipeline.text.detokenizer import QUICK
 from pipeline.text.tokenizer import Tokenizer, eos_ids
 from protocol.messages import ChatMessage
-
-
-@pytest.fixture
-def own_dir(model_dir: Path, tmp_path: Path) -> Path:
-    """A copy of `model_dir` that a test may change."""
-    return shutil.copytree(model_dir, tmp_path / "model")
-
-
-def test_import_does_not_import_transformers() -> None:
-    code = (
-        "import sys, pipeline.text.tokenizer; sys.exit(bool({'transformers', 'torch'} & sys.modules.keys()))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
 def test_directory_without_tokenizer_loads_none(tmp_path: Path) -> None:
@@ -50,27 +34,6 @@ def test_least_tokens_of_a_long_text(model_dir: Path, tokenizer: Tokenizer) -> N
         assert tokenizer.decoder.min_tokens(count) == count // (2 * longest)
 
 
-def test_encode_and_decode_are_as_tokenizer_json_says(model_dir: Path, tokenizer: Tokenizer) -> None:
-    oracle = Backend.from_file(str(model_dir / "tokenizer.json"))
-    for text in ("", "the value", "  größere\n日本語 <tool> </s>", "👩‍👩‍👧‍👦"):
-        ids = tokenizer.encode(text)
-        assert ids == oracle.encode(text).ids
-        assert tokenizer.decoder.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
-
-
-def test_bos_is_added_where_the_model_configures_it(model_dir: Path, tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("the value")
-    assert (ids[0] == tokenizer.encode("<s>")[-1]) == ("unigram" not in str(model_dir))
-
-
-def test_chat_template_is_rendered(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.render_chat([ChatMessage("system", "the"), ChatMessage("user", "value?")])
-    text = "<s><|system|>the</s><|user|>value?</s><|assistant|>"
-    plain = tokenizer.encode(text)
-    # the template writes <s> itself: the tokenizer adds no second
-    assert ids == (plain[1:] if plain[:2] == [plain[0]] * 2 else plain)
-
-
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
@@ -79,18 +42,13 @@ def test_chat_template_is_rendered(tokenizer: Tokenizer) -> None:
         ([ChatMessage("user", "\ud800")], "Unicode"),
     ],
 )
-def test_conversation_that_the_template_refuses(tokenizer, messages, words) -> None:
+def test_conversation_that_the_template_refuses(tmp_path: Path, messages, words) -> None:
+    folder = write_family(tmp_path, "mixtral")
+    refusal = "{% if m.role == 'oracle' %}{{ raise_exception('no such role: ' + m.role) }}{% endif %}"
+    write_settings(folder, chat_template="{% for m in messages %}" + refusal + "{{ m.content }}{% endfor %}")
     with pytest.raises(RequestError, match=words) as caught:
-        tokenizer.render_chat(messages)
+        loaded(folder).render_chat(messages)
     assert "\n" not in str(caught.value)
-
-
-def test_model_without_chat_template_refuses_conversations(own_dir: Path) -> None:
-    write_settings(own_dir, chat_template=None)
-    tokenizer = loaded(own_dir)
-    assert not tokenizer.has_chat_template
-    with pytest.raises(RequestError, match="no chat template"):
-        tokenizer.render_chat([ChatMessage("user", "x")])
 
 
 def test_invalid_unicode_is_refused(tokenizer: Tokenizer) -> None:
@@ -120,14 +78,6 @@ def test_settings_alone_are_no_tokenizer(tmp_path: Path, name: str) -> None:
     assert Tokenizer.load(tmp_path) is None
 
 
-def test_unknown_tokenizer_class_is_read_from_tokenizer_json(own_dir: Path) -> None:
-    name = "SomethingElseTokenizer"
-    write_settings(own_dir, tokenizer_class=name, auto_map={"AutoTokenizer": [f"code.{name}", None]})
-    (own_dir / "code.py").write_text("raise SystemExit('code from a model directory has run')\n")
-    tokenizer = loaded(own_dir)
-    assert "the" in tokenizer.decoder.decode(tokenizer.encode("the value"))
-
-
 @pytest.mark.parametrize(
     ("generation", "config", "wanted"),
     [
@@ -151,10 +101,3 @@ def test_damaged_eos_ids_are_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ModelError, match="generation_config"):
         eos_ids(tmp_path)
-
-
-def test_tokenizer_s_own_eos_is_the_fallback(own_dir: Path, tokenizer: Tokenizer) -> None:
-    assert tokenizer.decoder.eos_ids == {1, 2}
-    (own_dir / "generation_config.json").unlink()
-    (own_dir / "config.json").write_text('{"model_type": "mixtral"}')
-    assert loaded(own_dir).decoder.eos_ids == {tokenizer.encode("</s>")[-1]}

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from trace_files import scripted_steps
 
+from launch.bench.profile import PhaseProfile
 from pipeline.arrays import IntArray
+from pipeline.counters import Part, PhaseCounters
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Ahead, Gated, Plan, Policy, PolicyRequest, Routing, Signals, Target, View
-from pipeline.replay.machine import Replay
-from pipeline.replay.outcome import MOVED, Outcome, PhaseOutcome
-from pipeline.traces.header import Header
+from pipeline.replay.machine import CHANNELS, Outcome, Replay
+from pipeline.traces.trace import Header
 
 # Of a tile: host 3, device 1, link 5; a round trip 0.5; a layer's other work 2.
 COSTS = Costs(rows=(1,), host=(3.0,), device=(1.0,), link=5.0, round_trip=0.5, other=(2.0,))
@@ -43,9 +44,25 @@ def run(
     return machine, machine.run(scripted_steps(header, steps))
 
 
-def booked(phase: PhaseOutcome) -> dict[str, int]:
+def booked(phase: PhaseCounters) -> dict[str, int]:
     """The counts of moved tiles that are not 0."""
-    return {name: tiles for name in MOVED if (tiles := getattr(phase, f"{name}_tiles"))}
+    kinds = ("fetched", "predicted", "useful", "late", "wasted", "placed")
+    return {name: tiles for name in kinds if (tiles := getattr(phase, f"{name}_tiles"))}
+
+
+def profile(outcome: Outcome) -> PhaseProfile:
+    """The figures of decode, where no bytes are asked for."""
+    return PhaseProfile(outcome.counters.snapshot()["decode"], tile_bytes=1)
+
+
+def moved(phase: PhaseCounters) -> float:
+    """Tiles that crossed the link, and channels in tiles."""
+    return phase.fetched_tiles + phase.predicted_tiles + phase.placed_tiles + phase.channels.moved / CHANNELS
+
+
+def took(phase: PhaseCounters, *parts: Part) -> float:
+    """Seconds of the steps in these parts, or in all."""
+    return sum(sum(phase.seconds[part]) for part in parts or phase.seconds)
 
 
 def resident(machine: Replay, now: float) -> list[list[int]]:

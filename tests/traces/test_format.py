@@ -17,9 +17,19 @@ from trace_files import FINGERPRINT, drawn_steps, equal, make_header, write_trac
 from pipeline.errors import TraceError
 from pipeline.models.routing import Router, Softmax, SparseMixer
 from pipeline.policies.view import ModelShape, Routing
-from pipeline.traces.header import MAGIC, PREFIX, Header
-from pipeline.traces.reader import Trace
-from pipeline.traces.steps import FRAME, Cuts, Halves, LayerTrace, TracedStep, decode_step, encode_step
+from pipeline.traces.trace import (
+    FRAME,
+    MAGIC,
+    PREFIX,
+    Cuts,
+    Halves,
+    Header,
+    LayerTrace,
+    Trace,
+    TracedStep,
+    decode_step,
+    encode_step,
+)
 
 SMALL = make_header(ModelShape(layers=3, experts=5, tiles=2, top_k=2), depth=2)
 SOFTMAX = {"kind": "softmax", "k": 2, "rescaled": True, "scale": 1.0, "groups": 1, "best_groups": 1}

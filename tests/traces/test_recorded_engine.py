@@ -17,8 +17,8 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from pipeline.replay.machine import Replay
-from pipeline.replay.overview import summarize
-from pipeline.traces.reader import Trace
+from pipeline.replay.steps import summarize
+from pipeline.traces.trace import Trace
 
 pytestmark = pytest.mark.timeout(300)  # an engine starts, on a machine that may be busy
 
@@ -102,9 +102,9 @@ def test_replay_counts_the_engines_hits(recorded: tuple[Path, list[int]]) -> Non
     policy = make_policy(PolicyRequest("on-demand"), 0)
     outcome = Replay(trace.header, policy, costs, capacity).run(trace.steps())
     assert overview.rows == {"prefill": len(PROMPT), "decode": NEW - 1}
-    for phase, replayed in outcome.phases.items():
+    for phase, replayed in outcome.counters.phases.items():
         counted = stats["engine"][phase]
         for name in ("active", "hits", "active_tiles", "hit_tiles"):
             assert counted["layers"][name] == getattr(replayed, name).tolist()
-        assert counted["fetched_tiles"] == replayed.demanded_tiles
+        assert counted["fetched_tiles"] == replayed.fetched_tiles
     assert outcome.decode.hits.sum() > 0

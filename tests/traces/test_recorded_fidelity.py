@@ -14,7 +14,7 @@ from launch.cli import main
 from pipeline.assets import model_dir
 from pipeline.calibration.file import calibration_path, save
 from pipeline.checkpoint.open import open_model
-from pipeline.traces.reader import Trace
+from pipeline.traces.trace import Trace
 from protocol.program import user_folder
 
 pytestmark = pytest.mark.timeout(300)  # engines start, on a machine that may be busy

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from replay_cases import COSTS, preset, run
+from replay_cases import COSTS, moved, preset, run, took
 from trace_files import drawn_steps, make_header
 
 from pipeline.policies.view import ModelShape
@@ -22,9 +22,9 @@ def test_a_layer_takes_its_up_matrices_and_then_each_kept_quarter_as_it_lands() 
     """Other 2, up 4 x 0.2, then a quarter of 4 tiles on the link, and of the last one on the device."""
     _, outcome = run(HEADER, preset("floe", **MASKED), [[[0], [1]]])
     each = 2 + 0.8 + 4 * 5 / 4 + 0.8 / 4
-    assert outcome.decode.seconds == pytest.approx(2 * each)
+    assert took(outcome.decode) == pytest.approx(2 * each)
     assert outcome.decode.link_busy == pytest.approx(10)
-    assert outcome.decode.moved == outcome.decode.channel_tiles == pytest.approx(2)
+    assert moved(outcome.decode) == pytest.approx(2)
     assert outcome.notes[-1:] != [f"floe: {NOTE}"]
 
 
@@ -33,14 +33,14 @@ def test_resident_tiles_are_not_moved() -> None:
     counts = [[1, 0, 0, 0], [0, 1, 0, 0]]
     policy = preset("floe", **MASKED)
     _, outcome = run(HEADER, policy, [[[0], [1]]], capacity=8, popularity=counts)
-    assert outcome.decode.seconds == pytest.approx(2 * (2 + 4 * (0.2 + 0.8 / 4)))
-    assert outcome.decode.moved == 0
+    assert took(outcome.decode) == pytest.approx(2 * (2 + 4 * (0.2 + 0.8 / 4)))
+    assert moved(outcome.decode) == 0
 
 
 def test_tiles_that_stay_are_fetched_whole() -> None:
     policy = preset("on-demand", sparsity="0.75")
     _, outcome = run(HEADER, policy, [[[0], [1]]], capacity=8)
-    assert (outcome.decode.demanded_tiles, outcome.decode.channel_tiles) == (8, 0)
+    assert (outcome.decode.fetched_tiles, moved(outcome.decode)) == (8, 8)
 
 
 def test_the_host_reads_the_same_share() -> None:
@@ -55,8 +55,8 @@ def test_predicted_channels_are_used_where_they_are_needed() -> None:
     _, outcome = run(HEADER, preset("floe", sparsity="0.75"), [[[0], [0]]], costs=costs)
     first = 20 + 0.8 + 4 * 5 / 4 + 0.8 / 4
     second = 20 + 0.8 + 4 * 5 * 17 / 256 + 0.8 / 4
-    assert outcome.decode.seconds == pytest.approx(first + second)
-    assert outcome.decode.channel_tiles == pytest.approx(1 + 1 + 4 * 17 / 256)
+    assert took(outcome.decode) == pytest.approx(first + second)
+    assert moved(outcome.decode) == pytest.approx(1 + 1 + 4 * 17 / 256)
 
 
 def test_prediction_helps_while_the_link_would_be_idle() -> None:
@@ -68,11 +68,11 @@ def test_prediction_helps_while_the_link_would_be_idle() -> None:
         for step in drawn_steps(header, 3, 20):
             machine.step(step)
         outcome = machine.outcome
-        seconds[name] = outcome.decode.seconds
+        seconds[name] = took(outcome.decode)
         assert (f"floe: {NOTE}" in outcome.notes) == (name == "next-channels")
-        assert machine.now == pytest.approx(sum(phase.seconds for phase in outcome.phases.values()))
+        assert machine.now == pytest.approx(sum(took(phase) for phase in outcome.counters.phases.values()))
         assert np.isclose(
-            sum(p.link_busy for p in outcome.phases.values()) / COSTS.link,
-            sum(p.moved for p in outcome.phases.values()),
+            sum(p.link_busy for p in outcome.counters.phases.values()) / COSTS.link,
+            sum(moved(p) for p in outcome.counters.phases.values()),
         )
     assert seconds["next-channels"] < seconds["none"]

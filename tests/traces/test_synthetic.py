@@ -9,8 +9,8 @@ import pytest
 
 from pipeline.models.routing import Softmax
 from pipeline.policies.view import ModelShape
-from pipeline.traces.header import Header
 from pipeline.traces.synthetic import EMBEDDED, Skew, SyntheticText
+from pipeline.traces.trace import Header
 
 HEADER = Header("a", "0" * 16, "0" * 16, ModelShape(16, 8, 4, 2), 100, Softmax(2, True), 3)
 

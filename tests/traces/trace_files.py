@@ -10,8 +10,7 @@ import numpy as np
 from pipeline.arrays import FloatArray, Phase
 from pipeline.models.routing import Router, Softmax
 from pipeline.policies.view import ModelShape, Routing
-from pipeline.traces.header import Header
-from pipeline.traces.steps import LayerTrace, TracedStep, encode_step, halves
+from pipeline.traces.trace import Header, LayerTrace, TracedStep, encode_step, halves
 
 FINGERPRINT = "0123456789abcdef" * 4
 

@@ -1,18 +1,20 @@
-"""The memory plan of a start: the memory of this machine, the chosen configuration, and texts about both. A
-model that cannot fit is refused here, before any process is started or any weight is loaded."""
+"""Plans a start: GPU or CPU, the memory of this machine, the chosen configuration, and texts about them. A
+model that cannot fit is refused here, before any process that imports torch is started."""
 
 from __future__ import annotations
 
+import logging
 import os
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launch.planning.device_choice import usable_device
+from launch.errors import WrongUsage
 from launch.terminal.format import model_name
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_model
-from pipeline.config import DEFAULT_CACHE, KV_CONTEXTS, EngineConfig, FormatName
+from pipeline.config import DEFAULT_CACHE, KV_CONTEXTS, DeviceName, EngineConfig, FormatName
 from pipeline.errors import ModelError, UsageError
 from pipeline.memory.limits import choose_context
 from pipeline.memory.needs import Needs, needs
@@ -20,24 +22,65 @@ from pipeline.memory.plan import (
     AUTOMATIC,
     GOOD_CONTEXT,
     LEFT_FREE,
-    MEMORY,
     Machine,
     Plan,
     Pool,
     choose,
     smallest,
 )
-from pipeline.models.shapes import is_shape
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
+from protocol.program import COMMAND
 from shm.segment import SHM_FOLDER, available_memory, byte_size, free_shm_bytes, total_memory
+from workers.lifetime import PYTHON, environment
 
+log = logging.getLogger("tandem")
+
+DRIVER_NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the second under WSL
+PROBE = "import torch; print(torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else '')"
+PROBE_LIMIT = 120.0  # seconds; a cold import of a CUDA build from a slow disk takes tens of them
 OPTIONS = {
     "format": "--format",
     "context": "--context",
     "kv_tokens": "--kv-tokens",
     "expert_cache": "--expert-cache",
 }
+
+
+def usable_device(asked: DeviceName) -> tuple[DeviceName, int | None]:
+    """The device to use, and the bytes of its memory that are free for a process; None of cpu. Raises
+    WrongUsage where cuda was asked for and is not usable; warns of a GPU that this torch cannot use."""
+    if asked == "cpu":
+        return "cpu", None
+    driver = any(node.exists() for node in DRIVER_NODES)
+    if not driver:
+        reason = "no NVIDIA driver is loaded"
+    elif (free := _free_on_gpu()) is None:
+        reason = f"this torch cannot use the GPU; {COMMAND} doctor shows why, and what to install"
+    else:
+        return "cuda", free
+    if asked == "cuda":
+        raise WrongUsage(f"--device cuda: {reason}; or use --device cpu")
+    if driver:
+        log.warning(f"warning: computing on the CPU: {reason}")
+    return "cpu", None
+
+
+def _free_on_gpu() -> int | None:
+    """Bytes that are free on the first GPU beside one process's context; None where torch cannot use it."""
+    # In a process of its own: the supervisor stays small, and a driver that hangs does not hang it.
+    try:
+        probe = subprocess.run(
+            [*PYTHON, "-c", PROBE],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PROBE_LIMIT,
+            env=environment(1),
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    words = probe.stdout.split()
+    return int(words[-1]) if probe.returncode == 0 and words else None
 
 
 @dataclass(frozen=True)
@@ -128,7 +171,6 @@ def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
         if not pool.short:
             why = f"with {names[position - 1]} fewer than {GOOD_CONTEXT} tokens of context would fit"
         lines.append(f"--format {plan.needs.format}: {why}")
-        lines += _with_larger_shm(plan, now, every[:position])
     if asked.context is None and plan.context < choose_context(None, plan.needs.spec):
         why = "--kv-tokens is no larger" if plan.context == asked.kv_tokens else "more does not fit"
         lines.append(f"--context {plan.context}: {why}")
@@ -169,20 +211,11 @@ def remedy(source: ModelSource, now: Situation, least: Plan, pool: Pool) -> str:
         if now.config.format is not None and end.needs.format != now.config.format:
             needed = byte_size(worst(end, now.machine).needed)
             ways.append(f"even {end.needs.format} would need {needed}")
-        ways.append(_smaller(source, now, end))
+        total = now.machine.total
+        others = total is None or worst(end, now.machine).needed <= total
+        ways.append("close other programs, use a smaller model" if others else "use a smaller model")
+        ways[-1] += " or a machine with more memory"
     return "; ".join(ways)
-
-
-def _smaller(source: ModelSource, now: Situation, least: Plan) -> str:
-    """Tells what remains where no option helps. `least`: the smallest plan of all formats."""
-    total, model = now.machine.total, "use a smaller model"
-    if is_shape(source.name) and least.needs.spec.layers > 1:
-        shape, layers = source.name.partition("/")[0], least.needs.spec.layers
-        model = f"use fewer of its layers, e.g. --model {shape}/{max(1, layers // 8)}, or a smaller model"
-    needed = next(pool.needed for pool in least.pools(now.machine) if pool.name == MEMORY)
-    if total is None or needed <= total:
-        return f"close other programs, {model} or a machine with more memory"
-    return f"{model} or a machine with more memory, as this one has {byte_size(total)} in all"
 
 
 def worst(plan: Plan, machine: Machine) -> Pool:
@@ -207,16 +240,6 @@ def parts(pool: Pool, plan: Plan, rest: bool = False) -> str:
 
 def _needs(pool: Pool) -> str:
     return f"{byte_size(pool.needed)} of {pool.name}, and {byte_size(pool.free)} is available"
-
-
-def _with_larger_shm(plan: Plan, now: Situation, better: Sequence[Needs]) -> list[str]:
-    """Tells what a larger /dev/shm would allow; its default size is half of the memory."""
-    larger = replace(now, machine=replace(now.machine, shm=now.machine.memory))
-    better_plan = larger.plan(now.config, better)
-    if better_plan is None:
-        return []
-    pool = next(pool for pool in better_plan.pools(now.machine) if pool.name == SHM_FOLDER)
-    return [f"--format {better_plan.needs.format} fits a larger {SHM_FOLDER}: {_enlarge(pool)}"]
 
 
 def _enlarge(pool: Pool) -> str:

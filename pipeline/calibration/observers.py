@@ -1,7 +1,7 @@
 """Observers of the engine while it reads a calibration's text.
 
-A `TrainPass` observes the training windows, then a `ValidationPass` the validation windows. Neither keeps an
-array of the engine.
+A `TrainPass` observes the training windows, then a `ValidationPass` the validation windows; `TokenOrder` and
+`Magnitudes` beside them. None keeps an array of the engine.
 """
 
 from __future__ import annotations
@@ -10,31 +10,39 @@ from collections.abc import Callable, Iterator
 from itertools import groupby
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from pipeline.arrays import PHASES, FloatArray, Phase
+from pipeline.arrays import PHASES, FloatArray, IntArray, Phase
 from pipeline.calibration.trained_gates import GateMlps
 from pipeline.engine.driver import LayerDecision
 from pipeline.policies.calibration import Floats
 from pipeline.policies.gates import drop_shares
+from pipeline.policies.split import PRIORITIES, Priority
 from pipeline.policies.view import ModelShape, Routing
+from shm.floe import FloeFormat
+from shm.store import Store
+from workers.kernels.reference import int8_steps
 
 Counts = NDArray[np.int64]
 Router = Callable[[FloatArray], Routing]
+Up = Callable[[int, int, FloatArray], FloatArray]  # layer, expert, x [n, H] -> u [n, channels]
 PREDICTORS = ("raw", "residual", "first")
 
+DROPS = 65  # limits from 0 to 1
+LIMITS = np.linspace(0, 1, DROPS)
 
-STEPS = 65  # limits from 0 to 1
-LIMITS = np.linspace(0, 1, STEPS)
+STEPS = 100  # shares of the channels, from 0 on
+BINS_AN_OCTAVE = 128  # so a quantile is exact to half a percent
+LOWEST, HIGHEST = -40, 24  # powers of two; |u| outside counts as the nearest
+BINS = (HIGHEST - LOWEST) * BINS_AN_OCTAVE
 
 
-class Activations:
-    """Counts the rows of each expert of each layer, by phase."""
+class StepObserver:
+    """Notes the phase of each step and the rows of its sequences."""
 
     def __init__(self, shape: ModelShape) -> None:
         self._shape = shape
-        size = shape.layers, shape.experts
-        self.counts: dict[Phase, Counts] = {phase: np.zeros(size, np.int64) for phase in PHASES}  # [L, E]
         self._phase: Phase = "prefill"
         self._runs: list[tuple[int, slice]] = []  # the step's sequences and their rows
 
@@ -43,14 +51,22 @@ class Activations:
         return ()
 
     def begin(self, phase: Phase, sequences: tuple[int, ...]) -> None:
-        self._phase = phase
-        self._runs = list(sequence_runs(sequences))
+        self._phase, self._runs = phase, list(sequence_runs(sequences))
+
+    def end(self) -> None:
+        """Each layer was noted when it was observed."""
+
+
+class Activations(StepObserver):
+    """Counts the rows of each expert of each layer, by phase."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__(shape)
+        size = shape.layers, shape.experts
+        self.counts: dict[Phase, Counts] = {phase: np.zeros(size, np.int64) for phase in PHASES}  # [L, E]
 
     def layer(self, decision: LayerDecision[object], x: FloatArray) -> None:
         self.counts[self._phase][decision.layer] += decision.gated.routing.workload(self._shape.experts)
-
-    def end(self) -> None:
-        """Each layer was counted when it was observed."""
 
 
 class TrainPass(Activations):
@@ -191,8 +207,8 @@ class DropTables:
 
     def __init__(self, shape: ModelShape, predictors: tuple[str, ...]) -> None:
         self._counts = np.arange(shape.top_k + 1)
-        self._tokens = np.zeros((shape.layers, STEPS, shape.top_k + 1))
-        self._hits = {name: np.zeros((shape.layers, STEPS)) for name in predictors}
+        self._tokens = np.zeros((shape.layers, DROPS, shape.top_k + 1))
+        self._hits = {name: np.zeros((shape.layers, DROPS)) for name in predictors}
 
     def used(self, layer: int, routing: Routing) -> None:
         """The experts of some tokens, by the layer's own router."""
@@ -228,3 +244,140 @@ def sequence_runs(sequences: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
         end = start + len(list(rows))
         yield sequence, slice(start, end)
         start = end
+
+
+class TokenOrder(StepObserver):
+    """Keeps the routing, sequence after sequence, for MoEpic's hit rates h(c)."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__(shape)
+        self._steps: dict[int, list[tuple[Phase, list[IntArray]]]] = {}  # by sequence: [rows, k] by layer
+
+    def begin(self, phase: Phase, sequences: tuple[int, ...]) -> None:
+        super().begin(phase, sequences)
+        for sequence, _ in self._runs:
+            self._steps.setdefault(sequence, []).append((phase, []))
+
+    def layer(self, decision: LayerDecision[object], x: FloatArray) -> None:
+        routing = decision.gated.routing
+        used = np.where(routing.weights != 0, routing.experts, -1).astype(np.int32)
+        for sequence, rows in self._runs:
+            self._steps[sequence][-1][1].append(used[rows])
+
+    def hit_rates(self) -> dict[str, FloatArray]:
+        """Hit rates by the order of a cache, [L, E + 1]: of the experts that decode uses in a layer, the
+        share in a cache that holds so many of the layer's experts, those of the highest priority."""
+        counts = {name: _Ranks(self._shape, Priority.named(name)) for name in PRIORITIES}
+        for steps in self._steps.values():  # one after the other, as in an engine with one client
+            for phase, by_layer in steps:
+                for ranks in counts.values():
+                    ranks.step(np.stack(by_layer), counted=phase == "decode")
+        return {name: ranks.rates() for name, ranks in counts.items()}
+
+
+class _Ranks:
+    """Counts at which place of its layer's order each used expert was: it is in every larger cache."""
+
+    def __init__(self, shape: ModelShape, priority: Priority) -> None:
+        size = shape.layers, shape.experts
+        self._priority = priority
+        self._rows = np.zeros(size, np.int64)
+        self._priorities = np.full(size, -np.inf)
+        self._at: NDArray[np.int64] = np.zeros(size, np.int64)  # uses by place
+        self._steps = 0
+
+    def step(self, used: IntArray, counted: bool) -> None:
+        """`used` [L, rows, k], -1 for none."""
+        layers, experts = self._rows.shape
+        rows = np.zeros_like(self._rows)
+        named = used.reshape(layers, -1)
+        np.add.at(rows, (np.arange(layers)[:, None], named), named >= 0)
+        active = rows > 0
+        if counted:
+            order = np.argsort(-self._priorities, axis=1, kind="stable")
+            places = np.empty_like(order)
+            np.put_along_axis(places, order, np.arange(experts)[None], axis=1)
+            where = np.nonzero(active)
+            np.add.at(self._at, (where[0], places[where]), 1)
+        self._steps += 1
+        self._rows += rows
+        self._priorities[active] = self._priority.of_each(self._rows[active], self._steps)
+
+    def rates(self) -> FloatArray:
+        uses = self._at.sum(axis=1, keepdims=True)
+        within = np.cumsum(self._at, axis=1) / np.maximum(uses, 1)
+        return np.concatenate((np.zeros((len(within), 1)), within), axis=1).astype(np.float32)
+
+
+class Magnitudes(StepObserver):
+    """Counts |u| by size, in bins of equal ratio: u = up x of the channels of the experts that decoded tokens
+    use. The thresholds of contextual sparsity are its quantiles (FloE)."""
+
+    def __init__(self, shape: ModelShape, up: Up, every: int = 1) -> None:
+        """`every`: of that many decode steps one is counted."""
+        super().__init__(shape)
+        self._every, self._up = every, up
+        self._counts: NDArray[np.int64] = np.zeros((shape.layers, BINS), np.int64)
+        self._sums = np.zeros((shape.layers, BINS))
+        self._steps = 0
+
+    @property
+    def counts(self) -> bool:
+        """True where the present step is counted."""
+        return self._phase == "decode" and (self._steps - 1) % self._every == 0
+
+    def begin(self, phase: Phase, sequences: tuple[int, ...]) -> None:
+        super().begin(phase, sequences)
+        self._steps += phase == "decode"
+
+    def layer(self, decision: LayerDecision[object], x: FloatArray) -> None:
+        """Masks act on decoded tokens, so only these count."""
+        if not self.counts:
+            return
+        active, layer = decision.gated.routing.active, decision.layer
+        ends = active.offsets.tolist()
+        for expert, start, end in zip(active.experts.tolist(), ends, ends[1:], strict=False):
+            self.count(layer, np.abs(self._up(layer, expert, x[active.rows[start:end]])).ravel())
+
+    def count(self, layer: int, magnitudes: FloatArray) -> None:
+        """Add |u| [n]."""
+        with np.errstate(divide="ignore"):
+            places = (np.log2(magnitudes) - LOWEST) * BINS_AN_OCTAVE
+        bins: IntArray = np.clip(places, 0, BINS - 1).astype(np.int32)
+        self._counts[layer] += np.bincount(bins, minlength=BINS)
+        self._sums[layer] += np.bincount(bins, magnitudes, minlength=BINS)
+
+    def quantiles(self) -> tuple[Floats, Floats] | None:
+        """`magnitudes` and `left_mass` of a Calibration; None where no token was decoded."""
+        if not self._counts.any(axis=1).all():
+            return None
+        shares = np.arange(STEPS) / STEPS
+        edges = 2.0 ** (LOWEST + np.arange(BINS + 1) / BINS_AN_OCTAVE)
+        edges[0] = 0
+        thresholds, left = np.zeros((2, len(self._counts), STEPS), np.float32)
+        for layer, (counts, sums) in enumerate(zip(self._counts, self._sums, strict=True)):
+            below = np.concatenate(([0], counts.cumsum())) / counts.sum()
+            mass = np.concatenate(([0], sums.cumsum())) / max(sums.sum(), 1e-30)
+            # within a bin by its share; of edges with as many below them, the largest
+            keep = np.append(np.diff(below) > 0, True)
+            thresholds[layer] = np.interp(shares, below[keep], edges[keep])
+            left[layer] = np.interp(shares, below[keep], mass[keep])
+        thresholds[:, 0] = left[:, 0] = 0
+        return thresholds, left
+
+
+def up_of(store: Store) -> Up | None:
+    """u = up x of an expert, from the heads of the store, with x in the int8 steps that the kernels of these
+    formats compute with; None where the experts' format keeps no up matrices apart."""
+    shape, kind = store.layout.shape, store.layout.format
+    if not isinstance(kind, FloeFormat):
+        return None
+
+    def up(layer: int, expert: int, x: FloatArray) -> FloatArray:
+        heads = store.heads(layer, expert, 0, shape.tiles)  # whole blocks: together one matrix
+        matrix = kind.up.decode_matrix(heads, shape.padded, shape.hidden)[: shape.intermediate]
+        steps = int8_steps(torch.from_numpy(x), kind.up.group)[:, : shape.hidden].numpy()
+        u: FloatArray = steps @ matrix.T
+        return u
+
+    return up

@@ -1,1 +1,0 @@
-"""Fault injection: processes killed, stopped and delayed, and hostile messages on every socket."""

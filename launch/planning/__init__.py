@@ -1,1 +1,0 @@
-"""What a start will use: GPU or CPU, and the memory plan."""
