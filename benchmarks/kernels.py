@@ -2,8 +2,7 @@
 
 Every case computes one whole expert in shared memory mapped as in a worker, another expert each time so that
 no cache holds it. `ratio` is a case's bytes per second over those of plain reads with as many cores, timed
-in turns with it, in the way that read fastest when several were compared. All variants prefetch as is
-measured to be the fastest here.
+in turns with it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,15 +27,12 @@ from shm.formats import Bytes
 from shm.kernel_files import contents, parse_cpuinfo
 from shm.layout import FORMATS, ExpertShape, StoreLayout, TileFormat, suitable_tile
 from shm.segment import Segment, unlink
-from workers.interpreter import environment
-from workers.kernels import reading
-from workers.kernels.choice import DEFAULT, Choice
-from workers.kernels.geometry import Geometry
-from workers.kernels.native import VARIANTS, Library, Team, best, chosen, load
+from workers.kernels.c_types import Geometry
+from workers.kernels.native import VARIANTS, Library, Team, best, load, reader
 from workers.kernels.reference import ReferenceKernel
-from workers.kernels.tuning import tune
+from workers.lifetime import environment
 
-ROUNDS = 7  # of all ways of reading, to find the fastest
+SAMPLE = 1 << 25  # bytes of one reading: it takes much longer than a call
 MEMORY = 1 << 30  # bytes of weights: far more than any cache
 SHAPES = {  # I, H
     "Mixtral-8x7B": (14336, 4096),
@@ -55,15 +50,13 @@ SLOW_ROWS = 16  # most rows at which variants other than the best are timed
 class Bench:
     """The memory of the weights, the timings of plain reads, and the cases timed so far."""
 
-    def __init__(self, memory: Bytes, quick: bool, choice: Choice) -> None:
+    def __init__(self, memory: Bytes, quick: bool) -> None:
         self.quick = quick
-        self.choice = choice
         self.cases: list[dict[str, Any]] = []
         self._memory = memory
         self._at = 0
         self._teams: dict[tuple[str, int], Team | None] = {}
         self._readings: dict[int, list[float]] = {}
-        self.ways: dict[int, str] = {}
         self._rng = np.random.default_rng(0)
 
     def time(self, format: TileFormat, variant: str, shape: tuple[int, int], rows: int, cores: int) -> None:
@@ -72,7 +65,7 @@ class Bench:
         layout = _layout(format, shape)
         compute = self._kernel_call(layout, variant, rows, cores)
         expert = layout.tile_bytes * layout.shape.tiles
-        number = max(1, reading.SAMPLE // expert) if rows == 1 else 1  # experts of one sample
+        number = max(1, SAMPLE // expert) if rows == 1 else 1  # experts of one sample
         read = self._reader(cores)
         seconds: list[float] = []
         reads: list[float] = []
@@ -84,25 +77,18 @@ class Bench:
             for data in parts:
                 compute(data)
             seconds.append((time.perf_counter() - started) / number)
-            reads.append(reading.timed(read, self._next(reading.SAMPLE)))
+            part, started = self._next(SAMPLE), time.perf_counter()
+            read(part)
+            reads.append(SAMPLE / (time.perf_counter() - started))
         self._readings.setdefault(cores, []).extend(reads)
         took, useful = median(seconds), expert * channels / layout.shape.padded
         case = {"format": format.name, "variant": variant, "shape": shape, "rows": rows, "cores": cores}
         speed = {"gb_s": useful / took / 1e9, "gflop_s": 6 * channels * hidden * rows / took / 1e9}
         self.cases.append(case | {"us": took * 1e6, "ratio": useful / took / median(reads)} | speed)
 
-    def _reader(self, cores: int) -> reading.Read:
-        """The fastest way of reading memory that no cache holds."""
+    def _reader(self, cores: int) -> Callable[[Bytes], object]:
         library = best()
-        torch.set_num_threads(cores)
-        ways = reading.ways(library, None if library is None else self._team(library, cores))
-        if cores not in self.ways:
-            rates: dict[str, list[float]] = {name: [] for name in ways}
-            for _ in range(ROUNDS):
-                for name, read in ways.items():
-                    rates[name].append(reading.timed(read, self._next(reading.SAMPLE)))
-            self.ways[cores] = reading.fastest(rates).way
-        return ways[self.ways[cores]]
+        return reader(None if library is None else self._team(library, cores))
 
     @property
     def read(self) -> dict[int, float]:
@@ -132,8 +118,8 @@ class Bench:
         hidden = layout.shape.hidden
         x = self._rng.standard_normal((rows, hidden)).astype(np.float32)
         every = np.arange(rows, dtype=np.int32)
-        library = None if variant == TORCH else chosen(replace(self.choice, variant=variant))
-        if library is not None:
+        library = TORCH if variant == TORCH else load(variant)
+        if isinstance(library, Library):
             geometry = Geometry(layout.format, hidden, hidden, layout.shape.tile)
             kernel = library.kernel(geometry, self._team(library, cores))
             quantized = kernel.quantize(x)  # once per Work, not once per expert
@@ -169,9 +155,7 @@ def measure(quick: bool, show: Callable[[str], None]) -> dict[str, Any]:
     """All cases, as the JSON object that `--json` prints; a case's shape is an expert's [I, H]."""
     all_cores = len(os.sched_getaffinity(0))
     with weights_memory() as memory, torch.inference_mode():
-        show("choosing the kernels")
-        tuned = tune()
-        bench = Bench(memory, quick, DEFAULT if tuned is None else tuned.choice)
+        bench = Bench(memory, quick)
         try:
             for name, shape in SHAPES.items():
                 for format in (FORMATS[format] for format in FORMATS_TIMED):
@@ -185,9 +169,8 @@ def measure(quick: bool, show: Callable[[str], None]) -> dict[str, Any]:
     sizes = {"1": 1, "all": all_cores}
     return {
         "cpu": parse_cpuinfo(contents(Path("/proc/cpuinfo")))[0],
-        "choice": bench.choice.to_map(),
+        "variant": TORCH if (library := best()) is None else library.variant,
         "read_gb_s": {name: bench.read[cores] / 1e9 for name, cores in sizes.items()},
-        "read_way": {name: bench.ways[cores] for name, cores in sizes.items()},
         "results": bench.cases,
     }
 
@@ -255,10 +238,8 @@ def main() -> int:
         read = found["read_gb_s"]
         out = Console()
         out.print(_table(found["results"]))
-        one, every = found["read_way"]["1"], found["read_way"]["all"]
-        chosen_here = Choice.from_map(found["choice"])
-        out.print(f"{found['cpu']}; {chosen_here.variant or 'torch'}, {chosen_here.prefetch}")
-        out.print(f"reading: {read['1']:.1f} GB/s on one core ({one}), {read['all']:.1f} on all ({every})")
+        out.print(f"{found['cpu']}; {found['variant']}")
+        out.print(f"reading: {read['1']:.1f} GB/s on one core, {read['all']:.1f} on all")
         for name in VARIANTS:
             if isinstance(why := load(name), str):
                 out.print(f"{name}: {why}")

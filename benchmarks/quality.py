@@ -28,8 +28,7 @@ from pipeline.assets import heldout, model_dir
 from shm.layout import FORMATS, Bytes, ExpertShape, Float32, FloeFormat, Int4, StoreLayout, TileFormat
 from shm.mask import DENSE
 from shm.quantize import encode_blocks
-from workers.kernels.reference import ReferenceKernel
-from workers.kernels.reference_channels import ReferenceChannels
+from workers.kernels.reference import ReferenceChannels, ReferenceKernel
 
 BATCH = 16  # windows at a time
 WINDOW = 512  # tokens

@@ -2,46 +2,36 @@
 
 from __future__ import annotations
 
+import time
 from statistics import median
 
 import numpy as np
-import torch
 
-from workers.kernels import reading
-from workers.kernels.native import best
+from workers.kernels.native import best, reader
 
 MEMORY = 1 << 30  # bytes: far more than any cache
 PART = 1 << 28  # bytes of one read
-READS = 4  # of each way, for a figure
+READS = 4  # for a figure
 
 
 class Reading:
-    """Reads of memory on `cores` cores, in the ways of `workers/kernels/reading.py`."""
+    """Reads of memory on `cores` cores."""
 
     def __init__(self, cores: int) -> None:
-        self._parts = reading.walk(np.ones(MEMORY, np.uint8), PART)
+        self._parts = np.ones(MEMORY, np.uint8).reshape(-1, PART)
         library = best()
         self._team = None if library is None else library.team(cores)
-        torch.set_num_threads(cores)
-        self._ways = reading.ways(library, self._team)
-        self._rates: dict[str, list[float]] = {}
-        self.gb_s()
-        self._rates.clear()  # of reads that first had to start threads
+        self._read = reader(self._team)
+        self.gb_s()  # starts the threads
 
     def gb_s(self) -> float:
-        """The fastest way now, the median of a few reads."""
-        now: dict[str, list[float]] = {name: [] for name in self._ways}
-        for _ in range(READS):
-            for name, read in self._ways.items():
-                now[name].append(reading.timed(read, next(self._parts)) / 1e9)
-        for name, rates in now.items():
-            self._rates.setdefault(name, []).extend(rates)
-        return reading.fastest(now).rate
-
-    @property
-    def ways(self) -> dict[str, float]:
-        """GB/s of each way, the median of all its reads."""
-        return {way: median(rates) for way, rates in self._rates.items()}
+        """Returns the pace now, the median of a few reads."""
+        seconds = []
+        for part in self._parts[:READS]:
+            began = time.perf_counter()
+            self._read(part)
+            seconds.append(time.perf_counter() - began)
+        return PART / median(seconds) / 1e9
 
     def close(self) -> None:
         if self._team is not None:

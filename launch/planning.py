@@ -32,7 +32,7 @@ from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
 from protocol.program import COMMAND
 from shm.segment import SHM_FOLDER, available_memory, byte_size, free_shm_bytes, total_memory
-from workers.interpreter import PYTHON, environment
+from workers.lifetime import PYTHON, environment
 
 log = logging.getLogger("tandem")
 

@@ -36,10 +36,10 @@ from protocol.program import COMMAND, PROGRAM
 from protocol.sockets import ipc_endpoint, runtime_root
 from shm.atomic_file import atomic_file
 from shm.file_locks import leads_to
-from shm.segment import SUFFIX, engine_prefix, is_segment, shm_names
+from shm.segment import engine_prefix, is_segment, shm_names
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
-SEGMENT = re.compile(r"tandem-([A-Za-z0-9_-]{1,32})-[0-9a-f]{6}-[a-z]+-[0-9]+" + SUFFIX)
+SEGMENT = re.compile(r"tandem-([A-Za-z0-9_-]{1,32})-[0-9a-f]{6}-[a-z]+-[0-9]+")
 SHM = Path("/dev/shm")
 MAX_INFO = 1 << 16  # bytes of engine.json
 INFO = "engine.json"
@@ -200,7 +200,7 @@ def segments(runtime: Path) -> list[Path]:
 def _segments(prefix: str) -> list[Path]:
     """Returns the segments tandem-<name>-<hash>-<kind>-<incarnation>. The kind has no dash, so that engine
     `a` never claims what belongs to engine `a-b`."""
-    own = re.compile(rf"{re.escape(prefix[1:])}[a-z]+-[0-9]+{SUFFIX}")
+    own = re.compile(rf"{re.escape(prefix[1:])}[a-z]+-[0-9]+")
     return [path for name in sorted(shm_names(own)) if is_segment(path := SHM / name)]
 
 

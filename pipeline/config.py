@@ -6,8 +6,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from workers.kernels.choice import DEFAULT, Choice
-
 DEFAULT_CONTEXT = 8192  # tokens, where the model would take more
 KV_CONTEXTS = 4  # full contexts that the KV cache holds, where they fit
 DEFAULT_CACHE = 0.25  # share of all expert tiles, where it fits; a GPU takes as many as it can hold
@@ -55,7 +53,7 @@ class EngineConfig:
     costs: Path | None = None  # use these instead of measuring
     record: Path | None = None  # a new file for the trace of every step's routing; absolute
     seed: int = 0  # of the preset `random` and of requests that give none
-    exchange: ExchangeName = "auto"  # of Work with the workers; auto: what was measured to be faster here
+    exchange: ExchangeName = "auto"  # of Work with the workers; auto: shm, where it was compiled
     graphs: GraphsName = "auto"  # CUDA graphs of decode steps
     keep_store: bool = False
     verify: bool = False  # compare the store's bytes with their checksums before they are used
@@ -122,7 +120,6 @@ class CoordinatorConfig:
     workers: WorkerCores
     slab: bool  # the first policy keeps experts on the device, and the prefetcher is being started
     options: ResolvedConfig
-    kernels: Choice = DEFAULT
 
     @classmethod
     def from_map(cls, config: dict[str, Any]) -> Self:
@@ -134,5 +131,4 @@ class CoordinatorConfig:
             | {"cache": Path(config["cache_dir"])}
             | {"workers": WorkerCores(tuple(config["workers"]), config["nodes"])}
             | {"options": ResolvedConfig.from_map(config["config"])}
-            | {"kernels": Choice.from_map(config["kernels"])}
         )

@@ -32,9 +32,15 @@ from pipeline.models.registry import expert_shape
 from protocol.codec import decode, encode
 from protocol.messages import VERSION, Failed, Progress, Ready, Shutdown
 from protocol.sockets import connect_dealer, ipc_endpoint
-from shm.cache_record import CacheRecord, note_use
-from shm.cache_writer import CacheWriter, write_cache
-from shm.disk_cache import CachedStore, store_path, sweep_cache
+from shm.disk_cache import (
+    CachedStore,
+    CacheRecord,
+    CacheWriter,
+    note_use,
+    store_path,
+    sweep_cache,
+    write_cache,
+)
 from shm.errors import NotEnoughMemory, SegmentMissing, ShmError, StoreDamaged, StoreInvalid, UnknownFormat
 from shm.layout import format_named
 from shm.locks import build_lock, remove_unused, sweep
@@ -93,7 +99,6 @@ class Loading:
         self.manifest = StoreManifest(self.fingerprint, shape, config["format"], self.source.name)
         self.size = store_bytes(self.manifest)
         self.cached = self.source.worth_keeping(config["format"])  # whether the disk cache is used
-        self.root = Path(config["runtime"]).parent
         self.cache_folder = Path(config["cache_dir"])
         self.reserve: int = config["reserve_bytes"]
         self.verify: bool = config["verify"]
@@ -111,7 +116,7 @@ class Loading:
         for path in sweep_cache(self.cache_folder):
             log.warning(f"removed the half-written {path}, left by a loader that was killed")
         waiting = self.control.stage("waiting for another engine that loads this model", 0)
-        with build_lock(self.fingerprint, self.root, lambda: waiting(0)):
+        with build_lock(self.fingerprint, lambda: waiting(0)):
             if self._attached():
                 origin, read, cached = "attached", 0, 0
                 if self.verify and self.cached:
@@ -155,7 +160,7 @@ class Loading:
 
     def _builder(self) -> StoreBuilder:
         """Create the segment, after removing unused ones. Raises NotEnoughMemory."""
-        for name in sweep(self.root):
+        for name in sweep():
             log.warning(f"removed the unused store {name}")
         check_space(self.size, self.reserve)
         allocating = self.control.stage("allocating", self.size)

@@ -44,16 +44,7 @@ from abc import abstractmethod
 
 import numpy as np
 
-from shm.formats import (
-    NO_HEAD,
-    Bytes,
-    Float32,
-    TileFormat,
-    copy_pieces,
-    random_scales,
-    round_to_bf16,
-    widen_bf16,
-)
+from shm.formats import NO_HEAD, Bytes, Float32, TileFormat, widen_bf16
 from shm.quantize import HEAD_BYTES, LANES, encode_blocks
 
 __all__ = ["HEAD_BYTES", "LANES", "BlockFormat", "Int2", "Int4", "Int8"]
@@ -66,7 +57,7 @@ class BlockFormat(TileFormat):
         self.name = name
         self.group = group
         self.bits = bits
-        self.record_bytes = self.random_step = HEAD_BYTES + LANES * group * bits // 8
+        self.record_bytes = HEAD_BYTES + LANES * group * bits // 8
 
     @property
     def granularity(self) -> int:
@@ -84,14 +75,6 @@ class BlockFormat(TileFormat):
     def decode_matrix(self, data: Bytes, n: int, k: int) -> Float32:
         """The numbers of a matrix, float32 [n, k]. data: uint8 [matrix_bytes(n, k)]."""
 
-    @abstractmethod
-    def _draw_records(self, rng: np.random.Generator, records: Bytes, scale: float) -> None:
-        """Make random bytes [records, record_bytes] records of random weights."""
-
-    @abstractmethod
-    def _clear_padding(self, records: Bytes, n: int, k: int) -> None:
-        """As `clear_padding`, of records [blocks, groups, record_bytes]."""
-
     def tile_bytes(self, hidden: int, tile: int) -> int:
         if tile % self.group:
             raise ValueError(f"a tile of {self.name} needs a multiple of {self.group} channels, not {tile}")
@@ -107,31 +90,6 @@ class BlockFormat(TileFormat):
         gate, up, down = self._matrices(data, hidden, tile)
         wide = [self.decode_matrix(part, tile, hidden) for part in (gate, up)]
         return np.stack((*wide, self.decode_matrix(down, hidden, tile).T))
-
-    def draw_pool(self, rng: np.random.Generator, nbytes: int, scale: float) -> Bytes:
-        records = rng.integers(256, size=(nbytes // self.record_bytes, self.record_bytes), dtype=np.uint8)
-        self._draw_records(rng, records, scale)
-        return records.reshape(-1)
-
-    def fill_random(
-        self,
-        rng: np.random.Generator,
-        hidden: int,
-        tile: int,
-        scale: float,
-        out: Bytes,
-        head: Bytes = NO_HEAD,
-    ) -> None:
-        gate, up, down = self._matrices(out, hidden, tile)
-        for part, n, k in ((gate, tile, hidden), (up, tile, hidden), (down, hidden, tile)):
-            copy_pieces(rng, self, scale, part)
-            self.clear_padding(part, n, k)
-
-    def clear_padding(self, data: Bytes, n: int, k: int) -> None:
-        """Write what pads a matrix [n, k], as `encode_matrix` does. data: uint8 [matrix_bytes(n, k)]."""
-        records = self._records(data, n, k)
-        if n % LANES or k % self.group:
-            self._clear_padding(records, n, k)
 
     def _matrices(self, data: Bytes, hidden: int, tile: int) -> tuple[Bytes, Bytes, Bytes]:
         """The parts of a tile: gate, up, down."""
@@ -161,21 +119,6 @@ class Int8(BlockFormat):
         values = q * scales.transpose(0, 2, 1)[..., None, None]
         return np.ascontiguousarray(values.reshape(len(records) * LANES, -1)[:n, :k])
 
-    def _draw_records(self, rng: np.random.Generator, records: Bytes, scale: float) -> None:
-        np.maximum(records, 1, out=records)
-        deviation = np.sqrt((255**2 - 1) / 12)  # of u
-        records[:, :HEAD_BYTES] = random_scales(rng, len(records), scale / deviation).view(np.uint8)
-
-    def _clear_padding(self, records: Bytes, n: int, k: int) -> None:
-        codes = records[..., HEAD_BYTES:].reshape(*records.shape[:2], -1, LANES, 4)  # j, i, b
-        if n % LANES:
-            records[-1, :, 4 * (n % LANES) : HEAD_BYTES] = 0
-            codes[-1, :, :, n % LANES :] = 128
-        if k % self.group:
-            tail = codes[:, -1].transpose(0, 2, 1, 3)  # [blocks, 16, j, b], a view
-            beyond = np.arange(self.group).reshape(-1, 4) >= k % self.group  # [j, b]
-            tail[:, :, beyond] = 128
-
 
 class Packed(BlockFormat):
     """Several codes in a byte, asymmetric, a bfloat16 scale and zero per group."""
@@ -193,25 +136,6 @@ class Packed(BlockFormat):
         q -= zeros.transpose(0, 2, 1)[..., None, None, None]
         q *= scales.transpose(0, 2, 1)[..., None, None, None]
         return np.ascontiguousarray(q.reshape(len(records) * LANES, -1)[:n, :k])
-
-    def _draw_records(self, rng: np.random.Generator, records: Bytes, scale: float) -> None:
-        levels = 1 << self.bits
-        deviation = np.sqrt((levels**2 - 1) / 12)  # of q
-        scales = random_scales(rng, len(records), scale / deviation)
-        head = round_to_bf16(np.concatenate((scales, np.full_like(scales, (levels - 1) / 2)), axis=1))
-        records[:, :HEAD_BYTES] = head.view(np.uint8)
-
-    def _clear_padding(self, records: Bytes, n: int, k: int) -> None:
-        codes = records[..., HEAD_BYTES:].reshape(*records.shape[:2], -1, LANES, 4)  # j, i, b
-        if n % LANES:
-            lanes = records[-1, :, :HEAD_BYTES].reshape(-1, 2, LANES, 2)  # scales and zeros, i, bytes
-            lanes[:, :, n % LANES :] = 0
-            codes[-1, :, :, n % LANES :] = 0
-        if k % self.group:
-            tail = codes[:, -1].transpose(0, 2, 1, 3)  # [blocks, 16, j, b], a view
-            inputs = np.arange(self.group).reshape(-1, 8 // self.bits, 4)  # [j, field, b]
-            masks = ((1 << self.bits) - 1) << np.arange(0, 8, self.bits)  # of the fields
-            tail &= np.where(inputs < k % self.group, masks[:, None], 0).sum(axis=1).astype(np.uint8)
 
 
 class Int4(Packed):

@@ -1,4 +1,8 @@
-"""The checksums of a store's layers, compared on all cores: of a store in memory and of one on disk."""
+"""The checksums of a store's layers, summed and compared on all cores.
+
+A crc32 is a polynomial over GF(2), modulo the one below; bit 31 is the coefficient of x^0. Appending n bytes
+multiplies the earlier polynomial by x^(8n) and adds the appended one: so parts are joined.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,38 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import lru_cache
+
+POLYNOMIAL = 0xEDB88320
+ONE = 1 << 31
+
+
+def join_crc32(first: int, second: int, length: int) -> int:
+    """The crc32 of a + b, where `first` is that of a, and `second` that of b, which has `length` bytes."""
+    return _times(_shift(length), first) ^ second
+
+
+@lru_cache(maxsize=64)  # the parts of a store have few lengths
+def _shift(length: int) -> int:
+    """x^(8 * length)."""
+    power, square = ONE, ONE >> 8
+    while length:
+        if length & 1:
+            power = _times(power, square)
+        square = _times(square, square)
+        length >>= 1
+    return power
+
+
+def _times(a: int, b: int) -> int:
+    product = 0
+    while a:
+        if a & ONE:
+            product ^= b
+        a = (a << 1) & 0xFFFFFFFF
+        b = (b >> 1) ^ (POLYNOMIAL if b & 1 else 0)
+    return product
+
 
 REPORT_SECONDS = 0.1
 
@@ -52,7 +88,7 @@ def damaged_layers(
 
 
 def name_layers(layers: list[int]) -> str:
-    """For a person: "layer 3", "layers 0, 2, 5"; of many the first ones."""
+    """Name layers for a person: "layer 3", "layers 0, 2, 5"; of many the first ones."""
     shown = ", ".join(str(layer) for layer in layers[:8])
     more = f" and {len(layers) - 8} more" if len(layers) > 8 else ""
     return f"layer{'s' if len(layers) > 1 else ''} {shown}{more}"

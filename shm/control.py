@@ -87,7 +87,7 @@ class ControlLine:
 
     @property
     def link_until(self) -> int:
-        """Until when this process's copies occupy an emulated link, in nanoseconds."""
+        """The time until which this process's copies occupy an emulated link, in nanoseconds."""
         return self._numbers[2]
 
     @link_until.setter

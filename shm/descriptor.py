@@ -40,7 +40,7 @@ Descriptor = Int32  # one-dimensional and contiguous
 
 
 class Parts(NamedTuple):
-    """What a descriptor says; the arrays are the descriptor's own memory."""
+    """The parts of a descriptor; the arrays are the descriptor's own memory."""
 
     generation: int
     seq: int

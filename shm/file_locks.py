@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from protocol.errors import NotPrivate
-from protocol.files import check_unshared, private_directory
+from protocol.files import check_unshared
 from shm.errors import ShmError
 
 POLL_SECONDS = 0.05
@@ -56,17 +56,9 @@ def wait_lock(path: Path, operation: int, seconds: float, waiting: Callable[[], 
 
 
 def leads_to(path: Path, descriptor: int) -> bool:
-    """Whether the name still leads to the open file, and not to none: another user may have put a loop of
-    links, a file or a closed directory in the place of ours."""
+    """Tells whether the name still leads to the open file, and not to none: another user may have put a loop
+    of links, a file or a closed directory in the place of ours."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except OSError:
         return False
-
-
-def private_folder(folder: Path) -> Path:
-    """`private_directory`, but raises ShmError."""
-    try:
-        return private_directory(folder)
-    except NotPrivate as e:
-        raise ShmError(str(e)) from None

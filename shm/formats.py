@@ -10,34 +10,34 @@
 The quantized formats are in `shm/blocks.py`, those that are read by channel in `shm/floe.py`. The latter
 divide a tile: its head (all of up) and its body are in two places. Other formats have no heads.
 
-Random weights are copied from a pool of random numbers of the format, so that they cost no more than a copy:
-a tile is pieces of POOL_PIECE bytes, each from a random place in the pool.
+Random weights cost no more than a copy: each tile is one of a few that were encoded from random numbers.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import lru_cache
+from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
 
 ENCODED_ROWS = 8  # rounded at a time, so that the steps in between stay in the processor's cache
-POOL_BYTES = 1 << 22  # of random numbers, about: several fit into the processor's cache
-POOL_PIECE = 1 << 16  # bytes of a tile that are next to each other in the pool, too
-POOL_SEED = 1
+RANDOM_TILES = 8  # of a shape
+POOL_BYTES = 1 << 22  # of random bfloat16 numbers
+POOL_PIECE = 1 << 16  # bytes that are next to each other in the pool, too
 UNIFORM = 3.0**0.5  # a uniform number from -UNIFORM to UNIFORM has the standard deviation 1
 
 Float32 = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 NO_HEAD: Bytes = np.empty(0, np.uint8)
+_drawing = Lock()
 
 
 class TileFormat(ABC):
-    """How one tile's numbers become bytes. Stateless."""
+    """The bytes of one tile's numbers. Stateless."""
 
     name: str
-    random_step = 64  # bytes between the places in the pool where a piece may begin
 
     @property
     def granularity(self) -> int:
@@ -61,11 +61,6 @@ class TileFormat(ABC):
     def decode(self, data: Bytes, hidden: int, tile: int, head: Bytes = NO_HEAD) -> Float32:
         """The tile's numbers as float32 [3, T, H]: gate, up, down transposed. For tests and tools."""
 
-    @abstractmethod
-    def draw_pool(self, rng: np.random.Generator, nbytes: int, scale: float) -> Bytes:
-        """About `nbytes` bytes, a multiple of `random_step`, of random weights of mean 0 and standard
-        deviation about `scale`."""
-
     def fill_random(
         self,
         rng: np.random.Generator,
@@ -75,9 +70,15 @@ class TileFormat(ABC):
         out: Bytes,
         head: Bytes = NO_HEAD,
     ) -> None:
-        """Write a tile of random weights of mean 0 and standard deviation about `scale`, at the speed of a
-        copy; what pads the tile is as `encode` writes it. out uint8 [tile_bytes], head uint8 [head_bytes]."""
-        copy_pieces(rng, self, scale, out)
+        """Write a tile of random weights of mean 0 and standard deviation `scale`, at the speed of a copy.
+        out uint8 [tile_bytes], head uint8 [head_bytes]. Raises ValueError for other sizes."""
+        sizes = self.tile_bytes(hidden, tile), self.head_bytes(hidden, tile)
+        if (out.shape, head.shape) != ((sizes[0],), (sizes[1],)):
+            raise ValueError(f"a tile of {sizes} bytes does not fit {out.shape} and {head.shape}")
+        with _drawing:
+            bodies, heads = _random_tiles(self, hidden, tile, scale)
+        chosen = rng.integers(RANDOM_TILES)
+        out[:], head[:] = bodies[chosen], heads[chosen]
 
 
 class F32(TileFormat):
@@ -93,11 +94,6 @@ class F32(TileFormat):
 
     def decode(self, data: Bytes, hidden: int, tile: int, head: Bytes = NO_HEAD) -> Float32:
         return data.view("<f4").reshape(3, tile, hidden)
-
-    def draw_pool(self, rng: np.random.Generator, nbytes: int, scale: float) -> Bytes:
-        values = rng.random(nbytes // 4, dtype=np.float32) - np.float32(0.5)
-        values *= np.float32(2 * UNIFORM * scale)
-        return values.view(np.uint8)
 
 
 class BF16(TileFormat):
@@ -117,36 +113,39 @@ class BF16(TileFormat):
     def decode(self, data: Bytes, hidden: int, tile: int, head: Bytes = NO_HEAD) -> Float32:
         return widen_bf16(data.view("<u2").reshape(3, tile, hidden))
 
-    def draw_pool(self, rng: np.random.Generator, nbytes: int, scale: float) -> Bytes:
-        values = F32().draw_pool(rng, 2 * nbytes, scale).view("<f4")
-        return round_to_bf16(values).view(np.uint8)
+
+@lru_cache(maxsize=8)  # a model has few shapes
+def _random_tiles(tile_format: TileFormat, hidden: int, tile: int, scale: float) -> tuple[Bytes, Bytes]:
+    """Tiles [RANDOM_TILES, tile_bytes] and their heads; the same in every process."""
+    rng = np.random.Generator(np.random.SFC64(1))
+    bodies = np.empty((RANDOM_TILES, tile_format.tile_bytes(hidden, tile)), np.uint8)
+    heads = np.empty((RANDOM_TILES, tile_format.head_bytes(hidden, tile)), np.uint8)
+    for body, head in zip(bodies, heads, strict=True):
+        gate, up, down = random_numbers(rng, (3, tile, hidden), scale)
+        tile_format.encode(gate, up, down, body, head)
+    return bodies, heads
+
+
+def random_numbers(rng: np.random.Generator, shape: tuple[int, ...], scale: float) -> Float32:
+    """Uniform numbers of mean 0 and standard deviation `scale`."""
+    values = rng.random(shape, dtype=np.float32) - np.float32(0.5)
+    values *= np.float32(2 * UNIFORM * scale)
+    return values
 
 
 @lru_cache(maxsize=8)  # a model has few scales
-def random_pool(tile_format: TileFormat, scale: float) -> Bytes:
-    """The pool of a format and a standard deviation; the same in every process."""
-    pool = tile_format.draw_pool(np.random.Generator(np.random.SFC64(POOL_SEED)), POOL_BYTES, scale)
-    pool.flags.writeable = False
-    return pool
+def _pool(scale: float) -> Bytes:
+    rng = np.random.Generator(np.random.SFC64(1))
+    return round_to_bf16(random_numbers(rng, (POOL_BYTES // 2,), scale)).view(np.uint8)
 
 
-def copy_pieces(rng: np.random.Generator, tile_format: TileFormat, scale: float, out: Bytes) -> None:
-    """Fill `out` with pieces of the pool. Releases the GIL."""
-    pool, step = random_pool(tile_format, scale), tile_format.random_step
-    piece = POOL_PIECE // step * step
-    starts = rng.integers((len(pool) - piece) // step + 1, size=-(-len(out) // piece)) * step
-    for lo, start in zip(range(0, len(out), piece), starts.tolist(), strict=True):
-        part = out[lo : lo + piece]
+def fill_bf16(rng: np.random.Generator, scale: float, out: Bytes) -> None:
+    """Fill `out` with random bfloat16 numbers, in pieces of a pool: at the speed of a copy."""
+    pool = _pool(scale)
+    starts = rng.integers((POOL_BYTES - POOL_PIECE) // 2 + 1, size=-(-len(out) // POOL_PIECE)) * 2
+    for lo, start in zip(range(0, len(out), POOL_PIECE), starts.tolist(), strict=True):
+        part = out[lo : lo + POOL_PIECE]
         part[:] = pool[start : start + len(part)]
-
-
-def random_scales(rng: np.random.Generator, records: int, deviation: float) -> Float32:
-    """Scales [records, 16] of the root mean square `deviation`, from 0.56 to 1.44 times that."""
-    spread = rng.random((records, 16), dtype=np.float32) - np.float32(0.5)
-    spread *= np.float32(UNIFORM / 2)
-    spread += 1
-    spread *= np.float32(deviation / np.sqrt(1 + 1 / 16))
-    return spread
 
 
 def round_to_bf16(values: Float32) -> NDArray[np.uint16]:

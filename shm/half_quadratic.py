@@ -90,7 +90,8 @@ def coded_groups(
 
 
 def int8_groups(x: Float32) -> tuple[Float32, Bytes]:
-    """Of finite weights float32 [inputs, groups]: scales [groups] and codes + 128, uint8 [inputs, groups]."""
+    """Quantize finite weights float32 [inputs, groups]. Returns scales [groups] and codes + 128, uint8
+    [inputs, groups]."""
     scale = np.abs(x).max(axis=0) / np.float32(127)
     scale[scale < SMALLEST] = 0
     inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)

@@ -38,15 +38,16 @@ class KeptRecord(ABC):
     @property
     @abstractmethod
     def cores(self) -> int:
-        """Of the machine that was measured, as many as could be used."""
+        """The cores of the machine that was measured that could be used."""
 
     @property
     def loaded(self) -> bool:
-        """Whether other programs were computing, so that it may be wrong."""
+        """Other programs were computing, so that it may be wrong."""
         return self.load > LOADED * self.cores
 
     def outdated(self, load: float) -> bool:
-        """Whether to measure again at this load average: the machine was busy, and is half as busy now."""
+        """Tells whether to measure again at this load average: the machine was busy, and is half as busy
+        now."""
         return self.loaded and load <= self.load / 2
 
 

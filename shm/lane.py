@@ -26,7 +26,7 @@ The Works of a lane are numbered as they are posted, from 1. Each byte has one w
     posted       posted > answered: the worker's; `posted` is stored after all else of the Work
     answered     posted == answered: the coordinator's; `answered` is stored after all else of the answer
 
-`posted` and `answered` are stored with release and loaded with acquire order (`doorbell.py`), and the other
+`posted` and `answered` are stored with release and loaded with acquire order, and the other
 side's doorbell is rung after each. So a reader that sees a number sees all that it stands for: of a process
 that is killed at any instruction there is a whole Work or answer, or none. `result` is DONE or SKIPPED.
 `abandoned` is the number of a Work that is no longer needed: a worker that has not begun it answers SKIPPED.
@@ -39,21 +39,82 @@ as it has), and the coordinator reads a lane only as long as its generation is t
 new one for the next. What such a worker reads meanwhile may change: an area of x is used again once all Works
 for it are answered or abandoned, of which another answer counts or none. It can so compute nonsense, into its
 own lane. Descriptors do not change under it: they are in its lane too, and a slot is written again only when
-it has answered."""
+it has answered.
+
+Numbers and doorbells are by the C library `doorbell.c`. A doorbell (8 bytes) wakes the one process that waits
+for it; what a process wrote before `store` is there for the process whose `load` returns that number. Waits
+release the GIL.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shm.descriptor import GENERATION, X_ROWS, Descriptor, head_of
-from shm.doorbell import Library
 from shm.errors import ShmError
 from shm.formats import Float32
 from shm.mask import Tally
 from shm.segment import Segment, unlink
+
+LIBRARY_VERSION = 4  # of the library's functions: one that an older checkout left behind is not used
+
+
+class Library:
+    """The compiled functions, on addresses in this process: store(number, value), load(number) -> value,
+    next(first number, bytes to the next, count, after) -> index, wait(bell, seen, nanoseconds awake, in all)
+    -> number of rings."""
+
+    def __init__(self, functions: ctypes.CDLL) -> None:
+        number, pointer, count = ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint32
+        self.load: Any = functions.tandem_load
+        self.load.argtypes, self.load.restype = (pointer,), number
+        self.store: Any = functions.tandem_store
+        self.store.argtypes, self.store.restype = (pointer, number), None
+        self.next: Any = functions.tandem_next
+        self.next.argtypes, self.next.restype = (pointer, number, number, number), number
+        self._ring: Any = functions.tandem_ring
+        self._ring.argtypes, self._ring.restype = (pointer, number), None
+        self._rouse: Any = functions.tandem_rouse
+        self._rouse.argtypes, self._rouse.restype = (pointer, number), number
+        self.wait: Any = functions.tandem_wait
+        self.wait.argtypes, self.wait.restype = (pointer, count, number, number), count
+
+    def ring(self, bells: tuple[int, ...]) -> None:
+        """Ring all of them. A process that sleeps on this thread's core is woken last."""
+        self._ring(_pointers(bells), len(bells))
+
+    def rouse(self, bells: tuple[int, ...]) -> int:
+        """Ring those of processes that sleep on other cores than this thread's. The index of the first that
+        sleeps on this one; -1 where none does."""
+        beside: int = self._rouse(_pointers(bells), len(bells))
+        return beside
+
+
+@lru_cache(64)
+def _pointers(bells: tuple[int, ...]) -> Any:
+    return (ctypes.c_void_p * len(bells))(*bells)
+
+
+@cache
+def library() -> Library | None:
+    """None where it was not compiled, or not for this version."""
+    spec = PathFinder.find_spec("_doorbell", [str(Path(__file__).parent)])
+    if spec is None:
+        return None
+    try:
+        functions = ctypes.CDLL(spec.origin)
+        return Library(functions) if functions.tandem_doorbell_version() == LIBRARY_VERSION else None
+    except (OSError, AttributeError):
+        return None
+
 
 MAGIC = int.from_bytes(b"TNDMLANE", "little")
 VERSION = 1
@@ -118,7 +179,7 @@ class Slot:
 
     @property
     def descriptor(self) -> Descriptor:
-        """Of the Work that was posted; at most all of its room, whatever the lane says."""
+        """The descriptor of the posted Work; at most all of its room, whatever the lane says."""
         return self._descriptor[: max(0, self.head[NUMBERS])]
 
     def write(self, descriptor: Descriptor, generation: int, area: int) -> None:
@@ -144,7 +205,8 @@ class Slot:
 
 
 class _Lane:
-    """What both ends have in common. The segment stays mapped until the last array of it is garbage."""
+    """The parts that both ends have in common. The segment stays mapped until the last array of it is
+    garbage."""
 
     def __init__(self, library: Library, segment: Segment, shape: LaneShape, bell: int, other: int) -> None:
         """`bell`, `other`: lines of the doorbells of this end and of the other one."""

@@ -127,12 +127,12 @@ class StoreLayout:
 
     @property
     def tile_bytes(self) -> int:
-        """Of a tile, without its head."""
+        """Bytes of a tile, without its head."""
         return self.format.tile_bytes(self.shape.hidden, self.shape.tile)
 
     @property
     def head_bytes(self) -> int:
-        """Of a tile's head; 0 for a format without heads."""
+        """Bytes of a tile's head; 0 for a format without heads."""
         return self.format.head_bytes(self.shape.hidden, self.shape.tile)
 
     @property

@@ -44,7 +44,7 @@ _CHECKSUM = np.dtype("<u4")
 
 @dataclass(frozen=True)
 class StoreManifest:
-    """What a store holds. In msgpack: `fingerprint`, `format`, `source` as text; `shape` as the map of
+    """The content of a store. In msgpack: `fingerprint`, `format`, `source` as text; `shape` as the map of
     ExpertShape's five integers; `checksums` as binary, 4 bytes for each layer: the crc32 of its bytes."""
 
     fingerprint: str
@@ -73,7 +73,7 @@ class StoreManifest:
 
 
 def data_offset(manifest_length: int) -> int:
-    """Where the experts begin."""
+    """Returns the byte at which the experts begin."""
     return -(-(PAGE + manifest_length) // PAGE) * PAGE
 
 

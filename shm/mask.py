@@ -1,5 +1,5 @@
-"""Which channels of an expert a row computes, in the formats whose gate and down lie by channel, and what a
-mask left out.
+"""Masks: the channels of an expert that a row computes, in the formats whose gate and down lie by channel,
+and what a mask left out.
 
 A channel's u is its up row times x; y is the sum over the kept channels of silu(gate . x) * u * down. Each
 row has a mask of its own: its result depends on no other row.
@@ -56,9 +56,9 @@ DENSE = Mask()
 
 @dataclass(frozen=True)
 class Tally:
-    """What masks kept and left out; all 0 for formats without them. `mass` and `left`: sums of |u| over rows
-    and channels, of all and of those left out; 0 where they are not finite. `kept`: channels that were read
-    for any row, of `channels`."""
+    """Sums of what masks kept and left out; all 0 for formats without them. `mass` and `left`: sums of |u|
+    over rows and channels, of all and of those left out; 0 where they are not finite. `kept`: channels that
+    were read for any row, of `channels`."""
 
     mass: float = 0.0
     left: float = 0.0

@@ -1,4 +1,4 @@
-"""Where a store's tiles lie on a machine with several NUMA nodes.
+"""Places a store's tiles on a machine with several NUMA nodes.
 
 Tile t of expert e, and its head, lie on node (e + t) % n of the n nodes that workers compute on: any range of
 an expert's tiles, and experts of a single tile too, are then spread over all nodes' memory. The policy is set

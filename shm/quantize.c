@@ -1,4 +1,4 @@
-/* Quantizes float32 matrices into the records that shm/blocks.py and shm/rows.py draw. A plain C library, loaded by
+/* Quantizes float32 matrices into the records that shm/blocks.py and shm/floe.py draw. A plain C library, loaded by
  * shm/quantize.py with ctypes; shm/half_quadratic.py specifies the computation and does it with numpy.
  *
  * The 16 outputs of a block are computed side by side, an output to a lane, so that every sum runs within a
@@ -263,7 +263,7 @@ static void quantize_group(float x[][LANES], int count, int bits, int steps, uin
     }
 }
 
-/* Codes of group g of one row, as a row's lines hold them (shm/rows.py): number 16*b + i in byte 4*i + b. */
+/* Codes of group g of one row, as a row's lines hold them (shm/floe.py): number 16*b + i in byte 4*i + b. */
 static void pack_row(uint8_t q[][LANES], int lane, int64_t g, int bits, uint8_t *lines) {
     uint8_t *line = lines + 64 * (bits == 8 ? g : g / 2);
     int shift = bits == 4 && g % 2 ? 4 : 0;

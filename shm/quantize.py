@@ -1,4 +1,4 @@
-"""Quantizes matrices into the records that `shm/blocks.py` and `shm/rows.py` draw: by the C library, else by
+"""Quantizes matrices into the records that `shm/blocks.py` and `shm/floe.py` draw: by the C library, else by
 numpy.
 
 `quantize.c` is compiled at installation if there is a compiler; `half_quadratic.py` specifies the
@@ -43,11 +43,11 @@ class Library:
 @cache
 def library() -> Library | None:
     """None where it was not compiled, or not for this version."""
-    found = PathFinder.find_spec("_quantize", [str(Path(__file__).parent)])
-    if found is None:
+    spec = PathFinder.find_spec("_quantize", [str(Path(__file__).parent)])
+    if spec is None:
         return None
     try:
-        functions = ctypes.CDLL(found.origin)
+        functions = ctypes.CDLL(spec.origin)
         return Library(functions) if functions.tandem_quantize_version() == VERSION else None
     except (OSError, AttributeError):
         return None
@@ -87,8 +87,8 @@ def encode_blocks(
 
 
 def encode_rows(w: Float32, bits: int, out: Bytes, steps: int = STEPS, compiled: bool = True) -> None:
-    """As `encode_blocks`, the row records `out` (uint8 [n, bytes], a record's bytes contiguous) of 4 or 8
-    bits."""
+    """Fill, as `encode_blocks` does, the row records `out` (uint8 [n, bytes], a record's bytes contiguous) of
+    4 or 8 bits."""
     w = _checked(w)
     lines = row_head_bytes(w.shape[1], bits)
     needed = lines + row_line_bytes(w.shape[1], bits)
@@ -128,13 +128,13 @@ def _checked(w: Float32) -> Float32:
 
 
 def _strides(w: Float32) -> Iterator[int]:
-    """In numbers."""
+    """Returns a matrix's strides in numbers."""
     return (stride // w.itemsize for stride in w.strides)
 
 
 def _quantized(x: Float32, group: int, bits: int, steps: int) -> tuple[Bytes, Bytes]:
-    """Of weights as `_lanes` gives them: heads [blocks, groups, HEAD_BYTES], and codes [inputs of a whole
-    group, blocks, groups, 16]."""
+    """Quantize weights as `_lanes` gives them. Returns heads [blocks, groups, HEAD_BYTES], and codes [inputs
+    of a whole group, blocks, groups, 16]."""
     lanes = x.reshape(len(x), -1)
     if bits == 8:
         scales, q = int8_groups(lanes)

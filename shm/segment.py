@@ -6,51 +6,50 @@ the middle of a computation.
 
 Names begin with a slash and contain no other. All users can make files in /dev/shm, and the names here can be
 guessed: what is not a regular file that this user alone can write, under one name, does not count as a
-segment, and a new segment whose name is taken so gets a suffix that cannot be guessed. `present_name` finds
-it. This module knows nothing about what the bytes mean.
+segment. This module knows nothing about what the bytes mean.
+
+Shared memory may be swapped out like any other. Locking its pages needs no privilege up to RLIMIT_MEMLOCK
+(often 8 MB, "unlimited" on machines prepared for it) and none beyond with CAP_IPC_LOCK. What cannot be locked
+works all the same, so a refusal is no error: the report has it in one line.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import hashlib
-import logging
 import os
 import re
-import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import posix_ipc
 
 from protocol.errors import NotPrivate
 from protocol.files import check_unshared
-from shm.cgroup import free_memory, limits
 from shm.errors import NotEnoughMemory, SegmentEmpty, SegmentMissing, ShmError
 from shm.huge import HUGE, collapse, map_shared, populate
+from shm.kernel_files import free_memory, limits
 from shm.layout import Bytes
 
 SHM_FOLDER = "/dev/shm"
 ALLOCATION_STEP = 1 << 26  # bytes allocated by one thread, between two calls of `progress`
-SUFFIX = "(?:-[0-9a-f]{8})?"  # of a segment whose name another user had taken; a regular expression
-
-log = logging.getLogger(__name__)
-_suffixed: dict[str, str] = {}  # by name: the segment's that `present_name` has found
-_foreign: set[str] = set()  # names with a suffix that are not; a new one is chosen at random
 
 
 def engine_prefix(runtime: Path) -> str:
-    """What the names of an engine's own segments begin with, given its runtime directory. Names of engines
-    are unique only beside each other, those of segments must be on the whole machine: hence the hash."""
+    """Returns the beginning of the names of an engine's segments, given its runtime directory. Names of
+    engines are unique only beside each other, those of segments must be on the whole machine: hence the
+    hash."""
     place = hashlib.sha256(f"{os.geteuid()} {os.path.realpath(runtime)}".encode()).hexdigest()[:6]
     return f"/tandem-{runtime.name}-{place}-"
 
 
 def is_segment(path: Path) -> bool:
-    """Whether this is a segment of this user, and not another user's file or anything else of that name,
-    such as a hard link to a file of this user that others can write."""
+    """Tells whether this is a segment of this user, and not another user's file or anything else of that
+    name, such as a hard link to a file of this user that others can write."""
     try:
         status = os.lstat(path)
         if status.st_uid != os.geteuid():  # without an error's cost: there may be a hundred thousand
@@ -59,21 +58,6 @@ def is_segment(path: Path) -> bool:
     except (OSError, NotPrivate):
         return False
     return True
-
-
-def present_name(name: str) -> str:
-    """The name that this user's segment `name` has: with a suffix if it was created with one. Without such a
-    segment it is `name`."""
-    for known in (name, _suffixed.get(name)):
-        if known is not None and is_segment(segment_path(known)):
-            return known
-    found = set(shm_names(re.compile(re.escape(name[1:]) + SUFFIX)))
-    for other in sorted(found - _foreign):
-        if is_segment(segment_path(other)):
-            _suffixed[name] = f"/{other}"
-            return _suffixed[name]
-        _foreign.add(other)
-    return name
 
 
 def shm_names(pattern: re.Pattern[str]) -> list[str]:
@@ -112,11 +96,10 @@ class Segment:
         place: Callable[[int], None] | None = None,
     ) -> Segment:
         """A new, zeroed, writable segment of `size` bytes; `progress` is called with the bytes allocated so
-        far, `place` before that with the open descriptor, to set the policy for its pages. Its `name` has a
-        suffix where another user has taken this one.
+        far, `place` before that with the open descriptor, to set the policy for its pages.
 
-        Raises NotEnoughMemory if not all of its pages can be allocated, ShmError if this user has a segment
-        of this name; an incomplete segment is removed.
+        Raises NotEnoughMemory if not all of its pages can be allocated, ShmError if the name is taken; an
+        incomplete segment is removed.
         """
         if size < 1:
             raise ValueError(f"a segment needs a positive size, not {size}")
@@ -188,19 +171,18 @@ class Segment:
 
 
 def _create(name: str) -> posix_ipc.SharedMemory:
-    """A new, empty segment of this name, or with a suffix. Raises ShmError."""
-    other = f"{name}-{secrets.token_hex(4)}"
+    """A new, empty segment of this name. Raises ShmError."""
     try:
-        try:
-            return posix_ipc.SharedMemory(name, flags=posix_ipc.O_CREX, mode=0o600)
-        except (posix_ipc.ExistentialError, posix_ipc.PermissionsError):
-            if is_segment(segment_path(name)):
-                raise ShmError(f"the shared-memory segment {name} exists already") from None
-        memory = posix_ipc.SharedMemory(other, flags=posix_ipc.O_CREX, mode=0o600)
+        return posix_ipc.SharedMemory(name, flags=posix_ipc.O_CREX, mode=0o600)
+    except (posix_ipc.ExistentialError, posix_ipc.PermissionsError):
+        if is_segment(segment_path(name)):
+            raise ShmError(f"the shared-memory segment {name} exists already") from None
+        raise ShmError(
+            f"{segment_path(name)} is not a segment of this user: have it removed, or set TANDEM_STORE_SPACE "
+            "to a name of your own"
+        ) from None
     except (posix_ipc.Error, OSError) as e:
         raise ShmError(f"the shared-memory segment {name} cannot be created: {e}") from None
-    log.warning(f"{segment_path(name)} is not a segment of this user: {other} is used instead")
-    return memory
 
 
 def _allocate(descriptor: int, memory: Bytes, progress: Callable[[int], None] | None) -> None:
@@ -294,3 +276,45 @@ def _too_small(needed: int, free: int) -> str:
         f"{byte_size(needed)} of shared memory are needed, but {SHM_FOLDER} has {byte_size(free)} free: "
         f"use a smaller --format, or enlarge it: mount -o remount,size={enough // 2**20 + 64}m {SHM_FOLDER}"
     )
+
+
+CHUNK = 1 << 28  # bytes for one call: where the limit ends, all whole chunks below it stay locked
+SMALLEST = 1 << 20
+
+
+@dataclass(frozen=True)
+class LockReport:
+    """The result of `lock_pages`. `str` is one line for a person."""
+
+    locked_bytes: int
+    total_bytes: int
+    reason: str  # why the rest is not locked; "" where everything is
+
+    def __str__(self) -> str:
+        if not self.reason:
+            return f"{byte_size(self.total_bytes)} locked in memory"
+        return (
+            f"{byte_size(self.locked_bytes)} of {byte_size(self.total_bytes)} locked in memory "
+            f"({self.reason}); raise the limit with `ulimit -l unlimited`"
+        )
+
+
+def lock_pages(memory: Bytes) -> LockReport:
+    """Lock the pages of a segment's `array` as far as this process may, from its first byte on.
+
+    They stay locked until they are unmapped or the process ends, and one process's lock keeps them in memory
+    for all. Where a chunk fails, ever smaller ones are tried, so a limit is used to within a megabyte. Pages
+    that have been written take about 80 ms a gigabyte.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    address, total = memory.ctypes.data, memory.nbytes
+    locked, step, reason = 0, CHUNK, ""
+    while locked < total and step >= SMALLEST:
+        size = min(step, total - locked)
+        if libc.mlock(address + locked, size) == 0:
+            locked += size
+        else:
+            reason = os.strerror(ctypes.get_errno()).lower()
+            step //= 2
+    return LockReport(locked, total, "" if locked == total else reason)

@@ -17,8 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from shm.checksums import damaged_layers, name_layers
-from shm.crc32 import join_crc32
+from shm.checksums import damaged_layers, join_crc32, name_layers
 from shm.errors import SegmentEmpty, ShmError, StoreDamaged, StoreInvalid
 from shm.layout import PAGE, Bytes, StoreLayout
 from shm.manifest import (
@@ -33,7 +32,7 @@ from shm.manifest import (
     store_bytes,
 )
 from shm.numa import interleave
-from shm.segment import SUFFIX, Segment, is_segment, present_name, segment_path, shm_names, unlink
+from shm.segment import Segment, is_segment, segment_path, shm_names, unlink
 
 STORE_PREFIX = "/tandem-store-"
 STORE_SPACE = "TANDEM_STORE_SPACE"  # the environment variable
@@ -61,9 +60,8 @@ def store_prefix() -> str:
 
 def store_name(fingerprint: str) -> str:
     """The segment's name, the same for all engines of this user and model. The user is part of it: two
-    people may run the same model from one directory, and neither may open the other's segment. It is the name
-    of the store that exists now (`present_name`): ask for it again after a store may have been built."""
-    return present_name(f"{store_prefix()}{fingerprint[:16]}-{os.geteuid()}")
+    people may run the same model from one directory, and neither may open the other's segment."""
+    return f"{store_prefix()}{fingerprint[:16]}-{os.geteuid()}"
 
 
 def store_key(segment: str) -> str:
@@ -77,7 +75,7 @@ def store_segments() -> list[str]:
 
 
 def _store_pattern() -> re.Pattern[str]:
-    return re.compile(rf"{store_prefix()[1:]}([0-9a-f]{{16}})-{os.geteuid()}{SUFFIX}")
+    return re.compile(rf"{store_prefix()[1:]}([0-9a-f]{{16}})-{os.geteuid()}")
 
 
 class Store:

@@ -60,8 +60,7 @@ class Place:
         if (SHM / store_name(self.key)[1:]).exists():
             found.append("store")
         found += ["directory" for path in (self.runtime / "tandem").glob("*") if path.name != ".locks"]
-        locks = [self.runtime / "tandem" / ".locks", build_folder()]
-        found += [f"lock .{p.suffix[1:]}" for folder in locks for p in folder.glob(f"{self.key[:16]}.*")]
+        found += [f"lock .{p.suffix[1:]}" for p in build_folder().glob(f"{self.key[:16]}.*")]
         found += ["half-written cache" for _ in self.cache.glob("tandem/*/store.tmp")]
         return found + ["empty folder" for p in self.cache.glob("tandem/*") if not any(p.iterdir())]
 

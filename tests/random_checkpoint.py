@@ -15,7 +15,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from pipeline.models.registry import architecture_of, model_spec
-from shm.layout import BF16, Bytes
+from shm.formats import fill_bf16
+from shm.layout import Bytes
 
 SHARD_BYTES = 4 << 30
 CHUNK = 1 << 26  # bytes drawn and written at a time, which bounds the memory needed
@@ -81,5 +82,5 @@ def _numbers(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Ite
         return
     for begin in range(0, 2 * count, CHUNK):
         chunk = np.empty(min(CHUNK, 2 * count - begin), np.uint8)
-        BF16().fill_random(rng, 0, 0, shape[-1] ** -0.5, chunk)
+        fill_bf16(rng, shape[-1] ** -0.5, chunk)
         yield chunk

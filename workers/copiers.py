@@ -1,20 +1,67 @@
 """Copies whole tiles or chosen channels from the store to slots: in the coordinator, which demands them, and
 in the prefetch process. Within host memory here, over the link to a GPU in `workers/cuda_copier.py`.
+
+Coordinator and prefetcher copy over one emulated link (`--link-gbps`). Each notes in its line of the control
+segment until when its copies occupy that link, and begins behind what both have noted; so neither waits for
+the other process itself, and the death of one costs the other at most the copies that were noted. The
+prefetcher begins nothing while demanded tiles occupy the link.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from protocol.messages import I32Vector
+from shm.control import ControlLine
 from shm.layout import Bytes
 from shm.slab import Slab
 from shm.store import Store
-from workers.emulation import EmulatedLink, sleep_until
+
+TICK_SECONDS = 0.5  # most time between two signs of progress
+
+
+def sleep_until(deadline: float, tick: Callable[[], None]) -> None:
+    """Sleep until `time.perf_counter()` reaches the deadline, with ticks: the wait counts as progress."""
+    while (rest := deadline - time.perf_counter()) > 0:
+        time.sleep(min(rest, TICK_SECONDS))
+        tick()
+
+
+class EmulatedLink:
+    """A link of `gbps` 1e9 bytes a second, as one of its two users sees it."""
+
+    def __init__(self, gbps: float, own: ControlLine, other: ControlLine) -> None:
+        """`own` and `other`: the lines of this process and of the other one."""
+        self._rate = gbps * 1e9
+        self._own, self._other = own, other
+        self.tick = own.tick
+
+    @property
+    def other_until(self) -> float:
+        """The time, by `time.perf_counter()`, until which the other process's copies occupy the link."""
+        return self._other.link_until / 1e9
+
+    def free_soon(self) -> bool:
+        """Tells whether the other process's copies have moved, or will have in less than a millisecond, which
+        this waits."""
+        busy = self.other_until - time.perf_counter()
+        if busy >= 1e-3:
+            return False
+        if busy > 0:
+            time.sleep(busy)
+        return self.other_until <= time.perf_counter()
+
+    def occupy(self, size: int) -> tuple[float, float]:
+        """Let so many bytes follow what is on the link. Returns when they have moved, and in how many
+        seconds."""
+        seconds = size / self._rate
+        begin = max(time.perf_counter(), self._own.link_until / 1e9, self.other_until)
+        self._own.link_until = int((begin + seconds) * 1e9)
+        return begin + seconds, seconds
 
 
 class TileCopy(NamedTuple):

@@ -52,7 +52,7 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 def passed(event: Any) -> bool:
-    """Whether all work before the event has completed. Raises CudaError where some has failed."""
+    """Tells whether all work before the event has completed. Raises CudaError where some has failed."""
     runtime = _runtime()
     (status,) = runtime.cudaEventQuery(event)
     if int(status) == NOT_READY:

@@ -13,7 +13,7 @@ from typing import Any
 from protocol.messages import AttachSlab
 from shm.slab import Slab
 from shm.store import Store
-from workers.copiers import Copier, HostCopier, TileCopy, take_records
+from workers.copiers import Copier, EmulatedLink, HostCopier, TileCopy, sleep_until, take_records
 from workers.cuda import (
     CudaError,
     PageLocks,
@@ -25,7 +25,6 @@ from workers.cuda import (
     registered_parts,
     timed_event,
 )
-from workers.emulation import EmulatedLink, sleep_until
 
 STAGING_THREADS = 4  # at most, so that a link is not slower than what is gathered for it
 # Copies are begun ahead for so many bytes, of a fast link's 150 us: beginning one and waiting for it takes
@@ -35,7 +34,7 @@ MOST_AHEAD = 16
 
 
 def staging_threads() -> int:
-    """As many threads as this process may use half of the cores with."""
+    """Returns a number of threads: half of the cores that this process may use, within limits."""
     return max(1, min(STAGING_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 

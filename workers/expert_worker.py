@@ -13,10 +13,9 @@ from shm.control import ControlLine, ControlSegment
 from shm.errors import ShmError
 from shm.store import Store
 from workers.child_endpoint import ChildEndpoint
-from workers.emulation import sleep_until
-from workers.kernels.choice import Choice
+from workers.copiers import sleep_until
 from workers.kernels.host import HostKernel
-from workers.kernels.native import chosen
+from workers.kernels.native import best
 from workers.lifetime import pin
 from workers.work_exchange import WorkExchange
 
@@ -52,11 +51,10 @@ def main(config: dict[str, Any]) -> int:
     try:
         control = ControlSegment.attach(config["control"])
         with Store.attach(config["store"], config["fingerprint"]) as store:
-            kernels = Choice.from_map(config["kernels"])
-            library = chosen(kernels)
+            library = best()
             team = None if library is None else library.team(len(config["cores"]))
             line = control.line("worker", peer.index)
-            kernel = HostKernel(store.layout, team, line, kernels, generation=peer.incarnation)
+            kernel = HostKernel(store.layout, team, line, generation=peer.incarnation)
             kernel.prepare()
             peer.announce((note,) if note else ())
             serve(peer, store, line, kernel, config["host_slowdown"])

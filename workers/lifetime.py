@@ -1,4 +1,4 @@
-"""A child process's configuration, its cores, and its exit with its parent.
+"""Starts of other interpreters: their command, configuration, cores, and exit with their parent.
 
 The parent starts `python -P -m workers.child MODULE --lifeline FD` and keeps the pipe's other end open. The
 child reads its configuration from the pipe (4 bytes length, big endian, then a msgpack map) and then watches
@@ -18,11 +18,33 @@ import signal
 import sys
 import threading
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, NoReturn
 
 from msgspec import msgpack
 
 from protocol.visible import LineFormatter, VisibleStream
+
+ROOT = Path(__file__).resolve().parents[1]  # where `-m` finds the packages, from any working directory
+# Without -P modules are looked up in the working directory first, which may hold a downloaded model.
+PYTHON = (sys.executable, "-P")
+CHILD_PROCESS = (*PYTHON, "-m", "workers.child")
+
+
+def environment(threads: int) -> dict[str, str]:
+    """Returns the environment of a child whose numerical libraries use so many threads."""
+    # An empty part of PYTHONPATH means the working directory.
+    folders = (str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    # OpenMP's idle threads spin by default, which steals the cores that the other processes compute on.
+    return os.environ | {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "0",
+        "KMP_BLOCKTIME": "0",
+        "OMP_NUM_THREADS": str(threads),
+        "OPENBLAS_NUM_THREADS": "1",  # numpy starts them when it is imported, before a worker is bound
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+    }
+
 
 PR_SET_PDEATHSIG = 1
 EXIT_PARENT_GONE = 3

@@ -22,10 +22,9 @@ from shm.control import ControlLine, ControlSegment
 from shm.errors import ShmError
 from shm.store import Store
 from workers.child_endpoint import POLL_LIMIT_MS, ChildEndpoint
-from workers.copiers import Copier, TileCopy
+from workers.copiers import Copier, EmulatedLink, TileCopy
 from workers.cuda import CudaError
 from workers.cuda_copier import open_copier
-from workers.emulation import EmulatedLink
 from workers.lifetime import pin
 
 log = logging.getLogger(__name__)
@@ -82,7 +81,8 @@ class CopyLoop:
             self._copier.close()
 
     def _wait_ms(self) -> int:
-        """How long to wait for a message: while demanded tiles occupy an emulated link, nothing is begun."""
+        """Returns how long to wait for a message: while demanded tiles occupy an emulated link, nothing is
+        begun."""
         if self._running or (self._queue and self._link is None):
             return 0
         if not self._queue or self._link is None:

@@ -15,10 +15,9 @@ import numpy as np
 
 from protocol.messages import Abandon, AttachLane, Partial, Work, WorkFailed
 from shm.descriptor import HEADER, SEQ, X_ROWS, Descriptor, head_of
-from shm.doorbell import library
 from shm.errors import ShmError
 from shm.formats import Float32
-from shm.lane import Slot, WorkerLane
+from shm.lane import Slot, WorkerLane, library
 from shm.mask import Tally
 from workers.child_endpoint import ChildEndpoint
 

@@ -25,14 +25,12 @@ from pipeline.device.base import sum_on_host
 from pipeline.experts.division import Divided, divider, split_layer
 from pipeline.models.routing import Softmax
 from pipeline.policies.view import Routing
-from shm.doorbell import library
-from shm.lane import CoordinatorLane, LaneShape, WorkerLane
+from shm.lane import CoordinatorLane, LaneShape, WorkerLane, library
 from shm.layout import StoreLayout
 from shm.mask import NOTHING
 from shm.segment import Segment, unlink
 from workers.kernels.cuda.experts import CudaExperts
-from workers.kernels.cuda.reserved import Reserved
-from workers.kernels.cuda.sums import PartSums
+from workers.kernels.cuda.matrix import PartSums
 
 ROOT = Path(__file__).parents[2]
 REPEATS, TURNS = 300, 100
@@ -47,15 +45,8 @@ class NoLauncher:
     def __init__(self) -> None:
         self.calls = 0
         self.upload: Callable[[NDArray[np.uint8]], Tensor] = self._upload
-        self.reserve: Callable[[int], Reserved] = self._reserve
 
     def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
-        self.calls += 1
-
-    def _reserve(self, size: int) -> Reserved:
-        return Reserved(np.empty(size, np.uint8), torch.empty(size, dtype=torch.uint8), self._count)
-
-    def _count(self, *copy: object) -> None:
         self.calls += 1
 
     def _upload(self, array: NDArray[np.uint8]) -> Tensor:

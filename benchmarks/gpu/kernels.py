@@ -30,7 +30,7 @@ from pipeline.device.base import DeviceKernel
 from pipeline.device.cuda import CudaDevice
 from pipeline.errors import UsageError
 from shm.layout import ExpertShape, StoreLayout, format_named
-from workers.kernels.geometry import Geometry
+from workers.kernels.c_types import Geometry
 from workers.kernels.native import best
 
 Arrays = tuple[IntArray, IntArray, IntArray, FloatArray]

@@ -27,7 +27,6 @@ import numpy as np
 
 from benchmarks.gpu.coordinator import Times, measured, planning
 from shm.layout import ExpertShape, StoreLayout, format_named
-from workers.kernels.choice import Prefetch
 from workers.kernels.native import best
 
 LAUNCH = 4e-6  # seconds of a driver's call from Python; estimated
@@ -83,7 +82,7 @@ def host_pace(seconds: float) -> float:
     until, paces = time.perf_counter() + seconds, list[float]()
     while not paces or time.perf_counter() < until:
         began = time.perf_counter()
-        library.read(memory, Prefetch(), team)
+        library.read(memory, team)
         paces.append(READ / (time.perf_counter() - began))
     return max(paces)
 

@@ -34,9 +34,7 @@ from workers.cuda import (
     page_unlock,
     registered_parts,
 )
-from workers.kernels.choice import Prefetch
 from workers.kernels.native import best
-from workers.round_trips import round_trips
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)  # bytes of a copy
 LARGEST = 1 << 30  # bytes that are locked, and that a killed process has locked
@@ -196,7 +194,6 @@ def latencies() -> list[Row]:
     for one in (sleeping, spinning):
         call("cudaEventDestroy", one)
     small.close()
-    found |= {f"Work and answer, {name}": seconds for name, seconds in round_trips().items()}
     return [{name: seconds * 1e6 for name, seconds in found.items()}]
 
 
@@ -210,7 +207,7 @@ def host(size: int = LARGEST, seconds: float = 1.0) -> list[Row]:
     def reads(until: float) -> float:
         began, number = time.perf_counter(), 0
         while number == 0 or time.perf_counter() < until:
-            library.read(memory, Prefetch(), team)
+            library.read(memory, team)
             number += 1
         return number * size / (time.perf_counter() - began) / 1e9
 

@@ -21,9 +21,8 @@ import torch
 
 from shm.layout import format_named
 from workers.cuda import CudaError
-from workers.kernels.cuda import attention, sources
-from workers.kernels.cuda.compiler import Nvrtc
-from workers.kernels.cuda.sources import OPTIONS, Program
+from workers.kernels.cuda import attention, compiler
+from workers.kernels.cuda.compiler import OPTIONS, Nvrtc, Program
 
 # After the formats: the workers' partial sums; attention over a KV cache of either type.
 ATTENTION = {"attention-bf16": torch.bfloat16, "attention-f32": torch.float32}
@@ -92,7 +91,7 @@ def _by_nvcc(nvcc: str, program: Program, architectures: tuple[int, ...]) -> str
     targets = [f"-gencode=arch=compute_{one},code=sm_{one}" for one in architectures]
     with TemporaryDirectory() as folder:
         command = [nvcc, "-fatbin", *targets, *OPTIONS, *program.defines, "-Xptxas", "-v"]
-        command += ["-o", str(Path(folder) / "kernels.fatbin"), str(sources.FOLDER / program.file)]
+        command += ["-o", str(Path(folder) / "kernels.fatbin"), str(compiler.FOLDER / program.file)]
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise CudaError(f"nvcc: {done.stderr[:2000]}")

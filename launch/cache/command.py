@@ -1,5 +1,5 @@
 """`launch.py cache`: list what is kept on disk and in shared memory, or with --prune remove some of it.
-Entries in use and unknown files are never removed."""
+Stores in use, files that are being written, and unknown files are never removed."""
 
 from __future__ import annotations
 
@@ -19,17 +19,13 @@ from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from launch.terminal.tables import Column, Table, each, render
 from pipeline.backbone import disk_cache as backbone_cache
-from pipeline.calibration.file import calibration_path
 from pipeline.checkpoint.open import open_model
 from pipeline.config import ResolvedConfig
 from pipeline.memory.needs import Needs
 from pipeline.models.registry import expert_shape
 from protocol.program import COMMAND, PROGRAM, user_folder
-from protocol.sockets import runtime_root
 from protocol.visible import one_line, visible
-from shm.cache_lease import unused_entry
-from shm.cache_record import remove_empty
-from shm.disk_cache import store_path
+from shm.disk_cache import remove_empty, store_path
 from shm.errors import ShmError
 from shm.layout import format_named
 from shm.locks import remove_kept
@@ -129,16 +125,14 @@ def remove(entry: Entry) -> bool:
     """Remove an entry; False if it is in use now. Raises OSError, ShmError."""
     match entry.kind:
         case "kept store":
-            return remove_kept(entry.fingerprint, runtime_root())
+            return remove_kept(entry.fingerprint)
         case "unfinished":
             if writer_of(entry.path):
                 return False
             _unlink(entry)
             return True
-    with unused_entry(entry.path.parent.parent, entry.lease_key) as unused:
-        if unused:
-            _unlink(entry)
-        return unused
+    _unlink(entry)  # an engine that has read or mapped it goes on
+    return True
 
 
 def _unlink(entry: Entry) -> None:
@@ -218,21 +212,19 @@ def _sum(entries: Sequence[Entry]) -> str:
 # --- a start on a full disk ---------------------------------------------------------------------------------
 
 
-def cache_use(model: Path, config: ResolvedConfig, needs: Needs, folder: Path) -> tuple[list[str], int]:
-    """Returns the names of the folders of the disk cache that an engine uses, and the bytes that it would
-    write there. Raises ModelError, UsageError."""
+def missing_bytes(model: Path, config: ResolvedConfig, needs: Needs, folder: Path) -> int:
+    """Returns the bytes that an engine would write to the disk cache. Raises ModelError, UsageError."""
     source = open_model(model)
     shape = expert_shape(source.config, config.tile, format_named(config.format))
     store = source.fingerprint(config.format, shape.tile)
     backbone = backbone_cache.backbone_fingerprint(source, config.backbone_dtype)
-    calibration = calibration_path(folder, source).parent.name
     missing = 0
     if source.worth_keeping(config.format) and not store_path(folder, store).exists():
         missing += needs.store
     written = needs.backbone_file and source.worth_keeping(config.backbone_dtype)
     if written and not (folder / backbone / backbone_cache.NAME).exists():
         missing += needs.backbone_file
-    return [store, backbone, calibration], missing
+    return missing
 
 
 def full_disk_line(folder: Path, missing: int) -> str:

@@ -1,11 +1,9 @@
 """The entries of the disk cache, and the kept stores in shared memory. Read-only.
 
     <cache folder>/<fingerprint>/   store.bin | backbone.bin | calibration.safetensors
-                                    about.json: `shm/cache_record.py`; *.tmp and .NAME.*: being written
+                                    about.json: `shm/disk_cache.py`; *.tmp and .NAME.*: being written
     <cache folder>/costs/*.json     measured costs; .NAME.*: being written
-    <cache folder>/kernels/*.json   which kernels are the fastest here; .NAME.*: being written
-    <cache folder>/kernels/*.cubin  kernels compiled for a GPU
-    <cache folder>/.locks           the engines' leases of entries: `shm/cache_lease.py`
+    <cache folder>/kernels/*.cubin  kernels compiled for a GPU; .NAME.*: being written
     /dev/shm/tandem-store-*         stores, in use or left by --keep-store
 
 Everything else in the cache folder is unknown: not written by this program.
@@ -28,15 +26,13 @@ from launch.terminal.format import count, distinct_names
 from pipeline.backbone import disk_cache as backbone_cache
 from pipeline.calibration import cost_cache
 from pipeline.calibration import file as calibration_file
-from shm.cache_lease import LOCK_FOLDER, lease_key, users
-from shm.cache_record import RECORD, last_use, read_record
-from shm.disk_cache import FINGERPRINT, STORE_FILE, UNFINISHED
+from shm.disk_cache import FINGERPRINT, RECORD, STORE_FILE, UNFINISHED, last_use, read_record
 from shm.errors import ShmError
 from shm.locks import unused_store
 from shm.segment import is_segment
 from shm.store import Store, store_key
-from workers.kernels import tuning_file
-from workers.kernels.cuda.sources import FILE_NAME as GPU_KERNELS
+from workers.kernels.cuda.compiler import FILE_NAME as GPU_KERNELS
+from workers.kernels.cuda.compiler import KEPT_IN as KERNEL_FOLDER
 
 UNKNOWN, EVERY = "unknown", "every model"
 KINDS = {STORE_FILE: "store", backbone_cache.NAME: "backbone", calibration_file.NAME: "calibration"}
@@ -67,11 +63,6 @@ class Entry:
         """Returns that of a store, a backbone or a calibration; of a kept store its first 16 digits."""
         return store_key(self.path.name) or self.path.parent.name
 
-    @property
-    def lease_key(self) -> str:
-        """Returns the key of the leases that keep it from being removed."""
-        return self.path.stem if self.kind in ("costs", "kernels") else lease_key(self.fingerprint)
-
     def to_map(self) -> dict[str, Any]:
         return {
             "kind": self.kind,
@@ -93,16 +84,16 @@ def scan(folder: Path) -> list[Entry]:
             folders = path.is_dir() and not path.is_symlink()
             if folders and path.name == cost_cache.FOLDER:
                 entries += map(_costs, _children(path))
-            elif folders and path.name == tuning_file.FOLDER:
+            elif folders and path.name == KERNEL_FOLDER:
                 entries += map(_kernels, _children(path))
             elif folders and FINGERPRINT.fullmatch(path.name):
                 entries += _fingerprint_folder(path)
-            elif path.name != LOCK_FOLDER:
+            else:
                 entries.append(_plain(path))
     for path in _children(SHM):
         if store_key(path.name) and is_segment(path):
             with suppress(FileNotFoundError):
-                entries.append(_kept_store(path, users(folder, store_key(path.name))))
+                entries.append(_kept_store(path))
     names = distinct_names({entry.model for entry in entries} - {UNKNOWN})
     named = [replace(entry, model=names.get(entry.model, entry.model)) for entry in entries]
     return sorted(named, key=lambda entry: entry.last_use)
@@ -133,7 +124,6 @@ def _children(folder: Path) -> list[Path]:
 
 def _fingerprint_folder(folder: Path) -> Iterator[Entry]:
     record, used = read_record(folder), last_use(folder)
-    in_use = users(folder.parent, lease_key(folder.name))
     model, format = (UNKNOWN, "") if record is None else (record.model, record.format)
     for path in _children(folder):
         if path.name == RECORD:
@@ -141,7 +131,7 @@ def _fingerprint_folder(folder: Path) -> Iterator[Entry]:
         entry = _plain(path)
         if path.name in KINDS and path.is_file() and not path.is_symlink():
             last = used or entry.last_use
-            entry = Entry(KINDS[path.name], path, entry.size, last, model, format, in_use)
+            entry = Entry(KINDS[path.name], path, entry.size, last, model, format)
         yield entry
 
 
@@ -149,7 +139,7 @@ def _costs(path: Path) -> Entry:
     entry = _plain(path)
     if not cost_cache.FILE_NAME.fullmatch(path.name):
         return entry
-    entry = replace(entry, kind="costs", in_use=users(path.parent.parent, path.stem))
+    entry = replace(entry, kind="costs")
     try:
         record = cost_cache.read(path)
     except (OSError, ValueError):  # damaged
@@ -164,20 +154,13 @@ def _kernels(path: Path) -> Entry:
     entry = _plain(path)
     if GPU_KERNELS.fullmatch(path.name):
         return replace(entry, kind="kernels", model=EVERY, setting="GPU")
-    if not tuning_file.FILE_NAME.fullmatch(path.name):
-        return entry
-    cpu = ""
-    with suppress(OSError, ValueError):  # damaged
-        cpu = tuning_file.read(path).machine.cpu
-    in_use = users(path.parent.parent, path.stem)
-    return replace(entry, kind="kernels", model=EVERY, in_use=in_use, setting=cpu)
+    return entry
 
 
-def _kept_store(path: Path, engines: str) -> Entry:
-    """`engines`: those that hold a lease of its entry in this cache folder."""
+def _kept_store(path: Path) -> Entry:
     size, used = _size_and_time(path)
     with unused_store(store_key(path.name)) as unused:
-        in_use = "" if unused else engines or "an engine"
+        in_use = "" if unused else "an engine"
     try:
         with Store.attach(f"/{path.name}") as store:
             model, format = store.manifest.source, store.manifest.format

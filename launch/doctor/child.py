@@ -2,7 +2,7 @@
 
     memory, read, kernels
             rates of computing with the weights in a buffer, each time others so that no cache holds them:
-            reading in several ways and, for `memory`, copying tile by tile and reading huge pages; or
+            reading and, for `memory`, copying tile by tile and reading huge pages; or
             computing an expert's tiles at one row, as a worker does. All take turns, so that other programs
             slow all of them alike.
     gpu     four lines of JSON: torch's view {"version", "cuda", "devices"}; whether a CUDA graph works; the
@@ -31,10 +31,8 @@ from shm.layout import Bytes, ExpertShape, StoreLayout, format_named
 from shm.mask import DENSE, Mask
 from shm.store import Store
 from workers.cuda import CudaError, call, constant, ipc_handle, open_ipc_handle
-from workers.kernels import reading
-from workers.kernels.choice import Choice
 from workers.kernels.host import HostKernel
-from workers.kernels.native import best
+from workers.kernels.native import reader
 from workers.lifetime import pin
 
 BLOCK = 1 << 25  # bytes of one read, and of one copy
@@ -55,14 +53,14 @@ class Work(NamedTuple):
     read: int
 
 
-Kind = tuple[Bytes, dict[str, Work]]  # a buffer, and the ways in which it is used, by name
+Kind = tuple[Bytes, Work]  # a buffer, and what computes with it
 
 
 def main(config: dict[str, Any]) -> None:
     """See above. For rates: `fd` and `size` of the buffer; `lo`, `hi`: the part to use; `cores` to run on;
     `seconds` of measurement, of each kind. For kernels: `experts`: (format, fields of its ExpertShape) of
-    each kind; `left_out`: the share of an expert's channels that formats with heads leave out; `kernels`: the
-    Choice. Rates begin when "ready" was answered by a line."""
+    each kind; `left_out`: the share of an expert's channels that formats with heads leave out.
+    Rates begin when "ready" was answered by a line."""
     match config["what"]:
         case "gpu":
             for check in (_torch, _graph, _link, _export):
@@ -87,15 +85,14 @@ def _measure(config: dict[str, Any]) -> None:
     part = shared[config["lo"] : config["hi"]]
     part.view(np.uint64).max()  # maps every page
     if config["what"] == "kernels":
-        kinds: list[Kind] = [(part, {"": work}) for work in _kernels(config, part)]
+        kinds: list[Kind] = [(part, work) for work in _kernels(config, part)]
     else:
-        kinds = [(part, _readers(part))]
+        kinds = [(part, _read(part))]
     if config["what"] == "memory":
-        kinds.append((part, {"": Work(_copy, min(2 * BLOCK, len(part)), min(BLOCK, len(part) // 2))}))
-        kinds += [(memory, _readers(memory)) for memory in _huge_pages(len(part))]
-    for memory, works in kinds:
-        for work in works.values():
-            work.compute(memory[: work.size])  # allocates scratch, and imports what it needs
+        kinds.append((part, Work(_copy, min(2 * BLOCK, len(part)), min(BLOCK, len(part) // 2))))
+        kinds += [(memory, _read(memory)) for memory in _huge_pages(len(part))]
+    for memory, work in kinds:
+        work.compute(memory[: work.size])  # allocates scratch, and imports what it needs
     _write("ready")
     if sys.stdin.readline():
         _write(_rates(kinds, config["seconds"]))
@@ -113,9 +110,9 @@ def _huge_pages(size: int) -> list[Bytes]:
     return [array]
 
 
-def _readers(buffer: Bytes) -> dict[str, Work]:
+def _read(buffer: Bytes) -> Work:
     size = min(BLOCK, len(buffer)) // 64 * 64
-    return {name: Work(read, size, size) for name, read in reading.ways(best()).items()}
+    return Work(reader(), size, size)
 
 
 def _copy(block: Bytes) -> None:
@@ -126,21 +123,20 @@ def _copy(block: Bytes) -> None:
 
 
 def _kernels(config: dict[str, Any], part: Bytes) -> list[Work]:
-    works = [Work(reading.fastest_way(part, best()), reading.SAMPLE, reading.SAMPLE)]
-    kernels, share = Choice.from_map(config["kernels"]), 1 - config["left_out"]
+    works, share = [_read(part)], 1 - config["left_out"]
     for name, shape in config["experts"]:
-        works.append(_expert(name, ExpertShape(*shape), len(part), kernels, share))
+        works.append(_expert(name, ExpertShape(*shape), len(part), share))
     return works
 
 
-def _expert(name: str, shape: ExpertShape, most: int, kernels: Choice, share: float) -> Work:
+def _expert(name: str, shape: ExpertShape, most: int, share: float) -> Work:
     """One expert's Work; fewer of its tiles where it exceeds `most` bytes. `share`: of the channels of a
     format with heads that are kept. The buffer's weights are alike, so that these are the first ones of each
     tile."""
     whole = StoreLayout(replace(shape, layers=1, experts=1), format_named(name))
     tiles = max(1, min(shape.tiles, most * shape.tiles // whole.total_bytes))
     layout = StoreLayout(replace(whole.shape, intermediate=tiles * shape.tile), whole.format)
-    kernel = HostKernel(layout, kernels=kernels)
+    kernel = HostKernel(layout)
     x = np.full((1, shape.hidden), 0.5, np.float32)
     y, mask, read = np.empty_like(x), DENSE, layout.total_bytes
     if isinstance(layout.format, FloeFormat):
@@ -162,24 +158,23 @@ class _Buffer(Store):
         self._tile_bytes = layout.tile_bytes
 
 
-def _rates(kinds: list[Kind], seconds: float) -> list[dict[str, list[float]]]:
-    """Returns for each kind the bytes a second of each way, by name."""
-    rates: list[dict[str, list[float]]] = [{name: [] for name in works} for _, works in kinds]
+def _rates(kinds: list[Kind], seconds: float) -> list[list[float]]:
+    """Returns for each kind the bytes a second of each sample."""
+    rates: list[list[float]] = [[] for _ in kinds]
     offset, rounds = 0, 0
     began = time.perf_counter()
     while rounds < FEWEST or time.perf_counter() - began < seconds * len(kinds):
         rounds += 1
-        for (buffer, works), of_kind in zip(kinds, rates, strict=True):
-            for name, (compute, size, read) in works.items():
-                started = now = time.perf_counter()
-                done = 0
-                while now - started < SAMPLE:
-                    offset = offset if offset + size <= len(buffer) else 0
-                    compute(buffer[offset : offset + size])
-                    offset += -(-size // ALIGNMENT) * ALIGNMENT
-                    done += read
-                    now = time.perf_counter()
-                of_kind[name].append(done / (now - started))
+        for (buffer, (compute, size, read)), of_kind in zip(kinds, rates, strict=True):
+            started = now = time.perf_counter()
+            done = 0
+            while now - started < SAMPLE:
+                offset = offset if offset + size <= len(buffer) else 0
+                compute(buffer[offset : offset + size])
+                offset += -(-size // ALIGNMENT) * ALIGNMENT
+                done += read
+                now = time.perf_counter()
+            of_kind.append(done / (now - started))
     return rates
 
 

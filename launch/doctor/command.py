@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -23,7 +21,7 @@ from launch.doctor.machine import Finding
 from launch.doctor.model_plan import show_plan
 from launch.errors import LaunchError
 from launch.processes.cores import Cores
-from launch.processes.trials import TrialFailed, kernel_record
+from launch.processes.trials import TrialFailed
 from launch.terminal import tables
 from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
@@ -48,10 +46,9 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
         raise LaunchError(f"the embedded model cannot be read: {e}; install Tandem again") from e
     notice("examining the machine")
     cores, cache = Cores.here(), user_folder("CACHE")
-    kept = await kernel_record(cache, partial(notice, "measuring the kernels: a second"))
     findings = [
         *machine.processor(cores),
-        *machine.kernels(kept, cache),
+        *machine.kernels(),
         *machine.memory(embedded.store),
         *machine.places(),
     ]
@@ -62,7 +59,7 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
     measured: dict[str, Any] = {}
     try:
         bandwidth = await measure.measure_memory(cores.numbers)
-        measured |= bandwidth.to_map() | {"ceiling_tok_s": bandwidth.all.rate / embedded.token}
+        measured |= bandwidth.to_map() | {"ceiling_tok_s": bandwidth.all / embedded.token}
         findings += bandwidth.explain(embedded, measure.example())
     except TrialFailed as e:
         means = "the bound on this machine's speed is unknown"
@@ -82,7 +79,6 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
             "expert_bytes_per_token": embedded.token,
             "ceiling_tok_s": measured.get("ceiling_tok_s"),
             "engine": proofs[0].to_map(),
-            "kernels": None if kept is None else asdict(kept),
             "costs": [{"file": str(path)} | record.to_json() for path, record in costs],
         }
         print_json({"ok": ok, "findings": [f.to_map() for f in findings], "measured": measured})

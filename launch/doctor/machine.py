@@ -16,24 +16,21 @@ from typing import Literal
 import psutil
 
 from launch.processes.cores import Cores
-from launch.processes.trials import choice_of, exchange_of
 from launch.runtime import running_engines, sweep
-from launch.terminal.format import count, model_name, rate
+from launch.terminal.format import count, model_name
 from pipeline.calibration.cost_cache import Record as CostRecord
 from pipeline.memory.plan import FREE_BYTES
 from pipeline.models.shapes import short_name
 from protocol.errors import ProtocolError
 from protocol.program import COMMAND
 from protocol.sockets import runtime_root
-from shm.cgroup import limits
 from shm.errors import ShmError
-from shm.kernel_files import contents, parse_cpuinfo
+from shm.kernel_files import contents, limits, parse_cpuinfo
 from shm.locks import sweep as sweep_stores
 from shm.quantize import library as quantizer
 from shm.segment import SHM_FOLDER, available_memory, byte_size
-from workers.interpreter import ROOT
-from workers.kernels.native import VARIANTS, Library, chosen, load
-from workers.kernels.tuning_file import Record, path_of
+from workers.kernels.native import VARIANTS, Library, best, load
+from workers.lifetime import ROOT
 
 Level = Literal["ok", "note", "problem"]
 
@@ -116,12 +113,10 @@ def pip_install(arguments: str) -> str:
 # --- kernels and costs --------------------------------------------------------------------------------------
 
 
-def kernels(record: Record | None, cache: Path) -> Iterator[Finding]:
-    """Names the kernels that compute experts. `record`: the measured choice, kept in this cache folder; None:
-    the default one is used."""
-    tuning = None if record is None else record.tuning
+def kernels() -> Iterator[Finding]:
+    """Names the kernels that compute experts, and why others do not."""
     variants = {name: load(name) for name in VARIANTS}
-    kernel = chosen(choice_of(tuning))
+    kernel = best()
     fix = f"install a C compiler (Debian, Ubuntu: sudo apt install gcc)\n{pip_install(f'-e {ROOT}')}"
     unused = ", ".join(
         f"{VARIANTS[name]} ({'not faster' if isinstance(other, Library) else other})"
@@ -136,21 +131,6 @@ def kernels(record: Record | None, cache: Path) -> Iterator[Finding]:
     if quantizer() is None:
         means = "the first start of a model quantizes it with numpy, which takes much longer"
         yield Finding("kernels", "note", "the quantizer is not compiled", means, fix)
-    if record is not None:
-        yield _measured_kernels(record, path_of(cache, record.machine))
-
-
-def _measured_kernels(record: Record, path: Path) -> Finding:
-    kept = f"kept in {path}; without the file, a start measures again"
-    if record.tuning is None:
-        return Finding("kernels", "note", f"the kernels could not be measured: {record.failure}", kept)
-    choice, pace = record.tuning.choice, record.tuning.rates
-    words = f"one row, measured: {VARIANTS[choice.variant]}, {choice.prefetch}"
-    means = "one core reads " + ", ".join(f"{name} {rate(speed)}" for name, speed in pace.items())
-    means += f"; work gets to the workers by {exchange_of('auto', 1, record.tuning)}\n{kept}"
-    if record.loaded:
-        means = f"other programs were computing (load average {record.load:.1f}): it may be wrong\n{means}"
-    return Finding("kernels", "note" if record.loaded else "ok", words, means)
 
 
 def costs(kept: Sequence[tuple[Path, CostRecord]]) -> list[Finding]:
@@ -253,7 +233,7 @@ def places() -> Iterator[Finding]:
     """Examines the runtime directory, names running engines, and removes what killed ones left behind, as
     every start does."""
     try:
-        swept = [*sweep(), *sweep_stores(runtime_root())]
+        swept = [*sweep(), *sweep_stores()]
         engines = running_engines()
     except (ProtocolError, ShmError, OSError) as e:
         # These errors end in what to do, after the last semicolon.

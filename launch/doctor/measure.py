@@ -26,7 +26,7 @@ from launch.doctor.machine import Finding
 from launch.errors import LaunchError, system_reason
 from launch.forecast import Speeds
 from launch.processes.cores import Cores
-from launch.processes.trials import TrialFailed, choice_of, kept_or_measured, trial
+from launch.processes.trials import TrialFailed, trial
 from launch.terminal.format import percent, rate
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.log import notice
@@ -41,16 +41,15 @@ from pipeline.models.shapes import SHAPES
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from protocol.errors import ProtocolError
-from protocol.program import COMMAND, user_folder
+from protocol.program import COMMAND
 from shm.errors import ShmError
 from shm.layout import StoreLayout, format_named
 from shm.segment import SHM_FOLDER, available_memory, byte_size, free_shm_bytes
-from workers.kernels.reading import Reading, fastest
 
 CHILD = "launch.doctor.child"
 STEP, LARGEST = 1 << 26, 1 << 30  # bytes of the buffer: many times what a cache holds
 SHARE = 8  # the buffer takes at most 1 / SHARE of the available memory
-SECONDS = 0.4  # of each measurement, of all ways together
+SECONDS = 0.4  # of each measurement
 LIMIT = 60.0  # seconds for a child to start or to end
 HUGE_GAIN = 1.1  # of huge pages over small ones, from which on it is reported
 BUSY = 0.2  # load average for each core, from which on the figures are too low
@@ -96,48 +95,43 @@ def _reads(name: str, config: Config) -> Reads:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes a second, by the fastest of several ways of reading. `huge`: one core, from huge pages; None
-    where the kernel has none."""
+    """Bytes a second, medians. `huge`: one core, from huge pages; None where the kernel has none."""
 
     cores: int
     buffer: int  # bytes
-    one: Reading
-    all: Reading
-    copy: Reading
-    huge: Reading | None
+    one: float
+    all: float
+    copy: float
+    huge: float | None
 
     def to_map(self) -> dict[str, Any]:
         """Returns the figures for JSON; GB are 1e9 bytes."""
         return {
-            "read_one_core_gbps": self.one.rate / 1e9,
-            "read_all_cores_gbps": self.all.rate / 1e9,
-            "read_one_core_way": self.one.way,
-            "read_all_cores_way": self.all.way,
-            "read_one_core_huge_pages_gbps": None if self.huge is None else self.huge.rate / 1e9,
-            "copy_gbps": self.copy.rate / 1e9,
+            "read_one_core_gbps": self.one / 1e9,
+            "read_all_cores_gbps": self.all / 1e9,
+            "read_one_core_huge_pages_gbps": None if self.huge is None else self.huge / 1e9,
+            "copy_gbps": self.copy / 1e9,
             "cores": self.cores,
             "buffer_bytes": self.buffer,
         }
 
     def explain(self, embedded: Reads, example: Reads) -> Iterator[Finding]:
         """Tells what the figures mean for the embedded model and for `example`, a large model."""
-        words = f"one core reads {rate(self.one.rate)} ({self.one.way})"
-        words += f", {self.cores} together {rate(self.all.rate)} ({self.all.way})" * (self.cores > 1)
+        words = f"one core reads {rate(self.one)}"
+        words += f", {self.cores} together {rate(self.all)}" * (self.cores > 1)
         means = (
             f"a token of {example.name} reads {byte_size(example.token)} of experts: at most"
-            f" {self.all.rate / example.token:.2g} tok/s with all-host; the embedded model's"
-            f" {byte_size(embedded.token)}: at most {self.all.rate / embedded.token:,.0f}"
+            f" {self.all / example.token:.2g} tok/s with all-host; the embedded model's"
+            f" {byte_size(embedded.token)}: at most {self.all / embedded.token:,.0f}"
         )
         yield Finding("speed", "ok", words, means)
-        if self.huge is not None and self.huge.rate > HUGE_GAIN * self.one.rate:
-            means = (
-                f"{percent(self.huge.rate / self.one.rate - 1)} more than from the small pages of /dev/shm"
-            )
+        if self.huge is not None and self.huge > HUGE_GAIN * self.one:
+            means = f"{percent(self.huge / self.one - 1)} more than from the small pages of /dev/shm"
             do = "sudo mount -o remount,huge=within_size /dev/shm"
-            words = f"one core reads {rate(self.huge.rate)} from huge pages"
+            words = f"one core reads {rate(self.huge)} from huge pages"
             yield Finding("speed", "note", words, means, do)
         means = "with --device cpu this is the link: the rate at which the prefetcher can move tiles"
-        yield Finding("speed", "ok", f"one core copies {rate(self.copy.rate)}", means)
+        yield Finding("speed", "ok", f"one core copies {rate(self.copy)}", means)
 
 
 def busy(load: float, cores: int) -> list[Finding]:
@@ -166,9 +160,9 @@ def _parts(size: int, cores: Sequence[int]) -> list[dict[str, Any]]:
     return [{"cores": [core], "lo": i * part, "hi": (i + 1) * part} for i, core in enumerate(cores)]
 
 
-async def _readings(configs: list[dict[str, Any]]) -> list[Reading]:
-    """Run these children at the same time: returns for each kind of work the way with the largest sum of
-    medians. Raises TrialFailed."""
+async def _readings(configs: list[dict[str, Any]]) -> list[float]:
+    """Run these children at the same time. Returns the sum of their medians for each kind of work. Raises
+    TrialFailed."""
     async with AsyncExitStack() as stack:
         children = [await stack.enter_async_context(trial(CHILD, c, (c["fd"],))) for c in configs]
         for child in children:
@@ -176,10 +170,7 @@ async def _readings(configs: list[dict[str, Any]]) -> list[Reading]:
         for child in children:
             await child.go()
         results = [await child.result(LIMIT) for child in children]
-    return [
-        fastest({way: [sum(median(rates[way]) for rates in of_kind)] for way in of_kind[0]})
-        for of_kind in zip(*results, strict=True)
-    ]
+    return [sum(map(median, of_kind)) for of_kind in zip(*results, strict=True)]
 
 
 @contextmanager
@@ -283,13 +274,10 @@ async def measure_speeds(
     cores = [core for cpus in here.for_workers(here.default_workers()) for core in cpus.cores]
     every = [*names, asked.backbone_dtype]
     kinds = [(name, astuple(expert_shape(source.config, asked.tile, format_named(name)))) for name in every]
-    kernels = choice_of(await kept_or_measured(user_folder("CACHE"), lambda: None))
     with _buffer() as (fd, size):
         base: dict[str, Any] = {"what": "kernels", "fd": fd, "size": size, "seconds": SECONDS}
-        base |= {"kernels": kernels.to_map(), "left_out": left_out(asked), "experts": kinds}
-        reads, *paces = [
-            reading.rate for reading in await _readings([base | part for part in _parts(size, cores)])
-        ]
+        base |= {"left_out": left_out(asked), "experts": kinds}
+        reads, *paces = await _readings([base | part for part in _parts(size, cores)])
     proof = await prove(options, interrupts, "cpu")
     if proof.failure:
         raise TrialFailed(proof.failure)

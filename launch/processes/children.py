@@ -24,8 +24,7 @@ from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
 from protocol.messages import HEADER_LIMIT, Failed, Ready, Shutdown
 from protocol.sockets import CHILD_HWM, Identity, bind_router, parse_identity
-from workers.interpreter import CHILD_PROCESS, environment
-from workers.lifetime import pack_config
+from workers.lifetime import CHILD_PROCESS, environment, pack_config
 
 PIPE_CAPACITY = 65536  # bytes that a new pipe takes without a reader; a larger configuration would block
 STOP_LIMIT = 5.0  # seconds for an orderly exit

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from shm.cgroup import limits
-from shm.kernel_files import contents, entries, parse_cores
+from shm.kernel_files import contents, entries, limits, parse_cores
 
 MOST_WORKERS = 16  # by default
 LEAST_TO_LEAVE_ONE = 4  # cores: of fewer, one is too large a part of what reads the host's experts

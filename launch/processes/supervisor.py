@@ -16,19 +16,17 @@ import os
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from launch.cache.command import cache_use, full_disk_line
+from launch.cache.command import full_disk_line, missing_bytes
 from launch.command_line.checks import without_effect
 from launch.errors import EngineFailed, StartFailed, system_reason
 from launch.planning import make_plan, situation, start_line
 from launch.processes.children import Child, ProcessGroup, TaskGuard, title, to_the_end
 from launch.processes.cores import Cores, CpuSet
 from launch.processes.monitor import Limits, ProcessMonitor, ProcessSlot
-from launch.processes.trials import choice_of, exchange_of, kept_or_measured
 from launch.runtime import EngineInfo, RuntimeDir, sweep
 from launch.terminal.format import count
 from launch.terminal.log import child_level, notice
@@ -42,16 +40,14 @@ from pipeline.text.tokenizer import has_tokenizer
 from protocol.errors import ProtocolError
 from protocol.messages import VERSION, Needed, Progress, Ready, SetPolicy
 from protocol.program import user_folder
-from protocol.sockets import Identity, runtime_root
-from shm.cache_lease import CacheLease, lease_key
+from protocol.sockets import Identity
 from shm.control import ControlSegment
 from shm.errors import SegmentMissing, ShmError
+from shm.lane import library as doorbells
 from shm.locks import StoreLease
 from shm.locks import sweep as sweep_stores
-from shm.segment import engine_prefix, present_name
+from shm.segment import engine_prefix
 from shm.store import store_name
-from workers.kernels.choice import DEFAULT, Choice
-from workers.kernels.tuning_file import Machine
 
 log = logging.getLogger("tandem")
 
@@ -74,13 +70,12 @@ class ChildConfigs:
     log_level: str
     cache_dir: Path
     key: bytes  # the engine's, with which its children prove their identity
-    kernels: Choice = DEFAULT  # of all processes alike, because some of what it says changes bits
     fingerprint: str = ""  # of the store, once it is loaded
 
     @property
     def control_name(self) -> str:
         """The name of the control segment, in which workers and prefetcher count their progress."""
-        return present_name(f"{engine_prefix(self.runtime.path)}control-0")
+        return f"{engine_prefix(self.runtime.path)}control-0"
 
     @property
     def worker_cores(self) -> tuple[CpuSet, ...]:
@@ -97,7 +92,6 @@ class ChildConfigs:
             "fingerprint": self.fingerprint,
             "store": store_name(self.fingerprint),
             "control": self.control_name,
-            "kernels": self.kernels.to_map(),
             "cores": [] if cores is None else list(cores.cores),
         } | getattr(self, f"_for_{role}", dict)()
 
@@ -199,7 +193,7 @@ class Supervisor:
         self._progress.update("reading the model")
         for name in sweep():
             log.info(f"removed what the killed engine {name} had left behind")
-        sweep_stores(runtime_root())
+        sweep_stores()
         now = await asyncio.to_thread(situation, self.config, self._cores.default_workers())
         if now.config.device == "cuda":
             self._cores = self._cores.beside_coordinator(self.config.workers)
@@ -217,18 +211,13 @@ class Supervisor:
         self._files.callback(runtime.remove)
         self._files.callback(self._release_store)
         cache = user_folder("CACHE")
-        folders, missing = await asyncio.to_thread(cache_use, self.model, config, plan.needs, cache)
-        # `launch.py cache` does not remove what they name.
-        keys = [*map(lease_key, folders), Machine.here().key]
-        cache_lease = await asyncio.to_thread(CacheLease.acquire, cache, keys, self.name)
-        self._files.callback(cache_lease.release)
+        missing = await asyncio.to_thread(missing_bytes, self.model, config, plan.needs, cache)
         if line := full_disk_line(cache, missing):
             log.warning(f"warning: {line}")
         self._group = group = ProcessGroup(runtime.endpoint("control.sock"), self._guard)
         self._files.callback(group.close)
         group.on_message, group.on_exit = self._on_message, self._on_exit
-        tuned = await kept_or_measured(cache, partial(self._progress.update, "measuring the kernels"))
-        if exchange_of(config.exchange, config.workers or 0, tuned) == "zmq":
+        if config.exchange == "auto" and doorbells() is None:
             self.config = config = replace(config, exchange="zmq")
         self._configs = ChildConfigs(
             config=config,
@@ -240,7 +229,6 @@ class Supervisor:
             log_level=child_level(self._log_level),
             cache_dir=cache,
             key=group.key,
-            kernels=choice_of(tuned),
         )
         notice(start_line(self.model, plan, now.machine, config.backbone_dtype))
         log.info(f"model: {self.model}")
@@ -279,7 +267,7 @@ class Supervisor:
                     raise StartFailed(f"the loader was silent for {silence:.0f} s and was stopped")
             fingerprint = self._loaded.result().fingerprint
             try:
-                self._lease = StoreLease.acquire(fingerprint, runtime_root())
+                self._lease = StoreLease.acquire(fingerprint)
             except SegmentMissing:
                 continue
             self._configs = replace(self._configs, fingerprint=fingerprint)
@@ -425,4 +413,4 @@ class Supervisor:
         if self._lease is not None:
             self._lease.release(self.config.keep_store)
         else:
-            sweep_stores(runtime_root())  # a store that a stopped loader has half built
+            sweep_stores()  # a store that a stopped loader has half built

@@ -1,35 +1,19 @@
-"""Child processes for measurements, so that a crash or a hang cannot affect the parent; and the choice of
-kernels, and of what carries work to the workers, which the first start on a machine measures and keeps."""
+"""Child processes for measurements, so that a crash or a hang cannot affect the parent."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import signal
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from launch.errors import LaunchError
-from pipeline.config import ExchangeName
-from shm.doorbell import library
-from workers.interpreter import CHILD_PROCESS, environment
-from workers.kernels.choice import DEFAULT, Choice
-from workers.kernels.tuning import Tuning
-from workers.kernels.tuning_file import Machine, Record, find, keep
-from workers.lifetime import pack_config
+from workers.lifetime import CHILD_PROCESS, environment, pack_config
 
-KERNELS = "workers.kernels.tuning"
-KERNELS_LIMIT = 10.0  # seconds; it takes one
 MAX_REASON = 200  # characters of a failed child's last line that are shown
-
-log = logging.getLogger("tandem")
 
 
 class TrialFailed(LaunchError):
@@ -98,55 +82,3 @@ async def trial(module: str, config: dict[str, Any], pass_fds: tuple[int, ...] =
             await process.wait()
     finally:
         os.close(lifeline)
-
-
-# --- kernels ------------------------------------------------------------------------------------------------
-
-
-async def kept_or_measured(cache: Path, measuring: Callable[[], None]) -> Tuning | None:
-    """Returns the tuning for an engine. Where it was not measured, the log says why."""
-    record = await kernel_record(cache, measuring)
-    if record is not None and record.tuning is None:
-        log.warning(f"the kernels could not be measured, the usual ones are used: {record.failure}")
-    return None if record is None else record.tuning
-
-
-def choice_of(tuning: Tuning | None) -> Choice:
-    """Returns the choice for all processes of an engine."""
-    return DEFAULT if tuning is None else tuning.choice
-
-
-def exchange_of(wanted: ExchangeName, workers: int, tuning: Tuning | None) -> str:
-    """Returns what carries work to the workers: "zmq" or "shm"; empty without workers. `auto` is what was
-    measured to be faster, shared memory where nothing was."""
-    if not workers:
-        return ""
-    if wanted != "auto":
-        return wanted
-    trips = {} if tuning is None else tuning.round_trips
-    return "zmq" if library() is None or (len(trips) == 2 and trips["zmq"] < trips["shm"]) else "shm"
-
-
-async def kernel_record(cache: Path, measuring: Callable[[], None]) -> Record | None:
-    """Returns what is kept of this machine, or else is measured in a child process and then kept; also a
-    failure, with its reason: one that hangs would otherwise delay every start. None where nothing can be
-    chosen."""
-    machine = Machine.here()
-    load = os.getloadavg()[0]
-    kept = find(cache, machine)
-    if kept is not None and not kept.stale(time.time(), load):
-        return kept
-    measuring()
-    tuning, failure = None, ""
-    try:
-        async with trial(KERNELS, {}) as child:
-            measured = await child.result(KERNELS_LIMIT)
-        if measured is None:
-            return None
-        tuning = msgspec.convert(measured, Tuning)
-    except (TrialFailed, msgspec.ValidationError) as e:
-        failure = str(e)
-    load = max(load, os.getloadavg()[0])  # programs that have just begun are seen only afterwards
-    record = Record(machine, tuning, time.time(), load, failure)
-    keep(cache, record)
-    return record

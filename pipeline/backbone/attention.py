@@ -23,10 +23,9 @@ from pipeline.backbone.weights import Weights
 from pipeline.config import EXPANDED_KV_BYTES, SCORE_BYTES
 from pipeline.models.spec import GroupedQuery
 from pipeline.models.spec import Latent as LatentSpec
-from workers.kernels.layer import QK_NORMS, Grouped, Latent, Projection
-from workers.kernels.memory import Kept
+from workers.kernels.c_types import Kept
+from workers.kernels.layer import QK_NORMS, Grouped, Latent, Projection, SpanKernel
 from workers.kernels.native import Library, Team
-from workers.kernels.spans import SpanKernel
 
 FLASH_WIDTHS = range(8, 257, 8)  # of heads
 LATENT_EPS = 1e-6  # of the norms of latents; the config's rms_norm_eps does not apply to them

@@ -29,7 +29,7 @@ from pipeline.backbone.weights import Weights
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.models.registry import architecture_of
 from pipeline.models.spec import GroupedQuery, ModelSpec
-from workers.kernels.memory import Kept
+from workers.kernels.c_types import Kept
 
 READERS = 2  # threads that load layers: one reads while the other converts
 

@@ -17,8 +17,8 @@ from pipeline.backbone.batch import Batch
 from pipeline.backbone.linear import FEW_ROWS, Linear, Precision
 from pipeline.backbone.weights import Weights
 from pipeline.device.base import Device
+from workers.kernels.c_types import Kept
 from workers.kernels.layer import LayerKernel, LayerParts, NormOf, RMSNorm
-from workers.kernels.memory import Kept
 
 
 class Norm:

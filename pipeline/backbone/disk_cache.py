@@ -23,7 +23,7 @@ from pipeline.checkpoint.model_source import ModelSource
 from protocol.errors import NotPrivate
 from protocol.files import check_private, make_folders
 from shm.atomic_file import put_in_place
-from shm.cache_record import CacheRecord, note_use
+from shm.disk_cache import CacheRecord, note_use
 from shm.file_locks import try_lock
 from shm.huge import private
 from shm.layout import Bytes

@@ -46,13 +46,8 @@ class Setting:
     @property
     def name(self) -> str:
         """The name of its file."""
-        return f"{self.lease_key}.json"
-
-    @property
-    def lease_key(self) -> str:
-        """Key of the leases that keep its file from being removed: `shm/cache_lease.py`."""
         text = json.dumps(asdict(self), sort_keys=True)
-        return f"{self.store[:16]}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        return f"{self.store[:16]}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
 @dataclass(frozen=True)

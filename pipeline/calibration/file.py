@@ -29,7 +29,7 @@ from pipeline.policies.calibration import Calibration
 from protocol.errors import NotPrivate
 from protocol.files import check_private, make_folders, read_small
 from shm.atomic_file import atomic_file
-from shm.cache_record import CacheRecord, note_use
+from shm.disk_cache import CacheRecord, note_use
 
 NAME = "calibration.safetensors"
 VERSION = 6

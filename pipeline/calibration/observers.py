@@ -22,7 +22,7 @@ from pipeline.policies.split import PRIORITIES, Priority
 from pipeline.policies.view import ModelShape, Routing
 from shm.floe import FloeFormat
 from shm.store import Store
-from workers.kernels.unpack import int8_steps
+from workers.kernels.reference import int8_steps
 
 Counts = NDArray[np.int64]
 Router = Callable[[FloatArray], Routing]

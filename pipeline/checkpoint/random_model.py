@@ -1,10 +1,10 @@
 """A model of a known shape with random weights: it has the speed of the real model, and meaningless text.
 
-Weights are pieces of a pool of random numbers (`shm/formats.py`), so that a start takes little longer than
-allocating their memory. Each tile and each block of a tensor chooses its pieces by its own generator, seeded
-by the shape's name and its position: a shape has the same bytes on every start and any number of cores, and
-`shape:NAME/4` is the first four layers of `shape:NAME`. Weights depend on format and tile size, not on
-`--seed`.
+Weights are copies of a few random tiles, blocks of outputs or pieces (`shm/formats.py`), so that a start
+takes little longer than allocating their memory. Each tile and each part of a tensor chooses by its own
+generator, seeded by the shape's name and its position: a shape has the same bytes on every start and any
+number of cores, and `shape:NAME/4` is the first four layers of `shape:NAME`. Weights depend on format and
+tile size, not on `--seed`.
 
 The standard deviation is 1 / sqrt(H) for experts and 1 / sqrt(inputs) for other matrices; norms are 1, biases
 0. So hidden states keep a sensible magnitude, and routers choose all experts about equally often.
@@ -27,14 +27,16 @@ from pipeline.checkpoint.reader import RawTensor
 from pipeline.models.config_keys import Config
 from pipeline.models.shapes import shape_config
 from shm.blocks import BlockFormat
-from shm.formats import Bytes, Float32, TileFormat, copy_pieces, widen_bf16
+from shm.formats import Bytes, Float32, fill_bf16, random_numbers, widen_bf16
 from shm.huge import private
-from shm.layout import FORMATS, StoreLayout
+from shm.layout import StoreLayout
+from shm.quantize import LANES
 from shm.store import StoreBuilder
 
 # Part of every fingerprint; incremented when the same shape would get other bytes.
-VERSION = 2
+VERSION = 3
 BLOCK_BYTES = 1 << 22  # of a tensor, drawn by one generator
+MATRIX_BLOCKS = 32  # of 16 outputs, from which a quantized matrix is made
 
 
 class RandomModel(ModelSource):
@@ -135,25 +137,32 @@ class RandomTensors:
         row = 0
         for name, shape in tensors:
             part = stacked[row : row + shape[0]].reshape(-1).view(np.uint8)
-            self._draw(FORMATS["bf16"], name, shape[-1], part)
+            self._draw(name, shape[-1], part)
             row += shape[0]
         return RawTensor("BF16", stacked.shape, stacked)
 
     def quantized(self, name: str, shape: tuple[int, int], block_format: BlockFormat) -> Bytes:
-        out = private(block_format.matrix_bytes(*shape))
-        self._draw(block_format, name, shape[1], out)
-        block_format.clear_padding(out, *shape)
+        outputs, inputs = shape
+        out, generator = private(block_format.matrix_bytes(*shape)), _generator(self._shape, name)
+        numbers = random_numbers(generator, (MATRIX_BLOCKS * LANES, inputs), inputs**-0.5)
+        pool = np.empty((MATRIX_BLOCKS, block_format.matrix_bytes(LANES, inputs)), np.uint8)
+        block_format.encode_matrix(numbers, pool.reshape(-1))
+        whole = outputs // LANES
+        blocks, rest = np.split(out, [whole * pool.shape[1]])
+        chosen, blocks = generator.integers(MATRIX_BLOCKS, size=whole), blocks.reshape(whole, -1)
+        np.take(pool, chosen, axis=0, out=blocks, mode="clip")
+        if outputs % LANES:
+            block_format.encode_matrix(numbers[: outputs % LANES], rest)
         return out
 
-    def _draw(self, tile_format: TileFormat, name: str, inputs: int, out: Bytes) -> None:
-        """Random numbers of the standard deviation 1 / sqrt(inputs)."""
-        size = BLOCK_BYTES // tile_format.random_step * tile_format.random_step
+    def _draw(self, name: str, inputs: int, out: Bytes) -> None:
+        """Random bfloat16 numbers of the standard deviation 1 / sqrt(inputs)."""
 
         def draw(block: int) -> None:
-            part = out[block * size : (block + 1) * size]
-            copy_pieces(_generator(self._shape, name, block), tile_format, inputs**-0.5, part)
+            part = out[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+            fill_bf16(_generator(self._shape, name, block), inputs**-0.5, part)
 
-        list(self._pool.map(draw, range(-(-len(out) // size))))
+        list(self._pool.map(draw, range(-(-len(out) // BLOCK_BYTES))))
 
 
 def _draw_tile(

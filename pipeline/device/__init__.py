@@ -6,15 +6,13 @@ from pathlib import Path
 
 from pipeline.device.base import Device, Fence, SlabMemory
 from pipeline.errors import UsageError
-from workers.kernels.choice import DEFAULT, Choice
 
 __all__ = ["Device", "Fence", "SlabMemory", "open_device"]
 
 
-def open_device(name: str, kernels: Choice = DEFAULT, cache: Path | None = None) -> Device:
-    """The device `cpu`, which computes with these kernels, or `cuda`, which keeps compiled ones in the
-    `cache` folder; `auto`: cuda where torch sees such a device. Raises UsageError for a cuda that torch does
-    not see."""
+def open_device(name: str, cache: Path | None = None) -> Device:
+    """Returns the device `cpu`, or `cuda`, which keeps compiled kernels in the `cache` folder; `auto`: cuda
+    where torch sees such a device. Raises UsageError for a cuda that torch does not see."""
     import torch
 
     if name == "auto":
@@ -24,7 +22,7 @@ def open_device(name: str, kernels: Choice = DEFAULT, cache: Path | None = None)
             raise UsageError("--device cuda: torch sees no CUDA device here; use --device cpu")
         from pipeline.device.cuda import CudaDevice
 
-        return CudaDevice(kernels, cache)
+        return CudaDevice(cache)
     from pipeline.device.cpu import CpuDevice
 
-    return CpuDevice(kernels)
+    return CpuDevice()

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.messages import AttachSlab
-from workers.kernels.choice import DEFAULT, Choice
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
     from shm.layout import StoreLayout
     from shm.mask import Mask
     from shm.store import Store
-    from workers.copiers import Copier
-    from workers.emulation import EmulatedLink
+    from workers.copiers import Copier, EmulatedLink
     from workers.kernels.cuda.attention import DecodeAttention
     from workers.kernels.cuda.matrix import CudaMatrix
     from workers.kernels.matrix import HostMatrix
@@ -131,7 +129,6 @@ class Device(ABC):
     flash: bool = False  # torch has flash attention of 16-bit numbers there
     process_bytes: int = 0  # of its memory, that each other process takes which uses it
     # The host's kernels and their threads, on a device that uses them and where they were compiled.
-    kernels: Choice = DEFAULT  # of matrices that the host computes
     library: Library | None = None
     team: Team | None = None
 

@@ -32,14 +32,12 @@ from shm.layout import StoreLayout
 from shm.segment import SHM_FOLDER, available_memory, byte_size, free_shm_bytes, unlink
 from shm.slab import Slab
 from shm.store import Store
-from workers.copiers import HostCopier
-from workers.emulation import EmulatedLink
+from workers.copiers import EmulatedLink, HostCopier
 from workers.kernels.channels import ChannelInputs, ChannelKernel
-from workers.kernels.choice import DEFAULT, Choice
 from workers.kernels.host import Activations, HostKernel
 from workers.kernels.matrix import HostMatrix
-from workers.kernels.native import Library, Team, chosen
-from workers.kernels.reference_channels import ReferenceChannels
+from workers.kernels.native import Library, Team, best
+from workers.kernels.reference import ReferenceChannels
 
 # Multiply-adds from which a product is faster on all cores. Below it, waking other threads costs more than
 # they compute; they do not spin, because the workers need the cores.
@@ -82,8 +80,8 @@ class CpuSlab(SlabMemory):
 class CpuKernel(TileByTile):
     """The expert workers' kernel, for tensors."""
 
-    def __init__(self, layout: StoreLayout, team: Team | None, kernels: Choice) -> None:
-        self._kernel = HostKernel(layout, team, kernels=kernels)
+    def __init__(self, layout: StoreLayout, team: Team | None) -> None:
+        self._kernel = HostKernel(layout, team)
 
     def activations(self, x: Tensor) -> Activations:
         return Activations(x.numpy())
@@ -117,14 +115,13 @@ class CpuDevice(Device):
     torch_device = torch.device("cpu")
     on_host = True
 
-    def __init__(self, kernels: Choice = DEFAULT) -> None:
+    def __init__(self) -> None:
         self._all_threads = torch.get_num_threads()
-        self.kernels = kernels
-        self.library = chosen(kernels)
+        self.library = best()
         self.team = None if self.library is None else self.library.team(self._all_threads)
 
     def expert_kernel(self, layout: StoreLayout) -> CpuKernel:
-        return CpuKernel(layout, self.team, self.kernels)
+        return CpuKernel(layout, self.team)
 
     def channel_kernel(self, layout: StoreLayout) -> DeviceChannelKernel:
         format = layout.format
@@ -147,7 +144,7 @@ class CpuDevice(Device):
         """The host's kernels compute quantized backbones."""
 
     def quantized_matrix(self, format: BlockFormat, data: Bytes, shape: tuple[int, int]) -> HostMatrix:
-        return HostMatrix(format, data, shape, self.team, self.kernels)
+        return HostMatrix(format, data, shape, self.team)
 
     def prepare(self, multiply_adds: int) -> None:
         torch.set_num_threads(self._all_threads if multiply_adds >= WORTH_SHARING else 1)

@@ -32,6 +32,7 @@ from protocol.messages import AttachSlab
 from shm.layout import StoreLayout
 from shm.segment import byte_size
 from shm.store import Store
+from workers.copiers import EmulatedLink
 from workers.cuda import (
     CudaError,
     PinnedArena,
@@ -42,11 +43,8 @@ from workers.cuda import (
     ipc_handle,
 )
 from workers.cuda_copier import CudaCopier
-from workers.emulation import EmulatedLink
-from workers.kernels.choice import DEFAULT, Choice
-from workers.kernels.cuda.reserved import Reserved
-from workers.kernels.cuda.sources import Program
-from workers.kernels.cuda.sums import PartSums
+from workers.kernels.cuda.compiler import Program
+from workers.kernels.cuda.matrix import PartSums
 
 BLOCK = 1 << 21  # cudaMalloc places smaller allocations in a shared block, and IPC exports whole blocks
 FLASH = (8, 0)  # the least compute capability with flash attention
@@ -79,11 +77,9 @@ class CudaDevice(KernelDevice):
     on_host = False
     process_bytes = CONTEXT_BYTES
 
-    def __init__(
-        self, kernels: Choice = DEFAULT, cache: Path | None = None, *, in_torch: bool = False
-    ) -> None:
-        """Take arguments as KernelDevice; `kernels` are the host's."""
-        super().__init__(kernels, cache, in_torch)
+    def __init__(self, cache: Path | None = None, *, in_torch: bool = False) -> None:
+        """Take arguments as KernelDevice."""
+        super().__init__(cache, in_torch)
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.flash = torch.cuda.get_device_capability(self.torch_device) >= FLASH
         # cuDNN's attention makes a plan for each length of a sequence: 40 to 400 ms a token.
@@ -149,10 +145,6 @@ class CudaDevice(KernelDevice):
         pinned = self._from_host.take(array.nbytes)
         pinned.view(array.dtype)[:] = array.reshape(-1)
         self._copy(tensor, pinned)
-
-    def reserve(self, size: int) -> Reserved:
-        on_device = torch.empty(size, dtype=torch.uint8, device=self.torch_device)
-        return Reserved(self._from_host.take(size), on_device, self._copy)
 
     def _copy(self, tensor: Tensor, pinned: NDArray[np.uint8]) -> None:
         kind = constant("cudaMemcpyKind").cudaMemcpyHostToDevice

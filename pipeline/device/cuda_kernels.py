@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,18 +21,14 @@ from shm.floe import FloeFormat
 from shm.formats import Bytes, TileFormat
 from shm.layout import StoreLayout
 from workers.cuda import CudaError
-from workers.kernels.choice import Choice
 from workers.kernels.cuda import attention
 from workers.kernels.cuda.attention import DecodeAttention
-from workers.kernels.cuda.channels import CudaChannels
+from workers.kernels.cuda.compiler import Program
 from workers.kernels.cuda.experts import NO_LIMIT, CudaExperts
 from workers.kernels.cuda.launcher import CudaLauncher
-from workers.kernels.cuda.matrix import CudaMatrix
-from workers.kernels.cuda.reserved import Reserved
-from workers.kernels.cuda.sources import Program
-from workers.kernels.native import chosen
-from workers.kernels.reference import ReferenceKernel
-from workers.kernels.reference_channels import ReferenceChannels
+from workers.kernels.cuda.matrix import CudaChannels, CudaMatrix
+from workers.kernels.native import best
+from workers.kernels.reference import ReferenceChannels, ReferenceKernel
 
 log = logging.getLogger(__name__)
 
@@ -65,26 +60,21 @@ class KernelDevice(Device):
     """A device whose tiles and matrices kernels compute. Each program is compiled once. Used by the engine's
     thread alone."""
 
-    def __init__(self, host: Choice, cache: Path | None, in_torch: bool) -> None:
-        """`host`: kernels whose bits quantized tiles have. `cache`: a folder of compiled kernels. `in_torch`:
-        torch computes all tiles, for comparison."""
-        self._host, self._cache, self._in_torch = host, cache, in_torch
+    def __init__(self, cache: Path | None, in_torch: bool) -> None:
+        """`cache`: a folder of compiled kernels. `in_torch`: torch computes all tiles, for comparison."""
+        self._cache, self._in_torch = cache, in_torch
         self._launchers: dict[Program, CudaLauncher] = {}
-
-    @abstractmethod
-    def reserve(self, size: int) -> Reserved:
-        """Return memory for uploads of so many bytes, which are made before the next `to_host`."""
 
     def launcher(self, program: Program) -> CudaLauncher:
         """Return the compiled kernels. Raises CudaError."""
         if program not in self._launchers:
             place = self.torch_device, self._cache
-            self._launchers[program] = CudaLauncher(program, *place, self.from_host, self.reserve)
+            self._launchers[program] = CudaLauncher(program, *place, self.from_host)
         return self._launchers[program]
 
     def _program(self, format: TileFormat) -> Program | None:
         """Return the kernels of a format; None where torch computes it."""
-        host = chosen(self._host)
+        host = best()
         return Program.of_format(format, fused=host is None or host.variant != "portable")
 
     def expert_kernel(self, layout: StoreLayout) -> DeviceKernel:

@@ -18,9 +18,8 @@ from pipeline.experts.pool import Answer, Carrier, Task, Ticket
 from pipeline.fairness import SparseLog
 from protocol.messages import Abandon, AttachLane, Partial, Ready, Work, WorkerDied
 from shm.descriptor import GENERATION, head_of
-from shm.doorbell import Library
 from shm.errors import ShmError
-from shm.lane import CoordinatorLane, LaneShape, Slot, x_areas
+from shm.lane import CoordinatorLane, LaneShape, Library, Slot, x_areas
 from shm.mask import Tally
 from shm.segment import Segment, unlink
 

@@ -33,16 +33,14 @@ from pipeline.text.detokenizer import DECODER, Detokenizer
 from pipeline.text.tokenizer import has_tokenizer
 from protocol.messages import Progress
 from protocol.program import COMMAND
-from shm.cache_record import CacheRecord
 from shm.control import ControlSegment
-from shm.doorbell import library
-from shm.lane import LaneShape
+from shm.disk_cache import CacheRecord
+from shm.lane import LaneShape, library
 from shm.layout import FORMATS, BlockFormat
-from shm.pinned import lock_pages
-from shm.segment import byte_size, engine_prefix
+from shm.segment import byte_size, engine_prefix, lock_pages
 from shm.store import Store
 from workers.kernels.host import HostKernel
-from workers.kernels.native import chosen
+from workers.kernels.native import VARIANTS, best
 
 CHILD_LIMIT = 60.0  # seconds for workers and prefetcher to announce themselves
 TEXT_LIMIT = 300.0  # seconds for the text process, which loads a tokenizer
@@ -83,7 +81,7 @@ class EngineParts:
         self.source = open_model(config.model)
         spec = model_spec(self.source.config)
         self.context = choose_context(options.context, spec)  # tokens of prompt and answer together
-        self.device = device = open_device(options.device, config.kernels, config.cache)
+        self.device = device = open_device(options.device, config.cache)
         closing.callback(device.close)
         self.control = ControlSegment.attach(config.control)
         closing.callback(self.control.close)
@@ -108,12 +106,12 @@ class EngineParts:
         layout = self.store.layout
         self.engine = Engine(backbone, layout, device, pool, options.graphs)
         self.engine.tick = self.tick
-        library = chosen(config.kernels)
+        library = best()
         missing = f"torch; none were compiled: see {COMMAND} doctor"
         self.notes = [
             f"store: {locked.result()}",
             f"backbone: {byte_size(backbone.bytes)} {options.backbone_dtype} on {device.describe()}",
-            f"kernels: {missing if library is None else library.describe()}",
+            f"kernels: {missing if library is None else VARIANTS[library.variant]}",
             f"experts: {layout.shape.layers} layers of {layout.shape.experts}; tiles of an expert:"
             f" {layout.shape.tiles}, {byte_size(layout.expert_bytes // layout.shape.tiles)} each",
             f"context: {self.context} tokens; the KV cache holds {held}",
@@ -174,7 +172,7 @@ class EngineParts:
     def _own_compute(self) -> Compute | None:
         """Returns what computes Works of the workers in this process; None where it must not: in torch, whose
         crash would end it, and where workers are slowed down."""
-        kernel = HostKernel(self.store.layout, kernels=self.config.kernels, guarded=True)
+        kernel = HostKernel(self.store.layout, guarded=True)
         if not kernel.native or self.config.options.host_slowdown > 1:
             return None
         return computing(kernel, self.store)
@@ -189,7 +187,7 @@ class EngineParts:
             pool = HostPool(division, cores, compute, self.sockets["worker"], carrier, self.control)
         else:
             team = self.device.team
-            kernel = HostKernel(store.layout, team, kernels=config.kernels)
+            kernel = HostKernel(store.layout, team)
             kernel.prepare()
             if team is not None:
                 team.linger(LINGER_NS)

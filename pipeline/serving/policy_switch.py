@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from pipeline.calibration.cost_probe import costs_for, setting_of
+from pipeline.calibration.cost_probe import costs_for
 from pipeline.calibration.file import calibration_path, load
 from pipeline.errors import CalibrationError, NoRoom, PrefetcherLost
 from pipeline.experts.channel_share import ChannelMemory
@@ -20,10 +20,9 @@ from pipeline.policies.presets import canonical, make_policy
 from pipeline.policies.view import Policy, PolicyRequest
 from pipeline.serving.engine_parts import CHILD_LIMIT, EngineParts
 from protocol.messages import Needed
-from shm.cache_lease import CacheLease
 from shm.segment import byte_size, engine_prefix
+from workers.copiers import EmulatedLink
 from workers.cuda import CudaError
-from workers.emulation import EmulatedLink
 
 # Seconds that a restarted coordinator waits for the memory of the engine before it: its prefetcher may take
 # so long to unlock its pages after it was killed, and keeps the old slab until then.
@@ -75,12 +74,7 @@ class PolicySwitch:
         if not policy.needs_costs:
             return None
         if self.costs is None:
-            parts = self._parts
-            if parts.config.options.costs is None:
-                setting = setting_of(parts.engine, parts.config)
-                lease = CacheLease.acquire(parts.config.cache, [setting.lease_key], parts.config.engine)
-                parts.closing.callback(lease.release)
-            self.costs = costs_for(parts.engine, parts.config, parts.context)
+            self.costs = costs_for(self._parts.engine, self._parts.config, self._parts.context)
         return self.costs
 
     def _calibration_for(self, policy: Policy) -> Calibration | None:

@@ -23,7 +23,7 @@ from pipeline.calibration.file import NAME, calibration_path, load, read, save, 
 from pipeline.checkpoint.open import open_model
 from pipeline.errors import CalibrationError
 from pipeline.policies.calibration import Calibration
-from shm.cache_record import RECORD, CacheRecord, read_record
+from shm.disk_cache import RECORD, CacheRecord, read_record
 
 SMALL = plain_calibration(2, 3, threshold=0.005, first_gate=np.ones((3, 4), np.float32))
 

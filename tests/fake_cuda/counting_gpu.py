@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.device import cuda
 from workers.kernels.cuda import attention
-from workers.kernels.cuda.reserved import Reserved
-from workers.kernels.cuda.sources import Program
+from workers.kernels.cuda.compiler import Program
 
 META = torch.device("meta")
 ALLOCATES = ("empty", "empty_like", "new_empty", "empty_strided")
@@ -31,7 +30,7 @@ class CountingLauncher:
     """A `Launcher` without a GPU. `launched`: how often each kernel."""
 
     def __init__(self, device: CountingDevice) -> None:
-        self.device, self.upload, self.reserve = META, device.from_host, device.reserve
+        self.device, self.upload = META, device.from_host
         self._counts = device.counts
 
     def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
@@ -62,11 +61,6 @@ class CountingDevice(cuda.CudaDevice):
     def from_host(self, array: NDArray[Any]) -> Tensor:
         self.counts["from host"] += 1
         return super().from_host(array)
-
-    def reserve(self, size: int) -> Reserved:
-        made = super().reserve(size)
-        made.copy = lambda *_: self.counts.update(("from host",))  # parts of `meta` have addresses
-        return made
 
     def open_slab(
         self, name: str, slots: int, slot_bytes: int, tick: Callable[[], None] = lambda: None

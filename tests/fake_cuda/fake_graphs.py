@@ -27,8 +27,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from workers.kernels.cuda.reserved import Reserved
-
 READS = ("_local_scalar_dense", "item", "nonzero", "unique2", "_unique2", "equal", "is_nonzero")
 
 
@@ -173,10 +171,6 @@ class RecordedLauncher(EmulatedLauncher):
     def upload(self, data: NDArray[np.uint8]) -> Tensor:
         uploaded: Tensor = self._device.from_host(data)
         return uploaded
-
-    def reserve(self, size: int) -> Reserved:
-        reserved: Reserved = self._device.reserve(size)
-        return reserved
 
     def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
         if self._runtime.capturing is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -49,41 +48,6 @@ def test_stages_end_at_their_limits_and_the_next_go_on(tmp_path: Path, monkeypat
     assert (tmp_path / "fails.txt").read_text() == "words\n"
     assert (tmp_path / "writes.json").read_text() == "{}"
     assert capsys.readouterr().err.endswith("no GPU: 1 of 5 stages were skipped: torch sees no CUDA device\n")
-
-
-def test_tests_that_were_skipped_have_not_passed(tmp_path: Path) -> None:
-    code = "import pytest\ndef test_one(): {}\n@pytest.mark.skip(reason='why')\ndef test_other(): pass\n"
-    for name, first in (("some", "pass"), ("none", "pytest.skip('why')")):
-        (tmp_path / f"test_{name}.py").write_text(code.format(first))
-    stages = [
-        Stage("facts", name, check.tests(str(tmp_path / f"test_{name}.py"), "-c", "/dev/null"), 60, gpu=False)
-        for name in ("some", "none")
-    ]
-    assert [one.ended for one in run_all(stages, tmp_path)] == [
-        "passed, 1 tests skipped, see some.txt",
-        "skipped: all tests, see none.txt",
-    ]
-
-
-def test_a_command_has_a_limit_of_its_own(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(check, "missing_gpu", lambda: "")
-    monkeypatch.setattr(check, "COMMAND_LIMIT", 1.5)
-    began = time.monotonic()
-    ended = [
-        one.ended
-        for one in run_all([python("first", "import time; time.sleep(9)"), python("late", "")], tmp_path)
-    ]
-    assert ended[0].startswith("stopped after")
-    assert ended[1] == "skipped: no time is left"
-    assert time.monotonic() - began < 9
-
-
-def test_stages_have_names_of_their_own_and_limits_within_their_commands() -> None:
-    assert len({stage.name for stage in STAGES}) == len(STAGES)
-    assert {stage.command for stage in STAGES} == {"facts", "primitives", "engine"}
-    assert all(stage.limit > 0 for stage in STAGES)
-    for command in ("facts", "primitives", "engine"):  # no stage takes another one's time
-        assert sum(stage.limit for stage in STAGES if stage.command == command) <= check.COMMAND_LIMIT
 
 
 def test_the_engines_commands_are_understood() -> None:

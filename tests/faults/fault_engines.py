@@ -19,7 +19,7 @@ from launch.runtime import segments, sweep
 from pipeline.config import EngineConfig
 from protocol.client import Client
 from protocol.messages import Token
-from protocol.sockets import Identity, runtime_root
+from protocol.sockets import Identity
 from shm.disk_cache import sweep_cache
 from shm.locks import sweep as sweep_stores
 
@@ -161,5 +161,5 @@ class State:
 def sweep_all(place: Place) -> None:
     """Sweep as a start does first."""
     sweep()
-    sweep_stores(runtime_root())
+    sweep_stores()
     sweep_cache(place.cache / "tandem")

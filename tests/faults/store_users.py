@@ -31,9 +31,9 @@ DONE, LOST, NO_STORE, BROKEN = 0, 10, 11, 12  # exit codes of a user
 SHAPE = ExpertShape(2, 3, 48, 100, 16)
 
 
-def have_store(fingerprint: str, root: Path, pause: float) -> None:
+def have_store(fingerprint: str, pause: float) -> None:
     """Build or attach the store, as a loader does."""
-    with build_lock(fingerprint, root):
+    with build_lock(fingerprint):
         try:
             Store.attach(store_name(fingerprint), fingerprint).close()
             return
@@ -47,13 +47,13 @@ def have_store(fingerprint: str, root: Path, pause: float) -> None:
         builder.finish()
 
 
-def use(fingerprint: str, root: Path, chance: random.Random) -> int:
+def use(fingerprint: str, chance: random.Random) -> int:
     """Use the store as one engine does; returns the exit code."""
-    sweep(root)
+    sweep()
     for _ in range(TRIES):
-        have_store(fingerprint, root, chance.uniform(0, 0.02))
+        have_store(fingerprint, chance.uniform(0, 0.02))
         try:
-            lease = StoreLease.acquire(fingerprint, root)
+            lease = StoreLease.acquire(fingerprint)
         except SegmentMissing:
             continue
         break
@@ -71,13 +71,13 @@ def use(fingerprint: str, root: Path, chance: random.Random) -> int:
     return DONE
 
 
-def fork_user(fingerprint: str, root: Path, seed: int) -> int:
+def fork_user(fingerprint: str, seed: int) -> int:
     """Fork one user; returns its process id."""
     pid = os.fork()
     if pid == 0:
         code = BROKEN
         try:
-            code = use(fingerprint, root, random.Random(seed))
+            code = use(fingerprint, random.Random(seed))
         except BaseException as e:
             print(f"{type(e).__name__}: {e}", file=sys.stderr)
         finally:
@@ -86,7 +86,7 @@ def fork_user(fingerprint: str, root: Path, seed: int) -> int:
 
 
 def main() -> None:
-    fingerprint, users, seed, *roots = sys.argv[1:]
+    fingerprint, users, seed = sys.argv[1:]
     chance = random.Random(int(seed))
     ends: Counter[str] = Counter()
     names = {DONE: "done", LOST: "lost", NO_STORE: "no_store", BROKEN: "broken", -signal.SIGKILL: "killed"}
@@ -100,7 +100,7 @@ def main() -> None:
 
     while running or not enough():
         while not enough() and len(running) < AT_ONCE:
-            pid = fork_user(fingerprint, Path(chance.choice(roots)), chance.randrange(1 << 32))
+            pid = fork_user(fingerprint, chance.randrange(1 << 32))
             killed = chance.random() < 0.5
             running[pid] = time.monotonic() + (chance.uniform(0, 0.08) if killed else 1e9)
             started += 1

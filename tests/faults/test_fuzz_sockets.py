@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.equality import Verdict, compare, rounding_bound
-from launch.stress.hostile import SOCKETS, HostileClient, supervisor_of, usage
+from launch.stress.chaos import supervisor_of, usage
+from launch.stress.hostile import SOCKETS, HostileClient
 from launch.stress.load import End, Request, ask
 from pipeline.config import EngineConfig
 from protocol.client import Client

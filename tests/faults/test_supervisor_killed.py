@@ -57,7 +57,7 @@ def test_supervisor_kill_during_an_answer(place: Place) -> None:
         doing, gone = engine.kill()
         assert doing == "coordinator, 2 workers, prefetcher, text"
         assert gone < GONE_LIMIT
-        kinds = {"directory", "segment slab", "segment hall", "segment control", "store", "lock .use"}
+        kinds = {"directory", "segment slab", "segment hall", "segment control", "store"}
         assert set(place.remains(name)) == kinds
     assert sweep() == [name]  # as the next start does
     sweep_all(place)

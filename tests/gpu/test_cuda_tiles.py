@@ -18,10 +18,10 @@ from pipeline.device.cuda_kernels import FewRows
 from shm.blocks import BlockFormat
 from shm.floe import FloeFormat
 from shm.layout import ExpertShape, StoreLayout, format_named
+from workers.kernels.c_types import Geometry
 from workers.kernels.channels import ChannelKernel
-from workers.kernels.cuda.channels import CudaChannels
 from workers.kernels.cuda.experts import CudaExperts
-from workers.kernels.geometry import Geometry
+from workers.kernels.cuda.matrix import CudaChannels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -30,7 +30,7 @@ SHAPES = [(4096, 7), (2048, 3), (300, 2), (1, 1)]  # hidden, groups of a tile's 
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[CudaDevice]:
-    device = CudaDevice(host("fused").choice)
+    device = CudaDevice()
     yield device
     device.close()
 
@@ -100,7 +100,7 @@ def test_extreme_numbers_have_the_bits_of_the_host(device: CudaDevice, kind: str
 
 @pytest.mark.parametrize("format", QUANTIZED)
 def test_torch_computes_nearly_the_same(device: CudaDevice, format: str) -> None:
-    in_torch = CudaDevice(device.kernels, in_torch=True)
+    in_torch = CudaDevice(in_torch=True)
     layer = made(format, 512, 2, 2, 12, 4, "random", "normal", "normal", seed=2)
     computed = [cut for _, cut in layer.items]
     found, expected = (

@@ -16,10 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.kernels.cuda import sources
+from workers.kernels.cuda.compiler import FOLDER, Program
 from workers.kernels.cuda.launcher import Arguments
-from workers.kernels.cuda.reserved import Reserved
-from workers.kernels.cuda.sources import Program
 
 HEADER = Path(__file__).with_name("emulated_cuda.h")
 OPTIONS = (
@@ -50,12 +48,6 @@ class EmulatedLauncher:
         self._arguments.fill(arguments)
         self._launch(kernel.encode(), blocks, threads, self._arguments.address)
 
-    def reserve(self, size: int) -> Reserved:
-        def copy(to: Tensor, data: NDArray[np.uint8]) -> None:
-            to.copy_(torch.from_numpy(data))
-
-        return Reserved(np.empty(size, np.uint8), torch.empty(size, dtype=torch.uint8), copy)
-
     def upload(self, data: NDArray[np.uint8]) -> Tensor:
         return torch.from_numpy(data.copy())
 
@@ -69,7 +61,7 @@ def library(program: Program) -> ctypes.CDLL:
     with TemporaryDirectory() as folder:
         built = Path(folder) / "emulated.so"
         command = [compiler, *OPTIONS, *program.defines, f'-DTANDEM_EMULATED="{HEADER}"']
-        command += ["-shared", "-fPIC", "-o", str(built), "-x", "c++", str(sources.FOLDER / program.file)]
+        command += ["-shared", "-fPIC", "-o", str(built), "-x", "c++", str(FOLDER / program.file)]
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         return ctypes.CDLL(str(built))

@@ -13,9 +13,9 @@ from shm.floe import FloeFormat
 from shm.layout import ExpertShape, StoreLayout, format_named
 from shm.mask import Mask
 from workers.kernels.channels import ChannelKernel
-from workers.kernels.cuda.channels import CudaChannels
-from workers.kernels.cuda.sources import Program
-from workers.kernels.reference_channels import ReferenceChannels
+from workers.kernels.cuda.compiler import Program
+from workers.kernels.cuda.matrix import CudaChannels
+from workers.kernels.reference import ReferenceChannels
 
 
 @pytest.mark.parametrize("name", ["floe-int4", "floe-u4"])

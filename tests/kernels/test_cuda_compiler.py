@@ -13,7 +13,7 @@ from launch.cache.entries import scan
 from shm.layout import format_named
 from workers.cuda import CudaError
 from workers.kernels.cuda import compiler
-from workers.kernels.cuda.sources import Program
+from workers.kernels.cuda.compiler import Program
 
 CASES = [*(("int4", one) for one in ARCHITECTURES), ("bf16", 90), ("bf16", 120), ("sums", 80), ("sums", 120)]
 CASES += [("attention-bf16", 80), ("attention-bf16", 90), ("attention-f32", 120)]

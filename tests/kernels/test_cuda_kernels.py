@@ -15,10 +15,10 @@ from quantized_cases import CODES, HEADS, QUANTIZED, ROWS, records
 
 from shm.blocks import BlockFormat, Int2
 from shm.layout import Float32, format_named
+from workers.kernels.c_types import Geometry
+from workers.kernels.cuda.compiler import Program
 from workers.kernels.cuda.experts import CudaExperts
 from workers.kernels.cuda.matrix import CudaMatrix
-from workers.kernels.cuda.sources import Program
-from workers.kernels.geometry import Geometry
 
 FORMATS = tuple(
     (name, sums) for name in QUANTIZED for sums in ("fused", "portable")

@@ -13,8 +13,8 @@ from kernel_runs import bf16_expert, quick
 from numpy.typing import NDArray
 
 from shm.layout import Bytes, Float32, StoreLayout
+from workers.kernels.cuda.compiler import Program
 from workers.kernels.cuda.experts import FEW, CudaExperts
-from workers.kernels.cuda.sources import Program
 
 
 def computed(layout: StoreLayout, data: Bytes, x: Float32, rows: NDArray[np.int32], parts: int) -> Float32:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kernel_runs import quick
 
 from pipeline.device.base import sum_on_host
-from workers.kernels.cuda.sources import Program
-from workers.kernels.cuda.sums import PartSums
+from workers.kernels.cuda.compiler import Program
+from workers.kernels.cuda.matrix import PartSums
 
 SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, 3e38, -3e38], np.float32)
 

@@ -16,16 +16,19 @@ from typing import Any
 import pytest
 from engines import LAUNCH, run, store_of
 
-from launch.cache.command import DAY, cache_use, full_disk_line, remove, select, table
+from launch.cache.command import DAY, full_disk_line, missing_bytes, remove, select, table
 from launch.cache.entries import Entry, scan
 from launch.command_line.options import parse
+from pipeline.backbone.disk_cache import backbone_fingerprint
 from pipeline.calibration import cost_cache
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig, ResolvedConfig
 from pipeline.memory.needs import needs
+from pipeline.models.registry import expert_shape
 from pipeline.policies.costs import Costs
 from protocol.program import user_folder
-from shm.cache_record import RECORD, CacheRecord, note_use
+from shm.disk_cache import RECORD, CacheRecord, note_use
+from shm.layout import format_named
 
 STORE, BACKBONE = "5" * 64, "b" * 64
 
@@ -244,31 +247,20 @@ async def test_an_engine_keeps_its_files_and_notes_their_use(
     model = tiny_model.name
     assert sorted((e["kind"], e["model"], e["format"]) for e in first) == [
         ("backbone", model, "int8"),
-        ("kernels", "every model", None),
         ("store", model, "int8"),
     ]
     assert not any(e["in_use"] for e in first)
-    for found in (e for e in first if e["kind"] != "kernels"):
+    for found in first:
         # Not 0, which stands for a folder without a record: its last use is when the file was written.
         os.utime(os.path.join(os.path.dirname(found["path"]), RECORD), (DAY, DAY))
     async with start_engine(replace(config, policy="fiddler")):
-        found = run_json("--prune", "--to", "0")
-        assert sorted(kinds(found["kept_in_use"])) == ["backbone", "costs", "kernels", "store"]
-        assert {e["in_use"] for e in found["kept_in_use"]} == {"engine cachetest"}
-        assert found["removed"] == []
-        used = [e["last_use"] for e in found["kept_in_use"]]
-        assert time.time() - min(used) < 60, "reading did not note the use"
+        entries = run_json()["entries"]
+        assert time.time() - min(e["last_use"] for e in entries) < 60, "reading did not note the use"
         (store,) = (e for e in scan(folder) if e.path == store_of(tiny_model, "int8"))
-        assert (store.kind, store.model, store.in_use) == ("kept store", model, "engine cachetest")
-        assert remove(replace(store, in_use="")) is False
-        (tmp_path / "run").mkdir(mode=0o700)
-        with monkeypatch.context() as elsewhere:  # of a login without the engine's session
-            elsewhere.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
-            code, out = run_cache("--prune", "--to", "0")
-        assert code == 0
-        assert out.count(": in use by engine cachetest\n") == 4
-    removed = run_json("--prune", "--to", "0")["removed"]
-    assert sorted(kinds(removed)) == ["backbone", "costs", "kernels", "store"]
+        assert (store.kind, store.model, store.in_use) == ("kept store", model, "an engine")
+        assert remove(store) is False
+        removed = run_json("--prune", "--to", "0")["removed"]  # which costs the engine nothing
+        assert sorted(kinds(removed)) == ["backbone", "costs", "store"]
     assert os.listdir(folder) == []
 
 
@@ -276,7 +268,7 @@ async def test_a_kept_store_is_listed_and_removed(folder: Path, tiny_model: Path
     config = EngineConfig(model=tiny_model, device="cpu", format="f32", workers=1, keep_store=True)
     async with start_engine(config):
         pass
-    assert kinds(disk(run_json())) == ["kernels"]  # float32 of float32 is not kept on disk
+    assert disk(run_json()) == []  # float32 of float32 is not kept on disk
     path = store_of(tiny_model, "f32")
     (kept,) = (e for e in run_json()["entries"] if e["path"] == str(path))
     assert (kept["kind"], kept["model"], kept["format"]) == ("kept store", tiny_model.name, "f32")
@@ -320,12 +312,15 @@ def test_an_engine_writes_what_is_not_yet_kept(
     asked = EngineConfig(model=tiny_model, format="int4", backbone_dtype=backbone)
     config = ResolvedConfig(**vars(asked))
     given = replace(needs(open_model(tiny_model), asked, "int4"), store=100, backbone_file=7)
-    names, all_missing = cache_use(tiny_model, config, given, folder)
+    source = open_model(tiny_model)
+    tile = expert_shape(source.config, None, format_named("int4")).tile
+    names = {
+        "store.bin": source.fingerprint("int4", tile),
+        "backbone.bin": backbone_fingerprint(source, backbone),
+    }
     for name in kept:
-        make_file(folder / names[name == "backbone.bin"] / name, 1, 0)
-    assert len(set(names)) == 3
-    assert cache_use(tiny_model, config, given, folder) == (names, missing)
-    assert all_missing >= missing
+        make_file(folder / names[name] / name, 1, 0)
+    assert missing_bytes(tiny_model, config, given, folder) == missing
 
 
 async def test_a_start_on_a_full_disk_warns_in_one_line(

@@ -16,7 +16,7 @@ from launch.processes import children
 from launch.processes.children import PIPE_CAPACITY, Child, TaskGuard, spawn
 from protocol.messages import Failed
 from protocol.sockets import Identity
-from workers.interpreter import ROOT, environment
+from workers.lifetime import ROOT, environment
 
 KEY = b"k" * 32
 WORKER = Identity("worker", 1, 4)

@@ -30,7 +30,6 @@ from protocol.messages import VERSION
 from protocol.program import user_folder
 from shm.segment import engine_prefix
 from workers.kernels.native import VARIANTS
-from workers.kernels.reading import Reading
 
 GB = 1_000_000_000
 TOPICS = {"cpu", "threads", "kernels", "memory", "shared memory"}
@@ -104,7 +103,7 @@ async def test_verdict_follows_from_findings_and_from_engines(
 
     async def measure_memory(cores: list[int]) -> Bandwidth:
         assert cores == Cores.here().numbers
-        return Bandwidth(2, 1 << 26, Reading("a", 4e9), Reading("b", 8e9), Reading("", 3e9), None)
+        return Bandwidth(2, 1 << 26, 4e9, 8e9, 3e9, None)
 
     async def prove(options: object, interrupts: object, device: str) -> Proof:
         tried.append(device)
@@ -188,9 +187,9 @@ def test_missing_kernels_are_reported_with_the_command_that_compiles_them(
 ) -> None:
     reason = "not compiled at installation"
     monkeypatch.setattr(machine, "load", lambda name: reason)
-    monkeypatch.setattr(machine, "chosen", lambda choice: None)
+    monkeypatch.setattr(machine, "best", lambda: None)
     monkeypatch.setattr(machine, "quantizer", lambda: None)
-    first, second = machine.kernels(None, Path())
+    first, second = machine.kernels()
     assert first.level == second.level == "note"
     assert all(f"{name} ({reason})" in first.found for name in VARIANTS.values())
     for finding in (first, second):

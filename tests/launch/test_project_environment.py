@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.interpreter import ROOT
+from workers.lifetime import ROOT
 
 
 @pytest.fixture(scope="module")

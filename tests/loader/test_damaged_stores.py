@@ -30,7 +30,7 @@ def loaded(supervisor: Supervisor, model: Path) -> str:
 @contextmanager
 def used(supervisor: Supervisor, fingerprint: str) -> Iterator[None]:
     """Hold the store in use, as another engine does."""
-    lease = StoreLease.acquire(fingerprint, supervisor.runtime.parent)
+    lease = StoreLease.acquire(fingerprint)
     try:
         yield
     finally:

@@ -17,9 +17,7 @@ from pipeline.errors import UsageError
 from pipeline.loader import PROGRESS_SECONDS, Control, Stopped
 from protocol.codec import decode, encode
 from protocol.messages import Failed, Heartbeat, Progress, Ready, Shutdown
-from shm.cache_record import CacheRecord, read_record
-from shm.cache_writer import CacheWriter
-from shm.disk_cache import CachedStore
+from shm.disk_cache import CachedStore, CacheRecord, CacheWriter, read_record
 from shm.errors import NotEnoughMemory, ShmError, UnknownFormat
 from shm.store import StoreBuilder
 

@@ -35,7 +35,7 @@ def test_store_comes_from_checkpoint_then_segment_then_cache(supervisor, model):
     assert second.ready.fingerprint == fingerprint
     assert second.ready.notes == ("source attached: 0 B read from the checkpoint, 0 B from the cache",)
 
-    assert StoreLease.acquire(fingerprint, supervisor.runtime.parent).release(keep=False)
+    assert StoreLease.acquire(fingerprint).release(keep=False)
     third = supervisor.load(model)
     size = (supervisor.cache / fingerprint / "store.bin").stat().st_size
     assert third.ready.notes == (
@@ -136,7 +136,7 @@ def wait_for_waiting(supervisor: Supervisor) -> bytes:
 
 def test_shutdown_ends_a_waiting_loader(supervisor, model):
     fingerprint = supervisor.load(model).ready.fingerprint
-    with build_lock(fingerprint, supervisor.runtime.parent):
+    with build_lock(fingerprint):
         child = supervisor.start(model)
         sender = wait_for_waiting(supervisor)
         supervisor.control.send_multipart([sender, *encode(Shutdown())])
@@ -145,7 +145,7 @@ def test_shutdown_ends_a_waiting_loader(supervisor, model):
 
 def test_loader_exits_with_its_supervisor(supervisor, model):
     fingerprint = supervisor.load(model).ready.fingerprint
-    with build_lock(fingerprint, supervisor.runtime.parent):
+    with build_lock(fingerprint):
         child = supervisor.start(model)
         wait_for_waiting(supervisor)
         os.close(child.lifeline)

@@ -15,7 +15,7 @@ from loader_harness import SECONDS, Supervisor, assert_right, exists, in_memory
 from pipeline import loader
 from pipeline.checkpoint.open import Checkpoint
 from protocol.codec import decode
-from shm.cache_writer import write_cache
+from shm.disk_cache import write_cache
 from shm.segment import unlink
 from shm.store import Store, StoreBuilder, store_name
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from shm.blocks import BlockFormat
 from shm.layout import FORMATS, ExpertShape, StoreLayout
-from workers.kernels.unpack import int8_steps
+from workers.kernels.reference import int8_steps
 
 # Linear modules that no format quantizes: a gate of one row, and what latents are expanded by.
 KEPT = ("shared_expert_gate", "kv_b_proj")

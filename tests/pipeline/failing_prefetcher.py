@@ -15,9 +15,8 @@ from pipeline.experts.peers import ChildServerSocket, ExitEvents
 from protocol.messages import AttachSlab, CancelFetch, Shutdown, SlabAttached, WorkerDied
 from shm.control import ControlLine
 from shm.store import Store
-from workers.copiers import Copier, TileCopy
+from workers.copiers import Copier, EmulatedLink, TileCopy
 from workers.cuda_copier import CudaCopier, open_copier
-from workers.emulation import EmulatedLink
 from workers.prefetcher import CopyLoop
 
 NEVER = 1 << 30  # tiles

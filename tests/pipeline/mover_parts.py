@@ -26,8 +26,7 @@ from shm.layout import ExpertShape
 from shm.manifest import StoreManifest
 from shm.segment import unlink
 from shm.store import Store, StoreBuilder, store_name
-from workers.copiers import Copier
-from workers.emulation import EmulatedLink
+from workers.copiers import Copier, EmulatedLink
 
 SLOTS = 24
 SHAPE = ExpertShape(layers=2, experts=3, hidden=32, intermediate=38, tile=8)  # 5 tiles of 3072 bytes

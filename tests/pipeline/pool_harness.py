@@ -24,8 +24,7 @@ from pipeline.experts.pool import Carrier, Compute, HostPool, Ticket
 from protocol.messages import Abandon, AttachLane, Partial, Work, WorkerDied, WorkerUp, WorkFailed
 from shm.control import ControlSegment
 from shm.descriptor import Parts, describe, parts_of
-from shm.doorbell import Library, library
-from shm.lane import LaneShape, Slot, WorkerLane
+from shm.lane import LaneShape, Library, Slot, WorkerLane, library
 from shm.mask import DENSE, NOTHING, Mask, Tally
 from workers.child_endpoint import ChildEndpoint
 

@@ -21,7 +21,7 @@ from pipeline.backbone.disk_cache import ALIGNMENT, NAME, UNFINISHED, VERSION, B
 from pipeline.config import EngineConfig
 from protocol.client import Client
 from protocol.program import user_folder
-from shm.cache_record import RECORD, CacheRecord, read_record
+from shm.disk_cache import RECORD, CacheRecord, read_record
 
 FINGERPRINT = "ab" * 32
 LIMIT = 20.0

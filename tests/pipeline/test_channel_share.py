@@ -23,7 +23,7 @@ from shm.descriptor import describe
 from shm.layout import ExpertShape
 from shm.mask import DENSE, Mask, Tally
 from workers.kernels.host import HostKernel
-from workers.kernels.reference_channels import ReferenceChannels
+from workers.kernels.reference import ReferenceChannels
 
 # 5 tiles, the last one padded; of more channels than any kernel takes together
 SHAPE = ExpertShape(layers=2, experts=3, hidden=70, intermediate=600, tile=144)

@@ -28,7 +28,7 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from shm.layout import format_named
-from workers.kernels.cuda.sources import Program
+from workers.kernels.cuda.compiler import Program
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 

@@ -49,7 +49,6 @@ from protocol.messages import (
     SetPolicy,
     Token,
 )
-from shm.cache_lease import LOCK_FOLDER
 from shm.errors import NotEnoughMemory
 
 IDS = (5, 6, 7, 8)
@@ -217,23 +216,19 @@ def test_configured_policy_is_set_first_and_device_memory_opened_once(whole: Who
     assert whole.parts.engine.memory is memory
 
 
-def test_costs_are_measured_once_and_leased(whole: WholeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_measured_once(whole: WholeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a policy needs them."""
     monkeypatch.setattr("pipeline.calibration.cost_probe.BUDGET", 0.0)
-    engine, leases = whole.parts.engine, whole.config.cache / LOCK_FOLDER
-    policies = whole.policies()
-    assert (policies.costs, leases.exists()) == (None, False)
+    engine, policies = whole.parts.engine, whole.policies()
+    assert policies.costs is None
     policies.set(PolicyRequest("fiddler"))
     first = policies.costs
     assert first is not None
     assert engine.driver.view.costs == first
-    assert len(list(leases.iterdir())) == 1
     policies.set(PolicyRequest("all-host"))
     assert engine.driver.view.costs is None
     policies.set(PolicyRequest("bandwidth-split"))
     assert engine.driver.view.costs == policies.costs == first
-    whole.parts.closing.close()
-    assert not leases.exists()
 
 
 def test_policies_get_the_calibration_of_the_model(

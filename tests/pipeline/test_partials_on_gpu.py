@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipeline.experts.carriers import ArenaCarrier
 from pipeline.experts.pool import Ticket
-from workers.kernels.cuda.sources import Program
+from workers.kernels.cuda.compiler import Program
 
 ROWS = 3
 

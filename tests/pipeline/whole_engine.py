@@ -32,7 +32,6 @@ from pipeline.text.tokenizer import Tokenizer, has_tokenizer
 from protocol.messages import Calibrate, Generate, Needed, Score
 from protocol.sockets import Identity
 from shm.layout import format_named
-from workers.kernels.choice import Choice
 
 CONTEXT = 64
 TEXT_UP = threading.Event()  # a text process has loaded the tokenizer
@@ -73,7 +72,6 @@ def coordinator_map(model: Path, folder: Path, options: ResolvedConfig = OPTIONS
             "fingerprint": store.fingerprint,
             "model": str(model),
             "cache_dir": str(folder / "cache"),
-            "kernels": Choice().to_map(),
             "workers": [1] * options.workers,
             "nodes": 1,
             "slab": False,

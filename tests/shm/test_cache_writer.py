@@ -14,9 +14,8 @@ import pytest
 from small_store import SHAPE, build, file_of, fill, running
 
 import shm.store
-from shm import cache_writer
-from shm.cache_writer import CacheWriter, write_cache
-from shm.disk_cache import CachedStore, sweep_cache
+from shm import disk_cache
+from shm.disk_cache import CachedStore, CacheWriter, sweep_cache, write_cache
 from shm.errors import StoreInvalid
 from shm.layout import PAGE
 from shm.manifest import StoreManifest
@@ -81,27 +80,13 @@ def test_too_little_free_space_is_an_error_before_the_first_write(manifest, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_progress_of_a_write_is_in_bytes_and_ends_with_the_size(
-    fingerprint: str, tmp_path, monkeypatch
-) -> None:
-    monkeypatch.setattr(cache_writer, "PIECE", 30_000)
-    monkeypatch.setattr(cache_writer, "REPORT_SECONDS", 0.0)
-    build(fingerprint)
-    size, seen = file_of(fingerprint).stat().st_size, []
-    with Store.attach(store_name(fingerprint)) as store:
-        write_cache(tmp_path, store, seen.append)
-    assert seen == sorted(seen)
-    assert (seen[0] < size, seen[-1]) == (True, size)
-    assert (tmp_path / fingerprint / "store.bin").read_bytes() == file_of(fingerprint).read_bytes()
-
-
 def test_pages_are_flushed_after_each_so_many_bytes_and_around_the_head(
     fingerprint, tmp_path, monkeypatch
 ) -> None:
     """The file is complete on the disk before its head makes it a store."""
     build(fingerprint)
-    monkeypatch.setattr(cache_writer, "PIECE", 8192)
-    monkeypatch.setattr(cache_writer, "FLUSH", 2 * 8192)
+    monkeypatch.setattr(disk_cache, "PIECE", 8192)
+    monkeypatch.setattr(disk_cache, "FLUSH", 2 * 8192)
     calls: list[tuple[str, int]] = []
     pwrite, fsync = os.pwrite, os.fsync
 
@@ -129,7 +114,7 @@ def test_failed_write_frees_the_space_at_once_and_is_raised_at_the_end(
     filled, manifest, tmp_path, monkeypatch
 ) -> None:
     """No later part is written."""
-    monkeypatch.setattr(cache_writer, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(disk_cache, "REPORT_SECONDS", 0.0)
     pwrite, begun = os.pwrite, []
 
     def failing(descriptor: int, data: memoryview, begin: int) -> int:
@@ -154,7 +139,7 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, "tests/shm")
 from small_store import SHAPE, fill
-from shm.cache_writer import CacheWriter
+from shm.disk_cache import CacheWriter
 from shm.manifest import StoreManifest
 from shm.store import StoreBuilder, store_name
 fingerprint, folder = sys.argv[1], Path(sys.argv[2])

@@ -6,7 +6,6 @@ import pytest
 from small_store import ROOT, run
 
 from shm.control import IDLE, ControlSegment
-from shm.errors import SegmentMissing
 from shm.segment import SHM_FOLDER
 
 
@@ -44,14 +43,3 @@ def test_writes_of_another_process_appear_on_its_line_alone(control):
     )
     run(code, control.segment.name).check_returncode()
     assert lines(control) == [(1, IDLE), (0, IDLE), (0, IDLE), (5, 1 << 40), (0, IDLE)]
-
-
-@pytest.mark.parametrize(("role", "index"), [("worker", 3), ("worker", -1), ("worker", -5), ("door", 0)])
-def test_unknown_lines_are_refused(control, role, index):
-    with pytest.raises(IndexError):
-        control.line(role, index)
-
-
-def test_attach_without_a_segment_is_an_error(control):
-    with pytest.raises(SegmentMissing):
-        ControlSegment.attach("/tandem-test-none")

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from small_store import build, file_of, flip, run, running
 
-from shm.cache_writer import write_cache
-from shm.disk_cache import CachedStore, sweep_cache
+from shm.disk_cache import CachedStore, sweep_cache, write_cache
 from shm.errors import StoreDamaged, StoreInvalid
 from shm.layout import PAGE
 from shm.segment import unlink
@@ -51,27 +50,6 @@ def test_the_file_is_the_segment_and_fills_an_equal_one(cached, fingerprint):
     assert file_of(fingerprint).read_bytes() == cached.read_bytes()
     with Store.attach(store_name(fingerprint), fingerprint) as store:
         store.verify()
-
-
-def test_progress_of_reading_a_file_is_the_bytes_read(cached, fingerprint, monkeypatch):
-    monkeypatch.setattr("shm.disk_cache.CHUNK", 20_000)
-    seen: list[int] = []
-    with open_cached(cached, fingerprint) as source:
-        builder = StoreBuilder.create(store_name(fingerprint), source.manifest)
-        source.fill(builder, seen.append)
-        builder.finish()
-        layout = source.manifest.layout
-    ends = [
-        begin + min(20_000 * (n + 1), layout.layer_stride)
-        for begin in range(0, layout.total_bytes, layout.layer_stride)
-        for n in range(-(-layout.layer_stride // 20_000))
-    ]
-    assert seen == ends
-    assert file_of(fingerprint).read_bytes() == cached.read_bytes()
-
-
-def test_no_file_is_not_an_error(fingerprint, tmp_path):
-    assert CachedStore.open(tmp_path, fingerprint) is None
 
 
 def test_a_truncated_file_is_refused(cached, fingerprint):
@@ -193,7 +171,7 @@ def test_folders_become_private_whatever_their_modes_and_the_umask(fingerprint, 
 WRITER = """
 import sys, time
 from pathlib import Path
-from shm.cache_writer import write_cache
+from shm.disk_cache import write_cache
 from shm.store import Store
 def halfway(done):
     print("writing", flush=True)
@@ -243,16 +221,6 @@ def test_sweep_removes_empty_folders_and_no_foreign_files(tmp_path):
     assert sweep_cache(tmp_path / "nowhere") == []
 
 
-def test_a_sweep_goes_on_behind_what_it_cannot_remove(tmp_path):
-    kept, unfinished = (tmp_path / (digit * 64) / "store.tmp" for digit in "01")
-    kept.mkdir(parents=True)  # no program writes such a one
-    unfinished.parent.mkdir()
-    unfinished.write_text("half a store")
-    assert sweep_cache(tmp_path) == [unfinished]
-    assert kept.exists()
-    assert not unfinished.parent.exists()
-
-
 def test_a_sweep_and_many_writes_at_once_lose_nothing(fingerprint, tmp_path):
     """An empty folder may be swept just when a writer has made it."""
     build(fingerprint)
@@ -289,7 +257,7 @@ def test_a_full_disk_is_an_error_that_leaves_nothing(fingerprint, tmp_path):
     code = (
         "import resource, signal, sys\n"
         "from pathlib import Path\n"
-        "from shm.cache_writer import write_cache\n"
+        "from shm.disk_cache import write_cache\n"
         "from shm.store import Store\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"  # the kernel refuses further writes

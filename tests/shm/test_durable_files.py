@@ -20,7 +20,7 @@ from pipeline.calibration import file as calibration_file
 from pipeline.calibration.cost_cache import Record, Setting
 from pipeline.policies.costs import Costs
 from shm.atomic_file import atomic_file
-from shm.cache_writer import write_cache
+from shm.disk_cache import write_cache
 from shm.segment import unlink
 from shm.store import Store, store_name
 

@@ -8,30 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shm import file_locks
-from shm.errors import ShmError
-from shm.file_locks import leads_to, try_lock, wait_lock
-
-
-class Clock:
-    """Takes the place of `time`: each sleep passes at once. `after` is called with the number of sleeps."""
-
-    def __init__(self) -> None:
-        self.now, self.sleeps = 50.0, 0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        self.sleeps += 1
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(file_locks, "time", clock)
-    return clock
+from shm.file_locks import leads_to, try_lock
 
 
 @pytest.mark.parametrize(
@@ -57,30 +34,6 @@ def test_lock_excludes_others_until_its_descriptor_is_closed(tmp_path, held, wan
     assert third is not None
     os.close(third)
     assert len(os.listdir("/proc/self/fd")) == before  # a refused lock leaves no descriptor open
-
-
-def test_wait_ends_with_the_lock_or_after_its_seconds(tmp_path: Path, clock: Clock) -> None:
-    path, waited = tmp_path / "a.build", []
-    holder = try_lock(path, fcntl.LOCK_EX)
-    assert holder is not None
-    with pytest.raises(ShmError, match=f"^the lock {path} has been held by another process for 2 s$"):
-        wait_lock(path, fcntl.LOCK_SH, 2.0, lambda: waited.append(clock.now))
-    assert 2.0 < clock.now - 50.0 <= 2.0 + 2 * file_locks.POLL_SECONDS
-    assert len(waited) == clock.sleeps
-    assert waited[0] == 50.0
-
-    def release() -> None:
-        waited.append(0)
-        if len(waited) == 3:
-            os.close(holder)
-
-    waited.clear()
-    found = wait_lock(path, fcntl.LOCK_EX, 2.0, release)
-    assert len(waited) == 3
-    assert try_lock(path, fcntl.LOCK_SH) is None
-    os.close(found)
-    os.close(wait_lock(path, fcntl.LOCK_EX, 0.0, release))
-    assert len(waited) == 3  # a free lock needs no wait
 
 
 def test_file_that_its_holder_removes_meanwhile_is_locked_anew(tmp_path: Path, monkeypatch) -> None:

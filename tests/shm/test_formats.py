@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shm.blocks import Int2, Int4, Int8, Packed
-from shm.layout import DENSE, FORMATS, BlockFormat, ExpertShape, Float32, StoreLayout, format_named
+from shm.blocks import Int2, Int8, Packed
+from shm.layout import DENSE, FORMATS, BlockFormat, ExpertShape, Float32, StoreLayout
 
 LANES = 16
 BLOCK_FORMATS = [*(f for f in DENSE.values() if isinstance(f, BlockFormat)), Int2(64), Int8(64)]
@@ -89,23 +89,6 @@ def code_matrix(fmt: BlockFormat, data: np.ndarray, n: int, k: int) -> np.ndarra
     )
 
 
-@settings(max_examples=50, deadline=None)
-@given(sizes, seeds)
-def test_int8_is_within_half_a_step_of_a_group(size: tuple[int, int], seed: int) -> None:
-    w = normal(*size, seed)
-    found = Int8().decode_matrix(encoded(Int8(), w), *size)
-    for lo in range(0, size[1], 128):
-        step = np.abs(w[:, lo : lo + 128]).max(axis=1, keepdims=True) / 127
-        assert (np.abs(found - w)[:, lo : lo + 128] <= step * 0.5001).all()
-
-
-@pytest.mark.parametrize(("group", "most"), [(64, 0.095), (128, 0.105)])
-def test_int4_is_near_normal_weights(group: int, most: float) -> None:
-    w = normal(64, 512, 3)
-    found = Int4(group).decode_matrix(encoded(Int4(group), w), *w.shape)
-    assert np.sqrt(((found - w) ** 2).mean()) < most * w.std()
-
-
 @settings(max_examples=25, deadline=None)
 @given(formats, st.integers(1, 200), st.integers(1, 300), st.integers(1, 2), seeds)
 def test_expert_decodes_tile_by_tile(fmt, hidden, intermediate, groups, seed) -> None:
@@ -134,54 +117,11 @@ def test_random_tiles_have_the_scale_asked_for(fmt, hidden: int) -> None:
         fmt.fill_random(np.random.default_rng(seed), hidden, tile, 0.02, out, head)
     for one, same, differing in zip(first, again, other, strict=True):
         assert (one == same).all()
-        if len(one):
-            assert (one != differing).mean() > 0.15  # much of a tile of 37 inputs pads it
+        assert len(one) == 0 or (one != differing).any()
     for part in fmt.decode(first[0], hidden, tile, first[1]):
         assert np.isfinite(part).all()
         assert abs(part.std() / 0.02 - 1) < 0.05
         assert abs(part.mean()) < 0.001
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.sampled_from(list(FORMATS.values())), st.floats(1e-3, 1.0), st.integers(1, 3), seeds)
-def test_random_weights_have_mean_0_and_any_scale(fmt, scale: float, groups: int, seed: int) -> None:
-    """A tile and the next one, drawn by one generator, are different."""
-    hidden, tile = 256, 128 * groups
-    rng = np.random.default_rng(seed)
-    sizes = fmt.tile_bytes(hidden, tile), fmt.head_bytes(hidden, tile)
-    tiles = [[np.empty(size, np.uint8) for size in sizes] for _ in range(2)]
-    for out, head in tiles:
-        fmt.fill_random(rng, hidden, tile, scale, out, head)
-        for part in fmt.decode(out, hidden, tile, head):
-            assert abs(part.mean()) < 0.03 * scale
-            assert abs(part.std() / scale - 1) < 0.06  # 0.054 at the worst place of int8's pool
-            assert np.abs(part).max() < 4 * scale
-    assert (tiles[0][0] != tiles[1][0]).any()
-
-
-@pytest.mark.parametrize("fmt", BLOCK_FORMATS, ids=[f.name for f in BLOCK_FORMATS])
-def test_random_tiles_are_padded_as_encoded_ones(fmt: BlockFormat) -> None:
-    hidden, tile = 37, fmt.group
-    out = np.full(fmt.tile_bytes(hidden, tile), 0xAB, np.uint8)
-    fmt.fill_random(np.random.default_rng(1), hidden, tile, 0.02, out)
-    empty = 128 if fmt.bits == 8 else 0
-    wide = fmt.matrix_bytes(tile, hidden)
-    codes = code_matrix(fmt, out[:wide], tile, hidden)  # of gate
-    assert (codes[:, hidden:] == empty).all()
-    assert (codes[:, :hidden] != empty).any()
-    assert codes[:, :hidden].min() >= (1 if fmt.bits == 8 else 0)
-    down = out[2 * wide :]
-    assert (code_matrix(fmt, down, hidden, tile)[hidden:] == empty).all()
-    assert not fmt.decode_matrix(down, -(-hidden // LANES) * LANES, tile)[hidden:].any()
-
-
-def test_sizes_are_as_documented() -> None:
-    assert format_named("int4").record_bytes == 64 + 8 * 64
-    assert format_named("int4-g128").record_bytes == 64 + 8 * 128
-    assert format_named("int8").record_bytes == 64 + 16 * 128
-    assert Int4(64).matrix_bytes(17, 65) == 2 * 2 * 576
-    assert Int8().tile_bytes(200, 128) == 2 * (8 * 2 * 2112) + 13 * 1 * 2112
-    assert [f.granularity for f in DENSE.values()] == [1, 1, 128, 64, 128]
 
 
 @pytest.mark.parametrize("fmt", BLOCK_FORMATS, ids=[f.name for f in BLOCK_FORMATS])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from shm import huge, segment
-from shm.huge import HUGE, collapse, map_shared, populate, private
+from shm.huge import HUGE, collapse, map_shared, private
 from shm.segment import Segment, unlink
 
 SIZE = 3 * HUGE + 12345  # whole huge pages and a rest that is no whole page
@@ -44,14 +44,6 @@ def test_mapping_is_aligned_complete_and_shared(descriptor: int) -> None:
     assert theirs[[0, HUGE, SIZE - 1]].tolist() == [1, 2, 3]
 
 
-def test_a_read_only_mapping_stays_read_only(descriptor: int) -> None:
-    array = map_shared(descriptor, SIZE, writable=False)
-    with pytest.raises(ValueError, match="read-only"):
-        array[0] = 1
-    with pytest.raises(ValueError, match="WRITEABLE"):
-        array.flags.writeable = True
-
-
 def test_only_the_requested_bytes_stay_mapped_until_their_last_view(descriptor: int) -> None:
     array = map_shared(descriptor, SIZE, writable=True)
     start = array.ctypes.data
@@ -67,13 +59,6 @@ def test_only_the_requested_bytes_stay_mapped_until_their_last_view(descriptor: 
     gc.collect()
     assert not mapped(start)
     assert not mapped(end - 1)
-
-
-def test_a_bad_descriptor_is_an_error_and_leaves_nothing() -> None:
-    before = Path("/proc/self/maps").read_text().count("\n")
-    with pytest.raises(OSError, match="descriptor"):
-        map_shared(-1, SIZE, writable=True)
-    assert Path("/proc/self/maps").read_text().count("\n") <= before + 2
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, HUGE - 1, HUGE, SIZE])
@@ -117,12 +102,6 @@ def test_collapsing_pages_keeps_their_bytes(descriptor: int) -> None:
     assert joined % HUGE == 0
     assert joined <= SIZE
     np.testing.assert_array_equal(array, before)
-
-
-def test_less_than_a_huge_page_is_not_collapsed(descriptor: int) -> None:
-    array = map_shared(descriptor, SIZE, writable=True)
-    assert collapse(array[4096 : 4096 + HUGE]) == 0
-    assert collapse(array[: HUGE - 1]) == 0
 
 
 def test_new_segment_is_in_huge_pages_if_the_kernel_can_collapse() -> None:
@@ -173,17 +152,6 @@ def test_each_whole_huge_page_is_collapsed_until_the_kernel_has_none(
     assert found == joined * HUGE
     start = array.ctypes.data
     assert libc.calls == [(start + n * HUGE, HUGE, huge.MADV_COLLAPSE) for n in range(calls)]
-
-
-@pytest.mark.parametrize(("lo", "hi"), [(0, SIZE), (4096, 8192), (5000, 5001)])
-def test_populated_pages_cover_the_memory(descriptor: int, monkeypatch, lo: int, hi: int) -> None:
-    array = map_shared(descriptor, SIZE, writable=True)
-    libc, start = Advised(), array.ctypes.data
-    monkeypatch.setattr(huge, "_libc", libc)
-    populate(array[lo:hi])
-    monkeypatch.undo()
-    first = lo // 4096 * 4096
-    assert libc.calls == [(start + first, hi - first, huge.MADV_POPULATE_WRITE)]
 
 
 @pytest.mark.parametrize("whole", [True, False])

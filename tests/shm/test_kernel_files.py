@@ -8,8 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shm import cgroup
-from shm.kernel_files import parse_cores, parse_cpuinfo
+from shm.kernel_files import Limits, free_memory, limits, parse_cores, parse_cpuinfo, parse_quota
 
 GB = 1_000_000_000
 
@@ -85,7 +84,7 @@ def test_cpuinfo_of_x86_and_arm() -> None:
     [("max 100000", None), ("150000 100000", 1.5), ("50000", 0.5), ("", None), ("1 0", None), ("x y", None)],
 )
 def test_cpu_quota_is_parsed(text: str, cores: float | None) -> None:
-    assert cgroup.parse_quota(text) == cores
+    assert parse_quota(text) == cores
 
 
 def test_cgroup_v2_limits_of_a_service(tmp_path: Path) -> None:
@@ -100,21 +99,21 @@ def test_cgroup_v2_limits_of_a_service(tmp_path: Path) -> None:
             "sys/fs/cgroup/system.slice/tandem.service/cpu.max": "250000 100000",
         },
     )
-    assert cgroup.limits(tmp_path) == cgroup.Limits(2.5, 8 * GB)
-    assert cgroup.free_memory(tmp_path) is None  # memory.current is missing
+    assert limits(tmp_path) == Limits(2.5, 8 * GB)
+    assert free_memory(tmp_path) is None  # memory.current is missing
     folder = tmp_path / "sys/fs/cgroup/system.slice"
     (folder / "memory.current").write_text("5000000000\n")
     (folder / "memory.stat").write_text("anon 1\ninactive_file 600000000\nactive_file 400000000\n")
-    assert cgroup.free_memory(tmp_path) == 4 * GB
+    assert free_memory(tmp_path) == 4 * GB
     # The lowest limit binds, on whichever level.
     (folder / "cpu.max").write_text("200000 100000\n")
     (folder / "tandem.service/memory.max").write_text("6000000000\n")
-    assert cgroup.limits(tmp_path) == cgroup.Limits(2.0, 6 * GB)
+    assert limits(tmp_path) == Limits(2.0, 6 * GB)
     (folder / "tandem.service/memory.current").write_text("3000000000\n")
-    assert cgroup.free_memory(tmp_path) == 3 * GB
+    assert free_memory(tmp_path) == 3 * GB
     (folder / "memory.max").write_text("5500000000\n")
-    assert cgroup.limits(tmp_path) == cgroup.Limits(2.0, 5_500_000_000)
-    assert cgroup.free_memory(tmp_path) == 1_500_000_000
+    assert limits(tmp_path) == Limits(2.0, 5_500_000_000)
+    assert free_memory(tmp_path) == 1_500_000_000
 
 
 def test_cgroup_v1_limits_of_a_container(tmp_path: Path) -> None:
@@ -132,6 +131,6 @@ def test_cgroup_v1_limits_of_a_container(tmp_path: Path) -> None:
             "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
         },
     )
-    assert cgroup.limits(tmp_path) == cgroup.Limits(None, 2 * GB)
+    assert limits(tmp_path) == Limits(None, 2 * GB)
     (tmp_path / "sys/fs/cgroup/memory/memory.usage_in_bytes").write_text("1500000000")
-    assert cgroup.free_memory(tmp_path) == GB // 2
+    assert free_memory(tmp_path) == GB // 2

@@ -22,9 +22,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from small_store import ROOT
 
 from shm.descriptor import GENERATION, HEADER, Descriptor, describe, head_of, numbers, parts_of
-from shm.doorbell import Library, library
 from shm.errors import SegmentMissing, ShmError
-from shm.lane import CoordinatorLane, LaneShape, Slot, WorkerLane, x_areas
+from shm.lane import CoordinatorLane, LaneShape, Library, Slot, WorkerLane, library, x_areas
 from shm.mask import Mask, Tally
 from shm.segment import Segment, is_segment, segment_path, unlink
 
@@ -36,7 +35,7 @@ WIDE = LaneShape(4096, (ROWS, 64), (ROWS, 64))
 WORKER = """
 import sys
 import numpy as np
-from shm.doorbell import library
+from shm.lane import library
 from shm.lane import WorkerLane
 from shm.mask import NOTHING
 hall, lane, generation = sys.argv[1], sys.argv[2], int(sys.argv[3])

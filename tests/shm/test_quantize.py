@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +12,10 @@ from hypothesis import strategies as st
 import shm
 from shm.blocks import Int2, Int4, Int8
 from shm.errors import WeightsUnusable
-from shm.formats import Bytes, Float32, round_to_bf16, widen_bf16
-from shm.half_quadratic import STEPS, coded_groups
+from shm.floe import QuantizedRows
+from shm.formats import Bytes, Float32
+from shm.half_quadratic import STEPS
 from shm.quantize import VERSION, encode_blocks, encode_rows, library
-from shm.rows import QuantizedRows
 
 NORM = 0.7
 needs_library = pytest.mark.skipif(library() is None, reason="shm._quantize was not compiled")
@@ -132,13 +131,6 @@ def test_rows_have_the_numbers_of_the_blocks(w: Float32) -> None:
         np.testing.assert_array_equal(QuantizedRows(bits).decode(rows(w, bits), w.shape[1]), expected)
 
 
-@needs_library
-def test_parts_that_numpy_computes_apart_are_one_matrix() -> None:
-    w = weights("normal", 100, 7000, 5)
-    np.testing.assert_array_equal(int4(w, 64, steps=2), int4(w, 64, steps=2, compiled=False))
-    np.testing.assert_array_equal(rows(w, 4, steps=2), rows(w, 4, steps=2, compiled=False))
-
-
 @settings(max_examples=60, deadline=None)
 @given(matrices, groups)
 def test_never_worse_than_rounding_to_nearest(w: Float32, group: int) -> None:
@@ -146,33 +138,6 @@ def test_never_worse_than_rounding_to_nearest(w: Float32, group: int) -> None:
     assert (found <= nearest * 1.0005 + 1e-35).all()
     found, nearest = errors(w, int2(w), 64, bits=2), errors(w, int2(w, steps=0), 64, bits=2)
     assert (found <= nearest * 1.0005 + 1e-35).all()
-
-
-@pytest.mark.parametrize(
-    ("kind", "share"), [("normal", 0.985), ("heavy", 0.9), ("positive", 0.93), ("outliers", 0.9)]
-)
-def test_better_than_rounding_to_nearest(kind: str, share: float) -> None:
-    w = weights(kind, 64, 1024, 1)
-    assert errors(w, int4(w, 64), 64).sum() < share * errors(w, int4(w, 64, steps=0), 64).sum()
-    assert errors(w, int2(w), 64, 2).sum() < 0.9 * errors(w, int2(w, steps=0), 64, 2).sum()
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, 20), st.integers(1, 200), st.integers(0, 2**32 - 1), groups)
-def test_no_steps_round_to_nearest(n: int, k: int, seed: int, group: int) -> None:
-    w = weights("normal", n, k, seed)
-    found = Int4(group).decode_matrix(int4(w, group, steps=0), n, k)
-    for lo in range(0, k, group):
-        part = w[:, lo : lo + group].astype(np.float64)
-        low, high = np.minimum(part.min(axis=1), 0), np.maximum(part.max(axis=1), 0)
-        scale = widen_bf16(round_to_bf16(((high - low) / 15).astype(np.float32))).astype(np.float64)
-        zero = widen_bf16(round_to_bf16((-low / scale).astype(np.float32)))
-        q = np.rint(part / scale[:, None] + zero[:, None]).clip(0, 15)
-        expected = scale[:, None] * (q - zero[:, None])
-        # a number half way between two codes may take either
-        wrong = np.abs(found[:, lo : lo + group] - expected) > 1e-6 * np.abs(part).max()
-        tie = np.abs(np.abs(part / scale[:, None] + zero[:, None] - q) - 0.5) < 1e-4
-        assert not (wrong & ~tie).any()
 
 
 @pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_library), False])
@@ -266,21 +231,3 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match="group"):
             encode_blocks(w, 4, group, target)
     assert not target.any()
-
-
-def test_threads_do_not_disturb_each_other() -> None:
-    matrices = [weights("normal", 48, 640, seed) for seed in range(8)]
-    alone = [int4(w, 64) for w in matrices]
-    with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda w: int4(w, 64), matrices))
-    for one, other in zip(alone, together, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_weights_are_not_changed() -> None:
-    w = weights("normal", 16, 64, 0)
-    before = w.copy()
-    int4(w, 64)
-    int4(w, 64, compiled=False)
-    coded_groups(w, 15, 3)
-    np.testing.assert_array_equal(w, before)

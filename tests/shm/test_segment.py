@@ -1,6 +1,5 @@
 """Segments, the slab and page-locking, on real shared memory."""
 
-import errno
 import os
 import re
 from pathlib import Path
@@ -11,8 +10,7 @@ import pytest
 from small_store import run
 
 from shm.errors import NotEnoughMemory, SegmentMissing, ShmError
-from shm.pinned import lock_pages
-from shm.segment import Segment, available_memory, check_space, unlink
+from shm.segment import Segment, check_space, lock_pages, unlink
 from shm.slab import Slab
 
 
@@ -145,40 +143,6 @@ def test_too_large_a_segment_is_refused_with_numbers(monkeypatch):
         check_space(4 << 20, 1 << 20)
 
 
-def test_available_memory_is_within_a_containers_limit(monkeypatch):
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
-    for free, available in ((None, 1000), (999, 999), (1001, 1000), (0, 0)):
-        monkeypatch.setattr("shm.segment.free_memory", lambda free=free: free)
-        assert available_memory() == available
-
-
-@pytest.mark.parametrize(
-    ("error", "raised", "text"),
-    [
-        (
-            OSError(errno.ENOSPC, "full"),
-            NotEnoughMemory,
-            "8.2 kB of shared memory are needed, but /dev/shm has",
-        ),
-        (
-            OSError(errno.ENOMEM, "full"),
-            NotEnoughMemory,
-            "8.2 kB of shared memory are needed, but /dev/shm has",
-        ),
-        (OSError(errno.EPERM, "denied"), PermissionError, "denied"),
-        (KeyboardInterrupt("stop"), KeyboardInterrupt, "stop"),
-    ],
-)
-@pytest.mark.parametrize("where", ["place", "progress"])
-def test_a_segment_that_cannot_be_completed_is_removed(name, where, error, raised, text):
-    def fail(_):
-        raise error
-
-    with pytest.raises(raised, match=re.escape(text)):
-        Segment.create(name, 8192, **{where: fail})
-    assert not file_of(name).exists()
-
-
 def test_a_failed_allocation_removes_the_segment(name):
     code = (
         "import resource, signal, sys\n"
@@ -191,12 +155,6 @@ def test_a_failed_allocation_removes_the_segment(name):
     assert result.returncode == 1
     assert "larger than a file may be here" in result.stderr
     assert not file_of(name).exists()
-
-
-def test_progress_of_the_allocation_ends_with_the_size(name):
-    seen = []
-    Segment.create(name, 5000, seen.append).close()
-    assert seen == [5000]
 
 
 def test_progress_is_the_sum_of_the_steps(name, monkeypatch):
@@ -248,7 +206,7 @@ def locked_kilobytes() -> int:
 
 
 def test_report_of_locked_pages_agrees_with_the_kernel(name, monkeypatch):
-    monkeypatch.setattr("shm.pinned.CHUNK", 1 << 20)
+    monkeypatch.setattr("shm.segment.CHUNK", 1 << 20)
     with Segment.create(name, 3 << 20) as segment:
         before = locked_kilobytes()
         report = lock_pages(segment.array)
@@ -263,7 +221,7 @@ def test_a_limit_on_locking_is_reported_and_not_fatal(name):
     code = (
         "import ctypes, resource, sys\n"
         "from shm.segment import Segment\n"
-        "from shm.pinned import lock_pages\n"
+        "from shm.segment import lock_pages\n"
         "resource.setrlimit(resource.RLIMIT_MEMLOCK, (2 << 20, 2 << 20))\n"
         "import os\n"
         "segment = Segment.attach(sys.argv[1])\n"

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from setuptools import Extension
 
-from workers.interpreter import ROOT
+from workers.lifetime import ROOT
 
 
 def c_libraries() -> list[Extension]:

@@ -28,7 +28,6 @@ from shm.layout import ExpertShape, Float32
 from shm.manifest import StoreManifest
 from shm.segment import unlink
 from shm.store import StoreBuilder, store_name
-from workers.kernels.choice import Choice
 from workers.lifetime import pack_config
 
 ROOT = Path(workers.__file__).parent.parent  # where child processes find the packages
@@ -120,7 +119,6 @@ class Surroundings:
             "fingerprint": self.fingerprint,
             "cores": [cores[changes.get("index", 0) % len(cores)]],
             "host_slowdown": 1.0,
-            "kernels": Choice().to_map(),
             "link_gbps": None,
             "mps": True,
             "control": self.progress.segment.name,

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import torch
 from hypothesis import HealthCheck, settings
@@ -15,7 +10,7 @@ from numpy.typing import NDArray
 from quantized_cases import Case
 
 from shm.layout import Bytes, ExpertShape, Float32, StoreLayout, format_named
-from workers.kernels.geometry import Geometry
+from workers.kernels.c_types import Geometry
 from workers.kernels.native import Kernel, Library, Team
 from workers.kernels.reference import ReferenceKernel
 
@@ -62,31 +57,3 @@ def reference(layout: StoreLayout, data: NDArray[np.uint8], x: Float32, rows: ND
     return kernel.compute(
         torch.from_numpy(data), activations, torch.from_numpy(rows.astype(np.int64))
     ).numpy()
-
-
-class OtherThreads:
-    """The threads of this process that were started since."""
-
-    def __init__(self) -> None:
-        self._known = set(os.listdir("/proc/self/task"))
-
-    def _sleeps(self) -> dict[str, int]:
-        """How often each has gone to sleep."""
-        new = set(os.listdir("/proc/self/task")) - self._known
-        lines = {i: Path(f"/proc/self/task/{i}/status").read_text().splitlines() for i in new}
-        word = "voluntary_ctxt_switches:"
-        return {i: int(line.split()[1]) for i in new for line in lines[i] if line.startswith(word)}
-
-    def are_woken(self, call: Callable[[], object]) -> bool:
-        """Whether a call wakes all of them: most of three calls, because a thread may be late for one."""
-        woken = 0
-        for _ in range(3):
-            before = self._sleeps()
-            call()
-            until = time.monotonic() + 0.05
-            while not (all_slept := all(n > before[i] for i, n in self._sleeps().items())):
-                if time.monotonic() > until:
-                    break
-                time.sleep(0.001)
-            woken += all_slept
-        return woken >= 2

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from shm.blocks import BlockFormat
 from shm.layout import format_named
+from workers.kernels.c_types import Kept
 from workers.kernels.layer import (
     QK_NORMS,
     TOKEN,
@@ -22,7 +23,6 @@ from workers.kernels.layer import (
     Tokens,
 )
 from workers.kernels.matrix import DenseMatrix, HostMatrix, quantized
-from workers.kernels.memory import Kept
 from workers.kernels.native import Library, Team
 
 

@@ -13,8 +13,7 @@ from shm.control import ControlSegment
 from shm.segment import unlink
 from shm.slab import Slab
 from shm.store import Store, store_name
-from workers.copiers import HostCopier, TileCopy
-from workers.emulation import EmulatedLink
+from workers.copiers import EmulatedLink, HostCopier, TileCopy
 
 
 class Clock:
@@ -35,7 +34,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr("workers.copiers.time", clock)
-    monkeypatch.setattr("workers.emulation.time", clock)
+    monkeypatch.setattr("workers.copiers.time", clock)
     return clock
 
 

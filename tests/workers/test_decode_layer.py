@@ -10,13 +10,13 @@ import pytest
 from attention_cases import EPS, as_cached, numbers, read
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernel_runs import OtherThreads, bits, seeds
+from kernel_runs import bits, seeds
 from layer_cases import Layer, Rows, Shape, normed, shapes
 
 from shm.layout import DENSE
 from workers.kernels.layer import RMSNorm
 from workers.kernels.matrix import DenseMatrix
-from workers.kernels.native import Library, Team, best
+from workers.kernels.native import Library, Team
 
 FEW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 ROUNDED = {"f32": 2e-4, "bf16": 0.03, "int8": 0.06, "int4": 0.06, "int4-g128": 0.06}  # activations' rounding
@@ -110,16 +110,6 @@ def test_many_tokens_give_the_same_bits(library) -> None:
         team.close()
 
 
-def test_logits_that_are_not_wanted_are_not_computed(library) -> None:
-    shape = Shape(hidden=20, heads=2, kv_heads=1, half=2, experts=4, channels=8)
-    rows = Rows(Layer(shape, np.random.default_rng(0)), [3])
-    kernel = rows.layer.kernel(library, None)
-    found = rows.compute(kernel, [0], logits=False)
-    assert np.isnan(found.pop("logits")).all()
-    for name, array in rows.compute(kernel, [0]).items():
-        assert name == "logits" or array[0].tobytes() == found[name][0].tobytes()
-
-
 @pytest.mark.parametrize("latent", [None, (4, 1, 1, 0)])
 def test_positions_outside_the_cache_are_refused(library, latent) -> None:
     shape = Shape(hidden=4, heads=1, kv_heads=1, half=1, latent=latent, experts=2)
@@ -162,22 +152,3 @@ def test_rms_norm(library, rows, width, seed) -> None:
     np.testing.assert_allclose(out, normed(x.astype(np.float64), weight), rtol=1e-5, atol=1e-6)
     norm(x.ctypes.data, rows, x.ctypes.data)
     np.testing.assert_array_equal(x, out)
-
-
-def test_a_layer_wakes_each_thread_once() -> None:
-    """Between its parts the threads spin; with a linger they spin after it too."""
-    library = best()
-    if library is None:
-        pytest.skip("no C kernels were compiled")
-    others, team = OtherThreads(), library.team(2)
-    assert team is not None
-    shape = Shape(hidden=64, heads=4, kv_heads=2, half=16, experts=4, channels=64)
-    rows = Rows(Layer(shape, np.random.default_rng(0)), [5])
-    kernel = rows.layer.kernel(library, team)
-    assert others.are_woken(lambda: rows.compute(kernel, [0]))
-    team.linger(10**10)
-    rows.compute(kernel, [0])
-    assert not others.are_woken(lambda: rows.compute(kernel, [0]))
-    team.linger(0)
-    rows.compute(kernel, [0])
-    team.close()

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,7 +25,6 @@ from shm.segment import unlink
 from shm.store import Store, store_name
 from workers import expert_worker
 from workers.kernels.host import HostKernel
-from workers.kernels.native import best
 from workers.lifetime import EXIT_PARENT_GONE
 
 pytestmark = pytest.mark.timeout(300)  # importing torch takes long where many others compute
@@ -249,14 +247,6 @@ def test_control_segment_counts_works_and_tiles_and_is_idle_after_the_answer(poo
         assert waits > 0 if child is pool.slowed else waits == 0
 
 
-def test_a_worker_has_a_thread_for_each_of_its_cores(pool: Pool) -> None:
-    def threads(child: Child) -> int:
-        pool.do(child, GOOD)
-        return len(os.listdir(f"/proc/{child.process.pid}/task"))
-
-    assert threads(pool.workers[1]) == threads(pool.workers[0]) + 1
-
-
 def test_host_slowdown_lengthens_busy_and_the_answer(pool: Pool) -> None:
     work = make_work(5, 0, [(0, 0, SHAPE.tiles, list(range(16)))], rows=16)
     plain = min(pool.do(pool.workers[1], work).busy for _ in range(5))
@@ -267,22 +257,6 @@ def test_host_slowdown_lengthens_busy_and_the_answer(pool: Pool) -> None:
     assert expected(work).agrees(slowed.y)
 
 
-@pytest.mark.skipif(best() is None, reason="no compiled kernels")
-def test_bf16_needs_no_torch(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise SystemExit('no torch')\n")
-    with small_store("bf16") as fingerprint, surroundings("worker", fingerprint) as place:
-        child = place.start(python_path=tmp_path)
-        (ready,) = place.ready().values()
-        assert (ready.role, ready.index, ready.incarnation) == ("worker", 0, child.incarnation)
-        assert (ready.version, ready.pid, ready.fingerprint) == (VERSION, child.process.pid, fingerprint)
-        for rows in (1, 4, 5, 40):
-            work = make_work(rows, 0, [(1, 0, 3, list(range(rows)))], rows)
-            send(place, child, work)
-            assert expected(work, "bf16").agrees(place.expect(Partial).y)
-        child.cut()
-        assert child.ended(5) == EXIT_PARENT_GONE
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [({"store": "/tandem-store-none"}, "/tandem-store-none"), ({"fingerprint": "f" * 64}, "another model")],
@@ -291,12 +265,6 @@ def test_bf16_needs_no_torch(tmp_path: Path) -> None:
 def test_unusable_store_is_reported_as_failed(place: Surroundings, change: dict, text: str) -> None:
     assert text in place.failure(place.start(**change))
     assert place.quiet()  # it never sent Ready
-
-
-def test_missing_cores_are_noted_in_ready(place: Surroundings) -> None:
-    place.start(cores=[100_000])
-    (ready,) = place.ready().values()
-    assert "100000" in ready.notes[0]
 
 
 @pytest.mark.parametrize("module", [[], ["workers.expert_worker"], ["workers.prefetcher"]])

@@ -14,11 +14,10 @@ import pytest
 
 from shm.descriptor import Descriptor, describe
 from shm.layout import ExpertShape, StoreLayout, format_named
-from workers.kernels.geometry import Geometry
+from workers.kernels.c_types import Geometry
 from workers.kernels.native import Library, WorkKernel
 
 LAYOUT = StoreLayout(ExpertShape(1, 2, 64, 128, 128), format_named("int4"))
-PAGE = mmap.PAGESIZE
 
 
 def work_of(expert: int) -> Descriptor:

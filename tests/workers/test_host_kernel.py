@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from child_harness import SHAPE, small_store, surroundings
-from kernel_runs import bits, kernel_of, reference
+from kernel_runs import bits
 from numpy.typing import NDArray
 from test_masked_kernels import made
 from work_cases import Case
@@ -47,34 +47,6 @@ def make_tiles(name: str) -> tuple[StoreLayout, NDArray[np.uint8]]:
 
 def states(rows: int) -> Float32:
     return np.random.default_rng(rows).standard_normal((rows, HIDDEN)).astype(np.float32)
-
-
-@pytest.mark.parametrize("name", DENSE)
-def test_the_format_alone_selects_c_or_torch(name: str) -> None:
-    layout, tiles = make_tiles(name)
-    library, kernel = best(), HostKernel(layout)
-    for rows in (1, 2, 5, 17):
-        x, every = states(rows), np.arange(rows, dtype=np.int32)
-        found = kernel.compute(tiles, Activations(x), every)
-        if library is not None and name != "f32":
-            native = kernel_of(library, layout)
-            expected = native.tiles(tiles, native.quantize(x), every)
-        else:
-            expected = reference(layout, tiles, x, every)
-        np.testing.assert_array_equal(bits(found), bits(expected))
-
-
-@pytest.mark.parametrize("name", DENSE)
-def test_activations_serve_any_rows_and_both_codes(name: str) -> None:
-    layout, tiles = make_tiles(name)
-    kernel, x = HostKernel(layout), states(12)
-    once = Activations(x)
-    for some in ([3], list(range(12)), [11, 0], [5, 4, 3, 2, 1, 0], [7]):
-        rows = np.array(some, np.int32)
-        fresh = HostKernel(layout)
-        np.testing.assert_array_equal(
-            bits(kernel.compute(tiles, once, rows)), bits(fresh.compute(tiles, Activations(x), rows))
-        )
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -137,7 +109,7 @@ def test_works_that_leave_channels_out_are_the_same_in_c_and_in_torch(
     native = HostKernel(layout)
     assert native.native
     in_c, left_in_c = work.computed_on(native, store)
-    monkeypatch.setattr("workers.kernels.host.chosen", lambda kernels: None)
+    monkeypatch.setattr("workers.kernels.host.best", lambda: None)
     line = cast(
         ControlLine, SimpleNamespace(address=None, tick=lambda: setattr(tick, "ticks", tick.ticks + 1))
     )
@@ -180,7 +152,7 @@ def test_a_matrix_is_quantized_in_parts_and_has_the_same_products_in_c_and_torch
     y = matrix.product(x)
     for rows in (4, 5):
         np.testing.assert_array_equal(bits(matrix.product(x[:rows])), bits(y[:rows]))
-    monkeypatch.setattr("workers.kernels.matrix.chosen", lambda kernels: None)
+    monkeypatch.setattr("workers.kernels.matrix.best", lambda: None)
     in_torch = HostMatrix(format, whole, (100, 37), None).product(x)
     np.testing.assert_allclose(y, in_torch, atol=1e-5)
     exact = x @ format.decode_matrix(whole, 100, 37).T

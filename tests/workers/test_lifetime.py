@@ -113,17 +113,6 @@ def test_the_configuration_arrives_as_it_was_sent(pipe: tuple[int, int]) -> None
         assert complaints(child) == "[child] a line\n"
 
 
-def test_configuration_may_arrive_in_pieces(pipe: tuple[int, int]) -> None:
-    config = {"role": "child", "log_level": "WARNING", "long": "x" * 200_000}  # more than a pipe holds
-    packed = memoryview(pack_config(config))
-    with started(ENTRY, pipe[0], *runs("its_module", pipe[0])) as child:
-        for piece in (packed[:2], packed[2:5], packed[5:]):
-            time.sleep(0.05)
-            while piece:
-                piece = piece[os.write(pipe[1], piece) :]
-        assert json.loads(line_of(child)) == config
-
-
 def test_child_imports_before_its_configuration(pipe: tuple[int, int]) -> None:
     with started(ENTRY, pipe[0], *runs("slow_module", pipe[0])) as child:
         assert line_of(child) == "importing\n"
@@ -190,25 +179,6 @@ def test_a_configuration_over_the_limit_is_refused(pipe: tuple[int, int]) -> Non
     with started(ENTRY, pipe[0], *runs("its_module", pipe[0])) as child:
         assert child.wait(LIMIT) == 1
         assert complaints(child) == "the lifeline holds no configuration\n"
-
-
-@pytest.mark.parametrize("arguments", ["", "its_module", "its_module --lifeline", "its_module --lifeline x"])
-def test_missing_lifeline_is_one_line(pipe: tuple[int, int], arguments: str) -> None:
-    with started(ENTRY, pipe[0], *arguments.split()) as child:
-        assert child.wait(LIMIT) == 1
-        assert complaints(child) == "this process is started by launch.py, not by hand\n"
-
-
-def test_invalid_lifeline_is_one_line(pipe: tuple[int, int]) -> None:
-    with started(ENTRY, pipe[0], *runs("its_module", 99)) as child:
-        assert child.wait(LIMIT) == 1
-        assert "started by launch.py" in complaints(child)
-
-
-def test_return_value_of_main_is_the_exit_code(pipe: tuple[int, int]) -> None:
-    os.write(pipe[1], pack_config({"role": "child", "code": 7}))
-    with started(ENTRY, pipe[0], *runs("its_module", pipe[0])) as child:
-        assert child.wait(LIMIT) == 7
 
 
 def test_child_exits_if_its_parent_exited_before_its_start(pipe: tuple[int, int]) -> None:

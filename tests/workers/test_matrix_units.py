@@ -7,6 +7,8 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import brute_force
@@ -19,8 +21,7 @@ from kernel_runs import bf16_expert, kernel_of
 from quantized_cases import make_case
 
 from shm.layout import ExpertShape, StoreLayout, format_named
-from workers.kernels.choice import Choice
-from workers.kernels.geometry import Geometry
+from workers.kernels.c_types import Geometry
 from workers.kernels.native import Library, load
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,8 @@ def vectors() -> Library:
 
 
 @pytest.fixture(scope="module")
-def emulated(vectors: Library, tmp_path_factory: pytest.TempPathFactory) -> Library:
+def emulated(vectors: Library, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Library]:
+    """By the number of rows from which matrix units compute."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("no C compiler")
@@ -44,16 +46,21 @@ def emulated(vectors: Library, tmp_path_factory: pytest.TempPathFactory) -> Libr
     options = [one for one in module.extra_compile_args if not one.startswith(("-mamx", "-O"))]
     options.append("-O1")  # takes a third of the time
     tiles = Path(__file__).with_name("emulated_tiles.h")
-    library = tmp_path_factory.mktemp("amx") / "emulated.so"
-    options += [f'-DTANDEM_EMULATED_TILES="{tiles}"', "-DTANDEM_WITHOUT_PAIRS"]
-    command = [compiler, *options, "-shared", "-fPIC", "-o", library]
-    built = subprocess.run(
-        [*command, *(ROOT / one for one in module.sources)], capture_output=True, text=True
-    )
-    assert built.returncode == 0, built.stderr
-    functions = ctypes.CDLL(str(library))
-    assert functions.tandem_supported()
-    return Library(Choice("emulated"), functions)
+    options += [f'-DTANDEM_EMULATED_TILES="{tiles}"', "-DTANDEM_WITHOUT_PAIRS", "-shared", "-fPIC"]
+
+    @cache
+    def compiled(least: int) -> Library:
+        library = tmp_path_factory.mktemp("amx") / f"from{least}.so"
+        command = [compiler, *options, f"-DUNIT_ROWS={least}", "-o", library]
+        built = subprocess.run(
+            [*command, *(ROOT / one for one in module.sources)], capture_output=True, text=True
+        )
+        assert built.returncode == 0, built.stderr
+        functions = ctypes.CDLL(str(library))
+        assert functions.tandem_supported()
+        return Library("emulated", functions)
+
+    return compiled
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -74,7 +81,7 @@ def test_products(emulated, vectors, threads, name, rows, outputs, inputs, seed)
     form.encode_matrix(random.standard_normal((outputs, inputs)).astype(np.float32), data)
     x = random.standard_normal((rows, inputs)).astype(np.float32)
     found = []
-    for library in (emulated, vectors):
+    for library in (emulated(1), vectors):
         team = library.team(threads)
         kernel = library.kernel(Geometry(form, inputs, outputs), team)
         found.append(kernel.matmul(data, kernel.quantize(x)))
@@ -87,7 +94,7 @@ def test_products(emulated, vectors, threads, name, rows, outputs, inputs, seed)
 @pytest.mark.parametrize("name", NAMES)
 def test_tiles_from_any_number_of_rows_on(emulated, vectors, name, least) -> None:
     """Every number of rows, from wherever matrix units take over."""
-    units = Library(Choice("emulated", matrix_rows=least), emulated.functions)
+    units = emulated(least)
     for rows in (1, 2, 7, 8, 9, 11, 12, 15, 16, 17, 31, 32, 39, 40, 47, 127, 128, 131):
         case = make_case(name, 150, 1, 3, rows, "random", "normal", "normal", seed=rows)
         kernels = [kernel_of(library, case.layout) for library in (units, vectors)]
@@ -110,15 +117,9 @@ def test_bf16_tiles(emulated, vectors, threads, hidden, tile, tiles, rows, seed)
     layout, (gate, up, down), data = bf16_expert(random, hidden, tile, tiles)
     x, chosen = random.standard_normal((rows, hidden)).astype(np.float32), random.permutation(rows)
     found = {}
-    for name, library, least in (
-        ("units", emulated, 1),
-        ("vectors", emulated, rows + 1),
-        ("pairs", vectors, 1),
-    ):
+    for name, library in (("units", emulated(1)), ("vectors", emulated(1000)), ("pairs", vectors)):
         team = library.team(threads)
-        kernel = kernel_of(
-            Library(Choice(library.variant, matrix_rows=least), library.functions), layout, team
-        )
+        kernel = kernel_of(library, layout, team)
         found[name] = kernel.tiles(data, kernel.quantize(x), chosen.astype(np.int32))
         if team is not None:
             team.close()

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_runs import OtherThreads, bits, kernel_of, quick, run, seeds
+from kernel_runs import bits, kernel_of, quick, run, seeds
 from quantized_cases import QUANTIZED, Case, make_case, records, states
 
 from shm.layout import BlockFormat, ExpertShape, StoreLayout, format_named
 from workers.kernels import native
-from workers.kernels.choice import HINTS, Choice, Prefetch
-from workers.kernels.geometry import Geometry, Quantized
-from workers.kernels.native import VARIANTS, Library, best, chosen, load
+from workers.kernels.c_types import Geometry, Quantized
+from workers.kernels.native import VARIANTS, Library, best, load
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -72,7 +71,6 @@ def test_a_team_shares_a_product(library: Library) -> None:
     assert isinstance(format, BlockFormat)
     data = records(random, format, format.matrix_bytes(1000, 300) // format.record_bytes, "random", "normal")
     x = states(random, "normal", 9, 300)
-    others = OtherThreads()
     team = library.team(3)
     assert team is not None
     alone, shared = (library.kernel(Geometry(format, 300, 1000), t) for t in (None, team))
@@ -80,25 +78,8 @@ def test_a_team_shares_a_product(library: Library) -> None:
     np.testing.assert_array_equal(bits(shared.matmul(flat, codes)), bits(alone.matmul(flat, codes)))
     numbers = np.random.default_rng(1).integers(0, 2**64, 8 * 1001, np.uint64)
     total = int(np.add.reduce(numbers))  # modulo 2**64
-    for way in map(Prefetch, HINTS, (0, 64, 4096, 1 << 20)):
-        assert (
-            library.read(numbers.view(np.uint8), way)
-            == library.read(numbers.view(np.uint8), way, team)
-            == total
-        )
-    if library is best():
-        assert others.are_woken(lambda: shared.matmul(flat, codes))
-        assert others.are_woken(lambda: library.read(numbers.view(np.uint8), Prefetch(), team))
-        assert not others.are_woken(lambda: alone.matmul(flat, codes))
+    assert library.read(numbers.view(np.uint8)) == library.read(numbers.view(np.uint8), team) == total
     team.close()
-
-
-def test_without_more_threads_one_computes(
-    library: Library, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(library, "_start_team", lambda threads: None)
-    assert library.team(3) is None
-    assert caplog.messages == ["the system does not give 3 threads: computing with one thread"]
 
 
 def test_compiled_variants_are_used_best_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,13 +132,6 @@ def test_no_rows_give_an_empty_result_and_inputs_are_not_changed(library: Librar
 # --- what is refused before C is entered ----------------------------------------------------------
 
 
-def test_only_formats_with_a_kernel_and_whole_groups_are_geometries() -> None:
-    with pytest.raises(ValueError, match="no C kernel computes f32"):
-        Geometry(format_named("f32"), 16, 16, 16)
-    with pytest.raises(ValueError, match="no whole groups of 64"):
-        Geometry(format_named("int4"), 16, 16, 96)
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_arrays_of_wrong_shape_or_type_are_refused(library: Library, name: str) -> None:
     case = any_case(name, 4, 2)
@@ -203,21 +177,9 @@ def test_arrays_of_wrong_shape_or_type_are_refused(library: Library, name: str) 
 
 def test_read_refuses_parts_of_cache_lines(library: Library) -> None:
     with pytest.raises(ValueError, match="whole lines"):
-        library.read(np.zeros(65, np.uint8), Prefetch())
+        library.read(np.zeros(65, np.uint8))
     with pytest.raises(ValueError, match="whole lines"):
-        library.read(np.zeros(256, np.uint8)[::2], Prefetch())
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("rows", [1, 2])
-def test_prefetching_changes_no_bit(library: Library, name: str, rows: int) -> None:
-    case = any_case(name, 17, rows)
-    expected = run(library, case)
-    for way in map(Prefetch, HINTS, (0, 64, 1 << 20, 1 << 40)):  # far beyond the end of memory
-        other = chosen(Choice(library.variant, way))
-        assert other is not None
-        assert other.choice.prefetch == way
-        np.testing.assert_array_equal(bits(run(other, case)), bits(expected))
+        library.read(np.zeros(256, np.uint8)[::2])
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int4-g128"])

@@ -131,18 +131,6 @@ def test_tiles_land_in_order_and_progressively(link: Link) -> None:
     assert all((other == UNTOUCHED).all() for other in others)
 
 
-def test_orders_of_the_first_and_last_tile_and_of_no_tile(link: Link) -> None:
-    orders = [
-        fetch(1, 0, 0, 0, (5,), 2),
-        fetch(2, SHAPE.layers - 1, SHAPE.experts - 1, SHAPE.tiles - 1, (SLOTS - 1,), 1),
-        fetch(3, 0, 0, 0, (), 0),
-    ]
-    link.send(*orders)
-    reports = link.reports(1, 2, 3)
-    assert [(f.landed, f.final) for f in reports if f.id == 3] == [(0, True)]
-    assert all(link.holds(order) for order in orders)
-
-
 def test_reported_tiles_are_copied_completely(link: Link) -> None:
     link.send(fetch(1, 0, 1, 0, tuple(range(SHAPE.tiles)), 0))
     for index in range(SHAPE.tiles):
@@ -263,43 +251,6 @@ def test_waiting_order_is_final_as_soon_as_it_is_cancelled(link: Link) -> None:
     assert link.holds(running)
 
 
-def test_cancelling_an_unknown_or_finished_order_has_no_effect(link: Link) -> None:
-    order = fetch(1, 0, 3, 0, (1, 2), 0)
-    link.send(CancelFetch(1), CancelFetch(-5), order)
-    assert [f.final for f in link.reports(1)] == [False, True]
-    link.send(CancelFetch(1), CancelFetch(1))
-    assert link.place.quiet()
-    after = fetch(2, 0, 2, 0, (3,), 0)
-    link.send(after)
-    assert [f.id for f in link.reports(2)] == [2]
-    assert link.holds(order)
-    assert link.holds(after)
-
-
-@paced
-def test_paced_link_takes_as_long_as_its_bandwidth_implies(link: Link) -> None:
-    orders = [fetch(n, 0, n, 0, tuple(range(n * 8, n * 8 + 8)), n) for n in range(3)]
-    began = time.perf_counter()
-    link.send(*orders)
-    reports = link.reports(0, 1, 2)
-    assert time.perf_counter() - began >= 24 * TILE_SECONDS
-    # Each order's own time is that of its tiles, and no tile's is counted twice.
-    seconds = [f.seconds for f in reports if f.final]
-    assert all(s >= 7 * TILE_SECONDS for s in seconds)
-    assert sum(seconds) <= time.perf_counter() - began
-    assert all(link.holds(order) for order in orders)
-
-
-@paced
-def test_paced_link_saves_up_no_bandwidth_while_it_is_idle(link: Link) -> None:
-    for number in range(2):
-        began = time.perf_counter()
-        link.send(fetch(number, 0, number, 0, tuple(range(8)), 0))
-        link.reports(number)
-        assert time.perf_counter() - began >= 8 * TILE_SECONDS
-        assert link.place.quiet(10 * TILE_SECONDS)
-
-
 class TwoCopies:
     """A copier with two copies under way, as over a GPU's link, of which none is complete before `ready`."""
 
@@ -403,10 +354,6 @@ def test_shutdown_in_the_middle_of_an_order_leaves_whole_tiles(link: Link) -> No
     assert link.place.shut_down(link.child, link.place.control) == 0
     assert any(link.holds(order, landed) for landed in range(1, SHAPE.tiles))
     assert link.child.errors.read_text() == ""
-
-
-def test_idle_prefetcher_exits_after_a_shutdown_from_the_coordinator(link: Link) -> None:
-    assert link.place.shut_down(link.child, link.place.work) == 0
 
 
 @paced

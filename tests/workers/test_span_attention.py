@@ -9,10 +9,9 @@ from attention_cases import EPS, as_cached, grouped_inputs, numbers, read, softm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from workers.kernels.layer import QK_NORMS, Grouped
-from workers.kernels.memory import Kept
+from workers.kernels.c_types import Kept
+from workers.kernels.layer import QK_NORMS, Grouped, SpanKernel
 from workers.kernels.native import Library, Team
-from workers.kernels.spans import SpanKernel
 
 FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -1,11 +1,96 @@
-"""The structures of `c/kernels.h` for ctypes, and what its functions return."""
+"""The things that C kernels compute with: shape and format of weights, activations as they read them, the
+structures of `c/kernels.h` for ctypes, what its functions return, and memory that a kernel keeps from call to
+call."""
 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import Any
 
-from workers.kernels.choice import Choice
+import numpy as np
+from numpy.typing import NDArray
+
+from shm.blocks import BlockFormat
+from shm.floe import FloeFormat
+from shm.formats import BF16, Float32, TileFormat
+
+LINE = 64  # bytes of a cache line
+
+
+class Kept:
+    """Memory that grows to what is asked for."""
+
+    def __init__(self) -> None:
+        self.bytes: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._address = 0
+
+    def reserve(self, size: int) -> int:
+        """The address of the first `size` of `bytes`, at the beginning of a cache line; valid until the next
+        call."""
+        if size > len(self.bytes):
+            raw = np.empty(size + LINE, np.uint8)
+            start = -raw.ctypes.data % LINE
+            self.bytes = raw[start : start + size]
+            self._address = raw.ctypes.data + start
+        return self._address
+
+
+BF16_BITS = 16
+
+Codes = NDArray[np.int8] | Float32
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A matrix [outputs, inputs] of a quantized format, or tiles of `channels` with H = inputs = outputs.
+    Of a format whose gate and down lie by channel, `bits` and `group` are those of up."""
+
+    format: TileFormat
+    inputs: int
+    outputs: int
+    channels: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.format, BlockFormat | FloeFormat | BF16):
+            raise ValueError(f"no C kernel computes {self.format.name}")
+        if self.channels % self.format.granularity:
+            raise ValueError(f"{self.channels} channels are no whole groups of {self.format.granularity}")
+
+    @property
+    def bits(self) -> int:
+        blocks = self._blocks
+        return BF16_BITS if blocks is None else blocks.bits
+
+    @property
+    def group(self) -> int:
+        blocks = self._blocks
+        return 1 if blocks is None else blocks.group
+
+    @property
+    def channel_bits(self) -> int:
+        """Bits of gate and down, where they lie by channel; else 0."""
+        return self.format.rows.bits if isinstance(self.format, FloeFormat) else 0
+
+    @property
+    def padded(self) -> int:
+        """Inputs in whole groups."""
+        return -(-self.inputs // self.group) * self.group
+
+    @property
+    def _blocks(self) -> BlockFormat | None:
+        format = self.format.up if isinstance(self.format, FloeFormat) else self.format
+        return format if isinstance(format, BlockFormat) else None
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Activations as a kernel reads them. Quantized formats: codes int8 [R, padded], factors float32
+    [R, groups, 2]; bf16: codes float32 [R, inputs], factors empty."""
+
+    codes: Codes
+    factors: Float32
+
 
 POINTER, SIZE = ctypes.c_void_p, ctypes.c_int64
 FAULTS = {
@@ -25,30 +110,11 @@ SMALL_BUFFERS = 4
 
 
 class Weights(ctypes.Structure):
+    """A matrix, or with `channels` tiles. `channel_bits`: of gate and down, where they lie by channel."""
+
     _fields_ = tuple(
-        (name, SIZE)
-        for name in (
-            "bits",
-            "group",
-            "inputs",
-            "outputs",
-            "channels",
-            "hint",
-            "ahead",
-            "matrix_rows",
-            "channel_bits",
-        )
+        (name, SIZE) for name in ("bits", "group", "inputs", "outputs", "channels", "channel_bits")
     )
-
-
-def weights(
-    bits: int, group: int, inputs: int, outputs: int, channels: int, choice: Choice, channel_bits: int = 0
-) -> Weights:
-    """Facts on a matrix, or with `channels` on tiles, and how this choice computes them. `channel_bits`: of
-    gate and down, where they lie by channel."""
-    prefetch = choice.prefetch
-    how = prefetch.number, prefetch.ahead, choice.matrix_rows
-    return Weights(bits, group, inputs, outputs, channels, *how, channel_bits)
 
 
 class Matrix(ctypes.Structure):

@@ -11,9 +11,18 @@ from numpy.typing import NDArray
 
 from shm.floe import FloeFormat
 from shm.formats import Bytes, Float32
-from workers.kernels.c_types import POINTER, SIZE, Activations, checked, typed, weights
-from workers.kernels.geometry import Geometry, Quantized
-from workers.kernels.memory import LINE, Kept
+from workers.kernels.c_types import (
+    LINE,
+    POINTER,
+    SIZE,
+    Activations,
+    Geometry,
+    Kept,
+    Quantized,
+    Weights,
+    checked,
+    typed,
+)
 from workers.kernels.native import Kernel, Library, Team
 
 
@@ -31,7 +40,7 @@ class ChannelKernel:
     def __init__(self, library: Library, format: FloeFormat, hidden: int, team: Team | None) -> None:
         self._library, self._format, self._hidden, self._team = library, format, hidden, team
         g = self._geometry = Geometry(format, hidden, hidden)
-        self._weights = weights(g.bits, g.group, hidden, hidden, 0, library.choice, g.channel_bits)
+        self._weights = Weights(g.bits, g.group, hidden, hidden, 0, g.channel_bits)
         self._address = ctypes.addressof(self._weights)
         functions = library.functions
         self._gate_bytes = typed(functions.tandem_gate_x_bytes, POINTER, result=SIZE)(self._address)

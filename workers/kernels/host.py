@@ -22,9 +22,8 @@ from shm.formats import BF16, Bytes, Float32
 from shm.layout import StoreLayout
 from shm.mask import NOTHING, Mask, Tally, is_mask
 from shm.store import Store
-from workers.kernels.choice import DEFAULT, Choice
-from workers.kernels.geometry import Geometry, Quantized
-from workers.kernels.native import Kernel, Team, WorkKernel, chosen
+from workers.kernels.c_types import Geometry, Quantized
+from workers.kernels.native import Kernel, Team, WorkKernel, best
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +41,7 @@ class Activations:
 
 
 def fault_of(work: Parts, layout: StoreLayout) -> str | None:
-    """Which number of a Work is wrong, or None: what C checks of the Works that it computes."""
+    """Returns which number of a Work is wrong, or None: what C checks of the Works that it computes."""
     offsets, shape, mask = work.offsets.tolist(), layout.shape, work.mask
     if not (is_mask(*mask) if isinstance(layout.format, FloeFormat) else mask == (0, 1)):
         return "a mask that its format does not have, or no mask at all"
@@ -71,21 +70,19 @@ class HostKernel:
         layout: StoreLayout,
         team: Team | None = None,
         line: ControlLine | None = None,
-        kernels: Choice = DEFAULT,
         guarded: bool = False,
         generation: int = 0,
     ) -> None:
-        """`team`: the threads that compute; None: the caller alone. `line`: ticked for each tile. `kernels`:
-        the same in all processes of an engine. `guarded`, without a team: a Work that crashes in C,
-        because its tiles cannot be read for example, raises IndexError, and the process goes on.
-        `generation`: of the process, which refuses Works of another."""
+        """`team`: the threads that compute; None: the caller alone. `line`: ticked for each tile. `guarded`,
+        without a team: a Work that crashes in C, because its tiles cannot be read for example, raises
+        IndexError, and the process goes on. `generation`: of the process, which refuses Works of another."""
         self._layout = layout
         self._line = line
         self._ticks = None if line is None else line.address
         self._native: Kernel | None = None
         self._works: WorkKernel | None = None  # of the store of the last Work
         self._guarded, self._generation = guarded, generation
-        library = chosen(kernels)
+        library = best()
         if library is not None and isinstance(layout.format, BlockFormat | FloeFormat | BF16):
             shape = layout.shape
             geometry = Geometry(layout.format, shape.hidden, shape.hidden, shape.tile)
@@ -142,7 +139,7 @@ class HostKernel:
         """An item of a format whose gate and down lie by channel, in torch: float32 [len(rows), H]."""
         import torch
 
-        from workers.kernels.reference_channels import ReferenceChannels
+        from workers.kernels.reference import ReferenceChannels
 
         expert, lo, hi = item
         reference, total, tallies = ReferenceChannels(self._layout), np.zeros((len(rows), 1), np.float32), []

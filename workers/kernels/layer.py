@@ -1,5 +1,5 @@
-"""A decoder layer up to its routed experts, for single tokens of several sequences, in one call of C:
-`c/kernels.h` specifies it.
+"""A decoder layer up to its routed experts, for single tokens of several sequences, and attention of many new
+tokens of one sequence, each in one call of C: `c/kernels.h` specifies them.
 
 Arrays are passed by address, because the callers hold torch tensors; the callers check shapes and types when
 they create those.
@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.kernels.c_types import POINTER, SIZE, Matrix, checked, typed
+from workers.kernels.c_types import POINTER, SIZE, Kept, Matrix, checked, typed
 from workers.kernels.matrix import Address, DenseMatrix, HostMatrix
-from workers.kernels.memory import Kept
 from workers.kernels.native import Library, Team
 
 QK_NORMS = ("", "head", "all")  # of queries and keys: none, of each head, of all heads together
@@ -95,8 +94,8 @@ class Projection:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """What a layer computes with. A layer without a router is dense: `up` and `down` are then its own
-    feed-forward block, and otherwise that of its shared experts."""
+    """The parts that a layer computes with. A layer without a router is dense: `up` and `down` are then its
+    own feed-forward block, and otherwise that of its shared experts."""
 
     hidden: int
     experts: int
@@ -183,3 +182,34 @@ class RMSNorm:
     def __call__(self, x: Address, rows: int, out: Address) -> None:
         """x and out [rows, width], which may be the same."""
         self._function(x, self._weight, rows, self._width, self._eps, out)
+
+
+class SpanKernel:
+    """Attention with query heads in groups that share keys and values. Used by one thread at a time, like the
+    scratch, which layers share."""
+
+    def __init__(self, library: Library, team: Team | None, grouped: Grouped, scratch: Kept) -> None:
+        types = (*[POINTER] * 7, SIZE, SIZE, SIZE, POINTER, POINTER)
+        self._function = typed(library.functions.tandem_span, *types, result=checked)
+        self._team, self._grouped, self._scratch = team, grouped, scratch
+        each = typed(library.functions.tandem_span_scratch, POINTER, result=SIZE)
+        self._size = (1 if team is None else team.threads) * each(ctypes.byref(grouped))
+
+    def __call__(
+        self,
+        qkv: Address,
+        cos_sin: tuple[Address, Address],
+        streams: tuple[Address, Address],
+        capacity: int,
+        position: int,
+        count: int,
+        out: Address,
+    ) -> None:
+        """`count` tokens, the first after `position` others: qkv [count, (heads + 2 kv_heads) * width],
+        changed in place; cosines and sines [count, width]; the streams are keys and values [kv_heads,
+        capacity, width]; out [count, heads * width]. Raises IndexError for positions outside the capacity."""
+        team = None if self._team is None else self._team.handle
+        self._function(
+            team, ctypes.byref(self._grouped), qkv, *cos_sin, *streams, capacity, position, count, out,
+            self._scratch.reserve(self._size),
+        )  # fmt: skip

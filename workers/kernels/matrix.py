@@ -14,11 +14,8 @@ import numpy as np
 from shm.blocks import LANES, BlockFormat
 from shm.formats import Bytes, Float32
 from shm.huge import private
-from workers.kernels.c_types import POINTER, SIZE, Matrix, typed, weights
-from workers.kernels.choice import DEFAULT, Choice
-from workers.kernels.geometry import Geometry
-from workers.kernels.memory import Kept
-from workers.kernels.native import Library, Team, chosen
+from workers.kernels.c_types import POINTER, SIZE, Geometry, Kept, Matrix, Weights, typed
+from workers.kernels.native import Library, Team, best
 
 Address = int
 PART_NUMBERS = 1 << 20  # quantized at a time by one core
@@ -33,15 +30,14 @@ class HostMatrix:
         data: Bytes,
         shape: tuple[int, int],
         team: Team | None,
-        kernels: Choice = DEFAULT,
     ) -> None:
         """`data`: the matrix [outputs, inputs] of this `shape` in the format's bytes, see `quantized`."""
         self._format = format
         self._outputs, self._inputs = shape
         self._data = data
         self.address: Address = data.ctypes.data
-        library = chosen(kernels)
-        self.facts = weights(format.bits, format.group, self._inputs, self._outputs, 0, kernels)
+        library = best()
+        self.facts = Weights(format.bits, format.group, self._inputs, self._outputs)
         geometry = Geometry(format, self._inputs, self._outputs)
         self._kernel = None if library is None else library.kernel(geometry, team)
 
@@ -55,7 +51,7 @@ class HostMatrix:
             return self._kernel.matmul(self._data, self._kernel.quantize(x))
         import torch
 
-        from workers.kernels.unpack import dequantize, int8_steps
+        from workers.kernels.reference import dequantize, int8_steps
 
         w = dequantize(self._format, torch.from_numpy(self._data), self._outputs, self._inputs)
         y: Float32 = (int8_steps(torch.from_numpy(x), self._format.group) @ w.T).numpy()
@@ -73,7 +69,7 @@ class DenseMatrix:
         self._outputs, self._inputs = shape
         self._team = team
         self._scratch = Kept()
-        self.facts = weights(bits, 1, self._inputs, self._outputs, 0, library.choice)
+        self.facts = Weights(bits, 1, self._inputs, self._outputs)
         self.address = data
         self._structure = Matrix(self.facts, data, None)
         types = (*[POINTER] * 3, SIZE, POINTER, POINTER, SIZE)

@@ -1,17 +1,16 @@
 """The C kernels: their variants, and their functions for numpy arrays.
 
 `c/kernels.h` specifies what a library exports and computes. Each variant is a library of its own, compiled at
-installation if the compiler supports its instructions. Which variant computes and how it prefetches is a
-`Choice`, the same in all processes of an engine (`tuning.py` measures it); `best` is the library of the
-default one. The functions release the GIL.
+installation if the compiler supports its instructions; the first one that the processor has computes, in all
+processes. The functions release the GIL.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -25,19 +24,22 @@ from shm.formats import Bytes, Float32
 from shm.layout import StoreLayout
 from shm.mask import NOTHING, Tally
 from workers.kernels.c_types import (
+    BF16_BITS,
+    LINE,
     POINTER,
     SIZE,
     SMALL_BUFFERS,
     Activations,
+    Codes,
+    Geometry,
     Host,
+    Kept,
+    Quantized,
     TallyNumbers,
+    Weights,
     checked,
     typed,
-    weights,
 )
-from workers.kernels.choice import DEFAULT, Choice, Prefetch
-from workers.kernels.geometry import BF16_BITS, Codes, Geometry, Quantized
-from workers.kernels.memory import LINE, Kept
 
 VARIANTS = {  # best first
     "amx": "AMX",
@@ -45,7 +47,7 @@ VARIANTS = {  # best first
     "avx2": "AVX2",
     "portable": "portable C",
 }
-VERSION = 14  # of the functions in c/kernels.h
+VERSION = 15  # of the functions in c/kernels.h
 OTHER_VERSION = "compiled from another version: install again"
 
 log = logging.getLogger(__name__)
@@ -55,10 +57,9 @@ class Library:
     """One variant's functions. Python checks shapes and types, because C sees only pointers; C checks the
     numbers in arrays that say what is read and written."""
 
-    def __init__(self, choice: Choice, functions: ctypes.CDLL) -> None:
+    def __init__(self, variant: str, functions: ctypes.CDLL) -> None:
         """Use `load`."""
-        self.choice = choice
-        self.variant = choice.variant
+        self.variant = variant
         self.functions = functions
         self._quantize = typed(functions.tandem_quantize, POINTER, POINTER, SIZE, POINTER, POINTER)
         self.scratch = typed(functions.tandem_scratch, POINTER, SIZE, result=SIZE)
@@ -69,25 +70,21 @@ class Library:
         self._work, self._guarded_work = (
             typed(function, *[POINTER] * 2, *[SIZE, POINTER] * 3, result=ctypes.c_int) for function in works
         )
-        self._read = typed(functions.tandem_read, POINTER, POINTER, SIZE, SIZE, SIZE, result=ctypes.c_uint64)
+        self._read = typed(functions.tandem_read, POINTER, POINTER, SIZE, result=ctypes.c_uint64)
         self._start_team = typed(functions.tandem_team_create, SIZE, result=POINTER)
         self._linger = typed(functions.tandem_team_linger, POINTER, SIZE)
         self._end_team = typed(functions.tandem_team_destroy, POINTER)
 
-    def describe(self) -> str:
-        """For a person."""
-        return f"{VARIANTS[self.variant]}, {self.choice.prefetch}"
-
     def kernel(self, geometry: Geometry, team: Team | None = None) -> Kernel:
         return Kernel(self, geometry, team)
 
-    def read(self, memory: Bytes, prefetch: Prefetch, team: Team | None = None) -> int:
+    def read(self, memory: Bytes, team: Team | None = None) -> int:
         """Read all of `memory`, contiguous and a multiple of 64 bytes, and return its sum as 64-bit numbers:
-        the time it takes is that of reading memory in this way."""
+        the time it takes is the limit of everything that reads weights."""
         if not memory.flags.c_contiguous or memory.nbytes % LINE:
             raise ValueError(f"{memory.nbytes} bytes are no whole lines of {LINE}")
         handle = None if team is None else team.handle
-        total: int = self._read(handle, memory.ctypes.data, memory.nbytes, prefetch.number, prefetch.ahead)
+        total: int = self._read(handle, memory.ctypes.data, memory.nbytes)
         return total
 
     def team(self, threads: int) -> Team | None:
@@ -132,9 +129,7 @@ class Kernel:
         self.geometry = g = geometry
         self._library = library
         self._team = team
-        self._weights = weights(
-            g.bits, g.group, g.inputs, g.outputs, g.channels, library.choice, g.channel_bits
-        )
+        self._weights = Weights(g.bits, g.group, g.inputs, g.outputs, g.channels, g.channel_bits)
         self._address = ctypes.addressof(self._weights)
         blocks = g.format if isinstance(g.format, BlockFormat) else None
         self._matrix_bytes = 0 if blocks is None else blocks.matrix_bytes(g.outputs, g.inputs)
@@ -189,8 +184,8 @@ class Kernel:
         guarded: bool = False,
         generation: int = 0,
     ) -> WorkKernel:
-        """For Works of this generation on all `tiles` of a store, uint8 [total_bytes]. `ticks` as of `tiles`.
-        `guarded`: a Work that crashes raises IndexError; only without a team."""
+        """Returns what computes Works of this generation on all `tiles` of a store, uint8 [total_bytes].
+        `ticks` as of `tiles`. `guarded`: a Work that crashes raises IndexError; only without a team."""
         self._check_weights(tiles, layout.total_bytes)
         return WorkKernel(self, tiles, layout, ticks, guarded, generation)
 
@@ -265,12 +260,12 @@ def _pointers(x: Quantized) -> Any:
 
 @cache
 def load(variant: str) -> Library | str:
-    """A variant's library with the default choice, or in a few words the reason why it cannot be used."""
-    found = PathFinder.find_spec(f"_{variant}", [str(Path(__file__).parent)])
-    if found is None:
+    """A variant's library, or in a few words the reason why it cannot be used."""
+    spec = PathFinder.find_spec(f"_{variant}", [str(Path(__file__).parent)])
+    if spec is None:
         return "not compiled at installation"
     try:
-        functions = ctypes.CDLL(found.origin)
+        functions = ctypes.CDLL(spec.origin)
         if functions.tandem_kernels_version() != VERSION:
             return OTHER_VERSION
     except AttributeError:
@@ -279,21 +274,18 @@ def load(variant: str) -> Library | str:
         return f"cannot be loaded: {e}"
     if (supported := functions.tandem_supported()) <= 0:
         return f"{'the system does not permit' if supported else 'this processor has no'} {VARIANTS[variant]}"
-    return Library(Choice(variant), functions)
-
-
-@cache
-def chosen(choice: Choice) -> Library | None:
-    """The library of a choice, or where its variant cannot be used that of the first one that can; None if
-    none was compiled."""
-    for name in dict.fromkeys((choice.variant, *VARIANTS) if choice.variant in VARIANTS else VARIANTS):
-        library = load(name)
-        if isinstance(library, Library):
-            here = replace(choice, variant=name)
-            return library if library.choice == here else Library(here, library.functions)
-    return None
+    return Library(variant, functions)
 
 
 def best() -> Library | None:
-    """The library of the default choice; None if none was compiled."""
-    return chosen(DEFAULT)
+    """The first variant's library that can be used here; None if none was compiled."""
+    return next((found for name in VARIANTS if isinstance(found := load(name), Library)), None)
+
+
+def reader(team: Team | None = None) -> Callable[[Bytes], object]:
+    """Returns a function that reads all of its argument, a multiple of 64 bytes, on the team's cores: the
+    limit that every share of reading refers to. Without a library numpy reads."""
+    library = best()
+    if library is None:
+        return lambda data: np.bitwise_or.reduce(data.view(np.uint64))
+    return partial(library.read, team=team)

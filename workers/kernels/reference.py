@@ -2,21 +2,73 @@
 
 Arithmetic of the plain formats (f32, bf16): matrix products in the format's own dtype. Of the quantized
 ones: activations, and between the matrices silu(gate) * up, are rounded to int8 steps group by group, and
-products are summed in float32 (`unpack.py`). Everything between tiles and experts is float32.
+products are summed in float32. Everything between tiles and experts is float32.
 The order of the operations depends only on the tiles and rows, so the same call gives the same bits.
+
+Of formats whose gate and down lie by channel (`shm/floe.py`) activations are rounded to int8 steps in groups
+of 64; for gate rows in bf16 to bf16 instead. Of each row u = up @ x, and of the channels that its mask keeps
+y = sum of silu(gate . x) * u * down, all in float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shm.blocks import BlockFormat
+from shm.blocks import HEAD_BYTES, LANES, BlockFormat
+from shm.floe import FloeFormat, RowFormat
 from shm.layout import StoreLayout
-from workers.kernels.unpack import dequantize, int8_steps
+from shm.mask import Mask, Tally
+from shm.quantize import ROW_GROUP, row_head_bytes
+
+
+def dequantize(format: BlockFormat, data: Tensor, n: int, k: int) -> Tensor:
+    """A matrix's weights, float32 [n, k padded to whole groups]. Padding of the inputs is not 0 here: the
+    activations are 0 there. data: uint8 [format.matrix_bytes(n, k)]."""
+    records = data.view(-1, -(-k // format.group), format.record_bytes)  # [blocks, groups, bytes]
+    head = records[..., :HEAD_BYTES].contiguous()
+    codes = records[..., HEAD_BYTES:].reshape(*records.shape[:2], -1, 1, LANES, 4)  # j, 1, i, b
+    if format.bits == 8:
+        scale = head.view(torch.float32)
+        zero = torch.full_like(scale, 128)
+    else:
+        scale, zero = head.view(torch.bfloat16).float().chunk(2, dim=-1)
+        fields = range(0, 8, format.bits)
+        codes = torch.cat([codes >> shift & ((1 << format.bits) - 1) for shift in fields], dim=3)
+    q = codes.permute(0, 4, 1, 2, 3, 5).flatten(3).float()  # [blocks, 16, groups, inputs of a group]
+    values = (q - zero.mT.unsqueeze(-1)) * scale.mT.unsqueeze(-1)
+    return values.flatten(2).flatten(0, 1)[:n]
+
+
+def row_numbers(format: RowFormat, rows: Tensor, k: int) -> Tensor:
+    """Rows of k numbers, float32 [n, k]. rows: uint8 [n, format.row_bytes(k)]."""
+    if format.bits == 16:
+        return rows.contiguous().view(torch.bfloat16)[:, :k].float()
+    groups, lines = -(-k // ROW_GROUP), row_head_bytes(k, format.bits)
+    codes = rows[:, lines:].reshape(len(rows), -1, 1, LANES, 4)  # line, half, i, b
+    head = rows[:, :lines].contiguous()
+    if format.bits == 8:
+        scale = head.view(torch.float32)[:, :groups]
+        zero = torch.full_like(scale, 128)
+    else:
+        scale, zero = (part[:, :groups] for part in head.view(torch.bfloat16).float().chunk(2, dim=1))
+        codes = torch.cat((codes & 15, codes >> 4), dim=2)
+    q = codes.mT.reshape(len(rows), -1, ROW_GROUP)[:, :groups].float()
+    return ((q - zero.unsqueeze(-1)) * scale.unsqueeze(-1)).flatten(1)[:, :k]
+
+
+def int8_steps(x: Tensor, group: int) -> Tensor:
+    """Activations [R, K] rounded to int8 codes and back: float32 [R, K padded with 0 to whole groups], each
+    group of a row in steps of its largest magnitude / 127."""
+    groups = functional.pad(x.float(), (0, -x.shape[-1] % group)).view(len(x), -1, group)
+    step = groups.abs().amax(dim=-1, keepdim=True) / 127
+    codes = torch.where(step > 0, groups / step, 0).round().clamp(-127, 127)
+    return (codes * step).flatten(1)
+
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
@@ -78,3 +130,73 @@ class ReferenceKernel:
         """silu(gate x) * (up x): [R, T]"""
         both = functional.linear(x, gate_up)  # [R, 2T]
         return functional.silu(both[:, : self._tile]) * both[:, self._tile :]
+
+
+TOGETHER = 1 << 23  # numbers of up that are float32 at a time, a few times over
+
+
+class ChannelInputs(NamedTuple):
+    """Rows of x as up and as gate take them: float32 [R, H padded to whole groups], and [R, H]."""
+
+    up: Tensor
+    gate: Tensor
+
+
+class ReferenceChannels:
+    """Computes in uint8 tensors, on their device."""
+
+    def __init__(self, layout: StoreLayout) -> None:
+        format = layout.format
+        assert isinstance(format, FloeFormat)
+        self._format = format
+        self._hidden = layout.shape.hidden
+        self._tile = layout.shape.tile
+
+    def activations(self, x: Tensor) -> ChannelInputs:
+        """x float32 [R, H]."""
+        steps = int8_steps(x, self._format.up.group)
+        if self._format.rows.bits == 16:
+            return ChannelInputs(steps, x.bfloat16().float())
+        return ChannelInputs(steps, steps[:, : self._hidden])
+
+    def up(self, heads: Tensor, x: ChannelInputs, rows: Tensor) -> Tensor:
+        """u of all channels of consecutive heads, float32 [n, channels]. rows: int64 [n]."""
+        block, inputs, parts = self._format.head_bytes(self._hidden, 16), x.up[rows], []
+        for part in torch.split(heads, max(1, TOGETHER // (16 * self._hidden)) * block):
+            matrix = dequantize(self._format.up, part, len(part) // block * 16, self._hidden)
+            parts.append(functional.linear(inputs, matrix))
+        return torch.cat(parts, dim=1)
+
+    def keeps(self, u: Tensor, mask: Mask) -> Tensor:
+        """bool [n, channels]: `Mask.keeps` of each tile."""
+        size = u.abs().view(torch.int32).view(len(u), -1, self._tile)
+        if mask.share == 1:
+            least = torch.tensor(mask.threshold, dtype=torch.float32).view(torch.int32).item()
+            return (size >= least).view(u.shape)
+        order = size.sort(dim=-1, descending=True, stable=True).indices[..., : mask.number(self._tile)]
+        return torch.zeros_like(size, dtype=torch.bool).scatter_(-1, order, True).view(u.shape)
+
+    def channels(self, records: Tensor, u: Tensor, x: ChannelInputs, rows: Tensor) -> Tensor:
+        """The sum over channels of silu(gate . x) * u * down: float32 [n, H]. records: uint8 [channels *
+        channel_bytes]; u: float32 [n, channels], 0 where a row leaves a channel out; rows: int64 [n]."""
+        parts = records.view(u.shape[1], 2, -1)
+        if u.device.type == "cpu":  # to know them, the host would wait for another device
+            read = u.ne(0).any(dim=0)
+            parts, u = parts[read], u[:, read]
+        if not len(parts):
+            return torch.zeros(len(u), self._hidden, device=u.device)
+        gate, down = (row_numbers(self._format.rows, parts[:, i], self._hidden) for i in range(2))
+        return (functional.silu(functional.linear(x.gate[rows], gate)) * u) @ down
+
+    def compute(
+        self, heads: Tensor, tiles: Tensor, x: ChannelInputs, rows: Tensor, mask: Mask
+    ) -> tuple[Tensor, Tally]:
+        """Consecutive tiles with this mask: their sum float32 [n, H], and what it left out."""
+        u = self.up(heads, x, rows)
+        kept = self.keeps(u, mask)
+        size = u.abs().double()
+        mass, left = size.sum().item(), size.masked_fill(kept, 0).sum().item()
+        if not mass < float("inf"):
+            mass = left = 0.0
+        y = self.channels(tiles, u.masked_fill(~kept, 0), x, rows)
+        return y, Tally(mass, left, int(kept.any(dim=0).sum()), u.shape[1])

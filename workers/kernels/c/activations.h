@@ -1,9 +1,16 @@
-/* Activations in the form of their weights' format: int8 codes with a scale and a sum for each group, or bf16. Part of
- * body.h. */
+/* Activations in the form of their weights' format: int8 codes with a scale and a sum for each group, or bf16; and the
+ * check of a list of their rows. Part of body.h. */
 #pragma once
 
 #include "kernels.h"
 #include "vectors.h"
+
+/* Whether all of rows[0..count) are rows of an array of `limit`. */
+static int rows_within(const int32_t *rows, int64_t count, int64_t limit) {
+    int outside = 0;
+    for (int64_t i = 0; i < count; i++) outside |= (rows[i] < 0) | (rows[i] >= limit);
+    return !outside;
+}
 
 static void quantize_row(const float *x, int64_t inputs, int64_t group, int8_t *codes, float *factors) {
     for (int64_t start = 0; start < inputs; start += group, codes += group, factors += 2) {

@@ -100,7 +100,7 @@ static void strip_of(const struct weights *w, const uint8_t *block, int64_t grou
     memset(y, 0, (size_t)(count * BLOCK) * sizeof *y);
     for (int64_t g = 0; g < groups; g++, block += 64 + data) {
         const uint8_t *lines = block + 64;
-        for (int64_t line = 0; line < 64 + data; line += 64) PREFETCH(block + line + w->ahead, T1);
+        for (int64_t line = 0; line < 64 + data; line += 64) PREFETCH(block + line + AHEAD);
         if (w->bits == INT4) {
             for (int64_t j = 0; j < group; j += DEPTH) unpack(lines + 8 * j, wide + BLOCK * j);
             lines = wide;

@@ -69,10 +69,8 @@ struct stream {
     int64_t step, key_width, value_width;
 };
 
-enum { KEYS_AHEAD = 4096 }; /* bytes: how far ahead keys are prefetched */
-
 static void prefetch_bytes(const char *from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+    for (int64_t i = 0; i < bytes; i += 64) PREFETCH(from + i);
 }
 
 /* scores[r][t - first] = scale * q[r] . key t for `heads` (a constant) heads that share keys. Nothing of a sequence is
@@ -83,7 +81,7 @@ INLINE void score_keys(const struct stream *s, const int bits, const float *q, i
     for (int64_t t = first; t < tokens; t++) {
         vector sums[SHARING];
         for (int r = 0; r < heads; r++) sums[r] = (vector){0};
-        prefetch_bytes((const char *)s->keys + t * s->step * (bits / 8) + KEYS_AHEAD, s->key_width * (bits / 8));
+        prefetch_bytes((const char *)s->keys + t * s->step * (bits / 8) + AHEAD, s->key_width * (bits / 8));
         if (s->values != s->keys)
             prefetch_bytes((const char *)s->values + t * s->step * (bits / 8), s->value_width * (bits / 8));
         for (int64_t i = 0; i < whole; i += LANES) {

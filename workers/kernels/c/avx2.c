@@ -6,7 +6,6 @@
  * ones 64 bytes further; codes [rows, group]; dot [halves, ROWS]. */
 #include "kernels.h"
 
-#include "prefetch.h"
 
 #include <immintrin.h>
 #include <string.h>
@@ -122,13 +121,13 @@ INLINE void dots_int2(const uint8_t *data, int64_t group, const int8_t *codes, c
 }
 
 INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const int8_t *codes, const float *factors,
-                     const int bits, const int rows, const int hint, int64_t ahead, float *y) {
+                     const int bits, const int rows, float *y) {
     __m256 sum[ROWS][2];
     for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
     for (int64_t g = 0; g < groups; g++) {
         const uint8_t *data = block + 64;
         for (int64_t line = 0; line < 64 + 2 * bits * group; line += 64)
-            PREFETCH(block + line + ahead, hint);
+            PREFETCH(block + line + AHEAD);
         __m256i dot[2][ROWS];
         const int halves = rows < TWICE ? 2 : 1;
         for (int half = 0; half < 2; half += halves) {

@@ -1,6 +1,5 @@
 /* AVX-512 with VNNI: a block's 16 outputs are the 16 lanes of a register. */
 #include "kernels.h"
-#include "prefetch.h"
 
 #include <immintrin.h>
 #include <string.h>
@@ -70,7 +69,7 @@ INLINE __m512i in_place_sum(const __m512i *dots) {
 enum { IN_PLACE = 4 }; /* rows with four sums each: as many as registers hold */
 
 INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const int8_t *codes, const float *factors,
-                     const int bits, const int rows, const int hint, int64_t ahead, float *y) {
+                     const int bits, const int rows, float *y) {
     const __m512i low = _mm512_set1_epi8(15);
     const int step = 32 / bits; /* inputs of a line */
     const int in_place = rows <= IN_PLACE; /* INT2: codes are not shifted to the lowest bits of their byte */
@@ -82,10 +81,10 @@ INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const 
         for (int r = 0; r < rows; r++) dot[r] = more[r] = _mm512_setzero_si512();
         for (int r = 0; r < IN_PLACE; r++)
             for (int f = 0; f < 4; f++) dots[r][f] = _mm512_setzero_si512();
-        PREFETCH(block + ahead, hint);
+        PREFETCH(block + AHEAD);
         for (int64_t j = 0; j < group; j += step) {
             __m512i line = _mm512_loadu_si512(data + 64 / step * j);
-            PREFETCH(data + 64 / step * j + ahead, hint);
+            PREFETCH(data + 64 / step * j + AHEAD);
             if (bits == INT2 && in_place) {
                 for (int f = 0; f < 4; f++) {
                     __m512i part = _mm512_and_si512(line, _mm512_set1_epi8((char)(3 << 2 * f)));
@@ -129,34 +128,6 @@ INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const 
     }
     for (int r = 0; r < rows; r++) _mm512_storeu_ps(y + BLOCK * r, sum[r]);
 }
-
-/* Two blocks of INT2, `size` bytes from each other, for one row: y [2, 16]. Both are read at once, because one alone
- * keeps fewer reads of memory under way. To the second level of cache the two blocks after them are prefetched; to the
- * first, which may be smaller than those, what is `ahead`. Sums are those of `block_of`. */
-INLINE void two_blocks_of(const uint8_t *block, int64_t size, int64_t groups, const int8_t *codes, const float *factors,
-                          const int hint, int64_t ahead, float *y) {
-    int64_t next = hint == T1 ? 2 * size : ahead;
-    __m512 sums[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-    for (int64_t g = 0; g < groups; g++, codes += 64, factors += 2, block += 64 * 5) {
-        for (int b = 0; b < 2; b++) {
-            const uint8_t *at = block + b * size;
-            __m512i dots[4];
-            for (int f = 0; f < 4; f++) dots[f] = _mm512_setzero_si512();
-            PREFETCH(at + next, hint);
-            for (int j = 0; j < 4; j++) {
-                const uint8_t *line = at + 64 * (j + 1);
-                PREFETCH(line + next, hint);
-                for (int f = 0; f < 4; f++) {
-                    __m512i part = _mm512_and_si512(_mm512_loadu_si512(line), _mm512_set1_epi8((char)(3 << 2 * f)));
-                    dots[f] = _mm512_dpbusd_epi32(dots[f], part, four(codes + 16 * j + 4 * f));
-                }
-            }
-            sums[b] = grown(sums[b], in_place_sum(dots), sixteen_bf16(at), sixteen_bf16(at + 32), factors);
-        }
-    }
-    for (int b = 0; b < 2; b++) _mm512_storeu_ps(y + BLOCK * b, sums[b]);
-}
-#define TWO_BLOCKS_OF two_blocks_of
 
 /* sum + the products of bytes with codes, four neighbours each. */
 INLINE __m512i byte_dots(__m512i sum, __m512i bytes, const int8_t *codes) {

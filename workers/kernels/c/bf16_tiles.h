@@ -1,12 +1,72 @@
-/* bf16 tiles, row-major: gate rows [T, H], up rows [T, H], down's columns as rows [T, H]. Part of body.h. */
+/* bf16 tiles, row-major: gate rows [T, H], up rows [T, H], down's columns as rows [T, H]. Matrix units, in variants that
+ * have them, add in an order of their own: not the bits of vectors. Part of body.h. */
 #pragma once
 
-#include "bf16_units.h"
+#include "blocks.h"
 #include "kernels.h"
-#include "prefetch.h"
 #include "rows.h"
 #include "team.h"
 #include "vectors.h"
+
+/* The same size for both operands: 16 rows of A, 16 columns of B, products of 16 pairs of numbers. */
+enum { UNIT = 16, UNIT_LINE = 64 };
+enum { UNITS_ACROSS = 4 }; /* tiles of B for one of A */
+enum { STAGED = 512 };     /* numbers of a row of weights that are copied to pad them */
+
+#ifdef MATRIX_UNITS
+
+static int by_units(int64_t count) { return count >= UNIT_ROWS; }
+
+/* Bytes of x [rows, inputs] as tiles of B: for each UNIT rows their pairs, one of each row in a line. */
+static int64_t unit_bytes(int64_t inputs) { return rounded_up(inputs, 2 * UNIT) * UNIT * 2; }
+
+static void arrange_for_units(const float *x, int64_t inputs, const int32_t *chosen, int64_t count, char *to) {
+    memset(to, 0, (size_t)(rounded_up(count, UNIT) / UNIT * unit_bytes(inputs)));
+    for (int64_t r = 0; r < count; r++) {
+        uint16_t *tile = (uint16_t *)(to + r / UNIT * unit_bytes(inputs));
+        const float *row = x + chosen[r] * inputs;
+        for (int64_t h = 0; h < inputs; h++) tile[(h / 2 * UNIT + r % UNIT) * 2 + h % 2] = narrowed(row[h]);
+    }
+}
+
+/* y[r][i] = row i . x[r] for rows [lo, hi) of weights, all of `count` rows of x. */
+static void products_by_units(const uint16_t *weights, int64_t hidden, int64_t lo, int64_t hi, const char *x,
+                              int64_t count, float *y, int64_t stride) {
+    uint16_t staged[UNIT * STAGED] __attribute__((aligned(64)));
+    float out[UNITS_ACROSS * UNIT * UNIT] __attribute__((aligned(64)));
+    for (int64_t first = 0; first < count; first += UNITS_ACROSS * UNIT) {
+        const char *strip = x + first / UNIT * unit_bytes(hidden);
+        int64_t rows = least(UNITS_ACROSS * UNIT, count - first);
+        int across = (int)((rows + UNIT - 1) / UNIT);
+        for (int64_t i = lo; i < hi; i += UNIT) {
+            int64_t number = least(UNIT, hi - i);
+            struct unit_product p = {weights + i * hidden, 2 * hidden, strip, UNIT_LINE, unit_bytes(hidden),
+                                     UNIT * UNIT_LINE, hidden / (2 * UNIT), out, UNIT_LINE, UNIT * UNIT_LINE};
+            if (number == UNIT && hidden % (2 * UNIT) == 0) {
+                multiply_units(&p, across, 0);
+            } else {
+                p.a = staged, p.a_line = 2 * STAGED;
+                for (int64_t h = 0; h < hidden; h += STAGED) {
+                    int64_t n = least(STAGED, hidden - h);
+                    memset(staged, 0, sizeof staged);
+                    for (int64_t r = 0; r < number; r++)
+                        memcpy(staged + r * STAGED, weights + (i + r) * hidden + h, (size_t)n * sizeof *weights);
+                    p.b = strip + h / (2 * UNIT) * p.b_step, p.depth = (n + 2 * UNIT - 1) / (2 * UNIT);
+                    multiply_units(&p, across, h > 0);
+                }
+            }
+            for (int64_t r = 0; r < rows; r++)
+                for (int64_t k = 0; k < number; k++)
+                    y[(first + r) * stride + i + k] = out[(r / UNIT * UNIT + k) * UNIT + r % UNIT];
+        }
+    }
+}
+
+#else
+
+static int by_units(int64_t count) { return (void)count, 0; }
+
+#endif
 
 enum { TOGETHER = 8 };  /* channels: their rows of down are added in one pass for several rows of x */
 enum { COLUMNS = 64 };  /* of down, that are made a panel for many rows of x ... */
@@ -96,7 +156,7 @@ static void activate_bf16(void *context, int64_t lo, int64_t hi) {
 /* part[r][h] += sum of inner[r][t] * down[t][h] for `number` (a constant) channels from t, h in [lo, hi), and `rows`
  * rows, prefetched `ahead` rows of down before their use. */
 INLINE void columns(const struct bf16_tile *p, float *part, int64_t t, const int number, int64_t lo, int64_t hi,
-                    int64_t rows, const int hint, int64_t ahead) {
+                    int64_t rows, int64_t ahead) {
     int64_t hidden = p->w->inputs, channels = p->w->channels;
     const uint16_t *down = p->tile + (2 * channels + t) * hidden;
     int64_t h = lo;
@@ -104,7 +164,7 @@ INLINE void columns(const struct bf16_tile *p, float *part, int64_t t, const int
         vector low[TOGETHER], high[TOGETHER];
         for (int i = 0; i < number; i++) {
             const uint16_t *from = down + i * hidden + h;
-            PREFETCH(from + ahead * hidden, hint);
+            PREFETCH(from + ahead * hidden);
             low[i] = WIDENED(from), high[i] = WIDENED(from + LANES);
         }
         for (int64_t r = 0; r < rows; r++) {
@@ -135,12 +195,11 @@ static void down_by_columns(void *context, int64_t lo, int64_t hi) {
     int64_t channels = p->w->channels, t = 0;
     lo *= PAIR, hi = least(hi * PAIR, p->w->inputs);
     if (p->count == 1) {
-        int64_t ahead = p->w->ahead / (2 * p->w->inputs) + 1;
-#define CALL_ROW(hint) for (; t < channels; t++) columns(p, part, t, 1, lo, hi, 1, hint, ahead)
-        EACH_HINT(p->w->hint, CALL_ROW)
+        int64_t ahead = AHEAD / (2 * p->w->inputs) + 1;
+        for (; t < channels; t++) columns(p, part, t, 1, lo, hi, 1, ahead);
     }
-    for (; t + TOGETHER <= channels; t += TOGETHER) columns(p, part, t, TOGETHER, lo, hi, p->count, T1, TOGETHER);
-    for (; t < channels; t++) columns(p, part, t, 1, lo, hi, p->count, T1, TOGETHER);
+    for (; t + TOGETHER <= channels; t += TOGETHER) columns(p, part, t, TOGETHER, lo, hi, p->count, TOGETHER);
+    for (; t < channels; t++) columns(p, part, t, 1, lo, hi, p->count, TOGETHER);
     for (int64_t r = 0; p->add && r < p->count; r++)
         for (int64_t h = lo; h < hi; h++) p->y[r * p->w->inputs + h] += part[r * p->w->inputs + h];
 }
@@ -155,8 +214,8 @@ static void make_panel(const struct bf16_tile *p, int64_t t, int64_t number, int
     for (int64_t i = 0; i < number; i += step, panel += COLUMNS) {
         const uint16_t *upper = down + i * hidden, *lower = i + 1 < number ? upper + hidden : NULL;
         for (int64_t c = 0; c < COLUMNS; c += 32) { /* of the next panel: 64 bytes each */
-            PREFETCH(upper + COLUMNS + c, T1);
-            if (lower && step > 1) PREFETCH(lower + COLUMNS + c, T1);
+            PREFETCH(upper + COLUMNS + c);
+            if (lower && step > 1) PREFETCH(lower + COLUMNS + c);
         }
         if (width < COLUMNS) {
             memcpy(edge[0], upper, (size_t)width * sizeof *upper);
@@ -253,7 +312,7 @@ static void down_by_panels(void *context, int64_t lo, int64_t hi) {
 /* The rows chosen[0..count) of x [.., H], rounded to bf16, as products take them. */
 static void arrange_rows(const struct weights *w, const float *x, const int32_t *chosen, int64_t count, char *to) {
 #ifdef MATRIX_UNITS
-    if (by_units(w, count)) {
+    if (by_units(count)) {
         arrange_for_units(x, w->inputs, chosen, count, to);
         return;
     }
@@ -266,7 +325,7 @@ static void arrange_rows(const struct weights *w, const float *x, const int32_t 
 static void bf16_tiles(struct team *team, struct bf16_tile tile, int64_t number, volatile uint64_t *ticks) {
     int64_t count = tile.count, hidden = tile.w->inputs;
     int many = count >= FROM_ROWS;
-    tile.units = by_units(tile.w, count);
+    tile.units = by_units(count);
     many |= tile.units;
     tile.pairs = tile.units || (many && HAS_PAIRS());
     for (int64_t n = 0; n < number; n++, tile.tile += 3 * tile.w->channels * hidden) {

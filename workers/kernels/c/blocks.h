@@ -2,8 +2,8 @@
  * which says what a variant defines before. */
 #pragma once
 
+#include "activations.h"
 #include "kernels.h"
-#include "prefetch.h"
 #include "vectors.h"
 
 #include <string.h>
@@ -11,7 +11,7 @@
 /* Rows of a chunk of packed activations: for matrix units, in a variant that has them, if there are many. */
 static int64_t chunk_rows(const struct weights *w, int64_t count) {
 #ifdef MATRIX_UNITS
-    if (count >= w->matrix_rows && w->bits != INT2) return TALL_ROWS;
+    if (count >= UNIT_ROWS && w->bits != INT2) return TALL_ROWS;
 #else
     (void)w;
 #endif
@@ -53,37 +53,33 @@ static void pack(const struct weights *w, int64_t inputs, const struct activatio
 
 /* --- blocks --------------------------------------------------------------------------------------------------- */
 
-#define EACH_COUNT(hint, call)                                                                                    \
+#define EACH_COUNT(call)                                                                                          \
     switch (rows) {                                                                                               \
-    case 1: call(1, hint); break;                                                                                 \
-    case 2: call(2, hint); break;                                                                                 \
-    case 3: call(3, hint); break;                                                                                 \
-    case 4: call(4, hint); break;                                                                                 \
-    case 5: call(5, hint); break;                                                                                 \
-    case 6: call(6, hint); break;                                                                                 \
-    case 7: call(7, hint); break;                                                                                 \
-    default: call(8, hint);                                                                                       \
+    case 1: call(1); break;                                                                                       \
+    case 2: call(2); break;                                                                                       \
+    case 3: call(3); break;                                                                                       \
+    case 4: call(4); break;                                                                                       \
+    case 5: call(5); break;                                                                                       \
+    case 6: call(6); break;                                                                                       \
+    case 7: call(7); break;                                                                                       \
+    default: call(8);                                                                                             \
     }
 
-#define CALL_INT2(n, hint) block_of(block, groups, 64, codes, factors, INT2, n, hint, w->ahead, y)
-#define CALL_INT4_64(n, hint) block_of(block, groups, 64, codes, factors, INT4, n, hint, w->ahead, y)
-#define CALL_INT4(n, hint) block_of(block, groups, w->group, codes, factors, INT4, n, hint, w->ahead, y)
-#define CALL_INT8(n, hint) block_of(block, groups, w->group, codes, factors, INT8, n, hint, w->ahead, y)
-#define COUNT_INT2(hint) EACH_COUNT(hint, CALL_INT2)
-#define COUNT_INT4_64(hint) EACH_COUNT(hint, CALL_INT4_64)
-#define COUNT_INT4(hint) EACH_COUNT(hint, CALL_INT4)
-#define COUNT_INT8(hint) EACH_COUNT(hint, CALL_INT8)
+#define CALL_INT2(n) block_of(block, groups, 64, codes, factors, INT2, n, y)
+#define CALL_INT4_64(n) block_of(block, groups, 64, codes, factors, INT4, n, y)
+#define CALL_INT4(n) block_of(block, groups, w->group, codes, factors, INT4, n, y)
+#define CALL_INT8(n) block_of(block, groups, w->group, codes, factors, INT8, n, y)
 
 static void one_block(const struct weights *w, const uint8_t *block, int64_t groups, const int8_t *codes,
                       const float *factors, int64_t rows, float *y) {
     if (w->bits == INT8) {
-        EACH_HINT(w->hint, COUNT_INT8)
+        EACH_COUNT(CALL_INT8)
     } else if (w->bits == INT2) {
-        EACH_HINT(w->hint, COUNT_INT2)
+        EACH_COUNT(CALL_INT2)
     } else if (w->group == 64) {
-        EACH_HINT(w->hint, COUNT_INT4_64)
+        EACH_COUNT(CALL_INT4_64)
     } else {
-        EACH_HINT(w->hint, COUNT_INT4)
+        EACH_COUNT(CALL_INT4)
     }
 }
 
@@ -143,15 +139,6 @@ static void blocks(void *context, int64_t lo, int64_t hi) {
         return;
     }
     float y[ROWS * BLOCK] __attribute__((aligned(64)));
-#ifdef TWO_BLOCKS_OF
-#define CALL_TWO_BLOCKS(hint) \
-    TWO_BLOCKS_OF(p->matrix + lo * size, size, groups, p->x.codes, p->x.factors, hint, p->w->ahead, y)
-    if (p->w->bits == INT2 && p->count == 1)
-        for (; lo + 2 <= hi; lo += 2) {
-            EACH_HINT(p->w->hint, CALL_TWO_BLOCKS)
-            for (int i = 0; i < 2; i++) take_outputs(p, lo + i, 0, 1, y + i * BLOCK);
-        }
-#endif
     for (int64_t strip = 0; strip < p->count; strip += STRIP) {
         int64_t end = least(strip + STRIP, p->count);
         for (int64_t b = lo; b < hi; b++) {

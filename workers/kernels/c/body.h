@@ -1,9 +1,9 @@
 /* The kernels of all variants. Each variant includes this file after it has defined
  *
- *     block_of(block, groups, group, codes, factors, bits, rows, hint, ahead, y)
+ *     block_of(block, groups, group, codes, factors, bits, rows, y)
  *
  * which computes one block of 16 outputs of INT2 (in groups of 64), INT4 or INT8 for `rows` (1 to ROWS) rows into
- * y [rows, 16]; `bits`, `rows` and `hint` are constants. codes and factors are packed: for each group the rows' codes, one
+ * y [rows, 16]; `bits` and `rows` are constants. codes and factors are packed: for each group the rows' codes, one
  * row after the other, and the rows' factors. And
  *
  *     BYTE_DOTS(sum, bytes, codes, bits)
@@ -23,21 +23,19 @@
  *
  * for tiles of bf16, see amx.c.
  */
-#include "activations.h"
+#include "blocks.h"
 #include "attention.h"
 #include "bandwidth.h"
 #include "bf16_tiles.h"
-#include "blocks.h"
-#include "guard.h"
-#include "masked.h"
 #include "descriptor.h"
+#include "masked.h"
 #include "spans.h"
 #include "team.h"
 #include "vectors.h"
 
 #include <string.h>
 
-int tandem_kernels_version(void) { return 14; }
+int tandem_kernels_version(void) { return 15; }
 
 enum { MOST_GROUP = 128 }; /* inputs that share a scale */
 enum { NEARBY = 1 << 19 }; /* bytes of outputs that a core's own cache holds, beside activations and weights */

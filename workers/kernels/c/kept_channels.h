@@ -65,8 +65,7 @@ static void records_ahead(const int32_t *channels, int64_t number, int64_t first
         next[i - first] = i + SUMMED < number ? (channels[i + SUMMED] - channels[i]) * record : HERE;
 }
 
-static void one_row(const struct weights *w, const struct row_shape *shape, const uint8_t *records,
-                    const struct masked_scratch *s) {
+static void one_row(const struct row_shape *shape, const uint8_t *records, const struct masked_scratch *s) {
     const struct kept *k = &s->kept;
     int64_t number = k->number[0], record = 2 * shape->bytes;
     for (int64_t first = 0; first < number; first += SUMMED) {
@@ -76,14 +75,13 @@ static void one_row(const struct weights *w, const struct row_shape *shape, cons
         records_ahead(k->which, number, first, taken, record, next);
         for (int64_t i = 0; i < taken; i++)
             gate[i] = records + k->which[first + i] * record, down[i] = gate[i] + shape->bytes;
-        gates_of_row(w, shape, gate, taken, s->gate_x[0], next, a[0]);
+        gates_of_row(shape, gate, taken, s->gate_x[0], next, a[0]);
         silu_times(a[0], k->a + first, taken);
-        add_down(w, shape, down, (const float (*)[SUMMED])a, 1, taken, next, &s->y);
+        add_down(shape, down, (const float (*)[SUMMED])a, 1, taken, next, &s->y);
     }
 }
 
-static void few_rows(const struct weights *w, const struct row_shape *shape, const uint8_t *records,
-                     const struct masked_scratch *s) {
+static void few_rows(const struct row_shape *shape, const uint8_t *records, const struct masked_scratch *s) {
     const struct kept *k = &s->kept;
     int64_t rows = k->count, number = 0, record = 2 * shape->bytes, at[GATES] = {0};
     int32_t *all = s->sizes; /* the channels that some row keeps */
@@ -105,7 +103,7 @@ static void few_rows(const struct weights *w, const struct row_shape *shape, con
                 places[r][counts[r]] = (int32_t)i, u[r][counts[r]] = k->a[place], at[r]++;
             }
             float dots[GATES];
-            gate_products(w, shape, gate, x, n, next[i], dots);
+            gate_products(shape, gate, x, n, next[i], dots);
             for (int64_t j = 0; j < n; j++) gates[which[j]][counts[which[j]]++] = dots[j];
             down[i] = gate + shape->bytes;
         }
@@ -113,14 +111,13 @@ static void few_rows(const struct weights *w, const struct row_shape *shape, con
             silu_times(gates[r], u[r], counts[r]);
             for (int64_t i = 0; i < counts[r]; i++) a[r][places[r][i]] = gates[r][i];
         }
-        add_down(w, shape, down, (const float (*)[SUMMED])a, rows, taken, next, &s->y);
+        add_down(shape, down, (const float (*)[SUMMED])a, rows, taken, next, &s->y);
     }
 }
 
 /* --- many rows, or threads that share them ------------------------------------------------------------------------ */
 
 struct shared_channels {
-    const struct weights *w;
     const struct row_shape *shape;
     const uint8_t *records;
     const struct masked_scratch *s;
@@ -149,7 +146,7 @@ static void shared_gates(void *context, int64_t lo, int64_t hi) {
                     row[n] = strip + r, x[n++] = p->s->gate_x[strip + r], at[r]++;
                 if (n == GATES || (n && r + 1 == rows)) {
                     float dots[GATES];
-                    gate_products(p->w, p->shape, p->records + c * record, x, n, HERE, dots);
+                    gate_products(p->shape, p->records + c * record, x, n, HERE, dots);
                     for (int64_t i = 0; i < n; i++) k->gates[row[i] * k->channels + c] = dots[i];
                     n = 0;
                 }
@@ -217,13 +214,13 @@ static void kept_channels(struct team *team, const struct weights *w, const uint
         memset(s->y.numbers, 0, (size_t)(rows * s->y.stride) * sizeof *s->y.numbers);
         memset(s->y.zeros, 0, (size_t)(rows * s->y.zeros_stride) * sizeof *s->y.zeros);
         if (rows == 1)
-            one_row(w, &shape, records, s);
+            one_row(&shape, records, s);
         else
-            few_rows(w, &shape, records, s);
+            few_rows(&shape, records, s);
         for (int64_t r = 0; r < rows; r++) take_added(&shape, &s->y, r, add, y + r * w->outputs);
         return;
     }
-    struct shared_channels shared = {w, &shape, records, s, y, add};
+    struct shared_channels shared = {&shape, records, s, y, add};
     parallel_for(team, shared_gates, &shared, s->kept.channels, WAKE_NS);
     parallel_for(team, shared_activations, &shared, rows, WAKE_NS);
     parallel_for(team, shared_down, &shared, s->y.stride / WIDTH, 0);

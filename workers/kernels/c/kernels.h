@@ -28,12 +28,17 @@ enum { STRIP = 128 }; /* rows: their activations stay in a core's cache while al
 
 /* Matrix units: rows of a tile. A tile takes about as long however many of its rows are used. */
 enum { TALL_ROWS = 16 };
+#ifndef UNIT_ROWS
+#define UNIT_ROWS 12 /* of one product, from which matrix units compute it, in variants that have them; a test has others */
+#endif
 
 enum { INT2 = 2, INT4 = 4, INT8 = 8, BF16 = 16, FLOAT32 = 32 }; /* bits of a weight: which format */
 
-/* Into which caches weights that are read once are prefetched; x86 has instructions of these names. Which is the
- * fastest differs between processors by factors, so it is measured where it runs. No bit depends on it. */
-enum { NO_HINT, NTA, T0, T1 };
+/* Prefetches memory that is read once, into the second cache. Other hints halve the pace on some processors; where this
+ * one was measured (docs/kernels.md), no other hint or distance is faster by more than measurements differ. The address may
+ * lie beyond the end of memory: then nothing happens. */
+#define PREFETCH(at) __builtin_prefetch((const char *)(at), 0, 2)
+enum { AHEAD = 8192 }; /* bytes: how far ahead of its use */
 
 struct weights {
     int64_t bits;
@@ -41,9 +46,6 @@ struct weights {
     int64_t inputs;   /* of a matrix; H of tiles */
     int64_t outputs;  /* of a matrix; H of tiles */
     int64_t channels; /* T of one tile, a multiple of group; 0 for a matrix */
-    int64_t hint;     /* NO_HINT, NTA, T0 or T1; of bf16 for one row */
-    int64_t ahead;    /* bytes: how far ahead of its use memory is prefetched */
-    int64_t matrix_rows; /* of one product, from which matrix units compute it, in variants that have them */
     int64_t channel_bits; /* of a tile's gate and down, where they lie by channel and `bits` are up's: INT4, INT8 or
                            * BF16 (shm/floe.py); 0: a tile is matrices of `bits` */
 };
@@ -142,9 +144,8 @@ int tandem_channels(struct team *team, const struct weights *weights, const uint
                     float *y, void *scratch);
 int64_t tandem_channels_scratch(const struct weights *weights, int64_t channels, int64_t rows);
 
-/* The sum of `bytes` bytes, a multiple of 64, as 64-bit numbers: its time is that of reading memory with this hint,
- * prefetched `ahead` bytes before its use. */
-uint64_t tandem_read(struct team *team, const uint8_t *memory, int64_t bytes, int64_t hint, int64_t ahead);
+/* The sum of `bytes` bytes, a multiple of 64, as 64-bit numbers: its time is that of reading memory. */
+uint64_t tandem_read(struct team *team, const uint8_t *memory, int64_t bytes);
 
 /* --- a decoder layer up to its routed experts, for single tokens of several sequences ----------------------- */
 

@@ -242,10 +242,8 @@ static void activate_rows(void *context, int64_t lo, int64_t hi) {
     }
 }
 
-/* Of a float32 matrix [outputs, hidden], prefetched like the layer's other matrices. */
 static struct weights float32_weights(const struct layer *l, int64_t outputs) {
-    const struct weights *of = &l->first->of;
-    return (struct weights){FLOAT32, 1, l->hidden, outputs, 0, of->hint, of->ahead, of->matrix_rows, 0};
+    return (struct weights){FLOAT32, 1, l->hidden, outputs, 0, 0};
 }
 
 /* y = the feed-forward block of x. */

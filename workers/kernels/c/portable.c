@@ -1,7 +1,6 @@
 /* C for every processor, with the vectors of 16 bytes that gcc and clang know on all of them. Bytes are taken in
  * pairs, as the 16-bit numbers that they are on a little-endian machine. */
 #include "kernels.h"
-#include "prefetch.h"
 
 #include <string.h>
 
@@ -101,7 +100,7 @@ INLINE void grow(float *y, const ints *dot, const float *scale, const float *zer
 }
 
 INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const int8_t *codes, const float *factors,
-                     const int bits, const int rows, const int hint, int64_t ahead, float *y) {
+                     const int bits, const int rows, float *y) {
     for (int i = 0; i < rows * BLOCK; i++) y[i] = 0.0f;
     for (int64_t g = 0; g < groups; g++) {
         const uint8_t *data = block + 64;
@@ -110,7 +109,7 @@ INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const 
             for (int r = 0; r < rows; r++) dot[i][r] = (ints){0};
         for (int64_t start = 0; start < group; start += SPAN, data += SPAN * 2 * bits) {
             spread_t wide[ROWS];
-            for (int line = 0; line < SPAN * 2 * bits; line += 64) PREFETCH(data + line + ahead, hint);
+            for (int line = 0; line < SPAN * 2 * bits; line += 64) PREFETCH(data + line + AHEAD);
             for (int r = 0; r < rows; r++) spread(codes + r * group + start, wide[r]);
             for (int i = 0; i < BLOCK / FOUR; i++) {
                 if (bits == INT2)

@@ -6,7 +6,6 @@
 #pragma once
 
 #include "kernels.h"
-#include "prefetch.h"
 #include "vectors.h"
 
 enum { PAIRS = 1 }; /* like BF16 or FLOAT32: bf16 by WITH_PAIRS */
@@ -97,7 +96,7 @@ INLINE vector half_of(const void *weights, int64_t at, int half, const int kind)
  * read once for all rows of weights, and the other way round. `kind`, a constant: BF16, FLOAT32 or PAIRS. Rows of x are
  * `step` bytes apart. Weights are prefetched `ahead` numbers before their use. */
 INLINE void products(const void *weights, const int kind, const int number, int64_t hidden, const char *x,
-                     int64_t step, const int rows, const int hint, int64_t ahead, float *y, int64_t stride) {
+                     int64_t step, const int rows, int64_t ahead, float *y, int64_t stride) {
     const int bytes = kind == FLOAT32 ? 4 : 2;
     vector sums[TALL][FEW];
     for (int i = 0; i < number; i++)
@@ -108,7 +107,7 @@ INLINE void products(const void *weights, const int kind, const int number, int6
             words pairs[TALL];
             for (int i = 0; i < number; i++) {
                 const uint16_t *from = (const uint16_t *)weights + i * hidden + h;
-                PREFETCH(from + ahead, hint);
+                PREFETCH(from + ahead);
                 pairs[i] = loaded_words(from);
             }
             for (int r = 0; r < rows; r++) {
@@ -122,7 +121,7 @@ INLINE void products(const void *weights, const int kind, const int number, int6
             for (int i = 0; i < number; i++) {
                 int64_t at = i * hidden + h;
                 if (!half || kind == FLOAT32)
-                    PREFETCH((const char *)weights + (at + half * LANES + ahead) * bytes, hint);
+                    PREFETCH((const char *)weights + (at + half * LANES + ahead) * bytes);
                 wide[i] = half_of(weights, at, half, kind);
             }
             for (int r = 0; r < rows; r++) {
@@ -148,13 +147,11 @@ INLINE void products(const void *weights, const int kind, const int number, int6
 /* y[i] = row i . x for one row of x and ONE_TALL or 1 rows of weights. */
 INLINE void one_row_products(const struct weights *w, const void *weights, const int kind, int64_t number,
                              const char *x, float *y) {
-    int64_t hidden = w->inputs, ahead = ONE_TALL > 1 ? ONE_TALL * hidden : w->ahead / (kind == FLOAT32 ? 4 : 2);
-#define CALL_ONE_TALL(hint) products(weights, kind, ONE_TALL, hidden, x, 0, 1, hint, ahead, y, 0)
+    int64_t hidden = w->inputs, ahead = ONE_TALL > 1 ? ONE_TALL * hidden : AHEAD / (kind == FLOAT32 ? 4 : 2);
     if (number > 1)
-        EACH_HINT(w->hint, CALL_ONE_TALL)
-#define CALL_ONE_ONE(hint) products(weights, kind, 1, hidden, x, 0, 1, hint, ahead, y, 0)
+        products(weights, kind, ONE_TALL, hidden, x, 0, 1, ahead, y, 0);
     else
-        EACH_HINT(w->hint, CALL_ONE_ONE)
+        products(weights, kind, 1, hidden, x, 0, 1, ahead, y, 0);
 }
 
 /* y[r][i] = row i . x[r] for `count` rows of x and rows [lo, hi) of `weights` [.., inputs]; y has `stride` numbers a
@@ -176,8 +173,8 @@ INLINE void products_of(const struct weights *w, const void *weights, const int 
                 const char *few = x + first * step;
                 float *to = y + first * stride + i;
                 int64_t rows = least(FEW, end - first), ahead = first == begin ? taken * hidden : 0;
-#define CALL_TALL(n) products(from, kind, TALL, hidden, few, step, n, T1, ahead, to, stride)
-#define CALL_ONE(n) products(from, kind, 1, hidden, few, step, n, T1, ahead, to, stride)
+#define CALL_TALL(n) products(from, kind, TALL, hidden, few, step, n, ahead, to, stride)
+#define CALL_ONE(n) products(from, kind, 1, hidden, few, step, n, ahead, to, stride)
                 if (taken > 1)
                     UP_TO_FEW(CALL_TALL)
                 else

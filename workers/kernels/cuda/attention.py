@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workers.kernels.cuda.compiler import Program
 from workers.kernels.cuda.launcher import Launcher
-from workers.kernels.cuda.sources import Program
 
 THREADS = {"append": 128, "attend": 256, "merge": 128}
 STEP, MOST_CHUNKS = 128, 64  # tokens of the smallest chunk; chunks of a sequence
@@ -23,23 +23,23 @@ ROW_NUMBERS = 1 << 19  # of the chunks of a row together: models with many wide 
 
 
 def program(dtype: torch.dtype) -> Program:
-    """For keys and values of this dtype, float32 or bfloat16."""
+    """Returns the program for keys and values of this dtype, float32 or bfloat16."""
     return Program("attention.cu", (("BITS", 8 * dtype.itemsize),))
 
 
 def fits(streams: Sequence[tuple[int, int]]) -> bool:
-    """Whether the kernels take streams of these heads and widths."""
+    """Tells whether the kernels take streams of these heads and widths."""
     return max(width for _, width in streams) <= (MOST_KEY if len(streams) == 1 else MOST_VALUE)
 
 
 def bits_of(number: float) -> int:
-    """Of a float32, as a kernel's argument."""
+    """Returns a float32 as a kernel's argument."""
     return int(np.float32(number).view(np.uint32))
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Where a layer's numbers of each row lie: addresses on the device of int64 [R] each."""
+    """The places of a layer's numbers of each row: addresses on the device of int64 [R] each."""
 
     number: int
     positions: int  # of the new tokens; -1: no sequence
@@ -48,7 +48,7 @@ class Rows:
 
 
 class DecodeAttention:
-    """Of sequences of at most `context` tokens."""
+    """Attention for sequences of at most `context` tokens."""
 
     def __init__(self, launcher: Launcher, context: int) -> None:
         """`launcher` has the `program` of the cache's dtype."""

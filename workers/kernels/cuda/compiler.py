@@ -1,4 +1,5 @@
-"""Compiles the CUDA kernels with NVRTC, which comes with torch's CUDA build, and keeps what it made.
+"""The sources of the CUDA kernels. NVRTC, which comes with torch's CUDA build, compiles them, and
+the result is kept.
 
 `<cache folder>/kernels/<key>.cubin`: the key is a hash of the sources, the options, the GPU's architecture
 and NVRTC's version. Files are 0600 in 0700 folders; one that another user can have written is not used. A
@@ -11,17 +12,76 @@ import hashlib
 import importlib
 import logging
 import os
+import re
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from protocol.errors import NotPrivate
 from protocol.files import check_private, make_folders, read_small
 from shm.atomic_file import atomic_file
+from shm.blocks import BlockFormat
+from shm.formats import BF16, TileFormat
 from workers.cuda import CudaError
-from workers.kernels.cuda import sources
-from workers.kernels.cuda.sources import OPTIONS, Program
-from workers.kernels.tuning_file import FOLDER
+
+FOLDER = Path(__file__).parent
+KEPT_IN = "kernels"  # the folder of compiled programs in the disk cache
+FILE_NAME = re.compile(r"[0-9a-f]{16}\.cubin")  # of a compiled program in the disk cache
+KERNELS = re.compile(r"^KERNEL\(\w+, (\w+)", re.MULTILINE)
+INCLUDES = re.compile(r'^#include "(\w+\.cuh)"', re.MULTILINE)
+OPTIONS = ("--std=c++17", "--fmad=false")  # every fused addition is written as one
+
+
+@dataclass(frozen=True)
+class Program:
+    """One file and the constants of its compilation."""
+
+    file: str
+    constants: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def of_blocks(cls, format: BlockFormat, fused: bool) -> Program:
+        """Tiles and matrices of a quantized format. `fused`: with the bits of the host's variants whose
+        additions are fused; else with those of `portable`."""
+        return cls("tiles.cu", (("BITS", format.bits), ("GROUP", format.group), ("FUSED", int(fused))))
+
+    @classmethod
+    def of_format(cls, format: TileFormat, fused: bool) -> Program | None:
+        """Tiles of a format; None without kernels for it."""
+        if isinstance(format, BlockFormat):
+            return cls.of_blocks(format, fused)
+        return cls("plain.cu") if isinstance(format, BF16) else None
+
+    @classmethod
+    def of_sums(cls) -> Program:
+        """Sums of partial sums in the host's memory."""
+        return cls("sums.cu")
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """Options of any compiler."""
+        return tuple(f"-D{name}={value}" for name, value in self.constants)
+
+
+@cache
+def kernels(file: str) -> frozenset[str]:
+    """Names of the kernels of a program with this file."""
+    source = text(file).decode()
+    return frozenset(KERNELS.findall(source)).union(*map(kernels, INCLUDES.findall(source)))
+
+
+@cache
+def text(file: str) -> bytes:
+    return (FOLDER / file).read_bytes()
+
+
+@cache
+def headers() -> tuple[str, ...]:
+    """Names of the files that others include."""
+    return tuple(sorted(path.name for path in FOLDER.glob("*.cuh")))
+
 
 LEAST_ARCHITECTURE = (8, 0)  # the first with the matrix instruction that the kernels use
 MAX_BYTES = 1 << 24
@@ -39,7 +99,7 @@ def compiled(program: Program, architecture: tuple[int, int], cache: Path | None
     nvrtc = Nvrtc()
     target = f"sm_{architecture[0]}{architecture[1]}"
     options = (*OPTIONS, *program.defines, f"--gpu-architecture={target}")
-    path = None if cache is None else cache / FOLDER / f"{_key(program, options, nvrtc.version)}.cubin"
+    path = None if cache is None else cache / KEPT_IN / f"{_key(program, options, nvrtc.version)}.cubin"
     if path is not None and (kept := _read(path)):
         return kept
     cubin, _ = nvrtc.compile(program, options)
@@ -51,7 +111,7 @@ def compiled(program: Program, architecture: tuple[int, int], cache: Path | None
 def _key(program: Program, options: tuple[str, ...], version: tuple[int, int]) -> str:
     """16 digits."""
     parts = [program.file, *options, str(version)]
-    files = [sources.text(name) for name in (program.file, *sources.headers())]
+    files = [text(name) for name in (program.file, *headers())]
     digest = hashlib.sha256("\0".join(parts).encode())
     for file in files:
         digest.update(len(file).to_bytes(8, "little") + file)
@@ -100,11 +160,11 @@ class Nvrtc:
 
     def compile(self, program: Program, options: tuple[str, ...]) -> tuple[bytes, str]:
         """The cubin, and the compiler's messages. Raises CudaError with them where it fails."""
-        names = sources.headers()
+        names = headers()
         handle = self._call(
             "nvrtcCreateProgram",
-            sources.text(program.file), program.file.encode(),
-            len(names), [sources.text(name) for name in names], [name.encode() for name in names],
+            text(program.file), program.file.encode(),
+            len(names), [text(name) for name in names], [name.encode() for name in names],
         )  # fmt: skip
         try:
             try:

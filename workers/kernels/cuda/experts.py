@@ -20,8 +20,7 @@ from torch import Tensor
 
 from shm.blocks import BlockFormat
 from shm.layout import StoreLayout
-from workers.kernels.cuda.buffers import Scratch, Uploaded
-from workers.kernels.cuda.launcher import Launcher
+from workers.kernels.cuda.launcher import Launcher, Scratch, Uploaded
 from workers.kernels.cuda.products import (
     ITEM,
     LIMITS,
@@ -34,21 +33,19 @@ from workers.kernels.cuda.products import (
     in_chunks,
     limit_of,
 )
-from workers.kernels.cuda.reserved import ALIGNMENT
 
 FEW = 8  # most rows of an expert for which its tiles have outputs of their own
-FLOAT, ADDRESS = 4, 8  # bytes
+FLOAT = 4  # bytes
 KEPT_PLACES, KEPT_ROWS = 512, 128  # layouts of shares that are kept, with so many rows at most
 NO_LIMIT = 1 << 31
-ADDS = 3  # calls of `add` whose tables have memory reserved: resident tiles, and two groups of missing ones
 
 Numbers = NDArray[np.int32]
 Terms = NDArray[np.void]
 
 
 class Places:
-    """Where the rows of a share's items are: item i has the rows rows[offsets[i]:offsets[i + 1]] of x, and up
-    to cuts[i] tiles."""
+    """The places of the rows of a share's items: item i has the rows rows[offsets[i]:offsets[i + 1]] of x,
+    and up to cuts[i] tiles."""
 
     def __init__(self, cuts: Numbers, offsets: Numbers, rows: Numbers, x_rows: int) -> None:
         """Use `places_of`."""
@@ -64,14 +61,6 @@ class Places:
         self.entries = int(entries.sum())
         self.outputs = self.entries if self.few else len(rows)
         self.all_terms = self.terms(self.cuts)
-        chunks = cuts if self.few else cuts * -(-self._number // LIMITS[-1])
-        kinds = 1 if self.few else 2  # of items
-        tables = int(cuts.sum()) * ADDRESS + int(chunks.sum()) * kinds * ITEM.itemsize
-        terms, offsets, _ = self.all_terms  # once for all tiles, and once for those that came
-        arrays = ADDS * (1 + kinds) + 5
-        self.upload_bytes = (
-            tables + self.rows.nbytes + 2 * (terms.nbytes + offsets.nbytes) + arrays * ALIGNMENT
-        )
         if self.few:
             before = np.cumsum(cuts) - cuts  # tiles of earlier items
             of = np.repeat(np.arange(len(cuts)), cuts)
@@ -80,8 +69,8 @@ class Places:
             self._before = before.tolist()
 
     def items(self, tiles: Sequence[tuple[int, int, Tensor]]) -> tuple[Items, Items]:
-        """For tiles as of `LayerOnDevice.add`, an item's behind each other, in the order of a table of
-        addresses: the items of gate and up, and of down."""
+        """Returns what is launched for tiles as of `LayerOnDevice.add`, an item's behind each other, in the
+        order of a table of addresses: the items of gate and up, and of down."""
         if self.few:
             made = self._every[[self._before[item] + tile for item, tile, _ in tiles]]
             made["tile"] = np.arange(len(tiles))
@@ -115,8 +104,8 @@ class Places:
         return made
 
     def terms(self, computed: Sequence[int]) -> tuple[Terms, Numbers, NDArray[np.int64]]:
-        """What each row of x adds up, row by row, still without weights; where each row's terms begin; and of
-        each term its place among the rows. computed: tiles of each item."""
+        """Returns what each row of x adds up, row by row, still without weights; where each row's terms
+        begin; and of each term its place among the rows. computed: tiles of each item."""
         of = np.repeat(np.arange(len(self._number)), self._number)
         place, done = np.arange(len(self.rows)), np.array(computed, np.int32)
         terms = np.zeros(len(place), TERM)
@@ -132,7 +121,8 @@ class Places:
 
 
 def places_of(cuts: Numbers, offsets: Numbers, rows: Numbers, x_rows: int) -> Places:
-    """Those of a step of few tokens are kept: in the next layers and steps they are often the same."""
+    """Returns places; those of a step of few tokens are kept, because in the next layers and steps they are
+    often the same."""
     if len(rows) > KEPT_ROWS:
         return Places(cuts, offsets, rows, x_rows)
     return _kept_places(*(np.asarray(of, np.int32).tobytes() for of in (cuts, offsets, rows)), x_rows)
@@ -160,7 +150,6 @@ class LayerOnDevice:
             places.outputs * hidden * FLOAT,
         )
         codes, factors, inner, inner_factors, self._out = self._scratch.addresses
-        self._space = products.launcher.reserve(places.upload_bytes)
         self._codes = Codes(codes, factors, products.units(hidden))
         self._inner = Codes(inner, inner_factors, products.units(channels))
         self._shared: Uploaded | None = None  # the rows of x, and what they add up, if all tiles come
@@ -168,8 +157,7 @@ class LayerOnDevice:
 
     def add(self, tiles: Sequence[tuple[int, int, Tensor]]) -> None:
         """Compute tiles: of each its item among the share's, its number within its expert, and its bytes on
-        the device; of one item in their order, also from one call to the next. The first calls allocate
-        nothing: the device may be waiting for these tiles (`Reserved`)."""
+        the device; of one item in their order, also from one call to the next."""
         if not tiles:
             return
         products, places = self._products, self._places
@@ -180,7 +168,7 @@ class LayerOnDevice:
         table = np.array([data.data_ptr() for _, _, data in tiles], np.int64)
         limit = limit_of(min(places.most, LIMITS[-1]), products.limits)
         arrays = (table, inner) if inner is down else (table, inner, down)
-        upload = Uploaded(products.launcher, *self._of_all(), *arrays, space=self._space)
+        upload = Uploaded(products.launcher, *self._of_all(), *arrays)
         self._shared = self._shared or upload
         addresses, to_inner, *others = upload.addresses[-len(arrays) :]
         products.gate_up(
@@ -190,7 +178,7 @@ class LayerOnDevice:
         products.down(to_down, len(down), limit, addresses, self._inner, self._out)
 
     def _of_all(self) -> tuple[NDArray[Any], ...]:
-        """With the first tiles: what the whole share needs."""
+        """Returns what the whole share needs, with the first tiles."""
         if self._shared is not None:
             return ()
         return self._places.rows, *self._weighted(*self._places.all_terms)
@@ -207,7 +195,7 @@ class LayerOnDevice:
             terms, offsets = self._shared.addresses[1:3]
         else:  # not all tiles have come
             weighted = self._weighted(*self._places.terms(self._computed))
-            last = Uploaded(self._products.launcher, *weighted, space=self._space)
+            last = Uploaded(self._products.launcher, *weighted)
             terms, offsets = last.addresses
         self._products.combine(self._out, terms, offsets, len(y), y.data_ptr())
         return y

@@ -1,10 +1,12 @@
-"""Starts compiled kernels on a GPU: on torch's current stream, so behind what torch has computed."""
+"""Starts compiled kernels on a GPU, on torch's current stream, so behind what torch has computed; has arrays
+that a launch reads, copied together, and scratch memory that its kernels share.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,9 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.cuda import CudaError, call
-from workers.kernels.cuda.compiler import compiled
-from workers.kernels.cuda.reserved import Reserved
-from workers.kernels.cuda.sources import Program, kernels
+from workers.kernels.cuda.compiler import Program, compiled, kernels
 
 MOST_BLOCKS = (1 << 31) - 1  # of one launch
 MOST_ARGUMENTS = 16
@@ -28,7 +28,6 @@ class Launcher(Protocol):
     device: torch.device
     # A copy on the device, uint8; the kernels that are launched afterwards may read it.
     upload: Callable[[NDArray[np.uint8]], Tensor]
-    reserve: Callable[[int], Reserved]  # memory for uploads of so many bytes
 
     def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
         """Start a kernel. Arguments are addresses on the device and numbers, 64 bits each."""
@@ -59,11 +58,10 @@ class CudaLauncher:
         device: torch.device,
         cache: Path | None,
         upload: Callable[[NDArray[np.uint8]], Tensor],
-        reserve: Callable[[int], Reserved],
     ) -> None:
         """Compiles it, or takes it from the cache folder. Raises CudaError where that fails. `upload`: of
-        arrays to the device, without waiting; `reserve`: memory for that."""
-        self.device, self.upload, self.reserve = device, upload, reserve
+        arrays to the device, without waiting."""
+        self.device, self.upload = device, upload
         self._arguments = Arguments()
         try:
             self._driver: Any = importlib.import_module("cuda.bindings.driver")
@@ -76,9 +74,7 @@ class CudaLauncher:
             module = self._call("cuModuleLoadData", np.frombuffer(cubin, np.uint8).ctypes.data)
         except RuntimeError as e:  # the bindings find no driver
             raise CudaError(str(e)) from None
-        # All now: with lazy loading, CUDA's default, this loads a kernel, which may wait for the device; and
-        # a launch may come while the device waits for a landing, which that might hold up. Loading every
-        # module eagerly instead (CUDA_MODULE_LOADING) would take memory of the device for all of torch's.
+        # All now: loading a kernel may wait for the device, and a step must not.
         self._functions: dict[str, Any] = {
             name: self._call("cuModuleGetFunction", module, name.encode()) for name in kernels(program.file)
         }
@@ -100,3 +96,37 @@ class CudaLauncher:
         if int(status) != 0:
             raise CudaError(f"{name}: {status.name}")
         return results[0] if results else None
+
+
+ALIGNMENT = 256  # bytes
+
+
+def _places(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Returns where parts of so many bytes begin, and the bytes of all. In Python: a layer has a few of
+    them."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return starts, end
+
+
+class Uploaded:
+    """Arrays on the device, by one copy. `addresses`: of each, while this lives."""
+
+    def __init__(self, launcher: Launcher, *arrays: NDArray[Any]) -> None:
+        starts, size = _places([array.nbytes for array in arrays])
+        data = np.empty(size, np.uint8)
+        for array, start in zip(arrays, starts, strict=True):
+            data[start : start + array.nbytes] = array.view(np.uint8)
+        self._memory = launcher.upload(data)
+        self.addresses = [self._memory.data_ptr() + start for start in starts]
+
+
+class Scratch:
+    """Parts of one allocation, uninitialised. `addresses`: of each, while this lives."""
+
+    def __init__(self, launcher: Launcher, *sizes: int) -> None:
+        starts, size = _places(sizes)
+        self._memory: Tensor = torch.empty(size, dtype=torch.uint8, device=launcher.device)
+        self.addresses = [self._memory.data_ptr() + start for start in starts]

@@ -1,16 +1,27 @@
-"""Matrices of a quantized format on a GPU: y = x @ W.T by the same kernels as an expert's down."""
+"""Matrices of a quantized format on a GPU: y = x @ W.T by the same kernels as an expert's down.
+
+With them up of the formats whose gate and down lie by channel (`shm/floe.py`), so with the host's bits and
+its masks; the rest of those is torch's. And the sum of the expert workers' partial sums, which a GPU reads in
+the host's memory.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shm.blocks import BlockFormat
+from shm.floe import FloeFormat
 from shm.formats import Bytes
-from workers.kernels.cuda.buffers import Scratch, Uploaded
-from workers.kernels.cuda.launcher import Launcher
+from shm.layout import StoreLayout
+from shm.mask import Mask
+from workers.kernels.cuda.launcher import Launcher, Scratch, Uploaded
 from workers.kernels.cuda.products import ITEM, BlockProducts, Codes, Items, in_chunks, limit_of
+from workers.kernels.reference import ChannelInputs, ReferenceChannels
 
 KEPT = 64  # numbers of rows whose items are kept
 ALWAYS = 64  # so many rows or fewer: a CUDA graph may read their items, as long as the matrix lives
@@ -59,13 +70,88 @@ class CudaMatrix:
 
     def _items_of(self, rows: int) -> tuple[Uploaded, int, int]:
         """The items of a product with so many rows, kept for the next one."""
-        found = self._items.get(rows)
-        if found is None:
+        kept = self._items.get(rows)
+        if kept is None:
             made, limit = row_items(rows)
             table = np.array([self._data.data_ptr()], np.int64)
             upload = Uploaded(self._products.launcher, made, table)
             passing = [number for number in self._items if number > ALWAYS]
             if rows > ALWAYS and len(passing) >= KEPT:
                 self._items.pop(passing[0])
-            self._items[rows] = found = upload, len(made), limit
-        return found
+            self._items[rows] = kept = upload, len(made), limit
+        return kept
+
+
+class CudaInputs(NamedTuple):
+    """Rows of x as up takes them, on the device, and as the reference does."""
+
+    codes: Tensor  # int8 [R, H in whole groups]
+    factors: Tensor  # float32 [R, groups, 2]
+    reference: ChannelInputs
+
+
+class CudaChannels:
+    """Computes heads and channels on the device."""
+
+    def __init__(self, launcher: Launcher, layout: StoreLayout) -> None:
+        """`launcher` has the program of the format's up matrices."""
+        assert isinstance(layout.format, FloeFormat)
+        self._launcher, self._format, self._hidden = launcher, layout.format, layout.shape.hidden
+        self._reference = ReferenceChannels(layout)
+
+    def activations(self, x: Tensor) -> CudaInputs:
+        """x float32 [R, H]."""
+        x, products, group = x.contiguous(), self._up(0), self._format.up.group
+        groups = products.units(self._hidden)
+        codes = torch.empty((len(x), groups * group), dtype=torch.int8, device=x.device)
+        factors = torch.empty((len(x), groups, 2), dtype=torch.float32, device=x.device)
+        to = Codes(codes.data_ptr(), factors.data_ptr(), groups)
+        products.quantize(x.data_ptr(), len(x), self._hidden, to)
+        return CudaInputs(codes, factors, self._reference.activations(x))
+
+    def up(self, heads: Tensor, x: CudaInputs, rows: Tensor) -> Tensor:
+        """u of all channels of consecutive heads, float32 [n, channels]. rows: int64 [n]."""
+        channels = len(heads) // self._format.head_bytes(self._hidden, 16) * 16
+        codes, factors = x.codes[rows], x.factors[rows]
+        u = torch.empty((len(rows), channels), dtype=torch.float32, device=heads.device)
+        if u.numel():
+            items, limit = row_items(len(rows))
+            upload = Uploaded(self._launcher, items, np.array([heads.data_ptr()], np.int64))
+            of_items, table = upload.addresses
+            of_x = Codes(codes.data_ptr(), factors.data_ptr(), factors.shape[1])
+            self._up(channels).down(of_items, len(items), limit, table, of_x, u.data_ptr())
+        return u
+
+    def keeps(self, u: Tensor, mask: Mask) -> Tensor:
+        """bool [n, channels]: `Mask.keeps` of each tile."""
+        return self._reference.keeps(u, mask)
+
+    def channels(self, records: Tensor, u: Tensor, x: CudaInputs, rows: Tensor) -> Tensor:
+        """Returns what ReferenceChannels does."""
+        return self._reference.channels(records, u, x.reference, rows)
+
+    def _up(self, channels: int) -> BlockProducts:
+        return BlockProducts(self._launcher, self._format.up, (channels, self._hidden), tiles=False)
+
+
+THREADS = 256
+KEPT_TABLES = 256  # in decode the same slots of the exchange take turns
+
+
+class PartSums:
+    """Launches `sums.cu`."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._tables: dict[tuple[int, ...], Uploaded] = {}
+
+    def add(self, parts: Sequence[int], y: Tensor) -> None:
+        """y, float32 on the device and contiguous, becomes 0 plus each part of its size in turn. parts: their
+        addresses, as the device reads them. The parts must not change until the device has passed this."""
+        table = self._tables.get(key := tuple(parts))
+        if table is None:
+            if len(self._tables) == KEPT_TABLES:
+                self._tables.pop(next(iter(self._tables)))
+            table = self._tables[key] = Uploaded(self._launcher, np.array(parts, np.int64))
+        addresses = (*table.addresses, len(parts), y.numel(), y.data_ptr())
+        self._launcher.launch("add_parts", -(-y.numel() // THREADS), THREADS, *addresses)

@@ -63,7 +63,7 @@ class Products(ABC):
 
     @abstractmethod
     def units(self, inputs: int) -> int:
-        """Of a row of activations."""
+        """Returns the units of a row of activations."""
 
     @abstractmethod
     def sizes(self, rows: int, inputs: int) -> tuple[int, int]:
@@ -97,7 +97,7 @@ class BlockProducts(Products):
     def __init__(
         self, launcher: Launcher, format: BlockFormat, shape: tuple[int, int], *, tiles: bool = True
     ) -> None:
-        """Without `tiles`: of a single matrix."""
+        """Launch for tiles; without `tiles` for a single matrix."""
         super().__init__(launcher, shape)
         self.group = format.group
         self._skipped = 2 * format.matrix_bytes(self.channels, self.hidden) if tiles else 0
