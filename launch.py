@@ -14,7 +14,8 @@ VENV = ROOT / ".venv"
 
 
 def _can_run_here() -> bool:
-    """Whether the running Python is new enough and has every required package, in whichever version."""
+    """Returns whether the running Python is new enough and has every required package, in whichever
+    version."""
     if sys.version_info < (3, 11):  # noqa: UP036 - an old Python gets as far as this
         return False
     import tomllib

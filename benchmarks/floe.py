@@ -56,7 +56,7 @@ class Case:
         return StoreLayout(MIXTRAL, format_named(self.format))
 
     def costs(self, host: float) -> Costs:
-        """Of a tile, with so many bytes a second on the host."""
+        """Returns a tile's costs, with so many bytes a second on the host."""
         layout = self.layout
         read = layout.head_bytes + layout.tile_bytes
         return Costs(

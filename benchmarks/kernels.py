@@ -92,7 +92,7 @@ class Bench:
 
     @property
     def read(self) -> dict[int, float]:
-        """For each number of cores, the median of all readings, bytes a second."""
+        """Returns for each number of cores the median of all readings, bytes a second."""
         return {cores: median(rates) for cores, rates in self._readings.items()}
 
     def fill(self, format: TileFormat, shape: tuple[int, int]) -> None:

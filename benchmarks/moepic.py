@@ -56,7 +56,7 @@ class Drawn:
         return ModelShape(self.layers, self.experts, TILES, self.top_k)
 
     def costs(self, layer: float) -> Costs:
-        """With so many seconds of a layer beside its experts."""
+        """Returns costs with so many seconds of a layer beside its experts."""
         weights = 3 * self.hidden * self.channels
         rates = replace(A6000, layer=layer)
         return derived(rates, weights * BITS / 8, weights, self.other_bytes).for_tiles(TILES)
@@ -95,7 +95,7 @@ def header_of(model: Drawn) -> Header:
 
 
 def calibrated(header: Header, steps: Sequence[TracedStep], accuracy: float) -> Calibration:
-    """What `launch.py calibrate` would find on these steps, as far as MoEpic uses it."""
+    """Returns what `launch.py calibrate` would find on these steps, as far as MoEpic uses it."""
     shape, order = header.shape, TokenOrder(header.shape)
     counts = np.zeros((shape.layers, shape.experts), np.int64)
     for step in steps:
@@ -176,7 +176,7 @@ def drawn(accuracies: Sequence[float] = (EMBEDDED.accuracy, 0.97), tokens: int =
 
 
 def moepic(c: Commands) -> dict[str, list[Row]]:
-    """With experts of eight tiles: replayed with the costs of an A6000 whose layers take 0.1 to 8 ms beside
+    """Prints experts of eight tiles replayed with the costs of an A6000 whose layers take 0.1 to 8 ms beside
     their experts, and an engine paced as with 2 ms."""
     tiles = ("--tile", "32")
     words = ("--prompt-len", "256", "--gen-len", "256", "--rounds", "1", "--sweep", "batch=1")

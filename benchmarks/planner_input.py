@@ -104,7 +104,7 @@ def calibrated(model: Model, text: Text) -> Calibration:
 
 
 def _hit_rates(counts: NDArray[np.int64]) -> FloatArray:
-    """Those of a cache that holds the most used experts, [L, E + 1]."""
+    """Returns the residencies of a cache that holds the most used experts, [L, E + 1]."""
     ranked = -np.sort(-counts, axis=1)
     held = np.concatenate((np.zeros((LAYERS, 1)), ranked.cumsum(axis=1)), axis=1)
     rates: FloatArray = (held / held[:, -1:]).astype(np.float32)

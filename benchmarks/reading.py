@@ -1,4 +1,4 @@
-"""How fast cores read memory: the limit of everything that reads weights."""
+"""Measures how fast cores read memory: the limit of everything that reads weights."""
 
 from __future__ import annotations
 

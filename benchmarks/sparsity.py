@@ -1,5 +1,5 @@
-"""What it costs to leave channels out: perplexity and the accuracy on multiple-choice items of the embedded
-model, by format and by the share of the channels that each token leaves out.
+"""Measures what it costs to leave channels out: perplexity and the accuracy on multiple-choice items of the
+embedded model, by format and by the share of the channels that each token leaves out.
 
     python -m benchmarks.sparsity [--windows N] [--items N] [--formats floe-int4,...] [--sparsities 0,0.5,...]
                                   [--json]
@@ -153,7 +153,7 @@ def measure(
 
 
 def bits_read(name: str, sparsity: float) -> float:
-    """Of each weight of one of Mixtral-8x7B's experts that a token uses."""
+    """Returns the bytes of each weight of one of Mixtral-8x7B's experts that a token uses."""
     tile_format, hidden, channels = FORMATS[name], 4096, 14336
     head = tile_format.head_bytes(hidden, channels)
     body = tile_format.tile_bytes(hidden, channels)

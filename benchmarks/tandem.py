@@ -108,7 +108,7 @@ class Setting:
 
 
 def seconds(recorded: Recorded, setting: Setting) -> dict[str, float]:
-    """Of the measured steps of each phase."""
+    """Returns figures of the measured steps of each phase."""
     header, shape = recorded.header, recorded.header.shape
     counts = np.zeros((shape.layers, shape.experts), np.int64)
     for step in recorded.warm:

@@ -110,7 +110,7 @@ class CoordinatorConfig:
 
     engine: str  # its name
     runtime: Path
-    incarnation: int
+    generation: int
     key: bytes  # the engine's children prove their identity with it
     control: str  # name of the control segment
     store: str

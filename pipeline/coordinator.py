@@ -162,7 +162,7 @@ class Coordinator:
                     texts, self._text_link, self._pass_on, self._clients.send, self._inbox.wake
                 )
                 self._ready.set()
-                number, store = self._config.incarnation, self._config.fingerprint
+                number, store = self._config.generation, self._config.fingerprint
                 ready = Ready(VERSION, "coordinator", 0, number, os.getpid(), store, notes)
                 self._send_to_supervisor(ready)
             case EngineFailed(reason, usage):

@@ -1,5 +1,5 @@
-"""What clients share: turns, one client after the other, memory for requests that wait, and time; and limits
-of what a misbehaving one can cause."""
+"""Shared between clients: turns, one client after the other, memory for requests that wait, and time; and
+limits of what a misbehaving one can cause."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class Loading:
 
     @property
     def name(self) -> str:
-        """Of the store's segment."""
+        """Returns the name of the store's segment."""
         return store_name(self.fingerprint)
 
     def load(self) -> None:
@@ -132,7 +132,8 @@ class Loading:
         )
 
     def _attached(self) -> bool:
-        """Whether a usable store exists. A damaged one is removed; ShmError where another engine uses it."""
+        """Returns whether a usable store exists. A damaged one is removed; ShmError where another engine
+        uses it."""
         try:
             with Store.attach(self.name, self.fingerprint) as store:
                 if self.verify:
@@ -254,7 +255,7 @@ def main(config: dict[str, Any]) -> int:
                     version=VERSION,
                     role=ROLE,
                     index=0,
-                    incarnation=config["incarnation"],
+                    generation=config["generation"],
                     pid=os.getpid(),
                     fingerprint=loading.fingerprint,
                     notes=(loading.origin, *loading.notes),

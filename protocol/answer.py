@@ -103,7 +103,7 @@ class Answer:
         return self.done is not None or self._failure is not None
 
     def feed(self, message: Queued | Token | Done | ProtocolError) -> None:
-        """For the client's receiver: the next message of this request, or the error that ended it."""
+        """Gives the client's receiver the next message of this request, or the error that ended it."""
         match message:
             case Queued():
                 if self.on_queued is not None:

@@ -95,7 +95,7 @@ class Client:
     """A connection to an engine. Once the engine is gone, every pending and later call raises EngineGone."""
 
     def __init__(self, options: ConnectOptions) -> None:
-        """For `connect`."""
+        """Called by `connect`."""
         self.on_policy: Callable[[PolicyChanged], None] | None = None
         """Called in the event loop when another client has changed the policy."""
         self.on_pause: Callable[[ProtocolError], None] | None = None
@@ -242,7 +242,8 @@ class Client:
         return reply.stats
 
     async def expert_activity(self) -> ExpertActivityReply:
-        """What happened to each expert since the first of these calls. Raises RequestFailed, EngineGone."""
+        """Returns what happened to each expert since the first of these calls. Raises RequestFailed,
+        EngineGone."""
         reply: ExpertActivityReply = await self._ask(ExpertActivity(self._next_request()), REPLY_SECONDS)
         return reply
 

@@ -150,7 +150,7 @@ _ARRAYS: dict[Any, tuple[np.dtype[Any], str, int]] = {
 
 
 class _Kind:
-    """What encoding and decoding one class of messages needs, derived once from its annotations."""
+    """Plan of encoding and decoding one class of messages needs, derived once from its annotations."""
 
     def __init__(self, tag: int, message: type[Record]) -> None:
         hints = typing.get_type_hints(message)

@@ -42,7 +42,7 @@ ATTEMPT_SECONDS = 2.0  # for one Hello, which is lost if the engine exits before
 
 @dataclass(frozen=True)
 class ConnectOptions:
-    """How a client connects to an engine."""
+    """Connections of a client to an engine."""
 
     endpoint: str
     name: str  # of the client
@@ -223,7 +223,7 @@ class Link:
 
     @property
     def up(self) -> bool:
-        """Whether a connection is open, as far as this side knows."""
+        """Returns whether a connection is open, as far as this side knows."""
         return self._connection is not None
 
     @property
@@ -329,9 +329,9 @@ def _model(welcome: Welcome) -> tuple[str, ...]:
 
 
 def engine_end(endpoint: str) -> str:
-    """How the whole engine at this endpoint has ended, for a sentence about it: an orderly stop removes its
-    directory, and after a crash of all of it no process holds the lock in it. "" while it runs, with or
-    without a coordinator. What another user has put there is not our engine."""
+    """Returns how the whole engine at this endpoint has ended, for a sentence about it: an orderly stop
+    removes its directory, and after a crash of all of it no process holds the lock in it. "" while it runs,
+    with or without a coordinator. What another user has put there is not our engine."""
     lock = Path(endpoint.removeprefix("ipc://")).parent / "lock"
     try:
         check_engine(endpoint)

@@ -98,7 +98,7 @@ def _own_directory(path: Path) -> Path | None:
 
 
 def is_own_directory(path: Path) -> bool:
-    """Whether this is a directory of this user, and no link to one."""
+    """Returns whether this is a directory of this user, and no link to one."""
     try:
         status = os.lstat(path)
     except OSError:
@@ -181,7 +181,7 @@ def read_json(path: Path, limit: int = MAX_SETTINGS) -> Any:
 
 
 def is_nested(value: Any, levels: int) -> bool:
-    """Whether a JSON value has more than so many maps and lists in each other."""
+    """Returns whether a JSON value has more than so many maps and lists in each other."""
     level = [value]
     for _ in range(levels):
         level = [inner for outer in level for inner in _parts(outer)]

@@ -58,7 +58,7 @@ def message(tag: int) -> Callable[[Kind], Kind]:
 
 
 class Sampling(Record, frozen=True):
-    """How the next token is chosen. temperature 0 is greedy, and then only `repetition_penalty` acts."""
+    """Choice of the next token. temperature 0 is greedy, and then only `repetition_penalty` acts."""
 
     temperature: Float = 0.0
     top_k: Int = 0  # 0: no limit
@@ -292,8 +292,8 @@ class ExpertActivity(Record, frozen=True):
 
 @message(22)
 class ExpertActivityReply(Record, frozen=True, eq=False):
-    """By layer and expert [L, E]: its resident tiles, of `tiles`; since the first request the steps that used
-    it, its tiles that the device computed, and those of them that had to be fetched first."""
+    """Counts by layer and expert [L, E]: its resident tiles, of `tiles`; since the first request the steps
+    that used it, its tiles that the device computed, and those of them that had to be fetched first."""
 
     request: Int
     tiles: Int
@@ -388,7 +388,7 @@ class Ready(Record, frozen=True):
     version: Int
     role: str  # loader | coordinator | worker | prefetcher | text | gateway
     index: Int
-    incarnation: Int
+    generation: Int
     pid: Int
     fingerprint: str
     notes: tuple[str, ...] = ()  # for the user: cores that could not be pinned, for example
@@ -409,7 +409,7 @@ class Partial(Record, frozen=True, eq=False):
     the sum of |u| over rows and channels, of all and of those left out, and how many channels were read."""
 
     seq: Int
-    incarnation: Int
+    generation: Int
     busy: Float  # seconds the worker computed, without waiting and transport
     y: F32Matrix  # [R, hidden]
     mass: Float = 0.0
@@ -423,7 +423,7 @@ class WorkFailed(Record, frozen=True):
     """A worker refused a Work (its indices are out of range, for example); the worker continues."""
 
     seq: Int
-    incarnation: Int
+    generation: Int
     text: str
 
 
@@ -458,7 +458,7 @@ class AttachSlab(Record, frozen=True):
 class SlabAttached(Record, frozen=True):
     """`error`: why the slab cannot be attached by this process."""
 
-    incarnation: Int
+    generation: Int
     error: str = ""
 
 
@@ -482,7 +482,7 @@ class Fetched(Record, frozen=True):
     (all landed, or it was cancelled and what follows `landed` was not written)."""
 
     id: Int
-    incarnation: Int
+    generation: Int
     landed: Int
     final: bool
     seconds: Float  # copying time of this order so far
@@ -578,34 +578,34 @@ class Shutdown(Record, frozen=True):
 
 @message(67)
 class WorkerDied(Record, frozen=True):
-    """Supervisor to coordinator: this incarnation of a worker or the prefetcher has exited. `crashed`: it
+    """Supervisor to coordinator: this generation of a worker or the prefetcher has exited. `crashed`: it
     failed or hung, and was not ended by a SIGKILL or SIGTERM from outside. `seq`: the Work that it was
     computing, -1 if none."""
 
     role: str  # worker | prefetcher
     index: Int
-    incarnation: Int
+    generation: Int
     crashed: bool
     seq: Int
 
 
 @message(68)
 class WorkerUp(Record, frozen=True):
-    """Coordinator to supervisor: this incarnation of a worker or the prefetcher does its work. That is a
+    """Coordinator to supervisor: this generation of a worker or the prefetcher does its work. That is a
     little later than its Ready: a worker has imported its kernels, a prefetcher has mapped the slab."""
 
     role: str
     index: Int
-    incarnation: Int
+    generation: Int
 
 
 @message(70)
 class Hung(Record, frozen=True):
-    """Coordinator to supervisor: kill this incarnation, which has work and makes no progress."""
+    """Coordinator to supervisor: kill this generation, which has work and makes no progress."""
 
     role: str
     index: Int
-    incarnation: Int
+    generation: Int
 
 
 @message(69)

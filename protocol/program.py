@@ -1,4 +1,5 @@
-"""How messages write this installation's commands (`pip install` copies no launch.py); its user's folders."""
+"""Names by which messages write this installation's commands (`pip install` copies no launch.py); its
+user's folders."""
 
 from __future__ import annotations
 

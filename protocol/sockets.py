@@ -62,14 +62,14 @@ class Identity:
 
     role: str  # loader | coordinator | worker | prefetcher | text | gateway
     index: int
-    incarnation: int
+    generation: int
 
     def prove(self, key: bytes) -> bytes:
-        """The child's ROUTER identity, `<role>-<index>-<incarnation>-<proof>`: never used twice, because a
+        """The child's ROUTER identity, `<role>-<index>-<generation>-<proof>`: never used twice, because a
         ROUTER ignores a second peer of the same name as long as it remembers the first. The proof is a MAC
         with the engine's `key`, which only its processes know: no other process can act as a child or take
         its name first. Raises MalformedMessage for an invalid identity."""
-        stated = f"{self.role}-{self.index}-{self.incarnation}".encode()
+        stated = f"{self.role}-{self.index}-{self.generation}".encode()
         name = stated + b"-" + _proof(stated, key)
         parse_identity(name, key)
         return name
@@ -79,7 +79,7 @@ def parse_identity(name: bytes, key: bytes) -> Identity:
     """The reverse of `Identity.prove`. Raises MalformedMessage for any other bytes."""
     parts = _IDENTITY.fullmatch(name)
     if parts is None:
-        raise MalformedMessage(f"identity {name[:40]!r} is not <role>-<index>-<incarnation>-<proof>")
+        raise MalformedMessage(f"identity {name[:40]!r} is not <role>-<index>-<generation>-<proof>")
     if not hmac.compare_digest(parts[5], _proof(parts[1], key)):
         raise MalformedMessage(f"identity {parts[1].decode()} has no valid proof")
     return Identity(parts[2].decode(), int(parts[3]), int(parts[4]))
@@ -96,7 +96,7 @@ def random_identity() -> bytes:
 
 
 def is_client_identity(name: bytes) -> bool:
-    """Whether a peer has set this identity, and it is long enough to be a secret."""
+    """Returns whether a peer has set this identity, and it is long enough to be a secret."""
     return len(name) >= CLIENT_IDENTITY and name[0] != 0
 
 

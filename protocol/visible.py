@@ -26,7 +26,7 @@ def visible(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """As `visible`, of newline and tab too: a name, or a line of a log."""
+    """Does what `visible` does, of newline and tab too: a name, or a line of a log."""
     return _BREAKING.sub(REPLACEMENT, text)
 
 

@@ -30,7 +30,7 @@ class ChildEndpoint:
     def __init__(self, config: dict[str, Any], work_socket: str, supervised: bool = True) -> None:
         self.role: str = config["role"]
         self.index: int = config["index"]
-        self.incarnation: int = config["incarnation"]
+        self.generation: int = config["generation"]
         self._fingerprint: str = config["fingerprint"]
         self._context = zmq.Context()
         runtime = Path(config["runtime"])
@@ -47,7 +47,7 @@ class ChildEndpoint:
 
     def announce(self, notes: tuple[str, ...] = ()) -> None:
         """Send Ready to the coordinator and the supervisor."""
-        ready = Ready(VERSION, self.role, self.index, self.incarnation, os.getpid(), self._fingerprint, notes)
+        ready = Ready(VERSION, self.role, self.index, self.generation, os.getpid(), self._fingerprint, notes)
         for socket in self._sockets:
             socket.send_multipart(encode(ready))
 

@@ -54,7 +54,7 @@ def main(config: dict[str, Any]) -> int:
             library = best()
             team = None if library is None else library.team(len(config["cores"]))
             line = control.line("worker", peer.index)
-            kernel = HostKernel(store.layout, team, line, generation=peer.incarnation)
+            kernel = HostKernel(store.layout, team, line, generation=peer.generation)
             kernel.prepare()
             peer.announce((note,) if note else ())
             serve(peer, store, line, kernel, config["host_slowdown"])

@@ -96,9 +96,9 @@ class CopyLoop:
                 try:
                     self._copier = open_copier(message, self._store, self._link)
                 except CudaError as e:  # another process's GPU memory cannot be mapped everywhere
-                    self._peer.send(SlabAttached(self._peer.incarnation, error=str(e)))
+                    self._peer.send(SlabAttached(self._peer.generation, error=str(e)))
                     return
-                self._peer.send(SlabAttached(self._peer.incarnation))
+                self._peer.send(SlabAttached(self._peer.generation))
             case Fetch():
                 self._check(message)
                 order = Order(
@@ -169,7 +169,7 @@ class CopyLoop:
             return  # its final report has been sent
         if order.exhausted:
             del self._orders[fetch.id]
-        report = Fetched(fetch.id, self._peer.incarnation, order.landed, order.exhausted, order.seconds)
+        report = Fetched(fetch.id, self._peer.generation, order.landed, order.exhausted, order.seconds)
         self._peer.send(report)
         if order.exhausted and self._line.seq == fetch.id:
             self._line.end()

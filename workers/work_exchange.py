@@ -75,11 +75,11 @@ class WorkExchange:
             self._lane.answer(task.slot, busy, tally)
         else:
             left_out = tally.mass, tally.left, tally.kept, tally.channels
-            self._peer.send(Partial(task.seq, self._peer.incarnation, busy, task.y, *left_out))
+            self._peer.send(Partial(task.seq, self._peer.generation, busy, task.y, *left_out))
 
     def refuse(self, task: Task, text: str) -> None:
         """Refuse a Work."""
-        self._peer.send(WorkFailed(task.seq, self._peer.incarnation, text or "not enough memory"))
+        self._peer.send(WorkFailed(task.seq, self._peer.generation, text or "not enough memory"))
         if task.slot is not None and self._lane is not None:
             self._lane.skip(task.slot)
 
@@ -113,4 +113,4 @@ class WorkExchange:
         functions = library()
         if functions is None:
             raise ShmError("shm/doorbell.c was not compiled")
-        self._lane = WorkerLane(functions, message.hall, message.lane, self._peer.incarnation)
+        self._lane = WorkerLane(functions, message.hall, message.lane, self._peer.generation)

@@ -115,7 +115,7 @@ STAGES = (
 
 
 def missing_gpu() -> str:
-    """Why the stages that need a GPU cannot run; "" where there is one."""
+    """Returns why the stages that need a GPU cannot run; "" where there is one."""
     try:
         done = subprocess.run([PYTHON, "-c", GPU], cwd=ROOT, capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
@@ -147,7 +147,8 @@ def run(stage: Stage, folder: Path, limit: float) -> Outcome:
 
 
 def _passed(stage: Stage, output: Path) -> str:
-    """How a stage that exited with 0 has ended: pytest does so where tests were skipped, which say why."""
+    """Returns how a stage that exited with 0 has ended: pytest does so where tests were skipped, which say
+    why."""
     if "pytest" not in stage.words:
         return "passed"
     counts = {word: int(number) for number, word in COUNTS.findall(output.read_text(errors="replace"))}

@@ -58,7 +58,7 @@ def exact(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 def ways(
     device: Device, q: Tensor, keys: Tensor, values: Tensor
 ) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """By name, functions that return [heads, T, width]."""
+    """Returns, by name, functions that return [heads, T, width]."""
     new, total = q.shape[1], keys.shape[1]
     if new == 1:
         grouped = q.view(len(keys), -1, WIDTH)

@@ -69,25 +69,25 @@ class Times:
 
     @property
     def resident(self) -> float:
-        """Where the device has every tile."""
+        """Returns times where the device has every tile."""
         return self.router + self.planning + self.share
 
     @property
     def divided(self) -> float:
-        """Where the host has a share."""
+        """Returns times where the host has a share."""
         return self.resident + self.division + self.posting + self.collecting
 
 
 def planning() -> dict[int, float]:
-    """Of a layer, by the number of experts; the quickest run counts."""
+    """Returns times of a layer, by the number of experts; the quickest run counts."""
     command = [sys.executable, *PLANNER.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     return {row["experts"]: row["median_us"] / 1e6 for row in json.loads(done.stdout)["planner"]}
 
 
 def measured(layout: StoreLayout, experts: int, active: int, plan: float, workers: int) -> Times:
-    """Of a model with so many experts, `active` of them used by a row. Raises SystemExit where lanes cannot
-    be made."""
+    """Returns inputs of a model with so many experts, `active` of them used by a row. Raises SystemExit
+    where lanes cannot be made."""
     hidden, tiles = layout.shape.hidden, layout.shape.tiles
     random, cores = np.random.default_rng(1), WorkerCores.equal(workers)
     router, logits = Softmax(active, rescaled=True), random.standard_normal((1, experts)).astype(np.float32)

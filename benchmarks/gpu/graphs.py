@@ -92,18 +92,18 @@ class Steps:
         return step(layers, self.layers, self._inputs, self._experts)
 
     def by_graphs(self) -> list[FloatArray]:
-        """Without graphs where they are off."""
+        """Computes a step, without graphs where they are off."""
         layers = self.graphs.layers([item.span for item in self._inputs], self._probing)
         return self.eager() if layers is None else step(layers, self.layers, self._inputs, self._experts)
 
     def warm(self) -> None:
-        """Until all graphs are captured."""
+        """Computes steps until all graphs are captured."""
         for _ in range(WARM + 2 + (2 * self.layers + 2) // CAPTURES):
             self.by_graphs()
 
 
 def filled(sequence: SequenceKV, length: int) -> SequenceKV:
-    """With so many tokens of random keys and values."""
+    """Returns sequences with so many tokens of random keys and values."""
     for streams in sequence.layers:
         for stream in streams:
             stream.normal_()

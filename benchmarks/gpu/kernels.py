@@ -92,7 +92,7 @@ class Layers:
         return x, (cuts, offsets, numbers, np.full(len(numbers), 0.5, np.float32))
 
     def next_tiles(self) -> list[tuple[int, int, Tensor]]:
-        """Of the next layer, in slots of no order."""
+        """Returns the next layer's tiles, in slots of no order."""
         first, number = self._next * self.experts * self.tiles, self.experts * self.tiles
         self._next = (self._next + 1) % self.number
         slots = first + np.random.default_rng(first).permutation(number)
@@ -134,7 +134,7 @@ class Clock:
 
 
 def equals_the_host(device: Device, layers: Layers, rows: int) -> bool | None:
-    """Whether one expert's output has the host's bits; None where no C library was compiled."""
+    """Returns whether one expert's output has the host's bits; None where no C library was compiled."""
     library, shape = best(), layers.layout.shape
     if library is None:
         return None

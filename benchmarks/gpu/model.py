@@ -41,7 +41,7 @@ HEAD = 0.3e-3  # seconds a token: head, sampling, messages; estimated
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model's layers."""
+    """Returns costs of a model's layers."""
 
     name: str
     layers: int

@@ -1,5 +1,5 @@
-"""What the engine's model of a GPU stands on: copies by size and direction, page-locking, contexts, waits,
-reads of the host beside copies, and kernels that read the host's memory.
+"""Measures what the engine's model of a GPU stands on: copies by size and direction, page-locking,
+contexts, waits, reads of the host beside copies, and kernels that read the host's memory.
 
     python -m benchmarks.gpu.primitives [copies locking latencies host ...] [--out FILE.json]
 

@@ -41,7 +41,7 @@ class NoCompiler(Exception):
 
 @dataclass(frozen=True)
 class Usage:
-    """What ptxas says of a kernel."""
+    """Facts that ptxas prints of a kernel."""
 
     architecture: int
     kernel: str
@@ -50,7 +50,7 @@ class Usage:
 
 
 def program(name: str) -> Program:
-    """By one of these names."""
+    """Returns the compiler by one of these names."""
     if name in ATTENTION:
         return attention.program(ATTENTION[name])
     found = Program.of_sums() if name == "sums" else Program.of_format(format_named(name), fused=True)
@@ -59,7 +59,7 @@ def program(name: str) -> Program:
 
 
 def missing(architecture: int) -> str:
-    """Why programs cannot be compiled for an architecture here; "" where they can."""
+    """Returns why programs cannot be compiled for an architecture here; "" where they can."""
     try:
         nvrtc = Nvrtc()
     except CudaError as e:

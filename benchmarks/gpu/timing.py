@@ -1,4 +1,4 @@
-"""What the measurements of `primitives.py` share."""
+"""Helpers that the measurements of `primitives.py` share."""
 
 from __future__ import annotations
 

@@ -359,7 +359,7 @@ class ProcessGroup:
                 self._log.warning(f"dropped a malformed message on the control socket: {e}")
                 continue
             if child is None:
-                continue  # a late message of an earlier incarnation
+                continue  # a late message of an earlier generation
             self.last_message = child.last_message = time.monotonic()
             if not isinstance(message, Failed):
                 self.on_message(child, message)

@@ -59,20 +59,20 @@ class Limits:
 
 @dataclass
 class ProcessSlot:
-    """One process through all its incarnations. `config`: makes the next one's configuration map."""
+    """One process through all its generations. `config`: makes the next one's configuration map."""
 
     role: str
     index: int
     config: Callable[[], dict[str, Any]]
     threads: int
-    incarnation: int = -1
+    generation: int = -1
     child: Child | None = None
-    ticks: int = 0  # of its line in the control segment, when the present incarnation was started
+    ticks: int = 0  # of its line in the control segment, when the present generation was started
     early_exits: int = 0  # in a row: of processes that had not done any work
     futile_exits: int = 0  # of these, the last ones between which no worker made progress
     progress: int = 0  # of all workers, at the last one
     reported: str = ""  # the reason of the previous exit
-    exited_at: float | None = None  # the previous incarnation, until this one does its work
+    exited_at: float | None = None  # the previous generation, until this one does its work
     ready: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property
@@ -111,7 +111,7 @@ class ProcessMonitor:
         self._started = False  # all slots have been ready
         self._stopping = False
         self._engine_restarts = 0  # a pending restart of one slot is dropped when all are restarted
-        self._coordinator_exit: asyncio.Future[tuple[Child, int]]  # of the present incarnation
+        self._coordinator_exit: asyncio.Future[tuple[Child, int]]  # of the present generation
 
     def add_slot(
         self, role: str, index: int, config: Callable[[], dict[str, Any]], threads: int
@@ -151,7 +151,7 @@ class ProcessMonitor:
                     self._on_worker_up(slot, child)
             case WorkerUp() | Hung():
                 slot = self._slots.get((message.role, message.index))
-                if slot is not None and slot.child is not None and slot.incarnation == message.incarnation:
+                if slot is not None and slot.child is not None and slot.generation == message.generation:
                     if isinstance(message, Hung):
                         slot.child.kill_hung()
                     else:
@@ -184,7 +184,7 @@ class ProcessMonitor:
                 await self._start_child(slot)
 
     async def _start_child(self, slot: ProcessSlot) -> None:
-        slot.incarnation += 1
+        slot.generation += 1
         if slot.role == COORDINATOR:
             self._coordinator_exit = asyncio.get_running_loop().create_future()
         if slot.role in COUNTED:
@@ -193,9 +193,9 @@ class ProcessMonitor:
             slot.ticks = line.ticks
         if slot.child is not None:
             slot.child.kill()
-        identity = Identity(slot.role, slot.index, slot.incarnation)
+        identity = Identity(slot.role, slot.index, slot.generation)
         child = await self._group.start(identity, slot.config(), slot.threads)
-        if slot.incarnation == identity.incarnation:
+        if slot.generation == identity.generation:
             slot.child = child
             if child.ready.is_set() and not slot.ready.done():  # it was started before
                 slot.ready.set_result(None)
@@ -220,9 +220,9 @@ class ProcessMonitor:
         crashed = child.hung is not None or code not in (-signal.SIGKILL, -signal.SIGTERM)
         line = self._control.line(slot.role, slot.index) if slot.role in COUNTED else None
         if slot.role != GATEWAY:
-            coordinator = Identity(COORDINATOR, 0, self._slots[COORDINATOR, 0].incarnation)
+            coordinator = Identity(COORDINATOR, 0, self._slots[COORDINATOR, 0].generation)
             seq = line.seq if line is not None else -1
-            died = WorkerDied(slot.role, slot.index, slot.incarnation, crashed, seq)
+            died = WorkerDied(slot.role, slot.index, slot.generation, crashed, seq)
             await self._group.send(coordinator, died)
         # A worker is up before it has imported all that it may need; what it computes shows it works.
         idle = line is not None and line.ticks == slot.ticks
@@ -286,7 +286,7 @@ class ProcessMonitor:
             if slot.role == GATEWAY and slot.child is not None:
                 continue
             if not slot.ready.done():
-                slot.ready.set_result(None)  # a task that waits for this incarnation must not wait for ever
+                slot.ready.set_result(None)  # a task that waits for this generation must not wait for ever
             slot.ready = asyncio.get_running_loop().create_future()
             slot.exited_at = None
         await self._start_children()

@@ -256,8 +256,8 @@ class Supervisor:
     async def _load(self, group: ProcessGroup) -> None:
         """Run the loader until the store is in shared memory, and take a lease of it."""
         silence = self._limits.loader_silence
-        for incarnation in range(LOAD_TRIES):
-            identity = Identity("loader", 0, incarnation)
+        for generation in range(LOAD_TRIES):
+            identity = Identity("loader", 0, generation)
             self._loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
             await group.start(identity, self._configs.make("loader"), self._cores.computing)
             group.last_message = time.monotonic()
@@ -355,7 +355,7 @@ class Supervisor:
             self._loaded.exception()  # retrieved, also where no task waits for it any more
 
     def _on_ready(self, child: Child, ready: Ready) -> None:
-        first = child.identity.incarnation == 0 or child.identity.role == "loader"
+        first = child.identity.generation == 0 or child.identity.role == "loader"
         topic = "store" if ready.role == "loader" else title(child.identity)
         for number, note in enumerate(ready.notes if first else ()):
             # A loader's notes but the first are warnings.

@@ -179,7 +179,7 @@ class Fault:
     decoding: bool  # requests were running
     role: str = "client"  # of the process; of hostile messages, their sender's
     index: int = 0
-    incarnation: int = 0
+    generation: int = 0
 
 
 class Injector:
@@ -251,12 +251,12 @@ class Injector:
             self.missed += 1
             return
         fault = Fault(
-            kind, time.perf_counter(), decoding, target["role"], target["index"], target["incarnation"]
+            kind, time.perf_counter(), decoding, target["role"], target["index"], target["generation"]
         )
         if kind == "kill":
             sent = handle.send(signal.SIGKILL)
             handle.close()
-            self._killed.add((fault.role, fault.index, fault.incarnation))
+            self._killed.add((fault.role, fault.index, fault.generation))
         else:
             self._stopped[handle.pid] = handle  # before the signal, so that it is resumed in any case
             sent = handle.send(signal.SIGSTOP)
@@ -269,8 +269,8 @@ class Injector:
 
     def _untouched(self, peer: dict[str, Any]) -> bool:
         """Return whether it was neither stopped nor killed here; Stats may still list a killed process."""
-        incarnation = (peer["role"], peer["index"], peer["incarnation"])
-        return peer["pid"] not in self._stopped and incarnation not in self._killed
+        generation = (peer["role"], peer["index"], peer["generation"])
+        return peer["pid"] not in self._stopped and generation not in self._killed
 
     async def _resume_later(self, pid: int, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -293,12 +293,12 @@ class Injector:
 def missing_peers(
     peers: list[dict[str, Any]], before: list[dict[str, Any]], faults: list[Fault]
 ) -> list[str]:
-    """A line for each worker and prefetcher of `before` that is not up, or only as the killed incarnation."""
-    killed = {(f.role, f.index, f.incarnation) for f in faults if f.kind == "kill"}
+    """A line for each worker and prefetcher of `before` that is not up, or only as the killed generation."""
+    killed = {(f.role, f.index, f.generation) for f in faults if f.kind == "kill"}
     up = {
         (p["role"], p["index"])
         for p in peers
-        if p["up"] and (p["role"], p["index"], p["incarnation"]) not in killed
+        if p["up"] and (p["role"], p["index"], p["generation"]) not in killed
     }
     known = dict.fromkeys((p["role"], p["index"]) for p in [*before, *peers])
     return [f"{role} {index} is not up" for role, index in known if (role, index) not in up]

@@ -32,7 +32,7 @@ LATENT_EPS = 1e-6  # of the norms of latents; the config's rms_norm_eps does not
 
 
 class HostAttention(NamedTuple):
-    """What the host's kernels read of a layer's attention: see LayerParts."""
+    """A layer's attention as the host's kernels read it: see LayerParts."""
 
     attention: Grouped | Latent
     first: Projection
@@ -47,7 +47,7 @@ class Attention(Protocol):
         """x float32 [R, H] normalised: float32 [R, H]. Appends to the sequences' KV."""
 
     def on_host(self) -> HostAttention:
-        """For a device with a library of kernels; valid as long as this object."""
+        """Facts for a device with a library of kernels; valid as long as this object."""
 
 
 class GroupedQueryAttention:
@@ -103,7 +103,7 @@ class GroupedQueryAttention:
         return HostAttention(self._grouped(), _host(self._qkv), None, _host(self._output))
 
     def _grouped(self) -> Grouped:
-        """For C; valid as long as this object."""
+        """Structure for C; valid as long as this object."""
         s = self._spec
         norms = (None, None) if self._norms is None else (n.data_ptr() for n in self._norms)
         return Grouped(
@@ -208,7 +208,7 @@ class LatentAttention:
         return HostAttention(latent, _host(self._down), query, _host(self._output))
 
     def _attend_rows(self, layer: int, q_nope: Tensor, q_rope: Tensor, rows: DecodeRows) -> Tensor:
-        """As `_attend_one`, for rows of one token each: [R, heads * value_dim]."""
+        """Does what `_attend_one` does, for rows of one token each: [R, heads * value_dim]."""
         s = self._spec
         down = torch.bmm(q_nope.transpose(0, 1), self._expansion[:, : s.nope_dim])  # [heads, R, rank]
         q = torch.cat((down.transpose(0, 1), q_rope), dim=2)
@@ -229,8 +229,8 @@ class LatentAttention:
         return torch.bmm(attended, self._expansion[:, s.nope_dim :].transpose(1, 2)).view(1, -1)
 
     def _attend(self, q_nope: Tensor, q_rope: Tensor, cached: Tensor, batch: Batch, number: int) -> Tensor:
-        """As `_attend_one`, for T rows, the last of the N cached: [T, heads * value_dim]. Heads are expanded
-        a few at a time: all of them together would take far more memory than the cache."""
+        """Does what `_attend_one` does, for T rows, the last of the N cached: [T, heads * value_dim]. Heads
+        are expanded a few at a time: all of them together would take far more memory than the cache."""
         s = self._spec
         bytes_per_token = 2 * s.qk_dim * cached.element_size()  # of one head's key and value, expanded
         step = max(1, EXPANDED_KV_BYTES // (bytes_per_token * len(cached)))
@@ -338,7 +338,8 @@ def on_cpu(q: Tensor) -> bool:
 
 
 def _flash(q: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float | None) -> Tensor:
-    """As `attend_span`. The last token attends to itself and to the window - 1 before it."""
+    """Does what `attend_span` does, by flash attention. The last token attends to itself and to the window
+    - 1 before it."""
     left = None if window is None or window >= keys.shape[1] else window - 1
     rows = (x.transpose(0, 1).unsqueeze(0) for x in (q, keys, values))  # [1, tokens, heads, width]
     out: Tensor = torch.ops.aten._flash_attention_forward(

@@ -111,7 +111,7 @@ class Backbone:
 
     @property
     def differentiable(self) -> bool:
-        """Whether torch computes gradients through it: not through quantized matrices."""
+        """Returns whether torch computes gradients through it: not through quantized matrices."""
         return not self._precision.quantized
 
     def largest_product(self, rows: int) -> int:
@@ -133,7 +133,7 @@ class Backbone:
         return Batch(spans, len(tokens), device.from_host(torch.tensor(tokens).numpy()), *common)
 
     def decode_table(self, spans: Sequence[TokenSpan], rows: int) -> NDArray[np.int64]:
-        """Of spans of a single token each, as `table_of`."""
+        """Returns the table of spans of a single token each, as `table_of`."""
         positions = [(range(s.kv.length, s.kv.length + 1), s.kv.long) for s in spans]
         tokens = [s.tokens[0] for s in spans]
         return table_of([s.kv for s in spans], tokens, self._rope.rows(positions), rows)

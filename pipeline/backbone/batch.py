@@ -57,13 +57,13 @@ class DecodeRows:
         return self.table[ROPE]
 
     def append(self, layer: int, *new: Tensor) -> None:
-        """As `DecodeAttention.append`."""
+        """Appends, as `DecodeAttention.append` does."""
         self.kernels.append(self._of(layer), *new)
 
     def attend(
         self, layer: int, q: Tensor, kv_heads: int, value_width: int, window: int | None, scale: float
     ) -> Tensor:
-        """As `DecodeAttention.attend`."""
+        """Attends, as `DecodeAttention.attend` does."""
         return self.kernels.attend(self._of(layer), q, kv_heads, value_width, window, scale)
 
     def _of(self, layer: int) -> Rows:
@@ -103,12 +103,13 @@ class Batch:
 
     @cached_property
     def single(self) -> bool:
-        """Whether each span is a single token of a stored sequence."""
+        """Returns whether each span is a single token of a stored sequence."""
         return self.rows == len(self.spans) and self.stored
 
     @cached_property
     def stored(self) -> bool:
-        """Whether all spans' keys and values are stored: not in a step that torch computes gradients of."""
+        """Returns whether all spans' keys and values are stored: not in a step that torch computes
+        gradients of."""
         return all(span.kv.layers for span in self.spans)
 
     @cached_property

@@ -37,7 +37,7 @@ class Norm:
         return len(self._weight)
 
     def on_host(self) -> NormOf:
-        """What the host's kernels read."""
+        """Returns what the host's kernels read."""
         bias = None if self._bias is None else self._bias.data_ptr()
         return NormOf(self._weight.data_ptr(), bias, self._eps)
 
@@ -102,7 +102,7 @@ class DecoderLayer:
             self._kernel = LayerKernel(device.library, device.team, index, self._host_parts(), scratch)
 
     def _host_parts(self) -> LayerParts:
-        """What the kernel reads; valid as long as this object."""
+        """Returns what the kernel reads; valid as long as this object."""
         block = self._shared if self._dense is None else self._dense
         kind, first, query, output = self._attention.on_host()
         return LayerParts(
@@ -164,7 +164,7 @@ class DecoderLayer:
 
     @property
     def shares(self) -> bool:
-        """Whether it has shared experts."""
+        """Returns whether it has shared experts."""
         return self._shared is not None
 
     def shared_experts(self, x: Tensor) -> Tensor | None:

@@ -109,7 +109,7 @@ class SequenceKV:
 
 
 class TransientKV(SequenceKV):
-    """For a sequence computed in one step: `write` stores nothing, so torch can compute gradients."""
+    """KV of a sequence computed in one step: `write` stores nothing, so torch can compute gradients."""
 
     def __init__(self, tokens: int, switch: int | None) -> None:
         """`tokens`: at least 2, because decode attention of a single token reads stored ones."""

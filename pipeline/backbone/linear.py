@@ -31,7 +31,7 @@ class Linear(Protocol):
         """x float32 [R, inputs]: float32 [R, outputs]."""
 
     def on_host(self) -> Projection | None:
-        """What the host's kernels read; None where they cannot."""
+        """Returns what the host's kernels read; None where they cannot."""
 
 
 class DenseLinear:

@@ -44,7 +44,7 @@ class ModelSource(ABC):
 
     @abstractmethod
     def worth_keeping(self, format_name: str) -> bool:
-        """Whether reading its store of this format from disk is faster than filling it again."""
+        """Returns whether reading its store of this format from disk is faster than filling it again."""
 
     @abstractmethod
     def tensors(self) -> AbstractContextManager[Tensors]:

@@ -57,7 +57,7 @@ class SocketCarrier(Carrier):
 
 def _answer(partial: Partial) -> Answer:
     tally = Tally(partial.mass, partial.left, partial.kept, partial.channels)
-    return Answer(partial.seq, partial.incarnation, partial.busy, partial.y, tally)
+    return Answer(partial.seq, partial.generation, partial.busy, partial.y, tally)
 
 
 class ArenaCarrier(Carrier):
@@ -233,7 +233,7 @@ class ArenaCarrier(Carrier):
         for index, message in messages:
             match message:
                 case Ready():
-                    self._make(index, message.incarnation)
+                    self._make(index, message.generation)
                 case WorkerDied():
                     self._drop(index)
         return [pair for pair in messages if not isinstance(pair[1], Partial)]

@@ -95,7 +95,7 @@ class PrefetchLink(Link):
                 case SlabAttached(error=""):
                     self._attaching = False
                     self._watch.reset()
-                    self._socket.mark_up(0, message.incarnation)
+                    self._socket.mark_up(0, message.generation)
                 case SlabAttached():
                     self._attaching, self.refusal = False, message.error
                 case WorkerDied():

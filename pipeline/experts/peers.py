@@ -221,7 +221,7 @@ class ChildServerSocket:
     def stats(self) -> list[dict[str, Any]]:
         """The running children. From any thread."""
         return [
-            {"role": self.role, "index": i, "incarnation": c.generation, "pid": c.pid, "up": c.up}
+            {"role": self.role, "index": i, "generation": c.generation, "pid": c.pid, "up": c.up}
             for i, c in sorted(list(self._children.items()))
         ]
 
@@ -272,7 +272,7 @@ class ChildServerSocket:
                 self._reject(f"a {identity.role} sends on the socket of {self.role}s")
             elif isinstance(message, Ready):
                 self._on_ready(sender, identity, message, messages)
-            elif child is not None and child.generation == identity.incarnation:
+            elif child is not None and child.generation == identity.generation:
                 messages.append((identity.index, message))
 
     def _reject(self, reason: str) -> None:
@@ -282,7 +282,7 @@ class ChildServerSocket:
     def _on_ready(
         self, name: bytes, identity: Identity, ready: Ready, messages: list[tuple[int, object]]
     ) -> None:
-        index, generation = identity.index, identity.incarnation
+        index, generation = identity.index, identity.generation
         if ready.version != VERSION or ready.fingerprint != self._fingerprint:
             self._reject(f"{self.role} {index} has another version or store")
             return
@@ -299,7 +299,7 @@ class ChildServerSocket:
 
     def _on_exit(self, exit: WorkerDied, messages: list[tuple[int, object]]) -> None:
         child = self._children.get(exit.index)
-        if child is not None and child.generation == exit.incarnation:
+        if child is not None and child.generation == exit.generation:
             del self._children[exit.index]
             del self._proven[child.name]
             self._exit_count += 1

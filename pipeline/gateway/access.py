@@ -1,4 +1,4 @@
-"""Where the gateway listens, and who may send requests: API keys from a file, and which hosts and pages a
+"""The gateway's address, and who may send requests: API keys from a file, and which hosts and pages a
 browser may name."""
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ class ChatRequest:
 
     @property
     def template(self) -> str:
-        """What the template reads beside the messages, as JSON."""
+        """Returns what the template reads beside the messages, as JSON."""
         return template_of(self.tools, self.variables)
 
     def conversation(self, key_name: str) -> str:

@@ -48,7 +48,7 @@ class SchemaObject(Struct):
 
 
 class Format(Struct):
-    """What an answer has to follow, by one of its fields, as `type` says."""
+    """Form that an answer has to follow, by one of its fields, as `type` says."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaObject | None = None
@@ -133,7 +133,7 @@ class Tool(Struct):
 
 
 class Rendered(Common, kw_only=True):
-    """What a chat template reads beside the messages, too."""
+    """Fields that a chat template reads beside the messages, too."""
 
     tools: ToolObjects | None = None  # as the template reads them; each is a Tool
     tool_choice: str | Object | None = None
@@ -280,7 +280,7 @@ class OutputConfig(Struct):
 
 
 class CountBody(Common, kw_only=True):
-    """What POST /v1/messages/count_tokens reads: all but the answer's length."""
+    """Body of POST /v1/messages/count_tokens: all but the answer's length."""
 
     messages: Annotated[list[MessageTurn], Meta(min_length=1, max_length=4096)]
     system: Content = None

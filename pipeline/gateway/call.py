@@ -60,7 +60,7 @@ def event_of(value: Any, kind: str = "") -> bytes:
 
 @dataclass
 class Service:
-    """What all requests share."""
+    """State that all requests share."""
 
     links: EngineLinks
     template: TemplateKind = TemplateKind()  # noqa: RUF009 - frozen

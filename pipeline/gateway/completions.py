@@ -27,7 +27,7 @@ Prompt = str | tuple[int, ...]
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """What a body asks for."""
+    """Answer that a body asks for."""
 
     prompts: tuple[Prompt, ...]
     settings: Settings
@@ -35,8 +35,8 @@ class CompletionRequest:
 
     @property
     def only_scored(self) -> bool:
-        """Whether the log-probabilities of the prompt already say its next token: of an echo with at most one
-        greedy token, as lm-evaluation-harness asks."""
+        """Returns whether the log-probabilities of the prompt already say its next token: of an echo with
+        at most one greedy token, as lm-evaluation-harness asks."""
         settings = self.settings
         greedy = settings.sampling.temperature == 0 and settings.sampling.repetition_penalty == 1
         plain = greedy and settings.shaping == Shaping() and not settings.stop

@@ -1,4 +1,4 @@
-"""What the dashboard shows, as server-sent events. The engine is asked once for all pages, and only while
+"""The dashboard's contents, as server-sent events. The engine is asked once for all pages, and only while
 there is one.
 
 `state`: whether the engine answers; `about`: what it is; `counters`: totals since its start, once a second;

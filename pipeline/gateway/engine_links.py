@@ -45,7 +45,7 @@ class EngineLinks:
 
     @property
     def ready(self) -> bool:
-        """Whether the engine answers now."""
+        """Returns whether the engine answers now."""
         link = self._links.get("")
         return link is not None and link.client is not None and not link.paused
 

@@ -1,4 +1,4 @@
-"""What GET /metrics says, for Prometheus: the gateway's own counts, and the engine's under names after
+"""Answer of GET /metrics, for Prometheus: the gateway's own counts, and the engine's under names after
 vLLM's."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ disable_created_metrics()
 
 
 class Meter:
-    """What the gateway counts. `disconnects`: clients that left before their answer's end."""
+    """The gateway's counters. `disconnects`: clients that left before their answer's end."""
 
     def __init__(self) -> None:
         self.registry = own = CollectorRegistry(auto_describe=False)

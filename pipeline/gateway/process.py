@@ -135,7 +135,7 @@ async def _run(config: dict[str, Any]) -> int:
         serving = asyncio.create_task(server.serve(sockets=[bound]))
         where = f"[{host}]" if ":" in host else host
         notes = (f"{where}:{bound.getsockname()[1]}",)
-        ready = Ready(VERSION, "gateway", 0, config["incarnation"], os.getpid(), config["fingerprint"], notes)
+        ready = Ready(VERSION, "gateway", 0, config["generation"], os.getpid(), config["fingerprint"], notes)
         await supervisor.send_multipart(encode(ready))
         heart = asyncio.create_task(_send_heartbeats(supervisor))
         stop = asyncio.create_task(_wait_for_shutdown(supervisor))

@@ -1,5 +1,5 @@
-"""What all endpoints with an answer read of a body: how long it is, how tokens are chosen, where it ends,
-which tools it may call, and the grammar by which it has to call one or to be JSON."""
+"""Settings that all endpoints with an answer read of a body: how long it is, how tokens are chosen, where
+it ends, which tools it may call, and the grammar by which it has to call one or to be JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ WHITESPACE = r" |\n {0,32}"  # of JSON: a model that is not sure may otherwise w
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer follows; false where it follows none. `field`: of the request that asks for it."""
+    """Grammar that an answer follows; false where it follows none. `field`: of the request that asks for
+    it."""
 
     text: str = ""
     field: str | None = None

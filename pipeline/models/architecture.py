@@ -113,7 +113,7 @@ class Architecture:
         )
 
     def is_fused(self, names: Container[str], spec: ModelSpec) -> bool:
-        """Whether a checkpoint with these tensors has the fused layout."""
+        """Returns whether a checkpoint with these tensors has the fused layout."""
         return self._fused(spec.moe_layers[0])[0] in names
 
     def backbone(self, spec: ModelSpec, fused: bool) -> Iterator[TensorSpec]:
@@ -135,7 +135,8 @@ class Architecture:
         return shapes
 
     def optional(self, name: str, spec: ModelSpec) -> bool:
-        """Whether a checkpoint may have this unread tensor: old buffers, or a tied model's copied head."""
+        """Returns whether a checkpoint may have this unread tensor: old buffers, or a tied model's copied
+        head."""
         return name.endswith(".rotary_emb.inv_freq") or (spec.tied_embeddings and name == "lm_head.weight")
 
     def _fused(self, layer: int) -> tuple[str, str]:

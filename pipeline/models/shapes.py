@@ -147,7 +147,7 @@ SHAPES = {
 
 
 def is_shape(model: str | Path) -> bool:
-    """Whether `--model` names a shape instead of a folder."""
+    """Returns whether `--model` names a shape instead of a folder."""
     return str(model).startswith(PREFIX)
 
 

@@ -237,7 +237,7 @@ class GenerateJob(Job):
 
     @property
     def _complete(self) -> bool:
-        """Whether it is known that nothing may follow in the grammar."""
+        """Returns whether it is known that nothing may follow in the grammar."""
         return self._grammar is not None and self._grammar.complete
 
     def _end_reason(self) -> str | None:

@@ -1,4 +1,4 @@
-"""What passes between the event loop and the engine's thread: clients' messages one way, events the other."""
+"""Messages between the event loop and the engine's thread: clients' messages one way, events the other."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class PolicySwitch:
 
     @property
     def calibrated(self) -> bool:
-        """Whether the model has a calibration on this machine."""
+        """Returns whether the model has a calibration on this machine."""
         return self._calibration_file.exists()
 
     def reset(self) -> None:
@@ -133,8 +133,8 @@ def _open(parts: EngineParts) -> Slab:
     def check() -> None:
         device.check_memory(slots * layout.tile_bytes, parts.kv_bytes, beside)
 
-    wait_for_room(check, ROOM_LIMIT if config.incarnation > 0 else 0.0, parts.tick)
-    name = f"{engine_prefix(config.runtime)}slab-{config.incarnation}"
+    wait_for_room(check, ROOM_LIMIT if config.generation > 0 else 0.0, parts.tick)
+    name = f"{engine_prefix(config.runtime)}slab-{config.generation}"
     memory = device.open_slab(name, slots, layout.tile_bytes, parts.tick)
     parts.closing.callback(memory.close)
     own, prefetcher = parts.control.line("coordinator", 0), parts.control.line("prefetcher", 0)

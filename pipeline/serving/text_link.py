@@ -123,7 +123,7 @@ class TextLink:
 
     def on_exit(self, exit: WorkerDied) -> None:
         """Note an exit that the supervisor reports."""
-        if exit.incarnation == self.generation:
+        if exit.generation == self.generation:
             self._drop(exit.crashed)
 
     def close(self) -> None:
@@ -142,13 +142,13 @@ class TextLink:
     def _receive(self, sender: bytes, identity: Identity, message: Any) -> None:
         if identity.role != ROLE:
             raise MalformedMessage(f"a {identity.role} sends on it")
-        if isinstance(message, Ready) and identity.incarnation > self.generation:
+        if isinstance(message, Ready) and identity.generation > self.generation:
             if message.version != VERSION:
                 raise MalformedMessage("another version")
             self._drop(crashed=False)  # the one before, whose exit was not reported yet
-            self._name, self.generation = sender, identity.incarnation
+            self._name, self.generation = sender, identity.generation
             self._up.set()
-            self._to_supervisor(WorkerUp(ROLE, 0, identity.incarnation))
+            self._to_supervisor(WorkerUp(ROLE, 0, identity.generation))
             self._on_up()
         elif isinstance(message, Encoded | Allowed) and sender == self._name:
             if self._asked is None or self._answer is None or not answers(self._asked, message):

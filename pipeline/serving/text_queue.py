@@ -1,4 +1,4 @@
-"""What waits for the text process: clients' messages with a text, and masks of answers that follow a grammar.
+"""Jobs of the text process: clients' messages with a text, and masks of answers that follow a grammar.
 
 Clients take turns, one job each: many texts of one delay another by no more than one of them. A client's
 masks come before its texts. A message of token ids passes at once. A text that can never be served is refused
@@ -47,7 +47,7 @@ GIVEN = {Generate: "prompt, token_ids and messages", Tokenize: "text, messages a
 
 
 class TextMessages:
-    """What has to be encoded of messages to one model. Immutable."""
+    """Texts to be encoded of messages to one model. Immutable."""
 
     def __init__(self, tokenizer: Detokenizer | None, context: int) -> None:
         """`tokenizer`: for the least length of a text, not to encode; `context`: tokens of prompt and answer

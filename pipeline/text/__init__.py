@@ -1,1 +1,1 @@
-"""From text to tokens and back: tokenizer, sampler, streaming detokenizer."""
+"""Text to tokens and back: tokenizer, sampler, streaming detokenizer."""

@@ -163,8 +163,8 @@ def _byte_level_letters() -> dict[str, int]:
 
 
 class ByteDecoder:
-    """For byte-level vocabularies: every token is bytes, and the text is all of them as UTF-8 with U+FFFD for
-    invalid bytes. Only an incomplete character at the end is uncertain."""
+    """Decoder of byte-level vocabularies: every token is bytes, and the text is all of them as UTF-8 with
+    U+FFFD for invalid bytes. Only an incomplete character at the end is uncertain."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
@@ -180,10 +180,10 @@ class ByteDecoder:
 
 
 class RunDecoder:
-    """For vocabularies in which a token's text depends on its neighbours: the first token loses its leading
-    space, and a run of byte tokens is decoded as a whole (one invalid byte makes all of it invalid, so none
-    of it is certain before it ends). Tokens are decoded once they are certain, behind the last token before
-    them, which stands in for all earlier ones."""
+    """Decoder of vocabularies in which a token's text depends on its neighbours: the first token loses its
+    leading space, and a run of byte tokens is decoded as a whole (one invalid byte makes all of it invalid,
+    so none of it is certain before it ends). Tokens are decoded once they are certain, behind the last
+    token before them, which stands in for all earlier ones."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], is_byte: Callable[[int], bool]) -> None:
         self._decode = decode

@@ -108,8 +108,8 @@ def words(vocabulary: int) -> int:
 
 @dataclass(eq=False)
 class MaskRequest:
-    """What a grammar allows behind `tokens[start:]`, to be set as `allowed`. Nothing is added to `tokens`
-    before that, so the event loop may read them meanwhile."""
+    """Returns what a grammar allows behind `tokens[start:]`, to be set as `allowed`. Nothing is added to
+    `tokens` before that, so the event loop may read them meanwhile."""
 
     client: bytes
     answer: int  # a number of its own each time that the request is admitted
@@ -160,12 +160,12 @@ class Grammar:
 
     @property
     def ready(self) -> bool:
-        """Whether the mask behind the last token is there."""
+        """Returns whether the mask behind the last token is there."""
         return self._asked is not None and self._asked.allowed is not None
 
     @property
     def complete(self) -> bool:
-        """Whether it is known that nothing may follow the last token."""
+        """Returns whether it is known that nothing may follow the last token."""
         allowed = None if self._asked is None else self._asked.allowed
         return allowed is not None and not allowed.error and not len(allowed.mask)
 

@@ -37,7 +37,7 @@ class Sampler:
 
     @property
     def greedy(self) -> bool:
-        """Whether `next` is the largest logit."""
+        """Returns whether `next` is the largest logit."""
         return self._sampling.temperature == 0 and self._sampling.repetition_penalty == 1
 
     def next(self, logits: NDArray[np.float32], previous: Sequence[int]) -> int:
@@ -163,7 +163,7 @@ class TokenChooser:
 
     @property
     def greedy(self) -> bool:
-        """Whether each token is the largest logit, and nothing else of the logits is asked for."""
+        """Returns whether each token is the largest logit, and nothing else of the logits is asked for."""
         asks = self._logprobs >= 0 or self._rival is not None
         return self._sampler.greedy and not (asks or self._penalizes or len(self._biased))
 

@@ -118,7 +118,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether there is a template for conversations; some models have only others, for tools or
+        """Returns whether there is a template for conversations; some models have only others, for tools or
         documents."""
         template = self._tokenizer.chat_template
         return bool(template.get("default") if isinstance(template, dict) else template)

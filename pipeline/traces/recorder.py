@@ -153,7 +153,7 @@ def recorder_of(config: CoordinatorConfig, source: ModelSource, engine: Engine, 
         engine.up,
         engine.layout.head_bytes,
     )
-    resumed = config.incarnation > 0
+    resumed = config.generation > 0
 
     def spent(phase: Phase) -> float:
         seconds = engine.counters.phases[phase].seconds

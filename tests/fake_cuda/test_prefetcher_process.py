@@ -32,7 +32,7 @@ def started(place: Surroundings, order: AttachSlab) -> Child:
     place.receive(place.work)
     place.receive(place.control)
     place.send(child, order)
-    assert place.expect(SlabAttached) == SlabAttached(child.incarnation)
+    assert place.expect(SlabAttached) == SlabAttached(child.generation)
     return child
 
 

@@ -86,7 +86,7 @@ class State:
         self._segments = self.segments()
 
     def pid(self, role: str, index: int = 0) -> int:
-        """Of the running incarnation."""
+        """Of the running generation."""
         pids = self.supervisor.pids
         return pids[max(child for child in pids if (child.role, child.index) == (role, index))]
 
@@ -105,20 +105,20 @@ class State:
         return int((await self.client.stats())["engine"]["prefill"]["rows"])
 
     async def kill_next(self, role: str, index: int, after: int, number: signal.Signals = KILL) -> int:
-        """Kill, or stop, the first incarnation later than `after`, as soon as it runs; returns its number."""
+        """Kill, or stop, the first generation later than `after`, as soon as it runs; returns its number."""
         end = time.monotonic() + LIMIT
         while True:
             for child, pid in self.supervisor.pids.items():
-                if (child.role, child.index) == (role, index) and child.incarnation > after:
+                if (child.role, child.index) == (role, index) and child.generation > after:
                     os.kill(pid, number)
-                    return child.incarnation
+                    return child.generation
             assert time.monotonic() < end
             await asyncio.sleep(0.005)
 
-    def incarnation(self, role: str, index: int = 0) -> int:
-        """The running incarnation; -1 if none runs."""
+    def generation(self, role: str, index: int = 0) -> int:
+        """The running generation; -1 if none runs."""
         pids = self.supervisor.pids
-        return max((c.incarnation for c in pids if (c.role, c.index) == (role, index)), default=-1)
+        return max((c.generation for c in pids if (c.role, c.index) == (role, index)), default=-1)
 
     def segments(self) -> list[str]:
         return sorted(path.name for path in segments(self.runtime))
@@ -150,9 +150,9 @@ class State:
         return stats
 
     def _agree(self, there: dict[tuple[str, int], dict[str, Any]]) -> bool:
-        """Whether the coordinator has the same incarnations as the supervisor."""
+        """Whether the coordinator has the same generations as the supervisor."""
         pids = self.supervisor.pids
-        return all(pids.get(Identity(*slot, p["incarnation"])) == p["pid"] for slot, p in there.items())
+        return all(pids.get(Identity(*slot, p["generation"])) == p["pid"] for slot, p in there.items())
 
     def _slots(self) -> list[tuple[str, int]]:
         return sorted((child.role, child.index) for child in self.supervisor.pids)

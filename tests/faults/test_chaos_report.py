@@ -34,8 +34,8 @@ def test_chaos_options() -> None:
         parse(["stress", "--seed", "3", "--connect"])
 
 
-def peer(role: str, index: int, incarnation: int, up: bool = True) -> dict[str, Any]:
-    return {"role": role, "index": index, "incarnation": incarnation, "pid": 1, "up": up}
+def peer(role: str, index: int, generation: int, up: bool = True) -> dict[str, Any]:
+    return {"role": role, "index": index, "generation": generation, "pid": 1, "up": up}
 
 
 async def test_pool_is_recovered_when_every_peer_is_up_again() -> None:

@@ -40,7 +40,7 @@ class Pool:
         self.children = [subprocess.Popen(command) for _ in range(count)]
         self.up = [True] * count
         self.peers = [
-            {"role": "worker", "index": i, "incarnation": 0, "pid": child.pid, "up": True}
+            {"role": "worker", "index": i, "generation": 0, "pid": child.pid, "up": True}
             for i, child in enumerate(self.children)
         ]
         self.running = 1
@@ -82,7 +82,7 @@ async def test_only_peers_that_are_up_are_killed(pool: Pool, tmp_path: Path) -> 
     assert os.listdir("/proc/self/fd") == files
     order = [f.index for f in made.faults]
     assert sorted(order) == [1, 2, 3] != order  # at random
-    assert {(f.kind, f.role, f.incarnation, f.decoding) for f in made.faults} == {("kill", "worker", 0, True)}
+    assert {(f.kind, f.role, f.generation, f.decoding) for f in made.faults} == {("kill", "worker", 0, True)}
     assert [child.returncode for child in pool.children if child.returncode] == [-signal.SIGKILL] * 3
     assert all(0 <= time.perf_counter() - fault.at < 20 for fault in made.faults)
 
@@ -90,7 +90,7 @@ async def test_only_peers_that_are_up_are_killed(pool: Pool, tmp_path: Path) -> 
 async def test_processes_that_are_not_the_engine_s_are_not_signalled(pool: Pool, tmp_path: Path) -> None:
     """Wrong process ids in the Stats: unused, another parent's, this process, and a child of another role."""
     pids = (2**22 + 1, 1, os.getpid(), pool.children[3].pid)
-    pool.peers = [{"role": "worker", "index": i, "incarnation": 0, "pid": p} for i, p in enumerate(pids)]
+    pool.peers = [{"role": "worker", "index": i, "generation": 0, "pid": p} for i, p in enumerate(pids)]
     pool.peers[3]["role"] = "prefetcher"
     files = os.listdir("/proc/self/fd")
     async with injector(pool, tmp_path, "kill", "stop") as made:

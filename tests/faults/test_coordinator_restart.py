@@ -84,7 +84,7 @@ async def test_engine_restarts_when_killed_in_decode(start_engine, tiny_model) -
         found = the_store(client)
         assert (found.st_ino, found.st_mtime_ns) == (store.st_ino, store.st_mtime_ns)
         assert len([name for name in state.segments() if "-slab-" in name]) == 1
-        assert state.incarnation("coordinator") == 1
+        assert state.generation("coordinator") == 1
         assert sorted((child.role, child.index) for child in supervisor.pids) == SLOTS
         state.send(KILL, "worker", 0)  # a worker of the restarted engine is restarted as before
         assert len(await answer(client)) == len(reference)
@@ -98,10 +98,10 @@ async def test_stopped_coordinator_is_restarted_while_a_worker_is_killed(start_e
     async with start_engine(config(tiny_model), Limits(stopped_checks=2)) as (supervisor, client):
         state = State(supervisor, client)
         reference, old = await answer(client), state.pid("coordinator")
-        incarnation = state.incarnation("worker", 0)
+        generation = state.generation("worker", 0)
         state.send(STOP, "coordinator")
         assert await seconds_to_loss(client) < NOTICED
-        await state.kill_next("worker", 0, incarnation)  # an incarnation of the restarted engine
+        await state.kill_next("worker", 0, generation)  # a generation of the restarted engine
         async with Client.connect(supervisor.endpoint, timeout=RESTARTED) as restarted:
             assert state.pid("coordinator") != old
             assert bits(await answer(restarted)) == bits(reference)

@@ -136,11 +136,11 @@ async def test_replacement_crash_before_its_first_work_does_not_count_against_th
 
 
 async def crash_twice(
-    supervisor: Supervisor, client: Client, prompt: list[int], incarnation: int
+    supervisor: Supervisor, client: Client, prompt: list[int], generation: int
 ) -> list[Token] | None:
-    """An answer during which the worker of this incarnation crashes in a Work, and its replacement as soon as
+    """An answer during which the worker of this generation crashes in a Work, and its replacement as soon as
     the coordinator has seen its Ready; None if the answer was complete before. Raises RequestFailed."""
-    first, second = (Identity("worker", 0, incarnation + i) for i in range(2))
+    first, second = (Identity("worker", 0, generation + i) for i in range(2))
     store = store_file(client)
     size = store.stat().st_size
     os.truncate(store, size - LAST_BYTES)
@@ -150,10 +150,10 @@ async def crash_twice(
     finally:
         os.truncate(store, size)
     async with asyncio.timeout(LIMIT):
-        incarnation = -1
-        while incarnation != second.incarnation:
+        generation = -1
+        while generation != second.generation:
             peers = (await client.stats())["peers"]
-            incarnation = peers[0]["incarnation"] if peers else -1
+            generation = peers[0]["generation"] if peers else -1
             await asyncio.sleep(0.001)  # who asks all the time is cut off
         late = request.done()
         os.kill(supervisor.pids[second], signal.SIGABRT)

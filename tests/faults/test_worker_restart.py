@@ -98,20 +98,20 @@ async def test_worker_exits_in_prefill(state, faults) -> None:
 
 async def test_worker_exits_while_idle(state) -> None:
     reference, before = await answer(state.client), await state.exits()
-    incarnation = state.incarnation("worker", 1)
+    generation = state.generation("worker", 1)
     state.send(KILL, "worker", 1)
     state.send(STOP, "worker", 0)
-    await until(lambda: state.incarnation("worker", 1) > incarnation, LIMIT)
+    await until(lambda: state.generation("worker", 1) > generation, LIMIT)
     assert bits(await answer(state.client)) == bits(reference)
     await recovered(state, before, 2)
 
 
 async def test_worker_stopped_before_its_ready_is_restarted(state) -> None:
     """No Work waits for it yet: the supervisor notices the hang."""
-    reference, incarnation = await answer(state.client), state.incarnation("worker", 0)
+    reference, generation = await answer(state.client), state.generation("worker", 0)
     state.send(KILL, "worker", 0)
-    stopped = await state.kill_next("worker", 0, incarnation, STOP)
-    await until(lambda: state.incarnation("worker", 0) > stopped, LIMIT)
+    stopped = await state.kill_next("worker", 0, generation, STOP)
+    await until(lambda: state.generation("worker", 0) > stopped, LIMIT)
     await state.wait_recovered()
     assert bits(await answer(state.client)) == bits(reference)
 
@@ -128,7 +128,7 @@ async def test_workers_killed_at_random_instants_under_load_change_no_token(stat
     for tokens in sorted(draw.sample(range(1, len(running) * 48 - 24), 8)):
         await until(lambda tokens=tokens: arrived.total() >= tokens, LIMIT)
         index = draw.randrange(2)
-        if state.incarnation("worker", index) >= 0:  # else it is being restarted
+        if state.generation("worker", index) >= 0:  # else it is being restarted
             state.send(KILL, "worker", index)
     for task, prompt in zip(running, prompts * 2, strict=True):
         tokens = await task

@@ -216,7 +216,7 @@ def test_prefetcher_process_copies_tiles_to_their_slots(slab: SlabMemory, store:
             place.receive(place.work)
             place.receive(place.control)
             place.send(child, slab.address())
-            assert place.expect(SlabAttached) == SlabAttached(child.incarnation)
+            assert place.expect(SlabAttached) == SlabAttached(child.generation)
             slots = np.random.default_rng(number).permutation(SLOTS)[: SHAPE.tiles].tolist()
             place.send(child, Fetch(number, 1, number, 0, tuple(slots), 1, np.zeros(0, np.int32)))
             for index, slot in enumerate(slots):

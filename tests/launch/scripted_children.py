@@ -98,8 +98,8 @@ class ScriptedChild:
             self._socket.send_multipart(encode(message))
 
     def ready(self, **changed: Any) -> None:
-        role, index, incarnation = self.identity.role, self.identity.index, self.identity.incarnation
-        ready = Ready(VERSION, role, index, incarnation, PID, self._play.fingerprint)
+        role, index, generation = self.identity.role, self.identity.index, self.identity.generation
+        ready = Ready(VERSION, role, index, generation, PID, self._play.fingerprint)
         self.send(replace(ready, **changed))
 
     async def close(self) -> None:
@@ -142,15 +142,15 @@ class Play:
         self.events.append(f"{title(identity)} is spawned")
         return made.child
 
-    def child(self, role: str, index: int = 0, incarnation: int = 0) -> ScriptedChild:
-        (found,) = [c for c in self.children if c.identity == Identity(role, index, incarnation)]
+    def child(self, role: str, index: int = 0, generation: int = 0) -> ScriptedChild:
+        (found,) = [c for c in self.children if c.identity == Identity(role, index, generation)]
         return found
 
-    async def spawned(self, role: str, index: int = 0, incarnation: int = 0) -> ScriptedChild:
+    async def spawned(self, role: str, index: int = 0, generation: int = 0) -> ScriptedChild:
         """Once it has its configuration."""
-        wanted = Identity(role, index, incarnation)
+        wanted = Identity(role, index, generation)
         await until(lambda: any(c.identity == wanted and c.config for c in self.children))
-        return self.child(role, index, incarnation)
+        return self.child(role, index, generation)
 
     async def close(self) -> None:
         for child in self.children:

@@ -37,10 +37,10 @@ def line_of(engine: Supervisor, role: str, index: int = 0) -> ControlLine:
     return engine._monitor._control.line(role, index)
 
 
-async def up(play: Play, role: str, index: int, incarnation: int) -> ScriptedChild:
-    """The next incarnation, which the coordinator has given work."""
-    child = await play.spawned(role, index, incarnation)
-    play.children[0].send(WorkerUp(role, index, incarnation))
+async def up(play: Play, role: str, index: int, generation: int) -> ScriptedChild:
+    """The next generation, which the coordinator has given work."""
+    child = await play.spawned(role, index, generation)
+    play.children[0].send(WorkerUp(role, index, generation))
     await until(lambda: child.child.up)
     return child
 
@@ -68,7 +68,7 @@ async def test_coordinator_learns_of_an_exit_and_its_work_before_the_restart(
         assert "the worker 1 is up again after " in caplog.text
 
 
-async def test_messages_of_and_about_an_earlier_incarnation_and_malformed_ones_change_nothing(
+async def test_messages_of_and_about_an_earlier_generation_and_malformed_ones_change_nothing(
     play: Play, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with supervisor(NEVER):
@@ -95,9 +95,9 @@ async def test_exits_before_any_work_end_the_engine_when_too_many_in_a_row(play:
     line = "^the worker 0 exited with code 3, 3 times in a row before it could work; the engine has been s"
     with pytest.raises(EngineFailed, match=line):  # noqa: PT012 - from the end of the block
         async with supervisor(FEW) as engine:
-            for incarnation in range(6):
-                child = await play.spawned("worker", 0, incarnation)
-                if incarnation == 2:
+            for generation in range(6):
+                child = await play.spawned("worker", 0, generation)
+                if generation == 2:
                     await up(play, "worker", 0, 2)
                     line_of(engine, "worker").tick()
                 child.process.end(3)
@@ -108,8 +108,8 @@ async def test_crashes_of_workers_that_are_up_but_have_computed_nothing_end_the_
     """So may an import that follows the first answer; kills from outside do not count."""
     with pytest.raises(EngineFailed, match=r"^the worker 0 .* 3 times in a row"):  # noqa: PT012
         async with supervisor(FEW):
-            for incarnation, code in enumerate((KILLED,) * 5 + (CRASHED,) * 3):
-                (await up(play, "worker", 0, incarnation)).process.end(code)
+            for generation, code in enumerate((KILLED,) * 5 + (CRASHED,) * 3):
+                (await up(play, "worker", 0, generation)).process.end(code)
             await asyncio.Future()
     assert sum(c.identity.role == "worker" and not c.identity.index for c in play.children) == 8
 
@@ -117,8 +117,8 @@ async def test_crashes_of_workers_that_are_up_but_have_computed_nothing_end_the_
 @pytest.mark.parametrize("code", [KILLED, 3])
 async def test_exits_of_the_young_do_not_end_an_engine_whose_workers_compute(play: Play, code: int) -> None:
     async with supervisor(FEW) as engine:
-        for incarnation in range(6):
-            child = await play.spawned("worker", 0, incarnation)
+        for generation in range(6):
+            child = await play.spawned("worker", 0, generation)
             line_of(engine, "worker", 1).tick()
             child.process.end(code)
         await play.spawned("worker", 0, 6)
@@ -130,7 +130,7 @@ async def test_gateway_without_its_port_is_tried_again_for_ever(
     """Also while the whole engine is restarted, which does not wait for it."""
 
     def script(child: ScriptedChild) -> None:
-        if child.identity.role == "gateway" and child.identity.incarnation:
+        if child.identity.role == "gateway" and child.identity.generation:
             child.send(Failed("gateway", "Address already in use", usage=True))
             child.process.end(2)
         else:
@@ -164,12 +164,12 @@ async def test_restart_of_the_engine_replaces_a_pending_restart_of_a_worker(
 ) -> None:
     caplog.set_level(logging.INFO)
     async with supervisor(Limits(check_interval=1e6, first_pause=0.2)):
-        for incarnation in (0, 1):
-            (await play.spawned("worker", 0, incarnation)).process.end(KILLED)  # the second time with a pause
+        for generation in (0, 1):
+            (await play.spawned("worker", 0, generation)).process.end(KILLED)  # the second time with a pause
         play.child("coordinator").process.end(KILLED)
         await until(lambda: "the engine is up again" in caplog.text)
         await asyncio.sleep(0.3)  # longer than the pause
-        assert max(c.identity.incarnation for c in play.children if c.identity.role == "worker") == 2
+        assert max(c.identity.generation for c in play.children if c.identity.role == "worker") == 2
 
 
 @asynccontextmanager

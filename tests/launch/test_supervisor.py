@@ -183,7 +183,7 @@ async def test_silent_loader_is_stopped_and_one_with_progress_is_not(play: Play)
 
 async def test_store_that_was_removed_meanwhile_is_loaded_again(play: Play) -> None:
     def script(child: ScriptedChild) -> None:
-        if child.identity.role == "loader" and child.identity.incarnation < 2:
+        if child.identity.role == "loader" and child.identity.generation < 2:
             play.fingerprint = "0" * 64  # no store
             child.ready()
             child.process.end(0)
@@ -193,7 +193,7 @@ async def test_store_that_was_removed_meanwhile_is_loaded_again(play: Play) -> N
     play.script = script
     async with supervisor(NEVER) as engine:
         loaders = [c for c in play.children if c.identity.role == "loader"]
-        assert [c.identity.incarnation for c in loaders] == [0, 1, 2]
+        assert [c.identity.generation for c in loaders] == [0, 1, 2]
         assert play.child("worker").config["fingerprint"] == play.fingerprint
         assert engine.endpoint
 
@@ -235,7 +235,7 @@ async def test_restarted_coordinator_has_the_policy_that_was_set_last(
         assert engine.config.policy == "random"
         assert [c.process.returncode for c in play.children[3:5]] == [KILLED] * 2
         await until(lambda: "the engine is up again" in caplog.text)
-        assert "not pinned" not in caplog.text  # it was said of the first incarnation
+        assert "not pinned" not in caplog.text  # it was said of the first generation
         second.send(SetPolicy(0, "all-host"))
         await until(lambda: engine.config.policy == "all-host")
         second.process.end(KILLED)

@@ -95,18 +95,18 @@ class Supervisor:
         self.runtime.mkdir(mode=0o700)
         self.cache = folder / "cache"
         self.control = bind_router(context, ipc_endpoint(self.runtime, "control.sock"))
-        self.incarnation = 0
+        self.generation = 0
         self.fingerprints: set[str] = set()  # of stores to remove at the end
 
     def config(self, model: Path, **changes: object) -> dict:
-        self.incarnation += 1
+        self.generation += 1
         return {
             "engine": "test",
             "runtime": str(self.runtime),
             "log_level": "INFO",
             "role": "loader",
             "index": 0,
-            "incarnation": self.incarnation,
+            "generation": self.generation,
             "identity": self.identity,
             "model": str(model),
             "format": "f32",  # unlike the checkpoints' bf16, so that stores are cached on disk
@@ -120,7 +120,7 @@ class Supervisor:
 
     @property
     def identity(self) -> bytes:
-        return Identity("loader", 0, self.incarnation).prove(b"k" * 32)
+        return Identity("loader", 0, self.generation).prove(b"k" * 32)
 
     def start(self, model: Path, **changes: object) -> Child:
         return Child(self.config(model, **changes))

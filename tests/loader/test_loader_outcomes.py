@@ -112,7 +112,7 @@ def test_interrupted_read_of_the_cached_file_leaves_no_store(
 @pytest.fixture
 def control(supervisor: Supervisor) -> Iterator[Control]:
     with zmq.Context() as context:
-        supervisor.config(supervisor.runtime)  # counts an incarnation
+        supervisor.config(supervisor.runtime)  # counts a generation
         control = Control(context, supervisor.runtime, supervisor.identity)
         yield control
         control.close()

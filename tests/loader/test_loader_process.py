@@ -24,8 +24,8 @@ def test_store_comes_from_checkpoint_then_segment_then_cache(supervisor, model):
     fingerprint = first.ready.fingerprint
     weights = sum(t.nbytes for t in tiny_checkpoint.expert_tensors().values())
     note = f"source checkpoint: {byte_size(weights)} read from the checkpoint, 0 B from the cache"
-    incarnation = supervisor.incarnation
-    assert first.ready == Ready(VERSION, "loader", 0, incarnation, first.pid, fingerprint, (note,))
+    generation = supervisor.generation
+    assert first.ready == Ready(VERSION, "loader", 0, generation, first.pid, fingerprint, (note,))
     assert first.stages == ["allocating", "encoding the experts", "writing the cache"]
     assert first.lines == []
     assert all(0 <= m.done <= m.total for m in first.messages if isinstance(m, Progress))

@@ -33,9 +33,9 @@ def received(child, *kinds):
     return messages
 
 
-def exit_of(incarnation: int, index: int = 0, role: str = "worker", *, crashed: bool = False) -> WorkerDied:
+def exit_of(generation: int, index: int = 0, role: str = "worker", *, crashed: bool = False) -> WorkerDied:
     """An exit as the supervisor reports it."""
-    return WorkerDied(role, index, incarnation, crashed, -1)
+    return WorkerDied(role, index, generation, crashed, -1)
 
 
 @contextmanager
@@ -69,10 +69,10 @@ def child_socket(
 
 
 def child_endpoint(
-    runtime: Path, role: str, socket: str, fingerprint: str, index: int = 0, incarnation: int = 0
+    runtime: Path, role: str, socket: str, fingerprint: str, index: int = 0, generation: int = 0
 ) -> ChildEndpoint:
     """The child's end of a ChildServerSocket; used by the thread that makes it."""
-    identity = Identity(role, index, incarnation)
+    identity = Identity(role, index, generation)
     config = {**asdict(identity), "identity": identity.prove(KEY)}
     config |= {"runtime": str(runtime), "fingerprint": fingerprint}
     return ChildEndpoint(config, socket, supervised=False)

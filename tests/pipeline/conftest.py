@@ -72,11 +72,11 @@ def reports() -> list[object]:
 
 @pytest.fixture
 def make_child(runtime):
-    """`make_child(index, incarnation)`: a child's endpoint that has announced itself."""
+    """`make_child(index, generation)`: a child's endpoint that has announced itself."""
     made = []
 
-    def make(index=0, incarnation=0, fingerprint=PRINT, role="worker", socket="w"):
-        made.append(child_endpoint(runtime, role, socket, fingerprint, index, incarnation))
+    def make(index=0, generation=0, fingerprint=PRINT, role="worker", socket="w"):
+        made.append(child_endpoint(runtime, role, socket, fingerprint, index, generation))
         made[-1].announce()
         return made[-1]
 

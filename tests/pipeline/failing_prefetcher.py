@@ -23,11 +23,11 @@ NEVER = 1 << 30  # tiles
 
 
 class _Exit(BaseException):
-    """Ends an incarnation; no handler of the prefetcher may stop it."""
+    """Ends a generation; no handler of the prefetcher may stop it."""
 
 
-class Incarnation:
-    """One incarnation: the number of tiles that it still copies, and whether it is restarted at once."""
+class Generation:
+    """One generation: the number of tiles that it still copies, and whether it is restarted at once."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -51,11 +51,11 @@ class Incarnation:
 
 
 class _FailingCopier:
-    """A copier that exits with its incarnation; the last tile is half written."""
+    """A copier that exits with its generation; the last tile is half written."""
 
-    def __init__(self, inner: Copier, incarnation: Incarnation, slab: SlabMemory) -> None:
+    def __init__(self, inner: Copier, generation: Generation, slab: SlabMemory) -> None:
         self.ahead = inner.ahead
-        self._inner, self._incarnation, self._slab = inner, incarnation, slab
+        self._inner, self._generation, self._slab = inner, generation, slab
         self.close = inner.close
 
     @property
@@ -68,7 +68,7 @@ class _FailingCopier:
     def ready(self, begun: Any) -> None:
         copies, inner = begun
         self._inner.ready(inner)
-        if not self._incarnation.may_copy():
+        if not self._generation.may_copy():
             for copy in copies:
                 slot = self._slab.slot(copy.slot).numpy()
                 slot[: len(slot) // 2] ^= 0xFF
@@ -78,8 +78,8 @@ class _FailingCopier:
 class _FailingLine:
     """A line of the control segment; its process exits at a tick."""
 
-    def __init__(self, line: ControlLine, incarnation: Incarnation) -> None:
-        self._line, self._incarnation = line, incarnation
+    def __init__(self, line: ControlLine, generation: Generation) -> None:
+        self._line, self._generation = line, generation
         self.begin, self.end = line.begin, line.end
 
     @property
@@ -88,13 +88,13 @@ class _FailingLine:
 
     def tick(self) -> None:
         self._line.tick()
-        self._incarnation.tick()
+        self._generation.tick()
 
 
 class _FailingLoop(CopyLoop):
     """The prefetcher's loop with failing copiers. It has the slab of a GPU already."""
 
-    incarnation: Incarnation
+    generation: Generation
     slab: SlabMemory
 
     def _accept(self, message: object) -> None:
@@ -104,8 +104,8 @@ class _FailingLoop(CopyLoop):
                 self._copier = CudaCopier(self._store, 0, address, order.slot_bytes, link=self._link)
             else:
                 self._copier = open_copier(order, self._store, self._link)
-            self._copier = _FailingCopier(self._copier, self.incarnation, self.slab)
-            self._peer.send(SlabAttached(self._peer.incarnation))
+            self._copier = _FailingCopier(self._copier, self.generation, self.slab)
+            self._peer.send(SlabAttached(self._peer.generation))
         else:
             super()._accept(message)
 
@@ -116,7 +116,7 @@ class _FailingLoop(CopyLoop):
 
 
 class FailingPrefetcher:
-    """Incarnations of the prefetcher, one after the other; none runs at first."""
+    """Generations of the prefetcher, one after the other; none runs at first."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class FailingPrefetcher:
         self._runtime, self._store, self._socket, self._exits = runtime, store, socket, exits
         self._lock = threading.Lock()
         self._next = 0
-        self.present: Incarnation | None = None
+        self.present: Generation | None = None
 
     def start(self) -> None:
         """Start one where none runs; the present one is restarted when it exits."""
@@ -143,13 +143,13 @@ class FailingPrefetcher:
                 self.present.restarted = True
 
     def exit_after(self, tiles: int, restarted: bool) -> None:
-        """Make the present incarnation, if one runs, exit during the tile after `tiles` more."""
+        """Make the present generation, if one runs, exit during the tile after `tiles` more."""
         with self._lock:
             if self.present is not None:
                 self.present.tiles, self.present.restarted = tiles, restarted
 
     def kill(self) -> None:
-        """The present incarnation exits now and is not restarted."""
+        """The present generation exits now and is not restarted."""
         with self._lock:
             present = self.present
             if present is None:
@@ -167,25 +167,25 @@ class FailingPrefetcher:
             assert self.present is not None
             present = self.present
             present.tiles, present.restarted = NEVER, False
-        while present.number not in [p["incarnation"] for p in self._socket.stats()]:
+        while present.number not in [p["generation"] for p in self._socket.stats()]:
             self._socket.receive(50)
         self._socket.send(0, Shutdown())
         present.thread.join(LIMIT)
         assert not present.thread.is_alive()
 
     def _start(self) -> None:
-        present = self.present = Incarnation(self._next)
+        present = self.present = Generation(self._next)
         self._next += 1
         present.thread = threading.Thread(target=self._run, args=(present,), name="prefetcher", daemon=True)
         present.thread.start()
 
-    def _run(self, incarnation: Incarnation) -> None:
-        number, print_ = incarnation.number, self._store.fingerprint
+    def _run(self, generation: Generation) -> None:
+        number, print_ = generation.number, self._store.fingerprint
         endpoint = child_endpoint(self._runtime, "prefetcher", "fetch.sock", print_, 0, number)
-        line: Any = _FailingLine(self._line, incarnation)
+        line: Any = _FailingLine(self._line, generation)
         line.end()
         loop = _FailingLoop(endpoint, self._store, line, self._link)
-        loop.incarnation, loop.slab = incarnation, self._slab
+        loop.generation, loop.slab = generation, self._slab
         try:
             endpoint.announce()
             loop.serve()
@@ -194,7 +194,7 @@ class FailingPrefetcher:
             with self._lock:
                 self.present = None
                 self._exits.put(WorkerDied("prefetcher", 0, number, False, -1))
-                if incarnation.restarted:
+                if generation.restarted:
                     self._start()
         finally:
             endpoint.close()

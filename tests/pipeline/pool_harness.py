@@ -78,14 +78,14 @@ class Taken:
 
 
 class Worker:
-    """An incarnation of a worker that has announced itself."""
+    """An generation of a worker that has announced itself."""
 
-    def __init__(self, harness: PoolHarness, index: int, incarnation: int) -> None:
-        self.index, self.incarnation = index, incarnation
+    def __init__(self, harness: PoolHarness, index: int, generation: int) -> None:
+        self.index, self.generation = index, generation
         self._harness = harness
         self.line = harness.control.line("worker", index)
         self.endpoint: ChildEndpoint = child_endpoint(
-            harness.runtime, "worker", "w", PRINT, index, incarnation
+            harness.runtime, "worker", "w", PRINT, index, generation
         )
         self.endpoint.announce()
         self.lane: WorkerLane | None = None
@@ -111,10 +111,10 @@ class Worker:
         received: list[object] = []
         for message in self.endpoint.receive(wait=False):
             if isinstance(message, AttachLane):
-                self.lane = WorkerLane(doorbells(), message.hall, message.lane, self.incarnation)
+                self.lane = WorkerLane(doorbells(), message.hall, message.lane, self.generation)
             elif isinstance(message, Work):
                 work = parts_of(message.descriptor)
-                assert work.generation == self.incarnation
+                assert work.generation == self.generation
                 received.append(Taken(work, message.x))
             else:
                 received.append(message)
@@ -129,7 +129,7 @@ class Worker:
         return received
 
     def refuse(self, taken: Taken, text: str) -> None:
-        self.endpoint.send(WorkFailed(taken.seq, self.incarnation, text))
+        self.endpoint.send(WorkFailed(taken.seq, self.generation, text))
         if self.lane is not None and taken.slot is not None:
             self._slots.pop(taken.seq, None)
             self.lane.skip(taken.slot)
@@ -150,14 +150,14 @@ class Worker:
         else:
             y = np.full((len(taken.x) if rows is None else rows, HIDDEN), value, np.float32)
             left_out = tally.mass, tally.left, tally.kept, tally.channels
-            self.endpoint.send(Partial(taken.seq, self.incarnation, busy, y, *left_out))
+            self.endpoint.send(Partial(taken.seq, self.generation, busy, y, *left_out))
 
     def warm_up(self) -> None:
         """Answer the first Work, which has no rows, and so be up."""
         (work,) = self.take()
         assert len(work.x) == len(work.work.items) == 0
         self.answer(work)
-        up = WorkerUp("worker", self.index, self.incarnation)
+        up = WorkerUp("worker", self.index, self.generation)
         self._harness.update_until(lambda: up in self._harness.reports)
 
     def exit(self, over: Taken | None = None, crashed: bool = False) -> None:
@@ -165,7 +165,7 @@ class Worker:
         self.endpoint.close()
         self._harness.running.remove(self)
         seq = -1 if over is None else over.seq
-        self._harness.exits.put(WorkerDied("worker", self.index, self.incarnation, crashed, seq))
+        self._harness.exits.put(WorkerDied("worker", self.index, self.generation, crashed, seq))
 
 
 class PoolHarness:
@@ -218,8 +218,8 @@ class PoolHarness:
         ticket = self.submit(*range(workers))
         return started, ticket, [worker.take()[0] for worker in started]
 
-    def worker(self, index: int = 0, incarnation: int = 0) -> Worker:
-        self.running.append(Worker(self, index, incarnation))
+    def worker(self, index: int = 0, generation: int = 0) -> Worker:
+        self.running.append(Worker(self, index, generation))
         return self.running[-1]
 
     def update_for(self, seconds: float) -> None:

@@ -167,7 +167,7 @@ def test_second_start_does_not_measure_again(tiny_model: Path, tmp_path, monkeyp
             return CoordinatorConfig(
                 engine="e",
                 runtime=tmp_path,
-                incarnation=0,
+                generation=0,
                 key=b"",
                 control="",
                 store="",

@@ -39,7 +39,7 @@ LAYERS, TOP_K = 2, 2
 
 @contextmanager
 def cuda_engine(model: Path, folder: Path, seed: int = 0) -> Iterator[tuple[Engine, Any, FakeRuntime]]:
-    """The engine, its prefetcher's incarnations, and the stand-in."""
+    """The engine, its prefetcher's generations, and the stand-in."""
     shape = expert_shape(open_model(model).config, 32, format_named("bf16"))
     with (
         fake_device(seed) as (device, runtime),

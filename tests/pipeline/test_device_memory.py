@@ -41,7 +41,7 @@ def engine_parts(folder: Path, device: FakeCudaDevice, store: Store) -> Iterator
     exits, layout = ExitEvents(), store.layout
     options = SimpleNamespace(expert_cache=0.5, staging=None, link_gbps=None)
     config = SimpleNamespace(
-        options=options, runtime=folder, incarnation=0, key=KEY, fingerprint=store.fingerprint,
+        options=options, runtime=folder, generation=0, key=KEY, fingerprint=store.fingerprint,
         cache=folder / "cache", slab=False,
     )  # fmt: skip
     shape = ModelShape(SHAPE.layers, SHAPE.experts, SHAPE.tiles, 2)

@@ -27,7 +27,7 @@ def test_trace_of_a_whole_engine(tiny_model: Path, tmp_path: Path) -> None:
             spent.append((rest, sum(map(sum, seconds.values()))))
             if len(spent) == 3:  # the coordinator was restarted
                 first.close()
-                second = recorder_of(replace(whole.config, incarnation=1), parts.source, engine, path)
+                second = recorder_of(replace(whole.config, generation=1), parts.source, engine, path)
             engine.observers[:] = [second or first]
             whole.prefill()
         assert second is not None

@@ -95,7 +95,7 @@ def test_a_worker_exits_over_a_part_and_another_computes_it(pool, gpu) -> None:
     device, runtime = gpu
     workers = pool.start(3)
     found: list[tuple[Tensor, Any]] = []
-    incarnations = itertools.count(1)
+    generations = itertools.count(1)
     for turn in range(9):
         tiles = [turn, 100 + turn, 10000 + turn]
         ticket = submit(pool, *tiles)
@@ -112,7 +112,7 @@ def test_a_worker_exits_over_a_part_and_another_computes_it(pool, gpu) -> None:
         answered([worker for worker in workers[::2] if pool.pool._running[worker.index].tasks])
         runtime.launch(lambda: time.sleep(0.05))  # the GPU is busy while the next worker starts
         found.append((ticket.result_on(device), tiles))
-        workers[1] = pool.worker(1, next(incarnations))
+        workers[1] = pool.worker(1, next(generations))
         workers[1].warm_up()
         assert pool.carrier.stats()["read_by_gpu"] == 3
         assert len(runtime.registered) <= 4

@@ -81,7 +81,7 @@ def kinds(messages: list[tuple[int, object]]) -> list[tuple[int, type]]:
     return [(index, type(message)) for index, message in messages]
 
 
-# --- incarnations ---------------------------------------------------------------------------------------
+# --- generations ---------------------------------------------------------------------------------------
 
 
 def test_late_messages_of_an_exited_child_are_dropped(workers, child, make_child, exits) -> None:
@@ -98,18 +98,18 @@ def test_late_messages_of_an_exited_child_are_dropped(workers, child, make_child
     new.send(Partial(4, 1, 0.0, X))
     assert [message.seq for message in drain(workers)] == [4]
     assert workers.stats() == [
-        {"role": "worker", "index": 0, "incarnation": 1, "pid": os.getpid(), "up": False}
+        {"role": "worker", "index": 0, "generation": 1, "pid": os.getpid(), "up": False}
     ]
 
 
-def test_ready_before_the_exit_event_of_the_previous_incarnation(workers, make_child, exits) -> None:
+def test_ready_before_the_exit_event_of_the_previous_generation(workers, make_child, exits) -> None:
     """The exit is delivered before the Ready, once; the later event changes nothing."""
     old = make_child(0, 1)
     workers.wait_ready(1, LIMIT)
     new = make_child(0, 2)
     ready, exited, again = until(workers, 3)
     assert kinds([ready, exited, again]) == [(0, Ready), (0, WorkerDied), (0, Ready)]
-    assert (exited[1].incarnation, again[1].incarnation) == (1, 2)
+    assert (exited[1].generation, again[1].generation) == (1, 2)
     old.send(Partial(7, 1, 0.0, X))
     new.send(Partial(8, 2, 0.0, X))
     assert [message.seq for message in drain(workers)] == [8]
@@ -121,12 +121,12 @@ def test_ready_before_the_exit_event_of_the_previous_incarnation(workers, make_c
     assert workers.recovery_stats()["deaths"] == 1
 
 
-def test_earlier_incarnation_cannot_return(workers, make_child) -> None:
+def test_earlier_generation_cannot_return(workers, make_child) -> None:
     make_child(0, 5)
     workers.wait_ready(1, LIMIT)
     old = make_child(0, 4)
     old.send(Partial(7, 4, 0.0, X))
-    assert [message.incarnation for message in drain(workers)] == [5]
+    assert [message.generation for message in drain(workers)] == [5]
 
 
 def test_exits_of_other_children_are_ignored(workers, child, exits) -> None:
@@ -203,7 +203,7 @@ def test_exit_during_a_long_wait_is_received_at_once(workers, child, exits) -> N
     assert time.monotonic() - began < LIMIT
 
 
-def test_up_and_hung_are_reported_once_for_each_incarnation(workers, make_child, exits, reports) -> None:
+def test_up_and_hung_are_reported_once_for_each_generation(workers, make_child, exits, reports) -> None:
     make_child(0, 1)
     workers.wait_ready(1, LIMIT)
     for _ in range(3):
@@ -215,7 +215,7 @@ def test_up_and_hung_are_reported_once_for_each_incarnation(workers, make_child,
     exits.put(exit_of(1))
     make_child(0, 2)
     until(workers, 3)
-    workers.mark_up(0, 1)  # an earlier incarnation's answer
+    workers.mark_up(0, 1)  # an earlier generation's answer
     assert not workers.is_up(0)
     workers.mark_up(0, 2)
     assert workers.is_up(0)
@@ -252,7 +252,7 @@ def test_child_of_another_version_or_store_is_refused(workers, foreign, runtime,
     identity = Identity("worker", 0, 0)
     ready = {"version": VERSION, "fingerprint": PRINT} | change
     child = foreign(identity.prove(KEY))
-    child.send_multipart(encode(Ready(role="worker", index=0, incarnation=0, pid=1, **ready)))
+    child.send_multipart(encode(Ready(role="worker", index=0, generation=0, pid=1, **ready)))
     child.send_multipart(encode(Partial(1, 0, 0.0, X)))
     assert drain(workers) == []
     assert (running(workers), workers.malformed) == ([], 1)
@@ -271,7 +271,7 @@ def test_malformed_frames_are_counted_and_dropped(workers, child, foreign) -> No
 
 
 def ready_of(identity: Identity) -> list:
-    fields = (VERSION, identity.role, identity.index, identity.incarnation, 1, PRINT)
+    fields = (VERSION, identity.role, identity.index, identity.generation, 1, PRINT)
     return encode(Ready(*fields))
 
 
@@ -279,7 +279,7 @@ NAMES = {
     "no name": b"",
     "no proof": b"worker-0-0",
     "another engine's proof": Identity("worker", 0, 0).prove(b"x" * 32),
-    "another incarnation's proof": b"worker-0-0" + Identity("worker", 0, 1).prove(KEY)[10:],
+    "another generation's proof": b"worker-0-0" + Identity("worker", 0, 1).prove(KEY)[10:],
     "a proof of zeros": b"worker-0-0-" + b"0" * 16,
     "a client's name": b"client-1",
 }

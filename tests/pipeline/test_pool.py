@@ -81,7 +81,7 @@ def test_exited_workers_shards_go_to_another_with_the_same_bits(harness: PoolHar
 
 
 @pytest.mark.parametrize("exit_first", [True, False], ids=["exit event first", "Ready first"])
-def test_late_partials_of_an_earlier_incarnation_are_dropped(harness: PoolHarness, exit_first: bool) -> None:
+def test_late_partials_of_an_earlier_generation_are_dropped(harness: PoolHarness, exit_first: bool) -> None:
     (worker,), ticket, (work,) = harness.begin(1)
     if exit_first:
         harness.exits.put(WorkerDied("worker", 0, 0, False, work.seq))

@@ -50,7 +50,7 @@ def pool_of(folder: Path, store: Store, workers: int, exchange: str) -> Iterator
             peer = child_endpoint(folder, "worker", "work.sock", store.fingerprint, index, index + 5)
             peer.announce()
             line = control.line("worker", index)
-            kernel = HostKernel(store.layout, None, line, generation=peer.incarnation)
+            kernel = HostKernel(store.layout, None, line, generation=peer.generation)
             serve(peer, store, line, kernel, 1.0)
             peer.close()
 

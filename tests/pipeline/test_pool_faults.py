@@ -41,9 +41,9 @@ def test_work_that_crashes_two_workers_fails_only_its_request(harness: PoolHarne
 
 def test_queued_works_are_not_blamed_for_a_crash(harness: PoolHarness) -> None:
     (worker,), ticket, (work,) = harness.begin(1)
-    for incarnation in range(1, 5):
+    for generation in range(1, 5):
         worker.exit(crashed=True)  # while the worker was idle
-        worker = harness.worker(0, incarnation)
+        worker = harness.worker(0, generation)
         warm_up, work = worker.take(2)
     worker.answer(warm_up)
     worker.answer(work, 1.0)
@@ -53,9 +53,9 @@ def test_queued_works_are_not_blamed_for_a_crash(harness: PoolHarness) -> None:
 def exit_repeatedly(harness: PoolHarness, crashed: list[bool]) -> tuple[Ticket, Taken, Worker]:
     """A Work during which its worker exits several times: by a crash, or by a SIGKILL from outside."""
     (worker,), ticket, (work,) = harness.begin(1)
-    for incarnation, by_itself in enumerate(crashed, start=1):
+    for generation, by_itself in enumerate(crashed, start=1):
         worker.exit(over=work, crashed=by_itself)
-        worker = harness.worker(0, incarnation)
+        worker = harness.worker(0, generation)
         _, work = worker.take(2)
     return ticket, work, worker
 
@@ -75,8 +75,8 @@ def test_warm_up_is_not_repeated_by_another_worker(harness: PoolHarness) -> None
     """The warm-up belongs to no request."""
     first, second = harness.start(2)
     second.exit()
-    for incarnation in range(1, 4):
-        second = harness.worker(1, incarnation)
+    for generation in range(1, 4):
+        second = harness.worker(1, generation)
         (warm_up,) = second.take()
         second.exit(over=warm_up, crashed=True)
         assert first.messages() == []

@@ -28,9 +28,9 @@ class LinkHarness:
         self._make, self._exits = make, exits
         self.link = PrefetchLink(socket, SLAB, self.line)
 
-    def start(self, incarnation: int):
+    def start(self, generation: int):
         """A prefetcher that has got the slab's address."""
-        endpoint = self._make(0, incarnation, role="prefetcher", socket="fetch.sock")
+        endpoint = self._make(0, generation, role="prefetcher", socket="fetch.sock")
         messages: list[object] = []
 
         def arrived() -> list[object]:
@@ -41,15 +41,15 @@ class LinkHarness:
         assert messages == [SLAB]
         return endpoint
 
-    def attach(self, incarnation: int):
+    def attach(self, generation: int):
         """A prefetcher that has also mapped the slab."""
-        endpoint = self.start(incarnation)
-        endpoint.send(SlabAttached(incarnation))
+        endpoint = self.start(generation)
+        endpoint.send(SlabAttached(generation))
         assert self.link.wait_up(LIMIT)
         return endpoint
 
-    def exit(self, incarnation: int) -> None:
-        self._exits.put(exit_of(incarnation, role="prefetcher"))
+    def exit(self, generation: int) -> None:
+        self._exits.put(exit_of(generation, role="prefetcher"))
         self.link.update(50)
 
     def update_until(self, condition: Callable[[], object], wait_ms: int = 20) -> None:
@@ -116,7 +116,7 @@ def test_exit_makes_orders_final_with_what_has_landed(harness) -> None:
     restarted = harness.attach(1)
     again = link.order(0, 1, 2, [7], PLACED)
     assert received(restarted, Fetch)[0].id not in (begun.id, waiting.id)
-    endpoint.send(Fetched(again.id, 0, 1, True, 0.5))  # from the incarnation that exited
+    endpoint.send(Fetched(again.id, 0, 1, True, 0.5))  # from the generation that exited
     link.update(200)
     assert not again.final
     restarted.send(Fetched(again.id, 1, 1, True, 0.5))

@@ -69,7 +69,7 @@ class Process:
     def __init__(self, linked: Linked, identity: Identity, version: int) -> None:
         endpoint = ipc_endpoint(linked.runtime, "text.sock")
         self._socket = connect_dealer(linked.context, endpoint, identity=identity.prove(KEY))
-        self.send(Ready(version, identity.role, 0, identity.incarnation, 1, ""))
+        self.send(Ready(version, identity.role, 0, identity.generation, 1, ""))
 
     def send(self, message: object) -> None:
         self._socket.send_multipart(encode(message))

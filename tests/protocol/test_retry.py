@@ -73,7 +73,7 @@ async def collect(asked, blocks):
 @settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(runs=st.lists(st.lists(st.integers(0, LENGTH), min_size=6, max_size=6), min_size=1, max_size=3))
 async def test_answers_across_restarts_have_each_token_once(endpoint, runs):
-    """Each incarnation sends so many tokens of each answer, and a Done only after one more than missing."""
+    """Each generation sends so many tokens of each answer, and a Done only after one more than missing."""
     async with Restarts(endpoint) as engines:
         engines.server.shares = dict(enumerate(runs[0]))
         answers = [engines.client.generate(prompt="hi", max_tokens=LENGTH) for _ in runs[0]]

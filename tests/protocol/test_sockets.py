@@ -229,8 +229,8 @@ KEY = b"k" * 32
     st.integers(0, 10**18 - 1),
     st.binary(min_size=1, max_size=64),
 )
-def test_identities_survive_the_round_trip(role, index, incarnation, key):
-    known = Identity(role, index, incarnation)
+def test_identities_survive_the_round_trip(role, index, generation, key):
+    known = Identity(role, index, generation)
     assert parse_identity(known.prove(key), key) == known
 
 
@@ -249,13 +249,13 @@ def test_an_identity_without_its_proof_is_refused():
     with pytest.raises(MalformedMessage, match=r"^identity worker-0-2 has no valid proof$"):
         parse_identity(b"worker-0-2-" + proof, KEY)
     for other in (stated, stated + b"-", name + b"0", name.upper()):
-        with pytest.raises(MalformedMessage, match=r"is not <role>-<index>-<incarnation>-<proof>"):
+        with pytest.raises(MalformedMessage, match=r"is not <role>-<index>-<generation>-<proof>"):
             parse_identity(other, KEY)
 
 
 def test_invalid_identity_is_refused():
     for wrong in (("supervisor", 0, 0), ("worker", -1, 0), ("worker", 0, 10**18), ("worker", True, 0)):
-        with pytest.raises(MalformedMessage, match=r"is not <role>-<index>-<incarnation>"):
+        with pytest.raises(MalformedMessage, match=r"is not <role>-<index>-<generation>"):
             Identity(*wrong).prove(KEY)
 
 

@@ -71,7 +71,7 @@ class Child:
     """A started process and our end of its lifeline."""
 
     name: bytes
-    incarnation: int
+    generation: int
     process: subprocess.Popen[bytes]
     lifeline: int
     errors: Path  # its stderr
@@ -106,7 +106,7 @@ class Surroundings:
 
     def start(self, python_path: Path | None = None, **changes: Any) -> Child:
         """Start a child without waiting for its Ready. Each index has a core, in turn."""
-        incarnation = len(self._children) + 1
+        generation = len(self._children) + 1
         cores = sorted(os.sched_getaffinity(0))
         config = {
             "engine": "test",
@@ -114,7 +114,7 @@ class Surroundings:
             "log_level": "INFO",
             "role": self.role,
             "index": 0,
-            "incarnation": incarnation,
+            "generation": generation,
             "store": store_name(self.fingerprint),
             "fingerprint": self.fingerprint,
             "cores": [cores[changes.get("index", 0) % len(cores)]],
@@ -123,11 +123,11 @@ class Surroundings:
             "mps": True,
             "control": self.progress.segment.name,
         } | changes
-        name = Identity(self.role, config["index"], incarnation).prove(KEY)
+        name = Identity(self.role, config["index"], generation).prove(KEY)
         config["identity"] = name
         for_child, lifeline = os.pipe()
         os.write(lifeline, pack_config(config))
-        errors = self.runtime / f"errors-{incarnation}"
+        errors = self.runtime / f"errors-{generation}"
         with errors.open("wb") as stderr:
             process = subprocess.Popen(
                 [sys.executable, "-m", "workers.child", MODULES[self.role], "--lifeline", str(for_child)],
@@ -137,7 +137,7 @@ class Surroundings:
                 env=os.environ | ({"PYTHONPATH": str(python_path)} if python_path else {}),
             )
         os.close(for_child)
-        child = Child(name, incarnation, process, lifeline, errors)
+        child = Child(name, generation, process, lifeline, errors)
         self._children.append(child)
         return child
 

@@ -28,7 +28,7 @@ class Peers:
 
     def __init__(self, context: zmq.Context[Any], runtime: Path) -> None:
         self.config = {
-            **{"role": "worker", "index": 2, "incarnation": 5, "fingerprint": "f" * 64},
+            **{"role": "worker", "index": 2, "generation": 5, "fingerprint": "f" * 64},
             **{"runtime": str(runtime), "identity": NAME},
         }
         self.control = bind_router(context, ipc_endpoint(runtime, "control.sock"))

@@ -42,12 +42,12 @@ class Pool:
     def do(self, child: Child, work: Case) -> Partial:
         send(self.place, child, work)
         answer = self.place.expect(Partial)
-        assert (answer.seq, answer.incarnation) == (work.seq, child.incarnation)
+        assert (answer.seq, answer.generation) == (work.seq, child.generation)
         return answer
 
 
 def send(place: Surroundings, child: Child, work: Case) -> None:
-    place.send(child, work.message(child.incarnation))
+    place.send(child, work.message(child.generation))
 
 
 @pytest.fixture(scope="module")
@@ -158,12 +158,12 @@ FAULTS = {
 def test_faulty_work_fails_and_the_worker_continues(pool: Pool, change: dict) -> None:
     child = pool.workers[0]
     parts = {name: value for name, value in change.items() if isinstance(name, str)}
-    message = dataclasses.replace(GOOD, seq=99, **parts).message(child.incarnation)
+    message = dataclasses.replace(GOOD, seq=99, **parts).message(child.generation)
     for number in change.keys() - parts.keys():
         head_of(message.descriptor)[number] = change[number]
     pool.place.send(child, message)
     answer = pool.place.expect(WorkFailed)
-    assert (answer.seq, answer.incarnation) == (99, child.incarnation)
+    assert (answer.seq, answer.generation) == (99, child.generation)
     assert answer.text
     assert expected(GOOD).agrees(pool.do(child, GOOD).y)
 
@@ -172,7 +172,7 @@ def test_a_refused_work_is_not_under_way_any_more() -> None:
     """Or the exit of an idle worker would be put down to it."""
     sent: list[object] = []
     bad = dataclasses.replace(GOOD, items=with_item(SHAPE.experts, 0, 1))
-    peer = SimpleNamespace(stopped=False, incarnation=3, send=sent.append)
+    peer = SimpleNamespace(stopped=False, generation=3, send=sent.append)
     messages = [bad.message(3), GOOD.message(3)]
 
     def receive(wait: bool) -> list[Work]:
@@ -197,7 +197,7 @@ def test_a_refused_work_is_not_under_way_any_more() -> None:
 
 def test_other_messages_are_dropped_and_the_worker_continues(pool: Pool) -> None:
     child = pool.workers[0]
-    tag, header, *arrays = encode(GOOD.message(child.incarnation))
+    tag, header, *arrays = encode(GOOD.message(child.generation))
     hostile: list[list[bytes]] = [
         [b""],
         [b"\xff\xff\xff"],
@@ -231,7 +231,7 @@ def test_an_abandoned_work_is_skipped(pool: Pool) -> None:
         dataclasses.replace(GOOD, seq=4),
     ):
         slowed = pool.slowed
-        pool.place.send(slowed, message.message(slowed.incarnation) if isinstance(message, Case) else message)
+        pool.place.send(slowed, message.message(slowed.generation) if isinstance(message, Case) else message)
     assert [pool.place.expect(Partial).seq for _ in range(3)] == [1, 3, 4]
     assert pool.place.quiet()
 

@@ -178,7 +178,7 @@ def test_a_worker_and_the_device_cpu_give_the_same_bits(name: str) -> None:
             x = np.random.default_rng(rows).standard_normal((rows, SHAPE.hidden)).astype(np.float32)
             every = np.arange(rows, dtype=np.int32)
             item = [(expert, 0, store.layout.shape.tiles)], [0, rows], every, np.ones(rows)
-            place.send(worker, Case(1, *item, x, seq=rows).message(worker.incarnation))
+            place.send(worker, Case(1, *item, x, seq=rows).message(worker.generation))
             tiles = torch.from_numpy(store.tiles(1, expert, 0, store.layout.shape.tiles).copy())
             here = kernel.compute(tiles, kernel.activations(device.from_host(x)), torch.arange(rows))
             np.testing.assert_array_equal(bits(place.expect(Partial).y), bits(here.numpy()))

@@ -60,7 +60,7 @@ class Link:
         reports: list[Fetched] = []
         while {f.id for f in reports if f.final} != set(orders):
             reports.append(self.place.expect(Fetched))
-            assert reports[-1].incarnation == self.child.incarnation
+            assert reports[-1].generation == self.child.generation
         return reports
 
     def holds(self, order: Fetch, landed: int | None = None) -> bool:
@@ -109,7 +109,7 @@ def link(place: Surroundings, slab: Slab, request: pytest.FixtureRequest) -> Ite
     (ready,) = place.ready().values()
     assert (ready.role, ready.pid, ready.fingerprint) == ("prefetcher", child.process.pid, place.fingerprint)
     place.send(child, AttachSlab("shm", slab.segment.name.encode(), 0, slab.slots, slab.slot_bytes))
-    assert place.expect(SlabAttached) == SlabAttached(child.incarnation)
+    assert place.expect(SlabAttached) == SlabAttached(child.generation)
     with Store.attach(store_name(place.fingerprint)) as store:
         yield Link(place, child, store, slab)
 
@@ -281,7 +281,7 @@ class Coordinator:
     """The endpoint of a prefetcher in this thread: sends one order, cancels it once `cancel_at` of its tiles
     have landed, and stops the prefetcher when it waits for messages."""
 
-    incarnation = 0
+    generation = 0
 
     def __init__(self, order: Fetch, copier: TwoCopies, cancel_at: int | None) -> None:
         self.stopped = False
