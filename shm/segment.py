@@ -178,8 +178,8 @@ def _create(name: str) -> posix_ipc.SharedMemory:
         if is_segment(segment_path(name)):
             raise ShmError(f"the shared-memory segment {name} exists already") from None
         raise ShmError(
-            f"{segment_path(name)} is not a segment of this user: have it removed, or set TANDEM_STORE_SPACE "
-            "to a name of your own"
+            f"{segment_path(name)} is not a segment of this user: have it removed, or avoid its name, of a "
+            "store by setting TANDEM_STORE_SPACE, of an engine's own segment by --name"
         ) from None
     except (posix_ipc.Error, OSError) as e:
         raise ShmError(f"the shared-memory segment {name} cannot be created: {e}") from None

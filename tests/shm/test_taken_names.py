@@ -58,7 +58,7 @@ def taken(request, fingerprint) -> Iterator[Path]:
 def test_a_segment_of_a_taken_name_is_neither_used_nor_made(fingerprint, taken):
     before = taken.lstat()
     assert not is_segment(taken)
-    with pytest.raises(ShmError, match="is not a segment of this user: have it removed, or set TANDEM_STORE"):
+    with pytest.raises(ShmError, match="is not a segment of this user: have it removed, or avoid its name"):
         build(fingerprint)
     with build_lock(fingerprint), pytest.raises(SegmentMissing):
         StoreLease.acquire(fingerprint)
