@@ -248,6 +248,8 @@ class ChildServerSocket:
                 self._on_exit(exits.popleft(), messages)
             if arrived:
                 self._drain(messages)
+            else:  # its time may have run out just after the last message
+                self.behind = False
             wait_ms -= slice_ms
             if messages or wait_ms <= 0:
                 return messages

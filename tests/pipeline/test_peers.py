@@ -336,6 +336,7 @@ def flood(make, name: bytes) -> Iterator[threading.Event]:
 
 def test_socket_is_behind_until_all_messages_are_received(workers, child, monkeypatch) -> None:
     until(workers, 1)
+    assert workers.receive(0) == []
     assert not workers.behind
     with monkeypatch.context() as patch:
         patch.setattr(peers, "DRAIN_SECONDS", 0.0)
@@ -343,6 +344,8 @@ def test_socket_is_behind_until_all_messages_are_received(workers, child, monkey
         assert workers.receive(int(1000 * LIMIT)) == []
         assert workers.behind
     assert [message.seq for _, message in until(workers, 1)] == [3]
+    workers.behind = True  # as where the time ran out just after the last message
+    assert workers.receive(0) == []
     assert not workers.behind
 
 
