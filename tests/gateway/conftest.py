@@ -1,4 +1,4 @@
-"""An engine with a gateway, shared by the tests of this folder."""
+"""An engine with a gateway for each file of this folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def served() -> Iterator[object]:
     from gateway_engine import serve  # skips where the extra `serve` is not installed
 
