@@ -172,8 +172,8 @@ def sparse_layers(config: Config) -> tuple[int, ...]:
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(i) is int for i in dense):
         raise ModelError(f"config.json: mlp_only_layers must be a list of layers, it is {shown(dense)}")
-    layers = range(bounded(config, "num_hidden_layers"))
-    return tuple(i for i in layers if i not in dense and (i + 1) % step == 0)
+    layers, without = range(bounded(config, "num_hidden_layers")), set(dense)
+    return tuple(i for i in layers if i not in without and (i + 1) % step == 0)
 
 
 def _positive(value: object) -> bool:

@@ -132,8 +132,7 @@ def test_page_goes_on_after_a_worker_and_the_engine_are_killed(page: Any, served
             page.wait_for_selector("#state[data-state=away]")
         finally:
             supervisor.resume()
-        page.wait_for_selector("#state[data-state=up]")
-        assert "restarted once" in page.inner_text("#state")
+        wait_until(page, "/restarted once/.test(document.getElementById('state').innerText)")
         wait_for_frames(page, 3)
 
 
