@@ -128,9 +128,9 @@ def _gated(weights: FloatArray, sensitivity: float, limit: float) -> FloatArray 
     drop = ~last & (np.where(last, 0, shares) ** 2 * sensitivity <= limit)
     kept = np.where(drop, 0, wide)
     left = kept.sum(axis=1, keepdims=True)
-    # where the sums are equal only weights of 0 were dropped: such a row keeps its bits
+    # where the sums are equal nothing that counts was dropped: such a row's other weights keep their bits
     rescaled = kept * (total / np.where(left > 0, left, 1))
-    return np.where(left == total, weights, rescaled).astype(np.float32)
+    return np.where(left == total, kept, rescaled).astype(np.float32)
 
 
 GATES: tuple[type[Gate], ...] = (OwnGate, AdaptiveGate, PreGate)

@@ -11,10 +11,9 @@ import pytest
 from fake_gpu import PACKAGES, fake_runtime
 
 from benchmarks.gpu import __main__ as check
-from benchmarks.gpu import coordinator, model, primitives, timing
+from benchmarks.gpu import primitives, timing
 from benchmarks.gpu.__main__ import STAGES, Stage, run_all
 from launch.command_line.options import parse
-from shm.layout import ExpertShape, StoreLayout, format_named
 
 
 def python(name: str, code: str, limit: float = 30.0, *, gpu: bool = False) -> Stage:
@@ -73,17 +72,3 @@ def test_primitives_are_measured_and_give_everything_back(part: str, monkeypatch
             numbers = [value for name, value in row.items() if isinstance(value, float)]
             assert all(number > 0 for number in numbers), row
         assert runtime.leftovers() == {}
-
-
-def test_the_coordinators_parts_are_measured_without_a_gpu(monkeypatch) -> None:
-    monkeypatch.setattr(coordinator, "REPEATS", 2)
-    monkeypatch.setattr(coordinator, "TURNS", 3)
-    for tiles in (1, 4):
-        layout = StoreLayout(ExpertShape(1, 4, 64, 64 * tiles, 64), format_named("int4"))
-        times = coordinator.measured(layout, 8, 4, 1e-5, workers=3)
-        assert min(vars(times).values()) > 0
-        assert times.resident < times.divided
-        assert times.calls == 5  # four kernels and a copy
-        found = model.estimates(model.SHAPES[0], times, 1e10, [1e10, 2e10])
-        assert found[0].tokens < found[1].tokens < found[2].tokens
-        assert found[0].tokens < found[3].tokens

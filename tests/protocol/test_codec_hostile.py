@@ -143,7 +143,7 @@ REFUSED = {
     "repeated array": (
         framed(
             PARTIAL,
-            b"\x85\xa3seq\x01\xabgeneration\x01\xa4busy\x01" + 2 * b"\xa1y\x93\xa7float32\x02\x03",
+            b"\x85\xa3seq\x01\xaageneration\x01\xa4busy\x01" + 2 * b"\xa1y\x93\xa7float32\x02\x03",
             Y,
         ),
         "Partial: An array twice",
@@ -235,7 +235,7 @@ def nested(levels, kind):
 def test_deep_nesting(kind, levels):
     stats = b"\x82\xa7request\x01\xa5stats" + nested(levels, kind)
     slots = b"\x81\xa5slots" + nested(levels, kind)
-    shape = b"\x84\xa3seq\x01\xabgeneration\x01\xa4busy\x01\xa1y\x93\xa7float32\x01" + nested(levels, kind)
+    shape = b"\x84\xa3seq\x01\xaageneration\x01\xa4busy\x01\xa1y\x93\xa7float32\x01" + nested(levels, kind)
     for frames in ([b"\x0a\x07", stats], [b"\x27\x07", slots], [b"\x22\x07", shape, b""]):
         assert attempt(frames) is None
 
