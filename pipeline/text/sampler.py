@@ -21,6 +21,7 @@ from pipeline.text.logprobs import Scores, best_margin, largest, top_logprobs
 from protocol.messages import Sampling, Shaping
 
 Allowed = NDArray[np.bool_] | None
+GROUP = 256  # tokens that are summed together
 
 
 class Sampler:
@@ -30,10 +31,12 @@ class Sampler:
         """`sampling` is valid. Equal seeds and logits give equal tokens. Continues behind the
         first `drawn` tokens of a sampler with the same seed."""
         self._sampling = sampling
+        self._filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
         self._random = np.random.default_rng(seed)
         self._random.random(drawn)  # `next` draws one number for each token
         self._seen: NDArray[np.bool_] | None = None  # [V], only for the repetition penalty
         self._counted = 0  # leading ids of `previous` that are in _seen
+        self._weights: NDArray[np.float32] | None = None  # [groups, GROUP], of a draw from all tokens
 
     @property
     def greedy(self) -> bool:
@@ -50,8 +53,25 @@ class Sampler:
                 raise PipelineError("the model's logits are not finite")
             return best
         drawn = self._random.random()
+        if not self._filters:
+            return self._of_all(self._penalised(logits, previous), drawn)
         ids, weights = self.candidates(logits, previous)
-        return int(ids[_place(weights, drawn)])
+        return int(ids[_place(weights, drawn)[0]])
+
+    def _of_all(self, scores: Scores, drawn: float) -> int:
+        """Returns the token that the number `drawn` from [0, 1) means where no filter excludes any: its group
+        by the groups' sums, then its place in the group. In one sum over all tokens, in float64, a token of
+        152 thousand would take 4 ms instead of half a millisecond."""
+        if self._weights is None:
+            self._weights = np.zeros((-(-len(scores) // GROUP), GROUP), np.float32)
+        every = self._weights.ravel()[: len(scores)]
+        with np.errstate(over="ignore", under="ignore"):
+            np.subtract(scores, _finite_best(scores), out=every)
+            if (temperature := self._sampling.temperature) != 1:
+                every /= min(max(temperature, 1e-30), 1e30)  # as float32
+            np.exp(every, out=every)
+        group, rest = _place(np.einsum("ij->i", self._weights), drawn)
+        return group * GROUP + _place(self._weights[group], rest)[0]
 
     def candidates(
         self, logits: NDArray[np.float32], previous: Sequence[int]
@@ -100,12 +120,15 @@ def _finite_best(scores: Scores) -> float:
     return best
 
 
-def _place(weights: Scores, drawn: float) -> int:
+def _place(weights: Scores, drawn: float) -> tuple[int, float]:
     """Returns the place in the sum of the weights that `drawn` in [0, 1) falls on, never one with a weight of
-    0."""
-    total = weights.cumsum()
+    0, and where within that place, in [0, 1)."""
+    total = weights.cumsum(dtype=np.float64)
     end = float(total[-1])
-    return int(total.searchsorted(min(drawn * end, math.nextafter(end, 0)), side="right"))
+    at = min(drawn * end, math.nextafter(end, 0))
+    place = int(total.searchsorted(at, side="right"))
+    before = float(total[place - 1]) if place else 0.0
+    return place, (at - before) / (float(total[place]) - before)
 
 
 def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
