@@ -148,11 +148,11 @@ def describe_costs(path: Path, record: CostRecord) -> tuple[str, str]:
     """Returns the costs of an expert for one token, and where they are kept."""
     setting, times = record.setting, record.costs
     tiles = record.tiles
-    host, device = (float(cost(1, tiles)) for cost in (times.host_seconds, times.device_seconds))
+    host, device = times.host_at[1] * tiles, times.device_at[1] * tiles
     emulated = f", emulated: {setting.emulation}" if setting.emulation else ""
     workers = count(len(setting.workers), "worker") if setting.workers else "no workers"
     day = time.strftime("%Y-%m-%d", time.localtime(record.measured))
-    link = float(times.link_seconds(tiles))
+    link = times.link * tiles
     words = (
         f"{model_name(record.model)} ({setting.format}, {workers}, {setting.device}{emulated}; {day}): one"
         f" expert: host {1e3 * host:.3g} ms, device {1e3 * device:.3g} ms, move {1e3 * link:.3g} ms"
