@@ -20,7 +20,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from launch.cache.command import full_disk_line, missing_bytes
 from launch.command_line.checks import without_effect
 from launch.errors import EngineFailed, StartFailed, system_reason
 from launch.planning import make_plan, situation, start_line
@@ -210,10 +209,6 @@ class Supervisor:
         runtime = RuntimeDir.claim(self.name)
         self._files.callback(runtime.remove)
         self._files.callback(self._release_store)
-        cache = user_folder("CACHE")
-        missing = await asyncio.to_thread(missing_bytes, self.model, config, plan.needs, cache)
-        if line := full_disk_line(cache, missing):
-            log.warning(f"warning: {line}")
         self._group = group = ProcessGroup(runtime.endpoint("control.sock"), self._guard)
         self._files.callback(group.close)
         group.on_message, group.on_exit = self._on_message, self._on_exit
@@ -227,7 +222,7 @@ class Supervisor:
             slab=now.policy.uses_device,
             reserve=plan.beside_store(now.machine),
             log_level=child_level(self._log_level),
-            cache_dir=cache,
+            cache_dir=user_folder("CACHE"),
             key=group.key,
         )
         notice(start_line(self.model, plan, now.machine, config.backbone_dtype))
