@@ -237,10 +237,10 @@ _bench = _section(
     "bench",
     Option("prompt-len P", at_least(1), "tokens of a prompt (default 128)", also="advise"),
     Option("gen-len G", at_least(2), "new tokens of an answer (default 64)"),
-    Option("batch B", at_least(1), "requests at once (default 1)", also="advise"),
+    Option("batch B", at_least(1), "requests at once (default 1)"),
     Option("rounds N", at_least(1), "measured runs of each policy (default 5)"),
     Option("ppl-tokens N", at_least(0), PPL),
-    Option("plot F.png", Path, "draw the results (also .svg, .pdf)", also=f"{REPLAY} --sweep, advise"),
+    Option("plot F.png", Path, "draw the results (also .svg, .pdf)", also=f"{REPLAY} --sweep"),
     Option("sweep NAME=V1,V2", str, SWEEP, also=REPLAY, repeatable=True),
     Option("replay F", Path, "simulate the policies on what --record wrote, without an engine", takes=REPLAY),
 )
@@ -258,7 +258,6 @@ _advise = _section(
     Option("gpu-gbps X", above(0.0), "GB/s that the GPU reads from its memory"),
     Option("gpu-gb X", above(0.0), "size of the GPU's memory"),
     Option("host-gb X", above(0.0), "free memory of the host (default: enough)"),
-    Option("costs FILE", Path, "costs measured there in --format, not rates; daop-table-1: DAOP's"),
     Option("trace F", Path, "routing of this model that --record wrote"),
     Option("seed S", at_least(0), "seed of synthetic routing"),
 )
