@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -23,7 +23,7 @@ from pipeline.models.registry import expert_shape
 from pipeline.models.shapes import is_shape, shape_config
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
-from pipeline.policies.view import Policy, PolicyRequest
+from pipeline.policies.view import PolicyRequest
 from pipeline.text.generation_defaults import sampling_defaults
 from pipeline.text.tokenizer import TOKENIZER_FILES, eos_ids, has_chat_template
 from protocol.codec import encode
@@ -111,20 +111,6 @@ def check_http(address: str, keys: Path | None) -> None:
         bind(address).close()
     except ProtocolError as e:
         raise WrongUsage(str(e)) from None
-
-
-def without_effect(config: EngineConfig, policy: Policy) -> Iterator[str]:
-    """Yields a line for each given option that has no effect: none is ignored in silence."""
-    if not policy.uses_device:
-        for option, value in (("--link-gbps", config.link_gbps), ("--expert-cache", config.expert_cache)):
-            if value is not None:
-                yield f"{option} has no effect on {policy.name}, which uses no device memory"
-    if config.costs is not None and not policy.needs_costs:
-        yield f"--costs has no effect on {policy.name}, which plans without costs"
-    if config.host_slowdown != 1.0 and not policy.uses_host:
-        yield f"--host-slowdown has no effect on {policy.name}, which computes nothing on the host"
-    if config.exchange != "auto" and config.workers == 0:
-        yield "--exchange has no effect with --workers 0: there are no workers"
 
 
 def check_request(source: Path, request: object) -> None:

@@ -147,10 +147,9 @@ class Option:
             settings |= {"type": self.value, "metavar": self.words.split()[-1]}
         if self.repeatable:
             settings["action"] = "append"
-        if self.bare is not None or self.is_positional:
+        if self.bare is not None:
             settings |= {"nargs": "?", "const": self.bare}
-        names = [self.key] if self.is_positional else [*filter(None, [self.short]), self.spelled]
-        parser.add_argument(*names, **settings)
+        parser.add_argument(*filter(None, [self.short]), self.spelled, **settings)
 
 
 def _section(takes: str, *options: Option, of_engine: bool = False) -> list[Option]:
@@ -220,7 +219,6 @@ _texts = _section(
     Option("tokens F.json", Path, "file with a JSON list of token ids", one_of="text", also="calibrate"),
     Option("out F.npy", Path, "write all log-probabilities: float32 [positions, vocab]"),
     Option("stepwise", None, "score one token at a time, by the decode path"),
-    Option("prefill N", at_least(1), "tokens to prefill first (default 1)", takes="score --stepwise"),
     Option("stride N", at_least(1), "tokens between windows of a long text (default: half the context)"),
     Option("items F.jsonl", Path, "items, one JSON object a line (default: built-in ones)", takes="evaluate"),
     Option("limit N", at_least(1), "only the first N items", takes="evaluate"),

@@ -20,7 +20,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from launch.command_line.checks import without_effect
 from launch.errors import EngineFailed, StartFailed, system_reason
 from launch.planning import make_plan, situation, start_line
 from launch.processes.children import Child, ProcessGroup, TaskGuard, title, to_the_end
@@ -204,8 +203,6 @@ class Supervisor:
         except ModelError as e:
             raise StartFailed(str(e), usage=True) from None
         self.config = config = plan.resolved(now.config)
-        for line in without_effect(now.config, now.policy):
-            log.warning(f"note: {line}")
         runtime = RuntimeDir.claim(self.name)
         self._files.callback(runtime.remove)
         self._files.callback(self._release_store)

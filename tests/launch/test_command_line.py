@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 from engines import ROOT, launch
 
-from launch.command_line.checks import check_engine, check_reads_text, without_effect
+from launch.command_line.checks import check_engine, check_reads_text
 from launch.command_line.options import MAX_VALUE, parse
 from launch.errors import WrongUsage
 from launch.hub import model_folder
@@ -74,8 +74,8 @@ Complaint = Callable[..., str]
         ("score --tokens /nowhere/ids.json", ["/nowhere/ids.json"]),
         ("score --text README.md --out /nowhere/a.npy", ["/nowhere/a.npy"]),
         ("score --text README.md --out /proc/a.npy", ["/proc/a.npy"]),
-        ("score --text README.md --prefill 3", ["--stepwise"]),
-        ("--temperature 1 score --text README.md", ["--temperature", "score"]),
+        ("--temperature 1 generate a", ["generate: write the command first, then its options"]),
+        ("score --text README.md --temperature 1", ["--temperature", "score"]),
         ("generate --prompt a --connect x --policy fiddler", ["--policy", "--connect"]),
         ("generate --prompt a --connect x --expert-cache 0.5", ["--expert-cache", "--connect"]),
         ("generate --prompt a --connect missing", ["missing"]),
@@ -176,34 +176,17 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
     ("words", "level"), [("", "NOTICE"), ("-v", "INFO"), ("-v --log-level debug", "DEBUG")]
 )
 def test_log_level_has_a_short_form(words: str, level: str) -> None:
-    options = parse([*words.split(), "doctor"])
+    options = parse(["doctor", *words.split()])
     assert options.log_level == level
     assert options.written.keys() <= {"log_level"}
 
 
-def test_options_are_taken_before_and_after_the_command() -> None:
-    options = parse("--policy random --workers 3 generate --prompt a --seed 7 --set random.churn=1".split())
+def test_words_are_taken_between_options() -> None:
+    options = parse("generate --policy random --workers 3 a --seed 7 --set random.churn=1".split())
+    assert options.written["prompt"] == "a"
     expected = EngineConfig(policy="random", workers=3, seed=7, policy_options={"churn": "1"})
     assert options.config() == expected
     assert options.sampling(Sampling()) == Sampling(seed=7)
-
-
-@pytest.mark.parametrize(
-    ("policy", "config", "words"),
-    [
-        ("all-host", EngineConfig(expert_cache=0.5), "--expert-cache has no effect on all-host"),
-        ("all-host", EngineConfig(link_gbps=5.0), "--link-gbps has no effect on all-host"),
-        ("all-host", EngineConfig(costs=Path("costs.json")), "--costs has no effect on all-host"),
-        ("on-demand", EngineConfig(host_slowdown=2.0), "--host-slowdown has no effect on on-demand"),
-        ("on-demand", EngineConfig(exchange="shm", workers=0), "--exchange has no effect with --workers 0"),
-        ("all-host", EngineConfig(host_slowdown=2.0), ""),
-        ("fiddler", EngineConfig(expert_cache=0.5, link_gbps=5.0, costs=Path("costs.json")), ""),
-    ],
-)
-def test_options_without_effect_are_reported(policy: str, config: EngineConfig, words: str) -> None:
-    lines = list(without_effect(config, make_policy(PolicyRequest(policy), 0)))
-    assert len(lines) == bool(words)
-    assert all(line.startswith(words) for line in lines)
 
 
 def test_only_bench_takes_several_policies() -> None:

@@ -167,8 +167,7 @@ def scoring(monkeypatch: pytest.MonkeyPatch) -> ScoringEngine:
     async def connected(*_: object) -> AsyncIterator[ScoringEngine]:
         yield engine
 
-    for module in (command, evaluate):
-        monkeypatch.setattr(module, "connected", connected)
+    monkeypatch.setattr(command, "connected", connected)
     return engine
 
 

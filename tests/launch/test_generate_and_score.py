@@ -260,15 +260,15 @@ async def test_score_is_that_of_each_token_once(
     assert np.load(out).shape == (tokens, VOCABULARY)
     assert [len(sent["token_ids"]) for sent in engine.sent] == [min(16, tokens)] * windows
     assert all(sent["full"] and not sent["stepwise"] for sent in engine.sent)
-    await run_on(engine, scoring, monkeypatch, *line, "--stepwise", "--prefill", "3")
+    await run_on(engine, scoring, monkeypatch, *line, "--stepwise")
     shown = capsys.readouterr().out
     assert shown.startswith(f"{tokens} tokens")
     assert (f"({windows} windows of 16, stride {stride})" in shown) is (windows > 1)
     assert shown.endswith("; approximate, under dali\n")
     again = engine.sent[windows:]
     assert all(sent["stepwise"] and not sent["full"] for sent in again)
-    assert again[0]["prefill"] == 3
-    assert all(sent["prefill"] > 3 or stride > 11 for sent in again[1:])  # and rows of the window before
+    assert again[0]["prefill"] == 1
+    assert all(sent["prefill"] > 1 or stride > 11 for sent in again[1:])  # rows of the window before
 
 
 @pytest.mark.parametrize(
