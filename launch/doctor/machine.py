@@ -203,7 +203,7 @@ def places() -> Iterator[Finding]:
         names = ", ".join(name.lstrip("/") for name in swept)
         yield Finding("places", "note", f"leftovers of killed engines: {names}", "they have been removed")
     for engine in engines:
-        words = f"engine {engine.name} runs: {short_name(engine.model)}, {engine.policy}"
+        words = f"engine {engine.name} runs: {short_name(engine.model)}"
         do = f"{COMMAND} chat --connect {engine.name}\nto stop it: kill {engine.pid}"
         yield Finding("places", "note", words, "it competes for cores and memory: figures are too low", do)
     if not engines:

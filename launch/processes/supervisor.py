@@ -53,7 +53,7 @@ LOAD_TRIES = 10  # the last engine that uses a store may remove it between the l
 FILES_SECONDS = 5.0  # between checks that the engine's files exist
 
 
-@dataclass(frozen=True)
+@dataclass
 class ChildConfigs:
     """Makes the configuration map that a child receives through its lifeline when it starts. `slab`: the
     first policy keeps experts on the device, so the prefetcher is needed from the start. `reserve`: bytes of
@@ -91,38 +91,36 @@ class ChildConfigs:
             "store": store_name(self.fingerprint),
             "control": self.control_name,
             "cores": [] if cores is None else list(cores.cores),
-        } | getattr(self, f"_for_{role}", dict)()
+        } | self._own(role)
 
-    def _for_loader(self) -> dict[str, Any]:
+    def _own(self, role: str) -> dict[str, Any]:
         config = self.config
-        return {
-            "format": config.format,
-            "tile": config.tile,
-            "reserve_bytes": self.reserve,
-            "verify": config.verify,
-            "nodes": list(self.cores.nodes),
-        }
-
-    def _for_coordinator(self) -> dict[str, Any]:
-        cores = self.worker_cores
-        return {
-            "config": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self.config).items()},
-            "workers": [len(cpus.cores) for cpus in cores],
-            "nodes": len(self.cores.nodes) if all(cpus.node is not None for cpus in cores) else 1,
-            "slab": self.slab,
-            "key": self.key,
-        }
-
-    def _for_worker(self) -> dict[str, Any]:
-        return {"host_slowdown": self.config.host_slowdown}
-
-    def _for_prefetcher(self) -> dict[str, Any]:
-        # Bound to a core, it would wait for that core's worker; so it copies on any that is idle.
-        return {"link_gbps": self.config.link_gbps}
-
-    def _for_gateway(self) -> dict[str, Any]:
-        keys = self.config.http_keys
-        return {"http": self.config.http, "http_keys": None if keys is None else str(keys.absolute())}
+        match role:
+            case "loader":
+                return {
+                    "format": config.format,
+                    "tile": config.tile,
+                    "reserve_bytes": self.reserve,
+                    "verify": config.verify,
+                    "nodes": list(self.cores.nodes),
+                }
+            case "coordinator":
+                cores = self.worker_cores
+                return {
+                    "config": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(config).items()},
+                    "workers": [len(cpus.cores) for cpus in cores],
+                    "nodes": len(self.cores.nodes) if all(cpus.node is not None for cpus in cores) else 1,
+                    "slab": self.slab,
+                    "key": self.key,
+                }
+            case "worker":
+                return {"host_slowdown": config.host_slowdown}
+            case "prefetcher":
+                return {"link_gbps": config.link_gbps}
+            case "gateway":
+                keys = config.http_keys
+                return {"http": config.http, "http_keys": None if keys is None else str(keys.absolute())}
+        return {}
 
 
 class Supervisor:
@@ -238,7 +236,8 @@ class Supervisor:
         await self._start_processes(group)
         self._progress.close()
         self.endpoint = runtime.endpoint("client.sock")
-        self._publish()
+        # How other programs of this user find the engine.
+        runtime.publish(EngineInfo(self.name, os.getpid(), str(self.model), self.endpoint, VERSION))
         self._guard.keep(self._watch_files())
         where = "the CPU" if config.device == "cpu" else "the GPU"
         workers = count(config.workers, "worker") if config.workers else "without workers"
@@ -262,7 +261,7 @@ class Supervisor:
                 self._lease = StoreLease.acquire(fingerprint)
             except SegmentMissing:
                 continue
-            self._configs = replace(self._configs, fingerprint=fingerprint)
+            self._configs.fingerprint = fingerprint
             return
         raise StartFailed("other engines removed the store each time it had been loaded; start again")
 
@@ -297,12 +296,6 @@ class Supervisor:
         self, monitor: ProcessMonitor, role: str, threads: int = 1, index: int = 0, cpus: CpuSet | None = None
     ) -> ProcessSlot:
         return monitor.add_slot(role, index, lambda: self._configs.make(role, cpus), threads)
-
-    def _publish(self) -> None:
-        """Write how other programs of this user find the engine."""
-        policy = self.config.policy or ""
-        info = EngineInfo(self.name, os.getpid(), str(self.model), policy, self.endpoint, VERSION)
-        self._configs.runtime.publish(info)
 
     async def _watch_files(self) -> None:
         """Raises EngineFailed where the engine's directory is gone, as after a logout: no client can reach
@@ -358,9 +351,7 @@ class Supervisor:
                 self._loaded.set_result(ready)
         elif self._monitor is not None:
             if ready.role == "gateway":  # port 0 is any free one; a restarted gateway has the same
-                self._configs = replace(
-                    self._configs, config=replace(self._configs.config, http=ready.notes[0])
-                )
+                self._configs.config = replace(self._configs.config, http=ready.notes[0])
                 self.http = f"http://{ready.notes[0]}"
             self._monitor.on_message(child, ready)
 
@@ -370,13 +361,8 @@ class Supervisor:
         seed = self._configs.config.seed
         request = canonical(PolicyRequest(message.policy, options), seed)
         config = replace(self._configs.config, policy=request.name, policy_options=request.options)
-        policy = make_policy(request, seed)
-        self._configs = replace(self._configs, config=config, slab=policy.uses_device)
-        self.config = config
-        try:
-            self._publish()
-        except OSError as e:
-            log.warning(f"the list of engines still shows the policy before: {system_reason(e)}")
+        self.config = self._configs.config = config
+        self._configs.slab = make_policy(request, seed).uses_device
 
     # --- stop --------------------------------------------------------------------------------------------
 

@@ -163,7 +163,7 @@ async def test_running_engine_is_found_by_its_name_and_another_is_started() -> N
     runtime = RuntimeDir.claim("command-ends")
     try:
         where = runtime.endpoint("client.sock")
-        runtime.publish(EngineInfo(runtime.name, os.getpid(), "/m", "all-host", where, VERSION))
+        runtime.publish(EngineInfo(runtime.name, os.getpid(), "/m", where, VERSION))
         for words in ("chat --connect", "chat --connect command-ends"):
             async with connect.endpoint(parse(words.split()), Interrupts()) as found:
                 assert found == where

@@ -34,7 +34,7 @@ def claimed() -> Iterator[RuntimeDir]:
 
 def publish(runtime: RuntimeDir) -> EngineInfo:
     endpoint = runtime.endpoint("client.sock")
-    info = EngineInfo(runtime.name, os.getpid(), "/m", "all-host", endpoint, VERSION)
+    info = EngineInfo(runtime.name, os.getpid(), "/m", endpoint, VERSION)
     runtime.publish(info)
     return info
 

@@ -57,7 +57,7 @@ async def test_children_start_and_stop_in_order(play: Play, caplog: pytest.LogCa
         folder = runtime_root() / engine.name
         info = json.loads((folder / "engine.json").read_text())
         assert info["endpoint"] == engine.endpoint == f"ipc://{folder}/client.sock"
-        assert (info["name"], info["policy"], info["version"]) == (engine.name, "all-host", VERSION)
+        assert (info["name"], info["version"]) == (engine.name, VERSION)
         assert info["model"] == str(model_dir())
         levels = {r.getMessage(): r.levelno for r in caplog.records}
         assert levels["store: attached"] == levels["worker 0: not pinned"] == logging.INFO
@@ -224,8 +224,7 @@ async def test_restarted_coordinator_has_the_policy_that_was_set_last(
         first = play.child("coordinator")
         assert first.config["slab"] is False
         first.send(SetPolicy(0, "random", {"seed": " 03"}))
-        info = runtime_root() / engine.name / "engine.json"
-        await until(lambda: json.loads(info.read_text())["policy"] == "random")
+        await until(lambda: engine.config.policy == "random")
         caplog.clear()
         first.process.end(KILLED)
         second = await play.spawned("coordinator", 0, 1)

@@ -68,7 +68,7 @@ def engine() -> Iterator[str]:
     socket = bind_router(context, runtime.endpoint("client.sock"))
     thread = threading.Thread(target=play, args=(socket, stopped))
     thread.start()
-    runtime.publish(EngineInfo(runtime.name, os.getpid(), "m", "p", runtime.endpoint("client.sock"), VERSION))
+    runtime.publish(EngineInfo(runtime.name, os.getpid(), "m", runtime.endpoint("client.sock"), VERSION))
     yield runtime.name
     stopped.set()
     thread.join()
