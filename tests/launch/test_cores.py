@@ -113,12 +113,12 @@ def test_each_worker_has_its_cores_on_one_node() -> None:
     assert Counter(cpus.node for cpus in uneven.for_workers(3)) == {0: 2, 1: 1}
 
 
-def test_a_quota_s_cores_are_taken_from_all_nodes() -> None:
-    cores = Cores(machine(2, 4, threads=2), quota=4.5)
-    assert cores.default_workers() == 4
-    assert [cpus.cores for cpus in cores.for_workers(4)] == [(0,), (1,), (4,), (5,)]
+def test_a_quota_limits_the_cores() -> None:
+    cores = Cores(machine(2, 2, threads=2), quota=3.5)
+    assert cores.default_workers() == 3
+    assert [cpus.cores for cpus in cores.for_workers(3)] == [(0,), (1,), (2,)]
     assert Cores(machine(1, 4), quota=0.5).for_workers(1) == (CpuSet((0,), 0),)
-    assert sets(cores.for_workers(8)) == [{0}, {1}, {0}, {1}, {4}, {5}, {4}, {5}]
+    assert Counter(core for cpus in cores.for_workers(6) for core in cpus.cores) == {0: 2, 1: 2, 2: 2}
 
 
 def test_topology_is_read_from_sysfs(tmp_path: Path) -> None:
