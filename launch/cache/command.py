@@ -18,8 +18,7 @@ from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from launch.terminal.tables import Column, Table, each, render
-from protocol.program import user_folder
-from protocol.visible import one_line, visible
+from protocol.program import one_line, user_folder, visible
 from shm.disk_cache import remove_empty
 from shm.errors import ShmError
 from shm.locks import remove_kept

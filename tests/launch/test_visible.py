@@ -31,8 +31,8 @@ from launch.terminal.tables import Column, Table, VisibleConsole, render
 from pipeline.assets import model_dir
 from protocol.codec import decode, encode
 from protocol.messages import VERSION, Done, Error, Generate, Heartbeat, Hello, Token, Welcome
+from protocol.program import escaped, one_line, visible
 from protocol.sockets import bind_router
-from protocol.visible import escaped, one_line, visible
 from workers.lifetime import pack_config
 
 # Clears the screen, writes the clipboard, makes a link; C1; a line over the line; separators; an override.
