@@ -170,17 +170,6 @@ def test_costs_are_listed_with_their_model_and_their_use_is_noted(folder: Path) 
     assert path.stat().st_mtime > time.time() - 60
 
 
-def test_dry_run_lists_the_same_and_removes_nothing(folder: Path) -> None:
-    store = make_file(folder / STORE / "store.bin", 1000, 40)
-    options = ("--prune", "--older-than", "30")
-    code, out = run_cache(*options, "--dry-run")
-    assert code == 0
-    assert "would remove: store of mixtral in int4, 1.0 kB, used 40 days ago\n" in out
-    assert store.exists()
-    assert run_cache(*options)[1] == out.replace("would remove", "removed")
-    assert not store.parent.exists()
-
-
 @pytest.mark.parametrize("name", ["store.tmp", "backbone.tmp"])
 def test_unfinished_file_is_removed_after_the_exit_of_its_writer(folder: Path, name: str) -> None:
     path = make_file(folder / STORE / name, 1000, 3)

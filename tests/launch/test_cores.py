@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.processes.cores import MOST_WORKERS, Cores, CpuSet, Thread, read_threads
+from launch.processes.cores import Cores, CpuSet, Thread, read_threads
 from launch.processes.supervisor import ChildConfigs, Supervisor
 from pipeline.config import EngineConfig, ResolvedConfig, WorkerCores
 from pipeline.experts.division import Plain, split_layer
@@ -82,17 +82,6 @@ def test_workers_divide_the_cores_among_them(cores: Cores, workers: int) -> None
         assert len(set(used)) == min(len(cores.threads), most)  # all are used before any is shared
 
 
-@settings(max_examples=200, deadline=None)
-@given(any_cores())
-def test_default_workers_share_no_core(cores: Cores) -> None:
-    workers = cores.default_workers()
-    used = [core for cpus in cores.for_workers(workers) for core in cpus.cores]
-    assert 1 <= workers <= MOST_WORKERS
-    assert len(used) == len(set(used)) == cores.computing
-    assert cores.quota is None or len(used) <= max(1, cores.quota)
-    assert {cpus.node for cpus in cores.for_workers(workers)} <= {*cores.nodes, None}
-
-
 def test_second_hardware_threads_are_used_only_by_additional_workers() -> None:
     cores = Cores(machine(1, 4, threads=2))
     assert cores.default_workers() == cores.computing == 4
@@ -134,18 +123,6 @@ def test_topology_is_read_from_sysfs(tmp_path: Path) -> None:
     found = read_threads({1, 2, 3}, tmp_path)
     assert found == (Thread(3, 1, 1), Thread(3, 1, 3))
     assert Cores(found).for_workers(1) == (CpuSet((1,), 3),)
-
-
-@pytest.mark.parametrize("usable", [None, 1])
-def test_this_machine_s_cores_are_those_that_may_be_used(usable: int | None) -> None:
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(before)[:usable])
-    try:
-        cores = Cores.here()
-        assert set(cores.numbers) == os.sched_getaffinity(0)
-    finally:
-        os.sched_setaffinity(0, before)
-    assert cores.default_workers() >= 1
 
 
 @pytest.mark.parametrize(("experts", "chosen", "tiles"), [(8, 2, 28), (128, 8, 6)], ids=["coarse", "fine"])

@@ -39,32 +39,6 @@ def test_a_router_and_a_dealer_exchange_messages(context, endpoint):
         assert dealer.recv_multipart() == [b"c"]
 
 
-def test_all_socket_options_are_set_explicitly(context, endpoint):
-    with (
-        bind_router(context, endpoint, send_hwm=7) as router,
-        connect_dealer(context, endpoint, receive_hwm=9) as dealer,
-    ):
-        for socket, send, receive in ((router, 7, 1000), (dealer, 1000, 9)):
-            assert (socket.get(zmq.SNDHWM), socket.get(zmq.RCVHWM)) == (send, receive)
-            assert socket.get(zmq.LINGER) == 500
-            assert socket.get(zmq.MAXMSGSIZE) == 256 << 20
-            assert socket.get(zmq.RECONNECT_IVL) == 10
-            assert socket.get(zmq.RECONNECT_IVL_MAX) == 100
-            assert socket.get(zmq.HANDSHAKE_IVL) == 5000
-
-
-def test_asyncio_sockets_are_made_the_same_way(endpoint):
-    with zmq.asyncio.Context() as context, bind_router(context, endpoint) as router:
-        assert isinstance(router, zmq.asyncio.Socket)
-
-
-def test_sending_to_an_unknown_peer_is_an_error(context, endpoint):
-    with bind_router(context, endpoint) as router:
-        with pytest.raises(zmq.ZMQError) as caught:
-            router.send_multipart([b"worker-0-1", b"a"])
-        assert caught.value.errno == zmq.EHOSTUNREACH
-
-
 def test_a_full_queue_is_an_error_for_its_own_peer_only(context, endpoint):
     with (
         bind_router(context, endpoint, send_hwm=1) as router,
@@ -120,11 +94,6 @@ def test_no_socket_in_a_directory_that_others_can_enter(context, runtime, endpoi
         bind_router(context, endpoint)
     runtime.chmod(0o700)
     assert list(runtime.iterdir()) == []
-
-
-def test_no_socket_in_a_missing_directory(context, runtime):
-    with pytest.raises(ProtocolError, match=r"^cannot use /.*/gone: No such file or directory$"):
-        bind_router(context, ipc_endpoint(runtime / "gone", "work.sock"))
 
 
 def test_path_that_cannot_be_bound_is_refused(context, runtime):
