@@ -14,7 +14,6 @@ from rich.text import Text
 
 from launch.cache.entries import UNKNOWN, Entry, scan, writer_of
 from launch.command_line.options import Options
-from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from launch.terminal.tables import Column, Table, each, render
@@ -25,7 +24,6 @@ from shm.locks import remove_kept
 from shm.segment import byte_size
 
 DAY = 86400.0
-AGES = ((DAY, "day"), (3600.0, "hour"), (60.0, "minute"))
 
 log = logging.getLogger("tandem")
 
@@ -119,7 +117,7 @@ def table(folder: Path, entries: Sequence[Entry]) -> str:
         Column[Entry]("kind", lambda entry: Text(entry.kind, "dim" * (entry.kind == UNKNOWN)), text=True),
         Column[Entry]("model", lambda entry: Text(_name(entry)), text=True),
         Column[Entry]("format", lambda entry: Text(_format(entry)), text=True),
-        Column[Entry]("last use", lambda entry: age(entry.last_use), text=True),
+        Column[Entry]("last use", _used, text=True),
         Column[Entry]("in use by", lambda entry: entry.in_use, text=True, style="green", optional=True),
         Column[Entry]("size", lambda entry: entry.size, each(byte_size)),
     ]
@@ -138,10 +136,10 @@ def to_json(folder: Path, entries: Sequence[Entry]) -> dict[str, Any]:
 
 
 def describe(entry: Entry) -> str:
-    """Describe an entry: "store of Mixtral-8x7B in int4, 24.10 GB, used 3 days ago"."""
+    """Describe an entry: "store of Mixtral-8x7B in int4, 24.10 GB, used 2026-11-20 17:05"."""
     of = "" if entry.kind == "unfinished" else " of"
     format = f" in {_format(entry)}" if entry.format else ""
-    return f"{entry.kind}{of} {_name(entry)}{format}, {byte_size(entry.size)}, used {age(entry.last_use)}"
+    return f"{entry.kind}{of} {_name(entry)}{format}, {byte_size(entry.size)}, used {_used(entry)}"
 
 
 def _format(entry: Entry) -> str:
@@ -154,12 +152,8 @@ def _name(entry: Entry) -> str:
     return one_line(entry.path.name if entry.kind in (UNKNOWN, "unfinished") else entry.model)
 
 
-def age(then: float) -> str:
-    seconds = time.time() - then
-    for length, unit in AGES:
-        if seconds >= length:
-            return f"{count(int(seconds / length), unit)} ago"
-    return "just now"
+def _used(entry: Entry) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_use))
 
 
 def _free_bytes(folder: Path) -> int:

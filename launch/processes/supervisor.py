@@ -268,9 +268,6 @@ class Supervisor:
     async def _start_processes(self, group: ProcessGroup) -> None:
         worker_cores = self._configs.worker_cores
         number = len(worker_cores)
-        cores = len({core for cpus in worker_cores for core in cpus.cores})
-        if number > cores:
-            log.warning(f"warning: {number} workers share {cores} cores; more than one a core is slower")
         progress = ControlSegment.create(self._configs.control_name, number)
         self._files.callback(progress.close)
         self._monitor = monitor = ProcessMonitor(
@@ -287,9 +284,6 @@ class Supervisor:
             self._add_slot(monitor, "text")
         if self.config.http is not None:
             self._add_slot(monitor, "gateway")
-        workers = count(number, "worker") if number else "which computes experts itself"
-        others = "".join(f", {role}" for role in ("prefetcher", "gateway") if monitor.has(role))
-        log.info(f"processes: coordinator, {workers}{others}")
         await monitor.start()
 
     def _add_slot(
