@@ -181,7 +181,6 @@ class RecordedText:
     last_steps: dict[int, int]  # of each sequence
     words: str
     rest: float | None = None  # seconds of a decode step that were measured and are not simulated
-    unknown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

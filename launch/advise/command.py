@@ -14,7 +14,6 @@ from rich.text import Text
 from launch.advise.machine import drawn, elsewhere, recorded, this_machine
 from launch.advise.search import Fitting, Search, fitting
 from launch.bench.plan import requested_policies
-from launch.bench.replay import ASSUMPTION
 from launch.command_line.checks import check_engine
 from launch.command_line.options import Options
 from launch.forecast import Estimate, Sizes, sizes_of
@@ -23,7 +22,7 @@ from launch.terminal.format import alike, merged_notes, model_name, percent, thr
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json
 from launch.terminal.progress import ProgressCounter
-from launch.terminal.tables import Column, Table, each, policy_name, print_parts
+from launch.terminal.tables import Column, Table, dim, each, policy_name, print_parts
 from pipeline.assets import model_dir
 from pipeline.checkpoint.open import open_config
 from pipeline.config import EngineConfig
@@ -83,7 +82,6 @@ def _to_json(model: str, search: Search) -> dict[str, Any]:
         "estimates": [estimate.to_map() for estimate in search.estimates],
         "changes": [vars(change) for change in search.changes],
         "left_out": [{"policy": name, "reason": why} for name, why in search.left_out.items()],
-        "unknown": _unknown(search),
     }
 
 
@@ -120,11 +118,10 @@ def _report(model: str, search: Search, best: Estimate | None) -> Iterator[Rende
     yield Text("\nWhat would change its speed", style="bold")
     for change in search.changes:
         yield f"  {change.words:32} {100 * (change.ratio - 1):+.0f} %"
-    yield Text("\nWhat this does not know", style="bold")
+    yield ""
     notes = merged_notes((estimate.setting.policy.name, estimate.notes) for estimate in estimates)
     notes += [f"{name} left out: {reason}" for name, reason in search.left_out.items()]
-    for line in (*(f"- {line}" for line in _unknown(search)), *(f"note: {note}" for note in notes)):
-        yield Text(line, style="dim")
+    yield from dim(f"note: {note}" for note in notes)
 
 
 def _formats(search: Search) -> Table[Fitting]:
@@ -172,16 +169,6 @@ def _presets(best: Estimate, estimates: Sequence[Estimate]) -> Table[Estimate]:
         Column[Estimate]("weight\nchanged", _changed),
     ]
     return Table(columns, estimates, gap=0, style=lambda of: "bold" if of is best else "")
-
-
-def _unknown(search: Search) -> list[str]:
-    lines = [*search.hardware.unknown, *search.text.unknown]
-    if search.text.rest is None:
-        lines.append("time of planning and of messages between processes, which a busy host lengthens")
-    lines.append("other programs on the machine, heat, contexts longer than the prompt")
-    if any(not estimate.exact for estimate in search.estimates):
-        lines.append(f"{ASSUMPTION}; bench measures their perplexity")
-    return lines
 
 
 def _policy(estimate: Estimate) -> Text:

@@ -73,7 +73,6 @@ class Hardware:
     words: str
     memory: Machine
     priced: Callable[[Sizes, int], Priced]  # for a model's sizes and the tokens that a token attends to
-    unknown: list[str]  # what an estimate for it does not contain
     device: DeviceName = "cuda"
 
 
@@ -106,11 +105,6 @@ def elsewhere(written: Mapping[str, Any]) -> Hardware | None:
         f"{known + ': ' if known else ''}host memory {rates.host_gbps:g} GB/s, link {rates.link_gbps:g} GB/s,"
         f" GPU of {gpu_gb:g} GB at {rates.device_gbps:g} GB/s"
     )
-    unknown = [
-        "the rates are taken to be what programs reach, 80 % of a data sheet's; small experts reach less",
-        f"assumed: {1e6 * rates.layer:.0f} us a layer to start its kernels, {1e6 * rates.round_trip:.0f} us"
-        f" for the exchange with the workers",
-    ]
 
     def priced(sizes: Sizes, context: int) -> Priced:
         other = sizes.other + context * sizes.kv_token
@@ -119,7 +113,7 @@ def elsewhere(written: Mapping[str, Any]) -> Hardware | None:
         rest = BESIDE_STEP + sizes.head / (rates.device_gbps * GIGABYTE)
         return Priced(costs.for_tiles(sizes.header.shape.tiles), rest)
 
-    return Hardware(words, memory, priced, unknown)
+    return Hardware(words, memory, priced)
 
 
 # --- this machine -------------------------------------------------------------------------------------------
@@ -151,15 +145,10 @@ async def this_machine(
         by_bytes = costs.of_tiles(other.tile / sizes.tile, other.header.tile_bytes / sizes.header.tile_bytes)
         return Priced(by_bytes, text.rest or 0.0)
 
-    unknown = [
-        f"measured in {sizes.format} with {RUN.name}; other presets are predicted from its costs, other"
-        " formats by their bytes",
-        "batches of more rows than one, and longer prompts, than were run",
-    ]
     words = "this machine, {}, {} cores".format(*processor())
     if config.emulation:
         words += f"; emulated: {config.emulation}"
-    return Hardware(words, now.machine, priced, unknown, config.device), config, text
+    return Hardware(words, now.machine, priced, config.device), config, text
 
 
 @asynccontextmanager
@@ -195,11 +184,7 @@ def drawn(header: Header, prompt: int, chunk: int, seed: int) -> RecordedText:
     steps = [*warm, *text.steps(prompt, chunk, COUNTED, 1)]
     predicted = f", predictions right in {accuracy:.0%} as a paper reports" if accuracy else ""
     words = f"synthetic routing, as uneven as the embedded model's{predicted}"
-    unknown = (
-        "the model's own routing: a cache hits more where few experts are popular; record it with --record"
-        " and give it with --trace",
-    )
-    return RecordedText(steps, len(warm), counts, _last_steps(steps), words, unknown=unknown)
+    return RecordedText(steps, len(warm), counts, _last_steps(steps), words)
 
 
 def recorded(path: Path, header: Header) -> RecordedText:

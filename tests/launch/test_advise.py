@@ -73,7 +73,7 @@ def test_the_answer_is_a_command_with_what_changes_it(capsys: pytest.CaptureFixt
     assert main([*MODEL, *options]) == 0
     table = capsys.readouterr().out
     assert "Advice" in table
-    assert "What this does not know" in table
+    assert "What would change its speed" in table
     assert all(len(line) <= 80 for line in table.splitlines())
 
 
