@@ -177,31 +177,21 @@ def read_file(path: Path, largest: int = MAX_TEXT_BYTES) -> bytes:
         raise WrongUsage(f"cannot read {path}: {e.strerror}") from None
 
 
-def check_reads_text(folder: Path) -> None:
-    """Raises WrongUsage, one line with what to do, for a model without tokenizer, and ModelError for an
-    unknown shape. What is no model is left to the loader."""
+def check_reads_text(folder: Path, chats: bool = False) -> None:
+    """Raises WrongUsage, one line with what to do, for a model without tokenizer or, where it `chats`,
+    without chat template; ModelError for an unknown shape and a damaged file. Loads no tokenizer: that may
+    not end. What is no model is left to the loader."""
     if is_shape(folder):
         shape_config(str(folder))
         raise WrongUsage(
             f"{folder} has random weights and no tokenizer, so it reads no text and cannot chat: `bench`"
             " shows its speed, and `generate --prompt-tokens 1,2,3` runs it"
         )
-    if os.path.isfile(folder / "config.json") and not _has_tokenizer(folder):
+    if any(os.path.isfile(folder / name) for name in TOKENIZER_FILES):
+        if chats and not has_chat_template(folder):
+            raise WrongUsage(NO_TEMPLATE)
+    elif os.path.isfile(folder / "config.json"):
         raise WrongUsage(
             f"{NO_TOKENIZER}: put its tokenizer.json and tokenizer_config.json into {folder}, or use"
             " `generate --prompt-tokens`"
         )
-
-
-def check_can_chat(folder: Path) -> None:
-    """Raises what `check_reads_text` does, WrongUsage for a model without chat template, and ModelError for a
-    damaged file. Loads no tokenizer: that may not end."""
-    check_reads_text(folder)
-    if not _has_tokenizer(folder):
-        return
-    if not has_chat_template(folder):
-        raise WrongUsage(NO_TEMPLATE)
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any(os.path.isfile(folder / name) for name in TOKENIZER_FILES)

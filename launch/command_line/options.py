@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,7 +24,6 @@ from protocol.messages import Sampling
 from protocol.program import PROGRAM
 
 OPTIONS = [option for group in TABLE.values() for option in group]
-PROMPT = next(option.help for option in OPTIONS if option.is_positional)
 CONFIG_FIELDS = {f.name for f in fields(EngineConfig)}
 SAMPLING_FIELDS = set(Sampling.__struct_fields__)
 RANDOM_OPTIONS = {"top_k", "top_p", "min_p"}  # without effect at temperature 0
@@ -34,7 +33,7 @@ MODES = {
     REPLAY: f"{REPLAY}, which starts no engine",
     DRAWING: f"{DRAWING} without --text or --tokens",
 }
-PROMPTS = {"PROMPT", "prompt", "system"}
+PROMPTS = {"prompt", "system"}
 MAX_VALUE = 4095  # bytes of any other text: of a path, the system takes no more
 MAX_ERROR = 1000  # characters
 
@@ -138,26 +137,26 @@ class Options:
         policy = self.written.get("policy")
         words = [] if policy is None else policy.split(",") if self.command in COMPARING else [policy]
         requests = [_with_options(word) for word in words]
-        names = list(dict.fromkeys(name for name, _ in requests))
+        names = list(dict.fromkeys(request.name for request in requests))
         given: dict[str, dict[str, str]] = {name: {} for name in names}
         for setting in self.written.get("set", ()):
             of, option, value = _setting("--set", setting, names)
             for name in of:
                 given[name][option] = value
-        chosen = [PolicyRequest(name, given[name] | own) for name, own in requests]
+        requests = [replace(request, options=given[request.name] | request.options) for request in requests]
         for axis in axes(self.written):
             if not axis.is_setting:
-                chosen = _swept(chosen, axis.name, axis.values, names)
-        return chosen
+                requests = _swept(requests, axis, names)
+        return requests
 
 
-def _with_options(word: str) -> tuple[str, dict[str, str]]:
-    """Returns the policy and the options of `NAME:OPTION=VALUE:...`."""
+def _with_options(word: str) -> PolicyRequest:
+    """Returns the policy with the options of `NAME:OPTION=VALUE:...`."""
     name, *settings = word.split(":")
     pairs = [setting.partition("=") for setting in settings]
     if not all(option and equals for option, equals, _ in pairs):
         raise WrongUsage(f"--policy {word}: write its options as {name}:option=value")
-    return name, {option: value for option, _, value in pairs}
+    return PolicyRequest(name, {option: value for option, _, value in pairs})
 
 
 def _setting(argument: str, setting: str, names: list[str]) -> tuple[list[str], str, str]:
@@ -175,19 +174,18 @@ def _setting(argument: str, setting: str, names: list[str]) -> tuple[list[str], 
     return [name], match[2], match[3]
 
 
-def _swept(
-    requests: list[PolicyRequest], name: str, values: Collection[str], names: list[str]
-) -> list[PolicyRequest]:
+def _swept(requests: list[PolicyRequest], axis: Axis, names: list[str]) -> list[PolicyRequest]:
     """Returns each request that --sweep is about, once for each of its values."""
-    for value in values:
-        of, option, _ = _setting("--sweep", f"{name}={value}", names)
-    if fixed := [r for r in requests if r.name in of and option in r.options]:
-        raise WrongUsage(f"--sweep {name}: {fixed[0].name}.{option} is given as well; give one of them")
-    return [
-        replace(request, options=request.options | changed)
-        for request in requests
-        for changed in ([{option: value} for value in values] if request.name in of else [{}])
-    ]
+    of, option, _ = _setting("--sweep", f"{axis.name}=", names)
+    swept = []
+    for request in requests:
+        if request.name not in of:
+            swept.append(request)
+        elif option in request.options:
+            raise WrongUsage(f"--sweep {axis.name}: {request.name}.{option} is given as well; give one")
+        else:
+            swept += [replace(request, options=request.options | {option: v}) for v in axis.values]
+    return swept
 
 
 def parse(arguments: list[str]) -> Options:
@@ -206,16 +204,14 @@ def parse(arguments: list[str]) -> Options:
     namespace, unknown = _parser(command).parse_known_intermixed_args(arguments[command is not None :])
     written = vars(namespace)
     words: list[str] = written.pop("words", [])
-    if command == "generate" and words:
-        written["PROMPT"] = words.pop(0)
+    if command == "generate" and words and "prompt" not in written:
+        written["prompt"] = words.pop(0)
     for word in (*unknown, *words):
         if word.startswith("-") or word in words:
             raise WrongUsage(_unknown(word, command))
     _check(command, [taken[key] for key in written], written)
     if written.pop("verbose", False):
         written.setdefault("log_level", "info")
-    if "PROMPT" in written:
-        written["prompt"] = written.pop("PROMPT")
     return Options(command, written)
 
 
@@ -257,10 +253,10 @@ def _parser(command: str | None) -> Parser:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--version", action="version", version=_versions())
-    prompt = PROMPT if command == "generate" else argparse.SUPPRESS
+    prompt = "the same as --prompt" if command == "generate" else argparse.SUPPRESS
     parser.add_argument("words", nargs="*", metavar="PROMPT", help=prompt)
     for heading, options in TABLE.items():
-        taken = [option for option in options if option.is_of(command or "chat") and not option.is_positional]
+        taken = [option for option in options if option.is_of(command or "chat")]
         group = parser if heading == "options" or not taken else parser.add_argument_group(heading)
         for option in taken:
             option.add_to(group)
@@ -324,22 +320,17 @@ def _check_place(option: Option, mode: str, written: Collection[str]) -> None:
     raise WrongUsage(f"{option.spelled} does not belong to {MODES[mode]}")
 
 
-def _check_one(mode: str, given: Iterable[Option], written: dict[str, Any]) -> None:
+def _check_one(mode: str, given: list[Option], written: dict[str, Any]) -> None:
     """Raises WrongUsage where two options give the same, or a command's prompt or text is missing."""
-    kinds = {
-        option.one_of: [o for o in given if o.one_of == option.one_of] for option in given if option.one_of
-    }
-    for kind, several in kinds.items():
+    for kind in ("prompt", "text"):
+        several = [option.spelled for option in given if option.one_of == kind]
         if len(several) > 1:
-            raise WrongUsage(
-                f"{several[1].spelled} gives a second {kind}, beside {several[0].spelled}; give one"
-            )
-    kind = NEEDING.get(mode, "")
-    if kind and kind not in kinds:
-        ways = " or ".join(o.spelled for o in OPTIONS if o.one_of == kind and o.is_of(mode))
-        name = written.get("connect")
-        taken = f" ({name[:40]!r} is taken as the engine's name, after --connect)" if name else ""
-        raise WrongUsage(f"{mode} needs a {kind}: give {ways}{taken}")
+            raise WrongUsage(f"{several[1]} gives a second {kind}, beside {several[0]}; give one")
+        if not several and NEEDING.get(mode) == kind:
+            ways = " or ".join(o.spelled for o in OPTIONS if o.one_of == kind and o.is_of(mode))
+            name = written.get("connect")
+            taken = f" ({name[:40]!r} is taken as the engine's name, after --connect)" if name else ""
+            raise WrongUsage(f"{mode} needs a {kind}: give {ways}{taken}")
 
 
 def _check_length(option: Option, value: Any) -> None:

@@ -97,8 +97,8 @@ SWEEP = "measure each of these values: cache, batch, prompt, gen, or POLICY.OPTI
 
 @dataclass(frozen=True)
 class Option:
-    """`words`: its name and, unless it is a flag, what stands for its value; a positional one is in capitals.
-    `value`: the words that it takes, or what reads one; None for a flag."""
+    """`words`: its name and, unless it is a flag, what stands for its value. `value`: the words that it
+    takes, or what reads one; None for a flag."""
 
     words: str
     value: Callable[[str], Any] | tuple[str, ...] | None
@@ -118,12 +118,8 @@ class Option:
         return self.words.split()[0]
 
     @property
-    def is_positional(self) -> bool:
-        return self.name.isupper()
-
-    @property
     def spelled(self) -> str:
-        return self.name if self.is_positional else f"--{self.name}"
+        return f"--{self.name}"
 
     @property
     def key(self) -> str:
@@ -207,8 +203,7 @@ _answer = _section(
 )
 _generate = _section(
     "generate",
-    Option("PROMPT", str, "text to continue, with --chat the user's message; -: from stdin", one_of="prompt"),
-    Option("prompt T", str, "the same as PROMPT", one_of="prompt"),
+    Option("prompt T", str, "text to continue, or with --chat to answer; -: from stdin", one_of="prompt"),
     Option("file F", Path, "UTF-8 file with the prompt", one_of="prompt"),
     Option("prompt-tokens 1,2,3", token_ids, "token ids to continue", one_of="prompt", not_with="chat"),
     Option("chat", None, "use the model's chat template, and sample as a chat does"),

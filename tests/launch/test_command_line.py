@@ -17,8 +17,7 @@ from engines import ROOT, launch
 from launch.command_line.options import MAX_VALUE, parse
 from launch.errors import WrongUsage
 from launch.processes.children import PIPE_CAPACITY
-from launch.processes.cores import Cores
-from launch.processes.supervisor import ChildConfigs
+from launch.processes.supervisor import Supervisor
 from pipeline.config import EngineConfig, ResolvedConfig
 from pipeline.errors import PolicyError
 from pipeline.policies import options as policy_options
@@ -33,7 +32,7 @@ Complaint = Callable[..., str]
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("generate", ["PROMPT", "--prompt", "--file", "--prompt-tokens", "needs a prompt"]),
+        ("generate", ["--prompt", "--file", "--prompt-tokens", "needs a prompt"]),
         ("generate --connect hello", ["needs a prompt", "'hello' is taken as the engine's name"]),
         ("generate hello --file /tmp/x", ["--file", "second prompt"]),
         ("generate --file /nowhere/prompt", ["/nowhere/prompt"]),
@@ -235,9 +234,8 @@ def test_the_longest_configuration_fits_a_childs_pipe() -> None:
         record=path,
         http_keys=path,
     )
-    runtime = cast(Any, SimpleNamespace(name="n" * 32, path=Path(f"/{'x' * 100}")))
-    configs = ChildConfigs(
-        ResolvedConfig(**vars(config)), path, Cores.here(), runtime, True, 1 << 40, "WARNING", path, b"k" * 32
-    )
-    packed = pack_config(configs.make("coordinator"))
+    engine = Supervisor(config)
+    engine._config, engine._key = ResolvedConfig(**vars(config)), b"k" * 32
+    engine._runtime = cast(Any, SimpleNamespace(path=Path(f"/{'x' * 100}")))
+    packed = pack_config(engine._child_config("coordinator"))
     assert len(packed) < PIPE_CAPACITY - 1000  # its identity

@@ -15,11 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.processes.cores import Cores, CpuSet, Thread, read_threads
-from launch.processes.supervisor import ChildConfigs, Supervisor
+from launch.processes.supervisor import Supervisor
 from pipeline.config import EngineConfig, ResolvedConfig, WorkerCores
 from pipeline.experts.division import Plain, split_layer
 from pipeline.policies.view import Routing
-from protocol.client import Client
 from shm.descriptor import parts_of
 from shm.formats import F32
 from shm.layout import PAGE, ExpertShape, StoreLayout
@@ -172,26 +171,6 @@ def test_workers_read_their_own_node_s_memory(experts: int, chosen: int, tiles: 
     assert own == every
 
 
-@pytest.mark.timeout(300)
-async def test_results_do_not_depend_on_the_number_of_nodes(tiny_model: Path, monkeypatch, caplog) -> None:
-    """This machine's cores are presented as on nodes 0 and 1000; the kernel then refuses the second, and the
-    start logs that. An existing store would not be placed, so this one has another tile size."""
-    here = Cores.here().numbers
-    both = Cores(tuple(Thread(1000 * i, n, n) for i, n in enumerate((here[0], here[-1]))))
-    config = EngineConfig(model=tiny_model, device="cpu", format="f32", tile=13, workers=2)
-    scores = []
-    for cores in (both, Cores.here()):
-        monkeypatch.setattr(Cores, "here", lambda cores=cores: cores)
-        with caplog.at_level("INFO", "tandem"):
-            async with Supervisor(config) as engine, Client.connect(engine.endpoint) as client:
-                blocks = client.score(token_ids=list(range(5, 29)), full=True, stepwise=True, prefill=4)
-                scores.append(np.concatenate([block.logprobs async for block in blocks]))
-        refused = "store: tiles are not placed on NUMA nodes: Invalid argument" in caplog.text
-        assert refused == (cores is both)
-        caplog.clear()
-    np.testing.assert_allclose(scores[0], scores[1], atol=1e-5)
-
-
 @pytest.mark.parametrize("quota", [None, 6.5])
 @pytest.mark.parametrize(("nodes", "cores", "threads"), [(1, 8, 1), (1, 8, 2), (2, 4, 2), (1, 4, 1)])
 def test_one_core_is_left_to_a_coordinator_with_a_gpu(nodes: int, cores: int, threads: int, quota) -> None:
@@ -218,10 +197,10 @@ TWO_NODES = Cores(tuple(Thread(number // 2, number, number) for number in range(
 def test_coordinator_counts_nodes_where_each_worker_lies_on_one(
     workers: int, sizes: list[int], nodes: int
 ) -> None:
-    path = Path("/m")
-    config = ResolvedConfig(**vars(EngineConfig(model=path, name="n", workers=workers)))
-    runtime = cast(Any, SimpleNamespace(name="n", path=Path("/r")))
-    configs = ChildConfigs(config, path, TWO_NODES, runtime, True, 0, "WARNING", path, b"k")
-    config_map = configs.make("coordinator")
+    asked = EngineConfig(model=Path("/m"), name="n", workers=workers)
+    engine = Supervisor(asked)
+    engine._config, engine._cores = ResolvedConfig(**vars(asked)), TWO_NODES
+    engine._runtime = cast(Any, SimpleNamespace(path=Path("/r")))
+    config_map = engine._child_config("coordinator")
     assert sorted(config_map["workers"]) == sizes
     assert config_map["nodes"] == nodes

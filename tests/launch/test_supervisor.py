@@ -135,17 +135,6 @@ async def test_early_exit_without_a_word_ends_the_start(
     assert engines_left() == []
 
 
-async def test_text_process_that_is_killed_during_the_start_is_replaced(play: Play) -> None:
-    def script(child: ScriptedChild) -> None:
-        if child.identity == Identity("text", 0, 0):
-            return child.process.end(KILLED)
-        return play.begin(child)
-
-    play.script = script
-    async with supervisor(NEVER) as engine:
-        assert [who.role for who in engine.pids].count("text") == 1
-
-
 async def test_ready_that_arrives_after_the_exit_of_the_loader_counts(play: Play) -> None:
     def script(child: ScriptedChild) -> None:
         if child.identity.role != "loader":
@@ -218,7 +207,7 @@ async def test_restarted_coordinator_has_the_policy_that_was_set_last(
     caplog.set_level(logging.INFO, "tandem")
     play.notes = {"worker": ("not pinned",)}
     async with supervisor(NEVER) as engine:
-        slab = Path(SHM_FOLDER) / (engine._configs.control_name[1:].replace("control-0", "slab-0"))
+        slab = Path(SHM_FOLDER) / (engine._control_name[1:].replace("control-0", "slab-0"))
         slab.touch()
         first = play.child("coordinator")
         assert first.config["slab"] is False

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import re
 import shutil
@@ -25,7 +24,6 @@ from hypothesis import strategies as st
 from rich.text import Text
 
 from launch.runtime import EngineInfo, RuntimeDir
-from launch.terminal.log import LogHandler
 from launch.terminal.progress import ProgressDisplay
 from launch.terminal.tables import Column, Table, VisibleConsole, render
 from pipeline.assets import model_dir
@@ -196,16 +194,6 @@ def test_a_child_cannot_control_a_terminal_by_what_it_logs_and_prints(tmp_path: 
     text = "\n".join(line.removeprefix("\r\x1b[2K[loader]") for line in lines)
     assert all(f"{word} {visible(LINES)}" in text for word in ("third", "fourth", "fifth"))
     assert not CONTROL.search(text)
-
-
-def test_a_line_of_the_log_is_one_line_and_only_a_traceback_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    handler = LogHandler()
-    for error in (None, ValueError(LINES)):
-        info = None if error is None else (type(error), error, None)
-        handler.emit(logging.LogRecord("tandem", logging.WARNING, "", 0, "a %s", (LINES,), info))
-    line = f"[tandem] a {one_line(LINES)}\n"
-    assert sys.stderr.getvalue() == f"{line}{line}ValueError: {visible(LINES)}".rstrip("\n") + "\n\n"
 
 
 def test_tables_and_displays_show_names_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
