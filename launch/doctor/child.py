@@ -32,7 +32,7 @@ from shm.mask import DENSE, Mask
 from shm.store import Store
 from workers.cuda import CudaError, call, constant, ipc_handle, open_ipc_handle
 from workers.kernels.host import HostKernel
-from workers.kernels.native import reader
+from workers.kernels.native import best
 from workers.lifetime import pin
 
 BLOCK = 1 << 25  # bytes of one read, and of one copy
@@ -112,7 +112,7 @@ def _huge_pages(size: int) -> list[Bytes]:
 
 def _read(buffer: Bytes) -> Work:
     size = min(BLOCK, len(buffer)) // 64 * 64
-    return Work(reader(), size, size)
+    return Work(best().read, size, size)
 
 
 def _copy(block: Bytes) -> None:

@@ -43,7 +43,6 @@ from protocol.program import user_folder
 from protocol.sockets import Identity
 from shm.control import ControlSegment
 from shm.errors import SegmentMissing, ShmError
-from shm.lane import library as doorbells
 from shm.locks import StoreLease
 from shm.locks import sweep as sweep_stores
 from shm.segment import engine_prefix
@@ -217,8 +216,6 @@ class Supervisor:
         self._group = group = ProcessGroup(runtime.endpoint("control.sock"), self._guard)
         self._files.callback(group.close)
         group.on_message, group.on_exit = self._on_message, self._on_exit
-        if config.exchange == "auto" and doorbells() is None:
-            self.config = config = replace(config, exchange="zmq")
         self._configs = ChildConfigs(
             config=config,
             model=self.model,

@@ -28,6 +28,7 @@ from pipeline.calibration.cost_cache import Record, Setting, keep, processor
 from pipeline.policies.costs import Costs
 from protocol.messages import VERSION
 from protocol.program import user_folder
+from shm.errors import NotCompiled
 from shm.segment import engine_prefix
 from workers.kernels.native import VARIANTS
 
@@ -185,13 +186,16 @@ def test_too_little_memory_and_a_limit_on_locked_pages(monkeypatch: pytest.Monke
 def test_missing_kernels_are_reported_with_the_command_that_compiles_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def missing() -> None:
+        raise NotCompiled("_quantize")
+
     reason = "not compiled at installation"
     monkeypatch.setattr(machine, "load", lambda name: reason)
-    monkeypatch.setattr(machine, "best", lambda: None)
-    monkeypatch.setattr(machine, "quantizer", lambda: None)
+    monkeypatch.setattr(machine, "quantizer", missing)
     first, second = machine.kernels()
-    assert first.level == second.level == "note"
+    assert first.level == second.level == "problem"
     assert all(f"{name} ({reason})" in first.found for name in VARIANTS.values())
+    assert "_quantize" in second.found
     for finding in (first, second):
         assert "-m pip install -e " in finding.do
 
