@@ -9,7 +9,7 @@ message came twice, and the engine holds nothing afterwards.
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,20 +48,16 @@ async def stress(options: Options, interrupts: Interrupts) -> int:
     entries = read_script(path) * options.written.get("repeat", 1)
     clients = options.written.get("clients", CLIENTS)
     chaos = Chaos.asked(options.written, options.config().seed)
-    if chaos is not None and "log_level" not in options.written:
-        # The engine refuses hostile messages by the thousand and restarts what was killed, as intended.
-        quiet = options.written | {"log_level": "error"}
-        options = replace(options, written=quiet)
-        silence: AbstractContextManager[None] = hidden(processes.__name__)
-    else:
-        silence = nullcontext()
+    quiet = chaos is not None and "log_level" not in options.written
+    if quiet:  # the engine refuses hostile messages by the thousand and restarts what was killed, as intended
+        options = replace(options, written=options.written | {"log_level": "error"})
     async with endpoint(options, interrupts) as where, Client.connect(where, name="stress") as client:
         welcome = client.welcome
         _check_model(welcome, entries, path)
         bound = rounding_bound(welcome.format, welcome.backbone_dtype)
         run = StressRun(str(path), welcome, bound, Load([[] for _ in range(clients)]))
         try:
-            with silence:
+            with hidden(processes.__name__) if quiet else nullcontext():
                 await _run(run, where, client, entries, chaos)
             run.finished = True
         finally:
