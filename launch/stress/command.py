@@ -9,11 +9,11 @@ message came twice, and the engine holds nothing afterwards.
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from launch import processes
 from launch.assets import stress_script
 from launch.command_line.options import Options
 from launch.connect import endpoint
@@ -25,7 +25,6 @@ from launch.stress.reference import Finding, alone, compare_all
 from launch.stress.report import StressRun, report, report_parts
 from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
-from launch.terminal.log import hidden
 from launch.terminal.output import print_json
 from launch.terminal.progress import ProgressCounter
 from launch.terminal.tables import print_parts
@@ -57,10 +56,12 @@ async def stress(options: Options, interrupts: Interrupts) -> int:
         bound = rounding_bound(welcome.format, welcome.backbone_dtype)
         run = StressRun(str(path), welcome, bound, Load([[] for _ in range(clients)]))
         try:
-            with hidden(processes.__name__) if quiet else nullcontext():
-                await _run(run, where, client, entries, chaos)
+            if quiet:
+                logging.disable(logging.WARNING)
+            await _run(run, where, client, entries, chaos)
             run.finished = True
         finally:
+            logging.disable(logging.NOTSET)
             summary = report(run)
             if "json" in options.written:
                 print_json(summary)
