@@ -27,8 +27,7 @@ from pipeline.calibration.file import calibration_path, experts_per_token, read,
 from pipeline.checkpoint.open import open_model
 from pipeline.policies.calibration import Calibration
 from protocol.messages import CALIBRATION_TOKENS, Calibrate, Calibrating
-from protocol.program import user_folder
-from protocol.visible import visible
+from protocol.program import user_folder, visible
 
 MOST_LAYERS = 64  # a model with more gets the mean values only
 PICTURE = "report.png"

@@ -53,6 +53,11 @@ class Sizes:
         return self.needs.format
 
     @property
+    def token(self) -> int:
+        """Bytes of the experts that a token reads."""
+        return self.header.shape.layers * self.header.shape.top_k * self.expert
+
+    @property
     def tile(self) -> float:
         """Bytes that are read for a tile; the header has those that are moved for it."""
         return self.expert / self.header.shape.tiles
@@ -176,7 +181,6 @@ class RecordedText:
     last_steps: dict[int, int]  # of each sequence
     words: str
     rest: float | None = None  # seconds of a decode step that were measured and are not simulated
-    unknown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Any
 
 from launch.command_line.checks import (
     MAX_TEXT_BYTES,
-    check_can_chat,
     check_reads_text,
     check_request,
     read_text,
@@ -35,8 +34,7 @@ async def generate(options: Options, interrupts: Interrupts) -> int:
     """Complete a prompt. Raises WrongUsage, RequestFailed, AnswerLost, what `reconnecting_client` raises."""
     text = await _text(options)
     if text is not None and not options.connect:
-        check = check_can_chat if "chat" in options.written else check_reads_text
-        check(options.config().model or model_dir())
+        check_reads_text(options.config().model or model_dir(), chats="chat" in options.written)
     async with reconnecting_client(options, interrupts) as client:
         recommended = client.welcome.sampling if "chat" in options.written else Sampling()
         answer = client.generate(**_prompt(options, text, client), **answer_settings(options, recommended))

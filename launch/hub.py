@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from launch.errors import DownloadFailed, LaunchError, WrongUsage
 from launch.terminal.log import notice
 from pipeline.errors import ModelError
-from protocol.visible import one_line
+from protocol.program import one_line
 from shm.segment import byte_size
 
 log = logging.getLogger("tandem")

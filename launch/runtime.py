@@ -2,7 +2,7 @@
 
     $XDG_RUNTIME_DIR/tandem/<name>/     or /tmp/tandem-<uid>/<name>/, all 0700
         lock            flocked exclusively by the supervisor as long as it runs
-        engine.json     written when the engine is ready: name, pid, model, policy, endpoint, version
+        engine.json     written when the engine is ready: name, pid, model, endpoint, version
         control.sock    children -> supervisor
         client.sock     clients -> coordinator; work.sock, fetch.sock: its own children
 
@@ -55,7 +55,6 @@ class EngineInfo:
     name: str
     pid: int
     model: str
-    policy: str
     endpoint: str
     version: int
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,11 +31,9 @@ from protocol.answer import Answer, RetryBudget, score_blocks
 from protocol.connection import SILENCE_SECONDS, ConnectOptions, Link, end_task
 from protocol.errors import EngineGone, MalformedMessage, ProtocolError, RequestFailed
 from protocol.messages import (
-    CALIBRATION_TOKENS,
     Calibrate,
     Calibrated,
     Calibrating,
-    ChatMessage,
     Done,
     Error,
     ExpertActivity,
@@ -43,11 +41,9 @@ from protocol.messages import (
     Generate,
     PolicyChanged,
     Queued,
-    Sampling,
     Score,
     Scores,
     SetPolicy,
-    Shaping,
     Stats,
     StatsReply,
     Token,
@@ -154,85 +150,30 @@ class Client:
         """The Welcome of the engine, of the latest one after a reconnection."""
         return self._link.welcome
 
-    def generate(
-        self,
-        *,
-        prompt: str | None = None,
-        token_ids: Sequence[int] | None = None,
-        messages: Sequence[ChatMessage] | None = None,
-        max_tokens: int = 128,
-        sampling: Sampling = Sampling(),  # noqa: B008 - frozen
-        stop: Sequence[str] = (),
-        ignore_eos: bool = False,
-        conversation: str | None = None,
-        resume: Sequence[int] = (),
-        rival: int = -1,
-        reserve: int = 1,
-        shaping: Shaping = Shaping(),  # noqa: B008 - frozen
-        logprobs: int = -1,
-        template: str = "",
-    ) -> Answer:
-        """Request an answer to exactly one of `prompt`, `token_ids`, `messages`; the request is sent at once.
-
-        Raises EngineGone, and MalformedMessage for values of a wrong type. The answer raises the engine's
-        refusal.
-        """
-        asked = Generate(
-            self._next_request(),
-            prompt,
-            None if token_ids is None else tuple(token_ids),
-            None if messages is None else tuple(messages),
-            max_tokens,
-            sampling,
-            tuple(stop),
-            ignore_eos,
-            conversation,
-            tuple(resume),
-            rival,
-            reserve=reserve,
-            shaping=shaping,
-            logprobs=logprobs,
-            template=template,
-        )
+    def generate(self, **fields: Any) -> Answer:
+        """Request an answer, at once; `fields` are those of messages.Generate. Raises EngineGone, and
+        MalformedMessage for values of a wrong type. The answer raises the engine's refusal."""
+        asked = Generate(self._next_request(), **_frozen(fields))
         self._link.send(asked)
         answer = Answer(asked.request, self._cancel)
         self._answers[asked.request] = _PendingAnswer(asked, answer)
         return answer
 
-    async def score(
-        self,
-        *,
-        text: str | None = None,
-        token_ids: Sequence[int] | None = None,
-        stepwise: bool = False,
-        prefill: int = 1,
-        full: bool = False,
-        top: int = 0,
-    ) -> AsyncGenerator[Scores, None]:
-        """Log-probabilities of exactly one of `text`, `token_ids`, block by block; see messages.Score.
+    async def score(self, **fields: Any) -> AsyncGenerator[Scores, None]:
+        """Log-probabilities of a text, block by block; `fields` are those of messages.Score.
 
         Ends after the last block. Leaving the loop before cancels the request. Raises RequestFailed with the
         engine's reason, or where the engine cancelled the request; EngineGone, MalformedMessage.
         """
-        ids = None if token_ids is None else tuple(token_ids)
-        asked = Score(self._next_request(), text, ids, stepwise, prefill, full, top)
+        asked = Score(self._next_request(), **_frozen(fields))
         async with aclosing(score_blocks(asked, self._options, self.welcome)) as blocks:
             async for block in blocks:
                 yield block
 
-    async def tokenize(
-        self,
-        *,
-        text: str | None = None,
-        messages: Sequence[ChatMessage] | None = None,
-        template: str = "",
-        token_ids: Sequence[int] | None = None,
-    ) -> Tokenized:
-        """Token ids of a text or a conversation, or the text of ids; see messages.Tokenize. Raises
-        RequestFailed with the engine's reason, EngineGone, MalformedMessage."""
-        ids = None if token_ids is None else tuple(token_ids)
-        turns = None if messages is None else tuple(messages)
-        asked = Tokenize(self._next_request(), text, turns, template, ids)
+    async def tokenize(self, **fields: Any) -> Tokenized:
+        """Token ids of a text or a conversation, or the text of ids; `fields` are those of messages.Tokenize.
+        Raises RequestFailed with the engine's reason, EngineGone, MalformedMessage."""
+        asked = Tokenize(self._next_request(), **_frozen(fields))
         reply: Tokenized = await self._ask(asked, REPLY_SECONDS)
         return reply
 
@@ -257,23 +198,13 @@ class Client:
         return reply
 
     async def calibrate(
-        self,
-        *,
-        text: str | None = None,
-        token_ids: Sequence[int] | None = None,
-        tokens: int = CALIBRATION_TOKENS,
-        starts: Sequence[int] = (),
-        share: float = 1.0,
-        max_loss: float | None = None,
-        on_progress: Callable[[Calibrating], None] | None = None,
+        self, *, on_progress: Callable[[Calibrating], None] | None = None, **fields: Any
     ) -> Calibrated:
-        """Have the engine calibrate its model on exactly one of `text`, `token_ids`, at most so many `tokens`
-        of it. `starts`, `share`: of excerpts; they and `max_loss`: see `Calibrate`. That may take many
-        minutes, and the engine serves no other request meanwhile. If the engine is restarted, the calibration
-        starts again. Cancelling the caller cancels it. Raises RequestFailed with the engine's reason,
-        EngineGone, MalformedMessage."""
-        ids = None if token_ids is None else tuple(token_ids)
-        asked = Calibrate(self._next_request(), text, ids, tokens, tuple(starts), share, max_loss)
+        """Have the engine calibrate its model on a text; `fields` are those of messages.Calibrate. That may
+        take many minutes, and the engine serves no other request meanwhile. If the engine is restarted, the
+        calibration starts again. Cancelling the caller cancels it. Raises RequestFailed with the engine's
+        reason, EngineGone, MalformedMessage."""
+        asked = Calibrate(self._next_request(), **_frozen(fields))
         calibrated: Calibrated = await self._request(asked, on_progress)
         return calibrated
 
@@ -430,6 +361,13 @@ class Client:
         request = pending.message.request
         if self._answers.pop(request, None) is not None:
             pending.answer.feed(Done(request, "cancelled"))
+
+
+def _frozen(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a message, which holds tuples: its caller may change a list."""
+    return {
+        name: tuple(value) if isinstance(value, list | range) else value for name, value in fields.items()
+    }
 
 
 def copy_of(error: ProtocolError) -> ProtocolError:

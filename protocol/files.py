@@ -4,12 +4,9 @@ pipe that blocks, a device without an end, terabytes, or JSON nested so deeply t
 from __future__ import annotations
 
 import errno
-import glob
 import json
-import logging
 import os
 import stat
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -24,8 +21,6 @@ MAX_SETTINGS = 1 << 22  # bytes of a file of settings; the largest known config.
 MAX_NESTING = 64  # levels of maps and lists
 
 Check = Callable[[os.stat_result], None]
-
-log = logging.getLogger(__name__)
 
 
 def check_private(
@@ -68,33 +63,6 @@ def private_directory(path: Path) -> Path:
     except OSError as e:
         raise NotPrivate(f"cannot create {path}: {e.strerror}") from e
     return path
-
-
-def own_directory(path: Path) -> Path:
-    """This user's private directory of this name in a folder where all users can make names, such as /tmp.
-    Where the name is taken, by another user or by a file of this one (to which any user can give it), it is a
-    directory whose name has a suffix, the first of this user's by name. Raises NotPrivate where neither can
-    be made."""
-    own = _own_directory(path)
-    if own is None:
-        try:
-            with suppress(FileExistsError):
-                path.mkdir(mode=0o700)
-            if not is_own_directory(path):
-                tempfile.mkdtemp(prefix=f"{path.name}.", dir=path.parent)
-        except OSError as e:
-            raise NotPrivate(f"cannot create {path}: {e.strerror}") from e
-        own = _own_directory(path) or path
-        if own != path:
-            log.warning(f"{path} is not a directory of this user; {own} is used instead")
-    return private_directory(own)
-
-
-def _own_directory(path: Path) -> Path | None:
-    if is_own_directory(path):
-        return path
-    suffixed = sorted(path.parent.glob(f"{glob.escape(path.name)}.{'[a-z0-9_]' * 8}"))
-    return next(filter(is_own_directory, suffixed), None)
 
 
 def is_own_directory(path: Path) -> bool:

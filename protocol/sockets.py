@@ -31,7 +31,6 @@ from protocol.errors import MalformedMessage, NotPrivate, ProtocolError
 from protocol.files import (
     OTHERS_READ_OR_WRITE,
     check_private_directory,
-    own_directory,
     private_directory,
 )
 from protocol.messages import ARRAY_LIMIT, HEADER_LIMIT
@@ -102,12 +101,11 @@ def is_client_identity(name: bytes) -> bool:
 
 def runtime_root() -> Path:
     """The directory of this user's runtime directories, created if missing: $XDG_RUNTIME_DIR/tandem, or
-    /tmp/tandem-<uid> if the session has none of this user (under su, for example), with a suffix where
-    another user has taken that name (`own_directory`). Raises NotPrivate."""
+    /tmp/tandem-<uid> if the session has none of this user (under su, for example). Raises NotPrivate."""
     session = os.environ.get("XDG_RUNTIME_DIR", "")
     if os.path.isabs(session) and os.path.isdir(session) and os.stat(session).st_uid == os.getuid():
         return private_directory(Path(session) / "tandem")
-    return own_directory(Path(f"/tmp/tandem-{os.getuid()}"))
+    return private_directory(Path(f"/tmp/tandem-{os.getuid()}"))
 
 
 def ipc_endpoint(runtime: Path, name: str) -> str:

@@ -42,8 +42,8 @@ def parse_cores(text: str) -> frozenset[int]:
     return frozenset(n for low, _, high in spans for n in range(int(low), int(high or low) + 1))
 
 
-def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
-    """Model and instruction sets of the first processor in /proc/cpuinfo."""
+def parse_cpuinfo(text: str) -> str:
+    """The model of the first processor in /proc/cpuinfo."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         key, colon, value = line.partition(":")
@@ -52,8 +52,7 @@ def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
     model = fields.get("model name") or fields.get("Model") or fields.get("cpu") or ""
     if not model and "CPU part" in fields:
         model = f"implementer {fields.get('CPU implementer', '?')} part {fields['CPU part']}"
-    flags = fields.get("flags") or fields.get("Features") or ""
-    return model or "unknown processor", frozenset(flags.split())
+    return model or "unknown processor"
 
 
 MEMORY_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")  # version 1's names

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from protocol.errors import NotPrivate
-from protocol.files import own_directory, private_directory
+from protocol.files import private_directory
 from shm.errors import SegmentMissing, ShmError, StoreInvalid
 from shm.file_locks import leads_to, try_lock, wait_lock
 from shm.segment import is_segment, segment_path, unlink
@@ -211,7 +211,7 @@ def build_folder() -> Path:
     space = store_space()
     root = Path(f"/tmp/tandem-{os.geteuid()}" + (f"-{space}" if space else ""))
     try:
-        return private_directory(own_directory(root) / ".locks")
+        return private_directory(private_directory(root) / ".locks")
     except NotPrivate as e:
         raise ShmError(str(e)) from None
 

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from msgspec import msgpack
 
-from protocol.visible import LineFormatter, VisibleStream
+from protocol.program import LineFormatter, VisibleStream
 
 ROOT = Path(__file__).resolve().parents[1]  # where `-m` finds the packages, from any working directory
 # Without -P modules are looked up in the working directory first, which may hold a downloaded model.

@@ -1,6 +1,6 @@
 """The machine to advise on, and the routing that presets are replayed on there: a machine described by
-numbers or by a file of costs, with routing that was drawn or recorded; or this one, with the costs and the
-routing of a short run of the model in one format, and other formats by their bytes."""
+numbers, with routing that was drawn or recorded; or this one, with the costs and the routing of a short run
+of the model in one format, and other formats by their bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from launch.terminal.log import notice
 from pipeline.assets import model_dir
 from pipeline.calibration.cost_cache import processor
 from pipeline.checkpoint.model_source import ModelSource
-from pipeline.config import DeviceName, EngineConfig, FormatName
+from pipeline.config import DeviceName, EngineConfig
 from pipeline.memory.plan import Machine
 from pipeline.models.shapes import is_shape
 from pipeline.policies.costs import MACHINES, Costs, Rates, derived
@@ -73,9 +73,7 @@ class Hardware:
     words: str
     memory: Machine
     priced: Callable[[Sizes, int], Priced]  # for a model's sizes and the tokens that a token attends to
-    unknown: list[str]  # what an estimate for it does not contain
     device: DeviceName = "cuda"
-    only: FormatName | None = None  # the one format that it has costs of
 
 
 def elsewhere(written: Mapping[str, Any]) -> Hardware | None:
@@ -83,7 +81,7 @@ def elsewhere(written: Mapping[str, Any]) -> Hardware | None:
     PolicyError."""
     given = {name for name in (*RATES, "gpu_gb", "host_gb") if name in written}
     known = written.get("machine")
-    if not given and known is None and "costs" not in written:
+    if not given and known is None:
         return None
     if known is not None and known not in MACHINES:
         near = did_you_mean(known, MACHINES)
@@ -91,14 +89,12 @@ def elsewhere(written: Mapping[str, Any]) -> Hardware | None:
     gpu_gb = written.get("gpu_gb", GPU_GB.get(known or ""))
     host = int(written["host_gb"] * GIGABYTE) if "host_gb" in written else ENOUGH
     memory = Machine(memory=host, shm=host, gpu=int(GPU_FREE * (gpu_gb or 0) * GIGABYTE))
-    if "costs" in written:
-        return _from_file(written, memory)
     missing = [name for name in (*RATES, "gpu_gb") if name not in given]
     if known is None and missing:
         options = ", ".join("--" + name.replace("_", "-") for name in missing)
         raise WrongUsage(
             f"advise: a machine that is not here needs {options} as well, or --machine NAME"
-            f" ({', '.join(MACHINES)}), or --costs FILE"
+            f" ({', '.join(MACHINES)})"
         )
     values = {field: written[option] for option, field in RATES.items() if option in written}
     if known is None:
@@ -109,11 +105,6 @@ def elsewhere(written: Mapping[str, Any]) -> Hardware | None:
         f"{known + ': ' if known else ''}host memory {rates.host_gbps:g} GB/s, link {rates.link_gbps:g} GB/s,"
         f" GPU of {gpu_gb:g} GB at {rates.device_gbps:g} GB/s"
     )
-    unknown = [
-        "the rates are taken to be what programs reach, 80 % of a data sheet's; small experts reach less",
-        f"assumed: {1e6 * rates.layer:.0f} us a layer to start its kernels, {1e6 * rates.round_trip:.0f} us"
-        f" for the exchange with the workers",
-    ]
 
     def priced(sizes: Sizes, context: int) -> Priced:
         other = sizes.other + context * sizes.kv_token
@@ -122,24 +113,7 @@ def elsewhere(written: Mapping[str, Any]) -> Hardware | None:
         rest = BESIDE_STEP + sizes.head / (rates.device_gbps * GIGABYTE)
         return Priced(costs.for_tiles(sizes.header.shape.tiles), rest)
 
-    return Hardware(words, memory, priced, unknown)
-
-
-def _from_file(written: Mapping[str, Any], memory: Machine) -> Hardware:
-    if "gpu_gb" not in written:
-        raise WrongUsage("advise --costs: give --gpu-gb as well, the size of that machine's GPU memory")
-    for name in ("machine", *RATES):
-        if name in written:
-            option = "--" + name.replace("_", "-")
-            raise WrongUsage(f"advise: --costs FILE has what {option} would give; leave one of them out")
-    path, only = written["costs"], written.get("format", "bf16")
-    words, costs = f"costs: {path}, GPU of {written['gpu_gb']:g} GB", Costs.load(path)
-    unknown = ["embedding, head, sampling, planning and messages are not in the file, and not in this"]
-
-    def priced(sizes: Sizes, _: int) -> Priced:
-        return Priced(costs.for_tiles(sizes.header.shape.tiles), 0.0)
-
-    return Hardware(words, memory, priced, unknown, only=only)
+    return Hardware(words, memory, priced)
 
 
 # --- this machine -------------------------------------------------------------------------------------------
@@ -171,15 +145,10 @@ async def this_machine(
         by_bytes = costs.of_tiles(other.tile / sizes.tile, other.header.tile_bytes / sizes.header.tile_bytes)
         return Priced(by_bytes, text.rest or 0.0)
 
-    unknown = [
-        f"measured in {sizes.format} with {RUN.name}; other presets are predicted from its costs, other"
-        " formats by their bytes",
-        "batches of more rows than one, and longer prompts, than were run",
-    ]
     words = "this machine, {}, {} cores".format(*processor())
     if config.emulation:
         words += f"; emulated: {config.emulation}"
-    return Hardware(words, now.machine, priced, unknown, config.device), config, text
+    return Hardware(words, now.machine, priced, config.device), config, text
 
 
 @asynccontextmanager
@@ -205,21 +174,17 @@ async def run(client: Client, prompt: int) -> tuple[Costs, int]:
 # --- routing ------------------------------------------------------------------------------------------------
 
 
-def drawn(header: Header, prompt: int, chunk: int, batch: int, seed: int) -> RecordedText:
+def drawn(header: Header, prompt: int, chunk: int, seed: int) -> RecordedText:
     """Returns routing of a model that was not run."""
     name = header.model.removeprefix("shape:").partition("/")[0] if is_shape(header.model) else ""
     accuracy = ACCURACY.get(name)
     text = SyntheticText(header, EMBEDDED if accuracy is None else replace(EMBEDDED, accuracy=accuracy), seed)
     counts = text.counts(HISTORY)
-    warm = text.steps(0, 1, WARM, batch)
-    steps = [*warm, *text.steps(prompt, chunk, COUNTED, batch)]
+    warm = text.steps(0, 1, WARM, 1)
+    steps = [*warm, *text.steps(prompt, chunk, COUNTED, 1)]
     predicted = f", predictions right in {accuracy:.0%} as a paper reports" if accuracy else ""
     words = f"synthetic routing, as uneven as the embedded model's{predicted}"
-    unknown = (
-        "the model's own routing: a cache hits more where few experts are popular; record it with --record"
-        " and give it with --trace",
-    )
-    return RecordedText(steps, len(warm), counts, _last_steps(steps), words, unknown=unknown)
+    return RecordedText(steps, len(warm), counts, _last_steps(steps), words)
 
 
 def recorded(path: Path, header: Header) -> RecordedText:

@@ -26,8 +26,6 @@ DEFAULTS = ("all-host", "tandem", "fiddler")  # of several that are alike, the f
 SIDES = {"link": "the link", "host": "the host's memory", "device": "the GPU's memory"}
 MORE = 1.1  # times as fast
 MORE_CACHE = 2e9  # bytes
-CURVE = (0.0, 0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0)  # caches of the picture
-DRAWN = 4  # presets in it
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,6 @@ class Search:
         self.estimates: list[Estimate] = []
         self.left_out: dict[str, str] = {}  # preset: reason
         self.changes: list[Change] = []
-        self.curves: dict[str, list[tuple[float, float]]] = {}  # preset: share, tok/s
         self._seed, self._progress = seed, progress
         self._fitting = {each.sizes.format: each for each in formats if each.fits}
 
@@ -119,16 +116,6 @@ class Search:
             estimate = await self._run(changed, fitting.sizes, priced)
             self.changes.append(Change(words, estimate.tok_s, estimate.tok_s / best.tok_s))
 
-    async def curve(self, best: Estimate) -> None:
-        """Replay the fastest presets of the best setting's format with caches of every size."""
-        fitting = self._fitting[best.setting.format]
-        priced = self._priced(fitting)
-        for each in [each for each in self.of(best.setting.format) if each.exact][:DRAWN]:
-            points = self.curves.setdefault(each.setting.policy.label, [])
-            for share in CURVE:
-                setting = _setting(each.setting.policy, share, fitting.sizes)
-                points.append((share, (await self._run(setting, fitting.sizes, priced)).tok_s))
-
     async def _try(self, request: PolicyRequest, fitting: Fitting, priced: Priced) -> None:
         """Replay a preset, or the same without its need of a calibration; note where neither can be."""
         variants, sizes = [request], fitting.sizes
@@ -137,7 +124,8 @@ class Search:
             variants.append(PolicyRequest(request.name, request.options | without))
         reason = ""
         for each in variants:
-            setting = _setting(each, fitting.plan.expert_cache, sizes)
+            share = fitting.plan.expert_cache
+            setting = Setting(each, sizes.format, cache_tiles(share, sizes.needs.tiles), share)
             try:
                 self.estimates.append(await self._run(setting, sizes, priced))
                 return
@@ -167,7 +155,3 @@ def _preference(each: Estimate) -> tuple[bool, int, float]:
     policy = each.setting.policy
     place = DEFAULTS.index(policy.name) if policy.name in DEFAULTS else len(DEFAULTS)
     return bool(policy.options), place, -each.tok_s
-
-
-def _setting(policy: PolicyRequest, share: float, sizes: Sizes) -> Setting:
-    return Setting(policy, sizes.format, cache_tiles(share, sizes.needs.tiles), share)

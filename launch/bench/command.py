@@ -71,10 +71,10 @@ async def bench(options: Options, interrupts: Interrupts) -> int:
 
 @asynccontextmanager
 async def session(
-    options: Options, interrupts: Interrupts
+    options: Options, interrupts: Interrupts, restore: bool = True
 ) -> AsyncIterator[tuple[Client, list[PolicyChanged]]]:
-    """A client of the engine, and the changes of its policy by others. A running engine has its own policy
-    again at the end, unless another client has set one. Raises as `connected`; WrongUsage."""
+    """A client of the engine, and the changes of its policy by others. With `restore` a running engine has
+    its own policy again at the end, unless another client has set one. Raises as `connected`; WrongUsage."""
     async with connected(options, interrupts) as client:
         before = await client.stats()
         changes: list[PolicyChanged] = []
@@ -82,7 +82,7 @@ async def session(
         try:
             yield client, changes
         finally:
-            if options.connect and not changes:
+            if restore and options.connect and not changes:
                 await _restore(client, before)
 
 

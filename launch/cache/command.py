@@ -14,25 +14,16 @@ from rich.text import Text
 
 from launch.cache.entries import UNKNOWN, Entry, scan, writer_of
 from launch.command_line.options import Options
-from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from launch.terminal.tables import Column, Table, each, render
-from pipeline.backbone import disk_cache as backbone_cache
-from pipeline.checkpoint.open import open_model
-from pipeline.config import ResolvedConfig
-from pipeline.memory.needs import Needs
-from pipeline.models.registry import expert_shape
-from protocol.program import COMMAND, PROGRAM, user_folder
-from protocol.visible import one_line, visible
-from shm.disk_cache import remove_empty, store_path
+from protocol.program import one_line, user_folder, visible
+from shm.disk_cache import remove_empty
 from shm.errors import ShmError
-from shm.layout import format_named
 from shm.locks import remove_kept
 from shm.segment import byte_size
 
 DAY = 86400.0
-AGES = ((DAY, "day"), (3600.0, "hour"), (60.0, "minute"))
 
 log = logging.getLogger("tandem")
 
@@ -78,25 +69,10 @@ def _prune(options: Options, folder: Path, entries: Sequence[Entry]) -> int:
         verb = "would remove" if dry_run else "removed"
         lines = [f"{verb}: {describe(entry)}" for entry in removed]
         lines += [f"kept: {describe(entry)}: in use by {entry.in_use or 'an engine'}" for entry in in_use]
-        lines += _calibrations(removed, dry_run)
         size = byte_size(sum(entry.size for entry in removed))
         lines.append(f"{verb} {len(removed)} of {len(entries)}, {size}; {byte_size(rest)} stay on disk")
-        if rest > written.get("to", rest):
-            lines.append(f"that is more than --to {byte_size(written['to'])}: the rest is in use or unknown")
         show("\n".join(lines) + "\n")
     return 1 if failed else 0
-
-
-def _calibrations(removed: Sequence[Entry], dry_run: bool) -> list[str]:
-    """A warning where calibrations go: unlike the other kinds nothing makes them again by itself."""
-    models = dict.fromkeys(one_line(entry.model) for entry in removed if entry.kind == "calibration")
-    if not models:
-        return []
-    goes = "would go" if dry_run else "is gone"
-    return [
-        f"warning: the calibration of {', '.join(models)} {goes}; no start makes it again, only"
-        f" `{PROGRAM} calibrate --text FILE`, in minutes"
-    ]
 
 
 def select(
@@ -123,21 +99,13 @@ def select(
 
 def remove(entry: Entry) -> bool:
     """Remove an entry; False if it is in use now. Raises OSError, ShmError."""
-    match entry.kind:
-        case "kept store":
-            return remove_kept(entry.fingerprint)
-        case "unfinished":
-            if writer_of(entry.path):
-                return False
-            _unlink(entry)
-            return True
-    _unlink(entry)  # an engine that has read or mapped it goes on
-    return True
-
-
-def _unlink(entry: Entry) -> None:
-    entry.path.unlink(missing_ok=True)
+    if entry.kind == "kept store":
+        return remove_kept(entry.fingerprint)
+    if entry.kind == "unfinished" and writer_of(entry.path):
+        return False
+    entry.path.unlink(missing_ok=True)  # an engine that has read or mapped it goes on
     remove_empty(entry.path.parent)
+    return True
 
 
 def table(folder: Path, entries: Sequence[Entry]) -> str:
@@ -149,7 +117,7 @@ def table(folder: Path, entries: Sequence[Entry]) -> str:
         Column[Entry]("kind", lambda entry: Text(entry.kind, "dim" * (entry.kind == UNKNOWN)), text=True),
         Column[Entry]("model", lambda entry: Text(_name(entry)), text=True),
         Column[Entry]("format", lambda entry: Text(_format(entry)), text=True),
-        Column[Entry]("last use", lambda entry: age(entry.last_use), text=True),
+        Column[Entry]("last use", _used, text=True),
         Column[Entry]("in use by", lambda entry: entry.in_use, text=True, style="green", optional=True),
         Column[Entry]("size", lambda entry: entry.size, each(byte_size)),
     ]
@@ -162,16 +130,16 @@ def to_json(folder: Path, entries: Sequence[Entry]) -> dict[str, Any]:
     return {
         "folder": str(folder),
         "bytes": sum(entry.size for entry in entries if entry.on_disk),
-        "free_bytes": free_bytes(folder),
+        "free_bytes": _free_bytes(folder),
         "entries": [entry.to_map() for entry in entries],
     }
 
 
 def describe(entry: Entry) -> str:
-    """Describe an entry: "store of Mixtral-8x7B in int4, 24.10 GB, used 3 days ago"."""
+    """Describe an entry: "store of Mixtral-8x7B in int4, 24.10 GB, used 2026-11-20 17:05"."""
     of = "" if entry.kind == "unfinished" else " of"
     format = f" in {_format(entry)}" if entry.format else ""
-    return f"{entry.kind}{of} {_name(entry)}{format}, {byte_size(entry.size)}, used {age(entry.last_use)}"
+    return f"{entry.kind}{of} {_name(entry)}{format}, {byte_size(entry.size)}, used {_used(entry)}"
 
 
 def _format(entry: Entry) -> str:
@@ -184,60 +152,21 @@ def _name(entry: Entry) -> str:
     return one_line(entry.path.name if entry.kind in (UNKNOWN, "unfinished") else entry.model)
 
 
-def age(then: float) -> str:
-    seconds = time.time() - then
-    for length, unit in AGES:
-        if seconds >= length:
-            return f"{count(int(seconds / length), unit)} ago"
-    return "just now"
+def _used(entry: Entry) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_use))
 
 
-def free_bytes(folder: Path) -> int:
+def _free_bytes(folder: Path) -> int:
     """Returns the free space of the disk that the cache folder is on, or would be."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    return shutil.disk_usage(there).free
+    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
 
 
 def _sums(folder: Path, entries: Sequence[Entry]) -> str:
     disk, kept = ([entry for entry in entries if entry.on_disk is on_disk] for on_disk in (True, False))
-    text = f"{folder}: {_sum(disk)}, {byte_size(free_bytes(folder))} free on its disk"
+    text = f"{folder}: {_sum(disk)}, {byte_size(_free_bytes(folder))} free on its disk"
     return text + (f"; in shared memory: {_sum(kept)}" if kept else "")
 
 
 def _sum(entries: Sequence[Entry]) -> str:
     noun = "entry" if len(entries) == 1 else "entries"
     return f"{byte_size(sum(entry.size for entry in entries))} in {len(entries)} {noun}"
-
-
-# --- a start on a full disk ---------------------------------------------------------------------------------
-
-
-def missing_bytes(model: Path, config: ResolvedConfig, needs: Needs, folder: Path) -> int:
-    """Returns the bytes that an engine would write to the disk cache. Raises ModelError, UsageError."""
-    source = open_model(model)
-    shape = expert_shape(source.config, config.tile, format_named(config.format))
-    store = source.fingerprint(config.format, shape.tile)
-    backbone = backbone_cache.backbone_fingerprint(source, config.backbone_dtype)
-    missing = 0
-    if source.worth_keeping(config.format) and not store_path(folder, store).exists():
-        missing += needs.store
-    written = needs.backbone_file and source.worth_keeping(config.backbone_dtype)
-    if written and not (folder / backbone / backbone_cache.NAME).exists():
-        missing += needs.backbone_file
-    return missing
-
-
-def full_disk_line(folder: Path, missing: int) -> str:
-    """Returns a warning where so many bytes do not fit the disk, or ""."""
-    free = free_bytes(folder)
-    if missing <= free:
-        return ""
-    line = f"the disk of {folder} has {byte_size(free)} free, and {byte_size(missing)} would be kept there: "
-    entries = [entry for entry in scan(folder) if entry.on_disk]
-    removable = sum(entry.size for entry in select(entries, None, 0)[0])
-    if free + removable < missing:
-        can = f"only {byte_size(removable)} there" if removable else "nothing there"
-        lack = byte_size(missing - free)
-        return line + f"{can} can be removed; free {lack} on that disk, or each start is as slow as this one"
-    target = sum(entry.size for entry in entries) - (missing - free)
-    return line + f"free it with `{COMMAND} cache --prune --to {target // 10**6}MB`"

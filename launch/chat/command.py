@@ -11,7 +11,7 @@ from msgspec import structs
 
 from launch.chat.conversation import Conversation, Settings
 from launch.chat.session import Output, Session, banner
-from launch.command_line.checks import check_can_chat
+from launch.command_line.checks import check_reads_text
 from launch.command_line.options import Options
 from launch.connect import reconnecting_client
 from launch.errors import OutputFailed, WrongUsage
@@ -31,7 +31,7 @@ async def chat(options: Options, interrupts: Interrupts) -> int:
     """Returns 0 at the end of the input, 1 where a piped question or command failed. Raises WrongUsage for a
     model that cannot chat, before anything is loaded, and as `reconnecting_client`."""
     if not options.connect:
-        check_can_chat(options.config().model or model_dir())
+        check_reads_text(options.config().model or model_dir(), chats=True)
     async with reconnecting_client(options, interrupts) as client:
         settings, system = _settings(options, client), options.written.get("system")
         conversation = Conversation(client, settings, interrupts, system)

@@ -25,7 +25,7 @@ from launch.terminal.tables import VisibleConsole
 from protocol.client import Client
 from protocol.errors import RequestFailed
 from protocol.messages import PolicyChanged
-from protocol.visible import visible
+from protocol.program import visible
 
 HOW_TO_QUIT = "Ctrl-D or /quit ends the chat"
 STATUS_DELAY = 0.7  # seconds without a token until "reading the prompt" is shown

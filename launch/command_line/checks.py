@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -23,7 +23,7 @@ from pipeline.models.registry import expert_shape
 from pipeline.models.shapes import is_shape, shape_config
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
-from pipeline.policies.view import Policy, PolicyRequest
+from pipeline.policies.view import PolicyRequest
 from pipeline.text.generation_defaults import sampling_defaults
 from pipeline.text.tokenizer import TOKENIZER_FILES, eos_ids, has_chat_template
 from protocol.codec import encode
@@ -113,20 +113,6 @@ def check_http(address: str, keys: Path | None) -> None:
         raise WrongUsage(str(e)) from None
 
 
-def without_effect(config: EngineConfig, policy: Policy) -> Iterator[str]:
-    """Yields a line for each given option that has no effect: none is ignored in silence."""
-    if not policy.uses_device:
-        for option, value in (("--link-gbps", config.link_gbps), ("--expert-cache", config.expert_cache)):
-            if value is not None:
-                yield f"{option} has no effect on {policy.name}, which uses no device memory"
-    if config.costs is not None and not policy.needs_costs:
-        yield f"--costs has no effect on {policy.name}, which plans without costs"
-    if config.host_slowdown != 1.0 and not policy.uses_host:
-        yield f"--host-slowdown has no effect on {policy.name}, which computes nothing on the host"
-    if config.exchange != "auto" and config.workers == 0:
-        yield "--exchange has no effect with --workers 0: there are no workers"
-
-
 def check_request(source: Path, request: object) -> None:
     """Raises WrongUsage unless a request with the content of `source` fits a message."""
     try:
@@ -191,31 +177,21 @@ def read_file(path: Path, largest: int = MAX_TEXT_BYTES) -> bytes:
         raise WrongUsage(f"cannot read {path}: {e.strerror}") from None
 
 
-def check_reads_text(folder: Path) -> None:
-    """Raises WrongUsage, one line with what to do, for a model without tokenizer, and ModelError for an
-    unknown shape. What is no model is left to the loader."""
+def check_reads_text(folder: Path, chats: bool = False) -> None:
+    """Raises WrongUsage, one line with what to do, for a model without tokenizer or, where it `chats`,
+    without chat template; ModelError for an unknown shape and a damaged file. Loads no tokenizer: that may
+    not end. What is no model is left to the loader."""
     if is_shape(folder):
         shape_config(str(folder))
         raise WrongUsage(
             f"{folder} has random weights and no tokenizer, so it reads no text and cannot chat: `bench`"
             " shows its speed, and `generate --prompt-tokens 1,2,3` runs it"
         )
-    if os.path.isfile(folder / "config.json") and not _has_tokenizer(folder):
+    if any(os.path.isfile(folder / name) for name in TOKENIZER_FILES):
+        if chats and not has_chat_template(folder):
+            raise WrongUsage(NO_TEMPLATE)
+    elif os.path.isfile(folder / "config.json"):
         raise WrongUsage(
             f"{NO_TOKENIZER}: put its tokenizer.json and tokenizer_config.json into {folder}, or use"
             " `generate --prompt-tokens`"
         )
-
-
-def check_can_chat(folder: Path) -> None:
-    """Raises what `check_reads_text` does, WrongUsage for a model without chat template, and ModelError for a
-    damaged file. Loads no tokenizer: that may not end."""
-    check_reads_text(folder)
-    if not _has_tokenizer(folder):
-        return
-    if not has_chat_template(folder):
-        raise WrongUsage(NO_TEMPLATE)
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any(os.path.isfile(folder / name) for name in TOKENIZER_FILES)

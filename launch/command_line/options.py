@@ -4,10 +4,9 @@ file. Options that were not given are absent, so defaults come from the dataclas
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,7 +24,6 @@ from protocol.messages import Sampling
 from protocol.program import PROGRAM
 
 OPTIONS = [option for group in TABLE.values() for option in group]
-BY_SPELLING = {option.spelled: option for option in OPTIONS if not option.is_positional}
 CONFIG_FIELDS = {f.name for f in fields(EngineConfig)}
 SAMPLING_FIELDS = set(Sampling.__struct_fields__)
 RANDOM_OPTIONS = {"top_k", "top_p", "min_p"}  # without effect at temperature 0
@@ -35,7 +33,7 @@ MODES = {
     REPLAY: f"{REPLAY}, which starts no engine",
     DRAWING: f"{DRAWING} without --text or --tokens",
 }
-PROMPTS = {"PROMPT", "prompt", "system"}
+PROMPTS = {"prompt", "system"}
 MAX_VALUE = 4095  # bytes of any other text: of a path, the system takes no more
 MAX_ERROR = 1000  # characters
 
@@ -81,36 +79,27 @@ def _axis(text: str) -> Axis:
     words = [word.strip() for word in listed.split(",")]
     if not (name and equals and all(words)):
         raise WrongUsage(f"--sweep {text}: write it as NAME=V1,V2, such as batch=1,4,16 or dali.window=2,8")
-    known = name in SETTINGS or "." in name
-    if not known and (near := difflib.get_close_matches(name, SETTINGS, 1)):
-        raise WrongUsage(f"--sweep {text}: unknown {name!r}; did you mean {near[0]!r}?")
-    spelled = "--" + SETTINGS.get(name, "").replace("_", "-")
-    read: Any = BY_SPELLING[spelled].value if name in SETTINGS else str
+    if name not in SETTINGS and "." not in name and (near := did_you_mean(name, SETTINGS)):
+        raise WrongUsage(f"--sweep {text}: unknown {name!r}{near}")
+    read: Any = next((option.value for option in OPTIONS if option.key == SETTINGS.get(name)), str)
     try:
-        axis = Axis(name, tuple(map(read, words)))
+        return Axis(name, tuple(map(read, words)))
     except argparse.ArgumentTypeError as e:
         raise WrongUsage(f"--sweep {text}: {e}") from None
-    if len(set(axis.values)) < len(words):
-        raise WrongUsage(f"--sweep {text}: a value comes twice")
-    return axis
 
 
 def _check_setting(axis: Axis, written: dict[str, Any]) -> None:
     name, option = axis.name, SETTINGS[axis.name]
-    spelled = "--" + option.replace("_", "-")
-    if option in written:
-        raise WrongUsage(f"--sweep {name}: {spelled} is given as well; give one of them")
-    if "replay" in written and name not in OF_REPLAY:
-        raise WrongUsage(
-            f"--sweep {name}: a trace has the batch, prompts and answers that were recorded; record one for"
-            " each value (bench --record), or sweep cache, costs or a policy's option"
-        )
-    if name == "costs" and "replay" not in written:
-        raise WrongUsage("--sweep costs: an engine has its own costs; they can vary with --replay")
-    if name == "cache" and "connect" in written:
-        raise WrongUsage("--sweep cache: another size needs another engine; leave out --connect")
-    if "record" in written and len(axis.values) > 1:
-        raise WrongUsage(f"--sweep {name}: a recording is of one setting; leave out --record")
+    replay = "replay" in written
+    for wrong, why in (
+        (option in written, f"--{option.replace('_', '-')} is given as well; give one of them"),
+        (replay and name not in OF_REPLAY, f"a trace has one {name}; record one for each value"),
+        (name == "costs" and not replay, "an engine has its own costs; they can vary with --replay"),
+        (name == "cache" and "connect" in written, "another size needs another engine; leave out --connect"),
+        ("record" in written and len(axis.values) > 1, "a recording is of one setting; leave out --record"),
+    ):
+        if wrong:
+            raise WrongUsage(f"--sweep {name}: {why}")
 
 
 @dataclass(frozen=True)
@@ -148,26 +137,26 @@ class Options:
         policy = self.written.get("policy")
         words = [] if policy is None else policy.split(",") if self.command in COMPARING else [policy]
         requests = [_with_options(word) for word in words]
-        names = list(dict.fromkeys(name for name, _ in requests))
+        names = list(dict.fromkeys(request.name for request in requests))
         given: dict[str, dict[str, str]] = {name: {} for name in names}
         for setting in self.written.get("set", ()):
             of, option, value = _setting("--set", setting, names)
             for name in of:
                 given[name][option] = value
-        chosen = [PolicyRequest(name, given[name] | own) for name, own in requests]
+        requests = [replace(request, options=given[request.name] | request.options) for request in requests]
         for axis in axes(self.written):
             if not axis.is_setting:
-                chosen = _swept(chosen, axis.name, axis.values, names)
-        return chosen
+                requests = _swept(requests, axis, names)
+        return requests
 
 
-def _with_options(word: str) -> tuple[str, dict[str, str]]:
-    """Returns the policy and the options of `NAME:OPTION=VALUE:...`."""
+def _with_options(word: str) -> PolicyRequest:
+    """Returns the policy with the options of `NAME:OPTION=VALUE:...`."""
     name, *settings = word.split(":")
     pairs = [setting.partition("=") for setting in settings]
     if not all(option and equals for option, equals, _ in pairs):
         raise WrongUsage(f"--policy {word}: write its options as {name}:option=value")
-    return name, {option: value for option, _, value in pairs}
+    return PolicyRequest(name, {option: value for option, _, value in pairs})
 
 
 def _setting(argument: str, setting: str, names: list[str]) -> tuple[list[str], str, str]:
@@ -185,55 +174,56 @@ def _setting(argument: str, setting: str, names: list[str]) -> tuple[list[str], 
     return [name], match[2], match[3]
 
 
-def _swept(
-    requests: list[PolicyRequest], name: str, values: Collection[str], names: list[str]
-) -> list[PolicyRequest]:
+def _swept(requests: list[PolicyRequest], axis: Axis, names: list[str]) -> list[PolicyRequest]:
     """Returns each request that --sweep is about, once for each of its values."""
-    for value in values:
-        of, option, _ = _setting("--sweep", f"{name}={value}", names)
-    if fixed := [r for r in requests if r.name in of and option in r.options]:
-        raise WrongUsage(f"--sweep {name}: {fixed[0].name}.{option} is given as well; give one of them")
-    return [
-        replace(request, options=request.options | changed)
-        for request in requests
-        for changed in ([{option: value} for value in values] if request.name in of else [{}])
-    ]
+    of, option, _ = _setting("--sweep", f"{axis.name}=", names)
+    swept = []
+    for request in requests:
+        if request.name not in of:
+            swept.append(request)
+        elif option in request.options:
+            raise WrongUsage(f"--sweep {axis.name}: {request.name}.{option} is given as well; give one")
+        else:
+            swept += [replace(request, options=request.options | {option: v}) for v in axis.values]
+    return swept
 
 
 def parse(arguments: list[str]) -> Options:
-    """Returns the options, before or after the command. Raises WrongUsage, one line with the nearest known
-    words, for anything that the table does not have or that does not go together. Prints --help and
-    --version, and exits."""
+    """Returns the command and its options. Raises WrongUsage, one line with the nearest known words, for
+    anything that the table does not have or that does not go together. Prints --help and --version, and
+    exits."""
     for argument in arguments:
         if argument.encode(errors="replace").decode() != argument:
             raise WrongUsage(f"{argument!a} is not UTF-8 text")
-    namespace, unknown = _grammar().parse_known_intermixed_args(arguments)
-    written = vars(namespace)
-    words: list[str] = written.pop("words", [])
-    command = words.pop(0) if words else None
-    for word in [word for word in unknown if word.startswith("-")]:
-        near = did_you_mean(word.partition("=")[0].replace("_", "-"), BY_SPELLING)
-        listed = f"; `{PROGRAM} --help` and `{PROGRAM} COMMAND --help` list the options"
-        raise WrongUsage(f"unknown argument {word[:80]!r}{near or listed}")
+    command = None if not arguments or arguments[0].startswith("-") else arguments[0]
     if command is not None and command not in COMMANDS:
         hint = f"; a prompt follows a command: {PROGRAM} generate PROMPT" if " " in command else ""
         known = f"(supported: {', '.join(COMMANDS)})"
         raise WrongUsage(f"unknown command {command[:80]!r}{did_you_mean(command, COMMANDS)}{hint} {known}")
-    if written.pop("help", False):
-        _help(command).print_help()
-        raise SystemExit(0)
-    if command == "generate" and words:
-        written["PROMPT"] = words.pop(0)
-    if words:
-        raise WrongUsage(
-            f"unknown argument {words[0][:80]!r}; `{_program(command)} --help` lists the options"
-        )
-    _check(command, written)
+    taken = {option.key: option for option in OPTIONS if option.is_of(command or "chat")}
+    namespace, unknown = _parser(command).parse_known_intermixed_args(arguments[command is not None :])
+    written = vars(namespace)
+    words: list[str] = written.pop("words", [])
+    if command == "generate" and words and "prompt" not in written:
+        written["prompt"] = words.pop(0)
+    for word in (*unknown, *words):
+        if word.startswith("-") or word in words:
+            raise WrongUsage(_unknown(word, command))
+    _check(command, [taken[key] for key in written], written)
     if written.pop("verbose", False):
         written.setdefault("log_level", "info")
-    if "PROMPT" in written:
-        written["prompt"] = written.pop("PROMPT")
     return Options(command, written)
+
+
+def _unknown(word: str, command: str | None) -> str:
+    """Returns an error text about a word that the command does not take."""
+    spelled = word.partition("=")[0]
+    if takers := [name for name in COMMANDS if any(o.spelled == spelled and o.is_of(name) for o in OPTIONS)]:
+        return f"{spelled} does not belong to {command or 'a chat'}, but to {', '.join(takers)}"
+    if word in COMMANDS:
+        return f"{word}: write the command first, then its options"
+    near = did_you_mean(spelled.replace("_", "-"), {option.spelled for option in OPTIONS})
+    return f"unknown argument {word[:80]!r}{near or f'; `{_program(command)} --help` lists the options'}"
 
 
 class Parser(argparse.ArgumentParser):
@@ -248,19 +238,8 @@ def _program(command: str | None) -> str:
     return PROGRAM if command is None else f"{PROGRAM} {command}"
 
 
-def _grammar() -> Parser:
-    """Returns the grammar of all options, and of the words between them."""
-    parser = Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False)
-    parser.add_argument("words", nargs="*")
-    parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("--version", action="version", version=_versions())
-    for option in BY_SPELLING.values():
-        option.add_to(parser)
-    return parser
-
-
-def _help(command: str | None) -> Parser:
-    """Returns the parser that prints the options of one command."""
+def _parser(command: str | None) -> Parser:
+    """Returns the grammar of one command, and of the words between its options."""
     text = COMMANDS[command] if command else "Mixture-of-experts models on one workstation.\n\ncommands:\n"
     if command is None:
         text += "".join(f"  {name:10} {text}\n" for name, text in COMMANDS.items())
@@ -270,8 +249,12 @@ def _help(command: str | None) -> Parser:
         usage=f"{_program(command or '[command]')} [options]",
         description=text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("--version", action="store_true", help="show versions and exit")
+    parser.add_argument("--version", action="version", version=_versions())
+    prompt = "the same as --prompt" if command == "generate" else argparse.SUPPRESS
+    parser.add_argument("words", nargs="*", metavar="PROMPT", help=prompt)
     for heading, options in TABLE.items():
         taken = [option for option in options if option.is_of(command or "chat")]
         group = parser if heading == "options" or not taken else parser.add_argument_group(heading)
@@ -290,14 +273,13 @@ def _versions() -> str:
     return f"tandem {installed['tandem']}, Python {python_version()}, torch {installed['torch']}"
 
 
-def _check(command: str | None, written: dict[str, Any]) -> None:
+def _check(command: str | None, given: list[Option], written: dict[str, Any]) -> None:
     """Raises WrongUsage for options that do not go together."""
     mode = command or "chat"
     if "replay" in written:
         mode = REPLAY
     elif command == "calibrate" and "report" in written and not written.keys() & {"text", "tokens"}:
         mode = DRAWING
-    given = [_given(key, command, mode) for key in written]
     for option in given:
         _check_place(option, mode, written)
         _check_length(option, written[option.key])
@@ -313,18 +295,6 @@ def _check(command: str | None, written: dict[str, Any]) -> None:
             if option.of_engine and not _goes(option.asked, mode, written):
                 why = f"does not change a running engine; to start one with it, {without}"
                 raise WrongUsage(f"{option.spelled} {why}")
-
-
-def _given(key: str, command: str | None, mode: str) -> Option:
-    """Returns the command's option with this key. Raises WrongUsage where it has none."""
-    every = [option for option in OPTIONS if option.key == key]
-    for option in every:
-        if option.is_of(command or "chat"):
-            return option
-    takers = [name for name in COMMANDS if any(option.is_of(name) for option in every)]
-    raise WrongUsage(
-        f"{every[0].spelled} does not belong to {command or 'a chat'}, but to {', '.join(takers)}"
-    )
 
 
 def _needs(places: str, mode: str) -> list[list[str]]:
@@ -350,22 +320,17 @@ def _check_place(option: Option, mode: str, written: Collection[str]) -> None:
     raise WrongUsage(f"{option.spelled} does not belong to {MODES[mode]}")
 
 
-def _check_one(mode: str, given: Iterable[Option], written: dict[str, Any]) -> None:
+def _check_one(mode: str, given: list[Option], written: dict[str, Any]) -> None:
     """Raises WrongUsage where two options give the same, or a command's prompt or text is missing."""
-    kinds = {
-        option.one_of: [o for o in given if o.one_of == option.one_of] for option in given if option.one_of
-    }
-    for kind, several in kinds.items():
+    for kind in ("prompt", "text"):
+        several = [option.spelled for option in given if option.one_of == kind]
         if len(several) > 1:
-            raise WrongUsage(
-                f"{several[1].spelled} gives a second {kind}, beside {several[0].spelled}; give one"
-            )
-    kind = NEEDING.get(mode, "")
-    if kind and kind not in kinds:
-        ways = " or ".join(o.spelled for o in OPTIONS if o.one_of == kind and o.is_of(mode))
-        name = written.get("connect")
-        taken = f" ({name[:40]!r} is taken as the engine's name, after --connect)" if name else ""
-        raise WrongUsage(f"{mode} needs a {kind}: give {ways}{taken}")
+            raise WrongUsage(f"{several[1]} gives a second {kind}, beside {several[0]}; give one")
+        if not several and NEEDING.get(mode) == kind:
+            ways = " or ".join(o.spelled for o in OPTIONS if o.one_of == kind and o.is_of(mode))
+            name = written.get("connect")
+            taken = f" ({name[:40]!r} is taken as the engine's name, after --connect)" if name else ""
+            raise WrongUsage(f"{mode} needs a {kind}: give {ways}{taken}")
 
 
 def _check_length(option: Option, value: Any) -> None:

@@ -97,8 +97,8 @@ SWEEP = "measure each of these values: cache, batch, prompt, gen, or POLICY.OPTI
 
 @dataclass(frozen=True)
 class Option:
-    """`words`: its name and, unless it is a flag, what stands for its value; a positional one is in capitals.
-    `value`: the words that it takes, or what reads one; None for a flag."""
+    """`words`: its name and, unless it is a flag, what stands for its value. `value`: the words that it
+    takes, or what reads one; None for a flag."""
 
     words: str
     value: Callable[[str], Any] | tuple[str, ...] | None
@@ -118,12 +118,8 @@ class Option:
         return self.words.split()[0]
 
     @property
-    def is_positional(self) -> bool:
-        return self.name.isupper()
-
-    @property
     def spelled(self) -> str:
-        return self.name if self.is_positional else f"--{self.name}"
+        return f"--{self.name}"
 
     @property
     def key(self) -> str:
@@ -147,10 +143,9 @@ class Option:
             settings |= {"type": self.value, "metavar": self.words.split()[-1]}
         if self.repeatable:
             settings["action"] = "append"
-        if self.bare is not None or self.is_positional:
+        if self.bare is not None:
             settings |= {"nargs": "?", "const": self.bare}
-        names = [self.key] if self.is_positional else [*filter(None, [self.short]), self.spelled]
-        parser.add_argument(*names, **settings)
+        parser.add_argument(*filter(None, [self.short]), self.spelled, **settings)
 
 
 def _section(takes: str, *options: Option, of_engine: bool = False) -> list[Option]:
@@ -208,8 +203,7 @@ _answer = _section(
 )
 _generate = _section(
     "generate",
-    Option("PROMPT", str, "text to continue, with --chat the user's message; -: from stdin", one_of="prompt"),
-    Option("prompt T", str, "the same as PROMPT", one_of="prompt"),
+    Option("prompt T", str, "text to continue, or with --chat to answer; -: from stdin", one_of="prompt"),
     Option("file F", Path, "UTF-8 file with the prompt", one_of="prompt"),
     Option("prompt-tokens 1,2,3", token_ids, "token ids to continue", one_of="prompt", not_with="chat"),
     Option("chat", None, "use the model's chat template, and sample as a chat does"),
@@ -220,7 +214,6 @@ _texts = _section(
     Option("tokens F.json", Path, "file with a JSON list of token ids", one_of="text", also="calibrate"),
     Option("out F.npy", Path, "write all log-probabilities: float32 [positions, vocab]"),
     Option("stepwise", None, "score one token at a time, by the decode path"),
-    Option("prefill N", at_least(1), "tokens to prefill first (default 1)", takes="score --stepwise"),
     Option("stride N", at_least(1), "tokens between windows of a long text (default: half the context)"),
     Option("items F.jsonl", Path, "items, one JSON object a line (default: built-in ones)", takes="evaluate"),
     Option("limit N", at_least(1), "only the first N items", takes="evaluate"),
@@ -237,10 +230,10 @@ _bench = _section(
     "bench",
     Option("prompt-len P", at_least(1), "tokens of a prompt (default 128)", also="advise"),
     Option("gen-len G", at_least(2), "new tokens of an answer (default 64)"),
-    Option("batch B", at_least(1), "requests at once (default 1)", also="advise"),
+    Option("batch B", at_least(1), "requests at once (default 1)"),
     Option("rounds N", at_least(1), "measured runs of each policy (default 5)"),
     Option("ppl-tokens N", at_least(0), PPL),
-    Option("plot F.png", Path, "draw the results (also .svg, .pdf)", also=f"{REPLAY} --sweep, advise"),
+    Option("plot F.png", Path, "draw the results (also .svg, .pdf)", also=f"{REPLAY} --sweep"),
     Option("sweep NAME=V1,V2", str, SWEEP, also=REPLAY, repeatable=True),
     Option("replay F", Path, "simulate the policies on what --record wrote, without an engine", takes=REPLAY),
 )
@@ -258,7 +251,6 @@ _advise = _section(
     Option("gpu-gbps X", above(0.0), "GB/s that the GPU reads from its memory"),
     Option("gpu-gb X", above(0.0), "size of the GPU's memory"),
     Option("host-gb X", above(0.0), "free memory of the host (default: enough)"),
-    Option("costs FILE", Path, "costs measured there in --format, not rates; daop-table-1: DAOP's"),
     Option("trace F", Path, "routing of this model that --record wrote"),
     Option("seed S", at_least(0), "seed of synthetic routing"),
 )

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
@@ -20,17 +21,20 @@ from launch.doctor import gpu, machine, measure
 from launch.doctor.machine import Finding
 from launch.doctor.model_plan import show_plan
 from launch.errors import LaunchError
+from launch.forecast import Sizes
 from launch.processes.cores import Cores
 from launch.processes.trials import TrialFailed
 from launch.terminal import tables
-from launch.terminal.format import count
+from launch.terminal.format import count, rate
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.log import notice
 from launch.terminal.output import print_json, show
-from pipeline.calibration.cost_cache import measured_here
+from pipeline.assets import model_dir
 from pipeline.errors import PipelineError
-from protocol.program import user_folder
+from protocol.program import COMMAND
+from shm.segment import byte_size
 
+EXAMPLE = "shape:mixtral-8x7b"
 COLOURS = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
@@ -41,50 +45,67 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
     if "model" in options.written:
         return await show_plan(options, interrupts)
     try:
-        embedded = measure.embedded()
-    except (OSError, ValueError, PipelineError) as e:
+        embedded = measure.reads_of(model_dir())
+    except (OSError, PipelineError) as e:
         raise LaunchError(f"the embedded model cannot be read: {e}; install Tandem again") from e
     notice("examining the machine")
-    cores, cache = Cores.here(), user_folder("CACHE")
+    cores, example = Cores.here(), measure.reads_of(Path(EXAMPLE))
     findings = [
         *machine.processor(cores),
         *machine.kernels(),
-        *machine.memory(embedded.store),
+        *machine.memory(embedded.needs.store),
         *machine.places(),
     ]
     load = os.getloadavg()[0]
-    seen, link = await gpu.inspect(measure.example())
+    seen, link = await gpu.inspect(example)
     notice("measuring the memory bandwidth: a few seconds")
     findings += [*seen, *measure.busy(load, len(cores.numbers))]
-    measured: dict[str, Any] = {}
-    try:
-        bandwidth = await measure.measure_memory(cores.numbers)
-        measured |= bandwidth.to_map() | {"ceiling_tok_s": bandwidth.all / embedded.token}
-        findings += bandwidth.explain(embedded, measure.example())
-    except TrialFailed as e:
-        means = "the bound on this machine's speed is unknown"
-        findings.append(Finding("speed", "note", f"memory was not measured: {e}", means))
+    notes, speeds = await _speed(cores.numbers, embedded.token, example)
     notice("starting an engine on the embedded model")
-    proofs = [await measure.prove(options, interrupts, "auto")]
-    if proofs[0].failure and gpu.has_driver():
-        proofs.append(await measure.prove(options, interrupts, "cpu"))
-    findings += [proof.explain() for proof in proofs]
-    costs = measured_here(cache)
-    findings += machine.costs(costs)
-
+    proof, engine = await _engine(options, interrupts)
+    findings += [notes, proof]
+    measured = speeds | {"expert_bytes_per_token": embedded.token, "engine": engine}
+    measured["host_to_device_gbps"] = None if link is None else link / 1e9
     ok = not any(finding.prevents for finding in findings)
     if "json" in options.written:
-        measured |= {
-            "host_to_device_gbps": None if link is None else link / 1e9,
-            "expert_bytes_per_token": embedded.token,
-            "ceiling_tok_s": measured.get("ceiling_tok_s"),
-            "engine": proofs[0].to_map(),
-            "costs": [{"file": str(path)} | record.to_json() for path, record in costs],
-        }
         print_json({"ok": ok, "findings": [f.to_map() for f in findings], "measured": measured})
     else:
         show(render(findings, _verdict(ok, findings)), rendered=True)
     return 0 if ok else 1
+
+
+async def _speed(cores: Sequence[int], token: int, example: Sizes) -> tuple[Finding, dict[str, Any]]:
+    """Measures the memory; returns what its bandwidth means for `token`, the bytes of experts that a token of
+    the embedded model reads, and for `example`, a large model; and the figures."""
+    try:
+        one, every = await measure.measure_memory(cores)
+    except TrialFailed as e:
+        means = "the bound on this machine's speed is unknown"
+        return Finding("speed", "note", f"memory was not measured: {e}", means), {"ceiling_tok_s": None}
+    words = f"one core reads {rate(one)}" + f", {len(cores)} together {rate(every)}" * (len(cores) > 1)
+    means = (
+        f"a token of {example.header.model} reads {byte_size(example.token)} of experts: at most"
+        f" {every / example.token:.2g} tok/s with all-host; the embedded model's {byte_size(token)}: at most"
+        f" {every / token:,.0f}"
+    )
+    figures = {"read_one_core_gbps": one / 1e9, "read_all_cores_gbps": every / 1e9, "cores": len(cores)}
+    return Finding("speed", "ok", words, means), figures | {"ceiling_tok_s": every / token}
+
+
+async def _engine(options: Options, interrupts: Interrupts) -> tuple[Finding, dict[str, Any]]:
+    try:
+        figures = await measure.prove(options, interrupts, "auto")
+    except TrialFailed as e:
+        means = "no engine can run on this machine until this is solved"
+        do = f"solve the problems above\nshow the engine's log: {COMMAND} doctor --log-level debug"
+        failed = Finding("engine", "problem", f"the engine failed: {e}", means, do, prevents=True)
+        return failed, {"failure": str(e)}
+    words = (
+        "an engine started in {start_s:.1f} s and generated {tokens} tokens at {decode_tok_s:,.0f} tok/s"
+        " ({policy})".format_map(figures)
+    )
+    means = "the embedded model is so small that a step's overhead exceeds the reading of its experts"
+    return Finding("engine", "ok", words, means), figures
 
 
 def render(findings: Sequence[Finding], verdict: str) -> str:

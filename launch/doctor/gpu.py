@@ -1,5 +1,5 @@
-"""Examines NVIDIA GPUs: the driver, torch's view of them, CUDA graphs, CUDA IPC, the bandwidth of the link.
-Every call of the driver is made in a child process with a time limit."""
+"""Examines NVIDIA GPUs: the driver, torch's view of them, the bandwidth of the link. Every call of the driver
+is made in a child process with a time limit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from statistics import median
 from typing import Any
 
 from launch.doctor.machine import Finding, pip_install
-from launch.doctor.measure import CHILD, Reads
+from launch.doctor.measure import CHILD
+from launch.forecast import Sizes
 from launch.planning import DRIVER_NODES
 from launch.processes.trials import Trial, TrialFailed, trial
 from launch.terminal.format import rate
@@ -19,14 +20,9 @@ CUDA_BUILDS = "https://download.pytorch.org/whl/cu128"
 ON_CPU = "engines compute on the CPU"
 
 
-def has_driver() -> bool:
-    """Tells whether a driver is loaded: without one no GPU can be used."""
-    return any(node.exists() for node in DRIVER_NODES)
-
-
-async def inspect(example: Reads) -> tuple[list[Finding], float | None]:
+async def inspect(example: Sizes) -> tuple[list[Finding], float | None]:
     """Returns the findings, and the bytes a second from page-locked memory to the device, if measured."""
-    if not has_driver():
+    if not any(node.exists() for node in DRIVER_NODES):
         means = "engines run with --device cpu and the policy all-host: the cores compute every expert"
         do = "where there is a GPU, install its driver; in a container: `docker run --gpus all`"
         return [Finding("gpu", "note", "no driver of an NVIDIA GPU is loaded", means, do)], None
@@ -35,25 +31,24 @@ async def inspect(example: Reads) -> tuple[list[Finding], float | None]:
         if failure:
             do = "nvidia-smi\nengines start with --device cpu meanwhile"
             return [Finding("gpu", "problem", f"torch fails: {failure}", ON_CPU, do)], None
-        if not seen["devices"]:
-            return [_devices(seen)], None
-        if find_spec("cuda") is None:
+        findings = [_devices(seen)]
+        if seen["devices"] and find_spec("cuda") is None:
             do = pip_install("'tandem[cuda]'")
-            words = "cuda-bindings is not installed"
-            return [_devices(seen), Finding("gpu", "problem", words, ON_CPU, do)], None
-        graph, no_graph = await _tried(child)
-        paces, no_copy = await _tried(child)
-        handle, no_ipc = await _tried(child)
-        if not no_ipc:
-            async with trial(CHILD, {"what": "open", "handle": handle}) as other:
-                same, no_ipc = await _tried(other)
-            if same is False:
-                no_ipc = "another process reads something else than was written"
-    if graph is False:
-        no_graph = "a replay gave other numbers"
-    findings = [_devices(seen), _graphs(no_graph), _ipc(no_ipc)]
-    findings.append(_link(median(paces or [0.0]), no_copy, example))
-    return findings, median(paces) if paces else None
+            findings.append(Finding("gpu", "problem", "cuda-bindings is not installed", ON_CPU, do))
+        if findings[-1].level == "problem":
+            return findings, None
+        paces, failure = await _tried(child)
+    if failure:
+        means = "experts cannot be moved to the GPU at the speed of its link"
+        no_copy = Finding("gpu", "problem", f"no copy from page-locked memory: {failure}", means)
+        return [*findings, no_copy], None
+    pace = median(paces)
+    means = (
+        f"where every expert of a token is fetched ({byte_size(example.token)} of {example.header.model}),"
+        f" at most {pace / example.token:.2g} tok/s"
+    )
+    link = Finding("gpu", "ok", f"host to device: {rate(pace)} from page-locked memory", means)
+    return [*findings, link], pace
 
 
 async def _tried(child: Trial) -> tuple[Any, str]:
@@ -62,8 +57,7 @@ async def _tried(child: Trial) -> tuple[Any, str]:
         answer = await child.result(LIMIT)
     except TrialFailed as e:
         return None, str(e)
-    failure = answer.get("failure") if isinstance(answer, dict) else None
-    return (None, failure) if failure else (answer, "")
+    return answer, answer.get("failure", "") if isinstance(answer, dict) else ""
 
 
 def _devices(seen: dict[str, Any]) -> Finding:
@@ -81,28 +75,3 @@ def _devices(seen: dict[str, Any]) -> Finding:
         why = "it finds no GPU that it can use"
         do = f"nvidia-smi\nif the driver is older than CUDA {seen['cuda']}, update it"
     return Finding("gpu", "problem", f"torch {seen['version']}: {why}", ON_CPU, do)
-
-
-def _graphs(failure: str) -> Finding:
-    if failure:
-        return Finding("gpu", "problem", f"CUDA graphs do not work: {failure}", "decode steps take longer")
-    return Finding("gpu", "ok", "CUDA graphs work", "decode steps need few calls of the driver")
-
-
-def _ipc(failure: str) -> Finding:
-    """Tells whether another process can use the memory that one has allocated."""
-    if failure:
-        means = "no tile is prefetched; demanded tiles are copied as ever (WSL has no CUDA IPC)"
-        return Finding("gpu", "note", f"CUDA IPC does not work: {failure}", means)
-    return Finding("gpu", "ok", "CUDA IPC works", "the prefetch process can copy predicted tiles to the GPU")
-
-
-def _link(pace: float, failure: str, example: Reads) -> Finding:
-    if failure:
-        means = "experts cannot be moved to the GPU at the speed of its link"
-        return Finding("gpu", "problem", f"no copy from page-locked memory: {failure}", means)
-    means = (
-        f"where every expert of a token is fetched ({byte_size(example.token)} of {example.name}), at most"
-        f" {pace / example.token:.2g} tok/s"
-    )
-    return Finding("gpu", "ok", f"host to device: {rate(pace)} from page-locked memory", means)

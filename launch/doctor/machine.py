@@ -7,8 +7,7 @@ import os
 import resource
 import shlex
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,33 +16,27 @@ import psutil
 
 from launch.processes.cores import Cores
 from launch.runtime import running_engines, sweep
-from launch.terminal.format import count, model_name
-from pipeline.calibration.cost_cache import Record as CostRecord
+from launch.terminal.format import count
 from pipeline.memory.plan import FREE_BYTES
 from pipeline.models.shapes import short_name
 from protocol.errors import ProtocolError
 from protocol.program import COMMAND
 from protocol.sockets import runtime_root
-from shm.errors import ShmError
+from shm.errors import NotCompiled, ShmError
 from shm.kernel_files import contents, limits, parse_cpuinfo
+from shm.lane import library as doorbells
 from shm.locks import sweep as sweep_stores
 from shm.quantize import library as quantizer
 from shm.segment import SHM_FOLDER, available_memory, byte_size
-from workers.kernels.native import VARIANTS, Library, best, load
+from workers.kernels.native import VARIANTS, Library, load
 from workers.lifetime import ROOT
 
 Level = Literal["ok", "note", "problem"]
 
-INSTRUCTIONS = (
-    # as /proc/cpuinfo names them on x86, then on aarch64
-    *("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"),
-    *("asimd", "asimddp", "bf16", "i8mm", "sve", "sve2", "svebf16"),
-)
 SLOW_GOVERNORS = {"powersave", "conservative", "ondemand"}
 SELF_CLOCKED = ("intel_pstate", "amd-pstate")  # drivers: their "powersave" follows the load at once
 SMALL = 1 << 28  # bytes of /dev/shm; a container's default is 64 MB, too small for any larger model
 CAP_IPC_LOCK = 1 << 14
-SHOWN_COSTS = 4  # sets of costs
 OWN_FOLDER = "set XDG_RUNTIME_DIR to a folder of your own with a short name"
 
 
@@ -67,8 +60,8 @@ class Finding:
 
 
 def processor(cores: Cores) -> Iterator[Finding]:
-    """Describes the cores, their instruction sets and clock, and where an engine's workers compute."""
-    model, flags = parse_cpuinfo(contents(Path("/proc/cpuinfo")))
+    """Describes the cores, their clock, and where an engine's workers compute."""
+    model = parse_cpuinfo(contents(Path("/proc/cpuinfo")))
     logical, usable = psutil.cpu_count() or len(cores.numbers), len(cores.numbers)
     physical = psutil.cpu_count(logical=False)
     size = f"{physical} cores, {logical} threads" if physical else f"{logical} threads"
@@ -84,11 +77,12 @@ def processor(cores: Cores) -> Iterator[Finding]:
         do = f"to use more cores, raise it: `docker run --cpus {usable}`"
         quota = f"the control group's CPU quota: {cores.quota:g} of {usable} usable cores"
         yield Finding("cpu", "note", quota, means, do)
-    have = [name for name in INSTRUCTIONS if name in flags]
-    bf16 = {"avx512_bf16", "amx_bf16"} & set(have)  # the kernels use none of ARM's
-    means = "bf16 experts are multiplied by bf16 instructions" if bf16 else "no bf16 instructions are used"
-    yield Finding("cpu", "ok", "instruction sets: " + (", ".join(have) or "none that are used"), means)
-    yield from _clock(Path("/sys/devices/system/cpu/cpu0/cpufreq"))
+    clock = Path("/sys/devices/system/cpu/cpu0/cpufreq")
+    governor, driver = contents(clock / "scaling_governor"), contents(clock / "scaling_driver")
+    if governor in SLOW_GOVERNORS and not driver.startswith(SELF_CLOCKED):
+        means = "workers sleep between tokens, and each token waits for the cores to reach full clock again"
+        do = "sudo cpupower frequency-set -g performance"
+        yield Finding("cpu", "note", f"frequency governor: {governor}", means, do)
     seats = cores.for_workers(cores.default_workers())
     sets = " | ".join(",".join(map(str, seat.cores)) for seat in seats)
     words = f"{count(len(seats), 'worker')}: on {sets}"
@@ -97,68 +91,34 @@ def processor(cores: Cores) -> Iterator[Finding]:
     yield Finding("threads", "ok", words, means)
 
 
-def _clock(folder: Path) -> Iterator[Finding]:
-    governor, driver = contents(folder / "scaling_governor"), contents(folder / "scaling_driver")
-    if governor in SLOW_GOVERNORS and not driver.startswith(SELF_CLOCKED):
-        means = "workers sleep between tokens, and each token waits for the cores to reach full clock again"
-        do = "sudo cpupower frequency-set -g performance"
-        yield Finding("cpu", "note", f"frequency governor: {governor}", means, do)
-
-
 def pip_install(arguments: str) -> str:
     """Returns a command that installs into the running environment."""
     return f"{shlex.quote(sys.executable)} -m pip install {arguments}"
 
 
-# --- kernels and costs --------------------------------------------------------------------------------------
+# --- kernels ------------------------------------------------------------------------------------------------
 
 
 def kernels() -> Iterator[Finding]:
     """Names the kernels that compute experts, and why others do not."""
     variants = {name: load(name) for name in VARIANTS}
-    kernel = best()
+    used = next((name for name, library in variants.items() if isinstance(library, Library)), "")
     fix = f"install a C compiler (Debian, Ubuntu: sudo apt install gcc)\n{pip_install(f'-e {ROOT}')}"
     unused = ", ".join(
         f"{VARIANTS[name]} ({'not faster' if isinstance(other, Library) else other})"
         for name, other in variants.items()
-        if kernel is None or name != kernel.variant
+        if name != used
     )
-    if kernel is None:
-        means = "experts of every format are computed through torch, the quantized ones much slower"
-        yield Finding("kernels", "note", f"no compiled kernels: {unused}", means, fix)
+    if used:
+        yield Finding("kernels", "ok", VARIANTS[used], f"not used: {unused}")
     else:
-        yield Finding("kernels", "ok", f"{VARIANTS[kernel.variant]}", f"not used: {unused}")
-    if quantizer() is None:
-        means = "the first start of a model quantizes it with numpy, which takes much longer"
-        yield Finding("kernels", "note", "the quantizer is not compiled", means, fix)
-
-
-def costs(kept: Sequence[tuple[Path, CostRecord]]) -> list[Finding]:
-    """Describes the newest sets of costs that engines have measured here, by which policies plan."""
-    if not kept:
-        means = "an engine with a policy that plans by costs, e.g. fiddler, measures them in two seconds"
-        return [Finding("costs", "ok", "no costs have been measured on this machine yet", means)]
-    return [
-        Finding("costs", "note" if record.loaded else "ok", *describe_costs(path, record))
-        for path, record in kept[:SHOWN_COSTS]
-    ]
-
-
-def describe_costs(path: Path, record: CostRecord) -> tuple[str, str]:
-    """Returns the costs of an expert for one token, and where they are kept."""
-    setting, times = record.setting, record.costs
-    tiles = record.tiles
-    host, device = (float(cost(1, tiles)) for cost in (times.host_seconds, times.device_seconds))
-    emulated = f", emulated: {setting.emulation}" if setting.emulation else ""
-    workers = count(len(setting.workers), "worker") if setting.workers else "no workers"
-    day = time.strftime("%Y-%m-%d", time.localtime(record.measured))
-    link = float(times.link_seconds(tiles))
-    words = (
-        f"{model_name(record.model)} ({setting.format}, {workers}, {setting.device}{emulated}; {day}): one"
-        f" expert: host {1e3 * host:.3g} ms, device {1e3 * device:.3g} ms, move {1e3 * link:.3g} ms"
-    )
-    loaded = f"too high: other programs were computing (load average {record.load:.1f} before measuring)\n"
-    return words, loaded * record.loaded + f"from {path}: delete it to measure again; --costs overrides it"
+        means = "no engine starts"
+        yield Finding("kernels", "problem", f"no compiled kernels: {unused}", means, fix, prevents=True)
+    for compiled in (quantizer, doorbells):
+        try:
+            compiled()
+        except NotCompiled as e:
+            yield Finding("kernels", "problem", str(e), "no engine starts", fix, prevents=True)
 
 
 # --- memory -------------------------------------------------------------------------------------------------
@@ -246,7 +206,7 @@ def places() -> Iterator[Finding]:
         names = ", ".join(name.lstrip("/") for name in swept)
         yield Finding("places", "note", f"leftovers of killed engines: {names}", "they have been removed")
     for engine in engines:
-        words = f"engine {engine.name} runs: {short_name(engine.model)}, {engine.policy}"
+        words = f"engine {engine.name} runs: {short_name(engine.model)}"
         do = f"{COMMAND} chat --connect {engine.name}\nto stop it: kill {engine.pid}"
         yield Finding("places", "note", words, "it competes for cores and memory: figures are too low", do)
     if not engines:

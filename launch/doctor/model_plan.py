@@ -15,7 +15,6 @@ from rich.text import Text
 
 from launch.command_line.checks import check_engine
 from launch.command_line.options import Options
-from launch.doctor.machine import SHOWN_COSTS, describe_costs
 from launch.doctor.measure import explain_speeds, left_out, measure_speeds
 from launch.forecast import CONTEXT, Expected, Speeds, by_rates, sizes_of
 from launch.planning import OPTIONS, Situation, every_format, formats, reasons, refusal, situation
@@ -25,15 +24,12 @@ from launch.terminal.format import alike, count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json
 from launch.terminal.tables import Cell, Column, Table, dim, print_parts
-from pipeline.calibration.cost_cache import Record, measured_here
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_config
 from pipeline.config import FormatName
 from pipeline.memory.needs import Needs
 from pipeline.memory.plan import AUTOMATIC, LEFT_FREE, Plan
-from pipeline.models.registry import expert_shape, model_spec
-from protocol.program import user_folder
-from shm.layout import format_named
+from pipeline.models.registry import model_spec
 from shm.segment import SHM_FOLDER, byte_size
 
 TableRow = tuple[str, str, Sequence[Cell]]  # a name, what is available, a cell for each format
@@ -153,14 +149,10 @@ async def show_plan(options: Options, interrupts: Interrupts) -> int:
     now = await asyncio.to_thread(situation, config, Cores.here().default_workers())
     plan = ModelPlan.of(source, now)
     speeds, forecasts, notes = await _expected(plan, options, interrupts)
-    kept = _costs_of(plan)
     if "json" in options.written:
-        measured = [{"file": str(path)} | record.to_json() for path, record in kept]
-        more = {"costs": measured, "speeds": None if speeds is None else speeds.to_map()}
-        print_json(plan.to_map(forecasts) | more)
+        print_json(plan.to_map(forecasts) | {"speeds": None if speeds is None else speeds.to_map()})
     else:
-        costs = [line for each in kept[:SHOWN_COSTS] for line in ("", *describe_costs(*each))]
-        print_parts(*_head(plan), "", plan.table(forecasts), *dim(notes), "", *_verdict(plan), *costs)
+        print_parts(*_head(plan), "", plan.table(forecasts), *dim(notes), "", *_verdict(plan))
     return 0 if plan.chosen is not None else 1
 
 
@@ -184,16 +176,6 @@ async def _expected(
         f" {byte_size(first.kv)} of KV cache; in floe formats it leaves out {share:.0%} of an expert."
     )
     return speeds, expected, [reads, *explain_speeds(plan.formats, speeds)]
-
-
-def _costs_of(plan: ModelPlan) -> list[tuple[Any, Record]]:
-    """Returns the costs that this machine measured with one of the model's stores, the newest first."""
-    source, tile = plan.source, plan.now.config.tile
-    stores = {
-        source.fingerprint(name, expert_shape(source.config, tile, format_named(name)).tile)
-        for name in plan.formats
-    }
-    return [each for each in measured_here(user_folder("CACHE")) if each[1].setting.store in stores]
 
 
 def _head(plan: ModelPlan) -> Iterator[RenderableType]:

@@ -14,8 +14,7 @@ coordinator launches kernels and waits for landings while the workers compute, s
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -96,15 +95,13 @@ class Cores:
 
     def _units(self, workers: int) -> list[Thread]:
         """The threads for so many workers, by node and core: one of each core, or all where these are too
-        few; at most the quota, evenly over the nodes."""
+        few; at most the quota."""
         order = sorted(self.threads)
-        turns = _turns([(thread.node, thread.core) for thread in order])
-        chosen = [thread for turn, thread in zip(turns, order, strict=True) if turn == 0]
+        chosen = sorted({(thread.node, thread.core): thread for thread in reversed(order)}.values())
         if workers > len(chosen):
-            chosen = [thread for _, thread in sorted(zip(turns, order, strict=True))]
+            chosen += [thread for thread in order if thread not in chosen]
         most = len(chosen) if self.quota is None else max(1, int(self.quota))
-        turns = _turns([thread.node for thread in chosen])
-        return sorted(thread for _, thread in sorted(zip(turns, chosen, strict=True))[:most])
+        return sorted(chosen[:most])
 
 
 def read_threads(usable: Collection[int], root: Path = Path("/")) -> tuple[Thread, ...]:
@@ -121,16 +118,6 @@ def read_threads(usable: Collection[int], root: Path = Path("/")) -> tuple[Threa
         siblings = parse_cores(contents(system / f"cpu/cpu{number}/topology/thread_siblings_list"))
         threads.append(Thread(node_of.get(number, 0), min(siblings, default=number), number))
     return tuple(threads)
-
-
-def _turns(keys: Sequence[object]) -> list[int]:
-    """Counts for each key how many equal ones are before it."""
-    seen: Counter[object] = Counter()
-    turns = []
-    for key in keys:
-        turns.append(seen[key])
-        seen[key] += 1
-    return turns
 
 
 def _parts(units: list[Thread], count: int) -> list[list[Thread]]:

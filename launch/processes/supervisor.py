@@ -15,13 +15,11 @@ import logging
 import os
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from launch.cache.command import full_disk_line, missing_bytes
-from launch.command_line.checks import without_effect
 from launch.errors import EngineFailed, StartFailed, system_reason
 from launch.planning import make_plan, situation, start_line
 from launch.processes.children import Child, ProcessGroup, TaskGuard, title, to_the_end
@@ -43,7 +41,6 @@ from protocol.program import user_folder
 from protocol.sockets import Identity
 from shm.control import ControlSegment
 from shm.errors import SegmentMissing, ShmError
-from shm.lane import library as doorbells
 from shm.locks import StoreLease
 from shm.locks import sweep as sweep_stores
 from shm.segment import engine_prefix
@@ -53,78 +50,6 @@ log = logging.getLogger("tandem")
 
 LOAD_TRIES = 10  # the last engine that uses a store may remove it between the loader's exit and our lease
 FILES_SECONDS = 5.0  # between checks that the engine's files exist
-
-
-@dataclass(frozen=True)
-class ChildConfigs:
-    """Makes the configuration map that a child receives through its lifeline when it starts. `slab`: the
-    first policy keeps experts on the device, so the prefetcher is needed from the start. `reserve`: bytes of
-    memory that the store must leave free."""
-
-    config: ResolvedConfig
-    model: Path
-    cores: Cores
-    runtime: RuntimeDir
-    slab: bool
-    reserve: int
-    log_level: str
-    cache_dir: Path
-    key: bytes  # the engine's, with which its children prove their identity
-    fingerprint: str = ""  # of the store, once it is loaded
-
-    @property
-    def control_name(self) -> str:
-        """The name of the control segment, in which workers and prefetcher count their progress."""
-        return f"{engine_prefix(self.runtime.path)}control-0"
-
-    @property
-    def worker_cores(self) -> tuple[CpuSet, ...]:
-        return self.cores.for_workers(self.config.workers) if self.config.workers else ()
-
-    def make(self, role: str, cores: CpuSet | None = None) -> dict[str, Any]:
-        """Returns what all children are told, and what this one is. `cores`: to which it is bound."""
-        return {
-            "engine": self.runtime.name,
-            "runtime": str(self.runtime.path),
-            "log_level": self.log_level,
-            "model": str(self.model),
-            "cache_dir": str(self.cache_dir),
-            "fingerprint": self.fingerprint,
-            "store": store_name(self.fingerprint),
-            "control": self.control_name,
-            "cores": [] if cores is None else list(cores.cores),
-        } | getattr(self, f"_for_{role}", dict)()
-
-    def _for_loader(self) -> dict[str, Any]:
-        config = self.config
-        return {
-            "format": config.format,
-            "tile": config.tile,
-            "reserve_bytes": self.reserve,
-            "verify": config.verify,
-            "nodes": list(self.cores.nodes),
-        }
-
-    def _for_coordinator(self) -> dict[str, Any]:
-        cores = self.worker_cores
-        return {
-            "config": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self.config).items()},
-            "workers": [len(cpus.cores) for cpus in cores],
-            "nodes": len(self.cores.nodes) if all(cpus.node is not None for cpus in cores) else 1,
-            "slab": self.slab,
-            "key": self.key,
-        }
-
-    def _for_worker(self) -> dict[str, Any]:
-        return {"host_slowdown": self.config.host_slowdown}
-
-    def _for_prefetcher(self) -> dict[str, Any]:
-        # Bound to a core, it would wait for that core's worker; so it copies on any that is idle.
-        return {"link_gbps": self.config.link_gbps}
-
-    def _for_gateway(self) -> dict[str, Any]:
-        keys = self.config.http_keys
-        return {"http": self.config.http, "http_keys": None if keys is None else str(keys.absolute())}
 
 
 class Supervisor:
@@ -141,7 +66,12 @@ class Supervisor:
         self.http = ""  # where clients over HTTP do, where they can
         self._limits = limits or Limits()
         self._cores = Cores.here()
-        self._configs: ChildConfigs
+        self._config: ResolvedConfig  # of the children
+        self._runtime: RuntimeDir
+        self._slab = False  # the policy keeps experts on the device, so a prefetcher is needed
+        self._reserve = 0  # bytes of memory that the store must leave free
+        self._key = b""  # with which children prove their identity
+        self._fingerprint = ""  # of the store, once it is loaded
         self._log_level = log_level
         self._files = ExitStack()  # closes and removes what the start opened
         self._group: ProcessGroup | None = None
@@ -205,31 +135,14 @@ class Supervisor:
         except ModelError as e:
             raise StartFailed(str(e), usage=True) from None
         self.config = config = plan.resolved(now.config)
-        for line in without_effect(now.config, now.policy):
-            log.warning(f"note: {line}")
-        runtime = RuntimeDir.claim(self.name)
+        self._runtime = runtime = RuntimeDir.claim(self.name)
         self._files.callback(runtime.remove)
         self._files.callback(self._release_store)
-        cache = user_folder("CACHE")
-        missing = await asyncio.to_thread(missing_bytes, self.model, config, plan.needs, cache)
-        if line := full_disk_line(cache, missing):
-            log.warning(f"warning: {line}")
         self._group = group = ProcessGroup(runtime.endpoint("control.sock"), self._guard)
         self._files.callback(group.close)
         group.on_message, group.on_exit = self._on_message, self._on_exit
-        if config.exchange == "auto" and doorbells() is None:
-            self.config = config = replace(config, exchange="zmq")
-        self._configs = ChildConfigs(
-            config=config,
-            model=self.model,
-            cores=self._cores,
-            runtime=runtime,
-            slab=now.policy.uses_device,
-            reserve=plan.beside_store(now.machine),
-            log_level=child_level(self._log_level),
-            cache_dir=cache,
-            key=group.key,
-        )
+        self._config, self._key, self._slab = config, group.key, now.policy.uses_device
+        self._reserve = plan.beside_store(now.machine)
         notice(start_line(self.model, plan, now.machine, config.backbone_dtype))
         log.info(f"model: {self.model}")
         for line in lines:
@@ -239,14 +152,15 @@ class Supervisor:
         # Spawned before the store is loaded: importing torch takes longer than attaching a store.
         await group.prepare(Identity("coordinator", 0, 0), self._cores.computing)
         if has_tokenizer(self.model):  # an unusable one is noticed before minutes of loading
-            await group.start(Identity("text", 0, 0), self._configs.make("text"), 1)
+            await group.start(Identity("text", 0, 0), self._child_config("text"), 1)
         self._progress.update("starting the loader")
         await self._load(group)
         self._progress.update("starting the processes")
         await self._start_processes(group)
         self._progress.close()
         self.endpoint = runtime.endpoint("client.sock")
-        self._publish()
+        # How other programs of this user find the engine.
+        runtime.publish(EngineInfo(self.name, os.getpid(), str(self.model), self.endpoint, VERSION))
         self._guard.keep(self._watch_files())
         where = "the CPU" if config.device == "cpu" else "the GPU"
         workers = count(config.workers, "worker") if config.workers else "without workers"
@@ -259,7 +173,7 @@ class Supervisor:
         for generation in range(LOAD_TRIES):
             identity = Identity("loader", 0, generation)
             self._loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-            await group.start(identity, self._configs.make("loader"), self._cores.computing)
+            await group.start(identity, self._child_config("loader"), self._cores.computing)
             group.last_message = time.monotonic()
             while not self._loaded.done():
                 await asyncio.wait((self._loaded,), timeout=min(1.0, silence))
@@ -270,58 +184,99 @@ class Supervisor:
                 self._lease = StoreLease.acquire(fingerprint)
             except SegmentMissing:
                 continue
-            self._configs = replace(self._configs, fingerprint=fingerprint)
+            self._fingerprint = fingerprint
             return
         raise StartFailed("other engines removed the store each time it had been loaded; start again")
 
     async def _start_processes(self, group: ProcessGroup) -> None:
-        worker_cores = self._configs.worker_cores
+        worker_cores = self._worker_cores
         number = len(worker_cores)
-        cores = len({core for cpus in worker_cores for core in cpus.cores})
-        if number > cores:
-            log.warning(f"warning: {number} workers share {cores} cores; more than one a core is slower")
-        progress = ControlSegment.create(self._configs.control_name, number)
+        progress = ControlSegment.create(self._control_name, number)
         self._files.callback(progress.close)
         self._monitor = monitor = ProcessMonitor(
-            group, self._guard, progress, self._configs.runtime.remove_of_coordinator, self._limits
+            group, self._guard, progress, self._runtime.remove_of_coordinator, self._limits
         )
         self._add_slot(monitor, "coordinator", self._cores.computing)
         # torch's sums depend on its number of threads, and any worker may repeat another's work.
         threads = min((len(cpus.cores) for cpus in worker_cores), default=1)
         for index, cpus in enumerate(worker_cores):
             self._add_slot(monitor, "worker", threads, index, cpus)
-        if self._configs.slab:
+        if self._slab:
             self._add_slot(monitor, "prefetcher")
         if has_tokenizer(self.model):
             self._add_slot(monitor, "text")
         if self.config.http is not None:
             self._add_slot(monitor, "gateway")
-        workers = count(number, "worker") if number else "which computes experts itself"
-        others = "".join(f", {role}" for role in ("prefetcher", "gateway") if monitor.has(role))
-        log.info(f"processes: coordinator, {workers}{others}")
         await monitor.start()
 
     def _add_slot(
         self, monitor: ProcessMonitor, role: str, threads: int = 1, index: int = 0, cpus: CpuSet | None = None
     ) -> ProcessSlot:
-        return monitor.add_slot(role, index, lambda: self._configs.make(role, cpus), threads)
+        return monitor.add_slot(role, index, lambda: self._child_config(role, cpus), threads)
 
-    def _publish(self) -> None:
-        """Write how other programs of this user find the engine."""
-        policy = self.config.policy or ""
-        info = EngineInfo(self.name, os.getpid(), str(self.model), policy, self.endpoint, VERSION)
-        self._configs.runtime.publish(info)
+    @property
+    def _control_name(self) -> str:
+        """The name of the control segment, in which workers and prefetcher count their progress."""
+        return f"{engine_prefix(self._runtime.path)}control-0"
+
+    @property
+    def _worker_cores(self) -> tuple[CpuSet, ...]:
+        return self._cores.for_workers(self._config.workers) if self._config.workers else ()
+
+    def _child_config(self, role: str, cores: CpuSet | None = None) -> dict[str, Any]:
+        """Returns what all children are told when they start, and what this one is. `cores`: to which it is
+        bound."""
+        return {
+            "engine": self.name,
+            "runtime": str(self._runtime.path),
+            "log_level": child_level(self._log_level),
+            "model": str(self.model),
+            "cache_dir": str(user_folder("CACHE")),
+            "fingerprint": self._fingerprint,
+            "store": store_name(self._fingerprint),
+            "control": self._control_name,
+            "cores": [] if cores is None else list(cores.cores),
+        } | self._own_config(role)
+
+    def _own_config(self, role: str) -> dict[str, Any]:
+        config = self._config
+        match role:
+            case "loader":
+                return {
+                    "format": config.format,
+                    "tile": config.tile,
+                    "reserve_bytes": self._reserve,
+                    "verify": config.verify,
+                    "nodes": list(self._cores.nodes),
+                }
+            case "coordinator":
+                cores = self._worker_cores
+                return {
+                    "config": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(config).items()},
+                    "workers": [len(cpus.cores) for cpus in cores],
+                    "nodes": len(self._cores.nodes) if all(cpus.node is not None for cpus in cores) else 1,
+                    "slab": self._slab,
+                    "key": self._key,
+                }
+            case "worker":
+                return {"host_slowdown": config.host_slowdown}
+            case "prefetcher":
+                return {"link_gbps": config.link_gbps}
+            case "gateway":
+                keys = config.http_keys
+                return {"http": config.http, "http_keys": None if keys is None else str(keys.absolute())}
+        return {}
 
     async def _watch_files(self) -> None:
         """Raises EngineFailed where the engine's directory is gone, as after a logout: no client can reach
         the engine any more."""
-        runtime = self._configs.runtime
         while True:
             await asyncio.sleep(FILES_SECONDS)
-            if not runtime.intact:
+            if not self._runtime.intact:
                 raise EngineFailed(
-                    f"another program has removed {runtime.path}, so no client can connect: the engine has"
-                    " been stopped (systemd-logind does that at a logout; loginctl enable-linger prevents it)"
+                    f"another program has removed {self._runtime.path}, so no client can connect: the engine"
+                    " has been stopped (systemd-logind does that at a logout; loginctl enable-linger prevents"
+                    " it)"
                 )
 
     # --- children's messages and exits -------------------------------------------------------------------
@@ -366,25 +321,16 @@ class Supervisor:
                 self._loaded.set_result(ready)
         elif self._monitor is not None:
             if ready.role == "gateway":  # port 0 is any free one; a restarted gateway has the same
-                self._configs = replace(
-                    self._configs, config=replace(self._configs.config, http=ready.notes[0])
-                )
+                self._config = replace(self._config, http=ready.notes[0])
                 self.http = f"http://{ready.notes[0]}"
             self._monitor.on_message(child, ready)
 
     def _on_policy(self, message: SetPolicy) -> None:
         """A restarted coordinator begins with the policy that was set last."""
-        options = {name: str(value) for name, value in message.options.items()}
-        seed = self._configs.config.seed
-        request = canonical(PolicyRequest(message.policy, options), seed)
-        config = replace(self._configs.config, policy=request.name, policy_options=request.options)
-        policy = make_policy(request, seed)
-        self._configs = replace(self._configs, config=config, slab=policy.uses_device)
-        self.config = config
-        try:
-            self._publish()
-        except OSError as e:
-            log.warning(f"the list of engines still shows the policy before: {system_reason(e)}")
+        request = canonical(PolicyRequest(message.policy, message.options), self._config.seed)
+        self._config = replace(self._config, policy=request.name, policy_options=request.options)
+        self._slab = make_policy(request, self._config.seed).uses_device
+        self.config = self._config
 
     # --- stop --------------------------------------------------------------------------------------------
 

@@ -29,26 +29,13 @@ from shm.atomic_file import atomic_file
 
 
 @contextmanager
-def matrix_file(path: Path, vocabulary: int) -> Iterator[Callable[[F32Matrix], None]]:
+def matrix_file(path: Path, positions: int, vocabulary: int) -> Iterator[Callable[[F32Matrix], object]]:
     """Appends blocks of rows to a .npy file of float32 [positions, vocabulary], which replaces `path` when
     the block ends without an exception. Raises OSError."""
-    positions = 0
     with atomic_file(path) as file:
-
-        def write_header() -> None:
-            # numpy pads a header so that its first dimension can grow in place
-            header = {"descr": "<f4", "fortran_order": False, "shape": (positions, vocabulary)}
-            file.seek(0)
-            np.lib.format.write_array_header_1_0(file, header)
-
-        def append(rows: F32Matrix) -> None:
-            nonlocal positions
-            file.write(np.ascontiguousarray(rows, dtype="<f4").data)
-            positions += len(rows)
-
-        write_header()
-        yield append
-        write_header()
+        header = {"descr": "<f4", "fortran_order": False, "shape": (positions, vocabulary)}
+        np.lib.format.write_array_header_1_0(file, header)
+        yield lambda rows: file.write(np.ascontiguousarray(rows, dtype="<f4").data)
 
 
 async def score(options: Options, interrupts: Interrupts) -> int:
@@ -73,7 +60,7 @@ async def score(options: Options, interrupts: Interrupts) -> int:
             count, nll = await _sum(client, requests, None)
         else:
             try:
-                with matrix_file(out, client.welcome.vocabulary) as append:
+                with matrix_file(out, requests[-1][0].end, client.welcome.vocabulary) as append:
                     count, nll = await _sum(client, requests, append)
             except OSError as e:
                 raise OutputFailed(f"--out {out}: {e.strerror}") from e
@@ -129,7 +116,6 @@ async def _requests(
     """Each window with the arguments of Client.score. Raises WrongUsage and what `tokenize` raises."""
     welcome, written = client.welcome, options.written
     how = {"stepwise": "stepwise" in written, "full": "out" in written}
-    prefill = written.get("prefill", 1)
     if text is not None:
         if not welcome.has_tokenizer:
             raise WrongUsage("--text: this model has no tokenizer; give --tokens")
@@ -141,7 +127,7 @@ async def _requests(
     if ids and max(ids) > largest:
         raise WrongUsage(f"--tokens: {max(ids)} is no token; this model's ids end at {largest}")
     return [
-        (w, {"token_ids": ids[w.start : w.end], "prefill": max(prefill, w.first - w.start), **how})
+        (w, {"token_ids": ids[w.start : w.end], "prefill": max(1, w.first - w.start), **how})
         for w in windows_of(len(ids), welcome.context, stride)
     ]
 
@@ -149,7 +135,7 @@ async def _requests(
 async def _sum(
     client: Client,
     requests: Sequence[tuple[Window, dict[str, Any]]],
-    append: Callable[[F32Matrix], None] | None,
+    append: Callable[[F32Matrix], object] | None,
 ) -> tuple[int, float]:
     """Tokens, and the sum of their negative log-probabilities in nats (the first token has none)."""
     count, nll = 0, 0.0

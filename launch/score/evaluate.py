@@ -19,8 +19,8 @@ kind      a group for the report; optional
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from math import fsum, isnan, sqrt
@@ -36,7 +36,6 @@ from launch.bench.measure import warm_up
 from launch.bench.plan import requested_policies
 from launch.command_line.checks import WrongLine, parse_line, read_lines
 from launch.command_line.options import Options
-from launch.connect import connected
 from launch.errors import WrongUsage
 from launch.terminal.format import count, model_name, percent
 from launch.terminal.interrupts import Interrupts
@@ -48,7 +47,7 @@ from pipeline.policies.view import PolicyRequest
 from protocol.client import Client
 from protocol.codec import encode
 from protocol.errors import MalformedMessage, RequestFailed
-from protocol.messages import PolicyChanged, Score
+from protocol.messages import Score
 
 AT_ONCE = 8  # items whose choices are scored at the same time
 WARM_UP_NEW = 8  # tokens generated under a new policy before its first item
@@ -115,11 +114,11 @@ def accuracy(items: Sequence[Item], answers: Answers, kind: str | None = None) -
 
 
 async def evaluate(options: Options, interrupts: Interrupts) -> int:
-    """Raises WrongUsage, RequestFailed, PolicyError, Disturbed and what `connected` raises."""
+    """Raises WrongUsage, RequestFailed, PolicyError, Disturbed and what `session` raises."""
     path: Path = options.written.get("items") or embedded_items()
     items = read_items(path)[: options.written.get("limit")]
     policies = requested_policies(options, options.config().seed) if "policy" in options.written else []
-    async with _engine(options, interrupts) as (client, changes):
+    async with session(options, interrupts, restore=bool(policies)) as (client, changes):
         if not client.welcome.has_tokenizer:
             raise WrongUsage("evaluate: this model has no tokenizer, and items are text")
         present = PolicyRequest(client.welcome.policy)
@@ -139,21 +138,6 @@ async def evaluate(options: Options, interrupts: Interrupts) -> int:
     else:
         print_parts(*_report(model, path, items, results))
     return 0
-
-
-@asynccontextmanager
-async def _engine(
-    options: Options, interrupts: Interrupts
-) -> AsyncIterator[tuple[Client, list[PolicyChanged]]]:
-    """Yields what `session` does; without --policy no policy is set, and a client needs no right."""
-    if options.policies():
-        async with session(options, interrupts) as both:
-            yield both
-        return
-    async with connected(options, interrupts) as client:
-        changes: list[PolicyChanged] = []
-        client.on_policy = changes.append
-        yield client, changes
 
 
 async def _warm_up(client: Client, path: Path, item: Item) -> None:

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from protocol.program import PROGRAM
-from protocol.visible import LineFormatter, one_line
+from protocol.program import PROGRAM, LineFormatter, one_line
 
 NOTICE = 25
 CLEAR = "\r\x1b[2K"  # the line that a bar is drawn in

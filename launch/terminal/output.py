@@ -7,7 +7,7 @@ import math
 import sys
 from typing import Any
 
-from protocol.visible import escaped, visible
+from protocol.program import escaped, visible
 
 MEASURED = 4  # significant digits of a measured figure: clocks and loads vary by more than the rest
 

@@ -31,7 +31,7 @@ from rich.text import Text
 from launch.terminal.format import MISSING, alike
 from launch.terminal.output import show
 from pipeline.policies.view import PolicyRequest
-from protocol.visible import visible
+from protocol.program import visible
 
 PLAIN_WIDTH = 80
 MAX_WIDTH = 110  # longer lines of text are hard to read

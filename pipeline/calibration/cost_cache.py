@@ -82,7 +82,7 @@ class Record(KeptRecord):
 
 def processor() -> tuple[str, int]:
     """The machine's processor by name, and how many of its cores this process may use."""
-    return parse_cpuinfo(contents(Path("/proc/cpuinfo")))[0], len(os.sched_getaffinity(0))
+    return parse_cpuinfo(contents(Path("/proc/cpuinfo"))), len(os.sched_getaffinity(0))
 
 
 def find(cache: Path, setting: Setting) -> Record | None:

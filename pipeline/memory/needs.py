@@ -53,7 +53,6 @@ class Needs:
     staging: int  # slots beside those of the cache, the fewest
     layer_staging: int  # the same where memory allows: on a GPU what a layer demands for one token
     backbone: int
-    backbone_file: int  # its quantized matrices, which the disk cache keeps; 0 where none are quantized
     position: int  # cosines and sines of one position
     kv_token: int  # one token of the KV cache
     processes: int  # private memory of the processes, on the host
@@ -99,7 +98,6 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
         # The host computes each tile as it lands, so more slots would save nothing there.
         layer_staging=layer_staging(shape.tiles, spec.top_k) if cuda and not heads else staging,
         backbone=backbone_bytes(tensors, spec, config),
-        backbone_file=quantized_bytes(tensors, spec, config),
         position=8 * spec.attention.rope_dim * (1 if spec.rope.switch is None else 2),
         kv_token=spec.kv_numbers_per_token * plain_bytes(config),
         processes=processes + (largest if cuda else max(largest, activations)),

@@ -167,7 +167,7 @@ def test_chaos_is_for_a_running_engine_of_this_machine(tmp_path: Path) -> None:
     runtime = RuntimeDir.claim("chaos-units")
     try:
         endpoint = runtime.endpoint("client.sock")
-        runtime.publish(EngineInfo(runtime.name, 12345, "/m", "all-host", endpoint, VERSION))
+        runtime.publish(EngineInfo(runtime.name, 12345, "/m", endpoint, VERSION))
         assert runtime_of(endpoint) == runtime.path
         assert supervisor_of(runtime.path) == 12345
         for other in (runtime.path.with_name("chaos-other"), tmp_path):

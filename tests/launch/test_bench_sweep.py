@@ -153,9 +153,7 @@ def test_policy_may_come_several_times_with_other_options() -> None:
     [
         ("--sweep batch", "write it as NAME=V1,V2"),
         ("--sweep batch=1,,2", "write it as NAME=V1,V2"),
-        ("--sweep batch=1,1", "a value comes twice"),
-        ("--sweep cache=0.5,.50", "a value comes twice"),
-        ("--sweep bacth=1,2", "did you mean 'batch'"),
+        ("--sweep bacth=1,2", "did you mean batch"),
         ("--sweep batch=0,1", "must be at least 1"),
         ("--sweep cache=0.5,2", "between 0 and 1"),
         ("--sweep batch=1,2 --sweep batch=4", "given twice"),
@@ -164,7 +162,7 @@ def test_policy_may_come_several_times_with_other_options() -> None:
         ("--sweep costs=a,b", "they can vary with --replay"),
         ("--sweep cache=0.25,0.5 --connect", "leave out --connect"),
         ("--sweep batch=1,2 --record x", "leave out --record"),
-        ("--replay x --sweep batch=1,2", "a trace has the batch"),
+        ("--replay x --sweep batch=1,2", "a trace has one batch"),
         ("--replay x --plot x.png", "--plot belongs to --sweep"),
     ],
 )

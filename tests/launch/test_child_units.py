@@ -9,14 +9,12 @@ from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import pytest
-from scripted_children import KILLED, ScriptedProcess
+from scripted_children import ScriptedProcess
 
 from launch.errors import EngineFailed, StartFailed
 from launch.processes import children
 from launch.processes.children import PIPE_CAPACITY, Child, TaskGuard, spawn
-from protocol.messages import Failed
 from protocol.sockets import Identity
-from workers.lifetime import ROOT, environment
 
 KEY = b"k" * 32
 WORKER = Identity("worker", 1, 4)
@@ -40,40 +38,6 @@ async def test_configuration_that_no_pipe_takes_ends_the_child(made: Any) -> Non
         child.configure({"a": "x" * PIPE_CAPACITY})
     assert (process.signals, child.exit_expected) == ([signal.SIGKILL], True)
     child.configure({"a": 1})  # its reader is there; what a killed child gets does not matter
-
-
-@pytest.mark.parametrize(
-    ("code", "hung", "failed", "reason"),
-    [
-        (3, False, None, "the worker 1 exited with code 3"),
-        (0, False, None, "the worker 1 exited with code 0"),
-        (-signal.SIGSEGV, False, None, "the worker 1 was killed by SIGSEGV"),
-        (KILLED, True, None, "the worker 1 made no progress and was killed"),
-        (KILLED, True, "its own words", "its own words"),
-        (1, False, "its own words", "its own words"),
-    ],
-)
-async def test_reason_of_an_exit(made: Any, code: int, hung: bool, failed: str | None, reason: str) -> None:
-    child, _, _ = made
-    if hung:
-        child.kill_hung()
-        assert not child.exit_expected
-    if failed is not None:
-        child.failed.set_result(Failed("worker", failed, False))
-    assert child.exit_reason(code) == reason
-
-
-def test_libraries_of_a_child_neither_spin_nor_take_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/theirs")
-    monkeypatch.setenv("OMP_NUM_THREADS", "99")
-    monkeypatch.setenv("A_USERS", "own")
-    expected = {
-        **{"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0", "A_USERS": "own"},
-        **{"OMP_NUM_THREADS": "3", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}/theirs"},
-    }
-    assert expected.items() <= environment(3).items()
-    monkeypatch.delenv("PYTHONPATH")
-    assert environment(1)["PYTHONPATH"] == str(ROOT)
 
 
 async def test_child_that_the_system_refuses_leaves_no_descriptor(

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from launch import cli, connect
+from launch import cli
 from launch.command_line.options import Options, parse
 from launch.errors import AnswerLost, DownloadFailed, StartFailed, WrongUsage
-from launch.runtime import EngineInfo, RuntimeDir
 from launch.terminal.interrupts import Interrupts
 from pipeline.errors import UsageError
 from protocol.errors import EngineGone, RequestFailed
-from protocol.messages import VERSION
 from shm.errors import NotEnoughMemory, SegmentMissing
 
 # --- exit codes ---------------------------------------------------------------------------------------------
@@ -157,49 +155,3 @@ async def test_ignored_hangup_stays_ignored() -> None:
 
 
 # --- connections --------------------------------------------------------------------------------------------
-
-
-async def test_running_engine_is_found_by_its_name_and_another_is_started() -> None:
-    runtime = RuntimeDir.claim("command-ends")
-    try:
-        where = runtime.endpoint("client.sock")
-        runtime.publish(EngineInfo(runtime.name, os.getpid(), "/m", "all-host", where, VERSION))
-        for words in ("chat --connect", "chat --connect command-ends"):
-            async with connect.endpoint(parse(words.split()), Interrupts()) as found:
-                assert found == where
-        with pytest.raises(WrongUsage, match="--connect other"):
-            async with connect.endpoint(parse("chat --connect other".split()), Interrupts()):
-                pass
-    finally:
-        runtime.remove()
-
-
-class StandInSupervisor:
-    """Notes its life."""
-
-    endpoint, http = "ipc:///started/client.sock", ""
-    notes: list[Any]
-
-    def __init__(self, config: Any, *, log_level: str) -> None:
-        StandInSupervisor.notes = [(config.name, config.workers, log_level)]
-
-    async def __aenter__(self) -> None:
-        self.notes.append("started")
-
-    async def __aexit__(self, *_: object) -> None:
-        self.notes.append("stopped")
-
-    def kill(self) -> None:
-        self.notes.append("killed")
-
-
-async def test_started_engine_ends_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connect, "Supervisor", StandInSupervisor)
-    options = parse("--name mine --workers 3 --log-level debug".split())
-    interrupts = Interrupts()
-    async with connect.endpoint(options, interrupts) as found:
-        assert found == StandInSupervisor.endpoint
-        assert StandInSupervisor.notes == [("mine", 3, "DEBUG"), "started"]
-        interrupts.received = "SIGINT"
-        interrupts._end(signal.SIGINT)  # the second signal
-    assert StandInSupervisor.notes[1:] == ["started", "killed", "stopped"]

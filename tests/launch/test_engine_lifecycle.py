@@ -27,11 +27,8 @@ from engines import (
 from fork_server import ForkedPython
 from waiting import wait_until
 
-from launch.errors import StartFailed
 from launch.processes.cores import Cores
-from launch.processes.supervisor import Supervisor
 from launch.terminal.progress import LINE_INTERVAL
-from pipeline.config import EngineConfig
 
 # `launch.py` where these streams, given by their numbers, are closed.
 CLOSED = """
@@ -239,13 +236,3 @@ def test_answer_cancelled_by_the_engine_is_one_line_and_exit_1(arguments: list[s
         (line,) = (line for line in err.splitlines() if not line.startswith("[tandem] "))
         assert line.startswith("launch.py: the engine cancelled this ")
     assert list(tmp_path.iterdir()) == [ids]
-
-
-async def test_failed_start_raises_one_line_and_leaves_nothing(tmp_path: Path) -> None:
-    supervisor = Supervisor(EngineConfig(model=tmp_path / "nowhere", name="failing", device="cpu"))
-    with pytest.raises(StartFailed, match="nowhere") as failure:
-        async with supervisor:
-            pass
-    assert failure.value.exit_code == 2
-    assert supervisor.pids == {}
-    assert engines_left() == []

@@ -36,18 +36,6 @@ def written(path: Path, *entries: object) -> Path:
     return file
 
 
-def test_an_item_is_read_with_its_line(tmp_path: Path) -> None:
-    first, second = read_items(written(tmp_path, GOOD, "", GOOD | {"kind": "k", "answer": 0}))
-    assert (first.line, first.context, first.choices, first.answer, first.kind) == (
-        1,
-        "a b",
-        (" c", " d"),
-        1,
-        "",
-    )
-    assert (second.line, second.answer, second.kind) == (3, 0, "k")
-
-
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
@@ -167,8 +155,7 @@ def scoring(monkeypatch: pytest.MonkeyPatch) -> ScoringEngine:
     async def connected(*_: object) -> AsyncIterator[ScoringEngine]:
         yield engine
 
-    for module in (command, evaluate):
-        monkeypatch.setattr(module, "connected", connected)
+    monkeypatch.setattr(command, "connected", connected)
     return engine
 
 

@@ -81,7 +81,7 @@ def test_a_matrix_is_what_numpy_reads(tmp_path: Path) -> None:
     blocks = [
         np.random.default_rng(i).standard_normal((n, 7)).astype(np.float32) for i, n in enumerate((3, 1, 200))
     ]
-    with matrix_file(tmp_path / "p.npy", 7) as append:
+    with matrix_file(tmp_path / "p.npy", 204, 7) as append:
         for block in blocks:
             append(block)
         assert not (tmp_path / "p.npy").exists()
@@ -90,7 +90,7 @@ def test_a_matrix_is_what_numpy_reads(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_matrix_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), matrix_file(tmp_path / "p.npy", 7):
+    with pytest.raises(RuntimeError), matrix_file(tmp_path / "p.npy", 1, 7):
         raise RuntimeError("the engine is gone")
     assert list(tmp_path.iterdir()) == []
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launch.cli import main
-from launch.doctor.measure import explain_speeds, left_out
+from launch.doctor.measure import left_out
 from launch.forecast import CONTEXT, MARGIN, Expected, Speeds, by_rates, sizes_of
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig
@@ -54,13 +54,6 @@ def test_the_time_of_a_token_is_that_of_its_reads_and_of_its_layers() -> None:
     assert expected("bf16", replace(SPEEDS, layer=5e-3)).usual == pytest.approx(1 / (seconds + 8e-3))
 
 
-def test_smaller_formats_are_faster_and_nothing_exceeds_the_memory() -> None:
-    found = {name: expected(name) for name in ("bf16", "int8", "int4")}
-    assert found["bf16"].usual < found["int8"].usual < found["int4"].usual
-    quick = expected("bf16", replace(SPEEDS, experts={"bf16": 25 * GB}, backbone=25 * GB, layer=0.0))
-    assert quick.usual == pytest.approx(quick.range[1]) == pytest.approx(quick.limit)
-
-
 def test_floe_formats_are_expected_without_the_channels_that_are_left_out() -> None:
     """Of 2.5 bits of up and 9 of gate and down; the policy's share, or that of floe-host."""
     numbers, speeds = 2 * 2 * 14336 * 4096, replace(SPEEDS, experts=SPEEDS.experts | {"floe-int4": 20 * GB})
@@ -75,16 +68,6 @@ def test_floe_formats_are_expected_without_the_channels_that_are_left_out() -> N
         found = expected("floe-int4", speeds, config)
         assert found.experts == pytest.approx(numbers * (2.5 + (1 - share) * 9) / 8, rel=1e-6)
     assert expected("int4").experts == numbers * 13.5 / 8
-
-
-def test_the_explanation_says_what_was_measured_and_that_the_machine_was_busy() -> None:
-    text = "\n".join(explain_speeds(["bf16"], SPEEDS))
-    assert "all cores read up to 25 GB/s" in text
-    assert "bf16 80%" in text
-    assert "the rest of a layer takes 1 ms" in text
-    assert "other programs" not in text
-    busy = "\n".join(explain_speeds(["bf16"], replace(SPEEDS, load=3.0)))
-    assert "load average 3.0 before measuring: other programs are computing" in busy
 
 
 def test_the_doctor_measures_and_expects(

@@ -109,26 +109,6 @@ async def test_prompt_is_sent_as_it_was_given(
     assert list(sent.get("token_ids", ())) in ([1, 6], [])
 
 
-@pytest.mark.parametrize(
-    ("welcome", "words", "error"),
-    [
-        ({}, "--prompt-tokens 1,7", "7 is no token; this model's ids end at 6"),
-        ({"has_tokenizer": False}, "hello", "no tokenizer"),
-        ({"has_chat_template": False}, "hello --chat", "no chat template"),
-    ],
-)
-async def test_prompt_that_the_engine_cannot_read_is_not_sent(
-    welcome: dict[str, Any], words: str, error: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = StandInEngine()
-    engine.welcome = replace(WELCOME, **welcome)
-    with pytest.raises(WrongUsage, match=error):
-        await run_on(engine, generating, monkeypatch, *words.split())
-    assert engine.sent == []
-    engine.welcome = replace(WELCOME, has_tokenizer=False, has_chat_template=False)
-    assert await run_on(engine, generating, monkeypatch, "--prompt-tokens", "6") == 0
-
-
 async def test_answer_as_json_and_as_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -260,15 +240,15 @@ async def test_score_is_that_of_each_token_once(
     assert np.load(out).shape == (tokens, VOCABULARY)
     assert [len(sent["token_ids"]) for sent in engine.sent] == [min(16, tokens)] * windows
     assert all(sent["full"] and not sent["stepwise"] for sent in engine.sent)
-    await run_on(engine, scoring, monkeypatch, *line, "--stepwise", "--prefill", "3")
+    await run_on(engine, scoring, monkeypatch, *line, "--stepwise")
     shown = capsys.readouterr().out
     assert shown.startswith(f"{tokens} tokens")
     assert (f"({windows} windows of 16, stride {stride})" in shown) is (windows > 1)
     assert shown.endswith("; approximate, under dali\n")
     again = engine.sent[windows:]
     assert all(sent["stepwise"] and not sent["full"] for sent in again)
-    assert again[0]["prefill"] == 3
-    assert all(sent["prefill"] > 3 or stride > 11 for sent in again[1:])  # and rows of the window before
+    assert again[0]["prefill"] == 1
+    assert all(sent["prefill"] > 1 or stride > 11 for sent in again[1:])  # rows of the window before
 
 
 @pytest.mark.parametrize(
@@ -288,15 +268,6 @@ async def test_score_that_this_engine_cannot_compute_is_refused(
     with pytest.raises(WrongUsage, match=error):
         await run_on(engine, scoring, monkeypatch, "--tokens", str(tmp_path / "ids"), *words.split())
     assert engine.sent == []
-
-
-async def test_matrix_that_cannot_be_written_fails_the_score(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "ids").write_text("[1, 2]")
-    line = ("--tokens", str(tmp_path / "ids"), "--out", str(tmp_path))
-    with pytest.raises(WrongUsage, match="--out"):
-        await run_on(StandInEngine(), scoring, monkeypatch, *line)
 
 
 async def test_score_of_no_finite_numbers_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

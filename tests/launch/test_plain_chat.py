@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from engines import LIMIT, engines_left, run
 
-from launch.command_line.checks import check_can_chat
+from launch.command_line.checks import check_reads_text
 from launch.errors import WrongUsage
 from pipeline.assets import model_dir
 
@@ -74,7 +74,7 @@ def test_full_context_keeps_room_for_answers_and_the_prefix() -> None:
 def test_model_that_cannot_chat_is_refused_before_it_is_loaded(tmp_path, missing: str, expected: str) -> None:
     folder = tmp_path / "model"
     shutil.copytree(model_dir(), folder)
-    check_can_chat(folder)
+    check_reads_text(folder, chats=True)
     (folder / missing).unlink()
     settings = folder / "tokenizer_config.json"
     others = {key: value for key, value in json.loads(settings.read_text()).items() if key != "chat_template"}
@@ -103,7 +103,7 @@ def test_whether_a_model_can_chat_is_seen_without_loading_its_tokenizer(tmp_path
     template = (folder / "chat_template.jinja").read_text()
     (folder / "chat_template.jinja").unlink()
     settings.write_text(json.dumps(others | {"chat_template": [{"name": "default", "template": template}]}))
-    check_can_chat(folder)
+    check_reads_text(folder, chats=True)
     settings.write_text(json.dumps(others | {"chat_template": [{"name": "rag", "template": template}]}))
     with pytest.raises(WrongUsage, match="no chat template"):
-        check_can_chat(folder)
+        check_reads_text(folder, chats=True)

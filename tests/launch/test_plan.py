@@ -16,7 +16,6 @@ from waiting import until
 from launch import planning
 from launch.cli import main
 from launch.command_line.options import parse
-from launch.doctor import model_plan
 from launch.errors import WrongUsage
 from launch.planning import (
     Situation,
@@ -28,10 +27,9 @@ from launch.planning import (
     refusal,
     situation,
 )
-from launch.processes.trials import TrialFailed
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig, ResolvedConfig
-from pipeline.errors import ModelError, UsageError
+from pipeline.errors import UsageError
 from pipeline.memory.plan import AUTOMATIC, Machine
 
 GB = 10**9
@@ -150,17 +148,6 @@ def test_each_choice_other_than_the_default_has_a_reason() -> None:
     assert "it needs 25.37 GB of /dev/shm" in refusal(source, there, [needed])
 
 
-def test_format_of_the_embedded_model_does_not_depend_on_memory() -> None:
-    assert formats(EngineConfig()) == ("bf16",)
-    assert formats(EngineConfig(model=Path("m"))) == AUTOMATIC
-    assert formats(EngineConfig(model=Path("m"), format="f32")) == ("f32",)
-
-
-def test_model_that_cannot_be_read_is_not_reported_as_too_large(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"config\.json"):
-        make_plan(tmp_path, now(Machine(GB, GB), model=tmp_path))
-
-
 # --- doctor --model -----------------------------------------------------------------------------------------
 
 
@@ -238,31 +225,6 @@ def test_device_is_the_gpu_where_one_is_usable(
             assert planning.usable_device(asked) == expected  # type: ignore[arg-type]
         warned = driver and asked == "auto" and expected == ("cpu", None)
         assert bool(caplog.messages) is warned
-
-
-SHAPE = Path("shape:mixtral-8x7b/2")
-
-
-def shown(capfd: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
-    assert main(["doctor", "--model", str(SHAPE), "--device", "cpu", *words]) == code
-    return capfd.readouterr().out
-
-
-def test_speeds_that_cannot_be_measured_leave_the_plan(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def fail(*_: object) -> None:
-        raise TrialFailed("too little memory is available to measure")
-
-    monkeypatch.setattr(model_plan, "measure_speeds", fail)
-    text = shown(capfd)
-    assert "The expected tok/s are unknown: too little memory is available to measure" in " ".join(
-        text.split()
-    )
-    assert "tok/s, about" not in text
-    report = json.loads(shown(capfd, "--json"))
-    assert report["speeds"] is None
-    assert [row["expected"] for row in report["formats"]] == [None] * len(AUTOMATIC)
 
 
 # --- an engine ----------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def test_engine_imports_nothing_from_the_working_directory(tiny_model: Path, ran
 
 
 async def failing_trial() -> None:
-    async with trial("launch.doctor.child", {"what": "open", "handle": "not hexadecimal"}) as child:
+    async with trial("launch.doctor.child", {"what": "rates"}) as child:
         await child.result(60)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import shutil
 import signal
 from collections.abc import AsyncIterator
@@ -15,7 +14,7 @@ from engines import engines_left
 from scripted_children import KILLED, Play, stage, supervisor
 from waiting import until
 
-from launch import cli, runtime
+from launch import runtime
 from launch.errors import EngineFailed, StartFailed
 from launch.processes import children
 from launch.processes import supervisor as supervising
@@ -76,16 +75,6 @@ def test_files_that_cannot_be_removed_do_not_fail_other_starts(
     ]
     assert runtime.sweep() == []  # without its lock it is of unknown origin, and empty
     assert not place.exists()
-
-
-def test_a_command_that_the_system_refuses_something_ends_with_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cli, "_run", full)
-    level = logging.getLogger().level
-    assert cli.main(["cache"]) == 1
-    assert logging.getLogger().level == level
-    assert capsys.readouterr().err == "launch.py: /run/x: No space left on device\n"
 
 
 @pytest.mark.parametrize("removed", ["", "lock"])

@@ -15,7 +15,6 @@ import pytest
 from launch.command_line.checks import (
     check_engine,
     check_new_file,
-    check_packages,
     check_request,
     read_file,
     read_ids,
@@ -34,7 +33,6 @@ from launch.command_line.values import (
 from launch.errors import WrongUsage
 from pipeline.config import EngineConfig
 from pipeline.errors import ModelError
-from pipeline.text.tokenizer import Tokenizer
 from protocol.messages import Generate
 
 
@@ -122,19 +120,6 @@ def test_impossible_settings_are_refused_before_loading(folder: Path, file, entr
     with pytest.raises(ModelError, match=message) as failure:
         check_engine(EngineConfig(model=folder))
     assert "\n" not in str(failure.value)
-
-
-def test_settings_of_a_tokenizer_alone_are_no_tokenizer(folder: Path) -> None:
-    assert Tokenizer.load(folder) is not None
-    (folder / "tokenizer.json").unlink()
-    assert (folder / "tokenizer_config.json").exists()
-    assert Tokenizer.load(folder) is None
-
-
-def test_missing_package_is_named_with_the_command_that_installs_it() -> None:
-    check_packages("--http", "json")
-    with pytest.raises(WrongUsage, match=r"pip install no_such_package$"):
-        check_packages("--http", "json", "no_such_package")
 
 
 def test_new_file_is_refused_where_none_can_be_made(tmp_path: Path) -> None:

@@ -57,12 +57,11 @@ async def test_children_start_and_stop_in_order(play: Play, caplog: pytest.LogCa
         folder = runtime_root() / engine.name
         info = json.loads((folder / "engine.json").read_text())
         assert info["endpoint"] == engine.endpoint == f"ipc://{folder}/client.sock"
-        assert (info["name"], info["policy"], info["version"]) == (engine.name, "all-host", VERSION)
+        assert (info["name"], info["version"]) == (engine.name, VERSION)
         assert info["model"] == str(model_dir())
         levels = {r.getMessage(): r.levelno for r in caplog.records}
         assert levels["store: attached"] == levels["worker 0: not pinned"] == logging.INFO
         assert levels["store: no huge pages"] == logging.WARNING
-        assert "processes: coordinator, 2 workers" in levels
         assert any(line.endswith(": all-host on the CPU, 2 workers") for line in levels)
         play.events.clear()
         play.obeys = lambda child: child.identity.role != "coordinator"
@@ -134,17 +133,6 @@ async def test_early_exit_without_a_word_ends_the_start(
             pass
     assert failed.value.exit_code == (2 if "tokenizer" in line else 1)
     assert engines_left() == []
-
-
-async def test_text_process_that_is_killed_during_the_start_is_replaced(play: Play) -> None:
-    def script(child: ScriptedChild) -> None:
-        if child.identity == Identity("text", 0, 0):
-            return child.process.end(KILLED)
-        return play.begin(child)
-
-    play.script = script
-    async with supervisor(NEVER) as engine:
-        assert [who.role for who in engine.pids].count("text") == 1
 
 
 async def test_ready_that_arrives_after_the_exit_of_the_loader_counts(play: Play) -> None:
@@ -219,13 +207,12 @@ async def test_restarted_coordinator_has_the_policy_that_was_set_last(
     caplog.set_level(logging.INFO, "tandem")
     play.notes = {"worker": ("not pinned",)}
     async with supervisor(NEVER) as engine:
-        slab = Path(SHM_FOLDER) / (engine._configs.control_name[1:].replace("control-0", "slab-0"))
+        slab = Path(SHM_FOLDER) / (engine._control_name[1:].replace("control-0", "slab-0"))
         slab.touch()
         first = play.child("coordinator")
         assert first.config["slab"] is False
         first.send(SetPolicy(0, "random", {"seed": " 03"}))
-        info = runtime_root() / engine.name / "engine.json"
-        await until(lambda: json.loads(info.read_text())["policy"] == "random")
+        await until(lambda: engine.config.policy == "random")
         caplog.clear()
         first.process.end(KILLED)
         second = await play.spawned("coordinator", 0, 1)

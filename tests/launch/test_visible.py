@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import re
 import shutil
@@ -25,14 +24,13 @@ from hypothesis import strategies as st
 from rich.text import Text
 
 from launch.runtime import EngineInfo, RuntimeDir
-from launch.terminal.log import LogHandler
 from launch.terminal.progress import ProgressDisplay
 from launch.terminal.tables import Column, Table, VisibleConsole, render
 from pipeline.assets import model_dir
 from protocol.codec import decode, encode
 from protocol.messages import VERSION, Done, Error, Generate, Heartbeat, Hello, Token, Welcome
+from protocol.program import escaped, one_line, visible
 from protocol.sockets import bind_router
-from protocol.visible import escaped, one_line, visible
 from workers.lifetime import pack_config
 
 # Clears the screen, writes the clipboard, makes a link; C1; a line over the line; separators; an override.
@@ -68,7 +66,7 @@ def engine() -> Iterator[str]:
     socket = bind_router(context, runtime.endpoint("client.sock"))
     thread = threading.Thread(target=play, args=(socket, stopped))
     thread.start()
-    runtime.publish(EngineInfo(runtime.name, os.getpid(), "m", "p", runtime.endpoint("client.sock"), VERSION))
+    runtime.publish(EngineInfo(runtime.name, os.getpid(), "m", runtime.endpoint("client.sock"), VERSION))
     yield runtime.name
     stopped.set()
     thread.join()
@@ -196,16 +194,6 @@ def test_a_child_cannot_control_a_terminal_by_what_it_logs_and_prints(tmp_path: 
     text = "\n".join(line.removeprefix("\r\x1b[2K[loader]") for line in lines)
     assert all(f"{word} {visible(LINES)}" in text for word in ("third", "fourth", "fifth"))
     assert not CONTROL.search(text)
-
-
-def test_a_line_of_the_log_is_one_line_and_only_a_traceback_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    handler = LogHandler()
-    for error in (None, ValueError(LINES)):
-        info = None if error is None else (type(error), error, None)
-        handler.emit(logging.LogRecord("tandem", logging.WARNING, "", 0, "a %s", (LINES,), info))
-    line = f"[tandem] a {one_line(LINES)}\n"
-    assert sys.stderr.getvalue() == f"{line}{line}ValueError: {visible(LINES)}".rstrip("\n") + "\n\n"
 
 
 def test_tables_and_displays_show_names_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

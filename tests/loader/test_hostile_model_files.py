@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from launch.command_line.checks import check_can_chat, check_engine
+from launch.command_line.checks import check_engine, check_reads_text
 from pipeline.checkpoint.index import INDEX_FILE, SINGLE_FILE, CheckpointIndex
 from pipeline.checkpoint.open import Checkpoint
 from pipeline.config import EngineConfig
@@ -80,7 +80,7 @@ def test_files_of_the_tokenizer_are_bounded(folder: Path, name: str, kind: str) 
     assert f"{folder / name} cannot be read" in refusal(lambda: Tokenizer.load(folder))
     if name == "tokenizer_config.json":
         (folder / "chat_template.jinja").unlink()
-        assert f"{folder / name} cannot be read" in refusal(lambda: check_can_chat(folder))
+        assert f"{folder / name} cannot be read" in refusal(lambda: check_reads_text(folder, chats=True))
 
 
 def test_a_shard_that_becomes_a_pipe_is_not_waited_for(folder: Path) -> None:

@@ -5,10 +5,10 @@ import time
 
 import pytest
 import uvloop
-from protocol_engine import BLOCK, WELCOME, both, drain, engine, engine_process, leaves_nothing, until
+from protocol_engine import BLOCK, WELCOME, both, drain, engine_process, until
 
 from protocol.client import Client
-from protocol.errors import EngineGone, MalformedMessage, RequestFailed
+from protocol.errors import MalformedMessage, RequestFailed
 from protocol.messages import (
     VERSION,
     Calibrate,
@@ -93,26 +93,6 @@ async def test_calibration_reports_progress(endpoint):
         with pytest.raises(RequestFailed, match=r"^too short a text$") as failure:
             await client.calibrate(text="refuse")
         assert failure.value.usage
-
-
-@pytest.mark.parametrize("closes", [False, True])
-async def test_calibration_is_cancelled_with_its_caller(endpoint, closes):
-    async with engine(endpoint) as server:
-        async with Client.connect(endpoint) as client:
-            begun = asyncio.Event()
-            waiting = asyncio.create_task(client.calibrate(text="slow", on_progress=lambda far: begun.set()))
-            await begun.wait()
-            if not closes:
-                waiting.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await waiting
-                assert (await client.stats())["received"] > 0  # its Done has come by then
-                assert client.strays == 0
-        if closes:
-            with pytest.raises(EngineGone, match="closed"):
-                await waiting
-        (asked,) = server.ever(Calibrate)
-        await until(lambda: server.ever(Cancel) == [Cancel(asked.request)])
 
 
 async def test_answers_stream_concurrently(endpoint):
@@ -294,13 +274,3 @@ async def test_a_failing_callback_does_not_end_the_client(endpoint):
         await until(lambda: reported)
         assert str(reported[0]) == "fiddler"
         assert await other.stats()
-
-
-async def test_clients_leave_no_descriptor_and_no_task(endpoint):
-    async def use():
-        async with both(endpoint) as (_, client):
-            async for _ in client.score(token_ids=range(50), full=True):
-                break
-            client.generate(prompt="slow")
-
-    await leaves_nothing(use)

@@ -19,15 +19,12 @@ from protocol.messages import (
     TREE_LIMIT,
     VERSION,
     Calibrate,
-    Calibrated,
     ChatMessage,
     Fetch,
     Generate,
     Heartbeat,
     Partial,
     Sampling,
-    SetPolicy,
-    Shutdown,
     StatsReply,
     Token,
     Work,
@@ -102,7 +99,6 @@ def test_the_documented_version_and_types_are_those_of_the_messages():
 
 GOLDEN = [
     (Heartbeat(1.5), "0d07 81a474696d65cb3ff8000000000000"),
-    (Shutdown("bye"), "4207 81a6726561736f6ea3627965"),
     (
         Fetch(300, 2, 7, lo=1, slots=(5, 70000), urgency=1, channels=np.array([3, 258], np.int32)),
         "2707 87a26964cd012ca56c6179657202a665787065727407a26c6f01a5736c6f74739205ce00011170a7757267656e63"
@@ -130,10 +126,6 @@ GOLDEN = [
         "1007 87a77265717565737403a474657874a2c3a9a9746f6b656e5f696473c0a6746f6b656e73cd012c"
         "a673746172747390a57368617265cb3ff0000000000000a86d61785f6c6f7373c0",
     ),
-    (
-        Calibrated(3, "/c", {"threshold": None}),
-        "1207 83a77265717565737403a470617468a22f63a773756d6d61727981a97468726573686f6c64c0",
-    ),
 ]
 
 
@@ -154,30 +146,15 @@ def test_a_missing_field_takes_its_default_and_integers_serve_as_floats():
 WRONG = [
     (Token(1, 2, True, ""), "Token: Expected `int`, got `bool` - at `$.token`"),
     (Token(1, 2, 2**63, ""), "Token: Expected `int` <= 9223372036854775807 - at `$.token`"),
-    (Token(1, 2, -(2**63) - 1, ""), "Token: "),
-    (Token(1, 2, 2**70, ""), "Token: "),
     (Heartbeat(float("-inf")), "Heartbeat: Expected `float` >= -1.7976931348623157e+308 - at `$.time`"),
-    (
-        Generate(1, token_ids=(1, 2**63)),
-        "Expected `int` <= 9223372036854775807 - at `$.token_ids[1]`",
-    ),
-    (Generate(1, token_ids=(1,) * (2**20 + 1)), "Expected `array` of length <= 1048576 - at `$.token_ids`"),
-    (StatsReply(1, [1]), "StatsReply: Expected `object`, got `array` - at `$.stats`"),
     (StatsReply(1, {"a": 2**63}), "StatsReply.stats holds an integer of more than 64 bits"),
     (Token(1, 2, np.int64(3), ""), "Token: int64 has no bytes"),
-    (Token(1, 2, 3, None), "Token: Expected `str`, got `None` - at `$.text`"),
     (Token(1, 2, 3, "\ud800"), "surrogates not allowed"),
-    (Generate(1, token_ids=(1, True)), "Generate: Expected `int`, got `bool` - at `$.token_ids[1]`"),
     (Generate(1, sampling=Sampling(float("nan"))), "- at `$.sampling.temperature`"),
-    (Generate(1, messages=(Sampling(),)), "Generate: Object contains unknown field `temperature`"),
-    (Generate(1, prompt="x" * (4 << 20)), "bytes of header, the limit is 4194304"),
     (StatsReply(1, {1: 2}), "StatsReply: Expected `str`, got `int` - at `key` in `$.stats`"),
     (StatsReply(1, {"a": np.float32(1)}), "StatsReply: float32 has no bytes"),
     (StatsReply(1, {"a": np.zeros(1, np.float32)}), "Expected `no array[0d]`, got `float32[1d]`"),
-    (StatsReply(1, {"a": b""}), "StatsReply.stats holds a bytes"),
-    (SetPolicy(1, "x", {"a": 1}), "SetPolicy: Expected `str`, got `int` - at `$.options[...]`"),
     (Partial(1, 2, 0.5, np.zeros((2, 3))), "Partial: Expected `float32[2d]`, got `float64[2d]`"),
-    (Partial(1, 2, 0.5, np.zeros((2, 3), ">f4")), "Partial: Expected `float32[2d]`, got `>f4[2d]`"),
     (Partial(1, 2, 0.5, np.zeros(3, np.float32)), "Partial: Expected `float32[2d]`, got `float32[1d]`"),
     (Partial(1, 2, 0.5, [[1.0]]), "Partial has 3 frames, not 2"),
     (

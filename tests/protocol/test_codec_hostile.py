@@ -135,11 +135,6 @@ REFUSED = {
         "Token: Object missing required field",
     ),
     "unknown field": (changed(TOKEN, colour=1), "Token: Object contains unknown field `colour`"),
-    "unknown field with a long name": (
-        changed(TOKEN, **{"c" * 99: 1}),
-        "unknown field `cccc",
-    ),
-    "bytes as key": (framed(TOKEN, msgpack.encode({b"request": 1})), "Token: Expected `str`, got `bytes`"),
     "repeated array": (
         framed(
             PARTIAL,
@@ -149,45 +144,12 @@ REFUSED = {
         "Partial: An array twice",
     ),
     "bool for int": (changed(TOKEN, token=True), "Token: Expected `int`, got `bool` - at `$.token`"),
-    "float for int": (changed(TOKEN, token=1.0), "Expected `int`, got `float`"),
-    "int over 64 bits": (
-        changed(TOKEN, token=2**64 - 1),
-        "Expected `int` <= 9223372036854775807",
-    ),
-    "bool for float": (
-        framed(Heartbeat(), b"\x81\xa4time\xc3"),
-        "Heartbeat: Expected `float`, got `bool` - at `$.time`",
-    ),
     "NaN": (
         framed(Heartbeat(), b"\x81\xa4time\xcb\x7f\xf8" + bytes(6)),
         "Heartbeat: Expected `float` >= -1.797",
     ),
-    "bytes for str": (changed(TOKEN, text=b"x"), "Token: Expected `str`, got `bytes` - at `$.text`"),
     "bad UTF-8": (framed(Heartbeat(), b"\x81\xa4tim\xff\x01"), "can't decode byte 0xff"),
-    "bad UTF-8 as text": (changed_text(b"\xff"), "can't decode byte 0xff"),
     "extension": (framed(Heartbeat(), b"\x81\xa4time\xd4\x05\x00"), "got `ext`"),
-    "timestamp": (framed(Heartbeat(), b"\x81\xa4time\xd6\xff" + bytes(4)), "got `ext`"),
-    "empty extension": (framed(Heartbeat(), b"\x81\xa4time\xc7\x00\x05"), "got `ext`"),
-    "NaN in sampling": (
-        changed(Generate(1), sampling={"top_p": float("nan")}),
-        "Generate: Expected `float` >= -1.7976931348623157e+308 - at `$.sampling.top_p`",
-    ),
-    "unknown in sampling": (
-        changed(Generate(1), sampling={"top_q": 1}),
-        "Generate: Object contains unknown field `top_q` - at `$.sampling`",
-    ),
-    "list for sampling": (
-        changed(Generate(1), sampling=[0.5]),
-        "Generate: Expected `object`, got `array` - at `$.sampling`",
-    ),
-    "list for a tree": (
-        changed(StatsReply(1, {}), stats=[1]),
-        "StatsReply: Expected `object`, got `array` - at `$.stats`",
-    ),
-    "half a chat message": (
-        changed(Generate(1), messages=[{"role": "user"}]),
-        "Generate: Object missing required field `content` - at `$.messages[0]`",
-    ),
     "extension in a tree": (
         changed(StatsReply(1, {}), stats={"a": msgpack.Ext(5, b"")}),
         "holds a Ext",
@@ -206,11 +168,9 @@ REFUSED = {
         "more than 64 bits",
     ),
     "other dtype": (changed(PARTIAL, Y, y=["float64", 1, 3]), "Must be declared as ['float32']"),
-    "object dtype": (changed(PARTIAL, Y, y=["O", 1, 3]), "Must be declared as ['float32']"),
     "other rank": (changed(PARTIAL, Y, y=["float32", 6]), "and 2 dimensions"),
     "negative dimensions": (changed(PARTIAL, Y, y=["float32", -2, -3]), "impossible dimension"),
     "bool as dimension": (changed(PARTIAL, Y, y=["float32", True, 6]), "impossible dimension"),
-    "list as dimension": (changed(PARTIAL, Y, y=["float32", [1], 6]), "impossible dimension"),
     "too short": (changed(PARTIAL, Y[1:]), "Of shape [2, 3], which needs 24 bytes; its frame has 23"),
     "too long": (changed(PARTIAL, Y + b"x"), "Of shape [2, 3], which needs 24 bytes; its frame has 25"),
     "overflow": (changed(PARTIAL, b"", y=["float32", 2**62, 4]), "impossible dimension"),

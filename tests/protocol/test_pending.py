@@ -4,11 +4,10 @@ import asyncio
 
 import pytest
 from msgspec.structs import replace
-from protocol_engine import QUIET, WELCOME, both, engine, until
+from protocol_engine import both, engine, until
 
 from protocol.answer import MAX_EXITS, Answer, RetryBudget
 from protocol.client import Client, copy_of
-from protocol.connection import ConnectOptions, Link
 from protocol.errors import EngineGone, RequestFailed, VersionMismatch
 from protocol.messages import (
     Calibrate,
@@ -200,32 +199,3 @@ def test_exits_are_counted_from_the_last_progress(progress, fails):
 
 
 # --- the link -----------------------------------------------------------------------------------------------
-
-
-def options(endpoint, **changed):
-    given = {"name": "link", "timeout": 1.0, "retry": 0.0, "silence": QUIET} | changed
-    return ConnectOptions(endpoint, **given)
-
-
-async def nothing():
-    pass
-
-
-async def test_link_without_retry_ends_with_the_first_loss(endpoint):
-    lost = []
-    async with engine(endpoint) as server:
-        made = Link(options(endpoint), lost.append, nothing)
-        assert not made.up
-        with pytest.raises(AssertionError):
-            _ = made.welcome
-        await made.open()
-        assert (made.up, made.welcome) == (True, WELCOME)
-        server.mute = True
-        with pytest.raises(EngineGone, match="silent"):
-            await made.receive()
-        assert lost == []  # there is nothing to wait for
-        await made.close()
-        assert not made.up
-        made.cancel(3)  # nothing is sent, and nothing raised
-        made.send(Stats(1))  # only checked
-        await made.close()

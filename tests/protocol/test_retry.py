@@ -14,7 +14,7 @@ from protocol_engine import BLOCK, QUIET, WELCOME, both, drain, engine, leaves_n
 from waiting import Stopwatch
 
 from protocol.client import Client
-from protocol.errors import EngineGone, MalformedMessage, RequestFailed, VersionMismatch
+from protocol.errors import EngineGone, MalformedMessage, RequestFailed
 from protocol.messages import Calibrate, Cancel, Done, Generate, PolicyChanged, Score, SetPolicy, Stats
 
 LENGTH = 6  # tokens of an answer
@@ -266,12 +266,6 @@ async def test_client_ends_when_another_model_is_at_the_endpoint(endpoint, other
             await answer.result()
         with pytest.raises(EngineGone, match="another engine"):
             await engines.client.stats()
-
-
-async def test_client_ends_when_another_version_is_at_the_endpoint(endpoint):
-    async with Restarts(endpoint) as engines:
-        await engines.next(replace(WELCOME, version=9))
-        assert isinstance(await engines.client.lost(), VersionMismatch)
 
 
 async def test_client_ends_after_its_retry_time(endpoint):

@@ -70,13 +70,9 @@ def test_malformed_list_of_cores_is_empty(text: str) -> None:
 
 
 def test_cpuinfo_of_x86_and_arm() -> None:
-    model, flags = parse_cpuinfo(INTEL)
-    assert model == "Intel(R) Xeon(R) w7-2495X"
-    assert {"amx_bf16", "avx2"} <= flags
-    model, flags = parse_cpuinfo(ARM)
-    assert model == "implementer 0x41 part 0xd4f"
-    assert "bf16" in flags
-    assert parse_cpuinfo("") == ("unknown processor", frozenset())
+    assert parse_cpuinfo(INTEL) == "Intel(R) Xeon(R) w7-2495X"
+    assert parse_cpuinfo(ARM) == "implementer 0x41 part 0xd4f"
+    assert parse_cpuinfo("") == "unknown processor"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from small_store import build
 
 from protocol.errors import NotPrivate
-from protocol.files import own_directory
+from protocol.files import private_directory
 from shm.errors import SegmentMissing, ShmError
 from shm.file_locks import try_lock
 from shm.locks import StoreLease, build_lock, sweep
@@ -67,25 +67,18 @@ def test_a_segment_of_a_taken_name_is_neither_used_nor_made(fingerprint, taken):
 
 
 @pytest.mark.parametrize("kind", [pytest.param("file", marks=as_root), pytest.param("folder", marks=as_root)])
-def test_all_programs_use_the_same_folder_instead_of_a_taken_one(tmp_path, kind):
-    place = tmp_path / "place"
-    take(place, kind)
-    (tmp_path / "place.theirs12").mkdir()
-    os.chown(tmp_path / "place.theirs12", OTHER, OTHER)
-    (tmp_path / "place.file1234").touch()
-    used = own_directory(place)
-    assert used.stat().st_mode & 0o7777 == 0o700
-    assert own_directory(place) == used
-    free(place)
-    assert own_directory(place) == used  # a running engine is in it
+def test_a_taken_folder_is_an_error_with_what_to_do(tmp_path, kind):
+    take(tmp_path / "place", kind)
+    with pytest.raises(NotPrivate, match=r"have it removed|remove it and start again"):
+        private_directory(tmp_path / "place")
 
 
 def test_an_own_folder_that_is_open_is_an_error_with_what_to_do(tmp_path):
     (tmp_path / "place").mkdir(mode=0o755)
     with pytest.raises(NotPrivate, match="chmod 700"):
-        own_directory(tmp_path / "place")
+        private_directory(tmp_path / "place")
     with pytest.raises(NotPrivate, match="cannot create"):
-        own_directory(tmp_path / "missing" / "place")
+        private_directory(tmp_path / "missing" / "place")
 
 
 @pytest.mark.parametrize(("mode", "links"), [(0o620, 1), (0o600, 2)])
