@@ -176,7 +176,7 @@ def compared(rows: Sequence[Figures]) -> list[str]:
     lines = [f"x: speed relative to {rows[0].request.label}"] if rows[0].decode_ratio is not None else []
     judged = next((row.perplexity for row in rows if row.perplexity), None)
     if judged is not None:
-        lines.append(f"perplexity: relative to {judged.policy}, {judged.tokens} decoded tokens")
+        lines.append(f"perplexity: relative to {judged.exact_policy}, {judged.tokens} decoded tokens")
     return lines
 
 

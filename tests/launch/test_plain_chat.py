@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,12 +86,6 @@ def test_model_that_cannot_chat_is_refused_before_it_is_loaded(tmp_path, missing
     assert expected in err
     assert "generate" in err
     assert time.monotonic() - began < LIMIT / 4
-
-
-def test_generate_refuses_a_text_for_a_shape_before_loading(complaint: Callable[..., str]) -> None:
-    line = complaint("generate", "Hello", "--model", "shape:mixtral-8x7b")
-    assert "random weights and no tokenizer" in line
-    assert "--prompt-tokens" in line
 
 
 def test_whether_a_model_can_chat_is_seen_without_loading_its_tokenizer(tmp_path: Path) -> None:
