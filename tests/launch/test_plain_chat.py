@@ -48,25 +48,6 @@ def test_commands_from_a_pipe_are_executed_and_stdout_holds_answers_alone(tiny_m
     assert engines_left() == []
 
 
-LONG = 14
-
-
-def test_full_context_keeps_room_for_answers_and_the_prefix() -> None:
-    """With the embedded model: the drops are announced once each, and most turns only add to the prompt."""
-    questions = [
-        f"What is a {word}, and what is it good for in a program?" for word in "list dictionary".split()
-    ]
-    text = "\n".join((questions * LONG)[:LONG]) + "\n/stats\n"
-    options = ("--context", "256", "--max-tokens", "40", "--ignore-eos", "--log-level", "warning")
-    code, _, err = run(*options, "--name", "full-context", "--workers", "0", written=text)
-    assert code == 0
-    drops = re.findall(r"dropped \d+ old turns?: the context of 256 tokens", err)
-    assert 1 <= len(drops) <= LONG // 2
-    assert "--context" not in err
-    (reused,) = re.findall(r"^KV cache .* (\d+)\s+reused\s+so\s+far", err, re.M)
-    assert int(reused) > LONG * 40
-
-
 @pytest.mark.parametrize(
     ("missing", "expected"), [("tokenizer.json", "no tokenizer"), ("chat_template.jinja", "no chat template")]
 )

@@ -17,11 +17,10 @@ from rich.console import Console, RenderableType
 from launch.bench.profile import PhaseProfile
 from launch.chat.conversation import Reply
 from launch.chat.repl import ERASE_LINE, LogLines, Screen
-from launch.chat.tables import counters_table, engine_table, policy_list, policy_options, summary
+from launch.chat.tables import counters_table, engine_table, summary
 from launch.chat.why import Lever, levers, why_text
 from launch.errors import WrongUsage
 from launch.terminal.interrupts import Interrupts
-from pipeline.policies.presets import PRESETS
 from protocol.messages import VERSION, Done, Welcome
 
 WELCOME = Welcome(VERSION, "e", "/models/m", "f", "cuda", "lru", True, 100, 100, True, True)
@@ -187,14 +186,6 @@ def test_summary_has_the_answer_s_figures(reason: str, tokens: int, last: list[s
     first = [f"{tokens} tokens", "12.3 tok/s", "first 0.26 s", "KV 7/9", "host 47%", "100.0 MB moved"]
     assert summary(answer, "slow link", 5) == [*first, "preempted 2 times", *last]
     assert summary(Reply("", 0, None, Done(0, "length")), "", 5) == ["0 tokens", "cut at the context's end"]
-
-
-def test_policies_and_their_options_are_listed() -> None:
-    text = shown(policy_list("dali", {"window": "4"}))
-    assert re.findall(r"^[* ] (\S+)", text, re.M) == list(PRESETS)
-    assert re.search(r"^\* dali .*\n(?s:.*)^in use: dali window=4$", text, re.M)
-    options = {line.split()[0] for line in shown(policy_options("adapmoe")).splitlines()}
-    assert {"prediction=lookahead", "sizes=dp"} <= options
 
 
 async def test_answer_in_a_terminal_erases_its_status_and_defers_announcements(
