@@ -25,7 +25,7 @@ dotted = { while sleep 2 && kill -0 $$$$ 2> /dev/null; do printf .; done & } >&2
 comma := ,
 
 .SILENT:
-.PHONY: run test test-without-compiler test-wheel gpu
+.PHONY: run test test-wheel gpu
 
 run: $(READY)
 	exec $(BIN)/python launch.py
@@ -39,10 +39,6 @@ test: $(TEST_TOOLS)
 	$(BIN)/mypy >$(VENV)/mypy.txt 2>&1 & types=$$!; \
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0; tests=$$?; \
 	wait $$types; types=$$?; echo "mypy:"; cat $(VENV)/mypy.txt; exit $$((tests ? tests : types))
-
-# The kernels' tests where nothing was compiled: installation must not need a compiler.
-test-without-compiler: $(TEST_TOOLS)
-	echo "without a compiler ..." && .ci/without-compiler $(BIN)/python
 
 # What `pip install .` installs, in an environment of its own: half a minute, nothing is downloaded or compiled.
 test-wheel: $(TEST_TOOLS)
@@ -59,6 +55,8 @@ $(READY): pyproject.toml setup.py $(wildcard workers/kernels/c/*) $(wildcard shm
 	$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	  echo "make: '$(PYTHON)' has no venv module; on Debian and Ubuntu: apt install python3-venv" >&2; \
 	  exit 1; }
+	command -v $${CC:-cc} >/dev/null || { \
+	  echo "make: no C compiler, which the kernels need; on Debian and Ubuntu: apt install gcc" >&2; exit 1; }
 	echo "make: installing into $(VENV); the first time takes some minutes ..." >&2
 	$(PYTHON) -m venv $(VENV) >&2
 	if [ $(TORCH) = cpu ]; then \

@@ -1,5 +1,5 @@
-"""The C libraries, which pyproject.toml cannot describe without a list of every header. Where one cannot be
-compiled, numpy or torch does the same more slowly."""
+"""The C libraries, which pyproject.toml cannot describe without a list of every header. Not every compiler
+knows the instructions of every variant of the kernels: those but the portable one may be missing."""
 
 from glob import glob
 
@@ -15,13 +15,22 @@ VARIANTS = {"amx": AMX + AVX512, "avx512": AVX512, "avx2": AVX2, "portable": []}
 
 
 def library(name: str, source: str, *flags: str, **settings: list[str]) -> Extension:
-    return Extension(name, [source], extra_compile_args=[*EXACT, *flags], optional=True, **settings)
+    return Extension(name, [source], extra_compile_args=[*EXACT, *flags], **settings)
 
 
 def kernels(variant: str, flags: list[str]) -> Extension:
     folder = "workers/kernels/c"
-    linked = {"depends": sorted(glob(f"{folder}/*")), "extra_link_args": ["-pthread"]}
-    return library(f"workers.kernels._{variant}", f"{folder}/{variant}.c", "-pthread", *flags, **linked)
+    depends, link = sorted(glob(f"{folder}/*")), ["-pthread"]
+    extension = library(
+        f"workers.kernels._{variant}",
+        f"{folder}/{variant}.c",
+        "-pthread",
+        *flags,
+        depends=depends,
+        extra_link_args=link,
+    )
+    extension.optional = bool(flags)
+    return extension
 
 
 setup(

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,7 +29,7 @@ from shm.kernel_files import contents, parse_cpuinfo
 from shm.layout import FORMATS, ExpertShape, StoreLayout, TileFormat, suitable_tile
 from shm.segment import Segment, unlink
 from workers.kernels.c_types import Geometry
-from workers.kernels.native import VARIANTS, Library, Team, best, load, reader
+from workers.kernels.native import VARIANTS, Library, Team, best, load
 from workers.kernels.reference import ReferenceKernel
 from workers.lifetime import environment
 
@@ -87,8 +88,7 @@ class Bench:
         self.cases.append(case | {"us": took * 1e6, "ratio": useful / took / median(reads)} | speed)
 
     def _reader(self, cores: int) -> Callable[[Bytes], object]:
-        library = best()
-        return reader(None if library is None else self._team(library, cores))
+        return partial(best().read, team=self._team(best(), cores))
 
     @property
     def read(self) -> dict[int, float]:
@@ -169,7 +169,7 @@ def measure(quick: bool, show: Callable[[str], None]) -> dict[str, Any]:
     sizes = {"1": 1, "all": all_cores}
     return {
         "cpu": parse_cpuinfo(contents(Path("/proc/cpuinfo")))[0],
-        "variant": TORCH if (library := best()) is None else library.variant,
+        "variant": best().variant,
         "read_gb_s": {name: bench.read[cores] / 1e9 for name, cores in sizes.items()},
         "results": bench.cases,
     }

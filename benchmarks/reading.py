@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from statistics import median
 
 import numpy as np
 
-from workers.kernels.native import best, reader
+from workers.kernels.native import best
 
 MEMORY = 1 << 30  # bytes: far more than any cache
 PART = 1 << 28  # bytes of one read
@@ -19,9 +20,8 @@ class Reading:
 
     def __init__(self, cores: int) -> None:
         self._parts = np.ones(MEMORY, np.uint8).reshape(-1, PART)
-        library = best()
-        self._team = None if library is None else library.team(cores)
-        self._read = reader(self._team)
+        self._team = best().team(cores)
+        self._read = partial(best().read, team=self._team)
         self.gb_s()  # starts the threads
 
     def gb_s(self) -> float:

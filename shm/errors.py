@@ -1,5 +1,9 @@
 """Errors of the shared-memory package, each with when it is raised."""
 
+from __future__ import annotations
+
+from protocol.program import COMMAND
+
 
 class ShmError(Exception):
     """Base of this package's errors; its text is one line for a person."""
@@ -7,6 +11,14 @@ class ShmError(Exception):
 
 class UnknownFormat(ShmError):
     """No class implements a format of this name."""
+
+
+class NotCompiled(ShmError):
+    """A C library is missing, or is that of another version."""
+
+    def __init__(self, name: str) -> None:
+        """`name`: of the library."""
+        super().__init__(f"the C library {name} is not compiled for this version: see {COMMAND} doctor")
 
 
 class WeightsUnusable(ShmError):

@@ -51,20 +51,19 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from importlib.machinery import PathFinder
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shm.compiled import load
 from shm.descriptor import GENERATION, X_ROWS, Descriptor, head_of
 from shm.errors import ShmError
 from shm.formats import Float32
 from shm.mask import Tally
 from shm.segment import Segment, unlink
 
-LIBRARY_VERSION = 4  # of the library's functions: one that an older checkout left behind is not used
+LIBRARY_VERSION = 4  # of the library's functions
 
 
 class Library:
@@ -104,16 +103,9 @@ def _pointers(bells: tuple[int, ...]) -> Any:
 
 
 @cache
-def library() -> Library | None:
-    """None where it was not compiled, or not for this version."""
-    spec = PathFinder.find_spec("_doorbell", [str(Path(__file__).parent)])
-    if spec is None:
-        return None
-    try:
-        functions = ctypes.CDLL(spec.origin)
-        return Library(functions) if functions.tandem_doorbell_version() == LIBRARY_VERSION else None
-    except (OSError, AttributeError):
-        return None
+def library() -> Library:
+    """The library. Raises NotCompiled."""
+    return Library(load(__file__, "_doorbell", LIBRARY_VERSION))
 
 
 MAGIC = int.from_bytes(b"TNDMLANE", "little")

@@ -1,12 +1,29 @@
 /* Quantizes float32 matrices into the records that shm/blocks.py and shm/floe.py draw. A plain C library, loaded by
- * shm/quantize.py with ctypes; shm/half_quadratic.py specifies the computation and does it with numpy.
+ * shm/quantize.py with ctypes.
  *
- * The 16 outputs of a block are computed side by side, an output to a lane, so that every sum runs within a
- * lane, input after input. Together with -ffp-contract=off that makes the bytes the same on every processor,
- * whatever its vectors' width, and the same as numpy's. Loops over lanes are what the compiler vectorises;
- * where it can, it makes a variant for each kind of processor and the right one is chosen when the library
- * is loaded.
- */
+ * A group of weights w is stored as whole numbers q from 0 to a largest code (15 for 4 bits, 3 for 2) that stand for
+ * r = scale * (q - zero). Rounding to nearest takes scale and zero from the group's range, so that one outlier makes all
+ * steps wide. Badri and Shaji (HQQ, 2023) instead minimise sum |w - r|^p with p < 1, which lets few weights be far off so
+ * that most are near, and split it with an auxiliary error e:
+ *
+ *     e     <- shrink(w - r) = sign(w - r) * max(0, |w - r| - |w - r|^(p-1) / beta)
+ *     zero  <- the exact minimiser of |w - e - r|^2 for the codes q
+ *     beta  <- kappa * beta
+ *
+ * for at most `steps` times, until the group's error no longer falls. Here the second step finds the scale too, by least
+ * squares of w - e over q, which is no dearer. Both are rounded to bfloat16, as they are stored, before the codes are
+ * made, and errors are those of the numbers that would be stored; the first candidate is rounding to nearest, so the
+ * result is never worse than that. Errors are in units of the group's first scale: the thresholds of a group do not
+ * depend on how large its weights are.
+ *
+ * With 2 bits (SQUARED) the error is the squared one, p = 2, and so e = 0: of four levels each is used by many weights,
+ * and a norm that forgives large errors costs a model more than it gains. Alternating then ends in one of several minima:
+ * it starts twice, the second time with a narrower grid around the mean, and the better end counts.
+ *
+ * The 16 outputs of a block are computed side by side, an output to a lane, so that every sum runs within a lane, input
+ * after input. Together with -ffp-contract=off that makes the bytes the same on every processor, whatever its vectors'
+ * width. Loops over lanes are what the compiler vectorises; where it can, it makes a variant for each kind of processor
+ * and the right one is chosen when the library is loaded. */
 
 #include <stdint.h>
 #include <string.h>
@@ -97,7 +114,7 @@ static int gather(const Matrix *m, int64_t output, int64_t first, int count, flo
 }
 
 /* One group of 16 outputs: the bfloat16 patterns of scales and zeros, and the codes q[j][lane], 0..largest.
- * Weights x are overwritten. See shm/half_quadratic.py for the steps. `squared`, a constant, so that the loop over
+ * Weights x are overwritten. `squared`, a constant, so that the loop over
  * lanes has no branch and becomes vectors: whether squared errors are minimised. */
 INLINE void coded_group_by(const int squared, float x[][LANES], int count, float largest, int steps,
                            uint16_t *scales, uint16_t *zeros, uint8_t q[][LANES]) {

@@ -7,10 +7,6 @@ the middle of a computation.
 Names begin with a slash and contain no other. All users can make files in /dev/shm, and the names here can be
 guessed: what is not a regular file that this user alone can write, under one name, does not count as a
 segment. This module knows nothing about what the bytes mean.
-
-Shared memory may be swapped out like any other. Locking its pages needs no privilege up to RLIMIT_MEMLOCK
-(often 8 MB, "unlimited" on machines prepared for it) and none beyond with CAP_IPC_LOCK. What cannot be locked
-works all the same, so a refusal is no error: the report has it in one line.
 """
 
 from __future__ import annotations
@@ -23,7 +19,6 @@ import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import posix_ipc
@@ -278,43 +273,23 @@ def _too_small(needed: int, free: int) -> str:
     )
 
 
-CHUNK = 1 << 28  # bytes for one call: where the limit ends, all whole chunks below it stay locked
-SMALLEST = 1 << 20
+LOCKED_TOGETHER = 1 << 24  # bytes of one call
 
 
-@dataclass(frozen=True)
-class LockReport:
-    """The result of `lock_pages`. `str` is one line for a person."""
+def lock_pages(memory: Bytes) -> str:
+    """Lock the pages of a segment's `array`, so that they are not swapped out, as far as this process may:
+    without privilege up to RLIMIT_MEMLOCK. Returns the result in one line.
 
-    locked_bytes: int
-    total_bytes: int
-    reason: str  # why the rest is not locked; "" where everything is
-
-    def __str__(self) -> str:
-        if not self.reason:
-            return f"{byte_size(self.total_bytes)} locked in memory"
-        return (
-            f"{byte_size(self.locked_bytes)} of {byte_size(self.total_bytes)} locked in memory "
-            f"({self.reason}); raise the limit with `ulimit -l unlimited`"
-        )
-
-
-def lock_pages(memory: Bytes) -> LockReport:
-    """Lock the pages of a segment's `array` as far as this process may, from its first byte on.
-
-    They stay locked until they are unmapped or the process ends, and one process's lock keeps them in memory
-    for all. Where a chunk fails, ever smaller ones are tried, so a limit is used to within a megabyte. Pages
-    that have been written take about 80 ms a gigabyte.
+    They stay locked until they are unmapped or the process ends, for all processes that map them. Pages that
+    have been written take about 80 ms a gigabyte.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    address, total = memory.ctypes.data, memory.nbytes
-    locked, step, reason = 0, CHUNK, ""
-    while locked < total and step >= SMALLEST:
-        size = min(step, total - locked)
-        if libc.mlock(address + locked, size) == 0:
-            locked += size
-        else:
-            reason = os.strerror(ctypes.get_errno()).lower()
-            step //= 2
-    return LockReport(locked, total, "" if locked == total else reason)
+    total = byte_size(memory.nbytes)
+    for start in range(0, memory.nbytes, LOCKED_TOGETHER):
+        size = min(LOCKED_TOGETHER, memory.nbytes - start)
+        if libc.mlock(memory.ctypes.data + start, size):
+            why = os.strerror(ctypes.get_errno()).lower()
+            fix = "raise the limit with `ulimit -l unlimited`"
+            return f"{byte_size(start)} of {total} locked in memory ({why}); {fix}"
+    return f"{total} locked in memory"

@@ -41,8 +41,7 @@ TESTS = Path(__file__).parent
 SHARE = 0.02  # of the time of all tests; a file that takes more belongs into LONGEST
 LONGEST = (
     "parity/test_parity.py",
-    "parity/test_quantized.py",
-    "parity/test_family_formats.py",
+    "parity/test_formats.py",
     "launch/test_engine_lifecycle.py",
     "launch/test_calibrate.py",
     "launch/test_stress.py",

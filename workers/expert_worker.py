@@ -51,8 +51,7 @@ def main(config: dict[str, Any]) -> int:
     try:
         control = ControlSegment.attach(config["control"])
         with Store.attach(config["store"], config["fingerprint"]) as store:
-            library = best()
-            team = None if library is None else library.team(len(config["cores"]))
+            team = best().team(len(config["cores"]))
             line = control.line("worker", peer.index)
             kernel = HostKernel(store.layout, team, line, generation=peer.generation)
             kernel.prepare()

@@ -15,7 +15,6 @@ import numpy as np
 
 from protocol.messages import Abandon, AttachLane, Partial, Work, WorkFailed
 from shm.descriptor import HEADER, SEQ, X_ROWS, Descriptor, head_of
-from shm.errors import ShmError
 from shm.formats import Float32
 from shm.lane import Slot, WorkerLane, library
 from shm.mask import Tally
@@ -110,7 +109,4 @@ class WorkExchange:
             self.refuse(task, f"x of {x.shape} instead of {(head[X_ROWS], self._hidden)}")
 
     def _attach(self, message: AttachLane) -> None:
-        functions = library()
-        if functions is None:
-            raise ShmError("shm/doorbell.c was not compiled")
-        self._lane = WorkerLane(functions, message.hall, message.lane, self._peer.generation)
+        self._lane = WorkerLane(library(), message.hall, message.lane, self._peer.generation)

@@ -136,8 +136,6 @@ class Clock:
 def equals_the_host(device: Device, layers: Layers, rows: int) -> bool | None:
     """Returns whether one expert's output has the host's bits; None where no C library was compiled."""
     library, shape = best(), layers.layout.shape
-    if library is None:
-        return None
     x = torch.randn(rows, layers.hidden)
     every, weights = np.arange(rows, dtype=np.int32), np.ones(rows, np.float32)
     offsets, cuts = np.array([0, rows], np.int32), np.ones(1, np.int32)

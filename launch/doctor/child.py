@@ -25,7 +25,7 @@ from shm.layout import Bytes, ExpertShape, StoreLayout, format_named
 from shm.mask import DENSE, Mask
 from shm.store import Store
 from workers.kernels.host import HostKernel
-from workers.kernels.native import reader
+from workers.kernels.native import best
 from workers.lifetime import pin
 
 BLOCK = 1 << 25  # bytes of one read
@@ -58,7 +58,7 @@ def main(config: dict[str, Any]) -> None:
     part = shared[config["lo"] : config["hi"]]
     part.view(np.uint64).max()  # maps every page
     size = min(BLOCK, len(part)) // 64 * 64
-    works = [Work(reader(), size, size)]
+    works = [Work(best().read, size, size)]
     for name, shape in config["experts"]:
         works.append(_expert(name, ExpertShape(*shape), len(part), 1 - config["left_out"]))
     for work in works:

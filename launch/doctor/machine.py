@@ -22,12 +22,13 @@ from pipeline.models.shapes import short_name
 from protocol.errors import ProtocolError
 from protocol.program import COMMAND
 from protocol.sockets import runtime_root
-from shm.errors import ShmError
+from shm.errors import NotCompiled, ShmError
 from shm.kernel_files import contents, limits, parse_cpuinfo
+from shm.lane import library as doorbells
 from shm.locks import sweep as sweep_stores
 from shm.quantize import library as quantizer
 from shm.segment import SHM_FOLDER, available_memory, byte_size
-from workers.kernels.native import VARIANTS, Library, best, load
+from workers.kernels.native import VARIANTS, Library, load
 from workers.lifetime import ROOT
 
 Level = Literal["ok", "note", "problem"]
@@ -101,21 +102,23 @@ def pip_install(arguments: str) -> str:
 def kernels() -> Iterator[Finding]:
     """Names the kernels that compute experts, and why others do not."""
     variants = {name: load(name) for name in VARIANTS}
-    kernel = best()
+    used = next((name for name, library in variants.items() if isinstance(library, Library)), "")
     fix = f"install a C compiler (Debian, Ubuntu: sudo apt install gcc)\n{pip_install(f'-e {ROOT}')}"
     unused = ", ".join(
         f"{VARIANTS[name]} ({'not faster' if isinstance(other, Library) else other})"
         for name, other in variants.items()
-        if kernel is None or name != kernel.variant
+        if name != used
     )
-    if kernel is None:
-        means = "experts of every format are computed through torch, the quantized ones much slower"
-        yield Finding("kernels", "note", f"no compiled kernels: {unused}", means, fix)
+    if used:
+        yield Finding("kernels", "ok", VARIANTS[used], f"not used: {unused}")
     else:
-        yield Finding("kernels", "ok", f"{VARIANTS[kernel.variant]}", f"not used: {unused}")
-    if quantizer() is None:
-        means = "the first start of a model quantizes it with numpy, which takes much longer"
-        yield Finding("kernels", "note", "the quantizer is not compiled", means, fix)
+        means = "no engine starts"
+        yield Finding("kernels", "problem", f"no compiled kernels: {unused}", means, fix, prevents=True)
+    for compiled in (quantizer, doorbells):
+        try:
+            compiled()
+        except NotCompiled as e:
+            yield Finding("kernels", "problem", str(e), "no engine starts", fix, prevents=True)
 
 
 # --- memory -------------------------------------------------------------------------------------------------

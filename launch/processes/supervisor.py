@@ -41,7 +41,6 @@ from protocol.program import user_folder
 from protocol.sockets import Identity
 from shm.control import ControlSegment
 from shm.errors import SegmentMissing, ShmError
-from shm.lane import library as doorbells
 from shm.locks import StoreLease
 from shm.locks import sweep as sweep_stores
 from shm.segment import engine_prefix
@@ -142,8 +141,6 @@ class Supervisor:
         self._group = group = ProcessGroup(runtime.endpoint("control.sock"), self._guard)
         self._files.callback(group.close)
         group.on_message, group.on_exit = self._on_message, self._on_exit
-        if config.exchange == "auto" and doorbells() is None:
-            self.config = config = replace(config, exchange="zmq")
         self._config, self._key, self._slab = config, group.key, now.policy.uses_device
         self._reserve = plan.beside_store(now.machine)
         notice(start_line(self.model, plan, now.machine, config.backbone_dtype))

@@ -117,8 +117,8 @@ class CpuDevice(Device):
 
     def __init__(self) -> None:
         self._all_threads = torch.get_num_threads()
-        self.library = best()
-        self.team = None if self.library is None else self.library.team(self._all_threads)
+        self.library: Library = best()
+        self.team = self.library.team(self._all_threads)
 
     def expert_kernel(self, layout: StoreLayout) -> CpuKernel:
         return CpuKernel(layout, self.team)
@@ -126,8 +126,6 @@ class CpuDevice(Device):
     def channel_kernel(self, layout: StoreLayout) -> DeviceChannelKernel:
         format = layout.format
         assert isinstance(format, FloeFormat)
-        if self.library is None:
-            return ReferenceChannels(layout)
         return CpuChannelKernel(self.library, layout, format, self.team)
 
     def heads_bytes(self, layout: StoreLayout) -> int:

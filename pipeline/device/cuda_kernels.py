@@ -74,8 +74,7 @@ class KernelDevice(Device):
 
     def _program(self, format: TileFormat) -> Program | None:
         """Return the kernels of a format; None where torch computes it."""
-        host = best()
-        return Program.of_format(format, fused=host is None or host.variant != "portable")
+        return Program.of_format(format, fused=best().variant != "portable")
 
     def expert_kernel(self, layout: StoreLayout) -> DeviceKernel:
         in_torch, program = TorchKernel(layout, self.from_host), self._program(layout.format)

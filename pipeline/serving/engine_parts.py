@@ -20,7 +20,7 @@ from pipeline.checkpoint.open import open_model
 from pipeline.config import CoordinatorConfig, WorkerCores
 from pipeline.device import open_device
 from pipeline.engine.engine import Engine
-from pipeline.errors import PeerLost, UsageError
+from pipeline.errors import PeerLost
 from pipeline.experts.carriers import ArenaCarrier, SocketCarrier
 from pipeline.experts.division import divider, largest
 from pipeline.experts.peers import ChildServerSocket, ExitEvents, SendToSupervisor
@@ -32,7 +32,6 @@ from pipeline.models.spec import ModelSpec
 from pipeline.text.detokenizer import DECODER, Detokenizer
 from pipeline.text.tokenizer import has_tokenizer
 from protocol.messages import Progress
-from protocol.program import COMMAND
 from shm.control import ControlSegment
 from shm.disk_cache import CacheRecord
 from shm.lane import LaneShape, library
@@ -106,12 +105,10 @@ class EngineParts:
         layout = self.store.layout
         self.engine = Engine(backbone, layout, device, pool, options.graphs)
         self.engine.tick = self.tick
-        library = best()
-        missing = f"torch; none were compiled: see {COMMAND} doctor"
         self.notes = [
             f"store: {locked.result()}",
             f"backbone: {byte_size(backbone.bytes)} {options.backbone_dtype} on {device.describe()}",
-            f"kernels: {missing if library is None else VARIANTS[library.variant]}",
+            f"kernels: {VARIANTS[best().variant]}",
             f"experts: {layout.shape.layers} layers of {layout.shape.experts}; tiles of an expert:"
             f" {layout.shape.tiles}, {byte_size(layout.expert_bytes // layout.shape.tiles)} each",
             f"context: {self.context} tokens; the KV cache holds {held}",
@@ -153,19 +150,16 @@ class EngineParts:
 
     def _open_carrier(self, top_k: int) -> ArenaCarrier | SocketCarrier:
         """Open what carries Works to the workers and their answers back."""
-        options, socket, functions = self.config.options, self.sockets["worker"], library()
-        shape, workers = self.store.layout.shape, self.config.workers
-        if options.exchange == "zmq" or (functions is None and options.exchange == "auto"):
+        socket, shape, workers = self.sockets["worker"], self.store.layout.shape, self.config.workers
+        if self.config.options.exchange == "zmq":
             return SocketCarrier(socket, shape.hidden)
-        if functions is None:
-            raise UsageError("--exchange shm: shm/doorbell.c was not compiled at installation")
         slots = [
             (rows, largest(workers, shape.experts, shape.tiles, rows, top_k))
             for rows in (min(NARROW_ROWS, self._rows), self._rows)
         ]
         prefix = engine_prefix(self.config.runtime)
         lanes = LaneShape(shape.hidden, *slots)
-        carrier = ArenaCarrier(socket, functions, prefix, lanes, self.device)
+        carrier = ArenaCarrier(socket, library(), prefix, lanes, self.device)
         self.closing.callback(carrier.close)
         return carrier
 

@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 from fault_engines import State, config, same
 
+from launch.processes.monitor import Limits
 from pipeline.assets import model_dir
 from pipeline.text.process import NICENESS
 from protocol.client import Client
@@ -46,7 +47,7 @@ async def state(start_engine, tmp_path_factory) -> AsyncIterator[State]:
     for name, content in (("tokenizer.json", json.dumps(changed)), ("chat_template.jinja", TEMPLATE)):
         (folder / name).unlink()
         (folder / name).write_text(content)
-    async with start_engine(config(folder)) as (supervisor, client):
+    async with start_engine(config(folder), Limits(stopped_checks=1000)) as (supervisor, client):
         yield State(supervisor, client)
 
 

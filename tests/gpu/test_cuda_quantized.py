@@ -1,16 +1,18 @@
 """Engines whose experts, and whose backbone, a GPU computes in a quantized format equal transformers on the
-same weights, as those on the host do (tests/parity/test_quantized.py)."""
+same weights, as those on the host do (tests/parity/test_formats.py)."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from comparison import check_policies, within
+from families import drawn_texts, save
+from family_cases import WHOLE_GROUPS
 from quantized_oracle import QuantizedOracle
-from test_parity import CHUNK, NEW, passages
-from test_quantized import ANYWHERE, LENGTH, reach
+from test_formats import ANYWHERE, CHUNK, NEW, TOKENS
 
 from launch.equality import rounding_bound
-from pipeline.assets import model_dir
 from pipeline.config import EngineConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -22,16 +24,23 @@ TEXTS, SEEDS = 6, 6
     ("experts", "backbone"),
     [("int4", "f32"), ("int8", "f32"), ("int4-g128", "f32"), ("int4", "int4"), ("int8", "int8")],
 )
-async def test_quantized_engines_equal_transformers(experts, backbone, start_engine) -> None:
-    oracle = QuantizedOracle(model_dir(), experts, None if backbone == "f32" else backbone)
-    texts = passages(TEXTS, LENGTH)
+async def test_quantized_engines_equal_transformers(experts, backbone, start_engine, tmp_path: Path) -> None:
+    save(WHOLE_GROUPS, tmp_path)
+    oracle = QuantizedOracle(tmp_path, experts, backbone)
+    texts = drawn_texts(WHOLE_GROUPS, TEXTS, TOKENS)
     expected = oracle.batch(texts)
-    check = within(reach(oracle, backbone, texts, expected, SEEDS), expected)
+    check = within(oracle.rounding(texts, expected, SEEDS), expected)
     greedy, bound = oracle.greedy(texts[0], NEW), rounding_bound(experts, backbone)
     config = EngineConfig(
-        device="cuda", format=experts, backbone_dtype=backbone, workers=2, tile=128, chunk=CHUNK,
+        model=tmp_path,
+        device="cuda",
+        format=experts,
+        backbone_dtype=backbone,
+        workers=2,
+        tile=128,
+        chunk=CHUNK,
         expert_cache=0.4,
-    )  # fmt: skip
+    )
     async with start_engine(config) as (_, client):
         policies = [("all-host", {}), ("on-demand", {}), ("tandem", {}), ANYWHERE]
         await check_policies(client, policies, texts, check, texts[0], greedy, bound)

@@ -22,7 +22,9 @@ from launch.runtime import EngineInfo, RuntimeDir
 from launch.terminal.interrupts import Interrupts
 from pipeline.assets import model_dir
 from protocol.messages import VERSION
+from shm.errors import NotCompiled
 from shm.segment import engine_prefix
+from workers.kernels.native import VARIANTS
 
 GB = 1_000_000_000
 TOPICS = {"cpu", "threads", "kernels", "memory", "shared memory"}
@@ -150,6 +152,23 @@ def test_too_little_memory_and_a_limit_on_locked_pages(monkeypatch: pytest.Monke
         assert machine._locking(lockable, 3 * GB).level == level
     monkeypatch.setattr(machine, "contents", lambda path: "CapEff:\t000001ffffffffff\n")
     assert machine._locking(8 << 20, 3 * GB).level == "ok"
+
+
+def test_missing_kernels_are_reported_with_the_command_that_compiles_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing() -> None:
+        raise NotCompiled("_quantize")
+
+    reason = "not compiled at installation"
+    monkeypatch.setattr(machine, "load", lambda name: reason)
+    monkeypatch.setattr(machine, "quantizer", missing)
+    first, second = machine.kernels()
+    assert first.level == second.level == "problem"
+    assert all(f"{name} ({reason})" in first.found for name in VARIANTS.values())
+    assert "_quantize" in second.found
+    for finding in (first, second):
+        assert "-m pip install -e " in finding.do
 
 
 def test_running_engines_and_leftovers_of_killed_ones_are_named() -> None:

@@ -214,6 +214,12 @@ CASES = [
     for (name, options), layout in zip(cases.items(), LAYOUTS, strict=True)
 ]
 
+# The sizes of CASES are no whole numbers of a quantized format's groups; here every matrix has several.
+WHOLE_GROUPS = Case(
+    "mixtral",
+    "whole-groups",
+    {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_local_experts": 4},
+)
 
 EDGES = [  # compared in the tests' process only, but for the first
     Case("mixtral", "one-expert", {"num_local_experts": 1, "num_experts_per_tok": 1}),

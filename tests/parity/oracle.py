@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+EXACT = 1e-4  # nats: what an engine's float32 log-probabilities may differ by
 BATCH = 14  # texts
 
 

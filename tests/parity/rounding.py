@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 Rows = NDArray[np.float32]
 Floats = NDArray[np.float64]
 
-# For one comparison. The suite makes 62 checks of engines, each of four comparisons, and a few of the oracle:
+# For one comparison. The suite makes 60 checks of engines, each of four comparisons, and a few of the oracle:
 # fewer than 400, so that one of a million suites has a false alarm.
 FALSE_ALARM = 2.5e-9
 TAIL = 0.999  # quantile of a text's distances
@@ -104,7 +104,7 @@ class Rounding:
           so that a factor of 1.4 is 8 deviations away; an engine that rounds less often than the oracle has
           0.6 of its mean. Beside float32, where flips move rows a thousandfold, 98 % of the rows would have
           to be moved; by Chernoff's bound on how much of each text flips move, that has a chance of 2.5e-10
-          (14 texts of the embedded model with int4 experts, 70 % of rows moved) and less.
+          (14 texts of a model with int4 experts, 70 % of rows moved) and less.
         """
         means = np.array([sample.means for sample in self.samples])
         tails = np.array([sample.tails for sample in self.samples])

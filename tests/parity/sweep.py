@@ -26,8 +26,7 @@ from families import Case, save
 from family_draws import drawn
 from in_process import InProcess
 from numpy.typing import NDArray
-from oracle import Oracle
-from test_parity import EXACT
+from oracle import EXACT, Oracle
 
 from launch.errors import StartFailed
 from launch.processes.supervisor import Supervisor

@@ -11,10 +11,9 @@ import torch
 from comparison import ALONE
 from families import drawn_texts, save
 from family_cases import CASES, place
-from quantized_oracle import QuantizedOracle
+from quantized_oracle import NOISE, QuantizedOracle
 from rounding import STEEPNESS, Distances, Rows, chance, exceeded, excesses, spread
-from test_family_formats import SEEDS, TEXTS, TOKENS
-from test_quantized import NOISE, reach
+from test_formats import SEEDS, TEXTS, TOKENS
 from torch import nn
 
 CASE = next(case for case in CASES if case.family == "deepseek_v2" and place(case) == 3)
@@ -33,11 +32,11 @@ class ScoredModel:
         self.texts = drawn_texts(CASE, TEXTS, TOKENS)
         oracle = self.oracle()
         self._exact = oracle.batch(self.texts)
-        self._allowed = reach(oracle, backbone, self.texts, self._exact, SEEDS)
+        self._allowed = oracle.rounding(self.texts, self._exact, SEEDS)
         self._right = self.rounded(oracle, OTHER_SEEDS[0])
 
     def oracle(self) -> QuantizedOracle:
-        return QuantizedOracle(self._folder, "int4", None if self.backbone == "f32" else self.backbone)
+        return QuantizedOracle(self._folder, "int4", self.backbone)
 
     def rounded(self, oracle: QuantizedOracle, seed: int, much: float = 1.0) -> list[Rows]:
         """An engine's log-probabilities that computes as this oracle does, with rounding of its own."""

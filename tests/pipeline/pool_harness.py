@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pytest
 from child_messages import LIMIT, PRINT, child_endpoint
 from clock import Clock
 
@@ -24,7 +23,7 @@ from pipeline.experts.pool import Carrier, Compute, HostPool, Ticket
 from protocol.messages import Abandon, AttachLane, Partial, Work, WorkerDied, WorkerUp, WorkFailed
 from shm.control import ControlSegment
 from shm.descriptor import Parts, describe, parts_of
-from shm.lane import LaneShape, Library, Slot, WorkerLane, library
+from shm.lane import LaneShape, Slot, WorkerLane, library
 from shm.mask import DENSE, NOTHING, Mask, Tally
 from workers.child_endpoint import ChildEndpoint
 
@@ -34,13 +33,6 @@ X = np.ones((1, HIDDEN), np.float32)
 _ARENAS = itertools.count()
 QUIET = 0.15  # seconds without a message that count as silence
 TICK = 0.01  # seconds
-
-
-def doorbells() -> Library:
-    functions = library()
-    if functions is None:
-        pytest.skip("shm/doorbell.c was not compiled")
-    return functions
 
 
 @dataclass(frozen=True)
@@ -111,7 +103,7 @@ class Worker:
         received: list[object] = []
         for message in self.endpoint.receive(wait=False):
             if isinstance(message, AttachLane):
-                self.lane = WorkerLane(doorbells(), message.hall, message.lane, self.generation)
+                self.lane = WorkerLane(library(), message.hall, message.lane, self.generation)
             elif isinstance(message, Work):
                 work = parts_of(message.descriptor)
                 assert work.generation == self.generation
@@ -187,7 +179,7 @@ class PoolHarness:
         self.carrier: Carrier = SocketCarrier(socket, HIDDEN)
         if arena:
             self.prefix = f"/tandem-tests{os.getpid()}-arena-{next(_ARENAS)}-"
-            self.carrier = ArenaCarrier(socket, doorbells(), self.prefix, SHAPE)
+            self.carrier = ArenaCarrier(socket, library(), self.prefix, SHAPE)
         self.exits, self.reports = exits, reports
         self.running: list[Worker] = []
         self.pool: HostPool

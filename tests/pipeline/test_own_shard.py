@@ -11,12 +11,13 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from child_messages import LIMIT
-from pool_harness import HIDDEN, PoolHarness, Worker, X, doorbells
+from pool_harness import HIDDEN, PoolHarness, Worker, X
 
 from pipeline.arrays import FloatArray
 from pipeline.config import WorkerCores
 from pipeline.experts.pool import Answer
 from shm.descriptor import Descriptor, parts_of
+from shm.lane import library
 from shm.mask import NOTHING, Tally
 
 
@@ -47,13 +48,13 @@ def asleep(worker: Worker, core: int, value: float = 0.0) -> Iterator[None]:
     thread.start()
     bell = (lane._bell,)
     until = time.monotonic() + LIMIT
-    while doorbells().rouse(bell) < 0:
+    while library().rouse(bell) < 0:
         assert time.monotonic() < until
         time.sleep(0.001)
     try:
         yield
     finally:
-        doorbells().ring(bell)
+        library().ring(bell)
         thread.join()
 
 

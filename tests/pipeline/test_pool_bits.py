@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from child_messages import LIMIT, child_endpoint, child_socket, control_segment
 from mover_parts import encoded_store
-from pool_harness import doorbells
 
 from pipeline.config import WorkerCores
 from pipeline.device.base import sum_on_host
@@ -22,7 +21,7 @@ from pipeline.experts.division import Split, divider, largest
 from pipeline.experts.pool import HostPool, computing
 from pipeline.policies.view import Routing
 from protocol.messages import Shutdown
-from shm.lane import LaneShape
+from shm.lane import LaneShape, library
 from shm.layout import ExpertShape
 from shm.mask import DENSE, Mask
 from shm.store import Store
@@ -61,7 +60,7 @@ def pool_of(folder: Path, store: Store, workers: int, exchange: str) -> Iterator
         if exchange == "shm":
             sizes = [(rows, largest(cores, shape.experts, shape.tiles, rows, TOP_K)) for rows in (4, ROWS)]
             prefix = f"/tandem-tests{os.getpid()}-bits-{next(NUMBER)}-"
-            carrier = ArenaCarrier(socket, doorbells(), prefix, LaneShape(shape.hidden, *sizes))
+            carrier = ArenaCarrier(socket, library(), prefix, LaneShape(shape.hidden, *sizes))
             stack.callback(carrier.close)
         pool = HostPool(division, cores, None, socket, carrier, control)
         pool.wait_ready(LIMIT)

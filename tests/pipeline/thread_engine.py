@@ -14,7 +14,6 @@ import torch
 from child_messages import LIMIT, child_endpoint, child_socket, control_segment
 from failing_prefetcher import FailingPrefetcher
 from mover_parts import MoverParts, mover_parts, random_store
-from pool_harness import doorbells
 
 from pipeline.arrays import IntArray
 from pipeline.backbone.backbone import Backbone
@@ -34,7 +33,7 @@ from pipeline.models.registry import expert_shape, model_spec
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import ModelShape, Plan, Policy, PolicyRequest, Routing, View
 from protocol.messages import Shutdown
-from shm.lane import LaneShape
+from shm.lane import LaneShape, library
 from shm.layout import format_named
 from shm.store import Store
 from workers.copiers import TileCopy
@@ -84,7 +83,7 @@ def engine_in_threads(
             most = largest(cores, shape.experts, shape.tiles, CONTEXT, 2)
             lanes = LaneShape(shape.hidden, (4, most), (CONTEXT, most))
             prefix = f"/tandem-tests{os.getpid()}-arena-"
-            carrier = ArenaCarrier(socket, doorbells(), prefix, lanes, parts.device)
+            carrier = ArenaCarrier(socket, library(), prefix, lanes, parts.device)
             stack.callback(carrier.close)
         division = divider(cores, shape.experts, shape.tiles)
         pool = HostPool(division, cores, None, socket, carrier, control)

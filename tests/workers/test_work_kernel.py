@@ -139,10 +139,7 @@ def right(work: Case) -> bool:
 @example(work_of([(0, LEAST, 1), (0, 0, 1)], [0, 1, 2], [0, 1]))
 @example(work_of([(0, 0, 1)], [0, MOST], [0]))
 def test_wrong_numbers_are_refused_by_c_and_for_torch(work: Case) -> None:
-    library = best()
-    if library is None:
-        pytest.skip("no C kernels were compiled")
-    works = kernel_of(library, LIMITED).works(np.zeros(LIMITED.total_bytes, np.uint8), LIMITED)
+    works = kernel_of(best(), LIMITED).works(np.zeros(LIMITED.total_bytes, np.uint8), LIMITED)
     if right(work):
         assert fault_of(parts_of(work.descriptor), LIMITED) is None
         assert not computed(works, work).any()
@@ -210,10 +207,7 @@ def test_short_x_and_y_and_other_generations_are_refused(library) -> None:
 )
 def test_any_bytes_are_computed_or_refused(changes: list[tuple[int, int]]) -> None:
     """Whatever numbers a descriptor has, C computes what Python would or refuses it, and goes on."""
-    library = best()
-    if library is None:
-        pytest.skip("no C kernels were compiled")
-    works = kernel_of(library, LIMITED).works(np.zeros(LIMITED.total_bytes, np.uint8), LIMITED)
+    works = kernel_of(best(), LIMITED).works(np.zeros(LIMITED.total_bytes, np.uint8), LIMITED)
     work = work_of([(0, 0, 1), (1, 1, 3)], [0, 1, 2], [0, 2])
     descriptor, y = work.descriptor, np.full_like(work.x, 7)
     for place, number in changes:

@@ -1,7 +1,7 @@
 """Expert kernels on the host's own cores, the same for expert workers and for the device `cpu`.
 
-C computes the quantized formats and bf16. torch computes f32, a format for comparison, and every format if no
-C library was compiled; it is imported only then. In C the same tiles for the same rows give the same bits in
+C computes the quantized formats and bf16. torch computes f32, a format for comparison; it is imported only
+then. In C the same tiles for the same rows give the same bits in
 every process of an engine; torch's bits also depend on its number of threads, which is the same in all
 workers.
 """
@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from shm.blocks import BlockFormat
 from shm.control import ControlLine
 from shm.descriptor import Descriptor, Parts, parts_of
-from shm.floe import FloeFormat
-from shm.formats import BF16, Bytes, Float32
+from shm.formats import F32, Bytes, Float32
 from shm.layout import StoreLayout
-from shm.mask import NOTHING, Mask, Tally, is_mask
+from shm.mask import NOTHING, Tally
 from shm.store import Store
 from workers.kernels.c_types import Geometry, Quantized
 from workers.kernels.native import Kernel, Team, WorkKernel, best
@@ -42,8 +40,8 @@ class Activations:
 
 def fault_of(work: Parts, layout: StoreLayout) -> str | None:
     """Returns which number of a Work is wrong, or None: what C checks of the Works that it computes."""
-    offsets, shape, mask = work.offsets.tolist(), layout.shape, work.mask
-    if not (is_mask(*mask) if isinstance(layout.format, FloeFormat) else mask == (0, 1)):
+    offsets, shape = work.offsets.tolist(), layout.shape
+    if work.mask != (0, 1):
         return "a mask that its format does not have, or no mask at all"
     if not 0 <= work.layer < shape.layers:
         return f"no layer {work.layer}"
@@ -82,11 +80,10 @@ class HostKernel:
         self._native: Kernel | None = None
         self._works: WorkKernel | None = None  # of the store of the last Work
         self._guarded, self._generation = guarded, generation
-        library = best()
-        if library is not None and isinstance(layout.format, BlockFormat | FloeFormat | BF16):
+        if not isinstance(layout.format, F32):
             shape = layout.shape
             geometry = Geometry(layout.format, shape.hidden, shape.hidden, shape.tile)
-            self._native = library.kernel(geometry, team)
+            self._native = best().kernel(geometry, team)
         self._reference: ReferenceKernel | None = None
 
     @property
@@ -120,41 +117,14 @@ class HostKernel:
         if work.generation != self._generation:
             raise IndexError("a Work of another generation")
         x, y, offsets = x[: work.x_rows], y[: work.x_rows], work.offsets.tolist()
-        activations, tallies = Activations(x), [NOTHING]
+        activations = Activations(x)
         y[:] = 0
         for (expert, lo, hi), start, end in zip(work.items.tolist(), offsets, offsets[1:], strict=False):
             rows = work.rows[start:end]
-            if isinstance(self._layout.format, FloeFormat):
-                part, tally = self._compute_masked(work, x, store, (expert, lo, hi), rows)
-                tallies.append(tally)
-            else:
-                part = self.compute(store.tiles(work.layer, expert, lo, hi), activations, rows)
+            part = self.compute(store.tiles(work.layer, expert, lo, hi), activations, rows)
             part *= work.weights[start:end, None]
             y[rows] += part  # an item names a row once
-        return Tally.of(tallies)
-
-    def _compute_masked(
-        self, work: Parts, x: Float32, store: Store, item: tuple[int, int, int], rows: NDArray[np.int32]
-    ) -> tuple[Float32, Tally]:
-        """An item of a format whose gate and down lie by channel, in torch: float32 [len(rows), H]."""
-        import torch
-
-        from workers.kernels.reference import ReferenceChannels
-
-        expert, lo, hi = item
-        reference, total, tallies = ReferenceChannels(self._layout), np.zeros((len(rows), 1), np.float32), []
-        with torch.inference_mode():
-            inputs = reference.activations(torch.from_numpy(x))
-            chosen = torch.from_numpy(rows.astype(np.int64))
-            for tile in range(lo, hi):
-                place = work.layer, expert, tile, tile + 1
-                heads, body = (torch.from_numpy(part(*place)) for part in (store.heads, store.tiles))
-                y, tally = reference.compute(heads, body, inputs, chosen, Mask(*work.mask))
-                total = total + y.numpy()
-                tallies.append(tally)
-                if self._line is not None:
-                    self._line.tick()
-        return total, Tally.of(tallies)
+        return NOTHING
 
     def compute(self, tiles: Bytes, x: Activations, rows: NDArray[np.int32]) -> Float32:
         """The sum of the outputs of consecutive tiles (uint8 [number * tile_bytes]) for the rows x[rows]:

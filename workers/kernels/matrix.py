@@ -32,14 +32,12 @@ class HostMatrix:
         team: Team | None,
     ) -> None:
         """`data`: the matrix [outputs, inputs] of this `shape` in the format's bytes, see `quantized`."""
-        self._format = format
-        self._outputs, self._inputs = shape
+        outputs, inputs = shape
         self._data = data
         self.address: Address = data.ctypes.data
-        library = best()
-        self.facts = Weights(format.bits, format.group, self._inputs, self._outputs)
-        geometry = Geometry(format, self._inputs, self._outputs)
-        self._kernel = None if library is None else library.kernel(geometry, team)
+        self.facts = Weights(format.bits, format.group, inputs, outputs)
+        geometry = Geometry(format, inputs, outputs)
+        self._kernel = best().kernel(geometry, team)
 
     @property
     def bytes(self) -> int:
@@ -47,15 +45,7 @@ class HostMatrix:
 
     def product(self, x: Float32) -> Float32:
         """x @ W.T, x float32 [R, inputs]: float32 [R, outputs]."""
-        if self._kernel is not None:
-            return self._kernel.matmul(self._data, self._kernel.quantize(x))
-        import torch
-
-        from workers.kernels.reference import dequantize, int8_steps
-
-        w = dequantize(self._format, torch.from_numpy(self._data), self._outputs, self._inputs)
-        y: Float32 = (int8_steps(torch.from_numpy(x), self._format.group) @ w.T).numpy()
-        return y
+        return self._kernel.matmul(self._data, self._kernel.quantize(x))
 
 
 class DenseMatrix:

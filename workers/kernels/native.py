@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from shm.blocks import BlockFormat
 from shm.descriptor import Descriptor, address_of
+from shm.errors import NotCompiled
 from shm.formats import Bytes, Float32
 from shm.layout import StoreLayout
 from shm.mask import NOTHING, Tally
@@ -277,15 +277,9 @@ def load(variant: str) -> Library | str:
     return Library(variant, functions)
 
 
-def best() -> Library | None:
-    """The first variant's library that can be used here; None if none was compiled."""
-    return next((found for name in VARIANTS if isinstance(found := load(name), Library)), None)
-
-
-def reader(team: Team | None = None) -> Callable[[Bytes], object]:
-    """Returns a function that reads all of its argument, a multiple of 64 bytes, on the team's cores: the
-    limit that every share of reading refers to. Without a library numpy reads."""
-    library = best()
-    if library is None:
-        return lambda data: np.bitwise_or.reduce(data.view(np.uint64))
-    return partial(library.read, team=team)
+def best() -> Library:
+    """The first variant's library that can be used here. Raises NotCompiled."""
+    for name in VARIANTS:
+        if isinstance(library := load(name), Library):
+            return library
+    raise NotCompiled("_portable")

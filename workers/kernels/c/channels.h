@@ -9,9 +9,8 @@
 #include "vectors.h"
 
 enum { GROUP = 64 };            /* numbers that share a scale */
-enum { WIDTH = 2 * GROUP };     /* numbers of y that are taken together */
+enum { WIDTH = 2 * GROUP };     /* numbers of a whole int4 line */
 enum { SEGMENT = 16 };          /* groups whose scales are widened together */
-enum { GATES = 4 };             /* most rows of x that one read of a gate row is applied to */
 enum { SUMMED = 4 };            /* channels that are taken together: gate rows side by side, down rows in one pass */
 
 /* Where the parts of a row record are, in bytes. */
@@ -79,52 +78,43 @@ INLINE void widen_scales(const uint8_t *row, const struct row_shape *s, const in
     }
 }
 
-/* y = gate rows . x for `number` gate rows and `rows` rows of x (constants; one of them is 1), by gate row; `bits`, a
- * constant: INT4 or INT8. Several gate rows share the loads of x, and their sums do not wait for each other. Other
- * records next[i] bytes further are prefetched. */
+/* y[i] = gate row i . x for `number` (a constant) gate rows; `bits`, a constant: INT4 or INT8. Several gate rows share the
+ * loads of x, and their sums do not wait for each other. Other records next[i] bytes further are prefetched. */
 INLINE void gate_dots(const uint8_t *const *row, const int number, const struct row_shape *s, const int bits,
-                      const uint8_t *const *x, const int rows, const int64_t *next, float *y) {
+                      const uint8_t *x, const int64_t *next, float *y) {
     const int taken = bits == INT4 ? 2 : 1; /* groups of a line */
     int64_t slots = rounded_up(s->groups, SEGMENT);
-    _Static_assert((int)SUMMED <= (int)GATES, "sums of several gate rows, or of several rows of x");
-    vector sums[GATES], rests[GATES];
-    for (int o = 0; o < number * rows; o++) sums[o] = rests[o] = (vector){0};
+    vector sums[SUMMED], rests[SUMMED];
+    for (int i = 0; i < number; i++) sums[i] = rests[i] = (vector){0};
     for (int i = 0; i < number; i++)
         for (int64_t at = 0; at < s->codes; at += 64) PREFETCH(row[i] + at + next[i]);
     for (int64_t start = 0; start < s->groups; start += SEGMENT) {
-        float scales[SEGMENT], zeros[SEGMENT], factors[GATES][SEGMENT];
+        float scales[SEGMENT], zeros[SEGMENT], factors[SUMMED][SEGMENT];
         for (int i = 0; i < number; i++) {
             widen_scales(row[i], s, bits, start, scales, zeros);
-            for (int v = 0; v < SEGMENT; v += LANES)
-                for (int r = 0; r < rows; r++) {
-                    const float *steps = steps_of(s, x[r]) + start + v;
-                    vector factor = loaded(scales + v) * loaded(steps), *rest = rests + i * rows + r;
-                    *rest = VFMA(factor * loaded(zeros + v), loaded(steps + slots), *rest);
-                    memcpy(factors[i * rows + r] + v, &factor, sizeof factor);
-                }
+            for (int v = 0; v < SEGMENT; v += LANES) {
+                const float *steps = steps_of(s, x) + start + v;
+                vector factor = loaded(scales + v) * loaded(steps);
+                rests[i] = VFMA(factor * loaded(zeros + v), loaded(steps + slots), rests[i]);
+                memcpy(factors[i] + v, &factor, sizeof factor);
+            }
         }
         int64_t end = least(start + SEGMENT, s->groups);
         for (int64_t g = start; g < end; g += taken)
             for (int i = 0; i < number; i++) {
                 const uint8_t *line = row[i] + s->codes + g / taken * 64;
-                ints dots[GATES], more[GATES];
-                for (int r = 0; r < rows; r++) dots[r] = more[r] = (ints){0};
+                const int8_t *codes = (const int8_t *)x + g * GROUP;
+                const float *factor = factors[i] + g - start;
+                ints dots = {0}, more = {0};
                 PREFETCH(line + next[i]);
                 for (int at = 0; at < 64; at += VECTOR_BYTES) {
                     words all = loaded_words(line + at);
                     words low = bits == INT4 ? all & 0x0F0F0F0Fu : all, high = all >> 4 & 0x0F0F0F0Fu;
-                    for (int r = 0; r < rows; r++) {
-                        const int8_t *codes = (const int8_t *)x[r] + g * GROUP + at;
-                        dots[r] = BYTE_DOTS(dots[r], low, codes, bits);
-                        if (bits == INT4) more[r] = BYTE_DOTS(more[r], high, codes + GROUP, bits);
-                    }
+                    dots = BYTE_DOTS(dots, low, codes + at, bits);
+                    if (bits == INT4) more = BYTE_DOTS(more, high, codes + at + GROUP, bits);
                 }
-                for (int r = 0; r < rows; r++) {
-                    const float *factor = factors[i * rows + r] + g - start;
-                    vector *sum = sums + i * rows + r;
-                    *sum = VFMA(__builtin_convertvector(dots[r], vector), splat(factor[0]), *sum);
-                    if (bits == INT4) *sum = VFMA(__builtin_convertvector(more[r], vector), splat(factor[1]), *sum);
-                }
+                sums[i] = VFMA(__builtin_convertvector(dots, vector), splat(factor[0]), sums[i]);
+                if (bits == INT4) sums[i] = VFMA(__builtin_convertvector(more, vector), splat(factor[1]), sums[i]);
             }
     }
     if (number == SUMMED) {
@@ -134,52 +124,39 @@ INLINE void gate_dots(const uint8_t *const *row, const int number, const struct 
         for (int i = 0; i < SUMMED; i++) y[i] -= rest[i];
         return;
     }
-    for (int o = 0; o < number * rows; o++) y[o] = SUM(sums[o]) - SUM(rests[o]);
+    for (int i = 0; i < number; i++) y[i] = SUM(sums[i]) - SUM(rests[i]);
 }
 
-#define GATE_DOTS_INT4(n) gate_dots(&row, 1, s, INT4, x, n, &next, y)
-#define GATE_DOTS_INT8(n) gate_dots(&row, 1, s, INT8, x, n, &next, y)
-#define UP_TO_GATES(call)                                                                                        \
-    switch (rows) {                                                                                              \
-    case 1: call(1); break;                                                                                      \
-    case 2: call(2); break;                                                                                      \
-    case 3: call(3); break;                                                                                      \
-    default: call(4);                                                                                            \
-    }
-
-/* The same for any format; at most GATES rows. */
-static void gate_products(const struct row_shape *s, const uint8_t *row, const uint8_t *const *x, int64_t rows,
-                          int64_t next, float *y) {
-    if (s->bits == INT4) {
-        UP_TO_GATES(GATE_DOTS_INT4)
-        return;
-    }
-    if (s->bits == INT8) {
-        UP_TO_GATES(GATE_DOTS_INT8)
-        return;
-    }
-    for (int64_t r = 0; r < rows; r++) {
-        if (HAS_PAIRS())
-            products(row, PAIRS, 1, s->numbers, (const char *)x[r], 0, 1, next / 2, y + r, 0);
-        else
-            products(row, BF16, 1, s->numbers, (const char *)x[r], 0, 1, next / 2, y + r, 0);
-    }
-}
+/* call(first row, rows): SUMMED rows together, fewer one after the other. */
+#define BY_SUMMED(number, call)                                                                                  \
+    if ((number) == SUMMED)                                                                                      \
+        call(0, SUMMED);                                                                                         \
+    else                                                                                                         \
+        for (int64_t i = 0; i < (number); i++) call(i, 1);
 
 /* y[i] = gate row i . x for `number` gate rows, up to SUMMED. */
 static void gates_of_row(const struct row_shape *s, const uint8_t *const *rows, int64_t number, const uint8_t *x,
                          const int64_t *next, float *y) {
-    if (number == SUMMED && s->bits == INT4)
-        gate_dots(rows, SUMMED, s, INT4, &x, 1, next, y);
-    else if (number == SUMMED && s->bits == INT8)
-        gate_dots(rows, SUMMED, s, INT8, &x, 1, next, y);
-    else
-        for (int64_t i = 0; i < number; i++) gate_products(s, rows[i], &x, 1, next[i], y + i);
+#define GATES_INT4(i, n) gate_dots(rows + i, n, s, INT4, x, next + i, y + i)
+#define GATES_INT8(i, n) gate_dots(rows + i, n, s, INT8, x, next + i, y + i)
+    if (s->bits == INT4) {
+        BY_SUMMED(number, GATES_INT4)
+        return;
+    }
+    if (s->bits == INT8) {
+        BY_SUMMED(number, GATES_INT8)
+        return;
+    }
+    for (int64_t i = 0; i < number; i++) {
+        if (HAS_PAIRS())
+            products(rows[i], PAIRS, 1, s->numbers, (const char *)x, 0, 1, next[i] / 2, y + i, 0);
+        else
+            products(rows[i], BF16, 1, s->numbers, (const char *)x, 0, 1, next[i] / 2, y + i, 0);
+    }
 }
 
 enum { PARTS = GROUP / LANES }; /* vectors of a group */
 enum { SPLIT = BLOCK / LANES }; /* vectors of 16 numbers, which lie next to each other in a line */
-enum { IN_FLIGHT = 8 * LANES }; /* numbers of y whose sums are in registers: as many as hide an addition's latency */
 
 /* --- down ----------------------------------------------------------------------------------------------------- */
 
@@ -226,54 +203,49 @@ INLINE const uint8_t *line_of(const uint8_t *row, const struct row_shape *s, con
     return row + s->codes + (bits == INT4 ? g / 2 : g) * 64;
 }
 
-/* y of up to GATES rows. A row's numbers are (code - zero) * scale: multiples of codes are added to `numbers`, and of
- * zeros, by group, to `zeros`, which are subtracted at the end. Both have whole SEGMENTs. */
+/* A row of y. A down row's numbers are (code - zero) * scale: multiples of codes are added to `numbers`, and of zeros, by
+ * group, to `zeros`, which are subtracted at the end. Both have whole SEGMENTs. */
 struct added {
     float *numbers, *zeros;
     int64_t stride, zeros_stride; /* numbers from one row to the next */
 };
 
-/* Of `outputs` (a constant) rows of y: y[o] += the sum of a[o][i] * row i, one row after the other, for `number` (a
- * constant) rows. Other records next[i] bytes further are prefetched. Of a bf16 row no more than `numbers` are read. */
-INLINE void add_rows(const uint8_t *const *rows, const float (*a)[SUMMED], const int outputs, const int number,
-                     const struct row_shape *s, const int bits, const int64_t *next, const struct added *y) {
+/* y += the sum of a[i] * row i, one row after the other, for `number` (a constant) rows. Other records next[i] bytes
+ * further are prefetched. Of a bf16 row no more than `numbers` are read. */
+INLINE void add_rows(const uint8_t *const *rows, const float *a, const int number, const struct row_shape *s,
+                     const int bits, const int64_t *next, const struct added *y) {
     int64_t groups = bits == BF16 ? s->numbers / GROUP : s->groups;
     if (bits != BF16)
         for (int i = 0; i < number; i++)
             for (int64_t at = 0; at < s->codes; at += 64) PREFETCH(rows[i] + at + next[i]);
     for (int64_t start = 0; start < groups; start += SEGMENT) {
-        float scales[SEGMENT], zeros[SEGMENT], by[GATES][SUMMED][SEGMENT]; /* what codes are multiplied by */
+        float scales[SEGMENT], zeros[SEGMENT], by[SUMMED][SEGMENT]; /* what codes are multiplied by */
         for (int i = 0; bits != BF16 && i < number; i++) {
             widen_scales(rows[i], s, bits, start, scales, zeros);
-            for (int v = 0; v < SEGMENT; v += LANES)
-                for (int o = 0; o < outputs; o++) {
-                    vector factor = loaded(scales + v) * splat(a[o][i]);
-                    memcpy(by[o][i] + v, &factor, sizeof factor);
-                    if (bits == INT8) continue;
-                    float *to = y->zeros + o * y->zeros_stride + start + v;
-                    vector sum = VFMA(factor, loaded(zeros + v), loaded(to));
-                    memcpy(to, &sum, sizeof sum);
-                }
+            for (int v = 0; v < SEGMENT; v += LANES) {
+                vector factor = loaded(scales + v) * splat(a[i]);
+                memcpy(by[i] + v, &factor, sizeof factor);
+                if (bits == INT8) continue;
+                float *to = y->zeros + start + v;
+                vector sum = VFMA(factor, loaded(zeros + v), loaded(to));
+                memcpy(to, &sum, sizeof sum);
+            }
         }
         int64_t end = least(start + SEGMENT, groups);
 #define ADD_GROUP(g, half)                                                                                       \
     do {                                                                                                         \
-        vector sums[GATES][PARTS], numbers[PARTS];                                                               \
-        for (int o = 0; o < outputs; o++)                                                                        \
-            for (int p = 0; p < PARTS; p++) sums[o][p] = loaded(y->numbers + o * y->stride + (g) * GROUP + p * LANES); \
+        float *to = y->numbers + (g) * GROUP;                                                                    \
+        vector sums[PARTS], numbers[PARTS];                                                                      \
+        for (int p = 0; p < PARTS; p++) sums[p] = loaded(to + p * LANES);                                        \
         for (int i = 0; i < number; i++) {                                                                       \
             const uint8_t *line = line_of(rows[i], s, bits, g);                                                  \
             if (!(half)) PREFETCH(line + next[i]);                                                               \
             if (bits == BF16) PREFETCH(line + 64 + next[i]);                                                     \
             row_codes(line, bits, half, numbers);                                                                \
-            for (int o = 0; o < outputs; o++) {                                                                  \
-                vector factor = splat(bits == BF16 ? a[o][i] : by[o][i][(g) - start]);                           \
-                for (int p = 0; p < PARTS; p++) sums[o][p] = VFMA(numbers[p], factor, sums[o][p]);               \
-            }                                                                                                    \
+            vector factor = splat(bits == BF16 ? a[i] : by[i][(g) - start]);                                     \
+            for (int p = 0; p < PARTS; p++) sums[p] = VFMA(numbers[p], factor, sums[p]);                         \
         }                                                                                                        \
-        for (int o = 0; o < outputs; o++)                                                                        \
-            for (int p = 0; p < PARTS; p++)                                                                      \
-                memcpy(y->numbers + o * y->stride + (g) * GROUP + p * LANES, &sums[o][p], sizeof(vector));       \
+        memcpy(to, sums, sizeof sums);                                                                           \
     } while (0)
         EACH_GROUP(start, end, bits, ADD_GROUP)
     }
@@ -282,119 +254,37 @@ INLINE void add_rows(const uint8_t *const *rows, const float (*a)[SUMMED], const
         float rest[GROUP] = {0}; /* the last numbers */
         for (int64_t at = groups * GROUP; at < s->numbers; at++)
             rest[at - groups * GROUP] = widened(((const uint16_t *)rows[i])[at]);
-        for (int o = 0; o < outputs; o++)
-            for (int p = 0; p < PARTS; p++) {
-                float *to = y->numbers + o * y->stride + groups * GROUP + p * LANES;
-                vector sum = VFMA(loaded(rest + p * LANES), splat(a[o][i]), loaded(to));
-                memcpy(to, &sum, sizeof sum);
-            }
-    }
-}
-
-#define ADD_TO_EACH(bits)                                                                                        \
-    switch (outputs) {                                                                                           \
-    case 1: add_rows(rows, a, 1, SUMMED, s, bits, next, y); break;                                               \
-    case 2: add_rows(rows, a, 2, SUMMED, s, bits, next, y); break;                                               \
-    case 3: add_rows(rows, a, 3, SUMMED, s, bits, next, y); break;                                               \
-    default: add_rows(rows, a, 4, SUMMED, s, bits, next, y);                                                     \
-    }
-
-/* The same for any format and up to SUMMED rows, for up to GATES rows of y. */
-static void add_down(const struct row_shape *s, const uint8_t *const *rows, const float (*a)[SUMMED], int64_t outputs,
-                     int64_t number, const int64_t *next, const struct added *y) {
-    if (number == SUMMED) {
-        if (s->bits == INT4) {
-            ADD_TO_EACH(INT4)
-        } else if (s->bits == INT8) {
-            ADD_TO_EACH(INT8)
-        } else {
-            ADD_TO_EACH(BF16)
-        }
-        return;
-    }
-    for (int64_t o = 0; o < outputs; o++) {
-        struct added one = {y->numbers + o * y->stride, y->zeros + o * y->zeros_stride, 0, 0};
-        for (int64_t i = 0; i < number; i++) {
-            const float last[1][SUMMED] = {{a[o][i]}};
-            if (s->bits == INT4)
-                add_rows(rows + i, last, 1, 1, s, INT4, next + i, &one);
-            else if (s->bits == INT8)
-                add_rows(rows + i, last, 1, 1, s, INT8, next + i, &one);
-            else
-                add_rows(rows + i, last, 1, 1, s, BF16, next + i, &one);
+        for (int p = 0; p < PARTS; p++) {
+            float *to = y->numbers + groups * GROUP + p * LANES;
+            vector sum = VFMA(loaded(rest + p * LANES), splat(a[i]), loaded(to));
+            memcpy(to, &sum, sizeof sum);
         }
     }
 }
 
-/* to [numbers] = or += y's row, complete. */
-static void take_added(const struct row_shape *s, const struct added *y, int64_t row, int add, float *to) {
-    const float *from = y->numbers + row * y->stride, *zeros = y->zeros + row * y->zeros_stride;
+/* The same for any format and up to SUMMED rows. */
+static void add_down(const struct row_shape *s, const uint8_t *const *rows, const float *a, int64_t number,
+                     const int64_t *next, const struct added *y) {
+#define ADD_INT4(i, n) add_rows(rows + i, a + i, n, s, INT4, next + i, y)
+#define ADD_INT8(i, n) add_rows(rows + i, a + i, n, s, INT8, next + i, y)
+#define ADD_BF16(i, n) add_rows(rows + i, a + i, n, s, BF16, next + i, y)
+    if (s->bits == INT4) {
+        BY_SUMMED(number, ADD_INT4)
+    } else if (s->bits == INT8) {
+        BY_SUMMED(number, ADD_INT8)
+    } else {
+        BY_SUMMED(number, ADD_BF16)
+    }
+}
+
+/* to [numbers] = or += y, complete. */
+static void take_added(const struct row_shape *s, const struct added *y, int add, float *to) {
+    const float *from = y->numbers, *zeros = y->zeros;
     for (int64_t h = 0; h < s->numbers; h += GROUP) {
         float zero = s->bits == INT4 ? zeros[h / GROUP] : 0;
         for (int64_t i = h; i < least(h + GROUP, s->numbers); i++) {
             float number = from[i] - zero;
             to[i] = add ? to[i] + number : number;
         }
-    }
-}
-
-/* --- down for many rows of x: WIDTH numbers of some rows at a time, as float32 ------------------------------- */
-
-/* WIDTH codes of a down row, and its groups' scales and zeros, in the first lanes. */
-struct decoded {
-    float codes[WIDTH], scales[LANES], zeros[LANES];
-} __attribute__((aligned(64)));
-
-INLINE void decode_as(const uint8_t *row, const struct row_shape *s, const int bits, int64_t first, struct decoded *to) {
-    int64_t start = first / GROUP, whole = bits == BF16 ? s->numbers / GROUP : s->groups;
-    int64_t end = least(start + WIDTH / GROUP, whole);
-    *to = (struct decoded){0};
-    for (int64_t g = 0; bits == BF16 && g < WIDTH / GROUP; g++) to->scales[g] = 1;
-    for (int64_t g = start; g < end; g++) {
-        vector codes[PARTS];
-        if (bits == INT4) {
-            to->scales[g - start] = widened(((const uint16_t *)row)[g]);
-            to->zeros[g - start] = widened(((const uint16_t *)(row + s->zeros))[g]);
-        }
-        if (bits == INT8) memcpy(to->scales + (g - start), row + 4 * g, sizeof *to->scales);
-        if (bits == INT4 && g % 2)
-            row_codes(line_of(row, s, bits, g), bits, 1, codes);
-        else
-            row_codes(line_of(row, s, bits, g), bits, 0, codes);
-        memcpy(to->codes + (g - start) * GROUP, codes, sizeof codes);
-    }
-    for (int64_t at = end * GROUP; bits == BF16 && at < least(first + WIDTH, s->numbers); at++)
-        to->codes[at - first] = widened(((const uint16_t *)row)[at]);
-}
-
-/* WIDTH codes of a down row from `first` on, 0 beyond its end. */
-static void decode_down(const struct row_shape *s, const uint8_t *row, int64_t first, struct decoded *to) {
-    if (s->bits == INT4)
-        decode_as(row, s, INT4, first, to);
-    else if (s->bits == INT8)
-        decode_as(row, s, INT8, first, to);
-    else
-        decode_as(row, s, BF16, first, to);
-}
-
-/* y += the sum of a[i] * rows[which[i]], one after the other; y's scales are not used. */
-static void add_decoded(const struct decoded *rows, const int32_t *which, const float *a, int64_t number,
-                        struct decoded *y) {
-    enum { SUMS = (IN_FLIGHT < WIDTH ? IN_FLIGHT : WIDTH) / LANES };
-    vector zeros = loaded(y->zeros);
-    for (int64_t i = 0; i < number; i++)
-        zeros = VFMA(loaded(rows[which[i]].scales) * splat(a[i]), loaded(rows[which[i]].zeros), zeros);
-    memcpy(y->zeros, &zeros, sizeof zeros);
-    for (int part = 0; part < WIDTH; part += SUMS * LANES) {
-        vector sum[SUMS];
-        for (int p = 0; p < SUMS; p++) sum[p] = loaded(y->codes + part + p * LANES);
-        for (int64_t i = 0; i < number; i++) {
-            const struct decoded *row = rows + which[i];
-            for (int p = 0; p < SUMS; p++) {
-                int at = part + p * LANES;
-                sum[p] = VFMA(loaded(row->codes + at), splat(row->scales[at / GROUP] * a[i]), sum[p]);
-            }
-        }
-        for (int p = 0; p < SUMS; p++) memcpy(y->codes + part + p * LANES, sum + p, sizeof *sum);
     }
 }

@@ -134,7 +134,7 @@ static void mask_rows(void *context, int64_t lo, int64_t hi) {
     for (int64_t r = lo; r < hi; r++) {
         const float *u = s->u; /* of one row in order already */
         if (k->count > 1) {
-            float *row = k->gates + r * channels;
+            float *row = s->rows + r * channels;
             for (int64_t c = 0; c < channels; c += BLOCK)
                 memcpy(row + c, s->u + c * k->count + r * BLOCK, BLOCK * sizeof *row);
             u = row;
@@ -151,7 +151,7 @@ static struct tally masked_channels(struct team *team, const struct mask *mask, 
     struct tally sum = {.channels = k->channels};
     parallel_for(k->count < ROWS ? NULL : team, mask_rows, &masking, k->count, WAKE_NS);
     for (int64_t r = 0; r < k->count; r++) sum.mass += s->tallies[r].mass, sum.left += s->tallies[r].left;
-    if (!team && k->count == 1) { /* nobody reads `any` then: see `kept_channels` */
+    if (k->count == 1) {
         sum.kept = k->number[0];
         return sum;
     }
@@ -205,14 +205,12 @@ int tandem_channels(struct team *team, const struct weights *w, const uint8_t *r
     struct masked_scratch s = lay_out_masked(w, channels, count, memory);
     struct kept *k = &s.kept;
     int64_t bytes = tandem_gate_x_bytes(w);
-    memset(k->any, 0, (size_t)channels);
     for (int64_t r = 0; r < count; r++) {
         s.gate_x[r] = gate_x + chosen[r] * bytes;
         int32_t number = 0, *which = k->which + r * channels;
         for (int64_t c = 0; c < channels; c++) {
             which[number] = (int32_t)c, k->a[r * channels + number] = u[r * channels + c];
-            int kept = u[r * channels + c] != 0;
-            k->any[c] |= (uint8_t)kept, number += kept;
+            number += u[r * channels + c] != 0;
         }
         k->number[r] = number;
     }

@@ -34,52 +34,25 @@ INLINE void spread(const int8_t *codes, spread_t to) {
 /* Each output's two 16-bit sums as one number. */
 INLINE ints gathered(shorts sums) { return ((ints)((quads)sums << 16) >> 16) + ((ints)sums >> 16); }
 
-INLINE void span_int4(const uint8_t *data, const spread_t *codes, const int rows, ints *dot) {
-    shorts sums[ROWS];
-    for (int r = 0; r < rows; r++) sums[r] = (shorts){0};
+/* dot[r] += the products of SPAN inputs of four outputs. A weight of INT8 is 16 times its upper four bits and its lower
+ * four, which have sums of their own. */
+INLINE void span(const uint8_t *data, const spread_t *codes, const int bits, const int rows, ints *dot) {
+    const int width = bits == INT2 ? 2 : 4;                          /* bits that are taken together */
+    const uint16_t mask = (uint16_t)((1 << width) - 1);
+    const int inputs = 8 / bits;                                     /* of a byte */
+    shorts sums[2][ROWS];
+    for (int r = 0; r < rows; r++) sums[0][r] = sums[1][r] = (shorts){0};
 #pragma GCC unroll 1 /* several steps at once need more registers than there are */
-    for (int j = 0; j < SPAN / 4; j += 2) {
+    for (int j = 0; j < SPAN / 4; j += inputs) {
         pairs both;
-        memcpy(&both, data + 32 * j, sizeof both);
-        shorts a = (shorts)(both & 15), b = (shorts)(both >> 8 & 15);
-        shorts c = (shorts)(both >> 4 & 15), d = (shorts)(both >> 12);
-        for (int r = 0; r < rows; r++)
-            sums[r] += a * codes[r][j][0] + b * codes[r][j][1] + (c * codes[r][j + 1][0] + d * codes[r][j + 1][1]);
-    }
-    for (int r = 0; r < rows; r++) dot[r] += gathered(sums[r]);
-}
-
-INLINE void span_int2(const uint8_t *data, const spread_t *codes, const int rows, ints *dot) {
-    shorts sums[ROWS];
-    for (int r = 0; r < rows; r++) sums[r] = (shorts){0};
-#pragma GCC unroll 1 /* as below */
-    for (int j = 0; j < SPAN / 4; j += 4) {
-        pairs both;
-        memcpy(&both, data + 16 * j, sizeof both);
-        for (int f = 0; f < 4; f++, both >>= 2) {
-            shorts a = (shorts)(both & 3), b = (shorts)(both >> 8 & 3);
-            for (int r = 0; r < rows; r++) sums[r] += a * codes[r][j + f][0] + b * codes[r][j + f][1];
+        memcpy(&both, data + 64 / inputs * j, sizeof both);
+        for (int f = 0; f < 8 / width; f++, both >>= width) {
+            shorts a = (shorts)(both & mask), b = (shorts)(both >> 8 & mask);
+            const int input = bits == INT8 ? 0 : f, part = bits == INT8 ? f : 0;
+            for (int r = 0; r < rows; r++) sums[part][r] += a * codes[r][j + input][0] + b * codes[r][j + input][1];
         }
     }
-    for (int r = 0; r < rows; r++) dot[r] += gathered(sums[r]);
-}
-
-/* A weight is 16 times its upper four bits and its lower four. */
-INLINE void span_int8(const uint8_t *data, const spread_t *codes, const int rows, ints *dot) {
-    shorts lower[ROWS], upper[ROWS];
-    for (int r = 0; r < rows; r++) lower[r] = upper[r] = (shorts){0};
-#pragma GCC unroll 1 /* several steps at once need more registers than there are */
-    for (int j = 0; j < SPAN / 4; j++) {
-        pairs both;
-        memcpy(&both, data + 64 * j, sizeof both);
-        shorts a = (shorts)(both & 15), b = (shorts)(both >> 8 & 15);
-        shorts c = (shorts)(both >> 4 & 15), d = (shorts)(both >> 12);
-        for (int r = 0; r < rows; r++) {
-            lower[r] += a * codes[r][j][0] + b * codes[r][j][1];
-            upper[r] += c * codes[r][j][0] + d * codes[r][j][1];
-        }
-    }
-    for (int r = 0; r < rows; r++) dot[r] += gathered(lower[r]) + gathered(upper[r]) * 16;
+    for (int r = 0; r < rows; r++) dot[r] += gathered(sums[0][r]) + gathered(sums[1][r]) * 16;
 }
 
 static float number(const uint8_t *bf16) {
@@ -111,14 +84,7 @@ INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const 
             spread_t wide[ROWS];
             for (int line = 0; line < SPAN * 2 * bits; line += 64) PREFETCH(data + line + AHEAD);
             for (int r = 0; r < rows; r++) spread(codes + r * group + start, wide[r]);
-            for (int i = 0; i < BLOCK / FOUR; i++) {
-                if (bits == INT2)
-                    span_int2(data + 16 * i, (const spread_t *)wide, rows, dot[i]);
-                else if (bits == INT4)
-                    span_int4(data + 16 * i, (const spread_t *)wide, rows, dot[i]);
-                else
-                    span_int8(data + 16 * i, (const spread_t *)wide, rows, dot[i]);
-            }
+            for (int i = 0; i < BLOCK / FOUR; i++) span(data + 16 * i, (const spread_t *)wide, bits, rows, dot[i]);
         }
         float scale[BLOCK], zero[BLOCK];
         for (int i = 0; i < BLOCK; i++) zero[i] = bits != INT8 ? number(block + 32 + 2 * i) : 128.0f;
