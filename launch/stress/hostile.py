@@ -32,7 +32,7 @@ Make = Callable[[Random], Any]
 
 EDGES = (0, 1, -1, 2, 7, 255, 2**31 - 1, 2**31, -(2**31), 2**32, INT_MAX, INT_MIN)
 WORDS = ("", "a", "worker", "prefetcher", "loader", "coordinator", "shm", "cuda", "x" * 300, "\0", "é𝄞", "\n")
-NODES = (None, True, *EDGES, 0.5, *WORDS, [], {}, [None, [1, ["a"]]], {"a": {"b": [2.5]}})  # of a tree
+NODES: tuple[Any, ...] = (None, True, *EDGES, 0.5, *WORDS, [], [None, [1, ["a"]]], {"a": {"b": [2.5]}})
 
 
 def valid_message(random: Random, message: type) -> Any:
