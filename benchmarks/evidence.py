@@ -54,7 +54,6 @@ def traces(c: Commands) -> dict[str, list[Row]]:
         c.run(f"record-{batch}", "bench", "--policy", "all-host", *words, *to)
     return {
         "calibration": [
-            {"figure": "similarity of prefill and decode", "ours": found["similarity"], "paper": 0.9005},
             {
                 "figure": "accuracy of the next layer's router",
                 "ours": found["accuracy"]["raw"],

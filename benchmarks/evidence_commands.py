@@ -125,7 +125,7 @@ def paces(c: Commands, link: float, host: float, block: float, rows: int = 1) ->
     c.run("slowed", "bench", "--policy", "fiddler", *slow, *probe)
     emulation = EngineConfig(link_gbps=0.05, host_slowdown=60.0).emulation
     record = next(r for _, r in measured_here(c.file("cache/tandem")) if r.setting.emulation == emulation)
-    slowdown = 60 * host / block * layer / float(record.costs.host_seconds(rows, record.tiles))
+    slowdown = 60 * host / block * layer / (record.costs.host_at[rows] * record.tiles)
     gbps = record.tiles * record.tile_bytes / (link / block * layer) / 1e9
     words = ["--workers", "1", "--ppl-tokens", "0"]
     return [*words, "--host-slowdown", f"{slowdown:.3g}", "--link-gbps", f"{gbps:.3g}"]

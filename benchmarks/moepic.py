@@ -70,18 +70,15 @@ LAYERS = {"mixtral-8x7b": (1e-4, 2e-3, 4e-3, 6e-3), "qwen1.5-moe": (1e-4, 3e-4, 
 BASELINES: dict[str, PolicyRequest] = {
     "on-demand": PolicyRequest("on-demand"),
     "mixtral-offloading": PolicyRequest("mixtral-offloading", {"pause": "0"}),
-    "lru, no split": PolicyRequest("moepic", {"theta": "1", "priority": "lru", "pause": "0"}),
+    "no split": PolicyRequest("moepic", {"theta": "1", "pause": "0"}),
 }
 ABLATIONS: dict[str, PolicyRequest] = {
     "moepic": PolicyRequest("moepic", {"pause": "0"}),
-    "moepic, lru": PolicyRequest("moepic", {"priority": "lru", "pause": "0"}),
-    "moepic, lfu": PolicyRequest("moepic", {"priority": "lfu", "pause": "0"}),
     **{f"theta {t:g}": PolicyRequest("moepic", {"theta": str(t), "pause": "0"}) for t in THETAS},
 }
 
 MOEPIC = ",".join(
-    ["on-demand", "mixtral-offloading:pause=0", "moepic:theta=1:priority=lru:pause=0", "moepic:pause=0"]
-    + [f"moepic:pause=0:{option}" for option in ("priority=lru", "priority=lfu", "omega=8", "theta=1")]
+    ["on-demand", "mixtral-offloading:pause=0", "moepic:pause=0", "moepic:pause=0:theta=1"]
     + [f"moepic:pause=0:theta={eighths / 8}" for eighths in range(1, 8)]
 )
 MOEPIC_MEASURED = ",".join(
@@ -111,7 +108,6 @@ def calibrated(header: Header, steps: Sequence[TracedStep], accuracy: float) -> 
     named[0] = 0
     empty = np.zeros((0, 0), np.float32)
     return Calibration(
-        prefill_counts=counts,
         decode_counts=counts,
         residual_logits=empty,
         accuracy={"raw": named},

@@ -90,7 +90,6 @@ def calibrated(model: Model, text: Text) -> Calibration:
     accuracy = np.full(LAYERS, 0.85, np.float32)
     predictors = ("raw", "residual", "first")
     return Calibration(
-        prefill_counts=counts.astype(np.int64),
         decode_counts=counts.astype(np.int64),
         residual_logits=np.full((LAYERS - 1, model.experts), 0.01, np.float32),
         accuracy=dict.fromkeys(predictors, accuracy),
@@ -99,7 +98,7 @@ def calibrated(model: Model, text: Text) -> Calibration:
         sensitivity=np.geomspace(40, 0.02, LAYERS).astype(np.float32),  # Mixtral's fall like this
         threshold=0.005,
         first_gate=np.zeros((model.experts, 64), np.float32),
-        hit_rates=dict.fromkeys(("lcp", "lru", "lfu"), _hit_rates(counts)),
+        hit_rates=_hit_rates(counts),
     )
 
 

@@ -146,7 +146,6 @@ def _layers(calibration: Calibration) -> Sequence[Column[int]]:
         Column("router\npredicts %", lambda layer: raw[layer] if layer else None, percents),
         Column("residual\npredicts %", lambda layer: residual[layer] if layer else None, percents),
         Column("gate\npredicts %", lambda layer: None if layer or gate is None else first[0], percents),
-        Column("prefill ~\ndecode", lambda layer: calibration.similarity[layer], each("{:.3f}".format)),
         Column(
             "sensitivity\nof the loss",
             lambda layer: None if sensitivity is None else sensitivity[layer],
@@ -162,7 +161,7 @@ def _draw(calibration: Calibration, about: dict[str, Any], path: Path) -> None:
     """Write a page with a panel for each column of the table. Raises OutputFailed."""
     panels = []
     for column in _layers(calibration)[1:]:
-        values = {layer: column.value(layer) for layer in range(len(calibration.similarity))}
+        values = {layer: column.value(layer) for layer in range(len(calibration.decode_counts))}
         series = Series("", {layer: [float(of)] for layer, of in values.items() if of is not None})
         if len(series.values) > 1:
             panels.append(Panel(column.title.replace("\n", " "), [series], "layer"))
@@ -173,8 +172,8 @@ def _draw(calibration: Calibration, about: dict[str, Any], path: Path) -> None:
 
 def _parts(about: dict[str, Any], calibration: Calibration) -> Iterator[RenderableType]:
     """Returns the calibration as a table and lines of text."""
-    if len(calibration.similarity) <= MOST_LAYERS:
-        yield from (Table(_layers(calibration), range(len(calibration.similarity))), "")
+    if len(calibration.decode_counts) <= MOST_LAYERS:
+        yield from (Table(_layers(calibration), range(len(calibration.decode_counts))), "")
     accuracy, share = about["accuracy"], about.get("share", 1)
     part = f"{percent(share, 1)} of the text, in windows evenly spaced over it"
     yield f"{about['model']}: {about['tokens']} tokens, {'the whole text' if share == 1 else part}"
@@ -188,7 +187,6 @@ def _parts(about: dict[str, Any], calibration: Calibration) -> Iterator[Renderab
         "first layer's experts predicted from the previous token by a trained gate:"
         f" {percent(accuracy['first'], 1)}"
     )
-    yield f"similarity of expert activations in prefill and decode (cosine): {about['similarity']:.3f}"
     if loss := about["loss"]:
         yield (
             f"adaptive gating, threshold {about['threshold']:.3g}: {percent(about['single_expert_share'], 1)}"

@@ -53,7 +53,7 @@ class ConnectOptions:
 
 
 class Connection:
-    """A DEALER that has received its Welcome. Created by `open_connection`; used by one task at a time."""
+    """A DEALER and its handshake; used by one task at a time."""
 
     def __init__(self, socket: zmq.asyncio.Socket, endpoint: str, silence: float) -> None:
         """`socket`: a `client_dealer`, which this object connects."""
@@ -76,11 +76,6 @@ class Connection:
             cast("asyncio.Future[None]", sent).result()
         except zmq.Again:
             raise RequestFailed(f"{HWM} messages are queued for the engine; try again later") from None
-
-    def cancel(self, request: int) -> None:
-        """Queue a Cancel. A full queue means that no engine reads it, so nothing is left to cancel."""
-        with suppress(RequestFailed):
-            self.send(Cancel(request))
 
     async def receive(self) -> object:
         """The next message other than a heartbeat. Raises ConnectionLost after `silence` seconds of waiting
@@ -182,27 +177,6 @@ class Connection:
             self._socket.close(linger=None if deliver else 0)
 
 
-async def open_connection(options: ConnectOptions, timeout: float) -> Connection:
-    """A connection after its Welcome, which sends heartbeats until it is closed.
-
-    Raises ConnectionLost if no engine answers within `timeout` seconds, VersionMismatch, EngineGone where
-    another user has taken the endpoint's place, and ProtocolError for an unusable endpoint.
-    """
-    endpoint = options.endpoint
-    socket = client_dealer(zmq.asyncio.Context.instance(), endpoint, options.receive_hwm)
-    connection = Connection(socket, endpoint, options.silence)
-    try:
-        async with asyncio.timeout(timeout):
-            await connection.shake_hands(options.name)
-    except TimeoutError:
-        await connection.close(deliver=False)
-        raise ConnectionLost(f"no engine at {endpoint} within {timeout:g} s; is it running?") from None
-    except BaseException:
-        await connection.close(deliver=False)
-        raise
-    return connection
-
-
 class Link:
     """The connection to an engine, and with `retry` another one to the same address whenever it is lost."""
 
@@ -234,7 +208,7 @@ class Link:
 
     async def open(self) -> None:
         """Connect for the first time; a `known` engine may be restarting, so this waits for it as after a
-        loss. Raises what `open_connection` does, EngineGone for another model."""
+        loss. Raises what `_open` does, EngineGone for another model."""
         try:
             await self._open(self._options.timeout)
         except ConnectionLost as failure:
@@ -243,14 +217,26 @@ class Link:
             await self._wait_for_engine(failure)
 
     async def _open(self, timeout: float) -> None:
-        connection = await open_connection(self._options, timeout)
-        known, welcome = self._known, connection.welcome
-        if known is not None and _model(known) != _model(welcome):
+        """Raises ConnectionLost if no engine answers within `timeout` seconds, VersionMismatch, EngineGone
+        for another model and another user's, and ProtocolError for an unusable endpoint."""
+        endpoint, known = self._options.endpoint, self._known
+        socket = client_dealer(zmq.asyncio.Context.instance(), endpoint, self._options.receive_hwm)
+        connection = Connection(socket, endpoint, self._options.silence)
+        try:
+            async with asyncio.timeout(timeout):
+                await connection.shake_hands(self._options.name)
+            welcome = connection.welcome
+            if known is not None and _model(known) != _model(welcome):
+                raise EngineGone(
+                    f"another engine is at {endpoint} now: {' '.join(_model(welcome))}, where"
+                    f" {' '.join(_model(known))} was"
+                )
+        except TimeoutError:
             await connection.close(deliver=False)
-            raise EngineGone(
-                f"another engine is at {self._options.endpoint} now: {' '.join(_model(welcome))}, "
-                f"where {' '.join(_model(known))} was"
-            )
+            raise ConnectionLost(f"no engine at {endpoint} within {timeout:g} s; is it running?") from None
+        except BaseException:
+            await connection.close(deliver=False)
+            raise
         self._connection, self._known = connection, welcome
 
     async def close(self) -> None:
@@ -278,13 +264,15 @@ class Link:
                 await asyncio.sleep(0.01)
 
     def cancel(self, request: int) -> None:
-        """Queue a Cancel, if connected."""
+        """Queue a Cancel, if connected. A full queue means that no engine reads it, so nothing is left to
+        cancel."""
         if self._connection is not None:
-            self._connection.cancel(request)
+            with suppress(RequestFailed):
+                self._connection.send(Cancel(request))
 
     async def receive(self) -> object:
         """The next message other than a heartbeat, across reconnections. Raises EngineGone when the link
-        gives the engine up, and what a connection's `receive` and `open_connection` raise otherwise."""
+        gives the engine up, and what a connection's `receive` and `_open` raise otherwise."""
         while True:
             assert self._connection is not None
             try:

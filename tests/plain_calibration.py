@@ -16,7 +16,6 @@ def plain_calibration(
     names, counts = ("raw", "residual", "first"), np.ones((layers, experts), np.int64)
     even = np.linspace(0, 1, experts + 1, dtype=np.float32)
     plain = {
-        "prefill_counts": counts,
         "decode_counts": counts,
         "residual_logits": np.zeros((layers - 1, experts), np.float32),
         "accuracy": {name: np.full(layers, accuracy, np.float32) for name in names},
@@ -25,6 +24,6 @@ def plain_calibration(
         "sensitivity": np.ones(layers, np.float32),
         "threshold": 0.05,
         "first_gate": None,
-        "hit_rates": {name: np.tile(even, (layers, 1)) for name in ("lcp", "lru", "lfu")},
+        "hit_rates": np.tile(even, (layers, 1)),
     }
     return Calibration(**(plain | fields))

@@ -57,7 +57,7 @@ async def bench(options: Options, interrupts: Interrupts) -> int:
     """Raises Disturbed, AnswerLost, OutputFailed, RequestFailed, WrongUsage; as an engine's start."""
     plan = BenchPlan.of(options)
     async with session(options, interrupts) as (client, changes):
-        await check(client, plan, options)
+        await check(client, plan)
         with ProgressCounter("bench: prompts", plan.runs) as bar:
             report = await compare(client, plan, options, changes, bar)
     if "json" in options.written:
@@ -86,11 +86,9 @@ async def session(
                 await _restore(client, before)
 
 
-async def check(client: Client, plan: BenchPlan, options: Options) -> None:
-    """Raises WrongUsage where the requests do not fit the engine, RequestFailed for a policy that cannot."""
+async def check(client: Client, plan: BenchPlan) -> None:
+    """Raises WrongUsage where the requests do not fit the engine."""
     plan.check_lengths(client.welcome.context, (await client.stats())["scheduler"]["kv_tokens"])
-    if options.connect and plan.named:
-        await _check_calibration(client, plan)
 
 
 async def compare(
@@ -114,14 +112,6 @@ async def compare(
         "left_out": {result.request.label: result.left_out for result in left_out},
     }
     return Report(config, results, stats["emulation"], left_out)
-
-
-async def _check_calibration(client: Client, plan: BenchPlan) -> None:
-    """Set the policies that need a calibration once: a running engine refuses them before anything else is
-    computed; of a new engine they were checked before its start. Raises RequestFailed."""
-    for request in plan.policies:
-        if make_policy(request, plan.seed).needs_calibration:
-            await client.set_policy(request.name, request.options)
 
 
 async def _run(

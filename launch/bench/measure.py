@@ -38,51 +38,36 @@ Prompt = tuple[int, ...]
 
 SPECIAL_TOKENS = 8  # at most so many are put around a text by a tokenizer
 BYTES_PER_TOKEN = 4  # a first guess; where it is too small, more text follows
-TAIL_BYTES_PER_TOKEN = 8  # more than the average of any text
 OTHER_TOKENS = 128  # of each kind of text, that are read before anything is measured
 LEAST = 32  # scored tokens of each text; fewer tokens in all are taken from fewer texts
 STRIDE = 20_000  # bytes between two prompts from the same text
+# Places in the row of prompts, behind the measured ones: texts for perplexities, and others that are read.
+SCORED, OTHERS = 1000, 2000
 
 
 async def make_prompts(client: Client, count: int, length: int, seed: int, first: int = 0) -> list[Prompt]:
     """Prompts `first` to `first + count` of a row of different ones, each of exactly `length` token ids. The
     measured engine tokenizes the text (Scores carry the token ids), in about the time of one prefill of the
     prompts. Raises RequestFailed."""
+    places = range(first, first + count)
     if not client.welcome.has_tokenizer:
-        random = np.random.default_rng(seed)
-        ids = random.integers(0, client.welcome.vocabulary, (first + count, length))
-        return [tuple(row) for row in ids[first:].tolist()]
+        ids = (
+            np.random.default_rng((seed, i)).integers(0, client.welcome.vocabulary, length) for i in places
+        )
+        return [tuple(row.tolist()) for row in ids]
     texts = [path.read_bytes() for path in heldout().values()]
-    return [await _read(client, _beginning(texts, first + i), length) for i in range(count)]
+    return [await _read(client, _beginning(texts, i), length) for i in places]
 
 
 async def read_other_texts(client: Client, seed: int) -> None:
-    """Have the engine read text of every kind that is not measured, from the middle of the files, so that it
-    counts the use of its experts. Raises RequestFailed."""
+    """Have the engine read text of every kind that is not measured, so that it counts the use of its experts.
+    Raises RequestFailed."""
     length = min(OTHER_TOKENS, client.welcome.context)
-    if not client.welcome.has_tokenizer:
-        for ids in await make_prompts(client, -(-ENOUGH_TOKENS // length), length, seed + 2):
+    count = max(len(heldout()), -(-ENOUGH_TOKENS // length))
+    for ids in await make_prompts(client, count, length, seed, first=OTHERS):
+        if not client.welcome.has_tokenizer:  # else they were read to be tokenized
             async for _ in client.score(token_ids=ids):
                 pass
-        return
-    for text in [path.read_bytes() for path in heldout().values()]:
-        await _read(client, text[text.find(b"\n", len(text) // 2) + 1 :], length)
-
-
-async def make_texts(client: Client, count: int, length: int, seed: int) -> list[Prompt]:
-    """`count` texts of exactly `length` token ids, each of another kind, for perplexities: from the ends of
-    the files, which the prompts do not reach unless they are long. Raises RequestFailed."""
-    if not client.welcome.has_tokenizer:
-        return await make_prompts(client, count, length, seed + 1)
-    texts = [path.read_bytes() for path in heldout().values()]
-    return [await _read(client, _end(texts, i % len(texts), length), length) for i in range(count)]
-
-
-def _end(texts: list[bytes], which: int, length: int) -> bytes:
-    """The last lines of a text, enough for `length` tokens of most tokenizers, then the other texts."""
-    text = texts[which]
-    start = text.find(b"\n", max(0, len(text) - TAIL_BYTES_PER_TOKEN * length)) + 1
-    return b"".join([text[start:], *texts[which + 1 :], *texts[:which]])
 
 
 def _beginning(texts: list[bytes], index: int) -> bytes:
@@ -161,7 +146,7 @@ class Texts:
                 f" {client.welcome.context}; use fewer"
             )
         prefill = min(prefill, longest)
-        texts = await make_texts(client, count, prefill + each + 1, seed)
+        texts = await make_prompts(client, count, prefill + each + 1, seed, first=SCORED)
         spare = count * each - tokens  # less than one for each text
         return cls([*texts[:-1], texts[-1][: len(texts[-1]) - spare]], prefill)
 

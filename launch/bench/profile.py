@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from math import isnan
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipeline.counters import fidelity
 
@@ -34,15 +34,6 @@ class LayerTime:
     layer: int
     seconds: float
     causes: dict[str, float]
-
-
-class ChannelFigures(NamedTuple):
-    """Channels copied to the device, and shares of what was predicted of them, None without predictions."""
-
-    moved: int
-    experts: float | None  # of the experts that layers used: predicted by the layer before
-    recall: float | None  # of the channels that masks kept in these: predicted
-    used: float | None  # of the predicted channels that were copied: kept by a mask
 
 
 @dataclass(frozen=True)
@@ -117,14 +108,6 @@ class PhaseProfile:
         return min(1.0, float(self.tree["link_busy_s"]) / self.seconds) if self.seconds else 0.0
 
     @property
-    def idle(self) -> dict[str, float]:
-        """Shares of the time in which each had nothing to do: the GPU, by its own clock, the link and the
-        workers; of the workers alone where no GPU has timed steps."""
-        timed = self.device_timed
-        beside = {} if timed is None else {"GPU": 1 - timed, "link": 1 - self.link_busy}
-        return beside | {"workers": 1 - self.host_busy}
-
-    @property
     def hit_rate(self) -> float | None:
         """Share of the needed experts that were wholly resident when their layer was planned, if any."""
         layers = self.tree["layers"]
@@ -184,19 +167,6 @@ class PhaseProfile:
         """Share of the channels that were read in layers with a mask, if there were any."""
         channels = int(self.tree["masked_channels"])
         return int(self.tree["kept_channels"]) / channels if channels else None
-
-    @property
-    def channels(self) -> ChannelFigures | None:
-        """The figures of moved channels, if there were any."""
-        c = self.tree["channels"]
-        if not c["moved"]:
-            return None
-        share = {
-            "experts": (c["right_experts"], c["used_experts"]),
-            "recall": (c["right"], c["kept"]),
-            "used": (c["right"], c["guessed"] + c["wasted"]),
-        }
-        return ChannelFigures(c["moved"], **{name: a / b if b else None for name, (a, b) in share.items()})
 
     def to_map(self) -> dict[str, Any]:
         """Returns shares, and bytes a token, for JSON."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -68,10 +68,11 @@ async def replay(options: Options, interrupts: Interrupts) -> int:
                 replays.step(step)
                 await asyncio.sleep(0)  # lets the event loop handle a Ctrl-C
             bar.count()
-    reports = [(settings, replays.report()) for settings, replays in points]
-    report: ReplayReport | SweepReport = reports[0][1]
+    for _, replays in points:
+        replays.finish()
+    report: Replays | SweepReport = points[0][1]
     if "sweep" in written:
-        report = SweepReport(axes(written), [Point(*each) for each in reports])
+        report = SweepReport(axes(written), [Point(*each) for each in points])
     if "json" in written:
         print_json(report.to_json(), detail="detail" in written)
     else:
@@ -90,26 +91,88 @@ class Result(NamedTuple):
     profiles: dict[Phase, PhaseProfile]
 
 
-@dataclass(frozen=True)
-class ReplayReport:
-    """All policies' outcomes, and the settings that they were replayed with."""
+@dataclass
+class Replays:
+    """Replays of one setting, and their report; they advance together, so that the trace is read once."""
 
-    path: Path  # of the trace
-    header: Header
+    trace: Trace
     overview: Overview
     capacity: int  # tiles
-    costs: Costs  # per tile
-    costs_of: str  # where they come from, in words
-    here: bool  # they were measured on this machine, like the steps' rest
-    calibrated: bool
-    results: Sequence[Result]
-    left_out: Mapping[str, str]  # policy: why it cannot be replayed here
+    costs: Costs
+    costs_of: str
+    here: bool  # the costs were measured on this machine
+    calibration: Calibration | None
+    skip_unable: bool
+    running: list[tuple[PolicyRequest, Replay]] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)  # policy: reason
+    results: list[Result] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, options: Options, trace: Trace, overview: Overview) -> Replays:
+        """Replays of the policies, none of which has seen a step. Raises WrongUsage, PolicyError."""
+        config, written = options.config(), options.written
+        requests = requested_policies(options, config.seed)
+        header, shape = trace.header, trace.header.shape
+        costs, costs_of = _costs(header, config.costs)
+        share = DEFAULT_CACHE if config.expert_cache is None else config.expert_cache
+        replays = cls(
+            trace,
+            overview,
+            cache_tiles(share, shape.layers * shape.experts * shape.tiles),
+            costs.for_tiles(shape.tiles),
+            costs_of,
+            config.costs is None,
+            calibration := _calibration(header, overview.first),
+            skip_unable="policy" not in written,
+        )
+        counts = overview.counts if calibration is None else calibration.decode_counts
+        for request in requests:
+            with replays.guarded(request):
+                policy = make_policy(request, config.seed)
+                machine = Replay(
+                    *(header, policy, replays.costs, replays.capacity),
+                    calibration=calibration,
+                    popularity=counts,
+                    last_steps=overview.last_steps,
+                )
+                replays.running.append((request, machine))
+        return replays
+
+    def step(self, step: TracedStep) -> None:
+        for request, machine in list(self.running):
+            with self.guarded(request):
+                machine.step(step)
+
+    def finish(self) -> None:
+        """Take the outcomes. Raises WrongUsage where no policy is left."""
+        if not self.running:
+            raise WrongUsage(f"no policy can be replayed here: {'; '.join(self.left_out.values())}")
+        self.results = [self._result(*each) for each in self.running]
+
+    def _result(self, request: PolicyRequest, machine: Replay) -> Result:
+        counters, exact, notes = machine.outcome
+        trees, size = counters.snapshot(), self.trace.header.tile_bytes
+        profiles = {phase: PhaseProfile(trees[phase], size) for phase in PHASES}
+        return Result(request, exact, notes, profiles)
+
+    @contextmanager
+    def guarded(self, request: PolicyRequest) -> Iterator[None]:
+        """Leaves out a policy that cannot be replayed, if allowed. Raises LaunchError for a PlanError."""
+        try:
+            yield
+        except PlanError as e:
+            raise LaunchError(f"policy {request.name} cannot be replayed: {e}") from e
+        except (PolicyError, TraceError) as e:
+            if not self.skip_unable:
+                raise
+            self.left_out[request.label] = str(e)
+            self.running = [item for item in self.running if item[0] is not request]
 
     def to_json(self) -> dict[str, Any]:
-        header, seen = self.header, self.overview
+        header, seen = self.trace.header, self.overview
         shape = header.shape
         config = {
-            "trace": str(self.path),
+            "trace": str(self.trace.path),
             "model": header.model,
             "layers": shape.layers,
             "experts": shape.experts,
@@ -121,7 +184,7 @@ class ReplayReport:
             "cut_short": seen.cut_short,
             "time_leaves_out": self._left_out,
             "cache_tiles": self.capacity,
-            "calibrated": self.calibrated,
+            "calibrated": self.calibration is not None,
             "costs": self.costs.to_json() | {"of": self.costs_of},
         }
         policies = [self._to_map(result) for result in self.results]
@@ -133,7 +196,7 @@ class ReplayReport:
             "name": result.request.name,
             "options": result.request.options,
             "exact": result.exact,
-            "notes": [*result.notes, *routing_notes(self.header.model)],
+            "notes": [*result.notes, *routing_notes(self.trace.header.model)],
         }
         if not result.exact:
             plain["assumption"] = ASSUMPTION
@@ -205,20 +268,24 @@ class ReplayReport:
 
     def conditions(self, swept: Sequence[str]) -> list[str]:
         """Returns what all settings of a sweep of `swept` have in common."""
-        lines = [f"{model_name(self.header.model, article='')}, replayed: {self.path.name}"]
+        lines = [f"{model_name(self.trace.header.model, article='')}, replayed: {self.trace.path.name}"]
         lines += [f"costs: {self.costs_of}"] * ("costs" not in swept)
         return [*lines, "tok/s: of the layers alone, simulated"]
 
     def parts(self) -> Iterator[RenderableType]:
         """The report as text."""
         rows = self.figures
-        notes = [*routing_notes(self.header.model), *[ASSUMPTION] * (not all(row.exact for row in rows))]
+        notes = [
+            *routing_notes(self.trace.header.model),
+            *[ASSUMPTION] * (not all(row.exact for row in rows)),
+        ]
         notes += ["the file ends within a step; that step is left out"] * self.overview.cut_short
         notes += merged_notes((result.request.name, result.notes) for result in self.results)
         return show_tables(policy_tables(rows), [*self._about(), *compared(rows)], [*notes, *self.without])
 
     def _about(self) -> list[str]:
-        header, seen, shape = self.header, self.overview, self.header.shape
+        header, seen = self.trace.header, self.overview
+        shape = header.shape
         every = shape.layers * shape.experts * shape.tiles
         size = byte_size(self.capacity * header.tile_bytes)
         rest = self._rest("decode")
@@ -234,94 +301,6 @@ class ReplayReport:
             f" {', '.join(self._left_out)}",
             f"no estimate of a whole token: {why}" if rest is None else whole.format(1e3 * rest),
         ]
-
-
-@dataclass
-class Replays:
-    """Replays of one setting; all of them advance together, so that the trace is read once."""
-
-    trace: Trace
-    overview: Overview
-    capacity: int  # tiles
-    costs: Costs
-    costs_of: str
-    here: bool  # the costs were measured on this machine
-    calibration: Calibration | None
-    skip_unable: bool
-    running: list[tuple[PolicyRequest, Replay]] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)  # policy: reason
-
-    @classmethod
-    def of(cls, options: Options, trace: Trace, overview: Overview) -> Replays:
-        """Replays of the policies, none of which has seen a step. Raises WrongUsage, PolicyError."""
-        config, written = options.config(), options.written
-        requests = requested_policies(options, config.seed)
-        header, shape = trace.header, trace.header.shape
-        costs, costs_of = _costs(header, config.costs)
-        share = DEFAULT_CACHE if config.expert_cache is None else config.expert_cache
-        replays = cls(
-            trace,
-            overview,
-            cache_tiles(share, shape.layers * shape.experts * shape.tiles),
-            costs.for_tiles(shape.tiles),
-            costs_of,
-            config.costs is None,
-            calibration := _calibration(header, overview.first),
-            skip_unable="policy" not in written,
-        )
-        counts = overview.counts if calibration is None else calibration.decode_counts
-        for request in requests:
-            with replays.guarded(request):
-                policy = make_policy(request, config.seed)
-                machine = Replay(
-                    *(header, policy, replays.costs, replays.capacity),
-                    calibration=calibration,
-                    popularity=counts,
-                    last_steps=overview.last_steps,
-                )
-                replays.running.append((request, machine))
-        return replays
-
-    def step(self, step: TracedStep) -> None:
-        for request, machine in list(self.running):
-            with self.guarded(request):
-                machine.step(step)
-
-    def report(self) -> ReplayReport:
-        """Raises WrongUsage where no policy is left."""
-        if not self.running:
-            raise WrongUsage(f"no policy can be replayed here: {'; '.join(self.left_out.values())}")
-        return ReplayReport(
-            self.trace.path,
-            self.trace.header,
-            self.overview,
-            self.capacity,
-            self.costs,
-            self.costs_of,
-            self.here,
-            self.calibration is not None,
-            [self._result(*each) for each in self.running],
-            self.left_out,
-        )
-
-    def _result(self, request: PolicyRequest, machine: Replay) -> Result:
-        counters, exact, notes = machine.outcome
-        trees, size = counters.snapshot(), self.trace.header.tile_bytes
-        profiles = {phase: PhaseProfile(trees[phase], size) for phase in PHASES}
-        return Result(request, exact, notes, profiles)
-
-    @contextmanager
-    def guarded(self, request: PolicyRequest) -> Iterator[None]:
-        """Leaves out a policy that cannot be replayed, if allowed. Raises LaunchError for a PlanError."""
-        try:
-            yield
-        except PlanError as e:
-            raise LaunchError(f"policy {request.name} cannot be replayed: {e}") from e
-        except (PolicyError, TraceError) as e:
-            if not self.skip_unable:
-                raise
-            self.left_out[request.label] = str(e)
-            self.running = [item for item in self.running if item[0] is not request]
 
 
 def _costs(header: Header, asked: Path | None) -> tuple[Costs, str]:

@@ -23,22 +23,6 @@ from pipeline.policies.view import PolicyRequest
 from shm.segment import byte_size
 
 KINDS = ("skipped", "substituted", "stale", "predicted")  # of approximation, beside `left`
-# Why bytes were copied, as a plot names and colours it.
-CAUSES = {
-    "a step waited for it": "#c0504d",
-    "prefetched too late": "#e39b6d",
-    "prefetched and used": "#5b9a68",
-    "prefetched, not used": "#b9b9b9",
-    "replaced in the background": "#7d9cc0",
-}
-# Without `predicted`: it counts experts that a predictor chose, and their result need not differ.
-CHANGES = {
-    "skipped": ("expert skipped", "#8c6bb1"),
-    "substituted": ("another expert instead", "#b59ad0"),
-    "stale": ("from the layer before's input", "#d9a441"),
-    "left": ("left", "#7a9e7e"),
-}
-GREEN = "#5b9a68"
 
 
 @dataclass(frozen=True)
@@ -61,6 +45,12 @@ class Figures:
     def moved(self) -> dict[str, float]:
         """Bytes a token, as in PhaseProfile."""
         return {kind: size / max(self.profile.rows, 1) for kind, size in self.profile.moved.items()}
+
+    @property
+    def changed(self) -> float:
+        """The share of the routed weight that was not computed as routed. Without `predicted`: it counts
+        experts that a predictor chose, and their result need not differ."""
+        return sum(share or 0.0 for kind, share in self.profile.fidelity.items() if kind != "predicted")
 
     @property
     def used(self) -> float | None:
@@ -93,10 +83,6 @@ def _changed(kind: str) -> Callable[[Figures], float | None]:
     return lambda figures: figures.profile.fidelity[kind]
 
 
-def _channels(name: str) -> Callable[[Figures], float | None]:
-    return lambda figures: getattr(figures.profile.channels, name, None)
-
-
 def _tile_hits(figures: Figures) -> float | None:
     """Returns the tiles' hits where they are not the experts'."""
     tiles = figures.profile.tile_hit_rate
@@ -111,10 +97,6 @@ ISSUED = (
 )
 CHANGED = "skipped, substituted, stale, predicted: shares of the routed weight"
 LEFT = "left: the same in channels that were left out, by |u|"
-CHANNELS = (
-    "experts, channels predicted: shares of those that a layer used, named by the layer before; of these"
-    " used: share of the channels that predictions copied"
-)
 RESIDENT = "expert hits: share of the needed experts that were resident, in decode"
 SHARED = "workers' share: of decode's expert tiles; the device computed the others"
 
@@ -163,9 +145,6 @@ APPROXIMATION = (
     *(_share(kind, _changed(kind), CHANGED, False, 1) for kind in KINDS),
     _share("left", lambda f: f.profile.fidelity["left"] or None, LEFT, digits=1),
     _share("channels\nread", lambda f: f.profile.kept_share, "channels read: share of the experts'"),
-    _share("experts\npredicted", _channels("experts"), CHANNELS),
-    _share("channels\npredicted", _channels("recall")),
-    _share("of these\nused", _channels("used")),
     Column[Figures]("added\nperplexity", lambda f: f.perplexity, each(_added), optional=True),
 )
 
@@ -202,68 +181,25 @@ def compared(rows: Sequence[Figures]) -> list[str]:
 
 
 def policy_panels(rows: Sequence[Figures]) -> list[list[Panel]]:
-    """A row of bars for each policy: speeds; hits, bytes copied by cause, approximation."""
-    names = ["\n".join(row.request.label.split(" ")) for row in rows]
-    hits = {name: [100 * (row.profile.hit_rate or 0.0)] for name, row in zip(names, rows, strict=True)}
-    causes = [_by_cause(row) for row in rows]
+    """A row of bars for each policy: speeds; hits, copied bytes, and what an approximation changes."""
+    names = [row.request.label.replace(" ", "\n") for row in rows]
+
+    def panel(title: str, of: Callable[[Figures], Sequence[float]]) -> Panel:
+        return Panel(title, [Series("", {name: of(row) for name, row in zip(names, rows, strict=True)})])
+
     below = [
-        Panel(
-            "needed experts that were on the device, %",
-            [Series("", hits, GREEN)],
-            words={name: percent(row.profile.hit_rate) for name, row in zip(names, rows, strict=True)},
-            end=118,
-        ),
-        Panel(
-            "copied to the device in decode, MB/token",
-            [
-                Series(
-                    cause, {name: [of[cause] / 1e6] for name, of in zip(names, causes, strict=True)}, color
-                )
-                for cause, color in CAUSES.items()
-            ],
-        ),
+        panel("needed experts that were on the device, %", lambda row: [100 * (row.profile.hit_rate or 0.0)]),
+        panel("copied to the device in decode, MB/token", lambda row: [row.profile.copied_per_token / 1e6]),
     ]
     if not all(row.exact for row in rows):
-        below.append(_changes(names, rows))
-    return [
-        [
-            Panel(title, [Series("", dict(zip(names, values, strict=True)))])
-            for title, values in {
-                "prefill, tok/s": [row.prefill for row in rows],
-                "time to the first token, ms": [row.first_token for row in rows],
-                "decode, tok/s": [row.decode for row in rows],
-            }.items()
-        ],
-        below,
+        title = "computed otherwise than routed, % of the weight"
+        below.append(panel(title, lambda row: [100 * row.changed]))
+    speeds = [
+        panel("prefill, tok/s", lambda row: row.prefill),
+        panel("time to the first token, ms", lambda row: row.first_token),
+        panel("decode, tok/s", lambda row: row.decode),
     ]
-
-
-def _by_cause(row: Figures) -> dict[str, float]:
-    """Returns bytes a token by the keys of CAUSES; they add up to all that was copied."""
-    moved = row.moved
-    late, used = min(moved["late"], moved["demanded"]), min(moved["useful"], moved["predicted"])
-    sizes = (moved["demanded"] - late, late, used, moved["predicted"] - used, moved["placed"])
-    return dict(zip(CAUSES, sizes, strict=True))
-
-
-def _changes(names: Sequence[str], rows: Sequence[Figures]) -> Panel:
-    shares = [{kind: 100 * (row.profile.fidelity[kind] or 0.0) for kind in CHANGES} for row in rows]
-    words = {}
-    for name, row, of in zip(names, rows, shares, strict=True):
-        words[name] = (
-            "exact" if row.exact else " + ".join(f"{share:.1f}" for share in of.values() if share) or "0"
-        )
-        if row.perplexity is not None:
-            words[name] += f"   (perplexity {row.perplexity.percent:+.2f}%)"
-    return Panel(
-        "computed otherwise than routed, % of the weight",
-        [
-            Series(label, {name: [of[kind]] for name, of in zip(names, shares, strict=True)}, color)
-            for kind, (label, color) in CHANGES.items()
-        ],
-        words=words,
-        end=max(1.0, 2.4 * max(sum(of.values()) for of in shares)),
-    )
+    return [speeds, below]
 
 
 # --- of measurements ----------------------------------------------------------------------------------
@@ -375,7 +311,6 @@ class Report:
             "shares": profile.shares,
             "fidelity": {"exact": result.exact, **profile.fidelity},
             "channels_read": profile.kept_share,
-            "channels": None if profile.channels is None else profile.channels._asdict(),
             "perplexity": None if result.perplexity is None else result.perplexity.to_map(),
         }
         return {

@@ -65,7 +65,7 @@ class Point:
 
 
 def _setting(name: str) -> Column[Figures]:
-    return Column(HEADINGS[name], lambda row: _word(row.settings[name]), text=True, once=True)
+    return Column(HEADINGS[name], lambda row: _word(row.settings[name]), text=True)
 
 
 def _word(value: Any) -> str:
@@ -215,7 +215,7 @@ async def sweep(options: Options, interrupts: Interrupts) -> int:
                     where = f"{len(report.points) + 1}/{len(every)} {Point(each.settings, None)}: "
                     try:
                         with bar:
-                            await check(client, each.plan, each.options)
+                            await check(client, each.plan)
                             compared = await compare(client, each.plan, each.options, changes, bar, where)
                     except (WrongUsage, RequestFailed) as e:
                         if isinstance(e, RequestFailed) and not e.usage:

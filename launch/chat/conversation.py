@@ -283,7 +283,7 @@ class Transcript(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def save(self, path: Path, replace: bool = True) -> None:
         """Write the file. Raises OutputFailed, or WrongUsage where one exists that it may not replace."""
         if not replace and os.path.lexists(path):
-            raise WrongUsage(f"{path} exists; /save {path} --force overwrites it")
+            raise WrongUsage(f"{path} exists; choose another name")
         try:
             if path.is_dir():
                 raise OutputFailed(f"{path} is a directory")

@@ -12,7 +12,6 @@ from typing import TextIO
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
-from prompt_toolkit.data_structures import Size
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import Condition
 from prompt_toolkit.formatted_text import StyleAndTextTuples
@@ -31,19 +30,7 @@ from protocol.program import user_folder
 
 MENU_LINES = 12  # of the screen, for the prompt and the menu of completions
 PROMPT = "> "
-STYLE = Style.from_dict(
-    {
-        "prompt": "ansigreen bold",
-        "continuation": "ansibrightblack",
-        "completion-menu": "bg:default fg:default",
-        "completion-menu.completion": "bg:default fg:default",
-        "completion-menu.completion.current": "bg:default fg:default reverse",
-        "completion-menu.meta.completion": "bg:default fg:ansibrightblack",
-        "completion-menu.meta.completion.current": "bg:default fg:default",
-        "scrollbar.background": "bg:default",
-        "scrollbar.button": "bg:default",
-    }
-)
+STYLE = Style.from_dict({"prompt": "ansigreen bold", "continuation": "ansibrightblack"})
 
 
 class InputLine:
@@ -52,6 +39,10 @@ class InputLine:
     def __init__(self, history: History, hint: Callable[[], None]) -> None:
         """`hint`: called for Ctrl-C on an empty line. Raises WrongUsage if the terminal cannot be opened."""
         self._terminal = _open_terminal()
+        output = Vt100_Output.from_pty(sys.stdout, term=os.environ.get("TERM"))
+        # No cursor position requests: the terminal's answer could be read as typed text, and a terminal that
+        # does not answer costs a second.
+        output.enable_cpr = False
         self._session: PromptSession[str] = PromptSession(
             [("class:prompt", PROMPT)],
             multiline=True,
@@ -63,10 +54,8 @@ class InputLine:
             history=history,
             style=STYLE,
             include_default_pygments_style=False,
-            # No cursor position requests: the terminal's answer could be read as typed text, and a terminal
-            # that does not answer costs a second.
             input=Vt100Input(self._terminal),
-            output=Vt100_Output(sys.stdout, _size, term=os.environ.get("TERM"), enable_cpr=False),
+            output=output,
         )
 
     @property
@@ -170,11 +159,6 @@ def _open_terminal() -> TextIO:
         else:
             return open(fd, encoding=sys.stdin.encoding)
     raise WrongUsage(f"cannot open this terminal for reading: {reason}; send the questions through a pipe")
-
-
-def _size() -> Size:
-    columns, rows = os.get_terminal_size(sys.stdout.fileno())
-    return Size(rows=rows or 24, columns=columns or 80)  # some terminals report 0
 
 
 def _continuation(width: int, number: int, wrapped: int) -> StyleAndTextTuples:

@@ -33,7 +33,6 @@ from pipeline.policies.options import did_you_mean
 from protocol.client import Client
 from protocol.messages import PolicyChanged, Welcome
 
-FORCE = "--force"
 LAST_WORDS = ("exit", "quit", "/exit", "/bye")  # as a whole line
 QUESTIONS = (  # that the embedded model answers well, also without a repetition penalty
     "What is the global interpreter lock?",
@@ -91,8 +90,7 @@ def parse_policy(argument: str) -> tuple[str, dict[str, str]]:
     for option, equals, _ in pairs:
         if not (option and equals):
             raise WrongUsage(f"{option[:40]!r}: write an option of the policy as OPTION=VALUE")
-    # --set's spelling, NAME.OPTION, works too
-    return name, {option.removeprefix(f"{name}."): value for option, _, value in pairs}
+    return name, {option: value for option, _, value in pairs}
 
 
 class Session:
@@ -149,12 +147,10 @@ class Session:
         match argument.split():
             case []:
                 self._output.show(help_text())
-            case ["set"]:
-                await self._set("")
             case ["policy", name]:
                 self._output.show(policy_options(name))
             case _:
-                raise WrongUsage(f"no further help on {argument[:40]!r}: /help policy NAME, /help set")
+                raise WrongUsage(f"no further help on {argument[:40]!r}: /help policy NAME, /set")
 
     async def _reset(self, argument: str) -> None:
         self._conversation.turns = ()
@@ -199,13 +195,12 @@ class Session:
             self._output.note("decoding is greedy at temperature 0: top_k, top_p and min_p have no effect")
 
     async def _save(self, argument: str) -> None:
-        force = argument == FORCE or argument.endswith(f" {FORCE}")
-        path = _path(argument.removesuffix(FORCE).strip() if force else argument, "/save")
+        path = _path(argument, "/save")
         turns = self._conversation.turns
         if not turns:
             raise WrongUsage("nothing to save yet")
         transcript = Transcript.of(self._client.welcome.model, self._conversation.system, turns)
-        transcript.save(path, replace=force or path in self._files)
+        transcript.save(path, replace=path in self._files)
         self._files.add(path)
         self._output.note(f"saved {count(len(turns) // 2, 'question')} to {path}")
 

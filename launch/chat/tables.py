@@ -44,7 +44,7 @@ COMMANDS = {
     "why": Command("", "explain the speed of the last answer"),
     "policy": Command("[NAME [OPTION=VALUE]]", "list the policies, or switch to one"),
     "set": Command("[KEY=VALUE ...]", "show or change settings; KEY= for default"),
-    "save": Command("FILE [--force]", "save the conversation as JSON"),
+    "save": Command("FILE", "save the conversation as JSON"),
     "load": Command("FILE", "continue a saved conversation"),
     "retry": Command("", "ask the last question again"),
     "quit": Command("", "end the chat, like Ctrl-D; also /exit, /bye, exit"),

@@ -79,6 +79,7 @@ class Child:
     last_message: float = 0.0  # monotonic seconds; 0 before the first
     silence: Stillness = field(default_factory=Stillness)  # of its messages
     idleness: Stillness = field(default_factory=Stillness)  # of its progress in the control segment
+    stopped_checks: int = 0  # in a row, that found the process stopped
     up: bool = False  # the coordinator gives it work
     hung: str | None = None  # where: it was killed because it made no progress there
     exit_expected: bool = False

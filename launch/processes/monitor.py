@@ -13,8 +13,11 @@ import logging
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+
+import psutil
 
 from launch.errors import EngineFailed, StartFailed
 from launch.processes.children import Child, ProcessGroup, TaskGuard, title
@@ -39,6 +42,7 @@ class Limits:
     loader_silence: float = 300.0  # without a message; a cold disk may take long for the first bytes
     ready: float = 300.0  # of coordinator, workers and prefetcher: backbone read, costs measured
     check_interval: float = 0.5
+    stopped_checks: int = 6  # of a process that SIGSTOP or the like has stopped
     silent_checks: int = 10  # of a coordinator that sends no heartbeat after its Ready
     engine_checks: int = 120  # of a coordinator whose engine thread makes no progress after its Ready
     start_checks: int = 120  # of a process that has sent nothing yet: its imports take a while
@@ -290,14 +294,13 @@ class ProcessMonitor:
     # --- hangs -------------------------------------------------------------------------------------------
 
     async def _kill_hung_children(self) -> None:
-        """Kill processes that are silent since their start or without heartbeats, and a coordinator whose
-        engine thread makes no progress while its event loop sends heartbeats. Of others that hang, the
-        coordinator sends a Hung."""
+        """Kill processes that are stopped, silent since their start or without heartbeats, and a coordinator
+        whose engine thread makes no progress while its event loop sends heartbeats."""
         while True:
             await asyncio.sleep(self._limits.check_interval)
             for slot in self._slots.values():
                 if (child := slot.child) is not None and child.hung is None and child.running:
-                    if self._silent(child):
+                    if self._silent(child) or self._stopped(child):
                         child.kill_hung()
                     elif slot.role == COORDINATOR and child.ready.is_set() and self._engine_hangs(child):
                         child.kill_hung(" in its engine thread")
@@ -307,6 +310,13 @@ class ProcessMonitor:
         if child.identity.role in ALONE and child.ready.is_set():
             return checks >= self._limits.silent_checks
         return child.last_message == 0.0 and checks >= self._limits.start_checks
+
+    def _stopped(self, child: Child) -> bool:
+        status = ""
+        with suppress(psutil.NoSuchProcess):
+            status = psutil.Process(child.process.pid).status()
+        child.stopped_checks = child.stopped_checks + 1 if status == psutil.STATUS_STOPPED else 0
+        return child.stopped_checks >= self._limits.stopped_checks
 
     def _engine_hangs(self, coordinator: Child) -> bool:
         ticks = self._control.line(COORDINATOR, 0).ticks

@@ -12,11 +12,10 @@ runs of one seed are similar and never identical.
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -49,19 +48,6 @@ RECOVERY_LIMIT = 60.0  # seconds from the load's end until all peers are up
 StatsOf = Callable[[], Awaitable[dict[str, Any]]]
 
 
-# --- processes ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Resources of one process, memory in bytes; `private`, without store and slab, is freed by its exit."""
-
-    role: str
-    pid: int
-    private: int
-    descriptors: int
-
-
 def runtime_of(endpoint: str) -> Path:
     """The runtime directory of the engine at this endpoint."""
     return Path(endpoint.removeprefix("ipc://")).parent
@@ -75,78 +61,15 @@ def supervisor_of(runtime: Path) -> int:
     raise WrongUsage(f"no engine is running in {runtime}")
 
 
-def usage(supervisor: int) -> list[Usage]:
-    """Usage of the supervisor and its children; a process that exits meanwhile is left out."""
-    used = []
-    for process, role in [(_process(supervisor), "supervisor"), *_children(supervisor)]:
-        try:
-            used.append(Usage(role, process.pid, process.memory_full_info().uss, process.num_fds()))
-        except psutil.Error:
-            continue
-    return used
-
-
-def _process(pid: int) -> psutil.Process:
+def _child(pid: int, role: str, supervisor: int) -> psutil.Process | None:
+    """Returns a process, or None unless it is a running child of this supervisor in this role. psutil signals
+    no other process that has its id later."""
     try:
-        return psutil.Process(pid)
-    except psutil.NoSuchProcess:
-        raise WrongUsage(f"the engine's supervisor, process {pid}, has ended") from None
-
-
-def _children(supervisor: int) -> list[tuple[psutil.Process, str]]:
-    children = []
-    for process in _process(supervisor).children():
-        try:
-            words = process.cmdline()
-        except psutil.Error:  # it has exited
-            continue
-        children += [(process, role) for role, module in MODULES.items() if module in words]
-    return children
-
-
-class PidHandle:
-    """A process by the kernel's pidfd: signals never reach another process that has its id later."""
-
-    def __init__(self, pid: int, descriptor: int) -> None:
-        self.pid = pid
-        self._descriptor = descriptor
-
-    @classmethod
-    def take(cls, pid: int, role: str, supervisor: int) -> PidHandle | None:
-        """A handle, or None unless the process is a running child of this supervisor in this role."""
-        try:
-            handle = cls(pid, os.pidfd_open(pid))
-        except (OSError, ValueError):
-            return None
-        try:
-            process = psutil.Process(pid)
-            ours = process.ppid() == supervisor and MODULES[role] in process.cmdline()
-        except (psutil.Error, KeyError):
-            ours = False
-        # Checked last: while the pidfd's process has not been reaped, no other process can have its id.
-        if ours and handle.running:
-            return handle
-        handle.close()
+        process = psutil.Process(pid)
+        ours = process.ppid() == supervisor and MODULES.get(role) in process.cmdline()
+    except (psutil.Error, ValueError):
         return None
-
-    @property
-    def running(self) -> bool:
-        """Return whether the process has not been waited for by its parent."""
-        return self.send(0)
-
-    def send(self, number: int) -> bool:
-        """False where the process has exited."""
-        try:
-            signal.pidfd_send_signal(self._descriptor, number)
-        except ProcessLookupError:
-            return False
-        return True
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-
-# --- the injector -------------------------------------------------------------------------------------------
+    return process if ours else None
 
 
 @dataclass(frozen=True)
@@ -196,7 +119,7 @@ class Injector:
         self._supervisor = supervisor_of(runtime) if supervisor is None else supervisor
         self._random = Random(chaos.seed)
         self._killed: set[tuple[str, int, int]] = set()
-        self._stopped: dict[int, PidHandle] = {}  # stopped by this injector
+        self._stopped: dict[int, psutil.Process] = {}  # by this injector
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Injector:
@@ -241,31 +164,31 @@ class Injector:
     def _signal(
         self, kind: str, decoding: bool, peers: list[dict[str, Any]], group: asyncio.TaskGroup
     ) -> None:
-        self._drop_exited()
+        self._stopped = {pid: process for pid, process in self._stopped.items() if process.is_running()}
         # Always drawn, so that later draws do not depend on the engine's state.
         choice, pause = self._random.random(), self._random.uniform(*DELAY_SECONDS)
         targets = [p for p in peers if p["up"] and p["role"] in TARGETS and self._untouched(p)]
         target = targets[int(choice * len(targets))] if targets else None
-        handle = target and PidHandle.take(target["pid"], target["role"], self._supervisor)
-        if not target or not handle:
+        process = target and _child(target["pid"], target["role"], self._supervisor)
+        if not target or not process:
             self.missed += 1
             return
         fault = Fault(
             kind, time.perf_counter(), decoding, target["role"], target["index"], target["generation"]
         )
-        if kind == "kill":
-            sent = handle.send(signal.SIGKILL)
-            handle.close()
-            self._killed.add((fault.role, fault.index, fault.generation))
-        else:
-            self._stopped[handle.pid] = handle  # before the signal, so that it is resumed in any case
-            sent = handle.send(signal.SIGSTOP)
-            if kind == "delay":
-                group.create_task(self._resume_later(handle.pid, pause))
-        if sent:
-            self.faults.append(fault)
-        else:
+        try:
+            if kind == "kill":
+                self._killed.add((fault.role, fault.index, fault.generation))
+                process.kill()
+            else:
+                self._stopped[process.pid] = process  # before the signal, so that it is resumed in any case
+                process.suspend()
+        except psutil.NoSuchProcess:
             self.missed += 1
+            return
+        self.faults.append(fault)
+        if kind == "delay":
+            group.create_task(self._resume_later(process.pid, pause))
 
     def _untouched(self, peer: dict[str, Any]) -> bool:
         """Return whether it was neither stopped nor killed here; Stats may still list a killed process."""
@@ -277,17 +200,10 @@ class Injector:
         self._resume(pid)
 
     def _resume(self, pid: int) -> None:
-        handle = self._stopped.pop(pid, None)
-        if handle is not None:
-            handle.send(signal.SIGCONT)
-            handle.close()
-
-    def _drop_exited(self) -> None:
-        for pid in [pid for pid, handle in self._stopped.items() if not handle.running]:
-            self._stopped.pop(pid).close()
-
-
-# --- recovery -----------------------------------------------------------------------------------------------
+        process = self._stopped.pop(pid, None)
+        if process is not None:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
 
 
 def missing_peers(
@@ -323,27 +239,21 @@ class ChaosRun:
 
     injector: Injector
     stats: StatsOf
-    supervisor: int
     before: dict[str, Any] = field(default_factory=dict)  # the engine's counters
     after: dict[str, Any] = field(default_factory=dict)
-    used_before: list[Usage] = field(default_factory=list)
-    used_after: list[Usage] = field(default_factory=list)
     recovered_after: float | None = None  # seconds from the load's end
     missing: list[str] = field(default_factory=list)
 
     @classmethod
     async def begin(cls, stats: StatsOf, runtime: Path, chaos: Chaos) -> ChaosRun:
         """Reads the engine's state. Raises WrongUsage without an engine or targets, ProtocolError."""
-        supervisor = supervisor_of(runtime)
-        injector = Injector(stats, runtime, chaos, supervisor=supervisor)
-        run = cls(injector, stats, supervisor)
+        run = cls(Injector(stats, runtime, chaos), stats)
         run.before = await stats()
         if not run.before["peers"] and (needing := [kind for kind in chaos.kinds if kind in SIGNALS]):
             raise WrongUsage(
                 f"--chaos {','.join(needing)}: this engine has neither workers nor a prefetcher; start one"
                 " with --workers"
             )
-        run.used_before = await asyncio.to_thread(usage, supervisor)
         return run
 
     async def recover(self) -> None:
@@ -358,7 +268,6 @@ class ChaosRun:
         else:
             self.recovered_after = loop.time() - began
         self.after = await self.stats()
-        self.used_after = await asyncio.to_thread(usage, self.supervisor)
 
     @property
     def unrecovered(self) -> list[str]:
@@ -367,12 +276,12 @@ class ChaosRun:
         return [*self.missing, *([f"faults ended early: {early}"] if early else [])]
 
     def report(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-        """Times are seconds, sizes bytes."""
+        """Times are seconds."""
         injector = self.injector
         faults = injector.faults
         hostile = injector.hostile
         kills = [fault for fault in faults if fault.kind == "kill"]
-        first, last = _next_tokens(kills, outcomes)
+        waits = _next_tokens(kills, outcomes)
         return {
             "kinds": list(injector.chaos.kinds),
             "rate": injector.chaos.rate,
@@ -384,17 +293,17 @@ class ChaosRun:
             "missed": injector.missed,
             "hostile_messages": {"sent": dict(hostile.sent), "answered": hostile.answered},
             "malformed": _malformed(self.after),
-            "kill_to_next_token_s": _median(first),
-            "kill_to_every_next_token_s": _median(last),
-            "kills_measured": len(first),  # during an answer that went on
+            "kill_to_every_next_token_s": {
+                "median": median(waits) if waits else None,
+                "max": max(waits, default=None),
+            },
+            "kills_measured": len(waits),  # during an answer that went on
             "respawns": {
                 role: times["deaths"] - self.before["recovery"].get(role, {"deaths": 0})["deaths"]
                 for role, times in self.after.get("recovery", {}).items()
             },
             "recovery": self.after.get("recovery"),
             "whole_after_s": self.recovered_after,
-            "engine_before": _summed(self.used_before),
-            "engine_after": _summed(self.used_after),
         }
 
 
@@ -411,32 +320,16 @@ def _by_role(faults: Iterable[Fault]) -> dict[str, dict[str, int]]:
     return {kind: dict(counts[kind]) for kind in KINDS if kind in counts}
 
 
-def _next_tokens(kills: Iterable[Fault], outcomes: Sequence[Outcome]) -> tuple[list[float], list[float]]:
-    """Returns the seconds from each kill to the next token of the first and of the last of the answers in
-    progress: those with a token before the kill and one after it, which may have been computed before it."""
-    first, last = [], []
+def _next_tokens(kills: Iterable[Fault], outcomes: Sequence[Outcome]) -> list[float]:
+    """Returns the seconds from each kill to the next token of the last of the answers in progress: those with
+    a token before the kill and one after it, which may have been computed before it."""
+    waits = []
     for kill in kills:
-        waits = [
+        in_progress = [
             next(at - kill.at for at in outcome.arrivals if at > kill.at)
             for outcome in outcomes
             if outcome.arrivals and outcome.arrivals[0] <= kill.at < outcome.arrivals[-1]
         ]
-        if waits:
-            first.append(min(waits))
-            last.append(max(waits))
-    return first, last
-
-
-def _median(seconds: list[float]) -> dict[str, float | None]:
-    return {"median": median(seconds) if seconds else None, "max": max(seconds, default=None)}
-
-
-def _summed(used: Iterable[Usage]) -> dict[str, dict[str, int]]:
-    """Returns each role's processes, their private memory, their descriptors."""
-    roles: dict[str, dict[str, int]] = {}
-    for one in used:
-        role = roles.setdefault(one.role, {"processes": 0, "private_bytes": 0, "descriptors": 0})
-        role["processes"] += 1
-        role["private_bytes"] += one.private
-        role["descriptors"] += one.descriptors
-    return roles
+        if in_progress:
+            waits.append(max(in_progress))
+    return waits

@@ -9,11 +9,11 @@ message came twice, and the engine holds nothing afterwards.
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+import logging
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from launch import processes
 from launch.assets import stress_script
 from launch.command_line.options import Options
 from launch.connect import endpoint
@@ -25,7 +25,6 @@ from launch.stress.reference import Finding, alone, compare_all
 from launch.stress.report import StressRun, report, report_parts
 from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
-from launch.terminal.log import hidden
 from launch.terminal.output import print_json
 from launch.terminal.progress import ProgressCounter
 from launch.terminal.tables import print_parts
@@ -48,23 +47,21 @@ async def stress(options: Options, interrupts: Interrupts) -> int:
     entries = read_script(path) * options.written.get("repeat", 1)
     clients = options.written.get("clients", CLIENTS)
     chaos = Chaos.asked(options.written, options.config().seed)
-    if chaos is not None and "log_level" not in options.written:
-        # The engine refuses hostile messages by the thousand and restarts what was killed, as intended.
-        quiet = options.written | {"log_level": "error"}
-        options = replace(options, written=quiet)
-        silence: AbstractContextManager[None] = hidden(processes.__name__)
-    else:
-        silence = nullcontext()
+    quiet = chaos is not None and "log_level" not in options.written
+    if quiet:  # the engine refuses hostile messages by the thousand and restarts what was killed, as intended
+        options = replace(options, written=options.written | {"log_level": "error"})
     async with endpoint(options, interrupts) as where, Client.connect(where, name="stress") as client:
         welcome = client.welcome
         _check_model(welcome, entries, path)
         bound = rounding_bound(welcome.format, welcome.backbone_dtype)
         run = StressRun(str(path), welcome, bound, Load([[] for _ in range(clients)]))
         try:
-            with silence:
-                await _run(run, where, client, entries, chaos)
+            if quiet:
+                logging.disable(logging.WARNING)
+            await _run(run, where, client, entries, chaos)
             run.finished = True
         finally:
+            logging.disable(logging.NOTSET)
             summary = report(run)
             if "json" in options.written:
                 print_json(summary)

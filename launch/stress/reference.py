@@ -20,8 +20,6 @@ class Finding:
     label: str
     comparison: Comparison
     why: str = ""  # a difference other than in the tokens
-    third: bool = False  # the answer's token is not the second best of the request alone
-    prefilled: int | None = None  # tokens of the answer that were prefilled for the margin; None: all decoded
 
     @property
     def verdict(self) -> Verdict:
@@ -32,9 +30,6 @@ class Finding:
         if difference.at is None:
             return f"{self.label}: {self.why or difference.verdict}"
         tie = "" if difference.margin is None else f", {difference.margin:.3g} nats less likely"
-        tie += " (not the second best)" * self.third
-        if self.prefilled is not None:
-            tie += f" with {self.prefilled} of them prefilled"
         ours, expected = _token(difference.ours), _token(difference.expected)
         return f"{self.label}: token {difference.at} is {ours}{tie}; alone {expected}"
 
@@ -80,9 +75,8 @@ async def _measured(
     if finding.verdict is not Verdict.MISMATCH or at is None or ours is None or difference.expected is None:
         return finding
     past = tuple(step.token for step in outcome.steps[:at])
-    third = difference.margin is None
     divisions = range(at, 0, -max(1, -(-at // DIVISIONS)))
-    for prefilled in (0, *divisions) if third else divisions:
+    for prefilled in (0, *divisions) if difference.margin is None else divisions:
         resume = past[:prefilled]
         run = await ask(client, replace(request, max_tokens=at + 1, resume=resume, rival=ours))
         if run.end is End.GONE:
@@ -94,9 +88,8 @@ async def _measured(
         if difference.margin is None or margin < bound:
             difference = replace(difference, margin=margin)
         if margin < bound:
-            difference = replace(difference, verdict=Verdict.NEAR_TIE)
-            return replace(finding, comparison=difference, third=third, prefilled=prefilled or None)
-    return replace(finding, comparison=difference, third=third)
+            return replace(finding, comparison=replace(difference, verdict=Verdict.NEAR_TIE))
+    return replace(finding, comparison=difference)
 
 
 def judge(outcome: Outcome, reference: Outcome, bound: float) -> Finding:

@@ -20,11 +20,9 @@ from launch.stress.reference import Finding
 from launch.terminal.format import MISSING, count
 from launch.terminal.tables import Column, Table, dim, each, grid
 from protocol.messages import Welcome
-from shm.segment import byte_size
 
 OF_ENGINE = ("engine", "model", "device", "policy", "emulation", "format", "backbone_dtype")
 ERRORS = ("mismatches", "failures", "lost", "doubled", "leaks", "unhealed")  # each makes a run fail
-MOST_CLIENTS = 16  # whose rows are shown
 MOST_DETAILS = 20  # lines of a kind
 COUNTS = {
     "requests": ("completed", "cancelled", "refused", "unsent"),
@@ -41,11 +39,6 @@ NAMES = {  # of counts with other names than their keys: singular, plural
     "unhealed": ("not recovered", "not recovered"),
 }
 MILLISECONDS = each(lambda seconds: f"{1e3 * seconds:.1f}")
-CLIENTS = [
-    *(Column[dict[str, Any]](key, itemgetter(key)) for key in ("client", "requests", "tokens")),
-    Column[dict[str, Any]]("tok/s", itemgetter("tok_s"), each("{:.1f}".format)),
-    Column[dict[str, Any]]("first token, ms", itemgetter("first_token_s"), MILLISECONDS),
-]
 
 
 @dataclass
@@ -64,15 +57,10 @@ class StressRun:
 
 
 def report(run: StressRun) -> dict[str, Any]:
-    """Figures of the load alone; times are seconds; "details" has a text for each near-tie and error. Of the
-    requests, "sampled" ones, "cancelled_early" ones (greedy, before a token) and those without an answer
-    cannot be compared; completed, cancelled and refused ones are. Of the near-ties, "third_tokens" have a
-    token that is not the second best, and "prefilled_ties" are such only where a part of the answer's past
-    was prefilled."""
+    """Figures of the load alone; times are seconds; "details" has a text for each near-tie and error."""
     outcomes, seconds = run.load.all, run.load.seconds
     ends = [outcome.end for outcome in outcomes]
     verdicts = [finding.verdict for finding in run.findings]
-    ties = [finding for finding in run.findings if finding.verdict is Verdict.NEAR_TIE]
     gaps = [after - before for outcome in outcomes for before, after in pairwise(outcome.arrivals)]
     first = [outcome.arrivals[0] - outcome.sent for outcome in outcomes if outcome.arrivals]
     tokens = _tokens(outcomes)
@@ -87,18 +75,11 @@ def report(run: StressRun) -> dict[str, Any]:
         "completed": ends.count(End.STOP) + ends.count(End.LENGTH),
         "cancelled": ends.count(End.CANCELLED),
         "refused": ends.count(End.REFUSED),
-        "sampled": sum(not outcome.request.deterministic for outcome in outcomes),
-        "cancelled_early": sum(
-            outcome.request.deterministic and outcome.end is End.CANCELLED and not outcome.tokens
-            for outcome in outcomes
-        ),
         "unsent": run.load.unsent,
         "compared": len(verdicts),
         "equal": verdicts.count(Verdict.EQUAL),
         "near_ties": verdicts.count(Verdict.NEAR_TIE),
         "near_tie_bound": run.bound,
-        "third_tokens": sum(finding.third for finding in ties),
-        "prefilled_ties": sum(finding.prefilled is not None for finding in ties),
         **{error: len(details[error]) for error in ERRORS},
         "leaks_checked": run.leaks_checked,
         "seconds": seconds,
@@ -106,7 +87,7 @@ def report(run: StressRun) -> dict[str, Any]:
         "tok_s": tokens / seconds if seconds else None,
         "first_token_s": _quantiles(first),
         "token_gap_s": _quantiles(gaps),
-        "fairness": _fairness(run.load),
+        "jain": _fairness(run.load),
         "kv_reused_tokens": _total(outcomes, "kv_reused_tokens"),
         "preemptions": _total(outcomes, "preemptions"),
         "chaos": run.chaos.report(outcomes) if run.chaos else None,
@@ -144,26 +125,16 @@ def _details(run: StressRun) -> dict[str, list[str]]:
     }
 
 
-def _fairness(load: Load) -> dict[str, Any]:
-    """Each client's figures. `tok_s` counts its completed answers, from sending to end; Jain's index of these
-    rates is 1 where all are equal, and 1/n where one client of n got all tokens."""
-    clients = []
-    for number, outcomes in enumerate(load.outcomes):
+def _fairness(load: Load) -> float | None:
+    """Returns Jain's index of the clients' tokens a second, of completed answers from sending to end: 1 where
+    all are equal, and 1/n where one client of n got all tokens."""
+    rates = []
+    for outcomes in load.outcomes:
         completed = [outcome for outcome in outcomes if outcome.end in (End.STOP, End.LENGTH)]
-        busy = sum(outcome.ended - outcome.sent for outcome in completed)
-        first = [outcome.arrivals[0] - outcome.sent for outcome in outcomes if outcome.arrivals]
-        clients.append(
-            {
-                "client": number,
-                "requests": len(outcomes),
-                "tokens": _tokens(outcomes),
-                "tok_s": _tokens(completed) / busy if busy else None,
-                "first_token_s": float(np.mean(first)) if first else None,
-            }
-        )
-    rates = np.array([client["tok_s"] for client in clients if client["tok_s"] is not None], np.float64)
-    squares = len(rates) * float(np.square(rates).sum())
-    return {"clients": clients, "jain": float(rates.sum()) ** 2 / squares if squares else None}
+        if busy := sum(outcome.ended - outcome.sent for outcome in completed):
+            rates.append(_tokens(completed) / busy)
+    squares = len(rates) * sum(rate * rate for rate in rates)
+    return sum(rates) ** 2 / squares if squares else None
 
 
 def _tokens(outcomes: Sequence[Outcome]) -> int:
@@ -197,7 +168,9 @@ def report_parts(report: dict[str, Any]) -> Iterator[RenderableType]:
         + (f"; emulation: {report['emulation']}" if report["emulation"] else "")
     )
     yield from ("", grid((Text(title, "dim"), _counts(report, title)) for title in COUNTS), "")
-    yield from (_times(report), "", *_clients(report["fairness"]), "")
+    yield from (_times(report), "")
+    jain = MISSING if report["jain"] is None else f"{report['jain']:.3f}"
+    yield from (f"Jain's fairness index of the clients' tok/s, queueing included: {jain}", "")
     if report["kv_reused_tokens"] or report["preemptions"]:
         reused = count(report["kv_reused_tokens"], "prompt token")
         yield f"KV reused for {reused}; {count(report['preemptions'], 'preemption')}"
@@ -234,16 +207,7 @@ def _counts(report: dict[str, Any], title: str) -> Text:
         Text(_count(report, key), "bold red" if key in ERRORS and report[key] else "")
         for key in COUNTS[title]
     ]
-    return Text(", ").join(counts).append(_not_compared(report) if title == "alone" else "")
-
-
-def _not_compared(report: dict[str, Any]) -> str:
-    """The rest of the requests: with the compared ones they are all that were sent."""
-    kinds = {"sampled": report["sampled"], "cancelled before a token": report["cancelled_early"]}
-    others = report["requests"] - report["compared"] - sum(kinds.values())
-    kinds["without an answer" if report["finished"] else "without an answer or not run alone yet"] = others
-    words = ", ".join(f"{number} {kind}" for kind, number in kinds.items() if number > 0)
-    return f"; not compared: {words}" if words else ""
+    return Text(", ").join(counts)
 
 
 def _times(report: dict[str, Any]) -> RenderableType:
@@ -252,15 +216,6 @@ def _times(report: dict[str, Any]) -> RenderableType:
     first, *quantiles = rows[0]
     columns = [Column[dict[str, Any]](name, itemgetter(name), MILLISECONDS) for name in quantiles]
     return Table([Column(first, itemgetter(first), text=True), *columns], rows)
-
-
-def _clients(fairness: dict[str, Any]) -> Iterator[RenderableType]:
-    clients, jain = fairness["clients"], fairness["jain"]
-    index = f"Jain's fairness index of these: {MISSING if jain is None else f'{jain:.3f}'}"
-    if len(clients) <= MOST_CLIENTS:
-        yield Table(CLIENTS, clients)
-    yield "tok/s: of a client's completed answers, by their seconds from sending to end, queueing included"
-    yield index
 
 
 def _listed(report: dict[str, Any], kind: str) -> Iterator[RenderableType]:
@@ -289,28 +244,16 @@ def chaos_parts(chaos: dict[str, Any]) -> Iterator[RenderableType]:
         sent, answers = sum(hostile["sent"].values()), count(hostile["answered"], "answer")
         yield f"hostile messages: {sent} sent, {answers}; the others were refused, as intended"
     kills = chaos["kills_measured"]
-    if chaos["kill_to_next_token_s"]["median"] is not None:
-        one, every = (
-            f"median {_milliseconds(times['median'])}, maximum {_milliseconds(times['max'])}"
-            for times in (chaos["kill_to_next_token_s"], chaos["kill_to_every_next_token_s"])
-        )
+    waits = chaos["kill_to_every_next_token_s"]
+    if kills:
         yield (
-            f"from a kill ({kills} during answers) to the next token of any answer: {one};"
-            f" of every answer: {every}"
+            f"from a kill ({kills} during answers) to the next token of every answer: median"
+            f" {_milliseconds(waits['median'])}, maximum {_milliseconds(waits['max'])}"
         )
     for role, times in (chaos["recovery"] or {}).items():
         if deaths := chaos["respawns"][role]:
             ready, whole = _milliseconds(times["ready_s"]), _milliseconds(times["whole_s"])
             yield f"{role} restarted {count(deaths, 'time')}: ready after {ready}, up after {whole} (medians)"
-    before, after = chaos["engine_before"], chaos["engine_after"]
-    used = [
-        f"{role} {' to '.join(byte_size(at[role]['private_bytes']) for at in (before, after))},"
-        f" {before[role]['descriptors']} to {after[role]['descriptors']} descriptors"
-        for role in before
-        if role in after
-    ]
-    if used:
-        yield f"private memory, before to after: {'; '.join(used)}"
 
 
 def _milliseconds(value: float | None) -> str:

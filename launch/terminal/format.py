@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from pipeline.assets import model_dir
 from pipeline.models.shapes import short_name
@@ -19,15 +18,11 @@ def model_name(model: str, article: str = "the ") -> str:
 
 
 def distinct_names(models: Iterable[str]) -> dict[str, str]:
-    """Returns the `model_name` of each; of folders with the same name as much of the path as tells them
-    apart. A name without a folder, as a calibration has, stays as it is."""
+    """Returns the `model_name` of each; of folders with the same name the whole path. A name without a
+    folder, as a calibration has, stays as it is."""
     names = {model: model_name(model) for model in models}
-    folders = [model for model, name in names.items() if model != name]
-    for parts in range(2, max((len(Path(model).parts) for model in names), default=0) + 1):
-        counts = Counter(names[model] for model in folders)
-        for model in [model for model in folders if counts[names[model]] > 1]:
-            names[model] = str(Path(*Path(model).parts[-parts:]))
-    return names
+    counts = Counter(name for model, name in names.items() if model != name)
+    return {model: model if counts[name] > 1 else name for model, name in names.items()}
 
 
 def rate(bytes_a_second: float) -> str:

@@ -4,11 +4,7 @@ engine is ready. `--verbose` shows the info lines as well."""
 from __future__ import annotations
 
 import logging
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 from protocol.program import PROGRAM, LineFormatter, one_line
 
@@ -27,25 +23,6 @@ def notice(text: str) -> None:
 def complain(error: object) -> None:
     """Print an error as one line on stderr."""
     print(f"{PROGRAM}: {one_line(str(error))}", file=sys.stderr)
-
-
-@contextmanager
-def hidden(package: str) -> Iterator[None]:
-    """Hide what this package's modules and loggers log below ERROR, where no details were asked for."""
-    folder = package.replace(".", os.sep)
-
-    def shown(record: logging.LogRecord) -> bool:
-        of_package = record.name.startswith(package) or Path(record.pathname).parent.match(folder)
-        return record.levelno >= logging.ERROR or not of_package
-
-    handlers = [] if logging.getLogger().isEnabledFor(logging.INFO) else list(logging.getLogger().handlers)
-    for handler in handlers:
-        handler.addFilter(shown)
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            handler.removeFilter(shown)
 
 
 class LogHandler(logging.StreamHandler):  # type: ignore[type-arg]  # it is no generic class at run time

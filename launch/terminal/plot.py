@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
@@ -47,25 +47,19 @@ STYLE = {
 
 @dataclass(frozen=True)
 class Series:
-    """`color`: of bars and lines; by default lines take the next of matplotlib's, bars are blue."""
+    """A line, or the bars of a panel."""
 
     label: str
     values: Mapping[Any, Sequence[float]]
-    color: str | None = None
 
 
 @dataclass(frozen=True)
 class Panel:
-    """`along`: the x axis of lines; without it, bars: those of several series one behind the other. `words`:
-    what stands behind each row's bars in place of their sum. `end`: of the axis with the values, by default
-    their largest. `mark`: a place on the x axis of lines, and what it is."""
+    """`along`: the x axis of lines; without it, the bars of one series."""
 
     title: str
     series: Sequence[Series]
     along: str = ""
-    words: Mapping[Any, str] = field(default_factory=dict)
-    end: float | None = None
-    mark: tuple[float, str] | None = None
 
     @property
     def places(self) -> list[Any]:
@@ -141,7 +135,7 @@ def _lines(axes: Any, panel: Panel) -> None:
     for i, series in enumerate(panel.series):
         places = sorted(series.values)
         middle, errors = _middle([series.values[place] for place in places])
-        style = {"marker": MARKS[i % len(MARKS)], "ms": 4, "lw": 1.4, "capsize": 3, "color": series.color}
+        style = {"marker": MARKS[i % len(MARKS)], "ms": 4, "lw": 1.4, "capsize": 3}
         axes.errorbar(places, middle, yerr=errors, label=series.label, **style)
     ticks = sorted(panel.places)
     if ticks[0] > 0 and ticks[-1] >= WIDE * ticks[0]:
@@ -149,25 +143,16 @@ def _lines(axes: Any, panel: Panel) -> None:
     if len(ticks) <= MOST_TICKS:
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
-    if panel.mark is not None:
-        at, words = panel.mark
-        axes.axvline(at, color=FAINT, lw=1, ls=":")
-        axes.text(at, 0, f" {words}", color=FAINT, fontsize=8, rotation=90, va="bottom")
-    axes.set_ylim(bottom=0, top=panel.end)
+    axes.set_ylim(bottom=0)
     axes.set_xlabel(panel.along)
     axes.grid(axis="x", visible=False)
 
 
 def _bars(axes: Any, panel: Panel) -> None:
     places = [str(place) for place in panel.places]
-    ends = [0.0] * len(places)
-    for series in panel.series:
-        middle, errors = _middle([series.values.get(place, (0.0,)) for place in panel.places])
-        style = {"color": series.color or BLUE, "height": 0.6, "ecolor": INK, "capsize": 2}
-        bars = axes.barh(places, middle, left=ends, xerr=errors, label=series.label, **style)
-        ends = [end + value for end, value in zip(ends, middle, strict=True)]
-    figures = zip(panel.places, alike(ends), strict=True)
-    axes.bar_label(bars, [panel.words.get(place, figure) for place, figure in figures], padding=4, fontsize=8)
-    axes.set_xlim(0, panel.end or 1.25 * axes.dataLim.x1 or 1.0)
+    middle, errors = _middle([panel.series[0].values[place] for place in panel.places])
+    bars = axes.barh(places, middle, xerr=errors, color=BLUE, height=0.6, ecolor=INK, capsize=2)
+    axes.bar_label(bars, alike(middle), padding=4, fontsize=8)
+    axes.set_xlim(0, 1.25 * axes.dataLim.x1 or 1.0)
     axes.set_ylim(len(places) - 0.5, -0.5)  # the first place above
     axes.grid(axis="y", visible=False)

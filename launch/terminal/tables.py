@@ -73,8 +73,7 @@ def policy_name(request: PolicyRequest, exact: bool = True) -> Text:
 @dataclass(frozen=True)
 class Column(Generic[Row]):
     """`title`: of one or more lines. `text`: aligned left and wrapped; numbers are aligned right, and never
-    wrapped. `note`: explains the title. `optional`: left out where each value is None. `once`: empty where
-    all such columns repeat the row above."""
+    wrapped. `note`: explains the title. `optional`: left out where each value is None."""
 
     title: str
     value: Callable[[Row], Any]
@@ -83,7 +82,6 @@ class Column(Generic[Row]):
     style: str = ""
     note: str = ""
     optional: bool = False
-    once: bool = False
 
     def cells(self, rows: Sequence[Row]) -> list[Cell] | None:
         """Returns the cell of each row, or None where the column is left out."""
@@ -111,16 +109,11 @@ class Table(Generic[Row]):
         return list(dict.fromkeys(column.note for column, _ in self._shown() if column.note))
 
     def __rich__(self) -> table.Table:
-        columns = [column for column, _ in self._shown()]
-        once = [place for place, column in enumerate(columns) if column.once]
-        made = _titled(columns, self.gap, self.title)
-        above: Sequence[Cell] = ()
-        lines = zip(*(cells for _, cells in self._shown()), strict=True)
-        for row, line in zip(self.rows, lines, strict=True):
-            repeated = above and all(line[place] == above[place] for place in once)
-            shown = ["" if repeated and place in once else cell for place, cell in enumerate(line)]
-            made.add_row(*shown, style=self.style(row))
-            above = line
+        made = _titled([column for column, _ in self._shown()], self.gap, self.title)
+        for row, line in zip(
+            self.rows, zip(*(cells for _, cells in self._shown()), strict=True), strict=True
+        ):
+            made.add_row(*line, style=self.style(row))
         return made
 
     def _shown(self) -> Iterator[tuple[Column[Row], list[Cell]]]:

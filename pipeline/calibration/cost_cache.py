@@ -1,32 +1,39 @@
 """Costs that earlier starts measured, so that a start need not measure them again:
 `<cache folder>/costs/<store>-<setting>.json`, one file for each model, machine and configuration.
 
-A file contains the setting that it was measured with; `shm/kept_record.py` says how it is kept. This module
-imports no torch.
+A file contains the setting that it was measured with. It is written completely or not at all, and readable by
+its owner alone. One that is damaged, of another version or possibly written by another user is removed, and
+its content is measured again. Errors never fail a start. This module imports no torch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from pipeline.errors import PolicyError
 from pipeline.policies.costs import Costs
-from shm import kept_record
-from shm.kept_record import KeptRecord
+from protocol.errors import NotPrivate
+from protocol.files import check_private, make_folders, read_small
+from shm.atomic_file import atomic_file
 from shm.kernel_files import contents, parse_cpuinfo
+
+log = logging.getLogger(__name__)
 
 FOLDER = "costs"
 FILE_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.json")  # others in the folder are not touched
-VERSION = 3  # of the files, and of how costs are measured
+LOADED = 0.5  # load average for each core, from which on a measurement may be wrong
+MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Record(KeptRecord):
+class Record:
     """Costs of a tile, the setting that they were measured with, and facts for a reader of the file."""
 
     setting: Setting
@@ -61,23 +68,17 @@ class Record(KeptRecord):
     measured: float  # seconds since the epoch
     load: float  # the machine's load average just before
     costs: Costs
+    version: Literal[3] = 3  # of the files, and of how costs are measured
 
     @property
-    def cores(self) -> int:
-        return self.setting.cores
+    def loaded(self) -> bool:
+        """Other programs were computing, so that it may be wrong."""
+        return self.load > LOADED * self.setting.cores
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"version": VERSION, "costs": self.costs.to_json()}
-
-    @classmethod
-    def from_json(cls, data: Any) -> Record:
-        """The inverse of `to_json`. Raises for anything else as `kept_record.read` expects."""
-        if data["version"] != VERSION:
-            raise ValueError("it is of another version")
-        try:
-            return msgspec.convert(data, cls)
-        except PolicyError as e:
-            raise ValueError(str(e)) from e
+    def outdated(self, load: float) -> bool:
+        """Tells whether to measure again at this load average: the machine was busy, and is half as busy
+        now."""
+        return self.loaded and load <= self.load / 2
 
 
 def processor() -> tuple[str, int]:
@@ -86,18 +87,26 @@ def processor() -> tuple[str, int]:
 
 
 def find(cache: Path, setting: Setting) -> Record | None:
-    """The record of exactly this setting; None without one."""
+    """The record of exactly this setting; None without one. It is in use now, which keeps its file from being
+    removed first."""
     path = cache / FOLDER / setting.name
     record = _find(path)
     if record is None or record.setting != setting:
         return None
-    kept_record.note_use(path)
+    with suppress(OSError):  # a disk that cannot be written
+        os.utime(path)
     return record
 
 
 def keep(cache: Path, record: Record) -> None:
     """Write the record, replacing that of the same setting. A failure is logged."""
-    kept_record.keep(cache / FOLDER / record.setting.name, record.to_json(), "costs")
+    path = cache / FOLDER / record.setting.name
+    try:
+        make_folders(path.parent)
+        with atomic_file(path) as file:
+            file.write(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+    except OSError as e:
+        log.warning(f"costs could not be kept in {path.parent}, the next start measures again: {e.strerror}")
 
 
 def measured_here(cache: Path) -> list[tuple[Path, Record]]:
@@ -111,9 +120,24 @@ def measured_here(cache: Path) -> list[tuple[Path, Record]]:
 
 
 def read(path: Path) -> Record:
-    """Raises OSError, ValueError as `kept_record.read`."""
-    return kept_record.read(path, Record.from_json)
+    """The record of a file that only this user can have written. Raises OSError where the file cannot be
+    read, ValueError where it has no such record."""
+    try:
+        raw = read_small(path, MAX_BYTES, flags=os.O_NOFOLLOW, check=check_private)
+        return msgspec.json.decode(raw, type=Record)
+    except (NotPrivate, PolicyError, RecursionError) as e:
+        raise ValueError(str(e)) from e
 
 
 def _find(path: Path) -> Record | None:
-    return kept_record.find(path, Record.from_json, "its costs are")
+    """The record of a file; None without one. A file without a valid record is removed."""
+    try:
+        return read(path)
+    except OSError:
+        return None
+    except ValueError as e:
+        reason = " ".join(str(e).split())[:100]
+        log.warning(f"{path} is not used, its costs are measured again: {reason}")
+        with suppress(OSError):
+            path.unlink()
+        return None

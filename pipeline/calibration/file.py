@@ -1,8 +1,8 @@
 """A calibration on disk, `<cache folder>/<fingerprint>/calibration.safetensors`, and as a few numbers.
 
 The tensors are the arrays of `Calibration` by their names (accuracy.raw, accuracy.residual, accuracy.first,
-the same of gated_accuracy, and hit_rates.lcp, .lru and .lfu);
-an array that could not be measured is absent. `__metadata__` has one entry, "tandem", a JSON object:
+and the same of gated_accuracy); an array that could not be measured is absent. `__metadata__` has one entry,
+"tandem", a JSON object:
 `version`, `fingerprint` (of the model, the folder's name), `threshold`, `up`, `max_loss` and `sparsity` as in
 `Calibration`, `about` (how it was measured, see docs/calibration.md), and `crc32` of all of these and of the
 tensors. Files are 0600 in a 0700 folder; a file
@@ -32,7 +32,7 @@ from shm.atomic_file import atomic_file
 from shm.disk_cache import CacheRecord, note_use
 
 NAME = "calibration.safetensors"
-VERSION = 6
+VERSION = 7
 KEY = "tandem"  # of the metadata
 NUMBERS = ("threshold", "up", "max_loss", "sparsity")  # of a Calibration, beside its arrays
 MOST_BYTES = 1 << 28
@@ -99,7 +99,6 @@ def summary(calibration: Calibration, about: dict[str, Any]) -> dict[str, Any]:
     """The answer to a client: `about`, and means over the layers."""
     figures: dict[str, Any] = {
         "accuracy": {name: mean_accuracy(calibration, name) for name in ("raw", "residual", "first", "mlp")},
-        "similarity": float(calibration.similarity.mean()),
         **{name: getattr(calibration, name) for name in NUMBERS},
         "single_expert_share": None,
         "experts_per_token": None,
@@ -147,7 +146,7 @@ def _unusable(path: Path, reason: str) -> CalibrationError:
 def _arrays(calibration: Calibration) -> dict[str, Array]:
     """The arrays by their names in the file."""
     arrays = {name: array for name, array in vars(calibration).items() if isinstance(array, np.ndarray)}
-    for table in ("accuracy", "gated_accuracy", "hit_rates"):
+    for table in ("accuracy", "gated_accuracy"):
         arrays |= {f"{table}.{name}": array for name, array in vars(calibration)[table].items()}
     return arrays
 

@@ -11,15 +11,21 @@ Stages 1 to 3 compute the exact model on the workers; only stage 4 approximates 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import exp, log, log1p
 
 import numpy as np
 import torch
 
+from pipeline.arrays import FloatArray
 from pipeline.calibration import LANES
-from pipeline.calibration.approximations import EXACT, Approximations
+from pipeline.calibration.approximations import (
+    Threshold,
+    largest_threshold,
+    perturbations,
+)
 from pipeline.calibration.observers import Magnitudes, TokenOrder, TrainPass, ValidationPass
 from pipeline.calibration.reading import (
     CalibrationContext,
@@ -39,7 +45,17 @@ from pipeline.engine.observer import Observer
 from pipeline.errors import RequestError, UsageError
 from pipeline.policies.calibration import Calibration, Floats
 from pipeline.policies.presets import make_policy
+from pipeline.policies.view import PolicyRequest
 
+EXACT = PolicyRequest("all-host")
+EVALUATIONS = 8  # settings of an approximation that are tried
+BOUND = 0.005  # share of the loss that AdapMoE's gate may add, where no other bound is given
+FEW_ANSWERS = 200  # decoded tokens below which chance changes a loss more than an approximation does
+SPARSITIES = 20  # even steps from 0 to 1: the sparsities that are tried
+UNBOUNDED = {  # approximate presets without a setting that a bound could choose
+    "daop": "its loss depends on the resident experts, so on the cache; bench --ppl-tokens measures it",
+    "pre-gated": "it has no setting of its strength",
+}
 PAIR_BYTES = 64 << 20  # of the pairs that the first gate is trained on
 MLP_BYTES = 192 << 20  # of what the MLPs of the next gate are trained on
 UP_WEIGHTS = 1 << 30  # of a layer's up matrices that are multiplied to find the sizes of u
@@ -76,11 +92,8 @@ class _Measurement:
         with separate_counters(self._ctx.engine):
             self._ctx.engine.set_policy(make_policy(EXACT, self._ctx.seed), None, None, counted=False)
             validated, validation = self._validate(self._train())
-            judged = _spread(self._division.validation, self._width)
-            held_out = len(self._division.validation)
-            stage = Approximations(self._ctx, self._findings, judged, held_out, self._progress)
-            bounded = stage.find_threshold(validated, validation.weights)
-            return stage.find_sparsity(bounded), self._findings
+            bounded = self._find_threshold(validated, validation.weights)
+            return self._find_sparsity(bounded), self._findings
 
     def _train(self) -> Calibration:
         """Stages 1 and 2."""
@@ -93,14 +106,13 @@ class _Measurement:
         ahead = GatePairs(shape, every=1 + count * mlp_pair // MLP_BYTES)
         sizes = self._magnitudes()
         self._read(windows, [self._order, ahead, *([] if sizes is None else [sizes]), train_pass], done=0)
-        magnitudes, left_mass = (sizes and sizes.quantiles()) or (None, None)
+        magnitudes = None if sizes is None else sizes.quantiles()
         self._progress("training the first gate", 0, 1)
         gate = train_first_gate(*train_pass.pairs(), self._ctx.seed, engine.tick)
         self._progress("training the MLPs of the next gate", 0, 1)
         mlps = ahead.train(self._ctx.seed, engine.tick)
         return Calibration(
-            prefill_counts=train_pass.counts["prefill"],
-            decode_counts=train_pass.counts["decode"],
+            decode_counts=train_pass.counts,
             residual_logits=_next_logits(engine, train_pass.residuals()),
             accuracy={},
             kept=np.zeros((0, 0, 0), np.float32),
@@ -108,11 +120,10 @@ class _Measurement:
             sensitivity=self._sensitivity(),
             first_gate=gate,
             magnitudes=magnitudes,
-            left_mass=left_mass,
             up="" if magnitudes is None else engine.up,
             mlp_inner=None if mlps is None else mlps.inner,
             mlp_outer=None if mlps is None else mlps.outer,
-            hit_rates={},
+            hit_rates=np.zeros((0, 0), np.float32),
             max_loss=self._ctx.max_loss,
         )
 
@@ -148,11 +159,9 @@ class _Measurement:
         validation = ValidationPass(engine.shape, router, trained.residual_logits, trained.first_gate, mlps)
         read = sum(len(window.tokens) for window in division.training)
         self._read(division.validation, [self._order, validation], done=read)
-        counts = validation.counts["prefill"], validation.counts["decode"]
         validated = replace(
             trained,
-            prefill_counts=trained.prefill_counts + counts[0],
-            decode_counts=trained.decode_counts + counts[1],
+            decode_counts=trained.decode_counts + validation.counts,
             accuracy=validation.accuracy(),
             kept=validation.drops.kept(),
             gated_accuracy=validation.drops.accuracy(),
@@ -160,6 +169,97 @@ class _Measurement:
             mlp_accuracy=validation.mlp_accuracy(),
         )
         return validated, validation
+
+    def _find_threshold(self, validated: Calibration, weights: Sequence[Sequence[FloatArray]]) -> Calibration:
+        """Stage 4: add AdapMoE's threshold, if the sensitivities are known. `weights`: of decoded tokens, [R,
+        k] each, by layer."""
+        sensitivity, max_loss, findings = validated.sensitivity, self._ctx.max_loss, self._findings
+        if sensitivity is None:
+            return validated
+        if self._ctx.engine.shape.top_k == 1:  # a gate cannot skip the only expert
+            return replace(validated, threshold=0.0)
+        candidates = [
+            perturbations(np.concatenate(w), float(s)) for w, s in zip(weights, sensitivity, strict=True)
+        ]
+        found = self._strongest(
+            "threshold",
+            np.concatenate(candidates),
+            lambda threshold: {"gate": "adaptive", "threshold": repr(float(threshold))},
+            validated,
+        )
+        if found is None:
+            return validated
+        findings.losses = {"exact": found.exact, "gated": found.loss, "bound": BOUND}
+        if max_loss is not None:
+            exact, gated = log(found.exact), log(found.loss)
+            findings.losses = {"exact": exact, "gated": gated, "bound": log1p(max_loss / 100) / exact}
+            findings.bounded["adapmoe"] = f"threshold={found.value:.3g}"
+        return replace(validated, threshold=found.value)
+
+    def _find_sparsity(self, validated: Calibration) -> Calibration:
+        """Stage 4: with a bound, add the largest sparsity within it, if there is one."""
+        max_loss, bounded = self._ctx.max_loss, self._findings.bounded
+        if max_loss is None:
+            return validated
+        bounded |= UNBOUNDED
+        if validated.magnitudes is None:
+            bounded["floe"] = "no sparsity: the format keeps no up matrices apart (--format floe-int4)"
+            return validated
+        shares = (np.arange(1, SPARSITIES) / SPARSITIES).astype(np.float32)
+        found = self._strongest("sparsity", shares, lambda share: {"sparsity": f"{share:.2f}"}, validated)
+        if found is None:
+            return validated
+        largest = round(found.value, 2)
+        self._findings.sparsities = [[round(share, 2), loss] for share, loss in sorted(found.tried)]
+        bounded["floe"] = f"sparsity={largest:g}"
+        if not largest:
+            least, perplexity = self._findings.sparsities[1]
+            added = 100 * (perplexity / found.exact - 1)
+            bounded["floe"] = f"no sparsity is within {max_loss:g} %: {least:g} adds {added:.2f} %"
+        return replace(validated, sparsity=largest)
+
+    def _strongest(
+        self,
+        what: str,
+        candidates: FloatArray,
+        options: Callable[[float], dict[str, str]],
+        validated: Calibration,
+    ) -> Threshold | None:
+        """Search the strongest setting of an approximation, by decoding validation windows under `options` of
+        the exact policy, which is set again afterwards; losses are nats, or with a bound perplexities. None
+        with a note where it cannot be searched."""
+        ctx, engine, findings = self._ctx, self._ctx.engine, self._findings
+        held_out = self._division.validation
+        windows = _spread(held_out, self._width)
+        answers = sum(len(window.tokens) - window.prefill for window in windows)
+        total = EVALUATIONS * answers
+        with lanes(engine, ctx.kv, windows, ctx.chunk) as held:
+            held.read_prompts(lambda _: self._progress(what, 0, total))
+            done = TokenCount(self._progress, what, 0, total)
+
+            def loss(setting: float) -> float:
+                policy = make_policy(PolicyRequest(EXACT.name, options(setting)), ctx.seed)
+                engine.set_policy(policy, None, validated, counted=False)
+                nats = held.loss(done.more)
+                return nats if ctx.max_loss is None else exp(nats)
+
+            try:
+                bound = BOUND if ctx.max_loss is None else ctx.max_loss / 100
+                found = largest_threshold(candidates, loss, bound, EVALUATIONS)
+            except ValueError as e:
+                findings.notes.append(f"no {what}: {e}")
+                return None
+            finally:
+                engine.set_policy(make_policy(EXACT, ctx.seed), None, None, counted=False)
+        if len(windows) < len(held_out):
+            findings.notes.append(
+                f"the {what} was found on {len(windows)} of {len(held_out)} validation windows"
+            )
+        if answers < FEW_ANSWERS:
+            findings.notes.append(
+                f"the {what} was found on {answers} tokens alone; give a text of some thousand tokens"
+            )
+        return found
 
     def _read(self, windows: Sequence[Window], observers: Sequence[Observer], done: int) -> None:
         """Read all windows, a few at a time."""

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipeline.arrays import PHASES, FloatArray, IntArray, Phase
+from pipeline.arrays import FloatArray, IntArray, Phase
 from pipeline.calibration.trained_gates import GateMlps
 from pipeline.engine.driver import LayerDecision
 from pipeline.policies.calibration import Floats
 from pipeline.policies.gates import drop_shares
-from pipeline.policies.split import PRIORITIES, Priority
+from pipeline.policies.split import RECENCY
 from pipeline.policies.view import ModelShape, Routing
 from shm.floe import FloeFormat
 from shm.store import Store
@@ -58,15 +58,15 @@ class StepObserver:
 
 
 class Activations(StepObserver):
-    """Counts the rows of each expert of each layer, by phase."""
+    """Counts the decoded rows of each expert of each layer."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__(shape)
-        size = shape.layers, shape.experts
-        self.counts: dict[Phase, Counts] = {phase: np.zeros(size, np.int64) for phase in PHASES}  # [L, E]
+        self.counts: Counts = np.zeros((shape.layers, shape.experts), np.int64)  # [L, E]
 
     def layer(self, decision: LayerDecision[object], x: FloatArray) -> None:
-        self.counts[self._phase][decision.layer] += decision.gated.routing.workload(self._shape.experts)
+        if self._phase == "decode":
+            self.counts[decision.layer] += decision.gated.routing.workload(self._shape.experts)
 
 
 class TrainPass(Activations):
@@ -264,49 +264,25 @@ class TokenOrder(StepObserver):
         for sequence, rows in self._runs:
             self._steps[sequence][-1][1].append(used[rows])
 
-    def hit_rates(self) -> dict[str, FloatArray]:
-        """Hit rates by the order of a cache, [L, E + 1]: of the experts that decode uses in a layer, the
-        share in a cache that holds so many of the layer's experts, those of the highest priority."""
-        counts = {name: _Ranks(self._shape, Priority.named(name)) for name in PRIORITIES}
-        for steps in self._steps.values():  # one after the other, as in an engine with one client
-            for phase, by_layer in steps:
-                for ranks in counts.values():
-                    ranks.step(np.stack(by_layer), counted=phase == "decode")
-        return {name: ranks.rates() for name, ranks in counts.items()}
-
-
-class _Ranks:
-    """Counts at which place of its layer's order each used expert was: it is in every larger cache."""
-
-    def __init__(self, shape: ModelShape, priority: Priority) -> None:
-        size = shape.layers, shape.experts
-        self._priority = priority
-        self._rows = np.zeros(size, np.int64)
-        self._priorities = np.full(size, -np.inf)
-        self._at: NDArray[np.int64] = np.zeros(size, np.int64)  # uses by place
-        self._steps = 0
-
-    def step(self, used: IntArray, counted: bool) -> None:
-        """`used` [L, rows, k], -1 for none."""
-        layers, experts = self._rows.shape
-        rows = np.zeros_like(self._rows)
-        named = used.reshape(layers, -1)
-        np.add.at(rows, (np.arange(layers)[:, None], named), named >= 0)
-        active = rows > 0
-        if counted:
-            order = np.argsort(-self._priorities, axis=1, kind="stable")
-            places = np.empty_like(order)
-            np.put_along_axis(places, order, np.arange(experts)[None], axis=1)
-            where = np.nonzero(active)
-            np.add.at(self._at, (where[0], places[where]), 1)
-        self._steps += 1
-        self._rows += rows
-        self._priorities[active] = self._priority.of_each(self._rows[active], self._steps)
-
-    def rates(self) -> FloatArray:
-        uses = self._at.sum(axis=1, keepdims=True)
-        within = np.cumsum(self._at, axis=1) / np.maximum(uses, 1)
-        return np.concatenate((np.zeros((len(within), 1)), within), axis=1).astype(np.float32)
+    def hit_rates(self) -> FloatArray:
+        """[L, E + 1]: of the experts that decode uses in a layer, the share in a cache that holds so many of
+        the layer's experts, those of the highest priority: each is in every cache larger than its place."""
+        layers, size = self._shape.layers, (self._shape.layers, self._shape.experts)
+        rows, uses = np.zeros(size, np.int64), np.zeros(size, np.int64)  # uses by place
+        priorities = np.full(size, -np.inf)
+        every = [step for steps in self._steps.values() for step in steps]  # as in an engine with one client
+        for number, (phase, by_layer) in enumerate(every, start=1):
+            named = np.stack(by_layer).reshape(layers, -1)  # -1 for none
+            new = np.zeros_like(rows)
+            np.add.at(new, (np.arange(layers)[:, None], named), named >= 0)
+            active = new > 0
+            if phase == "decode":
+                places = np.argsort(np.argsort(-priorities, axis=1, kind="stable"), axis=1)
+                np.add.at(uses, (np.nonzero(active)[0], places[active]), 1)
+            rows += new
+            priorities[active] = np.log(rows[active]) + RECENCY * number
+        within = np.cumsum(uses, axis=1) / np.maximum(uses.sum(axis=1, keepdims=True), 1)
+        return np.pad(within, ((0, 0), (1, 0))).astype(np.float32)
 
 
 class Magnitudes(StepObserver):
@@ -318,7 +294,6 @@ class Magnitudes(StepObserver):
         super().__init__(shape)
         self._every, self._up = every, up
         self._counts: NDArray[np.int64] = np.zeros((shape.layers, BINS), np.int64)
-        self._sums = np.zeros((shape.layers, BINS))
         self._steps = 0
 
     @property
@@ -345,25 +320,21 @@ class Magnitudes(StepObserver):
             places = (np.log2(magnitudes) - LOWEST) * BINS_AN_OCTAVE
         bins: IntArray = np.clip(places, 0, BINS - 1).astype(np.int32)
         self._counts[layer] += np.bincount(bins, minlength=BINS)
-        self._sums[layer] += np.bincount(bins, magnitudes, minlength=BINS)
 
-    def quantiles(self) -> tuple[Floats, Floats] | None:
-        """`magnitudes` and `left_mass` of a Calibration; None where no token was decoded."""
+    def quantiles(self) -> Floats | None:
+        """`magnitudes` of a Calibration; None where no token was decoded."""
         if not self._counts.any(axis=1).all():
             return None
-        shares = np.arange(STEPS) / STEPS
         edges = 2.0 ** (LOWEST + np.arange(BINS + 1) / BINS_AN_OCTAVE)
         edges[0] = 0
-        thresholds, left = np.zeros((2, len(self._counts), STEPS), np.float32)
-        for layer, (counts, sums) in enumerate(zip(self._counts, self._sums, strict=True)):
+        thresholds = np.zeros((len(self._counts), STEPS), np.float32)
+        for layer, counts in enumerate(self._counts):
             below = np.concatenate(([0], counts.cumsum())) / counts.sum()
-            mass = np.concatenate(([0], sums.cumsum())) / max(sums.sum(), 1e-30)
             # within a bin by its share; of edges with as many below them, the largest
             keep = np.append(np.diff(below) > 0, True)
-            thresholds[layer] = np.interp(shares, below[keep], edges[keep])
-            left[layer] = np.interp(shares, below[keep], mass[keep])
-        thresholds[:, 0] = left[:, 0] = 0
-        return thresholds, left
+            thresholds[layer] = np.interp(np.arange(STEPS) / STEPS, below[keep], edges[keep])
+        thresholds[:, 0] = 0
+        return thresholds
 
 
 def up_of(store: Store) -> Up | None:

@@ -20,7 +20,7 @@ from pipeline.arrays import PHASES, IntArray, Phase
 from pipeline.device import Device
 from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.division import Split
-from pipeline.policies.costs import Costs, SecondsTable
+from pipeline.policies.costs import Costs, Seconds
 
 Side = Literal["host", "device", "link"]
 SIDES: tuple[Side, ...] = get_args(Side)
@@ -29,19 +29,6 @@ LEAST_CHANGE = 0.1  # relative
 FORGOTTEN = 256  # steps without work, in which a factor falls to a third of its distance to 1
 LONGEST_RATIO = 16.0  # of one step: a stalled machine says little about costs
 FIRST, SAMPLED = 64, 4  # steps of which each is measured; of later ones every so many
-
-
-class Priced(NamedTuple):
-    """Costs with tables of a tile's seconds."""
-
-    costs: Costs
-    host: SecondsTable
-    device: SecondsTable
-
-    @classmethod
-    def at(cls, costs: Costs) -> Priced:
-        """These costs, per tile, with their tables."""
-        return cls(costs, SecondsTable(costs.host_seconds, 1), SecondsTable(costs.device_seconds, 1))
 
 
 @dataclass
@@ -85,9 +72,9 @@ class Corrections:
         """`measured`: at first, per tile."""
         self.measured = measured
         self._factors = {phase: {side: _Factor() for side in SIDES} for phase in PHASES}
-        self._priced = dict.fromkeys(PHASES, Priced.at(measured))
+        self._priced = dict.fromkeys(PHASES, measured)
 
-    def priced(self, phase: Phase) -> Priced:
+    def priced(self, phase: Phase) -> Costs:
         """The costs in force in such a step."""
         return self._priced[phase]
 
@@ -98,7 +85,7 @@ class Corrections:
             factors[side].note(work[side])
         if any([factor.apply() for factor in factors.values()]):
             costs = self.measured.scaled(**{side: exp(factors[side].in_force) for side in SIDES})
-            self._priced[phase] = Priced.at(costs)
+            self._priced[phase] = costs
 
     def report(self) -> dict[Side, dict[Phase, float]]:
         """The factors in force, for stats. May be called by other threads."""
@@ -128,14 +115,14 @@ class Timing:
         self._memory = memory
         self._device = device
         self._running: deque[_HostShare] = deque()
-        self._given = None if costs is None else Priced.at(costs)
+        self._given = costs
         self._steps = 0
         self.begin_step("decode")
 
     @property
     def costs(self) -> Costs | None:
         """The costs in force in this step."""
-        return None if self._priced is None else self._priced.costs
+        return self._priced
 
     def begin_step(self, phase: Phase) -> None:
         """Begin a step. Shares of one that failed will not be computed."""
@@ -152,7 +139,7 @@ class Timing:
     def host_begins(self, split: Split, alone: bool) -> None:
         """The host was given a layer's tiles. `alone`: the device has none, so that the step waits for it."""
         if self._measures and self._priced is not None and any(tiles := split.host_tiles().tolist()):
-            seconds = _seconds(self._priced.host, split.routing.active.counts, tiles)
+            seconds = _seconds(self._priced.host_at, split.routing.active.counts, tiles)
             self._running.append(_HostShare(time.perf_counter(), seconds, alone))
 
     def host_ends(self, busy: float) -> None:
@@ -161,7 +148,7 @@ class Timing:
             return
         share = self._running.popleft()
         work = self._work["host"]
-        work.forecast += share.seconds + (self._priced.costs.round_trip if share.alone else 0.0)
+        work.forecast += share.seconds + (self._priced.round_trip if share.alone else 0.0)
         work.measured += time.perf_counter() - share.given if share.alone else busy
 
     def device_began(self, split: Split) -> None:
@@ -169,8 +156,8 @@ class Timing:
         share = split.device
         resident = share.items[:, 1].tolist()
         if self._measures and self._priced is not None and any(resident):
-            seconds = _seconds(self._priced.device, np.diff(share.offsets), resident)
-            self._work["device"].forecast += self._priced.costs.launch + seconds
+            seconds = _seconds(self._priced.device_at, np.diff(share.offsets), resident)
+            self._work["device"].forecast += self._priced.launch + seconds
             self._marks.append(self._memory.resident_marks)
 
     def end_step(self) -> float:
@@ -181,7 +168,7 @@ class Timing:
         seconds = time.perf_counter() - self._started
         if self._measures:
             tiles, copying = self._memory.copied()
-            link = self._priced.costs.link * (tiles - self._copied[0])
+            link = self._priced.link * (tiles - self._copied[0])
             self._work["link"] = Spent(link, copying - self._copied[1])
             marks = self._marks
             self._work["device"].measured = sum(self._device.seconds_between(*each) for each in marks)
@@ -189,8 +176,6 @@ class Timing:
         return seconds
 
 
-def _seconds(table: SecondsTable, rows: IntArray, tiles: list[int]) -> float:
+def _seconds(at: Seconds, rows: IntArray, tiles: list[int]) -> float:
     """Return the seconds of experts with so many rows and tiles each."""
-    if len(rows) == rows.sum():  # a row each
-        return table.of(1) * sum(tiles)
-    return sum(seconds * count for seconds, count in zip(table(rows.tolist()), tiles, strict=True))
+    return sum(at[each] * count for each, count in zip(rows.tolist(), tiles, strict=True))

@@ -22,9 +22,8 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from pipeline.arrays import IntArray
-from pipeline.policies.costs import Costs, SecondsTable
 from pipeline.policies.parts import Assignment
-from pipeline.policies.view import Active, Routing, View
+from pipeline.policies.view import Routing, View
 
 Seconds = Sequence[float]
 
@@ -46,38 +45,25 @@ class ActiveCosts(NamedTuple):
         return self.link, self.device, self.host, self.rows, self.exchange, self.launch
 
 
-class LayerSeconds:
-    """Looks up the costs of active experts.
+def active_costs(rows: list[int], missing: list[int], view: View) -> ActiveCosts:
+    """The costs of experts with so many rows and missing tiles; one expert or more.
 
     DALI's equation 9 bounds what the device holds at once. A missing tile passes through a staging slot,
     which is free again once the tile has been computed, so that any number of experts fits beside the
     resident ones, also with an empty cache. Without staging none does: its transfer would never end."""
-
-    def __init__(self) -> None:
-        self._costs: Costs | None = None  # of the two tables
-        self._device: SecondsTable
-        self._host: SecondsTable
-
-    def of(self, active: Active, residency: IntArray, view: View) -> ActiveCosts:
-        """`residency` [E]: the layer's resident tiles. At least one expert is active."""
-        costs, tiles = view.costs, view.shape.tiles
-        assert costs is not None
-        if self._costs is not costs:
-            self._costs = costs
-            self._device = SecondsTable(costs.device_seconds, tiles)
-            self._host = SecondsTable(costs.host_seconds, tiles)
-        rows = active.counts.tolist()
-        missing = (tiles - residency[active.indices]).tolist()
-        link = costs.link if view.staging else inf
-        return ActiveCosts(
-            rows,
-            missing,
-            [costs.fetch + link * count if count else 0.0 for count in missing],
-            self._device(rows),
-            self._host(rows),
-            costs.round_trip,
-            costs.launch,
-        )
+    costs, tiles = view.costs, view.shape.tiles
+    assert costs is not None
+    link = costs.link if view.staging else inf
+    device, host = costs.device_at, costs.host_at
+    return ActiveCosts(
+        rows,
+        missing,
+        [costs.fetch + link * count if count else 0.0 for count in missing],
+        [device[count] * tiles for count in rows],
+        [host[count] * tiles for count in rows],
+        costs.round_trip,
+        costs.launch,
+    )
 
 
 def greedy(device: Seconds, host: Seconds, exchange: float, launch: float = 0.0) -> list[bool]:
@@ -199,14 +185,12 @@ class ByCosts(Assignment):
 
     needs_costs = True
 
-    def __init__(self) -> None:
-        self._seconds = LayerSeconds()
-
     def cut(self, layer: int, routing: Routing, view: View) -> IntArray:
         active = routing.active
         cut = np.zeros(view.shape.experts, np.int32)
         if len(active.experts):
-            cut[active.indices] = self.tiles(self._seconds.of(active, view.residency[layer], view), view)
+            missing = (view.shape.tiles - view.residency[layer][active.indices]).tolist()
+            cut[active.indices] = self.tiles(active_costs(active.counts.tolist(), missing, view), view)
         return cut
 
     @abstractmethod

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import Phase
 from pipeline.errors import PolicyError
-from pipeline.policies.options import AUTO, Choice, Option, Real, Value
+from pipeline.policies.options import AUTO, Choice, Number, Option, Value
 from protocol.program import COMMAND
 from shm.mask import DENSE, Mask
 
@@ -33,8 +33,9 @@ class Calibration:
     """Read-only arrays. Arrays that could not be measured (such as the sensitivities of a quantized backbone)
     are None."""
 
-    prefill_counts: NDArray[np.int64]  # [L, E] rows routed to each expert while prompts were read
-    decode_counts: NDArray[np.int64]  # [L, E] the same while one token at a time was decoded
+    decode_counts: NDArray[
+        np.int64
+    ]  # [L, E] rows routed to each expert while one token at a time was decoded
     residual_logits: Floats  # [L - 1, E] router l + 1 applied to the mean of x[l + 1] - x[l] (DALI)
     accuracy: dict[str, Floats]  # by predictor "raw" | "residual" | "first": [L] share of layer l's experts
     # that were among as many predicted; raw and residual predict layer l from l - 1, first predicts layer 0
@@ -43,28 +44,18 @@ class Calibration:
     # g-th of G even steps from 0 to 1 of a token's weight
     gated_accuracy: dict[str, Floats]  # by predictor, [L, G]: as accuracy, in decode alone and with that gate
     # on both sides: of the experts that tokens keep, the share that their predictions keep as well
-    hit_rates: dict[str, Floats]  # by the order "lcp" | "lru" | "lfu" of a cache, [L, E + 1]: of the experts
-    # that decode uses, the share in a cache of 0..E experts
+    hit_rates: Floats  # [L, E + 1] of the experts that decode uses, the share in a cache of 0..E experts
     sensitivity: Floats | None = None  # [L] mean over tokens of the squared gradient at the experts' sum
     threshold: float | None = None  # T of AdapMoE's gate, found on the validation part of the text
     first_gate: Floats | None = None  # [E, H] predicts layer 0 of the next token from the last layer's x
     magnitudes: Floats | None = None  # [L, S] quantiles of |u|, u = up x of decoded tokens' experts, at the
     # shares 0, 1/S, 2/S, ... None unless it was made with a format that keeps up apart
-    left_mass: Floats | None = None  # [L, S] share of the sum of |u| that lies below each of them
     up: str = ""  # the format of the up matrices that u was computed with
     mlp_inner: Floats | None = None  # [P, W, H] and [P, E, W]: MLPs that correct the next gate's prediction
     mlp_outer: Floats | None = None  # of the layers 1 to P (FloE)
     mlp_accuracy: Floats | None = None  # [P] share of those layers' experts that were named, as `accuracy`
     max_loss: float | None = None  # percent that an approximation may add to the perplexity, where given
     sparsity: float | None = None  # the largest within it; 0: none is
-
-    @property
-    def similarity(self) -> NDArray[np.float64]:
-        """[L]: the cosine of the counts in prefill and in decode (DAOP, equation 1)."""
-        prefill, decode = self.prefill_counts.astype(np.float64), self.decode_counts.astype(np.float64)
-        lengths = np.linalg.norm(prefill, axis=1) * np.linalg.norm(decode, axis=1)
-        cosines: NDArray[np.float64] = (prefill * decode).sum(axis=1) / np.maximum(lengths, 1e-30)
-        return cosines
 
     @property
     def needed(self) -> NDArray[np.float64] | None:
@@ -112,13 +103,14 @@ def quantiles(table: Floats, share: float) -> NDArray[np.float64]:
 
 
 MOST = 0.95  # of the channels that are left out
-SPARSITY = Real(
+SPARSITY = Number(
     name="sparsity",
     help="share of an expert's channels that a token leaves out, with a floe format; auto: the largest"
     " within the calibration's --max-loss",
     default=0.0,
-    low=0.0,
+    low=0,
     high=MOST,
+    whole=False,
     auto=True,
 )
 MASKED = Choice(
@@ -179,10 +171,11 @@ class Sparsity:
                 f" apart: start with --format floe-int4, or give --set {policy}.sparsity=0"
             )
         self.check(policy, calibration)
-        known, wished = _measured(up, calibration), self.share(calibration)
-        if known is None or known.magnitudes is None:
+        wished = self.share(calibration)
+        magnitudes = _magnitudes(up, calibration)
+        if magnitudes is None:
             return [Mask(0.0, round(1 - wished, 6))] * layers
-        return [Mask(threshold, 1.0) for threshold in quantiles(known.magnitudes, wished).tolist()]
+        return [Mask(threshold, 1.0) for threshold in quantiles(magnitudes, wished).tolist()]
 
     def share(self, calibration: Calibration | None) -> float:
         """Share of the channels that is left out; the calibration has passed `check`."""
@@ -192,18 +185,9 @@ class Sparsity:
         assert calibration.sparsity is not None
         return calibration.sparsity
 
-    def left(self, up: str, calibration: Calibration | None) -> list[float] | None:
-        """Share of the sum of |u| by layer that the calibration's text would leave out; None where it
-        was not measured."""
-        known = _measured(up, calibration)
-        if known is None or known.left_mass is None:
-            return None
-        shares: list[float] = quantiles(known.left_mass, self.share(calibration)).tolist()
-        return shares
-
     def notes(self, policy: str, up: str, calibration: Calibration | None) -> tuple[str, ...]:
         """A line where no threshold was measured."""
-        if self.dense or _measured(up, calibration) is not None:
+        if self.dense or _magnitudes(up, calibration) is not None:
             return ()
         return (
             f"{policy}: no calibration has |u| of this format's up matrices, so the largest of each tile are"
@@ -211,7 +195,6 @@ class Sparsity:
         )
 
 
-def _measured(up: str, calibration: Calibration | None) -> Calibration | None:
-    """The calibration, where it has |u| of these up matrices."""
-    known = calibration is not None and calibration.magnitudes is not None and calibration.up == up
-    return calibration if known else None
+def _magnitudes(up: str, calibration: Calibration | None) -> Floats | None:
+    """The calibration's quantiles of |u|, where it has those of these up matrices."""
+    return calibration.magnitudes if calibration is not None and calibration.up == up else None

@@ -27,7 +27,6 @@ from pipeline.policies.parts import (
     require_calibration,
     whole_experts,
 )
-from pipeline.policies.placements import unused_tiles_note
 from pipeline.policies.view import Ahead, Gated, Plan, Policy, Routing, Signals, Target, View
 
 
@@ -127,8 +126,7 @@ class Composed(Policy):
             notes.append(f"{self.name}: prediction={predicts.name} is off: no channel is left out")
         elif reserve.note:
             notes.append(f"{self.name}: {reserve.note}")
-        unused = () if self.parts.replacement.splits else unused_tiles_note(self.name, view)
-        return *unused, *dict.fromkeys(notes)
+        return tuple(dict.fromkeys(notes))
 
     def check_calibration(self, calibration: Calibration | None) -> None:
         super().check_calibration(calibration)

@@ -30,15 +30,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import msgspec
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 from pipeline.assets import costs_dir
 from pipeline.errors import PolicyError
@@ -46,10 +46,32 @@ from protocol.files import read_small
 
 MAX_FILE_BYTES = 1 << 20
 MOST_ROWS = 1 << 31  # more than any batch has
-_TABLE = 512  # row counts with seconds in a table; wider batches are few and slow
 DERIVED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)  # the grid of derived costs
 LATENCIES = ("round_trip", "layer", "launch", "fetch")
 OPERATIONS = 2  # a multiplication and an addition, for each weight and row
+
+
+class Seconds(dict[int, float]):
+    """Seconds by row count, computed when they are first looked up: between grid points linear in the rows;
+    outside the grid the nearest segment continues, never falling below 0 nor below the last point. 0 rows
+    cost nothing."""
+
+    def __init__(self, grid: Sequence[int], values: Sequence[float]) -> None:
+        super().__init__({0: 0.0})
+        self._grid, self._values = grid, values
+
+    def __missing__(self, rows: int) -> float:
+        grid, values = self._grid, self._values
+        at = min(max(bisect_right(grid, rows) - 1, 0), len(grid) - 1)
+        value = values[at]
+        if len(grid) > 1 and rows != grid[at]:
+            low = min(at, len(grid) - 2)
+            slope = (values[low + 1] - values[low]) / (grid[low + 1] - grid[low])
+            # a measured grid is noisy: a falling end must not make wide batches free
+            slope = max(0.0, slope) if rows > grid[-1] else slope
+            value = max(0.0, slope * (rows - grid[at]) + value)
+        self[rows] = value
+        return value
 
 
 @dataclass(frozen=True)
@@ -108,23 +130,20 @@ class Costs:
             link=self.link * moved,
         )
 
-    def host_seconds(self, rows: ArrayLike, tiles: ArrayLike) -> NDArray[np.float64]:
-        """Seconds the worker pool needs for `tiles` tiles of an expert that `rows` rows use; the two
-        broadcast. 0 rows cost nothing. Between grid points the cost of a tile is linear in the rows;
-        outside the grid it continues its nearest segment, never falling below 0 nor below the last point."""
-        return self._seconds(self.host, rows, tiles)
+    @cached_property
+    def host_at(self) -> Seconds:
+        """Seconds the worker pool needs for a tile of an expert, by the rows that use it."""
+        return Seconds(self.rows, self.host)
 
-    def device_seconds(self, rows: ArrayLike, tiles: ArrayLike) -> NDArray[np.float64]:
+    @cached_property
+    def device_at(self) -> Seconds:
         """The same for the device, without transfers."""
-        return self._seconds(self.device, rows, tiles)
+        return Seconds(self.rows, self.device)
 
-    def other_seconds(self, rows: ArrayLike) -> NDArray[np.float64]:
-        """Seconds of one layer on the device for `rows` rows, without its routed experts."""
-        return self._seconds(self.other, rows, 1)
-
-    def link_seconds(self, tiles: ArrayLike) -> NDArray[np.float64]:
-        """Seconds to move `tiles` tiles to the device, without `fetch`."""
-        return self.link * np.asarray(tiles, dtype=np.float64)
+    @cached_property
+    def other_at(self) -> Seconds:
+        """Seconds of one layer on the device for so many rows, without its routed experts."""
+        return Seconds(self.rows, self.other)
 
     def scaled(self, host: float, device: float, link: float) -> Costs:
         """The same with the seconds of host and exchange, device and launch, and link times these."""
@@ -137,18 +156,6 @@ class Costs:
             link=self.link * link,
             fetch=self.fetch * link,
         )
-
-    def _seconds(self, values: tuple[float, ...], rows: ArrayLike, tiles: ArrayLike) -> NDArray[np.float64]:
-        count = np.asarray(rows, dtype=np.float64)
-        grid = np.asarray(self.rows, dtype=np.float64)
-        tile = np.interp(count, grid, values)
-        if len(grid) > 1:
-            first = (values[1] - values[0]) / (grid[1] - grid[0])
-            # a measured grid is noisy: a falling end must not make wide batches free
-            last = max(0.0, (values[-1] - values[-2]) / (grid[-1] - grid[-2]))
-            tile = np.where(count < grid[0], np.maximum(0.0, values[0] + first * (count - grid[0])), tile)
-            tile = np.where(count > grid[-1], values[-1] + last * (count - grid[-1]), tile)
-        return np.where(count > 0, tile, 0.0) * np.asarray(tiles, dtype=np.float64)
 
     def to_json(self) -> dict[str, Any]:
         """The map that the file format above describes."""
@@ -186,24 +193,6 @@ class Costs:
             raise PolicyError(f"{path}: {error}") from error
         except (ValueError, RecursionError) as error:
             raise PolicyError(f"{path} is not JSON: {' '.join(str(error).split())[:100]}") from error
-
-
-class SecondsTable:
-    """Seconds of one side for `tiles` tiles, by the rows that use them, in a table that needs no numpy."""
-
-    def __init__(self, seconds: Callable[[ArrayLike, int], NDArray[np.float64]], tiles: int) -> None:
-        self._seconds, self._tiles = seconds, tiles
-        self._table: list[float] = seconds(np.arange(_TABLE), tiles).tolist()
-
-    def __call__(self, rows: Sequence[int]) -> list[float]:
-        if max(rows) < _TABLE:
-            table = self._table
-            return [table[count] for count in rows]
-        return list(self._seconds(rows, self._tiles).tolist())
-
-    def of(self, rows: int) -> float:
-        """Seconds at one row count."""
-        return self._table[rows] if rows < _TABLE else float(self._seconds(rows, self._tiles))
 
 
 def shipped_costs() -> list[str]:

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.policies.calibration import Calibration
-from pipeline.policies.options import Choice, Option, Real, Whole
+from pipeline.policies.options import Choice, Number, Option
 from pipeline.policies.parts import Placement, cacheable, require, require_calibration, whole_room
-from pipeline.policies.placements import Calibrated, Known, Popular, unused_tiles_note
+from pipeline.policies.placements import Calibrated, Known, Popular
 from pipeline.policies.view import Ahead, Gated, Plan, Policy, Routing, Signals, Target, View
 
 PLACEMENTS: dict[str, type[Placement]] = {part.name: part for part in (Calibrated, Popular, Known)}
@@ -43,13 +43,14 @@ class Daop(Policy):
             default="calibrated",
             choices=tuple(PLACEMENTS),
         ),
-        Whole(name="first_layer", help="the first predicted layer, from 0", default=4, low=1, high=4096),
-        Real(
+        Number(name="first_layer", help="the first predicted layer, from 0", default=4, low=1, high=4096),
+        Number(
             name="swap",
             help="how many times the uses an expert must have to change places",
             default=1.05,
             low=0,
             high=100,
+            whole=False,
         ),
         Choice(
             name="early",
@@ -87,7 +88,7 @@ class Daop(Policy):
                 f"{self.name}: no layer is predicted: the model has {view.shape.layers}, and the first "
                 f"predicted one, counted from 0, is {self._first_layer} (--set {self.name}.first_layer=1)"
             )
-        return *unused_tiles_note(self.name, view), *notes
+        return tuple(notes)
 
     def check_calibration(self, calibration: Calibration | None) -> None:
         super().check_calibration(calibration)

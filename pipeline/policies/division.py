@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
 import numpy as np
 
 from pipeline.arrays import IntArray
-from pipeline.policies.costs import Costs, SecondsTable
+from pipeline.policies.costs import Costs
 from pipeline.policies.filling import Fixed, Group, Sides, balance
 from pipeline.policies.view import Active, View
 
@@ -69,7 +69,7 @@ class Balanced:
             return best
         for index, group in enumerate(self.groups):
             if group.missing:
-                others = [_copied(other) for other in self.groups]
+                others = [replace(other) for other in self.groups]
                 others[index].resident += 1
                 others[index].missing -= 1
                 others[index].lacking = min(group.lacking, others[index].missing)
@@ -78,21 +78,16 @@ class Balanced:
 
 
 class _Table:
-    """Looked-up figures of some costs."""
+    """Layers of one row that were divided by some costs."""
 
     def __init__(self, costs: Costs, staging: int) -> None:
         self.costs = costs
-        self.host = SecondsTable(costs.host_seconds, 1).of
-        self.device = SecondsTable(costs.device_seconds, 1).of
-        self.other = SecondsTable(lambda rows, _: costs.other_seconds(rows), 1).of
-        self.tile = costs.link if staging else inf
-        self.fixed = Fixed(costs.round_trip, costs.launch, 0.0, self.tile, costs.fetch)
+        self.fixed = Fixed(costs.round_trip, costs.launch, 0.0, costs.link if staging else inf, costs.fetch)
         self.known: dict[tuple[int, int, int], Balanced] = {}
-        self.worthless: dict[int, bool] = {}  # by the number of experts
 
 
 class Divider:
-    """Looks up the costs in force, and divides layers by them."""
+    """Divides layers by the costs in force."""
 
     _used: _Table
 
@@ -115,27 +110,11 @@ class Divider:
     @property
     def tile(self) -> float:
         """Seconds of a tile on the link; infinite where none can be moved."""
-        return self._used.tile
-
-    def host(self, rows: int) -> float:
-        """Seconds of a tile on the host."""
-        return self._used.host(rows)
-
-    def device(self, rows: int) -> float:
-        """Seconds of a tile on the device."""
-        return self._used.device(rows)
-
-    def other(self, rows: int) -> float:
-        """Seconds of a layer's other work on the device."""
-        return self._used.other(rows)
+        return self._used.fixed.tile
 
     def worthless(self, experts: int, tiles: int) -> bool:
         """True where the host computes all of so many experts of one row each, wherever their tiles are."""
-        known = self._used.worthless
-        answer = known.get(experts)
-        if answer is None:
-            answer = known[experts] = not self._single(experts, experts * tiles, 0, 0).groups[0].taken
-        return answer
+        return not self._single(experts, experts * tiles, 0, 0).groups[0].taken
 
     def balanced(self, active: Active, resident: IntArray, tiles: int) -> Balanced:
         """`resident` [m]: tiles of each active expert; at least one is active."""
@@ -164,7 +143,8 @@ class Divider:
         return balanced
 
     def _group(self, rows: int, resident: int, missing: int, lacking: int) -> Group:
-        return Group(self.host(rows), self.device(rows), resident, missing, lacking)
+        costs = self._used.costs
+        return Group(costs.host_at[rows], costs.device_at[rows], resident, missing, lacking)
 
 
 def cuts(
@@ -196,7 +176,3 @@ def move(cut: list[int], more: int, members: list[int], tiles: int, values: Sequ
         more -= then - now
         if not more:
             return
-
-
-def _copied(group: Group) -> Group:
-    return Group(group.host, group.device, group.resident, group.missing, group.lacking)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pipeline.arrays import FloatArray
 from pipeline.errors import PolicyError
 from pipeline.policies.calibration import Calibration, drop_limits
-from pipeline.policies.options import Option, Real
+from pipeline.policies.options import Number, Option
 from pipeline.policies.parts import Gate
 from pipeline.policies.view import Routing, View
 from protocol.program import COMMAND
@@ -55,12 +55,13 @@ class AdaptiveGate(Gate):
     needs_calibration = True
     without: ClassVar[str] = "gate=own"
     options: ClassVar[tuple[Option, ...]] = (
-        Real(
+        Number(
             name="threshold",
             help="T of (dropped share)^2 * sensitivity <= T; by default the calibration's",
             default=None,
-            low=0.0,
-            high=1e9,
+            low=0,
+            high=10**9,
+            whole=False,
         ),
     )
 
@@ -117,20 +118,23 @@ def drop_shares(weights: FloatArray) -> NDArray[np.float64]:
 
 def _gated(weights: FloatArray, sensitivity: float, limit: float) -> FloatArray | None:
     """Returns the tokens' weights, float32 [R, k], with the smallest ones dropped, of equal ones the last;
-    None where none is dropped, as mostly."""
-    wide = weights.astype(np.float64)
-    total = wide.sum(axis=1, keepdims=True)
-    least = wide.min(axis=1, keepdims=True) / np.where(total > 0, total, 1)
-    if (least * least * sensitivity > limit).all():
-        return None
-    shares = drop_shares(weights)
-    last = shares == inf
-    drop = ~last & (np.where(last, 0, shares) ** 2 * sensitivity <= limit)
-    kept = np.where(drop, 0, wide)
-    left = kept.sum(axis=1, keepdims=True)
-    # where the sums are equal nothing that counts was dropped: such a row's other weights keep their bits
-    rescaled = kept * (total / np.where(left > 0, left, 1))
-    return np.where(left == total, kept, rescaled).astype(np.float32)
+    None where none is dropped, as mostly. Row by row: a decode step has few, each of a handful of numbers."""
+    answer: FloatArray | None = None
+    totals = weights.sum(axis=1, dtype=np.float64).tolist()
+    for row, (values, total) in enumerate(zip(weights.tolist(), totals, strict=True)):
+        kept, running = values.copy(), 0.0
+        for place in sorted(range(len(values)), key=lambda place: (values[place], -place))[:-1]:
+            running += values[place]
+            share = running / total if total > 0 else inf
+            if share * share * sensitivity > limit:
+                break
+            kept[place] = 0.0
+        if kept != values:
+            answer = weights.copy() if answer is None else answer
+            # the largest is kept: where the sums are equal nothing that counts was dropped
+            left = float(np.add.reduce(np.array(kept)))
+            answer[row] = kept if left == total else [value * (total / left) for value in kept]
+    return answer
 
 
 GATES: tuple[type[Gate], ...] = (OwnGate, AdaptiveGate, PreGate)

@@ -7,9 +7,9 @@ nowhere else.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, nan
 
 from pipeline.errors import PolicyError
 
@@ -47,108 +47,70 @@ PAUSE = Choice(
 
 
 @dataclass(frozen=True)
-class Whole:
-    """An option that is a whole number from `low` to `high`."""
-
-    name: str
-    help: str
-    default: int | None  # None: derived from the model's shape, see `help`
-    low: int
-    high: int
-
-    @property
-    def values(self) -> str:
-        return f"{self.low}..{self.high}"
-
-    def parse(self, text: str) -> int:
-        digits = text.strip()
-        # int() alone would also take "1_000" and other alphabets' digits, and refuse very long ones oddly
-        if not (digits.isascii() and digits.isdigit() and len(digits) <= 20):
-            raise PolicyError(f"{self.name}={text[:40]!r} must be a whole number, {self.values}")
-        value = int(digits)
-        if not self.low <= value <= self.high:
-            raise PolicyError(f"{self.name}={value} must be in {self.values}")
-        return value
-
-
-@dataclass(frozen=True)
-class Seed(Whole):
-    """The seed of a part's random draws; by default the engine's seed."""
-
-    name: str = "seed"
-    help: str = "the seed of all draws; by default the engine's --seed"
-    default: int | None = None
-    low: int = 0
-    high: int = 2**63 - 1
-
-
-@dataclass(frozen=True)
-class Real:
+class Number:
     """An option that is a number from `low` to `high`."""
 
     name: str
     help: str
-    default: float | None  # None: derived from the calibration, see `help`
+    default: float | None  # None: derived from the model, see `help`
     low: float
     high: float
+    whole: bool = True
     auto: bool = False  # whether AUTO is a value too: what a calibration found
 
     @property
     def values(self) -> str:
-        return f"{self.low:g}..{self.high:g}" + f" or {AUTO}" * self.auto
+        return f"{self.low}..{self.high}" + f" or {AUTO}" * self.auto
 
     def parse(self, text: str) -> float | str:
+        """The value, an int if `whole`. Raises PolicyError as `Choice.parse`."""
         if self.auto and text == AUTO:
             return text
         try:
-            # float() would also take "1_000" and other alphabets' digits
-            value = float(text) if text.isascii() and "_" not in text else float("nan")
+            # int() and float() would also take "1_000" and other alphabets' digits
+            plain = text if text.isascii() and "_" not in text else ""
+            value = int(plain) if self.whole else float(plain)
         except ValueError:
-            value = float("nan")
+            value = nan
         if not isfinite(value):
-            raise PolicyError(f"{self.name}={text[:40]!r} must be a number, {self.values}")
+            kind = "a whole number" if self.whole else "a number"
+            raise PolicyError(f"{self.name}={text[:40]!r} must be {kind}, {self.values}")
         if not self.low <= value <= self.high:
             raise PolicyError(f"{self.name}={value:g} must be in {self.values}")
         return value
 
 
-Option = Choice | Whole | Real
+SEED = Number("seed", "the seed of all draws; by default the engine's --seed", None, 0, 2**63 - 1)
+Option = Choice | Number
 MAX_VALUE = 64  # characters of a value: it is kept, shown and given to every restarted coordinator
 Value = str | int | float | None
 
 
 def parse_options(
-    preset: str,
-    options: Iterable[Option],
-    given: Mapping[str, object],
-    seed: int,
-    why_not: Callable[[str], str],
+    preset: str, options: Iterable[Option], given: Mapping[str, object], seed: int
 ) -> dict[str, Value]:
-    """Every declared option's value: the given text read, or the default. `seed` is the engine's; `why_not`:
-    the reason why the preset does not have an option of this name, "" for an unknown one.
+    """Every declared option's value: the given text read, or the default. `seed` is the engine's.
 
     Raises PolicyError naming the preset and the reason, or the nearest option or value.
     """
     declared = {option.name: option for option in options}
     for name in given:
         if name not in declared:
-            why, near = why_not(name), did_you_mean(name, declared)
+            near = did_you_mean(name, declared)
             has = f"it has {', '.join(declared) or 'none'}"
-            raise PolicyError(
-                f"policy {preset} has no option {name[:40]!r}" + (f" ({why})" if why else f"{near} ({has})")
-            )
+            raise PolicyError(f"policy {preset} has no option {name[:40]!r}{near} ({has})")
     values: dict[str, Value] = {}
     for name, option in declared.items():
-        default = seed if isinstance(option, Seed) else option.default
+        default = seed if option is SEED else option.default
         if name not in given and default is None:
             values[name] = None
             continue
         # a client may have sent any type, and the engine's seed may be outside this option's range
         text = str(given.get(name, default))
         try:
-            values[name] = option.parse(text)
-            if len(text) > MAX_VALUE:  # digits or spaces without a meaning
+            if len(text) > MAX_VALUE:
                 raise PolicyError(f"{name}={text[:40]!r}... is too long; it must be {option.values}")
+            values[name] = option.parse(text)
         except PolicyError as error:
             raise PolicyError(f"policy {preset}: {error}") from None
     return values

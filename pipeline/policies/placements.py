@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.policies.calibration import Calibration
-from pipeline.policies.options import Seed
+from pipeline.policies.options import SEED
 from pipeline.policies.parts import Chosen, Placement, Room, whole_experts
 from pipeline.policies.view import View
 from protocol.program import COMMAND
 
 Counts = NDArray[np.int64]  # [L, E] rows routed to each expert
 ENOUGH_TOKENS = 256  # that were counted, for a comparison of counts
-DIFFERENT = 0.85  # of the hits of its own text a placement has on text that routes differently, at most
 
 
 def most_counted(counts: NDArray[np.int64], sizes: Sequence[int]) -> NDArray[np.bool_]:
@@ -45,64 +42,6 @@ def evenly_counted(counts: NDArray[np.int64], budget: int) -> NDArray[np.bool_]:
 def counted_tokens(counts: Counts, top_k: int) -> int:
     """The tokens that counts [L, E] are of."""
     return int(counts[0].sum()) // top_k
-
-
-def placed_share(used: Counts, counts: Counts, experts: int) -> float:
-    """The share of `counts` that `evenly_counted(used, experts)` holds: the hits of that placement."""
-    return float(counts[evenly_counted(used, experts)].sum() / max(counts.sum(), 1))
-
-
-@dataclass(frozen=True)
-class TextComparison:
-    """Hits of a calibration's most used experts: `prompts`, of what its own text's prompts used, because the
-    placement counted the decoded tokens; `engine`, of what the tokens used that the engine has computed."""
-
-    prompts: float
-    engine: float
-
-    @classmethod
-    def of(cls, calibration: Calibration, popularity: Counts, experts: int) -> TextComparison:
-        """Compare with this many experts placed."""
-        used = calibration.decode_counts
-        return cls(
-            placed_share(used, calibration.prefill_counts, experts), placed_share(used, popularity, experts)
-        )
-
-    @property
-    def differs(self) -> bool:
-        """True where the two route differently enough for a warning."""
-        return self.engine <= DIFFERENT * self.prompts
-
-
-def other_text_note(view: View) -> tuple[str, ...]:
-    """A note where the calibration's most used experts serve the tokens that this engine has computed clearly
-    worse than the calibration's own text."""
-    shape, calibration = view.shape, view.calibration
-    experts = whole_experts(shape, view.capacity)
-    tokens = counted_tokens(view.popularity, shape.top_k)
-    if calibration is None or not 0 < experts < shape.layers * shape.experts or tokens < ENOUGH_TOKENS:
-        return ()
-    hits = TextComparison.of(calibration, view.popularity, experts)
-    if not hits.differs:
-        return ()
-    return (
-        f"the calibration's text routes differently from the {tokens} tokens that this engine has computed:"
-        f" the experts placed by it are {100 * hits.engine:.0f}% of those used here,"
-        f" {100 * hits.prompts:.0f}% of those used by its own prompts; calibrate on text of the kind that you"
-        " run",
-    )
-
-
-def unused_tiles_note(name: str, view: View) -> tuple[str, ...]:
-    """A note where a preset of whole experts must leave tiles of the cache empty."""
-    shape = view.shape
-    unused = view.capacity - whole_experts(shape, view.capacity) * shape.tiles
-    if unused == 0 or view.capacity >= shape.layers * shape.experts * shape.tiles:
-        return ()
-    return (
-        f"{name}: {unused} of the cache's {view.capacity} tiles stay empty, because it keeps whole experts "
-        f"and an expert has {shape.tiles} tiles",
-    )
 
 
 def _chooses(view: View) -> bool:
@@ -163,9 +102,6 @@ class Calibrated(Placement):
         assert view.calibration is not None
         return evenly_counted(view.calibration.decode_counts, room.experts)
 
-    def notes(self, view: View) -> tuple[str, ...]:
-        return other_text_note(view)
-
 
 class Known(Placement):
     """`calibrated` where the model has been calibrated, else `popular`."""
@@ -178,9 +114,7 @@ class Known(Placement):
         return (Popular() if view.calibration is None else Calibrated()).chosen(view, room)
 
     def notes(self, view: View) -> tuple[str, ...]:
-        if view.calibration is not None:
-            return other_text_note(view)
-        if not _chooses(view):
+        if view.calibration is not None or not _chooses(view):
             return ()
         return Popular().notes(view) or (
             "the model is not calibrated, so the experts used most since the engine started are resident "
@@ -193,7 +127,7 @@ class Random(Placement):
 
     name: ClassVar[str] = "random"
     help: ClassVar[str] = "the same number in each layer, drawn at random"
-    options = (Seed(),)
+    options = (SEED,)
 
     def __init__(self, *, seed: int) -> None:
         self._seed = seed
@@ -217,6 +151,3 @@ class Sized(Placement):
         return (
             evenly_counted(counts, room.experts) if room.sizes is None else most_counted(counts, room.sizes)
         )
-
-    def notes(self, view: View) -> tuple[str, ...]:
-        return other_text_note(view)

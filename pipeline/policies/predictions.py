@@ -12,14 +12,14 @@ from typing import ClassVar
 import numpy as np
 
 from pipeline.arrays import FloatArray
-from pipeline.policies.assignments import ActiveCosts, LayerSeconds, two_ended
+from pipeline.policies.assignments import ActiveCosts, active_costs, two_ended
 from pipeline.policies.calibration import corrected
 from pipeline.policies.costs import Costs
-from pipeline.policies.options import PAUSE, Whole
+from pipeline.policies.options import PAUSE, Number
 from pipeline.policies.parts import ApplyGate, Expert, Prediction
 from pipeline.policies.view import Routing, Signals, View
 
-DEPTH = Whole(name="depth", help="layers to look ahead at most", default=3, low=1, high=3)
+DEPTH = Number(name="depth", help="layers to look ahead at most", default=3, low=1, high=3)
 NARROW = 16  # active experts up to which a layer's simulations are kept
 MOST_KNOWN = 4096  # simulations that are kept
 CANDIDATES = 16  # numbers of rows that are tried, the highest: a prompt has more, and each costs a simulation
@@ -149,7 +149,7 @@ class Residual(Prediction):
     name: ClassVar[str] = "residual"
     help: ClassVar[str] = "next-gate on the input that the calibration's mean residual corrects"
     options = (
-        Whole(
+        Number(
             name="prefetch",
             help=f"experts predicted a layer; by default 1, or 4 where a layer has more than {FEW_EXPERTS}",
             default=None,
@@ -225,7 +225,7 @@ class Impact(Prediction):
     help: ClassVar[str] = "HybriMoE's: of the next layers' experts those that shorten a layer most"
     options = (
         DEPTH,
-        Whole(name="prefetch", help="experts predicted after each layer", default=1, low=1, high=64),
+        Number(name="prefetch", help="experts predicted after each layer", default=1, low=1, high=64),
         PAUSE,
     )
     needs_costs = True
@@ -234,9 +234,8 @@ class Impact(Prediction):
         super().__init__(pause=pause)
         self._depth = depth
         self._prefetch = prefetch
-        self._seconds = LayerSeconds()
         self._costs: Costs | None = None  # of the known ones
-        # what an expert saves and which one, by the rows and missing tiles of a layer's: few layers differ
+        # what a layer saves by one expert and which, by the rows and missing tiles of its experts: few differ
         self._known: dict[tuple[tuple[int, int], ...], tuple[float, tuple[int, int]]] = {}
 
     def reserve(self, view: View) -> int:
@@ -251,44 +250,46 @@ class Impact(Prediction):
         if self._costs is not view.costs or len(self._known) > MOST_KNOWN:
             self._costs = view.costs
             self._known.clear()
-        ahead: list[tuple[int, list[int], ActiveCosts]] = []
+        ahead: list[tuple[int, list[int], list[tuple[int, int]]]] = []
+        tiles = view.shape.tiles
         for later in self.probes(layer, view):
             if later in signals.probes:
                 active = apply_gate(later, view.router(signals.probes[later])).active
                 # what a target keeps will have landed by then
-                if (view.target[later][active.indices] < view.shape.tiles).any():
-                    costs = self._seconds.of(active, view.target[later], view)
-                    ahead.append((later, active.experts.tolist(), costs))
-        saved = [self._most_saved(costs) for _, _, costs in ahead]
+                missing = (tiles - view.target[later][active.indices]).tolist()
+                if any(missing):
+                    pairs = list(zip(active.counts.tolist(), missing, strict=True))
+                    ahead.append((later, active.experts.tolist(), pairs))
+        saved = [self._most_saved(pairs, view) for _, _, pairs in ahead]
         chosen: list[Expert] = []
         while ahead and len(chosen) < self._prefetch:
             best = max(range(len(ahead)), key=lambda place: saved[place][0])  # of equal ones the next layer
-            gain, index = saved[best]
+            gain, pair = saved[best]
             if gain <= 0:
                 break
-            later, experts, costs = ahead[best]
+            later, experts, pairs = ahead[best]
+            index = pairs.index(pair)
             chosen.append((later, experts[index]))
-            costs.link[index], costs.missing[index] = 0.0, 0
-            saved[best] = self._most_saved(costs)
+            pairs[index] = pair[0], 0
+            saved[best] = self._most_saved(pairs, view)
         return chosen
 
-    def _most_saved(self, costs: ActiveCosts) -> tuple[float, int]:
-        """Returns the seconds that a layer saves if one missing expert is resident, and the place of the
-        expert that saves most."""
-        pairs = list(zip(costs.rows, costs.missing, strict=True))
+    def _most_saved(self, pairs: list[tuple[int, int]], view: View) -> tuple[float, tuple[int, int]]:
+        """Returns the seconds that a layer saves if one missing expert is resident, and the rows and missing
+        tiles of the expert that saves most."""
         key = tuple(sorted(pairs))
         known = self._known.get(key)
         if known is None:
-            known = _most_saved(costs, pairs)
+            rows, missing = ([pair[side] for pair in pairs] for side in (0, 1))
+            known = _most_saved(active_costs(rows, missing, view), pairs)
             if len(key) <= NARROW:
                 self._known[key] = known
-        gain, pair = known
-        return gain, pairs.index(pair)
+        return known
 
 
 def _most_saved(costs: ActiveCosts, pairs: list[tuple[int, int]]) -> tuple[float, tuple[int, int]]:
-    """Returns the same, with the rows and the missing tiles of that expert. Experts with equally many of both
-    save as much, so one of each is tried."""
+    """Returns the same. Experts with equally many rows and missing tiles save as much, so one of each is
+    tried."""
     link, rest = costs.link, costs.for_queue[1:]
     before = two_ended(link, *rest)[1]
     most, best = 0.0, pairs[0]

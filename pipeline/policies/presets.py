@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -15,8 +14,8 @@ from pipeline.policies import assignments, gates, placements, predictions, repla
 from pipeline.policies.calibration import SPARSITY_OPTIONS, Sparsity
 from pipeline.policies.composed import Composed, PreGated
 from pipeline.policies.daop import Daop
-from pipeline.policies.options import Choice, Option, Seed, Value, did_you_mean, parse_options
-from pipeline.policies.parts import Gate, Part, Parts
+from pipeline.policies.options import SEED, Choice, Option, Value, did_you_mean, parse_options
+from pipeline.policies.parts import Part, Parts
 from pipeline.policies.split import Split
 from pipeline.policies.tandem import Tandem
 from pipeline.policies.view import Plan, Policy, PolicyRequest, Routing, Target, View
@@ -62,80 +61,55 @@ ROLES = {
 }
 
 
-class Preset(ABC):
-    """A row of the table of presets."""
+class Preset:
+    """A row of the table of presets: five parts, in the order of PARTS, or `own`, an algorithm that spans the
+    roles. Its options are those of its parts, and for each role one that exchanges the part."""
 
-    name: str
-    help: str  # one line for a person, without a full stop
-    exact: bool  # by default; an option may change that
-    parts: dict[str, str]  # by role; empty for a preset that is one algorithm
-    defaults: dict[str, Value]  # of options with other defaults than their part's own
-    options: tuple[Option, ...]  # that can be set, as long as no part is exchanged
+    def __init__(self, name: str, help: str, parts: str = "", defaults: str = "", own: Any = None) -> None:
+        """`help`: one line for a person; `defaults`: of options whose default is not their part's own."""
+        self.name, self.help, self._own = name, help, own
+        self.parts = dict(zip(PARTS, parts.split(), strict=True)) if parts else {}
+        self._defaults = dict(default.split("=") for default in defaults.split())
+        self._roles = [
+            Choice(role, ROLES[role], part, tuple(PARTS[role])) for role, part in self.parts.items()
+        ]
+        self.exact = self.make({}, 0).exact  # by default; an option may change that
+        self.options = [option for option, _ in self.values({}, 0)]  # as long as no part is exchanged
 
-    @abstractmethod
     def values(self, given: Mapping[str, object], seed: int) -> list[tuple[Option, Value]]:
         """Every option that can be set beside these, with its value. Raises PolicyError as `make`."""
+        exchanged = {name: given[name] for name in given if name in self.parts}
+        chosen = parse_options(self.name, self._roles, exchanged, seed)
+        classes = [self._own] if self._own else [PARTS[role][str(chosen[role])] for role in PARTS]
+        options: dict[str, Option] = {o.name: o for o in self._roles}
+        options |= {option.name: option for of in classes for option in of.options}
+        options |= {option.name: option for option in SPARSITY_OPTIONS}
+        for name in self._defaults.keys() & options.keys():
+            option: Any = options[name]
+            options[name] = replace(option, default=option.parse(self._defaults[name]))
+        values = parse_options(self.name, options.values(), given, seed)
+        return [(option, values[name]) for name, option in options.items()]
 
     def make(self, given: Mapping[str, object], seed: int) -> Policy:
         """A new policy object. Raises PolicyError for options that are invalid or cannot be combined."""
         values = {option.name: value for option, value in self.values(given, seed)}
-        policy = self._make(given, values, seed)
+        policy: Policy
+        if self._own:
+            policy = _built(self._own, values)
+        else:
+            parts = Parts(**{role: _built(PARTS[role][str(values[role])], values) for role in PARTS})
+            if reason := clash(parts):
+                raise PolicyError(f"policy {self.name}: {reason}")
+            policy = (PreGated if parts.gate.pre_gated else Composed)(self.name, parts)
         policy.sparsity = Sparsity.of(values)
         policy.exact = policy.exact and policy.sparsity.dense
         policy.needs_calibration = policy.needs_calibration or policy.sparsity.wished is None
         return policy
 
-    @abstractmethod
-    def _make(self, given: Mapping[str, object], values: Mapping[str, Value], seed: int) -> Policy:
-        """The policy with these options' values, without its sparsity."""
 
-
-class ComposedPreset(Preset):
-    """A preset of five parts, given in the order of PARTS. Its options are those of its parts, and for each
-    role one that exchanges the part."""
-
-    def __init__(self, name: str, help: str, parts: tuple[str, ...], **defaults: Value) -> None:
-        self.name, self.help, self.defaults = name, help, defaults
-        self.parts = dict(zip(PARTS, parts, strict=True))
-        gate = PARTS["gate"][self.parts["gate"]]
-        assert issubclass(gate, Gate)
-        self.exact = gate.exact and not defaults.get("sparsity")
-        self._roles = tuple(
-            Choice(role, ROLES[role], default=self.parts[role], choices=tuple(PARTS[role])) for role in PARTS
-        )
-        self.options = self._options(self._classes({}))
-
-    def _make(self, given: Mapping[str, object], values: Mapping[str, Value], seed: int) -> Policy:
-        classes = self._exchanged(given, seed)
-        made: dict[str, Any] = {}
-        for role, part in classes.items():
-            build: Callable[..., Part] = part
-            made[role] = build(**{option.name: values[option.name] for option in part.options})
-        parts = Parts(**made)
-        if reason := clash(parts):
-            raise PolicyError(f"policy {self.name}: {reason}")
-        return (PreGated if parts.gate.pre_gated else Composed)(self.name, parts)
-
-    def values(self, given: Mapping[str, object], seed: int) -> list[tuple[Option, Value]]:
-        options = self._options(self._exchanged(given, seed))
-        values = parse_options(self.name, options, given, seed, _owner_of)
-        return [(option, values[option.name]) for option in options]
-
-    def _exchanged(self, given: Mapping[str, object], seed: int) -> dict[str, type[Part]]:
-        exchanged = {name: given[name] for name in given if name in PARTS}
-        return self._classes(parse_options(self.name, self._roles, exchanged, seed, _owner_of))
-
-    def _classes(self, chosen: Mapping[str, Value]) -> dict[str, type[Part]]:
-        return {role: parts[str(chosen.get(role, self.parts[role]))] for role, parts in PARTS.items()}
-
-    def _options(self, classes: Mapping[str, type[Part]]) -> tuple[Option, ...]:
-        """Options with these parts. One that two parts have is one option."""
-        options: dict[str, Option] = {o.name: o for part in classes.values() for o in part.options}
-        options |= {option.name: option for option in SPARSITY_OPTIONS}
-        for name in self.defaults.keys() & options.keys():
-            option: Any = options[name]
-            options[name] = replace(option, default=self.defaults[name])
-        return *self._roles, *options.values()
+def _built(of: Any, values: Mapping[str, Value]) -> Any:
+    """A policy or a part of this class, with the values of its options."""
+    return of(**{option.name: values[option.name] for option in of.options})
 
 
 # added to the seed of each generator, so that the draws are independent of each other
@@ -151,7 +125,7 @@ class RandomPlan(Policy):
     name = "random"
     help: ClassVar[str] = "Random plans, to test that any plan executes"
     options: ClassVar[tuple[Option, ...]] = (
-        Seed(),
+        SEED,
         Choice(name="churn", help="1: residencies change at every step", default="0", choices=("0", "1")),
     )
 
@@ -207,143 +181,62 @@ class RandomPlan(Policy):
         return tuple(targets)
 
 
-class OwnPreset(Preset):
-    """A preset that is one class, with an algorithm that spans the roles."""
-
-    def __init__(self, policy: type[Daop] | type[RandomPlan] | type[Tandem]) -> None:
-        self._policy = policy
-        self.name, self.help, self.exact = policy.name, policy.help, policy.exact
-        self.parts, self.defaults, self.options = {}, {}, (*policy.options, *SPARSITY_OPTIONS)
-
-    def values(self, given: Mapping[str, object], seed: int) -> list[tuple[Option, Value]]:
-        def why_not(name: str) -> str:
-            return f"it is one algorithm and has no {name} to exchange" if name in PARTS else ""
-
-        values = parse_options(self.name, self.options, given, seed, why_not)
-        return [(option, values[option.name]) for option in self.options]
-
-    def _make(self, given: Mapping[str, object], values: Mapping[str, Value], seed: int) -> Policy:
-        build: Callable[..., Policy] = self._policy
-        return build(**{option.name: values[option.name] for option in self._policy.options})
-
-
-def _owner_of(option: str) -> str:
-    """The part that has this option, as the reason why the preset does not have it."""
-    for role, parts in PARTS.items():
-        for part in parts.values():
-            if option in (declared.name for declared in part.options):
-                return f"it belongs to {role}={part.name}"
-    return ""
-
-
 def clash(parts: Parts) -> str:
     """The reason why these parts cannot work together, "" where they can: no other part would use the work of
     one."""
     if parts.gate.pre_gated and isinstance(parts.replacement, replacements.Score):
         return "replacement=score goes by the layers' own routers, and gate=pre-gated does not run them"
-    placement, prediction = parts.placement.name, parts.prediction.name
-    assignment, replacement = parts.assignment.name, parts.replacement.name
-    predicts, fills = not isinstance(parts.prediction, predictions.NoPrediction), parts.replacement.fills
-    empty = isinstance(parts.placement, placements.Empty)
+    name = {role: f"{role}={part.name}" for role, part in vars(parts).items()}
+    fills, empty = parts.replacement.fills, isinstance(parts.placement, placements.Empty)
+    predicts = not isinstance(parts.prediction, predictions.NoPrediction)
     if not parts.assignment.uses_device:
-        for role, part, idle in (
-            ("placement", placement, empty),
-            ("prediction", prediction, not predicts),
-            ("replacement", replacement, not fills),
-        ):
-            if not idle:
-                return f"{role}={part} is for the device, and assignment={assignment} computes nothing there"
+        works = {"placement": not empty, "prediction": predicts, "replacement": bool(fills)}
+        if idle := [role for role, of in works.items() if of]:
+            return f"{name[idle[0]]} is for the device, and {name['assignment']} computes nothing there"
     elif fills == "swapped" and empty:
-        return f"replacement={replacement} only swaps experts, and placement={placement} leaves it none"
+        return f"{name['replacement']} only swaps experts, and {name['placement']} leaves it none"
     elif not parts.assignment.fetches and not predicts:
         if fills == "fetched":
-            return f"replacement={replacement} keeps what is fetched; assignment={assignment} fetches nothing"
+            return f"{name['replacement']} keeps what is fetched; {name['assignment']} fetches nothing"
         if empty:
-            return f"placement={placement} is no start where assignment={assignment} fetches nothing"
+            return f"{name['placement']} is no start where {name['assignment']} fetches nothing"
     return ""
 
 
-PRESETS: dict[str, Preset] = {
-    preset.name: preset
-    for preset in (
-        ComposedPreset(
-            "all-host",
-            "All experts on the host, read from the store in place",
-            ("empty", "own", "none", "host", "keep"),
-        ),
-        ComposedPreset(
-            "on-demand",
-            "All experts on the device; missing ones are fetched",
-            ("empty", "own", "none", "device", "lru"),
-        ),
-        ComposedPreset(
-            "mixtral-offloading",
-            "On-demand, and the next layer's experts are prefetched",
-            ("empty", "own", "next-gate", "device", "lru"),
-        ),
-        ComposedPreset(
-            "whole-layer",
-            "Whole layers are fetched, each one layer ahead",
-            ("first-layers", "own", "whole-layer", "device", "keep"),
-        ),
-        ComposedPreset(
-            "pre-gated",
-            "Each layer decides the next one's experts",
-            ("empty", "pre-gated", "next-gate", "device", "lru"),
-        ),
-        ComposedPreset(
-            "layerwise",
-            "The first layers on the device, the others on the host",
-            ("first-layers", "own", "none", "resident", "keep"),
-        ),
-        ComposedPreset(
-            "fiddler",
-            "Popular experts resident, missing ones where faster",
-            ("known", "own", "none", "cheaper", "keep"),
-        ),
-        ComposedPreset(
-            "hybrimoe",
-            "Heavy experts to the device; prefetch by impact",
-            ("popular", "own", "impact", "two-ended", "score"),
-        ),
-        ComposedPreset(
-            "bandwidth-split",
-            "Missing experts divided between link and host",
-            ("popular", "own", "none", "bandwidth", "keep"),
-        ),
-        OwnPreset(Daop),
-        ComposedPreset(
-            "dali",
-            "Greedy by cost, residual prefetch, cache by workload",
-            ("random", "own", "residual", "greedy", "workload"),
-        ),
-        ComposedPreset(
-            "adapmoe",
-            "Skips minor experts, prefetches three layers",
-            ("sized", "adaptive", "lookahead", "device", "lru"),
-            sizes="dp",
-        ),
-        ComposedPreset(
-            "moepic",
-            "Parts of more experts resident, the rest prefetched",
-            ("sized", "own", "next-gate", "device", "split"),
-        ),
-        OwnPreset(Tandem),
-        ComposedPreset(
-            "floe",
-            "The channels that matter, on the device",
-            ("known", "own", "next-channels", "device", "keep"),
-            sparsity=0.8,
-        ),
-        ComposedPreset(
-            "floe-host",
-            "The channels that matter, on the host",
-            ("empty", "own", "none", "host", "keep"),
-            sparsity=0.8,
-        ),
-        OwnPreset(RandomPlan),
-    )
-}
+OWN = {policy.name: policy for policy in (Daop, Tandem, RandomPlan)}
+# name | placement gate prediction assignment replacement | defaults of options | for a person
+TABLE = """
+all-host | empty own none host keep | | All experts on the host, read from the store in place
+on-demand | empty own none device lru | | All experts on the device; missing ones are fetched
+mixtral-offloading | empty own next-gate device lru | | On-demand, and the next layer's experts are prefetched
+whole-layer | first-layers own whole-layer device keep | | Whole layers are fetched, each one layer ahead
+pre-gated | empty pre-gated next-gate device lru | | Each layer decides the next one's experts
+layerwise | first-layers own none resident keep | | The first layers on the device, the others on the host
+fiddler | known own none cheaper keep | | Popular experts resident, missing ones where faster
+hybrimoe | popular own impact two-ended score | | Heavy experts to the device; prefetch by impact
+bandwidth-split | popular own none bandwidth keep | | Missing experts divided between link and host
+daop
+dali | random own residual greedy workload | | Greedy by cost, residual prefetch, cache by workload
+adapmoe | sized adaptive lookahead device lru | sizes=dp | Skips minor experts, prefetches three layers
+moepic | sized own next-gate device split | | Parts of more experts resident, the rest prefetched
+tandem
+floe | known own next-channels device keep | sparsity=0.8 | The channels that matter, on the device
+floe-host | empty own none host keep | sparsity=0.8 | The channels that matter, on the host
+random
+"""
+
+
+def _presets() -> Iterator[Preset]:
+    for line in TABLE.strip().splitlines():
+        name, *columns = (column.strip() for column in line.split("|"))
+        if columns:
+            parts, defaults, help_ = columns
+            yield Preset(name, help_, parts, defaults)
+        else:
+            yield Preset(name, OWN[name].help, own=OWN[name])
+
+
+PRESETS = {preset.name: preset for preset in _presets()}
 
 
 def make_policy(request: PolicyRequest, seed: int) -> Policy:

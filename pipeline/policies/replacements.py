@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.policies.calibration import at_limits
-from pipeline.policies.options import Choice, Whole
+from pipeline.policies.options import Choice, Number
 from pipeline.policies.parts import STAY, Expert, Moves, Parts, Replacement, Room, evenly, whole_room
 from pipeline.policies.predictions import FEW_EXPERTS
 from pipeline.policies.view import Active, ModelShape, Signals, View
@@ -115,8 +115,8 @@ class Workload(Replacement):
     name: ClassVar[str] = "workload"
     help: ClassVar[str] = "the most used over a window of steps"
     options = (
-        Whole(name="window", help="steps between two replacements", default=4, low=1, high=1 << 20),
-        Whole(
+        Number(name="window", help="steps between two replacements", default=4, low=1, high=1 << 20),
+        Number(
             name="swaps",
             help=f"experts replaced at once; by default 1, or 8 where a layer has more than {FEW_EXPERTS}",
             default=None,
@@ -217,10 +217,10 @@ class Score(Replacement):
         for layer, expert in experts:
             held = self._held[layer]
             if len(held) == self._sizes[layer]:
-                others = sorted(e for e in held if (layer, e) not in into)
+                others = held.difference(entered for of, entered in into if of == layer)
                 if not others:
                     continue
-                cold = min(others, key=self._scores[layer].__getitem__)
+                cold = min(sorted(others), key=self._scores[layer].__getitem__)
                 held.remove(cold)
                 out.append((layer, cold))
             held.add(expert)

@@ -18,11 +18,8 @@ from functools import cache
 from math import comb, inf, log
 from typing import ClassVar, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pipeline.arrays import IntArray
-from pipeline.policies.options import Choice, Real
+from pipeline.policies.options import Number
 from pipeline.policies.parts import STAY, Expert, Moves, Parts, Replacement, Room, evenly
 from pipeline.policies.view import Active, View
 
@@ -109,32 +106,14 @@ def configured(layers: Sequence[LayerLoads], budget: int) -> list[Division]:
 
 
 RHO, OMEGA = 0.25, 128.0  # of LCP: in omega steps without use a priority falls to rho of it
+RECENCY = -log(RHO) / OMEGA
 
 
-class Priority(NamedTuple):
-    """The logarithm of an expert's priority is frequency * log(rows) + recency * step, of its last use. LCP's
-    mu * rho ** (nu / omega) has the same order: mu is the rows over the steps so far, nu the steps since the
-    last use, and the present step is the same for all experts."""
-
-    frequency: float
-    recency: float
-
-    @classmethod
-    def named(cls, name: str, rho: float = RHO, omega: float = OMEGA) -> Priority:
-        """ "lcp", "lru" or "lfu"."""
-        return {"lru": cls(0, 1), "lfu": cls(1, 0), "lcp": cls(1, -log(rho) / omega)}[name]
-
-    def of(self, rows: float, step: int) -> float:
-        """Priority of an expert with so many rows so far, last used in this step; without rows, the
-        lowest."""
-        return self.frequency * log(rows) + self.recency * step if rows else -inf
-
-    def of_each(self, rows: NDArray[np.int64], step: int) -> NDArray[np.float64]:
-        """The same of experts that have rows, all last used in this step."""
-        return self.frequency * np.log(rows) + self.recency * step
-
-
-PRIORITIES = ("lcp", "lru", "lfu")
+def priority(rows: float, step: int) -> float:
+    """The logarithm of the priority of an expert with so many rows so far, last used in this step; without
+    rows, the lowest. LCP's mu * rho ** (nu / omega) has the same order: mu is the rows over the steps so far,
+    nu the steps since the last use, and the present step is the same for all experts."""
+    return log(rows) + RECENCY * step if rows else -inf
 
 
 class Split(Replacement):
@@ -150,30 +129,21 @@ class Split(Replacement):
     name: ClassVar[str] = "split"
     help: ClassVar[str] = "leading tiles of the experts of the highest priority"
     options = (
-        Real(
+        Number(
             name="theta",
             help="share of a cached expert that stays resident, 1 for all; by default configured by layer",
             default=None,
             low=0,
             high=1,
+            whole=False,
         ),
-        Choice(
-            name="priority",
-            help="by use and time since the last one, by the last use, or by use",
-            default="lcp",
-            choices=PRIORITIES,
-        ),
-        Real(name="rho", help="what an unused expert's priority falls to", default=RHO, low=1e-9, high=1),
-        Real(name="omega", help="in so many steps", default=OMEGA, low=1e-3, high=1e9),
     )
     fills: ClassVar[str] = "fetched"
     splits: ClassVar[bool] = True
     without: ClassVar[str] = "theta=0.3"
 
-    def __init__(self, *, theta: float | None, priority: str, rho: float, omega: float) -> None:
+    def __init__(self, *, theta: float | None) -> None:
         self._theta = theta
-        self._order = priority
-        self._priority = Priority.named(priority, rho, omega)
         self.needs_costs = self.needs_calibration = theta is None
 
     def join(self, parts: Parts) -> None:
@@ -201,12 +171,12 @@ class Split(Replacement):
         shape, costs, calibration = view.shape, view.costs, view.calibration
         assert costs is not None
         assert calibration is not None
-        experts = shape.top_k * shape.tiles * float(costs.device_seconds(1, 1))
-        window = float(costs.other_seconds(1)) + costs.launch + experts
+        experts = shape.top_k * shape.tiles * costs.device_at[1]
+        window = costs.other_at[1] + costs.launch + experts
         named = [0.0] * shape.layers
         if self._predictor is not None:
             named = calibration.accuracy[self._predictor].tolist()
-        hits = calibration.hit_rates[self._order].tolist()
+        hits = calibration.hit_rates.tolist()
         return [
             LayerLoads(hits[layer], shape.top_k, named[layer], window, costs.link, costs.fetch, shape.tiles)
             for layer in range(shape.layers)
@@ -218,7 +188,7 @@ class Split(Replacement):
         self._sizes: Sequence[int] = room.sizes or ()
         self._rows: list[list[int]] = known.tolist()
         self._steps = [0] * shape.layers
-        self._priorities = [[self._priority.of(rows, 0) for rows in layer] for layer in self._rows]
+        self._priorities = [[priority(rows, 0) for rows in layer] for layer in self._rows]
         self._held: list[set[int]] = [set() for _ in range(shape.layers)]
         for layer, expert in placed:
             self._held[layer].add(expert)
@@ -229,7 +199,7 @@ class Split(Replacement):
         used = active.experts.tolist()
         for expert, count in zip(used, active.counts.tolist(), strict=True):
             rows[expert] += count
-            priorities[expert] = self._priority.of(rows[expert], step)
+            priorities[expert] = priority(rows[expert], step)
         new = [expert for expert in used if expert not in held and cut[expert]]
         if not new:
             return STAY

@@ -163,7 +163,8 @@ class Tandem(Policy):
         if balanced.leaves or not balanced.pays:
             self._ahead[layer] = 0
         else:
-            free = balanced.spare + divider.other(len(routing.experts))
+            assert view.costs is not None
+            free = balanced.spare + view.costs.other_at[len(routing.experts)]
             self._ahead[layer] = int(free / divider.tile) if divider.tile > 0 else tiles * count
         if not balanced.sides.device:
             return self._host_alone
@@ -207,7 +208,8 @@ class Tandem(Policy):
         outside = worth.value[layer] * (worth.target[layer] == 0)
         expert = int(outside.argmax())
         # one row uses k experts; each tile that is resident saves the host's time of it
-        seconds = self._divider.host(1) * view.shape.top_k * PAYS_WITHIN
+        assert view.costs is not None
+        seconds = view.costs.host_at[1] * view.shape.top_k * PAYS_WITHIN
         least = float(outside[expert]) - (self._divider.tile / seconds if seconds else inf)
         if least <= 0:
             return ()

@@ -96,7 +96,6 @@ class Replay:
         self._choices: dict[int, Routing] = {}  # of the logits of this layer's probes, by identity
         self._all = Counters(header.tile_bytes, shape.layers, header.tile_bytes / CHANNELS)
         self._counters = self._all.phases["decode"]
-        self._seconds: dict[int, tuple[float, float, float]] = {}  # by rows: see _tile
         self._host_free = 0.0
         self._sparsity = 0.0 if policy.sparsity.dense else policy.sparsity.share(calibration)
         self._right = right
@@ -126,7 +125,6 @@ class Replay:
         self._driver = PolicyDriver[float](policy, view)
         self._place(self._driver.placement)
         self._notes = list(self._driver.notes)
-        self._left = policy.sparsity.left(header.up, calibration)
 
     def _place(self, target: IntArray) -> None:
         """Make a placement resident before the clock runs. Raises PlanError."""
@@ -169,7 +167,7 @@ class Replay:
         self._live -= {s for s in step.sequences if self._last_steps.get(s, step.number) <= step.number}
         counters.paused_steps += not driver.view.prefetching
         self._inputs = inputs_of(step, self._header.router)
-        self._other = self._tile(len(step.sequences))[2]
+        self._other = self._costs.other_at[len(step.sequences)]
         for index, layer in enumerate(step.layers):
             self._traced, self._layer = layer, index
             driver.layer(index, self)
@@ -203,8 +201,7 @@ class Replay:
         begun, mask = decision.begun, decision.mask
         self._host_done = self._submit(rows, cuts, mask) if begun is None else begun
         if mask is not DENSE:
-            weight = decision.gated.routing.total_weight
-            counters.fidelity.left += weight * (nan if self._left is None else self._left[layer])
+            counters.fidelity.left = nan  # the sizes of u are in no trace
         self._begin_device(layer, active.experts.tolist(), rows, cuts, mask)
 
     def begin_early(self, layer: int, ahead: Ahead, mask: Mask) -> float:
@@ -222,7 +219,7 @@ class Replay:
         active, tiles, ups, named = routing.active, self._shape.tiles, 0.0, []
         for expert, row in zip(active.experts.tolist(), active.counts.tolist(), strict=True):
             if (target := int(self.cache.target[layer, expert])) < tiles:
-                ups += self._tile(row)[1] * (tiles - target) * self._up
+                ups += self._costs.device_at[row] * (tiles - target) * self._up
                 named.append((expert, self._channels(row, target, tiles, self._right)))
         self._spend("device", ups)
         for expert, channels in named:
@@ -284,7 +281,7 @@ class Replay:
             return 0.0
         for row, cut in zip(rows, cuts, strict=True):
             share = 1.0 if mask is DENSE else self._up + self._kept(row) * (1 - self._up)
-            seconds += self._tile(row)[0] * (tiles - cut) * share
+            seconds += self._costs.host_at[row] * (tiles - cut) * share
         self._host_free = max(self._host_free, self.now + self._costs.round_trip) + seconds
         self._counters.host_busy += seconds
         self._counters.host_tiles += count
@@ -304,7 +301,7 @@ class Replay:
         for expert, row, cut in zip(experts, rows, cuts, strict=True):
             if not cut:
                 continue
-            seconds, here = self._tile(row)[1], min(cut, int(self.cache.residency[layer, expert]))
+            seconds, here = self._costs.device_at[row], min(cut, int(self.cache.residency[layer, expert]))
             whole = cut
             if not dense:
                 ups += seconds * cut * self._up
@@ -346,16 +343,3 @@ class Replay:
                 f" is not in the trace: it has {self._header.depth} layers ahead"
             )
         return first.astype(np.float32)
-
-    def _tile(self, rows: int) -> tuple[float, float, float]:
-        """Returns the seconds at `rows` rows: of a tile on the host, of a tile on the device, of a layer's
-        other work."""
-        known = self._seconds.get(rows)
-        if known is None:
-            costs = self._costs
-            known = self._seconds[rows] = (
-                float(costs.host_seconds(rows, 1)),
-                float(costs.device_seconds(rows, 1)),
-                float(costs.other_seconds(rows)),
-            )
-        return known

@@ -9,15 +9,16 @@ import itertools
 import json
 import math
 import os
-import re
 import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from pipeline.arrays import PHASES, Phase
@@ -30,13 +31,27 @@ MAGIC = b"TANDEMTR"
 VERSION = 1
 PREFIX = struct.Struct("<8sII")  # magic, version, bytes of the JSON object that follows
 MAX_JSON = 1 << 16
-MAX_DEPTH = 16
-LARGEST = {"layers": 1 << 12, "experts": 1 << 16, "tiles": 1 << 20, "top_k": 1 << 12, "tile_bytes": 1 << 40}
 ROUTERS: dict[str, type[Softmax] | type[SparseMixer]] = {"softmax": Softmax, "sparse-mixer": SparseMixer}
-KINDS: dict[str, dict[str, type]] = {
-    "softmax": {"k": int, "rescaled": bool, "scale": float, "groups": int, "best_groups": int},
-    "sparse-mixer": {"jitter": float},
-}
+
+Fingerprint = Annotated[str, Meta(pattern=r"\A[0-9a-f]{8,128}\Z")]  # it names files
+Bytes = Annotated[int, Meta(ge=0, le=1 << 40)]
+
+
+class PlainHeader(msgspec.Struct, omit_defaults=True):
+    """A header as its JSON object, with the least and most of its numbers."""
+
+    model: str
+    fingerprint: Fingerprint
+    store: Fingerprint
+    layers: Annotated[int, Meta(ge=1, le=1 << 12)]
+    experts: Annotated[int, Meta(ge=1, le=1 << 16)]
+    tiles: Annotated[int, Meta(ge=1, le=1 << 20)]
+    top_k: Annotated[int, Meta(ge=1, le=1 << 12)]
+    tile_bytes: Annotated[int, Meta(ge=1, le=1 << 40)]
+    depth: Annotated[int, Meta(ge=0, le=16)]
+    router: dict[str, Any]
+    up: str = ""
+    up_bytes: Bytes = 0
 
 
 @dataclass(frozen=True)
@@ -62,81 +77,39 @@ class Header:
         kinds = [kind for kind, router in ROUTERS.items() if type(self.router) is router]
         if not kinds:
             raise TraceError(f"a trace cannot describe the router {type(self.router).__name__}")
-        plain: dict[str, Any] = {"model": self.model, "fingerprint": self.fingerprint, "store": self.store}
-        plain |= asdict(self.shape) | {"tile_bytes": self.tile_bytes, "depth": self.depth}
-        if self.up:
-            plain |= {"up": self.up, "up_bytes": self.up_bytes}
-        plain["router"] = {"kind": kinds[0]} | {name: getattr(self.router, name) for name in KINDS[kinds[0]]}
-        text = json.dumps(plain).encode()
+        fields = vars(self) | asdict(self.shape) | {"router": {"kind": kinds[0]} | vars(self.router)}
+        del fields["shape"]
+        text = json.dumps(msgspec.to_builtins(PlainHeader(**fields))).encode()
         return PREFIX.pack(MAGIC, VERSION, len(text)) + text
 
     @classmethod
     def decode(cls, text: bytes) -> Header:
         """The JSON object. Raises TraceError."""
         try:
-            plain = json.loads(text)
-        except (ValueError, RecursionError):
-            raise TraceError("its header is damaged") from None
-        if not isinstance(plain, dict):
-            raise TraceError("its header is damaged")
-        sizes = {name: _whole(plain, name, 1, most) for name, most in LARGEST.items()}
-        tile_bytes = sizes.pop("tile_bytes")
-        shape = ModelShape(**sizes)
-        if shape.top_k > shape.experts:
-            raise TraceError(f"a token cannot use {shape.top_k} of {shape.experts} experts")
-        return cls(
-            model=_text(plain, "model"),
-            fingerprint=_fingerprint(plain, "fingerprint"),
-            store=_fingerprint(plain, "store"),
-            shape=shape,
-            tile_bytes=tile_bytes,
-            router=_router(plain.get("router"), shape),
-            depth=_whole(plain, "depth", 0, MAX_DEPTH),
-            up=_text(plain, "up") if "up" in plain else "",
-            up_bytes=_whole(plain, "up_bytes", 1, LARGEST["tile_bytes"]) if "up" in plain else 0,
-        )
+            fields = msgspec.structs.asdict(msgspec.json.decode(text, type=PlainHeader))
+            shape = ModelShape(**{name: fields.pop(name) for name in ModelShape.__dataclass_fields__})
+            router = _router(fields.pop("router"), shape)
+        except (ValueError, RecursionError) as e:
+            raise TraceError(f"its header is damaged: {e}") from None
+        # the model's name is shown in a terminal
+        model = "".join(c if c.isprintable() else "?" for c in fields.pop("model"))
+        return cls(model=model, shape=shape, router=router, **fields)
 
 
-def _router(plain: Any, shape: ModelShape) -> Router:
-    kind = plain.get("kind") if isinstance(plain, dict) else None
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise TraceError("its header describes an unknown router")
-    values: dict[str, Any] = {}
-    for name, type_ in KINDS[kind].items():
-        value = plain.get(name)
-        if type(value) is not type_ and not (type_ is float and type(value) is int):
-            raise TraceError(f"its header's router has no {name}")
-        values[name] = value
-    if kind == "sparse-mixer":
-        fits = shape.top_k == 2 and 0 <= values["jitter"] < math.inf
+def _router(plain: dict[str, Any], shape: ModelShape) -> Router:
+    """Raises ValueError where these are not the numbers of a router that fits the shape."""
+    kind = plain.get("kind")
+    if not isinstance(kind, str) or kind not in ROUTERS:
+        raise ValueError("unknown router")
+    router = msgspec.convert(plain, ROUTERS[kind])
+    if isinstance(router, SparseMixer):
+        fits = shape.top_k == 2 and 0 <= router.jitter < math.inf
     else:
-        groups, best = values["groups"], values["best_groups"]
-        fits = values["k"] == shape.top_k and math.isfinite(values["scale"]) and values["scale"] > 0
-        fits = fits and 1 <= best <= groups <= shape.experts and shape.experts % groups == 0
+        fits = router.k == shape.top_k <= shape.experts and 0 < router.scale < math.inf
+        fits = fits and 1 <= router.best_groups <= router.groups and shape.experts % router.groups == 0
     if not fits:
-        raise TraceError("its header's router does not fit its shape")
-    return ROUTERS[kind](**values)
-
-
-def _whole(plain: dict[str, Any], name: str, least: int, most: int) -> int:
-    value = plain.get(name)
-    if type(value) is not int or not least <= value <= most:
-        raise TraceError(f"its header's {name} is not a whole number from {least} to {most}")
-    return value
-
-
-def _fingerprint(plain: dict[str, Any], name: str) -> str:
-    value = plain.get(name)
-    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{8,128}", value):  # it names files
-        raise TraceError(f"its header's {name} is not a fingerprint")
-    return value
-
-
-def _text(plain: dict[str, Any], name: str) -> str:
-    value = plain.get(name)
-    if not isinstance(value, str):
-        raise TraceError(f"its header's {name} is not a text")
-    return "".join(c if c.isprintable() else "?" for c in value)  # it is shown in a terminal
+        raise ValueError("its router does not fit its shape")
+    return router
 
 
 # --- steps --------------------------------------------------------------------------------------------------

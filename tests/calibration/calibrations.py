@@ -29,7 +29,6 @@ def calibrations(draw: st.DrawFn) -> Calibration:
     known, sparse, bounded = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
     table, mlps = (layers, draw(st.integers(2, 5))), draw(st.integers(0, layers - 1))
     return Calibration(
-        prefill_counts=draw(counts),
         decode_counts=draw(counts),
         residual_logits=draw(arrays((layers - 1, experts))),
         accuracy={name: draw(arrays((layers,), shares)) for name in ("raw", "residual", "first")},
@@ -38,9 +37,8 @@ def calibrations(draw: st.DrawFn) -> Calibration:
         sensitivity=draw(arrays((layers,), st.floats(0, 1e6, width=32))) if known else None,
         threshold=draw(st.floats(0, 1e6)) if known else None,
         first_gate=draw(st.none() | arrays((experts, hidden))),
-        hit_rates={n: draw(arrays((layers, experts + 1), shares)) for n in ("lcp", "lru", "lfu")},
+        hit_rates=draw(arrays((layers, experts + 1), shares)),
         magnitudes=np.sort(draw(arrays(table, st.floats(0, 1e6, width=32))), axis=1) if sparse else None,
-        left_mass=np.sort(draw(arrays(table, shares)), axis=1) if sparse else None,
         up="int4" if sparse else "",
         mlp_inner=draw(arrays((mlps, 3, hidden))) if mlps else None,
         mlp_outer=draw(arrays((mlps, experts, 3))) if mlps else None,

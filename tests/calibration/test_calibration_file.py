@@ -194,7 +194,6 @@ def test_full_disk_keeps_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatc
 
 FOUND = replace(
     plain_calibration(3, 2, threshold=0.0625, first_gate=np.ones((2, 4), np.float32)),
-    prefill_counts=np.array([[1, 2], [3, 4], [5, 6]]),
     decode_counts=np.array([[10, 20], [30, 40], [50, 60]]),
     accuracy={
         "raw": np.array([0.9, 0.25, 0.75], np.float32),
@@ -212,7 +211,6 @@ def test_each_number_of_a_summary() -> None:
     assert summary(FOUND, {"model": "m"}) == {
         "model": "m",
         "accuracy": {"raw": 0.5, "residual": 0.5, "first": pytest.approx(0.7), "mlp": None},
-        "similarity": pytest.approx(1.0),
         "threshold": 0.0625,
         "up": "",
         "max_loss": None,

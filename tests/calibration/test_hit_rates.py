@@ -35,7 +35,7 @@ class Shown:
         self.order.end()
 
 
-def simulated(name: str, steps: list[Step], layer: int, size: int, experts: int) -> tuple[int, int]:
+def simulated(steps: list[Step], layer: int, size: int, experts: int) -> tuple[int, int]:
     """Hits and uses of decode in a cache that holds the `size` experts of the highest priority."""
     rows, last, hits, uses = [0] * experts, [0] * experts, 0, 0
     for now, (phase, by_layer) in enumerate(steps):
@@ -45,7 +45,7 @@ def simulated(name: str, steps: list[Step], layer: int, size: int, experts: int)
             if not rows[expert]:
                 return -1.0
             recent = RHO ** ((now - last[expert]) / OMEGA)  # noqa: B023
-            return {"lcp": rows[expert] * recent, "lru": last[expert], "lfu": rows[expert]}[name]
+            return rows[expert] * recent
 
         # of equal ones the smaller index; rounded, because the logarithms are compared elsewhere
         held = sorted(range(experts), key=lambda e: (-round(priority(e), 9), e))[:size]
@@ -80,10 +80,9 @@ def test_hit_rates_are_those_of_each_cache(data: st.DataObject) -> None:
     show("prefill", (1, 1))
     for _ in range(data.draw(st.integers(1, 12))):
         show("decode", (0, 1))
-    found = order.hit_rates()
-    for name, rates in found.items():
-        assert rates.shape == (layers, experts + 1)
-        for layer in range(layers):
-            for size in range(experts + 1):
-                hits, uses = simulated(name, seen[0] + seen[1], layer, size, experts)
-                assert rates[layer, size] == pytest.approx(hits / uses, abs=1e-6), (name, layer, size)
+    rates = order.hit_rates()
+    assert rates.shape == (layers, experts + 1)
+    for layer in range(layers):
+        for size in range(experts + 1):
+            hits, uses = simulated(seen[0] + seen[1], layer, size, experts)
+            assert rates[layer, size] == pytest.approx(hits / uses, abs=1e-6), (layer, size)

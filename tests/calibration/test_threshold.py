@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.calibration.approximations import Threshold, largest_threshold, perturbations
 
+BOUND = 0.005
 RANKED = np.arange(1, 65, dtype=np.float32) / 64  # 64 different ones
 
 
@@ -20,26 +21,26 @@ def steps(edges: dict[float, float]) -> Callable[[float], float]:
 
 
 def test_last_threshold_within_the_bound_is_found() -> None:
-    found = largest_threshold(RANKED, steps({0.1: 2.009, 37.5 / 64: 2.011}), evaluations=8)
+    found = largest_threshold(RANKED, steps({0.1: 2.009, 37.5 / 64: 2.011}), BOUND, 8)
     assert (found.value, found.loss, found.exact) == (37 / 64, 2.009, 2.0)
     assert found.tried[:3] == ((0.0, 2.0), (1.0, 2.011), (0.5, 2.009))
     assert len(found.tried) <= 8
 
 
 def test_two_evaluations_suffice_where_all_keep_the_bound() -> None:
-    found = largest_threshold(RANKED.reshape(4, 16)[::-1], steps({0.5: 1.9}))
+    found = largest_threshold(RANKED.reshape(4, 16)[::-1], steps({0.5: 1.9}), BOUND, 8)
     assert found == Threshold(1.0, 1.9, 2.0, ((0.0, 2.0), (1.0, 1.9)))
 
 
 def test_threshold_is_0_where_none_keeps_the_bound() -> None:
-    found = largest_threshold(RANKED, steps({0.001: 3.0}))
+    found = largest_threshold(RANKED, steps({0.001: 3.0}), BOUND, 8)
     assert (found.value, found.loss) == (0.0, 2.0)
     assert len(found.tried) <= 8
 
 
 def test_fewer_evaluations_give_a_smaller_threshold() -> None:
     loss = steps({63.5 / 64: 2.5})
-    values = [largest_threshold(RANKED, loss, evaluations=n).value for n in range(2, 10)]
+    values = [largest_threshold(RANKED, loss, BOUND, n).value for n in range(2, 10)]
     assert values[0] == 0
     assert values == sorted(values)
     assert values[-1] == 63 / 64
@@ -47,30 +48,30 @@ def test_fewer_evaluations_give_a_smaller_threshold() -> None:
 
 def test_bound_is_relative() -> None:
     loss = steps({0.25: 2.02, 0.75: 2.1})
-    assert largest_threshold(RANKED, loss, bound=0.0).value == 15 / 64
-    assert largest_threshold(RANKED, loss, bound=0.011).value == 47 / 64
-    assert largest_threshold(RANKED, loss, bound=0.06).value == 1.0
+    assert largest_threshold(RANKED, loss, 0.0, 8).value == 15 / 64
+    assert largest_threshold(RANKED, loss, 0.011, 8).value == 47 / 64
+    assert largest_threshold(RANKED, loss, 0.06, 8).value == 1.0
 
 
 def test_equal_candidates_count_once() -> None:
     candidates = np.repeat(np.array([0.1, 0.2, 0.3], np.float32), [1000, 5, 3])
-    found = largest_threshold(candidates, steps({0.15: 9.0}))
+    found = largest_threshold(candidates, steps({0.15: 9.0}), BOUND, 8)
     assert found.value == pytest.approx(0.1)
     assert len(found.tried) <= 4
 
 
 def test_zero_is_not_a_candidate() -> None:
-    assert largest_threshold(np.zeros(9, np.float32), steps({})).tried == ((0.0, 2.0),)
+    assert largest_threshold(np.zeros(9, np.float32), steps({}), BOUND, 8).tried == ((0.0, 2.0),)
 
 
 def test_thresholds_above_a_broken_bound_are_not_searched() -> None:
     # Kept up to 10/64, broken up to 40/64, kept again up to 60/64: the middle one is broken.
     loss = steps({10.5 / 64: 2.5, 40.5 / 64: 2.0, 60.5 / 64: 2.5})
-    assert largest_threshold(RANKED, loss).value == 10 / 64
+    assert largest_threshold(RANKED, loss, BOUND, 8).value == 10 / 64
 
 
 def test_nan_loss_breaks_the_bound() -> None:
-    assert largest_threshold(RANKED, steps({20.5 / 64: float("nan")})).value == 20 / 64
+    assert largest_threshold(RANKED, steps({20.5 / 64: float("nan")}), BOUND, 8).value == 20 / 64
 
 
 @given(
@@ -102,12 +103,12 @@ def test_threshold_keeps_the_bound_for_any_loss(candidates, losses, evaluations)
 @pytest.mark.parametrize("wrong", [[], [float("nan")], [float("inf"), 1.0], [-1.0, 1.0]])
 def test_invalid_candidates_are_refused(wrong: list[float]) -> None:
     with pytest.raises(ValueError, match="finite numbers from 0 on"):
-        largest_threshold(np.array(wrong, np.float32), steps({}))
+        largest_threshold(np.array(wrong, np.float32), steps({}), BOUND, 8)
 
 
 def test_loss_without_a_gate_must_be_finite() -> None:
     with pytest.raises(ValueError, match="the loss without a gate is nan"):
-        largest_threshold(RANKED, steps({0.0: float("nan")}))
+        largest_threshold(RANKED, steps({0.0: float("nan")}), BOUND, 8)
 
 
 def test_perturbation_of_two_experts_is_equation_8() -> None:

@@ -23,10 +23,8 @@ from launch.stress.chaos import (
     Chaos,
     ChaosRun,
     Injector,
-    PidHandle,
     runtime_of,
     supervisor_of,
-    usage,
 )
 from protocol.errors import EngineGone
 from protocol.messages import VERSION
@@ -88,10 +86,14 @@ async def test_only_peers_that_are_up_are_killed(pool: Pool, tmp_path: Path) -> 
 
 
 async def test_processes_that_are_not_the_engine_s_are_not_signalled(pool: Pool, tmp_path: Path) -> None:
-    """Wrong process ids in the Stats: unused, another parent's, this process, and a child of another role."""
-    pids = (2**22 + 1, 1, os.getpid(), pool.children[3].pid)
+    """Wrong process ids in the Stats: unused, none, another parent's, this process, and children of
+    another role and of none."""
+    children = [child.pid for child in pool.children]
+    pids = (2**22 + 1, -5, 1, os.getpid(), *children[2:])
     pool.peers = [{"role": "worker", "index": i, "generation": 0, "pid": p} for i, p in enumerate(pids)]
-    pool.peers[3]["role"] = "prefetcher"
+    for peer in pool.peers:
+        peer["up"] = True
+    pool.peers[4]["role"], pool.peers[5]["role"] = "prefetcher", "other"
     files = os.listdir("/proc/self/fd")
     async with injector(pool, tmp_path, "kill", "stop") as made:
         await until(lambda: made.missed > 50)
@@ -159,7 +161,7 @@ async def test_engine_that_ends_ends_the_injection(tmp_path: Path) -> None:
     async with Injector(gone, tmp_path, Chaos(("kill",), 1000.0), supervisor=os.getpid()) as made:
         await until(lambda: bool(made.failure))
     assert made.failure == "it was there a moment ago"
-    run = ChaosRun(made, gone, os.getpid())
+    run = ChaosRun(made, gone)
     assert run.unrecovered == ["faults ended early: it was there a moment ago"]
 
 
@@ -175,29 +177,3 @@ def test_chaos_is_for_a_running_engine_of_this_machine(tmp_path: Path) -> None:
                 Injector(cast(Any, None), other, Chaos(("kill",)))
     finally:
         runtime.remove()
-
-
-def test_pid_handle_signals_one_process(pool: Pool) -> None:
-    child = pool.children[0]
-    assert PidHandle.take(child.pid, "worker", os.getppid()) is None
-    assert PidHandle.take(child.pid, "prefetcher", os.getpid()) is None
-    assert PidHandle.take(child.pid, "other", os.getpid()) is None
-    assert PidHandle.take(-5, "worker", os.getpid()) is None
-    handle = PidHandle.take(child.pid, "worker", os.getpid())
-    assert handle is not None
-    assert handle.running
-    assert handle.send(signal.SIGKILL)
-    child.wait()
-    assert not handle.running
-    assert not handle.send(signal.SIGKILL)
-    handle.close()
-    assert PidHandle.take(child.pid, "worker", os.getpid()) is None
-
-
-def test_usage_of_processes(pool: Pool) -> None:
-    used = usage(os.getpid())
-    assert [one.role for one in used] == ["supervisor", *["worker"] * 4]
-    assert sorted(one.pid for one in used if one.role == "worker") == sorted(c.pid for c in pool.children)
-    for one in used:
-        assert 0 < one.private <= psutil.Process(one.pid).memory_info().rss
-        assert one.descriptors >= 3

@@ -88,7 +88,7 @@ async def test_engine_restarts_when_killed_in_decode(start_engine, tiny_model) -
 
 
 async def test_stopped_coordinator_is_restarted_while_a_worker_is_killed(start_engine, tiny_model) -> None:
-    async with start_engine(config(tiny_model)) as (supervisor, client):
+    async with start_engine(config(tiny_model), Limits(stopped_checks=2)) as (supervisor, client):
         state = State(supervisor, client)
         reference, old = await answer(client), state.pid("coordinator")
         generation = state.generation("worker", 0)

@@ -17,6 +17,7 @@ import pytest_asyncio
 from fault_engines import LIMIT, State, config, same
 from waiting import until
 
+from launch.processes.monitor import Limits
 from pipeline.assets import model_dir
 from pipeline.text.process import NICENESS
 from protocol.client import Client
@@ -47,7 +48,7 @@ async def state(start_engine, tmp_path_factory) -> AsyncIterator[State]:
     for name, content in (("tokenizer.json", json.dumps(changed)), ("chat_template.jinja", TEMPLATE)):
         (folder / name).unlink()
         (folder / name).write_text(content)
-    async with start_engine(config(folder)) as (supervisor, client):
+    async with start_engine(config(folder), Limits(stopped_checks=1000)) as (supervisor, client):
         yield State(supervisor, client)
 
 

@@ -208,14 +208,6 @@ async def test_other_refusals_end_a_benchmark(bench: Any, words: Any, refused: R
     assert engine.events[-1] == ("dali", {"a": "b"}, True)
 
 
-async def test_named_policies_that_need_a_calibration_are_tried_before_all_else(bench: Any) -> None:
-    engine = StandInEngine()
-    engine.refused = {"dali": RequestFailed("it needs a calibration", usage=True)}
-    with pytest.raises(RequestFailed, match="needs a calibration"):
-        await bench(engine, "--policy", "all-host,dali", *SHORT)
-    assert {event[0] for event in engine.events} == {"dali"}
-
-
 async def test_policy_of_another_client_is_left_as_it_is(bench: Any) -> None:
     engine = StandInEngine()
     measure = engine.measure

@@ -14,11 +14,11 @@ from launch.bench import measure as module
 from launch.bench.measure import (
     LEAST,
     OTHER_TOKENS,
+    SCORED,
     STRIDE,
     Perplexity,
     Texts,
     make_prompts,
-    make_texts,
     read_other_texts,
 )
 from launch.errors import WrongUsage
@@ -74,27 +74,17 @@ async def test_prompt_longer_than_a_text_goes_on_with_the_next(monkeypatch: pyte
     # The third from the first whole line after 4 bytes of the first text.
     for prompt, expected in zip(found, (one + two, two + one, b"ccc\n" + two + b"a\nbb\n"), strict=True):
         assert bytes(prompt[1:]) == (expected * 3)[:30]
-    ends = await make_texts(ByteEngine(bos=True), 2, 20, 0)  # type: ignore[arg-type]
-    for ids, expected in zip(ends, (b"bb\nccc\n" + two, b"E\n" + one), strict=True):
-        assert bytes(ids[1:]) == (expected * 3)[:19]
 
 
-async def test_texts_for_perplexities_end_each_file() -> None:
-    found = await make_texts(ByteEngine(), len(FILES), 90, seed=0)  # type: ignore[arg-type]
-    for text, ids in zip(FILES, found, strict=True):
-        assert list(ids) == list(whole_line(text, len(text) - 8 * 90)[:90])
-
-
-async def test_other_text_is_of_the_middle_of_each_file() -> None:
+async def test_other_text_is_of_every_kind_and_long_enough() -> None:
     engine = ByteEngine()
     await read_other_texts(engine, seed=0)  # type: ignore[arg-type]
     assert len(engine.read) == len(FILES)
-    for text, ids in zip(FILES, engine.read, strict=True):
-        assert bytes(ids) == whole_line(text, len(text) // 2)[: len(ids)]
-        assert len(ids) >= OTHER_TOKENS
+    assert all(len(ids) >= OTHER_TOKENS for ids in engine.read)
+    assert len({bytes(ids[:32]) for ids in engine.read}) == len(FILES)
     short = ByteEngine(context=64)
     await read_other_texts(short, seed=0)  # type: ignore[arg-type]
-    assert sum(map(len, short.read)) >= 64 * len(FILES)
+    assert sum(map(len, short.read)) >= max(64 * len(FILES), ENOUGH_TOKENS)
 
 
 async def test_without_a_tokenizer_there_are_random_ids_from_the_seed() -> None:
@@ -102,11 +92,11 @@ async def test_without_a_tokenizer_there_are_random_ids_from_the_seed() -> None:
     first = await make_prompts(engine, 3, 100, seed=5)  # type: ignore[arg-type]
     assert first == await make_prompts(engine, 3, 100, seed=5)  # type: ignore[arg-type]
     assert len({*first}) == 3
-    assert {token for prompt in first for token in prompt} == {*range(50)}
-    texts = await make_texts(engine, 3, 100, seed=5)  # type: ignore[arg-type]
+    assert {token for prompt in first for token in prompt} <= {*range(50)}
+    texts = await make_prompts(engine, 3, 100, 5, SCORED)  # type: ignore[arg-type]
     await read_other_texts(engine, seed=5)  # type: ignore[arg-type]
     other = [tuple(ids) for ids in engine.read]
-    assert ENOUGH_TOKENS <= sum(map(len, other)) < ENOUGH_TOKENS + OTHER_TOKENS
+    assert sum(map(len, other)) >= ENOUGH_TOKENS
     assert {len(ids) for ids in other} == {OTHER_TOKENS}
     assert len({ids[:100] for ids in (*first, *texts, *other)}) == 6 + len(other)  # nothing is read twice
 

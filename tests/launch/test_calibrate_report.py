@@ -26,7 +26,6 @@ def calibration(layers: int = 3, **changed: Any) -> Calibration:
     counts = np.ones((layers, 4), np.int64)
     accuracy = {"raw": 0.5 + layer / 100, "residual": 0.6 + layer / 100, "first": 0.7 + 0 * layer}
     measured: dict[str, Any] = {
-        "prefill_counts": counts * (1, 2, 3, 4),
         "decode_counts": counts * (5, 5, 0, 0),
         "accuracy": accuracy,
         "kept": np.tile(np.float32([0.0, 0.25, 0.75]), (layers, 2, 1)),
@@ -34,7 +33,7 @@ def calibration(layers: int = 3, **changed: Any) -> Calibration:
         "sensitivity": layer * 1e-3,
         "first_gate": np.ones((4, 5), np.float32),
         "residual_logits": np.zeros((layers - 1, 4), np.float32),
-        "hit_rates": {},
+        "hit_rates": np.zeros((0, 0)),
         "threshold": 0.02,
     }
     return Calibration(**measured | changed)
@@ -47,21 +46,20 @@ ABOUT: dict[str, Any] = {
     "when": "2026-01-02T03",
     "experts_of_a_token": 2,
 }
-ABOUT |= {"share": 1, "accuracy": {"raw": 0.5, "residual": 0.6, "first": 0.7}, "similarity": 0.8}
+ABOUT |= {"share": 1, "accuracy": {"raw": 0.5, "residual": 0.6, "first": 0.7}}
 ABOUT |= {"loss": {"exact": 2.5, "gated": 2.75}, "threshold": 0.02, "single_expert_share": 0.25}
 ABOUT |= {"experts_per_token": 1.75, "notes": ["a note"]}
 SNAPSHOT = """\
-           router    residual        gate  prefill ~  sensitivity    experts
-layer  predicts %  predicts %  predicts %     decode  of the loss  per token
-    0           -           -        70.0      0.387      0.0e+00       1.75
-    1        51.0        61.0           -      0.387      1.0e-03       1.75
-    2        52.0        62.0           -      0.387      2.0e-03       1.75
+           router    residual        gate  sensitivity    experts
+layer  predicts %  predicts %  predicts %  of the loss  per token
+    0           -           -        70.0      0.0e+00       1.75
+    1        51.0        61.0           -      1.0e-03       1.75
+    2        52.0        62.0           -      2.0e-03       1.75
 
 m: 12 tokens, the whole text
 next layer's experts predicted: 50.0% by its router on this layer's input, 60.0%
 with the mean residual added
 first layer's experts predicted from the previous token by a trained gate: 70.0%
-similarity of expert activations in prefill and decode (cosine): 0.800
 adaptive gating, threshold 0.02: 25.0% of decode's tokens use one expert, 1.75
 on average; the loss goes from 2.5000 to 2.7500 nats per token
 note: a note
@@ -76,7 +74,7 @@ def test_table_of_a_calibration() -> None:
     assert shown(calibration()) == SNAPSHOT
     unknown = calibration(sensitivity=None, first_gate=None)
     row = next(line for line in shown(unknown, loss=None).splitlines() if line.split()[:1] == ["0"])
-    assert row.split() == ["0", "-", "-", "-", "0.387", "-", "-"]
+    assert row.split() == ["0", "-", "-", "-", "-", "-"]
     assert "threshold" not in shown(loss=None)
     for layers, tabled in ((64, True), (65, False)):
         assert ("sensitivity" in shown(calibration(layers))) is tabled
@@ -93,10 +91,9 @@ def test_page_has_a_panel_for_each_column(tmp_path: Path, monkeypatch: pytest.Mo
     module._draw(calibration(sensitivity=None), ABOUT, tmp_path / "a.png")
     panels = {panel.title: panel.series[0].values for row in drawn[0] for panel in row}
     assert panels["router predicts %"] == {1: [pytest.approx(51)], 2: [pytest.approx(52)]}
-    assert panels["prefill ~ decode"] == {i: [pytest.approx(0.387, abs=0.001)] for i in range(3)}
     assert panels["experts per token"] == {i: [1.75] for i in range(3)}
-    assert len(panels) == 5
-    assert [len(row) for row in drawn[1]] == [3]
+    assert len(panels) == 4
+    assert [len(row) for row in drawn[1]] == [2]
 
 
 class StandInEngine:

@@ -43,7 +43,10 @@ Complaint = Callable[..., str]
         ("generate --prompt a --policy random --set random.sed=1", ["sed", "seed"]),
         ("generate --prompt a --policy random --set fiddler.seed=1", ["random", "fiddler"]),
         ("generate --prompt a --set random.seed=1", ["--policy"]),
-        ("generate --prompt a --policy daop --set prediction=none", ["daop", "prediction", "one algorithm"]),
+        (
+            "generate --prompt a --policy daop --set prediction=none",
+            ["daop", "prediction", "it has placement, first_layer"],
+        ),
         ("generate --prompt a --policy dali --set replacment=lru", ["dali", "replacment", "replacement"]),
         ("generate --prompt a --policy all-host --set prediction=next-gate", ["assignment=host"]),
         ("generate --prompt a --expert-cache 1.5", ["--expert-cache", "between 0 and 1"]),

@@ -200,15 +200,19 @@ async def test_processes_that_do_not_exit_are_terminated_and_then_killed(
         assert [await child.wait_exit() for child in made] == [-signal.SIGTERM, KILLED]
 
 
-@pytest.mark.parametrize("hangs", ["silent", "engine thread", "silent from its start"])
-async def test_hung_processes_are_killed_after_so_many_checks(play: Play, hangs: str) -> None:
-    """A coordinator without heartbeats, or without progress; a worker that never sends anything. Nobody else
-    is killed."""
-    times = {"silent": 10_000, "engine thread": 10_000, "silent from its start": 10_000} | {hangs: 5}
+@pytest.mark.parametrize("hangs", ["silent", "engine thread", "stopped", "silent from its start"])
+async def test_hung_processes_are_killed_after_so_many_checks(
+    play: Play, hangs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator without heartbeats, or without progress; a stopped worker; one that never sends anything.
+    Nobody else is killed."""
+    times = {"silent": 10_000, "engine thread": 10_000, "stopped": 10_000, "silent from its start": 10_000}
+    times[hangs] = 5
     limits = Limits(
         check_interval=0.002,
         silent_checks=times["silent"],
         engine_checks=times["engine thread"],
+        stopped_checks=times["stopped"],
         start_checks=times["silent from its start"],
     )
 
@@ -217,12 +221,16 @@ async def test_hung_processes_are_killed_after_so_many_checks(play: Play, hangs:
             play.begin(child)
 
     play.script = script
-    async with supervisor(limits):
+    async with supervisor(limits), real_process("sleep", "1000") as process:
         coordinator, worker = play.child("coordinator"), play.child("worker", 1)
         coordinator.send(Heartbeat())
+        if hangs == "stopped":
+            process.send_signal(signal.SIGSTOP)
+            monkeypatch.setattr(worker.process, "pid", process.pid)
         if hangs == "silent from its start":
             worker.process.end(KILLED)
-        hung, number = (worker, 2) if hangs == "silent from its start" else (coordinator, 1)
+        hung = coordinator if hangs in ("silent", "engine thread") else worker
+        number = 2 if hangs == "silent from its start" else 1
         await play.spawned(hung.identity.role, hung.identity.index, number)
         killed = play.child(hung.identity.role, hung.identity.index, number - 1)
         assert killed.child.hung == (" in its engine thread" if hangs == "engine thread" else "")

@@ -60,7 +60,7 @@ def test_run_with_four_clients_passes(script: Path, tiny_model: Path) -> None:
     assert found["finished"]
     assert found["leaks_checked"]
     expected = {
-        **{"requests": 28, "completed": 16, "cancelled": 8, "refused": 4, "sampled": 2, "unsent": 2},
+        **{"requests": 28, "completed": 16, "cancelled": 8, "refused": 4, "unsent": 2},
         **{"mismatches": 0, "failures": 0, "lost": 0, "doubled": 0, "leaks": 0, "unhealed": 0},
         "chaos": None,
         **{"clients": 4, "policy": "all-host", "format": "f32", "emulation": "", "near_tie_bound": BOUND},
@@ -71,11 +71,7 @@ def test_run_with_four_clients_passes(script: Path, tiny_model: Path) -> None:
     )  # all but sampled requests and those cancelled before the first token
     assert found["equal"] + found["near_ties"] == found["compared"]
     assert found["kv_reused_tokens"] > 0  # by the conversations
-    clients = found["fairness"]["clients"]
-    assert [client["client"] for client in clients] == [0, 1, 2, 3]
-    assert sum(client["requests"] for client in clients) == 28
-    assert sum(client["tokens"] for client in clients) == found["tokens"]
-    assert 0.25 <= found["fairness"]["jain"] <= 1
+    assert 0.25 <= found["jain"] <= 1
     for times in (found["first_token_s"], found["token_gap_s"]):
         assert 0 <= times["p50"] <= times["p95"] <= times["p99"] <= times["max"] < found["seconds"]
 
@@ -162,9 +158,8 @@ async def test_a_third_token_counts_by_its_own_distance_to_the_best(start_engine
                 findings: list[Finding] = []
                 await compare_all(client, [other], bound, findings.append)
                 (found,) = findings
-                assert (found.verdict, found.third, found.prefilled) == (verdict, True, None)
+                assert found.verdict is verdict
                 assert found.comparison.margin == pytest.approx(margin, abs=1e-3)
-                assert "not the second best" in str(found)
         refused = await ask(client, replace(request, rival=client.welcome.vocabulary))
         assert refused.end is End.REFUSED
 
@@ -265,7 +260,7 @@ async def no_stats() -> dict[str, Any]:
 
 def unrecovered() -> ChaosRun:
     injector = Injector(no_stats, Path("/nowhere"), Chaos(("kill",)), supervisor=os.getpid())
-    return ChaosRun(injector, no_stats, os.getpid(), missing=["worker 1 is not up"])
+    return ChaosRun(injector, no_stats, missing=["worker 1 is not up"])
 
 
 FAULTY = {

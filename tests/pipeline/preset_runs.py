@@ -21,7 +21,7 @@ from pipeline.arrays import FloatArray, IntArray, Phase
 from pipeline.assets import heldout, model_dir
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
-from pipeline.calibration import approximations, measure
+from pipeline.calibration import measure
 from pipeline.calibration.reading import CalibrationContext
 from pipeline.checkpoint.open import open_model
 from pipeline.counters import difference
@@ -216,7 +216,7 @@ def preset_runs(folder: Path, texts: list[list[int]]) -> Iterator[PresetRuns]:
         kv = KVCache(engine.backbone.spec, torch.float32, torch.device("cpu"), 4 * CONTEXT)
         context = CalibrationContext(engine, store, kv, chunk=64, lanes=4, context=CONTEXT, seed=0)
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(approximations, "EVALUATIONS", 3)  # any threshold will do
+        patch.setattr(measure, "EVALUATIONS", 3)  # any threshold will do
         known, _ = measure.calibrate(context, [words], CALIBRATED, lambda stage, done, total: None)
         runs = PresetRuns(engine, kv, known, texts)
         runs.patch(patch)

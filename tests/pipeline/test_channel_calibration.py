@@ -12,8 +12,7 @@ from mover_parts import model_store
 from thread_engine import CONTEXT, engine_in_threads
 
 from pipeline.backbone.kv_cache import KVCache
-from pipeline.calibration.approximations import SPARSITIES
-from pipeline.calibration.measure import calibrate
+from pipeline.calibration.measure import SPARSITIES, calibrate
 from pipeline.calibration.observers import STEPS, up_of
 from pipeline.calibration.reading import CalibrationContext, Division, Findings, lanes
 from pipeline.checkpoint.open import open_model
@@ -70,11 +69,9 @@ def test_thresholds_of_a_calibration_leave_out_what_was_wished(calibrated: Calib
     found, findings = calibrated(None)
     assert found.up == calibrated.engine.up == "int8-g64"
     assert found.magnitudes is not None
-    assert found.left_mass is not None
     layers = calibrated.engine.shape.layers
-    assert found.magnitudes.shape == found.left_mass.shape == (layers, STEPS)
+    assert found.magnitudes.shape == (layers, STEPS)
     assert (np.diff(found.magnitudes) >= 0).all()
-    assert (np.diff(found.left_mass) >= 0).all()
     assert found.sensitivity is not None
     assert (found.sensitivity > 0).all()
     assert (found.sparsity, findings.bounded, findings.sparsities) == (None, {}, [])

@@ -22,7 +22,7 @@ class Machine:
         """Each different costs in force, in order."""
         seen: list[Costs] = []
         for _ in range(count):
-            costs = self.corrections.priced(phase).costs
+            costs = self.corrections.priced(phase)
             if not seen or seen[-1] is not costs:
                 seen.append(costs)
             host = Spent(costs.host[0], COSTS.host[0] * self.host)
@@ -47,7 +47,7 @@ def test_all_costs_of_a_side_follow_its_factor() -> None:
     )
     assert costs.device == pytest.approx((0.25, 0.25))
     assert (costs.rows, costs.other) == (COSTS.rows, COSTS.other)
-    assert machine.corrections.priced("decode").host((1, 4)) == pytest.approx([2.0, 4.0])
+    assert machine.corrections.priced("decode").host_at[4] == pytest.approx(4.0)
     machine.host = 1.0
     assert machine.steps(200)[-1].host == pytest.approx((1.0, 2.0), rel=0.11)
 
@@ -58,7 +58,7 @@ def test_prompts_and_decoding_are_corrected_apart() -> None:
     machine.steps(40, "prefill")
     assert machine.factors("prefill")[0] == pytest.approx(3.0, rel=0.11)
     assert machine.factors("decode") == [1.0, 1.0, 1.0]
-    assert machine.corrections.priced("decode").costs is COSTS
+    assert machine.corrections.priced("decode") is COSTS
 
 
 def test_small_and_short_changes_are_no_reason_to_plan_anew() -> None:
@@ -87,7 +87,7 @@ def test_what_cannot_have_been_measured_changes_nothing(measured: float) -> None
     corrections = Corrections(COSTS)
     for _ in range(40):
         corrections.note("decode", {"host": Spent(1.0, measured), "device": Spent(0.0, 1.0), "link": Spent()})
-    assert corrections.priced("decode").costs is COSTS
+    assert corrections.priced("decode") is COSTS
 
 
 def test_a_stalled_step_counts_as_a_long_one() -> None:

@@ -15,12 +15,11 @@ import pytest
 from thread_engine import CONTEXT, engine_in_threads
 
 from pipeline.calibration import cost_cache, cost_probe
-from pipeline.calibration.cost_cache import FOLDER, Record, Setting, find, keep, measured_here
+from pipeline.calibration.cost_cache import FOLDER, LOADED, Record, Setting, find, keep, measured_here
 from pipeline.calibration.cost_probe import costs_for, setting_of
 from pipeline.config import CoordinatorConfig, ResolvedConfig, WorkerCores
 from pipeline.errors import PolicyError
 from pipeline.policies.costs import Costs
-from shm.kept_record import LOADED
 
 COSTS = Costs((1, 4), (1e-3, 2e-3), (1e-4, 2e-4), 5e-3, 1e-4, (1e-3, 1e-3))
 CPU, CORES = cost_cache.processor()

@@ -16,10 +16,10 @@ from whole_engine import CONTEXT, Inbox, WholeEngine, whole_engine
 
 from pipeline.arrays import Phase
 from pipeline.backbone.batch import StepInput, TokenSpan
-from pipeline.calibration import LANES, approximations, measure
-from pipeline.calibration.approximations import BOUND, Threshold
+from pipeline.calibration import LANES, measure
+from pipeline.calibration.approximations import Threshold
 from pipeline.calibration.file import calibration_path, read
-from pipeline.calibration.measure import calibrate
+from pipeline.calibration.measure import BOUND, calibrate
 from pipeline.calibration.observers import Activations
 from pipeline.calibration.reading import CalibrationContext, Division, Window, lanes
 from pipeline.calibration.sensitivity import sensitivities
@@ -110,7 +110,7 @@ def test_calibration_says_how_it_was_measured(whole: WholeEngine) -> None:
     path = calibration_path(whole.config.cache, whole.parts.source)
     assert (found.request, found.path) == (1, str(path))
     calibration, about = read(path)
-    assert calibration.prefill_counts.sum() + calibration.decode_counts.sum() == 2 * 2 * 300
+    assert calibration.decode_counts.sum() > 0
     when, machine = datetime.fromisoformat(about.pop("when")), about.pop("machine")
     assert abs((datetime.now(when.tzinfo) - when).total_seconds()) < 60
     assert machine.startswith(f"{platform.node()}: ")
@@ -151,7 +151,7 @@ def test_excerpts_of_a_text_are_encoded_by_themselves(whole: WholeEngine) -> Non
     ids = [tokenizer.encode(first), tokenizer.encode(second)]
     whole.serve(Calibrate(1, token_ids=(*ids[0], *ids[1]), tokens=256, starts=(len(ids[0]),)))
     of_ids = answer_of(whole).summary
-    same = ("tokens", "share", "accuracy", "similarity", "threshold", "loss")
+    same = ("tokens", "share", "accuracy", "threshold", "loss")
     assert {name: of_text[name] for name in same} == {name: of_ids[name] for name in same}
 
 
@@ -258,7 +258,7 @@ def test_each_report_counts_on_to_its_total(whole: WholeEngine) -> None:
     assert [far.done for far in stages["training the first gate"]] == [0]
     assert stages["sensitivities"][-1].done == stages["sensitivities"][-1].total
     answers = 32  # tokens of the one validation window's answer, which 8 thresholds decode at most
-    assert stages["threshold"][-1].total == approximations.EVALUATIONS * answers
+    assert stages["threshold"][-1].total == measure.EVALUATIONS * answers
     assert stages["threshold"][-1].done in range(2 * answers, 8 * answers + 1, answers)
 
 
@@ -284,20 +284,16 @@ def calibrated(whole: WholeEngine, ids: Sequence[int] = IDS, most: int = 320, **
 
 
 def test_arrays_of_a_calibration_are_of_both_parts_of_its_text(whole: WholeEngine) -> None:
-    """Prompts and answers are counted by phase."""
     whole.policies()
     found, findings, rows = calibrated(whole)
     division = Division.of([IDS], CONTEXT, 320)
     windows = division.training + division.validation
     prompts = sum(window.prefill for window in windows)
-    assert (found.prefill_counts.sum(axis=1) == 2 * prompts).all()
     assert (found.decode_counts.sum(axis=1) == 2 * (320 - prompts)).all()
     assert (findings.tokens, findings.windows) == (320, len(windows))
     assert all(((shares > 0) & (shares <= 1))[1:].all() for shares in (found.accuracy["raw"],))
     assert found.accuracy["raw"][0] == found.accuracy["residual"][0] == 0
     assert found.accuracy["first"][0] > 0
-    assert (found.similarity > 0).all()
-    assert (found.similarity <= 1 + 1e-6).all()
     assert {phase: max(count for p, count, _ in rows if p == phase) for phase in ("prefill", "decode")} == {
         "prefill": 20,  # a chunk
         "decode": 3,  # lanes
@@ -327,7 +323,7 @@ def test_engine_counts_nothing_of_a_calibration(whole: WholeEngine, last: str) -
     assert engine.counters is counters
     assert engine.observers == watching
     assert (counters.phases["prefill"].rows, counters.phases["decode"].rows) == (0, 0)
-    assert watching[0].counts["prefill"].sum() == watching[0].counts["decode"].sum() == 0
+    assert not watching[0].counts.any()
     assert engine.popularity.sum() == 0
     assert engine.policy.name == "all-host"
 
@@ -422,7 +418,7 @@ def test_refused_calibrations_change_nothing(whole: WholeEngine, asked: dict, me
 
 
 def test_counts_are_those_of_reading_the_windows(whole: WholeEngine) -> None:
-    """By phase, over both parts of the text."""
+    """Over both parts of the text."""
     whole.policies()
     engine, kv = whole.parts.engine, whole.parts.kv
     found = calibrated(whole)[0]
@@ -434,8 +430,7 @@ def test_counts_are_those_of_reading_the_windows(whole: WholeEngine) -> None:
             held.read_prompts(lambda _: None)
             held.read_answers(lambda _: None)
     engine.observers.clear()
-    assert np.array_equal(found.prefill_counts, seen.counts["prefill"])
-    assert np.array_equal(found.decode_counts, seen.counts["decode"])
+    assert np.array_equal(found.decode_counts, seen.counts)
 
 
 def test_first_gate_is_trained_with_the_engines_seed(whole: WholeEngine) -> None:
@@ -452,11 +447,11 @@ def test_arrays_of_the_chosen_threshold(
     """Losses, the threshold, and how many experts tokens need under it: both, or one above any."""
 
     def chosen(candidates: object, loss: Callable[[float], float], bound: float, tries: int) -> Threshold:
-        assert (bound, tries) == (BOUND, approximations.EVALUATIONS)
+        assert (bound, tries) == (BOUND, measure.EVALUATIONS)
         assert loss(0.0) != loss(1e9)
         return Threshold(value, 7.0, 3.0, ())
 
-    monkeypatch.setattr(approximations, "largest_threshold", chosen)
+    monkeypatch.setattr(measure, "largest_threshold", chosen)
     whole.policies()
     found, findings, _ = calibrated(whole)
     assert (found.threshold, findings.losses) == (value, {"exact": 3.0, "gated": 7.0, "bound": BOUND})

@@ -74,8 +74,7 @@ def make_calibration(shape: ModelShape, rng: np.random.Generator) -> Calibration
     kept[:, 1, [1, shape.top_k]] = 0.5 if shape.top_k > 1 else 1
     names, own = ("raw", "residual", "first"), np.random.default_rng(5)
     return Calibration(
-        prefill_counts=rng.integers(0, 99, (layers, experts)),
-        decode_counts=rng.integers(0, 99, (layers, experts)),
+        decode_counts=rng.integers(0, 99, (2, layers, experts))[1],  # as the recorded decisions were drawn
         residual_logits=rng.normal(size=(layers - 1, experts)).astype(np.float32),
         accuracy={name: rng.random(layers).astype(np.float32) for name in names},
         kept=kept,
@@ -83,7 +82,7 @@ def make_calibration(shape: ModelShape, rng: np.random.Generator) -> Calibration
         sensitivity=rng.random(layers).astype(np.float32),
         threshold=0.05,
         first_gate=np.zeros((experts, 4), np.float32),
-        hit_rates={name: _hit_rates(shape, own) for name in ("lcp", "lru", "lfu")},
+        hit_rates=_hit_rates(shape, own),
     )
 
 

@@ -61,11 +61,11 @@ class Seconds:
         workload = routing.workload(view.shape.experts)
         self.missing = tiles - view.residency[0]
         self.active = [int(expert) for expert in np.flatnonzero(workload)]
-        self.link = np.where(self.missing > 0, view.costs.link_seconds(self.missing) + view.costs.fetch, 0.0)
+        self.link = np.where(self.missing > 0, view.costs.link * self.missing + view.costs.fetch, 0.0)
         if not view.staging:
             self.link[self.missing > 0] = np.inf
-        self.apart = self.link + view.costs.device_seconds(workload, tiles)
-        self.host = view.costs.host_seconds(workload, tiles)
+        self.apart = self.link + np.array([view.costs.device_at[rows] * tiles for rows in workload.tolist()])
+        self.host = np.array([view.costs.host_at[rows] * tiles for rows in workload.tolist()])
         self.exchange, self.launch = view.costs.round_trip, view.costs.launch
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_calibration import plain_calibration
 from policy_machine import COSTS, Machine, capacities, make_routing, make_view, policy, shapes
 
 from pipeline.arrays import IntArray
@@ -77,32 +76,6 @@ def test_fiddler_notes_the_source_of_its_popularity() -> None:
     # with a cache of no or of all experts the placement has no choice
     assert policy("fiddler").notes(make_view(shape, 0)) == ()
     assert policy("fiddler").notes(make_view(shape, 16)) == ()
-
-
-@pytest.mark.parametrize("name", ["fiddler", "daop", "adapmoe"])
-def test_calibration_of_another_kind_of_text_is_noted(name: str) -> None:
-    """Experts 0 and 1 of four are placed; the engine's tokens use them in half of their choices, or fewer."""
-    shape = ModelShape(layers=2, experts=4, tiles=1, top_k=2)
-    calibrated = np.tile(np.array([60, 30, 10, 0]), (2, 1))
-    calibration = plain_calibration(2, 4, decode_counts=calibrated, prefill_counts=calibrated)
-
-    def notes(used: list[int]) -> str:
-        view = make_view(shape, 4, COSTS, np.tile(np.array(used), (2, 1)))
-        return "; ".join(policy(name).notes(replace(view, calibration=calibration)))
-
-    assert "routes differently" not in notes([450, 450, 50, 50])
-    text = notes([250, 250, 250, 250])
-    assert f"{name}: the calibration's text routes differently from the 500 tokens" in text
-    assert "50% of those used here, 90% of those used by its own prompts" in text
-    assert "routes differently" not in notes([100, 100, 150, 150]), "too few tokens to compare"
-
-
-@pytest.mark.parametrize("name", ["on-demand", "layerwise", "fiddler", "daop"])
-def test_empty_tiles_are_noted(name: str) -> None:
-    shape = ModelShape(layers=2, experts=4, tiles=3, top_k=2)
-    assert "2 of the cache's 8 tiles stay empty" in policy(name).notes(make_view(shape, 8))[0]
-    notes = policy(name).notes(make_view(shape, 24))
-    assert not any("stay empty" in note for note in notes)
 
 
 @settings(deadline=None)

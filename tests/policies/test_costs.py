@@ -28,26 +28,19 @@ GOOD: dict[str, Any] = {
 
 def test_seconds_are_interpolated() -> None:
     costs = Costs.from_json(GOOD)
-    rows = np.array([0, 1, 2, 3, 4, 10, 16, 28], dtype=np.int32)
-    assert np.allclose(costs.host_seconds(rows, 1), [0, 0.5, 1, 1.5, 2, 5, 8, 14])
-    assert np.allclose(costs.host_seconds(rows, 3), 3 * costs.host_seconds(rows, 1))
-    assert np.allclose(costs.host_seconds(2, [0, 1, 5]), [0, 1, 5])
+    found = [costs.host_at[rows] for rows in (0, 1, 2, 3, 4, 10, 16, 28)]
+    assert np.allclose(found, [0, 0.5, 1, 1.5, 2, 5, 8, 14])
     # a falling last segment is noise of the measurement: wide batches do not become free
-    assert np.allclose(costs.device_seconds([4, 16, 1000], 1), [0.4, 0.3, 0.3])
-    assert np.allclose(costs.device_seconds(1, 1), 0.55)
-    assert np.allclose(costs.link_seconds([0, 2]), [0, 0.5])
-
-
-def test_grid_of_one_point_is_constant() -> None:
-    costs = Costs(rows=(4,), host=(2.0,), device=(1.0,), link=0.0, round_trip=0.0)
-    assert np.allclose(costs.host_seconds([0, 1, 4, 100], 1), [0, 2, 2, 2])
+    assert np.allclose([costs.device_at[rows] for rows in (1, 4, 16, 1000)], [0.55, 0.4, 0.3, 0.3])
+    one = Costs(rows=(4,), host=(2.0,), device=(1.0,), link=0.0, round_trip=0.0)
+    assert [one.host_at[rows] for rows in (0, 1, 4, 100)] == [0, 2, 2, 2]
 
 
 def test_other_work_of_a_layer() -> None:
     """The other work has the same row counts; it is 0 where the file does not have it."""
     costs = Costs.from_json(GOOD | {"other": [1.0, 3.0, 9.0]})
-    assert np.allclose(costs.other_seconds([0, 2, 3, 16]), [0, 1, 2, 9])
-    assert not Costs.from_json(GOOD).other_seconds([1, 2, 99]).any()
+    assert [costs.other_at[rows] for rows in (0, 2, 3, 16)] == [0, 1, 2, 9]
+    assert not Costs.from_json(GOOD).other_at[99]
     full = GOOD | {"other": [0.0] * 3, "launch": 0, "fetch": 0, "per": "tile"}
     assert Costs.from_json(GOOD) == Costs.from_json(full)
 
@@ -57,9 +50,9 @@ def test_costs_of_an_expert_are_divided_by_its_tiles(tiles: int, rows: int) -> N
     """An expert's costs are divided by its tiles; other costs and costs of tiles do not change."""
     whole = Costs.from_json(GOOD | {"other": [1.0, 2.0, 3.0], "launch": 0.75, "fetch": 0.5, "per": "expert"})
     costs = whole.for_tiles(tiles)
-    assert np.allclose(costs.host_seconds(rows, tiles), whole.host_seconds(rows, 1))
-    assert np.allclose(costs.device_seconds(rows, tiles), whole.device_seconds(rows, 1))
-    assert np.allclose(costs.link_seconds(tiles), whole.link)
+    assert np.isclose(costs.host_at[rows] * tiles, whole.host_at[rows])
+    assert np.isclose(costs.device_at[rows] * tiles, whole.device_at[rows])
+    assert np.isclose(costs.link * tiles, whole.link)
     assert (costs.other, costs.round_trip, costs.per) == (whole.other, whole.round_trip, "tile")
     assert (costs.launch, costs.fetch) == (0.75, 0.5)
     assert costs.for_tiles(7) is costs
@@ -73,13 +66,13 @@ def test_costs_of_an_expert_are_divided_by_its_tiles(tiles: int, rows: int) -> N
 def test_seconds_are_exact_on_the_grid_and_linear_outside(values, rows, asked) -> None:
     grid = tuple(sorted(rows)[: len(values)])
     costs = Costs(grid, tuple(values), tuple(values), 0.0, 0.0)
-    assert np.allclose(costs.host_seconds(grid, 1), values)
+    assert [costs.host_at[row] for row in grid] == values
     expected = float(np.interp(asked, grid, values))
     if not grid[0] <= asked <= grid[-1]:  # the nearest segment goes on: not below 0, nor below the last point
         near = slice(0, 2) if asked < grid[0] else slice(-2, None)
         (a, b), (x, y) = grid[near], values[near]
         expected = max(0.0 if asked < a else y, x + (y - x) / (b - a) * (asked - a))
-    assert np.isclose(costs.host_seconds(asked, 1), expected if asked else 0.0)
+    assert np.isclose(costs.host_at[asked], expected if asked else 0.0)
 
 
 def test_costs_file_round_trip(tmp_path: Path) -> None:

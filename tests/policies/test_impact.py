@@ -38,8 +38,8 @@ def layer_seconds(view: View, layer: int, routing: Routing) -> float:
         if missing := int(tiles - view.target[layer, expert]):
             landed += costs.fetch + costs.link * missing
             device = max(device, landed)
-        device += float(costs.device_seconds(int(workload[expert]), tiles))
-    host = [float(costs.host_seconds(int(workload[e]), tiles)) for e in used if not cut[e]]
+        device += costs.device_at[int(workload[expert])] * tiles
+    host = [costs.host_at[int(workload[e])] * tiles for e in used if not cut[e]]
     return max(device, costs.round_trip + sum(host) if host else 0.0)
 
 

@@ -18,7 +18,7 @@ from pipeline.arrays import IntArray, Phase
 from pipeline.counters import LEAST, WINDOW, PrefetchMeter
 from pipeline.engine.driver import LayerDecision, PolicyDriver
 from pipeline.errors import PolicyError, ShardFailed
-from pipeline.policies.options import Real, Whole
+from pipeline.policies.options import Number
 from pipeline.policies.presets import PARTS, PRESETS, make_policy
 from pipeline.policies.view import Gated, ModelShape, Policy, PolicyRequest, Routing, Signals, Target
 
@@ -41,8 +41,8 @@ VARIANTS = [
     PolicyRequest("daop", {"first_layer": "1", "early": "0"}),
     PolicyRequest("daop", {"predict": "0"}),
     PolicyRequest("moepic", {"theta": "0.3"}),
-    PolicyRequest("moepic", {"theta": "0", "priority": "lru", "prediction": "lookahead"}),
-    PolicyRequest("moepic", {"assignment": "two-ended", "prediction": "impact", "priority": "lfu"}),
+    PolicyRequest("moepic", {"theta": "0", "prediction": "lookahead"}),
+    PolicyRequest("moepic", {"assignment": "two-ended", "prediction": "impact"}),
     PolicyRequest("daop", {"first_layer": "1", "sparsity": "0.5"}),
     PolicyRequest("tandem", {"sparsity": "0.9", "masked": "all"}),
     PolicyRequest("random", {"churn": "1", "seed": "7"}),
@@ -334,8 +334,7 @@ def test_planning_imports_no_torch(module: str) -> None:
         ),
         ("x\ny", {}, r"unknown policy 'x\\ny' \(supported: all-host"),
         ("on-demand", {"size": "even"}, r"no option 'size'; did you mean sizes\? \(it has placement, "),
-        ("all-host", {"sizes": "even"}, r"no option 'sizes' \(it belongs to replacement=lru\)"),
-        ("dali", {"depth": "2"}, r"no option 'depth' \(it belongs to prediction=lookahead\)"),
+        ("all-host", {"sizes": "even"}, r"no option 'sizes' \(it has placement, "),
         ("on-demand", {"sizes": "evn"}, r"sizes='evn' must be even\|dp; did you mean even\?"),
         ("dali", {"predction": "none"}, r"no option 'predction'; did you mean prediction"),
         ("dali", {"prediction": "residul"}, r"prediction='residul' must be .*; did you mean residual\?"),
@@ -344,13 +343,12 @@ def test_planning_imports_no_torch(module: str) -> None:
         ("daop", {"swap": "1_0"}, "must be a number"),
         ("daop", {"swap": "nan"}, "must be a number"),
         ("daop", {"swap": "-0.5"}, r"swap=-0.5 must be in 0\.\.100"),
-        ("daop", {"prediction": "none"}, r"no option 'prediction' \(it is one algorithm and has no p"),
+        ("daop", {"prediction": "none"}, r"no option 'prediction'"),
         ("daop", {"placement": "random"}, r"placement='random' must be calibrated\|"),
-        ("random", {"gate": "own"}, r"policy random has no option 'gate' \(it is one algorithm"),
         ("random", {"seed": "1.5"}, r"seed='1.5' must be a whole number, 0\.\."),
-        ("random", {"seed": "-1"}, "must be a whole number"),
+        ("random", {"seed": "-1"}, "must be in 0"),
         ("random", {"seed": "9" * 20}, "must be in 0"),
-        ("random", {"seed": "9" * 5000}, "must be a whole number"),
+        ("random", {"seed": "9" * 5000}, "is too long"),
         ("random", {"churn": "yes"}, r"must be 0\|1"),
         # parts with work that the others cannot use
         ("all-host", {"prediction": "next-gate"}, "prediction=next-gate is for the device, and assig"),
@@ -452,7 +450,7 @@ def test_presets_options_and_parts_can_be_listed() -> None:
         assert len(set(names)) == len(names)
         for option in preset.options:
             assert option.values
-            assert option.default is not None or isinstance(option, (Whole, Real))
+            assert option.default is not None or isinstance(option, Number)
             if option.default is not None:
                 make_policy(PolicyRequest(preset.name, {option.name: str(option.default)}), 0)
 

@@ -22,7 +22,7 @@ STEPS = np.array([[0, 1, 2, 4], [0, 3, 6, 7]], np.float32)  # |u| at the shares 
 
 
 def measured(**fields: object) -> Calibration:
-    known = {"magnitudes": STEPS, "left_mass": STEPS / 8, "up": "int2"}
+    known = {"magnitudes": STEPS, "up": "int2"}
     return plain_calibration(2, 4, **known | fields)
 
 

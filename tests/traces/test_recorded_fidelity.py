@@ -38,7 +38,7 @@ def calibrated() -> Iterator[None]:
     counters."""
     random = np.random.default_rng(0)
     counts = random.integers(1, 100, (LAYERS, EXPERTS))
-    fields = {"prefill_counts": counts, "decode_counts": counts, "threshold": 0.12}
+    fields = {"decode_counts": counts, "threshold": 0.12}
     calibration = plain_calibration(LAYERS, EXPERTS, HIDDEN, accuracy=0.8, **fields)
     path = calibration_path(user_folder("CACHE"), open_model(model_dir()))
     save(path, calibration, {})

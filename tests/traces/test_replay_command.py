@@ -61,7 +61,6 @@ def calibration() -> Calibration:
         8,
         hidden=16,
         accuracy=0.8,
-        prefill_counts=counts,
         decode_counts=counts,
         sensitivity=np.linspace(0.1, 1, 4).astype(np.float32),
         first_gate=np.ones((8, 16), np.float32),
@@ -257,12 +256,12 @@ def test_shipped_costs_are_used() -> None:
     assert shipped_costs() == ["daop-table-1"]
     costs = Costs.load(Path("daop-table-1"))
     one = costs.for_tiles(1)
-    device = float(one.device_seconds(1, 1))
-    assert 2 * device + float(one.other_seconds(1)) == pytest.approx(1.24e-3, rel=1e-3)
+    device = one.device_at[1]
+    assert 2 * device + one.other_at[1] == pytest.approx(1.24e-3, rel=1e-3)
     assert costs.link == pytest.approx(39.87e-3)
     assert costs.round_trip == pytest.approx(2e-5)
-    assert float(one.host_seconds(1, 1)) / device == pytest.approx(8.02 / 1.24, rel=1e-3)
-    assert float(costs.for_tiles(8).host_seconds(1, 8)) == pytest.approx(float(one.host_seconds(1, 1)))
+    assert one.host_at[1] / device == pytest.approx(8.02 / 1.24, rel=1e-3)
+    assert 8 * costs.for_tiles(8).host_at[1] == pytest.approx(one.host_at[1])
 
 
 @pytest.mark.parametrize(
