@@ -99,6 +99,12 @@ class State:
             while (await self.client.stats())["scheduler"]["running"] == 0:  # noqa: ASYNC110 - elsewhere
                 await asyncio.sleep(0)
 
+    async def place_experts(self, policy: str, options: dict[str, str] | None = None) -> None:
+        """Have the prefetcher fill the expert cache, so that a stopped one is noticed; then set `policy`."""
+        for name in ("all-host", "layerwise"):
+            await self.client.set_policy(name)
+        await self.client.set_policy(policy, options or {})
+
     async def kill_next(self, role: str, index: int, after: int, number: signal.Signals = KILL) -> int:
         """Kill, or stop, the first generation later than `after`, as soon as it runs; returns its number."""
         end = time.monotonic() + LIMIT

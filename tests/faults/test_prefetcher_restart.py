@@ -25,9 +25,7 @@ async def state(start_engine, tiny_model) -> AsyncIterator[State]:
 
 
 async def recovered(state: State, before: int) -> None:
-    """Wait until it has been restarted. A stopped one is noticed when experts are placed."""
-    for policy in ("all-host", "layerwise", "on-demand"):
-        await state.client.set_policy(policy)
+    await state.place_experts("on-demand")
     stats = await state.wait_recovered("prefetcher", before + 1)
     recovery = stats["recovery"]["prefetcher"]
     assert recovery["deaths"] == before + 1
