@@ -55,6 +55,8 @@ $(READY): pyproject.toml setup.py $(wildcard workers/kernels/c/*) $(wildcard shm
 	$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	  echo "make: '$(PYTHON)' has no venv module; on Debian and Ubuntu: apt install python3-venv" >&2; \
 	  exit 1; }
+	command -v $${CC:-cc} >/dev/null || { \
+	  echo "make: no C compiler, which the kernels need; on Debian and Ubuntu: apt install gcc" >&2; exit 1; }
 	echo "make: installing into $(VENV); the first time takes some minutes ..." >&2
 	$(PYTHON) -m venv $(VENV) >&2
 	if [ $(TORCH) = cpu ]; then \

@@ -20,10 +20,15 @@ def library(name: str, source: str, *flags: str, **settings: list[str]) -> Exten
 
 def kernels(variant: str, flags: list[str]) -> Extension:
     folder = "workers/kernels/c"
+    depends, link = sorted(glob(f"{folder}/*")), ["-pthread"]
     extension = library(
-        f"workers.kernels._{variant}", f"{folder}/{variant}.c", "-pthread", *flags,
-        depends=sorted(glob(f"{folder}/*")), extra_link_args=["-pthread"],
-    )  # fmt: skip
+        f"workers.kernels._{variant}",
+        f"{folder}/{variant}.c",
+        "-pthread",
+        *flags,
+        depends=depends,
+        extra_link_args=link,
+    )
     extension.optional = bool(flags)
     return extension
 
