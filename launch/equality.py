@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import zip_longest
-from typing import Protocol
+
+from protocol.messages import Token
 
 # Nats that rounding alone may move the margin between two tokens by. Float32: as wide as the tests' bound
 # against another implementation; the shipped script's answers under load and alone did not differ at all.
@@ -30,24 +31,10 @@ BF16_BOUND = 0.5
 QUANTIZED_BOUND = 1.0
 
 
-class Choice(Protocol):
-    """One step of the reference. A message's Token is one."""
-
-    @property
-    def token(self) -> int: ...
-
-    @property
-    def runner_up(self) -> int:
-        """The token that was measured against the best: the second best, or the Generate's `rival`."""
-
-    @property
-    def margin(self) -> float:
-        """The nats by which the best token's log-probability exceeds the runner-up's, 0 or more."""
-
-
 @dataclass(frozen=True)
 class Step:
-    """A Choice that is no message."""
+    """One step of the reference that is no message: its token, the one that was measured against it (the
+    second best, or the Generate's `rival`), and by how many nats the best is more likely, 0 or more."""
 
     token: int
     runner_up: int
@@ -73,7 +60,7 @@ class Comparison:
     margin: float | None = None
 
 
-def compare(tokens: Sequence[int], reference: Sequence[Choice], bound: float) -> Comparison:
+def compare(tokens: Sequence[int], reference: Sequence[Token | Step], bound: float) -> Comparison:
     """Apply the rule. An end token is a step like any other."""
     for at, (ours, choice) in enumerate(zip_longest(tokens, reference)):
         if choice is None:

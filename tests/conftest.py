@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import turns
 from fork_server import SERVER, SETTINGS
 from leaks import leaks, segments
 from safetensors.numpy import save_file
@@ -195,17 +194,9 @@ def write_mixtral(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with exclusive tests first: later they would wait for a long test of another process. Then the
-    longest, so that no process ends with one of them while the others are idle."""
-    exclusive = {item.path for item in items if turns.alone(item)}
-    names = [str(TESTS / name) for name in LONGEST]
-
-    def place(item: pytest.Item) -> int:
-        if item.path in exclusive:
-            return -1
-        return names.index(str(item.path)) if str(item.path) in names else len(names)
-
-    items.sort(key=place)
+    """The longest files first, so that no process ends with one of them while the others are idle."""
+    place = {str(TESTS / name): index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(str(item.path), len(place)))
 
 
 def pytest_collection_finish() -> None:
@@ -213,10 +204,6 @@ def pytest_collection_finish() -> None:
     a product that waits until its second thread gets a core takes up to thirty times as long."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(turns)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from waiting import wait_until
 
 from pipeline.checkpoint.index import CheckpointIndex, fingerprint
 from pipeline.models.registry import expert_shape
@@ -26,6 +26,9 @@ from shm.store import store_name
 ROOT = Path(__file__).resolve().parents[1]
 SHM = Path("/dev/shm")
 LIMIT = 300.0  # seconds for any step of an engine
+EXIT_LIMIT = (
+    60.0  # seconds in which children notice that their supervisor has ended; a few on an idle machine
+)
 ANSWER_LIMIT = 8.0  # seconds for a client to start and be answered
 MARK = "SUPERVISOR_KILLS"  # in the environment of an engine's processes: finds them without their parent
 ASK = "generate --prompt-tokens 5,6,7 --ignore-eos".split()
@@ -122,16 +125,13 @@ class Engine:
         assert client.stdout is not None
         select.select([client.stdout], [], [], ANSWER_LIMIT)
 
-    def kill(self) -> tuple[str, float]:
-        """SIGKILL the supervisor. Returns the children that ran, and the seconds until the last process
-        exited."""
+    def kill(self) -> str:
+        """SIGKILL the supervisor, and wait until its children have exited, too: which ran before."""
         doing = self.doing()
-        began = time.monotonic()
         self.process.kill()
         self.process.wait(LIMIT)
-        while self.processes() and time.monotonic() - began < LIMIT:
-            time.sleep(0.005)
-        return doing, time.monotonic() - began
+        assert wait_until(lambda: not self.processes(), EXIT_LIMIT), (doing, self.doing())
+        return doing
 
     def next_start(self) -> None:
         """Wait for an engine of the same name to start, answer and exit. Raises RuntimeError with its log."""

@@ -17,7 +17,7 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
@@ -102,7 +102,7 @@ class Perplexity:
 
     approximate: float
     exact: float
-    policy: str  # the exact one's name
+    exact_policy: str
     tokens: int  # scored
     prefill: int  # tokens of each text before the scored ones
 
@@ -112,14 +112,7 @@ class Perplexity:
         return 100 * (self.approximate / self.exact - 1)
 
     def to_map(self) -> dict[str, object]:
-        return {
-            "approximate": self.approximate,
-            "exact": self.exact,
-            "exact_policy": self.policy,
-            "difference_percent": self.percent,
-            "tokens": self.tokens,
-            "prefill": self.prefill,
-        }
+        return asdict(self) | {"difference_percent": self.percent}
 
 
 @dataclass(frozen=True)

@@ -83,18 +83,7 @@ def _changed(kind: str) -> Callable[[Figures], float | None]:
     return lambda figures: figures.profile.fidelity[kind]
 
 
-def _tile_hits(figures: Figures) -> float | None:
-    """Returns the tiles' hits where they are not the experts'."""
-    tiles = figures.profile.tile_hit_rate
-    return None if tiles == figures.profile.hit_rate else tiles
-
-
 BUSY = "busy, waiting: shares of decode's time; the device computes attention, resident experts and the head"
-TILES = "tile hits: the same of their tiles, where experts are resident in part"
-ISSUED = (
-    "prefetches issued: share of the experts that a prediction named, and that were neither resident nor"
-    " under way, whose copy was ordered"
-)
 CHANGED = "skipped, substituted, stale, predicted: shares of the routed weight"
 LEFT = "left: the same in channels that were left out, by |u|"
 RESIDENT = "expert hits: share of the needed experts that were resident, in decode"
@@ -119,13 +108,11 @@ SWEPT = (*SPEEDS[:2], *SPEEDS[4:6], COPIED, HITS, HOST)  # behind the settings
 CACHE = (
     POLICY,
     HITS,
-    _share("tile\nhits", _tile_hits, TILES),
     _size("on demand\nMB/token", lambda f: f.moved["demanded"] or None, "on demand: a step waited for it"),
     _size(
         "prefetched\nMB/token", lambda f: f.moved["predicted"] or None, "prefetched: before a step needed it"
     ),
     _share("of it\nused", lambda f: f.used),
-    _share("prefetches\nissued", lambda f: f.profile.issued_share, ISSUED),
     _size(
         "replaced\nMB/token",
         lambda f: f.moved["placed"] or None,
@@ -176,7 +163,7 @@ def compared(rows: Sequence[Figures]) -> list[str]:
     lines = [f"x: speed relative to {rows[0].request.label}"] if rows[0].decode_ratio is not None else []
     judged = next((row.perplexity for row in rows if row.perplexity), None)
     if judged is not None:
-        lines.append(f"perplexity: relative to {judged.policy}, {judged.tokens} decoded tokens")
+        lines.append(f"perplexity: relative to {judged.exact_policy}, {judged.tokens} decoded tokens")
     return lines
 
 

@@ -10,7 +10,7 @@ import sys
 from msgspec import structs
 
 from launch.chat.conversation import Conversation, Settings
-from launch.chat.session import Output, Session, banner
+from launch.chat.session import Output, Session
 from launch.command_line.checks import check_reads_text
 from launch.command_line.options import Options
 from launch.connect import reconnecting_client
@@ -18,13 +18,12 @@ from launch.errors import OutputFailed, WrongUsage
 from launch.generate import answer_settings
 from launch.terminal.interrupts import Interrupts, Lines
 from launch.terminal.log import complain
-from launch.terminal.output import show
+from launch.terminal.progress import DUMB_TERMINALS
 from pipeline.assets import model_dir
 from protocol.client import Client
 from protocol.errors import RequestFailed
 
 LONGEST_ANSWER = 512  # tokens, without --max-tokens; at most half the context
-DUMB_TERMINALS = ("", "dumb", "unknown")
 
 
 async def chat(options: Options, interrupts: Interrupts) -> int:
@@ -50,26 +49,16 @@ def _settings(options: Options, client: Client) -> Settings:
 
 
 async def line_by_line(client: Client, conversation: Conversation, interrupts: Interrupts) -> int:
-    """Returns 0 at the end of the input, 1 where a piped question or command failed; those after it are done
-    all the same. Raises EngineGone; AnswerLost where it shuts down during an answer."""
-    terminal = sys.stdin.isatty()
-    output = Output()
-    session = Session(client, conversation, interrupts, output)
+    """Returns 0 at the end of the input, 1 where a question or command failed; those after it are done all
+    the same. Raises EngineGone; AnswerLost where it shuts down during an answer."""
+    session = Session(client, conversation, interrupts, Output())
     lines = Lines(sys.stdin.fileno())
-    if terminal:
-        for text in banner(client.welcome, conversation.system):
-            output.note(text)
-        output.note("/help lists the commands; Ctrl-C cancels an answer, Ctrl-D or /quit ends the chat")
     failed = ended = False
     while not ended:
-        if terminal:
-            show("> ")
         line = await lines.next()
         try:
             ended = line is None or not await session.handle(line)
         except (WrongUsage, OutputFailed, RequestFailed) as e:
             complain(e)
             failed = True
-    if terminal and line is None:
-        show("\n")
-    return 1 if failed and not terminal else 0
+    return 1 if failed else 0

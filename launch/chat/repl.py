@@ -28,7 +28,6 @@ from protocol.messages import PolicyChanged
 from protocol.program import visible
 
 HOW_TO_QUIT = "Ctrl-D or /quit ends the chat"
-STATUS_DELAY = 0.7  # seconds without a token until "reading the prompt" is shown
 ERASE_LINE = "\r\x1b[2K"
 
 
@@ -171,9 +170,7 @@ class AnswerView(View):
         self._status_shown = False  # the cursor's line is a status, which the next output erases
         self._at_line_start = True
         self._empty = True
-        self._status_timer = asyncio.get_running_loop().call_later(
-            STATUS_DELAY, self._show_status, "reading the prompt ..."
-        )
+        self._show_status("reading the prompt ...")
 
     def queued(self, position: int) -> None:
         if self._empty:
@@ -205,7 +202,6 @@ class AnswerView(View):
         self._write(ERASE_LINE + capture.get())
 
     def _clear_status(self) -> None:
-        self._status_timer.cancel()
         if self._status_shown:
             self._status_shown = False
             self._write(ERASE_LINE)

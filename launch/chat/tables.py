@@ -57,11 +57,6 @@ KEYS_HELP = (
     ("Ctrl-C", "cancel the answer; at the prompt: clear the line"),
     ("//text", "send a text that begins with /"),
 )
-SUMMARY_HELP = (
-    "Below an answer: tokens, speed, time to the first token, prompt tokens with reused KV, "
-    "share of the expert tiles computed on the host, bytes moved to the device; with an approximate "
-    "policy also the shares of the routed weight that were not computed as routed."
-)
 SWITCH = "/policy NAME switches, /help policy NAME lists its options"
 
 
@@ -71,7 +66,7 @@ def help_text() -> RenderableType:
         for name, command in COMMANDS.items()
     ]
     keys = [(key, Text(help, "dim")) for key, help in KEYS_HELP]
-    return Group(grid([*commands, ("", ""), *keys]), "", Text(SUMMARY_HELP, "dim"))
+    return grid([*commands, ("", ""), *keys])
 
 
 def settings_table(settings: Settings, defaults: Settings) -> RenderableType:
@@ -194,13 +189,6 @@ def _engine(stats: dict[str, Any], welcome: Welcome) -> Iterator[tuple[str, str]
     if c := stats.get("cache"):
         size = byte_size(c["resident_tiles"] * stats.get("tile_bytes", 0))
         yield "expert cache", f"{c['resident_tiles']} of {c['capacity_tiles']} tiles resident, {size}"
-    if welcome.device != "cpu" and (graphs := stats.get("graphs")):
-        yield "CUDA graphs", graphs
-    if link := stats.get("prefetcher"):
-        copies = "what is predicted" if link["up"] else f"nothing: {link.get('refusal') or 'it is restarted'}"
-        total = link.get("lockable_bytes")
-        locked = f"; {byte_size(link['locked_bytes'])} of {byte_size(total)} page-locked" if total else ""
-        yield "prefetcher", f"copies {copies}{locked}"
     if welcome.emulation:
         yield "emulated", welcome.emulation
 

@@ -120,9 +120,9 @@ def levers(profile: PhaseProfile, stats: dict[str, Any], welcome: Welcome, polic
     token = profile.seconds / profile.rows
     parts = {part: spent / profile.rows for part, spent in profile.tree["seconds"].items()}
     parts["host"] = min(parts["wait"], profile.host_busy * token)  # the rest of the wait is not for bytes
-    on_cpu = welcome.device == "cpu" and not welcome.emulation
-    placed = _without_gpu if on_cpu else _with_gpu
-    every = [*_formats(token, parts, welcome), *placed(token, parts, profile, stats, policy)]
+    every = list(_formats(token, parts, welcome))
+    if welcome.device != "cpu" or welcome.emulation:
+        every += _with_gpu(token, parts, profile, stats, policy)
     worth = [lever for lever in every if 0 < lever.seconds <= token / (1 + LEAST_GAIN)]
     return sorted(worth, key=lambda lever: lever.seconds)
 
@@ -138,19 +138,6 @@ def _formats(token: float, parts: dict[str, float], welcome: Welcome) -> Iterato
                 cost = f"changes answers; `{PROGRAM} score` measures by how much"
                 effect = f"{1 - ratio:.0%} fewer bytes than {present} to read; {cost}"
                 yield Lever(f"{option} {name}", token - reading * (1 - ratio), effect)
-
-
-def _without_gpu(
-    token: float, parts: dict[str, float], profile: PhaseProfile, stats: dict[str, Any], policy: str
-) -> Iterator[Lever]:
-    """Yields all-host: the device is these same cores, with torch's kernels instead of the workers', and
-    copied tiles."""
-    on_host = profile.tree["host_tiles"] / profile.rows
-    tile = parts["host"] / on_host if on_host else _cost(stats, "host")
-    if policy != "all-host" and tile:
-        beside = token - parts["host"] - parts["device"] - parts["link"]
-        effect = "with --device cpu resident tiles are only copies, and the host's kernels are faster"
-        yield Lever("/policy all-host", beside + tile * profile.tiles / profile.rows, effect)
 
 
 def _with_gpu(

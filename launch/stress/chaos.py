@@ -1,8 +1,11 @@
 """Faults of a stress run: an injector that causes them in a running engine of this machine at random times,
 and the engine's recovery.
 
-    async with Injector(client.stats, runtime, Chaos(("kill",), rate=2.0, seed=7)) as injector:
+    injector = Injector(client.stats, runtime, Chaos(("kill",), rate=2.0, seed=7))
+    await injector.begin()
+    async with injector:
         ...                                   # requests
+    await injector.recover()
     injector.faults                           # the faults with their times
 
 Times, kinds, processes and frames follow from the seed; the engine's state at those times does not, so two
@@ -16,7 +19,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -114,6 +117,10 @@ class Injector:
         self.faults: list[Fault] = []
         self.missed = 0  # faults without a process that was up
         self.failure = ""  # why it ended early
+        self.before: dict[str, Any] = {}  # the engine's counters
+        self.after: dict[str, Any] = {}
+        self.recovered_after: float | None = None  # seconds from the load's end
+        self.missing: list[str] = []  # a line for each peer that was not up then
         self.hostile = HostileClient(runtime, chaos.seed)
         self._stats = stats
         self._supervisor = supervisor_of(runtime) if supervisor is None else supervisor
@@ -205,6 +212,60 @@ class Injector:
             with suppress(psutil.NoSuchProcess):
                 process.resume()
 
+    async def begin(self) -> None:
+        """Read the engine's state. Raises WrongUsage without processes for these faults, ProtocolError."""
+        self.before = await self._stats()
+        if not self.before["peers"] and (needing := [kind for kind in self.chaos.kinds if kind in SIGNALS]):
+            raise WrongUsage(
+                f"--chaos {','.join(needing)}: this engine has neither workers nor a prefetcher; start one"
+                " with --workers"
+            )
+
+    async def recover(self) -> None:
+        """Wait until all peers are up, and read the engine's state again. Raises ProtocolError."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        self.missing = await wait_recovered(self._stats, self.before["peers"], self.faults, RECOVERY_LIMIT)
+        if self.missing:
+            self.missing = [f"{line} {RECOVERY_LIMIT:g} s after the load" for line in self.missing]
+        else:
+            self.recovered_after = loop.time() - began
+        self.after = await self._stats()
+
+    @property
+    def unrecovered(self) -> list[str]:
+        """A line for each peer that did not recover, and for an injector that ended early."""
+        early = self.failure
+        return [*self.missing, *([f"faults ended early: {early}"] if early else [])]
+
+    def report(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+        """Times are seconds."""
+        kills = [fault for fault in self.faults if fault.kind == "kill"]
+        waits = _next_tokens(kills, outcomes)
+        return {
+            "kinds": list(self.chaos.kinds),
+            "rate": self.chaos.rate,
+            "seed": self.chaos.seed,
+            "faults": _by_role(self.faults),
+            "total": len(self.faults),
+            "during_decode": sum(fault.decoding for fault in self.faults),
+            "kills_during_decode": sum(fault.decoding for fault in kills),
+            "missed": self.missed,
+            "hostile_messages": {"sent": dict(self.hostile.sent), "answered": self.hostile.answered},
+            "malformed": _malformed(self.after),
+            "kill_to_every_next_token_s": {
+                "median": median(waits) if waits else None,
+                "max": max(waits, default=None),
+            },
+            "kills_measured": len(waits),  # during an answer that went on
+            "respawns": {
+                role: times["deaths"] - self.before["recovery"].get(role, {"deaths": 0})["deaths"]
+                for role, times in self.after.get("recovery", {}).items()
+            },
+            "recovery": self.after.get("recovery"),
+            "whole_after_s": self.recovered_after,
+        }
+
 
 def missing_peers(
     peers: list[dict[str, Any]], before: list[dict[str, Any]], faults: list[Fault]
@@ -231,80 +292,6 @@ async def wait_recovered(
             break
         await asyncio.sleep(0.05)
     return missing
-
-
-@dataclass
-class ChaosRun:
-    """The injector of one stress run, and the engine's state before and after it."""
-
-    injector: Injector
-    stats: StatsOf
-    before: dict[str, Any] = field(default_factory=dict)  # the engine's counters
-    after: dict[str, Any] = field(default_factory=dict)
-    recovered_after: float | None = None  # seconds from the load's end
-    missing: list[str] = field(default_factory=list)
-
-    @classmethod
-    async def begin(cls, stats: StatsOf, runtime: Path, chaos: Chaos) -> ChaosRun:
-        """Reads the engine's state. Raises WrongUsage without an engine or targets, ProtocolError."""
-        run = cls(Injector(stats, runtime, chaos), stats)
-        run.before = await stats()
-        if not run.before["peers"] and (needing := [kind for kind in chaos.kinds if kind in SIGNALS]):
-            raise WrongUsage(
-                f"--chaos {','.join(needing)}: this engine has neither workers nor a prefetcher; start one"
-                " with --workers"
-            )
-        return run
-
-    async def recover(self) -> None:
-        """Wait until all peers are up, and read the engine's state again. Raises ProtocolError."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        self.missing = await wait_recovered(
-            self.stats, self.before["peers"], self.injector.faults, RECOVERY_LIMIT
-        )
-        if self.missing:
-            self.missing = [f"{line} {RECOVERY_LIMIT:g} s after the load" for line in self.missing]
-        else:
-            self.recovered_after = loop.time() - began
-        self.after = await self.stats()
-
-    @property
-    def unrecovered(self) -> list[str]:
-        """A line for each peer that did not recover, and for an injector that ended early."""
-        early = self.injector.failure
-        return [*self.missing, *([f"faults ended early: {early}"] if early else [])]
-
-    def report(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-        """Times are seconds."""
-        injector = self.injector
-        faults = injector.faults
-        hostile = injector.hostile
-        kills = [fault for fault in faults if fault.kind == "kill"]
-        waits = _next_tokens(kills, outcomes)
-        return {
-            "kinds": list(injector.chaos.kinds),
-            "rate": injector.chaos.rate,
-            "seed": injector.chaos.seed,
-            "faults": _by_role(faults),
-            "total": len(faults),
-            "during_decode": sum(fault.decoding for fault in faults),
-            "kills_during_decode": sum(fault.decoding for fault in kills),
-            "missed": injector.missed,
-            "hostile_messages": {"sent": dict(hostile.sent), "answered": hostile.answered},
-            "malformed": _malformed(self.after),
-            "kill_to_every_next_token_s": {
-                "median": median(waits) if waits else None,
-                "max": max(waits, default=None),
-            },
-            "kills_measured": len(waits),  # during an answer that went on
-            "respawns": {
-                role: times["deaths"] - self.before["recovery"].get(role, {"deaths": 0})["deaths"]
-                for role, times in self.after.get("recovery", {}).items()
-            },
-            "recovery": self.after.get("recovery"),
-            "whole_after_s": self.recovered_after,
-        }
 
 
 def _malformed(stats: dict[str, Any]) -> dict[str, int]:

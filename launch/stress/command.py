@@ -19,7 +19,7 @@ from launch.command_line.options import Options
 from launch.connect import endpoint
 from launch.equality import Verdict, rounding_bound
 from launch.errors import WrongUsage
-from launch.stress.chaos import Chaos, ChaosRun, runtime_of
+from launch.stress.chaos import Chaos, Injector, runtime_of
 from launch.stress.load import End, Entry, Load, Outcome, count_strays, read_script, run_load
 from launch.stress.reference import Finding, alone, compare_all
 from launch.stress.report import StressRun, report, report_parts
@@ -86,13 +86,14 @@ async def _run(run: StressRun, where: str, client: Client, entries: list[Entry],
             for number in range(len(run.load.outcomes))
         ]
         if chaos is not None:  # after the clients' connections, which enlarge the engine's processes
-            run.chaos = await ChaosRun.begin(client.stats, runtime_of(where), chaos)
+            run.chaos = Injector(client.stats, runtime_of(where), chaos)
+            await run.chaos.begin()
         with ProgressCounter("stress: under load", sum(entry.requests for entry in entries)) as counter:
 
             def ended(outcome: Outcome) -> None:
                 counter.count(failed=outcome.end in (End.FAILED, End.GONE, End.LOST))
 
-            async with run.chaos.injector if run.chaos else nullcontext():
+            async with run.chaos or nullcontext():
                 await run_load(clients, entries, run.load, ended)
             counter.drop(run.load.unsent)
         if run.chaos:

@@ -38,7 +38,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from launch.command_line.checks import WrongLine, parse_line, read_lines
-from launch.equality import Choice, Step
+from launch.equality import Step
 from protocol.client import Client
 from protocol.codec import encode
 from protocol.errors import EngineGone, MalformedMessage, ProtocolError, RequestFailed
@@ -144,7 +144,7 @@ class Outcome:
         return self.end in (End.STOP, End.LENGTH, End.CANCELLED)
 
     @property
-    def steps(self) -> list[Choice]:
+    def steps(self) -> list[Token | Step]:
         """The chosen tokens, including the one that ended the answer."""
         end = self.stats.get("end")
         return [*self.tokens, *([Step(end["token"], end["runner_up"], end["margin"])] if end else [])]

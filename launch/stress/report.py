@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from launch.equality import Verdict
-from launch.stress.chaos import ChaosRun
+from launch.stress.chaos import Injector
 from launch.stress.load import End, Load, Outcome
 from launch.stress.reference import Finding
 from launch.terminal.format import MISSING, count
@@ -52,7 +52,7 @@ class StressRun:
     findings: list[Finding] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
     leaks_checked: bool = False
-    chaos: ChaosRun | None = None
+    chaos: Injector | None = None
     finished: bool = False
 
 

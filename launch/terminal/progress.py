@@ -20,7 +20,7 @@ log = logging.getLogger("tandem")
 
 LINE_INTERVAL = 5.0  # seconds between log lines where stderr is no terminal
 BAR_WIDTH = 8  # so that most lines fit 80 columns; others are cut off, and never wrap
-DUMB_TERMINALS = ("dumb", "unknown")
+DUMB_TERMINALS = ("", "dumb", "unknown")
 
 
 def draws_bars() -> bool:

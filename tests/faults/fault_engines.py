@@ -93,16 +93,17 @@ class State:
     def send(self, number: signal.Signals, role: str, index: int = 0) -> None:
         os.kill(self.pid(role, index), number)
 
-    async def prefilling(self, rows: int) -> None:
-        """Wait until so many rows more have been prefilled."""
-        wanted = await self.prefilled() + rows
+    async def is_computing(self) -> None:
+        """Wait until a request is being computed."""
         async with asyncio.timeout(LIMIT):
-            while await self.prefilled() < wanted:  # noqa: ASYNC110 - in another process
+            while (await self.client.stats())["scheduler"]["running"] == 0:  # noqa: ASYNC110 - elsewhere
                 await asyncio.sleep(0)
 
-    async def prefilled(self) -> int:
-        """Rows so far."""
-        return int((await self.client.stats())["engine"]["prefill"]["rows"])
+    async def place_experts(self, policy: str, options: dict[str, str] | None = None) -> None:
+        """Have the prefetcher fill the expert cache, so that a stopped one is noticed; then set `policy`."""
+        for name in ("all-host", "layerwise"):
+            await self.client.set_policy(name)
+        await self.client.set_policy(policy, options or {})
 
     async def kill_next(self, role: str, index: int, after: int, number: signal.Signals = KILL) -> int:
         """Kill, or stop, the first generation later than `after`, as soon as it runs; returns its number."""

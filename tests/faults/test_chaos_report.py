@@ -11,7 +11,7 @@ from expected_errors import expect_error
 
 from launch.command_line.options import parse
 from launch.errors import WrongUsage
-from launch.stress.chaos import Chaos, ChaosRun, Fault, Injector, missing_peers, wait_recovered
+from launch.stress.chaos import Chaos, Fault, Injector, missing_peers, wait_recovered
 from launch.stress.load import End, Outcome, Request
 from launch.stress.report import chaos_parts
 from protocol.messages import Sampling
@@ -79,13 +79,11 @@ def test_report_of_a_run_with_faults(tmp_path: Path) -> None:
         Fault("kill", 9.0, False, "worker", 0, 1),
         Fault("corrupt", 3.0, True),
     ]
-    run = ChaosRun(made, stats)
-    run.before = {"recovery": {"worker": {"deaths": 1}}, "peers": [peer("worker", n, 0) for n in (0, 1)]}
+    made.before = {"recovery": {"worker": {"deaths": 1}}, "peers": [peer("worker", n, 0) for n in (0, 1)]}
     found = {"deaths": 3, "ready_s": 0.4, "whole_s": None}
-    run.after = {"recovery": {"worker": found, "prefetcher": found}, "malformed": {"worker": 7}}
-    run.whole_after = 0.5
+    made.after = {"recovery": {"worker": found, "prefetcher": found}, "malformed": {"worker": 7}}
     outcomes = [answered(0.5, 1.25, 2.5), answered(0.75, 2.0, 2.125), answered(1.5, 1.75), answered(9.5)]
-    report = run.report(outcomes)
+    report = made.report(outcomes)
     assert report["faults"] == {"kill": {"worker": 2, "prefetcher": 1}, "corrupt": {"client": 1}}
     assert (report["total"], report["during_decode"], report["kills_during_decode"]) == (4, 3, 2)
     # Two answers are in progress at the first kill, two at the second, none at the third.
@@ -96,4 +94,4 @@ def test_report_of_a_run_with_faults(tmp_path: Path) -> None:
     assert "injected faults, seed 9: kill 3 (worker 2, prefetcher 1); corrupt 1 (client 1); 3 during" in shown
     assert "from a kill (2 during answers) to the next token of every answer: median 750 ms, maximum" in shown
     assert "worker restarted 2 times: ready after 400 ms, up after - (medians)" in shown
-    assert run.unrecovered == []
+    assert made.unrecovered == []

@@ -9,6 +9,7 @@ import psutil
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import until
 
 from launch.equality import Verdict, compare, rounding_bound
 from launch.stress.chaos import supervisor_of
@@ -21,6 +22,7 @@ from protocol.sockets import connect_dealer, ipc_endpoint
 
 FRAMES = 4000
 BURST = 250
+LIMIT = 60.0  # seconds
 MORE_MEMORY = 64 << 20  # bytes that a process may have allocated for hostile messages
 PROMPT = Request("asked", "A list of", None, 24, Sampling())
 frames = st.lists(st.binary(max_size=40), min_size=1, max_size=6)
@@ -79,13 +81,15 @@ async def test_hostile_frames_disturb_no_other_client(start_engine, tiny_model: 
         assert engine.pids == pids
         after = await malformed(client)
         assert all(after[name] > counted[name] for name in counted)
-        for _ in range(100):  # hostile connections are closed with a delay
+        used = before
+
+        def as_few_descriptors() -> bool:
+            nonlocal used
             used = usage(supervisor_of(runtime))
-            if all(descriptors <= before[pid][0] for pid, (descriptors, _) in used.items()):
-                break
-            await asyncio.sleep(0.1)
-        for pid, (descriptors, private) in used.items():
-            assert descriptors <= before[pid][0], pid
+            return all(descriptors <= before[pid][0] for pid, (descriptors, _) in used.items())
+
+        await until(as_few_descriptors, LIMIT)  # hostile connections are closed with a delay
+        for pid, (_, private) in used.items():
             assert private < before[pid][1] + MORE_MEMORY, pid
 
 

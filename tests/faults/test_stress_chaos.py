@@ -14,7 +14,7 @@ from fork_server import ForkedPython
 
 from launch.equality import rounding_bound
 from launch.errors import WrongUsage
-from launch.stress.chaos import Chaos, ChaosRun, Injector, wait_recovered
+from launch.stress.chaos import Chaos, Injector, wait_recovered
 from launch.stress.load import End, Entry, Load, Request, ask, count_strays, run_load
 from launch.stress.reference import compare_all
 from launch.stress.report import StressRun, report
@@ -46,13 +46,14 @@ async def test_four_clients_lose_no_answer_to_kills(start_engine, tiny_model: Pa
     settings = {"policy": "on-demand", "expert_cache": 0.5}
     async with start_engine(config(tiny_model, **settings)) as (engine, client), AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(Client.connect(engine.endpoint)) for _ in range(4)]
-        chaos = await ChaosRun.begin(client.stats, runtime(engine.endpoint), Chaos(("kill",), 2.0, seed=5))
+        injector = Injector(client.stats, runtime(engine.endpoint), Chaos(("kill",), 2.0, seed=5))
+        await injector.begin()
         run = StressRun("here", client.welcome, rounding_bound("f32", "f32"), Load([[] for _ in clients]))
-        run.chaos = chaos
-        async with asyncio.timeout(LIMIT), chaos.injector as injector:
+        run.chaos = injector
+        async with asyncio.timeout(LIMIT), injector:
             while sum(fault.decoding for fault in injector.faults) < KILLS:
                 await run_load(clients, ENTRIES, run.load, lambda outcome: None)
-        await chaos.recover()
+        await injector.recover()
         await compare_all(client, run.load.all, run.bound, run.findings.append)
         await count_strays(clients, run.load)
         run.finished = True
@@ -117,4 +118,4 @@ async def test_chaos_needs_workers_or_a_prefetcher(start_engine, tiny_model: Pat
     async with start_engine(alone) as (engine, client):
         chaos = Chaos(("kill", "corrupt", "stop"), 2.0, seed=5)
         with pytest.raises(WrongUsage, match=r"^--chaos kill,stop: this engine has neither workers nor"):
-            await ChaosRun.begin(client.stats, runtime(engine.endpoint), chaos)
+            await Injector(client.stats, runtime(engine.endpoint), chaos).begin()

@@ -119,10 +119,11 @@ def interrupts_twice(terminal: InTerminal) -> None:
 @pytest.mark.skipif(TERMINAL is None, reason="needs setsid of util-linux")
 @pytest.mark.parametrize("does", [closes, interrupts_twice])
 def test_engine_of_a_command_stops_when_it_is_interrupted(place, does) -> None:
-    """During an answer of an engine that was started for this command."""
+    """During an answer of an engine that was started for this command, which is slow enough to answer for
+    half a minute."""
     name = f"person-{os.getpid()}"
     answer = ("generate", "--prompt-tokens", "5,6,7", "--max-tokens", "250", "--ignore-eos", "--name", name)
-    with InTerminal(place, *answer, "--host-slowdown", "20") as terminal:
+    with InTerminal(place, *answer, "--host-slowdown", "500") as terminal:
         assert wait_until(lambda: b"is ready after" in terminal.shown, LIMIT)
         assert wait_until(lambda: not terminal.shown.rstrip().endswith(b"on cpu"), LIMIT)  # it answers
         does(terminal)

@@ -174,15 +174,6 @@ async def test_configuration_is_that_of_the_engine_and_the_plan(bench: Any) -> N
     assert ("dali", {"a": "b"}, True) not in engine.events  # an engine of its own ends here
 
 
-async def test_notes_are_those_of_counted_rounds_without_repetition(bench: Any) -> None:
-    found = await bench(StandInEngine(), "--policy", "all-host", *SHORT, "--rounds", "4")
-    assert sorted(found["policies"][0]["notes"]) in (
-        ["note 0 of all-host"],
-        ["note 1 of all-host"],
-        ["note 0 of all-host", "note 1 of all-host"],
-    )
-
-
 async def test_policy_that_cannot_run_is_left_out_where_none_was_named(bench: Any) -> None:
     engine = StandInEngine()
     engine.refused = {"dali": RequestFailed("it needs a calibration", usage=True)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,28 +95,6 @@ def test_report_in_80_columns() -> None:
     assert shown(whole_report()) == SNAPSHOT
 
 
-def test_columns_of_what_no_policy_does_are_left_out() -> None:
-    """A policy that does it is enough for a column; a policy without a figure has none in it."""
-    report = whole_report()
-    still: dict[str, Any] = {"fetched_tiles": 0, "predicted_tiles": 0, "useful_tiles": 0, "late_tiles": 0}
-    runs = [Run(900.0, 0.1, 30.0, 0, decode(link=0.0, **still))] * 2
-    idle = PolicyResult(PolicyRequest("all-host"), runs=runs)
-    text = shown(replace(report, results=[idle], config=report.config | {"workers": None}))
-    for words in ("on demand", "prefetched", "replaced", "copies", "approximate", "routed", "perplexity"):
-        assert words not in text
-    assert "x: " not in text
-    assert "a-model on cuda: experts bf16" in text
-    text = shown(replace(report, results=[idle, *report.results]))
-    rows = [" ".join(line.split()) for line in text.splitlines() if line.startswith("all-host")]
-    assert rows[1] == "all-host 50% - - - -"
-    approximate = replace(report.results[1], perplexity=None)
-    worse = replace(approximate, perplexity=Perplexity(8.8, 10.0, "all-host", 256, 128))
-    slight = replace(approximate, perplexity=Perplexity(9.99, 10.0, "all-host", 256, 128))
-    text = shown(replace(report, results=[approximate, worse, slight]))
-    ends = [line.split()[-1] for line in text.splitlines() if line.startswith("daop") and "25.0%" in line]
-    assert ends == ["-", "-12%", "-0.10%"]
-
-
 def test_report_says_what_differs_from_the_usual() -> None:
     """Paused prefetching, placements without a calibration, an emulated link, random weights."""
     report = whole_report()
@@ -179,22 +156,6 @@ def whole_report() -> Report:
 )
 def test_figures_of_a_column_are_alike(values: list[float], words: list[str]) -> None:
     assert alike(values) == words
-
-
-def test_json_holds_the_profile_of_each_policy() -> None:
-    exact, approximate = whole_report().to_json()["policies"]
-    for policy in (exact, approximate):
-        profile = policy["decode"]
-        assert profile["hit_rate"] == 0.5
-        assert profile["hit_rate_by_layer"] == [0.0, 0.5, 1.0]
-        tiles = {"demanded": 5, "predicted": 2, "useful": 1.2, "late": 0.5, "wasted": 0.6, "placed": 3}
-        assert profile["bytes_per_token"] == pytest.approx({kind: n * TILE for kind, n in tiles.items()})
-        assert profile["shares"]["link"] == pytest.approx(0.5)
-        assert sum(profile["shares"].values()) == pytest.approx(1)
-    assert exact["decode"]["perplexity"] is None
-    assert exact["decode"]["fidelity"]["exact"] is True
-    assert approximate["decode"]["fidelity"]["stale"] == pytest.approx(0.25)
-    assert approximate["decode"]["perplexity"]["difference_percent"] == pytest.approx(2.5)
 
 
 def test_panels_have_the_figures_of_the_policies() -> None:

@@ -71,7 +71,6 @@ async def test_figures_are_those_of_the_counters() -> None:
     assert [end.request for end in ends] == [1, 2]
     assert run.moved_bytes == 700 + 200 + 10 * (5 + 11) + 10 * (4 + 20)  # demanded, predicted, placed
     assert run.decode == dict(zip(COUNTERS, GROWN["decode"], strict=True))
-    assert run.decode == dict(zip(COUNTERS, GROWN["decode"], strict=True))
     assert [(s["token_ids"], s["max_tokens"], s["ignore_eos"]) for s in client.sent] == [
         (prompt, 3, True) for prompt in PROMPTS
     ]
@@ -120,22 +119,6 @@ async def test_answers_without_a_common_step_are_refused() -> None:
 
 def plan(*words: str) -> BenchPlan:
     return BenchPlan.of(parse(["bench", *words]))
-
-
-def test_plan_has_the_documented_defaults_and_what_is_given() -> None:
-    presets = [name for name in PRESETS if name != "random"]
-    found = plan()
-    assert [request.name for request in found.policies] == presets
-    lengths = (found.prompt_len, found.gen_len, found.batch, found.rounds, found.ppl_tokens)
-    assert lengths == (128, 64, 1, 5, 256)
-    assert (found.named, found.plot, found.seed) == (False, None, 0)
-    words = (
-        "--prompt-len 10 --gen-len 11 --batch 2 --rounds 3 --ppl-tokens 0 --seed 4 --policy fiddler,random"
-    )
-    given = plan(*words.split(), "--set", "random.churn=1")
-    assert (given.prompt_len, given.gen_len, given.batch, given.rounds, given.ppl_tokens) == (10, 11, 2, 3, 0)
-    assert (given.named, given.seed) == (True, 4)
-    assert given.policies == (PolicyRequest("fiddler"), PolicyRequest("random", {"churn": "1"}))
 
 
 def test_every_other_round_is_reversed() -> None:

@@ -31,7 +31,8 @@ class Engines:
         self.started: list[dict[str, Any]] = []
         self.engines: list[StandInEngine] = []
         self.runs = 0
-        self.interrupt_at = 0
+        self.error: BaseException = asyncio.CancelledError()
+        self.error_at = 0
 
     @asynccontextmanager
     async def connected(self, options: Options, _: object) -> AsyncIterator[StandInEngine]:
@@ -42,8 +43,8 @@ class Engines:
 
     async def measure(self, client: StandInEngine, prompts: Any, gen_len: int) -> tuple[Run, list[Done]]:
         self.runs += 1
-        if self.runs == self.interrupt_at:
-            raise asyncio.CancelledError
+        if self.runs == self.error_at:
+            raise self.error
         return await client.measure(prompts, gen_len)
 
 
@@ -86,30 +87,15 @@ async def test_settings_are_crossed_and_only_another_cache_starts_an_engine(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-async def test_interruption_keeps_the_finished_settings(
-    engines: Engines, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), EngineGone("the engine has ended")])
+async def test_failure_and_interruption_keep_the_finished_settings(
+    engines: Engines, capsys: pytest.CaptureFixture[str], error: BaseException
 ) -> None:
-    engines.interrupt_at = 2 * 3 + 1  # in the third setting
-    with pytest.raises(asyncio.CancelledError):
+    engines.error, engines.error_at = error, 2 * 3 + 1  # in the third setting
+    with pytest.raises(type(error)):
         await swept("--policy", "all-host", "--sweep", "batch=1,2,4", "--json")
     found = json.loads(capsys.readouterr().out)
     assert [point["settings"]["batch"] for point in found["points"]] == [1, 2]
-    assert found["interrupted"] is True
-
-
-async def test_failure_keeps_the_finished_settings(
-    engines: Engines, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def measure(client: StandInEngine, prompts: Any, gen_len: int) -> tuple[Run, list[Done]]:
-        if len(prompts) == 2:
-            raise EngineGone("the engine has ended")
-        return await client.measure(prompts, gen_len)
-
-    monkeypatch.setattr(command, "measure", measure)
-    with pytest.raises(EngineGone):
-        await swept("--policy", "all-host", "--sweep", "batch=1,2", "--json")
-    found = json.loads(capsys.readouterr().out)
-    assert [point["settings"]["batch"] for point in found["points"]] == [1]
     assert found["interrupted"] is True
 
 

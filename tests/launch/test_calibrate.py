@@ -26,7 +26,7 @@ from pipeline.policies.calibration import Calibration
 from pipeline.text.tokenizer import Tokenizer
 from protocol.program import user_folder
 
-CHARACTERS = 5500  # of held-out text: about 1600 tokens
+CHARACTERS = 3000  # of held-out text: about 900 tokens
 TIES = 0.002  # share of the routings that rounding may change
 
 

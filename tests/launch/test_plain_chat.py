@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,25 +48,6 @@ def test_commands_from_a_pipe_are_executed_and_stdout_holds_answers_alone(tiny_m
     assert engines_left() == []
 
 
-LONG = 14
-
-
-def test_full_context_keeps_room_for_answers_and_the_prefix() -> None:
-    """With the embedded model: the drops are announced once each, and most turns only add to the prompt."""
-    questions = [
-        f"What is a {word}, and what is it good for in a program?" for word in "list dictionary".split()
-    ]
-    text = "\n".join((questions * LONG)[:LONG]) + "\n/stats\n"
-    options = ("--context", "256", "--max-tokens", "40", "--ignore-eos", "--log-level", "warning")
-    code, _, err = run(*options, "--name", "full-context", "--workers", "0", written=text)
-    assert code == 0
-    drops = re.findall(r"dropped \d+ old turns?: the context of 256 tokens", err)
-    assert 1 <= len(drops) <= LONG // 2
-    assert "--context" not in err
-    (reused,) = re.findall(r"^KV cache .* (\d+)\s+reused\s+so\s+far", err, re.M)
-    assert int(reused) > LONG * 40
-
-
 @pytest.mark.parametrize(
     ("missing", "expected"), [("tokenizer.json", "no tokenizer"), ("chat_template.jinja", "no chat template")]
 )
@@ -87,12 +67,6 @@ def test_model_that_cannot_chat_is_refused_before_it_is_loaded(tmp_path, missing
     assert expected in err
     assert "generate" in err
     assert time.monotonic() - began < LIMIT / 4
-
-
-def test_generate_refuses_a_text_for_a_shape_before_loading(complaint: Callable[..., str]) -> None:
-    line = complaint("generate", "Hello", "--model", "shape:mixtral-8x7b")
-    assert "random weights and no tokenizer" in line
-    assert "--prompt-tokens" in line
 
 
 def test_whether_a_model_can_chat_is_seen_without_loading_its_tokenizer(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Literal
 import pytest
 
 from launch.terminal import progress
-from launch.terminal.log import NOTICE, LogHandler
+from launch.terminal.log import LogHandler
 from launch.terminal.progress import ProgressCounter, ProgressDisplay
 
 MB = 10**6
@@ -97,16 +97,3 @@ def test_a_line_of_the_log_clears_the_bar(monkeypatch: pytest.MonkeyPatch) -> No
     assert sys.stderr.getvalue().count("\r\x1b[2K[tandem] warning: x\n") == 1
     assert sys.stderr.getvalue().endswith("[tandem] warning: x\n")
     assert not sys.stderr.getvalue().endswith("\r\x1b[2K[tandem] warning: x\n")
-
-
-def test_a_terminal_without_control_sequences_gets_lines(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(sys, "stderr", FakeTerminal())
-    monkeypatch.setenv("TERM", "dumb")
-    caplog.set_level(NOTICE, logger="tandem")
-    now = time.monotonic()
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
-    with ProgressDisplay("bytes") as display:
-        now += progress.LINE_INTERVAL
-        display.update("starting the processes")
-    assert [record.message for record in caplog.records] == ["starting the processes, 0 s"]
-    assert sys.stderr.getvalue() == ""

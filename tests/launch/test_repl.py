@@ -130,13 +130,6 @@ async def test_commands_and_announcements_of_other_clients(start_engine, tiny_mo
             os.kill(terminal.pid(), signal.SIGTERM)
             assert await asyncio.to_thread(terminal.end) == (1, True)
 
-        with Terminal(*arguments, env=env | {"TERM": "dumb"}) as terminal:
-            await asyncio.to_thread(terminal.until, "^>$")
-            terminal.line("Hi?")
-            await asyncio.to_thread(terminal.until, r"^> Hi\?\n(?s:.+)\n>$")
-            terminal.keys("C-d")
-            assert await asyncio.to_thread(terminal.end) == (0, True)
-
 
 async def test_chat_ends_with_its_engine(start_engine, tiny_model: Path, tmp_path: Path) -> None:
     arguments = ("chat", "--connect", "repl-end")

@@ -15,8 +15,8 @@ from engines import Launched, launch, run
 from msgspec import structs
 from waiting import wait_until
 
-from launch.equality import QUANTIZED_BOUND, Comparison, Verdict
-from launch.stress.chaos import Chaos, ChaosRun, Injector
+from launch.equality import Comparison, Verdict
+from launch.stress.chaos import Chaos, Injector
 from launch.stress.load import End, Load, Outcome, Request, ask
 from launch.stress.reference import Finding, compare_all
 from launch.stress.report import ERRORS, NAMES, StressRun, report, report_parts
@@ -74,17 +74,6 @@ def test_run_with_four_clients_passes(script: Path, tiny_model: Path) -> None:
     assert 0.25 <= found["jain"] <= 1
     for times in (found["first_token_s"], found["token_gap_s"]):
         assert 0 <= times["p50"] <= times["p95"] <= times["p99"] <= times["max"] < found["seconds"]
-
-
-def test_quantized_engine_passes_by_its_own_bound(script: Path) -> None:
-    """The embedded model: its conversations reuse KV, and the rounding of that KV moves activation codes."""
-    quantized = ["--format", "int4", "--backbone-dtype", "int4", "--device", "cpu"]
-    code, out, err = run("stress", "--script", str(script), "--json", "--clients", "3", *quantized)
-    assert code == 0, (out, err)
-    found = json.loads(out)
-    assert found["passed"]
-    assert found["near_tie_bound"] == QUANTIZED_BOUND
-    assert found["compared"] >= 12
 
 
 def test_interrupt_and_engine_exit_end_a_run_with_its_report(script: Path, tiny_model: Path) -> None:
@@ -258,9 +247,10 @@ async def no_stats() -> dict[str, Any]:
     return {}
 
 
-def unrecovered() -> ChaosRun:
+def unrecovered() -> Injector:
     injector = Injector(no_stats, Path("/nowhere"), Chaos(("kill",)), supervisor=os.getpid())
-    return ChaosRun(injector, no_stats, missing=["worker 1 is not up"])
+    injector.missing = ["worker 1 is not up"]
+    return injector
 
 
 FAULTY = {

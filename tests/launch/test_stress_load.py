@@ -184,18 +184,6 @@ def test_report_counts_each_kind_by_itself() -> None:
     assert found["jain"] is None
 
 
-def test_quantiles_are_those_of_all_answers() -> None:
-    request = Request("r", "p", None, 9, Sampling())
-    answers = [
-        Outcome(request, 1.0, [], [1.0 + first, 1.0 + first + gap], End.STOP, 9.0)
-        for first, gap in ((0.1, 1.0), (0.2, 2.0), (0.3, 3.0))
-    ]
-    found = report(StressRun("s", WELCOME, 0.5, Load([answers[:1], answers[1:]], seconds=1.0)))
-    first, gaps = (dict(found[key]) for key in ("first_token_s", "token_gap_s"))
-    assert first == pytest.approx({"p50": 0.2, "p95": 0.29, "p99": 0.298, "max": 0.3})
-    assert gaps == pytest.approx({"p50": 2.0, "p95": 2.9, "p99": 2.98, "max": 3.0})
-
-
 # --- the command --------------------------------------------------------------------------------------------
 
 
@@ -272,14 +260,6 @@ async def test_what_the_engine_releases_in_time_is_no_leak(stressed: Any) -> Non
     assert found["details"]["leaks"] == []
     assert found["leaks_checked"]
     assert len(client.idle) == 1
-
-
-async def test_other_clients_make_leaks_unknown(stressed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "IDLE_SECONDS", 0.0)
-    client = AnsweringClient()
-    client.idle = [stats(2, running=1)]
-    _, found, _ = await stressed(client)
-    assert (found["details"]["leaks"], found["leaks_checked"]) == ([], False)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,17 +59,6 @@ def test_table_by_columns() -> None:
         "                  9.0-9.0",
     ]
     assert render(grid([("a", "b"), ("long", "c")])) == "a     b\nlong  c\n"
-
-
-def test_terminal_has_rules_and_colours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "40")
-    text = render(Table(COLUMNS, RUNS), "word " * 20)
-    assert "\x1b[1m" in text
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    assert "─" in plain
-    assert max(map(len, plain.splitlines())) <= 40
-    assert "12.3" in plain
 
 
 @pytest.fixture

@@ -17,11 +17,10 @@ from rich.console import Console, RenderableType
 from launch.bench.profile import PhaseProfile
 from launch.chat.conversation import Reply
 from launch.chat.repl import ERASE_LINE, LogLines, Screen
-from launch.chat.tables import counters_table, engine_table, policy_list, policy_options, summary
+from launch.chat.tables import counters_table, engine_table, summary
 from launch.chat.why import Lever, levers, why_text
 from launch.errors import WrongUsage
 from launch.terminal.interrupts import Interrupts
-from pipeline.policies.presets import PRESETS
 from protocol.messages import VERSION, Done, Welcome
 
 WELCOME = Welcome(VERSION, "e", "/models/m", "f", "cuda", "lru", True, 100, 100, True, True)
@@ -127,16 +126,6 @@ def test_levers_of_a_link_are_policies_and_a_larger_cache() -> None:
     assert "/policy fiddler" not in gains(decode(), "fiddler")
 
 
-def test_levers_without_a_gpu_read_experts_in_place() -> None:
-    """100 ms a token: 50 for the link, 10 of the device, and 10 of the workers for 4 of the 12 tiles."""
-    ranked = gains(decode(), "on-demand", device="cpu")
-    assert ranked["/policy all-host"].seconds == pytest.approx(0.1 - 0.05 - 0.01 - 0.01 + 12 * 0.0025)
-    assert not any("cache" in setting or "fiddler" in setting for setting in ranked)
-    unknown = decode(host_tiles=0, host_busy=0.0)
-    assert "/policy all-host" not in gains(unknown, "on-demand", device="cpu")
-    assert "/policy all-host" not in gains(decode(), "all-host", device="cpu")
-
-
 def test_counters_of_the_answer_stand_beside_the_engine_s() -> None:
     prefill = decode(steps=1, rows=7, fetched_tiles=0, host_tiles=90, predicted_tiles=0, wasted_tiles=0)
     stats = {"tile_bytes": TILE, "engine": {"prefill": prefill, "decode": decode(skipped=3.0), "clients": 2}}
@@ -167,9 +156,8 @@ def test_engine_is_described_by_its_stats() -> None:
     scheduler = {"running": 2, "waiting": 3, "kv_tokens_used": 50, "kv_tokens": 60}
     scheduler |= {"kv_tokens_kept": 7, "conversations": 1, "kv_reused_tokens": 8}
     stats: dict[str, Any] = {
-        **{"policy": "daop", "scheduler": scheduler, "tile_bytes": TILE, "graphs": "of 2 sizes"},
+        **{"policy": "daop", "scheduler": scheduler, "tile_bytes": TILE},
         **{"cache": {"resident_tiles": 10, "capacity_tiles": 20}},
-        "prefetcher": {"up": True, "lockable_bytes": 2 * TILE, "locked_bytes": TILE},
     }
     about = replace(WELCOME, format="int4", backbone_dtype="bf16", emulation="slow link")
     assert rows(engine_table(stats, about)) == {
@@ -178,8 +166,6 @@ def test_engine_is_described_by_its_stats() -> None:
         "requests": "2 running, 3 waiting",
         "KV cache": "50 of 60 tokens in use, 7 kept for 1 conversation, 8 reused so far",
         "expert cache": "10 of 20 tiles resident, 10.0 MB",
-        "CUDA graphs": "of 2 sizes",
-        "prefetcher": "copies what is predicted; 1.0 MB of 2.0 MB page-locked",
         "emulated": "slow link",
     }
     assert rows(engine_table({}, WELCOME)) == {"policy": "lru on cuda", "model": "/models/m"}
@@ -202,14 +188,6 @@ def test_summary_has_the_answer_s_figures(reason: str, tokens: int, last: list[s
     assert summary(Reply("", 0, None, Done(0, "length")), "", 5) == ["0 tokens", "cut at the context's end"]
 
 
-def test_policies_and_their_options_are_listed() -> None:
-    text = shown(policy_list("dali", {"window": "4"}))
-    assert re.findall(r"^[* ] (\S+)", text, re.M) == list(PRESETS)
-    assert re.search(r"^\* dali .*\n(?s:.*)^in use: dali window=4$", text, re.M)
-    options = {line.split()[0] for line in shown(policy_options("adapmoe")).splitlines()}
-    assert {"prediction=lookahead", "sizes=dp"} <= options
-
-
 async def test_answer_in_a_terminal_erases_its_status_and_defers_announcements(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,7 +199,8 @@ async def test_answer_in_a_terminal_erases_its_status_and_defers_announcements(
     with screen.answer() as view:
         view.queued(2)
         view.queued(1)
-        assert written() == f"{ERASE_LINE}queued, position 2{ERASE_LINE}{ERASE_LINE}queued, position 1"
+        queued = "".join(f"{ERASE_LINE}{ERASE_LINE}queued, position {place}" for place in (2, 1))
+        assert written() == f"{ERASE_LINE}reading the prompt {queued}"
         screen.announce("another client")
         view.append("")
         assert written() == ""

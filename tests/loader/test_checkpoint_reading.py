@@ -157,7 +157,6 @@ def test_encoded_experts_leave_the_page_cache(large: Path, format_name: str) -> 
         assert in_page_cache(weights) < 0.1
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("format_name", ["int8", "bf16"])
 def test_fill_stays_within_its_memory_bound(large, format_name):
     """The bound in the docstring of encode.py, which is below the size of a fused tensor."""

@@ -93,10 +93,15 @@ class Worker:
         assert len(works) == count or (at_least and works), f"{len(works)} of {count} Works arrived"
         return works
 
-    def messages(self) -> list[object]:
-        """The messages that arrive within a while."""
+    def messages(self, count: int = 0) -> list[object]:
+        """The messages that arrive until there are `count`, and within a while."""
+        received: list[object] = []
+        deadline = time.monotonic() + LIMIT
+        while len(received) < count and time.monotonic() < deadline:
+            self._harness.pool.update(5)
+            received += self._received()
         self._harness.update_for(QUIET)
-        return self._received()
+        return received + self._received()
 
     def _received(self) -> list[object]:
         """What has arrived: Works, and those that are no longer needed."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pool_harness import HIDDEN, QUIET, SHAPE, PoolHarness
+from pool_harness import HIDDEN, SHAPE, PoolHarness
 
 from pipeline.errors import ShardFailed
 from pipeline.experts import carriers
@@ -86,11 +86,9 @@ def test_names_are_removed_when_a_worker_has_mapped_its_lane_or_exits_before(are
     first.take()
     assert len(names(arena)) == 1
     second.exit()
-    arena.update_for(0.05)
-    assert names(arena) == []
+    arena.update_until(lambda: names(arena) == [])
     arena.worker(1, 1)
-    arena.update_for(QUIET)
-    assert len(names(arena)) == 1
+    arena.update_until(lambda: len(names(arena)) == 1)
     arena.carrier.close()
     assert names(arena) == []
     assert not Path(f"{SHM_FOLDER}{arena.prefix}hall-0").exists()

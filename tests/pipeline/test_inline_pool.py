@@ -17,7 +17,7 @@ from pipeline.experts.pool import HostPool, computing
 from pipeline.policies.view import Routing
 from shm.mask import DENSE
 from shm.store import Store
-from workers.kernels.host import HostKernel
+from workers.kernels.host import Activations, HostKernel
 
 SECONDS = 2.0  # of each Work
 X = np.random.default_rng(3).standard_normal((3, SHAPE.hidden)).astype(np.float32)
@@ -73,8 +73,6 @@ def test_the_result_is_computed_when_it_is_asked_for(
     kernel, every, expected = HostKernel(mover_store.layout), np.arange(3, dtype=np.int32), np.zeros_like(X)
     for expert, lo, hi, weights in ((0, 1, SHAPE.tiles, [0.5, 0, 1]), (2, 0, 2, [0, 0, 2])):
         tiles = mover_store.tiles(1, expert, lo, hi)
-        from workers.kernels.host import Activations
-
         expected += kernel.compute(tiles, Activations(X), every) * np.array(weights, np.float32)[:, None]
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
     assert y[[0, 2]].any(axis=1).all()

@@ -45,7 +45,7 @@ def test_refused_work_fails_its_ticket_and_abandons_the_rest(harness: PoolHarnes
     first.refuse(refused, "no layer 9")
     with pytest.raises(ShardFailed, match="no layer 9"):
         ticket.result()
-    assert second.messages() == [Abandon(abandoned.seq)]
+    assert second.messages(1) == [Abandon(abandoned.seq)]
     assert first.messages() == []
     first.answer(later, 1.0)
     second.answer(abandoned, 7.0)  # it had begun before the Abandon arrived

@@ -122,7 +122,7 @@ def test_worker_whose_work_was_abandoned_owes_no_answer(harness: PoolHarness) ->
     second.answer(other)
     harness.update_until(lambda: len(ticket.answers) == 1)
     ticket.abandon()
-    assert [type(message) for message in first.messages()] == [Abandon]
+    assert [type(message) for message in first.messages(1)] == [Abandon]
     harness.let_pass(2 * SHORT.stall)
     assert hung(harness) == []
     assert second.messages() == []

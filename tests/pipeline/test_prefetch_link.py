@@ -159,7 +159,7 @@ def test_reports_that_contradict_each_other_are_a_hung_prefetcher(harness) -> No
     endpoint, link = harness.attach(0), harness.link
     order = link.order(0, 0, 0, [1, 2], PLACED)
     endpoint.send(Fetched(order.id, 0, 3, True, 0.5))  # more tiles than were ordered
-    harness.update_for(0.2)
+    harness.update_until(lambda: len(harness.reports) > 1)
     assert (order.landed, order.final) == (0, False)
     assert harness.reports[1:] == [Hung("prefetcher", 0, 0)]
 
