@@ -17,6 +17,7 @@ import psutil
 from launch.processes.cores import Cores
 from launch.runtime import running_engines, sweep
 from launch.terminal.format import count
+from pipeline.experts.division import library as division
 from pipeline.memory.plan import FREE_BYTES
 from pipeline.models.shapes import short_name
 from protocol.errors import ProtocolError
@@ -114,7 +115,7 @@ def kernels() -> Iterator[Finding]:
     else:
         means = "no engine starts"
         yield Finding("kernels", "problem", f"no compiled kernels: {unused}", means, fix, prevents=True)
-    for compiled in (quantizer, doorbells):
+    for compiled in (quantizer, doorbells, division):
         try:
             compiled()
         except NotCompiled as e:

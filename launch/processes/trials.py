@@ -36,13 +36,12 @@ class Trial:
                 if line:
                     return json.loads(line)
                 errors = (await self._process.stderr.read()).decode("utf-8", "replace").split("\n")
-                code = await self._process.wait()
         except TimeoutError:
             raise TrialFailed(f"no result within {limit:g} s") from None
         except ValueError:
             raise TrialFailed(f"unexpected output: {line[:MAX_REASON]!r}") from None
         words = [text.strip() for text in errors if text.strip()]
-        raise TrialFailed(words[-1][:MAX_REASON] if words else f"ended with exit code {code}")
+        raise TrialFailed(words[-1][:MAX_REASON] if words else "it ended without a result")
 
     async def go(self) -> None:
         """Let the child continue; without effect where it has ended."""

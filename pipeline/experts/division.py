@@ -8,15 +8,12 @@ sums are added in the workers' order. So any worker can compute any part, and th
 The tiles in (NUMA node, expert, tile) order are cut into consecutive runs, whose costs are in proportion to
 the workers' cores: one sequence uses every core, and with several nodes (`shm/numa.py`) a worker reads its
 own node's memory, except where a node holds a larger part of the tiles than of the cores. C does all of it in
-one call (`divide.c`); `Plain` says the same in Python, for machines without a compiler and for tests."""
+one call (`divide.c`)."""
 
 from __future__ import annotations
 
 import ctypes
 from functools import cache
-from importlib.machinery import PathFinder
-from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,10 +22,10 @@ from numpy.typing import NDArray
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.config import WorkerCores
 from pipeline.errors import PlanError
-from pipeline.policies.view import Active, Routing
+from pipeline.policies.view import Routing
+from shm.compiled import load
 from shm.descriptor import Descriptor, address_of, describe, numbers
 from shm.mask import DENSE, Mask
-from shm.numa import node_of
 
 # The products of this many rows take as long as one read of a tile's weights. Measured on experts of 14336 x
 # 4096: one more row costs a quarter of that read in int4, an eighth in int8, a seventh in bf16.
@@ -118,62 +115,6 @@ class Divided(NamedTuple):
     tiles: int  # of all of them
 
 
-Items = list[tuple[int, int, int]]  # expert, lo, hi
-Part = list[tuple[int, int, int]]  # index of the item, tile lo, tile hi
-
-
-class Plain:
-    """Divides in Python: the specification of divide.c."""
-
-    def __init__(self, workers: WorkerCores) -> None:
-        self._workers = workers
-
-    def divide(self, split: Split, seq: int) -> Divided:
-        """Return the descriptors of the host's tiles; that of worker w has the number seq + w. Raises
-        PlanError for an expert that does not exist."""
-        active: Active = split.routing.active
-        if len(active.experts) and not 0 <= active.experts[0] <= active.experts[-1] < len(split.lo):
-            raise _no_expert(len(split.lo))
-        users = dict(zip(active.experts.tolist(), pairwise(active.offsets.tolist()), strict=True))
-        items = [(e, int(split.lo[e]), int(split.hi[e])) for e in users if split.lo[e] < split.hi[e]]
-        costs = [ROWS_PER_READ + end - start for start, end in (users[e] for e, _, _ in items)]  # of a tile
-        parts: list[tuple[int, Descriptor]] = []
-        for worker, part in enumerate(_runs(items, costs, self._workers)):
-            if not part:
-                continue
-            places = [np.arange(*users[items[i][0]]) for i, _, _ in part]
-            every = np.concatenate(places)
-            mine = [(items[i][0], lo, hi) for i, lo, hi in part]
-            lists = [0, *accumulate(map(len, places))], active.rows[every], active.weights[every]
-            rows = len(split.routing.experts)
-            parts.append((worker, describe(split.layer, mine, *lists, rows, split.mask, seq + worker)))
-        return Divided(parts, sum(hi - lo for _, lo, hi in items))
-
-
-def _runs(items: Items, costs: list[int], workers: WorkerCores) -> list[Part]:
-    """Cut the tiles into runs: a tile belongs to the worker in whose run its middle lies."""
-    tiles = [(i, tile) for i, (_, lo, hi) in enumerate(items) for tile in range(lo, hi)]
-    if workers.nodes > 1:
-        tiles.sort(key=lambda at: node_of(items[at[0]][0], at[1], workers.nodes))
-    total, ends = sum(costs[i] for i, _ in tiles), list(accumulate(workers.cores))
-    parts: list[Part] = [[] for _ in ends]
-    worker, before = 0, 0  # `before`: cost of the tiles before this one
-    for i, tile in tiles:
-        while ends[-1] * (2 * before + costs[i]) >= 2 * ends[worker] * total:
-            worker += 1
-        part = parts[worker]
-        if workers.nodes == 1 and part and part[-1][0] == i:  # the tile follows
-            part[-1] = i, part[-1][1], tile + 1
-        else:
-            part.append((i, tile, tile + 1))
-        before += costs[i]
-    return parts
-
-
-def _no_expert(experts: int) -> PlanError:
-    return PlanError(f"a policy's routing names an expert outside the layer's {experts}")
-
-
 class _Division(ctypes.Structure):
     """`struct division` of divide.c."""
 
@@ -192,27 +133,19 @@ class _Division(ctypes.Structure):
 
 
 @cache
-def compiled() -> Any:
-    """Return the function of divide.c, or None where it was not compiled, or not for this version."""
-    spec = PathFinder.find_spec("_divide", [str(Path(__file__).parent)])
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        library = ctypes.CDLL(spec.origin)
-        if library.tandem_divide_version() != VERSION:
-            return None
-    except (OSError, AttributeError):
-        return None
-    function = library.tandem_divide
+def library() -> Any:
+    """Return the function of divide.c. Raises NotCompiled."""
+    function = load(__file__, "_divide", VERSION).tandem_divide
     function.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     return function
 
 
-class Compiled:
-    """Divides by divide.c, with memory that is used for every layer."""
+class Divider:
+    """Divides layers of so many experts, of so many tiles each, with memory that is used for every layer."""
 
-    def __init__(self, function: Any, workers: WorkerCores, experts: int, tiles: int) -> None:
-        self._function = function
+    def __init__(self, workers: WorkerCores, experts: int, tiles: int) -> None:
+        """Raises NotCompiled."""
+        self._function = library()
         self._workers, self._experts = workers, experts
         self._tiles = tiles if workers.nodes > 1 else 1  # items of an expert in one descriptor, at most
         self._cores = np.array(workers.cores, np.int64)
@@ -230,7 +163,8 @@ class Compiled:
         self._at = ctypes.addressof(s)
 
     def divide(self, split: Split, seq: int) -> Divided:
-        """Divide as Plain.divide says."""
+        """Return the descriptors of the host's tiles; that of worker w has the number seq + w. Raises
+        PlanError for an expert that does not exist, and for arrays that do not fit each other."""
         s, routing = self._struct, split.routing
         s.rows, s.k = rows, k = routing.experts.shape
         if not len(split.lo) == len(split.hi) == self._experts or routing.weights.shape != (rows, k):
@@ -247,7 +181,8 @@ class Compiled:
         to = np.empty(self._room(rows, k), np.int32)
         s.to, s.room = address_of(to), len(to)
         if fault := self._function(self._at, self._part):
-            raise _no_expert(self._experts) if fault == 1 else PlanError("a layer's descriptors have no room")
+            none = f"a policy's routing names an expert outside the layer's {self._experts}"
+            raise PlanError(none if fault == 1 else "a layer's descriptors have no room")
         starts, lengths = self._starts.tolist(), self._lengths.tolist()
         parts = [
             (worker, to[start : start + length])
@@ -265,15 +200,6 @@ class Compiled:
             self._struct.pair_rows, self._struct.pair_weights = map(address_of, self._pairs)
         every = self._tiles * numbers(min(self._experts, pairs), pairs)
         return every + workers * (numbers(1, rows) + 16)
-
-
-Divider = Plain | Compiled
-
-
-def divider(workers: WorkerCores, experts: int, tiles: int) -> Divider:
-    """Return the quickest way to divide a layer of so many experts, of so many tiles each."""
-    function = compiled()
-    return Plain(workers) if function is None else Compiled(function, workers, experts, tiles)
 
 
 def largest(workers: WorkerCores, experts: int, tiles: int, rows: int, k: int) -> int:

@@ -22,7 +22,7 @@ from pipeline.device import open_device
 from pipeline.engine.engine import Engine
 from pipeline.errors import PeerLost
 from pipeline.experts.carriers import ArenaCarrier, SocketCarrier
-from pipeline.experts.division import divider, largest
+from pipeline.experts.division import Divider, largest
 from pipeline.experts.peers import ChildServerSocket, ExitEvents, SendToSupervisor
 from pipeline.experts.pool import Compute, HostPool, computing
 from pipeline.memory.limits import CHUNK_MAX, choose_context, full_memory_in_one_line, kv_budget
@@ -174,7 +174,7 @@ class EngineParts:
     def _open_pool(self, top_k: int) -> HostPool:
         config, store, shape = self.config, self.store, self.store.layout.shape
         cores = config.workers if config.workers else WorkerCores.equal(1)
-        division = divider(cores, shape.experts, shape.tiles)
+        division = Divider(cores, shape.experts, shape.tiles)
         if config.workers:
             carrier = self.carrier = self._open_carrier(top_k)
             compute = self._own_compute()

@@ -73,19 +73,6 @@ class Begun:
             await self._far.wait()
 
 
-async def test_calibration_reports_progress_and_its_result(client: Client, path: Path) -> None:
-    begun = Begun(client, 1000)
-    done = await begun.task
-    assert Path(done.path) == path
-    assert done.summary["tokens"] == 1000
-    assert done.summary["share"] == 1000 / len(IDS)
-    calibration = load(path)
-    assert (calibration.decode_counts.sum(axis=1) > 0).all()
-    assert done.summary["threshold"] == calibration.threshold
-    assert begun.stages
-    assert all(0 <= far.done <= far.total for far in begun.stages)
-
-
 async def test_calibration_leaves_policy_and_counters_unchanged(client: Client, path: Path) -> None:
     before = await client.stats()
     expected = await client.generate(token_ids=PROMPT, max_tokens=8, ignore_eos=True).result()
@@ -168,6 +155,8 @@ async def test_cancel_or_disconnect_ends_a_calibration(client, endpoint, path, l
         ({"token_ids": (-1,)}, "token id -1 is outside"),
         ({"token_ids": IDS, "tokens": 0}, "tokens must be at least 1"),
         ({"token_ids": IDS, "starts": (9, 5)}, "starts must ascend"),
+        ({"token_ids": IDS, "starts": (-1,)}, "starts must ascend"),
+        ({"token_ids": IDS, "share": 1.5}, "share must be above 0"),
         ({"token_ids": IDS, "starts": (8001,)}, "starts must ascend"),
         ({"token_ids": IDS, "share": 0.0}, "share must be above 0"),
         ({}, "exactly one of text and token_ids"),

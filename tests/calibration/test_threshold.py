@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.calibration.approximations import Threshold, largest_threshold, perturbations
+from pipeline.calibration.approximations import largest_threshold, perturbations
 
 BOUND = 0.005
 RANKED = np.arange(1, 65, dtype=np.float32) / 64  # 64 different ones
@@ -27,37 +27,11 @@ def test_last_threshold_within_the_bound_is_found() -> None:
     assert len(found.tried) <= 8
 
 
-def test_two_evaluations_suffice_where_all_keep_the_bound() -> None:
-    found = largest_threshold(RANKED.reshape(4, 16)[::-1], steps({0.5: 1.9}), BOUND, 8)
-    assert found == Threshold(1.0, 1.9, 2.0, ((0.0, 2.0), (1.0, 1.9)))
-
-
-def test_threshold_is_0_where_none_keeps_the_bound() -> None:
-    found = largest_threshold(RANKED, steps({0.001: 3.0}), BOUND, 8)
-    assert (found.value, found.loss) == (0.0, 2.0)
-    assert len(found.tried) <= 8
-
-
-def test_fewer_evaluations_give_a_smaller_threshold() -> None:
-    loss = steps({63.5 / 64: 2.5})
-    values = [largest_threshold(RANKED, loss, BOUND, n).value for n in range(2, 10)]
-    assert values[0] == 0
-    assert values == sorted(values)
-    assert values[-1] == 63 / 64
-
-
 def test_bound_is_relative() -> None:
     loss = steps({0.25: 2.02, 0.75: 2.1})
     assert largest_threshold(RANKED, loss, 0.0, 8).value == 15 / 64
     assert largest_threshold(RANKED, loss, 0.011, 8).value == 47 / 64
     assert largest_threshold(RANKED, loss, 0.06, 8).value == 1.0
-
-
-def test_equal_candidates_count_once() -> None:
-    candidates = np.repeat(np.array([0.1, 0.2, 0.3], np.float32), [1000, 5, 3])
-    found = largest_threshold(candidates, steps({0.15: 9.0}), BOUND, 8)
-    assert found.value == pytest.approx(0.1)
-    assert len(found.tried) <= 4
 
 
 def test_zero_is_not_a_candidate() -> None:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import LAUNCH, run, store_of
+from engines import run, store_of
 
 from launch.cache.command import DAY, remove, select, table
 from launch.cache.entries import Entry, scan
+from launch.cli import main
 from pipeline.calibration import cost_cache
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig
@@ -182,24 +181,18 @@ def test_unfinished_file_is_removed_after_the_exit_of_its_writer(folder: Path, n
     assert not path.parent.exists()
 
 
-def test_a_file_that_cannot_be_removed_is_one_line_and_exit_1(folder: Path) -> None:
+def test_a_file_that_cannot_be_removed_is_one_line_and_exit_1(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
     make_file(folder / BACKBONE / "backbone.bin", 10, 1)
-    program = (
-        "import pathlib, sys; from launch.cli import main\n"
-        "unlink = pathlib.Path.unlink\n"
-        "def refuse(self, missing_ok=False):\n"
-        "    if self.name == 'backbone.bin': raise PermissionError(1, 'Operation not permitted')\n"
-        "    unlink(self, missing_ok)\n"
-        "pathlib.Path.unlink = refuse\n"
-        "sys.exit(main(['cache', '--prune', '--to', '0']))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(LAUNCH).parent
-    )
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1
-    assert "backbone.bin could not be removed" in done.stderr
-    assert "removed 0 of" in done.stdout
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert main(["cache", "--prune", "--to", "0"]) == 1
+    (line,) = caplog.messages
+    assert "backbone.bin could not be removed" in line
+    assert "removed 0 of" in capsys.readouterr().out
 
 
 # --- engines ------------------------------------------------------------------------------------------------

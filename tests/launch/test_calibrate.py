@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,12 +176,6 @@ def test_threshold_keeps_the_loss_bound_and_drops_experts(calibrated, seen) -> N
     assert (calibration.needed[:, 0] == 0).all()
     np.testing.assert_allclose(calibration.needed[:, 1], single, atol=0.05)  # the gate moves later inputs
     assert summary["single_expert_share"] == pytest.approx(calibration.needed[:, 1].mean(), rel=1e-3)
-
-
-def test_files_are_private(calibrated: Calibrated) -> None:
-    path = Path(calibrated.summary["path"])
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_earlier_calibration_is_drawn_without_an_engine(calibrated: Calibrated, tmp_path: Path) -> None:

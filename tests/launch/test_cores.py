@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from launch.processes.cores import Cores, CpuSet, Thread, read_threads
 from launch.processes.supervisor import Supervisor
 from pipeline.config import EngineConfig, ResolvedConfig, WorkerCores
-from pipeline.experts.division import Plain, split_layer
+from pipeline.experts.division import Divider, split_layer
 from pipeline.policies.view import Routing
 from shm.descriptor import parts_of
 from shm.formats import F32
@@ -157,12 +157,12 @@ def test_workers_read_their_own_node_s_memory(experts: int, chosen: int, tiles: 
     assert Counter(bound.tolist()) == {0: len(bound) // 2, 1: len(bound) // 2}
 
     random, own, every = np.random.default_rng(19), 0, 0
-    sizes = WorkerCores((1,) * len(workers), len(cores.nodes))
+    divider = Divider(WorkerCores((1,) * len(workers), len(cores.nodes)), experts, tiles)
     for _ in range(200):
         routed = np.sort(random.choice(experts, chosen, replace=False)).astype(np.int32)
         routing = Routing(routed[None], np.ones((1, chosen), np.float32))
         none = np.zeros(experts, np.int32)
-        for worker, part in Plain(sizes).divide(split_layer(routing, none, none, tiles), 0).parts:
+        for worker, part in divider.divide(split_layer(routing, none, none, tiles), 0).parts:
             for expert, lo, hi in parts_of(part).items.tolist():
                 start = layout.offset(0, expert, lo) // PAGE
                 pages = bound[start : start + (hi - lo) * layout.tile_bytes // PAGE]

@@ -3,7 +3,7 @@ in exactly one descriptor, costs fit the workers' cores, and C writes the bytes 
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -15,18 +15,16 @@ from pipeline.config import WorkerCores
 from pipeline.errors import PlanError
 from pipeline.experts.division import (
     ROWS_PER_READ,
-    Compiled,
+    Divided,
     Divider,
-    Plain,
     Share,
     Split,
-    compiled,
     empty_part,
     largest,
     split_layer,
 )
 from pipeline.policies.view import Active, Routing
-from shm.descriptor import Parts, parts_of
+from shm.descriptor import Descriptor, Parts, describe, parts_of
 from shm.mask import DENSE, Mask
 from shm.numa import node_of
 
@@ -55,15 +53,62 @@ def worker_cores(draw: st.DrawFn) -> WorkerCores:
     return WorkerCores(tuple(cores), draw(st.integers(1, len(cores))))
 
 
+Items = list[tuple[int, int, int]]  # expert, lo, hi
+Part = list[tuple[int, int, int]]  # index of the item, tile lo, tile hi
+
+
+class Plain:
+    """The specification of divide.c."""
+
+    def __init__(self, workers: WorkerCores) -> None:
+        self._workers = workers
+
+    def divide(self, split: Split, seq: int) -> Divided:
+        """Return the descriptors of the host's tiles; that of worker w has the number seq + w. Raises
+        PlanError for an expert that does not exist."""
+        active: Active = split.routing.active
+        if len(active.experts) and not 0 <= active.experts[0] <= active.experts[-1] < len(split.lo):
+            raise PlanError("an expert outside the layer")
+        users = dict(zip(active.experts.tolist(), pairwise(active.offsets.tolist()), strict=True))
+        items = [(e, int(split.lo[e]), int(split.hi[e])) for e in users if split.lo[e] < split.hi[e]]
+        costs = [ROWS_PER_READ + end - start for start, end in (users[e] for e, _, _ in items)]  # of a tile
+        parts: list[tuple[int, Descriptor]] = []
+        for worker, part in enumerate(_runs(items, costs, self._workers)):
+            if not part:
+                continue
+            places = [np.arange(*users[items[i][0]]) for i, _, _ in part]
+            every = np.concatenate(places)
+            mine = [(items[i][0], lo, hi) for i, lo, hi in part]
+            lists = [0, *accumulate(map(len, places))], active.rows[every], active.weights[every]
+            rows = len(split.routing.experts)
+            parts.append((worker, describe(split.layer, mine, *lists, rows, split.mask, seq + worker)))
+        return Divided(parts, sum(hi - lo for _, lo, hi in items))
+
+
+def _runs(items: Items, costs: list[int], workers: WorkerCores) -> list[Part]:
+    """Cut the tiles into runs: a tile belongs to the worker in whose run its middle lies."""
+    tiles = [(i, tile) for i, (_, lo, hi) in enumerate(items) for tile in range(lo, hi)]
+    if workers.nodes > 1:
+        tiles.sort(key=lambda at: node_of(items[at[0]][0], at[1], workers.nodes))
+    total, ends = sum(costs[i] for i, _ in tiles), list(accumulate(workers.cores))
+    parts: list[Part] = [[] for _ in ends]
+    worker, before = 0, 0  # `before`: cost of the tiles before this one
+    for i, tile in tiles:
+        while ends[-1] * (2 * before + costs[i]) >= 2 * ends[worker] * total:
+            worker += 1
+        part = parts[worker]
+        if workers.nodes == 1 and part and part[-1][0] == i:  # the tile follows
+            part[-1] = i, part[-1][1], tile + 1
+        else:
+            part.append((i, tile, tile + 1))
+        before += costs[i]
+    return parts
+
+
 def divided(plan: Split, workers: WorkerCores) -> dict[int, Parts]:
-    """By worker, as C does it where it is compiled."""
-    parts = by_all(plan, workers)[-1].divide(plan, SEQ).parts
+    """By worker."""
+    parts = Divider(workers, EXPERTS, TILES).divide(plan, SEQ).parts
     return {worker: parts_of(descriptor) for worker, descriptor in parts}
-
-
-def by_all(plan: Split, workers: WorkerCores) -> list[Divider]:
-    function = compiled()
-    return [Plain(workers)] + ([] if function is None else [Compiled(function, workers, EXPERTS, TILES)])
 
 
 def tiles_of(parts: Parts) -> list[Tile]:
@@ -142,9 +187,9 @@ def test_cuts_of_another_shape_are_a_plan_error(shape) -> None:
 @settings(max_examples=400, deadline=None)
 @given(plans(), worker_cores())
 def test_c_writes_the_bytes_of_the_specification(plan, workers) -> None:
-    """And both write the same for the same plan."""
-    ways = by_all(plan, workers)
-    found = [way.divide(plan, SEQ) for way in (*ways, *ways)]
+    """And the same bytes for the same plan."""
+    plain, compiled = Plain(workers), Divider(workers, EXPERTS, TILES)
+    found = [way.divide(plan, SEQ) for way in (plain, compiled, compiled)]
     for each in found:
         assert each.tiles == found[0].tiles == len(all_tiles(plan))
         assert [worker for worker, _ in each.parts] == [worker for worker, _ in found[0].parts]
@@ -214,41 +259,41 @@ def simple(ranges: list[tuple[int, int, int]], rows: int = 1) -> Split:
 def test_workers_read_their_own_nodes_tiles_where_nodes_have_equal_cores(rows: int) -> None:
     """Two nodes, two workers on the first and a wider one on the second; some tiles are resident."""
     plan = simple([(1, 0, 8), (4, 2, 8), (5, 0, 8), (7, 4, 8)], rows)
-    found = [tiles_of(parts_of(part)) for _, part in Plain(WorkerCores((2, 2, 4), 2)).divide(plan, 0).parts]
+    found = [
+        tiles_of(parts_of(part))
+        for _, part in Divider(WorkerCores((2, 2, 4), 2), 16, 8).divide(plan, 0).parts
+    ]
     assert [{node_of(*tile, 2) for tile in tiles} for tiles in found] == [{0}, {0}, {1}]
     assert [len(tiles) for tiles in found] == [6, 7, 13]
 
 
 def test_few_tiles_keep_their_workers_and_many_go_to_neighbours() -> None:
     """One tile on the second of two nodes; and eight, of as many experts, all on one of them."""
-    ((worker, _),) = Plain(WorkerCores((1, 3), 2)).divide(simple([(1, 0, 1)]), 0).parts
+    ((worker, _),) = Divider(WorkerCores((1, 3), 2), 16, 8).divide(simple([(1, 0, 1)]), 0).parts
     assert worker == 1
     plan = simple([(expert, 0, 1) for expert in range(0, 16, 2)])
-    parts = Plain(WorkerCores((1, 1), 2)).divide(plan, 0).parts
+    parts = Divider(WorkerCores((1, 1), 2), 16, 8).divide(plan, 0).parts
     assert [len(tiles_of(parts_of(part))) for _, part in parts] == [4, 4]
 
 
 def test_what_is_nobodys_has_no_descriptor_and_unknown_experts_are_refused() -> None:
     workers, none = WorkerCores.equal(3), np.zeros(EXPERTS, np.int32)
     plan = Split(0, Routing(np.array([[1, 2]], np.int32), np.ones((1, 2), np.float32)), none, none, DENSE)
-    for way in by_all(plan, workers):
-        assert way.divide(plan, 0) == ([], 0)
-        for expert in (-1, EXPERTS, 2**31 - 1):
-            routing = Routing(np.array([[1, expert]], np.int32), np.ones((1, 2), np.float32))
-            with pytest.raises(PlanError, match="expert outside"):
-                way.divide(plan._replace(routing=routing, hi=none + TILES), 0)
+    divider = Divider(workers, EXPERTS, TILES)
+    assert divider.divide(plan, 0) == ([], 0)
+    for expert in (-1, EXPERTS, 2**31 - 1):
+        routing = Routing(np.array([[1, expert]], np.int32), np.ones((1, 2), np.float32))
+        with pytest.raises(PlanError, match="expert outside"):
+            divider.divide(plan._replace(routing=routing, hi=none + TILES), 0)
 
 
 def test_arrays_that_do_not_fit_each_other_are_refused() -> None:
-    function = compiled()
-    if function is None:
-        pytest.skip("divide.c was not compiled")
-    way, good = Compiled(function, WorkerCores.equal(2), 16, 8), simple([(1, 0, 8)])
-    assert way.divide(good, 0).parts
+    divider, good = Divider(WorkerCores.equal(2), 16, 8), simple([(1, 0, 8)])
+    assert divider.divide(good, 0).parts
     narrow = Routing(good.routing.experts, np.ones((1, 2), np.float32))
     for wrong in ({"lo": good.lo[1:]}, {"hi": good.hi[1:]}, {"routing": narrow}):
         with pytest.raises(PlanError, match="do not fit"):
-            way.divide(good._replace(**wrong), 0)
+            divider.divide(good._replace(**wrong), 0)
 
 
 def test_an_empty_part_has_no_items() -> None:

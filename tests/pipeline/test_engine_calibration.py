@@ -27,19 +27,13 @@ from pipeline.errors import RequestError, ShardFailed
 from pipeline.experts.pool import Ticket
 from pipeline.policies.costs import Costs
 from pipeline.serving import calibration_service, engine_service
-from pipeline.serving.engine_inbox import ClientGone, EngineMessage
-from pipeline.serving.engine_service import CALIBRATING
 from pipeline.text.logprobs import log_softmax
 from protocol.messages import (
     Calibrate,
     Calibrated,
     Calibrating,
-    Cancel,
     Done,
-    Error,
-    Generate,
     SetPolicy,
-    Token,
 )
 
 IDS = tuple(np.random.default_rng(0).integers(3, 4000, 400).tolist())
@@ -69,33 +63,6 @@ def check_unchanged(whole: WholeEngine, policy: str = "on-demand") -> None:
     assert not path.parent.is_dir() or not list(path.parent.glob("*.safetensors"))
     assert (engine.policy.name, whole.parts.kv.used) == (policy, 0)
     assert (engine.popularity.sum(), engine.counters.phases["prefill"].rows) == (0, 0)
-
-
-def test_other_messages_are_served_during_a_calibration(whole: WholeEngine) -> None:
-    """A request waits, a policy and a second calibration are refused; only its own client cancels it."""
-    inbox = Inbox()
-    service = whole.service(inbox, policy="on-demand")
-    first = whole.parts.engine.policy
-    messages: list[EngineMessage] = [
-        CALIBRATE,
-        Calibrate(2, token_ids=IDS),
-        SetPolicy(3, "all-host"),
-        Generate(4, token_ids=(5, 6), max_tokens=1),
-        Cancel(9),
-    ]
-    for message in messages:
-        inbox.put(b"c", message)
-    inbox.put(b"d", Cancel(1))
-    inbox.put(b"d", ClientGone())
-    service.serve()
-    found = [message for message in whole.sent() if not isinstance(message, Calibrating)]
-    busy = "another calibration is running; try again when it has ended"
-    assert found[:2] == [Done(2, "error", busy, usage=True), Error(3, CALIBRATING)]
-    assert [type(message) for message in found[2:]] == [Calibrated, Token, Done]
-    assert whole.sent(b"d") == []
-    assert whole.parts.engine.policy is not first  # made anew with the calibration
-    assert whole.parts.engine.policy.name == "on-demand"
-    assert whole.parts.engine.driver.view.calibration is not None
 
 
 def test_calibration_says_how_it_was_measured(whole: WholeEngine) -> None:
@@ -155,26 +122,6 @@ def test_excerpts_of_a_text_are_encoded_by_themselves(whole: WholeEngine) -> Non
     assert {name: of_text[name] for name in same} == {name: of_ids[name] for name in same}
 
 
-@pytest.mark.parametrize("end", [Cancel(1), ClientGone()], ids=["cancelled", "gone"])
-def test_its_client_ends_a_calibration(whole: WholeEngine, end) -> None:
-    """The next one is not ended."""
-
-    def until() -> bool:
-        if len(inbox.waits) == 1:
-            check_unchanged(whole)
-            inbox.put(b"c", CALIBRATE)
-        return len(inbox.waits) == 2
-
-    inbox = Inbox(until)
-    service = whole.service(inbox, policy="on-demand")
-    for message in (CALIBRATE, end):
-        inbox.put(b"c", message)
-    service.serve()
-    ended, calibrated = (message for message in whole.sent() if not isinstance(message, Calibrating))
-    assert ended == Done(1, "cancelled")
-    assert isinstance(calibrated, Calibrated)
-
-
 def test_stopping_the_engine_ends_a_calibration(whole: WholeEngine) -> None:
     inbox = Inbox()
     service = whole.service(inbox, policy="on-demand")
@@ -208,37 +155,6 @@ def test_failed_calibration_leaves_the_engine_as_it_was(
     whole.events.clear()
     whole.serve(CALIBRATE)
     assert isinstance(answer_of(whole), Calibrated)
-
-
-def test_progress_is_reported_at_most_once_in_each_interval(
-    whole: WholeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a clock that goes on by 0.15 s at each reading, every second report is sent; the next calibration
-    counts from the last message of the one before."""
-    clock = Ticks(0.15)
-    monkeypatch.setattr(calibration_service, "PROGRESS_SECONDS", 0.2)
-    monkeypatch.setattr(calibration_service, "time", clock)
-    inbox = Inbox()
-    service = whole.service(inbox)
-    for request in (1, 2):
-        inbox.put(b"c", Calibrate(request, token_ids=IDS, tokens=256))
-    service.serve()
-    stages = [message for message in whole.sent() if isinstance(message, Calibrating)]
-    reports = clock.readings - 2 * 2  # a calibration's begin and end are read too
-    assert reports > 20
-    # between the two calibrations the clock is read twice, which may bring the next message forward
-    assert len(stages) in (-(-reports // 2), -(-reports // 2) + 1)
-
-
-class Ticks:
-    """A clock that goes on at each reading."""
-
-    def __init__(self, step: float) -> None:
-        self.readings, self._step = 0, step
-
-    def perf_counter(self) -> float:
-        self.readings += 1
-        return 1000.0 + self._step * self.readings
 
 
 def test_each_report_counts_on_to_its_total(whole: WholeEngine) -> None:
@@ -399,38 +315,6 @@ def test_lanes_that_do_not_fit_hold_no_kv(whole: WholeEngine) -> None:
     with pytest.raises(RequestError), lanes(whole.parts.engine, kv, windows, 8):
         pass
     assert kv.used == 0
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"tokens": 0}, "tokens must be at least 1, it is 0"),
-        ({"share": 1.5}, "share must be above 0 and at most 1, it is 1.5"),
-        ({"starts": (-1,)}, "starts must ascend, within the text"),
-        ({"starts": (len(IDS) + 1,)}, "starts must ascend, within the text"),
-    ],
-)
-def test_refused_calibrations_change_nothing(whole: WholeEngine, asked: dict, message: str) -> None:
-    whole.serve(Calibrate(3, **{"token_ids": IDS} | asked))
-    done = answer_of(whole)
-    assert (done.request, done.reason, done.usage) == (3, "error", True)
-    assert message in done.error
-
-
-def test_counts_are_those_of_reading_the_windows(whole: WholeEngine) -> None:
-    """Over both parts of the text."""
-    whole.policies()
-    engine, kv = whole.parts.engine, whole.parts.kv
-    found = calibrated(whole)[0]
-    division = Division.of([IDS], CONTEXT, 320)
-    seen = Activations(engine.shape)
-    engine.observers[:] = [seen]
-    for window in division.training + division.validation:
-        with lanes(engine, kv, [window], 20) as held:
-            held.read_prompts(lambda _: None)
-            held.read_answers(lambda _: None)
-    engine.observers.clear()
-    assert np.array_equal(found.decode_counts, seen.counts)
 
 
 def test_first_gate_is_trained_with_the_engines_seed(whole: WholeEngine) -> None:

@@ -27,7 +27,7 @@ from pipeline.engine.engine import Engine
 from pipeline.experts.carriers import ArenaCarrier, SocketCarrier
 from pipeline.experts.channel_share import ChannelMemory
 from pipeline.experts.device_share import DeviceMemory, Slab
-from pipeline.experts.division import divider, largest
+from pipeline.experts.division import Divider, largest
 from pipeline.experts.pool import HostPool
 from pipeline.models.registry import expert_shape, model_spec
 from pipeline.policies.presets import make_policy
@@ -85,7 +85,7 @@ def engine_in_threads(
             prefix = f"/tandem-tests{os.getpid()}-arena-"
             carrier = ArenaCarrier(socket, library(), prefix, lanes, parts.device)
             stack.callback(carrier.close)
-        division = divider(cores, shape.experts, shape.tiles)
+        division = Divider(cores, shape.experts, shape.tiles)
         pool = HostPool(division, cores, None, socket, carrier, control)
         pool.wait_ready(LIMIT)
         backbone = Backbone(source, model_spec(source.config), Precision("f32", parts.device), CONTEXT)

@@ -15,10 +15,7 @@ from pipeline.policies.assignments import (
     ASSIGNMENTS,
     Bandwidth,
     Cheaper,
-    Device,
     Greedy,
-    Host,
-    Resident,
     TwoEnded,
 )
 from pipeline.policies.costs import Costs
@@ -52,23 +49,6 @@ def steps(draw: st.DrawFn) -> tuple[View, Routing]:
     return view, make_routing(shape, rng, rows)
 
 
-class Seconds:
-    """The seconds of each side for a layer, by DALI's equations, from the costs' arrays."""
-
-    def __init__(self, view: View, routing: Routing) -> None:
-        assert view.costs is not None
-        tiles = view.shape.tiles
-        workload = routing.workload(view.shape.experts)
-        self.missing = tiles - view.residency[0]
-        self.active = [int(expert) for expert in np.flatnonzero(workload)]
-        self.link = np.where(self.missing > 0, view.costs.link * self.missing + view.costs.fetch, 0.0)
-        if not view.staging:
-            self.link[self.missing > 0] = np.inf
-        self.apart = self.link + np.array([view.costs.device_at[rows] * tiles for rows in workload.tolist()])
-        self.host = np.array([view.costs.host_at[rows] * tiles for rows in workload.tolist()])
-        self.exchange, self.launch = view.costs.round_trip, view.costs.launch
-
-
 @settings(deadline=None, max_examples=150)
 @given(steps())
 def test_cuts_are_in_range_and_fit_the_parts_flags(step: tuple[View, Routing]) -> None:
@@ -85,38 +65,6 @@ def test_cuts_are_in_range_and_fit_the_parts_flags(step: tuple[View, Routing]) -
             assert (active == view.shape.tiles).all()
         if not part.fetches:
             assert (cut <= view.residency[0]).all()
-
-
-@settings(deadline=None, max_examples=150)
-@given(steps())
-def test_device_host_and_resident_assignments(step: tuple[View, Routing]) -> None:
-    view, routing = step
-    assert (Device().cut(0, routing, view) == view.shape.tiles).all()
-    assert not Host().cut(0, routing, view).any()
-    assert np.array_equal(Resident().cut(0, routing, view), np.minimum(view.residency[0], view.target[0]))
-
-
-@settings(deadline=None, max_examples=150)
-@given(steps())
-def test_cheaper_follows_fiddlers_rule(step: tuple[View, Routing]) -> None:
-    view, routing = step
-    seconds = Seconds(view, routing)
-    cut = Cheaper().cut(0, routing, view)
-    saved = {e: seconds.apart[e] - seconds.host[e] for e in seconds.active if seconds.missing[e]}
-    on_host = {expert for expert, gain in saved.items() if gain > 0}
-    if sum(saved[expert] for expert in on_host) <= seconds.exchange:
-        on_host = set()
-    elif (
-        sum(
-            seconds.host[e] - (seconds.apart[e] if seconds.missing[e] else 0.0)
-            for e in seconds.active
-            if e not in on_host
-        )
-        < seconds.launch
-    ):
-        on_host = set(seconds.active)
-    for expert in seconds.active:
-        assert cut[expert] == (0 if expert in on_host else view.shape.tiles)
 
 
 SHAPE = ModelShape(layers=2, experts=4, tiles=4, top_k=2)

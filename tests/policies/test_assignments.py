@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -63,19 +62,6 @@ def check_popular(target: IntArray, popularity: IntArray, capacity: int, shape: 
     for entry in chosen:
         wanted[entry] = shape.tiles
     assert np.array_equal(target, wanted)
-
-
-def test_fiddler_notes_the_source_of_its_popularity() -> None:
-    shape = ModelShape(layers=2, experts=4, tiles=2, top_k=2)
-    counted = np.arange(8, dtype=np.int32).reshape(2, 4)
-    (note,) = policy("fiddler").notes(make_view(shape, 8))
-    assert note.startswith("fiddler: no routing has been counted")
-    (note,) = policy("fiddler").notes(make_view(shape, 8, COSTS, counted))
-    assert "not calibrated" in note
-    assert "launch.py calibrate --text FILE" in note
-    # with a cache of no or of all experts the placement has no choice
-    assert policy("fiddler").notes(make_view(shape, 0)) == ()
-    assert policy("fiddler").notes(make_view(shape, 16)) == ()
 
 
 @settings(deadline=None)
@@ -140,15 +126,3 @@ def test_random_covers_both_kinds_of_cuts(churn: str, share: float) -> None:
     assert below >= 10
     assert between >= 10
     assert partial >= 30
-
-
-def test_churn_depends_on_the_step_and_not_on_the_calls() -> None:
-    """The same step draws the same changes, whichever calls preceded it."""
-    shape = ModelShape(layers=2, experts=8, tiles=4, top_k=2)
-    view = replace(make_view(shape, 40), step=3)
-    routing = make_routing(shape, np.random.default_rng(0), 1)
-    one, two = policy("random", churn="1"), policy("random", churn="1")
-    two.plan(1, routing, view)
-    two.plan(0, routing, replace(view, step=2))
-    assert one.plan(0, routing, view).targets == two.plan(0, routing, view).targets != ()
-    assert one.after(0, routing, view) == two.after(0, routing, view) != ()

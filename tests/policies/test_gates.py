@@ -88,27 +88,6 @@ def test_gate_of_two_experts_equals_the_papers_equation(alpha, sensitivity, limi
     assert (gated.routing.weights[0, 1] == 0) == (loss <= limit or weights[0, 1] == 0)
 
 
-def test_batch_is_gated_like_its_single_rows() -> None:
-    rng = np.random.default_rng(4)
-    weights = rng.dirichlet(np.full(6, 0.7), 40).astype(np.float32)
-    gate = AdaptiveGate(threshold=None)
-    view = a_view(6, [4.0], 0.01, weights)
-    together = gate(0, SIGNALS, view).routing.weights
-    experts = np.arange(6, dtype=np.int32)[None]
-    alone = [gate.apply_gate(0, Routing(experts, weights[row : row + 1]), view).weights for row in range(40)]
-    assert np.allclose(together, np.concatenate(alone), rtol=1e-6)
-    assert (together == 0).any(axis=1).sum() > 10
-    assert (together > 0).all(axis=1).any()
-
-
-def test_share_of_dropped_experts_follows_the_sensitivities() -> None:
-    """A token split 0.9 to 0.1 uses both experts in a sensitive layer and one in a late layer."""
-    view = a_view(2, [46.7, 0.51, 0.49, 0.02], 0.005, UNEVEN)
-    gate = AdaptiveGate(threshold=None)
-    used = [np.count_nonzero(gate(layer, SIGNALS, view).routing.weights) for layer in range(4)]
-    assert used == [2, 2, 1, 1]
-
-
 def test_gate_drops_experts_only_in_decode() -> None:
     view = replace(a_view(2, [0.01], 1.0, UNEVEN), phase="prefill")
     gated = AdaptiveGate(threshold=None)(0, SIGNALS, view)

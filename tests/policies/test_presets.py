@@ -260,21 +260,6 @@ def test_wanted_prefetches_are_issued(name: str) -> None:
     assert machine.predicted > 0.95 * machine.wanted
 
 
-@pytest.mark.parametrize("name", PREDICTING)
-def test_too_small_a_cache_to_issue_what_is_wanted_is_noted(name: str) -> None:
-    shape = ModelShape(layers=6, experts=16, tiles=2, top_k=2)
-    for whole in (1, 3, 72):
-        rng = np.random.default_rng(1)
-        view = replace(make_view(shape, 2 * whole), calibration=make_calibration(shape, rng))
-        machine = Machine(make(name), view, rng)
-        machine.start()
-        run(machine, [1] * 40)
-        issued = machine.predicted > 0.95 * machine.wanted > 0
-        noted = any("prefetch" in note or "prediction=" in note for note in machine.policy.notes(view))
-        assert issued or noted
-        assert not (whole == 72 and noted)
-
-
 def test_prediction_that_its_layer_does_not_need_is_released_when_it_is_planned() -> None:
     shape = ModelShape(layers=2, experts=8, tiles=2, top_k=2)
     policy = make("mixtral-offloading")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import resource
 import stat
 from pathlib import Path
@@ -225,23 +224,3 @@ def test_unchanged_routing_is_recorded_once_and_stale_cuts_with_their_layer(tmp_
     assert step.layers[2].predictions == ()
     recorder.close()
     recorder.close()  # harmless
-
-
-def test_each_restart_numbers_its_sequences_behind_the_ones_before(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    for _ in range(3):
-        recorder = open_recorder(path, resumed=True)
-        show_step(recorder, 0, rows=2)
-        recorder.close()
-    assert [step.sequences for step in Trace(path).steps()] == [(0, 1), (2, 3), (4, 5)]
-
-
-def test_an_ended_trace_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not each of its steps, of which there are many in a second."""
-    synced: list[str] = []
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
-    recorder = open_recorder(tmp_path / "a.trace")
-    show_step(recorder, 1)
-    assert synced == []
-    recorder.close()
-    assert synced == [str(tmp_path / "a.trace"), str(tmp_path)]
