@@ -14,7 +14,6 @@ from launch.runtime import find_engine
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.log import notice
 from protocol.client import Client
-from protocol.errors import ProtocolError
 
 log = logging.getLogger("tandem")
 
@@ -38,14 +37,9 @@ async def reconnecting_client(options: Options, interrupts: Interrupts) -> Async
         endpoint(options, interrupts) as where,
         Client.connect(where, name=CLIENT, retry=RETRY_SECONDS) as client,
     ):
-        client.on_pause = _on_pause
+        client.on_pause = lambda lost: log.warning(WAITING)
         client.on_reconnect = lambda: log.warning(ANSWERS)
         yield client
-
-
-def _on_pause(lost: ProtocolError) -> None:
-    log.warning(WAITING)
-    log.debug("%s", lost)
 
 
 @asynccontextmanager

@@ -80,7 +80,7 @@ def _to_json(model: str, search: Search) -> dict[str, Any]:
         "advice": [_command(estimate) for estimate in search.recommended()],
         "formats": [_format_map(fitting, search) for fitting in search.formats],
         "estimates": [estimate.to_map() for estimate in search.estimates],
-        "changes": [vars(change) for change in search.changes],
+        "changes": search.changes,
         "left_out": [{"policy": name, "reason": why} for name, why in search.left_out.items()],
     }
 
@@ -117,7 +117,7 @@ def _report(model: str, search: Search, best: Estimate | None) -> Iterator[Rende
         yield f"  {_command(other)}"
     yield Text("\nWhat would change its speed", style="bold")
     for change in search.changes:
-        yield f"  {change.words:32} {100 * (change.ratio - 1):+.0f} %"
+        yield f"  {change['words']:32} {100 * (change['ratio'] - 1):+.0f} %"
     yield ""
     notes = merged_notes((estimate.setting.policy.name, estimate.notes) for estimate in estimates)
     notes += [f"{name} left out: {reason}" for name, reason in search.left_out.items()]

@@ -50,9 +50,6 @@ RATES = {"host_gbps": "host_gbps", "link_gbps": "link_gbps", "gpu_gbps": "device
 
 RUN = PolicyRequest("fiddler")  # computes on both sides, so that both sides' costs follow what runs
 NEW = 48  # tokens of an answer
-# Options of the command that its engine takes as well.
-OF_ENGINE = {"model", "format", "backbone_dtype", "device", "expert_cache", "tile", "workers", "context"}
-OF_ENGINE |= {"kv_tokens", "chunk", "graphs", "link_gbps", "host_slowdown", "seed", "log_level", "record"}
 
 MOST = 256  # steps of decode of a trace that count, at most
 WARM = 40  # tokens of decode before those that count: caches fill, and policies learn
@@ -124,8 +121,8 @@ async def this_machine(
 ) -> tuple[Hardware, EngineConfig, RecordedText]:
     """Runs the model for a moment. Returns this machine, the configuration of its engines, and the routing
     that was recorded or given. Raises as its start; UsageError where nothing fits."""
-    written = {name: value for name, value in options.written.items() if name not in ("policy", "set")}
-    asked = Options("bench", written).config()
+    written = options.written
+    asked = Options("bench", {k: v for k, v in written.items() if k not in ("policy", "set")}).config()
     now = await asyncio.to_thread(situation, asked, Cores.here().default_workers())
     plan, _ = await asyncio.to_thread(make_plan, asked.model or model_dir(), now)
     config = replace(now.config, format=plan.needs.format)
@@ -154,7 +151,7 @@ async def this_machine(
 @asynccontextmanager
 async def engine(options: Options, interrupts: Interrupts, **changes: Any) -> AsyncIterator[Client]:
     """Returns a client of an engine of its own with the command's options and these. Raises as its start."""
-    written = {name: value for name, value in options.written.items() if name in OF_ENGINE}
+    written = {name: value for name, value in options.written.items() if name not in ("policy", "set")}
     async with connected(Options("bench", written | changes), interrupts) as client:
         yield client
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from launch.advise.machine import Hardware
 from launch.forecast import Estimate, Priced, RecordedText, Setting, Sizes, by_replay
@@ -37,15 +38,6 @@ class Fitting:
     fits: bool
 
 
-@dataclass(frozen=True)
-class Change:
-    """Effect of a change of the machine on the best setting."""
-
-    words: str
-    tok_s: float  # of the same preset
-    ratio: float
-
-
 class Search:
     """Replays settings of one model on one machine, one after the other. `estimates` by falling speed."""
 
@@ -61,7 +53,7 @@ class Search:
         self.hardware, self.formats, self.text, self.prompt = hardware, formats, text, prompt
         self.estimates: list[Estimate] = []
         self.left_out: dict[str, str] = {}  # preset: reason
-        self.changes: list[Change] = []
+        self.changes: list[dict[str, Any]] = []  # of the machine: words, tok_s of the best preset, ratio
         self._seed, self._progress = seed, progress
         self._fitting = {each.sizes.format: each for each in formats if each.fits}
 
@@ -114,7 +106,8 @@ class Search:
             better.append((f"{MORE_CACHE / 1e9:g} GB more of expert cache", larger, plain))
         for words, changed, priced in better:
             estimate = await self._run(changed, fitting.sizes, priced)
-            self.changes.append(Change(words, estimate.tok_s, estimate.tok_s / best.tok_s))
+            ratio = estimate.tok_s / best.tok_s
+            self.changes.append({"words": words, "tok_s": estimate.tok_s, "ratio": ratio})
 
     async def _try(self, request: PolicyRequest, fitting: Fitting, priced: Priced) -> None:
         """Replay a preset, or the same without its need of a calibration; note where neither can be."""

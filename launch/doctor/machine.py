@@ -36,7 +36,6 @@ Level = Literal["ok", "note", "problem"]
 
 SLOW_GOVERNORS = {"powersave", "conservative", "ondemand"}
 SELF_CLOCKED = ("intel_pstate", "amd-pstate")  # drivers: their "powersave" follows the load at once
-SMALL = 1 << 28  # bytes of /dev/shm; a container's default is 64 MB, too small for any larger model
 CAP_IPC_LOCK = 1 << 14
 OWN_FOLDER = "set XDG_RUNTIME_DIR to a folder of your own with a short name"
 
@@ -141,7 +140,9 @@ def memory(needed: int) -> Iterator[Finding]:
         do = "choose a model that fits, or raise the limit (`docker run --memory`, MemoryMax)"
         yield Finding("memory", "note", f"the control group allows {byte_size(group)}", means, do)
     yield _locking(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], total)
-    yield from _shared(needed, min(total, group or total))
+    shm = os.statvfs(SHM_FOLDER)
+    whole, free = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
+    yield capacity(whole, free, needed, min(total, group or total))
 
 
 def _locking(lockable: int, total: int) -> Finding:
@@ -157,16 +158,6 @@ def _locking(lockable: int, total: int) -> Finding:
     return Finding("memory", "note", f"{byte_size(lockable)} can be locked (memlock limit)", means, do)
 
 
-def _shared(needed: int, total: int) -> Iterator[Finding]:
-    try:
-        status = os.statvfs(SHM_FOLDER)
-    except OSError as e:
-        means, do = "experts cannot be stored anywhere else", f"mount a tmpfs at {SHM_FOLDER}"
-        yield Finding("shared memory", "problem", f"{SHM_FOLDER}: {e.strerror}", means, do, prevents=True)
-        return
-    yield capacity(status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize, needed, total)
-
-
 def capacity(size: int, free: int, needed: int, total: int) -> Finding:
     """Tells which models' experts fit /dev/shm; all arguments in bytes, `total`: of memory."""
     shm = f"{SHM_FOLDER}: {byte_size(size)}, {byte_size(free)} free"
@@ -178,9 +169,6 @@ def capacity(size: int, free: int, needed: int, total: int) -> Finding:
     if free < needed:
         means = f"even the embedded model's experts need {byte_size(needed)}"
         return Finding("shared memory", "problem", shm, means, enlarge, prevents=True)
-    if size < SMALL:
-        means = "large enough for the embedded model's experts alone: this is a container's default size"
-        return Finding("shared memory", "problem", shm, means, enlarge)
     means = f"experts of up to {byte_size(free)} fit"
     if size < total // 3:
         return Finding("shared memory", "note", shm, means + "; the memory could hold more", enlarge)

@@ -28,21 +28,14 @@ from launch.terminal.log import notice
 from shm.atomic_file import SHARED, atomic_file
 
 KINDS = (".png", ".svg", ".pdf")
-INK, FAINT, BLUE = "#333333", "#999999", "#3b6ea5"
 MARKS = "osD^vP*X<>"
-TICKS = {"labelsize": 8, "color": INK, "major.size": 0}
 WIDE = 8.0  # places whose largest is so many times the least are drawn on a logarithmic axis
 DPI = 150
 ROW = 0.42  # inches of a bar and the space below it
 LINES = 3.4  # inches of a panel of lines
 MOST_TICKS = 16
-STYLE = {
-    **{f"axes.spines.{side}": False for side in ("top", "right", "bottom")},
-    **{"axes.edgecolor": FAINT, "axes.titlesize": 9, "axes.labelsize": 8, "axes.labelcolor": FAINT},
-    **{"axes.grid": True, "grid.color": "#e6e6e6", "axes.axisbelow": True, "text.color": INK},
-    **{f"{axis}tick.{what}": value for axis in "xy" for what, value in TICKS.items()},
-    **{"legend.fontsize": 7, "legend.frameon": False},
-}
+SIZES = {"axes.titlesize": 9, "axes.labelsize": 8, "legend.fontsize": 7}
+SIZES |= {f"{axis}tick.labelsize": 8 for axis in "xy"} | {"errorbar.capsize": 3}
 
 
 @dataclass(frozen=True)
@@ -89,7 +82,7 @@ def draw(
 
     columns = max(map(len, rows))
     heights = [max(LINES if panel.along else 1.5 + ROW * len(panel.places) for panel in row) for row in rows]
-    with pyplot.style.context(["default", STYLE]):
+    with pyplot.style.context(["seaborn-v0_8-whitegrid", SIZES]):
         figure, grid = pyplot.subplots(
             len(rows),
             columns,
@@ -110,9 +103,7 @@ def draw(
                     place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16 if panel.along else -0.1)}
                     axes.legend(ncols=2, handlelength=1.2, **place)
         figure.suptitle(heading, fontsize=10, x=0.01, ha="left")
-        layout: Any = figure.get_layout_engine()
-        layout.set(rect=(0, 0.03, 1, 0.97), w_pad=0.12, h_pad=0.08)
-        figure.text(0.01, 0.008, footnote, fontsize=7.5, color=FAINT, va="bottom")
+        figure.supxlabel(footnote, fontsize=7.5, x=0.01, ha="left", color="gray")
         try:
             with atomic_file(path, SHARED) as file:
                 figure.savefig(file, format=path.suffix[1:].lower(), dpi=DPI)
@@ -135,8 +126,8 @@ def _lines(axes: Any, panel: Panel) -> None:
     for i, series in enumerate(panel.series):
         places = sorted(series.values)
         middle, errors = _middle([series.values[place] for place in places])
-        style = {"marker": MARKS[i % len(MARKS)], "ms": 4, "lw": 1.4, "capsize": 3}
-        axes.errorbar(places, middle, yerr=errors, label=series.label, **style)
+        mark = MARKS[i % len(MARKS)]
+        axes.errorbar(places, middle, yerr=errors, label=series.label, marker=mark, ms=4, lw=1.4)
     ticks = sorted(panel.places)
     if ticks[0] > 0 and ticks[-1] >= WIDE * ticks[0]:
         axes.set_xscale("log", base=2)
@@ -151,7 +142,7 @@ def _lines(axes: Any, panel: Panel) -> None:
 def _bars(axes: Any, panel: Panel) -> None:
     places = [str(place) for place in panel.places]
     middle, errors = _middle([panel.series[0].values[place] for place in panel.places])
-    bars = axes.barh(places, middle, xerr=errors, color=BLUE, height=0.6, ecolor=INK, capsize=2)
+    bars = axes.barh(places, middle, xerr=errors, height=0.6)
     axes.bar_label(bars, alike(middle), padding=4, fontsize=8)
     axes.set_xlim(0, 1.25 * axes.dataLim.x1 or 1.0)
     axes.set_ylim(len(places) - 0.5, -0.5)  # the first place above

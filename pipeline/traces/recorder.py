@@ -10,8 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from pipeline.arrays import FloatArray, Phase
 from pipeline.counters import Part
 from pipeline.engine.driver import LayerDecision
@@ -95,18 +93,13 @@ class Recorder:
         if self._fd is None:
             return
         began = time.perf_counter()
-        signals, gated = decision.signals, decision.gated
+        signals = decision.signals
         probed = self.probes(decision.layer)
         last = decision.layer == self._header.shape.layers - 1
-        router_routing = _copied(gated.router_routing)
+        routing = decision.gated.router_routing
         self._layers.append(
             LayerTrace(
-                router_routing=router_routing,
-                computed=router_routing
-                if _same(gated.routing, gated.router_routing)
-                else _copied(gated.routing),
-                predicted=gated.predicted,
-                stale=decision.cut.astype("<u2") if decision.stale else None,
+                router_routing=Routing(routing.experts.copy(), routing.weights.copy()),
                 logits=None if signals.logits is None else halves(signals.logits),
                 predictions=() if last else tuple(halves(signals.probes[layer]) for layer in probed),
                 first=halves(signals.probes[0]) if last and probed else None,
@@ -172,14 +165,6 @@ def _resumable(path: Path, header: Header) -> tuple[int, int, int]:
         raise TraceError(f"--record {path}: the file is of another model; give another name")
     steps = [step.sequences for step in trace.steps()]
     return len(steps), trace.end, max((sequence for step in steps for sequence in step), default=-1) + 1
-
-
-def _same(a: Routing, b: Routing) -> bool:
-    return a is b or (np.array_equal(a.experts, b.experts) and np.array_equal(a.weights, b.weights))
-
-
-def _copied(routing: Routing) -> Routing:
-    return Routing(routing.experts.copy(), routing.weights.copy())
 
 
 def _write(fd: int, data: bytes) -> None:

@@ -94,7 +94,7 @@ class SyntheticText:
         for layer in range(layers):
             routing = Routing(chosen[layer], weights[layer])
             predictions = tuple(ahead[d][layer] for d in range(header.predictions(layer)))
-            made.append(LayerTrace(routing, routing, False, None, own[layer], predictions, None))
+            made.append(LayerTrace(routing, own[layer], predictions, None))
         self._number += 1
         return TracedStep(self._number - 1, phase, sequences, tuple(made))
 

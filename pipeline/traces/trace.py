@@ -28,7 +28,7 @@ from pipeline.policies.view import ModelShape, Routing
 from protocol.files import open_regular
 
 MAGIC = b"TANDEMTR"
-VERSION = 1
+VERSION = 2
 PREFIX = struct.Struct("<8sII")  # magic, version, bytes of the JSON object that follows
 MAX_JSON = 1 << 16
 ROUTERS: dict[str, type[Softmax] | type[SparseMixer]] = {"softmax": Softmax, "sparse-mixer": SparseMixer}
@@ -115,12 +115,11 @@ def _router(plain: dict[str, Any], shape: ModelShape) -> Router:
 # --- steps --------------------------------------------------------------------------------------------------
 
 Halves = NDArray[np.float16]
-Cuts = NDArray[np.uint16]
 
 FRAME = struct.Struct("<II")  # bytes of the body, their CRC-32
 HEAD = struct.Struct("<QIB3s")  # number, rows, phase, `rest` in microseconds
 MOST_REST = 0xFFFFFF  # microseconds
-PREDICTED, STALE, CHANGED, LOGITS, FIRST = 1, 2, 4, 8, 16  # flags of a layer
+LOGITS, FIRST = 1, 2  # flags of a layer
 MAX_BODY = 1 << 30
 LARGEST_HALF = 65504.0
 
@@ -130,9 +129,6 @@ class LayerTrace:
     """One layer of a step of R rows."""
 
     router_routing: Routing  # of the router, or of the prediction in its place
-    computed: Routing  # as computed; the same object where it was not changed
-    predicted: bool  # `router_routing` is from the previous layer, as in Gated
-    stale: Cuts | None  # [E], where the host's share (tiles from the cut on) used the previous layer's x
     logits: Halves | None  # [R, E] of the layer's own router, where it was run
     predictions: tuple[Halves, ...]  # of the next layers' routers on this layer's x, each [R, E]
     first: Halves | None  # at the last layer, if recorded: of the gate for the next token's first layer
@@ -162,13 +158,10 @@ def encode_step(step: TracedStep) -> bytes:
         (np.array(step.sequences, np.int64) & 0xFFFFFFFF).astype("<u4").tobytes(),
     ]
     for layer in step.layers:
-        changed = layer.computed is not layer.router_routing
-        flags = PREDICTED * layer.predicted | STALE * (layer.stale is not None) | CHANGED * changed
-        flags |= LOGITS * (layer.logits is not None) | FIRST * (layer.first is not None)
-        parts.append(bytes([flags]))
-        for routing in (layer.router_routing, layer.computed) if changed else (layer.router_routing,):
-            parts += [routing.experts.astype("<u2").tobytes(), routing.weights.astype("<f4").tobytes()]
-        optional = (layer.stale, layer.logits, *layer.predictions, layer.first)
+        routing = layer.router_routing
+        parts.append(bytes([LOGITS * (layer.logits is not None) | FIRST * (layer.first is not None)]))
+        parts += [routing.experts.astype("<u2").tobytes(), routing.weights.astype("<f4").tobytes()]
+        optional = (layer.logits, *layer.predictions, layer.first)
         parts += [numbers.tobytes() for numbers in optional if numbers is not None]
     body = b"".join(parts)
     return FRAME.pack(len(body), zlib.crc32(body)) + body
@@ -222,15 +215,11 @@ class _BodyReader:
         self.at += 1
         if flags >= 2 * FIRST or (flags & FIRST and layer != shape.layers - 1):
             raise TraceError(f"layer {layer} has unknown flags")
-        router_routing = self._routing(layer)
-        computed = self._routing(layer) if flags & CHANGED else router_routing
-        stale = self.take("<u2", shape.experts) if flags & STALE else None
-        if stale is not None and int(stale.max()) > shape.tiles:
-            raise TraceError(f"layer {layer} has cuts beyond its {shape.tiles} tiles")
+        routing = self._routing(layer)
         own = self.take("<f2", rows, shape.experts) if flags & LOGITS else None
         predictions = tuple(self.take("<f2", self._header.predictions(layer), rows, shape.experts))
         first = self.take("<f2", rows, shape.experts) if flags & FIRST else None
-        return LayerTrace(router_routing, computed, bool(flags & PREDICTED), stale, own, predictions, first)
+        return LayerTrace(routing, own, predictions, first)
 
     def _routing(self, layer: int) -> Routing:
         size = self._rows, self._header.shape.top_k

@@ -129,7 +129,7 @@ def test_limits_on_cores_are_notes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("size", "free", "level", "prevents"),
     [
-        (64 << 20, 64 << 20, "problem", False),
+        (64 << 20, 64 << 20, "note", False),
         (64 << 20, 20_000_000, "problem", True),
         (4 * GB, 4 * GB, "note", False),
         (10 * GB, 10 * GB, "ok", False),

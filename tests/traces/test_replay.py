@@ -200,7 +200,7 @@ def test_wide_batches_cost_the_grids_seconds() -> None:
         np.concatenate([layer.router_routing.weights for layer in layers]),
     )
     logits = np.concatenate([layer.logits for layer in layers if layer.logits is not None])
-    layer = replace(layers[0], router_routing=own, computed=own, logits=logits)
+    layer = replace(layers[0], router_routing=own, logits=logits)
     step = replace(one[0], sequences=(4, 4, 4), layers=(layer,))
     grid = Costs((1, 2, 3), (3.0, 4.0, 5.0), (1.0, 1.0, 1.0), 5.0, 0.5, (2.0, 2.0, 7.0))
     outcome = Replay(header, preset("all-host"), grid, 0).run([step])

@@ -216,7 +216,7 @@ def test_truncated_trace_is_noted(trace: Path, capsys: pytest.CaptureFixture[str
 def test_unusable_traces_are_refused(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = write_trace(trace.with_name("empty"), HEADER, [])
     step = scripted_steps(HEADER, [[[0, 1]] * 4])[0]
-    layers = (*step.layers[:2], replace(step.layers[2], logits=None, predicted=True), step.layers[3])
+    layers = (*step.layers[:2], replace(step.layers[2], logits=None), step.layers[3])
     ahead = write_trace(trace.with_name("ahead"), HEADER, [replace(step, layers=layers)])
     damaged = trace.with_name("damaged")
     damaged.write_bytes(trace.read_bytes()[:-1] + b"?")

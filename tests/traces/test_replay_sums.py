@@ -138,7 +138,7 @@ def test_exact_policy_computes_the_recorded_routing() -> None:
     step = scripted_steps(header, [[[0]]])[0]
     logits = np.array([[1.0, 1.0, 0.0]], np.float16)  # in truth expert 1 had 1.0001
     own = Routing(np.array([[1]], np.int32), np.ones((1, 1), np.float32))
-    layer = replace(step.layers[0], router_routing=own, computed=own, logits=logits)
+    layer = replace(step.layers[0], router_routing=own, logits=logits)
     machine = Replay(header, preset("on-demand"), COSTS, 1)
     machine.run([replace(step, layers=(layer,))])
     assert machine.cache.residency[0].tolist() == [0, 1, 0]

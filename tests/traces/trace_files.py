@@ -34,7 +34,7 @@ def drawn_step(header: Header, rng: np.random.Generator, number: int, rows: int,
             halves((own[layer + 1 + ahead] + noise[ahead]).astype(np.float32))
             for ahead in range(header.predictions(layer))
         )
-        layers.append(LayerTrace(routing, routing, False, None, halves(logits), predictions, None))
+        layers.append(LayerTrace(routing, halves(logits), predictions, None))
     return TracedStep(number, phase, tuple(range(rows)), tuple(layers))
 
 
@@ -58,7 +58,7 @@ def scripted_steps(
         for layer, own in enumerate(logits):
             routing = header.router(own.astype(np.float32))
             following = tuple(logits[layer + 1 : layer + 1 + header.predictions(layer)])
-            layers.append(LayerTrace(routing, routing, False, None, own, following, None))
+            layers.append(LayerTrace(routing, own, following, None))
         made.append(TracedStep(number, phase, (0,), tuple(layers)))
     return made
 
