@@ -12,7 +12,7 @@ import torch
 from pipeline.config import DEFAULT_CONTEXT, KV_CONTEXTS
 from pipeline.device import open_device
 from pipeline.errors import UsageError
-from pipeline.memory.limits import cache_tiles, choose_context, full_memory_in_one_line, kv_budget
+from pipeline.memory.needs import cache_tiles, choose_context, full_memory_in_one_line, kv_budget
 
 TERABYTE = 10**12
 
@@ -56,5 +56,5 @@ def test_context_and_kv_cache_have_limits() -> None:
 
 
 def test_memory_plan_imports_no_torch() -> None:
-    script = "import sys, pipeline.memory.limits, pipeline.memory.plan; sys.exit('torch' in sys.modules)"
+    script = "import sys, pipeline.memory.needs, pipeline.memory.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0

@@ -27,6 +27,7 @@ CONTEXT = 24
 LENGTH = 12  # new tokens of an answer
 PROMPT = CONTEXT - LENGTH
 BOUND = 1e-4
+CLIENTS = 16
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -40,7 +41,7 @@ def prompt_of(number: int) -> list[int]:
     return [10 + number + i for i in range(PROMPT)]
 
 
-async def test_two_hundred_requests_of_fifty_clients_are_served_fairly(small) -> None:
+async def test_requests_of_many_clients_are_served_fairly(small) -> None:
     supervisor, first = small
     alone = {}
     for i in range(8):
@@ -65,22 +66,22 @@ async def test_two_hundred_requests_of_fifty_clients_are_served_fairly(small) ->
         served.clear()
         async with AsyncExitStack() as stack:
             clients = [
-                await stack.enter_async_context(Client.connect(supervisor.endpoint)) for _ in range(50)
+                await stack.enter_async_context(Client.connect(supervisor.endpoint)) for _ in range(CLIENTS)
             ]
             async with asyncio.TaskGroup() as group:
-                for i in range(200):  # a client's four at once, one client after the other
+                for i in range(4 * CLIENTS):  # a client's four at once, one client after the other
                     group.create_task(ask(clients[i // 4], i // 4, i % 8))
-            assert [client.strays for client in clients] == [0] * 50
-        assert Counter(served) == {i: 4 for i in range(50)}, wave
+            assert [client.strays for client in clients] == [0] * CLIENTS
+        assert Counter(served) == {i: 4 for i in range(CLIENTS)}, wave
         # The first client's four may run before other clients connect; from then on clients take turns.
-        assert max(Counter(served[:50]).values()) <= 4
-        assert len(set(served[:70])) == 50
+        assert max(Counter(served[:CLIENTS]).values()) <= 4
+        assert len(set(served[: CLIENTS + 20])) == CLIENTS
         memory.append(coordinator.memory_info().rss)
     await idle(first, kept=False)
     assert memory[1] < memory[0] + (16 << 20)
 
 
-async def test_five_hundred_answers_cancelled_at_random_moments_release_all(small) -> None:
+async def test_answers_cancelled_at_random_moments_release_all(small) -> None:
     supervisor, first = small
     draw = random.Random(3)
     ends: Counter[str] = Counter()
@@ -102,12 +103,12 @@ async def test_five_hundred_answers_cancelled_at_random_moments_release_all(smal
         async with asyncio.TaskGroup() as group:
             for client in clients:
                 group.create_task(
-                    ask_and_cancel(client, [draw.choice((0, 0.05, 0.2)) * draw.random() for _ in range(50)])
+                    ask_and_cancel(client, [draw.choice((0, 0.05, 0.2)) * draw.random() for _ in range(20)])
                 )
         await asyncio.gather(*(client.stats() for client in clients))  # all messages under way have arrived
         assert [client.strays for client in clients] == [0] * 10
-    assert sum(ends.values()) == 500
-    assert ends["cancelled"] > 50
+    assert sum(ends.values()) == 200
+    assert ends["cancelled"] > 20
     await idle(first, kept=False)
 
 

@@ -14,8 +14,7 @@ from pipeline.checkpoint.open import open_model
 from pipeline.config import EXPANDED_KV_BYTES, GRAPH_BYTES, BackboneDType, EngineConfig
 from pipeline.device import open_device
 from pipeline.device.base import SLOT_ALIGNMENT
-from pipeline.memory.limits import STAGING_TILES
-from pipeline.memory.needs import Needs, needs
+from pipeline.memory.needs import STAGING_TILES, Needs, needs
 from pipeline.memory.plan import Machine, plan_format
 from pipeline.models.registry import expert_shape, model_spec
 from pipeline.models.shapes import SHAPES
