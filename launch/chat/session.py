@@ -23,7 +23,6 @@ from launch.chat.tables import (
     summary,
 )
 from launch.chat.why import why_text
-from launch.command_line.options import RANDOM_OPTIONS
 from launch.errors import WrongUsage
 from launch.terminal.format import count, model_name
 from launch.terminal.interrupts import Interrupts
@@ -191,8 +190,6 @@ class Session:
             return
         named = [key for key in after if f" {key}=" in f" {argument}"]
         self._output.note(" · ".join(f"{key}={value_text(after[key])}" for key in named))
-        if after["temperature"] == 0 and RANDOM_OPTIONS & set(named):
-            self._output.note("decoding is greedy at temperature 0: top_k, top_p and min_p have no effect")
 
     async def _save(self, argument: str) -> None:
         path = _path(argument, "/save")

@@ -197,7 +197,6 @@ class Replacement(Part):
     settles: int = 0  # as `Policy.settles`
     fills: ClassVar[str] = ""  # where new experts come from: "fetched" ones, "swapped" for held ones, or none
     admits: ClassVar[bool] = False  # True: predicted experts enter the cache at once, and there is no reserve
-    splits: ClassVar[bool] = False  # True: a cached expert may keep a part of its tiles
 
     def room(self, view: View, tiles: int) -> Room:
         """The room of a cache of so many tiles."""

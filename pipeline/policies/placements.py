@@ -104,14 +104,18 @@ class Calibrated(Placement):
 
 
 class Known(Placement):
-    """`calibrated` where the model has been calibrated, else `popular`."""
+    """Each layer's most used experts: by the calibration's decoding where the model has been calibrated, else
+    since the engine started. As many as the replacement's cache of that layer holds."""
 
     name: ClassVar[str] = "known"
-    help: ClassVar[str] = "calibrated if the model is, else popular"
+    help: ClassVar[str] = "each layer's most used experts by the calibration, without one since the start"
     likes_calibration = True
 
     def chosen(self, view: View, room: Room) -> Chosen:
-        return (Popular() if view.calibration is None else Calibrated()).chosen(view, room)
+        counts = view.popularity if view.calibration is None else view.calibration.decode_counts
+        return (
+            evenly_counted(counts, room.experts) if room.sizes is None else most_counted(counts, room.sizes)
+        )
 
     def notes(self, view: View) -> tuple[str, ...]:
         if view.calibration is not None or not _chooses(view):
@@ -136,18 +140,3 @@ class Random(Placement):
         shape = view.shape
         drawn = np.random.default_rng(self._seed).permutation(shape.layers * shape.experts)
         return evenly_counted(drawn.reshape(shape.layers, shape.experts), room.experts)
-
-
-class Sized(Placement):
-    """Each layer's most used experts, as many as the replacement's cache of that layer holds: by the
-    calibration's decoding, or without one, since the engine started."""
-
-    name: ClassVar[str] = "sized"
-    help: ClassVar[str] = "each layer's most used experts, as many as the replacement keeps there"
-    likes_calibration = True
-
-    def chosen(self, view: View, room: Room) -> Chosen:
-        counts = view.popularity if view.calibration is None else view.calibration.decode_counts
-        return (
-            evenly_counted(counts, room.experts) if room.sizes is None else most_counted(counts, room.sizes)
-        )

@@ -33,7 +33,6 @@ PARTS: dict[str, dict[str, type[Part]]] = {
         placements.Calibrated,
         placements.Known,
         placements.Random,
-        placements.Sized,
     ),
     "gate": _named(*gates.GATES),
     "prediction": _named(
@@ -217,8 +216,8 @@ hybrimoe | popular own impact two-ended score | | Heavy experts to the device; p
 bandwidth-split | popular own none bandwidth keep | | Missing experts divided between link and host
 daop
 dali | random own residual greedy workload | | Greedy by cost, residual prefetch, cache by workload
-adapmoe | sized adaptive lookahead device lru | sizes=dp | Skips minor experts, prefetches three layers
-moepic | sized own next-gate device split | | Parts of more experts resident, the rest prefetched
+adapmoe | known adaptive lookahead device lru | sizes=dp | Skips minor experts, prefetches three layers
+moepic | known own next-gate device split | | Parts of more experts resident, the rest prefetched
 tandem
 floe | known own next-channels device keep | sparsity=0.8 | The channels that matter, on the device
 floe-host | empty own none host keep | sparsity=0.8 | The channels that matter, on the host

@@ -139,7 +139,6 @@ class Split(Replacement):
         ),
     )
     fills: ClassVar[str] = "fetched"
-    splits: ClassVar[bool] = True
     without: ClassVar[str] = "theta=0.3"
 
     def __init__(self, *, theta: float | None) -> None:

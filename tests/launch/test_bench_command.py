@@ -16,7 +16,6 @@ from launch.bench import command
 from launch.bench.measure import Run
 from launch.command_line.options import parse
 from launch.errors import Disturbed
-from launch.processes.cores import Cores
 from launch.terminal.interrupts import Interrupts
 from pipeline.policies.placements import ENOUGH_TOKENS
 from pipeline.policies.presets import PRESETS
@@ -150,28 +149,6 @@ async def test_engine_that_has_counted_little_reads_other_text_first(bench: Any)
     at = engine.events.index(("all-host", {}, False))
     assert at > 1
     assert not any(len(event) == 3 for event in engine.events[1:at])  # under no other policy
-
-
-async def test_configuration_is_that_of_the_engine_and_the_plan(bench: Any) -> None:
-    engine = StandInEngine()
-    found = await bench(engine, "--policy", "all-host,fiddler", *SHORT)
-    expected = {
-        **{"engine": "e", "model": "/m", "device": "cuda", "format": "int8", "backbone_dtype": "bf16"},
-        **{"expert_cache": None, "cache_tiles": 7, "tile_bytes": 10, "workers": None, "context": 256},
-        **{"prefill_chunk": 32, "prompts": "random ids", "prompt_len": 100, "gen_len": 4, "batch": 2},
-        **{"rounds": 2, "ppl_tokens": 0, "warm_up": 1, "seed": 0, "counted_tokens": ENOUGH_TOKENS},
-        **{"uncalibrated": ["fiddler"], "left_out": {}},
-    }
-    assert {key: found["config"][key] for key in expected} == expected
-    assert found["emulation"] == "slow"
-    engine.calibrated = True
-    engine.events.clear()
-    options = ("--policy", "all-host,fiddler", "--device", "cpu", "--expert-cache", "0.5")
-    found = await bench(engine, *options, *SHORT, connect=False)
-    config = found["config"]
-    assert (config["uncalibrated"], config["expert_cache"]) == ([], 0.5)
-    assert config["workers"] == Cores.here().default_workers()
-    assert ("dali", {"a": "b"}, True) not in engine.events  # an engine of its own ends here
 
 
 async def test_policy_that_cannot_run_is_left_out_where_none_was_named(bench: Any) -> None:

@@ -43,8 +43,6 @@ MOST_DECODED = [[2, 3], [0, 1, 2], [0, 2]]
         ("known", True, True, MOST_DECODED),
         ("known", True, False, MOST_COUNTED),
         ("first-layers", True, True, [[0, 1, 2, 3], [0, 1, 2], []]),
-        ("sized", True, False, MOST_COUNTED),
-        ("sized", True, True, MOST_DECODED),
     ],
 )
 def test_placement_without_layer_sizes(placement, counted, calibrated, wanted) -> None:
@@ -54,10 +52,10 @@ def test_placement_without_layer_sizes(placement, counted, calibrated, wanted) -
         assert placed(view, "daop", placement=placement) == wanted
 
 
-def test_sized_placement_fills_each_layer_of_the_replacement() -> None:
+def test_known_placement_fills_each_layer_of_the_replacement() -> None:
     """An LRU cache has 3, 2 and 2 experts in the layers."""
-    assert placed(view_of(True, False), "on-demand", placement="sized") == [[0, 1, 2], [0, 1], [1, 2]]
-    assert placed(view_of(True, True), "on-demand", placement="sized") == [[0, 2, 3], [0, 1], [0, 2]]
+    assert placed(view_of(True, False), "on-demand", placement="known") == [[0, 1, 2], [0, 1], [1, 2]]
+    assert placed(view_of(True, True), "on-demand", placement="known") == [[0, 2, 3], [0, 1], [0, 2]]
 
 
 def test_random_placement_is_even_and_follows_its_seed() -> None:

@@ -35,7 +35,7 @@ REQUESTS = [
     PolicyRequest("fiddler", {"gate": "adaptive", "replacement": "score"}),
     PolicyRequest("dali", {"gate": "pre-gated", "window": "1"}),
     PolicyRequest("bandwidth-split", {"replacement": "lru", "prediction": "next-gate"}),
-    PolicyRequest("on-demand", {"placement": "sized", "prediction": "whole-layer"}),
+    PolicyRequest("on-demand", {"placement": "known", "prediction": "whole-layer"}),
 ]
 STEPS = [1, 9, 1, 1, 3, *[1] * 25, 40, 1, 1]  # rows
 
