@@ -296,7 +296,6 @@ class TokenizeBody(Rendered, kw_only=True):
     prompt: str | None = None
     messages: Turns | None = None
     add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
 
 
 class DetokenizeBody(Struct, kw_only=True):

@@ -13,12 +13,11 @@ from dataclasses import replace
 import psutil
 import pytest
 import pytest_asyncio
-from raw_client import idle, raw_client
+from raw_client import idle
 
 from launch.equality import Verdict, compare
 from launch.processes.supervisor import Supervisor
 from protocol.client import Client
-from protocol.messages import Heartbeat, Score
 from protocol.sockets import Identity
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -110,27 +109,3 @@ async def test_answers_cancelled_at_random_moments_release_all(small) -> None:
     assert sum(ends.values()) == 200
     assert ends["cancelled"] > 20
     await idle(first, kept=False)
-
-
-async def test_client_that_never_reads_is_cut_off_without_delaying_others(small) -> None:
-    """The client sends heartbeats and requests more than any queue holds, and does not read."""
-    supervisor, first = small
-    async with raw_client(supervisor.endpoint) as deaf:
-
-        async def send_heartbeats() -> None:
-            while True:
-                await deaf.send(Heartbeat())
-                await asyncio.sleep(0.5)
-
-        heartbeats = asyncio.create_task(send_heartbeats())
-        await deaf.send(*(Score(i, token_ids=tuple(range(CONTEXT)), full=True) for i in range(400)))
-        others = 0
-        async with asyncio.timeout(60):
-            while not (await first.stats())["clients"]["cut_off"]:
-                result = await first.generate(token_ids=(5, 6), max_tokens=4, ignore_eos=True).result()
-                assert len(result.tokens) == 4
-                others += 1
-                await asyncio.sleep(0.2)
-        assert others > 5
-        heartbeats.cancel()
-        await idle(first, kept=False)
