@@ -25,8 +25,7 @@ from pipeline.experts.carriers import ArenaCarrier, SocketCarrier
 from pipeline.experts.division import Divider, largest
 from pipeline.experts.peers import ChildServerSocket, ExitEvents, SendToSupervisor
 from pipeline.experts.pool import Compute, HostPool, computing
-from pipeline.memory.limits import CHUNK_MAX, choose_context, full_memory_in_one_line, kv_budget
-from pipeline.memory.needs import needs
+from pipeline.memory.needs import CHUNK_MAX, choose_context, full_memory_in_one_line, kv_budget, needs
 from pipeline.models.registry import model_spec
 from pipeline.models.spec import ModelSpec
 from pipeline.text.detokenizer import DECODER, Detokenizer
