@@ -218,7 +218,13 @@ CASES = [
 WHOLE_GROUPS = Case(
     "mixtral",
     "whole-groups",
-    {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_local_experts": 4},
+    {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_local_experts": 4,
+    },
 )
 
 EDGES = [  # compared in the tests' process only, but for the first

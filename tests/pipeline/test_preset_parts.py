@@ -8,15 +8,19 @@ from collections.abc import Collection, Iterator
 import pytest
 import torch
 from comparison import exactly
-from oracle import Oracle
+from oracle import EXACT, Oracle
 from preset_runs import CAPACITY, LENGTH, TILES, PresetRun, PresetRuns, preset_runs
 from rounding import Rows
-from test_parity import EXACT, tokenized
 
-from pipeline.assets import model_dir
+from pipeline.assets import heldout, model_dir
+from pipeline.text.tokenizer import Tokenizer
 
 LAYERS, EXPERTS = 8, 8
-TEXTS = [list(tokenized(kind, LENGTH)) for kind in ("python", "german", "english")]
+TOKENIZER = Tokenizer.load(model_dir())
+assert TOKENIZER is not None
+TEXTS = [
+    TOKENIZER.encode(heldout()[kind].read_text()[:8000])[:LENGTH] for kind in ("python", "german", "english")
+]
 
 
 @pytest.fixture(scope="module")
