@@ -83,7 +83,8 @@ class State:
         self.supervisor, self.client = supervisor, client
         # The loader, which has done its work, may still be exiting.
         self._processes = [slot for slot in self._slots() if slot[0] != "loader"]
-        self._segments = self.segments()
+        # A new lane has a name until its worker has mapped it.
+        self._segments = [name for name in self.segments() if "-lane-" not in name]
 
     def pid(self, role: str, index: int = 0) -> int:
         """Of the running generation."""
@@ -141,11 +142,11 @@ class State:
             expected = {slot for slot in self._processes if slot[0] not in ("coordinator", "text")}
             known = stats["recovery"].get(role, {"deaths": 0})["deaths"] >= exits
             up = set(there) == expected and all(peer["up"] for peer in there.values())
-            # A new lane has a name until its worker has mapped it.
             settled = self.segments() == self._segments
             if known and up and settled and self._slots() == self._processes and self._agree(there):
                 break
-            assert time.monotonic() < end, f"not recovered: {stats['peers']}, {self.supervisor.pids}"
+            left = f"{self.segments()} instead of {self._segments}"
+            assert time.monotonic() < end, f"{stats['peers']}, {self.supervisor.pids}, {left}"
             await asyncio.sleep(0.02)
         scheduler = stats["scheduler"]
         assert scheduler["running"] == scheduler["waiting"] == scheduler["kv_tokens_used"] == 0
