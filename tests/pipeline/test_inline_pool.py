@@ -12,7 +12,7 @@ from mover_parts import SHAPE
 from pipeline.config import WorkerCores
 from pipeline.errors import ShardFailed
 from pipeline.experts import pool as pools
-from pipeline.experts.division import Split, divider
+from pipeline.experts.division import Divider, Split
 from pipeline.experts.pool import HostPool, computing
 from pipeline.policies.view import Routing
 from shm.mask import DENSE
@@ -49,7 +49,7 @@ def slow_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[SleepingClock]:
 def pool_of(store: Store, slowdown: float = 1.0) -> HostPool:
     cores, shape = WorkerCores.equal(1), store.layout.shape
     compute = computing(HostKernel(store.layout), store, slowdown)
-    return HostPool(divider(cores, shape.experts, shape.tiles), cores, compute)
+    return HostPool(Divider(cores, shape.experts, shape.tiles), cores, compute)
 
 
 def plan(layer: int = 1) -> Split:

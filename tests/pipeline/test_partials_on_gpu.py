@@ -15,11 +15,12 @@ from emulated_cuda import EmulatedLauncher, library
 from fake_gpu import FakeCudaDevice, fake_device
 from fake_runtime import FakeRuntime
 from numpy.typing import NDArray
-from pool_harness import HIDDEN, SHAPE, PoolHarness, Worker, doorbells
+from pool_harness import HIDDEN, SHAPE, PoolHarness, Worker
 from torch import Tensor
 
 from pipeline.experts.carriers import ArenaCarrier
 from pipeline.experts.pool import Ticket
+from shm import lane
 from workers.kernels.cuda.compiler import Program
 
 ROWS = 3
@@ -52,7 +53,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeCudaDevice, FakeR
 @pytest.fixture
 def pool(arena: PoolHarness, gpu: tuple[FakeCudaDevice, FakeRuntime]) -> Iterator[PoolHarness]:
     arena.carrier.close()
-    arena.carrier = ArenaCarrier(arena.socket, doorbells(), arena.prefix, SHAPE, gpu[0])
+    arena.carrier = ArenaCarrier(arena.socket, lane.library(), arena.prefix, SHAPE, gpu[0])
     yield arena
     arena.carrier.close()
 

@@ -17,7 +17,7 @@ from mover_parts import encoded_store
 from pipeline.config import WorkerCores
 from pipeline.device.base import sum_on_host
 from pipeline.experts.carriers import ArenaCarrier, SocketCarrier
-from pipeline.experts.division import Split, divider, largest
+from pipeline.experts.division import Divider, Split, largest
 from pipeline.experts.pool import HostPool, computing
 from pipeline.policies.view import Routing
 from protocol.messages import Shutdown
@@ -37,7 +37,7 @@ ROWS, TOP_K = 40, 3
 def pool_of(folder: Path, store: Store, workers: int, exchange: str) -> Iterator[HostPool]:
     """Its workers are threads of this process."""
     cores, shape = WorkerCores.equal(max(1, workers)), store.layout.shape
-    division = divider(cores, shape.experts, shape.tiles)
+    division = Divider(cores, shape.experts, shape.tiles)
     if not workers:
         yield HostPool(division, cores, computing(HostKernel(store.layout), store))
         return
@@ -91,7 +91,7 @@ def test_bits_do_not_depend_on_the_exchange(tmp_path: Path, name: str, workers: 
     mask = Mask(share=0.5) if name.startswith("floe") else DENSE
     with encoded_store(SHAPE, "pool_bits", name) as store:
         compute = computing(HostKernel(store.layout), store)
-        every = divider(WorkerCores.equal(workers), SHAPE.experts, SHAPE.tiles)
+        every = Divider(WorkerCores.equal(workers), SHAPE.experts, SHAPE.tiles)
         expected = []
         for plan, x in plans(mask):
             answers = [compute(part, x) for _, part in every.divide(plan, 1).parts]
