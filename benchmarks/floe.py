@@ -20,7 +20,7 @@ from benchmarks.evidence_commands import Commands, Row, relative
 from launch.bench.profile import PhaseProfile
 from pipeline.assets import model_dir
 from pipeline.checkpoint.open import open_model
-from pipeline.memory.limits import staging_tiles
+from pipeline.memory.needs import staging_tiles
 from pipeline.models.registry import expert_shape
 from pipeline.models.routing import Softmax
 from pipeline.policies.costs import Costs

@@ -29,6 +29,7 @@ from benchmarks.quality import BATCH, perplexity, windows
 from launch.score.evaluate import Item, read_items
 from pipeline.assets import heldout, items, model_dir
 from shm.layout import FORMATS, ExpertShape, FloeFormat, StoreLayout
+from workers.kernels.reference import tile_numbers
 
 QUANTILES = 2000
 UNQUANTIZED = "bf16"
@@ -49,8 +50,8 @@ class MaskedExperts(torch.nn.Module):
             gate, up = np.split(gate_up[expert], 2)
             layout.encode_expert(gate, up, down[expert], tile, head)
             body, head_part = layout.tile_of(tile, head, 0)
-            decoded = layout.format.decode(body, hidden, intermediate, head_part)
-            self.weights.append(torch.from_numpy(np.array(decoded)))
+            parts = torch.from_numpy(body), torch.from_numpy(head_part)
+            self.weights.append(tile_numbers(layout, *parts).clone())
         self.threshold = 0.0
         self.sizes: list[Tensor] | None = None  # of |u|, where they are collected
         self.mass = torch.zeros(2, dtype=torch.float64)  # sums of |u|: of all, and of those left out

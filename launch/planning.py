@@ -16,8 +16,7 @@ from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_model
 from pipeline.config import DEFAULT_CACHE, KV_CONTEXTS, DeviceName, EngineConfig, FormatName
 from pipeline.errors import ModelError, UsageError
-from pipeline.memory.limits import choose_context
-from pipeline.memory.needs import Needs, needs
+from pipeline.memory.needs import Needs, choose_context, needs
 from pipeline.memory.plan import (
     AUTOMATIC,
     GOOD_CONTEXT,

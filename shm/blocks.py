@@ -40,11 +40,7 @@ Groups run along the axis that is summed over: hidden for gate and up, the tile'
 
 from __future__ import annotations
 
-from abc import abstractmethod
-
-import numpy as np
-
-from shm.formats import NO_HEAD, Bytes, Float32, TileFormat, widen_bf16
+from shm.formats import NO_HEAD, Bytes, Float32, TileFormat
 from shm.quantize import HEAD_BYTES, LANES, encode_blocks
 
 __all__ = ["HEAD_BYTES", "LANES", "BlockFormat", "Int2", "Int4", "Int8"]
@@ -71,10 +67,6 @@ class BlockFormat(TileFormat):
         """Quantize w [n, k] (any strides) into out, uint8 [matrix_bytes(n, k)]. Raises WeightsUnusable."""
         encode_blocks(w, self.bits, self.group, out)
 
-    @abstractmethod
-    def decode_matrix(self, data: Bytes, n: int, k: int) -> Float32:
-        """The numbers of a matrix, float32 [n, k]. data: uint8 [matrix_bytes(n, k)]."""
-
     def tile_bytes(self, hidden: int, tile: int) -> int:
         if tile % self.group:
             raise ValueError(f"a tile of {self.name} needs a multiple of {self.group} channels, not {tile}")
@@ -86,23 +78,12 @@ class BlockFormat(TileFormat):
         for w, part in zip((gate, up, down.T), parts, strict=True):
             self.encode_matrix(w, part)
 
-    def decode(self, data: Bytes, hidden: int, tile: int, head: Bytes = NO_HEAD) -> Float32:
-        gate, up, down = self._matrices(data, hidden, tile)
-        wide = [self.decode_matrix(part, tile, hidden) for part in (gate, up)]
-        return np.stack((*wide, self.decode_matrix(down, hidden, tile).T))
-
     def _matrices(self, data: Bytes, hidden: int, tile: int) -> tuple[Bytes, Bytes, Bytes]:
         """The parts of a tile: gate, up, down."""
         if data.shape != (self.tile_bytes(hidden, tile),):
             raise ValueError(f"a tile of {self.tile_bytes(hidden, tile)} bytes does not fit {data.shape}")
         wide = self.matrix_bytes(tile, hidden)
         return data[:wide], data[wide : 2 * wide], data[2 * wide :]
-
-    def _records(self, data: Bytes, n: int, k: int) -> Bytes:
-        """A view of the records, [blocks, groups, record_bytes]."""
-        if data.shape != (self.matrix_bytes(n, k),):
-            raise ValueError(f"a matrix of {self.matrix_bytes(n, k)} bytes does not fit {data.shape}")
-        return data.reshape(-1, -(-k // self.group), self.record_bytes)
 
 
 class Int8(BlockFormat):
@@ -111,42 +92,16 @@ class Int8(BlockFormat):
     def __init__(self, group: int = 128) -> None:
         super().__init__("int8" if group == 128 else f"int8-g{group}", group, bits=8)
 
-    def decode_matrix(self, data: Bytes, n: int, k: int) -> Float32:
-        records = self._records(data, n, k)
-        scales = records[..., :HEAD_BYTES].copy().view("<f4")  # [blocks, groups, 16]
-        codes = records[..., HEAD_BYTES:].reshape(*records.shape[:2], -1, LANES, 4)  # j, i, b
-        q = codes.transpose(0, 3, 1, 2, 4).astype(np.float32) - 128  # i before the groups and inputs
-        values = q * scales.transpose(0, 2, 1)[..., None, None]
-        return np.ascontiguousarray(values.reshape(len(records) * LANES, -1)[:n, :k])
 
-
-class Packed(BlockFormat):
-    """Several codes in a byte, asymmetric, a bfloat16 scale and zero per group."""
-
-    def decode_matrix(self, data: Bytes, n: int, k: int) -> Float32:
-        records = self._records(data, n, k)
-        head = widen_bf16(records[..., :HEAD_BYTES].copy().view("<u2"))  # [blocks, groups, 32]
-        scales, zeros = head[..., :LANES], head[..., LANES:]
-        packed = records[..., HEAD_BYTES:].reshape(*records.shape[:2], -1, LANES, 4)  # j, i, b
-        mask = (1 << self.bits) - 1
-        codes = np.stack(
-            [packed >> shift & mask for shift in range(0, 8, self.bits)], axis=3
-        )  # j, field, i, b
-        q = codes.transpose(0, 4, 1, 2, 3, 5).astype(np.float32)  # i before the groups and inputs
-        q -= zeros.transpose(0, 2, 1)[..., None, None, None]
-        q *= scales.transpose(0, 2, 1)[..., None, None, None]
-        return np.ascontiguousarray(q.reshape(len(records) * LANES, -1)[:n, :k])
-
-
-class Int4(Packed):
-    """4 bits, two codes in a byte."""
+class Int4(BlockFormat):
+    """4 bits, two codes in a byte; asymmetric, a bfloat16 scale and zero per group."""
 
     def __init__(self, group: int) -> None:
         super().__init__("int4" if group == 64 else f"int4-g{group}", group, bits=4)
 
 
-class Int2(Packed):
-    """2 bits, four codes in a byte."""
+class Int2(BlockFormat):
+    """2 bits, four codes in a byte; else as Int4."""
 
     def __init__(self, group: int) -> None:
         super().__init__("int2" if group == 64 else f"int2-g{group}", group, bits=2)

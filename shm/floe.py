@@ -46,11 +46,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-import numpy as np
-
 from shm.blocks import BlockFormat, Int2, Int4, Int8
-from shm.formats import ENCODED_ROWS, NO_HEAD, Bytes, Float32, TileFormat, round_to_bf16, widen_bf16
-from shm.quantize import LANES, ROW_GROUP, encode_rows, row_head_bytes, row_line_bytes
+from shm.formats import ENCODED_ROWS, NO_HEAD, Bytes, Float32, TileFormat, round_to_bf16
+from shm.quantize import LANES, encode_rows, row_head_bytes, row_line_bytes
 
 LINE = 64  # bytes
 
@@ -70,10 +68,6 @@ class RowFormat(ABC):
         """Write the rows w [n, k] (any strides) into out, uint8 [n, row_bytes], a row's bytes contiguous.
         Raises WeightsUnusable."""
 
-    @abstractmethod
-    def decode(self, rows: Bytes, k: int) -> Float32:
-        """The numbers of rows, float32 [n, k]. rows: uint8 [n, row_bytes(k)]."""
-
 
 class BF16Rows(RowFormat):
     name, bits = "bf16", 16
@@ -88,9 +82,6 @@ class BF16Rows(RowFormat):
             out[part, : 2 * k].view("<u2")[:] = round_to_bf16(w[part])
         out[:, 2 * k :] = 0
 
-    def decode(self, rows: Bytes, k: int) -> Float32:
-        return widen_bf16(np.ascontiguousarray(rows[:, : 2 * k]).view("<u2"))
-
 
 class QuantizedRows(RowFormat):
     """4 bits, asymmetric, or 8 bits, symmetric."""
@@ -104,20 +95,6 @@ class QuantizedRows(RowFormat):
 
     def encode(self, w: Float32, out: Bytes) -> None:
         encode_rows(w, self.bits, out)
-
-    def decode(self, rows: Bytes, k: int) -> Float32:
-        lines, groups = row_head_bytes(k, self.bits), -(-k // ROW_GROUP)
-        codes = rows[:, lines:].reshape(len(rows), -1, 1, 16, 4)  # line, half, i, b
-        if self.bits == 4:
-            codes = np.concatenate((codes & 15, codes >> 4), axis=2)
-            pairs = rows[:, :lines].reshape(2 * len(rows), -1)[:, : 2 * groups]
-            head = widen_bf16(np.ascontiguousarray(pairs).view("<u2")).reshape(len(rows), 2, groups)
-            scales, zeros = head[:, 0, :, None], head[:, 1, :, None]
-        else:
-            scales = np.ascontiguousarray(rows[:, : 4 * groups]).view("<f4")[..., None]
-            zeros = np.full_like(scales, 128)
-        q = codes.swapaxes(-1, -2).reshape(len(rows), -1, ROW_GROUP)[:, :groups].astype(np.float32)
-        return np.ascontiguousarray(((q - zeros) * scales).reshape(len(rows), -1)[:, :k])
 
 
 UP_GROUP = 64  # numbers of up that share a scale
@@ -154,11 +131,6 @@ class FloeFormat(TileFormat):
         self.up.encode_matrix(up, head)
         for part, w in enumerate((gate, down)):
             self.rows.encode(w, channels[:, part])
-
-    def decode(self, data: Bytes, hidden: int, tile: int, head: Bytes = NO_HEAD) -> Float32:
-        channels = self._channels(data, hidden, tile, head)
-        gate, down = (self.rows.decode(channels[:, part], hidden) for part in range(2))
-        return np.stack((gate, self.up.decode_matrix(head, tile, hidden), down))
 
     def _channels(self, data: Bytes, hidden: int, tile: int, head: Bytes) -> Bytes:
         """The rows of a body, [T, 2, row_bytes]. Raises ValueError where body or head have other sizes."""

@@ -57,10 +57,6 @@ class TileFormat(ABC):
         """Write one tile. gate and up [T, H], down [T, H] (already transposed), out uint8 [tile_bytes], head
         uint8 [head_bytes]."""
 
-    @abstractmethod
-    def decode(self, data: Bytes, hidden: int, tile: int, head: Bytes = NO_HEAD) -> Float32:
-        """The tile's numbers as float32 [3, T, H]: gate, up, down transposed. For tests and tools."""
-
     def fill_random(
         self,
         rng: np.random.Generator,
@@ -92,9 +88,6 @@ class F32(TileFormat):
     def encode(self, gate: Float32, up: Float32, down: Float32, out: Bytes, head: Bytes = NO_HEAD) -> None:
         np.stack((gate, up, down), out=out.view("<f4").reshape(3, *gate.shape))
 
-    def decode(self, data: Bytes, hidden: int, tile: int, head: Bytes = NO_HEAD) -> Float32:
-        return data.view("<f4").reshape(3, tile, hidden)
-
 
 class BF16(TileFormat):
     """bfloat16 (the upper half of binary32, rounded to nearest even), little endian, s = 2."""
@@ -109,9 +102,6 @@ class BF16(TileFormat):
         for part, values in zip(target, (gate, up, down), strict=True):
             for lo in range(0, len(values), ENCODED_ROWS):
                 part[lo : lo + ENCODED_ROWS] = round_to_bf16(values[lo : lo + ENCODED_ROWS])
-
-    def decode(self, data: Bytes, hidden: int, tile: int, head: Bytes = NO_HEAD) -> Float32:
-        return widen_bf16(data.view("<u2").reshape(3, tile, hidden))
 
 
 @lru_cache(maxsize=8)  # a model has few shapes

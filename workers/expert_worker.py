@@ -1,7 +1,7 @@
 """Process entry: an expert worker. It maps the store, receives Work, answers each.
 
-It is stateless: any worker can redo any Work, with the same bits. It is cheap to restart: it imports torch
-only where C does not compute the store's format (`workers/kernels/host.py`).
+It is stateless: any worker can redo any Work, with the same bits. It is cheap to restart, because it
+imports no torch.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ from shm.errors import ShmError
 from shm.store import Store
 from workers.child_endpoint import ChildEndpoint
 from workers.copiers import sleep_until
-from workers.kernels.host import HostKernel
-from workers.kernels.native import best
+from workers.kernels.native import WorkKernel, best, store_kernel
 from workers.lifetime import pin
 from workers.work_exchange import WorkExchange
 
 
-def serve(peer: ChildEndpoint, store: Store, line: ControlLine, kernel: HostKernel, slowdown: float) -> None:
+def serve(peer: ChildEndpoint, line: ControlLine, kernel: WorkKernel, slowdown: float) -> None:
     """Answer Work until Shutdown; `line` counts progress. `slowdown` > 1 emulates a slower host."""
-    exchange = WorkExchange(peer, store.layout.shape.hidden)
+    exchange = WorkExchange(peer, kernel.hidden)
     while not peer.stopped:
         if (task := exchange.next()) is None:
             continue
         started, used = time.perf_counter(), time.thread_time() if slowdown > 1 else 0.0
         line.begin(task.seq)
         try:
-            tally = kernel.compute_work(task.descriptor, task.x, store, task.y)
+            tally = kernel.compute(task.descriptor, task.x, task.y)
         except (IndexError, MemoryError) as e:
             exchange.refuse(task, str(e))
             continue
@@ -53,10 +52,9 @@ def main(config: dict[str, Any]) -> int:
         with Store.attach(config["store"], config["fingerprint"]) as store:
             team = best().team(len(config["cores"]))
             line = control.line("worker", peer.index)
-            kernel = HostKernel(store.layout, team, line, generation=peer.generation)
-            kernel.prepare()
+            kernel = store_kernel(store, team, line, generation=peer.generation)
             peer.announce((note,) if note else ())
-            serve(peer, store, line, kernel, config["host_slowdown"])
+            serve(peer, line, kernel, config["host_slowdown"])
             if team is not None:
                 team.close()
         control.close()

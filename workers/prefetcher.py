@@ -169,10 +169,10 @@ class CopyLoop:
             return  # its final report has been sent
         if order.exhausted:
             del self._orders[fetch.id]
+            if self._line.seq == fetch.id:
+                self._line.end()  # before the report, after which nothing of it moves
         report = Fetched(fetch.id, self._peer.generation, order.landed, order.exhausted, order.seconds)
         self._peer.send(report)
-        if order.exhausted and self._line.seq == fetch.id:
-            self._line.end()
 
 
 def main(config: dict[str, Any]) -> int:

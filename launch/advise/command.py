@@ -26,7 +26,7 @@ from launch.terminal.tables import Column, Table, dim, each, policy_name, print_
 from pipeline.assets import model_dir
 from pipeline.checkpoint.open import open_config
 from pipeline.config import EngineConfig
-from pipeline.memory.limits import CHUNK_MAX
+from pipeline.memory.needs import CHUNK_MAX
 from pipeline.memory.plan import AUTOMATIC
 from shm.segment import SHM_FOLDER, byte_size
 

@@ -11,7 +11,7 @@ from launch.advise.machine import Hardware
 from launch.forecast import Estimate, Priced, RecordedText, Setting, Sizes, by_replay
 from pipeline.config import EngineConfig, FormatName
 from pipeline.errors import PlanError, PolicyError, TraceError
-from pipeline.memory.limits import cache_tiles
+from pipeline.memory.needs import cache_tiles
 from pipeline.memory.plan import Plan, plan_format, smallest
 from pipeline.policies.view import PolicyRequest
 

@@ -33,7 +33,7 @@ from pipeline.calibration.cost_cache import measured_here
 from pipeline.calibration.file import NAME, load
 from pipeline.config import DEFAULT_CACHE
 from pipeline.errors import CalibrationError, PlanError, PolicyError, TraceError
-from pipeline.memory.limits import cache_tiles
+from pipeline.memory.needs import cache_tiles
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy

@@ -23,8 +23,7 @@ from shm.descriptor import describe
 from shm.floe import FloeFormat
 from shm.layout import Bytes, ExpertShape, StoreLayout, format_named
 from shm.mask import DENSE, Mask
-from shm.store import Store
-from workers.kernels.host import HostKernel
+from workers.kernels.c_types import Geometry
 from workers.kernels.native import best
 from workers.lifetime import pin
 
@@ -82,7 +81,7 @@ def _expert(name: str, shape: ExpertShape, most: int, share: float) -> Work:
     whole = StoreLayout(replace(shape, layers=1, experts=1), format_named(name))
     tiles = max(1, min(shape.tiles, most * shape.tiles // whole.total_bytes))
     layout = StoreLayout(replace(whole.shape, intermediate=tiles * shape.tile), whole.format)
-    kernel = HostKernel(layout)
+    kernel = best().kernel(Geometry.of_tiles(layout))
     x = np.full((1, shape.hidden), 0.5, np.float32)
     y, mask, read = np.empty_like(x), DENSE, layout.total_bytes
     if isinstance(layout.format, FloeFormat):
@@ -90,18 +89,7 @@ def _expert(name: str, shape: ExpertShape, most: int, share: float) -> Work:
         kept = mask.number(shape.tile) if share < 1 else shape.tile
         read = tiles * (layout.head_bytes + kept * layout.format.channel_bytes(shape.hidden))
     order = describe(0, [(0, 0, tiles)], [0, 1], [0], [1.0], 1, mask)
-    return Work(
-        lambda data: kernel.compute_work(order, x, _Buffer(layout, data), y), layout.total_bytes, read
-    )
-
-
-class _Buffer(Store):
-    """The bytes of a buffer as a store of one expert."""
-
-    def __init__(self, layout: StoreLayout, data: Bytes) -> None:
-        self.layout = layout
-        self._data = data
-        self._tile_bytes = layout.tile_bytes
+    return Work(lambda data: kernel.works(data, layout).compute(order, x, y), layout.total_bytes, read)
 
 
 def _rates(works: list[Work], buffer: Bytes, seconds: float) -> list[list[float]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeline.config import KV_BLOCK
 from pipeline.errors import OutOfDeviceMemory, RequestError
-from pipeline.memory.limits import out_of_memory
+from pipeline.memory.needs import out_of_memory
 from pipeline.models.spec import ModelSpec
 
 GROWTH = 1.25  # factor by which a sequence grows, so that it is seldom copied

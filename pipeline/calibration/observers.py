@@ -22,7 +22,7 @@ from pipeline.policies.split import RECENCY
 from pipeline.policies.view import ModelShape, Routing
 from shm.floe import FloeFormat
 from shm.store import Store
-from workers.kernels.reference import int8_steps
+from workers.kernels.reference import dequantize, int8_steps
 
 Counts = NDArray[np.int64]
 Router = Callable[[FloatArray], Routing]
@@ -346,9 +346,9 @@ def up_of(store: Store) -> Up | None:
 
     def up(layer: int, expert: int, x: FloatArray) -> FloatArray:
         heads = store.heads(layer, expert, 0, shape.tiles)  # whole blocks: together one matrix
-        matrix = kind.up.decode_matrix(heads, shape.padded, shape.hidden)[: shape.intermediate]
-        steps = int8_steps(torch.from_numpy(x), kind.up.group)[:, : shape.hidden].numpy()
-        u: FloatArray = steps @ matrix.T
+        matrix = dequantize(kind.up, torch.from_numpy(heads.copy()), shape.padded, shape.hidden)
+        steps = int8_steps(torch.from_numpy(x), kind.up.group)[:, : shape.hidden]
+        u: FloatArray = (steps @ matrix[: shape.intermediate, : shape.hidden].T).numpy()
         return u
 
     return up

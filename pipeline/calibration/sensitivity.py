@@ -185,14 +185,11 @@ class _Model:
         self.tick()
         layout = self.store.layout
         for tile in range(layout.shape.tiles):
-            data = self.store.tiles(layer, expert, tile, tile + 1).copy()  # torch warns of read-only memory
-            if layout.head_bytes:  # gate and down by channel, up apart
-                heads = self.store.heads(layer, expert, tile, tile + 1)
-                gate, up, down = layout.format.decode(data, layout.shape.hidden, layout.shape.tile, heads)
-                parts = torch.from_numpy(np.concatenate((gate, up))), torch.from_numpy(down.copy())
-                yield parts[0].to(self.device.torch_device), parts[1].to(self.device.torch_device)
-                continue
-            yield tile_numbers(layout, torch.from_numpy(data).to(self.device.torch_device))
+            place = layer, expert, tile, tile + 1
+            # Copies: torch warns of read-only memory.
+            parts = (part(*place).copy() for part in (self.store.tiles, self.store.heads))
+            numbers = tile_numbers(layout, *(torch.from_numpy(p).to(self.device.torch_device) for p in parts))
+            yield numbers[:2].flatten(0, 1), numbers[2]
 
 
 def _used(routing: Routing) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:

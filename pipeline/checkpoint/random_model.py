@@ -168,13 +168,14 @@ class RandomTensors:
 def _draw_tile(
     generator: np.random.Generator, layout: StoreLayout, tile: int, out: Bytes, head: Bytes
 ) -> None:
-    shape = layout.shape
-    layout.format.fill_random(generator, shape.hidden, shape.tile, shape.hidden**-0.5, out, head)
+    shape, scale = layout.shape, layout.shape.hidden**-0.5
     used = shape.intermediate - tile * shape.tile
-    if used < shape.tile:  # channels that pad the last tile must have no effect
-        gate, up, down = layout.format.decode(out, shape.hidden, shape.tile, head).copy()
-        gate[used:] = up[used:] = down[used:] = 0
-        layout.format.encode(gate, up, down, out, head)
+    if used >= shape.tile:
+        layout.format.fill_random(generator, shape.hidden, shape.tile, scale, out, head)
+        return
+    gate, up, down = random_numbers(generator, (3, shape.tile, shape.hidden), scale)
+    gate[used:] = up[used:] = down[used:] = 0  # channels that pad the last tile must have no effect
+    layout.format.encode(gate, up, down, out, head)
 
 
 def _generator(*position: str | int) -> np.random.Generator:

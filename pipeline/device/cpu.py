@@ -33,8 +33,8 @@ from shm.segment import SHM_FOLDER, available_memory, byte_size, free_shm_bytes,
 from shm.slab import Slab
 from shm.store import Store
 from workers.copiers import EmulatedLink, HostCopier
+from workers.kernels.c_types import Geometry, Quantized
 from workers.kernels.channels import ChannelInputs, ChannelKernel
-from workers.kernels.host import Activations, HostKernel
 from workers.kernels.matrix import HostMatrix
 from workers.kernels.native import Library, Team, best
 from workers.kernels.reference import ReferenceChannels
@@ -81,13 +81,13 @@ class CpuKernel(TileByTile):
     """The expert workers' kernel, for tensors."""
 
     def __init__(self, layout: StoreLayout, team: Team | None) -> None:
-        self._kernel = HostKernel(layout, team)
+        self._kernel = best().kernel(Geometry.of_tiles(layout), team)
 
-    def activations(self, x: Tensor) -> Activations:
-        return Activations(x.numpy())
+    def activations(self, x: Tensor) -> Quantized:
+        return self._kernel.quantize(x.numpy())
 
-    def compute(self, tiles: Tensor, x: Activations, rows: Tensor) -> Tensor:
-        return torch.from_numpy(self._kernel.compute(tiles.numpy(), x, rows.to(torch.int32).numpy()))
+    def compute(self, tiles: Tensor, x: Quantized, rows: Tensor) -> Tensor:
+        return torch.from_numpy(self._kernel.tiles(tiles.numpy(), x, rows.to(torch.int32).numpy()))
 
 
 class CpuChannelKernel:

@@ -28,7 +28,7 @@ from pipeline.errors import OutOfDeviceMemory, PolicyError, StepFailed
 from pipeline.experts.device_share import DeviceMemory, DeviceWork
 from pipeline.experts.division import Split, split_layer
 from pipeline.experts.pool import HostPool, Ticket
-from pipeline.memory.limits import out_of_memory
+from pipeline.memory.needs import out_of_memory
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import Ahead, ModelShape, Policy, Routing, Signals, Target, View

@@ -31,8 +31,7 @@ from shm.control import ControlSegment
 from shm.descriptor import Descriptor
 from shm.lane import CoordinatorLane, Slot
 from shm.mask import Tally
-from shm.store import Store
-from workers.kernels.host import HostKernel
+from workers.kernels.native import WorkKernel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -158,13 +157,13 @@ class Carrier:
 Compute = Callable[[Descriptor, FloatArray], Answer]  # a Work of generation 0; raises IndexError, MemoryError
 
 
-def computing(kernel: HostKernel, store: Store, slowdown: float = 1.0) -> Compute:
+def computing(kernel: WorkKernel, slowdown: float = 1.0) -> Compute:
     """Return what computes Works in this process. `slowdown` > 1 waits after each, to emulate a slower
     host."""
 
     def compute(descriptor: Descriptor, x: FloatArray) -> Answer:
         started, y = time.perf_counter(), np.empty(x.shape, np.float32)
-        tally = kernel.compute_work(descriptor, x, store, y)
+        tally = kernel.compute(descriptor, x, y)
         busy = time.perf_counter() - started
         if slowdown > 1:
             time.sleep(busy * (slowdown - 1))

@@ -185,11 +185,7 @@ async def tokenize(call: Call) -> None:
         raise bad("prompt", "is required")
     else:
         ids = (await client.tokenize(text=body.prompt)).ids.tolist()
-    answer = {"count": len(ids), "max_model_len": client.welcome.context, "tokens": ids}
-    if body.return_token_strs:
-        pieces = (await client.tokenize(token_ids=ids)).pieces
-        answer["token_strs"] = [piece.decode(errors="replace") for piece in pieces]
-    await call.send_json(answer)
+    await call.send_json({"count": len(ids), "max_model_len": client.welcome.context, "tokens": ids})
 
 
 async def detokenize(call: Call) -> None:

@@ -29,7 +29,6 @@ Tokens = Annotated[float, Meta(ge=1, le=MOST_TOKENS, multiple_of=1)]
 TokensOrNone = Annotated[float, Meta(ge=0, le=MOST_TOKENS, multiple_of=1)]
 TopK = Annotated[float, Meta(ge=-1, le=1 << 31, multiple_of=1)]
 Choices = Annotated[float, Meta(ge=1, le=MOST_CHOICES, multiple_of=1)]
-One = Annotated[float, Meta(ge=1, le=1)]
 Top = Annotated[float, Meta(ge=0, le=MOST_TOP, multiple_of=1)]
 Seed = Annotated[int, Meta(ge=-MOST_SEED, le=MOST_SEED)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -159,10 +158,8 @@ class CompletionBody(Common, kw_only=True):
     prompt: str | list[str | int | list[int]]
     stop: str | list[str] | None = None
     n: Choices | None = None
-    best_of: Choices | None = None
     max_tokens: TokensOrNone | None = None
     echo: bool | None = None
-    suffix: str | None = None
     logprobs: Top | None = None
     response_format: Format | None = None
 
@@ -210,19 +207,13 @@ class ResponsesBody(Common, kw_only=True):
     input: str | Annotated[list[Object], Meta(min_length=1)]  # each is an item, by its `type`
     instructions: str | None = None
     stop: str | list[str] | None = None
-    n: One | None = None
     max_output_tokens: Tokens | None = None
     tools: Annotated[list[FlatTool], Meta(max_length=512)] | None = None
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    top_logprobs: Annotated[float, Meta(ge=0, le=0)] | None = None
     include: list[str] | None = None
-    background: bool | None = None
-    previous_response_id: Any = None
-    conversation: Any = None
-    prompt: Any = None
 
 
 # --- Anthropic's messages -------------------------------------------------------------------------------
@@ -285,7 +276,6 @@ class CountBody(Common, kw_only=True):
     messages: Annotated[list[MessageTurn], Meta(min_length=1, max_length=4096)]
     system: Content = None
     stop_sequences: str | list[str] | None = None
-    n: One | None = None
     tools: Annotated[list[CustomTool], Meta(max_length=512)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -306,7 +296,6 @@ class TokenizeBody(Rendered, kw_only=True):
     prompt: str | None = None
     messages: Turns | None = None
     add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
 
 
 class DetokenizeBody(Struct, kw_only=True):
@@ -320,13 +309,19 @@ MOST_NESTING = 200  # values in each other; schemas need some dozens
 _PLACE = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$(.*)`)?$", re.DOTALL)
 _FIELD = re.compile(r"(required|unknown) field `(.{1,80})")
 
-# Fields of OpenAI's, Anthropic's and other servers' that would change the answer, and the values that do not.
+# Fields that would change the answer, and the values that do not. An endpoint may have one as its own field.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("functions", "function_call", "audio", "web_search_options", "mcp_servers"), ([],)),
     **dict.fromkeys(("stop_token_ids", "bad_words", "allowed_token_ids", "prompt_logprobs"), ([], 0)),
     **dict.fromkeys(("truncate_prompt_tokens", "documents", "chat_template"), ([],)),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar", "guided_choice"), ()),
     **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "return_token_ids"), (False,)),
+    # of responses, where nothing is kept between requests
+    **dict.fromkeys(("previous_response_id", "conversation", "prompt"), ()),
+    "background": (False,),
+    **dict.fromkeys(("n", "best_of"), (1,)),
+    "top_logprobs": (0,),
+    "suffix": ("",),
     "modalities": (["text"],),
     "verbosity": ("medium",),
     "truncation": ("disabled",),
@@ -350,9 +345,12 @@ def decoded(raw: bytes, kind: type[T], endpoint: str) -> T:
     for name, value in given.items():
         if value is None:
             continue
-        if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
-            raise bad(name, "is not supported here")
-        if name not in fields and name not in WITHOUT_EFFECT and name not in UNSUPPORTED:
+        if name in fields:
+            continue
+        if name in UNSUPPORTED:
+            if value not in UNSUPPORTED[name]:
+                raise bad(name, "is not supported here")
+        elif name not in WITHOUT_EFFECT:
             unknown.append(name[:40])
     if unknown:
         log.info("%s: fields without a meaning here: %s", endpoint, ", ".join(unknown[:8]))

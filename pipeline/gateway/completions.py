@@ -52,8 +52,6 @@ def completion_request(body: CompletionBody, welcome: Welcome) -> CompletionRequ
     most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     if not most and not echo:
         raise bad("max_tokens", "must be 1 or more without echo")
-    if body.suffix:
-        raise bad("suffix", "is not supported: the model continues texts at their end")
     settings = settings_of(
         body,
         welcome,
@@ -68,8 +66,6 @@ def completion_request(body: CompletionBody, welcome: Welcome) -> CompletionRequ
         raise bad("echo", "is not supported with stream or n")
     if len(prompts) * settings.choices > MOST_PROMPTS:
         raise bad("n", f"of {len(prompts)} prompts makes more than {MOST_PROMPTS} answers")
-    if body.best_of not in (None, settings.choices):
-        raise bad("best_of", "must be n: all answers are returned")
     return CompletionRequest(prompts, settings, echo)
 
 

@@ -27,7 +27,6 @@ from protocol.messages import ChatMessage, Welcome
 
 Event = tuple[str, Object]
 
-REFUSED = ("previous_response_id", "conversation", "prompt")
 ITEMS: dict[str, type] = {
     "message": MessageItem,
     "function_call": CallItem,
@@ -39,11 +38,6 @@ ITEMS: dict[str, type] = {
 def response_request(body: ResponsesBody, welcome: Welcome, kind: TemplateKind) -> ChatRequest:
     """Returns what a body asks for. Raises ApiError."""
     check_chats(body.model, welcome)
-    for name in REFUSED:
-        if getattr(body, name) is not None:
-            raise bad(name, "is not supported: nothing is kept between requests; send all of the input")
-    if body.background:
-        raise bad("background", "is not supported: answers are sent as they are made")
     if "message.output_text.logprobs" in (body.include or ()):
         raise bad("include", "log-probabilities are not supported here; use /v1/chat/completions")
     tools = chosen_tools(

@@ -1,4 +1,5 @@
-"""The memory that a model needs in one format, from its config and its file headers alone.
+"""The memory that a model needs in one format, from its config and its file headers alone; and the limits of
+its parts: tiles of the cache, tokens of a context and the KV cache, rows of a step.
 
 Exact, but for the processes' private memory: measured on the CPU (torch 2.13), estimated with a GPU.
 """
@@ -16,12 +17,13 @@ from pipeline.config import (
     DEFAULT_CONTEXT,
     EXPANDED_KV_BYTES,
     GRAPH_BYTES,
+    KV_CONTEXTS,
     SCORE_BYTES,
     EngineConfig,
     FormatName,
 )
 from pipeline.device.base import CONTEXT_BYTES, SLOT_ALIGNMENT
-from pipeline.memory.limits import CHUNK_MAX, layer_staging, staging_tiles
+from pipeline.errors import UsageError
 from pipeline.models.architecture import TensorSpec
 from pipeline.models.registry import architecture_of, expert_shape, model_spec
 from pipeline.models.spec import Latent, ModelSpec
@@ -38,6 +40,9 @@ HIDDEN_COPIES = 8  # float32 hidden states of a step that exist at once, about
 MASK_BYTES = 5  # for a row and a token that it may attend to: a bool, and torch's float copy of it
 SCORE_COPIES = 4  # of the scores of attention: themselves, masked, their softmax, and that in 16 bits
 EXPANDED_COPIES = 4  # of the keys and values that latent attention expands
+STAGING_TILES = 4  # slots beside the cache's: two to stream through, two so that neither side waits
+STAGING_SHARE = 1 / 32  # of a GPU's free memory, at most, for more staging slots than the fewest
+CHUNK_MAX = 1024  # rows of a step, where --chunk does not say otherwise
 
 
 @dataclass(frozen=True)
@@ -145,3 +150,58 @@ def _allocated(segment: str) -> int:
         if status.st_uid == os.geteuid():
             return status.st_blocks * 512
     return 0
+
+
+def staging_tiles(tiles: int, top_k: int, heads: bool) -> int:
+    """The fewest slots beside the cache's, for experts of so many tiles, k of them a token. A format with
+    `heads` streams channels: there is room for a third of two layers' experts, this one's and the next
+    one's."""
+    return max(STAGING_TILES, 2 * top_k * math.ceil(tiles / 3) + 2) if heads else STAGING_TILES
+
+
+def layer_staging(tiles: int, top_k: int) -> int:
+    """Slots beside the cache's with which no demanded tile of one token waits for a slot: its experts of a
+    layer, and the two tiles that the link may still be copying for orders that were cancelled."""
+    return max(STAGING_TILES, top_k * tiles + 2)
+
+
+def cache_tiles(share: float, tiles: int) -> int:
+    """This share of the tiles, rounded down; 0.29 of 100 is 29, though the float product is less."""
+    return int(share * tiles + 1e-9)
+
+
+def choose_context(requested: int | None, spec: ModelSpec) -> int:
+    """Tokens of prompt and answer together. Raises UsageError beyond the model's positions."""
+    if requested is None:
+        return min(spec.max_positions, DEFAULT_CONTEXT)
+    if requested > spec.max_positions:
+        raise UsageError(f"--context {requested} is more than the model's {spec.max_positions} positions")
+    return requested
+
+
+def kv_budget(requested: int | None, context: int) -> int:
+    """Tokens that the KV cache holds. Raises UsageError for less than one context."""
+    if requested is None:
+        return KV_CONTEXTS * context
+    if requested < context:
+        raise UsageError(
+            f"--kv-tokens {requested} is less than one context of {context}; lower --context as well"
+        )
+    return requested
+
+
+@contextlib.contextmanager
+def full_memory_in_one_line() -> Iterator[None]:
+    """Turn a failed device allocation into a UsageError with the options to change."""
+    import torch  # not at the top, because the supervisor plans memory without torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as e:
+        raise UsageError(out_of_memory(e)) from e
+
+
+def out_of_memory(error: Exception) -> str:
+    """A failed device allocation in one line for a person, with what to change."""
+    what = ". ".join(str(error).split(". ")[:2])  # the rest of the message is about torch's allocator
+    return f"{what}: use a smaller --expert-cache, --context or --chunk"

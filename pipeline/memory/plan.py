@@ -24,8 +24,7 @@ from math import ceil, floor
 
 from pipeline.config import DEFAULT_CACHE, KV_BLOCK, KV_CONTEXTS, EngineConfig, FormatName, ResolvedConfig
 from pipeline.device.base import SPARE_BYTES
-from pipeline.memory.limits import STAGING_SHARE, cache_tiles, choose_context, kv_budget
-from pipeline.memory.needs import Needs
+from pipeline.memory.needs import STAGING_SHARE, Needs, cache_tiles, choose_context, kv_budget
 
 FREE_BYTES = 2_000_000_000  # left for the rest of the machine
 MEMORY = "memory"  # the name of a pool

@@ -34,7 +34,7 @@ from pipeline.engine.driver import LayerDecision, PolicyDriver
 from pipeline.errors import PlanError, TraceError
 from pipeline.experts.cache import ExpertCache
 from pipeline.experts.mover import Landed, Mover, Wanted
-from pipeline.memory.limits import STAGING_TILES
+from pipeline.memory.needs import STAGING_TILES
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import Active, Ahead, Policy, Routing, Signals, Target, View

@@ -25,8 +25,7 @@ from pipeline.experts.carriers import ArenaCarrier, SocketCarrier
 from pipeline.experts.division import Divider, largest
 from pipeline.experts.peers import ChildServerSocket, ExitEvents, SendToSupervisor
 from pipeline.experts.pool import Compute, HostPool, computing
-from pipeline.memory.limits import CHUNK_MAX, choose_context, full_memory_in_one_line, kv_budget
-from pipeline.memory.needs import needs
+from pipeline.memory.needs import CHUNK_MAX, choose_context, full_memory_in_one_line, kv_budget, needs
 from pipeline.models.registry import model_spec
 from pipeline.models.spec import ModelSpec
 from pipeline.text.detokenizer import DECODER, Detokenizer
@@ -38,8 +37,7 @@ from shm.lane import LaneShape, library
 from shm.layout import FORMATS, BlockFormat
 from shm.segment import byte_size, engine_prefix, lock_pages
 from shm.store import Store
-from workers.kernels.host import HostKernel
-from workers.kernels.native import VARIANTS, best
+from workers.kernels.native import VARIANTS, best, store_kernel
 
 CHILD_LIMIT = 60.0  # seconds for workers and prefetcher to announce themselves
 TEXT_LIMIT = 300.0  # seconds for the text process, which loads a tokenizer
@@ -164,12 +162,10 @@ class EngineParts:
         return carrier
 
     def _own_compute(self) -> Compute | None:
-        """Returns what computes Works of the workers in this process; None where it must not: in torch, whose
-        crash would end it, and where workers are slowed down."""
-        kernel = HostKernel(self.store.layout, guarded=True)
-        if not kernel.native or self.config.options.host_slowdown > 1:
+        """Returns what computes Works of the workers in this process; None where workers are slowed down."""
+        if self.config.options.host_slowdown > 1:
             return None
-        return computing(kernel, self.store)
+        return computing(store_kernel(self.store, guarded=True))
 
     def _open_pool(self, top_k: int) -> HostPool:
         config, store, shape = self.config, self.store, self.store.layout.shape
@@ -181,11 +177,11 @@ class EngineParts:
             pool = HostPool(division, cores, compute, self.sockets["worker"], carrier, self.control)
         else:
             team = self.device.team
-            kernel = HostKernel(store.layout, team)
-            kernel.prepare()
             if team is not None:
                 team.linger(LINGER_NS)
-            pool = HostPool(division, cores, computing(kernel, store, config.options.host_slowdown))
+            pool = HostPool(
+                division, cores, computing(store_kernel(store, team), config.options.host_slowdown)
+            )
         pool.wait_ready(CHILD_LIMIT)
         return pool
 

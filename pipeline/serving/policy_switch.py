@@ -13,7 +13,7 @@ from pipeline.errors import CalibrationError, NoRoom, PrefetcherLost
 from pipeline.experts.channel_share import ChannelMemory
 from pipeline.experts.device_share import DeviceMemory, Slab
 from pipeline.experts.link import PrefetchLink
-from pipeline.memory.limits import cache_tiles, full_memory_in_one_line, staging_tiles
+from pipeline.memory.needs import cache_tiles, full_memory_in_one_line, staging_tiles
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import canonical, make_policy

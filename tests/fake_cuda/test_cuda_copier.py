@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -149,21 +145,3 @@ def test_arena_parts_are_apart_until_it_restarts(runtime) -> None:
     assert runtime.calls["cudaMallocHost"] == before  # the largest buffer is used again
     arena.close()
     assert runtime.leftovers() == {}
-
-
-def test_memory_of_a_killed_test_is_removed_by_a_later_one() -> None:
-    """Its files have names, and nothing else would."""
-    code = (
-        "import os, signal\nfrom fake_runtime import FakeRuntime\n"
-        "runtime = FakeRuntime('killed-test')\nassert runtime.cudaMalloc(8192)[0] == 0\n"
-        "print(runtime.allocations[0].name, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
-    )
-    folder = Path(__file__).parent
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
-    left = Path("/dev/shm") / done.stdout.strip()
-    assert left.is_file()
-    with fake_runtime():
-        assert left.exists()  # it may have been made just now
-    os.utime(left, (0, 0))
-    with fake_runtime():
-        assert not left.exists()

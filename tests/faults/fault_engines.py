@@ -141,11 +141,12 @@ class State:
             expected = {slot for slot in self._processes if slot[0] not in ("coordinator", "text")}
             known = stats["recovery"].get(role, {"deaths": 0})["deaths"] >= exits
             up = set(there) == expected and all(peer["up"] for peer in there.values())
-            if known and up and self._slots() == self._processes and self._agree(there):
+            # A new lane has a name until its worker has mapped it.
+            settled = self.segments() == self._segments
+            if known and up and settled and self._slots() == self._processes and self._agree(there):
                 break
             assert time.monotonic() < end, f"not recovered: {stats['peers']}, {self.supervisor.pids}"
             await asyncio.sleep(0.02)
-        assert self.segments() == self._segments
         scheduler = stats["scheduler"]
         assert scheduler["running"] == scheduler["waiting"] == scheduler["kv_tokens_used"] == 0
         return stats

@@ -213,6 +213,8 @@ def test_refusals_have_the_status_that_fits(served: Served) -> None:
         ("/v1/completions", {"prompt": "a", "echo": True, "n": 2}, "echo"),
         ("/v1/responses", {"input": "word " * 5000}, "input"),
         ("/v1/responses", {"input": "a", "n": 2}, "n"),
+        ("/v1/responses", {"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ("/v1/responses", {"input": "a", "background": True}, "background"),
         ("/v1/responses", {"input": "a", "truncation": "auto"}, "truncation"),
         ("/v1/responses", {"input": "a", "text": {"verbosity": "low"}}, "text.verbosity"),
         ("/v1/chat/completions", {"messages": QUESTION, "verbosity": "high"}, "verbosity"),

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pipeline.device import Device, open_device
 from pipeline.device.base import SlabMemory, sum_on_host
-from protocol.messages import AttachSlab, Fetch, Fetched, SlabAttached
+from protocol.messages import Fetch, Fetched, SlabAttached
 from shm.store import Store, store_name
 from workers import cuda
 from workers.copiers import TileCopy
@@ -87,22 +87,6 @@ def test_tensors_of_different_widths_are_read_in_one_call(device: Device) -> Non
             np.testing.assert_array_equal(bits(found), bits(arrays[index]))
 
 
-def test_host_arrays_keep_their_values_at_later_reads(device: Device) -> None:
-    first = normal(4, 8)
-    (kept,) = device.to_host(device.from_host(first))
-    for rows in (4, 400, 2):  # through the same buffer, and through a larger one
-        device.to_host(device.from_host(normal(rows, 8)))
-    np.testing.assert_array_equal(bits(kept), bits(first))
-
-
-def test_non_contiguous_views_are_copied_correctly(device: Device) -> None:
-    array = normal(6, 10)
-    tensor = device.from_host(array)
-    found = device.to_host(tensor.T, tensor.T[:, ::2])
-    np.testing.assert_array_equal(found[0], array.T)
-    np.testing.assert_array_equal(found[1], array.T[:, ::2])
-
-
 def busy_tensor(device: Device) -> torch.Tensor:
     """A [64, 8] result that the device is still computing when this returns."""
     x = torch.full((4096, 4096), 1 / 4096, device=device.torch_device)
@@ -135,14 +119,6 @@ def test_partial_sums_in_shared_memory_have_the_bits_of_the_host(device: Device,
         device.unshare_memory(segment)
 
 
-def test_to_host_waits_for_the_computation(device: Device) -> None:
-    result = busy_tensor(device)
-    (early,) = device.to_host(result)
-    torch.cuda.synchronize()
-    np.testing.assert_array_equal(early, result.cpu().numpy())
-    np.testing.assert_allclose(early, 1 / 4096, rtol=1e-3)
-
-
 def test_fence_follows_all_earlier_work(device: Device) -> None:
     device.wait(None)
     device.wait(device.fence())
@@ -173,18 +149,6 @@ def test_slots_are_stable_and_disjoint(device: Device, slot_bytes: int) -> None:
         assert len(address.handle) == cuda.IPC_HANDLE_BYTES
     finally:
         slab.close()
-
-
-def test_page_locked_store_is_registered_until_unlocked(device: Device, store: Store) -> None:
-    memory = store.segment.array
-    assert cuda.page_lock(memory) == (memory.nbytes, "")
-    cuda.call("cudaHostGetFlags", memory.ctypes.data)
-    again, reason = cuda.page_lock(memory)
-    assert again == 0
-    assert "cudaHostRegister" in reason
-    cuda.page_unlock(memory, memory.nbytes)
-    with pytest.raises(cuda.CudaError, match="cudaHostGetFlags"):
-        cuda.call("cudaHostGetFlags", memory.ctypes.data)
 
 
 @pytest.mark.parametrize("chunk", [cuda.REGISTER_CHUNK, 1 << 16])
@@ -246,10 +210,3 @@ def test_kernel_equals_brute_force_and_cpu(device: Device, store: Store, rows: i
     on_cpu = kernel.compute(tiles, kernel.activations(torch.from_numpy(x)), every).numpy()
     assert expected.agrees(found)
     assert (np.abs(found - on_cpu) <= 2 * expected.bound).all()
-
-
-def test_slab_address_is_the_same_at_every_call(slab: SlabMemory) -> None:
-    """The same handle at every call: a prefetcher that received an earlier one can still map the slab."""
-    first, again = slab.address(), slab.address()
-    assert isinstance(first, AttachSlab)
-    assert first == again

@@ -131,15 +131,3 @@ def test_a_rows_bits_do_not_depend_on_its_batch_or_place() -> None:
             Rows(1, positions, capacities, tuple(streams)), q[row : row + 1], 2, 16, None, SCALE
         )
         assert torch.equal(alone[0], together[row])
-
-
-def test_long_contexts_have_long_chunks() -> None:
-    kernels = attention(torch.float32, context=20_000)
-    assert kernels.chunk_of(1, 8) == 384
-    assert kernels.chunk_of(128, 512) == 2944  # 7 chunks: their sums of a row take two megabytes
-    made = Sequences([1000], [(1, 8)] * 2, torch.float32, 5)
-    q, k, v = (torch.randn(1, 1, 8) for _ in range(3))
-    kernels.append(made.rows, k, v)
-    expected = exact(q[0], *(each[0][:, :1000] for each in made.streams), None)
-    found = kernels.attend(made.rows, q, 1, 8, None, SCALE).view(1, 8)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)

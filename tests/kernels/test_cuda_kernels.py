@@ -146,24 +146,3 @@ def test_matrices(form, outputs, inputs, rows, seed) -> None:
     assert matrix.bytes == len(data)
     for part in (x, x[:1], x):
         same(matrix.product(torch.from_numpy(part)).numpy(), kernel.matmul(data, kernel.quantize(part)))
-
-
-def test_a_matrixs_items_for_few_rows_stay(monkeypatch) -> None:
-    """A CUDA graph reads them where they lie, however many other numbers of rows come."""
-    form, used = format_named("int4"), []
-    data = np.empty(form.matrix_bytes(16, 64), np.uint8)
-    form.encode_matrix(np.ones((16, 64), np.float32), data)
-    there = launcher(form, "fused")
-    launch = there.launch
-
-    def noted(kernel: str, blocks: int, threads: int, *arguments: int) -> None:
-        if kernel == "down_4":
-            used.append(arguments[0])
-        launch(kernel, blocks, threads, *arguments)
-
-    monkeypatch.setattr(there, "launch", noted)
-    matrix = CudaMatrix(there, form, data, (16, 64))
-    for rows in (4, *range(5, 200), 4):
-        matrix.product(torch.ones(rows, 64))
-    assert len(used) == 2
-    assert used[0] == used[1]

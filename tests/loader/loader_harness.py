@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import decoding
 import numpy as np
 import torch
 import zmq
@@ -158,7 +159,7 @@ def assert_right(fingerprint: str, tensors: dict[str, torch.Tensor]) -> None:
         for layer in range(2):
             for expert in range(3):
                 tiles = [
-                    layout.format.decode(store.tiles(layer, expert, t, t + 1), 64, 32)
+                    decoding.decode(layout.format, store.tiles(layer, expert, t, t + 1), 64, 32)
                     for t in range(layout.shape.tiles)
                 ]
                 decoded = np.concatenate(tiles, axis=1)  # [3, 128, 64]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from decoding import decode, decode_matrix
 from filled_store import Enough, Stop
 from loader_harness import Supervisor, exists
 
@@ -149,7 +150,7 @@ def test_weights_have_the_documented_scale_and_zero_padding(format_name: str, ti
         assert layout.shape.tiles == 3
         for tile in range(3):
             data, head = store.tiles(1, 2, tile, tile + 1), store.heads(1, 2, tile, tile + 1)
-            numbers = layout.format.decode(data, layout.shape.hidden, TILE, head)  # [3, T, H]
+            numbers = decode(layout.format, data, layout.shape.hidden, TILE, head)  # [3, T, H]
             used = min(TILE, 320 - tile * TILE)
             for matrix in numbers:
                 assert abs(matrix[:used].mean()) < 0.002
@@ -212,10 +213,10 @@ def test_a_quantized_backbone_matrix_is_drawn_in_its_format(format_name: str, ti
     assert data is not None
     np.testing.assert_array_equal(data, again)
     assert not np.array_equal(data, other)
-    numbers = block_format.decode_matrix(data, *shape)
+    numbers = decode_matrix(block_format, data, *shape)
     assert numbers.std() == pytest.approx(712**-0.5, rel=0.03)
     assert abs(numbers.mean()) < 1e-3
-    beyond = block_format.decode_matrix(data, -(-shape[0] // 16) * 16, shape[1])[shape[0] :]
+    beyond = decode_matrix(block_format, data, -(-shape[0] // 16) * 16, shape[1])[shape[0] :]
     assert not beyond.any()
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from decoding import decode, decode_matrix
 from oracle import Oracle
 from rounding import Rounding, Rows
 from torch import Tensor, nn
@@ -67,7 +68,7 @@ def replace_experts(module: nn.Module, format: BlockFormat) -> None:
         gate, up = gate_up.chunk(2)
         data = np.zeros(layout.expert_stride, np.uint8)
         layout.encode_expert(gate.numpy(), up.numpy(), down.numpy(), data)
-        kept.append(torch.from_numpy(format.decode(data[: layout.tile_bytes], hidden, tile)))
+        kept.append(torch.from_numpy(decode(format, data[: layout.tile_bytes], hidden, tile)))
 
     def forward(hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         x = int8_steps(hidden_states, format.group)[:, :hidden]
@@ -89,7 +90,7 @@ def replace_linear(module: nn.Linear, format: BlockFormat) -> None:
     n, k = module.weight.shape
     data = np.zeros(format.matrix_bytes(n, k), np.uint8)
     format.encode_matrix(module.weight.detach().float().numpy(), data)
-    kept = torch.from_numpy(format.decode_matrix(data, n, k))
+    kept = torch.from_numpy(decode_matrix(format, data, n, k))
     module.forward = lambda x: functional.linear(
         int8_steps(x.flatten(0, -2), format.group)[:, :k], kept, module.bias
     ).unflatten(0, x.shape[:-1])

@@ -22,7 +22,7 @@ from pipeline.policies.view import ModelShape, Target
 from shm.descriptor import describe
 from shm.layout import ExpertShape
 from shm.mask import DENSE, Mask, Tally
-from workers.kernels.host import HostKernel
+from workers.kernels.native import store_kernel
 from workers.kernels.reference import ReferenceChannels
 
 # 5 tiles, the last one padded; of more channels than any kernel takes together
@@ -59,7 +59,7 @@ def on_host(parts: MoverParts, share: Share, mask: Mask, layer: int = 1) -> tupl
     lists = items, share.offsets, share.rows, share.weights
     y, x = np.empty_like(X), np.ascontiguousarray(X)
     work = describe(layer, *lists, len(X), mask)
-    return y, HostKernel(parts.store.layout).compute_work(work, x, parts.store, y)
+    return y, store_kernel(parts.store).compute(work, x, y)
 
 
 def on_device(memory: ChannelMemory, share: Share, mask: Mask) -> tuple[np.ndarray, Tally, PhaseCounters]:

@@ -24,8 +24,7 @@ from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig
 from pipeline.engine.engine import Engine
-from pipeline.memory.limits import cache_tiles
-from pipeline.memory.needs import needs
+from pipeline.memory.needs import cache_tiles, needs
 from pipeline.models.registry import expert_shape, model_spec
 from pipeline.models.shapes import SHAPES
 from pipeline.policies.costs import Costs

@@ -17,7 +17,8 @@ from pipeline.experts.pool import HostPool, computing
 from pipeline.policies.view import Routing
 from shm.mask import DENSE
 from shm.store import Store
-from workers.kernels.host import Activations, HostKernel
+from workers.kernels.c_types import Geometry
+from workers.kernels.native import WorkKernel, best, store_kernel
 
 SECONDS = 2.0  # of each Work
 X = np.random.default_rng(3).standard_normal((3, SHAPE.hidden)).astype(np.float32)
@@ -35,20 +36,20 @@ class SleepingClock(Clock):
 
 @pytest.fixture
 def slow_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[SleepingClock]:
-    clock, compute = SleepingClock(), HostKernel.compute_work
+    clock, compute = SleepingClock(), WorkKernel.compute
 
-    def slow(self: HostKernel, *work: object) -> object:
+    def slow(self: WorkKernel, *work: object) -> object:
         clock.now += SECONDS
         return compute(self, *work)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(HostKernel, "compute_work", slow)
+    monkeypatch.setattr(WorkKernel, "compute", slow)
     monkeypatch.setattr(pools, "time", clock)
     return clock
 
 
 def pool_of(store: Store, slowdown: float = 1.0) -> HostPool:
     cores, shape = WorkerCores.equal(1), store.layout.shape
-    compute = computing(HostKernel(store.layout), store, slowdown)
+    compute = computing(store_kernel(store), slowdown)
     return HostPool(Divider(cores, shape.experts, shape.tiles), cores, compute)
 
 
@@ -70,10 +71,14 @@ def test_the_result_is_computed_when_it_is_asked_for(
     assert (slow_kernel.now, ticket.busy) == (Clock.now, 0.0)
     y = ticket.result()
     assert (ticket.busy, slow_kernel.slept) == (busy, slept)
-    kernel, every, expected = HostKernel(mover_store.layout), np.arange(3, dtype=np.int32), np.zeros_like(X)
+    kernel, every, expected = (
+        best().kernel(Geometry.of_tiles(mover_store.layout)),
+        np.arange(3, dtype=np.int32),
+        np.zeros_like(X),
+    )
     for expert, lo, hi, weights in ((0, 1, SHAPE.tiles, [0.5, 0, 1]), (2, 0, 2, [0, 0, 2])):
         tiles = mover_store.tiles(1, expert, lo, hi)
-        expected += kernel.compute(tiles, Activations(X), every) * np.array(weights, np.float32)[:, None]
+        expected += kernel.tiles(tiles, kernel.quantize(X), every) * np.array(weights, np.float32)[:, None]
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
     assert y[[0, 2]].any(axis=1).all()
     assert not y[1].any()

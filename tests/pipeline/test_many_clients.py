@@ -13,12 +13,11 @@ from dataclasses import replace
 import psutil
 import pytest
 import pytest_asyncio
-from raw_client import idle, raw_client
+from raw_client import idle
 
 from launch.equality import Verdict, compare
 from launch.processes.supervisor import Supervisor
 from protocol.client import Client
-from protocol.messages import Heartbeat, Score
 from protocol.sockets import Identity
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -27,6 +26,7 @@ CONTEXT = 24
 LENGTH = 12  # new tokens of an answer
 PROMPT = CONTEXT - LENGTH
 BOUND = 1e-4
+CLIENTS = 16
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -40,7 +40,7 @@ def prompt_of(number: int) -> list[int]:
     return [10 + number + i for i in range(PROMPT)]
 
 
-async def test_two_hundred_requests_of_fifty_clients_are_served_fairly(small) -> None:
+async def test_requests_of_many_clients_are_served_fairly(small) -> None:
     supervisor, first = small
     alone = {}
     for i in range(8):
@@ -65,22 +65,22 @@ async def test_two_hundred_requests_of_fifty_clients_are_served_fairly(small) ->
         served.clear()
         async with AsyncExitStack() as stack:
             clients = [
-                await stack.enter_async_context(Client.connect(supervisor.endpoint)) for _ in range(50)
+                await stack.enter_async_context(Client.connect(supervisor.endpoint)) for _ in range(CLIENTS)
             ]
             async with asyncio.TaskGroup() as group:
-                for i in range(200):  # a client's four at once, one client after the other
+                for i in range(4 * CLIENTS):  # a client's four at once, one client after the other
                     group.create_task(ask(clients[i // 4], i // 4, i % 8))
-            assert [client.strays for client in clients] == [0] * 50
-        assert Counter(served) == {i: 4 for i in range(50)}, wave
+            assert [client.strays for client in clients] == [0] * CLIENTS
+        assert Counter(served) == {i: 4 for i in range(CLIENTS)}, wave
         # The first client's four may run before other clients connect; from then on clients take turns.
-        assert max(Counter(served[:50]).values()) <= 4
-        assert len(set(served[:70])) == 50
+        assert max(Counter(served[:CLIENTS]).values()) <= 4
+        assert len(set(served[: CLIENTS + 20])) == CLIENTS
         memory.append(coordinator.memory_info().rss)
     await idle(first, kept=False)
     assert memory[1] < memory[0] + (16 << 20)
 
 
-async def test_five_hundred_answers_cancelled_at_random_moments_release_all(small) -> None:
+async def test_answers_cancelled_at_random_moments_release_all(small) -> None:
     supervisor, first = small
     draw = random.Random(3)
     ends: Counter[str] = Counter()
@@ -102,34 +102,10 @@ async def test_five_hundred_answers_cancelled_at_random_moments_release_all(smal
         async with asyncio.TaskGroup() as group:
             for client in clients:
                 group.create_task(
-                    ask_and_cancel(client, [draw.choice((0, 0.05, 0.2)) * draw.random() for _ in range(50)])
+                    ask_and_cancel(client, [draw.choice((0, 0.05, 0.2)) * draw.random() for _ in range(20)])
                 )
         await asyncio.gather(*(client.stats() for client in clients))  # all messages under way have arrived
         assert [client.strays for client in clients] == [0] * 10
-    assert sum(ends.values()) == 500
-    assert ends["cancelled"] > 50
+    assert sum(ends.values()) == 200
+    assert ends["cancelled"] > 20
     await idle(first, kept=False)
-
-
-async def test_client_that_never_reads_is_cut_off_without_delaying_others(small) -> None:
-    """The client sends heartbeats and requests more than any queue holds, and does not read."""
-    supervisor, first = small
-    async with raw_client(supervisor.endpoint) as deaf:
-
-        async def send_heartbeats() -> None:
-            while True:
-                await deaf.send(Heartbeat())
-                await asyncio.sleep(0.5)
-
-        heartbeats = asyncio.create_task(send_heartbeats())
-        await deaf.send(*(Score(i, token_ids=tuple(range(CONTEXT)), full=True) for i in range(400)))
-        others = 0
-        async with asyncio.timeout(60):
-            while not (await first.stats())["clients"]["cut_off"]:
-                result = await first.generate(token_ids=(5, 6), max_tokens=4, ignore_eos=True).result()
-                assert len(result.tokens) == 4
-                others += 1
-                await asyncio.sleep(0.2)
-        assert others > 5
-        heartbeats.cancel()
-        await idle(first, kept=False)

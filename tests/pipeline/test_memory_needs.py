@@ -1,21 +1,41 @@
-"""Backbone and store have exactly the planned sizes."""
+"""Backbone and store have exactly the planned sizes; what has no room is refused in one line before it is
+allocated."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
-from pipeline.config import EXPANDED_KV_BYTES, GRAPH_BYTES, BackboneDType, EngineConfig
+from pipeline.config import (
+    DEFAULT_CONTEXT,
+    EXPANDED_KV_BYTES,
+    GRAPH_BYTES,
+    KV_CONTEXTS,
+    BackboneDType,
+    EngineConfig,
+)
 from pipeline.device import open_device
 from pipeline.device.base import SLOT_ALIGNMENT
-from pipeline.memory.limits import STAGING_TILES
-from pipeline.memory.needs import Needs, needs
+from pipeline.errors import UsageError
+from pipeline.memory.needs import (
+    STAGING_TILES,
+    Needs,
+    cache_tiles,
+    choose_context,
+    full_memory_in_one_line,
+    kv_budget,
+    needs,
+)
 from pipeline.memory.plan import Machine, plan_format
 from pipeline.models.registry import expert_shape, model_spec
 from pipeline.models.shapes import SHAPES
@@ -24,6 +44,7 @@ from shm.segment import SHM_FOLDER
 from shm.store import store_name
 
 MB = 1_000_000
+HUGE = 500_000 * 10**9  # bytes
 
 SMALLER = {
     **{"hidden_size": 128, "vocab_size": 320, "intermediate_size": 192, "moe_intermediate_size": 96},
@@ -172,3 +193,46 @@ async def test_store_has_the_planned_size(start_engine, tiny_model: Path) -> Non
         during = needs(open_model(tiny_model), config, "int4")
     assert (before.present, during.present) == (0, during.store)
     assert before.store == during.store
+
+
+def test_slab_or_kv_cache_beyond_the_free_memory_is_refused_with_numbers() -> None:
+    device = open_device("cpu")
+    device.check_memory(1000, 1000, 1000)
+    with pytest.raises(UsageError, match=r"slab needs 500000\.00 GB.* free: .*--expert-cache"):
+        device.check_memory(HUGE, 0, 0)
+    with pytest.raises(UsageError, match=r"KV cache 500000\.00 GB.* free: .*--context"):
+        device.check_memory(1000, HUGE, 0)
+    with pytest.raises(UsageError, match=r"rest 500000\.50 GB.* free: "):
+        device.check_memory(1000, 1000, HUGE)
+
+
+def test_full_device_memory_is_one_line_for_the_user() -> None:
+    text = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB.\nAnd more."
+    with pytest.raises(UsageError) as caught, full_memory_in_one_line():
+        raise torch.OutOfMemoryError(text)
+    assert str(caught.value) == (
+        "CUDA out of memory. Tried to allocate 2.00 GiB: use a smaller --expert-cache, --context or --chunk"
+    )
+
+
+def test_share_of_the_tiles_loses_none_by_rounding() -> None:
+    assert [cache_tiles(n / 100, 100) for n in range(101)] == list(range(101))
+    assert cache_tiles(0.5, 3) == 1
+    for tiles in (7, 1000, 28_672):  # a planned share is in thousandths, and never exceeds the plan
+        assert all(0 <= n * tiles / 1000 - cache_tiles(n / 1000, tiles) < 1 for n in range(1001))
+
+
+def test_context_and_kv_cache_have_limits() -> None:
+    short, long = SimpleNamespace(max_positions=4096), SimpleNamespace(max_positions=32768)
+    assert [choose_context(None, spec) for spec in (short, long)] == [4096, DEFAULT_CONTEXT]
+    assert [choose_context(n, short) for n in (1, 4096)] == [1, 4096]
+    with pytest.raises(UsageError, match="--context 4097 is more than the model's 4096 positions"):
+        choose_context(4097, short)
+    assert [kv_budget(requested, 100) for requested in (None, 100, 101)] == [KV_CONTEXTS * 100, 100, 101]
+    with pytest.raises(UsageError, match="--kv-tokens 99 is less than one context of 100"):
+        kv_budget(99, 100)
+
+
+def test_memory_plan_imports_no_torch() -> None:
+    script = "import sys, pipeline.memory.needs, pipeline.memory.plan; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0

@@ -16,8 +16,7 @@ from pipeline.checkpoint.open import open_model
 from pipeline.config import DEFAULT_CACHE, DEFAULT_CONTEXT, EngineConfig, ResolvedConfig
 from pipeline.device.base import SPARE_BYTES
 from pipeline.errors import UsageError
-from pipeline.memory.limits import cache_tiles
-from pipeline.memory.needs import Needs, needs
+from pipeline.memory.needs import Needs, cache_tiles, needs
 from pipeline.memory.plan import (
     AUTOMATIC,
     FREE_BYTES,

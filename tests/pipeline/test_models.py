@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipeline.assets import model_dir
 from pipeline.config import DEFAULT_CONTEXT
 from pipeline.errors import ModelError, UsageError
-from pipeline.memory.limits import choose_context
+from pipeline.memory.needs import choose_context
 from pipeline.models.architecture import TensorSpec
 from pipeline.models.registry import architecture_of, expert_shape, model_spec
 from pipeline.models.routing import Softmax, SparseMixer

@@ -26,7 +26,7 @@ from shm.layout import ExpertShape
 from shm.mask import DENSE, Mask
 from shm.store import Store
 from workers.expert_worker import serve
-from workers.kernels.host import HostKernel
+from workers.kernels.native import store_kernel
 
 SHAPE = ExpertShape(layers=2, experts=6, hidden=64, intermediate=320, tile=64)
 NUMBER = itertools.count()
@@ -39,7 +39,7 @@ def pool_of(folder: Path, store: Store, workers: int, exchange: str) -> Iterator
     cores, shape = WorkerCores.equal(max(1, workers)), store.layout.shape
     division = Divider(cores, shape.experts, shape.tiles)
     if not workers:
-        yield HostPool(division, cores, computing(HostKernel(store.layout), store))
+        yield HostPool(division, cores, computing(store_kernel(store)))
         return
     with ExitStack() as stack:
         socket = stack.enter_context(child_socket(folder, "work.sock", "worker", store.fingerprint))
@@ -49,8 +49,8 @@ def pool_of(folder: Path, store: Store, workers: int, exchange: str) -> Iterator
             peer = child_endpoint(folder, "worker", "work.sock", store.fingerprint, index, index + 5)
             peer.announce()
             line = control.line("worker", index)
-            kernel = HostKernel(store.layout, None, line, generation=peer.generation)
-            serve(peer, store, line, kernel, 1.0)
+            kernel = store_kernel(store, None, line, generation=peer.generation)
+            serve(peer, line, kernel, 1.0)
             peer.close()
 
         threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(workers)]
@@ -90,7 +90,7 @@ def test_bits_do_not_depend_on_the_exchange(tmp_path: Path, name: str, workers: 
     tmp_path.chmod(0o700)
     mask = Mask(share=0.5) if name.startswith("floe") else DENSE
     with encoded_store(SHAPE, "pool_bits", name) as store:
-        compute = computing(HostKernel(store.layout), store)
+        compute = computing(store_kernel(store))
         every = Divider(WorkerCores.equal(workers), SHAPE.experts, SHAPE.tiles)
         expected = []
         for plan, x in plans(mask):

@@ -9,7 +9,7 @@ import torch
 from test_models import GOOD
 
 from pipeline.backbone.kv_cache import KVCache
-from pipeline.memory.limits import CHUNK_MAX
+from pipeline.memory.needs import CHUNK_MAX
 from pipeline.models.registry import model_spec
 from pipeline.serving import engine_parts
 from pipeline.serving.engine_parts import measure_chunks

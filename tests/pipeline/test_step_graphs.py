@@ -7,8 +7,6 @@ import itertools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -28,7 +26,6 @@ from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
-from pipeline.device.cpu import CpuDevice
 from pipeline.device.cuda_graphs import CudaGraphs
 from pipeline.engine.engine import Engine
 from pipeline.engine.graphs import StepGraphs
@@ -164,13 +161,6 @@ def test_what_cannot_be_captured_leaves_one_line_and_right_numbers(
 
     device.graphs().capture(adds)  # another engine's
     assert found.tolist() == [1, 1]
-
-
-@pytest.mark.parametrize("mode", ["auto", "off"])
-def test_a_device_without_graphs_says_so(mode) -> None:
-    made = StepGraphs(cast(Any, SimpleNamespace(kernels=None)), CpuDevice(), mode)
-    assert made.layers([], cast(Any, None)) is None
-    assert made.status == ("off: --graphs off" if mode == "off" else "off: the device cpu has none")
 
 
 def texts(engine: Engine, preset: str) -> list[np.ndarray]:

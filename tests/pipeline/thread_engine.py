@@ -38,7 +38,7 @@ from shm.layout import format_named
 from shm.store import Store
 from workers.copiers import TileCopy
 from workers.expert_worker import serve
-from workers.kernels.host import HostKernel
+from workers.kernels.native import store_kernel
 
 CONTEXT = 256
 PROMPT = [5, 6, 7, 8, 9]
@@ -72,7 +72,7 @@ def engine_in_threads(
             peer = child_endpoint(folder, "worker", "work.sock", store.fingerprint)
             peer.announce()
             line = control.line("worker", 0)
-            serve(peer, store, line, HostKernel(store.layout, None, line), slowdown=1.0)
+            serve(peer, line, store_kernel(store, None, line), slowdown=1.0)
             peer.close()
 
         thread = threading.Thread(target=work, daemon=True)

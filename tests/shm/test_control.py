@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 
 import pytest
-from small_store import ROOT, run
+from small_store import run
 
 from shm.control import IDLE, ControlSegment
-from shm.segment import SHM_FOLDER
 
 
 @pytest.fixture
@@ -21,13 +20,6 @@ def lines(control: ControlSegment) -> list[tuple[int, int]]:
     others = (control.line(role, 0) for role in ("prefetcher", "coordinator"))
     found = [*others, *(control.line("worker", index) for index in range(3))]
     return [(line.ticks, line.seq) for line in found]
-
-
-def test_a_new_segment_is_idle_and_private(control):
-    assert lines(control) == [(0, IDLE)] * 5
-    with open(f"{SHM_FOLDER}{control.segment.name}", "rb") as file:
-        assert len(file.read()) == 5 * 64
-    assert (ROOT / f"{SHM_FOLDER}{control.segment.name}").stat().st_mode & 0o7777 == 0o600
 
 
 def test_writes_of_another_process_appear_on_its_line_alone(control):

@@ -237,21 +237,6 @@ def test_a_sweep_and_many_writes_at_once_lose_nothing(fingerprint, tmp_path):
     assert sweep_cache(tmp_path) == []
 
 
-def test_a_failed_write_leaves_nothing(fingerprint, tmp_path):
-    build(fingerprint)
-    (tmp_path / "cache").write_text("a file where the folder should be")
-    with Store.attach(store_name(fingerprint)) as store:
-        with pytest.raises(OSError, match="exists"):
-            write_cache(tmp_path / "cache", store, lambda done: None)
-
-        def stop(done: int) -> None:
-            raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            write_cache(tmp_path / "other", store, stop)
-    assert list((tmp_path / "other").iterdir()) == []
-
-
 def test_a_full_disk_is_an_error_that_leaves_nothing(fingerprint, tmp_path):
     build(fingerprint)
     code = (

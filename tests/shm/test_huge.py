@@ -44,23 +44,6 @@ def test_mapping_is_aligned_complete_and_shared(descriptor: int) -> None:
     assert theirs[[0, HUGE, SIZE - 1]].tolist() == [1, 2, 3]
 
 
-def test_only_the_requested_bytes_stay_mapped_until_their_last_view(descriptor: int) -> None:
-    array = map_shared(descriptor, SIZE, writable=True)
-    start = array.ctypes.data
-    end = start + -(-SIZE // 4096) * 4096
-    assert not mapped(end)  # the rest of the reservation
-    view = array[HUGE:][::2]
-    del array
-    gc.collect()
-    assert mapped(start)
-    assert mapped(end - 1)
-    view[0] = 7
-    del view
-    gc.collect()
-    assert not mapped(start)
-    assert not mapped(end - 1)
-
-
 @pytest.mark.parametrize("size", [0, 1, 4096, HUGE - 1, HUGE, SIZE])
 def test_private_memory_is_new_writable_and_as_large_as_asked_for(size: int) -> None:
     array = private(size)
@@ -89,11 +72,6 @@ def test_the_last_page_of_private_memory_is_huge_too_where_that_adds_little(size
     assert len(array) == size
 
 
-def test_private_memory_without_end_is_an_error() -> None:
-    with pytest.raises(OSError, match="memory"):
-        private(1 << 60)
-
-
 def test_collapsing_pages_keeps_their_bytes(descriptor: int) -> None:
     array = map_shared(descriptor, SIZE, writable=True)
     array[:] = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8)
@@ -102,19 +80,6 @@ def test_collapsing_pages_keeps_their_bytes(descriptor: int) -> None:
     assert joined % HUGE == 0
     assert joined <= SIZE
     np.testing.assert_array_equal(array, before)
-
-
-def test_new_segment_is_in_huge_pages_if_the_kernel_can_collapse() -> None:
-    name = f"/tandem-huge-{os.getpid()}"
-    with Segment.create(name, SIZE) as segment:
-        unlink(name)
-        if collapse(segment.array) == 0:
-            pytest.skip("this kernel joins no pages of shared memory, or has no huge page free")
-        segment.array[:] = 1
-        start = segment.array.ctypes.data
-        maps = Path("/proc/self/smaps").read_text().split(f"{start:x}-")[1]
-        huge = next(line for line in maps.splitlines() if line.startswith("ShmemPmdMapped"))
-        assert int(huge.split()[1]) * 1024 >= 2 * HUGE
 
 
 class Advised:

@@ -10,14 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from shm.mask import DENSE, NOTHING, Mask, Tally
+from shm.mask import Mask
 
 ROWS = hnp.arrays(np.float32, st.tuples(st.integers(0, 3), st.integers(1, 40)), elements=st.floats(width=32))
-
-
-@given(ROWS)
-def test_everything_is_kept_without_a_threshold_and_with_the_whole_share(u: np.ndarray) -> None:
-    assert DENSE.keeps(u).all()
 
 
 @given(ROWS, st.floats(0, 2.0**99, width=32))
@@ -58,8 +53,3 @@ def test_a_share_is_rounded_up_but_for_its_own_rounding(share: float, channels: 
 def test_other_masks_are_refused(values: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="no mask keeps"):
         Mask(*values)
-
-
-def test_tallies_add_up() -> None:
-    assert Tally.of([]) == NOTHING
-    assert Tally.of([Tally(1.0, 0.5, 2, 16), Tally(2.0, 0.0, 16, 16)]) == Tally(3.0, 0.5, 18, 32)

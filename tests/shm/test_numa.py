@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
@@ -18,8 +17,8 @@ from hypothesis import strategies as st
 from shm.formats import F32
 from shm.layout import FORMATS, PAGE, ExpertShape, StoreLayout
 from shm.manifest import StoreManifest
-from shm.numa import BATCH, interleave, kernel_mbind, node_of, spans
-from shm.segment import SHM_FOLDER, unlink
+from shm.numa import interleave, kernel_mbind, node_of, spans
+from shm.segment import SHM_FOLDER
 from shm.store import Store, StoreBuilder
 
 START = 2 * PAGE
@@ -64,29 +63,6 @@ def descriptor() -> Iterator[int]:
     fd = os.memfd_create("tandem-test-numa")
     yield fd
     os.close(fd)
-
-
-def test_policy_is_set_once_for_each_span_with_the_kernel_s_node(descriptor: int) -> None:
-    """More spans than one mapping takes; bytes written through each span show its place in the segment."""
-    layout = StoreLayout(ExpertShape(3, 100, 1024, 8, 1), F32())
-    os.ftruncate(descriptor, START + layout.total_bytes)
-    expected = list(spans(layout, START, 2))
-    assert len(expected) > 2 * BATCH
-    asked: list[tuple[int, int]] = []
-
-    def mbind(address: int, length: int, node: int) -> int:
-        ctypes.c_uint32.from_address(address).value = len(asked) + 1
-        ctypes.c_uint32.from_address(address + length - 4).value = len(asked) + 1
-        asked.append((length, node))
-        return 0
-
-    assert interleave(descriptor, layout, START, (1, 6), mbind) == ""
-    assert asked == [(span.length, (1, 6)[span.node]) for span in expected]
-    with mmap.mmap(descriptor, 0) as mapping:
-        words = np.frombuffer(mapping, np.uint32)
-        for number, span in enumerate(expected, 1):
-            assert words[span.start // 4] == words[(span.start + span.length) // 4 - 1] == number
-        del words
 
 
 def test_one_node_sets_no_policy_and_a_refusal_is_one_line(descriptor: int) -> None:
@@ -141,16 +117,3 @@ def test_kernel_places_the_pages_of_a_store_by_its_policy(name: str) -> None:
     builder.finish()
     with Store.attach(name) as store:
         assert (store.tiles(0, 2, 0, 8) == 1).all()
-
-
-def test_store_is_built_with_a_note_where_the_kernel_refuses(name: str) -> None:
-    manifest = StoreManifest("cd" * 32, ExpertShape(1, 2, 64, 8, 4), "f32", "a test")
-    builder = StoreBuilder.create(name, manifest, nodes=(0, 1000))
-    assert len(builder.notes) == 1
-    assert "tiles are not placed on NUMA nodes" in builder.notes[0]
-    builder.layer(0)[:] = 2
-    builder.finish()
-    with Store.attach(name) as store:
-        assert (store.tiles(0, 1, 0, 2) == 2).all()
-    unlink(name)
-    assert not Path(SHM_FOLDER, name.lstrip("/")).exists()

@@ -6,6 +6,7 @@ import hashlib
 
 import numpy as np
 import pytest
+from decoding import decode_matrix, decode_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -73,7 +74,7 @@ def rows(w: Float32, bits: int, **how: object) -> Bytes:
 def errors(w: Float32, data: Bytes, group: int, bits: int = 4) -> np.ndarray:
     """What the optimisation minimises, for each group: float64 [n, groups]."""
     blocks = Int4(group) if bits == 4 else Int2(group)
-    off = np.abs(blocks.decode_matrix(data, *w.shape).astype(np.float64) - w) ** (NORM if bits == 4 else 2)
+    off = np.abs(decode_matrix(blocks, data, *w.shape).astype(np.float64) - w) ** (NORM if bits == 4 else 2)
     return np.add.reduceat(off, range(0, w.shape[1], group), axis=1)
 
 
@@ -124,8 +125,8 @@ def test_rows_have_the_numbers_of_the_blocks(w: Float32) -> None:
     for bits, blocks in ((4, Int4(64)), (8, Int8(64))):
         out = np.empty(blocks.matrix_bytes(*w.shape), np.uint8)
         blocks.encode_matrix(w, out)
-        expected = blocks.decode_matrix(out, *w.shape)
-        np.testing.assert_array_equal(QuantizedRows(bits).decode(rows(w, bits), w.shape[1]), expected)
+        expected = decode_matrix(blocks, out, *w.shape)
+        np.testing.assert_array_equal(decode_rows(QuantizedRows(bits), rows(w, bits), w.shape[1]), expected)
 
 
 @settings(max_examples=60, deadline=None)
@@ -153,7 +154,7 @@ def test_weights_at_the_edges(group: int) -> None:
     w = np.array(list(rows.values()), np.float32)
     with np.errstate(all="raise", under="ignore"):
         data = int4(w, group)
-    found = dict(zip(rows, Int4(group).decode_matrix(data, *w.shape), strict=True))
+    found = dict(zip(rows, decode_matrix(Int4(group), data, *w.shape), strict=True))
     assert all(np.isfinite(row).all() for row in found.values())
     assert not found["zeros"].any()
     assert not found["negative zero"].any()
@@ -163,7 +164,7 @@ def test_weights_at_the_edges(group: int) -> None:
     np.testing.assert_array_equal(found["sixteen steps"], rows["sixteen steps"].astype(np.float32))
     assert 0.2e30 < found["one outlier"][5] < 1.1e30
     assert np.abs(found["largest"] - rows["largest"]).max() <= 0.1e36
-    wide = Int8().decode_matrix(int8(w), *w.shape)
+    wide = decode_matrix(Int8(), int8(w), *w.shape)
     assert (np.abs(wide - w).max(axis=1) <= np.abs(w).max(axis=1) / 253 + 1e-38).all()
 
 

@@ -46,18 +46,6 @@ def test_other_attachments_see_what_is_written_and_cannot_write(name):
         assert segment.array[6] == 78
 
 
-def test_views_survive_close_and_close_is_idempotent(name):
-    segment = Segment.create(name, 8192)
-    segment.array[:] = 3
-    view = segment.array[100:200]
-    segment.close()
-    segment.close()
-    unlink(name)
-    assert view.sum() == 300
-    with pytest.raises(ValueError, match="closed"):
-        _ = segment.array
-
-
 def test_closing_unmaps_once_no_view_is_left(name):
     def mapped() -> bool:
         return name[1:] in Path("/proc/self/maps").read_text()
@@ -116,17 +104,6 @@ def test_a_segment_of_no_bytes_or_that_may_not_be_opened_is_refused(name, monkey
         Segment.attach(name)
 
 
-def test_no_descriptor_stays_open(name):
-    def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    before = descriptors()
-    with Segment.create(name, 100):
-        assert descriptors() == before
-        with Segment.attach(name):
-            assert descriptors() == before
-
-
 def test_too_large_a_segment_is_refused_with_numbers(monkeypatch):
     # Allocating more than fits would fill the memory first, so test the check alone and, in a child with a
     # limited file size, the kernel.
@@ -154,15 +131,6 @@ def test_a_failed_allocation_removes_the_segment(name):
     assert result.returncode == 1
     assert "larger than a file may be here" in result.stderr
     assert not file_of(name).exists()
-
-
-def test_progress_is_the_sum_of_the_steps(name, monkeypatch):
-    monkeypatch.setattr("shm.segment.ALLOCATION_STEP", 8192)
-    seen = []
-    with Segment.create(name, 3 * 8192 + 100, seen.append) as segment:
-        assert seen == [8192, 2 * 8192, 3 * 8192, 3 * 8192 + 100]
-        assert file_of(name).stat().st_blocks * 512 >= segment.size
-        assert not segment.array.any()
 
 
 def test_pages_are_placed_before_any_is_allocated(name):

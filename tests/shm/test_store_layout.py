@@ -1,8 +1,8 @@
 """The bytes of tiles: their offsets, encoding and decoding, and padding without effect."""
 
 import numpy as np
-import pytest
 import torch
+from decoding import decode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,14 +40,6 @@ def test_tiles_are_disjoint_in_order_and_experts_aligned(shape, fmt):
     assert end <= layout.total_bytes < end + PAGE
 
 
-@given(shapes)
-def test_offsets_outside_the_shape_are_refused(shape):
-    layout = StoreLayout(shape, format_named("f32"))
-    for place in ((shape.layers, 0, 0), (0, shape.experts, 0), (0, 0, shape.tiles + 1), (-1, 0, 0)):
-        with pytest.raises(IndexError):
-            layout.offset(*place)
-
-
 @given(shapes, formats, st.integers(0, 2**32))
 @settings(deadline=None)
 def test_every_number_decodes_and_padding_is_zero(shape, fmt, seed):
@@ -56,7 +48,7 @@ def test_every_number_decodes_and_padding_is_zero(shape, fmt, seed):
     out = np.full(layout.expert_stride, 0xAB, dtype=np.uint8)
     layout.encode_expert(gate, up, down, out)
     tiles = [
-        fmt.decode(out[t * layout.tile_bytes : (t + 1) * layout.tile_bytes], shape.hidden, shape.tile)
+        decode(fmt, out[t * layout.tile_bytes : (t + 1) * layout.tile_bytes], shape.hidden, shape.tile)
         for t in range(shape.tiles)
     ]
     decoded = np.concatenate(tiles, axis=1)  # [3, padded, H]

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from small_store import SHAPE, build, file_of, fill, run, running
+from small_store import SHAPE, build, file_of, run, running
 
-from shm.errors import SegmentMissing, ShmError
+from shm.errors import SegmentMissing
 from shm.locks import StoreLease, build_folder, build_lock, remove_unused, sweep
 from shm.manifest import BUILDING, StoreManifest, pack_head
-from shm.store import STORE_SPACE, Store, StoreBuilder, store_name, store_segments
+from shm.store import STORE_SPACE, Store, store_name, store_segments
 
 RACER = """
 import sys, time
@@ -95,16 +95,6 @@ def test_lock_of_a_killed_builder_is_released(fingerprint):
             assert len(calls) >= 3
 
 
-def test_last_user_removes_the_store(fingerprint):
-    build(fingerprint)
-    first = StoreLease.acquire(fingerprint)
-    second = StoreLease.acquire(fingerprint)
-    assert not first.release(keep=False)
-    assert file_of(fingerprint).exists()
-    assert second.release(keep=False)
-    assert not file_of(fingerprint).exists()
-
-
 def test_store_kept_by_any_user_stays_until_its_next_use(fingerprint):
     build(fingerprint)
     asker = StoreLease.acquire(fingerprint)
@@ -181,16 +171,6 @@ def test_unfinished_store_is_swept_unless_it_is_being_built(fingerprint):
     assert sweep() == [store_name(fingerprint)]
 
 
-def test_a_store_that_is_being_built_without_the_lock_is_not_swept(fingerprint):
-    """Tools and tests build stores under names that no engine uses."""
-    manifest = StoreManifest(fingerprint, SHAPE, "bf16", "")
-    builder = StoreBuilder.create(store_name(fingerprint), manifest)
-    assert sweep() == []
-    fill(builder)
-    builder.finish()
-    Store.attach(store_name(fingerprint), fingerprint).close()
-
-
 def test_only_a_store_that_can_be_used_is_kept(fingerprint):
     build(fingerprint)
     StoreLease.acquire(fingerprint).release(keep=True)
@@ -244,10 +224,3 @@ def test_spaces_share_neither_stores_nor_locks(fingerprint, monkeypatch):
     assert here.name not in store_segments()
     monkeypatch.undo()
     assert sweep() == [store_name(fingerprint)]
-
-
-@pytest.mark.parametrize("space", ["a/b", "..", "a-b", "a" * 65])
-def test_a_space_is_one_plain_word(space, monkeypatch):
-    monkeypatch.setenv(STORE_SPACE, space)
-    with pytest.raises(ShmError, match=r"^TANDEM_STORE_SPACE may hold letters"):
-        store_name("f" * 64)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from attention_cases import EPS, as_cached, numbers, read
+from decoding import decode_matrix
 from hypothesis import strategies as st
 
 from shm.blocks import BlockFormat
@@ -123,7 +124,7 @@ class Layer:
         format = format_named(self.shape.format)
         if isinstance(format, BlockFormat):
             self.data[name] = quantized(format, w)
-            self.plain[name] = format.decode_matrix(self.data[name], outputs, inputs).astype(np.float64)
+            self.plain[name] = decode_matrix(format, self.data[name], outputs, inputs).astype(np.float64)
         else:
             self.data[name] = as_cached(w, 32 if self.shape.format == "f32" else 16)
             self.plain[name] = read(self.data[name])

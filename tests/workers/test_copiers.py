@@ -5,9 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
-from child_harness import SHAPE
 
 from shm.control import ControlSegment
 from shm.segment import unlink
@@ -70,21 +68,6 @@ def test_copies_of_two_processes_follow_each_other_on_one_link(clock: Clock, con
     assert prefetcher.other_until == 102.5
     clock.now = 110.0  # idle time is not saved up
     assert coordinator.occupy(250) == (110.25, 0.25)
-
-
-def test_tiles_and_channels_are_copied(fingerprint: str, slab: Slab) -> None:
-    with Store.attach(store_name(fingerprint)) as store:
-        copier = HostCopier(store, slab)
-        records = store.tiles(1, 2, 0, SHAPE.tiles).reshape(SHAPE.padded, -1)
-        chosen = np.array([3, 40, 41], np.int32)
-        copies = [TileCopy(0, 1, 2, 3), TileCopy(1, 2, 0, 1, chosen, 5)]
-        copier.ready(copier.begin(copies))
-        np.testing.assert_array_equal(slab.slot(3), store.tiles(0, 1, 2, 3))
-        there = slab.slot(1).reshape(SHAPE.tile, -1)
-        np.testing.assert_array_equal(there[5:8], records[chosen])
-        assert not there[:5].any()
-        assert not there[8:].any()
-        assert copier.copied[0] == 1
 
 
 def test_paced_copies_take_the_links_time_and_tick(

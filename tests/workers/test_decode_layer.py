@@ -7,14 +7,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from attention_cases import EPS, as_cached, numbers, read
+from attention_cases import as_cached, numbers, read
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_runs import bits, seeds
-from layer_cases import Layer, Rows, Shape, normed, shapes
+from layer_cases import Layer, Rows, Shape, shapes
 
 from shm.layout import DENSE
-from workers.kernels.layer import RMSNorm
 from workers.kernels.matrix import DenseMatrix
 from workers.kernels.native import Library, Team
 
@@ -139,16 +138,3 @@ def test_products_with_a_dense_matrix(library, team, number_bits, seed, rows, ou
         np.testing.assert_array_equal(bits(matrix.product(x[row : row + 1])), bits(y[row : row + 1]))
     with pytest.raises(ValueError, match="activations"):
         matrix.product(numbers(random, 1, inputs + 1))
-
-
-@FEW
-@given(rows=st.integers(0, 5), width=st.integers(1, 300), seed=seeds)
-def test_rms_norm(library, rows, width, seed) -> None:
-    random = np.random.default_rng(seed)
-    x, weight = numbers(random, rows, width), numbers(random, width)
-    out = np.full_like(x, np.nan)
-    norm = RMSNorm(library, weight.ctypes.data, width, EPS)
-    norm(x.ctypes.data, rows, out.ctypes.data)
-    np.testing.assert_allclose(out, normed(x.astype(np.float64), weight), rtol=1e-5, atol=1e-6)
-    norm(x.ctypes.data, rows, x.ctypes.data)
-    np.testing.assert_array_equal(x, out)

@@ -24,7 +24,7 @@ from shm.descriptor import GENERATION, ITEMS, ROWS, X_ROWS, head_of
 from shm.segment import unlink
 from shm.store import Store, store_name
 from workers import expert_worker
-from workers.kernels.host import HostKernel
+from workers.kernels.native import store_kernel
 from workers.lifetime import EXIT_PARENT_GONE
 
 pytestmark = pytest.mark.timeout(300)  # importing torch takes long where many others compute
@@ -87,14 +87,6 @@ def test_a_partial_equals_the_brute_force_and_any_workers_bits(pool: Pool, work:
     assert expected(work).agrees(first)
     np.testing.assert_array_equal(first.view(np.uint32), other.view(np.uint32))
     np.testing.assert_array_equal(first.view(np.uint32), again.view(np.uint32))
-
-
-def test_rows_without_items_and_works_without_items_are_zero(pool: Pool) -> None:
-    y = pool.do(pool.workers[0], make_work(1, 1, [(2, 0, SHAPE.tiles, [1, 3])], rows=5)).y
-    assert not y[[0, 2, 4]].any()
-    assert y[[1, 3]].any(axis=1).all()
-    y = pool.do(pool.workers[0], make_work(2, 0, [], rows=3)).y
-    np.testing.assert_array_equal(y, np.zeros((3, SHAPE.hidden), np.float32))
 
 
 def test_bf16_store_and_exits_of_serving_workers() -> None:
@@ -185,7 +177,7 @@ def test_a_refused_work_is_not_under_way_any_more() -> None:
     try:
         line = segment.line("worker", 0)
         with small_store("bf16") as name, Store.attach(store_name(name)) as store:
-            expert_worker.serve(peer, store, line, HostKernel(store.layout, None, line, generation=3), 1.0)
+            expert_worker.serve(peer, line, store_kernel(store, None, line, generation=3), 1.0)
         assert line.seq == IDLE
     finally:
         segment.close()

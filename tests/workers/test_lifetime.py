@@ -113,11 +113,6 @@ def test_the_configuration_arrives_as_it_was_sent(pipe: tuple[int, int]) -> None
         assert complaints(child) == "[child] a line\n"
 
 
-def test_child_imports_before_its_configuration(pipe: tuple[int, int]) -> None:
-    with started(ENTRY, pipe[0], *runs("slow_module", pipe[0])) as child:
-        assert line_of(child) == "importing\n"
-
-
 @pytest.mark.parametrize("module", ["its_module", "slow_module"])
 def test_child_without_a_configuration_exits_with_its_lifeline(pipe: tuple[int, int], module: str) -> None:
     """While it imports, and while it waits after the import."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from decoding import decode
 from hypothesis import example, given
 from hypothesis import strategies as st
 from kernel_runs import bits, kernel_of, quick, seeds
@@ -96,7 +97,7 @@ def exact(expert: Expert, mask: Mask) -> tuple[np.ndarray, np.ndarray, Tally, fl
     tallies, near, unit = [], 1.0, 20 * 2.0**-24 * (shape.hidden + 16)  # 20: zero times sum, and scales
     for n in range(shape.tiles):
         head, body = expert.part(0, n, n + 1)
-        gate, up, down = format.decode(body, shape.hidden, shape.tile, head).astype(np.float64)
+        gate, up, down = decode(format, body, shape.hidden, shape.tile, head).astype(np.float64)
         u, g = steps @ up.T, gate_x @ gate.T
         size, kept = np.abs(u), mask.keeps(u.astype(np.float32))
         near = min(near, nearest(size, kept, mask))
@@ -164,7 +165,7 @@ def test_equal_sizes_are_kept_from_the_first_on(library: Library, name: str) -> 
     """All channels have the same up row; the rest of a channel tells which were kept."""
     expert, format = made(name, 64, 32, 1, 1, 5), format_named(name)
     head, body = expert.part(0, 0, 1)
-    gate, up, down = format.decode(body, 64, 32, head)
+    gate, up, down = decode(format, body, 64, 32, head)
     format.encode(gate, np.repeat(up[:1], 32, axis=0), down, body, head)
     mask = Mask(share=0.25)
     u = ReferenceChannels(expert.layout)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_runs import bits, kernel_of, quick, run, seeds
-from quantized_cases import QUANTIZED, Case, make_case, records, states
+from quantized_cases import QUANTIZED, Case, make_case, states
 
-from shm.layout import BlockFormat, ExpertShape, StoreLayout, format_named
+from shm.layout import ExpertShape, StoreLayout, format_named
 from workers.kernels import native
-from workers.kernels.c_types import Geometry, Quantized
+from workers.kernels.c_types import Quantized
 from workers.kernels.native import VARIANTS, Library, best, load
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -64,22 +64,6 @@ def test_a_team_computes_the_same_bits(library: Library, name: str, rows: int) -
         if team is not None:
             team.close()
             team.close()  # once more does nothing
-
-
-def test_a_team_shares_a_product(library: Library) -> None:
-    format, random = format_named("int4"), np.random.default_rng(4)
-    assert isinstance(format, BlockFormat)
-    data = records(random, format, format.matrix_bytes(1000, 300) // format.record_bytes, "random", "normal")
-    x = states(random, "normal", 9, 300)
-    team = library.team(3)
-    assert team is not None
-    alone, shared = (library.kernel(Geometry(format, 300, 1000), t) for t in (None, team))
-    flat, codes = data.reshape(-1), alone.quantize(x)
-    np.testing.assert_array_equal(bits(shared.matmul(flat, codes)), bits(alone.matmul(flat, codes)))
-    numbers = np.random.default_rng(1).integers(0, 2**64, 8 * 1001, np.uint64)
-    total = int(np.add.reduce(numbers))  # modulo 2**64
-    assert library.read(numbers.view(np.uint8)) == library.read(numbers.view(np.uint8), team) == total
-    team.close()
 
 
 def test_compiled_variants_are_used_best_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,13 +156,6 @@ def test_arrays_of_wrong_shape_or_type_are_refused(library: Library, name: str) 
             kernel.quantize(np.zeros(shape, np.float32))
     with pytest.raises(ValueError, match="weights"):
         kernel.matmul(case.data[:100], x)
-
-
-def test_read_refuses_parts_of_cache_lines(library: Library) -> None:
-    with pytest.raises(ValueError, match="whole lines"):
-        library.read(np.zeros(65, np.uint8))
-    with pytest.raises(ValueError, match="whole lines"):
-        library.read(np.zeros(256, np.uint8)[::2])
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int4-g128"])

@@ -60,15 +60,6 @@ def test_activations_have_the_codes_of_the_reference(library, name, width, rows,
     np.testing.assert_array_equal(bits(stand_for + 0), bits(torch_x + 0))  # + 0: no -0
 
 
-@quick(30)
-@given(width=st.integers(1, 100), rows=st.integers(1, 5), seed=seeds)
-def test_bf16_activations_are_rounded_as_torch_rounds(library, width, rows, seed) -> None:
-    patterns = np.random.default_rng(seed).integers(0, 2**32, (rows, width), np.uint32)
-    x = patterns.view(np.float32)
-    found = library.kernel(Geometry(format_named("bf16"), width, width)).quantize(x)
-    np.testing.assert_array_equal(found.codes, torch.from_numpy(x).bfloat16().float().numpy())
-
-
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_non_finite_activations_give_non_finite_results(library: Library, name: str, poison: float) -> None:

@@ -21,7 +21,6 @@ from shm.store import Store, store_name
 from workers import prefetcher
 from workers.child_endpoint import ChildEndpoint
 from workers.copiers import TileCopy
-from workers.lifetime import EXIT_PARENT_GONE
 from workers.prefetcher import CopyLoop
 
 SLOTS = 3 * SHAPE.tiles
@@ -354,14 +353,6 @@ def test_shutdown_in_the_middle_of_an_order_leaves_whole_tiles(link: Link) -> No
     assert link.place.shut_down(link.child, link.place.control) == 0
     assert any(link.holds(order, landed) for landed in range(1, SHAPE.tiles))
     assert link.child.errors.read_text() == ""
-
-
-@paced
-def test_prefetcher_exits_with_its_lifeline_in_the_middle_of_an_order(link: Link) -> None:
-    link.send(fetch(1, 0, 0, 0, tuple(range(SHAPE.tiles)), 1))
-    link.place.expect(Fetched)
-    link.child.cut()
-    assert link.child.ended(5) == EXIT_PARENT_GONE
 
 
 @pytest.mark.parametrize("case", ["no slab", "another size", "no store"])

@@ -9,11 +9,9 @@ import numpy as np
 from child_harness import SHAPE, weights_of
 
 from protocol.messages import Work
-from shm.descriptor import GENERATION, SEQ, Descriptor, describe, head_of
+from shm.descriptor import GENERATION, Descriptor, describe, head_of
 from shm.formats import Float32
-from shm.mask import DENSE, Mask
-from shm.store import Store
-from workers.kernels.host import HostKernel, Tally
+from shm.mask import DENSE, Mask, Tally
 from workers.kernels.native import WorkKernel
 
 Item = tuple[int, int, int, list[int]]  # expert, lo, hi, rows
@@ -47,10 +45,6 @@ class Case:
         y = np.full(self.x.shape, np.nan, np.float32)  # of a Work before
         return y, kernel.compute(self.descriptor, np.ascontiguousarray(self.x), y)
 
-    def computed_on(self, kernel: HostKernel, store: Store) -> tuple[Float32, Tally]:
-        y = np.full(self.x.shape, np.nan, np.float32)
-        return y, kernel.compute_work(self.descriptor, self.x, store, y)
-
 
 def make_work(seq: int, layer: int, items: list[Item], rows: int, seed: int = 0) -> Case:
     random = np.random.default_rng(seed)
@@ -64,10 +58,6 @@ def make_work(seq: int, layer: int, items: list[Item], rows: int, seed: int = 0)
         random.standard_normal((rows, SHAPE.hidden)).astype(np.float32),
         seq=seq,
     )
-
-
-def seq_of(work: Work) -> int:
-    return head_of(work.descriptor)[SEQ]
 
 
 def expected(work: Case, format: str = "f32") -> brute_force.Expected:

@@ -2,5 +2,5 @@
 
 `c/` has them in C, a library for each kind of processor, and `native.py` calls those. `reference.py` does
 the same with plain torch operations on any torch device: what every other kernel is tested against, and what
-runs where there is none. `host.py` chooses between them.
+runs on a GPU without kernels.
 """

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from shm.blocks import BlockFormat
 from shm.floe import FloeFormat
 from shm.formats import BF16, Float32, TileFormat
+from shm.layout import StoreLayout
 
 LINE = 64  # bytes of a cache line
 
@@ -36,7 +37,7 @@ class Kept:
         return self._address
 
 
-BF16_BITS = 16
+BF16_BITS, FLOAT32_BITS = 16, 32
 
 Codes = NDArray[np.int8] | Float32
 
@@ -51,16 +52,22 @@ class Geometry:
     outputs: int
     channels: int = 0
 
+    @classmethod
+    def of_tiles(cls, layout: StoreLayout) -> Geometry:
+        """The geometry of a store's tiles."""
+        shape = layout.shape
+        return cls(layout.format, shape.hidden, shape.hidden, shape.tile)
+
     def __post_init__(self) -> None:
-        if not isinstance(self.format, BlockFormat | FloeFormat | BF16):
-            raise ValueError(f"no C kernel computes {self.format.name}")
         if self.channels % self.format.granularity:
             raise ValueError(f"{self.channels} channels are no whole groups of {self.format.granularity}")
 
     @property
     def bits(self) -> int:
         blocks = self._blocks
-        return BF16_BITS if blocks is None else blocks.bits
+        if blocks is not None:
+            return blocks.bits
+        return BF16_BITS if isinstance(self.format, BF16) else FLOAT32_BITS
 
     @property
     def group(self) -> int:
@@ -86,7 +93,7 @@ class Geometry:
 @dataclass(frozen=True)
 class Quantized:
     """Activations as a kernel reads them. Quantized formats: codes int8 [R, padded], factors float32
-    [R, groups, 2]; bf16: codes float32 [R, inputs], factors empty."""
+    [R, groups, 2]; bf16, f32: codes float32 [R, inputs], factors empty."""
 
     codes: Codes
     factors: Float32

@@ -18,11 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shm.blocks import BlockFormat
+from shm.control import ControlLine
 from shm.descriptor import Descriptor, address_of
 from shm.errors import NotCompiled
 from shm.formats import Bytes, Float32
 from shm.layout import StoreLayout
 from shm.mask import NOTHING, Tally
+from shm.store import Store
 from workers.kernels.c_types import (
     BF16_BITS,
     LINE,
@@ -47,7 +49,7 @@ VARIANTS = {  # best first
     "avx2": "AVX2",
     "portable": "portable C",
 }
-VERSION = 15  # of the functions in c/kernels.h
+VERSION = 16  # of the functions in c/kernels.h
 OTHER_VERSION = "compiled from another version: install again"
 
 log = logging.getLogger(__name__)
@@ -146,7 +148,7 @@ class Kernel:
             raise ValueError(f"activations {x.shape} for {g.inputs} inputs")
         codes: Codes = np.empty((len(x), g.padded), np.int8)
         factors: Float32 = np.empty((len(x), g.padded // g.group, 2), np.float32)
-        if g.bits == BF16_BITS:
+        if g.bits >= BF16_BITS:
             codes, factors = np.empty((len(x), g.inputs), np.float32), np.empty(0, np.float32)
         self._library._quantize(self._address, x.ctypes.data, len(x), codes.ctypes.data, factors.ctypes.data)
         return Quantized(codes, factors)
@@ -197,10 +199,10 @@ class Kernel:
         """Rows of x. Raises ValueError if weights or activations do not fit this geometry."""
         g = self.geometry
         self._check_weights(data, unit)
-        width, kind = (g.inputs, np.float32) if g.bits == BF16_BITS else (g.padded, np.int8)
+        width, kind = (g.inputs, np.float32) if g.bits >= BF16_BITS else (g.padded, np.int8)
         if x.codes.dtype != kind or x.codes.shape[1:] != (width,) or not x.codes.flags.c_contiguous:
             raise ValueError(f"activations {x.codes.dtype} {x.codes.shape} for {g}")
-        groups = (0,) if g.bits == BF16_BITS else (len(x.codes), g.padded // g.group, 2)
+        groups = (0,) if g.bits >= BF16_BITS else (len(x.codes), g.padded // g.group, 2)
         if x.factors.dtype != np.float32 or x.factors.shape != groups or not x.factors.flags.c_contiguous:
             raise ValueError(f"activations with factors {x.factors.dtype} {x.factors.shape} for {g}")
         return len(x.codes)
@@ -227,7 +229,8 @@ class WorkKernel:
     ) -> None:
         """Use `Kernel.works`."""
         shape, start = layout.shape, tiles.ctypes.data
-        self.tiles = tiles
+        self.hidden = shape.hidden
+        self._tiles = tiles  # mapped as long as this object lives
         self._memory = Kept()
         self._host = Host(
             kernel._handle, kernel._weights, start + layout.offset(0, 0), start + layout.head_offset(0, 0),
@@ -275,6 +278,20 @@ def load(variant: str) -> Library | str:
     if (supported := functions.tandem_supported()) <= 0:
         return f"{'the system does not permit' if supported else 'this processor has no'} {VARIANTS[variant]}"
     return Library(variant, functions)
+
+
+def store_kernel(
+    store: Store,
+    team: Team | None = None,
+    line: ControlLine | None = None,
+    guarded: bool = False,
+    generation: int = 0,
+) -> WorkKernel:
+    """Returns what computes Works on a store's tiles. `team`: the threads that compute; None: the caller
+    alone. `line`: ticked for each tile. `guarded`, `generation`: as of `Kernel.works`. Raises NotCompiled."""
+    kernel = best().kernel(Geometry.of_tiles(store.layout), team)
+    ticks = None if line is None else line.address
+    return kernel.works(store.all_tiles(), store.layout, ticks, guarded, generation)
 
 
 def best() -> Library:

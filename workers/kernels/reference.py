@@ -73,15 +73,21 @@ def int8_steps(x: Tensor, group: int) -> Tensor:
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
-def tile_numbers(layout: StoreLayout, tile: Tensor) -> tuple[Tensor, Tensor]:
-    """A tile's weights, float32: gate over up [2T, H], down's columns [T, H]. tile: uint8 [tile_bytes]."""
-    channels, hidden, blocks = layout.shape.tile, layout.shape.hidden, layout.format
-    if not isinstance(blocks, BlockFormat):
-        parts = tile.view(DTYPES[blocks.name]).view(3 * channels, hidden).float()
-        return parts[: 2 * channels], parts[2 * channels :]
-    wide = 2 * blocks.matrix_bytes(channels, hidden)
-    gate_up = dequantize(blocks, tile[:wide], 2 * channels, hidden)
-    return gate_up[:, :hidden], dequantize(blocks, tile[wide:], hidden, channels).mT
+def tile_numbers(layout: StoreLayout, tile: Tensor, head: Tensor | None = None) -> Tensor:
+    """A tile's weights, float32 [3, T, H]: gate, up, down's columns. tile: uint8 [tile_bytes]; head: uint8
+    [head_bytes], of a format with heads."""
+    channels, hidden, format = layout.shape.tile, layout.shape.hidden, layout.format
+    if isinstance(format, FloeFormat):
+        assert head is not None
+        records = tile.view(channels, 2, -1)
+        gate, down = (row_numbers(format.rows, records[:, part], hidden) for part in range(2))
+        return torch.stack((gate, dequantize(format.up, head, channels, hidden)[:, :hidden], down))
+    if not isinstance(format, BlockFormat):
+        return tile.view(DTYPES[format.name]).view(3, channels, hidden).float()
+    wide = 2 * format.matrix_bytes(channels, hidden)
+    gate_up = dequantize(format, tile[:wide], 2 * channels, hidden)[:, :hidden]
+    down = dequantize(format, tile[wide:], hidden, channels)[:, :channels]
+    return torch.cat((gate_up, down.mT)).view(3, channels, hidden)
 
 
 class ReferenceKernel:

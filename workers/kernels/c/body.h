@@ -26,7 +26,7 @@
 #include "blocks.h"
 #include "attention.h"
 #include "bandwidth.h"
-#include "bf16_tiles.h"
+#include "plain_tiles.h"
 #include "descriptor.h"
 #include "masked.h"
 #include "spans.h"
@@ -35,7 +35,7 @@
 
 #include <string.h>
 
-int tandem_kernels_version(void) { return 15; }
+int tandem_kernels_version(void) { return 16; }
 
 enum { MOST_GROUP = 128 }; /* inputs that share a scale */
 enum { NEARBY = 1 << 19 }; /* bytes of outputs that a core's own cache holds, beside activations and weights */
@@ -46,7 +46,7 @@ enum { NEARBY = 1 << 19 }; /* bytes of outputs that a core's own cache holds, be
 struct scratch {
     const struct weights *w;
     struct packed x;     /* [rows, inputs]; bf16: arranged */
-    struct packed inner; /* [rows, channels]; bf16: as in bf16_tiles.h */
+    struct packed inner; /* [rows, channels]; bf16: as in plain_tiles.h */
     float *both;         /* gate and up [2 * channels, rows] in blocks of 16 channels: [16 channels] of each row */
     float *part;         /* bf16: of a tile. Else the outputs of many rows, in blocks like `both` */
     int64_t bytes;
@@ -56,12 +56,12 @@ static struct scratch lay_out(const struct weights *w, int64_t rows, void *from)
     struct scratch s = {.w = w};
     uint8_t *at = from;
     int64_t inputs = rounded_up(w->inputs, w->group), channels = w->channels;
-    TAKE(x.codes, w->bits == BF16 ? x_bytes(w, rows) : rows * inputs);
+    TAKE(x.codes, w->bits >= BF16 ? x_bytes(w, rows) : rows * inputs);
     TAKE(x.factors, rows * inputs / w->group * 8);
-    TAKE(inner.codes, w->bits == BF16 ? inner_bytes(w, rows) : rows * channels);
+    TAKE(inner.codes, w->bits >= BF16 ? inner_bytes(w, rows) : rows * channels);
     TAKE(inner.factors, rows * channels / w->group * 8);
     TAKE(both, rows * 2 * channels * 4);
-    if (w->bits == BF16)
+    if (w->bits >= BF16)
         TAKE(part, part_bytes(w, rows));
     else
         TAKE(part, channels && rows > ROWS ? rows * rounded_up(w->outputs, BLOCK) * 4 : 0);
@@ -124,12 +124,12 @@ static void compute_tiles(struct team *team, const struct weights *w, const uint
                           volatile uint64_t *ticks) {
     struct scratch s = lay_out(w, count, memory);
     int64_t channels = w->channels;
-    if (w->bits == BF16) {
+    if (w->bits >= BF16) {
         arrange_rows(w, x->codes, chosen, count, (char *)s.x.codes);
-        struct bf16_tile tile = {.w = w, .tile = (const uint16_t *)tiles, .x = (const char *)s.x.codes, .count = count,
+        struct plain_tile tile = {.w = w, .tile = (const uint16_t *)tiles, .x = (const char *)s.x.codes, .count = count,
                                  .gate = s.both, .up = s.both + count * channels, .inner = (float *)s.inner.codes,
                                  .part = s.part, .y = y};
-        bf16_tiles(team, tile, number, ticks);
+        plain_tiles(team, tile, number, ticks);
         return;
     }
     pack(w, w->inputs, x, chosen, count, s.x);

@@ -33,8 +33,8 @@ int tandem_work(struct host *host, const void *descriptor, int64_t numbers, cons
     if (fault) return fault;
 
     int64_t padded = rounded_up(w->inputs, w->group), tiles = w->channel_bits ? all_tiles(&work) : 0;
-    int64_t codes = rounded_up(x_rows * padded * (w->bits == BF16 ? 4 : 1), 64);
-    int64_t factors = w->bits == BF16 ? 0 : rounded_up(x_rows * (padded / w->group) * 8, 64);
+    int64_t codes = rounded_up(x_rows * padded * (w->bits >= BF16 ? 4 : 1), 64);
+    int64_t factors = w->bits >= BF16 ? 0 : rounded_up(x_rows * (padded / w->group) * 8, 64);
     int64_t gate_x = w->channel_bits ? x_rows * tandem_gate_x_bytes(w) : 0;
     int64_t tallies = rounded_up(tiles * (int64_t)sizeof(struct tally), 64);
     int64_t parts = rounded_up(4 * part_numbers(w, &work), 64);

@@ -16,7 +16,7 @@
  * where dot is the exact integer product of the codes. Groups are added in their order and rows do not mix: a
  * row's result depends neither on how many rows there are nor on how many threads.
  *
- * bf16. Inputs are rounded to bf16; products are added in float32.
+ * bf16. Inputs are rounded to bf16; products are added in float32, as in the format float32, which rounds nothing.
  */
 #pragma once
 
@@ -42,7 +42,7 @@ enum { AHEAD = 8192 }; /* bytes: how far ahead of its use */
 
 struct weights {
     int64_t bits;
-    int64_t group;    /* inputs that share a scale; 1 for bf16 */
+    int64_t group;    /* inputs that share a scale; 1 for bf16 and float32 */
     int64_t inputs;   /* of a matrix; H of tiles */
     int64_t outputs;  /* of a matrix; H of tiles */
     int64_t channels; /* T of one tile, a multiple of group; 0 for a matrix */
@@ -51,7 +51,7 @@ struct weights {
 };
 
 /* Integer formats: codes int8 [rows, padded], factors float32 [rows, padded / group, 2]; `padded` is the number
- * of inputs in whole groups. bf16: codes float32 [rows, inputs], rounded to bf16; no factors. */
+ * of inputs in whole groups. bf16 and float32: codes float32 [rows, inputs], in bf16 rounded to it; no factors. */
 struct activations {
     const void *codes;
     const float *factors;

@@ -59,10 +59,8 @@ static void row_major(void *context, int64_t lo, int64_t hi) {
     const struct multiplication *m = context;
     const struct weights *w = &m->matrix->of;
     lo *= OUTPUTS_TAKEN, hi = least(hi * OUTPUTS_TAKEN, w->outputs);
-    if (w->bits == BF16)
-        bf16_products(w, m->matrix->data, lo, hi, (const char *)m->plain.codes, m->rows, m->y, w->outputs);
-    else
-        float32_products(w, m->matrix->data, lo, hi, m->x, m->rows, m->y, w->outputs);
+    const void *x = w->bits == BF16 ? (const void *)m->plain.codes : m->x;
+    plain_products(w, m->matrix->data, lo, hi, x, m->rows, m->y, w->outputs);
 }
 
 void tandem_product(struct team *team, const struct matrix *matrix, const float *x, int64_t rows, float *y,

@@ -194,8 +194,17 @@ static void bf16_products(const struct weights *w, const uint16_t *weights, int6
         products_of(w, weights, BF16, lo, hi, x, step, count, y, stride);
 }
 
-/* The same for float32. */
+/* The same for float32, x [count, inputs]. */
 static void float32_products(const struct weights *w, const float *weights, int64_t lo, int64_t hi, const float *x,
                              int64_t count, float *y, int64_t stride) {
     products_of(w, weights, FLOAT32, lo, hi, (const char *)x, w->inputs * 4, count, y, stride);
+}
+
+/* The same for either, by `bits`; bf16: x arranged. */
+static void plain_products(const struct weights *w, const void *weights, int64_t lo, int64_t hi, const void *x,
+                           int64_t count, float *y, int64_t stride) {
+    if (w->bits == BF16)
+        bf16_products(w, weights, lo, hi, x, count, y, stride);
+    else
+        float32_products(w, weights, lo, hi, x, count, y, stride);
 }

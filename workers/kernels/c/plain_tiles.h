@@ -1,4 +1,5 @@
-/* bf16 tiles, row-major: gate rows [T, H], up rows [T, H], down's columns as rows [T, H]. Matrix units, in variants that
+/* Tiles in bf16 or float32, row-major: gate rows [T, H], up rows [T, H], down's columns as rows [T, H]. float32, a format
+ * for comparison, has a plain loop for down. Matrix units, in variants that
  * have them, add in an order of their own: not the bits of vectors. Part of body.h. */
 #pragma once
 
@@ -74,10 +75,10 @@ enum { DEEP = 128 };    /* ... with so many channels, or pairs of them */
 enum { MANY = 6 };      /* rows multiplied together with a panel */
 enum { FROM_ROWS = 12 }; /* the least that a panel is made for: two readings by MANY repay making it; changes no bits */
 
-struct bf16_tile {
+struct plain_tile {
     const struct weights *w;
-    const uint16_t *tile;
-    const char *x; /* arranged [count, H]; by units: for them */
+    const uint16_t *tile; /* float32: of twice as many */
+    const char *x; /* bf16: arranged [count, H]; by units: for them */
     int64_t count;
     float *gate, *up; /* [count, T] */
     float *inner;     /* silu(gate) * up [count, T] rounded to bf16; by pairs [count, pairs] */
@@ -93,6 +94,7 @@ static int64_t pairs_of(int64_t channels) { return rounded_up(channels, 2 * UNIT
 
 /* Bytes of `x`, `inner` and `part`; matrix units take whole UNITs of rows. */
 static int64_t x_bytes(const struct weights *w, int64_t rows) {
+    if (w->bits == FLOAT32) return rows * w->inputs * 4;
     return rounded_up(rows, UNIT) * arranged_bytes(rounded_up(w->inputs, 2 * UNIT));
 }
 static int64_t inner_bytes(const struct weights *w, int64_t rows) {
@@ -103,16 +105,16 @@ static int64_t part_bytes(const struct weights *w, int64_t rows) {
 }
 
 static void gate_and_up(void *context, int64_t lo, int64_t hi) {
-    const struct bf16_tile *p = context;
+    const struct plain_tile *p = context;
     int64_t hidden = p->w->inputs, channels = p->w->channels;
-    bf16_products(p->w, p->tile, lo, hi, p->x, p->count, p->gate, channels);
-    bf16_products(p->w, p->tile + channels * hidden, lo, hi, p->x, p->count, p->up, channels);
+    plain_products(p->w, p->tile, lo, hi, p->x, p->count, p->gate, channels);
+    plain_products(p->w, p->tile + channels * hidden * (p->w->bits / BF16), lo, hi, p->x, p->count, p->up, channels);
 }
 
 #ifdef MATRIX_UNITS
 /* Units [lo, hi) of UNIT channels. */
 static void gate_and_up_by_units(void *context, int64_t lo, int64_t hi) {
-    const struct bf16_tile *p = context;
+    const struct plain_tile *p = context;
     int64_t hidden = p->w->inputs, channels = p->w->channels;
     lo *= UNIT, hi = least(hi * UNIT, channels);
     bf16_units_begin();
@@ -122,7 +124,7 @@ static void gate_and_up_by_units(void *context, int64_t lo, int64_t hi) {
 }
 
 /* part [count, COLUMNS] = or += inner panel; the rows after `count` in its last unit are computed, too. */
-static void panel_by_units(const struct bf16_tile *p, const float *inner, const float *panel, int64_t depth,
+static void panel_by_units(const struct plain_tile *p, const float *inner, const float *panel, int64_t depth,
                            float *part, int add) {
     int64_t stride = pairs_of(p->w->channels);
     bf16_units_begin();
@@ -136,13 +138,16 @@ static void panel_by_units(const struct bf16_tile *p, const float *inner, const 
 }
 #endif
 
-static void activate_bf16(void *context, int64_t lo, int64_t hi) {
-    const struct bf16_tile *p = context;
+static void activate_plain(void *context, int64_t lo, int64_t hi) {
+    const struct plain_tile *p = context;
     int64_t channels = p->w->channels, pairs = pairs_of(channels);
     for (int64_t r = lo; r < hi; r++) {
         float *gate = p->gate + r * channels;
         silu_times(gate, p->up + r * channels, channels);
-        round_to_bf16(gate, channels, p->pairs ? gate : p->inner + r * channels);
+        if (p->w->bits == FLOAT32)
+            memcpy(p->inner + r * channels, gate, (size_t)channels * sizeof *gate);
+        else
+            round_to_bf16(gate, channels, p->pairs ? gate : p->inner + r * channels);
         for (int64_t i = 0; p->pairs && i < pairs; i++) {
             uint32_t upper = 2 * i < channels ? narrowed(gate[2 * i]) : 0;
             uint32_t lower = 2 * i + 1 < channels ? narrowed(gate[2 * i + 1]) : 0, pair = upper << 16 | lower;
@@ -155,7 +160,7 @@ static void activate_bf16(void *context, int64_t lo, int64_t hi) {
 
 /* part[r][h] += sum of inner[r][t] * down[t][h] for `number` (a constant) channels from t, h in [lo, hi), and `rows`
  * rows, prefetched `ahead` rows of down before their use. */
-INLINE void columns(const struct bf16_tile *p, float *part, int64_t t, const int number, int64_t lo, int64_t hi,
+INLINE void columns(const struct plain_tile *p, float *part, int64_t t, const int number, int64_t lo, int64_t hi,
                     int64_t rows, int64_t ahead) {
     int64_t hidden = p->w->inputs, channels = p->w->channels;
     const uint16_t *down = p->tile + (2 * channels + t) * hidden;
@@ -190,7 +195,7 @@ INLINE void columns(const struct bf16_tile *p, float *part, int64_t t, const int
 }
 
 static void down_by_columns(void *context, int64_t lo, int64_t hi) {
-    const struct bf16_tile *p = context;
+    const struct plain_tile *p = context;
     float *part = p->add ? p->part : p->y;
     int64_t channels = p->w->channels, t = 0;
     lo *= PAIR, hi = least(hi * PAIR, p->w->inputs);
@@ -204,10 +209,26 @@ static void down_by_columns(void *context, int64_t lo, int64_t hi) {
         for (int64_t h = lo; h < hi; h++) p->y[r * p->w->inputs + h] += part[r * p->w->inputs + h];
 }
 
+static void float32_down(void *context, int64_t lo, int64_t hi) {
+    const struct plain_tile *p = context;
+    int64_t hidden = p->w->inputs, channels = p->w->channels;
+    const float *down = (const float *)p->tile + 2 * channels * hidden;
+    lo *= PAIR, hi = least(hi * PAIR, hidden);
+    for (int64_t r = 0; r < p->count; r++) {
+        float *restrict part = (p->add ? p->part : p->y) + r * hidden;
+        memset(part + lo, 0, (size_t)(hi - lo) * sizeof *part);
+        for (int64_t t = 0; t < channels; t++) {
+            const float a = p->inner[r * channels + t], *row = down + t * hidden;
+            for (int64_t h = lo; h < hi; h++) part[h] += a * row[h];
+        }
+        for (int64_t h = lo; p->add && h < hi; h++) p->y[r * hidden + h] += part[h];
+    }
+}
+
 /* --- many rows: down is widened, or its rows paired, once for all of them -------------------------------------- */
 
 /* Of down's rows [t, t + number) and columns [h, h + COLUMNS): widened rows, or pairs of rows. Zero beyond H. */
-static void make_panel(const struct bf16_tile *p, int64_t t, int64_t number, int64_t h, float *panel) {
+static void make_panel(const struct plain_tile *p, int64_t t, int64_t number, int64_t h, float *panel) {
     int64_t hidden = p->w->inputs, width = least(COLUMNS, hidden - h), step = p->pairs ? 2 : 1;
     const uint16_t *down = p->tile + (2 * p->w->channels + t) * hidden + h;
     uint16_t edge[2][COLUMNS] = {{0}};
@@ -260,7 +281,7 @@ INLINE void multiply_panel(const float *inner, int64_t stride, const float *pane
 }
 
 /* Columns [h, h + width) of y = or += part [rows, COLUMNS], for rows from `first` on. */
-static void take_columns(const struct bf16_tile *p, int64_t h, int64_t width, int64_t first, int64_t rows,
+static void take_columns(const struct plain_tile *p, int64_t h, int64_t width, int64_t first, int64_t rows,
                          const float *part) {
     for (int64_t r = 0; r < rows; r++, part += COLUMNS) {
         float *y = p->y + (first + r) * p->w->inputs + h;
@@ -270,7 +291,7 @@ static void take_columns(const struct bf16_tile *p, int64_t h, int64_t width, in
 
 /* Panels [lo, hi). */
 static void down_by_panels(void *context, int64_t lo, int64_t hi) {
-    const struct bf16_tile *p = context;
+    const struct plain_tile *p = context;
     int64_t hidden = p->w->inputs, channels = p->w->channels, each = p->pairs ? 2 : 1;
     int64_t stride = p->pairs ? pairs_of(channels) : channels;
     float *parts = p->part + lo * rounded_up(p->count, UNIT) * COLUMNS; /* this thread's: it stays in its cache */
@@ -309,26 +330,29 @@ static void down_by_panels(void *context, int64_t lo, int64_t hi) {
     }
 }
 
-/* The rows chosen[0..count) of x [.., H], rounded to bf16, as products take them. */
+/* The rows chosen[0..count) of x [.., H] as products take them. */
 static void arrange_rows(const struct weights *w, const float *x, const int32_t *chosen, int64_t count, char *to) {
 #ifdef MATRIX_UNITS
-    if (by_units(count)) {
+    if (w->bits == BF16 && by_units(count)) {
         arrange_for_units(x, w->inputs, chosen, count, to);
         return;
     }
 #endif
     for (int64_t r = 0; r < count; r++)
-        arrange(x + chosen[r] * w->inputs, w->inputs, to + r * arranged_bytes(w->inputs));
+        if (w->bits == FLOAT32)
+            memcpy(to + r * w->inputs * 4, x + chosen[r] * w->inputs, (size_t)w->inputs * sizeof *x);
+        else
+            arrange(x + chosen[r] * w->inputs, w->inputs, to + r * arranged_bytes(w->inputs));
 }
 
 /* `tile`: of what all tiles share. */
-static void bf16_tiles(struct team *team, struct bf16_tile tile, int64_t number, volatile uint64_t *ticks) {
+static void plain_tiles(struct team *team, struct plain_tile tile, int64_t number, volatile uint64_t *ticks) {
     int64_t count = tile.count, hidden = tile.w->inputs;
-    int many = count >= FROM_ROWS;
-    tile.units = by_units(count);
+    int plain = tile.w->bits == FLOAT32, many = !plain && count >= FROM_ROWS;
+    tile.units = !plain && by_units(count);
     many |= tile.units;
     tile.pairs = tile.units || (many && HAS_PAIRS());
-    for (int64_t n = 0; n < number; n++, tile.tile += 3 * tile.w->channels * hidden) {
+    for (int64_t n = 0; n < number; n++, tile.tile += 3 * tile.w->channels * hidden * (tile.w->bits / BF16)) {
         int64_t spin_ns = n + 1 < number ? WAKE_NS : 0;
         tile.add = n > 0;
 #ifdef MATRIX_UNITS
@@ -337,11 +361,11 @@ static void bf16_tiles(struct team *team, struct bf16_tile tile, int64_t number,
         else
 #endif
             parallel_for(team, gate_and_up, &tile, tile.w->channels, WAKE_NS);
-        parallel_for(count < ROWS ? NULL : team, activate_bf16, &tile, count, WAKE_NS);
+        parallel_for(count < ROWS ? NULL : team, activate_plain, &tile, count, WAKE_NS);
         if (many)
             parallel_for(team, down_by_panels, &tile, (hidden + COLUMNS - 1) / COLUMNS, spin_ns);
         else
-            parallel_for(team, down_by_columns, &tile, (hidden + PAIR - 1) / PAIR, spin_ns);
+            parallel_for(team, plain ? float32_down : down_by_columns, &tile, (hidden + PAIR - 1) / PAIR, spin_ns);
         if (ticks) (*ticks)++;
     }
 }
