@@ -1,5 +1,5 @@
 """Engines whose experts, and whose backbone, a GPU computes in a quantized format equal transformers on the
-same weights, as those on the host do (tests/parity/test_formats.py)."""
+same weights, as those on the host do (tests/parity/test_family_formats.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from comparison import check_policies, within
 from families import drawn_texts, save
 from family_cases import WHOLE_GROUPS
 from quantized_oracle import QuantizedOracle
-from test_formats import ANYWHERE, CHUNK, NEW, TOKENS
+from test_family_formats import ANYWHERE, CHUNK, NEW, TOKENS
 
 from launch.equality import rounding_bound
 from pipeline.config import EngineConfig

@@ -1,5 +1,5 @@
 """The engine equals transformers with the embedded model, under every preset, and a plan's result is the same
-bit for bit; every family, other worker counts and formats are in test_families.py and test_formats.py."""
+bit for bit; every family, other worker counts and formats are in the other files."""
 
 from __future__ import annotations
 
@@ -30,12 +30,16 @@ FIXED = [
 ]
 
 
+def tokenized(kind: str, count: int = LENGTH) -> tuple[int, ...]:
+    """The first tokens of a kind's held-out text."""
+    tokenizer = AutoTokenizer.from_pretrained(model_dir())
+    return tuple(tokenizer(heldout()[kind].read_text()[: 20 * count])["input_ids"][:count])
+
+
 @pytest.mark.timeout(300)
 async def test_every_preset_equals_transformers_in_float32(start_engine, tmp_path: Path) -> None:
     """One engine that SetPolicy takes through them: as one prefill and stepwise, alone and beside others."""
-    tokenizer, oracle = AutoTokenizer.from_pretrained(model_dir()), Oracle(model_dir(), torch.float32)
-    kinds = [heldout()[kind].read_text()[:800] for kind in ("python", "german")]
-    texts = [tuple(tokenizer(text)["input_ids"][:LENGTH]) for text in kinds]
+    oracle, texts = Oracle(model_dir(), torch.float32), [tokenized("python"), tokenized("german")]
     config = EngineConfig(
         format="f32",
         backbone_dtype="f32",

@@ -13,7 +13,7 @@ from families import drawn_texts, save
 from family_cases import CASES, place
 from quantized_oracle import NOISE, QuantizedOracle
 from rounding import STEEPNESS, Distances, Rows, chance, exceeded, excesses, spread
-from test_formats import SEEDS, TEXTS, TOKENS
+from test_family_formats import SEEDS, TEXTS, TOKENS
 from torch import nn
 
 CASE = next(case for case in CASES if case.family == "deepseek_v2" and place(case) == 3)
