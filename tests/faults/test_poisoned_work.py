@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,36 @@ from shm.store import store_name
 LENGTH = 5  # tokens of an answer
 DRAWN = 1024  # prompts, of two tokens each
 LAST_BYTES = 8192  # truncated from the store's end: part of the last expert's last tile
+
+
+# Python executes a sitecustomize.py of PYTHONPATH before the program. A worker's first message is the
+# coordinator's answer to its Ready; its first Work comes later.
+HOOK = """
+import os, sys, time
+
+if "workers.expert_worker" in sys.orig_argv:
+    from workers.child_endpoint import ChildEndpoint
+
+    receive = ChildEndpoint.receive
+
+    def hooked(self, *args, **options):
+        for message in receive(self, *args, **options):
+            {statement}
+            yield message
+
+    ChildEndpoint.receive = hooked
+"""
+
+
+@pytest.fixture
+def hook(executed_processes, tmp_path, monkeypatch) -> Callable[[str], None]:
+    """Has workers that start from now on execute a statement before they handle a message."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def write(statement: str) -> None:
+        (tmp_path / "sitecustomize.py").write_text(HOOK.format(statement=statement))
+
+    return write
 
 
 @dataclass(frozen=True)
@@ -56,11 +87,15 @@ def prompts(tiny_model: Path) -> Prompts:
 
 class CutOff:
     """Truncates the store for workers that have mapped it. A store that is too short cannot be attached, so
-    its size is restored from the exit of all these workers until their replacements have mapped it."""
+    its size is restored from the exit of all these workers until their replacements have mapped it, which
+    wait for that."""
 
-    def __init__(self, supervisor: Supervisor, client: Client, workers: int) -> None:
+    def __init__(
+        self, supervisor: Supervisor, client: Client, workers: int, hook: Callable[[str], None]
+    ) -> None:
         self._store = store_file(client)
         self._size = self._store.stat().st_size
+        hook(f"while os.stat({str(self._store)!r}).st_size == {self._size}: time.sleep(0.001)")
         self._supervisor, self._workers = supervisor, workers
         self._mapped: set[Identity] = set()
 
@@ -103,34 +138,11 @@ async def ended(client: Client, prompt: list[int]) -> str:
     return str(failure.value)
 
 
-# Python executes a sitecustomize.py of PYTHONPATH before the program: the first message of a worker is the
-# coordinator's answer to its Ready.
-CRASHING = """
-import os, sys
-
-if "workers.expert_worker" in sys.orig_argv:
-    from workers.child_endpoint import ChildEndpoint
-
-    receive = ChildEndpoint.receive
-
-    def crashing(self, *args, **options):
-        for message in receive(self, *args, **options):
-            if self.generation == 1:
-                os.abort()
-            yield message
-
-    ChildEndpoint.receive = crashing
-"""
-
-
-# A forked replacement would neither read sitecustomize.py nor leave time to restore the store's size.
-@pytest.mark.usefixtures("executed_processes")
 async def test_replacement_crash_before_its_first_work_does_not_count_against_the_request(
-    start_engine, tiny_model, prompts, tmp_path, monkeypatch
+    start_engine, tiny_model, prompts, hook
 ) -> None:
     """The control line still names the Work in which the first worker crashed; it is no longer computed."""
-    (tmp_path / "sitecustomize.py").write_text(CRASHING)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    hook("if self.generation == 1: os.abort()")
     async with start_engine(config(tiny_model, workers=1)) as (supervisor, client):
         state = State(supervisor, client)
         await state.wait_recovered()
@@ -155,17 +167,15 @@ def store_file(client: Client) -> Path:
     return Path(SHM_FOLDER) / store_name(client.welcome.fingerprint)[1:]
 
 
-# A forked replacement computes before the store has been truncated for it.
-@pytest.mark.usefixtures("executed_processes")
 @pytest.mark.timeout(300)  # many restarts of workers in sequence, on a machine that may be busy
-async def test_only_requests_that_need_the_missing_tile_fail(start_engine, tiny_model, prompts) -> None:
+async def test_only_requests_that_need_the_missing_tile_fail(start_engine, tiny_model, prompts, hook) -> None:
     innocent, guilty = prompts.innocent[:2], [prompts.guilty_later[0], prompts.guilty[0]]
     assert len(innocent) == 2
     async with start_engine(config(tiny_model, workers=2)) as (supervisor, client):
         state = State(supervisor, client)
         await state.wait_recovered()
         references = [await answer(client, prompt, LENGTH) for prompt in innocent]
-        async with CutOff(supervisor, client, 2):
+        async with CutOff(supervisor, client, 2, hook):
             *served, error = await asyncio.gather(
                 *(answer(client, prompt, LENGTH) for prompt in innocent), ended(client, guilty[0])
             )

@@ -54,7 +54,6 @@ from shm.errors import NotEnoughMemory
 IDS = (5, 6, 7, 8)
 ASKED = Generate(1, token_ids=IDS, max_tokens=3, ignore_eos=True)
 ANSWER = [Token, Token, Token, Done]
-NOTE = "layerwise: 1 of the cache's 13 tiles stay empty, because it keeps whole experts"
 COSTS = Costs((1,), (1e-4,), (2e-5,), 3e-5, 4e-5, (5e-5,))
 
 
@@ -157,7 +156,6 @@ def test_flood_of_messages_does_not_stop_the_rounds(
 def test_policy_change_reaches_supervisor_client_and_others(whole: WholeEngine) -> None:
     message = SetPolicy(7, "layerwise")
     (changed,) = whole.serve(message)
-    assert changed.notes[0].startswith(NOTE)
     assert whole.events == [
         ToSupervisor(message),
         ToClients([(b"c", PolicyChanged(7, "layerwise", True, changed.notes))]),
@@ -206,9 +204,8 @@ def test_configured_policy_is_set_first_and_device_memory_opened_once(whole: Who
     notes = len(whole.parts.notes)
     policies = whole.policies(policy="layerwise", policy_options={"replacement": "keep"})
     assert policies.current == PolicyRequest("layerwise", {"replacement": "keep"})
-    slab, note = whole.parts.notes[notes:]
+    (slab,) = whole.parts.notes[notes:]
     assert slab == "slab: 13 tiles and 4 for streaming"
-    assert note.startswith(NOTE)
     with pytest.raises(PolicyError):
         whole.policies(policy="layerwise", policy_options={"replacement": "x"})
     memory = whole.parts.engine.memory
