@@ -24,7 +24,7 @@ def join_crc32(first: int, second: int, length: int) -> int:
 
 @lru_cache(maxsize=64)  # the parts of a store have few lengths
 def _shift(length: int) -> int:
-    """x^(8 * length)."""
+    """Returns the polynomial x^(8 * length), by which a checksum moves on over `length` bytes."""
     power, square = ONE, ONE >> 8
     while length:
         if length & 1:

@@ -44,7 +44,8 @@ def try_lock(path: Path, operation: int) -> int | None:
 
 
 def wait_lock(path: Path, operation: int, seconds: float, waiting: Callable[[], None] | None) -> int:
-    """`try_lock` for up to so many seconds; `waiting` is called in between. Raises ShmError after them."""
+    """Take a lock as `try_lock`, trying for up to so many seconds; `waiting` is called in between. Raises
+    ShmError after them."""
     deadline = time.monotonic() + seconds
     while (descriptor := try_lock(path, operation)) is None:
         if time.monotonic() > deadline:

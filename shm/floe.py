@@ -101,7 +101,7 @@ UP_GROUP = 64  # numbers of up that share a scale
 
 
 class FloeFormat(TileFormat):
-    """A head of blocks, a body of channels."""
+    """Format of single channels: a tile's head is blocks of up, its body channels of gate and down."""
 
     def __init__(self, up: BlockFormat, rows: RowFormat) -> None:
         self.up = up

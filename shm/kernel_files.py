@@ -62,7 +62,7 @@ UNLIMITED = 1 << 60  # version 1 writes "no limit" as the largest number of page
 
 @dataclass(frozen=True)
 class Limits:
-    """None: no limit, or none that can be seen."""
+    """Limits of this process; None where there is no limit, or none that can be seen."""
 
     cpus: float | None  # computing time in cores
     memory: int | None  # bytes, shared memory included

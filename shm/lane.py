@@ -154,7 +154,7 @@ def x_areas(hall: NDArray[np.uint8], shape: LaneShape) -> list[Float32]:
 
 
 class Slot:
-    """One of a lane's slots."""
+    """A slot of a lane: one Work's descriptor, and the answer to it."""
 
     def __init__(
         self, memory: NDArray[np.uint8], lines: int, at: int, fits: tuple[int, int], hidden: int
@@ -175,7 +175,7 @@ class Slot:
         return self._descriptor[: max(0, self.head[NUMBERS])]
 
     def write(self, descriptor: Descriptor, generation: int, area: int) -> None:
-        """All of a Work but `posted`."""
+        """Write a Work into this slot, all but the number `posted`, which makes it count."""
         self._descriptor[: len(descriptor)] = descriptor
         head_of(self._descriptor)[GENERATION] = generation
         self.rows = head_of(descriptor)[X_ROWS]
@@ -221,7 +221,7 @@ class _Lane:
 
 
 class CoordinatorLane(_Lane):
-    """The coordinator's end. Used by one thread."""
+    """The coordinator's end of a lane: posts Works and reads answers. Used by one thread."""
 
     def __init__(self, library: Library, name: str, shape: LaneShape, generation: int) -> None:
         """Make a lane for this generation of a worker. Raises NotEnoughMemory, ShmError."""
@@ -236,7 +236,7 @@ class CoordinatorLane(_Lane):
 
     @property
     def outstanding(self) -> bool:
-        """A posted Work has no answer that was read."""
+        """Returns whether a Work was posted whose answer has not been read."""
         return bool(self._busy)
 
     def room(self, rows: int, numbers: int) -> Slot | None:
@@ -275,13 +275,13 @@ class CoordinatorLane(_Lane):
         return answered
 
     def free(self, slot: Slot) -> None:
-        """An answer is not read any more."""
+        """Make a slot free for the next Work: its answer is not read any more."""
         self._free.append(slot)
         self._free.sort(key=self.slots.index)  # the narrow ones first
 
 
 class WorkerLane(_Lane):
-    """The worker's end. Used by one thread."""
+    """The worker's end of a lane: takes Works and answers them. Used by one thread."""
 
     def __init__(self, library: Library, hall: str, name: str, generation: int) -> None:
         """Map hall and lane, and remove the lane's name. Raises ShmError where it is not for this
@@ -316,7 +316,7 @@ class WorkerLane(_Lane):
         return self._areas[slot.head[AREA] % len(self._areas)]
 
     def abandoned(self, slot: Slot) -> bool:
-        """A Work that was taken is no longer needed."""
+        """Returns whether the Work that was taken from this slot is no longer needed."""
         return slot.head[ABANDONED] == slot.head[POSTED]
 
     def answer(self, slot: Slot, busy: float, tally: Tally) -> None:

@@ -69,12 +69,12 @@ class ExpertShape:
 
     @property
     def tiles(self) -> int:
-        """n: tiles of one expert."""
+        """Returns n, the number of tiles of one expert."""
         return -(-self.intermediate // self.tile)
 
     @property
     def padded(self) -> int:
-        """I padded to whole tiles."""
+        """Returns I, an expert's channels, rounded up to whole tiles."""
         return self.tiles * self.tile
 
 
@@ -196,7 +196,7 @@ class StoreLayout:
             self.format.encode(*parts, *self.tile_of(out, heads, tile))
 
     def tile_of(self, out: Bytes, heads: Bytes, tile: int) -> tuple[Bytes, Bytes]:
-        """A tile and its head, in an expert's uint8 [expert_stride] and [head_stride]."""
+        """Returns a tile and its head, as views of an expert's uint8 [expert_stride] and [head_stride]."""
         begin, head = tile * self.tile_bytes, tile * self.head_bytes
         return out[begin : begin + self.tile_bytes], heads[head : head + self.head_bytes]
 

@@ -55,7 +55,7 @@ class StoreManifest:
 
     @property
     def layout(self) -> StoreLayout:
-        """Raises UnknownFormat."""
+        """Returns where the store's tiles lie. Raises UnknownFormat."""
         return StoreLayout(self.shape, format_named(self.format))
 
     def pack(self) -> bytes:

@@ -67,7 +67,7 @@ class Tally:
 
     @classmethod
     def of(cls, parts: Iterable[Tally]) -> Tally:
-        """The sum, in this order."""
+        """Returns the sum of these tallies, added in their order."""
         mass, left, kept, channels = 0.0, 0.0, 0, 0
         for part in parts:
             mass, left = mass + part.mass, left + part.left

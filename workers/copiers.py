@@ -114,7 +114,7 @@ class Copier(Protocol):
 
 
 class _Begun(NamedTuple):
-    """Copies, and when and in how many seconds they have moved over the emulated link."""
+    """Begun copies: when the emulated link has moved them, and in how many seconds."""
 
     copies: Sequence[TileCopy]
     due: float

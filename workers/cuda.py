@@ -154,7 +154,7 @@ class PageLocks:
     `PinnedBuffer`s."""
 
     def __init__(self, memory: NDArray[np.uint8], device: int) -> None:
-        """Begins."""
+        """Begin to register this memory."""
         self.locked = 0  # bytes, from the first on
         self._memory, self._device = memory, device
         self._stop = threading.Event()

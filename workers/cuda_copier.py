@@ -40,7 +40,7 @@ def staging_threads() -> int:
 
 @dataclass
 class _Begun:
-    """Copies between two events of the stream."""
+    """Begun copies, between two events of the stream."""
 
     first: Any
     last: Any

@@ -48,7 +48,7 @@ class Order:
 
     @property
     def exhausted(self) -> bool:
-        """All that will land has landed."""
+        """Returns whether all tiles of the order that will land have landed."""
         return self.started >= self.wanted and self.landed == self.started
 
 

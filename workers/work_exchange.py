@@ -42,7 +42,7 @@ class Task:
 
 
 class WorkExchange:
-    """Used by one thread."""
+    """Takes Works from the coordinator and answers them. Used by one thread."""
 
     def __init__(self, peer: ChildEndpoint, hidden: int) -> None:
         self._peer, self._hidden = peer, hidden
@@ -96,7 +96,7 @@ class WorkExchange:
         self._looked_at = time.monotonic()
 
     def _put(self, work: Work) -> None:
-        """A Work whose arrays do not fit each other is refused."""
+        """Queue a Work of a message; one whose arrays do not fit each other is refused."""
         descriptor, x = work.descriptor, work.x
         if len(descriptor) < HEADER:
             log.warning("dropped a Work without a header")

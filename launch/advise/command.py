@@ -97,7 +97,7 @@ def _format_map(fitting: Fitting, search: Search) -> dict[str, Any]:
 
 
 def _report(model: str, search: Search, best: Estimate | None) -> Iterator[RenderableType]:
-    """Yields tables and lines."""
+    """Yields the tables and lines of the report."""
     shape = search.formats[0].sizes.header.shape
     yield Text(model_name(model, article=""), style="bold")
     yield f"{shape.layers} layers of {shape.experts} experts, {shape.top_k} a token"

@@ -116,7 +116,7 @@ class PhaseProfile:
 
     @property
     def tile_hit_rate(self) -> float | None:
-        """The same of the needed experts' tiles."""
+        """Share of the needed experts' tiles that were resident when their layer was planned, if any."""
         layers = self.tree["layers"]
         active = sum(layers["active_tiles"])
         return sum(layers["hit_tiles"]) / active if active else None

@@ -182,7 +182,7 @@ def comparisons(options: Options) -> list[Comparison]:
 
 
 def _in_one_size(pairs: Sequence[tuple[dict[str, Any], Options]]) -> list[tuple[dict[str, Any], Options]]:
-    """The same engine for every batch and length, so that only the cache's size needs another one."""
+    """Give every batch and length the same engine, so that only the cache's size needs another one."""
     written = [options.written for _, options in pairs]
     batches = [given.get("batch", 1) for given in written]
     longest = [
@@ -197,7 +197,7 @@ def _in_one_size(pairs: Sequence[tuple[dict[str, Any], Options]]) -> list[tuple[
 
 
 async def sweep(options: Options, interrupts: Interrupts) -> int:
-    """Raises as `bench`."""
+    """Run `bench` once for each combination of settings, and print one report. Raises as `bench`."""
     every = comparisons(options)
     caches = [list(group) for _, group in groupby(every, key=lambda each: each.settings.get("cache"))]
     runs = sum(each.plan.runs for each in every)

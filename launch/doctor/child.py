@@ -44,10 +44,10 @@ class Work(NamedTuple):
 
 
 def main(config: dict[str, Any]) -> None:
-    """See above. For rates: `fd` and `size` of the buffer; `lo`, `hi`: the part to use; `cores` to run on;
-    `seconds` of measurement, of each kind; `experts`: (format, fields of its ExpertShape) of each kind;
-    `left_out`: the share of an expert's channels that formats with heads leave out. Rates begin when "ready"
-    was answered by a line."""
+    """Measure what `what` names, as above. For rates: `fd` and `size` of the buffer; `lo`, `hi`: the part to
+    use; `cores` to run on; `seconds` of measurement, of each kind; `experts`: (format, fields of its
+    ExpertShape) of each kind; `left_out`: the share of an expert's channels that formats with heads leave
+    out. Rates begin when "ready" was answered by a line."""
     if config["what"] == "gpu":
         _report(_torch)
         _report(_link)

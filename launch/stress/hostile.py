@@ -155,7 +155,7 @@ class HostileFrames:
 
 
 def _flip(random: Random, frames: Frames) -> Frames:
-    """Bits of one frame."""
+    """Flip bits of one frame."""
     place = random.randrange(len(frames))
     damaged = bytearray(frames[place])
     for _ in range(random.randint(1, 4) if damaged else 0):

@@ -52,7 +52,7 @@ class RopeTables:
         return self.at(self._upload(np.array(rows, np.int64)))
 
     def at(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The same for rows on the device, int64 [R]."""
+        """Returns cosines and sines of rows of the tables; the rows are on the device, int64 [R]."""
         return self._cos[rows], self._sin[rows]
 
     def addresses(self, rows: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -96,7 +96,7 @@ class _Measurement:
             return self._find_sparsity(bounded), self._findings
 
     def _train(self) -> Calibration:
-        """Stages 1 and 2."""
+        """Read the training part of the text: stages 1 and 2."""
         engine, windows = self._ctx.engine, self._division.training
         shape, hidden = engine.shape, self._spec.hidden
         pair = 4 * (hidden + shape.experts)
@@ -150,7 +150,7 @@ class _Measurement:
             return None
 
     def _validate(self, trained: Calibration) -> tuple[Calibration, ValidationPass]:
-        """Stage 3."""
+        """Read the validation part of the text: stage 3."""
         engine, division = self._ctx.engine, self._division
         mlps = None
         if trained.mlp_inner is not None and trained.mlp_outer is not None:

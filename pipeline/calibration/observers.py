@@ -203,7 +203,8 @@ class ValidationPass(Activations):
 
 
 class DropTables:
-    """Counts of decoded tokens."""
+    """Counts, for each limit on an expert's share, the experts of decoded tokens that stay, and of these the
+    ones that a predictor named."""
 
     def __init__(self, shape: ModelShape, predictors: tuple[str, ...]) -> None:
         self._counts = np.arange(shape.top_k + 1)

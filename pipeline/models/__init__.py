@@ -1,2 +1,2 @@
-"""Model families: each file has the particulars of one, and the names of its checkpoint's tensors. Without
-torch, for the loader and the supervisor."""
+"""Model families: how their configs are read, their checkpoints' tensor names, their routing. Without torch,
+for the loader and the supervisor."""

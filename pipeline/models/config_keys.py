@@ -122,7 +122,7 @@ def grouped_query(
 
 
 def rope(config: Config, theta: float = 1e4) -> Rope:
-    """`theta`: the family's default."""
+    """Returns the rotary embedding that a config asks for; `theta`: the family's default."""
     kind, parameters = rope_parameters(config)
     base = optional(parameters, "rope_theta", float) or optional(config, "rope_theta", float, theta)
     return Rope(kind, float(base), original_positions(config) if kind == "longrope" else None)

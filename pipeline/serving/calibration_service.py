@@ -37,7 +37,7 @@ class _Cancelled(Exception):
 
 
 class CalibrationService:
-    """Used by the engine's thread alone."""
+    """Runs the calibration that a client asked for. Used by the engine's thread alone."""
 
     def __init__(
         self,

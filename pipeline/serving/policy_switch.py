@@ -92,8 +92,8 @@ class PolicySwitch:
 
 
 class DeviceMemoryOpener:
-    """Opens one engine's. What a failed attempt has opened serves the next one: memory that another process
-    may have mapped cannot be freed."""
+    """Opens the device memory for one engine's experts. What a failed attempt has opened serves the next one:
+    memory that another process may have mapped cannot be freed."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts

@@ -20,7 +20,7 @@ LINE = 64  # bytes of a cache line
 
 
 class Kept:
-    """Memory that grows to what is asked for."""
+    """Scratch memory that is kept between calls, and grows to what is asked for."""
 
     def __init__(self) -> None:
         self.bytes: NDArray[np.uint8] = np.empty(0, np.uint8)

@@ -28,14 +28,15 @@ from workers.kernels.native import Kernel, Library, Team
 
 @dataclass(frozen=True)
 class ChannelInputs:
-    """Rows of x as up and as gate take them; `gate`: uint8 [R, bytes of a row], at a cache line."""
+    """Rows of x in the forms that the products with up and with gate read; `gate`: uint8 [R, bytes of a
+    row], at a cache line."""
 
     up: Quantized
     gate: Bytes
 
 
 class ChannelKernel:
-    """Used by one thread at a time."""
+    """Computes heads and chosen channels by the C kernels. Used by one thread at a time."""
 
     def __init__(self, library: Library, format: FloeFormat, hidden: int, team: Team | None) -> None:
         self._library, self._format, self._hidden, self._team = library, format, hidden, team
@@ -54,7 +55,7 @@ class ChannelKernel:
         self._scratch = Kept()
 
     def activations(self, x: Float32) -> ChannelInputs:
-        """x float32 [R, H]."""
+        """Returns the rows x float32 [R, H] in the forms that the products read."""
         x = np.require(x, np.float32, ["C", "A"])
         quantized = self._up(16).quantize(x)
         raw = np.empty(len(x) * self._gate_bytes + LINE, np.uint8)

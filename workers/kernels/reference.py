@@ -121,7 +121,7 @@ class ReferenceKernel:
         return total
 
     def _tile_output(self, tile: Tensor, x: Tensor) -> Tensor:
-        """float32 [R, H]"""
+        """Returns the output of one tile, float32 [R, H]."""
         blocks = self._blocks
         if blocks is None:
             parts = tile.view(x.dtype).view(3, self._tile, self._hidden)
@@ -133,7 +133,7 @@ class ReferenceKernel:
         return functional.linear(int8_steps(self._inner(x, gate_up), blocks.group), down)
 
     def _inner(self, x: Tensor, gate_up: Tensor) -> Tensor:
-        """silu(gate x) * (up x): [R, T]"""
+        """Returns silu(gate x) * (up x), [R, T]."""
         both = functional.linear(x, gate_up)  # [R, 2T]
         return functional.silu(both[:, : self._tile]) * both[:, self._tile :]
 
@@ -142,14 +142,14 @@ TOGETHER = 1 << 23  # numbers of up that are float32 at a time, a few times over
 
 
 class ChannelInputs(NamedTuple):
-    """Rows of x as up and as gate take them: float32 [R, H padded to whole groups], and [R, H]."""
+    """Rows of x in the forms that up and gate read: float32 [R, H padded to whole groups], and [R, H]."""
 
     up: Tensor
     gate: Tensor
 
 
 class ReferenceChannels:
-    """Computes in uint8 tensors, on their device."""
+    """Computes heads and chosen channels in torch, from uint8 tensors, on their device."""
 
     def __init__(self, layout: StoreLayout) -> None:
         format = layout.format
@@ -159,7 +159,7 @@ class ReferenceChannels:
         self._tile = layout.shape.tile
 
     def activations(self, x: Tensor) -> ChannelInputs:
-        """x float32 [R, H]."""
+        """Returns the rows x float32 [R, H] in the forms that the products read."""
         steps = int8_steps(x, self._format.up.group)
         if self._format.rows.bits == 16:
             return ChannelInputs(steps, x.bfloat16().float())

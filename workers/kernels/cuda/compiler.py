@@ -109,7 +109,7 @@ def compiled(program: Program, architecture: tuple[int, int], cache: Path | None
 
 
 def _key(program: Program, options: tuple[str, ...], version: tuple[int, int]) -> str:
-    """16 digits."""
+    """Returns the name of a compiled program in the cache: 16 digits."""
     parts = [program.file, *options, str(version)]
     files = [text(name) for name in (program.file, *headers())]
     digest = hashlib.sha256("\0".join(parts).encode())

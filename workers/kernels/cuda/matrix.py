@@ -100,7 +100,7 @@ class CudaChannels:
         self._reference = ReferenceChannels(layout)
 
     def activations(self, x: Tensor) -> CudaInputs:
-        """x float32 [R, H]."""
+        """Returns the rows x float32 [R, H] in the forms that the products read."""
         x, products, group = x.contiguous(), self._up(0), self._format.up.group
         groups = products.units(self._hidden)
         codes = torch.empty((len(x), groups * group), dtype=torch.int8, device=x.device)
@@ -139,7 +139,7 @@ KEPT_TABLES = 256  # in decode the same slots of the exchange take turns
 
 
 class PartSums:
-    """Launches `sums.cu`."""
+    """Adds the workers' partial sums on the GPU, by `sums.cu`."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher

@@ -67,7 +67,7 @@ class Products(ABC):
 
     @abstractmethod
     def sizes(self, rows: int, inputs: int) -> tuple[int, int]:
-        """Bytes of codes and factors."""
+        """Returns the bytes that codes and factors of so many rows take."""
 
     @abstractmethod
     def quantize(self, x: int, rows: int, inputs: int, to: Codes) -> None:
