@@ -38,7 +38,8 @@ Text = TypeVar("Text", str, tuple[int, ...])
 
 
 async def calibrate(options: Options, interrupts: Interrupts) -> int:
-    """Raises WrongUsage, OutputFailed, CalibrationError, RequestFailed; as `reconnecting_client`."""
+    """Run `calibrate`. Raises WrongUsage, OutputFailed, CalibrationError, RequestFailed; as
+    `reconnecting_client`."""
     written = options.written
     folder: Path | None = written.get("report")
     if folder is not None:

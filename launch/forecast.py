@@ -191,7 +191,7 @@ class Priced:
     rest: float  # seconds of a step outside its layers
 
     def faster(self, side: str, factor: float) -> Priced:
-        """The same with a `link`, a `host` or a `device` that is so many times as fast."""
+        """Returns the costs with a `link`, a `host` or a `device` that is so many times as fast."""
         costs, changed = self.costs, dict[str, Any]()
         for name in {"link": ("link",), "host": ("host",), "device": ("device", "other")}[side]:
             value = getattr(costs, name)

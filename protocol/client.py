@@ -357,7 +357,7 @@ class Client:
                 self._end_cancelled(pending)
 
     def _end_cancelled(self, pending: _PendingAnswer) -> None:
-        """End it without the Done that the lost engine cannot send."""
+        """End a cancelled answer without the Done that the lost engine cannot send."""
         request = pending.message.request
         if self._answers.pop(request, None) is not None:
             pending.answer.feed(Done(request, "cancelled"))

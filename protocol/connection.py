@@ -202,7 +202,7 @@ class Link:
 
     @property
     def welcome(self) -> Welcome:
-        """The latest engine's; set by `open`."""
+        """Returns the Welcome of the latest engine; set by `open`."""
         assert self._known is not None
         return self._known
 

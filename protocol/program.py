@@ -49,7 +49,7 @@ def one_line(text: str) -> str:
 
 
 def escaped(json_text: str) -> str:
-    """The same JSON, with such characters, which only its strings hold, as its escapes."""
+    """Returns JSON with such characters, which only its strings hold, as escapes."""
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json_text)
 
 

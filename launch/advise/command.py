@@ -35,7 +35,7 @@ SHOWN = 8  # presets of the best format
 
 
 async def advise(options: Options, interrupts: Interrupts) -> int:
-    """Raises UsageError, WrongUsage, TraceError, PolicyError."""
+    """Run `advise`. Raises UsageError, WrongUsage, TraceError, PolicyError."""
     written, asked = options.written, options.config()
     prompt = written.get("prompt_len", PROMPT)
     requests = requested_policies(options, asked.seed)

@@ -54,7 +54,8 @@ EXACT = "all-host"
 
 
 async def bench(options: Options, interrupts: Interrupts) -> int:
-    """Raises Disturbed, AnswerLost, OutputFailed, RequestFailed, WrongUsage; as an engine's start."""
+    """Run `bench`. Raises Disturbed, AnswerLost, OutputFailed, RequestFailed, WrongUsage; as an engine's
+    start."""
     plan = BenchPlan.of(options)
     async with session(options, interrupts) as (client, changes):
         await check(client, plan)

@@ -49,7 +49,7 @@ class PhaseProfile:
 
     @property
     def rows(self) -> int:
-        """Tokens computed."""
+        """Returns the tokens that were computed."""
         return int(self.tree["rows"])
 
     @property
@@ -59,7 +59,7 @@ class PhaseProfile:
 
     @property
     def seconds(self) -> float:
-        """Time of all steps."""
+        """Returns the seconds of all steps."""
         return float(sum(self.tree["seconds"].values()))
 
     @property
@@ -145,7 +145,7 @@ class PhaseProfile:
 
     @property
     def copied_per_token(self) -> float:
-        """The same for each token."""
+        """Returns the bytes that were copied, for each token."""
         return self.copied / max(self.rows, 1)
 
     @property

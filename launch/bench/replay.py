@@ -51,7 +51,8 @@ ASSUMPTION = "approximate policies are replayed on the recorded text; they might
 
 
 async def replay(options: Options, interrupts: Interrupts) -> int:
-    """Raises WrongUsage, PolicyError, TraceError, and LaunchError for a policy that breaks its contract."""
+    """Run `bench --replay`. Raises WrongUsage, PolicyError, TraceError, and LaunchError for a policy that
+    breaks its contract."""
     written = options.written
     if "plot" in written:
         check_picture(written["plot"])
@@ -83,7 +84,7 @@ async def replay(options: Options, interrupts: Interrupts) -> int:
 
 
 class Result(NamedTuple):
-    """One policy's replay."""
+    """The replay of one policy."""
 
     request: PolicyRequest
     exact: bool

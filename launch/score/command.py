@@ -39,7 +39,7 @@ def matrix_file(path: Path, positions: int, vocabulary: int) -> Iterator[Callabl
 
 
 async def score(options: Options, interrupts: Interrupts) -> int:
-    """Raises WrongUsage, OutputFailed, RequestFailed and what `reconnecting_client` raises."""
+    """Run `score`. Raises WrongUsage, OutputFailed, RequestFailed and what `reconnecting_client` raises."""
     written = options.written
     out: Path | None = written.get("out")
     if out is not None:

@@ -66,12 +66,13 @@ class Item(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def read_items(path: Path) -> list[Item]:
-    """Raises WrongUsage, one line with the file and the line's number, for invalid items."""
+    """Returns a file's items. Raises WrongUsage, one line with the file and the line's number, for invalid
+    items."""
     return read_lines(path, _item, "item")
 
 
 def _item(line: str, number: int) -> Item:
-    """Raises WrongLine with the reason."""
+    """Returns the item of a line. Raises WrongLine with the reason."""
     item = parse_line(line, Item)
     if len(set(item.choices)) < len(item.choices):
         raise WrongLine("choices must be different texts")
@@ -114,7 +115,7 @@ def accuracy(items: Sequence[Item], answers: Answers, kind: str | None = None) -
 
 
 async def evaluate(options: Options, interrupts: Interrupts) -> int:
-    """Raises WrongUsage, RequestFailed, PolicyError, Disturbed and what `session` raises."""
+    """Run `evaluate`. Raises WrongUsage, RequestFailed, PolicyError, Disturbed and what `session` raises."""
     path: Path = options.written.get("items") or embedded_items()
     items = read_items(path)[: options.written.get("limit")]
     policies = requested_policies(options, options.config().seed) if "policy" in options.written else []

@@ -72,12 +72,13 @@ class Entry(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_script(path: Path) -> list[Entry]:
-    """Raises WrongUsage, one line with the file and the line's number, for an invalid script."""
+    """Returns a script's requests. Raises WrongUsage, one line with the file and the line's number, for an
+    invalid script."""
     return read_lines(path, _entry, "request")
 
 
 def _entry(line: str, number: int) -> Entry:
-    """Raises WrongLine with the reason."""
+    """Returns the request of a line. Raises WrongLine with the reason."""
     entry = parse_line(line, Entry)
     if sum(getattr(entry, kind) is not None for kind in PROMPTS) != 1:
         raise WrongLine(f"give exactly one of {', '.join(PROMPTS)}")

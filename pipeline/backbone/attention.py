@@ -41,7 +41,7 @@ class HostAttention(NamedTuple):
 
 
 class Attention(Protocol):
-    """One layer's block."""
+    """The attention block of one layer."""
 
     def __call__(self, layer: int, x: Tensor, batch: Batch) -> Tensor:
         """x float32 [R, H] normalised: float32 [R, H]. Appends to the sequences' KV."""
@@ -297,7 +297,7 @@ class SpanAttention:
 
 
 def _row(x: Tensor, row: int) -> int:
-    """A row's address."""
+    """Returns the address of a row."""
     return x.data_ptr() + x.element_size() * row * x.stride(0)
 
 

@@ -93,7 +93,7 @@ class Batch:
         return self.found_cos_sin()
 
     def found_cos_sin(self) -> tuple[Tensor, Tensor]:
-        """The same, found anew: of rows on the device the positions may have changed."""
+        """Returns `cos_sin` computed anew: of rows on the device the positions may have changed."""
         return self.rope[self.rope_rows] if self.decode is None else self.rope.at(self.decode.rope)
 
     @cached_property

@@ -47,7 +47,7 @@ class StepObserver:
         self._runs: list[tuple[int, slice]] = []  # the step's sequences and their rows
 
     def probes(self, layer: int) -> tuple[int, ...]:
-        """None."""
+        """Returns no layers: nothing is probed."""
         return ()
 
     def begin(self, phase: Phase, sequences: tuple[int, ...]) -> None:
@@ -223,7 +223,7 @@ class DropTables:
         self._hits[name][layer] += (until[:, None] > LIMITS).sum(axis=0)
 
     def kept(self) -> Floats:
-        """`Calibration.kept`."""
+        """Returns `Calibration.kept`."""
         shares: Floats = (self._tokens / self._tokens.sum(axis=2, keepdims=True)).astype(np.float32)
         return shares
 
@@ -316,7 +316,7 @@ class Magnitudes(StepObserver):
             self.count(layer, np.abs(self._up(layer, expert, x[active.rows[start:end]])).ravel())
 
     def count(self, layer: int, magnitudes: FloatArray) -> None:
-        """Add |u| [n]."""
+        """Count the magnitudes |u| [n]."""
         with np.errstate(divide="ignore"):
             places = (np.log2(magnitudes) - LOWEST) * BINS_AN_OCTAVE
         bins: IntArray = np.clip(places, 0, BINS - 1).astype(np.int32)

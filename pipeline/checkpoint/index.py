@@ -85,7 +85,7 @@ class Shard:
 
 
 def read_shard(path: Path) -> Shard:
-    """Raises ModelError, one line, for a file that is missing, cut short or damaged."""
+    """Returns a file's header. Raises ModelError, one line, where it is missing, cut short or damaged."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             status = os.fstat(file.fileno())

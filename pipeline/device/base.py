@@ -138,7 +138,7 @@ class Device(ABC):
 
     @abstractmethod
     def channel_kernel(self, layout: StoreLayout) -> DeviceChannelKernel:
-        """The same for a layout of a format with heads."""
+        """The kernel for a layout of a format with heads."""
 
     @abstractmethod
     def heads_bytes(self, layout: StoreLayout) -> int:

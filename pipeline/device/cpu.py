@@ -129,7 +129,7 @@ class CpuDevice(Device):
         return CpuChannelKernel(self.library, layout, format, self.team)
 
     def heads_bytes(self, layout: StoreLayout) -> int:
-        """They are read in the store."""
+        """Returns 0: heads are read in the store."""
         return 0
 
     def load_heads(self, store: Store, tick: Callable[[], None] = lambda: None) -> list[Tensor]:

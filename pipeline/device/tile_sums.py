@@ -19,7 +19,7 @@ Upload = Callable[[NDArray[Any]], Tensor]  # as `Device.from_host`
 
 
 class TileSums:
-    """The sum so far."""
+    """Returns the sum so far."""
 
     def __init__(
         self,

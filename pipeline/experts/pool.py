@@ -174,7 +174,7 @@ def computing(kernel: WorkKernel, slowdown: float = 1.0) -> Compute:
 
 @dataclass
 class _Worker:
-    """A running worker."""
+    """A running worker, as the pool sees it."""
 
     tasks: dict[int, Task] = field(default_factory=dict)  # by seq, in sending order
     watch: ProgressWatch = field(default_factory=ProgressWatch)

@@ -110,7 +110,7 @@ class Costs:
                 raise PolicyError(f"costs: '{name}' holds {wrong[0]}; seconds are finite and not negative")
 
     def for_tiles(self, tiles: int) -> Costs:
-        """The same per tile, for experts of `tiles` tiles."""
+        """Returns these costs per tile, for experts of `tiles` tiles."""
         if self.per == "tile":
             return self
         return replace(
@@ -122,7 +122,7 @@ class Costs:
         )
 
     def of_tiles(self, read: float, moved: float) -> Costs:
-        """The same for tiles of `read` times the bytes, of which `moved` times as many are moved."""
+        """Returns the costs for tiles of `read` times the bytes, of which `moved` times as many are moved."""
         return replace(
             self,
             host=tuple(seconds * read for seconds in self.host),
@@ -137,7 +137,7 @@ class Costs:
 
     @cached_property
     def device_at(self) -> Seconds:
-        """The same for the device, without transfers."""
+        """Seconds the device needs for a tile of an expert, without transfers."""
         return Seconds(self.rows, self.device)
 
     @cached_property
@@ -146,7 +146,8 @@ class Costs:
         return Seconds(self.rows, self.other)
 
     def scaled(self, host: float, device: float, link: float) -> Costs:
-        """The same with the seconds of host and exchange, device and launch, and link times these."""
+        """Returns the costs with the seconds of host and exchange, device and launch, and link times
+        these."""
         return replace(
             self,
             host=tuple(seconds * host for seconds in self.host),

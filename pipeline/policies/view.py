@@ -60,7 +60,7 @@ class Routing:
 
     @cached_property
     def active(self) -> Active:
-        """The same by expert, without weights of 0."""
+        """Returns the routing by expert, without weights of 0."""
         chosen, weights = self.experts.ravel(), self.weights.ravel()
         if np.count_nonzero(weights) == len(weights):
             order = chosen.argsort(kind="stable")  # by expert, and of one expert by row

@@ -199,7 +199,7 @@ class Worth:
 
 
 def _softmax(logits: FloatArray) -> FloatArray:
-    """Over the last axis."""
+    """Returns the softmax over the last axis."""
     shares = np.subtract(logits, np.maximum.reduce(logits, axis=-1, keepdims=True))
     np.exp(shares, out=shares)
     shares /= np.add.reduce(shares, axis=-1, keepdims=True)

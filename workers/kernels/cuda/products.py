@@ -84,7 +84,7 @@ class Products(ABC):
         """Items as of gate_up; out: float32 [.., H]."""
 
     def combine(self, out: int, terms: int, offsets: int, rows: int, y: int) -> None:
-        """y: float32 [rows, H]."""
+        """Add the weighted terms of each row into y, float32 [rows, H]."""
         wide = -(-self.hidden // COMBINE_THREADS)
         self.launcher.launch(
             "combine", rows * wide, COMBINE_THREADS, out, terms, offsets, self.hidden, wide, y
