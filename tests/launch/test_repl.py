@@ -66,7 +66,7 @@ def _session(env: dict[str, str]) -> None:
         terminal.line("/set max_tokens=6")
         terminal.until("^max_tokens=6$")
         terminal.line("And what is a coroutine?")
-        second = summaries(terminal.until(r"cut at\s+max_tokens\n\n>$"))[-1]
+        second = summaries(terminal.until(r"cut\s+at\s+max_tokens\n\n>$"))[-1]
         assert second.startswith("6 tokens")
         asked = int(re.findall(r"KV 0/(\d+)", cancelled)[-1])
         assert reused_tokens(second) > asked  # the first question and its partial answer
@@ -151,7 +151,7 @@ def _commands(terminal: Terminal, file: Path) -> None:
     terminal.until("^> two\n· lines$")
     terminal.keys("M-Enter")
     terminal.line("and a third: ä 漢 🎉")
-    terminal.until(r"^· and a third: ä 漢 🎉\n(?s:.+)cut at\s+max_tokens\n\n>$")
+    terminal.until(r"^· and a third: ä 漢 🎉\n(?s:.+)cut\s+at\s+max_tokens\n\n>$")
 
     terminal.line(f"/save {file}")
     terminal.until(r"^saved 1 question to\s")
