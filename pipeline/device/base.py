@@ -128,7 +128,7 @@ class Device(ABC):
     on_host: bool  # it computes on the workers' cores
     flash: bool = False  # torch has flash attention of 16-bit numbers there
     process_bytes: int = 0  # of its memory, that each other process takes which uses it
-    # The host's kernels and their threads, on a device that uses them and where they were compiled.
+    # The host's kernels and their threads, on a device that uses them.
     library: Library | None = None
     team: Team | None = None
 

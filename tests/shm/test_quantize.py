@@ -129,13 +129,25 @@ def test_rows_have_the_numbers_of_the_blocks(w: Float32) -> None:
         np.testing.assert_array_equal(decode_rows(QuantizedRows(bits), rows(w, bits), w.shape[1]), expected)
 
 
+def seen_by_float32(w: Float32, nearest: np.ndarray, group: int, bits: int) -> np.ndarray:
+    """The largest errors that float32 may take for no larger than `nearest`. It sees each weight's error but
+    for a few roundings of the group's largest weight: in the root of a sum of squares these add up as lengths
+    do, and in a sum of powers below 1 as powers do. The power itself and the sum are within 0.05 %."""
+    starts = range(0, w.shape[1], group)
+    counts = np.diff([*starts, w.shape[1]])
+    off = 2.0**-22 * np.maximum.reduceat(np.abs(w).astype(np.float64), starts, axis=1)
+    if bits == 2:
+        return (np.sqrt(nearest * 1.0005) + 2 * off * np.sqrt(counts)) ** 2
+    return nearest * 1.0005 + 2 * counts * off**NORM
+
+
 @settings(max_examples=60, deadline=None)
 @given(matrices, groups)
 def test_never_worse_than_rounding_to_nearest(w: Float32, group: int) -> None:
     found, nearest = errors(w, int4(w, group), group), errors(w, int4(w, group, steps=0), group)
-    assert (found <= nearest * 1.002 + 1e-35).all()
+    assert (found <= seen_by_float32(w, nearest, group, 4) + 1e-35).all()
     found, nearest = errors(w, int2(w), 64, bits=2), errors(w, int2(w, steps=0), 64, bits=2)
-    assert (found <= nearest * 1.002 + 1e-35).all()
+    assert (found <= seen_by_float32(w, nearest, 64, 2) + 1e-35).all()
 
 
 @pytest.mark.parametrize("group", [64, 128])
