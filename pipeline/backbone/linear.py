@@ -100,8 +100,8 @@ class Precision:
         return self._format is not None
 
     def quantized_matrix(self, name: str, numbers: Float32) -> HostMatrix | CudaMatrix:
-        """A quantized matrix of `numbers` [outputs, inputs]. Raises ModelError where they cannot be quantized;
-        `name` is for its text."""
+        """A quantized matrix of `numbers` [outputs, inputs]. Raises ModelError, which has the `name`, where
+        they cannot be quantized."""
         assert self._format is not None
         outputs, inputs = numbers.shape
         try:

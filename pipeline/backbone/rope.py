@@ -24,7 +24,7 @@ class RopeTables:
     """Cosines and sines of every position, for short sequences and, with a switch (see Rope), long ones."""
 
     def __init__(self, rope: Rope, config: Config, width: int, context: int, device: Device) -> None:
-        """`width`: numbers of a head that are rotated. Raises ModelError for parameters that make no sense."""
+        """`width`: numbers of a head that are rotated. Raises ModelError for parameters without sense."""
         lengths = [False, True] if rope.switch is not None and context > rope.switch else [False]
         tables = [_table(rope, config, width, context, long) for long in lengths]
         self._context = context

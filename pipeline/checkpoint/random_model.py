@@ -78,7 +78,6 @@ class RandomModel(ModelSource):
         layout = builder.layout
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             try:
-                checksums: list[Future[None]] = []
                 ahead = self._draw_layer(pool, builder, 0)
                 for layer in range(layout.shape.layers):
                     tiles, ahead = ahead, []
@@ -89,10 +88,6 @@ class RandomModel(ModelSource):
                         expert = n // layout.shape.tiles
                         part = (n % layout.shape.tiles + 1) * (layout.head_bytes + layout.tile_bytes)
                         progress(layout.before(layer, expert) + part)
-                    for expert in range(layout.shape.experts):
-                        checksums += [pool.submit(task) for task in builder.checksum_tasks(layer, expert)]
-                for checksum in checksums:
-                    checksum.result()
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from plain_calibration import plain_calibration
-from small_store import build
+from small_store import build, write_cache
 
 from launch.chat.conversation import Transcript
 from pipeline.calibration import cost_cache
@@ -17,7 +17,6 @@ from pipeline.calibration import file as calibration_file
 from pipeline.calibration.cost_cache import Record, Setting
 from pipeline.policies.costs import Costs
 from shm.atomic_file import atomic_file
-from shm.disk_cache import write_cache
 from shm.segment import unlink
 from shm.store import Store, store_name
 
