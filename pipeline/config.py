@@ -56,7 +56,6 @@ class EngineConfig:
     exchange: ExchangeName = "auto"  # of Work with the workers; auto: shm
     graphs: GraphsName = "auto"  # CUDA graphs of decode steps
     keep_store: bool = False
-    verify: bool = False  # compare the store's bytes with their checksums before they are used
     http: str | None = None  # HOST:PORT of the gateway, for clients over HTTP; None: there is no gateway
     http_keys: Path | None = None  # file of its API keys; None: without keys, for this machine alone
 

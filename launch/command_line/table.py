@@ -183,7 +183,6 @@ _engine = _section(
     Option("record F", absolute, "record the routing into a new file, for bench --replay"),
     Option("seed S", at_least(0), SEED, also=REPLAY, asked="chat, generate, stress --chaos"),
     Option("keep-store", None, "leave the experts in shared memory for the next start"),
-    Option("verify", None, "compare the experts with their checksums before use"),
     Option("name NAME", str, "the engine's name (default: e and the process id)"),
     Option("http HOST:PORT", http_address, HTTP, takes="serve", bare=DEFAULT_HTTP),
     Option("http-keys FILE", Path, HTTP_KEYS, takes="serve --http"),

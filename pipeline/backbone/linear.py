@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -10,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.backbone.disk_cache import BackboneCache
 from pipeline.device.base import Device
 from pipeline.errors import ModelError
 from shm.blocks import BlockFormat
 from shm.errors import WeightsUnusable
-from shm.layout import FORMATS, Bytes, Float32
+from shm.layout import FORMATS, Float32
 from workers.kernels.cuda.matrix import CudaMatrix
 from workers.kernels.layer import Projection
 from workers.kernels.matrix import DenseMatrix, HostMatrix, quantized
@@ -88,13 +86,11 @@ class QuantizedLinear:
 class Precision:
     """`--backbone-dtype`: the format of matrices, and the dtype of everything else that is stored."""
 
-    def __init__(self, name: str, device: Device, cache: BackboneCache | None = None) -> None:
-        """`name`: f32, bf16, int8 or int4; `cache`: keeps quantized matrices between starts. Raises
-        UsageError where the device cannot compute in this format."""
+    def __init__(self, name: str, device: Device) -> None:
+        """`name`: f32, bf16, int8 or int4. Raises UsageError where the device cannot compute in it."""
         format = FORMATS[name]
         self.device = device
         self._format = format if isinstance(format, BlockFormat) else None
-        self.cache = cache
         if self._format is not None:
             device.check_quantized(self._format)
         self.dtype = DTYPES.get(name, torch.bfloat16)  # of embeddings and of the KV cache
@@ -103,26 +99,13 @@ class Precision:
     def quantized(self) -> bool:
         return self._format is not None
 
-    def quantized_matrix(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        numbers: Callable[[], Float32],
-        ready: Callable[[BlockFormat], Bytes | None],
-    ) -> HostMatrix | CudaMatrix:
-        """A quantized matrix [outputs, inputs]: from `ready` if that is not None, else from the cache under
-        `name`, else from its float32 `numbers`. Raises ModelError where the numbers cannot be quantized."""
+    def quantized_matrix(self, name: str, numbers: Float32) -> HostMatrix | CudaMatrix:
+        """A quantized matrix of `numbers` [outputs, inputs]. Raises ModelError, which has the `name`, where
+        they cannot be quantized."""
         assert self._format is not None
-        data = ready(self._format)
-        if data is not None:
-            return self.device.quantized_matrix(self._format, data, shape)
-        if self.cache is not None:
-            data = self.cache.take(name, self._format.matrix_bytes(*shape))
-        if data is None:
-            try:
-                data = quantized(self._format, numbers())
-            except WeightsUnusable as e:
-                raise ModelError(f"{name}: {e}") from None
-            if self.cache is not None:
-                self.cache.keep(name, data)
-        return self.device.quantized_matrix(self._format, data, shape)
+        outputs, inputs = numbers.shape
+        try:
+            data = quantized(self._format, numbers)
+        except WeightsUnusable as e:
+            raise ModelError(f"{name}: {e}") from None
+        return self.device.quantized_matrix(self._format, data, (outputs, inputs))

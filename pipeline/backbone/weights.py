@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -69,15 +68,10 @@ class Weights:
         return BiasedLinear(linear, self._keep(torch.from_numpy(biases), torch.float32))
 
     def _quantized(self, roles: tuple[str, ...], order: RowOrder) -> HostMatrix | CudaMatrix:
-        def numbers() -> Float32:
-            parts = [_ordered(self._float32(role), role, order) for role in roles]
-            return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-        specs = [self._specs[role] for role in roles]
-        shape = (sum(spec.shape[0] for spec in specs), specs[0].shape[1])
-        names = ", ".join(spec.name for spec in specs)
-        ready = partial(self._tensors.quantized, names, shape)
-        matrix = self._precision.quantized_matrix(names, shape, numbers, ready)
+        parts = [_ordered(self._float32(role), role, order) for role in roles]
+        numbers = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        names = ", ".join(self._specs[role].name for role in roles)
+        matrix = self._precision.quantized_matrix(names, numbers)
         self.bytes += matrix.bytes
         return matrix
 

@@ -4,23 +4,19 @@ A power failure then leaves the old file or the new one."""
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from plain_calibration import plain_calibration
-from small_store import build
+from small_store import build, write_cache
 
 from launch.chat.conversation import Transcript
-from pipeline.backbone.disk_cache import BackboneCache
 from pipeline.calibration import cost_cache
 from pipeline.calibration import file as calibration_file
 from pipeline.calibration.cost_cache import Record, Setting
 from pipeline.policies.costs import Costs
 from shm.atomic_file import atomic_file
-from shm.disk_cache import write_cache
 from shm.segment import unlink
 from shm.store import Store, store_name
 
@@ -48,15 +44,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
     return found
 
 
-def backbone(folder: Path) -> None:
-    cache = BackboneCache(folder, FINGERPRINT)
-    cache.keep("a", np.arange(1000, dtype=np.uint8))
-    cache.finish()
-    for thread in threading.enumerate():
-        if thread.name == "backbone cache":
-            thread.join()
-
-
 def store(folder: Path) -> None:
     build(FINGERPRINT)
     try:
@@ -73,7 +60,6 @@ def output(folder: Path) -> None:
 
 WRITERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "store": (store, f"{FINGERPRINT}/store.bin"),
-    "backbone": (backbone, f"{FINGERPRINT}/backbone.bin"),
     "costs": (lambda folder: cost_cache.keep(folder, RECORD), f"costs/{RECORD.setting.name}"),
     "calibration": (
         lambda folder: calibration_file.save(
