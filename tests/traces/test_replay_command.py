@@ -70,7 +70,7 @@ def calibration() -> Calibration:
 def costs_of_this_machine() -> Record:
     costs = Costs((1,), (3.0,), (1.0,), 5.0, 0.5, (2.0,))
     setting = Setting(*processor(), "cpu", FINGERPRINT, "int4", "bf16", (1,), "k", "host slowed by 2")
-    return Record(setting, "m", tiles=4, tile_bytes=1000, measured=1.0, load=0.0, costs=costs)
+    return Record(setting, "m", tiles=4, tile_bytes=1000, measured=1.0, costs=costs)
 
 
 def test_figures_are_those_of_the_replay(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
