@@ -2,8 +2,7 @@
 from the configuration's dataclasses.
 
 An option belongs to places: a command ("chat" also without the word), or a command with another option
-("stress --chaos"). `bench --replay`, and `calibrate --report` without a text, start no engine, and take only
-what names them."""
+("stress --chaos"). `bench --replay` starts no engine, and takes only what names it."""
 
 from __future__ import annotations
 
@@ -65,10 +64,9 @@ CLIENTS = "chat, generate, score, evaluate, stress, bench, calibrate"
 ENGINE = f"{CLIENTS}, serve"
 SIZES = f"{ENGINE}, doctor --model, advise"
 REPLAY = "bench --replay"
-DRAWING = "calibrate --report"
-JSON = f"generate, score, evaluate, stress, bench, calibrate, doctor, advise, cache, {REPLAY}, {DRAWING}"
+JSON = f"generate, score, evaluate, stress, bench, calibrate, doctor, advise, cache, {REPLAY}"
 DETAIL = f"generate --json, score --json, bench --json, {REPLAY} --json"
-EVERYWHERE = f"{ENGINE}, doctor, advise, cache, {REPLAY}, {DRAWING}"
+EVERYWHERE = f"{ENGINE}, doctor, advise, cache, {REPLAY}"
 
 FORMATS = (
     f"format of the experts' weights: {', '.join(get_args(DenseName))}; or floe[-u4|-u8][-int8|-int4], of"
@@ -157,7 +155,7 @@ def _section(takes: str, *options: Option, of_engine: bool = False) -> list[Opti
 
 _sizes = _section(
     SIZES,
-    Option("model DIR", model_path, MODEL, also=DRAWING),
+    Option("model DIR", model_path, MODEL),
     Option("policy PRESET", str, POLICY, also=REPLAY, asked="bench, evaluate"),
     Option("set POLICY.OPTION=VALUE", str, SET, also=REPLAY, asked="bench, evaluate", repeatable=True),
     Option("device", get_args(DeviceName), "device of the backbone and the resident experts"),
@@ -240,7 +238,6 @@ _calibrate = _section(
     "calibrate",
     Option("calibrate-tokens N", at_least(LEAST_TOKENS), f"tokens to read (default {CALIBRATION_TOKENS})"),
     Option("max-loss X", above(0, 1000), "find approximations that add at most X %% to the perplexity"),
-    Option("report DIR", Path, "draw the results, without a text earlier ones, into DIR", also=DRAWING),
 )
 _advise = _section(
     "advise",

@@ -22,7 +22,7 @@ from shm.store import Store, store_name
 
 FINGERPRINT = "1f" * 32
 SETTING = Setting("cpu", 2, "cpu", FINGERPRINT, "bf16", "bf16", (1,), "kernels", "")
-RECORD = Record(SETTING, "m", 3, 4096, 1e9, 0.25, Costs((1,), (1e-3,), (1e-4,), 5e-3, 1e-4, (1e-3,)))
+RECORD = Record(SETTING, "m", 3, 4096, 1e9, Costs((1,), (1e-3,), (1e-4,), 5e-3, 1e-4, (1e-3,)))
 
 
 @pytest.fixture
