@@ -15,7 +15,6 @@ from pipeline.checkpoint.open import open_model
 from pipeline.device.cpu import CpuDevice
 from pipeline.errors import PolicyError
 from pipeline.experts.device_share import DeviceMemory
-from pipeline.experts.link import PrefetchLink
 from pipeline.models.registry import model_spec
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
