@@ -252,8 +252,8 @@ def chaos_parts(chaos: dict[str, Any]) -> Iterator[RenderableType]:
         )
     for role, times in (chaos["recovery"] or {}).items():
         if deaths := chaos["respawns"][role]:
-            ready, whole = _milliseconds(times["ready_s"]), _milliseconds(times["whole_s"])
-            yield f"{role} restarted {count(deaths, 'time')}: ready after {ready}, up after {whole} (medians)"
+            whole = _milliseconds(times["whole_s"])
+            yield f"{role} restarted {count(deaths, 'time')}: up after {whole} (median)"
 
 
 def _milliseconds(value: float | None) -> str:

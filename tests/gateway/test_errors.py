@@ -23,7 +23,7 @@ from protocol.errors import EngineGone, MalformedMessage, ProtocolError, Request
         ),
         (RequestFailed("top_k is -1; it must be 0 or more", usage=True), 400, None),
         (
-            RequestFailed("1024 requests of this client are already queued; try again later", usage=True),
+            RequestFailed("too many requests are already queued; try again later", usage=True),
             429,
             None,
         ),
