@@ -55,7 +55,7 @@ def test_damaged_store_is_built_again_unless_an_engine_uses_it(place: Place) -> 
         engine.ask(2)
         engine.process.terminate()
         assert engine.process.wait(LIMIT) == 0
-    code, lines = generate(place, "--verify", "-v")  # the damaged store was kept
+    code, lines = generate(place, "--verify", "--log-level", "info")  # the damaged store was kept
     assert code == 0
     assert sum("is damaged in layer 1; it is removed and made again" in line for line in lines) == 1
     assert any("source cache" in line for line in lines)
