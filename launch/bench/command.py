@@ -62,7 +62,7 @@ async def bench(options: Options, interrupts: Interrupts) -> int:
         with ProgressCounter("bench: prompts", plan.runs) as bar:
             report = await compare(client, plan, options, changes, bar)
     if "json" in options.written:
-        print_json(report.to_json(), detail="detail" in options.written)
+        print_json(report.to_json())
     else:
         print_parts(*report.parts())
     if plan.plot is not None:

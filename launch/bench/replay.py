@@ -75,7 +75,7 @@ async def replay(options: Options, interrupts: Interrupts) -> int:
     if "sweep" in written:
         report = SweepReport(axes(written), [Point(*each) for each in points])
     if "json" in written:
-        print_json(report.to_json(), detail="detail" in written)
+        print_json(report.to_json())
     else:
         print_parts(*report.parts())
     if isinstance(report, SweepReport) and "plot" in written:

@@ -238,6 +238,6 @@ async def sweep(options: Options, interrupts: Interrupts) -> int:
 
 def _show(report: SweepReport, options: Options) -> None:
     if "json" in options.written:
-        print_json(report.to_json(), detail="detail" in options.written)
+        print_json(report.to_json())
     else:
         print_parts(*report.parts())

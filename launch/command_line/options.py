@@ -206,8 +206,6 @@ def parse(arguments: list[str]) -> Options:
         if word.startswith("-") or word in words:
             raise WrongUsage(_unknown(word, command))
     _check(command, [taken[key] for key in written], written)
-    if written.pop("verbose", False):
-        written.setdefault("log_level", "info")
     return Options(command, written)
 
 

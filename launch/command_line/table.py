@@ -65,7 +65,6 @@ ENGINE = f"{CLIENTS}, serve"
 SIZES = f"{ENGINE}, doctor --model, advise"
 REPLAY = "bench --replay"
 JSON = f"generate, score, evaluate, stress, bench, calibrate, doctor, advise, cache, {REPLAY}"
-DETAIL = f"generate --json, score --json, bench --json, {REPLAY} --json"
 EVERYWHERE = f"{ENGINE}, doctor, advise, cache, {REPLAY}"
 
 FORMATS = (
@@ -105,7 +104,6 @@ class Option:
     also: str = ""  # further places
     bare: str | None = None  # its value where none follows
     repeatable: bool = False
-    short: str = ""
     one_of: str = ""  # only one option may give this
     not_with: str = ""  # an option that excludes it
     asked: str = ""  # where an engine's option is one of requests too, which may go with --connect
@@ -143,7 +141,7 @@ class Option:
             settings["action"] = "append"
         if self.bare is not None:
             settings |= {"nargs": "?", "const": self.bare}
-        parser.add_argument(*filter(None, [self.short]), self.spelled, **settings)
+        parser.add_argument(self.spelled, **settings)
 
 
 def _section(takes: str, *options: Option, of_engine: bool = False) -> list[Option]:
@@ -201,7 +199,6 @@ _answer = _section(
 _generate = _section(
     "generate",
     Option("prompt T", str, "text to continue, or with --chat to answer; -: from stdin", one_of="prompt"),
-    Option("file F", Path, "UTF-8 file with the prompt", one_of="prompt"),
     Option("prompt-tokens 1,2,3", token_ids, "token ids to continue", one_of="prompt", not_with="chat"),
     Option("chat", None, "use the model's chat template, and sample as a chat does"),
 )
@@ -211,7 +208,6 @@ _texts = _section(
     Option("tokens F.json", Path, "file with a JSON list of token ids", one_of="text", also="calibrate"),
     Option("out F.npy", Path, "write all log-probabilities: float32 [positions, vocab]"),
     Option("stepwise", None, "score one token at a time, by the decode path"),
-    Option("stride N", at_least(1), "tokens between windows of a long text (default: half the context)"),
     Option("items F.jsonl", Path, "items, one JSON object a line (default: built-in ones)", takes="evaluate"),
     Option("limit N", at_least(1), "only the first N items", takes="evaluate"),
 )
@@ -261,9 +257,7 @@ _every = _section(
     EVERYWHERE,
     Option("connect NAME", str, "use a running engine instead of starting one", takes=CLIENTS, bare=""),
     Option("json", None, "print one JSON object on stdout, and nothing else there", takes=JSON),
-    Option("detail", None, "with --json: also the figures of each layer", takes=DETAIL),
-    Option("log-level", LOG_LEVELS, "least severe messages shown (default notice)"),
-    Option("verbose", None, "show details on stderr: --log-level info", short="-v"),
+    Option("log-level", LOG_LEVELS, "least severe messages shown (default notice; info: details of a start)"),
 )
 
 # By the headings of --help.
