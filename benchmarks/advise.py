@@ -1,7 +1,7 @@
 """`launch.py advise` against the engine: predicted and measured speed of every exact preset, on this machine
 with its link and its workers slowed to the ratios of other machines.
 
-    python -m benchmarks.advise FOLDER [--only olmoe-1,qwen-1] [--json]
+    python -m benchmarks.advise FOLDER [--only olmoe-1,qwen-1]
 
 Each machine is an engine with one expert cache, whose costs after a short run are what advise predicts from.
 What was measured stays in FOLDER, which also has a cache of its own.
@@ -146,7 +146,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", help="machines, separated by commas")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     os.environ["XDG_CACHE_HOME"] = str(arguments.folder / "cache")
@@ -156,9 +155,6 @@ def main() -> None:
         if not kept.exists():
             kept.write_text(json.dumps(asyncio.run(run_machine(words, arguments.folder))))
         rows += points(name, words, json.loads(kept.read_text()))
-    if arguments.json:
-        print(json.dumps({"points": [vars(row) for row in rows]} | summary(rows)))
-        return
     for row in rows:
         print(
             f"{row.machine:10}{row.policy:20}{row.measured:8.1f}{row.predicted:8.1f} {row.error:+6.0%}"

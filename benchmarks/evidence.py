@@ -1,6 +1,6 @@
 """Sets the papers' headline figures beside those of the presets here: the tables of docs/evidence.md.
 
-    python -m benchmarks.evidence FOLDER [--only traces,presets,...] [--json]
+    python -m benchmarks.evidence FOLDER [--only traces,presets,...]
 
 The steps, in order: `traces` calibrates and records; `presets`, `daop`, `dali`, `adapmoe`, `moepic` and
 `floe` replay routing with a paper's costs; `quality` scores held-out text; `accuracy` answers items;
@@ -13,7 +13,6 @@ Every command is printed on stderr.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -231,7 +230,6 @@ def main() -> int:
         "folder", type=Path, help="of traces, calibration and answers; made where it is missing"
     )
     parser.add_argument("--only", help=f"some of the steps: {','.join(STEPS)}")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables in Markdown")
     parser.add_argument("--prefix", default="", help="put before each command, such as `taskset -c 0-3`")
     arguments = parser.parse_args()
     wanted = (arguments.only or ",".join(STEPS)).split(",")
@@ -239,10 +237,7 @@ def main() -> int:
         parser.error(f"unknown step {unknown[0]}; known are {', '.join(STEPS)}")
     commands = Commands(arguments.folder.resolve(), arguments.prefix.split())
     tables = {name: rows for step in wanted for name, rows in STEPS[step](commands).items()}
-    if arguments.json:
-        print(json.dumps(tables, indent=1))
-    else:
-        print("\n\n".join(markdown(name, rows) for name, rows in tables.items()))
+    print("\n\n".join(markdown(name, rows) for name, rows in tables.items()))
     return 0
 
 

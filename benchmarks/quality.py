@@ -1,6 +1,6 @@
 """Measures the quality cost of expert formats: perplexity on the embedded model's held-out text.
 
-    python -m benchmarks.quality [--windows N] [--formats bf16,int8,...] [--json]
+    python -m benchmarks.quality [--windows N] [--formats bf16,int8,...]
 
 The model runs in transformers in float32, its experts in the reference kernel on the bytes that a store would
 hold, so that rounding of weights and of activations both count. `int4-rtn` and `int4-g128-rtn` round to
@@ -11,7 +11,6 @@ nearest: the baseline of the optimisation of scale and zero. Of a floe format al
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Iterator
@@ -119,21 +118,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--windows", type=int, help="of 512 tokens, of each kind of text (default: all)")
     parser.add_argument("--formats", default=DEFAULT)
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     formats = arguments.formats.split(",")
     unknown = [name for name in formats if name not in MEASURED]
     if unknown:
         print(f"unknown format {unknown[0]}; known are {', '.join(MEASURED)}", file=sys.stderr)
         return 2
-    rows = []
     with torch.inference_mode():
         for row in measure(formats, arguments.windows):
-            rows.append(row)
             found = "{format:14} perplexity {perplexity:8.4f} {worse_percent:+7.3f} %".format(**row)
-            print(found, file=sys.stderr if arguments.json else sys.stdout, flush=True)
-    if arguments.json:
-        print(json.dumps({"baseline": formats[0], "results": rows}))
+            print(found, flush=True)
     return 0
 
 

@@ -2,7 +2,6 @@
 embedded model, by format and by the share of the channels that each token leaves out.
 
     python -m benchmarks.sparsity [--windows N] [--items N] [--formats floe-int4,...] [--sparsities 0,0.5,...]
-                                  [--json]
 
 The model runs in transformers in float32, with experts made of the bytes that a store would hold; the
 kernels' rounding of activations is left out. A layer's threshold is the quantile of |u|, u = up x, over the
@@ -13,7 +12,6 @@ is answered with the choice of the greatest log-probability.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -168,7 +166,6 @@ def main() -> int:
     parser.add_argument("--items", type=int, help="multiple-choice items (default: all)")
     parser.add_argument("--formats", default="int4,floe,floe-int4,floe-u4-int4,floe-u8-int4")
     parser.add_argument("--sparsities", default="0,0.5,0.7,0.8,0.9")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     formats = arguments.formats.split(",")
     unknown = [name for name in formats if name not in FORMATS]
@@ -188,18 +185,14 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    rows = []
     with torch.inference_mode():
         for row in measure(formats, sparsities, arguments.windows, arguments.items):
-            rows.append(row)
             line = (
                 "{format:14} left out {sparsity:4.0%} ({left:5.1%} of |u|)  {bits:5.2f} bits  perplexity"
                 " {perplexity:8.3f} {perplexity_percent:+7.2f} %  accuracy {accuracy:6.1%}"
                 " {accuracy_percent:+6.2f} %"
             ).format(**row)
-            print(line, file=sys.stderr if arguments.json else sys.stdout, flush=True)
-    if arguments.json:
-        print(json.dumps(rows))
+            print(line, flush=True)
     return 0
 
 

@@ -13,8 +13,6 @@ setting and phase a line has the two fastest other exact presets, and tandem's s
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -198,7 +196,6 @@ def main() -> None:
     parser.add_argument("--policy", nargs="*", default=NAMES)
     parser.add_argument("--set", nargs="*", default=[])
     parser.add_argument("--speed", action="store_true", help="time the replay of one row a step")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     model = MODELS[arguments.model]
     machines = {
@@ -220,9 +217,7 @@ def main() -> None:
     shares = [float(share) for share in arguments.share.split(",")]
     tandem = dict(item.split("=", 1) for item in arguments.set)
     worst: list[tuple[float, str]] = []
-    rows = []
     for row in compare(recorded, machines, shares, arguments.policy, tandem):
-        rows.append(row)
         line = f"{row['trace']:14}{row['machine']:12}{row['share']:5.2f}"
         for phase in PHASES:
             of = {name: found[phase] for name, found in row["seconds"].items()}
@@ -238,8 +233,6 @@ def main() -> None:
     print("\nleast ratios:")
     for ratio, where in worst[:8]:
         print(f"{ratio:.3f} {where[:60]}")
-    if arguments.json:
-        json.dump(rows, sys.stdout)
 
 
 if __name__ == "__main__":

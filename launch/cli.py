@@ -32,7 +32,6 @@ MODULES = {
     "score": "launch.score.command",
     "evaluate": "launch.score.evaluate",
     "replay": "launch.bench.replay",
-    "sweep": "launch.bench.sweep",
 }
 
 
@@ -110,7 +109,7 @@ def _with_model(options: Options) -> Options:
 
 def _command(options: Options) -> Command:
     """Imports only the module of this command."""
-    name = next((kind for kind in ("replay", "sweep") if kind in options.written), options.command or "chat")
+    name = "replay" if "replay" in options.written else options.command or "chat"
     command: Command = getattr(import_module(MODULES[name]), name)
     return command
 

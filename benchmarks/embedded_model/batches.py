@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,7 @@ from benchmarks.embedded_model.sources import KINDS
 
 BOS, EOS = 0, 1
 IGNORED = -100  # target of a token that is not trained
-# Share of the rows unless a run changes it; most of it repeats glossary entries.
-DIALOGUE_SHARE = 0.05
+DIALOGUE_SHARE = 0.05  # of the rows; most of it repeats glossary entries
 DIALOGUE_SOURCES = {"python-glossary": 0.5, "postgresql-glossary": 0.15, "faq": 0.15, "manual": 0.2}
 SYSTEM_MESSAGES = ("You answer questions about software.", "Answer briefly.", "You are a helpful assistant.")
 SYSTEM_SHARE = 0.15
@@ -98,32 +98,21 @@ class Dialogues:
 
 
 class Mixture:
-    """Batches of rows that each come from one kind, drawn by weight."""
+    """Batches of rows that each come from one kind, of each as many."""
 
     def __init__(self, corpus: Path, tokenizer: Tokenizer, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
         self.streams = {kind: Stream(read_tokens(corpus, kind), self._rng) for kind in KINDS}
         self.dialogues = Dialogues(corpus / "dialogues.jsonl", tokenizer, self._rng)
-        self.weights = dict.fromkeys(KINDS, 1.0)
-        self.dialogue_share = DIALOGUE_SHARE
-        self._credit = dict.fromkeys(KINDS, 0.0)
-
-    def _kind(self) -> str:
-        """The kind with the largest deficit, so that shares are exact over a few rows."""
-        total = sum(self.weights.values())
-        for kind in KINDS:
-            self._credit[kind] += self.weights[kind] / total
-        kind = max(KINDS, key=lambda k: self._credit[k])
-        self._credit[kind] -= 1.0
-        return kind
+        self._kinds = cycle(KINDS)
 
     def take(self, rows: int, length: int) -> tuple[Ids, Ids]:
         """Inputs and targets, both (rows, length)."""
         inputs, targets = np.zeros((rows, length), np.int64), np.zeros((rows, length), np.int64)
         for row in range(rows):
-            if self._rng.random() < self.dialogue_share:
+            if self._rng.random() < DIALOGUE_SHARE:
                 inputs[row], targets[row] = self.dialogues.take(length)
             else:
-                tokens = self.streams[self._kind()].take(length + 1)
+                tokens = self.streams[next(self._kinds)].take(length + 1)
                 inputs[row], targets[row] = tokens[:-1], tokens[1:]
         return inputs, targets

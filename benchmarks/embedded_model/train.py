@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer
 
-from benchmarks.embedded_model.batches import DIALOGUE_SHARE, Mixture, encode
+from benchmarks.embedded_model.batches import Mixture, encode
 from benchmarks.embedded_model.model import Losses, Model, Shape, export
 from benchmarks.embedded_model.sources import KINDS
 from pipeline.assets import heldout, model_dir
@@ -89,7 +89,7 @@ class Run:
         torch.set_num_threads(1)
         self.threads = threads
         self.pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
-        self.plan, self.corpus, self.out = plan, corpus, out
+        self.plan, self.out = plan, out
         out.mkdir(parents=True, exist_ok=True)
         self.tokenizer = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
         if not all((corpus / f"{kind}.npy").exists() for kind in KINDS):
@@ -104,18 +104,6 @@ class Run:
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             (out / "model").mkdir(exist_ok=True)
             shutil.copy(model_dir() / name, out / "model" / name)
-
-    def resume(self, earlier: Path, minutes: float) -> None:
-        """Continue an earlier run from its last checkpoint, without its momentum, after `minutes` of the
-        budget."""
-        self.model.load(earlier / "float32")
-        lines = (earlier / "log.jsonl").read_text(encoding="utf-8").splitlines()
-        while "heldout" not in lines[-1]:  # steps after the checkpoint are lost
-            lines.pop()
-        (self.out / "log.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        last = json.loads(lines[-1])
-        self.steps, self.tokens, self.seconds = last["step"], last["tokens"], minutes * 60
-        self.mixture = Mixture(self.corpus, self.tokenizer, self.plan.seed + self.steps)
 
     def log(self, **values: object) -> None:
         """Append a line to log.jsonl and print it."""
@@ -155,27 +143,15 @@ class Run:
         return torch.stack([torch.stack((loss.text, loss.balance)).detach() for loss in losses]).mean(0)
 
     def checkpoint(self) -> None:
-        """Export the weights, log held-out losses, and read the mixture again."""
+        """Export the weights and log held-out losses."""
         export(self.model, self.out / "model")
-        export(self.model, self.out / "float32", torch.float32)
         losses = {kind: round(heldout_loss(self.model, self.tokenizer, kind), 3) for kind in KINDS}
         passes = {kind: round(stream.passes, 3) for kind, stream in self.mixture.streams.items()}
-        mixed = {"weights": self.mixture.weights, "dialogue_share": self.mixture.dialogue_share}
-        self.log(heldout=losses, passes=passes, **mixed)
-        self.read_mixture()
-
-    def read_mixture(self) -> None:
-        """Read weights and dialogue share from mixture.json, if it exists; it may change during training."""
-        wanted = self.out / "mixture.json"
-        if wanted.exists():
-            mixed = json.loads(wanted.read_text(encoding="utf-8"))
-            self.mixture.weights = {kind: float(mixed[kind]) for kind in KINDS}
-            self.mixture.dialogue_share = float(mixed.get("dialogues", DIALOGUE_SHARE))
+        self.log(heldout=losses, passes=passes)
 
     def train(self) -> None:
         """Train until the time budget is spent."""
-        start, budget, saved = time.monotonic() - self.seconds, self.plan.minutes * 60, self.seconds
-        self.read_mixture()
+        start, budget, saved = time.monotonic(), self.plan.minutes * 60, 0.0
         recent: list[Tensor] = []
         while self.seconds < budget:
             recent.append(self.step(self.seconds / budget))
@@ -203,14 +179,9 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=2.5e-3)
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--resume", type=Path, help="an earlier run to continue")
-    parser.add_argument("--resume-minutes", type=float, default=0.0, help="of the budget already spent")
     args = parser.parse_args()
     plan = Plan(args.minutes, args.rate, args.batch_tokens)
-    run = Run(plan, args.corpus, args.out, args.threads)
-    if args.resume:
-        run.resume(args.resume, args.resume_minutes)
-    run.train()
+    Run(plan, args.corpus, args.out, args.threads).train()
 
 
 if __name__ == "__main__":

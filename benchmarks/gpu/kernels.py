@@ -1,6 +1,6 @@
 """The CUDA expert kernels on this GPU: their pace in bytes of weights a second, beside that of device memory.
 
-    python -m benchmarks.gpu.kernels [--quick] [--json]
+    python -m benchmarks.gpu.kernels [--quick] [--out FILE.json]
 
 A layer's experts with 1 to 512 rows each, from tiles that no cache holds, by our kernels and by torch, after
 a check that their bits are the host's. Times are those of CUDA events around several layers that were queued
@@ -213,7 +213,6 @@ def show(found: dict[str, object]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="The CUDA expert kernels on this GPU.")
     parser.add_argument("--quick", action="store_true", help="int4, 1 and 32 rows")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path, help="a file for the figures, JSON, beside the table")
     arguments = parser.parse_args()
     try:
@@ -226,10 +225,7 @@ def main() -> int:
         found = measure(device, CudaDevice(in_torch=True), list(SHAPES), formats, rows, FRESH_BYTES)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
-    if arguments.json:
-        print(json.dumps(found))
-    else:
-        show(found)
+    show(found)
     return 0
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -22,8 +23,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import host_reads
+import numpy as np
+
 from benchmarks.gpu.timing import Memory, Row, median, pages
+from pipeline.device import open_device
 from workers.cuda import (
     CudaError,
     PinnedBuffer,
@@ -241,12 +244,36 @@ def copy_pace(source: Memory, there: int, seconds: float) -> float:
     return pace
 
 
+def partials(shards: int = 15, hidden: int = 4096) -> list[Row]:
+    """Microseconds from the workers' partial sums of one row to their sum on the device: read there by a
+    kernel, and added on the host and copied."""
+    device = open_device("cuda")
+    memory = [pages(-(-4 * hidden // mmap.PAGESIZE) * mmap.PAGESIZE) for _ in range(shards)]
+    parts = [each[: 4 * hidden].view(np.float32)[None] for each in memory]
+    row: Row = {"shards": shards, "hidden": hidden}
+
+    def added(name: str) -> None:
+        def once() -> None:
+            device.add_parts(parts, (1, hidden))
+            device.wait(device.fence())
+
+        row[name] = median(once, 200) * 1e6
+
+    added("added on the host us")
+    row["reason"] = next(filter(None, map(device.share_memory, memory)), "")
+    added("read by the device us")
+    for each in memory:
+        device.unshare_memory(each)
+    device.close()
+    return [row]
+
+
 PARTS: dict[str, Callable[[], list[Row]]] = {
     "copies": copies,
     "locking": locking,
     "latencies": latencies,
     "host": host,
-    "partials": host_reads.partials,
+    "partials": partials,
 }
 
 

@@ -9,14 +9,21 @@ No policy keeps what it learns from a measured prompt. Placements by use see the
 those of held-out texts of every kind, which are read first, or of a running engine's earlier requests; the
 engine counts none of the steps after that. At the end approximate policies and an exact one score held-out
 text; the perplexities' difference is an approximation's cost.
+
+With `--sweep` all of this is done for every combination of settings. Options of policies are further policies
+of each comparison; the other settings are comparisons one after the other, in one engine as long as the
+expert cache keeps its size. What was measured before a Ctrl-C or a failure is shown.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import groupby
 from typing import Any
 
 from launch.bench.measure import (
@@ -29,19 +36,21 @@ from launch.bench.measure import (
     read_other_texts,
     warm_up,
 )
-from launch.bench.plan import BenchPlan
+from launch.bench.plan import BenchPlan, comparisons
 from launch.bench.report import Report
-from launch.command_line.options import Options
+from launch.bench.sweep import Point, SweepReport
+from launch.command_line.options import Options, axes
 from launch.connect import connected
-from launch.errors import Disturbed
+from launch.errors import Disturbed, WrongUsage
 from launch.processes.cores import Cores
+from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
+from launch.terminal.log import notice
 from launch.terminal.output import print_json
 from launch.terminal.progress import ProgressCounter
 from launch.terminal.tables import print_parts
 from pipeline.calibration.cost_cache import processor
 from pipeline.policies.placements import ENOUGH_TOKENS
-from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from protocol.client import Client
 from protocol.errors import EngineGone, ProtocolError, RequestFailed
@@ -56,18 +65,50 @@ EXACT = "all-host"
 async def bench(options: Options, interrupts: Interrupts) -> int:
     """Run `bench`. Raises Disturbed, AnswerLost, OutputFailed, RequestFailed, WrongUsage; as an engine's
     start."""
-    plan = BenchPlan.of(options)
-    async with session(options, interrupts) as (client, changes):
-        await check(client, plan)
-        with ProgressCounter("bench: prompts", plan.runs) as bar:
-            report = await compare(client, plan, options, changes, bar)
-    if "json" in options.written:
-        print_json(report.to_json())
-    else:
-        print_parts(*report.parts())
-    if plan.plot is not None:
-        report.draw(plan.plot)
+    every, swept = comparisons(options), "sweep" in options.written
+    engines = [list(group) for _, group in groupby(every, key=lambda each: each.settings.get("cache"))]
+    runs = sum(each.plan.runs for each in every)
+    if swept:
+        policies, rounds = len(every[0].plan.policies), every[0].plan.rounds
+        notice(
+            f"sweep: {count(len(every), 'setting')} x {policies} policies x {rounds + 1} rounds = {runs} runs"
+            + (f", {count(len(engines), 'engine')} one after the other" if len(engines) > 1 else "")
+        )
+    report = SweepReport(axes(options.written))
+    bar = ProgressCounter("bench: prompts", runs)
+    try:
+        for group in engines:
+            async with session(group[0].options, interrupts) as (client, changes):
+                for each in group:
+                    place = f"{len(report.points) + 1}/{len(every)} {Point(each.settings, None)}: "
+                    try:
+                        with bar:
+                            await check(client, each.plan)
+                            run = Comparing(client, each.plan, changes, bar, place if swept else "bench: ")
+                            report.points.append(Point(each.settings, await run.report(each.options)))
+                    except (WrongUsage, RequestFailed) as e:
+                        if not swept or (isinstance(e, RequestFailed) and not e.usage):
+                            raise
+                        report.points.append(Point(each.settings, None, str(e)))
+    except (Exception, asyncio.CancelledError):
+        report.interrupted = True
+        if report.reports:
+            _show(report, options)
+        raise
+    if not report.reports:
+        raise WrongUsage(f"no setting can be measured: {report.points[0].left_out}")
+    _show(report, options)
+    if every[0].plan.plot is not None:
+        report.draw(every[0].plan.plot)
     return 0
+
+
+def _show(report: SweepReport, options: Options) -> None:
+    shown = report if "sweep" in options.written else report.reports[0]
+    if "json" in options.written:
+        print_json(shown.to_json())
+    else:
+        print_parts(*shown.parts())
 
 
 @asynccontextmanager
@@ -92,118 +133,105 @@ async def check(client: Client, plan: BenchPlan) -> None:
     plan.check_lengths(client.welcome.context, (await client.stats())["scheduler"]["kv_tokens"])
 
 
-async def compare(
-    client: Client,
-    plan: BenchPlan,
-    options: Options,
-    changes: list[PolicyChanged],
-    bar: ProgressCounter,
-    prefix: str = "bench: ",
-) -> Report:
-    """Measure every policy. `bar`: counts the runs, 1 + rounds of each policy, each described after `prefix`.
-    Raises Disturbed, AnswerLost, RequestFailed, WrongUsage."""
-    every = await _run(client, plan, changes, bar, prefix)
-    results = [result for result in every if not result.left_out]
-    await _compare_perplexity(client, plan, results, changes, bar, prefix)
-    stats = await client.stats()
-    left_out = [result for result in every if result.left_out]
-    config = _config(options, plan, client, stats) | {
-        "counted_tokens": stats["counted_tokens"],
-        "uncalibrated": [] if stats["calibrated"] else _uncalibrated(results, plan.seed),
-        "left_out": {result.request.label: result.left_out for result in left_out},
-    }
-    return Report(config, results, stats["emulation"], left_out)
+@dataclass(frozen=True)
+class Comparing:
+    """One comparison of policies. `bar`: counts the runs, 1 + rounds of each policy, each described after
+    `prefix`; `changes`: of the policy, by other clients."""
 
+    client: Client
+    plan: BenchPlan
+    changes: list[PolicyChanged]
+    bar: ProgressCounter
+    prefix: str
 
-async def _run(
-    client: Client,
-    plan: BenchPlan,
-    changes: list[PolicyChanged],
-    bar: ProgressCounter,
-    prefix: str,
-) -> list[PolicyResult]:
-    """Each policy's runs; a policy that cannot run here has none, and `left_out` has the reason."""
-    results = [PolicyResult(request) for request in plan.policies]
-    prompts, others = await _prepare(client, plan)
-    _, new = plan.warm_up(client.welcome.context)
-    for turn in range(1 + plan.rounds):
-        for result in (results[index] for index in plan.order(turn)):
-            if result.left_out:
-                continue
-            request, label = result.request, result.request.label
-            bar.start_stage(f"{prefix}round {turn}, {label}" if turn else f"{prefix}warm-up, {label}")
-            try:
-                changed = await client.set_policy(request.name, request.options, counted=False)
-            except RequestFailed as e:
-                more = any(not rest.left_out for rest in results if rest is not result)
-                if plan.named or turn or not e.usage or not more:
-                    raise
-                result.left_out = str(e)
-                bar.drop(1 + plan.rounds)
-                continue
-            await warm_up(client, others, new)
-            run, _ = await measure(client, prompts, plan.gen_len)
-            check_own(changes)
-            if turn:  # the first is the warm-up; a policy's notes about a cold engine are dropped with it
-                result.exact = changed.exact
-                result.notes += [note for note in changed.notes if note not in result.notes]
-                result.runs.append(run)
-            bar.count()
-    return results
+    async def report(self, options: Options) -> Report:
+        """Measure every policy. Raises Disturbed, AnswerLost, RequestFailed, WrongUsage."""
+        every = await self._run()
+        results = [result for result in every if not result.left_out]
+        await self._compare_perplexity(results)
+        stats = await self.client.stats()
+        left_out = [result for result in every if result.left_out]
+        config = _config(options, self.plan, self.client, stats) | {
+            "counted_tokens": stats["counted_tokens"],
+            "left_out": {result.request.label: result.left_out for result in left_out},
+        }
+        return Report(config, results, stats["emulation"], left_out)
 
+    async def _run(self) -> list[PolicyResult]:
+        """Each policy's runs; a policy that cannot run here has none, and `left_out` has the reason."""
+        client, plan, bar = self.client, self.plan, self.bar
+        results = [PolicyResult(request) for request in plan.policies]
+        prompts = await self._prompts()
+        others = await self._others(plan.batch)
+        for turn in range(1 + plan.rounds):
+            for result in (results[index] for index in plan.order(turn)):
+                if result.left_out:
+                    continue
+                stage = f"round {turn}" if turn else "warm-up"
+                try:
+                    changed = await self._begin(result.request, stage)
+                except RequestFailed as e:
+                    more = any(not rest.left_out for rest in results if rest is not result)
+                    if plan.named or turn or not e.usage or not more:
+                        raise
+                    result.left_out = str(e)
+                    bar.drop(1 + plan.rounds)
+                    continue
+                await self._warm_up(others)
+                run, _ = await measure(client, prompts, plan.gen_len)
+                check_own(self.changes)
+                if turn:  # the first is the warm-up; a policy's notes about a cold engine are dropped with it
+                    result.exact = changed.exact
+                    result.notes += [note for note in changed.notes if note not in result.notes]
+                    result.runs.append(run)
+                bar.count()
+        return results
 
-async def _prepare(client: Client, plan: BenchPlan) -> tuple[list[Prompt], list[Prompt]]:
-    """The prompts, and as many others for warm-ups. An engine that has counted no routing yet reads text of
-    every kind first."""
-    stats = await client.stats()
-    if stats["counted_tokens"] < ENOUGH_TOKENS:
-        await client.set_policy(EXACT)
-        await read_other_texts(client, plan.seed)
-    await client.set_policy(EXACT, counted=False)  # the prompts are tokenized by scoring them
-    prompts = await make_prompts(client, plan.batch, plan.prompt_len, plan.seed)
-    return prompts, await _others(client, plan, plan.batch)
+    async def _begin(self, request: PolicyRequest, stage: str) -> PolicyChanged:
+        """Set a policy, which no measured request teaches anything."""
+        self.bar.start_stage(f"{self.prefix}{stage}, {request.label}")
+        return await self.client.set_policy(request.name, request.options, counted=False)
 
+    async def _warm_up(self, prompts: Sequence[Prompt]) -> None:
+        _, new = self.plan.warm_up(self.client.welcome.context)
+        await warm_up(self.client, prompts, new)
 
-async def _others(client: Client, plan: BenchPlan, count: int) -> list[Prompt]:
-    """Prompts for warm-ups, which differ from the measured ones."""
-    length, _ = plan.warm_up(client.welcome.context)
-    return await make_prompts(client, count, length, plan.seed, first=plan.batch)
+    async def _prompts(self) -> list[Prompt]:
+        """The measured prompts. An engine that has counted no routing yet reads text of every kind first."""
+        client, plan = self.client, self.plan
+        stats = await client.stats()
+        if stats["counted_tokens"] < ENOUGH_TOKENS:
+            await client.set_policy(EXACT)
+            await read_other_texts(client, plan.seed)
+        await client.set_policy(EXACT, counted=False)  # the prompts are tokenized by scoring them
+        return await make_prompts(client, plan.batch, plan.prompt_len, plan.seed)
 
+    async def _others(self, count: int) -> list[Prompt]:
+        """Prompts for warm-ups, which differ from the measured ones."""
+        length, _ = self.plan.warm_up(self.client.welcome.context)
+        return await make_prompts(self.client, count, length, self.plan.seed, first=self.plan.batch)
 
-async def _compare_perplexity(
-    client: Client,
-    plan: BenchPlan,
-    results: Sequence[PolicyResult],
-    changes: list[PolicyChanged],
-    bar: ProgressCounter,
-    prefix: str,
-) -> None:
-    """Set the perplexity of each approximate policy, beside that of the first exact one, or of all-host."""
-    approximate = [result for result in results if not result.exact]
-    if not approximate or not plan.ppl_tokens:
-        return
-    exact = next((result.request for result in results if result.exact), PolicyRequest(EXACT))
-    texts = await Texts.make(client, plan.ppl_tokens, plan.prompt_len, plan.seed)
-    others = await _others(client, plan, 1)
-    _, new = plan.warm_up(client.welcome.context)
+    async def _compare_perplexity(self, results: Sequence[PolicyResult]) -> None:
+        """Set the perplexity of each approximate policy, beside the first exact one's, or all-host's."""
+        client, plan = self.client, self.plan
+        approximate = [result for result in results if not result.exact]
+        if not approximate or not plan.ppl_tokens:
+            return
+        exact = next((result.request for result in results if result.exact), PolicyRequest(EXACT))
+        texts = await Texts.make(client, plan.ppl_tokens, plan.prompt_len, plan.seed)
+        others = await self._others(1)
 
-    async def perplexity(request: PolicyRequest) -> float:
-        bar.start_stage(f"{prefix}perplexity, {request.label}")
-        await client.set_policy(request.name, request.options, counted=False)
-        await warm_up(client, others, new)
-        measured = await texts.perplexity(client)
-        check_own(changes)
-        return measured
+        async def perplexity(request: PolicyRequest) -> float:
+            await self._begin(request, "perplexity")
+            await self._warm_up(others)
+            measured = await texts.perplexity(client)
+            check_own(self.changes)
+            return measured
 
-    reference = await perplexity(exact)
-    for result in approximate:
-        measured = await perplexity(result.request)
-        result.perplexity = Perplexity(measured, reference, exact.name, texts.tokens, texts.prefill)
-
-
-def _uncalibrated(results: Sequence[PolicyResult], seed: int) -> list[str]:
-    """Names of the policies that would place experts by a calibration."""
-    return [result.request.label for result in results if make_policy(result.request, seed).likes_calibration]
+        reference = await perplexity(exact)
+        for result in approximate:
+            measured = await perplexity(result.request)
+            result.perplexity = Perplexity(measured, reference, exact.name, texts.tokens, texts.prefill)
 
 
 def check_own(changes: list[PolicyChanged]) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -23,6 +22,7 @@ from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from launch.bench.profile import PhaseProfile, Tree, added
 from launch.errors import AnswerLost, Disturbed, WrongUsage
@@ -166,39 +166,40 @@ class Timeline:
 
     sent: float
     prompt_tokens: int  # P, of each request
-    arrivals: tuple[tuple[float, ...], ...]  # [B][G], each ascending
+    arrivals: NDArray[np.float64]  # [B, G], each row ascending
 
     @property
     def prefill_tok_s(self) -> float:
         """All prompts' tokens a second until the last request's first token. With several requests this time
         includes decode steps between the chunks of later prompts."""
-        return len(self.arrivals) * self.prompt_tokens / (self._all_began - self.sent)
+        return float(len(self.arrivals) * self.prompt_tokens / (self._all_began - self.sent))
 
     @property
     def first_token_s(self) -> float:
         """The median over the requests."""
-        return median(times[0] - self.sent for times in self.arrivals)
+        return float(np.median(self.arrivals[:, 0]) - self.sent)
 
     @property
     def decode_steps(self) -> int:
         """Tokens of each request while all decode: from the last one's first token to the first one's end."""
-        return min(len(times) - had for times, had in zip(self.arrivals, self._had, strict=True))
+        return int(self.arrivals.shape[1] - self._had.max())
 
     @property
     def decode_tok_s(self) -> float:
         """New tokens of all requests a second while all of them decode; needs `decode_steps` above 0."""
         steps = self.decode_steps
-        end = max(times[had + steps - 1] for times, had in zip(self.arrivals, self._had, strict=True))
-        return len(self.arrivals) * steps / (end - self._all_began)
+        end = self.arrivals[np.arange(len(self.arrivals)), self._had + steps - 1].max()
+        return float(len(self.arrivals) * steps / (end - self._all_began))
 
     @property
     def _all_began(self) -> float:
-        return max(times[0] for times in self.arrivals)
+        return float(self.arrivals[:, 0].max())
 
     @property
-    def _had(self) -> list[int]:
+    def _had(self) -> NDArray[np.int64]:
         """Tokens that each request had at the last request's first token, which is counted."""
-        return [bisect_right(times, self._all_began) for times in self.arrivals]
+        had: NDArray[np.int64] = (self.arrivals <= self._all_began).sum(axis=1)
+        return had
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,6 @@ class Run:
     prefill_tok_s: float
     first_token_s: float
     decode_tok_s: float
-    moved_bytes: int  # to the device, in the whole run
     decode: Tree  # the engine's counters of decode, see pipeline/counters.py
 
 
@@ -253,13 +253,8 @@ async def measure(client: Client, prompts: Sequence[Prompt], gen_len: int) -> tu
             " last ones begin; use longer answers, shorter prompts or fewer requests"
         )
     counted = difference(after["engine"], before["engine"])
-    moved = sum(PhaseProfile(tree, after["tile_bytes"]).copied for tree in counted.values())
-    run = Run(
-        *(timeline.prefill_tok_s, timeline.first_token_s, timeline.decode_tok_s),
-        moved_bytes=moved,
-        decode=counted["decode"],
-    )
-    return run, ends
+    speeds = (timeline.prefill_tok_s, timeline.first_token_s, timeline.decode_tok_s)
+    return Run(*speeds, decode=counted["decode"]), ends
 
 
 async def warm_up(client: Client, prompts: Sequence[Prompt], gen_len: int) -> None:
@@ -293,7 +288,7 @@ async def _generate(client: Client, prompts: Sequence[Prompt], gen_len: int) -> 
             raise AnswerLost("the engine cancelled the requests; it is shutting down")
         if len(its.result()) != gen_len:
             raise AnswerLost(f"an answer has {len(its.result())} tokens instead of {gen_len}")
-    return Timeline(sent, len(prompts[0]), tuple(t.result() for t in times)), ends
+    return Timeline(sent, len(prompts[0]), np.array([its.result() for its in times])), ends
 
 
 def _check_undisturbed(

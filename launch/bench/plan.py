@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from launch.bench.sweep import combinations
 from launch.command_line.options import Options
 from launch.errors import WrongUsage
 from launch.terminal.plot import check_picture
 from pipeline.assets import model_dir
 from pipeline.checkpoint.open import open_model
-from pipeline.config import DEFAULT_CONTEXT, KV_CONTEXTS
+from pipeline.config import DEFAULT_CONTEXT, KV_BLOCK, KV_CONTEXTS, EngineConfig
 from pipeline.models.registry import model_spec
 from pipeline.policies.presets import PRESETS, RandomPlan, make_policy
 from pipeline.policies.view import PolicyRequest
@@ -124,3 +126,37 @@ def requested_policies(options: Options, seed: int) -> list[PolicyRequest]:
     for request in requests:
         make_policy(request, seed)
     return requests
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One combination of settings; `options`: the command line with them instead of --sweep."""
+
+    settings: dict[str, Any]
+    options: Options
+    plan: BenchPlan
+
+
+def comparisons(options: Options) -> list[Comparison]:
+    """All, with an engine that is large enough for each. Raises WrongUsage; UsageError as BenchPlan.of."""
+    pairs = list(combinations(options))
+    if not options.connect:
+        pairs = _in_one_size(pairs)
+    if "sweep" in options.written:  # perplexities only where asked for: they would take most of the time
+        pairs = [(of, replace(o, written={"ppl_tokens": 0} | o.written)) for of, o in pairs]
+    return [Comparison(of, each, BenchPlan.of(each)) for of, each in pairs]
+
+
+def _in_one_size(pairs: Sequence[tuple[dict[str, Any], Options]]) -> list[tuple[dict[str, Any], Options]]:
+    """Give every batch and length the same engine, so that only the cache's size needs another one."""
+    written = [options.written for _, options in pairs]
+    batches = [given.get("batch", 1) for given in written]
+    longest = [
+        max(given.get("prompt_len", 128) + given.get("gen_len", 64), WARM_UP_PROMPT + WARM_UP_NEW)
+        for given in written
+    ]
+    size: dict[str, Any] = {"max_sequences": max(EngineConfig.max_sequences, *batches)}
+    if max(batches) > EngineConfig.max_sequences:
+        blocks = max(b * -(-tokens // KV_BLOCK) for b, tokens in zip(batches, longest, strict=True))
+        size["kv_tokens"] = blocks * KV_BLOCK
+    return [(of, replace(options, written=size | options.written)) for of, options in pairs]

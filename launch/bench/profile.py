@@ -124,11 +124,8 @@ class PhaseProfile:
     @property
     def hit_rates(self) -> list[float | None]:
         """`hit_rate` of each layer."""
-        return self._by_layer("hits", "active")
-
-    def _by_layer(self, part: str, whole: str) -> list[float | None]:
         layers = self.tree["layers"]
-        return [a / b if b else None for a, b in zip(layers[part], layers[whole], strict=True)]
+        return [a / b if b else None for a, b in zip(layers["hits"], layers["active"], strict=True)]
 
     @property
     def moved(self) -> dict[str, int]:
@@ -175,7 +172,6 @@ class PhaseProfile:
             "hit_rate": self.hit_rate,
             "hit_rate_by_layer": self.hit_rates,
             "tile_hit_rate": self.tile_hit_rate,
-            "tile_hit_rate_by_layer": self._by_layer("hit_tiles", "active_tiles"),
             "bytes_per_token": {kind: size / rows for kind, size in self.moved.items()},
             "prefetches": {
                 "wanted": tree["wanted_experts"],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -250,12 +250,6 @@ class Replays:
         """A line for each policy that cannot be replayed here."""
         return [f"{name} left out: {reason}" for name, reason in self.left_out.items()]
 
-    def conditions(self, swept: Sequence[str]) -> list[str]:
-        """Returns what all settings of a sweep of `swept` have in common."""
-        lines = [f"{model_name(self.trace.header.model, article='')}, replayed: {self.trace.path.name}"]
-        lines += [f"costs: {self.costs_of}"] * ("costs" not in swept)
-        return [*lines, "tok/s: of the layers alone, simulated"]
-
     def parts(self) -> Iterator[RenderableType]:
         """The report as text."""
         rows = self.figures
@@ -265,9 +259,11 @@ class Replays:
         ]
         notes += ["the file ends within a step; that step is left out"] * self.overview.cut_short
         notes += merged_notes((result.request.name, result.notes) for result in self.results)
-        return show_tables(policy_tables(rows), [*self._about(), *compared(rows)], [*notes, *self.without])
+        return show_tables(policy_tables(rows), [*self.about, *compared(rows)], [*notes, *self.without])
 
-    def _about(self) -> list[str]:
+    @property
+    def about(self) -> list[str]:
+        """Returns lines about the trace and its costs."""
         header, seen = self.trace.header, self.overview
         shape = header.shape
         every = shape.layers * shape.experts * shape.tiles

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -15,7 +14,6 @@ from rich.text import Text
 from launch.bench.measure import Perplexity, PolicyResult
 from launch.bench.profile import PhaseProfile
 from launch.terminal.format import alike, count, merged_notes, model_name, percent
-from launch.terminal.plot import Panel, Series, draw
 from launch.terminal.tables import Column, Table, dim, each, policy_name, spreads
 from pipeline.counters import pause_note
 from pipeline.models.shapes import is_shape
@@ -44,12 +42,6 @@ class Figures:
     def moved(self) -> dict[str, float]:
         """Bytes a token, as in PhaseProfile."""
         return {kind: size / max(self.profile.rows, 1) for kind, size in self.profile.moved.items()}
-
-    @property
-    def changed(self) -> float:
-        """The share of the routed weight that was not computed as routed. Without `predicted`: it counts
-        experts that a predictor chose, and their result need not differ."""
-        return sum(share or 0.0 for kind, share in self.profile.fidelity.items() if kind != "predicted")
 
     @property
     def used(self) -> float | None:
@@ -134,13 +126,9 @@ APPROXIMATION = (
 )
 
 
-def policy_tables(rows: Sequence[Figures], emulation: str = "") -> list[Table[Figures]]:
+def policy_tables(rows: Sequence[Figures]) -> list[Table[Figures]]:
     """Speeds; hits and copies; where the time went; what was approximated, by the approximate policies."""
-    tables = [
-        Table(SPEEDS, rows, f"emulation: {emulation}" if emulation else "", gap=0),
-        Table(CACHE, rows),
-        Table(TIMES, rows),
-    ]
+    tables = [Table(SPEEDS, rows, gap=0), Table(CACHE, rows), Table(TIMES, rows)]
     approximate = [row for row in rows if not row.exact]
     return [*tables, Table(APPROXIMATION, approximate)] if approximate else tables
 
@@ -165,28 +153,6 @@ def compared(rows: Sequence[Figures]) -> list[str]:
     return lines
 
 
-def policy_panels(rows: Sequence[Figures]) -> list[list[Panel]]:
-    """A row of bars for each policy: speeds; hits, copied bytes, and what an approximation changes."""
-    names = [row.request.label.replace(" ", "\n") for row in rows]
-
-    def panel(title: str, of: Callable[[Figures], Sequence[float]]) -> Panel:
-        return Panel(title, [Series("", {name: of(row) for name, row in zip(names, rows, strict=True)})])
-
-    below = [
-        panel("needed experts that were on the device, %", lambda row: [100 * (row.profile.hit_rate or 0.0)]),
-        panel("copied to the device in decode, MB/token", lambda row: [row.profile.copied_per_token / 1e6]),
-    ]
-    if not all(row.exact for row in rows):
-        title = "computed otherwise than routed, % of the weight"
-        below.append(panel(title, lambda row: [100 * row.changed]))
-    speeds = [
-        panel("prefill, tok/s", lambda row: row.prefill),
-        panel("time to the first token, ms", lambda row: row.first_token),
-        panel("decode, tok/s", lambda row: row.decode),
-    ]
-    return [speeds, below]
-
-
 # --- of measurements ----------------------------------------------------------------------------------
 
 
@@ -197,7 +163,6 @@ def routing_notes(model: str) -> list[str]:
 
 
 SPREAD = ("prefill_tok_s", "decode_tok_s", "first_token_s")  # shown with their range
-SWEPT_AS = {"new": "gen"}  # where --sweep has another name for it
 
 
 @dataclass(frozen=True)
@@ -234,22 +199,23 @@ class Report:
     def parts(self) -> Iterator[RenderableType]:
         """The report as text."""
         rows = self.figures
-        return show_tables(
-            policy_tables(rows, self.emulation), [*self._about(), *compared(rows)], self._notes()
-        )
+        return show_tables(policy_tables(rows), [*self.about, *compared(rows)], self._notes())
 
-    def _about(self) -> list[str]:
+    @property
+    def about(self) -> list[str]:
+        """Returns lines about the engine and the workload."""
         c = self.config
+        read, new = c["warm_up_tokens"]
         return [
             f"{self.model_name} on {c['device']}"
             + (f", {c['workers']} workers" if c["workers"] is not None else "")
             + f": experts {c['format']}, backbone {c['backbone_dtype']}",
+            *[f"emulation: {self.emulation}"] * bool(self.emulation),
             _cache(c),
             f"batch {c['batch']}: {count(c['prompt_len'], 'prompt token')} ({c['prompts']}),"
             f" {c['gen_len']} generated tokens, sampled",
             f"{count(c['rounds'], 'round')}, policies interleaved: median, and below it the range",
-            warmed(c),
-            *placed_by(c),
+            f"warm-up before each run, for all alike: {c['batch']} x {read} other tokens, {new} generated",
             *([f"{c['machine']}, {c['when'][:10]}"] if "machine" in c else []),
         ]
 
@@ -267,21 +233,6 @@ class Report:
     def without(self) -> list[str]:
         """A line for each policy that cannot run here."""
         return [f"{result.request.label} left out: {result.left_out}" for result in self.left_out]
-
-    def conditions(self, swept: Sequence[str]) -> list[str]:
-        """Returns what all settings of a sweep of `swept` have in common."""
-        c = self.config
-        fixed = {"batch": c["batch"], "prompt": c["prompt_len"], "new": c["gen_len"]}
-        words = [f"{name} {value}" for name, value in fixed.items() if SWEPT_AS.get(name, name) not in swept]
-        if "cache" not in swept and c["expert_cache"] is not None:
-            words.append(f"cache {percent(c['expert_cache'])} of all tiles")
-        return [
-            f"{self.model_name} on {c['device']}: experts {c['format']}",
-            *[f"emulation: {self.emulation}"] * bool(self.emulation),
-            *[", ".join(words)] * bool(words),
-            *[f"median of {c['rounds']} rounds, and below it the least and the most"] * (c["rounds"] > 1),
-            warmed(c | ({"batch": "batch"} if "batch" in swept else {})),
-        ]
 
     def to_json(self) -> dict[str, Any]:
         policies = [self._to_map(result) for result in self.results]
@@ -303,7 +254,6 @@ class Report:
             "options": result.request.options,
             "exact": result.exact,
             **{name: _spread(result.figures(name)) for name in SPREAD},
-            "moved_bytes": median(result.figures("moved_bytes")),
             "moved_bytes_per_token": profile.copied_per_token,
             "host_share": profile.host_share,
             "prefill_ratio": result.ratio(first, "prefill_tok_s"),
@@ -311,19 +261,6 @@ class Report:
             "notes": result.notes,
             "decode": decode,
         }
-
-    def draw(self, path: Path) -> None:
-        """Write the picture. Raises OutputFailed."""
-        c = self.config
-        cache = "" if c.get("expert_cache") is None else f", expert cache {percent(c['expert_cache'])}"
-        heading = (
-            f"{self.model_name} on {c['device']}: experts {c['format']}{cache}\n"
-            f"batch {c['batch']}, {count(c['prompt_len'], 'prompt token')}, {c['gen_len']} generated;"
-            f" bars: median of {count(c['rounds'], 'round')}, lines: range"
-        )
-        heading += f"; emulated: {self.emulation}" if self.emulation else ""
-        footnote = f"{c.get('machine', '')}, {c.get('when', '')[:10]}".strip(", ")
-        draw(path, policy_panels(self.figures), heading, footnote)
 
 
 def _spread(runs: list[float]) -> dict[str, Any]:
@@ -336,19 +273,3 @@ def _cache(config: dict[str, Any]) -> str:
     size = byte_size(config["cache_tiles"] * config["tile_bytes"])
     share = "" if config["expert_cache"] is None else f", {percent(config['expert_cache'])} of all tiles"
     return f"expert cache: {config['cache_tiles']} tiles, {size}{share}"
-
-
-def warmed(config: dict[str, Any]) -> str:
-    """Returns what each policy computes before it is measured."""
-    read, new = config["warm_up_tokens"]
-    lengths = f"{config['batch']} x {read} other tokens, {new} generated"
-    return f"warm-up before each run, for all alike: {lengths}"
-
-
-def placed_by(config: dict[str, Any]) -> list[str]:
-    """Returns what policies went by that lack a calibration, if any did."""
-    names = config.get("uncalibrated")
-    if not names:
-        return []
-    used = f"experts placed by their use in {config['counted_tokens']} tokens of other text"
-    return [f"{', '.join(names)}: not calibrated, {used}"]

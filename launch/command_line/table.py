@@ -216,7 +216,7 @@ _stress = _section(
     Option("script F.jsonl", Path, "requests, one JSON object a line (default: built-in ones)"),
     Option("clients C", at_least(1), "clients connected at once (default 8)"),
     Option("repeat N", at_least(1), "repetitions of the script (default 1)"),
-    Option("chaos KINDS", str, "inject faults meanwhile: kill, stop, delay, corrupt, separated by commas"),
+    Option("chaos KINDS", str, "inject faults meanwhile: kill, stop, corrupt, separated by commas"),
     Option("chaos-rate R", above(0.0), "faults a second on average (default 1)", takes="stress --chaos"),
 )
 _bench = _section(

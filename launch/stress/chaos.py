@@ -38,13 +38,11 @@ from protocol.errors import ProtocolError
 KINDS = (
     "kill",  # a worker or the prefetcher is killed
     "stop",  # one of them is stopped for good, and must be replaced
-    "delay",  # one of them is stopped for a moment
     "corrupt",  # a client sends hostile messages to every socket
 )
-SIGNALS = ("kill", "stop", "delay")  # sent to a worker or the prefetcher
+SIGNALS = ("kill", "stop")  # sent to a worker or the prefetcher
 TARGETS = ("worker", "prefetcher")
 RATE = 1.0
-DELAY_SECONDS = (0.010, 0.500)
 BURST = 100  # hostile messages to each socket
 RECOVERY_LIMIT = 60.0  # seconds from the load's end until all peers are up
 
@@ -143,15 +141,15 @@ class Injector:
 
     async def _run(self) -> None:
         try:
-            async with asyncio.TaskGroup() as group:
-                await self._inject_forever(group)
-        except* ProtocolError as e:  # the engine has ended; the load's outcomes tell whether it failed
-            self.failure = str(e.exceptions[0])
+            await self._inject_forever()
+        except ProtocolError as e:  # the engine has ended; the load's outcomes tell whether it failed
+            self.failure = str(e)
         finally:
-            for pid in list(self._stopped):
-                self._resume(pid)
+            for process in self._stopped.values():
+                with suppress(psutil.NoSuchProcess):
+                    process.resume()
 
-    async def _inject_forever(self, group: asyncio.TaskGroup) -> None:
+    async def _inject_forever(self) -> None:
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
@@ -161,19 +159,16 @@ class Injector:
             kind = self._random.choice(self.chaos.kinds)
             decoding = stats["scheduler"]["running"] > 0
             if kind in SIGNALS:
-                self._signal(kind, decoding, stats["peers"], group)
+                self._signal(kind, decoding, stats["peers"])
             else:
                 self.faults.append(Fault(kind, time.perf_counter(), decoding))
                 for socket in self.hostile.sockets():
                     await self.hostile.burst(socket, BURST)
                 due = loop.time()  # faults that fell due during a long burst are skipped
 
-    def _signal(
-        self, kind: str, decoding: bool, peers: list[dict[str, Any]], group: asyncio.TaskGroup
-    ) -> None:
+    def _signal(self, kind: str, decoding: bool, peers: list[dict[str, Any]]) -> None:
         self._stopped = {pid: process for pid, process in self._stopped.items() if process.is_running()}
-        # Always drawn, so that later draws do not depend on the engine's state.
-        choice, pause = self._random.random(), self._random.uniform(*DELAY_SECONDS)
+        choice = self._random.random()  # always drawn: later draws do not depend on the engine's state
         targets = [p for p in peers if p["up"] and p["role"] in TARGETS and self._untouched(p)]
         target = targets[int(choice * len(targets))] if targets else None
         process = target and _child(target["pid"], target["role"], self._supervisor)
@@ -194,23 +189,11 @@ class Injector:
             self.missed += 1
             return
         self.faults.append(fault)
-        if kind == "delay":
-            group.create_task(self._resume_later(process.pid, pause))
 
     def _untouched(self, peer: dict[str, Any]) -> bool:
         """Return whether it was neither stopped nor killed here; Stats may still list a killed process."""
         generation = (peer["role"], peer["index"], peer["generation"])
         return peer["pid"] not in self._stopped and generation not in self._killed
-
-    async def _resume_later(self, pid: int, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-        self._resume(pid)
-
-    def _resume(self, pid: int) -> None:
-        process = self._stopped.pop(pid, None)
-        if process is not None:
-            with suppress(psutil.NoSuchProcess):
-                process.resume()
 
     async def begin(self) -> None:
         """Read the engine's state. Raises WrongUsage without processes for these faults, ProtocolError."""
@@ -226,17 +209,14 @@ class Injector:
         loop = asyncio.get_running_loop()
         began = loop.time()
         self.missing = await wait_recovered(self._stats, self.before["peers"], self.faults, RECOVERY_LIMIT)
-        if self.missing:
-            self.missing = [f"{line} {RECOVERY_LIMIT:g} s after the load" for line in self.missing]
-        else:
+        if not self.missing:
             self.recovered_after = loop.time() - began
         self.after = await self._stats()
 
     @property
     def unrecovered(self) -> list[str]:
         """A line for each peer that did not recover, and for an injector that ended early."""
-        early = self.failure
-        return [*self.missing, *([f"faults ended early: {early}"] if early else [])]
+        return [*self.missing, *([f"faults ended early: {self.failure}"] if self.failure else [])]
 
     def report(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         """Times are seconds."""
@@ -244,13 +224,11 @@ class Injector:
         waits = _next_tokens(kills, outcomes)
         return {
             "kinds": list(self.chaos.kinds),
-            "rate": self.chaos.rate,
             "seed": self.chaos.seed,
             "faults": _by_role(self.faults),
             "total": len(self.faults),
             "during_decode": sum(fault.decoding for fault in self.faults),
             "kills_during_decode": sum(fault.decoding for fault in kills),
-            "missed": self.missed,
             "hostile_messages": {"sent": dict(self.hostile.sent), "answered": self.hostile.answered},
             "malformed": _malformed(self.after),
             "kill_to_every_next_token_s": {
@@ -267,31 +245,30 @@ class Injector:
         }
 
 
-def missing_peers(
-    peers: list[dict[str, Any]], before: list[dict[str, Any]], faults: list[Fault]
-) -> list[str]:
-    """A line for each worker and prefetcher of `before` that is not up, or only as the killed generation."""
-    killed = {(f.role, f.index, f.generation) for f in faults if f.kind == "kill"}
-    up = {
-        (p["role"], p["index"])
-        for p in peers
-        if p["up"] and (p["role"], p["index"], p["generation"]) not in killed
-    }
-    known = dict.fromkeys((p["role"], p["index"]) for p in [*before, *peers])
-    return [f"{role} {index} is not up" for role, index in known if (role, index) not in up]
-
-
 async def wait_recovered(
     stats: StatsOf, before: list[dict[str, Any]], faults: list[Fault], limit: float
 ) -> list[str]:
-    """Wait until no peer is missing, `limit` seconds at most. Returns the missing ones."""
+    """Wait until each peer of `before` is up, and no killed generation, `limit` seconds at most. Returns a
+    line for each that is not."""
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + limit
-    while missing := missing_peers((await stats())["peers"], before, faults):
-        if loop.time() > deadline:
-            break
+    began = loop.time()
+    killed = {(f.role, f.index, f.generation) for f in faults if f.kind == "kill"}
+    while True:
+        peers = (await stats())["peers"]
+        up = {
+            (p["role"], p["index"])
+            for p in peers
+            if p["up"] and (p["role"], p["index"], p["generation"]) not in killed
+        }
+        known = dict.fromkeys((p["role"], p["index"]) for p in [*before, *peers])
+        missing = [
+            f"{role} {index} is not up {limit:g} s after the load"
+            for role, index in known
+            if (role, index) not in up
+        ]
+        if not missing or loop.time() > began + limit:
+            return missing
         await asyncio.sleep(0.05)
-    return missing
 
 
 def _malformed(stats: dict[str, Any]) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 A `PolicyDriver` calls the policy for each layer in turn, and a `LayerExecutor` carries out its decisions:
 with tensors and processes (`pipeline/engine/engine.py`), on the clock of a cost model
-(`pipeline/replay/machine.py`), or with arrays alone in tests and benchmarks. Imports no torch.
+(`pipeline/replay/machine.py`), or with arrays alone in tests. Imports no torch.
 """
 
 from __future__ import annotations

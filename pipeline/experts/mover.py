@@ -451,7 +451,7 @@ class Mover:
             slots, rest = np.array(guess.slots, np.int32), at[right]
             places[right] = slots[rest // self._channels] * self._channels + rest % self._channels
         self.counters.channels.guessed += len(there)
-        self.counters.channels.right += np.count_nonzero(places >= 0)
+        self.counters.channels.right += int(np.count_nonzero(places >= 0))
         return places
 
     def _begin_copies(self, layer: int, split: bool = True) -> None:

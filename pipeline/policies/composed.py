@@ -98,7 +98,6 @@ class Composed(Policy):
         self.exact = parts.gate.exact
         self.needs_costs = any(part.needs_costs for part in parts)
         self.needs_calibration = any(part.needs_calibration for part in parts)
-        self.likes_calibration = parts.placement.likes_calibration
         self.settles = parts.replacement.settles
         self.uses_device = parts.assignment.uses_device
         self.uses_host = parts.assignment.uses_host

@@ -74,7 +74,6 @@ class Daop(Policy):
         self._predict = predict == "1"
         self.exact = not self._predict
         self.needs_calibration = self._placement.needs_calibration
-        self.likes_calibration = self._placement.likes_calibration
         self._counts: dict[int, NDArray[np.int64]] = {}  # live sequence -> [L, E] rows of its prompt
 
     @property

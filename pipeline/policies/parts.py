@@ -109,8 +109,6 @@ class Part(NeedsInputs, ABC):
 class Placement(Part):
     """The part that decides which experts are resident at the start."""
 
-    likes_calibration: bool = False  # where the model has none, it goes by the use of the experts
-
     @abstractmethod
     def chosen(self, view: View, room: Room) -> Chosen:
         """The resident experts, at most `room.experts`; those beyond a layer's size are not placed."""

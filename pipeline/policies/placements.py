@@ -109,7 +109,6 @@ class Known(Placement):
 
     name: ClassVar[str] = "known"
     help: ClassVar[str] = "each layer's most used experts by the calibration, without one since the start"
-    likes_calibration = True
 
     def chosen(self, view: View, room: Room) -> Chosen:
         counts = view.popularity if view.calibration is None else view.calibration.decode_counts

@@ -84,7 +84,6 @@ class Tandem(Policy):
         PAUSE,
     )
     needs_costs = True
-    likes_calibration = True
     settles = 24
 
     def __init__(self, *, prefetch: str, pause: str) -> None:

@@ -168,7 +168,6 @@ class Policy(ABC):
     exact: bool = True
     needs_costs: bool = False
     needs_calibration: bool = False
-    likes_calibration: bool = False  # it works without, and places other experts then
     settles: int = 0  # decode steps after which what it has learnt depends little on where it began
     uses_device: bool = True  # False: no slab and no prefetcher are needed
     uses_host: bool = True  # False: the workers compute nothing

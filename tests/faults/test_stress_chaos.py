@@ -92,19 +92,19 @@ async def answer(client: Client, prompt: str) -> list[tuple[int, int, float]]:
     return [(step.token, step.runner_up, step.margin) for step in outcome.steps]
 
 
-def test_stress_command_with_delays_and_hostile_messages(tiny_model: Path, tmp_path: Path) -> None:
-    """The seed's first fault, after 20 ms, is `corrupt`: it is seen however short the load is."""
+def test_stress_command_with_hostile_messages(tiny_model: Path, tmp_path: Path) -> None:
+    """The seed's first fault comes after 20 ms: it is seen however short the load is."""
     script = tmp_path / "script.jsonl"
     script.write_text("\n".join(json.dumps({"prompt": p, "max_tokens": 40}) for p in PROMPTS))
     command = [str(ROOT / "launch.py"), "stress", "--script", str(script), "--model", str(tiny_model)]
     command += "--format f32 --backbone-dtype f32 --policy on-demand --device cpu --clients 4".split()
-    command += "--repeat 5 --chaos delay,corrupt --chaos-rate 4 --seed 137 --json".split()
+    command += "--repeat 5 --chaos corrupt --chaos-rate 4 --seed 137 --json".split()
     with ForkedPython(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, (out, err)
     assert "dropped a malformed message" not in err  # as intended, and counted in the report
     chaos = json.loads(out)["chaos"]
-    assert (chaos["kinds"], chaos["rate"], chaos["seed"]) == (["delay", "corrupt"], 4.0, 137)
+    assert (chaos["kinds"], chaos["seed"]) == (["corrupt"], 137)
     assert chaos["faults"]["corrupt"]["client"] >= 1
     sockets = {"client.sock", "work.sock", "fetch.sock", "control.sock", "text.sock"}
     assert set(chaos["hostile_messages"]["sent"]) == sockets

@@ -16,9 +16,8 @@ import pytest
 from engines import Launched, engines_left, run
 from waiting import wait_until
 
-from launch.bench.measure import Texts, make_prompts, measure
+from launch.bench.measure import make_prompts, measure
 from launch.cli import main
-from launch.errors import WrongUsage
 from launch.runtime import find_engine
 from pipeline.policies.presets import PRESETS
 from protocol.client import Client
@@ -64,13 +63,13 @@ async def test_figures_lie_between_the_engine_s_own_and_the_wall_clock(engine: s
         assert done.stats["prefill_s"] + done.stats["decode_s"] <= prefill + decode <= elapsed
         assert done.stats["decode_s"] > done.stats["prefill_s"]  # so a wrong rate of decode breaks a bound
         assert alone.decode["host_tiles"] == 0
-        assert alone.moved_bytes > 0
+        assert alone.decode["fetched_bytes"] > 0
 
         await client.set_policy("all-host")
         together, ends = await measure(client, prompts, 100)
         assert len(ends) == 3
         assert together.decode["host_tiles"] > 0
-        assert together.moved_bytes == together.decode["fetched_bytes"] == 0
+        assert together.decode["fetched_bytes"] == 0
 
 
 async def test_policies_alternate_and_the_engine_s_is_restored(engine: str) -> None:
@@ -98,31 +97,9 @@ async def test_policies_alternate_and_the_engine_s_is_restored(engine: str) -> N
     check_policies(found, forwards, rounds=2)
     host, demand, _ = found["policies"]
     assert demand["options"] == {"placement": "first-layers"}
-    assert (host["host_share"], host["moved_bytes"], host["moved_bytes_per_token"]) == (1, 0, 0)
+    assert (host["host_share"], host["moved_bytes_per_token"]) == (1, 0)
     assert demand["host_share"] == 0
-    assert demand["moved_bytes"] > 0
-
-
-async def test_perplexity_counts_the_steps_behind_the_prefill(engine: str) -> None:
-    async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
-        await client.set_policy("all-host")
-        prompts = await make_prompts(client, 2, 100, seed=0)
-        texts = await Texts.make(client, 70, 20, seed=0)
-        assert (texts.tokens, texts.prefill, len(texts.ids)) == (70, 20, 2)
-        assert not any(text[20:] == prompt[: len(text) - 20] for text in texts.ids for prompt in prompts)
-        found = await texts.perplexity(client)
-        for stepwise, error in ((True, 1e-6), (False, 1e-2)):  # a prefill rounds differently
-            behind: list[float] = []
-            for ids in texts.ids:
-                rows: dict[int, float] = {}
-                async for block in client.score(token_ids=ids, stepwise=stepwise, prefill=20):
-                    rows |= dict(enumerate(block.chosen.tolist(), start=block.start))
-                behind += [rows[i] for i in range(20, len(ids) - 1)]
-            assert len(behind) == 70
-            assert found == pytest.approx(math.exp(-sum(behind) / 70), rel=error)
-        with pytest.raises(WrongUsage, match="--ppl-tokens 4000"):
-            await Texts.make(client, 4000, 20, seed=0)
-        await client.set_policy("layerwise")
+    assert demand["moved_bytes_per_token"] > 0
 
 
 def test_approximate_policy_is_compared_with_an_exact_one(engine: str, tmp_path: Path) -> None:
@@ -232,30 +209,21 @@ def test_every_preset_runs_without_policy_and_without_a_tokenizer(tiny_model: Pa
     ("arguments", "words"),
     [
         ("--policy fidler", ["fidler", "fiddler"]),
-        ("--policy all-host,fidler", ["fidler", "fiddler"]),
         ("--policy fiddler,all-host,fiddler", ["fiddler", "2 times"]),
         ("--policy all-host,,fiddler", ["all-host,,fiddler", "a name is missing"]),
-        ("--policy all-host,", ["a name is missing"]),
         ("--policy ,", ["a name is missing"]),
         ("--policy all-host,adapmoe", ["adapmoe needs a calibration", "calibrate --text FILE"]),
         ("--policy all-host,on-demand --set on-demand.placemen=first-layers", ["placemen", "placement"]),
-        (
-            "--policy all-host,on-demand --set fiddler.placement=first-layers",
-            ["all-host or on-demand", "fiddler"],
-        ),
         ("--set on-demand.placement=first-layers", ["--policy"]),
         ("--prompt-len 250 --gen-len 7", ["257 tokens", "256"]),
         ("--prompt-len 0", ["--prompt-len", "at least 1"]),
-        ("--gen-len 1", ["--gen-len", "at least 2"]),
-        ("--context 64", ["192 tokens", "64"]),
-        ("--batch 17", ["--batch 17", "16"]),
-        ("--batch 8 --prompt-len 180", ["1952 tokens", "1024", "--kv-tokens"]),
         ("--rounds 0", ["--rounds", "at least 1"]),
         ("--ppl-tokens -1", ["--ppl-tokens", "at least 0"]),
+        ("--context 64", ["192 tokens", "64"]),
+        ("--batch 8 --prompt-len 180", ["1952 tokens", "1024", "--kv-tokens"]),
         ("--plot bench.jpeg", ["bench.jpeg", ".png", ".pdf"]),
         ("--plot /dev/null/no/bench.png", ["/dev/null/no/bench.png", "Not a directory"]),
         ("--record x.trace --policy all-host,daop", ["daop", "cannot be replayed", "--set daop.predict=0"]),
-        ("--temperature 1", ["--temperature"]),
         ("--connect missing", ["missing"]),
     ],
 )

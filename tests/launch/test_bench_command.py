@@ -37,7 +37,7 @@ class StandInEngine:
     def __init__(self) -> None:
         self.welcome, self.on_policy = WELCOME, None
         self.kv_tokens = 1024
-        self.counted, self.calibrated = ENOUGH_TOKENS, False
+        self.counted = ENOUGH_TOKENS
         self.events: list[Any] = []
         self.refused: dict[str, ProtocolError] = {}
         self.policy, self.runs = "dali", 0
@@ -46,13 +46,9 @@ class StandInEngine:
 
     async def stats(self) -> dict[str, Any]:
         return {
-            **{
-                "scheduler": {"kv_tokens": self.kv_tokens, "prefill_chunk": 32},
-                "counted_tokens": self.counted,
-            },
-            **{"policy": "dali", "policy_options": {"a": "b"}, "calibrated": self.calibrated},
+            "scheduler": {"kv_tokens": self.kv_tokens, "prefill_chunk": 32},
+            **{"counted_tokens": self.counted, "policy": "dali", "policy_options": {"a": "b"}},
             **{"tile_bytes": 10, "emulation": "slow", "cache": {"capacity_tiles": 7}},
-            "engine": {},
         }
 
     async def set_policy(self, name: str, options: Any = None, *, counted: bool = True) -> PolicyChanged:
@@ -73,19 +69,13 @@ class StandInEngine:
         self.events.append("score")
         count = len(fields["token_ids"])
         chosen = np.full(count - 1, -NLL[self.policy], np.float32)
-        yield Scores(
-            0,
-            0,
-            np.zeros(count, np.int32),
-            chosen,
-            *NONE,
-        )
+        yield Scores(0, 0, np.zeros(count, np.int32), chosen, *NONE)
 
     async def measure(self, prompts: Any, gen_len: int) -> tuple[Run, list[Done]]:
         self.runs += 1
         self.measured.update(prompts)
         self.events.append(([len(prompt) for prompt in prompts], gen_len))
-        return Run(float(self.runs), 0.1, float(self.runs), 0, decode()), []
+        return Run(float(self.runs), 0.1, float(self.runs), decode()), []
 
 
 SHORT = ("--prompt-len", "100", "--gen-len", "4", "--batch", "2", "--ppl-tokens", "0", "--rounds", "2")
@@ -149,16 +139,6 @@ async def test_engine_that_has_counted_little_reads_other_text_first(bench: Any)
     at = engine.events.index(("all-host", {}, False))
     assert at > 1
     assert not any(len(event) == 3 for event in engine.events[1:at])  # under no other policy
-
-
-async def test_policy_that_cannot_run_is_left_out_where_none_was_named(bench: Any) -> None:
-    engine = StandInEngine()
-    engine.refused = {"dali": RequestFailed("it needs a calibration", usage=True)}
-    found = await bench(engine, *SHORT)
-    names = [policy["name"] for policy in found["policies"]]
-    assert names == [name for name in PRESETS if name not in ("random", "dali")]
-    assert found["config"]["left_out"] == {"dali": "it needs a calibration"}
-    assert [event[0] for event in engine.events].count("dali") == 2  # once tried, and once restored
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from launch.bench.measure import (
     OTHER_TOKENS,
     SCORED,
     STRIDE,
-    Perplexity,
     Texts,
     make_prompts,
     read_other_texts,
@@ -125,12 +124,3 @@ async def test_texts_longer_than_the_context_are_refused() -> None:
                 await Texts.make(engine, 10, 5, seed=0)  # type: ignore[arg-type]
         else:
             assert (await Texts.make(engine, 10, 5, seed=0)).prefill == 1  # type: ignore[arg-type]
-
-
-def test_difference_of_perplexities_is_in_percent() -> None:
-    found = Perplexity(10.5, 10.0, "all-host", 256, 20)
-    assert found.percent == pytest.approx(5)
-    assert found.to_map() == {
-        **{"approximate": 10.5, "exact": 10.0, "exact_policy": "all-host", "tokens": 256, "prefill": 20},
-        "difference_percent": pytest.approx(5),
-    }

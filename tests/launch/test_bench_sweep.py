@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from test_bench_command import StandInEngine
 
-from launch.bench import command, sweep
+from launch.bench import command
 from launch.bench.measure import Run
+from launch.bench.plan import comparisons
 from launch.command_line.options import Options, parse
 from launch.errors import WrongUsage
 from launch.terminal.interrupts import Interrupts
@@ -60,7 +61,7 @@ async def swept(*words: str, plot: Path | None = None) -> None:
     line = ["bench", "--device", "cpu", "--rounds", "2", *words, *(["--plot", str(plot)] if plot else [])]
     for name, given in SHORT.items():
         line += () if any(word.startswith(name) for word in words) else given
-    assert await sweep.sweep(parse(line), Interrupts()) == 0
+    assert await command.bench(parse(line), Interrupts()) == 0
 
 
 async def test_settings_are_crossed_and_only_another_cache_starts_an_engine(
@@ -117,7 +118,8 @@ async def test_table_has_a_row_for_each_policy_and_setting(
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     assert text.count("mixtral-offloading") == 4
-    assert "median of 2 rounds, and below it the least and the most" in text
+    assert "2 rounds, policies interleaved: median, and below it the range" in text
+    assert "warm-up" not in text  # it differs between the settings
 
 
 def test_policy_may_come_several_times_with_other_options() -> None:
@@ -159,9 +161,7 @@ def test_wrong_sweep_is_one_line(words: str, said: str) -> None:
 
 
 def test_one_setting_of_a_sweep_is_recorded() -> None:
-    [found] = sweep.comparisons(
-        parse("bench --policy all-host --sweep batch=64 --gen-len 128 --record x".split())
-    )
+    [found] = comparisons(parse("bench --policy all-host --sweep batch=64 --gen-len 128 --record x".split()))
     assert found.plan.batch == 64
     assert found.options.written["record"].name == "x"
 

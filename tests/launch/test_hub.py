@@ -192,24 +192,8 @@ def test_mistyped_policy_is_reported_before_the_download(home, hub, files) -> No
     assert hub.asked == []
 
 
-@pytest.mark.parametrize(
-    ("text", "is_name"),
-    [
-        ("org/name", True),
-        ("mistralai/Mixtral-8x7B-v0.1", True),
-        ("org/name@v1.0", True),
-        ("name", False),
-        ("/org/name", False),
-        ("../name", False),
-        ("org/a..b", False),
-        ("org/a--b", False),
-        ("org/name@../x", False),
-        ("org/n\u00e4me", False),
-        ("shape:mixtral-8x7b/2", False),
-        ("org/name\n", False),
-        ("org/name.git", False),
-        (f"org/{'x' * 97}", False),
-    ],
-)
-def test_hub_names_are_distinguished_from_paths(text: str, is_name: bool) -> None:
-    assert is_hub_name(text) == is_name
+def test_hub_names_are_distinguished_from_paths() -> None:
+    assert all(map(is_hub_name, ("org/name", "mistralai/Mixtral-8x7B-v0.1", "org/name@v1.0")))
+    paths = ("name", "/org/name", "../name", "org/a..b", "org/a--b", "org/name@../x", "org/n\u00e4me")
+    other = ("shape:mixtral-8x7b/2", "org/name\n", "org/name.git", f"org/{'x' * 97}")
+    assert not any(map(is_hub_name, (*paths, *other)))

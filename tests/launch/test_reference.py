@@ -126,16 +126,6 @@ def test_answers_are_judged_by_tokens_then_text_then_end(
     assert str(found).endswith(words)
 
 
-async def test_another_token_is_measured_as_the_rival_of_its_own_step() -> None:
-    engine = StandInEngine({0: 0.25})
-    (found,) = await compared(engine, outcome(1, 2, 7, 4))
-    assert found.verdict is Verdict.NEAR_TIE
-    comparison = found.comparison
-    assert (comparison.at, comparison.ours, comparison.expected) == (2, 7, 3)
-    assert comparison.margin == 0.25
-    assert [(a["max_tokens"], a["resume"], a["rival"]) for a in engine.asked] == [(4, (), -1), (3, (), 7)]
-
-
 async def test_a_runner_up_is_measured_again_only_with_a_part_prefilled() -> None:
     engine = StandInEngine({2: 0.75, 1: 0.25})
     (found,) = await compared(engine, outcome(1, 2, 100, 4))

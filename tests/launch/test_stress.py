@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from engines import Launched, launch, run
@@ -19,11 +18,10 @@ from launch.equality import Comparison, Verdict
 from launch.stress.chaos import Chaos, Injector
 from launch.stress.load import End, Load, Outcome, Request, ask
 from launch.stress.reference import Finding, compare_all
-from launch.stress.report import ERRORS, NAMES, StressRun, report, report_parts
+from launch.stress.report import ERRORS, StressRun, report, report_parts
 from launch.terminal.tables import print_parts
 from pipeline.config import EngineConfig
-from protocol.client import Client
-from protocol.messages import ChatMessage, Done, Sampling, Token, Welcome
+from protocol.messages import ChatMessage, Sampling, Token, Welcome
 
 BOUND = 1e-4
 F32 = ["--format", "f32", "--backbone-dtype", "f32"]
@@ -71,7 +69,6 @@ def test_run_with_four_clients_passes(script: Path, tiny_model: Path) -> None:
     )  # all but sampled requests and those cancelled before the first token
     assert found["equal"] + found["near_ties"] == found["compared"]
     assert found["kv_reused_tokens"] > 0  # by the conversations
-    assert 0.25 <= found["jain"] <= 1
     for times in (found["first_token_s"], found["token_gap_s"]):
         assert 0 <= times["p50"] <= times["p95"] <= times["p99"] <= times["max"] < found["seconds"]
 
@@ -153,59 +150,6 @@ async def test_a_third_token_counts_by_its_own_distance_to_the_best(start_engine
         assert refused.end is End.REFUSED
 
 
-class FinishedAnswer:
-    """An answer whose tokens have all arrived."""
-
-    def __init__(self, tokens: list[Token], reason: str = "length") -> None:
-        self._tokens = tokens
-        self.done = Done(0, reason, text="!", stats={"decode_s": 1.0})
-        self.on_queued: Any = None
-        self.cancelled_at: list[int] = []  # tokens received before each Cancel
-        self._came = 0
-
-    async def cancel(self) -> None:
-        self.cancelled_at.append(self._came)
-
-    async def __aiter__(self) -> AsyncIterator[Token]:
-        for token in self._tokens:
-            self._came += 1
-            yield token
-
-
-@pytest.mark.parametrize(
-    ("cancel_after", "cancelled_at", "end"),
-    [
-        (0, [0], End.CANCELLED),
-        (1, [1], End.CANCELLED),
-        (2, [2], End.CANCELLED),
-        (5, [], End.FAILED),
-        (None, [], End.FAILED),
-    ],
-)
-async def test_only_an_answer_that_was_to_be_cancelled_ends_as_cancelled(
-    cancel_after: int | None, cancelled_at: list[int], end: End
-) -> None:
-    answer = FinishedAnswer([Token(0, i, 7, "ab"[i]) for i in range(2)], "cancelled")
-    sent: list[dict[str, Any]] = []
-
-    class Cancelling:
-        def generate(self, **fields: Any) -> FinishedAnswer:
-            sent.append(fields)
-            return answer
-
-    chat = (ChatMessage("user", "x"),)
-    request = Request("r", None, chat, 4, Sampling(top_k=3), cancel_after, "talk", (1, 2), 6)
-    outcome = await ask(cast(Client, Cancelling()), request)
-    assert (outcome.end, answer.cancelled_at) == (end, cancelled_at)
-    assert outcome.error == ("the engine cancelled this answer" if end is End.FAILED else "")
-    assert (outcome.text, outcome.stats, outcome.in_order) == ("ab!", {"decode_s": 1.0}, True)
-    assert outcome.sent <= outcome.arrivals[0] <= outcome.arrivals[1] <= outcome.ended
-    assert sent == [
-        {"prompt": None, "messages": chat, "max_tokens": 4, "sampling": Sampling(top_k=3)}
-        | {"conversation": "talk", "resume": (1, 2), "rival": 6}
-    ]
-
-
 async def test_end_of_an_answer_is_compared_like_a_token(start_engine) -> None:
     """The embedded model ends its answers; a longer answer is a near-tie only if it continues with the
     runner-up of the end token, and within the bound."""
@@ -273,7 +217,7 @@ def test_every_fault_fails_a_run_and_is_shown(fault: str, capsys: pytest.Capture
     assert {name: found[name] for name in ERRORS} == {name: int(name == fault) for name in ERRORS}
     print_parts(*report_parts(found))
     shown = capsys.readouterr().out
-    assert shown.splitlines()[-1] == f"FAILED: 1 {NAMES[fault][0]}"
+    assert shown.splitlines()[-1] == f"FAILED: {fault} 1"
     assert "emulation: link paced to 1 GB/s" in shown
     assert found["details"][fault][0] in shown
 

@@ -19,7 +19,7 @@ from launch.processes.cores import Cores
 from launch.processes.monitor import Limits
 from launch.processes.supervisor import Supervisor
 from pipeline.assets import model_dir
-from protocol.messages import VERSION, Failed, Heartbeat, Needed, SetPolicy, Shutdown, WorkerUp
+from protocol.messages import VERSION, Failed, Heartbeat, SetPolicy, Shutdown
 from protocol.sockets import Identity, runtime_root
 from shm.segment import SHM_FOLDER
 from shm.store import store_name
@@ -187,18 +187,6 @@ async def test_store_that_was_removed_meanwhile_is_loaded_again(play: Play) -> N
 
 
 # --- a running engine ---------------------------------------------------------------------------------------
-
-
-async def test_prefetcher_that_a_new_policy_needs_is_started_once(play: Play) -> None:
-    async with supervisor(NEVER) as engine:
-        coordinator = play.child("coordinator")
-        coordinator.send(Needed("prefetcher"), Needed("prefetcher"))
-        prefetcher = await play.spawned("prefetcher")
-        coordinator.send(WorkerUp("prefetcher", 0, 0))
-        await until(lambda: prefetcher.child.up)
-        await asyncio.sleep(0.01)
-        assert len([c for c in play.children if c.identity.role == "prefetcher"]) == 1
-        assert Identity("prefetcher", 0, 0) in engine.pids
 
 
 async def test_restarted_coordinator_has_the_policy_that_was_set_last(
