@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CacheRecord:
-    """`kind`: store or calibration; `model`: its path, or its name where it has none; `format`: of
+    """`kind`: store, backbone or calibration; `model`: its path, or its name where it has none; `format`: of
     the numbers, empty where there is none."""
 
     kind: str

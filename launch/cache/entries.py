@@ -1,6 +1,6 @@
 """The entries of the disk cache, and the kept stores in shared memory. Read-only.
 
-    <cache folder>/<fingerprint>/   store.bin | calibration.safetensors
+    <cache folder>/<fingerprint>/   store.bin | backbone.bin | calibration.safetensors
                                     about.json: `shm/disk_cache.py`; *.tmp and .NAME.*: being written
     <cache folder>/costs/*.json     measured costs; .NAME.*: being written
     <cache folder>/kernels/*.cubin  kernels compiled for a GPU; .NAME.*: being written
@@ -23,6 +23,7 @@ from typing import Any
 
 from launch.runtime import SHM
 from launch.terminal.format import count, distinct_names
+from pipeline.backbone import disk_cache as backbone_cache
 from pipeline.calibration import cost_cache
 from pipeline.calibration import file as calibration_file
 from shm.disk_cache import FINGERPRINT, RECORD, STORE_FILE, UNFINISHED, last_use, read_record
@@ -34,7 +35,8 @@ from workers.kernels.cuda.compiler import FILE_NAME as GPU_KERNELS
 from workers.kernels.cuda.compiler import KEPT_IN as KERNEL_FOLDER
 
 UNKNOWN, EVERY = "unknown", "every model"
-KINDS = {STORE_FILE: "store", calibration_file.NAME: "calibration"}
+KINDS = {STORE_FILE: "store", backbone_cache.NAME: "backbone", calibration_file.NAME: "calibration"}
+LOCKED = (UNFINISHED, backbone_cache.UNFINISHED)  # their writers hold a lock on them
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")  # of `shm/atomic_file.py`
 WRITING_SECONDS = 60.0  # a small file that has no lock may be written for so long
 
@@ -43,7 +45,7 @@ WRITING_SECONDS = 60.0  # a small file that has no lock may be written for so lo
 class Entry:
     """One thing that can be removed, or that is unknown. `in_use`: by what, empty where by nothing."""
 
-    kind: str  # store, calibration, costs, kernels, unfinished, kept store; or unknown
+    kind: str  # store, backbone, calibration, costs, kernels, unfinished, kept store; or unknown
     path: Path  # its file, or what is unknown
     size: int  # bytes, with the files that belong to it
     last_use: float  # seconds since the epoch
@@ -58,7 +60,7 @@ class Entry:
 
     @property
     def fingerprint(self) -> str:
-        """Returns that of a store or a calibration; of a kept store its first 16 digits."""
+        """Returns that of a store, a backbone or a calibration; of a kept store its first 16 digits."""
         return store_key(self.path.name) or self.path.parent.name
 
     def to_map(self) -> dict[str, Any]:
@@ -99,7 +101,7 @@ def scan(folder: Path) -> list[Entry]:
 
 def writer_of(path: Path) -> str:
     """Names the writer of an unfinished file, for a person; "" for a file of a killed process."""
-    if path.name == UNFINISHED:
+    if path.name in LOCKED:
         with suppress(FileNotFoundError):
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
@@ -170,7 +172,7 @@ def _kept_store(path: Path) -> Entry:
 def _plain(path: Path) -> Entry:
     """Returns what can be said of any path: an unfinished file, or something unknown."""
     size, used = _size_and_time(path)
-    if path.name == UNFINISHED or TEMPORARY.fullmatch(path.name):
+    if path.name in LOCKED or TEMPORARY.fullmatch(path.name):
         return Entry("unfinished", path, size, used, in_use=writer_of(path))
     if path.is_dir() and not path.is_symlink():
         size = sum(_size_and_time(Path(top, name))[0] for top, _, names in os.walk(path) for name in names)

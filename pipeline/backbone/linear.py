@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pipeline.backbone.disk_cache import BackboneCache
 from pipeline.device.base import Device
 from pipeline.errors import ModelError
 from shm.blocks import BlockFormat
@@ -86,10 +88,11 @@ class QuantizedLinear:
 class Precision:
     """`--backbone-dtype`: the format of matrices, and the dtype of everything else that is stored."""
 
-    def __init__(self, name: str, device: Device) -> None:
-        """`name`: f32, bf16, int8 or int4. Raises UsageError where the device cannot compute in it."""
+    def __init__(self, name: str, device: Device, cache: BackboneCache | None = None) -> None:
+        """`name`: f32, bf16, int8 or int4; `cache` keeps quantized matrices. Raises UsageError where the
+        device cannot compute in it."""
         format = FORMATS[name]
-        self.device = device
+        self.device, self._cache = device, cache
         self._format = format if isinstance(format, BlockFormat) else None
         if self._format is not None:
             device.check_quantized(self._format)
@@ -99,13 +102,20 @@ class Precision:
     def quantized(self) -> bool:
         return self._format is not None
 
-    def quantized_matrix(self, name: str, numbers: Float32) -> HostMatrix | CudaMatrix:
-        """A quantized matrix of `numbers` [outputs, inputs]. Raises ModelError, which has the `name`, where
-        they cannot be quantized."""
+    def quantized_matrix(
+        self, name: str, shape: tuple[int, int], numbers: Callable[[], Float32]
+    ) -> HostMatrix | CudaMatrix:
+        """A quantized matrix [outputs, inputs]: from the cache under `name`, or made from its `numbers`.
+        Raises ModelError, which has the `name`, where they cannot be quantized."""
         assert self._format is not None
-        outputs, inputs = numbers.shape
-        try:
-            data = quantized(self._format, numbers)
-        except WeightsUnusable as e:
-            raise ModelError(f"{name}: {e}") from None
-        return self.device.quantized_matrix(self._format, data, (outputs, inputs))
+        data = None
+        if self._cache is not None:
+            data = self._cache.take(name, self._format.matrix_bytes(*shape))
+        if data is None:
+            try:
+                data = quantized(self._format, numbers())
+            except WeightsUnusable as e:
+                raise ModelError(f"{name}: {e}") from None
+            if self._cache is not None:
+                self._cache.keep(name, data)
+        return self.device.quantized_matrix(self._format, data, shape)

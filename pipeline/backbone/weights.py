@@ -68,10 +68,14 @@ class Weights:
         return BiasedLinear(linear, self._keep(torch.from_numpy(biases), torch.float32))
 
     def _quantized(self, roles: tuple[str, ...], order: RowOrder) -> HostMatrix | CudaMatrix:
-        parts = [_ordered(self._float32(role), role, order) for role in roles]
-        numbers = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        names = ", ".join(self._specs[role].name for role in roles)
-        matrix = self._precision.quantized_matrix(names, numbers)
+        def numbers() -> Float32:
+            parts = [_ordered(self._float32(role), role, order) for role in roles]
+            return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+        specs = [self._specs[role] for role in roles]
+        shape = (sum(spec.shape[0] for spec in specs), specs[0].shape[1])
+        names = ", ".join(spec.name for spec in specs)
+        matrix = self._precision.quantized_matrix(names, shape, numbers)
         self.bytes += matrix.bytes
         return matrix
 

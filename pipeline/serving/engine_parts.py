@@ -12,6 +12,7 @@ import numpy as np
 
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import StepInput, TokenSpan
+from pipeline.backbone.disk_cache import BackboneCache, backbone_fingerprint
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
 from pipeline.calibration.cost_probe import ROWS
@@ -31,7 +32,9 @@ from pipeline.text.detokenizer import DECODER, Detokenizer
 from pipeline.text.tokenizer import has_tokenizer
 from protocol.messages import Progress
 from shm.control import ControlSegment
+from shm.disk_cache import CacheRecord
 from shm.lane import LaneShape, library
+from shm.layout import FORMATS, BlockFormat
 from shm.segment import byte_size, engine_prefix, lock_pages
 from shm.store import Store
 from workers.kernels.native import VARIANTS, best, store_kernel
@@ -127,15 +130,21 @@ class EngineParts:
         self.sockets[role] = socket
 
     def _load_backbone(self, spec: ModelSpec) -> Backbone:
-        """Load the backbone from the checkpoint, and report the progress."""
+        """Load the backbone from the checkpoint, or the disk cache where quantizing again would take long."""
+        dtype, cache = self.config.options.backbone_dtype, None
+        if isinstance(FORMATS[dtype], BlockFormat) and self.source.worth_keeping(dtype):
+            record = CacheRecord("backbone", self.source.name, dtype)
+            cache = BackboneCache(self.config.cache, backbone_fingerprint(self.source, dtype), record)
         total = needs(self.source, self.config.options, self.config.options.format).backbone
 
         def progress(done: int) -> None:
             self.to_supervisor(Progress(STAGE, min(done, total), total))
 
         progress(0)
-        precision = Precision(self.config.options.backbone_dtype, self.device)
-        return Backbone(self.source, spec, precision, self.context, progress)
+        backbone = Backbone(self.source, spec, Precision(dtype, self.device, cache), self.context, progress)
+        if cache is not None:
+            cache.finish()
+        return backbone
 
     def _open_carrier(self, top_k: int) -> ArenaCarrier | SocketCarrier:
         """Open what carries Works to the workers and their answers back."""

@@ -24,7 +24,7 @@ from pipeline.policies.costs import Costs
 from protocol.program import user_folder
 from shm.disk_cache import RECORD, CacheRecord, note_use
 
-STORE = "5" * 64
+STORE, BACKBONE = "5" * 64, "b" * 64
 
 
 @pytest.fixture
@@ -52,11 +52,11 @@ def make_file(path: Path, size: int, days: float) -> Path:
     """A file that was last used so many days ago, with a record if it lies in a fingerprint's folder."""
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(bytes(size))
-    recorded = path.name == "store.bin"
-    if recorded:
-        note_use(path.parent, CacheRecord("store", "/models/mixtral", "int4"))
+    kind = {"store.bin": "store", "backbone.bin": "backbone"}.get(path.name)
+    if kind is not None:
+        note_use(path.parent, CacheRecord(kind, "/models/mixtral", "int4"))
     then = time.time() - days * DAY
-    for each in path.parent.iterdir() if recorded else (path,):
+    for each in path.parent.iterdir() if kind else (path,):
         os.utime(each, (then, then))
     return path
 
@@ -169,8 +169,9 @@ def test_costs_are_listed_with_their_model_and_their_use_is_noted(folder: Path) 
     assert path.stat().st_mtime > time.time() - 60
 
 
-def test_unfinished_file_is_removed_after_the_exit_of_its_writer(folder: Path) -> None:
-    path = make_file(folder / STORE / "store.tmp", 1000, 3)
+@pytest.mark.parametrize("name", ["store.tmp", "backbone.tmp"])
+def test_unfinished_file_is_removed_after_the_exit_of_its_writer(folder: Path, name: str) -> None:
+    path = make_file(folder / STORE / name, 1000, 3)
     with path.open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         found = run_json("--prune", "--to", "0")
@@ -186,11 +187,11 @@ def test_a_file_that_cannot_be_removed_is_one_line_and_exit_1(
     def refuse(path: Path, missing_ok: bool = False) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    make_file(folder / STORE / "store.bin", 10, 1)
+    make_file(folder / BACKBONE / "backbone.bin", 10, 1)
     monkeypatch.setattr(Path, "unlink", refuse)
     assert main(["cache", "--prune", "--to", "0"]) == 1
     (line,) = caplog.messages
-    assert "store.bin could not be removed" in line
+    assert "backbone.bin could not be removed" in line
     assert "removed 0 of" in capsys.readouterr().out
 
 
@@ -200,15 +201,21 @@ def test_a_file_that_cannot_be_removed_is_one_line_and_exit_1(
 async def test_an_engine_keeps_its_files_and_notes_their_use(
     folder: Path, tiny_model: Path, start_engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = EngineConfig(model=tiny_model, device="cpu", format="int8", workers=1, name="cachetest")
+    config = EngineConfig(
+        model=tiny_model, device="cpu", format="int8", backbone_dtype="int8", workers=1, name="cachetest"
+    )
     async with start_engine(config):
         pass
     first = disk(run_json())
     size_of = {e["kind"]: e["bytes"] for e in first}
-    planned = needs(open_model(tiny_model), EngineConfig(device="cpu"), "int8")
+    planned = needs(open_model(tiny_model), EngineConfig(device="cpu", backbone_dtype="int8"), "int8")
     assert size_of["store"] == planned.store
+    assert size_of["backbone"] > 0
     model = tiny_model.name
-    assert [(e["kind"], e["model"], e["format"]) for e in first] == [("store", model, "int8")]
+    assert sorted((e["kind"], e["model"], e["format"]) for e in first) == [
+        ("backbone", model, "int8"),
+        ("store", model, "int8"),
+    ]
     assert not any(e["in_use"] for e in first)
     for found in first:
         # Not 0, which stands for a folder without a record: its last use is when the file was written.
@@ -220,7 +227,7 @@ async def test_an_engine_keeps_its_files_and_notes_their_use(
         assert (store.kind, store.model, store.in_use) == ("kept store", model, "an engine")
         assert remove(store) is False
         removed = run_json("--prune", "--to", "0")["removed"]  # which costs the engine nothing
-        assert sorted(kinds(removed)) == ["costs", "store"]
+        assert sorted(kinds(removed)) == ["backbone", "costs", "store"]
     assert os.listdir(folder) == []
 
 

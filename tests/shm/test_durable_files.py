@@ -4,14 +4,17 @@ A power failure then leaves the old file or the new one."""
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from plain_calibration import plain_calibration
 from small_store import build, write_cache
 
-from launch.chat.conversation import Transcript
+from launch.chat.conversation import save as save_conversation
+from pipeline.backbone.disk_cache import BackboneCache
 from pipeline.calibration import cost_cache
 from pipeline.calibration import file as calibration_file
 from pipeline.calibration.cost_cache import Record, Setting
@@ -44,6 +47,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
     return found
 
 
+def backbone(folder: Path) -> None:
+    cache = BackboneCache(folder, FINGERPRINT)
+    cache.keep("a", np.arange(1000, dtype=np.uint8))
+    cache.finish()
+    for thread in threading.enumerate():
+        if thread.name == "backbone cache":
+            thread.join()
+
+
 def store(folder: Path) -> None:
     build(FINGERPRINT)
     try:
@@ -60,6 +72,7 @@ def output(folder: Path) -> None:
 
 WRITERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "store": (store, f"{FINGERPRINT}/store.bin"),
+    "backbone": (backbone, f"{FINGERPRINT}/backbone.bin"),
     "costs": (lambda folder: cost_cache.keep(folder, RECORD), f"costs/{RECORD.setting.name}"),
     "calibration": (
         lambda folder: calibration_file.save(
@@ -67,10 +80,7 @@ WRITERS: dict[str, tuple[Callable[[Path], None], str]] = {
         ),
         f"{FINGERPRINT}/{calibration_file.NAME}",
     ),
-    "transcript": (
-        lambda folder: Transcript.of("m", None, ()).save(folder / "chat.json"),
-        "chat.json",
-    ),
+    "conversation": (lambda folder: save_conversation(folder / "chat.json", None, ()), "chat.json"),
     "output": (output, "figure.png"),
 }
 
