@@ -223,22 +223,6 @@ def test_responses(client: Any) -> None:
     assert client.responses.create(model=MODEL, input=turns, max_output_tokens=4).output_text is not None
 
 
-async def test_asynchronous_clients_side_by_side(served: Served) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as own:
-
-        async def ask(number: int) -> str:
-            text = ""
-            async for chunk in await own.chat.completions.create(
-                model=MODEL, messages=[{"role": "user", "content": f"What is {number}?"}],
-                max_tokens=10, temperature=0, stream=True,
-            ):  # fmt: skip
-                text += chunk.choices[0].delta.content or ""
-            return text
-
-        together = await asyncio.gather(*map(ask, range(6)))
-        assert list(together) == [await ask(number) for number in range(6)]
-
-
 def test_reasoning_is_apart(client: Any) -> None:
     found = client.chat.completions.create(
         model=MODEL, messages=QUESTION, reasoning_effort="low", max_tokens=8, temperature=0
@@ -322,12 +306,6 @@ def test_tools_of_messages(claude: Any) -> None:
     ]
     again = claude.messages.create(model=MODEL, max_tokens=4, tools=tools, messages=turns)
     assert again.content
-
-
-async def test_the_asynchronous_client_of_messages(served: Served) -> None:
-    async with anthropic.AsyncAnthropic(base_url=served.url, api_key="none", max_retries=0) as own:
-        found = await own.messages.create(model=MODEL, max_tokens=4, messages=QUESTION)
-        assert found.usage.output_tokens == 4
 
 
 # --- the rest ---------------------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from pipeline.serving.clients import (
     ANONYMOUS_REFUSALS,
     CUT_OFF_MOST,
     LARGEST,
-    LONGEST_ERROR,
     MOST_FRAMES,
     REFUSED_LIMIT,
 )
@@ -242,14 +241,6 @@ async def test_answer_that_cannot_be_encoded_ends_its_request() -> None:
         assert answer.text.startswith("the engine's answer cannot be sent: Done")
         await client.send(Stats(8))
         assert (await client.next()).request == 8
-
-
-async def test_long_names_are_cut_in_errors() -> None:
-    async with service() as running, raw(running.local) as client:
-        await client.send(SetPolicy(1, "x" * 2 * LONGEST_ERROR))
-        answer = await client.expect(Error)
-        assert answer.request == 1
-        assert len(answer.text) == LONGEST_ERROR + 3
 
 
 async def test_frame_larger_than_any_message_ends_the_connection() -> None:

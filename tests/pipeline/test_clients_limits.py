@@ -130,14 +130,6 @@ async def test_client_with_too_many_waiting_messages_is_cut_off(scene: Scene, mo
         running.clients.send(name, PolicyChanged(2, "p", True))  # dropped
 
 
-async def test_broadcast_reaches_all_but_one(scene: Scene) -> None:
-    async with service() as running, connected(running) as (first, name), connected(running) as (second, _):
-        running.clients.broadcast(PolicyChanged(-1, "p", True), name)
-        assert (await second.expect(PolicyChanged)).policy == "p"
-        running.clients.send(name, PolicyChanged(3, "q", True))
-        assert (await first.expect(PolicyChanged)).policy == "q"
-
-
 async def test_flush_waits_for_all_queues_up_to_its_limit(scene: Scene) -> None:
     async with service() as running, connected(running) as (_, name):
         scene.full = True

@@ -142,14 +142,6 @@ def test_failing_shard_ends_its_request_and_a_failing_engine_none(
     assert whole.events == []
 
 
-def test_flood_of_messages_does_not_stop_the_rounds(
-    whole: WholeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow_messages(monkeypatch)
-    found = whole.serve(ASKED, *(structs.replace(ASKED, request=n, max_tokens=0) for n in (2, 3, 4)))
-    assert [m.request for m in found] == [1, 1, 1, 1, 2, 3, 4]
-
-
 # --- the policy -------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from pipeline.text.grammar import Grammars, MaskDropped, MaskRequest
 from pipeline.text.tokenizer import Tokenizer
-from protocol.messages import Allowed, Done, Follow, Generate, Sampling, Shaping
+from protocol.messages import Done, Follow, Generate, Sampling, Shaping
 
 PROMPT = tuple(range(3, 15))
 SCHEMA = {
@@ -145,21 +145,3 @@ def test_a_waiting_row_can_be_preempted_and_cancelled(
     assert rounds.tokens(0) == reference[0]
     assert rounds.done(1).reason == "cancelled"  # type: ignore[union-attr]
     assert len(rounds.dropped) == 3
-
-
-def test_a_mask_that_cannot_be_made_ends_its_request_alone(
-    engine: Any, tokenizer: Tokenizer, reference: Any
-) -> None:
-    rounds = Rounds(engine, tokenizer)
-    for message in (with_grammar(0, tokenizer), with_grammar(1, tokenizer), plain(2)):
-        rounds.scheduler.enqueue(b"c", message)
-    while len(rounds.tokens(0)) < 3:
-        rounds.scheduler.round()
-        rounds.answer()
-    while not any(wanted.answer == min(rounds._known) for wanted in rounds.asked):
-        rounds.scheduler.round()
-    rounds.asked.sort(key=lambda wanted: wanted.answer)
-    rounds.asked.pop(0).allowed = Allowed(rounds.grammars.follow(Follow(-1, 1)).mask, "the grammar ends here")
-    rounds.finish()
-    assert rounds.done(0).error == "the grammar ends here"  # type: ignore[union-attr]
-    assert (rounds.tokens(1), rounds.tokens(2)) == reference

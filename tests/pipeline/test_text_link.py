@@ -13,7 +13,6 @@ import zmq.asyncio
 from child_messages import KEY, exit_of
 from waiting import until
 
-from pipeline.serving import text_link
 from pipeline.serving.text_link import TextLink, TextProcessExited, answers, limit_of
 from protocol.codec import decode, encode
 from protocol.messages import (
@@ -23,7 +22,6 @@ from protocol.messages import (
     Encode,
     Encoded,
     Follow,
-    Hung,
     Ready,
     Unfollow,
     WorkerUp,
@@ -108,23 +106,6 @@ async def test_only_the_answer_to_what_was_asked_counts(linked: Linked) -> None:
     assert await process.asked() == Unfollow(5)
     assert linked.reports == [WorkerUp("text", 0, 1)]
     assert (linked.ups, linked.link.generation) == (1, 1)
-
-
-async def test_late_process_is_reported_and_not_used_again(linked: Linked, monkeypatch) -> None:
-    monkeypatch.setattr(text_link, "SECONDS", 0.1)
-    process = await linked.up(0)
-    with pytest.raises(TimeoutError):
-        await linked.link.ask(ASKED)
-    assert linked.reports[1:] == [Hung("text", 0, 0)]
-    process.send(encoded(2, 1))  # too late
-    waiting = asyncio.create_task(linked.link.wait_up())
-    second = await linked.up(1)
-    await waiting
-    linked.link.on_exit(exit_of(0, role="text"))  # the first one's
-    answer = asyncio.create_task(linked.link.ask(Encode(("x",))))
-    assert await second.asked() == Encode(("x",))
-    second.send(encoded(3))
-    assert (await answer).lengths == (3,)
 
 
 @pytest.mark.parametrize("crashed", [True, False])

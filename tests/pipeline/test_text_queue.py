@@ -15,7 +15,7 @@ from pipeline.serving import text_queue
 from pipeline.serving.text_link import TextLink, TextProcessExited
 from pipeline.serving.text_queue import GRAMMAR_LIMIT, ROLE_LIMIT, TextMessages, TextQueue, with_ids
 from pipeline.text.detokenizer import Detokenizer
-from pipeline.text.grammar import MaskDropped, MaskRequest
+from pipeline.text.grammar import MaskRequest
 from protocol.messages import (
     Allowed,
     Calibrate,
@@ -29,7 +29,6 @@ from protocol.messages import (
     Score,
     Shaping,
     Tokenize,
-    Unfollow,
 )
 
 IDS = Generate(9, token_ids=(1, 2))
@@ -180,66 +179,6 @@ async def test_text_is_sent_again_after_a_kill_but_not_for_ever(queue: Queue) ->
     assert await queue.link.end(KILLED) == "good"
     assert await queue.link.end() == "good"
     assert queue.passed == [(b"a", Generate(2, token_ids=tuple(b"good")))]
-
-
-async def test_texts_wait_for_the_process(queue: Queue) -> None:
-    queue.link.up.clear()
-    queue.put(b"a", text(1, "x"))
-    await asyncio.sleep(0)
-    assert queue.link.jobs == []
-    queue.link.up.set()
-    assert await queue.link.end() == "x"
-
-
-async def test_a_new_process_is_told_the_whole_answer(queue: Queue) -> None:
-    """Another one only what is new."""
-    link = queue.link
-    first = wanted(0, 5)
-    queue.ask(first)
-    assert await link.end() == Follow(0, 32, (5,), "g")
-    assert first.allowed is MASK
-    queue.ask(wanted(0, 5, 6))
-    assert await link.end() == Follow(0, 32, (6,))
-    link.generation += 1
-    queue.ask(wanted(0, 5, 6, 8))
-    assert await link.end() == Follow(0, 32, (5, 6, 8), "g")
-    queue.ask(wanted(0, 5, 6, 8, 9))
-    assert await link.end(KILLED) == Follow(0, 32, (9,))
-    assert await link.end() == Follow(0, 32, (5, 6, 8, 9), "g")
-    assert queue.wakes == 4
-    queue.ask(MaskDropped(0))
-    queue.ask(MaskDropped(1))
-    assert link.told == [Unfollow(0)]
-
-
-@pytest.mark.parametrize(
-    ("ends", "reason"),
-    [
-        ([CRASHED], "it ended the text process"),
-        ([KILLED] * 8, "it ended the text process 8 times"),
-        ([TimeoutError()], "it took longer than 5 s, and it was given up"),
-    ],
-)
-async def test_only_the_answer_whose_mask_was_made_fails(queue: Queue, ends: list, reason: str) -> None:
-    bad, good = wanted(0, 5), wanted(1)
-    queue.ask(bad)
-    for end in ends:
-        await queue.link.end(end)
-    assert bad.allowed is not None
-    assert bad.allowed.error == f"the grammar cannot be followed further: {reason}"
-    queue.ask(good)
-    await queue.link.end()
-    assert good.allowed is MASK
-
-
-async def test_masks_that_nobody_needs_are_not_made(queue: Queue) -> None:
-    queue.put(b"m", text(1, "x"))
-    await queue.link.begun()
-    queue.ask(wanted(0))
-    queue.ask(MaskDropped(0))
-    queue.put(b"m", text(2, "y"))
-    assert [await queue.link.end(), await queue.link.end()] == ["x", "y"]
-    assert queue.link.told == []
 
 
 @pytest.mark.parametrize("begun", [True, False])

@@ -217,24 +217,8 @@ def phimoe() -> tuple[Tokenizer, dict[str, Any]]:
     }
 
 
-def unigram() -> tuple[Tokenizer, dict[str, Any]]:
-    """No family's: pieces with scores."""
-    pieces = ["<unk>", "<s>", "</s>", "▁", "▁the", "▁value", "s", "▁▁"]
-    pieces += sorted({c for t in TEXTS for c in t if c > " "})
-    backend = Tokenizer(models.Unigram([(piece, -1.0 * len(piece)) for piece in pieces], unk_id=0))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Metaspace()
-    backend.add_special_tokens([_special("<s>"), _special("</s>")])
-    return backend, {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "</s>",
-        "chat_template": CHATML,
-    }
-
-
 # model_type -> its tokenizer
 FAMILIES = {
-    "none": unigram,
     "mixtral": mixtral,
     "phimoe": phimoe,
     "qwen2_moe": qwen,

@@ -154,22 +154,6 @@ def test_draw_from_all_tokens_falls_where_the_probabilities_say(size: int, tempe
         assert ends[token] - wanted[token] - 1e-6 <= drawn <= ends[token] + 1e-6
 
 
-def test_equal_seeds_draw_equal_tokens() -> None:
-    logits = np.random.default_rng(0).normal(size=5000).astype(np.float32)
-    sampling = Sampling(temperature=1.0, top_p=0.95)
-
-    def draw(seed: int) -> list[int]:
-        sampler = Sampler(sampling, seed)
-        return [sampler.next(logits, []) for _ in range(50)]
-
-    assert draw(1) == draw(1)
-    assert draw(1) != draw(2)
-    one, two = Sampler(sampling, 1), Sampler(sampling, 2)
-    mixed = [(one.next(logits, []), two.next(logits, [])) for _ in range(50)]
-    # samplers of requests that are decoded together are independent
-    assert mixed == list(zip(draw(1), draw(2), strict=True))
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_resumed_sampler_continues_as_the_first(temperature: float) -> None:
     random = np.random.default_rng(0)
