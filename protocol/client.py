@@ -171,8 +171,8 @@ class Client:
                 yield block
 
     async def tokenize(self, **fields: Any) -> Tokenized:
-        """Token ids of a text or a conversation, or the text of ids; `fields` are those of messages.Tokenize.
-        Raises RequestFailed with the engine's reason, EngineGone, MalformedMessage."""
+        """Token ids of a text or a conversation; `fields` are those of messages.Tokenize. Raises
+        RequestFailed with the engine's reason, EngineGone, MalformedMessage."""
         asked = Tokenize(self._next_request(), **_frozen(fields))
         reply: Tokenized = await self._ask(asked, REPLY_SECONDS)
         return reply

@@ -248,25 +248,21 @@ class Scores(Record, frozen=True, eq=False):
 
 @message(19)
 class Tokenize(Record, frozen=True):
-    """Request token ids of exactly one of `text`, `messages` (with `template` as in Generate); or, of neither
-    but `token_ids`, their text. Answered by Tokenized, or by a Done with the reason why not."""
+    """Request token ids of exactly one of `text`, `messages` (with `template` as in Generate). Answered by
+    Tokenized, or by a Done with the reason why not."""
 
     request: Int
     text: str | None = None
     messages: Turns | None = None
     template: str = ""
-    token_ids: Ints | None = None
 
 
 @message(20)
 class Tokenized(Record, frozen=True, eq=False):
-    """A Tokenize's answer. `text`: of given ids, without special tokens; `pieces`: the bytes of each of them,
-    the spelling of a special one; both empty where text or messages were given."""
+    """A Tokenize's answer."""
 
     request: Int
     ids: I32Vector
-    text: str = ""
-    pieces: tuple[bytes, ...] = ()
 
 
 @message(9)
@@ -498,25 +494,21 @@ class CancelFetch(Record, frozen=True):
 @message(49)
 class Encode(Record, frozen=True):
     """Request the token ids of texts, each encoded by itself, or of one conversation, rendered by the model's
-    chat template with `template` as in Generate; or the text of `token_ids`. A `grammar` is checked."""
+    chat template with `template` as in Generate. A `grammar` is checked."""
 
     texts: tuple[str, ...] = ()
     messages: Turns | None = None
     template: str = ""
-    token_ids: Ints | None = None
     grammar: str = ""
 
 
 @message(50)
 class Encoded(Record, frozen=True):
-    """The answer to an Encode: the ids of all texts, one after the other, and their lengths; or text and
-    pieces of given ids, as in Tokenized; or why not."""
+    """The answer to an Encode: the ids of all texts, one after the other, and their lengths; or why not."""
 
     ids: I32Vector
     lengths: Ints = ()
     error: str = ""
-    text: str = ""
-    pieces: tuple[bytes, ...] = ()
 
 
 @message(52)

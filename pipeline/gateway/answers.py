@@ -21,6 +21,7 @@ from pipeline.gateway.engine_links import model_name
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.metrics import Meter
 from pipeline.gateway.settings import Settings, Tools
+from pipeline.text.detokenizer import Detokenizer
 from protocol.answer import Answer
 from protocol.client import Client
 from protocol.errors import ProtocolError
@@ -113,36 +114,35 @@ class Usage:
 
 
 class TokenTexts:
-    """The bytes of tokens, which the engine knows. Those that were asked for are kept."""
+    """The bytes of tokens; none without a tokenizer."""
 
-    def __init__(self, client: Client, known: dict[int, bytes]) -> None:
-        self._client = client
-        self._known = known
+    def __init__(self, detokenizer: Detokenizer | None) -> None:
+        self._detokenizer = detokenizer
 
-    async def learn(self, ids: Iterable[int]) -> None:
-        """Ask for those that are not known. Raises ProtocolError."""
-        missing = sorted(set(ids) - self._known.keys())
-        if missing and self._client.welcome.has_tokenizer:
-            answer = await self._client.tokenize(token_ids=missing)
-            self._known.update(zip(missing, answer.pieces, strict=True))
+    def raw(self, token: int) -> bytes:
+        """Returns a token's bytes."""
+        return b"" if self._detokenizer is None else self._detokenizer.pieces((token,))[0]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of ids, without special tokens."""
+        return "" if self._detokenizer is None else self._detokenizer.decode(ids)
 
     def text(self, token: int) -> str:
         """Returns a token's text; one that is no whole characters is shown by its bytes."""
-        raw = self._known.get(token, b"")
+        raw = self.raw(token)
         try:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    async def chat(self, token: Token) -> Object:
+    def chat(self, token: Token) -> Object:
         """Returns an entry of `logprobs.content`."""
-        await self.learn((token.token, *token.top_tokens))
         best = zip(token.top_tokens, token.top_logprobs, strict=True)
         others = [self._entry(other, logprob) for other, logprob in best]
         return self._entry(token.token, token.logprob) | {"top_logprobs": others}
 
     def _entry(self, token: int, logprob: float) -> Object:
-        return {"token": self.text(token), "logprob": logprob, "bytes": list(self._known.get(token, b""))}
+        return {"token": self.text(token), "logprob": logprob, "bytes": list(self.raw(token))}
 
     def best(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, float]:
         """Returns a row of the legacy `top_logprobs`: tokens with the same text are one, the best of them."""
@@ -266,7 +266,6 @@ class ChatAnswer(ABC):
         self.model = model_name(client.welcome)
         self.usage = Usage(call.service.meter)  # complete when the events have ended
         self._client = client
-        self._texts = TokenTexts(client, call.service.pieces)
 
     @abstractmethod
     def body(self, choices: list[Whole]) -> Object:
@@ -334,7 +333,8 @@ class ChatAnswer(ABC):
                     yield place, part
                 if isinstance(event, Token):
                     if request.settings.logprobs >= 0:
-                        yield place, await self._texts.chat(event)
+                        texts = TokenTexts(await self.call.service.detokenizer())
+                        yield place, texts.chat(event)
                     continue
                 for part in output.finish():
                     yield place, part
@@ -358,7 +358,8 @@ class ChatAnswer(ABC):
         if name not in openings:
             template = json.dumps(variables) if variables else ""
             asked = await self._client.tokenize(messages=[ChatMessage("user", "x")], template=template)
-            ending = await self._client.tokenize(token_ids=asked.ids[-ENDING:].tolist())
-            _, opened, rest = b"".join(ending.pieces).rpartition(b"<think>")
+            texts = TokenTexts(await self.call.service.detokenizer())
+            ending = b"".join(map(texts.raw, asked.ids[-ENDING:].tolist()))
+            _, opened, rest = ending.rpartition(b"<think>")
             openings[name] = bool(opened) and b"</think>" not in rest
         return openings[name]

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.gateway.access import Scope, header_of
@@ -19,6 +20,7 @@ from pipeline.gateway.chat_output import TemplateKind
 from pipeline.gateway.engine_links import EngineLinks, model_name
 from pipeline.gateway.errors import ApiError, of_engine
 from pipeline.gateway.metrics import Meter
+from pipeline.text.detokenizer import Detokenizer
 from protocol.client import Client
 from protocol.errors import ProtocolError
 from protocol.messages import Welcome
@@ -63,12 +65,20 @@ class Service:
     """State that all requests share."""
 
     links: EngineLinks
+    decoder: Path  # of the model's tokenizer, where it has one: written by the text process
     template: TemplateKind = TemplateKind()  # noqa: RUF009 - frozen
     started: float = field(default_factory=time.time)
     draining: bool = False
     meter: Meter = field(default_factory=Meter)
-    pieces: dict[int, bytes] = field(default_factory=dict)  # of tokens
     openings: dict[str, bool] = field(default_factory=dict)  # by variables: does the prompt open reasoning
+    _detokenizer: Detokenizer | None = None
+
+    async def detokenizer(self) -> Detokenizer | None:
+        """Returns what decodes tokens, None for a model without a tokenizer. An engine that answers has
+        written it."""
+        if self._detokenizer is None and self.decoder.exists():
+            self._detokenizer = await asyncio.to_thread(Detokenizer.read, self.decoder)
+        return self._detokenizer
 
 
 @dataclass

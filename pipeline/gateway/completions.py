@@ -14,6 +14,7 @@ from pipeline.gateway.chat import DONE
 from pipeline.gateway.engine_links import model_name
 from pipeline.gateway.errors import bad
 from pipeline.gateway.settings import Settings, grammar_of, settings_of
+from pipeline.text.detokenizer import Detokenizer
 from protocol.answer import Answer
 from protocol.client import Client
 from protocol.messages import Done, Sampling, Shaping, Token, Welcome
@@ -93,7 +94,7 @@ async def create(call: Call) -> None:
     client = await call.client()
     request = completion_request(await call.body(CompletionBody), client.welcome)
     call.grammar_field = request.settings.grammar_field
-    completion = Completion(call, client, request)
+    completion = Completion(call, client, request, await call.service.detokenizer())
     if request.settings.stream:
         await call.stream(completion.stream())
     else:
@@ -136,12 +137,14 @@ class Choice:
 class Completion:
     """The answer to one request, in chunks or as a whole."""
 
-    def __init__(self, call: Call, client: Client, request: CompletionRequest) -> None:
+    def __init__(
+        self, call: Call, client: Client, request: CompletionRequest, detokenizer: Detokenizer | None
+    ) -> None:
         self._call = call
         self._client = client
         self._request = request
         self._top = request.settings.logprobs
-        self._texts = TokenTexts(client, call.service.pieces)
+        self._texts = TokenTexts(detokenizer)
         self._usage = Usage(call.service.meter)
 
     def _body(self, choices: list[Object], **usage: Any) -> Object:
@@ -158,7 +161,7 @@ class Completion:
         if not request.only_scored and request.settings.max_tokens:
             async with aclosing(self._events()) as events:
                 async for place, event in events:
-                    await self._add(choices[place], event)
+                    self._add(choices[place], event)
         bodies = [choice.body(index, self._top) for index, choice in enumerate(choices)]
         return self._body(bodies, usage=self._usage.openai())
 
@@ -169,7 +172,7 @@ class Completion:
         async with aclosing(self._events()) as events:
             async for place, event in events:
                 choice = Choice(reason=None)
-                await self._add(choice, event)
+                self._add(choice, event)
                 if choice.text or choice.reason or choice.tokens:
                     yield event_of(self._body([choice.body(place, self._top)], **usage))
         if include_usage:
@@ -190,13 +193,12 @@ class Completion:
             what["conversation"] = f"{hashed([self._call.key_name, prompt[:OPENING]])}/{index}"
         return self._client.generate(**what, **self._request.settings.of_choice(index))
 
-    async def _add(self, choice: Choice, event: Token | Done) -> None:
+    def _add(self, choice: Choice, event: Token | Done) -> None:
         """Add a new token, or the end, to a choice."""
         choice.text += event.text
         if isinstance(event, Done):
             choice.reason = event.reason
         elif self._top >= 0:
-            await self._texts.learn((event.token, *event.top_tokens))
             best = self._texts.best(event.top_tokens, event.top_logprobs)
             choice.add(self._texts.text(event.token), event.logprob, best)
 
@@ -207,14 +209,12 @@ class Completion:
         if isinstance(prompt, str):
             choice.text, ids = prompt, (await self._client.tokenize(text=prompt)).ids.tolist()
         else:
-            known = self._client.welcome.has_tokenizer
-            choice.text, ids = (await self._client.tokenize(token_ids=prompt)).text if known else "", prompt
+            choice.text, ids = self._texts.decode(prompt), prompt
         if self._request.only_scored or not self._request.settings.max_tokens:
             self._usage.prompt += len(ids)
         if self._top < 0:
             return
         blocks = [block async for block in self._client.score(token_ids=ids, top=max(self._top, 1))]
-        await self._texts.learn((*ids, *(int(t) for block in blocks for t in block.top_tokens.ravel())))
         choice.add(self._texts.text(ids[0]), None, None)
         for block in blocks:
             for row, logprob in enumerate(block.chosen.tolist()):
@@ -225,7 +225,7 @@ class Completion:
         if self._request.only_scored and self._request.settings.max_tokens:
             tokens, values = blocks[-1].top_tokens[-1].tolist(), blocks[-1].top_logprobs[-1].tolist()
             choice.add(self._texts.text(tokens[0]), values[0], self._best(tokens, values))
-            choice.text += (await self._client.tokenize(token_ids=tokens[:1])).text
+            choice.text += self._texts.decode(tokens[:1])
             self._usage.completion += 1
 
     def _best(self, tokens: Iterable[int], values: Iterable[float]) -> dict[str, float]:

@@ -22,6 +22,7 @@ from pipeline.gateway.call import Service, dumps
 from pipeline.gateway.chat_output import read_template
 from pipeline.gateway.engine_links import EngineLinks
 from pipeline.gateway.errors import ApiError
+from pipeline.text.detokenizer import DECODER
 from protocol.codec import decode, encode
 from protocol.connection import HEARTBEAT_SECONDS
 from protocol.errors import MalformedMessage, ProtocolError
@@ -128,7 +129,7 @@ async def _run(config: dict[str, Any]) -> int:
         access = Access(None if keys is None else Path(keys), host)
         bound = bind(config["http"])
         links = EngineLinks(ipc_endpoint(runtime, "client.sock"))
-        service = Service(links, template=read_template(Path(config["model"])))
+        service = Service(links, runtime / DECODER, read_template(Path(config["model"])))
         app = App(service, access)
         server = make_server(app)
         links.start()

@@ -172,8 +172,6 @@ def answers(asked: Encode | Follow, answer: Encoded | Allowed) -> bool:
             return len(answer.mask) in (0, 0 if answer.error else words(asked.vocabulary))
         case Encode(), Encoded() if answer.error:
             return True
-        case Encode(token_ids=ids), Encoded() if ids is not None:
-            return len(answer.pieces) == len(ids)
         case Encode(), Encoded():
             count = len(asked.texts) if asked.messages is None else 1
             complete = len(answer.lengths) == count and min(answer.lengths, default=0) >= 0

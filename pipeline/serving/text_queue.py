@@ -41,7 +41,7 @@ GRAMMAR_LIMIT = 1 << 18  # characters
 
 Request = Generate | Score | Calibrate  # what the engine's thread serves
 TextMessage = Request | Tokenize
-GIVEN = {Generate: "prompt, token_ids and messages", Tokenize: "text, messages and token_ids"}
+GIVEN = {Generate: "prompt, token_ids and messages", Tokenize: "text and messages"}
 
 
 class TextMessages:
@@ -57,12 +57,13 @@ class TextMessages:
         """Returns what has to be encoded, None for a message of token ids. Raises RequestError, one line."""
         text = message.prompt if isinstance(message, Generate) else message.text
         messages = message.messages if isinstance(message, Generate | Tokenize) else None
-        if (text is not None) + (message.token_ids is not None) + (messages is not None) != 1:
+        ids = None if isinstance(message, Tokenize) else message.token_ids
+        if (text is not None) + (ids is not None) + (messages is not None) != 1:
             raise RequestError(f"give exactly one of {GIVEN.get(type(message), 'text and token_ids')}")
         grammar = message.shaping.grammar if isinstance(message, Generate) else ""
         if len(grammar) > GRAMMAR_LIMIT:
             raise RequestError(f"a grammar has {GRAMMAR_LIMIT} characters at most")
-        if message.token_ids is not None and not grammar and not isinstance(message, Tokenize):
+        if ids is not None and not grammar:
             return None
         if self._tokenizer is None:
             raise RequestError("a text or grammar needs a tokenizer, and this model has none; give token ids")
@@ -74,8 +75,6 @@ class TextMessages:
                 raise PromptTooLong(reason, len(messages))
             self._check_length(sum(len(turn.content) for turn in messages), self._tokenizer)
             return Encode(messages=messages, template=message.template, grammar=grammar)
-        if isinstance(message, Tokenize):
-            return Encode(() if text is None else (text,), token_ids=message.token_ids)
         if text is None:
             return Encode(grammar=grammar)
         if not isinstance(message, Calibrate):  # which reads windows of a longer text
@@ -262,7 +261,7 @@ class TextQueue:
         if failure:
             self._refuse(client, message, RequestError(failure))
         elif isinstance(message, Tokenize):
-            self._send(client, Tokenized(message.request, answer.ids, answer.text, answer.pieces))
+            self._send(client, Tokenized(message.request, answer.ids))
         else:
             self._forward(client, with_ids(message, answer))
 

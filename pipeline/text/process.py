@@ -37,12 +37,6 @@ def encoded(tokenizer: Tokenizer, asked: Encode) -> Encoded:
     try:
         if asked.grammar:
             check_grammar(asked.grammar)
-        if asked.token_ids is not None:
-            text, pieces = (
-                tokenizer.decoder.decode(asked.token_ids),
-                tokenizer.decoder.pieces(asked.token_ids),
-            )
-            return Encoded(np.empty(0, np.int32), text=text, pieces=pieces)
         if asked.messages is not None:
             parts = [tokenizer.render_chat(asked.messages, asked.template)]
         else:

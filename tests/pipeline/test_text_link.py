@@ -145,8 +145,6 @@ def test_longer_texts_have_more_time() -> None:
         (ASKED, encoded(2, 1, ids=ids(2)), False),
         (ASKED, encoded(2, 1, lengths=(4, -1)), False),
         (ASKED, Allowed(ids(0)), False),
-        (Encode(token_ids=(1, 2)), encoded(pieces=(b"a", b"b")), True),
-        (Encode(token_ids=(1, 2)), encoded(pieces=(b"a",)), False),
         (FOLLOW, Allowed(ids(4)), True),
         (FOLLOW, Allowed(ids(0)), True),
         (FOLLOW, Allowed(ids(0), "no"), True),

@@ -326,7 +326,7 @@ def test_model_without_tokenizer_takes_ids_alone() -> None:
     texts = TextMessages(None, CONTEXT)
     grammar = Generate(1, token_ids=(1, 2), shaping=Shaping(grammar="g"))
     messages = (Generate(1, prompt="a"), Generate(1, messages=(TURN,)), Score(1, text="a"), grammar)
-    for message in (*messages, Calibrate(1, text="a"), Tokenize(1, token_ids=(1,))):
+    for message in (*messages, Calibrate(1, text="a"), Tokenize(1, text="a")):
         with pytest.raises(RequestError, match="this model has none; give token ids"):
             texts.to_encode(message)
     assert texts.to_encode(Generate(1, token_ids=(1, 2))) is None
