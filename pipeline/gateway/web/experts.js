@@ -13,15 +13,11 @@ function rgb(name) {
 }
 
 export class Experts {
-  constructor(canvas, words) {
+  constructor(canvas) {
     this.canvas = canvas;
-    this.words = words;
     this.frames = 0;
-    canvas.addEventListener("mousemove", (event) => this.point(event));
-    canvas.addEventListener("mouseleave", () => (this.pointed = -1));
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.readColours());
     this.readColours();
-    this.pointed = -1;
   }
 
   readColours() {
@@ -32,7 +28,6 @@ export class Experts {
     const cells = layers * experts;
     Object.assign(this, { layers, experts, tiles, resident: new Uint8Array(cells) });
     for (const name of ["host", "device", "demanded", "gained"]) this[name] = new Float32Array(cells);
-    for (const name of ["uses", "shares", "fetches", "landings"]) this[name] = new Float64Array(cells);
     this.canvas.width = experts;
     this.canvas.height = layers;
     const ratio = Math.min(0.375, Math.max(layers / experts, 0.08));
@@ -54,13 +49,9 @@ export class Experts {
         const part = share[i] / 255;
         this.device[i] = Math.max(this.device[i], part);
         this.host[i] = Math.max(this.host[i], 1 - part);
-        this.uses[i] += used[i];
-        this.shares[i] += used[i] * part;
       }
       if (demanded[i]) this.demanded[i] = 1;
       else if (gained[i]) this.gained[i] = 1;
-      this.fetches[i] += demanded[i];
-      this.landings[i] += gained[i];
     }
     this.moving = true;
   }
@@ -76,7 +67,6 @@ export class Experts {
       }
     }
     this.moving = most > 0.02;
-    this.tell();
   }
 
   draw() {
@@ -97,25 +87,5 @@ export class Experts {
     this.canvas.getContext("2d").putImageData(this.image, 0, 0);
     this.frames += 1;
     this.canvas.dataset.frames = this.frames;
-  }
-
-  point(event) {
-    if (!this.image) return;
-    const box = this.canvas.getBoundingClientRect();
-    const layer = Math.floor(((event.clientY - box.top) / box.height) * this.layers);
-    const expert = Math.floor(((event.clientX - box.left) / box.width) * this.experts);
-    const inside = layer >= 0 && expert >= 0 && layer < this.layers && expert < this.experts;
-    this.pointed = inside ? layer * this.experts + expert : -1;
-    this.tell();
-  }
-
-  tell() {
-    const i = this.pointed;
-    if (i < 0) return;
-    const name = `layer ${Math.floor(i / this.experts)}, expert ${i % this.experts}`;
-    const host = this.uses[i] ? Math.round((1 - this.shares[i] / this.uses[i]) * 100) : 0;
-    this.words.textContent =
-      `${name}: ${this.resident[i]} of ${this.tiles} tiles resident; used in ${this.uses[i]} steps, ` +
-      `${host} % on the host; tiles fetched while a step waited: ${this.fetches[i]}, landed: ${this.landings[i]}`;
   }
 }

@@ -55,7 +55,7 @@ function why(parts) {
 // --- the page
 
 const at = (id) => document.getElementById(id);
-const experts = new Experts(at("experts"), at("cell"));
+const experts = new Experts(at("experts"));
 let before = null;
 let restarts = 0;
 
