@@ -1,15 +1,23 @@
-"""A chat model's text taken apart, however it arrives."""
+"""A chat model's text taken apart, however it arrives, and said in the dialects."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncGenerator
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.gateway.chat_output import ChatOutput, TemplateKind
+from pipeline.gateway.answers import End
+from pipeline.gateway.chat_output import ChatOutput, Part, TemplateKind, ToolCall
+from pipeline.gateway.messages import Messages
+from pipeline.gateway.metrics import Meter
+from pipeline.gateway.responses import Response
+from pipeline.gateway.settings import Tools
 
 JSON_CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 XML_CALL = """<tool_call>
@@ -83,3 +91,66 @@ def test_reasoning_that_the_prompt_has_begun() -> None:
 
 def test_a_model_without_a_form_is_not_parsed() -> None:
     assert read(TEXT, [4], TemplateKind()) == [("content", TEXT)]
+
+
+PARTS = (
+    *(Part("reasoning", "I "), Part("reasoning", "see"), Part("content", "a"), Part("content", "b")),
+    *(
+        Part("call", call=ToolCall("call_1", "f", '{"a": 1}')),
+        Part("call", call=ToolCall("call_2", "f", "{}")),
+    ),
+    Part("content", "c"),
+)
+
+
+async def said(dialect: type[Any]) -> tuple[list[Any], Any]:
+    """What a dialect says of PARTS: the events of its stream, and its whole answer."""
+
+    class Scripted(dialect):  # type: ignore[misc]
+        async def events(self) -> AsyncGenerator[tuple[int, Part | End], None]:
+            for event in (*PARTS, End("stop")):
+                yield 0, event
+
+    service = SimpleNamespace(meter=Meter())
+    settings = SimpleNamespace(choices=1)
+    made = Scripted(
+        SimpleNamespace(service=service, id="x", created=1),
+        SimpleNamespace(welcome=SimpleNamespace(model="m")),
+        SimpleNamespace(tools=Tools(), settings=settings),
+    )
+    events = [json.loads(event.partition(b"data: ")[2]) async for event in made.stream()]
+    return events, await made._whole()
+
+
+async def test_items_of_a_response_are_streamed_and_whole_alike() -> None:
+    events, whole = await said(Response)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[-1] == {"type": "response.completed", "sequence_number": len(events) - 1, "response": whole}
+    items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert items == whole["output"]
+    assert [item["type"] for item in items] == ["reasoning", "message", *["function_call"] * 2, "message"]
+    assert len({item["id"] for item in items}) == len(items)
+    texts = dict.fromkeys((item["id"] for item in items), "")
+    for event in events:
+        if event["type"].endswith(".delta"):
+            texts[event["item_id"]] += event["delta"]
+    assert list(texts.values()) == ["I see", "ab", '{"a": 1}', "{}", "c"]
+    done = [event for event in events if event["type"].endswith(("text.done", "arguments.done"))]
+    assert [event.get("text", event.get("arguments")) for event in done] == list(texts.values())
+
+
+async def test_blocks_of_a_message_are_streamed_and_whole_alike() -> None:
+    events, whole = await said(Messages)
+    blocks: list[Any] = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(blocks)
+            blocks.append(event["content_block"])
+        elif event["type"] == "content_block_delta":
+            ((kind, text),) = [(k, v) for k, v in event["delta"].items() if k != "type"]
+            blocks[-1] |= (
+                {"input": json.loads(text)} if kind == "partial_json" else {kind: blocks[-1][kind] + text}
+            )
+    assert blocks == whole["content"]
+    assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use", "tool_use", "text"]
+    assert sum(event["type"] == "content_block_stop" for event in events) == len(blocks)

@@ -233,19 +233,8 @@ def test_reasoning_is_apart(client: Any) -> None:
 
 
 def test_errors_are_the_clients_own(client: Any, claude: Any) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=-1)
-    assert refused.value.param == "temperature"
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="other", messages=QUESTION)
-    broken = [{"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {}}]}]
-    broken[0]["tool_calls"][0]["function"] = {"name": "f", "arguments": '{"a": '}
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model=MODEL, messages=[*QUESTION, *broken])
-    assert "arguments" in str(refused.value)
-    impossible = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
-    with pytest.raises(openai.BadRequestError):
-        client.chat.completions.create(model=MODEL, messages=QUESTION, response_format=impossible)
     with pytest.raises(anthropic.BadRequestError):
         claude.messages.create(model=MODEL, max_tokens=5, messages=[{"role": "robot", "content": "x"}])
     with pytest.raises(anthropic.NotFoundError):

@@ -4,7 +4,6 @@ is released."""
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -78,34 +77,3 @@ async def test_requests_of_many_clients_are_served_fairly(small) -> None:
         memory.append(coordinator.memory_info().rss)
     await idle(first, kept=False)
     assert memory[1] < memory[0] + (16 << 20)
-
-
-async def test_answers_cancelled_at_random_moments_release_all(small) -> None:
-    supervisor, first = small
-    draw = random.Random(3)
-    ends: Counter[str] = Counter()
-
-    async def ask_and_cancel(client: Client, waits: list[float]) -> None:
-        for i, wait in enumerate(waits):
-            conversation = f"talk {i % 3}" if i % 2 else None
-            answer = client.generate(
-                token_ids=prompt_of(i), max_tokens=LENGTH, ignore_eos=True, conversation=conversation
-            )
-            await asyncio.sleep(wait)
-            await answer.cancel()
-            result = await answer.result()
-            ends[result.done.reason] += 1
-            assert len(result.tokens) == LENGTH or result.done.reason == "cancelled"
-
-    async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(Client.connect(supervisor.endpoint)) for _ in range(10)]
-        async with asyncio.TaskGroup() as group:
-            for client in clients:
-                group.create_task(
-                    ask_and_cancel(client, [draw.choice((0, 0.05, 0.2)) * draw.random() for _ in range(20)])
-                )
-        await asyncio.gather(*(client.stats() for client in clients))  # all messages under way have arrived
-        assert [client.strays for client in clients] == [0] * 10
-    assert sum(ends.values()) == 200
-    assert ends["cancelled"] > 20
-    await idle(first, kept=False)

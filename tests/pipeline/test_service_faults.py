@@ -39,24 +39,11 @@ IDS = (5, 6, 7)
 # One of each kind: the limits themselves are in test_jobs.py and test_text_queue.py.
 REFUSED = {
     "over the context": (Generate(0, token_ids=(7,) * 256), "the prompt has 256 tokens, the context is 256"),
-    "very many ids": (
-        Generate(0, token_ids=(9999,) * (1 << 19)),
-        "the prompt has 524288 tokens, the context",
-    ),
     "a long resume": (Generate(0, token_ids=IDS, resume=(9999,) * (1 << 19)), "resume has 524288 tokens"),
-    "very many turns": (
-        Generate(0, messages=(ChatMessage("", ""),) * 5000),
-        "5000 turns do not fit the context",
-    ),
     "a text that fits no context": (Generate(0, prompt="x" * 4_000_000), "4000000 characters, at least"),
     "a long text": (Generate(0, prompt="word " * 3000), "the context is 256"),
-    "no ids": (Generate(0, token_ids=()), "no tokens"),
     "no turns": (Generate(0, messages=()), "the conversation is empty"),
-    "three given": (Generate(0, prompt="a", token_ids=IDS, messages=TURN), "exactly one of"),
-    "an empty stop string": (Generate(0, token_ids=IDS, stop=("x", "")), "a stop string has 0 characters"),
     "too many stop strings": (Generate(0, token_ids=IDS, stop=("x",) * 5000), "stop strings are too many"),
-    "score nothing": (Score(0), "exactly one of text and token_ids"),
-    "score no ids": (Score(0, token_ids=()), "no tokens"),
     "score an unknown id": (Score(0, token_ids=(9999,)), "9999 is outside"),
 }
 POLICIES = {

@@ -218,23 +218,21 @@ def test_invalid_settings_are_refused(sampling: Sampling, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("logits", "wanted"),
+    ("logits", "rival", "wanted"),
     [
-        ([5.0], (0.0, -1)),
-        ([1.0, 3.5, 2.0], (1.5, 2)),
-        ([3.0, 1.0, 3.0], (0.0, 2)),
-        ([2.0, 5.0, 2.0], (3.0, 0)),
-        ([4.0, 1.0, 2.0], (2.0, 2)),
-        ([1.0, 2.0, 4.0], (2.0, 1)),
+        ([1.0, 3.5, 2.0], 0, (2.5, 0)),
+        ([1.0, 3.5, 2.0], 1, (0.0, 1)),
+        ([1.0, 3.5, 2.0], 2, (1.5, 2)),
+        ([5.0], None, (0.0, -1)),
+        ([1.0, 3.5, 2.0], None, (1.5, 2)),
+        ([3.0, 1.0, 3.0], None, (0.0, 2)),
+        ([2.0, 5.0, 2.0], None, (3.0, 0)),
+        ([4.0, 1.0, 2.0], None, (2.0, 2)),
+        ([1.0, 2.0, 4.0], None, (2.0, 1)),
     ],
 )
-def test_margin_and_runner_up(logits: list[float], wanted: tuple[float, int]) -> None:
-    assert best_margin(np.array(logits, np.float32)) == wanted
-
-
-@pytest.mark.parametrize(("rival", "margin"), [(0, 2.5), (1, 0.0), (2, 1.5)])
-def test_margin_over_a_rival(rival: int, margin: float) -> None:
-    assert best_margin(np.array([1.0, 3.5, 2.0], np.float32), rival) == (margin, rival)
+def test_margin_and_runner_up(logits: list[float], rival: int | None, wanted: tuple[float, int]) -> None:
+    assert best_margin(np.array(logits, np.float32), rival) == wanted
 
 
 def test_log_softmax_of_each_row() -> None:
