@@ -493,10 +493,10 @@ class CancelFetch(Record, frozen=True):
 
 @message(49)
 class Encode(Record, frozen=True):
-    """Request the token ids of texts, each encoded by itself, or of one conversation, rendered by the model's
-    chat template with `template` as in Generate. A `grammar` is checked."""
+    """Request the token ids of a text, or of a conversation, rendered by the model's chat template with
+    `template` as in Generate. A `grammar` is checked, and may be all that is."""
 
-    texts: tuple[str, ...] = ()
+    text: str | None = None
     messages: Turns | None = None
     template: str = ""
     grammar: str = ""
@@ -504,10 +504,9 @@ class Encode(Record, frozen=True):
 
 @message(50)
 class Encoded(Record, frozen=True):
-    """The answer to an Encode: the ids of all texts, one after the other, and their lengths; or why not."""
+    """The answer to an Encode, or why there is none."""
 
     ids: I32Vector
-    lengths: Ints = ()
     error: str = ""
 
 

@@ -48,7 +48,7 @@ def limit_of(asked: Encode | Follow) -> float:
     if isinstance(asked, Follow):
         characters = len(asked.grammar) + TOKEN_CHARACTERS * len(asked.tokens)
     else:
-        texts = asked.texts if asked.messages is None else [turn.content for turn in asked.messages]
+        texts = [asked.text or "", *(turn.content for turn in asked.messages or ())]
         characters = len(asked.grammar) + sum(map(len, texts))
     return SECONDS + SECONDS_A_CHARACTER * characters
 
@@ -166,14 +166,10 @@ class TextLink:
 
 
 def answers(asked: Encode | Follow, answer: Encoded | Allowed) -> bool:
-    """Returns whether it is an answer to what was asked, complete and consistent."""
+    """Returns whether it is an answer to what was asked, and complete."""
     match asked, answer:
         case Follow(), Allowed():
             return len(answer.mask) in (0, 0 if answer.error else words(asked.vocabulary))
-        case Encode(), Encoded() if answer.error:
-            return True
         case Encode(), Encoded():
-            count = len(asked.texts) if asked.messages is None else 1
-            complete = len(answer.lengths) == count and min(answer.lengths, default=0) >= 0
-            return complete and sum(answer.lengths) == len(answer.ids)
+            return True
     return False

@@ -75,11 +75,9 @@ class TextMessages:
                 raise PromptTooLong(reason, len(messages))
             self._check_length(sum(len(turn.content) for turn in messages), self._tokenizer)
             return Encode(messages=messages, template=message.template, grammar=grammar)
-        if text is None:
-            return Encode(grammar=grammar)
-        if not isinstance(message, Calibrate):  # which reads windows of a longer text
+        if text is not None and isinstance(message, Generate | Score):  # others may read a longer one
             self._check_length(len(text), self._tokenizer)
-        return Encode((text,), grammar=grammar)
+        return Encode(text, grammar=grammar)
 
     def _check_length(self, characters: int, tokenizer: Detokenizer) -> None:
         """Refuse a text far beyond the context before it is encoded, which would delay other texts."""

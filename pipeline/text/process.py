@@ -37,15 +37,14 @@ def encoded(tokenizer: Tokenizer, asked: Encode) -> Encoded:
     try:
         if asked.grammar:
             check_grammar(asked.grammar)
+        ids: list[int] = []
         if asked.messages is not None:
-            parts = [tokenizer.render_chat(asked.messages, asked.template)]
-        else:
-            parts = [tokenizer.encode(text) for text in asked.texts]
-        lengths = tuple(map(len, parts))
-        if sum(lengths) > MOST_IDS:
-            raise RequestError(f"the text has {sum(lengths)} tokens, more than {MOST_IDS}")
-        ids = np.fromiter((token for part in parts for token in part), np.int32, sum(lengths))
-        return Encoded(ids, lengths)
+            ids = tokenizer.render_chat(asked.messages, asked.template)
+        elif asked.text is not None:
+            ids = tokenizer.encode(asked.text)
+        if len(ids) > MOST_IDS:
+            raise RequestError(f"the text has {len(ids)} tokens, more than {MOST_IDS}")
+        return Encoded(np.array(ids, np.int32))
     except RequestError as e:
         reason = str(e)
     except MemoryError:

@@ -75,12 +75,12 @@ class Link:
         elif isinstance(asked, Follow):
             self._answer.set_result(how or MASK)
         else:
-            ids = np.frombuffer(asked.texts[0].encode(), np.uint8).astype(np.int32)
-            answer = Encoded(ids, (len(ids),)) if how is None else Encoded(ids[:0], (), str(how))
+            ids = np.frombuffer(asked.text.encode(), np.uint8).astype(np.int32)
+            answer = Encoded(ids) if how is None else Encoded(ids[:0], str(how))
             self._answer.set_result(answer)
         for _ in range(3):  # what follows
             await asyncio.sleep(0)
-        return asked if isinstance(asked, Follow) else asked.texts[0]
+        return asked if isinstance(asked, Follow) else asked.text
 
 
 class Estimate:
@@ -256,18 +256,18 @@ def asked(message: Any, context: int = CONTEXT) -> Encode | None:
     return TextMessages(cast(Detokenizer, Estimate()), context).to_encode(message)
 
 
-def answer(*lengths: int) -> Encoded:
-    return Encoded(np.arange(sum(lengths), dtype=np.int32), lengths)
+def answer(count: int) -> Encoded:
+    return Encoded(np.arange(count, dtype=np.int32))
 
 
 @pytest.mark.parametrize(
     ("message", "job", "found", "ids"),
     [
-        (Generate(1, prompt="ab"), Encode(("ab",)), answer(2), Generate(1, token_ids=(0, 1))),
-        (Generate(1, messages=(TURN,)), Encode((), (TURN,)), answer(3), Generate(1, token_ids=(0, 1, 2))),
-        (Generate(1, messages=()), Encode((), ()), answer(0), Generate(1, token_ids=())),
-        (Score(1, text=""), Encode(("",)), answer(1), Score(1, token_ids=(0,))),
-        (Calibrate(1, text="abc"), Encode(("abc",)), answer(2), Calibrate(1, token_ids=(0, 1))),
+        (Generate(1, prompt="ab"), Encode("ab"), answer(2), Generate(1, token_ids=(0, 1))),
+        (Generate(1, messages=(TURN,)), Encode(None, (TURN,)), answer(3), Generate(1, token_ids=(0, 1, 2))),
+        (Generate(1, messages=()), Encode(None, ()), answer(0), Generate(1, token_ids=())),
+        (Score(1, text=""), Encode(""), answer(1), Score(1, token_ids=(0,))),
+        (Calibrate(1, text="abc"), Encode("abc"), answer(2), Calibrate(1, token_ids=(0, 1))),
     ],
 )
 def test_texts_are_replaced_by_their_ids(message, job, found, ids) -> None:
@@ -320,6 +320,11 @@ def test_text_far_beyond_the_context_is_refused_before_it_is_encoded(message: An
         asked(message)
     assert refused.value.tokens == 21
     assert asked(message, CONTEXT + 1) is not None  # it may just fit
+
+
+@pytest.mark.parametrize("kind", [Calibrate, Tokenize])
+def test_text_that_is_not_computed_as_a_whole_may_be_longer_than_the_context(kind: Any) -> None:
+    assert asked(kind(1, text="x" * 210)) == Encode("x" * 210)
 
 
 def test_model_without_tokenizer_takes_ids_alone() -> None:

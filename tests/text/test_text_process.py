@@ -71,17 +71,16 @@ def test_executed_process_answers_and_holds_no_file_of_the_program_that_started_
                 files = Path(f"/proc/{process.pid}/fd")
                 assert str(planted) not in [os.readlink(files / number) for number in os.listdir(files)]
                 decoder = Detokenizer.read(tmp_path / DECODER)
-                for asked in (Encode(TEXTS), Encode(messages=(TURN,))):
+                for asked in (*map(Encode, TEXTS), Encode(messages=(TURN,))):
                     sockets[0].send_multipart([IDENTITY.prove(KEY), *encode(asked)])
-                of_texts, of_turns = received(sockets[0], Encoded, Encoded)
+                *of_texts, of_turns = received(sockets[0], *[Encoded] * 4)
             finally:
                 os.close(lifeline)  # the process exits
                 os.close(for_child)
                 for socket in sockets:
                     socket.close(linger=0)
     parts = [tokenizer.encode(text) for text in TEXTS]
-    assert of_texts.ids.tolist() == [token for part in parts for token in part]
-    assert (of_texts.lengths, of_texts.error) == (tuple(map(len, parts)), "")
+    assert [(answer.ids.tolist(), answer.error) for answer in of_texts] == [(part, "") for part in parts]
     assert [decoder.decode(part) for part in parts] == list(TEXTS)
     assert of_turns.ids.tolist() == tokenizer.render_chat([TURN])
 
@@ -103,8 +102,8 @@ def test_texts_that_cannot_be_encoded_are_answered_by_a_line(result: Any, reason
             raise result
         return cast(list[int], result)
 
-    answer = encoded(cast(Tokenizer, SimpleNamespace(encode=fake)), Encode(("a",)))
-    assert (answer.ids.tolist(), answer.lengths, answer.error) == ([], (), reason)
+    answer = encoded(cast(Tokenizer, SimpleNamespace(encode=fake)), Encode("a"))
+    assert (answer.ids.tolist(), answer.error) == ([], reason)
     encode(answer)
 
 
