@@ -16,8 +16,8 @@ from pipeline.checkpoint.index import fingerprint as fingerprint_of
 from pipeline.errors import UsageError
 from pipeline.loader import PROGRESS_SECONDS, Control, Stopped
 from protocol.codec import decode, encode
-from protocol.messages import Failed, Heartbeat, Progress, Ready, Shutdown
-from shm.disk_cache import CachedStore, CacheRecord, CacheWriter, read_record
+from protocol.messages import Failed, Heartbeat, Progress, Shutdown
+from shm.disk_cache import CachedStore, CacheWriter
 from shm.errors import NotEnoughMemory, ShmError, UnknownFormat
 from shm.store import StoreBuilder
 
@@ -67,15 +67,6 @@ def test_each_failure_has_its_exit_code_and_message(
     monkeypatch.setattr(loader.Loading, "load", raising(error))
     assert loader.main(supervisor.config(model)) == code
     assert received(supervisor) == ([] if failed is None else [failed])
-
-
-def test_cached_file_has_a_record_of_its_model(supervisor: Supervisor, model: Path) -> None:
-    assert loader.main(supervisor.config(model)) == 0
-    ready = received(supervisor)[-1]
-    assert isinstance(ready, Ready)
-    supervisor.fingerprints.add(ready.fingerprint)
-    record = read_record(supervisor.cache / ready.fingerprint)
-    assert record == CacheRecord("store", str(model), "f32")
 
 
 def fingerprint(model: Path) -> str:

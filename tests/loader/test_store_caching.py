@@ -20,28 +20,15 @@ from shm.store import Store, StoreBuilder, store_name
 
 
 @pytest.mark.parametrize(
-    ("dtype", "format_name", "worth"),
-    [
-        (torch.bfloat16, "bf16", False),
-        (torch.float32, "f32", False),
-        (torch.bfloat16, "f32", True),
-        (torch.float32, "bf16", True),
-        (torch.float16, "bf16", True),
-        (torch.bfloat16, "int8", True),
-    ],
+    ("dtype", "same"), [(torch.bfloat16, ["bf16"]), (torch.float32, ["f32"]), (torch.float16, [])]
 )
-def test_store_with_the_checkpoints_bits_is_not_worth_keeping(tmp_path, dtype, format_name, worth) -> None:
-    folder = tiny_checkpoint.write(tmp_path / "model", tiny_checkpoint.expert_tensors(dtype))
-    assert Checkpoint(folder).worth_keeping(format_name) is worth
-
-
-def test_one_tensor_of_another_dtype_makes_a_store_worth_keeping(tmp_path: Path) -> None:
-    """Even where all others have the format's dtype."""
-    tensors = tiny_checkpoint.expert_tensors(torch.float32)
-    assert not Checkpoint(tiny_checkpoint.write(tmp_path / "a", tensors)).worth_keeping("f32")
-    name = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
-    tensors[name] = tensors[name].to(torch.float16)
-    assert Checkpoint(tiny_checkpoint.write(tmp_path / "b", tensors)).worth_keeping("f32")
+def test_store_with_the_checkpoints_bits_is_not_worth_keeping(tmp_path, dtype, same):
+    tensors, formats = tiny_checkpoint.expert_tensors(dtype), ["bf16", "f32", "int8", "int4"]
+    model = Checkpoint(tiny_checkpoint.write(tmp_path / "one", tensors))
+    assert [name for name in formats if not model.worth_keeping(name)] == same
+    last = list(tensors)[-1]
+    tensors[last] = tensors[last].to(torch.float32 if dtype != torch.float32 else torch.bfloat16)
+    assert all(map(Checkpoint(tiny_checkpoint.write(tmp_path / "two", tensors)).worth_keeping, formats))
 
 
 def test_store_not_worth_keeping_is_read_again(supervisor: Supervisor, model: Path) -> None:
