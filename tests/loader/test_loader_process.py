@@ -70,14 +70,6 @@ def test_unfinished_store_of_a_killed_loader_is_made_again(supervisor, model):
     assert_right(fingerprint, tiny_checkpoint.expert_tensors())
 
 
-def test_unwritable_cache_is_a_warning(supervisor, model):
-    supervisor.cache.write_text("a file where the folder should be")
-    outcome = supervisor.load(model)
-    assert outcome.source == "checkpoint"
-    assert "could not be kept on disk" in outcome.lines[-1]
-    assert_right(outcome.ready.fingerprint, tiny_checkpoint.expert_tensors())
-
-
 def test_unused_stores_are_removed_first(supervisor, model):
     """A store without a lease, as of an engine killed at its start, is removed before the new one."""
     stale = supervisor.load(model, tile=16).ready.fingerprint

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import resource
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import tiny_checkpoint
 import torch
-from loader_harness import SECONDS, Supervisor, assert_right, exists, in_memory
+from loader_harness import SECONDS, Supervisor, assert_right, in_memory
 
-from pipeline import loader
 from pipeline.checkpoint.open import Checkpoint
-from protocol.codec import decode
 from shm.segment import unlink
-from shm.store import Store, StoreBuilder, store_name
+from shm.store import Store, store_name
 
 
 @pytest.mark.parametrize(
@@ -69,43 +65,3 @@ def test_unfinished_file_of_a_killed_loader_is_not_used(supervisor: Supervisor, 
     assert sorted(path.name for path in half[0].parent.iterdir()) == ["about.json", "store.bin"]
     unlink(store_name(outcome.ready.fingerprint))
     assert supervisor.load(model, tile=None).source == "cache"
-
-
-@pytest.fixture
-def file_limit() -> Iterator[Callable[[int], None]]:
-    """A function that limits the size of the files that this process may write."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_full_disk_at_the_second_layer_is_a_warning(
-    supervisor: Supervisor,
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    file_limit: Callable[[int], None],
-) -> None:
-    """In this process, to limit the file size between the store's allocation and its second layer."""
-    make = loader.Loading._builder
-
-    def builder(self: loader.Loading) -> StoreBuilder:
-        made = make(self)
-        file_limit(made.segment.size - made.layout.layer_stride // 2)
-        return made
-
-    monkeypatch.setattr(loader.Loading, "_builder", builder)
-    outcome = loader.main(supervisor.config(model))
-    messages = []
-    while supervisor.control.poll(100):
-        messages.append(decode(supervisor.control.recv_multipart()[1:]))
-    fingerprint = messages[-1].fingerprint
-    supervisor.fingerprints.add(fingerprint)
-    assert outcome == 0
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "could not be kept on disk" in caplog.text
-    assert "File too large" in caplog.text
-    assert list(supervisor.cache.iterdir()) == []
-    assert exists(fingerprint)
-    assert_right(fingerprint, tiny_checkpoint.expert_tensors())
-    assert supervisor.load(model).source == "attached"
