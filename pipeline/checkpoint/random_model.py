@@ -16,8 +16,9 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import product
 
 import numpy as np
 from msgspec import msgpack
@@ -76,36 +77,26 @@ class RandomModel(ModelSource):
 
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
         layout = builder.layout
+        shape = layout.shape
+        number = shape.layers * shape.experts * shape.tiles
+
+        def draw(place: tuple[int, int, int]) -> None:
+            layer, expert, tile = place
+            out, heads = builder.expert(layer, expert), builder.heads(layer, expert)
+            if tile == 0:
+                layout.clear_padding(out, heads)
+            generator = _generator(self._shape, layer, expert, tile)
+            _draw_tile(generator, layout, tile, *layout.tile_of(out, heads, tile))
+
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             try:
-                ahead = self._draw_layer(pool, builder, 0)
-                for layer in range(layout.shape.layers):
-                    tiles, ahead = ahead, []
-                    if layer + 1 < layout.shape.layers:  # submitted early, so that no core waits
-                        ahead = self._draw_layer(pool, builder, layer + 1)
-                    for n, tile in enumerate(tiles):
-                        tile.result()
-                        expert = n // layout.shape.tiles
-                        part = (n % layout.shape.tiles + 1) * (layout.head_bytes + layout.tile_bytes)
-                        progress(layout.before(layer, expert) + part)
+                places = product(range(shape.layers), range(shape.experts), range(shape.tiles))
+                for done, _ in enumerate(pool.map(draw, places), 1):
+                    progress(layout.total_bytes * done // number)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        progress(layout.total_bytes)
         return 0
-
-    def _draw_layer(self, pool: ThreadPoolExecutor, builder: StoreBuilder, layer: int) -> list[Future[None]]:
-        """Submit the tiles of a layer, in the order of the store."""
-        layout = builder.layout
-        tiles = []
-        for expert in range(layout.shape.experts):
-            out, heads = builder.expert(layer, expert), builder.heads(layer, expert)
-            layout.clear_padding(out, heads)
-            for tile in range(layout.shape.tiles):
-                generator = _generator(self._shape, layer, expert, tile)
-                parts = layout.tile_of(out, heads, tile)
-                tiles.append(pool.submit(_draw_tile, generator, layout, tile, *parts))
-        return tiles
 
 
 class RandomTensors:

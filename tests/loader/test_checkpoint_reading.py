@@ -239,17 +239,3 @@ def test_reader_opens_each_file_once_and_closes_it(tmp_path):
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
     with TensorReader(index) as reader, pytest.raises(ModelError, match=r"00001-of-00002\S* cannot be read"):
         reader.float32("a", (2, 3))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "same"), [(torch.bfloat16, ["bf16"]), (torch.float32, ["f32"]), (torch.float16, [])]
-)
-def test_store_with_the_checkpoints_bits_is_not_worth_keeping(tmp_path, dtype, same):
-    model = Checkpoint(tiny_checkpoint.write(tmp_path / "one", tiny_checkpoint.expert_tensors(dtype)))
-    formats = ["bf16", "f32", "int8", "int4"]
-    assert [name for name in formats if not model.worth_keeping(name)] == same
-    mixed = tiny_checkpoint.expert_tensors(dtype)
-    last = list(mixed)[-1]
-    mixed[last] = mixed[last].to(torch.float32 if dtype != torch.float32 else torch.bfloat16)
-    other = Checkpoint(tiny_checkpoint.write(tmp_path / "other", mixed))
-    assert all(map(other.worth_keeping, formats))

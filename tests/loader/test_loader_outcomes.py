@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import tiny_checkpoint
 import zmq
-from loader_harness import Supervisor, exists
+from loader_harness import Supervisor, assert_right, exists
 
 from pipeline import loader
 from pipeline.checkpoint.index import CheckpointIndex
@@ -16,8 +17,8 @@ from pipeline.checkpoint.index import fingerprint as fingerprint_of
 from pipeline.errors import UsageError
 from pipeline.loader import PROGRESS_SECONDS, Control, Stopped
 from protocol.codec import decode, encode
-from protocol.messages import Failed, Heartbeat, Progress, Ready, Shutdown
-from shm.disk_cache import CachedStore, CacheRecord, CacheWriter, read_record
+from protocol.messages import Failed, Heartbeat, Progress, Shutdown
+from shm.disk_cache import CachedStore, CacheWriter
 from shm.errors import NotEnoughMemory, ShmError, UnknownFormat
 from shm.store import StoreBuilder
 
@@ -69,15 +70,6 @@ def test_each_failure_has_its_exit_code_and_message(
     assert received(supervisor) == ([] if failed is None else [failed])
 
 
-def test_cached_file_has_a_record_of_its_model(supervisor: Supervisor, model: Path) -> None:
-    assert loader.main(supervisor.config(model)) == 0
-    ready = received(supervisor)[-1]
-    assert isinstance(ready, Ready)
-    supervisor.fingerprints.add(ready.fingerprint)
-    record = read_record(supervisor.cache / ready.fingerprint)
-    assert record == CacheRecord("store", str(model), "f32")
-
-
 def fingerprint(model: Path) -> str:
     return fingerprint_of(CheckpointIndex.open(model), "f32", 32)
 
@@ -95,6 +87,21 @@ def test_interrupted_load_leaves_no_store_and_no_file(
     assert not [m for m in received(supervisor) if not isinstance(m, Progress)]
     assert not exists(fingerprint(model))
     assert not list(supervisor.cache.glob("*/*"))
+
+
+@pytest.mark.parametrize("name", ["__init__", "finish"])
+def test_a_file_that_cannot_be_written_is_a_warning(
+    supervisor: Supervisor, model: Path, monkeypatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    monkeypatch.setattr(CacheWriter, name, raising(OSError(28, "No space left on device")))
+    assert loader.main(supervisor.config(model)) == 0
+    supervisor.fingerprints.add(received(supervisor)[-1].fingerprint)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "could not be kept on disk" in record.message
+    assert "No space left" in record.message
+    assert not list(supervisor.cache.glob("*/*"))
+    assert_right(fingerprint(model), tiny_checkpoint.expert_tensors())
 
 
 def test_interrupted_read_of_the_cached_file_leaves_no_store(

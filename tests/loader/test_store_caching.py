@@ -2,46 +2,29 @@
 
 from __future__ import annotations
 
-import resource
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import tiny_checkpoint
 import torch
-from loader_harness import SECONDS, Supervisor, assert_right, exists, in_memory
+from loader_harness import SECONDS, Supervisor, assert_right, in_memory
 
-from pipeline import loader
 from pipeline.checkpoint.open import Checkpoint
-from protocol.codec import decode
 from shm.segment import unlink
-from shm.store import Store, StoreBuilder, store_name
+from shm.store import Store, store_name
 
 
 @pytest.mark.parametrize(
-    ("dtype", "format_name", "worth"),
-    [
-        (torch.bfloat16, "bf16", False),
-        (torch.float32, "f32", False),
-        (torch.bfloat16, "f32", True),
-        (torch.float32, "bf16", True),
-        (torch.float16, "bf16", True),
-        (torch.bfloat16, "int8", True),
-    ],
+    ("dtype", "same"), [(torch.bfloat16, ["bf16"]), (torch.float32, ["f32"]), (torch.float16, [])]
 )
-def test_store_with_the_checkpoints_bits_is_not_worth_keeping(tmp_path, dtype, format_name, worth) -> None:
-    folder = tiny_checkpoint.write(tmp_path / "model", tiny_checkpoint.expert_tensors(dtype))
-    assert Checkpoint(folder).worth_keeping(format_name) is worth
-
-
-def test_one_tensor_of_another_dtype_makes_a_store_worth_keeping(tmp_path: Path) -> None:
-    """Even where all others have the format's dtype."""
-    tensors = tiny_checkpoint.expert_tensors(torch.float32)
-    assert not Checkpoint(tiny_checkpoint.write(tmp_path / "a", tensors)).worth_keeping("f32")
-    name = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
-    tensors[name] = tensors[name].to(torch.float16)
-    assert Checkpoint(tiny_checkpoint.write(tmp_path / "b", tensors)).worth_keeping("f32")
+def test_store_with_the_checkpoints_bits_is_not_worth_keeping(tmp_path, dtype, same):
+    tensors, formats = tiny_checkpoint.expert_tensors(dtype), ["bf16", "f32", "int8", "int4"]
+    model = Checkpoint(tiny_checkpoint.write(tmp_path / "one", tensors))
+    assert [name for name in formats if not model.worth_keeping(name)] == same
+    last = list(tensors)[-1]
+    tensors[last] = tensors[last].to(torch.float32 if dtype != torch.float32 else torch.bfloat16)
+    assert all(map(Checkpoint(tiny_checkpoint.write(tmp_path / "two", tensors)).worth_keeping, formats))
 
 
 def test_store_not_worth_keeping_is_read_again(supervisor: Supervisor, model: Path) -> None:
@@ -82,43 +65,3 @@ def test_unfinished_file_of_a_killed_loader_is_not_used(supervisor: Supervisor, 
     assert sorted(path.name for path in half[0].parent.iterdir()) == ["about.json", "store.bin"]
     unlink(store_name(outcome.ready.fingerprint))
     assert supervisor.load(model, tile=None).source == "cache"
-
-
-@pytest.fixture
-def file_limit() -> Iterator[Callable[[int], None]]:
-    """A function that limits the size of the files that this process may write."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_full_disk_at_the_second_layer_is_a_warning(
-    supervisor: Supervisor,
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    file_limit: Callable[[int], None],
-) -> None:
-    """In this process, to limit the file size between the store's allocation and its second layer."""
-    make = loader.Loading._builder
-
-    def builder(self: loader.Loading) -> StoreBuilder:
-        made = make(self)
-        file_limit(made.segment.size - made.layout.layer_stride // 2)
-        return made
-
-    monkeypatch.setattr(loader.Loading, "_builder", builder)
-    outcome = loader.main(supervisor.config(model))
-    messages = []
-    while supervisor.control.poll(100):
-        messages.append(decode(supervisor.control.recv_multipart()[1:]))
-    fingerprint = messages[-1].fingerprint
-    supervisor.fingerprints.add(fingerprint)
-    assert outcome == 0
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "could not be kept on disk" in caplog.text
-    assert "File too large" in caplog.text
-    assert list(supervisor.cache.iterdir()) == []
-    assert exists(fingerprint)
-    assert_right(fingerprint, tiny_checkpoint.expert_tensors())
-    assert supervisor.load(model).source == "attached"

@@ -12,10 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.assets import model_dir
-from pipeline.config import DEFAULT_CONTEXT
 from pipeline.errors import ModelError, UsageError
-from pipeline.memory.needs import choose_context
-from pipeline.models.architecture import TensorSpec
 from pipeline.models.registry import architecture_of, expert_shape, model_spec
 from pipeline.models.routing import Softmax, SparseMixer
 from pipeline.models.shapes import SHAPES
@@ -50,16 +47,6 @@ def refused(config: dict[str, Any]) -> str:
     return text
 
 
-def test_spec_of_a_valid_config() -> None:
-    spec = model_spec(GOOD)
-    assert (spec.layers, spec.hidden, spec.experts, spec.top_k) == (2, 64, 4, 2)
-    assert spec.moe_layers == (0, 1)
-    assert spec.attention == GroupedQuery(heads=4, kv_heads=2, head_dim=16)
-    assert (spec.rope, spec.windows) == (Rope("default", 1e6), (None, None))
-    assert not spec.tied_embeddings
-    assert spec.kv_numbers_per_token == 2 * 2 * 2 * 16
-
-
 @pytest.mark.parametrize("key", NUMBERS)
 @pytest.mark.parametrize("value", [None, "64", 0, -1, True, [4], float("nan"), float("inf")])
 def test_invalid_number_is_named(key, value) -> None:
@@ -69,35 +56,6 @@ def test_invalid_number_is_named(key, value) -> None:
 @pytest.mark.parametrize("key", NUMBERS)
 def test_missing_key_is_named(key) -> None:
     assert key in refused({name: value for name, value in GOOD.items() if name != key})
-
-
-@pytest.mark.parametrize(
-    ("change", "theta"),
-    [
-        ({}, 1e6),
-        ({"rope_theta": 10000}, 1e4),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5),
-        ({"rope_scaling": None, "rope_theta": 2e4}, 2e4),
-    ],
-)
-def test_rope_theta_is_read_from_either_key(change, theta) -> None:
-    assert model_spec(GOOD | change).rope.theta == theta
-
-
-def test_optional_keys_have_defaults() -> None:
-    spec = model_spec(GOOD | {"head_dim": 32, "sliding_window": 128, "tie_word_embeddings": True})
-    assert (spec.attention.qk_dim, spec.windows, spec.tied_embeddings) == (32, (128, 128), True)
-    assert model_spec(GOOD | {"head_dim": None, "sliding_window": None}).attention.qk_dim == 16
-
-
-def test_context_is_bounded_by_the_models_positions() -> None:
-    spec = model_spec(GOOD)
-    assert choose_context(None, spec) == 256
-    assert choose_context(256, spec) == 256
-    assert choose_context(7, spec) == 7
-    with pytest.raises(UsageError, match=r"--context 257 .* 256 positions"):
-        choose_context(257, spec)
-    assert choose_context(None, model_spec(GOOD | {"max_position_embeddings": 1 << 20})) == DEFAULT_CONTEXT
 
 
 def test_tiles_of_known_models() -> None:
@@ -152,35 +110,6 @@ def test_tiles_of_quantized_formats() -> None:
         expert_shape(MIXTRAL_8X7B, 100, int4)
 
 
-def test_expert_tensor_names() -> None:
-    """Gate, up, down are w1, w3, w2: not the order of the names."""
-    parts = architecture_of(GOOD).expert(model_spec(GOOD), 1, 3, fused=False)
-    assert [part.name.split(".")[-2] for part in parts] == ["w1", "w3", "w2"]
-    assert all(part.name.startswith("model.layers.1.block_sparse_moe.experts.3.") for part in parts)
-    assert [(part.shape, part.first, part.rows) for part in parts] == [
-        ((96, 64), 0, 96),
-        ((96, 64), 0, 96),
-        ((64, 96), 0, 64),
-    ]
-
-
-def test_location_of_a_fused_expert() -> None:
-    gate, up, down = architecture_of(GOOD).expert(model_spec(GOOD), 1, 3, fused=True)
-    assert (gate.name, gate.shape) == ("model.layers.1.mlp.experts.gate_up_proj", (4, 192, 64))
-    assert (gate[1:], up[1:]) == (((4, 192, 64), 3 * 192, 96), ((4, 192, 64), 3 * 192 + 96, 96))
-    assert down == ("model.layers.1.mlp.experts.down_proj", (4, 64, 96), 3 * 64, 64)
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_every_shape_has_a_spec(name) -> None:
-    spec = model_spec(SHAPES[name])
-    family = architecture_of(SHAPES[name])
-    for fused in (False, True):
-        tensors = family.tensors(spec, fused)
-        assert family.is_fused(tensors, spec) == fused
-        assert all(size > 0 for shape in tensors.values() for size in shape)
-
-
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
@@ -197,8 +126,11 @@ def test_every_shape_has_a_spec(name) -> None:
     ],
 )
 def test_shapes_have_the_published_number_of_weights(name, billions) -> None:
-    tensors = architecture_of(SHAPES[name]).tensors(model_spec(SHAPES[name]), fused=False)
-    assert sum(map(math.prod, tensors.values())) / 1e9 == pytest.approx(billions, abs=0.06)
+    family, spec = architecture_of(SHAPES[name]), model_spec(SHAPES[name])
+    for fused in (False, True):
+        tensors = family.tensors(spec, fused)
+        assert family.is_fused(tensors, spec) == fused
+        assert sum(map(math.prod, tensors.values())) / 1e9 == pytest.approx(billions, abs=0.06)
 
 
 DEEPSEEK = SHAPES["deepseek-v2-lite"]
@@ -487,93 +419,6 @@ def test_latent_scores_are_scaled_as_the_config_wants(scaling: dict, factor: flo
     spec = model_spec({"model_type": "deepseek_v2"} | LEAST["deepseek_v2"] | {"rope_scaling": scaling})
     assert isinstance(spec.attention, Latent)
     assert spec.attention.scale == pytest.approx(18**-0.5 * factor**2)
-
-
-def roles(family: str, given: dict, layer: int, fused: bool = False) -> dict[str, TensorSpec]:
-    config = {"model_type": family} | LEAST[family] | given
-    return architecture_of(config).layer(model_spec(config), layer, fused)
-
-
-def test_backbone_tensors_of_latent_attention() -> None:
-    """The kind decides how each is kept."""
-    given = {"q_lora_rank": 12, "attention_bias": True, "first_k_dense_replace": 1, "n_shared_experts": 2}
-    found = roles("deepseek_v2", given, 2)
-    at, shared = "model.layers.2.self_attn", "model.layers.2.mlp.shared_experts"
-    assert found == {
-        "attention_norm": TensorSpec("model.layers.2.input_layernorm.weight", (64,)),
-        "mlp_norm": TensorSpec("model.layers.2.post_attention_layernorm.weight", (64,)),
-        "latent": TensorSpec(f"{at}.kv_a_proj_with_mqa.weight", (28, 64), "matrix"),
-        "latent_bias": TensorSpec(f"{at}.kv_a_proj_with_mqa.bias", (28,)),
-        "latent_norm": TensorSpec(f"{at}.kv_a_layernorm.weight", (20,)),
-        "expansion": TensorSpec(f"{at}.kv_b_proj.weight", (96, 20), "dense"),
-        "output": TensorSpec(f"{at}.o_proj.weight", (64, 56), "matrix"),
-        "output_bias": TensorSpec(f"{at}.o_proj.bias", (64,)),
-        "query_down": TensorSpec(f"{at}.q_a_proj.weight", (12, 64), "matrix"),
-        "query_down_bias": TensorSpec(f"{at}.q_a_proj.bias", (12,)),
-        "query_norm": TensorSpec(f"{at}.q_a_layernorm.weight", (12,)),
-        "query": TensorSpec(f"{at}.q_b_proj.weight", (72, 12), "matrix"),
-        "router": TensorSpec("model.layers.2.mlp.gate.weight", (6, 64)),
-        "shared_gate_proj": TensorSpec(f"{shared}.gate_proj.weight", (80, 64), "matrix"),
-        "shared_up_proj": TensorSpec(f"{shared}.up_proj.weight", (80, 64), "matrix"),
-        "shared_down_proj": TensorSpec(f"{shared}.down_proj.weight", (64, 80), "matrix"),
-    }
-    dense = roles("deepseek_v2", {"first_k_dense_replace": 1}, 0)
-    assert {role for role in dense if role.startswith("dense")} == {
-        *("dense_gate_proj", "dense_up_proj", "dense_down_proj")
-    }
-    assert "router" not in dense
-    assert dense["dense_down_proj"] == TensorSpec("model.layers.0.mlp.down_proj.weight", (64, 96), "matrix")
-    assert dense["query"] == TensorSpec("model.layers.0.self_attn.q_proj.weight", (72, 64), "matrix")
-
-
-def test_backbone_tensors_of_grouped_attention() -> None:
-    at = "model.layers.1.self_attn"
-    found = roles("qwen3_moe", {"attention_bias": True}, 1)
-    assert found == {
-        "attention_norm": TensorSpec("model.layers.1.input_layernorm.weight", (64,)),
-        "mlp_norm": TensorSpec("model.layers.1.post_attention_layernorm.weight", (64,)),
-        "query": TensorSpec(f"{at}.q_proj.weight", (64, 64), "matrix"),
-        "query_bias": TensorSpec(f"{at}.q_proj.bias", (64,)),
-        "query_norm": TensorSpec(f"{at}.q_norm.weight", (16,)),
-        "key": TensorSpec(f"{at}.k_proj.weight", (32, 64), "matrix"),
-        "key_bias": TensorSpec(f"{at}.k_proj.bias", (32,)),
-        "key_norm": TensorSpec(f"{at}.k_norm.weight", (16,)),
-        "value": TensorSpec(f"{at}.v_proj.weight", (32, 64), "matrix"),
-        "value_bias": TensorSpec(f"{at}.v_proj.bias", (32,)),
-        "output": TensorSpec(f"{at}.o_proj.weight", (64, 64), "matrix"),
-        "output_bias": TensorSpec(f"{at}.o_proj.bias", (64,)),
-        "router": TensorSpec("model.layers.1.mlp.gate.weight", (5, 64)),
-    }
-    every = roles("olmoe", {}, 0)
-    assert (every["query_norm"].shape, every["key_norm"].shape) == ((64,), (32,))
-    gated = roles("qwen2_moe", {}, 0)
-    assert gated["shared_gate"] == TensorSpec("model.layers.0.mlp.shared_expert_gate.weight", (1, 64))
-    assert "output_bias" not in gated
-    assert gated["value_bias"].shape == (32,)
-    phi = roles("phimoe", {}, 2)
-    assert phi["mlp_norm_bias"] == TensorSpec("model.layers.2.post_attention_layernorm.bias", (64,))
-    assert phi["router"].name == "model.layers.2.block_sparse_moe.gate.weight"
-    assert roles("phimoe", {}, 2, fused=True)["router"].name == "model.layers.2.mlp.router.weight"
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["mixtral", "phimoe"])
-def test_tensors_outside_the_layers(family: str, tied: bool) -> None:
-    config = {"model_type": family} | LEAST[family] | {"tie_word_embeddings": tied}
-    phi = family == "phimoe"
-    config |= {"lm_head_bias": True} if phi else {}
-    spec, architecture = model_spec(config), architecture_of(config)
-    wanted = {
-        "embedding": TensorSpec("model.embed_tokens.weight", (512, 64), "dense"),
-        "norm": TensorSpec("model.norm.weight", (64,)),
-    }
-    wanted |= {"norm_bias": TensorSpec("model.norm.bias", (64,))} if phi else {}
-    wanted |= {} if tied else {"head": TensorSpec("lm_head.weight", (512, 64), "matrix")}
-    wanted |= {"head_bias": TensorSpec("lm_head.bias", (512,))} if phi else {}
-    assert architecture.outer(spec) == wanted
-    assert architecture.optional("lm_head.weight", spec) == tied
-    assert architecture.optional("model.layers.0.self_attn.rotary_emb.inv_freq", spec)
-    assert not architecture.optional("model.extra.weight", spec)
 
 
 def test_largest_number_of_layers_is_allowed() -> None:
