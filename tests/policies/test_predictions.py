@@ -112,7 +112,7 @@ def test_residual_defaults_follow_the_model(experts: int, prefetch: int) -> None
 
 
 def test_lookahead_continues_where_all_experts_are_kept() -> None:
-    part = Lookahead(depth=3)
+    part = Lookahead()
     view = view_with((1, 1), (1, 4), (2, 3), (2, 2))
     assert part.probes(0, view) == (1, 2, 3)
     assert part.probes(2, view) == (3,)
@@ -120,13 +120,11 @@ def test_lookahead_continues_where_all_experts_are_kept() -> None:
     assert part.experts(0, signals, view, as_it_is) == [(3, 1), (3, 4)]
     assert part.experts(0, signals, view_with((1, 1), (1, 4), (2, 3)), as_it_is) == [(2, 2)]
     assert part.experts(0, signals, view_with((2, 3)), as_it_is) == [(1, 1), (1, 4)]
-    assert Lookahead(depth=2).experts(0, signals, view, as_it_is) == []
-    assert Lookahead(depth=1).probes(0, view) == (1,)
 
 
 def test_lookahead_ends_with_the_next_tokens_first_layer() -> None:
     """By the trained gate, where the calibration has one, while one token at a time is decoded."""
-    part = Lookahead(depth=3)
+    part = Lookahead()
     view = view_with((0, 4))
     assert part.probes(3, view) == (0,)
     assert part.experts(3, Signals(None, {0: FAVOURS_1_4}), view, as_it_is) == [(0, 1)]
