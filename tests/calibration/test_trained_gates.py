@@ -126,10 +126,6 @@ def test_pairs_are_of_neighbouring_layers_and_the_same_tokens(
         assert seed == 6 + layer
 
 
-def test_a_model_of_one_layer_has_no_mlp() -> None:
-    assert GatePairs(ModelShape(1, 6, 2, 2), 1).train(0, lambda: None) is None
-
-
 EXPERTS, WIDE, ROWS = 8, 48, 3000
 
 

@@ -295,14 +295,6 @@ def test_options_change_what_a_policy_declares() -> None:
     assert make("dali", prediction="none").name == "dali"
 
 
-def test_engine_seed_is_the_default() -> None:
-    view = make_view(ModelShape(layers=3, experts=8, tiles=2, top_k=2), 20)
-    view = replace(view, calibration=make_calibration(view.shape, np.random.default_rng(0)))
-    three = make("dali", seed="3").placement(view)
-    assert not np.array_equal(three, make("dali", seed="8").placement(view))
-    assert np.array_equal(three, make_policy(PolicyRequest("dali"), 3).placement(view))
-
-
 def test_presets_options_and_parts_can_be_listed() -> None:
     """Each has a line of help; an option's default is one of its values."""
     parts = [(name, part) for parts in PARTS.values() for name, part in parts.items()]
@@ -379,21 +371,9 @@ def test_reserve_is_at_most_half_of_a_small_cache(whole: int, cached: int) -> No
     assert made.placement(view).sum() == 2 * cached
     assert make("on-demand", placement="first-layers", replacement="keep").placement(view).sum() == 2 * whole
     assert bool(made.probes(0, view)) == (whole > 1)
-    noted = [note for note in made.notes(view) if "not all of them are prefetched" in note]
-    assert len(noted) == (2 <= whole < 8)
-
-
-@pytest.mark.parametrize("name", ["mixtral-offloading", "hybrimoe", "adapmoe", "whole-layer"])
-def test_prediction_is_not_silently_off(name: str) -> None:
-    """Where half of the cache is less than an expert."""
-    shape = ModelShape(layers=4, experts=8, tiles=2, top_k=2)
-    for whole, off in ((0, True), (1, True), (2, False)):
-        view = make_view(shape, 2 * whole)
-        view = replace(view, calibration=make_calibration(shape, np.random.default_rng(0)))
-        made = make(name)
-        made.placement(view)
-        assert any("is off: half of the cache" in note for note in made.notes(view)) == off
-    assert not any("is off" in note for note in make("on-demand").notes(make_view(shape, 2)))
+    notes = made.notes(view)
+    assert any("not all of them are prefetched" in note for note in notes) == (2 <= whole < 8)
+    assert any("is off: half of the cache" in note for note in notes) == (whole < 2)
 
 
 def test_new_calibration_and_new_capacity_change_the_cache_sizes() -> None:
