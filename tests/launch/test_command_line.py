@@ -83,7 +83,6 @@ Complaint = Callable[..., str]
         ("bench --replay run.trace --plot a.png", ["--plot belongs to --sweep (bench --replay --sweep)"]),
         ("bench --replay run.trace --workers 2", ["--workers does not belong to bench --replay, which"]),
         ("calibrate --max-loss 3", ["calibrate needs a text", "--text", "--tokens"]),
-        ("calibrate --report figures --seed 3", ["--seed", "calibrate --report without --text"]),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: str, words: list[str], complaint: Complaint) -> None:

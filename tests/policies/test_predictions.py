@@ -74,15 +74,6 @@ def test_an_mlp_corrects_the_next_gate_where_it_is_better() -> None:
     assert part.routing(3, Signals(None, {}), trained) is None
 
 
-def test_gate_is_applied_to_predicted_routing() -> None:
-    def first_only(layer: int, routing: Routing) -> Routing:
-        assert layer == 2
-        return Routing(routing.experts, np.where(np.arange(2) == 0, routing.weights, 0))
-
-    signals = Signals(None, {2: FAVOURS_2_3})
-    assert NextGate().experts(1, signals, view_with(), first_only) == [(2, 3)]
-
-
 def test_predicted_experts_are_ordered_by_rows_then_weights() -> None:
     experts = np.array([[0, 1], [1, 2], [3, 2], [4, 5]], np.int32)
     weights = np.array([[0.9, 0.1], [0.5, 0.2], [0.6, 0.3], [0.8, 0.0]], np.float32)

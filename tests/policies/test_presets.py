@@ -374,15 +374,3 @@ def test_reserve_is_at_most_half_of_a_small_cache(whole: int, cached: int) -> No
     notes = made.notes(view)
     assert any("not all of them are prefetched" in note for note in notes) == (2 <= whole < 8)
     assert any("is off: half of the cache" in note for note in notes) == (whole < 2)
-
-
-def test_new_calibration_and_new_capacity_change_the_cache_sizes() -> None:
-    shape = ModelShape(layers=5, experts=8, tiles=1, top_k=2)
-    rng = np.random.default_rng(4)
-    made = make("adapmoe")
-    views = [replace(make_view(shape, 22), calibration=make_calibration(shape, rng)) for _ in range(2)]
-    views.append(replace(views[1], capacity=15))
-    placed = [made.placement(view) for view in views]
-    for view, found in zip(views, placed, strict=True):
-        assert np.array_equal(found, make("adapmoe").placement(view))
-    assert len({str(found.sum(axis=1)) for found in placed}) == 3
