@@ -138,8 +138,8 @@ async def this_machine(
     def priced(other: Sizes, _: int) -> Priced:
         if other.format == sizes.format:
             return Priced(costs, text.rest or 0.0)
-        by_bytes = costs.of_tiles(other.tile / sizes.tile, other.header.tile_bytes / sizes.header.tile_bytes)
-        return Priced(by_bytes, text.rest or 0.0)
+        read, moved = other.tile / sizes.tile, other.header.tile_bytes / sizes.header.tile_bytes
+        return Priced(costs.of_tiles(read, read, moved), text.rest or 0.0)
 
     words = "this machine, {}, {} cores".format(*processor())
     if config.emulation:

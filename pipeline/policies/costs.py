@@ -120,13 +120,13 @@ class Costs:
             per="tile",
         )
 
-    def of_tiles(self, read: float, moved: float) -> Costs:
-        """Returns the costs for tiles of `read` times the bytes, of which `moved` times as many are moved."""
+    def of_tiles(self, host: float, device: float, link: float) -> Costs:
+        """Returns the costs with the seconds of a tile on each side times these."""
         return replace(
             self,
-            host=tuple(seconds * read for seconds in self.host),
-            device=tuple(seconds * read for seconds in self.device),
-            link=self.link * moved,
+            host=tuple(seconds * host for seconds in self.host),
+            device=tuple(seconds * device for seconds in self.device),
+            link=self.link * link,
         )
 
     @cached_property
@@ -148,12 +148,9 @@ class Costs:
         """Returns the costs with the seconds of host and exchange, device and launch, and link times
         these."""
         return replace(
-            self,
-            host=tuple(seconds * host for seconds in self.host),
+            self.of_tiles(host, device, link),
             round_trip=self.round_trip * host,
-            device=tuple(seconds * device for seconds in self.device),
             launch=self.launch * device,
-            link=self.link * link,
             fetch=self.fetch * link,
         )
 
