@@ -178,7 +178,6 @@ class RecordedText:
     steps: Sequence[TracedStep]
     begin: int
     counts: NDArray[np.int64]  # [L, E] uses before the steps that count
-    last_steps: dict[int, int]  # of each sequence
     words: str
     rest: float | None = None  # seconds of a decode step that were measured and are not simulated
 
@@ -241,7 +240,7 @@ def by_replay(
     machine = Replay(
         *(sizes.header, make_policy(setting.policy, seed), priced.costs, setting.capacity),
         popularity=text.counts,
-        last_steps=text.last_steps,
+        last_steps={sequence: step.number for step in text.steps for sequence in step.sequences},
     )
     for step in text.steps[: text.begin]:
         machine.step(step)

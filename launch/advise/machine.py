@@ -74,8 +74,7 @@ class Hardware:
 
 
 def elsewhere(written: Mapping[str, Any]) -> Hardware | None:
-    """Returns the machine that the command line describes; None where it is this one. Raises WrongUsage,
-    PolicyError."""
+    """Returns the machine that the command line describes; None where it is this one. Raises WrongUsage."""
     given = {name for name in (*RATES, "gpu_gb", "host_gb") if name in written}
     known = written.get("machine")
     if not given and known is None:
@@ -139,8 +138,8 @@ async def this_machine(
     def priced(other: Sizes, _: int) -> Priced:
         if other.format == sizes.format:
             return Priced(costs, text.rest or 0.0)
-        by_bytes = costs.of_tiles(other.tile / sizes.tile, other.header.tile_bytes / sizes.header.tile_bytes)
-        return Priced(by_bytes, text.rest or 0.0)
+        read, moved = other.tile / sizes.tile, other.header.tile_bytes / sizes.header.tile_bytes
+        return Priced(costs.of_tiles(read, read, moved), text.rest or 0.0)
 
     words = "this machine, {}, {} cores".format(*processor())
     if config.emulation:
@@ -181,7 +180,7 @@ def drawn(header: Header, prompt: int, chunk: int, seed: int) -> RecordedText:
     steps = [*warm, *text.steps(prompt, chunk, COUNTED, 1)]
     predicted = f", predictions right in {accuracy:.0%} as a paper reports" if accuracy else ""
     words = f"synthetic routing, as uneven as the embedded model's{predicted}"
-    return RecordedText(steps, len(warm), counts, _last_steps(steps), words)
+    return RecordedText(steps, len(warm), counts, words)
 
 
 def recorded(path: Path, header: Header) -> RecordedText:
@@ -206,7 +205,7 @@ def recorded(path: Path, header: Header) -> RecordedText:
     rows = sum(len(step.sequences) for step in steps[begin:] if step.phase == "decode")
     words = f"recorded routing: of {path.name} the last {rows} tokens count, what is before is the history"
     counts = counts_of(history, of.layers, of.experts)
-    return RecordedText(steps[first:], begin - first, counts, seen.last_steps, words, seen.rest)
+    return RecordedText(steps[first:], begin - first, counts, words, seen.rest)
 
 
 def counts_of(steps: Sequence[TracedStep], layers: int, experts: int) -> NDArray[np.int64]:
@@ -216,10 +215,3 @@ def counts_of(steps: Sequence[TracedStep], layers: int, experts: int) -> NDArray
         for layer, traced in enumerate(step.layers):
             counts[layer] += traced.router_routing.workload(experts)
     return counts
-
-
-def _last_steps(steps: Sequence[TracedStep]) -> dict[int, int]:
-    last: dict[int, int] = {}
-    for step in steps:
-        last.update(dict.fromkeys(step.sequences, step.number))
-    return last

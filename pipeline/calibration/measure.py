@@ -31,7 +31,6 @@ from pipeline.calibration.reading import (
     TokenCount,
     Window,
     lanes,
-    observed,
     separate_counters,
 )
 from pipeline.calibration.sensitivity import sensitivities
@@ -249,11 +248,12 @@ class _Measurement:
         """Read all windows, a few at a time."""
         engine, ctx = self._ctx.engine, self._ctx
         passed = TokenCount(self._progress, "reading the text", done, self._tokens).more
-        with observed(engine, observers):
-            for start in range(0, len(windows), self._width):
-                with lanes(engine, ctx.kv, windows[start : start + self._width], ctx.chunk) as held:
-                    held.read_prompts(passed)
-                    held.read_answers(passed)
+        engine.observers = list(observers)
+        for start in range(0, len(windows), self._width):
+            with lanes(engine, ctx.kv, windows[start : start + self._width], ctx.chunk) as held:
+                held.read_prompts(passed)
+                held.read_answers(passed)
+        engine.observers = []
 
 
 def _spread(windows: Sequence[Window], most: int) -> list[Window]:

@@ -16,7 +16,6 @@ from pipeline.calibration import HELD_OUT, LANES, LEAST_TOKENS
 from pipeline.calibration.observers import Up
 from pipeline.counters import Counters
 from pipeline.engine.engine import Engine
-from pipeline.engine.observer import Observer
 from pipeline.errors import RequestError
 from pipeline.text.logprobs import log_softmax
 from shm.store import Store
@@ -183,7 +182,8 @@ def lanes(engine: Engine, kv: KVCache, windows: Sequence[Window], chunk: int) ->
 
 @contextmanager
 def separate_counters(engine: Engine) -> Iterator[None]:
-    """Keep the block's steps out of the engine's counters and away from its observers."""
+    """Keep the block's steps out of the engine's counters and away from its observers, in whose place the
+    block may set others."""
     counters, observers = engine.counters, engine.observers
     engine.counters = Counters(engine.layout.tile_bytes, engine.shape.layers)
     engine.observers = []
@@ -191,14 +191,3 @@ def separate_counters(engine: Engine) -> Iterator[None]:
         yield
     finally:
         engine.counters, engine.observers = counters, observers
-
-
-@contextmanager
-def observed(engine: Engine, observers: Sequence[Observer]) -> Iterator[None]:
-    """Show the block's steps to these observers too."""
-    before = engine.observers
-    engine.observers = [*before, *observers]
-    try:
-        yield
-    finally:
-        engine.observers = before

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import IntArray, Phase
 from pipeline.counters import PrefetchMeter
-from pipeline.errors import PlanError
+from pipeline.errors import PlanError, PolicyError
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import Ahead, Gated, Policy, Routing, Signals, Target, View
 from shm.mask import DENSE, Mask
@@ -89,6 +89,11 @@ class PolicyDriver(Generic[Begun]):
             target=_read_only(view.target),
             popularity=_read_only(view.popularity),
         )
+        if policy.needs_costs and view.costs is None:
+            raise PolicyError(
+                f"policy {policy.name} plans by costs, and none were measured or given (--costs)"
+            )
+        policy.check_calibration(view.calibration)
         self.placement = policy.placement(self.view)  # [L, E]
         self._masks = policy.sparsity.masks(policy.name, view.shape.layers, view.up, view.calibration)
         self._masked = False  # in the present step
@@ -103,7 +108,7 @@ class PolicyDriver(Generic[Begun]):
         """Begin a step. `sequences`: that of each row; `live`: these and others that have begun and not
         ended; `costs`: to plan with from now on, if they have changed."""
         self._early = None
-        self._masked = self.policy.sparsity.acts_in(phase)
+        self._masked = phase == "decode"
         known, on = frozenset(sequences).union(live), self.prefetch.on
         view, costs = self.view, costs or self.view.costs
         self.view = replace(view, phase=phase, sequences=sequences, live=known, prefetching=on, costs=costs)

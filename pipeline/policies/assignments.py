@@ -198,18 +198,12 @@ class ByCosts(Assignment):
         """The cut of each active expert."""
 
 
-class WholeByCosts(ByCosts):
-    """An assignment by costs that does not divide experts."""
-
-    def tiles(self, active: ActiveCosts, view: View) -> list[int]:
-        return [view.shape.tiles if here else 0 for here in self.on_device(active)]
-
-    @abstractmethod
-    def on_device(self, active: ActiveCosts) -> list[bool]:
-        """Returns a flag for each active expert: the device computes it."""
+def _whole(on_device: Sequence[bool], view: View) -> list[int]:
+    """Returns cuts that do not divide experts."""
+    return [view.shape.tiles if here else 0 for here in on_device]
 
 
-class Cheaper(WholeByCosts):
+class Cheaper(ByCosts):
     """Fiddler (PAPERS.md, baselines): a missing expert is computed on the host where that takes less time
     than its transfer and its computing on the device: t_host(w) < transfer + t_device(w) for w rows. Each
     expert is decided by itself, without regard to the load of either side."""
@@ -217,13 +211,13 @@ class Cheaper(WholeByCosts):
     name: ClassVar[str] = "cheaper"
     help: ClassVar[str] = "a missing expert on the host where that takes less time than fetching it"
 
-    def on_device(self, active: ActiveCosts) -> list[bool]:
+    def tiles(self, active: ActiveCosts, view: View) -> list[int]:
         costs = zip(active.missing, active.link, active.device, strict=True)
         fetched = [link + device if missing else 0.0 for missing, link, device in costs]
-        return cheaper(fetched, active.host, active.exchange, active.launch)
+        return _whole(cheaper(fetched, active.host, active.exchange, active.launch), view)
 
 
-class Greedy(WholeByCosts):
+class Greedy(ByCosts):
     """DALI's greedy assignment (section 4.1, Algorithm 1). On the device an expert takes the longer of its
     transfer and its computing, which overlap: t_gpu = max(transfer, compute). The host's sum T_cpu begins
     with the exchange, the device's with its launch."""
@@ -231,20 +225,20 @@ class Greedy(WholeByCosts):
     name: ClassVar[str] = "greedy"
     help: ClassVar[str] = "DALI's: one expert after the other to the side that finishes sooner"
 
-    def on_device(self, active: ActiveCosts) -> list[bool]:
+    def tiles(self, active: ActiveCosts, view: View) -> list[int]:
         device = [max(pair) for pair in zip(active.link, active.device, strict=True)]
-        return greedy(device, active.host, active.exchange, active.launch)
+        return _whole(greedy(device, active.host, active.exchange, active.launch), view)
 
 
-class TwoEnded(WholeByCosts):
+class TwoEnded(ByCosts):
     """HybriMoE's (PAPERS.md, baselines): the device from the head of a queue, resident and heavy experts
     first, the host from its tail."""
 
     name: ClassVar[str] = "two-ended"
     help: ClassVar[str] = "HybriMoE's: resident and heavy experts to the device, the lightest to the host"
 
-    def on_device(self, active: ActiveCosts) -> list[bool]:
-        return two_ended(*active.for_queue)[0]
+    def tiles(self, active: ActiveCosts, view: View) -> list[int]:
+        return _whole(two_ended(*active.for_queue)[0], view)
 
 
 class Bandwidth(ByCosts):

@@ -19,9 +19,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.arrays import Phase
 from pipeline.errors import PolicyError
-from pipeline.policies.options import AUTO, Choice, Number, Option, Value
+from pipeline.policies.options import AUTO, Number, Value
 from protocol.program import COMMAND
 from shm.mask import DENSE, Mask
 
@@ -105,44 +104,33 @@ def quantiles(table: Floats, share: float) -> NDArray[np.float64]:
 MOST = 0.95  # of the channels that are left out
 SPARSITY = Number(
     name="sparsity",
-    help="share of an expert's channels that a token leaves out, with a floe format; auto: the largest"
-    " within the calibration's --max-loss",
+    help="share of an expert's channels that a decoded token leaves out, with a floe format; auto: the"
+    " largest within the calibration's --max-loss",
     default=0.0,
     low=0,
     high=MOST,
     whole=False,
     auto=True,
 )
-MASKED = Choice(
-    name="masked",
-    help="where channels are left out: while one token at a time is decoded, or in prompts too",
-    default="decode",
-    choices=("decode", "all"),
-)
-SPARSITY_OPTIONS: tuple[Option, ...] = (SPARSITY, MASKED)
 
 
 @dataclass(frozen=True)
 class Sparsity:
-    """Options of every preset. `wished`: the share of the channels that is left out, None: the calibration's
-    largest within its bound."""
+    """An option of every preset. `wished`: the share of the channels that is left out in decode, None: the
+    calibration's largest within its bound."""
 
     wished: float | None = 0.0
-    prompts_too: bool = False
 
     @classmethod
     def of(cls, values: Mapping[str, Value]) -> Self:
-        """Make one from the values of SPARSITY_OPTIONS."""
+        """Make one from the values of a policy's options."""
         wished = values[SPARSITY.name]
-        return cls(None if wished == AUTO else float(wished or 0), values[MASKED.name] == "all")
+        return cls(None if wished == AUTO else float(wished or 0))
 
     @property
     def dense(self) -> bool:
         """No channel is ever left out."""
         return self.wished == 0
-
-    def acts_in(self, phase: Phase) -> bool:
-        return self.prompts_too or phase == "decode"
 
     def check(self, policy: str, calibration: Calibration | None) -> None:
         """Raises PolicyError where the share is the calibration's, and it has none."""
@@ -170,7 +158,6 @@ class Sparsity:
                 f"policy {policy}: sparsity={asked} leaves channels out, which needs a format that keeps up"
                 f" apart: start with --format floe-int4, or give --set {policy}.sparsity=0"
             )
-        self.check(policy, calibration)
         wished = self.share(calibration)
         magnitudes = _magnitudes(up, calibration)
         if magnitudes is None:

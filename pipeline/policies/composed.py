@@ -23,7 +23,6 @@ from pipeline.policies.parts import (
     Parts,
     Room,
     cacheable,
-    require,
     require_calibration,
     whole_experts,
 )
@@ -129,10 +128,9 @@ class Composed(Policy):
 
     def check_calibration(self, calibration: Calibration | None) -> None:
         super().check_calibration(calibration)
-        require_calibration(self.name, tuple(self.parts), calibration)
+        require_calibration(self.name, self.parts, calibration)
 
     def placement(self, view: View) -> IntArray:
-        require(self.name, tuple(self.parts), view)
         self._reserve = self._reserve_in(view)
         self._predicts = self._reserve.size > 0
         if self.parts.replacement.admits:
@@ -157,7 +155,7 @@ class Composed(Policy):
 
     def _names_channels(self, view: View) -> bool:
         """True where the prediction names channels in this step."""
-        masked = not self.sparsity.dense and self.sparsity.acts_in(view.phase)
+        masked = not self.sparsity.dense and view.phase == "decode"
         return masked and self.parts.prediction.names_channels
 
     def channels_ahead(self, layer: int, signals: Signals, view: View) -> Routing | None:

@@ -47,7 +47,6 @@ from protocol.files import read_small
 MAX_FILE_BYTES = 1 << 20
 MOST_ROWS = 1 << 31  # more than any batch has
 DERIVED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)  # the grid of derived costs
-LATENCIES = ("round_trip", "layer", "launch", "fetch")
 OPERATIONS = 2  # a multiplication and an addition, for each weight and row
 
 
@@ -121,13 +120,13 @@ class Costs:
             per="tile",
         )
 
-    def of_tiles(self, read: float, moved: float) -> Costs:
-        """Returns the costs for tiles of `read` times the bytes, of which `moved` times as many are moved."""
+    def of_tiles(self, host: float, device: float, link: float) -> Costs:
+        """Returns the costs with the seconds of a tile on each side times these."""
         return replace(
             self,
-            host=tuple(seconds * read for seconds in self.host),
-            device=tuple(seconds * read for seconds in self.device),
-            link=self.link * moved,
+            host=tuple(seconds * host for seconds in self.host),
+            device=tuple(seconds * device for seconds in self.device),
+            link=self.link * link,
         )
 
     @cached_property
@@ -149,12 +148,9 @@ class Costs:
         """Returns the costs with the seconds of host and exchange, device and launch, and link times
         these."""
         return replace(
-            self,
-            host=tuple(seconds * host for seconds in self.host),
+            self.of_tiles(host, device, link),
             round_trip=self.round_trip * host,
-            device=tuple(seconds * device for seconds in self.device),
             launch=self.launch * device,
-            link=self.link * link,
             fetch=self.fetch * link,
         )
 
@@ -203,7 +199,7 @@ def shipped_costs() -> list[str]:
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of a machine. Raises PolicyError where a number cannot be a rate or a latency."""
+    """The rates of a machine, all above 0, and its latencies."""
 
     host_gbps: float  # of the host's memory, which the workers and the link read together
     link_gbps: float
@@ -214,14 +210,6 @@ class Rates:
     layer: float = 1e-4  # seconds of starting the kernels of a layer, without its routed experts
     launch: float = 2e-5  # of starting those of its routed experts
     fetch: float = 1e-5  # of ordering the missing tiles of an expert
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            latency = field.name in LATENCIES
-            if not (math.isfinite(value) and (value >= 0 if latency else value > 0)):
-                wanted = "seconds, not negative" if latency else "a rate above 0"
-                raise PolicyError(f"rates: '{field.name}' is {value}; it must be {wanted}")
 
     @property
     def workers_gbps(self) -> float:

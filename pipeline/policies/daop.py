@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.options import Choice, Number, Option
-from pipeline.policies.parts import Placement, cacheable, require, require_calibration, whole_room
+from pipeline.policies.parts import Placement, cacheable, require_calibration, whole_room
 from pipeline.policies.placements import Calibrated, Known, Popular
 from pipeline.policies.view import Ahead, Gated, Plan, Policy, Routing, Signals, Target, View
 
@@ -94,7 +94,6 @@ class Daop(Policy):
         require_calibration(self.name, (self._placement,), calibration)
 
     def placement(self, view: View) -> IntArray:
-        require(self.name, (self._placement,), view)
         self._counts.clear()
         chosen = self._placement.chosen(view, whole_room(view.shape, cacheable(view)))
         return np.where(chosen, view.shape.tiles, 0).astype(np.int32)

@@ -1,10 +1,10 @@
 """A policy's five parts: placement, gate, prediction, assignment and replacement, small objects over arrays
-that `composed.py` calls in turn; what they need to be given, and their refusals without it."""
+that `composed.py` calls in turn; and their refusals without a calibration that they need."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -19,28 +19,7 @@ from pipeline.policies.view import Active, Gated, ModelShape, Routing, Signals, 
 from protocol.program import COMMAND
 
 
-class NeedsInputs:
-    """The inputs that a policy, or a part of one, needs to be given."""
-
-    needs_costs: bool = False
-    needs_calibration: bool = False
-    without: ClassVar[str] = ""  # the option that avoids the missing input, as "gate=own"
-
-    def missing(self, calibration: Calibration | None) -> str:
-        """Returns what the model's calibration lacks, as the object of "needs"; "" where it has all."""
-        if self.needs_calibration and calibration is None:
-            return "a calibration of this model"
-        return ""
-
-
-def require(policy: str, parts: Sequence[NeedsInputs], view: View) -> None:
-    """Raises PolicyError, one line with the remedy, where a part lacks an input."""
-    if view.costs is None and any(part.needs_costs for part in parts):
-        raise PolicyError(f"policy {policy} plans by costs, and none were measured or given (--costs)")
-    require_calibration(policy, parts, view.calibration)
-
-
-def require_calibration(policy: str, parts: Sequence[NeedsInputs], calibration: Calibration | None) -> None:
+def require_calibration(policy: str, parts: Iterable[Part], calibration: Calibration | None) -> None:
     """Raises PolicyError, one line with the remedy, where a part lacks what a calibration measures."""
     incomplete = [(part, missing) for part in parts if (missing := part.missing(calibration))]
     if incomplete:
@@ -90,12 +69,21 @@ def evenly(layers: int, budget: int) -> list[int]:
     return [each + (layer < left) for layer in range(layers)]
 
 
-class Part(NeedsInputs, ABC):
+class Part(ABC):
     """One of a policy's five parts. The constructor takes the part's options by keyword, already read."""
 
     name: ClassVar[str]
     help: ClassVar[str]  # one line
     options: ClassVar[tuple[Option, ...]] = ()
+    needs_costs: bool = False
+    needs_calibration: bool = False
+    without: ClassVar[str] = ""  # the option that avoids the missing calibration, as "gate=own"
+
+    def missing(self, calibration: Calibration | None) -> str:
+        """Returns what the model's calibration lacks, as the object of "needs"; "" where it has all."""
+        if self.needs_calibration and calibration is None:
+            return "a calibration of this model"
+        return ""
 
     def join(self, parts: Parts) -> None:
         """Called once with all five parts, before any other method."""

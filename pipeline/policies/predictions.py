@@ -19,7 +19,7 @@ from pipeline.policies.options import PAUSE, Number
 from pipeline.policies.parts import ApplyGate, Expert, Prediction
 from pipeline.policies.view import Routing, Signals, View
 
-DEPTH = Number(name="depth", help="layers to look ahead at most", default=3, low=1, high=3)
+DEPTH = 3  # layers that are looked ahead at most
 NARROW = 16  # active experts up to which a layer's simulations are kept
 MOST_KNOWN = 4096  # simulations that are kept
 CANDIDATES = 16  # numbers of rows that are tried, the highest: a prompt has more, and each costs a simulation
@@ -185,16 +185,11 @@ class Residual(Prediction):
 
 class Lookahead(Prediction):
     """AdapMoE's (section 4.3): the next layer's router on this layer's x; where targets keep all that it
-    names already, the layer after it, up to `depth` layers ahead. After the last layer of a decode step the
+    names already, the layer after it, up to DEPTH layers ahead. After the last layer of a decode step the
     calibration's trained gate, if it has one, names the experts of the next token's first layer."""
 
     name: ClassVar[str] = "lookahead"
     help: ClassVar[str] = "next-gate, then further layers, then the next token's first layer"
-    options = (DEPTH, PAUSE)
-
-    def __init__(self, *, depth: int, pause: str = PAUSE.default) -> None:
-        super().__init__(pause=pause)
-        self._depth = depth
 
     def reserve(self, view: View) -> int:
         return 2 * view.shape.top_k  # of the layer that is computed, and of a later one
@@ -202,7 +197,7 @@ class Lookahead(Prediction):
     def probes(self, layer: int, view: View) -> tuple[int, ...]:
         layers = view.shape.layers
         if layer + 1 < layers:
-            return tuple(range(layer + 1, min(layer + 1 + self._depth, layers)))
+            return tuple(range(layer + 1, min(layer + 1 + DEPTH, layers)))
         trained = view.calibration is not None and view.calibration.first_gate is not None
         return (0,) if trained and view.phase == "decode" else ()
 
@@ -215,64 +210,46 @@ class Lookahead(Prediction):
 
 
 class Impact(Prediction):
-    """HybriMoE's impact-driven prefetching. The routers of the next `depth` layers are applied to this
-    layer's x. For each predicted expert that no target keeps, its layer is simulated as
-    `assignment=two-ended` divides it, with the expert missing and with it resident; the `prefetch` experts
-    that save most are fetched, one after the other, each with the earlier ones taken as resident. An expert
-    that saves nothing is not fetched."""
+    """HybriMoE's impact-driven prefetching. The routers of the next DEPTH layers are applied to this layer's
+    x. For each predicted expert that no target keeps, its layer is simulated as `assignment=two-ended`
+    divides it, with the expert missing and with it resident; the expert that saves most is fetched, if any
+    saves time."""
 
     name: ClassVar[str] = "impact"
-    help: ClassVar[str] = "HybriMoE's: of the next layers' experts those that shorten a layer most"
-    options = (
-        DEPTH,
-        Number(name="prefetch", help="experts predicted after each layer", default=1, low=1, high=64),
-        PAUSE,
-    )
+    help: ClassVar[str] = "HybriMoE's: of the next layers' experts the one that shortens a layer most"
     needs_costs = True
 
-    def __init__(self, *, depth: int, prefetch: int, pause: str = PAUSE.default) -> None:
+    def __init__(self, *, pause: str = PAUSE.default) -> None:
         super().__init__(pause=pause)
-        self._depth = depth
-        self._prefetch = prefetch
         self._costs: Costs | None = None  # of the known ones
         # what a layer saves by one expert and which, by the rows and missing tiles of its experts: few differ
         self._known: dict[tuple[tuple[int, int], ...], tuple[float, tuple[int, int]]] = {}
 
     def reserve(self, view: View) -> int:
-        # those of the layer that is computed, and of as many later ones as this looks ahead
-        return self._prefetch * (1 + self._depth)
+        return 1 + DEPTH  # of the layer that is computed, and of as many later ones as this looks ahead
 
     def probes(self, layer: int, view: View) -> tuple[int, ...]:
-        return tuple(range(layer + 1, min(layer + 1 + self._depth, view.shape.layers)))
+        return tuple(range(layer + 1, min(layer + 1 + DEPTH, view.shape.layers)))
 
     def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
         assert view.router is not None
         if self._costs is not view.costs or len(self._known) > MOST_KNOWN:
             self._costs = view.costs
             self._known.clear()
-        ahead: list[tuple[int, list[int], list[tuple[int, int]]]] = []
+        most, best = 0.0, list[Expert]()  # of equal ones the next layer
         tiles = view.shape.tiles
         for later in self.probes(layer, view):
-            if later in signals.probes:
-                active = apply_gate(later, view.router(signals.probes[later])).active
-                # what a target keeps will have landed by then
-                missing = (tiles - view.target[later][active.indices]).tolist()
-                if any(missing):
-                    pairs = list(zip(active.counts.tolist(), missing, strict=True))
-                    ahead.append((later, active.experts.tolist(), pairs))
-        saved = [self._most_saved(pairs, view) for _, _, pairs in ahead]
-        chosen: list[Expert] = []
-        while ahead and len(chosen) < self._prefetch:
-            best = max(range(len(ahead)), key=lambda place: saved[place][0])  # of equal ones the next layer
-            gain, pair = saved[best]
-            if gain <= 0:
-                break
-            later, experts, pairs = ahead[best]
-            index = pairs.index(pair)
-            chosen.append((later, experts[index]))
-            pairs[index] = pair[0], 0
-            saved[best] = self._most_saved(pairs, view)
-        return chosen
+            if later not in signals.probes:
+                continue
+            active = apply_gate(later, view.router(signals.probes[later])).active
+            # what a target keeps will have landed by then
+            missing = (tiles - view.target[later][active.indices]).tolist()
+            if any(missing):
+                pairs = list(zip(active.counts.tolist(), missing, strict=True))
+                saved, pair = self._most_saved(pairs, view)
+                if saved > most:
+                    most, best = saved, [(later, int(active.experts[pairs.index(pair)]))]
+        return best
 
     def _most_saved(self, pairs: list[tuple[int, int]], view: View) -> tuple[float, tuple[int, int]]:
         """Returns the seconds that a layer saves if one missing expert is resident, and the rows and missing

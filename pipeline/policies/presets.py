@@ -11,7 +11,7 @@ import numpy as np
 from pipeline.arrays import IntArray
 from pipeline.errors import PolicyError
 from pipeline.policies import assignments, gates, placements, predictions, replacements
-from pipeline.policies.calibration import SPARSITY_OPTIONS, Sparsity
+from pipeline.policies.calibration import SPARSITY, Sparsity
 from pipeline.policies.composed import Composed, PreGated
 from pipeline.policies.daop import Daop
 from pipeline.policies.options import SEED, Choice, Option, Value, did_you_mean, parse_options
@@ -82,7 +82,7 @@ class Preset:
         classes = [self._own] if self._own else [PARTS[role][str(chosen[role])] for role in PARTS]
         options: dict[str, Option] = {o.name: o for o in self._roles}
         options |= {option.name: option for of in classes for option in of.options}
-        options |= {option.name: option for option in SPARSITY_OPTIONS}
+        options[SPARSITY.name] = SPARSITY
         for name in self._defaults.keys() & options.keys():
             option: Any = options[name]
             options[name] = replace(option, default=option.parse(self._defaults[name]))

@@ -16,9 +16,8 @@ from typing import ClassVar
 import numpy as np
 
 from pipeline.arrays import IntArray
-from pipeline.errors import PolicyError
 from pipeline.policies.division import Balanced, Divider, cuts
-from pipeline.policies.options import PAUSE, Choice, Option
+from pipeline.policies.options import PAUSE, Option
 from pipeline.policies.predictions import by_probability
 from pipeline.policies.view import Gated, Plan, Policy, Routing, Signals, Target, View
 from pipeline.policies.worth import Worth
@@ -79,15 +78,11 @@ class Tandem(Policy):
 
     name = "tandem"
     help: ClassVar[str] = "Experts divided so that both sides finish together"
-    options: ClassVar[tuple[Option, ...]] = (
-        Choice(name="prefetch", help="0: nothing is fetched ahead", default="1", choices=("1", "0")),
-        PAUSE,
-    )
+    options: ClassVar[tuple[Option, ...]] = (PAUSE,)
     needs_costs = True
     settles = 24
 
-    def __init__(self, *, prefetch: str, pause: str) -> None:
-        self._prefetches = prefetch == "1"
+    def __init__(self, *, pause: str) -> None:
         self.pauses = pause == "1"
         self._divider = Divider()
         self._balanced: Balanced | None = None  # of the present layer, unless only the host is worth it
@@ -102,8 +97,6 @@ class Tandem(Policy):
         return ""
 
     def placement(self, view: View) -> IntArray:
-        if view.costs is None:
-            raise PolicyError(f"policy {self.name} plans by costs, and none were measured or given (--costs)")
         known = view.calibration
         counts = view.popularity if known is None else known.decode_counts
         self._worth = Worth(view.shape, view.capacity, counts)
@@ -119,7 +112,7 @@ class Tandem(Policy):
 
     def probes(self, layer: int, view: View) -> tuple[int, ...]:
         following = layer + 1
-        wanted = self._prefetches and view.prefetching and view.capacity and following < view.shape.layers
+        wanted = view.prefetching and view.capacity and following < view.shape.layers
         return (following,) if wanted and self._ahead[layer] else ()
 
     def gate(self, layer: int, signals: Signals, view: View) -> Gated:

@@ -196,8 +196,8 @@ class Policy(ABC):
 
     @abstractmethod
     def placement(self, view: View) -> IntArray:
-        """Targets [L, E] int32 in 0..n at the start, sum <= view.capacity. Raises PolicyError, one line with
-        the remedy, where the policy lacks an input."""
+        """Targets [L, E] int32 in 0..n at the start, sum <= view.capacity. Costs and calibration have been
+        checked."""
 
     def probes(self, layer: int, view: View) -> tuple[int, ...]:
         """The layers with routers to apply to this layer's x: any later ones, and at the last layer 0, which

@@ -86,20 +86,6 @@ async def test_calibration_leaves_policy_and_counters_unchanged(client: Client, 
     assert answer.tokens == expected.tokens
 
 
-async def test_measured_requests_are_not_counted(client: Client, path: Path) -> None:
-    """Neither those of a policy that is not counted, nor a calibration's own."""
-    await client.set_policy("all-host", counted=False)
-    before = (await client.stats())["counted_tokens"]
-    await client.generate(token_ids=PROMPT, max_tokens=2, ignore_eos=True).result()
-    assert (await client.stats())["counted_tokens"] == before
-    await client.set_policy("on-demand")
-    for _ in range(8):
-        await client.generate(token_ids=IDS[:100], max_tokens=1, ignore_eos=True).result()
-    done = await client.calibrate(token_ids=IDS[:600])
-    assert (await client.stats())["counted_tokens"] == before + 800
-    assert done.summary["tokens"] == 600
-
-
 async def test_requests_wait_and_other_messages_are_answered(client: Client, endpoint: str) -> None:
     async with Client.connect(endpoint) as other:
         expected = await other.generate(token_ids=PROMPT, max_tokens=90, ignore_eos=True).result()

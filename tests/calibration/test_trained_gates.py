@@ -69,16 +69,6 @@ def test_the_next_gate_stays_where_nothing_is_better() -> None:
     assert not outer.any()
 
 
-def test_training_is_repeatable_and_watched() -> None:
-    parts, ticks = rows(400), []
-    one = train_mlp(*parts, seed=3, tick=lambda: ticks.append(1))
-    again, other = train_mlp(*parts, seed=3), train_mlp(*parts, seed=4)
-    for a, b, c in zip(one, again, other, strict=True):
-        np.testing.assert_array_equal(a, b)
-        assert (a != c).any()
-    assert len(ticks) > 1
-
-
 def step(observer: Any, x: list[FloatArray], own: list[FloatArray], ahead: list[FloatArray]) -> None:
     """The layers of a step: layer l has x[l], its own logits, and the next gate's ahead[l + 1] on x[l]."""
     observer.begin("decode", tuple(range(len(x[0]))))
@@ -126,10 +116,6 @@ def test_pairs_are_of_neighbouring_layers_and_the_same_tokens(
         assert seed == 6 + layer
 
 
-def test_a_model_of_one_layer_has_no_mlp() -> None:
-    assert GatePairs(ModelShape(1, 6, 2, 2), 1).train(0, lambda: None) is None
-
-
 EXPERTS, WIDE, ROWS = 8, 48, 3000
 
 
@@ -149,7 +135,7 @@ def held_out_accuracy(gate: np.ndarray, x: np.ndarray, logits: np.ndarray) -> fl
     return float(np.mean([len({*a} & {*b}) / 2 for a, b in zip(best.tolist(), guess.tolist(), strict=True)]))
 
 
-@pytest.mark.parametrize("size", [1.0, 0.01, 30.0])
+@pytest.mark.parametrize("size", [0.01, 30.0])
 def test_linear_teacher_is_recovered(size: float) -> None:
     x, logits, teacher = taught(noise=0.0, size=size)
     found = train_first_gate(x, logits, seed=1)

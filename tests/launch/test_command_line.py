@@ -83,7 +83,6 @@ Complaint = Callable[..., str]
         ("bench --replay run.trace --plot a.png", ["--plot belongs to --sweep (bench --replay --sweep)"]),
         ("bench --replay run.trace --workers 2", ["--workers does not belong to bench --replay, which"]),
         ("calibrate --max-loss 3", ["calibrate needs a text", "--text", "--tokens"]),
-        ("calibrate --report figures --seed 3", ["--seed", "calibrate --report without --text"]),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: str, words: list[str], complaint: Complaint) -> None:
@@ -205,9 +204,9 @@ def test_long_values_of_a_policy_are_refused(policy: str, option: str, text: str
 
 
 def test_values_are_kept_as_they_were_read() -> None:
-    given = PolicyRequest("adapmoe", {"threshold": "0.10", "gate": "adaptive", "depth": " 02"})
+    given = PolicyRequest("dali", {"sparsity": "0.10", "gate": "own", "window": " 02"})
     kept = canonical(given, 0)
-    assert kept.options == {"threshold": "0.1", "gate": "adaptive", "depth": "2"}
+    assert kept.options == {"sparsity": "0.1", "gate": "own", "window": "2"}
     assert canonical(kept, 0) == kept
     with pytest.raises(PolicyError, match="unknown policy"):
         canonical(PolicyRequest("x"), 0)

@@ -209,7 +209,7 @@ def preset_runs(folder: Path, texts: list[list[int]]) -> Iterator[PresetRuns]:
         context = CalibrationContext(engine, store, kv, chunk=64, lanes=4, context=CONTEXT, seed=0)
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(measure, "EVALUATIONS", 3)  # any threshold will do
-        known, _ = measure.calibrate(context, [words], CALIBRATED, lambda stage, done, total: None)
+        known, _ = measure.calibrate(context, words, CALIBRATED, lambda stage, done, total: None)
         runs = PresetRuns(engine, kv, known, texts)
         runs.patch(patch)
         runs.read("all-host")  # counts the routing that placement=popular goes by

@@ -37,13 +37,13 @@ class Calibrated:
     def __call__(self, max_loss: float | None) -> tuple[Calibration, Findings]:
         parts = (self.engine, self.store, self.kv, 64, 4, CONTEXT, 0)
         context = CalibrationContext(*parts, up=up_of(self.store), max_loss=max_loss)
-        return calibrate(context, [IDS], TOKENS, lambda *_: None)
+        return calibrate(context, IDS, TOKENS, lambda *_: None)
 
     def perplexity(self, calibration: Calibration | None, **options: str) -> tuple[float, float]:
         """Of the validation windows' answers under floe-host, and the share of channels left out."""
         engine = self.engine
         engine.set_policy(make_policy(PolicyRequest("floe-host", options), 0), None, calibration)
-        windows = Division.of([IDS], CONTEXT, TOKENS).validation
+        windows = Division.of(IDS, CONTEXT, TOKENS).validation
         with lanes(engine, self.kv, windows, 64) as held:
             held.read_prompts(lambda _: None)
             before = engine.counters.snapshot()["decode"]
@@ -74,7 +74,7 @@ def test_thresholds_of_a_calibration_leave_out_what_was_wished(calibrated: Calib
     assert (np.diff(found.magnitudes) >= 0).all()
     assert found.sensitivity is not None
     assert (found.sensitivity > 0).all()
-    assert (found.sparsity, findings.bounded, findings.sparsities) == (None, {}, [])
+    assert (found.sparsity, findings.sparsities) == (None, [])
     for sparsity in (0.5, 0.8):
         _, left = calibrated.perplexity(found, sparsity=str(sparsity))
         assert left == pytest.approx(sparsity, abs=0.05)
@@ -83,7 +83,6 @@ def test_thresholds_of_a_calibration_leave_out_what_was_wished(calibrated: Calib
 def test_largest_sparsity_within_a_bound(calibrated: Calibrated) -> None:
     loose, findings = calibrated(1e5)
     assert loose.sparsity == MOST == 1 - 1 / SPARSITIES
-    assert findings.bounded["floe"] == f"sparsity={MOST}"
     exact, _ = calibrated.perplexity(loose, sparsity="0")
     worst, _ = calibrated.perplexity(loose, sparsity=str(MOST))
     assert findings.sparsities == [[0.0, pytest.approx(exact)], [MOST, pytest.approx(worst)]]

@@ -65,7 +65,6 @@ def changed(change: Callable[[dict], object]) -> Callable[[Path], None]:
         lambda path: path.write_text("[" * 100_000),
         lambda path: path.write_bytes(b"\xff\xfe"),
         lambda path: path.write_text("[]"),
-        lambda path: path.write_text(" " * (2 << 20)),
         lambda path: path.chmod(0o666),
         changed(lambda data: data.update(version=0)),
         changed(lambda data: data.pop("measured")),
@@ -79,22 +78,17 @@ def changed(change: Callable[[dict], object]) -> Callable[[Path], None]:
         changed(lambda data: data["costs"].pop("host")),
     ],
 )
-def test_damaged_file_is_ignored_and_replaced(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+def test_damaged_file_is_removed_with_a_message(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object]
+) -> None:
     keep(tmp_path, RECORD)
     damage(path_of(tmp_path))
     assert find(tmp_path, SETTING) is None
+    assert not path_of(tmp_path).exists()
+    (line,) = caplog.messages
+    assert line.startswith(f"{path_of(tmp_path)} is not used, its costs are measured again: ")
     keep(tmp_path, RECORD)
     assert find(tmp_path, SETTING) == RECORD
-
-
-def test_damaged_file_is_removed_with_a_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    keep(tmp_path, RECORD)
-    path = path_of(tmp_path)
-    path.write_text("{")
-    assert find(tmp_path, SETTING) is None
-    assert not path.exists()
-    (line,) = caplog.messages
-    assert line.startswith(f"{path} is not used, its costs are measured again: ")
 
 
 def test_found_costs_are_in_use_now(tmp_path: Path) -> None:
@@ -129,13 +123,16 @@ def test_other_files_of_the_folder_are_neither_read_nor_removed(tmp_path: Path) 
     assert find(tmp_path, foreign.setting) == foreign
 
 
-def test_symbolic_link_is_not_followed(tmp_path: Path) -> None:
+def test_symbolic_link_is_not_followed_nor_a_huge_file_read(tmp_path: Path) -> None:
     keep(tmp_path, RECORD)
     elsewhere = tmp_path / "elsewhere.json"
     path_of(tmp_path).rename(elsewhere)
     path_of(tmp_path).symlink_to(elsewhere)
     assert find(tmp_path, SETTING) is None
     assert elsewhere.exists()
+    path_of(tmp_path).unlink()
+    path_of(tmp_path).write_text(" " * (2 << 20))
+    assert find(tmp_path, SETTING) is None
 
 
 def test_unwritable_folder_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

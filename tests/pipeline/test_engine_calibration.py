@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,6 @@ from whole_engine import CONTEXT, Inbox, WholeEngine, whole_engine
 from pipeline.arrays import Phase
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.calibration import LANES, measure
-from pipeline.calibration.approximations import Threshold
 from pipeline.calibration.file import calibration_path, read
 from pipeline.calibration.measure import BOUND, calibrate
 from pipeline.calibration.observers import TokenOrder
@@ -29,7 +28,6 @@ from pipeline.text.logprobs import log_softmax
 from protocol.messages import Calibrate, Calibrated, Calibrating, Done, SetPolicy
 
 IDS = tuple(np.random.default_rng(0).integers(3, 4000, 400).tolist())
-Loss = Callable[[float], float]
 CALIBRATE = Calibrate(1, token_ids=IDS, tokens=256)
 
 
@@ -123,27 +121,6 @@ def test_failed_calibration_leaves_the_engine_as_it_was(
     whole.events.clear()
     whole.serve(CALIBRATE)
     assert isinstance(answer_of(whole), Calibrated)
-
-
-def test_each_report_counts_on_to_its_total(whole: WholeEngine) -> None:
-    whole.serve(CALIBRATE)
-    totals = {"reading the text": 256, "training the first gate": 1, "sensitivities": None, "threshold": None}
-    totals |= {"training the MLPs of the next gate": 1}
-    stages: dict[str, list[Calibrating]] = {name: [] for name in totals}
-    for message in whole.sent():
-        if isinstance(message, Calibrating):
-            stages[message.stage].append(message)
-    for name, total in totals.items():
-        done = [far.done for far in stages[name]]
-        assert done == sorted(done)
-        assert len({far.total for far in stages[name]}) == 1
-        assert total in (None, stages[name][0].total)
-    assert [far.done for far in stages["reading the text"]][-1] == 256
-    assert [far.done for far in stages["training the first gate"]] == [0]
-    assert stages["sensitivities"][-1].done == stages["sensitivities"][-1].total
-    answers = 32  # tokens of the one validation window's answer, which 8 thresholds decode at most
-    assert stages["threshold"][-1].total == measure.EVALUATIONS * answers
-    assert stages["threshold"][-1].done in range(2 * answers, 8 * answers + 1, answers)
 
 
 def context_of(whole: WholeEngine, **changes: Any) -> CalibrationContext:
@@ -283,32 +260,6 @@ def test_lanes_that_do_not_fit_hold_no_kv(whole: WholeEngine) -> None:
     with pytest.raises(RequestError), lanes(whole.parts.engine, kv, windows, 8):
         pass
     assert kv.used == 0
-
-
-def test_first_gate_is_trained_with_the_engines_seed(whole: WholeEngine) -> None:
-    whole.policies()
-    one, again, other = (calibrated(whole, seed=seed)[0].first_gate for seed in (5, 5, 6))
-    assert np.array_equal(one, again)
-    assert not np.array_equal(one, other)
-
-
-@pytest.mark.parametrize(("value", "used"), [(0.0, 2), (1e9, 1)])
-def test_arrays_of_the_chosen_threshold(
-    whole: WholeEngine, monkeypatch: pytest.MonkeyPatch, value: float, used: int
-) -> None:
-    """Losses, the threshold, and how many experts tokens need under it: both, or one above any."""
-
-    def chosen(candidates: object, loss: Loss, added: Loss, tries: int) -> Threshold:
-        assert (added(2.0), tries) == (2 * BOUND, measure.EVALUATIONS)
-        assert loss(0.0) != loss(1e9)
-        return Threshold(value, 7.0, 3.0, ())
-
-    monkeypatch.setattr(measure, "largest_threshold", chosen)
-    whole.policies()
-    found, findings, _ = calibrated(whole)
-    assert (found.threshold, findings.losses) == (value, {"exact": 3.0, "gated": 7.0})
-    assert found.needed is not None
-    assert (found.needed == np.eye(3)[used]).all()
 
 
 def test_sensitivities_are_of_windows_of_all_the_text(

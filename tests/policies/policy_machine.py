@@ -274,9 +274,9 @@ class Machine:
             assert cut.min() == self.given.shape.tiles
 
     def _check_mask(self, mask: Mask) -> None:
-        """Channels are left out where the policy has a sparsity, and in prompts only if it asks for that."""
-        acts = self.driver.view.phase == "decode" or self.policy.sparsity.prompts_too
-        assert (mask != DENSE) == (acts and not self.policy.sparsity.dense)
+        """Channels are left out in decode where the policy has a sparsity."""
+        decodes = self.driver.view.phase == "decode"
+        assert (mask != DENSE) == (decodes and not self.policy.sparsity.dense)
 
     def _check_gated(self, gated: Gated, rows: int) -> None:
         for routing in (gated.routing, gated.router_routing):

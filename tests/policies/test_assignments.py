@@ -108,8 +108,7 @@ def test_random_depends_on_its_seed_alone(churn: str) -> None:
     assert changed == [churn == "1"] * 4
 
 
-@pytest.mark.parametrize("churn", ["0", "1"])
-@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize(("churn", "share"), [("0", 0.25), ("1", 0.5)])
 def test_random_covers_both_kinds_of_cuts(churn: str, share: float) -> None:
     """A part of the resident tiles is left to the host; missing tiles are fetched, others stay there."""
     shape = ModelShape(layers=8, experts=8, tiles=4, top_k=2)

@@ -67,18 +67,6 @@ def test_each_layer_decides_the_next_one_which_is_fetched_meanwhile() -> None:
     assert machine.view.target.sum() <= 2 * 16
 
 
-def test_pre_gated_layers_fill_their_caches_also_without_prefetching() -> None:
-    """The replacement sees every layer's experts once, also those that the layer before decided."""
-    machine = watched("pre-gated", 8, prediction="none")
-    for _ in range(4):
-        machine.step(1, "decode", (0,))
-        used = [decision.gated.routing.active.experts for decision in machine.decisions[-4:]]
-        for layer, experts in enumerate(used):
-            assert (machine.view.target[layer][experts] == 2).all()
-            assert machine.view.target[layer].sum() == 2 * 2
-    assert machine.predicted == 0
-
-
 def test_whole_layers_are_fetched_one_ahead() -> None:
     """With room for two layers beside the resident first ones; the last layer fetches the first."""
     machine = watched("whole-layer", 24)

@@ -223,14 +223,3 @@ def test_predicted_layer_is_divided_by_landed_tiles_within_their_targets() -> No
     # neither is wholly on the device: the better one stays, expert 0 replaces the other
     assert ahead.gated.router_routing.experts.tolist() == [[2, 1]]
     assert ahead.gated.routing.experts.tolist() == [[2, 0]]
-
-
-@pytest.mark.parametrize(("layer", "places"), [(0, [5, 6]), (1, [2, 3])])
-def test_uses_are_counted_layer_by_layer(layer: int, places: list[int]) -> None:
-    """Each row counts for its own sequence, in the layer that it was routed in."""
-    policy = placed(view := view_of("prefill", [0, 1], (7, 8, 7)))
-    first = policy.plan(0, rows((5, 6), (5, 6), (5, 6)), view)
-    second = policy.plan(1, rows((2, 3), (2, 3), (2, 3)), view)
-    targets = (first, second)[layer].targets
-    assert [target.expert for target in targets if target.tiles] == places
-    assert {target.layer for target in targets} == {layer}

@@ -54,10 +54,9 @@ def test_the_expert_that_saves_most_is_fetched(data: st.DataObject) -> None:
     target = np.where(rng.random((5, 6)) < data.draw(st.sampled_from([0.0, 0.4, 0.9])), 2, 0).astype(np.int32)
     view = replace(view, target=target)
     rows = data.draw(st.sampled_from([1, 1, 4]))
-    depth = data.draw(st.integers(1, 3))
-    part = Impact(depth=depth, prefetch=1)
+    part = Impact()
     layer = data.draw(st.integers(0, 4))
-    assert part.probes(layer, view) == tuple(later for later in range(layer + 1, 5) if later <= layer + depth)
+    assert part.probes(layer, view) == tuple(later for later in range(layer + 1, 5) if later <= layer + 3)
     probes: dict[int, FloatArray] = {
         later: rng.normal(size=(rows, 6)).astype(np.float32) * 2 for later in part.probes(layer, view)
     }
@@ -94,11 +93,8 @@ def test_a_later_layer_comes_first_where_it_gains_more() -> None:
     # layer 1: 4 on the host beside 2, with 4 resident 4 on the device: nothing is saved.
     # layer 2: both on the host, 8; with 2 resident it takes 2 beside 4 on the host: 4 are saved.
     # layer 3 saves as much, but comes later.
-    assert Impact(depth=3, prefetch=1).experts(0, signals, view, as_it_is) == [(2, 2)]
-    # then layer 3; a second expert of a layer saves nothing
-    assert Impact(depth=3, prefetch=4).experts(0, signals, view, as_it_is) == [(2, 2), (3, 1)]
-    assert Impact(depth=1, prefetch=4).experts(0, signals, view, as_it_is) == []
-    assert Impact(depth=3, prefetch=1).experts(0, Signals(None, {}), view, as_it_is) == []
+    assert Impact().experts(0, signals, view, as_it_is) == [(2, 2)]
+    assert Impact().experts(0, Signals(None, {}), view, as_it_is) == []
 
 
 def test_gated_experts_are_not_simulated() -> None:
@@ -109,4 +105,4 @@ def test_gated_experts_are_not_simulated() -> None:
         return Routing(routing.experts, np.where(np.arange(2) == 1, routing.weights, 0))
 
     signals = Signals(None, {1: np.array([[0, 5, 0, 0, 4, 1]], np.float32)})
-    assert Impact(depth=3, prefetch=2).experts(0, signals, view, second_only) == [(1, 4)]
+    assert Impact().experts(0, signals, view, second_only) == [(1, 4)]

@@ -74,15 +74,6 @@ def test_an_mlp_corrects_the_next_gate_where_it_is_better() -> None:
     assert part.routing(3, Signals(None, {}), trained) is None
 
 
-def test_gate_is_applied_to_predicted_routing() -> None:
-    def first_only(layer: int, routing: Routing) -> Routing:
-        assert layer == 2
-        return Routing(routing.experts, np.where(np.arange(2) == 0, routing.weights, 0))
-
-    signals = Signals(None, {2: FAVOURS_2_3})
-    assert NextGate().experts(1, signals, view_with(), first_only) == [(2, 3)]
-
-
 def test_predicted_experts_are_ordered_by_rows_then_weights() -> None:
     experts = np.array([[0, 1], [1, 2], [3, 2], [4, 5]], np.int32)
     weights = np.array([[0.9, 0.1], [0.5, 0.2], [0.6, 0.3], [0.8, 0.0]], np.float32)
@@ -112,7 +103,7 @@ def test_residual_defaults_follow_the_model(experts: int, prefetch: int) -> None
 
 
 def test_lookahead_continues_where_all_experts_are_kept() -> None:
-    part = Lookahead(depth=3)
+    part = Lookahead()
     view = view_with((1, 1), (1, 4), (2, 3), (2, 2))
     assert part.probes(0, view) == (1, 2, 3)
     assert part.probes(2, view) == (3,)
@@ -120,13 +111,11 @@ def test_lookahead_continues_where_all_experts_are_kept() -> None:
     assert part.experts(0, signals, view, as_it_is) == [(3, 1), (3, 4)]
     assert part.experts(0, signals, view_with((1, 1), (1, 4), (2, 3)), as_it_is) == [(2, 2)]
     assert part.experts(0, signals, view_with((2, 3)), as_it_is) == [(1, 1), (1, 4)]
-    assert Lookahead(depth=2).experts(0, signals, view, as_it_is) == []
-    assert Lookahead(depth=1).probes(0, view) == (1,)
 
 
 def test_lookahead_ends_with_the_next_tokens_first_layer() -> None:
     """By the trained gate, where the calibration has one, while one token at a time is decoded."""
-    part = Lookahead(depth=3)
+    part = Lookahead()
     view = view_with((0, 4))
     assert part.probes(3, view) == (0,)
     assert part.experts(3, Signals(None, {0: FAVOURS_1_4}), view, as_it_is) == [(0, 1)]

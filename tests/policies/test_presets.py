@@ -29,7 +29,6 @@ VARIANTS = [
     PolicyRequest("layerwise", {"replacement": "workload", "window": "1", "swaps": "3"}),
     PolicyRequest("fiddler", {"gate": "adaptive", "replacement": "score"}),
     PolicyRequest("dali", {"window": "1"}),
-    PolicyRequest("hybrimoe", {"depth": "2", "prefetch": "3"}),
     PolicyRequest("dali", {"prediction": "none"}),
     PolicyRequest("bandwidth-split", {"replacement": "lru", "prediction": "next-gate"}),
     PolicyRequest("adapmoe", {"sizes": "even", "gate": "own"}),
@@ -43,7 +42,7 @@ VARIANTS = [
     PolicyRequest("moepic", {"theta": "0", "prediction": "lookahead"}),
     PolicyRequest("moepic", {"assignment": "two-ended", "prediction": "impact"}),
     PolicyRequest("daop", {"first_layer": "1", "sparsity": "0.5"}),
-    PolicyRequest("tandem", {"sparsity": "0.9", "masked": "all"}),
+    PolicyRequest("tandem", {"sparsity": "0.9"}),
     PolicyRequest("random", {"churn": "1", "seed": "7"}),
 ]
 each_variant = pytest.mark.parametrize(
@@ -125,23 +124,17 @@ PREDICTING = [name for name, p in PRESETS.items() if p.parts.get("prediction", "
 
 def test_channels_are_predicted_of_the_next_layers_experts_while_they_are_left_out() -> None:
     shape = ModelShape(layers=6, experts=16, tiles=2, top_k=2)
-    for options, phases in (
-        ({"sparsity": "0.5"}, ["decode"]),
-        ({"sparsity": "0.5", "masked": "all"}, ["decode", "prefill"]),
-        ({"sparsity": "0"}, []),
-    ):
-        machine = Machine(make("floe", **options), make_view(shape, 24), np.random.default_rng(1))
+    for sparsity in ("0.5", "0"):
+        machine = Machine(make("floe", sparsity=sparsity), make_view(shape, 24), np.random.default_rng(1))
         off = "floe: prediction=next-channels is off: no channel is left out"
-        assert (off in machine.policy.notes(machine.given)) == (not phases)
+        assert (off in machine.policy.notes(machine.given)) == (sparsity == "0")
         machine.start()
         run(machine, [1] * 4)
-        assert machine.named_channels == (4 * 5 * 2 if phases else 0)
+        assert machine.named_channels == (4 * 5 * 2 if sparsity != "0" else 0)
         assert machine.predicted == machine.wanted == 0
         machine.named_channels = 0
         run(machine, [3] * 2)
-        assert (machine.named_channels > 0) == ("prefill" in phases)
         machine.rest_prefetching()
-        machine.named_channels = 0
         run(machine, [1] * 3)
         assert machine.named_channels == 0
 
@@ -256,7 +249,7 @@ def test_missing_calibration_is_named_with_the_way_without(name, options, words)
     """The error names the command and the options that avoid the calibration; these options suffice."""
     view = make_view(ModelShape(layers=2, experts=8, tiles=2, top_k=2), 16)
     with pytest.raises(PolicyError, match=words) as caught:
-        make(name, **options).placement(view)
+        PolicyDriver[str](make(name, **options), view)
     assert "launch.py calibrate --text FILE" in str(caught.value)
     assert "\n" not in str(caught.value)
     offered = [word.partition(".")[2].partition("=") for word in str(caught.value).split() if "." in word]
@@ -270,7 +263,7 @@ def test_missing_calibration_parts_are_named_with_the_way_without() -> None:
     calibration = replace(calibration, sensitivity=None, threshold=None, first_gate=None)
     view = replace(make_view(shape, 16), calibration=calibration)
     with pytest.raises(PolicyError, match=r"a calibration with sensitivities: .* --set adapmoe\.gate=own"):
-        make("adapmoe").placement(view)
+        PolicyDriver[str](make("adapmoe"), view)
     make("adapmoe", gate="own").placement(view)  # every token needs k experts: no other input is needed
 
 
@@ -280,7 +273,7 @@ def test_missing_costs_are_named() -> None:
         policy = make(name)
         if policy.needs_costs:
             with pytest.raises(PolicyError, match=f"policy {name} plans by costs.*--costs"):
-                policy.placement(view)
+                PolicyDriver[str](policy, view)
         assert preset.exact == policy.exact
 
 
@@ -300,14 +293,6 @@ def test_options_change_what_a_policy_declares() -> None:
     assert not make("on-demand").uses_host
     assert make("on-demand", assignment="cheaper").uses_host
     assert make("dali", prediction="none").name == "dali"
-
-
-def test_engine_seed_is_the_default() -> None:
-    view = make_view(ModelShape(layers=3, experts=8, tiles=2, top_k=2), 20)
-    view = replace(view, calibration=make_calibration(view.shape, np.random.default_rng(0)))
-    three = make("dali", seed="3").placement(view)
-    assert not np.array_equal(three, make("dali", seed="8").placement(view))
-    assert np.array_equal(three, make_policy(PolicyRequest("dali"), 3).placement(view))
 
 
 def test_presets_options_and_parts_can_be_listed() -> None:
@@ -360,7 +345,6 @@ def test_placement_forgets_what_earlier_steps_left(name: str) -> None:
         ("dali", "seed", 0, 2**63 - 1),
         ("daop", "first_layer", 1, 4096),
         ("daop", "swap", 0, 100),
-        ("adapmoe", "depth", 1, 3),
         ("adapmoe", "threshold", 0, 1e9),
         ("moepic", "theta", 0, 1),
         ("floe", "sparsity", 0, 0.95),
@@ -387,30 +371,6 @@ def test_reserve_is_at_most_half_of_a_small_cache(whole: int, cached: int) -> No
     assert made.placement(view).sum() == 2 * cached
     assert make("on-demand", placement="first-layers", replacement="keep").placement(view).sum() == 2 * whole
     assert bool(made.probes(0, view)) == (whole > 1)
-    noted = [note for note in made.notes(view) if "not all of them are prefetched" in note]
-    assert len(noted) == (2 <= whole < 8)
-
-
-@pytest.mark.parametrize("name", ["mixtral-offloading", "hybrimoe", "adapmoe", "whole-layer"])
-def test_prediction_is_not_silently_off(name: str) -> None:
-    """Where half of the cache is less than an expert."""
-    shape = ModelShape(layers=4, experts=8, tiles=2, top_k=2)
-    for whole, off in ((0, True), (1, True), (2, False)):
-        view = make_view(shape, 2 * whole)
-        view = replace(view, calibration=make_calibration(shape, np.random.default_rng(0)))
-        made = make(name)
-        made.placement(view)
-        assert any("is off: half of the cache" in note for note in made.notes(view)) == off
-    assert not any("is off" in note for note in make("on-demand").notes(make_view(shape, 2)))
-
-
-def test_new_calibration_and_new_capacity_change_the_cache_sizes() -> None:
-    shape = ModelShape(layers=5, experts=8, tiles=1, top_k=2)
-    rng = np.random.default_rng(4)
-    made = make("adapmoe")
-    views = [replace(make_view(shape, 22), calibration=make_calibration(shape, rng)) for _ in range(2)]
-    views.append(replace(views[1], capacity=15))
-    placed = [made.placement(view) for view in views]
-    for view, found in zip(views, placed, strict=True):
-        assert np.array_equal(found, make("adapmoe").placement(view))
-    assert len({str(found.sum(axis=1)) for found in placed}) == 3
+    notes = made.notes(view)
+    assert any("not all of them are prefetched" in note for note in notes) == (2 <= whole < 8)
+    assert any("is off: half of the cache" in note for note in notes) == (whole < 2)

@@ -77,15 +77,6 @@ def test_other_formats_refuse_it(name: str) -> None:
     PolicyDriver[str](make(name, sparsity="0"), view)
 
 
-def test_prompts_are_masked_only_where_that_is_asked_for() -> None:
-    for masked, expected in (("decode", DENSE), ("all", Mask(2.0, 1.0))):
-        policy = make("floe-host", sparsity="0.5", masked=masked)
-        machine = Machine(policy, view_with(measured()), np.random.default_rng(0))
-        machine.start()
-        machine.step(3, "prefill")
-        assert machine.masks[0] == expected
-
-
 def test_a_layer_begun_early_has_its_own_mask() -> None:
     """Machine compares it with the mask of the layer itself."""
     policy = make("daop", placement="popular", first_layer="1", sparsity="0.5")

@@ -12,7 +12,7 @@ import pytest
 from replay_cases import COSTS, Scripted, booked, moved, preset, profile, resident, run, took, unused
 from trace_files import make_header, scripted_steps
 
-from pipeline.errors import PlanError, TraceError
+from pipeline.errors import TraceError
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import Gated, ModelShape, Routing, Signals, Target, View
 from pipeline.replay.machine import Replay
@@ -115,17 +115,6 @@ def test_fetched_tiles_overtake_a_prediction() -> None:
     assert unused(machine) == 2
 
 
-def test_prediction_follows_its_own_layers_demand() -> None:
-    """Layer 0 demands a tile and predicts another at 2: the demanded one lands at 7 and is computed until 8,
-    the predicted one lands at 12. Layer 1 plans at 10, waits for it, and is done at 13."""
-    _, outcome = run(ONE_TILE, Scripted(1, predicts=predict_next), [[[0], [1]]], capacity=2)
-    decode = outcome.decode
-    assert took(decode) == pytest.approx(13)
-    assert took(decode, "link") == pytest.approx(5 + 2)
-    assert decode.link_busy == pytest.approx(10)
-    assert booked(decode) == {"fetched": 2, "late": 1}
-
-
 def test_predicted_tiles_overtake_placed_ones() -> None:
     """After layer 0 two tiles of (0, 1) are to be placed, from 4 on; at 6 one of (1, 1) is predicted and
     comes second: the placed one that moves lands at 9, the predicted one at 14, the other placed at 19."""
@@ -213,12 +202,6 @@ def test_phases_are_counted_apart_and_given_popularity_stays() -> None:
     assert (prefill.fidelity.weight, decode.fidelity.weight) == (2.0, 4.0)
     assert counts.tolist() == [[5, 1], [1, 5]]
     assert outcome.notes == []
-
-
-def test_policy_on_the_host_has_no_cache() -> None:
-    machine = Replay(ONE_TILE, preset("all-host"), COSTS, 9)
-    with pytest.raises(PlanError, match="the cache holds 0"):
-        machine.mover.retarget([Target(0, 0, 1)])
 
 
 def test_host_share_of_each_tile_below_the_cut() -> None:
