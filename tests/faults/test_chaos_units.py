@@ -132,27 +132,6 @@ async def test_delay_ends_by_itself(pool: Pool, tmp_path: Path) -> None:
     assert pool.dead() == []
 
 
-async def test_kinds_of_faults_follow_from_the_seed_alone(pool: Pool, tmp_path: Path) -> None:
-    """They do not depend on which peers are up."""
-
-    async def kinds(up: bool, seed: int) -> list[int]:
-        """The number of `corrupt` faults so far, at each fault."""
-        pool.up = [up] * 4
-        moments: list[int] = []
-
-        async def stats() -> dict[str, Any]:
-            moments.append(sum(fault.kind == "corrupt" for fault in made.faults))
-            return await pool.stats()
-
-        chaos = Chaos(("delay", "corrupt"), 200.0, seed)
-        async with Injector(stats, tmp_path, chaos, supervisor=os.getpid()) as made:
-            await until(lambda: len(moments) >= 40)
-        return moments[:40]
-
-    seen = [await kinds(True, 3), await kinds(False, 3), await kinds(True, 4)]
-    assert seen[0] == seen[1] != seen[2]
-
-
 async def test_engine_that_ends_ends_the_injection(tmp_path: Path) -> None:
     async def gone() -> dict[str, Any]:
         raise EngineGone("it was there a moment ago")

@@ -5,7 +5,6 @@ One engine without an expert cache: every tile is computed on the host or fetche
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 from dataclasses import replace
@@ -17,7 +16,6 @@ from oracle import Oracle
 
 from pipeline.counters import TIMED, Counters, PhaseCounters, StepClock, difference
 from protocol.client import Client
-from protocol.sockets import ipc_endpoint, runtime_root
 
 on_the_engine = pytest.mark.asyncio(loop_scope="module")
 
@@ -40,17 +38,8 @@ async def no_cache(start_engine, plain_config, tmp_path_factory):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, end]}))
     costs = folder / "costs.json"
     costs.write_text(json.dumps(HOST_FREE))
-    name = "counters"
-    config = replace(plain_config, name=name, expert_cache=0.0, model=folder, costs=costs, policy="fiddler")
-
-    async def early() -> str:
-        """A client that connects before the engine is ready."""
-        async with Client.connect(ipc_endpoint(runtime_root() / name, "client.sock"), timeout=60) as client:
-            return client.welcome.policy
-
-    waiting = asyncio.create_task(early())
+    config = replace(plain_config, expert_cache=0.0, model=folder, costs=costs, policy="fiddler")
     async with start_engine(config) as (_, client):
-        assert await waiting == "fiddler"
         yield client, end
 
 

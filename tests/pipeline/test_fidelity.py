@@ -18,18 +18,20 @@ def booked(gated: Gated, cut: np.ndarray = ON_HOST, stale: bool = False) -> Fide
     return meter
 
 
-def test_unchanged_routing_counts_weight_alone() -> None:
-    assert booked(Gated.from_router(SAID)) == Fidelity(weight=1.75)
+KEPT = Routing(SAID.experts, np.array([[1.0, 0.0], [0.5, 0.25]], np.float32))
+REPLACED = Routing(np.array([[0, 1], [1, 3]], np.int32), np.array([[0.75, 0.25], [0.4, 0.35]], np.float32))
 
 
-def test_skipped_experts_count_with_the_weight_they_had() -> None:
-    kept = Routing(SAID.experts, np.array([[1.0, 0.0], [0.5, 0.25]], np.float32))
-    assert booked(Gated(kept, SAID)) == Fidelity(weight=1.75, skipped=0.25)
-
-
-def test_substituted_experts_count_with_the_weight_of_those_they_replace() -> None:
-    done = Routing(np.array([[0, 1], [1, 3]], np.int32), np.array([[0.75, 0.25], [0.4, 0.35]], np.float32))
-    assert booked(Gated(done, SAID)) == Fidelity(weight=1.75, substituted=0.5)
+@pytest.mark.parametrize(
+    ("gated", "changed"),
+    [
+        (Gated.from_router(SAID), {}),
+        (Gated(KEPT, SAID), {"skipped": 0.25}),
+        (Gated(REPLACED, SAID), {"substituted": 0.5}),
+    ],
+)
+def test_changed_experts_count_with_the_weight_that_the_router_gave(gated, changed) -> None:
+    assert booked(gated) == Fidelity(weight=1.75, **changed)
 
 
 def test_stale_weight_is_the_hosts_share() -> None:
@@ -44,8 +46,7 @@ def test_fidelity_shares_cover_both_phases() -> None:
     counters = Counters(10, 2)
     before = counters.snapshot()
     counters.phases["prefill"].fidelity.book(Gated.from_router(SAID), ON_HOST, 4, False)
-    kept = Routing(SAID.experts, np.array([[1.0, 0.0], [0.5, 0.25]], np.float32))
-    counters.phases["decode"].fidelity.book(Gated(kept, SAID), ON_HOST, 4, False)
+    counters.phases["decode"].fidelity.book(Gated(KEPT, SAID), ON_HOST, 4, False)
     counted = difference(counters.snapshot(), before)
     shares = fidelity(False, counted)
     assert shares["skipped"] == pytest.approx(0.25 / 3.5)
