@@ -101,23 +101,17 @@ async def test_processes_that_are_not_the_engine_s_are_not_signalled(pool: Pool,
     assert pool.dead() == pool.stopped() == []
 
 
-async def test_processes_are_resumed_when_the_block_fails(pool: Pool, tmp_path: Path) -> None:
+async def test_a_stop_ends_with_the_block_alone_also_where_that_fails(pool: Pool, tmp_path: Path) -> None:
     async def fail() -> None:
-        async with injector(pool, tmp_path, "stop", "delay"):
+        async with injector(pool, tmp_path, "stop") as made:
             await until(lambda: len(pool.stopped()) == 4)
+            made.chaos = Chaos(("corrupt",))  # none is stopped again
+            await asyncio.sleep(DELAY_SECONDS[1] + 0.2)  # longer than any delay
+            assert len(pool.stopped()) == 4
             raise RuntimeError("the load failed")
 
     with pytest.raises(RuntimeError, match="the load failed"):
         await fail()
-    assert pool.stopped() == pool.dead() == []
-
-
-async def test_a_stop_ends_with_the_block_alone(pool: Pool, tmp_path: Path) -> None:
-    async with injector(pool, tmp_path, "stop") as made:
-        await until(lambda: len(pool.stopped()) == 4)
-        made.chaos = Chaos(("corrupt",))  # none is stopped again
-        await asyncio.sleep(DELAY_SECONDS[1] + 0.2)  # longer than any delay
-        assert len(pool.stopped()) == 4
     assert pool.stopped() == pool.dead() == []
 
 
