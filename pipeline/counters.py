@@ -68,31 +68,6 @@ def fidelity(exact: bool, counted: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass
-class Hits:
-    """Counts by layer what a phase's steps used and found resident when their layers were planned, also where
-    the host computed it. An expert is a hit where all of its tiles are."""
-
-    layers: int
-
-    def __post_init__(self) -> None:
-        self.active: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # experts used
-        self.hits: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # of them, wholly resident
-        self.active_tiles: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # of the experts used
-        self.hit_tiles: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # of them, resident
-        # the same memory, in which Python changes single numbers sooner
-        self._counts = self.active.data, self.active_tiles.data, self.hits.data, self.hit_tiles.data
-
-    def book_hits(self, layer: int, resident: Sequence[int], tiles: int) -> None:
-        """Count one step of a layer. `resident`: the resident tiles, of `tiles`, of each expert used."""
-        active, active_tiles, hits, hit_tiles = self._counts
-        active[layer] += len(resident)
-        active_tiles[layer] += tiles * len(resident)
-        if any(resident):
-            hits[layer] += resident.count(tiles)
-            hit_tiles[layer] += sum(resident)
-
-
-@dataclass
 class ChannelCounters:
     """Counts channels that were moved to the device, and how well they were predicted."""
 
@@ -134,9 +109,13 @@ class PrefetchedTiles:
 
 
 @dataclass
-class MoveCounters(Hits):
-    """Counts what was moved to the device for predictions, and what became of it."""
+class PhaseCounters:
+    """Sums over the steps of one phase. A tile counts once for each step in which it is computed. Counts by
+    layer are of what steps used and found resident when their layers were planned, also where the host
+    computed it."""
 
+    layers: int
+    # what was moved to the device for predictions, and what became of it
     wanted_experts: int = 0  # that predictions named and that were neither resident nor under way
     issued_experts: int = 0  # of those, ordered from the link
     paused_steps: int = 0  # without predictions, because too few of their tiles had been used
@@ -146,12 +125,7 @@ class MoveCounters(Hits):
     late_tiles: int = 0  # demanded while their predicted fetch was under way
     placed_tiles: int = 0  # landed in the background, for no prediction
     channels: ChannelCounters = field(default_factory=ChannelCounters)
-
-
-@dataclass
-class PhaseCounters(MoveCounters):
-    """Sums over the steps of one phase. A tile counts once for each step in which it is computed."""
-
+    # what was computed
     steps: int = 0
     rows: int = 0
     host_tiles: int = 0
@@ -165,10 +139,24 @@ class PhaseCounters(MoveCounters):
     fidelity: Fidelity = field(default_factory=Fidelity)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self.active: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # experts used
+        self.hits: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # of them, wholly resident
+        self.active_tiles: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # of the experts used
+        self.hit_tiles: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # of them, resident
+        # the same memory, in which Python changes single numbers sooner
+        self._counts = self.active.data, self.active_tiles.data, self.hits.data, self.hit_tiles.data
         self.device_seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)  # by the device's clock
         # by part and layer; the last number of each part: outside layers
         self.seconds: dict[Part, list[float]] = {part: [0.0] * (self.layers + 1) for part in PARTS}
+
+    def book_hits(self, layer: int, resident: Sequence[int], tiles: int) -> None:
+        """Count one step of a layer. `resident`: the resident tiles, of `tiles`, of each expert used."""
+        active, active_tiles, hits, hit_tiles = self._counts
+        active[layer] += len(resident)
+        active_tiles[layer] += tiles * len(resident)
+        if any(resident):
+            hits[layer] += resident.count(tiles)
+            hit_tiles[layer] += sum(resident)
 
     @property
     def prefetched(self) -> tuple[int, int]:

@@ -106,7 +106,7 @@ class PrefetchLink(Link):
                         order.final = True
                     self._orders.clear()
                     self._seconds.clear()
-        if not messages and (wait_ms or self._attaching):
+        if not messages:
             self._check_progress()
 
     def wait(self, order: Order, landed: int) -> None:

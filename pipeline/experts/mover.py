@@ -27,7 +27,7 @@ import numpy as np
 
 from pipeline.arrays import IntArray
 from pipeline.config import BACKGROUND_ORDERS
-from pipeline.counters import MoveCounters, PrefetchedTiles
+from pipeline.counters import PhaseCounters, PrefetchedTiles
 from pipeline.experts.cache import ExpertCache
 from pipeline.policies.view import Target
 from workers.copiers import TileCopy
@@ -61,7 +61,7 @@ class Landed(NamedTuple):
 class Prediction:
     """An expert's predicted tiles. They are counted in the phase that predicted them."""
 
-    counters: MoveCounters
+    counters: PhaseCounters
     unused: PrefetchedTiles = field(default_factory=PrefetchedTiles)
     ordered: bool = False  # an order of it was sent
 
@@ -171,7 +171,7 @@ class Mover:
         self.cache, self.link = cache, link
         # the same memory, of which Python reads and writes single numbers sooner
         self._resident, self._target = cache.residency.data, cache.target.data
-        self.counters = MoveCounters(len(cache.residency))  # of the present phase
+        self.counters = PhaseCounters(len(cache.residency))  # of the present phase
         self.demanded = 0  # tiles that landed on demand
         self.placed = 0  # tiles that landed in the background
         self._copier, self._wait, self._each, self._channels = copier, wait, each, channels
@@ -199,8 +199,8 @@ class Mover:
         if not changes:
             return
         before = self.cache.set_targets(changes)
-        for layer, expert, tiles in changes:
-            key = layer, expert
+        for key in before:  # once, where an expert has several targets: the last one counts
+            tiles = self._target[key]
             order = self._orders.get(key)
             if order is not None and order.lo + order.size > tiles:
                 self._cancel(order)

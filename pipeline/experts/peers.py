@@ -38,16 +38,6 @@ STALL_SLICE = 0.1  # seconds that one reading may count: this process may have b
 SendToSupervisor = Callable[[object], None]
 
 
-@dataclass(frozen=True)
-class SilenceLimits:
-    """Seconds without a sign of progress that the pool accepts."""
-
-    stall: float = 3.0  # without a tile: the worker is hung
-    stall_row: float = 0.02  # added for each row that it computes
-    first_answer: float = 60.0  # instead of these, while it imports: that does not count as progress
-    pool: float = 120.0  # without a message from any worker: the engine fails
-
-
 class ProgressWatch:
     """Measures the seconds without progress of a child that has work. Only time between close readings
     counts."""

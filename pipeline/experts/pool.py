@@ -25,7 +25,7 @@ from pipeline.config import WorkerCores
 from pipeline.device.base import Device, sum_on_host
 from pipeline.errors import PeerLost, ShardFailed
 from pipeline.experts.division import Divided, Divider, Split, empty_part
-from pipeline.experts.peers import ChildServerSocket, ProgressWatch, SilenceLimits
+from pipeline.experts.peers import ChildServerSocket, ProgressWatch
 from protocol.messages import Ready, WorkerDied, WorkFailed
 from shm.control import ControlSegment
 from shm.descriptor import Descriptor
@@ -38,6 +38,11 @@ if TYPE_CHECKING:
 
 MAX_CRASHES = 2  # of workers while they computed one Work, by a crash
 MAX_EXITS = 8  # the same by any cause: the system may kill workers when memory is short
+# Seconds without a sign of progress.
+STALL_LIMIT = 3.0  # without a tile: the worker is hung
+STALL_LIMIT_ROW = 0.02  # added for each row that it computes
+FIRST_ANSWER_LIMIT = 60.0  # instead of these, while it imports: that does not count as progress
+POOL_LIMIT = 120.0  # without a message from any worker: the engine fails
 
 
 @dataclass(eq=False)
@@ -191,7 +196,6 @@ class HostPool:
         socket: ChildServerSocket | None = None,
         carrier: Carrier | None = None,
         control: ControlSegment | None = None,
-        limits: SilenceLimits | None = None,
     ) -> None:
         """`cores`: of the expected workers, among which `divider` divides. `compute`: in this process: all
         Works where there is no carrier to workers; otherwise one now and then, as a worker on one core.
@@ -202,7 +206,6 @@ class HostPool:
         self._compute = compute
         self._socket, self._carrier = socket, carrier or Carrier()
         self._lines = [control.line("worker", index) for index in range(self.workers)] if control else []
-        self._limits = limits or SilenceLimits()
         self._beside: int | None = None  # the worker on this thread's core, for an announced share
         self._next = 1  # seq
         self._running: dict[int, _Worker] = {}  # by index
@@ -250,16 +253,15 @@ class HostPool:
         memory."""
         for task in ticket.own:
             self._compute_own(task)
-        limit = self._limits.pool
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + POOL_LIMIT
         while not ticket.complete:
             if ticket.failure:
                 self.abandon(ticket)
                 raise ShardFailed(ticket.failure)
             if self.update(50):
-                deadline = time.monotonic() + limit
+                deadline = time.monotonic() + POOL_LIMIT
             elif time.monotonic() > deadline:
-                raise PeerLost(f"no worker has started or answered for {limit:.0f} s")
+                raise PeerLost(f"no worker has started or answered for {POOL_LIMIT:.0f} s")
         return [ticket.answers[task.seq].y for task in ticket.tasks]
 
     def release(self, ticket: Ticket, on_device: bool = False) -> None:
@@ -382,13 +384,12 @@ class HostPool:
 
     def _check_progress(self) -> None:
         """Report workers that have tasks and make no progress."""
-        limits = self._limits
         for index, worker in self._running.items():
             if not worker.tasks:
                 worker.watch.reset()
                 continue
             rows = max(len(task.ticket.x) for task in worker.tasks.values())
             up = self._peers.is_up(index)
-            limit = limits.stall + rows * limits.stall_row if up else limits.first_answer
+            limit = STALL_LIMIT + rows * STALL_LIMIT_ROW if up else FIRST_ANSWER_LIMIT
             if worker.watch.stalled(self._lines[index].ticks) > limit:
                 self._peers.report_hung(index)

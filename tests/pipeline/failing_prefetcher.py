@@ -95,10 +95,10 @@ class _FailingLoop(CopyLoop):
     """The prefetcher's loop with failing copiers. It has the slab of a GPU already."""
 
     generation: Generation
-    slab: SlabMemory
+    slab: SlabMemory | None
 
     def _accept(self, message: object) -> None:
-        if isinstance(message, AttachSlab):
+        if isinstance(message, AttachSlab) and self.slab is not None:
             order, address = message, getattr(self.slab, "_address", 0)
             if order.kind == "cuda":
                 self._copier = CudaCopier(self._store, 0, address, order.slot_bytes, link=self._link)
@@ -125,9 +125,10 @@ class FailingPrefetcher:
         socket: ChildServerSocket,
         exits: ExitEvents,
         line: ControlLine,
-        link: EmulatedLink | None,
-        slab: SlabMemory,
+        link: EmulatedLink | None = None,
+        slab: SlabMemory | None = None,
     ) -> None:
+        """Without a slab it maps the one that it is told, and cannot be made to exit."""
         self._line, self._link, self._slab = line, link, slab
         self._runtime, self._store, self._socket, self._exits = runtime, store, socket, exits
         self._lock = threading.Lock()
@@ -204,20 +205,6 @@ def start_prefetcher(
     runtime: Path, store: Store, socket: ChildServerSocket, line: ControlLine
 ) -> Callable[[], None]:
     """Start one that does not fail, in a thread. Returns the function that stops it."""
-
-    def copy() -> None:
-        endpoint = child_endpoint(runtime, "prefetcher", "fetch.sock", store.fingerprint)
-        endpoint.announce()
-        CopyLoop(endpoint, store, line).serve()
-        endpoint.close()
-
-    def stop() -> None:
-        while not socket.stats():  # it has not announced itself
-            socket.receive(50)
-        socket.send(0, Shutdown())
-        thread.join(LIMIT)
-        assert not thread.is_alive()
-
-    thread = threading.Thread(target=copy, name="prefetcher", daemon=True)
-    thread.start()
-    return stop
+    prefetcher = FailingPrefetcher(runtime, store, socket, ExitEvents(), line)
+    prefetcher.start()
+    return prefetcher.shut_down

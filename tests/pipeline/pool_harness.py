@@ -18,7 +18,7 @@ from pipeline.arrays import FloatArray
 from pipeline.config import WorkerCores
 from pipeline.experts.carriers import ArenaCarrier, SocketCarrier
 from pipeline.experts.division import Divided
-from pipeline.experts.peers import ChildServerSocket, ExitEvents, SilenceLimits
+from pipeline.experts.peers import ChildServerSocket, ExitEvents
 from pipeline.experts.pool import Carrier, Compute, HostPool, Ticket
 from protocol.messages import Abandon, AttachLane, Partial, Work, WorkerDied, WorkerUp, WorkFailed
 from shm.control import ControlSegment
@@ -32,7 +32,7 @@ SHAPE = LaneShape(HIDDEN, (4, 64), (500, 64))
 X = np.ones((1, HIDDEN), np.float32)
 _ARENAS = itertools.count()
 QUIET = 0.15  # seconds without a message that count as silence
-TICK = 0.01  # seconds
+TICK = 0.05  # seconds
 
 
 @dataclass(frozen=True)
@@ -193,25 +193,22 @@ class PoolHarness:
         self,
         workers: int,
         warm: bool = True,
-        limits: SilenceLimits | None = None,
         compute: Compute | None = None,
         cores: WorkerCores | None = None,
     ) -> list[Worker]:
         """A pool with all its workers; with `warm` all of them are up."""
         cores = cores or WorkerCores.equal(workers)
         divider = Tiles((), 0, DENSE)
-        self.pool = HostPool(divider, cores, compute, self.socket, self.carrier, self.control, limits)
+        self.pool = HostPool(divider, cores, compute, self.socket, self.carrier, self.control)
         started = [self.worker(index) for index in range(workers)]
         self.pool.wait_ready(LIMIT)
         for worker in started if warm else ():
             worker.warm_up()
         return started
 
-    def begin(
-        self, workers: int, limits: SilenceLimits | None = None
-    ) -> tuple[list[Worker], Ticket, list[Taken]]:
+    def begin(self, workers: int) -> tuple[list[Worker], Ticket, list[Taken]]:
         """`start`, then one ticket: each worker has taken the Work of the tile with its index."""
-        started = self.start(workers, limits=limits)
+        started = self.start(workers)
         ticket = self.submit(*range(workers))
         return started, ticket, [worker.take()[0] for worker in started]
 

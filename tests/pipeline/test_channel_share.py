@@ -150,23 +150,6 @@ def test_predicted_channels_of_the_same_input_are_all_right(parts, memory) -> No
     assert found.moved == tally.kept + found.wasted
 
 
-def test_without_a_prefetcher_it_is_the_same(parts, memory) -> None:
-    """Also where it exits while it moves predicted channels."""
-    memory.mover.retarget(Target(1, expert, 0) for expert in range(3))
-    mask = Mask(share=0.25)
-    for _ in range(2):
-        memory.count_in(PhaseCounters(SHAPE.layers))
-        parts.prefetcher.exit_after(0, restarted=False)
-        share = share_in(memory, [TILES, 3, 0], [[0], [1], []])
-        memory.prefetch_channels(1, share, torch.from_numpy(X), mask)
-        y, tally, _ = on_device(memory, share, mask)
-        wanted, counted = on_host(parts, share, mask)
-        np.testing.assert_array_equal(y, wanted)
-        close(tally, counted)
-    parts.prefetcher.start()
-    assert parts.link.wait_up(100)
-
-
 @pytest.mark.parametrize("mask", [DENSE, Mask(threshold=0.8), Mask(share=0.25)])
 def test_in_torch_as_on_a_gpu(parts, mask: Mask) -> None:
     """The same bits whatever is resident, and what the workers compute to rounding."""

@@ -1,23 +1,21 @@
-"""The engine's counters for plans with known work, and the effect of costs on fiddler's plans.
-
-One engine without an expert cache: every tile is computed on the host or fetched.
-"""
+"""The engine's counters: for plans with known work, on an engine without an expert cache, so that every tile
+is computed on the host or fetched; and for fidelity, against weights added up by hand."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import pytest_asyncio
 import torch
 from oracle import Oracle
 
-from pipeline.counters import TIMED, Counters, PhaseCounters, StepClock, difference
+from pipeline.counters import TIMED, Counters, Fidelity, PhaseCounters, StepClock, difference, fidelity
+from pipeline.policies.view import Gated, Routing
 from protocol.client import Client
-from protocol.sockets import ipc_endpoint, runtime_root
 
 on_the_engine = pytest.mark.asyncio(loop_scope="module")
 
@@ -27,7 +25,6 @@ STEP = 2 * 2 * 3  # tiles of a decode step of one sequence: layers x top-2 x til
 TILE_BYTES = 3 * 32 * 64 * 4
 ENDS = 4  # this many tokens come before the end token
 HOST_FREE = {"rows": [1, 64], "host": [0.0, 0.0], "device": [1.0, 1.0], "link": 1.0, "round_trip": 0.0}
-LINK_FREE = {"rows": [1, 64], "host": [1.0, 1.0], "device": [0.0, 0.0], "link": 0.0, "round_trip": 1.0}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -40,17 +37,8 @@ async def no_cache(start_engine, plain_config, tmp_path_factory):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, end]}))
     costs = folder / "costs.json"
     costs.write_text(json.dumps(HOST_FREE))
-    name = "counters"
-    config = replace(plain_config, name=name, expert_cache=0.0, model=folder, costs=costs, policy="fiddler")
-
-    async def early() -> str:
-        """A client that connects before the engine is ready."""
-        async with Client.connect(ipc_endpoint(runtime_root() / name, "client.sock"), timeout=60) as client:
-            return client.welcome.policy
-
-    waiting = asyncio.create_task(early())
+    config = replace(plain_config, expert_cache=0.0, model=folder, costs=costs, policy="fiddler")
     async with start_engine(config) as (_, client):
-        assert await waiting == "fiddler"
         yield client, end
 
 
@@ -154,3 +142,52 @@ def test_some_steps_are_timed_by_the_devices_clock() -> None:
     counters.steps = TIMED // 2
     StepClock(counters, device).mark("device")
     assert device.marks == before
+
+
+# --- fidelity ------------------------------------------------------------------------------------------
+
+SAID = Routing(np.array([[0, 1], [2, 3]], np.int32), np.array([[0.75, 0.25], [0.5, 0.25]], np.float32))
+ON_HOST = np.zeros(4, np.int32)
+
+
+def booked(gated: Gated, cut: np.ndarray = ON_HOST, stale: bool = False) -> Fidelity:
+    meter = Fidelity()
+    meter.book(gated, cut, 4, stale)
+    return meter
+
+
+KEPT = Routing(SAID.experts, np.array([[1.0, 0.0], [0.5, 0.25]], np.float32))
+REPLACED = Routing(np.array([[0, 1], [1, 3]], np.int32), np.array([[0.75, 0.25], [0.4, 0.35]], np.float32))
+
+
+@pytest.mark.parametrize(
+    ("gated", "changed"),
+    [
+        (Gated.from_router(SAID), {}),
+        (Gated(KEPT, SAID), {"skipped": 0.25}),
+        (Gated(REPLACED, SAID), {"substituted": 0.5}),
+    ],
+)
+def test_changed_experts_count_with_the_weight_that_the_router_gave(gated, changed) -> None:
+    assert booked(gated) == Fidelity(weight=1.75, **changed)
+
+
+def test_stale_weight_is_the_hosts_share() -> None:
+    """Of expert 0 all four tiles, of 1 none, of 2 one, of 3 two."""
+    cut = np.array([0, 4, 3, 2], np.int32)
+    meter = booked(Gated(SAID, SAID, predicted=True), cut, stale=True)
+    assert meter.stale == pytest.approx(0.75 + 0 + 0.5 / 4 + 0.25 / 2)
+    assert meter.predicted == meter.weight == 1.75
+
+
+def test_fidelity_shares_cover_both_phases() -> None:
+    counters = Counters(10, 2)
+    before = counters.snapshot()
+    counters.phases["prefill"].fidelity.book(Gated.from_router(SAID), ON_HOST, 4, False)
+    counters.phases["decode"].fidelity.book(Gated(KEPT, SAID), ON_HOST, 4, False)
+    counted = difference(counters.snapshot(), before)
+    shares = fidelity(False, counted)
+    assert shares["skipped"] == pytest.approx(0.25 / 3.5)
+    assert {shares[kind] for kind in ("substituted", "stale", "predicted")} == {0.0}
+    assert fidelity(True, counted) == {"exact": True}
+    assert fidelity(False, before)["skipped"] == 0.0

@@ -22,11 +22,8 @@ from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
-from pipeline.config import EngineConfig
 from pipeline.engine.engine import Engine
-from pipeline.memory.needs import cache_tiles, needs
 from pipeline.models.registry import expert_shape, model_spec
-from pipeline.models.shapes import SHAPES
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
@@ -37,10 +34,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not wri
 COSTS = Costs(rows=(1,), host=(1.0,), device=(0.1,), link=0.5, round_trip=0.1)
 PRESETS = ("on-demand", "mixtral-offloading", "layerwise", "fiddler", "tandem", "random")
 STEPS = 6
-LARGE_EXPERTS = SHAPES["mixtral-8x7b"] | {
-    **{"hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 512},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
-}
 # Operations of torch beside the kernels of attention, a layer of a decode step of two sequences without its
 # routed experts.
 LAUNCHES = {"mixtral": 13, "phimoe": 13, "qwen2_moe": 21, "qwen3_moe": 16, "deepseek_v2": 26, "olmoe": 16}
@@ -100,37 +93,6 @@ def test_a_layer_launches_few_kernels_and_waits_once(engine) -> None:
                 assert layer["from host"] <= 6, preset
                 # of torch: scratch memory and sums, of experts and of attention
                 assert layer["allocations"] <= layer["from host"] + 5, preset
-
-
-@pytest.mark.parametrize("share", [0.0, 0.25])
-def test_a_layer_of_large_experts(share: float, tmp_path: Path, monkeypatch) -> None:
-    """With the plan's staging slots, no tile that a layer demands for one token waits for a slot. Of several
-    sequences that holds for layers that demand no more than that; the others launch what has landed when a
-    slot is needed."""
-    monkeypatch.setitem(SHAPES, "large-experts", LARGE_EXPERTS)
-    model = Path("shape:large-experts")
-    source = open_model(model)
-    shape = expert_shape(source.config, 64, format_named("int4"))
-    planned = needs(source, EngineConfig(device="cuda", tile=64), "int4")
-    capacity, staging = cache_tiles(share, planned.tiles), planned.layer_staging
-    assert (shape.tiles, staging) == (8, 18)
-    with ExitStack() as stack:
-        device, runtime = stack.enter_context(counting_device())
-        store = stack.enter_context(encoded_store(shape, "large_experts", "int4"))
-        made = engine_in_threads(model, tmp_path, capacity, store, staging, device)
-        engine = stack.enter_context(made)[0]
-        for preset in ("on-demand", "mixtral-offloading", "fiddler", "tandem"):
-            for rows in (1, 3) if preset in ("on-demand", "tandem") else (1,):
-                layers = counted_steps(engine, device, preset, rows, runtime.calls)
-                assert sum(layer["fetched"] for layer in layers) > 0, preset
-                for layer in layers:
-                    assert layer["to host"] <= 1
-                    assert layer["blocking copies"] == 0
-                    assert rows > 1 or layer["fetched"] <= staging - 2
-                    if layer["fetched"] <= staging - 2:
-                        assert layer["kernels"] <= 8, (preset, rows, layer)
-                        assert layer["from host"] <= 6, (preset, rows, layer)
-                        assert share or layer["cudaEventSynchronize"] == 0, (preset, rows, layer)
 
 
 @pytest.mark.parametrize("family", PLAIN)

@@ -9,14 +9,12 @@ import pytest
 import torch
 from made_shares import share_of
 from mover_parts import SHAPE, SLOTS, MoverParts, mover_parts
-from test_mover_orders import EXPERTS, LAYERS, TILES, ManualLink, RecordingCopier
 
 from pipeline.counters import PhaseCounters, StepClock
 from pipeline.device import open_device
 from pipeline.errors import PlanError
 from pipeline.experts.device_share import DeviceMemory, Slab
 from pipeline.experts.division import NOTHING, Share
-from pipeline.experts.mover import PLACED, PREDICTED
 from pipeline.policies.view import ModelShape, Target
 from shm.mask import DENSE
 from workers.kernels.reference import ReferenceKernel
@@ -84,57 +82,6 @@ def test_resident_and_fetched_tiles_are_summed_and_counted(parts: MoverParts) ->
         found.append(y)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
-
-
-class SlotNumbers:
-    """A slab of which only the number of slots matters."""
-
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
-
-
-def memory_of(capacity: int) -> tuple[DeviceMemory, ManualLink, RecordingCopier]:
-    link, copier = ManualLink(), RecordingCopier(set())
-    slab = Slab(SlotNumbers(capacity + 2), capacity, link, copier)
-    shape = ModelShape(LAYERS, EXPERTS, TILES, 2)
-    return DeviceMemory(shape, open_device("cpu"), slab), link, copier
-
-
-def orders(link: ManualLink) -> list[tuple[int, int, int, int]]:
-    """Expert, first tile, number of tiles and urgency of each order."""
-    return [(o.expert, o.lo, len(o.slots), o.urgency) for o in link.sent]
-
-
-def test_prediction_is_ordered_at_once_and_what_follows_a_layer_after_its_landings() -> None:
-    memory, link, _ = memory_of(3 * TILES)
-    memory.prefetch([Target(0, 1, TILES)])
-    assert orders(link) == [(1, 0, TILES, PREDICTED)]
-    assert not memory.idle
-    link.land(link.sent[0], TILES)
-    memory.end_layer([Target(0, 2, TILES)])
-    assert memory.residency[0].tolist() == [0, TILES, 0, 0]
-    assert memory.target[0].tolist() == [0, TILES, TILES, 0]
-    assert orders(link)[1:] == [(2, 0, TILES, PLACED)]
-    assert not memory.idle
-    link.land(link.sent[1], TILES)
-    memory.poll()
-    assert memory.idle
-    memory.audit()
-
-
-def test_only_items_with_resident_tiles_use_a_prediction() -> None:
-    """And only tiles below the cut are demanded."""
-    memory, link, copier = memory_of(3 * TILES)
-    counters = PhaseCounters(LAYERS)
-    memory.count_in(counters)
-    memory.prefetch([Target(0, expert, 2) for expert in (0, 1, 2)])
-    for order in link.sent:
-        link.land(order, 2)
-    memory.mover.collect_landings()
-    share = share_of([(0, 2, 2), (1, 0, 1), (3, 0, 3)], [[0], [0], [0]])
-    work = memory.begin(0, share, X, DENSE, StepClock(counters))
-    assert (counters.predicted_tiles, counters.useful_tiles) == (6, 2)
-    assert [landed[:2] for (landed,) in work.landing] == [(1, 0), (3, 0), (3, 1), (3, 2)] == copier.tiles()
 
 
 def test_engine_without_a_slab_has_an_empty_memory() -> None:

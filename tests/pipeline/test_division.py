@@ -233,18 +233,6 @@ def simple(ranges: list[tuple[int, int, int]], rows: int = 1) -> Split:
     return Split(0, Routing(experts, np.ones(experts.shape, np.float32)), lo, hi, DENSE)
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-def test_workers_read_their_own_nodes_tiles_where_nodes_have_equal_cores(rows: int) -> None:
-    """Two nodes, two workers on the first and a wider one on the second; some tiles are resident."""
-    plan = simple([(1, 0, 8), (4, 2, 8), (5, 0, 8), (7, 4, 8)], rows)
-    found = [
-        tiles_of(parts_of(part))
-        for _, part in Divider(WorkerCores((2, 2, 4), 2), 16, 8).divide(plan, 0).parts
-    ]
-    assert [{node_of(*tile, 2) for tile in tiles} for tiles in found] == [{0}, {0}, {1}]
-    assert [len(tiles) for tiles in found] == [6, 7, 13]
-
-
 def test_what_is_nobodys_has_no_descriptor_and_unknown_experts_are_refused() -> None:
     workers, none = WorkerCores.equal(3), np.zeros(EXPERTS, np.int32)
     plan = Split(0, Routing(np.array([[1, 2]], np.int32), np.ones((1, 2), np.float32)), none, none, DENSE)

@@ -187,22 +187,6 @@ def test_answer_s_messages_have_text_margin_and_end_token() -> None:
     assert ([t.token for t in tokens], done.reason, "end" in done.stats) == ([97, END, 98], "length", False)
 
 
-@pytest.mark.parametrize(
-    ("resume", "stop", "script", "indices", "reason", "text"),
-    [
-        (b"ab", (), "c", [2], "length", ""),
-        (b"abc", (), "z", [], "length", ""),  # complete: it lacks only its Done
-        (b"ax", ("xy",), "y", [2], "stop", ""),
-        (b"xy", ("xy",), "z", [], "stop", ""),
-    ],
-)
-def test_resumed_answer_continues_behind_its_tokens(resume, stop, script, indices, reason, text) -> None:
-    message = Generate(0, token_ids=PROMPT, max_tokens=3, stop=stop, resume=tuple(resume))
-    tokens, done = answer(message, script, Letters(certain=True))
-    assert ([t.index for t in tokens], done.reason, done.text) == (indices, reason, text)
-    assert done.stats["prompt_tokens"] == len(PROMPT)
-
-
 def test_stats_are_of_the_first_admission_and_of_each_phase(clock: Clock) -> None:
     """The request waits 2 s and is preempted once; its prompt has 5 tokens, 2 of them from an earlier
     request."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from failing_prefetcher import NEVER
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from mover_parts import (
@@ -47,8 +48,9 @@ def parts(request, mover_store, tmp_path_factory) -> Iterator[MoverParts]:
 
 @pytest.fixture
 def running(parts) -> MoverParts:
-    """With a prefetcher that takes orders."""
+    """With a prefetcher that takes orders, and does not exit as an example may have asked for."""
     parts.prefetcher.start()
+    parts.prefetcher.exit_after(NEVER, restarted=True)
     assert parts.link.wait_up(LIMIT)
     return parts
 
@@ -102,6 +104,12 @@ CALLS = st.one_of(
     capacity=2, staging=1, each=True, calls=[[Target(0, 0, 2)], "update", (0, [1, 0, 0]), (0, [2, 0, 0])]
 )
 @example(capacity=15, staging=1, each=False, calls=[FULL[:5], "update", "kill", (1, [5, 5, 5]), "wait_idle"])
+@example(
+    capacity=9,
+    staging=7,
+    each=False,
+    calls=[Predicted([Target(0, 0, 3)]), "wait_idle", Predicted([Target(0, 0, 1), Target(0, 0, 4)])],
+)
 @example(capacity=0, staging=2, each=False, calls=[("exit", 3, True), (0, [5, 5, 5]), (1, [5, 5, 5])])
 @given(
     capacity=st.integers(0, 16),

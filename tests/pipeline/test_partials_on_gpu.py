@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from emulated_cuda import EmulatedLauncher, library
 from fake_gpu import FakeCudaDevice, fake_device
 from fake_runtime import FakeRuntime
@@ -156,14 +155,3 @@ def test_where_memory_cannot_be_shared_the_host_adds(pool, gpu, call, caplog) ->
     assert pool.carrier.stats()["read_by_gpu"] == 0
     assert caplog.text.count(f"answers are added on the host: the GPU cannot read them: {call}") == 1
     assert not runtime.registered
-
-
-def test_bits_are_the_hosts(pool, gpu) -> None:
-    """Also of a partial sum of zeros without a sign."""
-    device, runtime = gpu
-    (worker,) = pool.start(1)
-    ticket = submit(pool, 5, rows=1)
-    worker.answer(*worker.take(), -0.0)
-    y = ticket.result_on(device)
-    runtime.drain()
-    assert torch.equal(torch.signbit(y), torch.zeros(1, HIDDEN, dtype=torch.bool))

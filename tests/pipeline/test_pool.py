@@ -8,7 +8,7 @@ import pytest
 from pool_harness import HIDDEN, QUIET, PoolHarness, X
 
 from pipeline.errors import PeerLost, ShardFailed
-from pipeline.experts.peers import SilenceLimits
+from pipeline.experts import pool
 from protocol.messages import Abandon, Partial, WorkerDied, WorkerUp
 
 CANCELS = [1e8, -1e8, 1.0]  # their float32 sum depends on the order: 1 in this one, 0 in others
@@ -134,8 +134,9 @@ def test_unassigned_work_waits_for_the_only_workers_restart(harness: PoolHarness
     assert harness.reports == [WorkerUp("worker", 0, 0), WorkerUp("worker", 0, 1)]
 
 
-def test_wait_without_any_worker_ends_after_the_pools_limit(harness: PoolHarness) -> None:
-    (worker,), ticket, _ = harness.begin(1, SilenceLimits(pool=0.3))
+def test_wait_without_any_worker_ends_after_the_pools_limit(harness: PoolHarness, monkeypatch) -> None:
+    monkeypatch.setattr(pool, "POOL_LIMIT", 0.3)
+    (worker,), ticket, _ = harness.begin(1)
     worker.exit()
     harness.update_for(0.05)
     with pytest.raises(PeerLost, match="no worker has started"):

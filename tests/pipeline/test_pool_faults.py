@@ -7,11 +7,9 @@ import pytest
 from pool_harness import HIDDEN, QUIET, PoolHarness, Taken, Worker
 
 from pipeline.errors import ShardFailed
-from pipeline.experts.peers import STALL_SLICE, SilenceLimits
-from pipeline.experts.pool import Ticket
+from pipeline.experts.peers import STALL_SLICE
+from pipeline.experts.pool import STALL_LIMIT, Ticket
 from protocol.messages import Abandon, Hung
-
-SHORT = SilenceLimits(stall=0.3, stall_row=0.001, first_answer=1.2)  # a worker is hung soon
 
 # --- works that crash their workers ---------------------------------------------------------------------
 
@@ -92,15 +90,15 @@ def hung(harness: PoolHarness) -> list[object]:
 
 
 def test_worker_without_progress_is_reported_once(harness: PoolHarness) -> None:
-    first, second = harness.start(2, limits=SHORT)
-    harness.let_pass(0.8)
+    first, second = harness.start(2)
+    harness.let_pass(2 * STALL_LIMIT)
     assert hung(harness) == []  # idle workers
     ticket = harness.submit(0, 1)
     (work,), (other,) = first.take(), second.take()
     line = harness.control.line("worker", 1)
     for _ in range(30):
         line.tick()  # slow, and making progress
-        harness.let_pass(0.04)
+        harness.let_pass(0.2)
     assert hung(harness) == [Hung("worker", 0, 0)]
     second.answer(other, 1.0)
     first.exit(over=work, crashed=True)
@@ -112,18 +110,18 @@ def test_worker_without_progress_is_reported_once(harness: PoolHarness) -> None:
     restarted.warm_up()
     harness.submit(0)
     restarted.take()
-    harness.let_pass(1.0)
+    harness.let_pass(2 * STALL_LIMIT)
     assert hung(harness) == [Hung("worker", 0, 0), Hung("worker", 0, 1)]
 
 
 def test_worker_whose_work_was_abandoned_owes_no_answer(harness: PoolHarness) -> None:
     """It drops the Work silently, and is not hung afterwards."""
-    (first, second), ticket, (_, other) = harness.begin(2, SHORT)
+    (first, second), ticket, (_, other) = harness.begin(2)
     second.answer(other)
     harness.update_until(lambda: len(ticket.answers) == 1)
     ticket.abandon()
     assert [type(message) for message in first.messages(1)] == [Abandon]
-    harness.let_pass(2 * SHORT.stall)
+    harness.let_pass(2 * STALL_LIMIT)
     assert hung(harness) == []
     assert second.messages() == []
     harness.submit(5)

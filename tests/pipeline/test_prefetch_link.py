@@ -72,10 +72,10 @@ def harness(runtime, make_child, exits, reports) -> Iterator[LinkHarness]:
 def slices(harness, pool_clock) -> Callable[..., None]:
     """Lets slices of time pass by the link's clock, with an update after each."""
 
-    def let_pass(count: int, wait_ms: int = 1) -> None:
+    def let_pass(count: int) -> None:
         for _ in range(count):
             pool_clock.now += STALL_SLICE
-            harness.link.update(wait_ms)
+            harness.link.update(0)
 
     return let_pass
 
@@ -172,15 +172,6 @@ def test_reports_that_contradict_each_other_are_a_hung_prefetcher(harness, lande
     harness.update_until(lambda: len(harness.reports) > 1)
     assert (order.landed, order.final) == (2, False)
     assert harness.reports[1:] == [Hung("prefetcher", 0, 0)]
-
-
-@pytest.mark.parametrize(("wait_ms", "hung"), [(0, False), (1, True)])
-def test_only_a_wait_measures_progress(harness, slices, wait_ms: int, hung: bool) -> None:
-    """An engine that only polls may be busy elsewhere."""
-    harness.attach(0)
-    harness.link.order(0, 0, 0, [1], PLACED)
-    slices(int(STALL_LIMIT / STALL_SLICE) + 3, wait_ms)
-    assert harness.reports[1:] == [Hung("prefetcher", 0, 0)] * hung
 
 
 @pytest.mark.parametrize(

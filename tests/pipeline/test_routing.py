@@ -5,9 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 from transformers import DeepseekV2Config, MixtralConfig, PhimoeConfig, Qwen2MoeConfig
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
@@ -18,19 +15,12 @@ from pipeline.models.routing import Router, Softmax, SparseMixer
 
 
 def routed(router: torch.nn.Module, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Weights and experts [R, k] of a transformers router for these logits: its input is a unit vector for
-    each row, and its matrix holds the logits."""
+    """Return weights and experts [R, k] of a transformers router for these logits: its input is a unit
+    vector for each row, and its matrix holds the logits."""
     with torch.no_grad():
         router.weight.copy_(torch.from_numpy(logits.T.copy()))
         _, weights, chosen = router.eval()(torch.eye(len(logits)))
     return weights.numpy(), chosen.numpy()
-
-
-def by_transformers(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Weights and experts [R, k] of Mixtral's router."""
-    rows, experts = logits.shape
-    config = MixtralConfig(hidden_size=rows, num_local_experts=experts, num_experts_per_tok=k)
-    return routed(MixtralTopKRouter(config), logits)
 
 
 def equal(router: Router, theirs: torch.nn.Module, logits: np.ndarray) -> None:
@@ -95,25 +85,8 @@ def test_sparsemixer_of_equal_logits(row) -> None:
 @pytest.mark.parametrize("scale", [0.01, 1.0, 8.0])
 def test_softmax_over_chosen_experts_equals_mixtral(k, scale) -> None:
     logits = random_logits(k, 200, 8, scale)
-    ours = Softmax(k, rescaled=True)(logits)
-    weights, chosen = by_transformers(logits, k)
-    np.testing.assert_array_equal(ours.experts, chosen)
-    np.testing.assert_allclose(ours.weights, weights, rtol=2e-6, atol=1e-7)
-    assert (ours.experts.dtype, ours.weights.dtype) == (np.int32, np.float32)
-
-
-FEW_VALUES = arrays(np.float32, (3, 6), elements=st.sampled_from([-1.0, 0.0, 0.5, 2.0]))
-
-
-@settings(max_examples=40, deadline=None)
-@given(FEW_VALUES, st.integers(1, 6))
-def test_ties_choose_the_lower_expert(logits, k) -> None:
-    ours = Softmax(k, rescaled=True)(logits)
-    for row, experts in zip(logits, ours.experts, strict=True):
-        assert experts.tolist() == sorted(range(6), key=lambda e: (-row[e], e))[:k]
-    # transformers does not specify its choice between ties, but the weights are equal
-    weights, _ = by_transformers(logits, k)
-    np.testing.assert_allclose(ours.weights, weights, rtol=2e-6)
+    config = MixtralConfig(hidden_size=200, num_local_experts=8, num_experts_per_tok=k)
+    equal(Softmax(k, rescaled=True), MixtralTopKRouter(config), logits)
 
 
 @pytest.mark.parametrize("spread", [0.3, 1e30])
@@ -155,12 +128,6 @@ def test_row_is_routed_as_in_a_batch(router: Router) -> None:
         assert (alone.experts.dtype, alone.weights.dtype) == (np.int32, np.float32)
         np.testing.assert_array_equal(alone.experts, together.experts[row : row + 1])
         np.testing.assert_array_equal(alone.weights, together.weights[row : row + 1])
-
-
-def test_weights_of_a_token_sum_to_the_scale_where_rescaled() -> None:
-    logits = random_logits(1, 20, 8, 1.0)
-    np.testing.assert_allclose(Softmax(3, True, 2.5)(logits).weights.sum(axis=1), 2.5, rtol=1e-6)
-    assert (Softmax(3, False, 1.0)(logits).weights.sum(axis=1) < 0.999).all()
 
 
 @pytest.mark.parametrize("rescaled", [True, False])

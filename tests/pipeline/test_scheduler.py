@@ -320,22 +320,6 @@ def test_steps_name_the_live_sequences(engine, monkeypatch) -> None:
     harness.scheduler.forget(b"c")
 
 
-@pytest.mark.parametrize("prompts", [(4, 30), (30, 4)])
-def test_full_cache_preempts_the_newest_request(engine, prompts) -> None:
-    """Whichever of the two needs more capacity first: the older request never waits."""
-    harness = Harness(engine, 3 * KV_BLOCK, LONGEST)
-    for i, prompt in enumerate(prompts):
-        harness.scheduler.enqueue(b"c", ask(i, prompt, 130))
-        harness.scheduler.round()
-    assert harness.scheduler.stats()["running"] == 2
-    harness.finish()
-    (older, first), (newer, second) = harness.answer(0), harness.answer(1)
-    assert (len(older), first.stats["preemptions"]) == (130, 0)
-    assert (len(newer), second.stats["preemptions"]) == (130, harness.scheduler.stats()["preemptions"])
-    assert second.stats["preemptions"] > 0
-    assert harness.scheduler.kv.used == 0
-
-
 def test_next_turn_prefills_only_new_tokens(harness) -> None:
     harness.run(b"c", ask(0, 20, 6, "talk"))
     first, done = harness.answer(0)
